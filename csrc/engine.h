@@ -230,7 +230,7 @@ typedef struct om_op {
 } om_op;
 
 /* Every operator, one row each in ops.def: OP(name) -> `extern const om_op om_op_name`. */
-#define OP(name) extern const om_op om_op_##name;
+#define OP(name) extern const om_op om_op_##name __attribute__((weak)); /* weak while the families are being written */
 #include "ops.def"
 #undef OP
 extern const om_op *const om_ops[]; /* NULL-terminated */
@@ -288,6 +288,14 @@ typedef struct om_rewriter {
 typedef om_status (*om_emit_fn)(om_rewriter *r, om_id node);
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out);
 om_status om_rewrite_copy(om_rewriter *r, om_id node);
+
+/* Runs one node on given tensors (outputs allocated by the caller, dense); inputs that an operator needs dense are copied. */
+om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in, om_tensor *out,
+                       uint64_t seed);
+/* Runs a whole graph node by node, every value in its own memory: no planner, no reuse, no in-place. The oracle of plan.c and what
+ * the operator tests run. in: one per g->inputs. out: one per g->outputs, then writes, then grads (absent gradient: dtype
+ * OM_NODTYPE); data allocated with om_alloc, the caller frees. */
+om_status om_interpret(om_ctx *cx, const om_graph *g, const om_tensor *in, uint64_t seed, om_tensor *out);
 
 om_status om_verify(const om_graph *g);  /* structure, types re-inferred, topological order; names the node that is wrong */
 om_status om_graph_print(const om_graph *g, char **text);          /* text dump; om_text_free */

@@ -1,0 +1,78 @@
+"""The C extension (csrc/pymodule.c). Tensors cross by DLPack's C exchange API: borrowed on the way in, blocks of the
+engine's pool with a deleter on the way out. Every call that computes releases the GIL. Failures raise RuntimeError
+(ValueError for bad input) with the engine's message.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+def isa() -> str:
+    """Instruction set the kernels were chosen for: 'generic', 'avx2' or 'avx512'."""
+
+def pool_stats() -> dict[str, int]:
+    """Bytes of the block pool: 'live' (handed out), 'free' (kept for reuse), 'peak_live'."""
+
+def pool_trim() -> int:
+    """Give free blocks back to the system; returns bytes."""
+
+def guard_hash(dicts: Sequence[dict[str, Any]]) -> int:
+    """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry of the
+    dictionaries; tensors count by identity, dtype-free; about 10 ns an entry."""
+
+class Model:
+    """A captured graph: owner of its variants and plans. Thread-safe."""
+
+    def __init__(self, onnx: bytes) -> None: ...
+    @staticmethod
+    def from_text(text: str) -> "Model":
+        """From the text form of the internal graph (tests)."""
+    inputs: list[tuple[str, str, str, int]]
+    """Per graph input: name, role ('input' | 'param' | 'buffer'), dtype name ('f32', 'i64', ...), rank."""
+    outputs: list[tuple[str, str, int, bool]]
+    """Per user output: name, dtype name, rank, differentiable."""
+    writes: list[int]
+    """Graph inputs that a forward overwrites, in order."""
+    random: bool
+    """A live random node exists: a seed must be drawn for each forward."""
+    def text(self, variant: int = -1) -> str: ...
+    def nodes(self, variant: int = -1) -> list[dict[str, Any]]:
+        """One dict per node: op, phase ('forward' | 'backward'), module, file, line, segment, host_index (-1 if none)."""
+    def variant(self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None) -> int:
+        """Joint graph. wanted: one byte per graph input. arriving: one byte per user output. group: per graph input, the backward
+        segment (0 runs first) in which its gradient must be complete; None = one segment."""
+    def variant_info(self, variant: int) -> dict[str, Any]:
+        """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that get a gradient
+        (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
+        list of (graph input, first segment that reads it ... as one int); reads_outputs: user outputs whose data backward reads;
+        host_nodes: list of (node id, host_index, phase)."""
+    def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True) -> "Run":
+        """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward."""
+    def backward(self, variant: int, arena: Tensor, tensors: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
+                 grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor]) -> "Run":
+        """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be given; grads: one per
+        user output (None where it does not arrive: must match `arriving`); host: Run.host_kept() of the forward."""
+    def plan_report(self) -> list[dict[str, Any]]:
+        """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients', 'outputs'), calls."""
+    def profile(self, on: bool) -> list[dict[str, Any]]:
+        """Switch timing of nodes on or off; returns and clears what was gathered: op, count, ms."""
+
+class Run:
+    """One forward or one backward in progress. Not thread-safe."""
+
+    def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
+        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, node id, its input
+        tensors (strided views of engine memory, valid until the run ends; clone to keep)). Answer with host_done, then resume again."""
+    def host_done(self, outputs: Sequence[Tensor]) -> None:
+        """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
+    def outputs(self) -> list[Tensor]:
+        """Forward: the user outputs, each in its own block. Graph inputs that are outputs as they stand come back as copies."""
+    def arena(self) -> Tensor:
+        """Forward: the state backward needs, a 1-d uint8 tensor (0 elements when there is none)."""
+    def host_kept(self) -> list[Tensor]:
+        """Forward: host outputs that backward reads."""
+    def grads(self, segment: int) -> list[tuple[int, Tensor]]:
+        """Backward, after resume(segment): (graph input, gradient) of that segment; dtype, sizes and strides of the input."""
+    plan_ms: float
+    """Time this call spent planning (0 when cached)."""
