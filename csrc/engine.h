@@ -212,6 +212,7 @@ typedef struct om_op {
     const char *doc;    /* one line: y = f(x), shapes, attributes */
     uint8_t kind;
     int8_t min_in, max_in; /* max_in -1: any number */
+    int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
     uint32_t inplace;   /* bit j: output 0 may take the storage of input j (same size; element i of y needs only element i) */
     uint32_t dense;     /* bit j: input j must be dense row-major (bit 31: all inputs); the plan copies when it is not */
     bool random;        /* reads node->rng */
