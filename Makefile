@@ -10,11 +10,12 @@ EXT    := ortmodule/_C.abi3.so
 WARN   := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wvla -Werror=psabi -Werror=implicit-function-declaration -Werror=incompatible-pointer-types
 OPT    ?= -O2 -g
 CFLAGS ?=
-CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -Icsrc -I$(B)/gen $(WARN) $(OPT) $(CFLAGS) -MMD -MP
+CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)/gen $(WARN) $(OPT) $(CFLAGS) -MMD -MP
 # kernels: no -ffast-math, NaN and inf must survive
 KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-SRC    := $(filter-out csrc/pymodule.c csrc/tool_%,$(wildcard csrc/*.c csrc/ops/*.c csrc/passes/*.c csrc/optim/*.c))
+PYSRC  := $(wildcard csrc/pymodule*.c)
+SRC    := $(filter-out $(PYSRC) csrc/tool_%,$(wildcard csrc/*.c csrc/ops/*.c csrc/passes/*.c csrc/optim/*.c))
 KSRC   := $(wildcard csrc/kernels/*.k.c)
 ifeq ($(ARCH),x86_64)
 ISAS   := generic avx2 avx512
@@ -58,7 +59,7 @@ $(B)/gen/onnx.pb-c.c: | $(VENV)/.stamp
 	@proto=$$($(PY) -c 'import onnx,os;print(os.path.join(os.path.dirname(onnx.__file__),"onnx.proto"))'); \
 	cp $$proto $(B)/gen/onnx.proto && cd $(B)/gen && protoc-c --c_out=. onnx.proto
 $(B)/gen/onnx.pb-c.o: $(B)/gen/onnx.pb-c.c
-	@$(CC) -std=gnu11 -fPIC -fvisibility=hidden -O2 -w -I$(B)/gen -c $< -o $@
+	@$(CC) -std=gnu11 -fPIC -O2 -w -I$(B)/gen -c $< -o $@
 
 # --- engine -------------------------------------------------------------------------------------------
 $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
@@ -74,16 +75,17 @@ $(foreach i,$(ISAS),$(eval $(call ISA_RULE,$(i))))
 lib: $(B)/libom.a $(B)/libom.so
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
-$(B)/libom.so: $(OBJ)   # all symbols are hidden but the ones tests reach by ctypes (OM_EXPORT)
-	@$(CC) -shared -o $@ $(OBJ) $(PBC) $(LIBS)
+$(B)/libom.so: $(OBJ)   # for tests, by ctypes
+	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(OBJ) $(PBC) $(LIBS)
 
 ext: $(EXT)
 PYINC = $(shell $(PY) -c 'import sysconfig;print(sysconfig.get_path("include"))')
-$(B)/pymodule.o: csrc/pymodule.c | $(VENV)/.stamp
+PYOBJ  := $(PYSRC:csrc/%.c=$(B)/%.o)
+$(PYOBJ): $(B)/%.o: csrc/%.c | $(VENV)/.stamp
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
-$(EXT): $(OBJ) $(B)/pymodule.o
-	@$(CC) -shared -o $@ $(OBJ) $(B)/pymodule.o $(PBC) $(LIBS)
+$(EXT): $(OBJ) $(PYOBJ)
+	@$(CC) -shared -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
 $(B)/om-opt: $(B)/libom.a $(B)/tool_om_opt.o
@@ -95,4 +97,4 @@ test: build   ## build and run the tests
 clean:   ## remove build products (keeps .venv)
 	rm -rf build ortmodule/_C*.so dist *.egg-info
 
--include $(OBJ:.o=.d) $(B)/pymodule.d $(B)/tool_om_opt.d
+-include $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(B)/tool_om_opt.d

@@ -78,7 +78,8 @@ static inline int om_compute_dtype(int t) { return t == OM_F64 ? OM_F64 : om_is_
 
 /* --- graph ------------------------------------------------------------------------------------- */
 
-typedef enum om_expr_kind { OM_DIM_SYM, OM_DIM_ADD, OM_DIM_MUL, OM_DIM_DIV /* floor */, OM_DIM_MOD, OM_DIM_MIN, OM_DIM_MAX } om_expr_kind;
+typedef enum om_expr_kind { OM_DIM_SYM, OM_DIM_ADD, OM_DIM_MUL, OM_DIM_DIV /* floor */, OM_DIM_MOD, OM_DIM_MIN, OM_DIM_MAX,
+               OM_DIM_INT /* a negative integer, in a */ } om_expr_kind;
 typedef struct om_expr {
     uint8_t kind;
     om_dim a, b;        /* operands; SYM: a = index into graph->syms */
@@ -182,9 +183,7 @@ om_dim om_dim_max(om_graph *g, om_dim a, om_dim b);
 om_dim om_dim_numel(om_graph *g, const om_type *t);        /* product of the dimensions */
 om_dim om_dim_copy(om_graph *to, const om_graph *from, om_dim d);
 int64_t om_dim_eval(const om_graph *g, om_dim d, const int64_t *sym); /* sym[i] = value of syms[i]; may be negative */
-/* NOTE: a plain integer in an attribute or intermediate expression may be negative (-3). It is stored as the
- * expression ADD(0... ) of kind constant: use om_dim_int, which gives the int itself when >= 0. */
-om_dim om_dim_int(om_graph *g, int64_t i);
+om_dim om_dim_int(om_graph *g, int64_t i);                 /* any integer: i itself when >= 0, else an INT expression */
 bool om_dim_const(const om_graph *g, om_dim d, int64_t *value); /* true and the value when it is a known integer */
 om_status om_dim_parse(om_graph *g, const char *text, om_dim *out); /* "s0*12 + 3", "s1//2", "Max(1, s0)", "Mod(s0, 4)" */
 void om_dim_print(const om_graph *g, om_dim d, char *buf, size_t size);
@@ -213,6 +212,7 @@ typedef struct om_op {
     uint8_t kind;
     int8_t min_in, max_in; /* max_in -1: any number */
     int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
+    uint32_t optional;  /* bit j: operand j < min_in may be left out (operands >= min_in always may) */
     uint32_t inplace;   /* bit j: output 0 may take the storage of input j (same size; element i of y needs only element i) */
     uint32_t dense;     /* bit j: input j must be dense row-major (bit 31: all inputs); the plan copies when it is not */
     bool random;        /* reads node->rng */

@@ -1,0 +1,24 @@
+/* gemm.k.c - the packed matrix product of one instruction set: packing of A, and one column panel of C.
+ *
+ *   pack A once      panels of MR rows, k-major: the micro-kernel broadcasts MR consecutive numbers per step
+ *   per panel of C   NR columns: for each KC slice of k: pack B's slice (KC, NR) into the worker's cache, run the
+ *                    micro-kernel over all row panels, add into C
+ * A B panel (L1/L2) is read by every row panel, A streams by once per column panel. Packing takes any strides and any
+ * storage type (bf16 and f16 become f32 here); where k is contiguous it transposes VL x VL blocks in registers.
+ * C narrower than the compute type is summed in a private f32 panel and rounded once.
+ * Slices of k run in order, so each element is one fixed chain of sums however the work is divided.
+ */
+#include "gemm.h"
+
+#define OM_VEC_BITS 32
+#include "kernels/vec.h"
+#include "kernels/gemm_type.h"
+#undef OM_VEC_BITS
+#define OM_VEC_BITS 64
+#include "kernels/vec.h"
+#include "kernels/gemm_type.h"
+
+#define GEMM_TYPE(suf, type)                                                                        \
+    {.mr = OM_MR, .nr = OM_NV * (int)(OM_VBYTES / sizeof(type)), .kc = GEMM_KC, .elem = sizeof(type), \
+     .slack = OM_VBYTES / sizeof(type), .pack_a = pack_a_##suf, .panel = panel_##suf}
+const om_gemm_kernels OM_ISA_NAME(om_gemm_isa) = {GEMM_TYPE(f32, float), GEMM_TYPE(f64, double)};

@@ -1,0 +1,238 @@
+/* gemm_type.h - the part of gemm.k.c that is written once and compiled per compute type (after vec.h). */
+#ifndef GEMM_KC
+#define GEMM_KC 384
+#endif
+#undef NR
+#define NR (OM_NV * VL)
+
+/* dst[k * ld + i] = src[i * rs + k * cs] for i < w <= ld lanes and k < kc; lanes w..ld-1 become 0. Stores may run VL - 1
+ * elements past the end (the caller leaves room); later rows overwrite what earlier ones spilled. */
+OM_INLINE void N(pack_strip)(T *restrict dst, int64_t ld, const void *src, int64_t w, int64_t kc, int64_t rs, int64_t cs, int s) {
+    int64_t k = 0;
+    if (rs == 1 && w == ld) { /* lanes contiguous */
+        int64_t full = ld / VL * VL;
+        for (; k < kc; k++) {
+            int64_t i = 0;
+            for (; i < full; i += VL) N(vstore)(dst + k * ld + i, N(vget)(src, k * cs + i, s));
+            for (; i < ld; i++) dst[k * ld + i] = N(get)(src, k * cs + i, s);
+        }
+        return;
+    }
+    if (cs == 1) { /* k contiguous: VL steps of k by VL lanes at a time */
+        for (; k + VL <= kc; k += VL) {
+            for (int64_t i0 = (ld - 1) / VL * VL; i0 >= 0; i0 -= VL) { /* downwards: what spills into the next row is then rewritten */
+                V r[VL];
+#pragma GCC unroll 16
+                for (int i = 0; i < VL; i++) r[i] = i0 + i < w ? N(vget)(src, (i0 + i) * rs + k, s) : (V){0};
+                N(transpose)(r);
+#pragma GCC unroll 16
+                for (int j = 0; j < VL; j++) N(vstore)(dst + (k + j) * ld + i0, r[j]);
+            }
+        }
+    }
+    for (; k < kc; k++)
+        for (int64_t i = 0; i < ld; i++) dst[k * ld + i] = i < w ? N(get)(src, i * rs + k * cs, s) : 0;
+}
+
+/* Rows contiguous along the lanes: one sweep per k over a group of panels, so that memory is read in order. Each row of a
+ * panel is moved by whole vectors: the source must have VL elements from the panel's last vector on. */
+OM_INLINE void N(pack_rows)(T *restrict dst, int64_t size, int64_t panels, const void *src, int64_t kc, int64_t cs, int s) {
+    for (int64_t k = 0; k < kc; k++)
+        for (int64_t p = 0; p < panels; p++)
+#pragma GCC unroll 4
+            for (int i = 0; i < OM_MR; i += VL) N(vstore)(dst + p * size + k * OM_MR + i, N(vget)(src, k * cs + p * OM_MR + i, s));
+}
+
+OM_INLINE void N(pack_a_as)(const om_gemm_job *g, int64_t p0, int64_t p1, int s) {
+    int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15;
+    T *pa = g->pa;
+    size_t es = s == OM_BF16 || s == OM_F16 ? 2 : sizeof(T);
+    int64_t reach = (OM_MR + VL - 1) / VL * VL; /* elements of a row that the sweep reads for a panel */
+    int64_t full = g->rsa == 1 && g->m >= reach ? (g->m - reach) / OM_MR + 1 : 0;
+    enum { GROUP = 8 };
+    for (int64_t p = p0; p < p1;) {
+        const char *src = (const char *)g->a + p * OM_MR * g->rsa * (int64_t)es;
+        if (p < full) {
+            int64_t cnt = (p1 < full ? p1 : full) - p;
+            if (cnt > GROUP) cnt = GROUP;
+            N(pack_rows)(pa + p * size, size, cnt, src, g->k, g->csa, s);
+            p += cnt;
+            continue;
+        }
+        int64_t w = g->m - p * OM_MR < OM_MR ? g->m - p * OM_MR : OM_MR;
+        N(pack_strip)(pa + p * size, OM_MR, src, w, g->k, g->rsa, g->csa, s);
+        p++;
+    }
+}
+
+static void N(pack_a)(const om_gemm_job *g, int64_t p0, int64_t p1) {
+#if OM_VEC_BITS == 32
+    if (g->dtype == OM_BF16) {
+        N(pack_a_as)(g, p0, p1, OM_BF16);
+        return;
+    }
+    if (g->dtype == OM_F16) {
+        N(pack_a_as)(g, p0, p1, OM_F16);
+        return;
+    }
+#endif
+    N(pack_a_as)(g, p0, p1, STORE_T);
+}
+
+/* B[k0:k0+kc, col0:col0+w] -> (kc, nr) */
+OM_INLINE void N(pack_b_as)(const om_gemm_job *g, T *dst, int64_t nr, int64_t k0, int64_t kc, int64_t col0, int64_t w, int s) {
+    size_t es = s == OM_BF16 || s == OM_F16 ? 2 : sizeof(T);
+    const char *src = (const char *)g->b + (k0 * g->rsb + col0 * g->csb) * (int64_t)es;
+    N(pack_strip)(dst, nr, src, w, kc, g->csb, g->rsb, s);
+}
+
+static void N(pack_b)(const om_gemm_job *g, T *dst, int64_t nr, int64_t k0, int64_t kc, int64_t col0, int64_t w) {
+#if OM_VEC_BITS == 32
+    if (g->dtype == OM_BF16) {
+        N(pack_b_as)(g, dst, nr, k0, kc, col0, w, OM_BF16);
+        return;
+    }
+    if (g->dtype == OM_F16) {
+        N(pack_b_as)(g, dst, nr, k0, kc, col0, w, OM_F16);
+        return;
+    }
+#endif
+    if (nr == NR) N(pack_b_as)(g, dst, NR, k0, kc, col0, w, STORE_T);
+    else N(pack_b_as)(g, dst, nr, k0, kc, col0, w, STORE_T);
+}
+
+typedef struct N(tile) { /* where a register tile goes: c = alpha * acc + (add ? c : 0) + bias */
+    T *c;
+    int64_t rs, cs, width; /* width < NR: only the first columns exist */
+    T alpha;
+    bool add;
+    const T *bias; /* NR numbers or NULL */
+} N(tile);
+
+/* One register tile: multiply and store. mr and nv are constants at the call. */
+OM_INLINE void N(tile_run)(int mr, int nv, int64_t kc, const T *a, const T *b, int64_t ldb, const N(tile) *t) {
+    V acc[OM_MR][OM_NV];
+    T *c = t->c;
+    int64_t rs = t->rs;
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) __builtin_prefetch(c + i * rs, 1);
+    N(micro)(mr, nv, kc, a, 1, OM_MR, b, ldb, acc);
+    if (t->alpha != 1) {
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+            for (int v = 0; v < nv; v++) acc[i][v] *= t->alpha;
+    }
+    if (t->bias) {
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+            for (int v = 0; v < nv; v++) acc[i][v] += N(vload)(t->bias + v * VL);
+    }
+    if (t->cs == 1 && t->width >= nv * VL) {
+        if (t->add) {
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+                for (int v = 0; v < nv; v++) acc[i][v] += N(vload)(c + i * rs + v * VL);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+            for (int v = 0; v < nv; v++) N(vstore)(c + i * rs + v * VL, acc[i][v]);
+        return;
+    }
+    T tmp[OM_MR * NR];
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v++) N(vstore)(tmp + i * NR + v * VL, acc[i][v]);
+    int64_t w = t->width < nv * VL ? t->width : nv * VL;
+    for (int i = 0; i < mr; i++)
+        for (int64_t j = 0; j < w; j++) {
+            T *p = c + i * rs + j * t->cs;
+            *p = tmp[i * NR + j] + (t->add ? *p : 0);
+        }
+}
+
+#define ROWS(x)                                                                                     \
+    case x:                                                                                         \
+        if (nv == OM_NV) N(tile_run)(x, OM_NV, kc, a, b, ldb, t);                                   \
+        else if (nv == 1) N(tile_run)(x, 1, kc, a, b, ldb, t);                                      \
+        else N(tile_run)(x, OM_NV > 2 ? 2 : OM_NV, kc, a, b, ldb, t);                               \
+        break;
+static void N(tile_any)(int64_t mr, int nv, int64_t kc, const T *a, const T *b, int64_t ldb, const N(tile) *t) {
+    switch (mr) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4)
+#if OM_MR > 4
+        ROWS(5) ROWS(6)
+#endif
+#if OM_MR > 6
+        ROWS(7) ROWS(8)
+#endif
+    default: break;
+    }
+}
+#undef ROWS
+
+static __attribute__((noinline)) void N(tile_full)(int64_t kc, const T *a, const T *b, int64_t ldb, const N(tile) *t) {
+    N(tile_run)(OM_MR, OM_NV, kc, a, b, ldb, t);
+}
+
+static void N(panel)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, void *work) {
+    T *bp = work, *wide = bp + GEMM_KC * NR; /* `wide`: C in the compute type, when it is stored narrower */
+    int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15, width = g->n - col0 < NR ? g->n - col0 : NR;
+    int nv = (int)((width + VL - 1) / VL);
+    bool narrow = g->dtype != STORE_T;
+    T bias[NR];
+    if (g->bias)
+        for (int64_t j = 0; j < NR; j++) {
+            int64_t at = col0 + (j < width ? j : 0);
+            bias[j] = g->dtype == OM_BF16 ? N(get)(g->bias, at, OM_BF16) : g->dtype == OM_F16 ? N(get)(g->bias, at, OM_F16) : N(get)(g->bias, at, STORE_T);
+        }
+    N(tile) t = {.alpha = (T)g->alpha};
+    if (narrow) {
+        t.rs = NR;
+        t.cs = 1;
+        t.width = NR;
+        if (g->beta)
+            for (int64_t i = row0; i < row1; i++)
+                for (int64_t j = 0; j < width; j++) {
+                    int64_t at = i * g->rsc + (col0 + j) * g->csc;
+                    wide[(i - row0) * NR + j] = g->dtype == OM_BF16 ? N(get)(g->c, at, OM_BF16) : N(get)(g->c, at, OM_F16);
+                }
+    } else {
+        t.rs = g->rsc;
+        t.cs = g->csc;
+        t.width = width;
+    }
+    int64_t k0 = 0;
+    do { /* at least once: k = 0 still writes C */
+        int64_t kc = g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC, ldb = nv * VL;
+        const T *b = bp;
+        if (g->csb == 1 && width == NR && !narrow && row1 - row0 <= 2 * OM_MR) { /* too few rows to pay for packing */
+            b = (const T *)g->b + k0 * g->rsb + col0;
+            ldb = g->rsb;
+        } else {
+            N(pack_b)(g, bp, ldb, k0, kc, col0, width);
+        }
+        t.add = g->beta || k0 > 0;
+        t.bias = g->bias && k0 == 0 ? bias : NULL;
+        for (int64_t i = row0; i < row1; i += OM_MR) {
+            const T *a = (const T *)g->pa + i / OM_MR * size + k0 * OM_MR;
+            t.c = narrow ? wide + (i - row0) * NR : (T *)g->c + i * g->rsc + col0 * g->csc;
+            if (nv == OM_NV && row1 - i >= OM_MR) N(tile_full)(kc, a, b, ldb, &t);
+            else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, nv, kc, a, b, ldb, &t);
+        }
+        k0 += kc;
+    } while (k0 < g->k);
+    if (narrow) {
+        for (int64_t i = row0; i < row1; i++)
+            for (int64_t j = 0; j < width; j++) {
+                int64_t at = i * g->rsc + (col0 + j) * g->csc;
+                T x = wide[(i - row0) * NR + j];
+                if (g->dtype == OM_BF16) N(put)(g->c, at, x, OM_BF16);
+                else N(put)(g->c, at, x, OM_F16);
+            }
+    }
+}

@@ -1,0 +1,190 @@
+"""Settings: one table of environment variables, one parser, one printable object.
+
+An option reaches ORTModule as a keyword argument; the environment variable of the same row overrides it, so that a script can be
+steered from outside. Every value is parsed by its row; a value that does not parse raises ValueError naming the variable, what was
+given and what is allowed. A variable that starts with ORTMODULE_ and stands in no row is reported once (a typo must not pass for a
+setting), unless it is one that onnxruntime-training knew: then the report says that it has no effect here.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("ortmodule")
+
+
+class LogLevel(enum.IntEnum):
+    """Names as in onnxruntime-training; the values are logging's."""
+
+    VERBOSE = logging.DEBUG
+    DEVINFO = logging.INFO - 5
+    INFO = logging.INFO
+    WARNING = logging.WARNING
+    ERROR = logging.ERROR
+    FATAL = logging.CRITICAL
+
+
+@dataclass(frozen=True)
+class DebugOptions:
+    """What onnxruntime-training's class of this name held: log level and where to save the captured graphs."""
+
+    log_level: LogLevel = LogLevel.WARNING
+    save_onnx: bool = False
+    onnx_prefix: str = ""
+    save_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.log_level, LogLevel):
+            raise TypeError(f"Expected log_level of type LogLevel, got {type(self.log_level).__name__}.")
+        if not self.save_onnx:
+            return
+        if not isinstance(self.onnx_prefix, str):
+            raise TypeError(f"Expected onnx_prefix of type str, got {type(self.onnx_prefix).__name__}.")
+        if not self.onnx_prefix:
+            raise ValueError("onnx_prefix must be provided when save_onnx is set.")
+
+
+class Row(NamedTuple):
+    """One environment variable."""
+
+    name: str  # without the prefix
+    field: str  # of Settings; "" = read by the C engine itself
+    allowed: str
+    parse: Callable[[str], Any]
+    doc: str
+
+
+def _bool(text: str) -> bool:
+    value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}.get(text.strip().lower())
+    if value is None:
+        raise ValueError
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _level(text: str) -> LogLevel:
+    try:
+        return LogLevel[text.strip().upper()]
+    except KeyError:
+        raise ValueError from None
+
+
+def _policy(text: str) -> bool:
+    if not text.startswith("FALLBACK_"):
+        raise ValueError
+    return text.strip() == "FALLBACK_DISABLE"
+
+
+TABLE: tuple[Row, ...] = (
+    Row("STRICT", "strict", "0 or 1", _bool, "1: raise instead of leaving any part of the model to PyTorch"),
+    Row("FALLBACK_POLICY", "strict", "FALLBACK_DISABLE or another FALLBACK_* name", _policy,
+        "FALLBACK_DISABLE is STRICT=1; the other names of onnxruntime-training mean the default"),
+    Row("DISABLE", "disable", "0 or 1", _bool, "1: run the wrapped module in PyTorch, unchanged"),
+    Row("SEGMENT_MB", "segment_mb", "a number > 0", _positive,
+        "megabytes of gradients after which backward hands them out and goes on (default 25, DDP's bucket size)"),
+    Row("MAX_CAPTURES", "max_captures", "an integer >= 1", _count,
+        "captures of one call structure before it is left to PyTorch (default 8)"),
+    Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
+    Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there as <prefix><class>_<n>_training|inference.onnx"),
+    Row("ISA", "", "generic, avx2 or avx512", str, "highest instruction set the kernels may use"),
+    Row("GEMM", "", "own or blas", str, "force the matrix multiplication provider"),
+    Row("PASS_LIMIT", "", "an integer", str, "run only the first n rewrites of the graph (to bisect)"),
+)  # fmt: skip
+PREFIX = "ORTMODULE_"
+
+# Known to onnxruntime-training, without effect here: what they switched is always on, decided automatically, or about its own internals.
+WITHOUT_EFFECT = frozenset(
+    PREFIX + name
+    for name in (
+        "ONNX_OPSET_VERSION FALLBACK_RETRY SKIPCHECK_POLICY ALLOW_AUTOGRAD_CHECKPOINT ENABLE_CUSTOM_AUTOGRAD ENABLE_COMPUTE_OPTIMIZER "
+        "ENABLE_SPARSE_OPTIMIZER ENABLE_LABEL_SPARSE_OPTIMIZER ENABLE_EMBEDDING_SPARSE_OPTIMIZER PRINT_INPUT_DENSITY PRINT_MEMORY_STATS "
+        "MEMORY_OPT_LEVEL MEMORY_OPT_CONFIG MEMORY_OPT_PROBE_RECOMPUTE_LEVEL CACHE_DIR USE_TRITON TRITON_CONFIG_FILE TRITON_DEBUG "
+        "ENABLE_TUNING MAX_TUNING_DURATION_MS TUNING_RESULTS_PATH USE_FLASH_ATTENTION USE_EFFICIENT_ATTENTION ATEN_SDPA_FALLBACK "
+        "DEEPCOPY_BEFORE_MODEL_EXPORT DO_DEEPCOPY_BEFORE_MODEL_EXPORT ENABLE_MEM_EFFICIENT_GRAD_MGMT ENABLE_ZERO_STAGE3 "
+        "CONV_ALGO_SEARCH JSON_CONFIG_PATH"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one ORTModule behaves. Build with `resolve`."""
+
+    strict: bool = False
+    disable: bool = False
+    segment_mb: float = 25.0
+    max_captures: int = 8
+    log_level: LogLevel | None = None
+    save_path: str | None = None
+    save_prefix: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+
+
+_warned: set[str] = set()
+
+
+def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from keyword arguments, then `debug`, then the environment (which wins).
+
+    Raises TypeError for an option that does not exist, ValueError for a value that is not allowed.
+    """
+    env = os.environ if environ is None else environ
+    known = {f.name for f in fields(Settings)}
+    unknown = set(options) - known
+    if unknown:
+        raise TypeError(f"ORTModule got unknown options {sorted(unknown)}; allowed: {sorted(known)}")
+    values = {k: v for k, v in options.items() if v is not None}
+    if debug is not None:
+        if not isinstance(debug, DebugOptions):
+            raise TypeError(f"debug_options must be a DebugOptions, got {type(debug).__name__}")
+        values.setdefault("log_level", debug.log_level)
+        if debug.save_onnx:
+            values.setdefault("save_path", debug.save_path or os.getcwd())
+            values.setdefault("save_prefix", debug.onnx_prefix + "_")
+    for row in TABLE:
+        text = env.get(PREFIX + row.name)
+        if text is None or text == "" or not row.field:
+            continue
+        try:
+            values[row.field] = row.parse(text)
+        except (ValueError, OverflowError):
+            raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
+    rows = {PREFIX + row.name for row in TABLE}
+    for name in env:
+        if name.startswith(PREFIX) and name not in rows and name not in _warned:
+            _warned.add(name)
+            what = "has no effect here" if name in WITHOUT_EFFECT else f"is unknown; known: {', '.join(sorted(rows))}"
+            logger.warning("environment variable %s %s", name, what)
+    settings = Settings(**values)
+    if settings.segment_mb <= 0:
+        raise ValueError(f"segment_mb={settings.segment_mb!r} is not allowed; give a number > 0")
+    if settings.max_captures < 1:
+        raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
+    return settings
+
+
+def doc() -> str:
+    """The table as Markdown, for docs/."""
+    lines = ["| variable | values | effect |", "|---|---|---|"]
+    lines += [f"| `{PREFIX}{row.name}` | {row.allowed} | {row.doc} |" for row in TABLE]
+    return "\n".join(lines) + "\n"
