@@ -225,7 +225,7 @@ static void text_node(text_out *o, const om_graph *g, const om_node *n, const ch
         if (i) text_puts(o, ", ");
         text_puts(o, name[n->out + (om_id)i]);
     }
-    text_puts(o, n->n_out ? " = " : "= ");
+    text_puts(o, " = ");
     text_puts(o, n->op->name);
     text_puts(o, "(");
     for (int i = 0; i < n->n_in; i++) {
@@ -282,7 +282,7 @@ static om_status text_names(om_ctx *cx, om_arena *a, const om_graph *g, const ch
     bool ok = true;
     for (om_id i = 0; ok && i < g->inputs.n; i++) {
         om_id v = g->inputs.v[i];
-        ok = (name[v] = text_ident(a, &taken, om_val(g, v)->name ? om_val(g, v)->name : "in", v)) != NULL;
+        ok = (name[v] = text_ident(a, &taken, om_val(g, v)->name ? om_val(g, v)->name : om_val(g, v)->role == OM_GRAD_IN ? "dy" : "in", v)) != NULL;
     }
     unsigned k = 0;
     for (om_id v = 0; ok && v < g->values.n; v++) {

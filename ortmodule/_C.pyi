@@ -47,8 +47,10 @@ class Model:
         (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
         list of (graph input, first segment that reads it ... as one int); reads_outputs: user outputs whose data backward reads;
         host_nodes: list of (node id, host_index, phase)."""
-    def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True) -> "Run":
-        """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward."""
+    def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
+                write: bool = True) -> "Run":
+        """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.
+        write=False: leave the graph inputs of `writes` as they are (a forward run again for other output gradients)."""
     def backward(self, variant: int, arena: Tensor, tensors: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
                  grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor]) -> "Run":
         """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be given; grads: one per
@@ -63,7 +65,9 @@ class Run:
 
     def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
         """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, node id, its input
-        tensors (strided views of engine memory, valid until the run ends; clone to keep)). Answer with host_done, then resume again."""
+        tensors (strided views of engine memory, valid until the run ends; clone to keep)). Answer with host_done, then resume again. The node id is that of the forward host
+        node in both directions. In a backward the tensors are the gradients of its floating-point outputs, and the answer is
+        one gradient per floating-point input."""
     def host_done(self, outputs: Sequence[Tensor]) -> None:
         """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
     def outputs(self) -> list[Tensor]:

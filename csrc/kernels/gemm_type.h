@@ -1,6 +1,6 @@
 /* gemm_type.h - the part of gemm.k.c that is written once and compiled per compute type (after vec.h). */
 #ifndef GEMM_KC
-#define GEMM_KC 384
+#define GEMM_KC 512 /* measured: 256 to 768 are within 3 %, 512 the best on both shapes of cache */
 #endif
 #undef NR
 #define NR (OM_NV * VL)

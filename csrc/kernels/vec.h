@@ -11,6 +11,7 @@
  */
 #ifndef OM_VEC_ONCE
 #define OM_VEC_ONCE
+#include "half.h"
 #include "kernels_isa.h"
 #include "ortmodule.h"
 #include <string.h>
@@ -25,33 +26,6 @@
 #define OM_LANES4(F) OM_LANES2(F), F(2), F(3)
 #define OM_LANES8(F) OM_LANES4(F), F(4), F(5), F(6), F(7)
 #define OM_LANES16(F) OM_LANES8(F), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)
-
-OM_INLINE float om_bf16_f32(uint16_t h) {
-    uint32_t u = (uint32_t)h << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-OM_INLINE uint16_t om_f32_bf16(float f) { /* nearest even; NaN stays NaN */
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 64);
-    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
-}
-
-OM_INLINE float om_f16_f32(uint16_t h) {
-    _Float16 x;
-    memcpy(&x, &h, 2);
-    return (float)x;
-}
-
-OM_INLINE uint16_t om_f32_f16(float f) {
-    _Float16 x = (_Float16)f;
-    uint16_t h;
-    memcpy(&h, &x, 2);
-    return h;
-}
 #endif
 
 #undef T
@@ -111,8 +85,8 @@ OM_INLINE V N(splat)(T x) { return x - (V){0}; } /* x - 0 is x, signed zeros inc
 /* Element i of storage type s. */
 OM_INLINE T N(get)(const void *p, int64_t i, int s) {
 #if OM_VEC_BITS == 32
-    if (s == OM_BF16) return om_bf16_f32(((const uint16_t *)p)[i]);
-    if (s == OM_F16) return om_f16_f32(((const uint16_t *)p)[i]);
+    if (s == OM_BF16) return om_bf16_to_f32(((const uint16_t *)p)[i]);
+    if (s == OM_F16) return om_f16_to_f32(((const uint16_t *)p)[i]);
 #endif
     (void)s;
     return ((const T *)p)[i];
@@ -121,11 +95,11 @@ OM_INLINE T N(get)(const void *p, int64_t i, int s) {
 OM_INLINE void N(put)(void *p, int64_t i, T x, int s) {
 #if OM_VEC_BITS == 32
     if (s == OM_BF16) {
-        ((uint16_t *)p)[i] = om_f32_bf16(x);
+        ((uint16_t *)p)[i] = om_f32_to_bf16(x);
         return;
     }
     if (s == OM_F16) {
-        ((uint16_t *)p)[i] = om_f32_f16(x);
+        ((uint16_t *)p)[i] = om_f32_to_f16(x);
         return;
     }
 #endif

@@ -54,6 +54,7 @@ static inline om_status attr_ints(om_graph *g, const om_node *n, const char *nam
 /* The axis attribute, checked against a rank. */
 static inline om_status attr_axis(om_graph *g, const om_node *n, int rank, int *axis) {
     int64_t a = om_node_int(n, "axis", -1);
+    *axis = 0;
     OM_CHECK(g->cx, a >= 0 && a < rank, "%s: axis %lld of a tensor of rank %d; 0 to %d are allowed", n->op->name, (long long)a, rank,
              rank - 1);
     *axis = (int)a;

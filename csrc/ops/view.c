@@ -1,9 +1,10 @@
 /* view.c - operators that only say how strides map: reshape, permute, expand, slice, flip, and two that change nothing
  * but the way of the gradient.
  *
- * A view rule gets the input tensor and the sizes of the output and sets the output's strides and offset, in elements. Only
- * reshape may refuse: the output's axes must split into groups, each equal in count to a run of input axes that are contiguous
- * among themselves. Axes of size 1 fit anywhere; a tensor without elements takes any strides.
+ * A view rule gets the input tensor and the sizes of the output and sets the output's strides and offset, in elements. Of
+ * valid sizes only reshape may refuse: the output's axes must split into groups, each equal in count to a run of input axes
+ * that are contiguous among themselves. Axes of size 1 fit anywhere; a tensor without elements takes any strides. Sizes known
+ * only at run time that turn out wrong (a slice beyond the end) are refused too, by every rule, even for a dense input.
  * Gradients: reshape and permute undo themselves, expand sums, slice writes into zeros, flip flips.
  */
 #include "attr.h"
@@ -133,7 +134,11 @@ static om_status expand_infer(om_graph *g, const om_node *n, om_type *out) {
 static bool expand_view(const om_args *a, const om_tensor *in, om_tensor *out, int64_t *offset) {
     (void)a;
     int lead = out->rank - in->rank;
-    for (int i = 0; i < out->rank; i++) out->stride[i] = i < lead || in->dim[i - lead] != out->dim[i] ? 0 : in->stride[i - lead];
+    for (int i = 0; i < out->rank; i++) {
+        bool grows = i < lead || in->dim[i - lead] != out->dim[i];
+        if (i >= lead && grows && in->dim[i - lead] != 1) return false;
+        out->stride[i] = grows ? 0 : in->stride[i - lead];
+    }
     *offset = 0;
     return true;
 }
@@ -176,8 +181,10 @@ static om_status slice_infer(om_graph *g, const om_node *n, om_type *out) {
 
 static bool slice_view(const om_args *a, const om_tensor *in, om_tensor *out, int64_t *offset) {
     int axis = (int)om_args_int(a, "axis", 0);
+    int64_t start = attr_value(a, "start", 0), end = attr_value(a, "end", in->dim[axis]);
+    if (start < 0 || end > in->dim[axis]) return false; /* bounds made of sizes are first known here */
     for (int i = 0; i < in->rank; i++) out->stride[i] = in->stride[i];
-    *offset = om_numel(out) ? attr_value(a, "start", 0) * in->stride[axis] : 0;
+    *offset = om_numel(out) ? start * in->stride[axis] : 0;
     out->stride[axis] *= om_args_int(a, "step", 1);
     return true;
 }

@@ -16,7 +16,6 @@ plain containers and caches, which callers are free to edit.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import types
 from collections.abc import Callable, Hashable
@@ -111,10 +110,10 @@ def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key:
         return
     key.append(type(x))
     items = dict.items(x) if isinstance(x, dict) else ()
-    held = {id(v) for _, v in items}
+    held = {id(v) for _, v in items if v is not None}
     for k, y in state.items():
         key.append(k)
-        if id(y) in held and isinstance(y, Tensor):  # a ModelOutput keeps its items as attributes too
+        if id(y) in held:  # a ModelOutput keeps its items as attributes too
             continue
         _visit(y, tensors, scalars, key, depth + 1)
 
@@ -134,19 +133,43 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
 
 # --- skeleton -------------------------------------------------------------------------------------
 
+Leaf = Callable[[Any], "int | Fill | None"]
 
-@dataclasses.dataclass
+
 class _Part:
-    fill: Fill
-    has_leaf: bool
+    """One object of the skeleton: how to fill it, whether a leaf is inside, whether it is met more than once."""
+
+    __slots__ = ("fill", "has_leaf", "shared")
+
+    def __init__(self, fill: Fill, has_leaf: bool) -> None:
+        self.fill = fill
+        self.has_leaf = has_leaf
+        self.shared = False
 
 
-def skeleton(obj: Any, leaf: Callable[[Any], int | Fill | None]) -> Fill:
+class _Leaves(list[Any]):
+    """Leaves of one filling, with the objects already made for parts that are met more than once."""
+
+    made: dict[int, Any]
+
+
+def skeleton(obj: Any, leaf: Leaf, *, share: bool = True) -> Fill:
     """A function that builds an object equal to `obj` from a list of leaves.
 
     leaf(x) gives the slot of a leaf, or a function of the leaves, or None when x is no leaf (then it is looked into).
+    share=False visits an object that is met twice twice, as flatten_inputs does.
     """
-    return _part(obj, leaf, {}).fill
+    walk = _Walk(leaf, share)
+    part = walk.part(obj)
+    if not walk.any_shared:
+        return part.fill
+
+    def fill(leaves: list[Any]) -> Any:
+        own = _Leaves(leaves)
+        own.made = {}
+        return part.fill(own)
+
+    return fill
 
 
 def _slot(i: int) -> Fill:
@@ -157,103 +180,121 @@ def _constant(x: Any) -> _Part:
     return _Part(lambda _leaves: x, False)
 
 
-def _part(x: Any, leaf: Callable[[Any], int | Fill | None], seen: dict[int, _Part]) -> _Part:
-    if x is None or type(x) in (str, bool):
-        return _constant(x)
-    where = leaf(x)
-    if where is not None:
-        return _Part(where if callable(where) else _slot(where), True)
-    if isinstance(x, (int, float, *_ATOMS)) or _is_config(x):
-        return _constant(x)
-    if id(x) in seen:
-        return seen[id(x)]
-    part = _constant(x)
-    seen[id(x)] = part  # a cycle ends at the original object; filled in below for mere sharing
-    made = _container(x, leaf, seen)
-    part.fill, part.has_leaf = made.fill, made.has_leaf
-    return part
+class _Walk:
+    def __init__(self, leaf: Leaf, share: bool) -> None:
+        self.leaf = leaf
+        self.share = share
+        self.any_shared = False
+        self.seen: dict[int, _Part] = {}
 
-
-def _memo(fill: Callable[[list[Any]], Any]) -> Fill:
-    return fill
-
-
-def _container(x: Any, leaf: Callable[[Any], int | Fill | None], seen: dict[int, _Part]) -> _Part:
-    cls = type(x)
-    if isinstance(x, (list, tuple)):
-        parts = [_part(y, leaf, seen) for y in x]
-        fills = [p.fill for p in parts]
-        has = any(p.has_leaf for p in parts)
-        state = _attributes(x, leaf, seen) if cls not in (list, tuple) and getattr(x, "__dict__", None) else None
-        if cls is list:
-            return _Part(lambda leaves: [f(leaves) for f in fills], has)
-        if not has and not (state and state[1]) and isinstance(x, tuple):
+    def part(self, x: Any, held: dict[int, _Part] | None = None) -> _Part:
+        if x is None or type(x) in (str, bool):
             return _constant(x)
-        if cls is tuple:
-            return _Part(lambda leaves: tuple([f(leaves) for f in fills]), has)
+        met = (held or {}).get(id(x)) or (self.seen.get(id(x)) if self.share else None)
+        if met is not None:
+            if not isinstance(x, Tensor):
+                met.shared = self.any_shared = True
+            return met
+        where = self.leaf(x)
+        if where is not None:
+            part = _Part(where if callable(where) else _slot(where), True)
+            if isinstance(x, Tensor):
+                self.seen[id(x)] = part
+            return part
+        if isinstance(x, (int, float, *_ATOMS)) or _is_config(x):
+            return _constant(x)
+        part = _constant(x)
+        self.seen[id(x)] = part  # a cycle meets this one
+        fill, part.has_leaf = self.container(x)
 
-        def fill_sequence(leaves: list[Any]) -> Any:
-            items = [f(leaves) for f in fills]
+        def fill_once(leaves: list[Any]) -> Any:
+            if not part.shared:
+                return fill(leaves)
+            made = leaves.made  # type: ignore[attr-defined]
+            if id(part) not in made:
+                made[id(part)] = fill(leaves)
+            return made[id(part)]
+
+        part.fill = fill_once
+        return part
+
+    def container(self, x: Any) -> tuple[Fill, bool]:
+        cls = type(x)
+        if isinstance(x, (list, tuple)):
+            return self.sequence(x)
+        if isinstance(x, dict):
+            return self.mapping(x)
+        if _state(x) is None or isinstance(x, (set, frozenset)):
+            return (lambda _leaves: x), False
+        names, has = self.attributes(x, {})
+        if not has and not _is_cache(x):
+            return (lambda _leaves: x), False
+
+        def fill(leaves: list[Any]) -> Any:
+            new = cls.__new__(cls)
+            _set_state(new, names, leaves)
+            return new
+
+        return fill, True
+
+    def sequence(self, x: Any) -> tuple[Fill, bool]:
+        cls = type(x)
+        parts = [self.part(y) for y in x]
+        has = any(p.has_leaf for p in parts)
+        if cls is list:
+            return (lambda leaves: [p.fill(leaves) for p in parts]), has
+        if cls is tuple:
+            return (lambda leaves: tuple([p.fill(leaves) for p in parts])), has
+        if isinstance(x, torch.Size) or not (has or isinstance(x, list)):
+            return (lambda _leaves: x), False
+        names, _ = self.attributes(x, {}) if getattr(x, "__dict__", None) else ([], False)
+
+        def fill(leaves: list[Any]) -> Any:
+            items = [p.fill(leaves) for p in parts]
             if isinstance(x, tuple):
                 new: Any = tuple.__new__(cls, items)
             else:
                 new = cls.__new__(cls)
                 list.extend(new, items)
-            if state:
-                _set_state(new, state[0], leaves)
+            _set_state(new, names, leaves)
             return new
 
-        return _Part(fill_sequence, has)
-    if isinstance(x, dict):
-        keys = list(dict.keys(x))
-        parts = [_part(y, leaf, seen) for y in dict.values(x)]
-        fills = [p.fill for p in parts]
-        has = any(p.has_leaf for p in parts)
-        pairs = list(zip(keys, fills, strict=True))
-        if cls is dict:
-            return _Part(lambda leaves: {k: f(leaves) for k, f in pairs}, has)
-        names, state_has = _attributes(x, leaf, seen)
-        factory = x.default_factory if isinstance(x, collections.defaultdict) else None
-        ordered = isinstance(x, collections.OrderedDict)
+        return fill, has
 
-        def fill_dict(leaves: list[Any]) -> Any:
-            new = cls.__new__(cls)
-            put = collections.OrderedDict.__setitem__ if ordered else dict.__setitem__
-            for k, f in pairs:
-                put(new, k, f(leaves))
+    def mapping(self, x: dict[Any, Any]) -> tuple[Fill, bool]:
+        cls = type(x)
+        parts = [(k, self.part(y)) for k, y in dict.items(x)]
+        has = any(p.has_leaf for _, p in parts)
+        if cls is dict:
+            return (lambda leaves: {k: p.fill(leaves) for k, p in parts}), has
+        held = {id(y): p for y, (_, p) in zip(dict.values(x), parts, strict=True) if y is not None}
+        names, state_has = self.attributes(x, held)
+        factory = x.default_factory if isinstance(x, collections.defaultdict) else None
+        put = collections.OrderedDict.__setitem__ if isinstance(x, collections.OrderedDict) else dict.__setitem__
+
+        def fill(leaves: list[Any]) -> Any:
+            new: Any = cls.__new__(cls)
+            for k, p in parts:
+                put(new, k, p.fill(leaves))
             if factory is not None:
                 new.default_factory = factory
             _set_state(new, names, leaves)
             return new
 
-        return _Part(fill_dict, has or state_has)
-    state_of = _state(x)
-    if state_of is None or isinstance(x, (set, frozenset)):
-        return _constant(x)
-    names, has = _attributes(x, leaf, seen)
-    if not has and not _is_cache(x):
-        return _constant(x)
+        return fill, has or state_has
 
-    def fill_object(leaves: list[Any]) -> Any:
-        new = cls.__new__(cls)
-        _set_state(new, names, leaves)
-        return new
-
-    return _Part(fill_object, True)
+    def attributes(self, x: Any, held: dict[int, _Part]) -> tuple[list[tuple[str, _Part]], bool]:
+        parts = [(name, self.part(y, held)) for name, y in (_state(x) or {}).items()]
+        return parts, any(p.has_leaf for _, p in parts)
 
 
-def _attributes(x: Any, leaf: Callable[[Any], int | Fill | None], seen: dict[int, _Part]) -> tuple[list[tuple[str, Fill]], bool]:
-    parts = [(name, _part(y, leaf, seen)) for name, y in (_state(x) or {}).items()]
-    return [(name, p.fill) for name, p in parts], any(p.has_leaf for _, p in parts)
-
-
-def _set_state(new: Any, names: list[tuple[str, Fill]], leaves: list[Any]) -> None:
+def _set_state(new: Any, names: list[tuple[str, _Part]], leaves: list[Any]) -> None:
     state = getattr(new, "__dict__", None)
-    for name, f in names:
+    for name, part in names:
         if state is not None:
-            state[name] = f(leaves)
+            state[name] = part.fill(leaves)
         else:
-            object.__setattr__(new, name, f(leaves))
+            object.__setattr__(new, name, part.fill(leaves))
 
 
 def input_skeleton(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fill, FlatInputs]:
@@ -261,17 +302,10 @@ def input_skeleton(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fill,
     flat = flatten_inputs(args, kwargs)
     tensors = iter(range(len(flat.tensors)))
     scalars = iter(range(len(flat.tensors), len(flat.tensors) + len(flat.scalars)))
-    at: dict[int, int] = {}
 
     def leaf(x: Any) -> int | None:
         if isinstance(x, Tensor):
-            if id(x) in at:  # the attribute of a ModelOutput, or the same tensor given twice
-                return at[id(x)]
-            return None
+            return next(tensors)
         return next(scalars) if type(x) in (int, float) else None
 
-    for x in flat.tensors:
-        i = next(tensors)
-        at.setdefault(id(x), i)
-    ordered = dict(sorted(kwargs.items()))
-    return skeleton((tuple(args), ordered), leaf), flat
+    return skeleton((tuple(args), dict(sorted(kwargs.items()))), leaf, share=False), flat

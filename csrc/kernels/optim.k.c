@@ -1,0 +1,324 @@
+/* optim.k.c - optimizer kernels over one run of elements, one table per instruction set.
+ *
+ * All-f32 parameters (and all-f64 ones) are updated in place by one sweep. Everything else goes strip by strip: a strip of each
+ * 16-bit tensor is widened into an L1 buffer, the same f32 core runs, the results are rounded back. So the number of loops is
+ * the number of formulas, not of type combinations, and memory traffic stays that of the stored types.
+ *
+ * The f32 weight of a parameter (weights_in / weights_out) lives in p, in the master w, or split over both: see om_optim_store.
+ * SPLIT: p = the upper half of the bits rounded half up, w = the signed rest, so that (p << 16) + w gives the bits back.
+ */
+#include "half.h"
+#include "optim.h"
+#include "kernels_isa.h"
+#include "philox.h"
+
+#define T float
+#define S f32
+#include "optim_core.h"
+#undef T
+#undef S
+#define T double
+#define S f64
+#include "optim_core.h"
+#undef T
+#undef S
+
+enum { STRIP = 512 };
+static inline int64_t strip_size(int64_t left) { return left < STRIP ? left : STRIP; }
+
+/* --- strips ---------------------------------------------------------------------------------------- */
+
+static void f16_in(const uint16_t *restrict x, float *restrict y, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = om_f16_to_f32(x[i]);
+}
+static void f16_out(const float *restrict x, uint16_t *restrict y, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = om_f32_to_f16(x[i]);
+}
+static void bf16_in(const uint16_t *restrict x, float *restrict y, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = om_bf16_to_f32(x[i]);
+}
+static void bf16_out(const float *restrict x, uint16_t *restrict y, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = om_f32_to_bf16(x[i]);
+}
+
+/* n elements from element i of x as f32: x itself when it is f32, else widened into buf */
+static float *strip_in(int dtype, void *x, int64_t i, int64_t n, float *buf) {
+    if (dtype == OM_F32) return (float *)x + i;
+    if (dtype == OM_BF16) {
+        bf16_in((const uint16_t *)x + i, buf, n);
+    } else if (dtype == OM_F16) {
+        f16_in((const uint16_t *)x + i, buf, n);
+    } else {
+        for (int64_t j = 0; j < n; j++) buf[j] = (float)((const double *)x)[i + j];
+    }
+    return buf;
+}
+
+static void strip_out(int dtype, void *x, int64_t i, int64_t n, const float *y) {
+    if (dtype == OM_F32) {
+        if ((float *)x + i != y) memcpy((float *)x + i, y, (size_t)n * sizeof *y);
+    } else if (dtype == OM_BF16) {
+        bf16_out(y, (uint16_t *)x + i, n);
+    } else if (dtype == OM_F16) {
+        f16_out(y, (uint16_t *)x + i, n);
+    } else {
+        for (int64_t j = 0; j < n; j++) ((double *)x)[i + j] = y[j];
+    }
+}
+
+static void bf16_out_stochastic(const float *restrict x, uint16_t *restrict y, int64_t n, uint64_t seed, uint64_t stream, uint64_t index) {
+    uint32_t r[STRIP];
+    om_philox_fill(seed, stream, index, n, r);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t u = om_f32_bits(x[i]);
+        const uint32_t up = (u + (r[i] & 0xffffu)) >> 16; /* carries with probability (lower half) / 2^16 */
+        y[i] = (u & 0x7f800000u) == 0x7f800000u ? om_f32_to_bf16(x[i]) : (uint16_t)up;
+    }
+}
+
+static void split_in(const uint16_t *restrict hi, const int16_t *restrict lo, float *restrict y, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = om_bits_f32(((uint32_t)hi[i] << 16) + (uint32_t)(int32_t)lo[i]);
+}
+static void split_out(const float *restrict x, uint16_t *restrict hi, int16_t *restrict lo, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t u = om_f32_bits(x[i]);
+        const int nan = (u & 0x7fffffffu) > 0x7f800000u;
+        hi[i] = nan ? (uint16_t)0x7fc0u : (uint16_t)((u + 0x8000u) >> 16);
+        lo[i] = nan ? (int16_t)0 : (int16_t)(uint16_t)u;
+    }
+}
+
+static float *weights_in(const om_optim_span *s, int64_t i, int64_t n, float *buf) {
+    if (s->store == OM_STORE_MASTER) return (float *)s->w + i;
+    if (s->store == OM_STORE_SPLIT) {
+        split_in((const uint16_t *)s->p + i, (const int16_t *)s->w + i, buf, n);
+        return buf;
+    }
+    return strip_in(s->tp, s->p, i, n, buf);
+}
+
+static void weights_out(const om_optim_span *s, int64_t i, int64_t n, const float *x) {
+    if (s->store == OM_STORE_SPLIT)
+        split_out(x, (uint16_t *)s->p + i, (int16_t *)s->w + i, n);
+    else if (s->store == OM_STORE_STOCHASTIC)
+        bf16_out_stochastic(x, (uint16_t *)s->p + i, n, s->seed, s->stream, (uint64_t)(s->index + i));
+    else
+        strip_out(s->tp, s->p, i, n, x);
+}
+
+static bool all_f32(const om_optim_span *s) {
+    return s->store == OM_STORE_NEAREST && s->tp == OM_F32 && s->tg == OM_F32 && (!s->m || s->tm == OM_F32) && (!s->v || s->tv == OM_F32);
+}
+
+/* --- adam, sgd ------------------------------------------------------------------------------------- */
+
+static void adam_f32(const om_optim_span *s, const om_adam_f32 *k) {
+    if (all_f32(s)) {
+        adam_core_f32(s->p, s->g, s->m, s->v, s->n, k);
+        return;
+    }
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP];
+    for (int64_t i = 0; i < s->n; i += STRIP) {
+        const int64_t n = strip_size(s->n - i);
+        float *p = weights_in(s, i, n, pb), *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb);
+        adam_core_f32(p, strip_in(s->tg, s->g, i, n, gb), m, v, n, k);
+        weights_out(s, i, n, p);
+        strip_out(s->tm, s->m, i, n, m);
+        strip_out(s->tv, s->v, i, n, v);
+    }
+}
+static void adam_f64(const om_optim_span *s, const om_adam_f64 *k) { adam_core_f64(s->p, s->g, s->m, s->v, s->n, k); }
+
+static void sgd_f32(const om_optim_span *s, const om_sgd_f32 *k) {
+    if (all_f32(s)) {
+        sgd_core_f32(s->p, s->g, s->m, s->n, k);
+        return;
+    }
+    float pb[STRIP], gb[STRIP], mb[STRIP];
+    for (int64_t i = 0; i < s->n; i += STRIP) {
+        const int64_t n = strip_size(s->n - i);
+        float *p = weights_in(s, i, n, pb), *m = s->m ? strip_in(s->tm, s->m, i, n, mb) : NULL;
+        sgd_core_f32(p, strip_in(s->tg, s->g, i, n, gb), m, n, k);
+        weights_out(s, i, n, p);
+        if (m) strip_out(s->tm, s->m, i, n, m);
+    }
+}
+static void sgd_f64(const om_optim_span *s, const om_sgd_f64 *k) { sgd_core_f64(s->p, s->g, s->m, s->n, k); }
+
+/* --- lamb ------------------------------------------------------------------------------------------ */
+
+static bool lamb_direction_f32(const om_optim_span *s, const om_lamb_f32 *k, double sum[2]) {
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], d[STRIP];
+    bool skipped = false;
+    sum[0] = sum[1] = 0;
+    for (int64_t i = 0; i < s->n; i += STRIP) {
+        const int64_t n = strip_size(s->n - i);
+        float *p = weights_in(s, i, n, pb), *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb);
+        float *g = strip_in(s->tg, s->g, i, n, gb);
+        if (lamb_moments_core_f32(p, g, m, v, d, n, k)) {
+            for (int64_t j = 0; j < n; j++)
+                if (!(d[j] - d[j] == 0)) d[j] = 0, g[j] = NAN;
+            strip_out(s->tg, s->g, i, n, g);
+            skipped = true;
+        }
+        strip_out(s->tm, s->m, i, n, m);
+        strip_out(s->tv, s->v, i, n, v);
+        sum[0] += sum_squares_f32(p, n);
+        sum[1] += sum_squares_f32(d, n);
+    }
+    return skipped;
+}
+
+static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, double sum[2]) {
+    double d[STRIP];
+    bool skipped = false;
+    sum[0] = sum[1] = 0;
+    for (int64_t i = 0; i < s->n; i += STRIP) {
+        const int64_t n = strip_size(s->n - i);
+        double *p = (double *)s->p + i, *g = (double *)s->g + i;
+        if (lamb_moments_core_f64(p, g, (double *)s->m + i, (double *)s->v + i, d, n, k)) {
+            for (int64_t j = 0; j < n; j++)
+                if (!(d[j] - d[j] == 0)) d[j] = 0, g[j] = NAN;
+            skipped = true;
+        }
+        sum[0] += sum_squares_f64(p, n);
+        sum[1] += sum_squares_f64(d, n);
+    }
+    return skipped;
+}
+
+static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool skipped, bool write_weights) {
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], d[STRIP];
+    for (int64_t i = 0; i < s->n; i += STRIP) {
+        const int64_t n = strip_size(s->n - i);
+        float *p = weights_in(s, i, n, pb);
+        lamb_direction_core_f32(p, strip_in(s->tm, s->m, i, n, mb), strip_in(s->tv, s->v, i, n, vb), d, n, k);
+        if (skipped) {
+            const float *g = strip_in(s->tg, s->g, i, n, gb);
+            for (int64_t j = 0; j < n; j++)
+                if (g[j] != g[j]) d[j] = 0;
+        }
+        if (!write_weights && p != pb) p = memcpy(pb, p, (size_t)n * sizeof *p);
+        lamb_apply_core_f32(p, d, n, (float)rate);
+        if (write_weights) weights_out(s, i, n, p);
+        if (s->d) strip_out(s->td, s->d, i, n, d);
+    }
+}
+
+static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool skipped, bool write_weights) {
+    double pb[STRIP], d[STRIP];
+    for (int64_t i = 0; i < s->n; i += STRIP) {
+        const int64_t n = strip_size(s->n - i);
+        double *p = (double *)s->p + i;
+        const double *g = (const double *)s->g + i;
+        lamb_direction_core_f64(p, (double *)s->m + i, (double *)s->v + i, d, n, k);
+        if (skipped)
+            for (int64_t j = 0; j < n; j++)
+                if (g[j] != g[j]) d[j] = 0;
+        if (!write_weights) p = memcpy(pb, p, (size_t)n * sizeof *p);
+        lamb_apply_core_f64(p, d, n, rate);
+        if (s->d) memcpy((double *)s->d + i, d, (size_t)n * sizeof *d);
+    }
+}
+
+/* --- norms and scaling ----------------------------------------------------------------------------- */
+
+static double sum_squares(int dtype, const void *x, int64_t n) {
+    if (dtype == OM_F64) return sum_squares_f64(x, n);
+    if (dtype == OM_F32) return sum_squares_f32(x, n);
+    float buf[STRIP];
+    double sum = 0;
+    for (int64_t i = 0; i < n; i += STRIP) {
+        const int64_t len = strip_size(n - i);
+        sum += sum_squares_f32(strip_in(dtype, (void *)(uintptr_t)x, i, len, buf), len);
+    }
+    return sum;
+}
+
+static double sum_powers(int dtype, const void *x, int64_t n, double ord) {
+    float buf[STRIP];
+    double sum = 0;
+    for (int64_t i = 0; i < n; i += STRIP) {
+        const int64_t len = strip_size(n - i);
+        if (dtype == OM_F64) {
+            const double *y = (const double *)x + i;
+            for (int64_t j = 0; j < len; j++) sum += ord == 1 ? fabs(y[j]) : pow(fabs(y[j]), ord);
+        } else {
+            const float *y = strip_in(dtype, (void *)(uintptr_t)x, i, len, buf);
+            for (int64_t j = 0; j < len; j++) sum += ord == 1 ? fabs((double)y[j]) : pow(fabs((double)y[j]), ord);
+        }
+    }
+    return sum;
+}
+
+/* As integers, magnitudes order like numbers, with infinity and then NaN above all finite ones. */
+static double max_abs(int dtype, const void *x, int64_t n) {
+    if (dtype == OM_F64) {
+        uint64_t top = 0;
+        const uint64_t *u = x;
+        for (int64_t i = 0; i < n; i++) {
+            const uint64_t a = u[i] & 0x7fffffffffffffffu;
+            top = a > top ? a : top;
+        }
+        double r;
+        memcpy(&r, &top, sizeof r);
+        return r;
+    }
+    float buf[STRIP];
+    uint32_t top = 0;
+    for (int64_t i = 0; i < n; i += STRIP) {
+        const int64_t len = strip_size(n - i);
+        const float *y = strip_in(dtype, (void *)(uintptr_t)x, i, len, buf);
+#pragma omp simd reduction(max : top)
+        for (int64_t j = 0; j < len; j++) {
+            const uint32_t a = om_f32_bits(y[j]) & 0x7fffffffu;
+            top = a > top ? a : top;
+        }
+    }
+    return om_bits_f32(top);
+}
+
+static void axpby_f64(double *dst, const double *src, int64_t n, double a, double b) {
+    if (b == 0) {
+        for (int64_t i = 0; i < n; i++) dst[i] = a * src[i]; /* not b * dst: a NaN in dst must not survive */
+    } else {
+        for (int64_t i = 0; i < n; i++) dst[i] = a * src[i] + b * dst[i];
+    }
+}
+
+static void axpby(int dst_dtype, void *dst, int src_dtype, const void *src, int64_t n, double a, double b) {
+    if (dst_dtype == OM_F64 && src_dtype == OM_F64) {
+        axpby_f64(dst, src, n, a, b);
+        return;
+    }
+    float xb[STRIP], yb[STRIP], out[STRIP];
+    const float fa = (float)a, fb = (float)b;
+    for (int64_t i = 0; i < n; i += STRIP) {
+        const int64_t len = strip_size(n - i);
+        const float *x = strip_in(src_dtype, (void *)(uintptr_t)src, i, len, xb);
+        if (b == 0) {
+            float *o = dst_dtype == OM_F32 ? (float *)dst + i : out;
+#pragma omp simd
+            for (int64_t j = 0; j < len; j++) o[j] = fa * x[j];
+            strip_out(dst_dtype, dst, i, len, o);
+        } else {
+            const float *y = strip_in(dst_dtype, dst, i, len, yb);
+#pragma omp simd
+            for (int64_t j = 0; j < len; j++) out[j] = fa * x[j] + fb * y[j];
+            strip_out(dst_dtype, dst, i, len, out);
+        }
+    }
+}
+
+extern const struct om_optim_kernels OM_ISA_NAME(om_optim);
+const struct om_optim_kernels OM_ISA_NAME(om_optim) = {
+    adam_f32,        adam_f64,        sgd_f32,     sgd_f64,    lamb_direction_f32, lamb_direction_f64,
+    lamb_update_f32, lamb_update_f64, sum_squares, sum_powers, max_abs,            axpby,
+};

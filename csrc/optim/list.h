@@ -1,0 +1,38 @@
+/* list.h - from a list of parameters to blocks of work (internal to csrc/optim).
+ *
+ * om_optim_open checks types, devices and layouts and makes one span per non-empty parameter; om_optim_blocks runs a function
+ * over all blocks of spans [from, to); om_optim_close copies temporaries back and frees. A tensor needs a temporary when its
+ * memory order differs from the weight's (or the weight itself has gaps): then every tensor of that parameter is brought into one order.
+ */
+#ifndef OM_OPTIM_LIST_H
+#define OM_OPTIM_LIST_H
+
+#include "optim.h"
+
+typedef struct om_optim_temp { om_tensor tmp, orig; bool write; } om_optim_temp;
+
+typedef struct om_optim_list {
+    om_ctx *cx;
+    const char *op;          /* for messages */
+    om_optim_span *span;     /* one per non-empty parameter */
+    uint32_t *param;         /* its index in the caller's array */
+    int64_t *first;          /* n + 1: first block of each span */
+    int n;
+    OM_VEC(om_optim_temp) temps;
+} om_optim_list;
+
+om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64_t seed, bool write_weights, const om_optim_param *ps,
+                        int n, om_optim_list *l);
+om_status om_optim_close(om_optim_list *l, om_status s); /* s: status so far; temporaries go back only when OM_OK */
+
+bool om_optim_gapless(const om_tensor *t); /* row-major up to a permutation of the axes: no gaps, no overlap */
+bool om_optim_same_order(const om_tensor *a, const om_tensor *b); /* equal strides where they matter; sizes are equal */
+om_status om_optim_temp_make(om_optim_list *l, om_tensor *t, const om_tensor *order, bool write); /* *t becomes a copy with order's strides */
+
+/* The part of span i that block b (counted from the list's first block) covers. */
+om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b);
+int om_optim_find(const om_optim_list *l, int64_t b); /* span of block b */
+typedef void (*om_optim_fn)(void *arg, int span, int64_t block, const om_optim_span *part);
+/* Runs fn over the blocks of spans [from, to), in any order; reverse: each thread walks backwards (what was touched last comes first). */
+void om_optim_blocks(const om_optim_list *l, int from, int to, bool reverse, om_optim_fn fn, void *arg);
+#endif

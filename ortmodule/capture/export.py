@@ -1,0 +1,376 @@
+"""torch.export, and nothing else of the package touches it: a module and its arguments -> training IR with a plain description.
+
+The module is wrapped so that the export sees flat tensors only: the wrapper rebuilds the arguments from leaves, calls the module
+and flattens the result into a skeleton that leaves through a box (attributes set on modules while tracing are restored by the
+export). The IR is non-strict training IR: one node per ATen call as the user's code made it, in the user's grad mode and under the
+user's autocast, not decomposed.
+
+The user's model and process are left as they were: random states of torch, numpy and Python, tensors held as plain attributes
+(the export edits those for real), and everything that is patched while tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as fx_config
+from torch import Tensor, fx, nn
+from torch.export import Dim
+from torch.export.graph_signature import InputKind
+
+from . import opaque
+from .skeleton import Fill, input_skeleton, skeleton
+
+_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PREFIX = "m."  # the user's module inside the wrapper
+_lock = threading.RLock()
+
+
+class CaptureError(Exception):
+    """The module could not be captured. reason: why; module: innermost user submodule ('' = the whole); file, line: user's source."""
+
+    def __init__(self, reason: str, module: str = "", file: str = "", line: int = 0) -> None:
+        where = f" in submodule '{module}'" if module else ""
+        at = f" ({file}:{line})" if file else ""
+        super().__init__(f"capture failed{where}{at}: {reason}")
+        self.reason = reason
+        self.module = module
+        self.file = file
+        self.line = line
+
+
+@dataclass
+class Source:
+    """A placeholder of the exported graph. leaf: index into the flattened user leaves. tensor: the object, for all but user inputs."""
+
+    kind: str  # 'user' | 'param' | 'buffer' | 'const_attr' | 'constant'
+    target: str = ""
+    leaf: int = -1
+    tensor: Tensor | None = None
+
+
+@dataclass
+class Exported:
+    """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order; rebuild: from
+    values of the slots. n_scalars: int/float leaves that became inputs."""
+
+    graph_module: fx.GraphModule
+    sources: dict[str, Source]
+    rebuild: Fill
+    table: opaque.Table
+    grad_mode: bool
+    autocast: bool
+    ranges: dict[Any, tuple[int, int]]
+    shape_env: Any
+    leaves: list[Any] = field(default_factory=list)
+
+
+class _Wrapper(nn.Module):
+    """Flat leaves in, flat tuple of leaves out."""
+
+    def __init__(self, module: nn.Module, fill: Fill, n_tensors: int, float_leaves: Collection[int], box: dict[str, Any]) -> None:
+        super().__init__()
+        self.m = module
+        self._fill = fill
+        self._floats = frozenset(float_leaves)
+        self._box = box
+        self.training = module.training
+
+    def forward(self, *leaves: Any) -> Any:
+        # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
+        values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
+        args, kwargs = self._fill(values)
+        out = self.m(*args, **kwargs)
+        flat: list[Any] = []
+        slot: dict[int, int] = {}
+
+        def leaf(x: Any) -> int | None:
+            if not isinstance(x, (Tensor, torch.SymInt, torch.SymFloat)):
+                return None
+            if id(x) not in slot:
+                slot[id(x)] = len(flat)
+                flat.append(x)
+            return slot[id(x)]
+
+        self._box["rebuild"] = skeleton(out, leaf)
+        self._box["hold"] = flat
+        return tuple(flat)
+
+
+# --- leaving no trace -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _keep_random_state() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
+
+
+@contextlib.contextmanager
+def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]:
+    """Restores attributes of the modules: which there are, what they refer to, and the contents of tensors held as plain
+    attributes (of buffers too when `registered`, for a real run)."""
+    modules = list(root.modules())
+    before = [(m, dict(m.__dict__)) for m in modules]
+    copies: list[tuple[Tensor, Tensor]] = []
+    for _, attrs in before:
+        held = list(attrs.values()) + (list(attrs["_buffers"].values()) if registered else [])
+        copies += [(t, t.detach().clone()) for t in held if isinstance(t, Tensor)]
+    containers = [(v, v.copy()) for _, attrs in before for k, v in attrs.items() if type(v) in (dict, list) and not k.startswith("_")]
+    versions = [t._version for t, _ in copies]
+    try:
+        yield
+    finally:
+        for (t, old), version in zip(copies, versions, strict=True):
+            if t._version != version:
+                with torch.no_grad():
+                    t.detach().copy_(old)
+        for m, attrs in before:
+            if m.__dict__.keys() != attrs.keys() or any(m.__dict__[k] is not v for k, v in attrs.items()):
+                m.__dict__.clear()
+                m.__dict__.update(attrs)
+        for now, old_items in containers:
+            if _differs(now, old_items):
+                now.clear()
+                now.extend(old_items) if isinstance(now, list) else now.update(old_items)
+
+
+def _differs(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() != b.keys() or any(a[k] is not b[k] for k in b)
+    return len(a) != len(b) or any(x is not y for x, y in zip(a, b, strict=True))
+
+
+@contextlib.contextmanager
+def _patched_torch() -> Iterator[None]:
+    """Two places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares values (the
+    engine finds causality itself); the recurrent layers' fake kernels unroll the sequence, which fixes its length."""
+    import torch.nn.modules.transformer as transformer
+
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    aten = torch.ops.aten
+    recurrent = [aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]
+    before = [op.py_kernels.get(key) for op in recurrent]
+
+    def types_only(x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+                   bidirectional: bool, batch_first: bool) -> Any:
+        state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+        out = x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))
+        return (out, *[torch.empty_like(s) for s in state])
+
+    try:
+        for op in recurrent:
+            op._dispatch_cache.clear()
+            op.py_kernels[key] = types_only
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+        for op, kernel in zip(recurrent, before, strict=True):
+            op._dispatch_cache.clear()
+            op.py_kernels.pop(key, None)
+            if kernel is not None:
+                op.py_kernels[key] = kernel
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("torch.export")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+# --- where an error comes from --------------------------------------------------------------------
+
+
+def is_user_file(path: str) -> bool:
+    """Neither torch's nor this package's."""
+    return not path.startswith((_TORCH_DIR, _OWN_DIR, "<"))
+
+
+def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
+    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code."""
+    names = {id(m): fqn for fqn, m in root.named_modules()}
+    module, file, line, depth = "", "", 0, -1
+    chain: list[BaseException] = []
+    e: BaseException | None = error
+    while e is not None and e not in chain:
+        chain.append(e)
+        e = e.__cause__ or e.__context__
+    for e in chain:
+        tb, n, found, at = e.__traceback__, 0, "", ("", 0)
+        while tb is not None:
+            frame = tb.tb_frame
+            owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+            base = getattr(type(owner), "get_base", None)
+            if base is not None:
+                owner = owner.get_base()  # type: ignore[union-attr]
+            if isinstance(owner, nn.Module) and id(owner) in names:
+                found = names[id(owner)]
+            if is_user_file(frame.f_code.co_filename):
+                at = (frame.f_code.co_filename, tb.tb_lineno)
+            n, tb = n + 1, tb.tb_next
+        if n > depth:
+            depth, module, (file, line) = n, found, at
+    text = str(error).strip()
+    first = next((s.strip() for s in text.splitlines() if s.strip()), "")
+    return CaptureError(f"{type(error).__name__}: {first}", module, file, line)
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False,
+                  symbolic_scalars: bool = False, keep_in_torch: Collection[str] = ()) -> Exported:
+    """Traces `module(*args, **kwargs)`; raises CaptureError."""
+    with _lock, _quiet(), _keep_random_state(), opaque.table() as table:
+        try:
+            return _export(module, args, kwargs, dynamic, symbolic_scalars, sorted(keep_in_torch), table)
+        except CaptureError:
+            raise
+        except Exception as e:
+            raise _capture_error(module, e) from e
+
+
+def _example(t: Tensor) -> Tensor:
+    """The export wants leaf tensors and edits user inputs in place for real when the module does: give it a stand-in."""
+    return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
+            keep: list[str], table: opaque.Table) -> Exported:
+    fill, flat = input_skeleton(args, kwargs)
+    n = len(flat.tensors)
+    leaves: list[Any] = [_example(t) for t in flat.tensors]
+    floats: list[int] = []
+    if symbolic_scalars:
+        for i, x in enumerate(flat.scalars):
+            if type(x) is float:
+                floats.append(n + i)
+            leaves.append(torch.tensor(x, dtype=torch.float64) if type(x) is float else x)
+    else:
+        constants, inner = list(flat.scalars), fill
+        fill = lambda values: inner([*values, *constants])  # noqa: E731
+    if keep and not dynamic:
+        with _keep_attributes(module, registered=True):
+            real = [t.detach().clone() for t in flat.tensors]
+            inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
+            table.recorded = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
+    box: dict[str, Any] = {}
+    wrapper = _Wrapper(module, fill, n, floats, box)
+    shapes: Any = None
+    if dynamic or symbolic_scalars:
+        auto = Dim.AUTO
+        shapes = {"leaves": tuple(
+            ({d: auto for d in range(x.dim())} if dynamic else None) if isinstance(x, Tensor) else Dim.DYNAMIC if type(x) is int else None
+            for x in leaves)}
+    with _keep_attributes(module), opaque.keep_functions(), opaque.keep_modules(module, keep), _patched_torch(), \
+            fx_config.patch(backed_size_oblivious=True):
+        program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
+                                      prefer_deferred_runtime_asserts_over_guards=False)
+    return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),
+                    torch.is_autocast_enabled("cpu"), _ranges(program), _shape_env(program), leaves)
+
+
+def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, Source]:
+    canonical = {id(p): fqn for fqn, p in [*module.named_buffers(), *module.named_parameters()]}
+    plain = {id(t): (f"{fqn}.{k}" if fqn else k) for fqn, m in module.named_modules() for k, t in m.__dict__.items() if isinstance(t, Tensor)}
+    sources: dict[str, Source] = {}
+    n_user = 0
+    for spec in program.graph_signature.input_specs:
+        name = spec.arg.name
+        target = (spec.target or "").removeprefix(_PREFIX)
+        if spec.kind == InputKind.USER_INPUT:
+            sources[name] = Source("user", leaf=n_user)
+            n_user += 1
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            t = _registered(module, target)
+            kind = "param" if spec.kind == InputKind.PARAMETER else "buffer"
+            sources[name] = Source(kind, canonical.get(id(t), target), tensor=t)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            t = program.constants[spec.target]
+            if id(t) in plain:
+                sources[name] = Source("const_attr", plain[id(t)], tensor=t)
+            elif isinstance(t, nn.Parameter) or t.requires_grad:
+                sources[name] = Source("const_attr", target, tensor=t)
+            else:
+                sources[name] = Source("constant", target, tensor=t)
+        else:
+            raise CaptureError(f"an input of kind {spec.kind.name} ({target or name}) has no meaning in a training graph")
+    return sources
+
+
+def _registered(module: nn.Module, fqn: str) -> Tensor:
+    owner, _, name = fqn.rpartition(".")
+    return getattr(module.get_submodule(owner), name)  # type: ignore[no-any-return]
+
+
+def _shape_env(program: Any) -> Any:
+    for node in program.graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, Tensor) and getattr(val, "fake_mode", None) is not None:
+            return val.fake_mode.shape_env  # type: ignore[attr-defined]
+    return None
+
+
+def _ranges(program: Any) -> dict[Any, tuple[int, int]]:
+    big = 2**62
+    out: dict[Any, tuple[int, int]] = {}
+    for symbol, r in program.range_constraints.items():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            out[symbol] = (int(r.lower) if r.lower > -big else -big, int(r.upper) if r.upper < big else big)
+    return out
+
+
+SourceOf = Callable[[fx.Node], tuple[str, str, int]]
+
+
+def source_of() -> SourceOf:
+    """node -> (fqn of the innermost module, file, line of the innermost user frame)."""
+    known: dict[str, tuple[str, int]] = {}
+
+    def of(node: fx.Node) -> tuple[str, str, int]:
+        stack = node.meta.get("nn_module_stack")
+        fqn = ""
+        if stack:
+            fqn = next(reversed(stack.values()))[0]
+            fqn = fqn[len(_PREFIX):] if fqn.startswith(_PREFIX) else ""
+        trace = node.meta.get("stack_trace") or ""
+        at = known.get(trace)
+        if at is None:
+            at = ("", 0)
+            for text in reversed(trace.splitlines()):
+                if text.startswith('  File "') or text.startswith('File "'):
+                    path, _, rest = text.partition('"')[2].partition('"')
+                    if is_user_file(path):
+                        at = (path, int(rest.partition("line ")[2].partition(",")[0]))
+                        break
+            known[trace] = at
+        return fqn, at[0], at[1]
+
+    return of

@@ -1,0 +1,540 @@
+"""In-place operations and views become values: exported training IR -> a flat list of pure nodes plus a list of write-backs.
+
+Every tensor of the IR is a V: a base and a chain of views down from it. A base has a current value and a version.
+  read   V.version != base.version: the value is derived again through the chain, in the grad mode of each view's creation.
+  write  the operation without its underscore gives a new value of the view, cast to its dtype; it is scattered up the chain into a
+         new value of the base; the version goes up.
+At the end the inputs whose version is above zero are the write-backs. Written by hand here, not by run_decompositions: that takes
+seconds on a 12-layer model and rewrites dropout and batch_norm.
+
+Grad modes: regions under no_grad come as sub-graphs and are inlined; what leaves one is wrapped in STOP. A write under no_grad, or
+through a detached view, keeps the gradient of the old value: base := THROUGH(new, old).
+
+Invariants: the list is in topological order and free of dead nodes; nodes have no side effects; a node's `val` is the fake tensor (or
+tuple of them) that the export recorded or, for nodes made here, that the operation gives on fake tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .export import CaptureError, Exported, Source, source_of
+
+aten = torch.ops.aten
+
+# Targets of nodes that are no ATen call.
+INPUT, STOP, THROUGH, COPY, FILL, BATCH_NORM = "input", "stop_gradient", "straight_through", "copy", "fill", "batch_norm_train"
+
+
+class Node:
+    """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src: (module, file, line);
+    grad: made in grad mode; autocast: made under autocast."""
+
+    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped")
+
+    def __init__(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any, src: tuple[str, str, int], grad: bool = True,
+                 autocast: bool = False) -> None:
+        self.target = target
+        self.args = args
+        self.kwargs = kwargs
+        self.val = val
+        self.src = src
+        self.grad = grad
+        self.autocast = autocast
+        self.live = False
+        self.stopped: Node | None = None
+
+    def inputs(self) -> Iterator[Node]:
+        yield from _nodes_in(self.args)
+        yield from _nodes_in(tuple(self.kwargs.values()))
+
+
+def _nodes_in(args: Any) -> Iterator[Node]:
+    for a in args:
+        if isinstance(a, Node):
+            yield a
+        elif isinstance(a, (list, tuple)):
+            yield from _nodes_in(a)
+
+
+class Program:
+    """The pure graph. inputs: (source, INPUT node) of every placeholder that is used; outputs: tensors or sizes of the user's result;
+    passthrough: output index -> INPUT node when the output is that input itself; writes: (INPUT node, new value)."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.inputs: list[tuple[Source, Node]] = []
+        self.outputs: list[Any] = []
+        self.passthrough: dict[int, Node] = {}
+        self.writes: list[tuple[Node, Node]] = []
+        self.item_of: dict[Any, Node] = {}  # symbol of an item() -> the 0-d tensor it was read from
+
+
+class _Base:
+    __slots__ = ("node", "version", "input")
+
+    def __init__(self, node: Node, is_input: bool = False) -> None:
+        self.node = node
+        self.version = 0
+        self.input = node if is_input else None
+
+
+class _V:
+    """A tensor name of the IR. view: the Node that derives it from its parent (its first argument is replaced when derived again);
+    item: which result of a view with several results."""
+
+    __slots__ = ("base", "parent", "view", "item", "node", "version")
+
+    def __init__(self, base: _Base, node: Node, parent: _V | None = None, view: Node | None = None, item: int = -1) -> None:
+        self.base = base
+        self.parent = parent
+        self.view = view
+        self.item = item
+        self.node = node
+        self.version = base.version
+
+
+def _is_float(val: Any) -> bool:
+    return isinstance(val, Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex)
+
+
+_SKIP = {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
+         "_assert_tensor_metadata", "_functional_assert_async", "_functional_assert_scalar"}
+_RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "_reshape_alias",
+             "squeeze_copy", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"}
+_SAME = {"alias", "detach", "contiguous", "to", "_to_copy", "lift", "lift_fresh", "type_as", "positive", "resolve_conj", "resolve_neg",
+         "expand", "expand_as", "broadcast_to", "dropout", "feature_dropout", "pin_memory", "requires_grad_"}
+
+
+class _Functionalizer:
+    def __init__(self, exported: Exported) -> None:
+        self.exported = exported
+        self.program = Program()
+        self.src_of = source_of()
+        self.src: tuple[str, str, int] = ("", "", 0)
+        # Under a capture-wide no_grad nothing needs a gradient: then regions make no difference.
+        self.grad = True
+        self.grad_matters = exported.grad_mode
+        self.autocast = exported.autocast
+        self.bases: list[_Base] = []
+        self.fake_mode: Any = None
+        self.mutates = any(_writes(n) for g in _graphs(exported.graph_module) for n in g.nodes)
+
+    # --- nodes
+
+    def fail(self, reason: str) -> CaptureError:
+        return CaptureError(reason, *self.src)
+
+    def make(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> Node:
+        node = Node(target, args, kwargs, val, self.src, self.grad, self.autocast)
+        self.program.nodes.append(node)
+        return node
+
+    def fake(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operation on the fake tensors of its operands."""
+        def val(a: Any) -> Any:
+            if isinstance(a, Node):
+                return a.val
+            return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        with self.fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return target(*[val(a) for a in args], **{k: val(a) for k, a in kwargs.items()})
+
+    def run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        return self.make(target, args, kwargs, self.fake(target, args, kwargs))
+
+    def use(self, node: Node) -> Node:
+        """The node as an operand here: values made under no_grad carry no gradient out."""
+        if not self.grad or node.grad or not _is_float(node.val):
+            return node
+        if node.stopped is None:
+            node.stopped = self.make(STOP, (node,), {}, node.val)
+        return node.stopped
+
+    # --- reads and writes
+
+    def read(self, v: _V) -> Node:
+        if v.version != v.base.version:
+            if v.parent is None:
+                v.node = v.base.node
+            else:
+                assert v.view is not None
+                parent = self.read(v.parent)
+                old = v.view
+                node = Node(old.target, (parent, *old.args[1:]), old.kwargs, old.val, old.src, old.grad, old.autocast)
+                self.program.nodes.append(node)
+                if v.item >= 0:
+                    node = Node(operator.getitem, (node, v.item), {}, v.node.val, old.src, old.grad, old.autocast)
+                    self.program.nodes.append(node)
+                v.node = node
+            v.version = v.base.version
+        return self.use(v.node)
+
+    def write(self, v: _V, new: Node) -> None:
+        old = v.base.node
+        keeps_gradient = not self.grad
+        cur, value = v, new
+        while cur.parent is not None:
+            assert cur.view is not None
+            keeps_gradient |= _name(cur.view.target) == "detach" or not cur.view.grad
+            value = self.scatter(cur, value)
+            cur = cur.parent
+        if keeps_gradient and self.grad_matters and _is_float(old.val) and old.grad:
+            value = self.make(THROUGH, (value, old), {}, old.val)
+            value.grad = True
+        v.base.node = value
+        v.base.version += 1
+
+    def scatter(self, v: _V, new: Node) -> Node:
+        """A new value of v's parent in which v is `new`."""
+        assert v.parent is not None and v.view is not None
+        view, parent = v.view, self.read(v.parent)
+        name, val = _name(view.target), v.parent.node.val
+        a = _bound(view)
+        if name in _RESHAPES:
+            return self.make("reshape_to", (new,), {}, val)
+        if name in _SAME:
+            if tuple(new.val.shape) != tuple(val.shape):
+                raise self.fail(f"{name}: an in-place write into an expanded view (several elements share one place); clone it first")
+            return new
+        if name in ("transpose", "swapaxes", "swapdims"):
+            d = list(a.values())
+            return self.make(aten.transpose.int, (new, d[1], d[2]), {}, val)
+        if name in ("t", "numpy_T", "mT", "adjoint", "matrix_H"):
+            order = list(range(val.dim()))
+            order = order[::-1] if name in ("t", "numpy_T") else [*order[:-2], order[-1], order[-2]]
+            return self.make(aten.permute.default, (new, order), {}, val)
+        if name == "permute":
+            dims = [d % val.dim() for d in a["dims"]]
+            return self.make(aten.permute.default, (new, [dims.index(i) for i in range(len(dims))]), {}, val)
+        if name == "slice":
+            return self.make(aten.slice_scatter.default, (parent, new, a["dim"], a["start"], a["end"], a["step"]), {}, val)
+        if name == "narrow":
+            return self.make(aten.slice_scatter.default, (parent, new, a["dim"], a["start"], a["start"] + a["length"], 1), {}, val)
+        if name == "select":
+            return self.make(aten.select_scatter.default, (parent, new, a["dim"], a["index"]), {}, val)
+        if name == "diagonal":
+            return self.make(aten.diagonal_scatter.default, (parent, new, a["offset"], a["dim1"], a["dim2"]), {}, val)
+        if name == "unbind":
+            return self.make(aten.select_scatter.default, (parent, new, a["dim"], v.item), {}, val)
+        if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
+            dim = a.get("dim", 0)
+            start = sum(x.shape[dim] for x in view.val[: v.item])
+            end = start + view.val[v.item].shape[dim]
+            if isinstance(start, int) and isinstance(end, int):
+                return self.make(aten.slice_scatter.default, (parent, new, dim, start, end, 1), {}, val)
+        raise self.fail(f"{name}: an in-place write through this view has no functional form here; clone the view before writing")
+
+    # --- the walk
+
+    def arg(self, a: Any, env: dict[fx.Node, Any]) -> Any:
+        if isinstance(a, fx.Node):
+            v = env[a]
+            return self.read(v) if isinstance(v, _V) else v
+        if isinstance(a, (list, tuple)):
+            return [self.arg(x, env) for x in a]
+        return a
+
+    def go(self) -> Program:
+        gm = self.exported.graph_module
+        env: dict[fx.Node, Any] = {}
+        same: dict[int, _V] = {}
+        held: list[tuple[Source, _Base]] = []
+        for node in gm.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            source, val = self.exported.sources[node.name], node.meta["val"]
+            if not isinstance(val, Tensor):
+                if isinstance(val, (torch.SymInt, torch.SymFloat)):
+                    held.append((source, _Base(Node(INPUT, (), {}, val, self.src), True)))
+                env[node] = val
+                continue
+            self.fake_mode = self.fake_mode or getattr(val, "fake_mode", None)
+            if source.tensor is not None and id(source.tensor) in same:
+                env[node] = same[id(source.tensor)]
+                continue
+            base = _Base(Node(INPUT, (), {}, val, self.src), True)
+            env[node] = _V(base, base.node)
+            held.append((source, base))
+            if source.tensor is not None:
+                same[id(source.tensor)] = env[node]
+        result = self.walk(gm, env)
+        self.finish(result, held)
+        return self.program
+
+    def walk(self, gm: fx.GraphModule, env: dict[fx.Node, Any]) -> Any:
+        """Runs through one graph; gives the values of its output, not yet read."""
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = getattr(gm, str(node.target))
+                if isinstance(env[node], Tensor):
+                    raise self.fail(f"the exported graph refers to a tensor by attribute ({node.target})")
+            elif node.op == "call_function":
+                self.src = self.src_of(node)
+                self.call(node, env)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], lambda n: _Held(env[n]))
+        return None
+
+    def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+        target: Any = node.target
+        val = node.meta.get("val")
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            self.region(node, env)
+        elif target is operator.getitem:
+            items = env[node.args[0]]  # type: ignore[index]
+            env[node] = items[node.args[1]] if isinstance(items, (list, tuple)) else val
+        elif target is torch._C._set_grad_enabled:
+            self.grad = bool(node.args[0]) or not self.grad_matters
+        elif not isinstance(target, torch._ops.OpOverload):
+            if isinstance(val, Tensor):
+                raise self.fail(f"{target}: not an operator the capture knows")
+            env[node] = val
+        elif _name(target) in _SKIP:
+            pass
+        elif not isinstance(val, Tensor) and _name(target) in ("item", "_local_scalar_dense"):
+            if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                self.program.item_of[val.node.expr] = self.arg(node.args[0], env)
+            env[node] = val
+        elif isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)) or val is None and not target._schema.is_mutable:
+            env[node] = val
+        else:
+            self.operation(node, target, val, env)
+
+    def region(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+        name = node.target._name if hasattr(node.target, "_name") else str(node.target)  # type: ignore[union-attr]
+        before = self.grad, self.autocast
+        args = list(node.args)
+        if name == "wrap_with_set_grad_enabled":
+            enabled, sub, *operands = args
+            self.grad = bool(enabled) or not self.grad_matters
+        elif name == "wrap_with_autocast":
+            _device, _dtype, enabled, _cache, sub, *operands = args
+            self.autocast = bool(enabled)
+        else:
+            raise self.fail(f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch")
+        gm = env[sub]  # type: ignore[index]
+        inner: dict[fx.Node, Any] = {}
+        for p, a in zip([n for n in gm.graph.nodes if n.op == "placeholder"], operands, strict=True):
+            inner[p] = env[a] if isinstance(a, fx.Node) else a
+        out = self.walk(gm, inner)
+        self.grad, self.autocast = before
+        env[node] = [x.v if isinstance(x, _Held) else x for x in (out if isinstance(out, (list, tuple)) else [out])]
+
+    def operation(self, node: fx.Node, target: Any, val: Any, env: dict[fx.Node, Any]) -> None:
+        name = _name(target)
+        if name == "batch_norm" and self.batch_norm(node, env):
+            return
+        if target._schema.is_mutable:
+            self.mutation(node, target, env)
+            return
+        kwargs = {k: self.arg(a, env) for k, a in node.kwargs.items()}
+        if name == "instance_norm" and node.args[3] is not None and node.args[5]:
+            raise self.fail("instance_norm: training with running statistics is not supported; use track_running_stats=False")
+        args = tuple([self.arg(a, env) for a in node.args])
+        made = self.make(target, args, kwargs, val)
+        if isinstance(val, Tensor):
+            first = env.get(node.args[0]) if self.mutates and node.args and isinstance(node.args[0], fx.Node) else None
+            if isinstance(first, _V) and _aliases(target, val, first.node.val):
+                env[node] = _V(first.base, made, first, made)
+            else:
+                env[node] = _V(_Base(made), made)
+            return
+        if not isinstance(val, (list, tuple)):
+            raise self.fail(f"{target}: result of type {type(val).__name__}")
+        first = env.get(node.args[0]) if self.mutates and node.args and isinstance(node.args[0], fx.Node) else None
+        items: list[Any] = []
+        for i, x in enumerate(val):
+            if not isinstance(x, Tensor):
+                items.append(x)
+                continue
+            item = self.make(operator.getitem, (made, i), {}, x)
+            if isinstance(first, _V) and _aliases(target, x, first.node.val):
+                items.append(_V(first.base, item, first, made, i))
+            else:
+                items.append(_V(_Base(item), item))
+        env[node] = items
+
+    def batch_norm(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
+        """Training batch_norm writes the running statistics, though its schema does not say so."""
+        _x, _w, _b, mean, var, training, *_ = node.args
+        if not training or mean is None:
+            return False
+        m, v = env[mean], env[var]  # type: ignore[index]
+        args = tuple([self.arg(a, env) for a in node.args])
+        made = self.make(BATCH_NORM, args, {}, (node.meta["val"], m.node.val, v.node.val))
+        out = [self.make(operator.getitem, (made, i), {}, made.val[i]) for i in range(3)]
+        for target, new in ((m, out[1]), (v, out[2])):
+            self.write(target, new)
+        env[node] = _V(_Base(out[0]), out[0])
+        return True
+
+    def mutation(self, node: fx.Node, target: Any, env: dict[fx.Node, Any]) -> None:
+        schema, name = target._schema, _name(target)
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+        if len(written) != 1:
+            raise self.fail(f"{target}: writes {len(written)} of its arguments; one is supported")
+        v = env[given[written[0]]]
+        if not isinstance(v, _V):
+            raise self.fail(f"{target}: writes something that is not a tensor")
+        env[node] = v
+        if name == "requires_grad_":
+            return
+        if name == "detach_":
+            if v.parent is not None:
+                raise self.fail("detach_: on a view")
+            v.base.node = self.make(STOP, (self.read(v),), {}, v.node.val)
+            v.base.version += 1
+            if v.base.input is not None:
+                raise self.fail("detach_: on an input of the module")
+            return
+        old = self.read(v)
+        val = v.node.val
+        if name in ("copy_", "fill_", "zero_"):
+            source = 0 if name == "zero_" else self.arg(given["src" if name == "copy_" else "value"], env)
+            new = self.make(COPY if name == "copy_" else FILL, (source,), {}, val)
+        else:
+            if written[0] == "out":
+                pure, args = _without_out(target, given), [a for a in node.args]
+                kwargs = {k: a for k, a in node.kwargs.items() if k != "out"}
+            else:
+                pure, args, kwargs = _pure(target), list(node.args), dict(node.kwargs)
+            if pure is None:
+                raise self.fail(f"{target}: no functional form; use the operation without the underscore")
+            new = self.run(pure, tuple(self.arg(a, env) for a in args), {k: self.arg(a, env) for k, a in kwargs.items()})
+            if new.val.dtype != val.dtype:
+                new = self.make(aten.to.dtype, (new, val.dtype), {}, val)
+            elif tuple(new.val.shape) != tuple(val.shape):
+                raise self.fail(f"{target}: changes the shape of what it writes")
+        del old
+        self.write(v, new)
+
+    # --- end
+
+    def finish(self, result: Any, held: list[tuple[Source, _Base]]) -> None:
+        p = self.program
+        self.grad = True
+        for i, x in enumerate(result):
+            v = x.v if isinstance(x, _Held) else x
+            if isinstance(v, _V):
+                out: Any = self.read(v)
+                if v.parent is None and v.base.input is not None:
+                    p.passthrough[i] = v.base.input
+                p.outputs.append(out)
+            else:
+                p.outputs.append(v)
+        inputs = {id(b.node if b.input is None else b.input): s for s, b in held}
+        for source, base in held:
+            if base.version > 0 and source.kind != "constant":
+                assert base.input is not None
+                self.check_unshared(source, [s for s, _ in held])
+                p.writes.append((base.input, base.node))
+        live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
+        live += list(p.passthrough.values()) + list(p.item_of.values())
+        while live:
+            n = live.pop()
+            if not n.live:
+                n.live = True
+                live.extend(n.inputs())
+        p.nodes = [n for n in p.nodes if n.live]
+        # Sizes of user inputs may be all that is read of them, so user inputs always stay.
+        p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+        del inputs
+
+    def check_unshared(self, source: Source, sources: list[Source]) -> None:
+        """A write must not be visible through another input that is a different object over the same memory."""
+        def tensor(s: Source) -> Any:
+            return self.exported.leaves[s.leaf] if s.kind == "user" else s.tensor
+
+        mine = tensor(source)
+        for other in sources:
+            t = tensor(other)
+            if other is source or t is mine or not isinstance(t, Tensor) or not isinstance(mine, Tensor):
+                continue
+            if t.numel() and mine.numel() and t.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
+                a, b = source.target or f"input {source.leaf}", other.target or f"input {other.leaf}"
+                raise CaptureError(f"{a} is written in place and shares its memory with {b}; clone one of them")
+
+
+class _Held:
+    """Wraps values in map_arg, which would look into lists."""
+
+    __slots__ = ("v",)
+
+    def __init__(self, v: Any) -> None:
+        self.v = v
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2]
+    return str(target)
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    for m in gm.modules():
+        if isinstance(m, fx.GraphModule):
+            yield m.graph
+
+
+def _writes(node: fx.Node) -> bool:
+    t = node.target
+    if not isinstance(t, torch._ops.OpOverload):
+        return False
+    return bool(t._schema.is_mutable) or t is aten.batch_norm.default
+
+
+def _aliases(target: Any, val: Tensor, of: Tensor) -> bool:
+    """Whether the result is a view of the first argument: the schema says it may, the fake storages say it is."""
+    returns = target._schema.returns
+    if not returns or returns[0].alias_info is None:
+        return False
+    if _name(target) == "detach":
+        return True
+    return bool(val.untyped_storage()._cdata == of.untyped_storage()._cdata)
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """Arguments of a view by schema name, defaults filled in."""
+    out: dict[str, Any] = {}
+    for i, a in enumerate(node.target._schema.arguments):
+        out[a.name] = node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+    return out
+
+
+def _pure(target: Any) -> Callable[..., Any] | None:
+    name = _name(target)
+    if not name.endswith("_") and not name.startswith("__i"):
+        return None
+    base = "__" + name[3:] if name.startswith("__i") else name[:-1]
+    packet = getattr(aten, base, None)
+    if packet is None:
+        return None
+    overload = target._overloadname
+    if base == "bernoulli":
+        overload = "p" if overload == "float" else overload
+    if base == "normal":
+        packet, overload = aten.normal_functional, "default"
+    pure = getattr(packet, overload or "default", None)
+    return pure if pure is not None and not pure._schema.is_mutable else None
+
+
+def _without_out(target: Any, given: dict[str, Any]) -> Callable[..., Any] | None:
+    want = [a.name for a in target._schema.arguments if a.name != "out"]
+    packet = getattr(aten, _name(target))
+    for overload in packet.overloads():
+        op = getattr(packet, overload)
+        if not op._schema.is_mutable and [a.name for a in op._schema.arguments][: len(want)] == want:
+            return op  # type: ignore[no-any-return]
+    return None
+
+
+def functionalize(exported: Exported) -> Program:
+    """Training IR -> pure nodes and write-backs; raises CaptureError where an edit has no functional form."""
+    return _Functionalizer(exported).go()

@@ -1,0 +1,288 @@
+"""What stays PyTorch's inside a captured graph: custom autograd.Functions and submodules kept outside.
+
+torch.export would trace through both, and the backward a user wrote, or the hooks on a module, would be lost without a word. So
+while an export runs, `Function.apply` of user classes and `forward` of kept submodules are replaced by one opaque operator,
+ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which the tracer records as a single node. `index` is the row of the
+capture's table; the row knows how to rebuild the Python call from tensors.
+
+The types of the results: a Function's forward is run on the fake tensors of the trace. A kept module often is kept because it
+cannot run on fake tensors; then sizes come from a recording of the real module made before the export (static captures only).
+
+Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are reproducible; torch's
+own Functions are left alone, but for reentrant checkpointing, which is inlined (recomputation is the engine's own decision).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .skeleton import Fill, skeleton
+
+Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
+
+
+class OpaqueError(Exception):
+    """An opaque call that cannot be kept as a node; the message is the reason."""
+
+
+@dataclass
+class Row:
+    """One opaque call of the trace."""
+
+    kind: str  # 'python_op' | 'module'
+    name: str
+    call: Call
+    meta: Callable[[list[Tensor]], list[Tensor]]  # results on fake tensors
+    reason: str
+    module: str = ""
+    rebuild: Fill | None = None  # tensor results -> what the Python call returns; known after meta ran
+
+
+@dataclass
+class Table:
+    rows: list[Row] = field(default_factory=list)
+    recorded: dict[str, list[Any]] = field(default_factory=dict)  # fqn of a kept module -> its results, in order of calls
+    n_calls: dict[str, int] = field(default_factory=dict)
+
+
+_tables: list[Table] = []
+_lib = torch.library.Library("ortmodule_capture", "DEF")
+_lib.define("host(Tensor[] xs, int index) -> Tensor[]")
+
+
+@torch.library.register_fake("ortmodule_capture::host", lib=_lib)
+def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
+    return [torch.empty_like(y) for y in _tables[-1].rows[index].meta(xs)]
+
+
+HOST = torch.ops.ortmodule_capture.host.default
+
+
+def _autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The user's autocast as it is now, to be entered again when the call runs."""
+    on, dtype, cache = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast("cpu", dtype=dtype, enabled=on, cache_enabled=cache)
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Fill]:
+    """Tensor leaves of a call, and leaves -> (args, kwargs)."""
+    tensors: list[Tensor] = []
+
+    def leaf(x: Any) -> int | None:
+        if not isinstance(x, Tensor):
+            return None
+        tensors.append(x)
+        return len(tensors) - 1
+
+    fill = skeleton((args, kwargs), leaf, share=False)
+    return tensors, fill
+
+
+def _results(out: Any) -> tuple[list[Tensor], Fill]:
+    """Tensor leaves of a result, and leaves -> an equal result."""
+    tensors: list[Tensor] = []
+    seen: dict[int, int] = {}
+
+    def leaf(x: Any) -> int | None:
+        if not isinstance(x, Tensor):
+            return None
+        if id(x) not in seen:
+            seen[id(x)] = len(tensors)
+            tensors.append(x)
+        return seen[id(x)]
+
+    fill = skeleton(out, leaf)
+    return tensors, fill
+
+
+def _as_call(run: Callable[..., Any], fill: Fill, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> Call:
+    def call(tensors: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        args, kwargs = fill(tensors)
+        with autocast():
+            out = run(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return out
+        return tuple(_results(out)[0])
+
+    return call
+
+
+def _record(row: Row, tensors: list[Tensor]) -> Any:
+    table = _tables[-1]
+    table.rows.append(row)
+    outs = HOST(tensors, len(table.rows) - 1)
+    assert row.rebuild is not None, "the fake kernel of an opaque call sets its skeleton"
+    return row.rebuild(outs)
+
+
+# --- custom autograd.Function ---------------------------------------------------------------------
+
+
+class _MetaContext:
+    """Stands for `ctx` while a Function's forward runs for the types of its results only."""
+
+    def __init__(self, n_inputs: int) -> None:
+        self.needs_input_grad = (True,) * n_inputs
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.dirty = False
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None: ...
+    def mark_non_differentiable(self, *tensors: Any) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.dirty = bool(tensors)
+
+
+def _function_node(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, fill = _split(args, kwargs)
+    autocast = _autocast_state()
+
+    def meta(xs: list[Tensor]) -> list[Tensor]:
+        a, k = fill(xs)
+        ctx = _MetaContext(len(a))
+        with torch.no_grad(), autocast():
+            if cls.setup_context is not torch.autograd.Function.setup_context:
+                out = cls.forward(*a, **k)
+                cls.setup_context(ctx, a, out)
+            else:
+                out = cls.forward(ctx, *a, **k)
+        if ctx.dirty:
+            raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place (ctx.mark_dirty)")
+        outs, row.rebuild = _results(out)
+        return outs
+
+    row = Row("python_op", f"{cls.__qualname__}.apply", _as_call(apply, fill, autocast), meta,
+              "custom autograd.Function: its backward is the user's Python code")
+    return _record(row, tensors)
+
+
+@contextlib.contextmanager
+def keep_functions() -> Iterator[None]:
+    """Functions of user classes become opaque nodes."""
+    Function = torch.autograd.Function
+    original = Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        if not _tables or not torch.compiler.is_exporting():
+            return bound(*args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
+            run, _preserve_rng, *rest = args
+            return run(*rest)
+        if cls.__module__.split(".")[0] == "torch":
+            return bound(*args, **kwargs)
+        return _function_node(cls, bound, args, kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+# --- submodules kept in PyTorch -------------------------------------------------------------------
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+          "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")
+
+
+def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> dict[str, list[Any]]:
+    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used."""
+    notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
+    handles = [
+        root.get_submodule(fqn).register_forward_hook(lambda _m, _a, out, fqn=fqn: notes[fqn].append(out))  # type: ignore[misc]
+        for fqn in keep
+    ]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for h in handles:
+            h.remove()
+    return notes
+
+
+def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    table = _tables[-1]
+    tensors, fill = _split(args, kwargs)
+    names = [name for name, _ in module.named_parameters()]
+    params = [p for _, p in module.named_parameters()]
+    n = len(tensors)
+    autocast = _autocast_state()
+    turn = table.n_calls.get(fqn, 0)
+    table.n_calls[fqn] = turn + 1
+
+    def run(*a: Any, own: dict[str, Tensor], **k: Any) -> Any:
+        return torch.func.functional_call(module, own, a, k)
+
+    def fill_call(leaves: list[Any]) -> Any:
+        a, k = fill(leaves[:n])
+        return a, {**k, "own": dict(zip(names, leaves[n:], strict=True))}
+
+    def meta(xs: list[Tensor]) -> list[Tensor]:
+        recorded = table.recorded.get(fqn)
+        if recorded is not None:
+            real, row.rebuild = _results(recorded[turn])
+            return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
+        a, k = fill(xs[:n])
+        with torch.no_grad(), autocast():
+            outs, row.rebuild = _results(forward(*a, **k))
+        return outs
+
+    row = Row("module", fqn, _as_call(run, fill_call, autocast), meta, "submodule kept in PyTorch", module=fqn)
+    return _record(row, tensors + params)
+
+
+@contextlib.contextmanager
+def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
+    """The named submodules become opaque nodes; their hooks rest while the export runs and fire in the real call."""
+    undo: list[Callable[[], None]] = []
+    try:
+        for fqn in keep:
+            module = root.get_submodule(fqn)
+            own = module.__dict__
+            had, before, forward = "forward" in own, own.get("forward"), module.forward
+            hooks = {name: own[name] for name in _HOOKS if own.get(name)}
+
+            def restore(own: dict[str, Any] = own, had: bool = had, before: Any = before, hooks: dict[str, Any] = hooks) -> None:
+                own.update(hooks)
+                if had:
+                    own["forward"] = before
+                else:
+                    own.pop("forward", None)
+
+            undo.append(restore)
+            own.update({name: OrderedDict() for name in hooks})
+
+            def forward_node(*args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any) -> Any:
+                return _module_node(_fqn, _module, _forward, args, kwargs)
+
+            forward_node.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+            own["forward"] = forward_node
+        yield
+    finally:
+        for f in reversed(undo):
+            f()
+
+
+@contextlib.contextmanager
+def table() -> Iterator[Table]:
+    """The table of opaque calls of one capture."""
+    t = Table()
+    _tables.append(t)
+    try:
+        yield t
+    finally:
+        _tables.pop()

@@ -1,0 +1,414 @@
+"""One captured graph on the engine, and its life inside autograd.
+
+forward   the engine computes all outputs before autograd hears of them; then a chain of K autograd.Functions is put around them:
+              Link (segment K-1) -> token -> Link (K-2) -> ... -> token -> Head (segment 0) -> outputs
+          Every Function takes the tensors whose gradients its segment completes, so autograd must run Head first, then link by link,
+          and hands out gradients (hooks, DDP's all-reduce) while the rest is still to be computed. A token is an empty tensor.
+backward  Head finds the engine's state among its saved tensors, starts the engine's backward, runs segment 0 and leaves the run for the
+          Links under the number of the graph task, so that one graph may be walked by several threads at once.
+
+The engine's state (the arena) is a saved tensor: torch itself frees it, complains about a second backward, and lets
+saved_tensors_hooks move it. With retain_graph a copy is used up. What backward reads of inputs and outputs is saved too, so an
+in-place edit in between gives torch's own error.
+
+Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When another set arrives, the forward
+is run again, with the same seed, for a graph that starts from that set, and the prediction is changed: no gradient of zeros is ever
+made up, so parameters without a path get None as they do in PyTorch. create_graph runs the user's module in PyTorch instead.
+
+Invariants: an output that is an input goes around the chain (a Function would claim the caller's tensor). Nothing here keeps a
+reference to a gradient after returning it (AccumulateGrad copies what others hold). A Step knows no autograd node: no cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, Variable
+from torch.autograd.graph import increment_version
+
+from . import _C
+from .capture import Captured
+from .host import Host, Regions
+
+_keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
+_SEED_END = 2**63 - 1
+_SMALL = 4 << 20  # bytes copied without a second thought
+
+
+class Variant:
+    """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
+
+    outputs: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs whose
+    gradient the Function returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs.
+    """
+
+    def __init__(self, model: _C.Model, wanted: bytes, arriving: bytes, group: Sequence[int] | None) -> None:
+        self.number = model.variant(wanted, arriving, group)
+        info = model.variant_info(self.number)
+        self.wanted = wanted
+        self.arriving = arriving
+        self.reads: list[int] = list(info["reads_inputs"])
+        self.reads_outputs: list[int] = list(info["reads_outputs"])
+        self.confirmed = False  # a backward has come with exactly this set of gradients
+        by_segment: dict[int, list[int]] = {}
+        for i, segment in info["grads"]:
+            by_segment.setdefault(segment, []).append(i)
+        self.nodes: list[tuple[range, list[int]]] = []
+        begin = 0
+        for segment in sorted(by_segment):
+            self.nodes.append((range(begin, segment + 1), by_segment[segment]))
+            begin = segment + 1
+        self.segments = begin
+        self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
+
+
+class Step:
+    """One forward in flight: what its backward needs besides the saved tensors."""
+
+    __slots__ = ("arena", "autocast", "call", "clones", "graph", "host_kept", "live", "outs", "random_state", "regions", "seed",
+                 "tensors", "variant", "versions")  # fmt: skip
+
+    graph: Graph
+    variant: Variant
+    tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
+    versions: list[int] | None  # of those tensors; None when they carry none (inference tensors)
+    seed: int
+    regions: Regions
+    host_kept: list[Tensor]
+    clones: dict[int, Tensor]  # graph inputs the forward has overwritten, as they were before
+    call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
+    live: dict[int, _Live]
+    arena: Tensor | None  # these two only between the engine's forward and Head.forward
+    outs: tuple[Tensor, ...]
+    autocast: torch.dtype | None
+    random_state: Tensor | None  # torch's generator before the forward, when a host node has drawn from it
+
+
+class Call(Protocol):
+    """One call of the user's module."""
+
+    def replay(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Runs it in PyTorch on aliases of its tensors; `tensors` are the graph inputs. -> user outputs, aliases of the graph inputs."""
+
+
+class _Live:
+    """A backward in progress, kept for the Links: the engine's run, or all gradients at once."""
+
+    __slots__ = ("found", "keep", "run")
+
+    def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool) -> None:
+        self.run = run
+        self.found = found
+        self.keep = keep
+
+
+class Graph:
+    """A captured graph loaded into the engine: builds variants, runs steps."""
+
+    def __init__(self, captured: Captured, segment_mb: float) -> None:
+        self.captured = captured
+        self.model = _C.Model(captured.onnx)
+        self.segment_bytes = segment_mb * 2**20
+        self.host = Host(captured.host_ops)
+        self.random: bool = self.model.random
+        self.n_outputs = captured.n_user_outputs
+        self.passthrough = list(captured.passthrough.items())
+        self.writes = list(dict.fromkeys(captured.writes))
+        self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
+        self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
+        if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
+            raise RuntimeError("ortmodule: user inputs of a captured graph must come first")
+        if len(self.model.inputs) != len(captured.inputs):
+            raise RuntimeError(f"ortmodule: the engine sees {len(self.model.inputs)} graph inputs, the capture {len(captured.inputs)}")
+        self.differentiable = [d and i not in captured.passthrough for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])]
+        self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
+        self._current: dict[tuple[bool, ...], Variant] = {}
+        self._variants: dict[tuple[tuple[bool, ...], bytes], Variant] = {}
+        self.forward_ms = self.backward_ms = 0.0
+        self.forwards = self.backwards = self.reruns = 0
+
+    # --- choosing a variant -----------------------------------------------------------------------
+
+    def variant(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> Variant:
+        """The variant for the next forward; wanted: requires_grad of every graph input."""
+        found = self._current.get(wanted)
+        if found is None:
+            outputs = self.model.outputs[: self.n_outputs]
+            loss = bool(outputs) and self.differentiable[0] and outputs[0][2] == 0
+            arriving = bytes([self.differentiable[i] and (not loss or i == 0) for i in range(self.n_outputs)])
+            found = self._current[wanted] = self.variant_for(wanted, arriving, tensors)
+        return found
+
+    def variant_for(self, wanted: tuple[bool, ...], arriving: bytes, tensors: Sequence[Tensor]) -> Variant:
+        found = self._variants.get((wanted, arriving))
+        if found is None:
+            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors))
+            self._variants[wanted, arriving] = found
+        return found
+
+    def _groups(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> list[int] | None:
+        """Backward segment per graph input: parameters in reverse order, a new segment after every segment_bytes; inputs last."""
+        group = [0] * len(tensors)
+        segment, size = 0, 0
+        for i in range(len(tensors) - 1, len(self.leaves) - 1, -1):
+            if not wanted[i]:
+                continue
+            if size >= self.segment_bytes:
+                segment, size = segment + 1, 0
+            group[i] = segment
+            size += tensors[i].nbytes
+        for i in range(len(self.leaves)):
+            group[i] = segment
+        return group if segment else None
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def infer(self, tensors: Sequence[Tensor]) -> Any:
+        """The user's output, without anything for a backward."""
+        start = perf_counter()
+        run = self.model.forward(self.plain.number, tensors, self._seed(), False)
+        self.host.drive_forward(run, None, tensors)
+        if self.writes:
+            increment_version([tensors[i] for i in self.writes])
+        outs: list[Tensor | None] = list(run.outputs())
+        self.forward_ms += (perf_counter() - start) * 1e3
+        self.forwards += 1
+        return self._rebuild(outs, tensors)
+
+    def train(self, tensors: Sequence[Tensor], wanted: tuple[bool, ...], call: Call, autocast: torch.dtype | None) -> Any:
+        """The user's output, with the chain around it."""
+        variant = self._current.get(wanted) or self.variant(wanted, tensors)
+        if not variant.nodes:
+            return self.infer(tensors)
+        start = perf_counter()
+        step = Step()
+        step.graph = self
+        step.variant = variant
+        step.tensors = tensors
+        step.seed = seed = self._seed()
+        step.regions = {}
+        step.live = {}
+        step.call = call
+        step.autocast = autocast
+        step.clones = self._before_writes(variant, tensors) if self.writes else {}
+        before = torch.get_rng_state() if self.host.ops else None
+        run = self.model.forward(variant.number, tensors, seed, True)
+        self.host.drive_forward(run, step.regions, tensors)
+        step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
+        if self.writes:
+            increment_version([tensors[i] for i in self.writes])
+        step.versions = _versions(tensors)
+        every = run.outputs()
+        step.arena = run.arena()
+        step.host_kept = run.host_kept()
+        outs: list[Tensor | None] = list(every)
+        through = [i for i, d in enumerate(self.differentiable) if d]
+        step.outs = tuple(every)
+
+        token: Tensor | None = None
+        for number in range(len(variant.nodes) - 1, 0, -1):
+            token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
+        for i, out in zip(through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True):
+            outs[i] = out
+        self.forward_ms += (perf_counter() - start) * 1e3
+        self.forwards += 1
+        return self._rebuild(outs, tensors)
+
+    def _before_writes(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Copies of what the forward will overwrite, in case it must be run again. Large ones only while that is likely."""
+        written = [(i, tensors[i]) for i in self.writes]
+        if variant.confirmed and not self.reruns and sum(t.nbytes for _, t in written) > _SMALL:
+            return {}
+        return {i: t.detach().clone() for i, t in written}
+
+    def _seed(self) -> int:
+        return int(torch.randint(_SEED_END, ())) if self.random else 0
+
+    def _rebuild(self, outs: list[Tensor | None], tensors: Sequence[Tensor]) -> Any:
+        for i, source in self.passthrough:
+            outs[i] = tensors[source]
+        return self.captured.rebuild(outs)
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def backward(self, step: Step, arena: Tensor, saved: dict[int, Tensor], outputs: Sequence[Tensor | None], grads: list[Tensor | None],
+                 keep: bool) -> _Live:  # fmt: skip
+        """Starts a backward over what the step's forward left. saved: graph inputs by number."""
+        tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
+        for i, t in saved.items():
+            tensors[i] = t
+        state = arena.clone() if keep else arena
+        run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept)
+        return _Live(run, None, keep)
+
+    def backward_other(self, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
+        """Backward from a set of outputs that the forward was not prepared for: runs the forward again, prepared for it."""
+        arriving = bytes([g is not None for g in grads])
+        self.check_versions(step)
+        if self.writes and not step.clones:
+            raise RuntimeError(
+                "ortmodule: gradients arrive for other outputs than in the backward passes before, and the forward has overwritten "
+                f"{[self.captured.inputs[i].name for i in self.writes]}, so it cannot be run again. Run the forward again; it will be "
+                "prepared for this set of outputs.")  # fmt: skip
+        wanted = tuple(map(bool, step.variant.wanted))
+        variant = self.variant_for(wanted, arriving, step.tensors)
+        self._current[wanted] = variant
+        self.reruns += 1
+        tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
+        regions: Regions = {}
+        random = nullcontext() if step.random_state is None else torch.random.fork_rng(devices=())
+        with torch.no_grad(), random, autocast_as(step.autocast):
+            if step.random_state is not None:
+                torch.set_rng_state(step.random_state)
+            run = self.model.forward(variant.number, tensors, step.seed, True, False)
+            self.host.drive_forward(run, regions, tensors)
+        back = self.model.backward(variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept())
+        found: dict[int, Tensor | None] = {}
+        for segments, _ in variant.nodes:
+            for segment in segments:
+                self.host.drive_backward(back, segment, regions, False)
+                found.update(back.grads(segment))
+        return _Live(None, found, keep)
+
+    def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> _Live:
+        """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's tensors."""
+        if self.random or step.random_state is not None:
+            raise RuntimeError(
+                "ortmodule: backward(create_graph=True) through a module with active random operations (dropout) is not possible: it is "
+                "run again in PyTorch, where other random numbers are drawn. Set their p to 0, or call eval() on them.")  # fmt: skip
+        self.check_versions(step)
+        assert step.call is not None
+        with torch.enable_grad(), autocast_as(step.autocast):
+            outputs, aliases = step.call.replay(step.tensors)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad]
+        numbers = [i for i, w in enumerate(step.variant.wanted) if w]
+        found: Sequence[Tensor | None] = [None] * len(numbers)
+        if pairs:
+            sources, incoming = zip(*pairs, strict=True)
+            found = torch.autograd.grad(sources, [aliases[i] for i in numbers], incoming, create_graph=True, allow_unused=True)
+        return _Live(None, dict(zip(numbers, found, strict=True)), True)
+
+    def check_versions(self, step: Step) -> None:
+        """The forward is about to be run again: its inputs must be what they were."""
+        if not step.tensors:
+            raise RuntimeError("Trying to backward through the graph a second time: the state of the forward has been freed. Specify "
+                               "retain_graph=True at the first backward.")  # fmt: skip
+        if step.versions is None:
+            return
+        for i, (t, version) in enumerate(zip(step.tensors, step.versions, strict=True)):
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
+                    f"version {version} instead.")  # fmt: skip
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # inference tensors have no version
+        return None
+
+
+def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast as it was at the forward (backward runs outside of the user's context)."""
+    return torch.autocast("cpu", enabled=dtype is not None, dtype=dtype or torch.bfloat16)
+
+
+def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | None, ...]:
+    """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other arguments."""
+    variant, graph = step.variant, step.graph
+    segments, inputs = variant.nodes[number]
+    result: list[Tensor | None] = [None] * (head + len(inputs))
+    if live.found is not None:
+        for place, i in enumerate(inputs):
+            result[head + place] = live.found.pop(i, None)
+        return tuple(result)
+    run, places = live.run, variant.places[number]
+    assert run is not None
+    for segment in segments:
+        if graph.host.ops:
+            graph.host.drive_backward(run, segment, step.regions, live.keep)
+        else:
+            run.resume(segment)
+        for i, grad in run.grads(segment):
+            result[head + places[i]] = grad
+    return tuple(result)
+
+
+class Head(Function):
+    """The last Function of the chain in forward order, the first in backward: owns the saved state."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        variant, outs, tensors = step.variant, step.outs, step.tensors
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(step.arena, *[tensors[i] for i in variant.reads], *[outs[i] for i in variant.reads_outputs])
+        step.arena = None
+        step.outs = ()
+        return tuple([out for out, d in zip(outs, step.graph.differentiable, strict=True) if d])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        start = perf_counter()
+        step: Step = ctx.step
+        graph, variant = step.graph, step.variant
+        saved = ctx.saved_tensors
+        incoming: list[Tensor | None] = [None] * graph.n_outputs
+        given = iter(grads)
+        for i, d in enumerate(graph.differentiable):
+            if d:
+                incoming[i] = next(given)
+        keep = _keep_graph()
+        if torch.is_grad_enabled():
+            live = graph.backward_in_torch(step, incoming)
+        elif bytes([g is not None for g in incoming]) == variant.arriving:
+            variant.confirmed = True
+            n = 1 + len(variant.reads)
+            outputs: list[Tensor | None] = [None] * graph.n_outputs
+            for i, out in zip(variant.reads_outputs, saved[n:], strict=True):
+                outputs[i] = out
+            live = graph.backward(step, saved[0], dict(zip(variant.reads, saved[1:n], strict=True)), outputs, incoming, keep)
+        else:
+            live = graph.backward_other(step, incoming, keep)
+        del saved
+        result = _give(step, live, 0, 2)
+        if len(variant.nodes) > 1:
+            task = _task_id()
+            step.live[task] = live
+            Variable._execution_engine.queue_callback(lambda: step.live.pop(task, None))  # type: ignore[attr-defined]
+        if not keep:
+            step.tensors, step.clones, step.call = (), {}, None
+            if len(variant.nodes) == 1:
+                step.regions = {}
+                step.host_kept = []
+        graph.backward_ms += (perf_counter() - start) * 1e3
+        graph.backwards += 1
+        return result
+
+
+class Link(Function):
+    """One of the Functions before Head: waits for its token's turn, then completes its own segment."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, number: int, token: Tensor | None, *inputs: Tensor) -> Tensor:
+        ctx.step = step
+        ctx.number = number
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        start = perf_counter()
+        step: Step = ctx.step
+        result = _give(step, step.live[_task_id()], ctx.number, 3)
+        step.graph.backward_ms += (perf_counter() - start) * 1e3
+        return result

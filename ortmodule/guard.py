@@ -1,0 +1,148 @@
+"""Did anything change that the capture has read? Asked before every step, so the answer must cost microseconds.
+
+Two questions of different price:
+  - `Guard.fast()`: one C walk over the dictionaries of all submodules (attributes, parameters, buffers, children, hooks, config
+    objects). Equal to last time means: the same Python state and the same Parameter and buffer objects, so everything derived from
+    them (which capture, which tensors to pass) can be reused as it is.
+  - `Guard.key()`: what a capture may depend on, free of object identity where identity does not matter: a Parameter replaced by
+    another of the same type and sizes keeps the key, so it is picked up without a new capture. Asked only when fast() changed.
+
+Invariant: whoever stores a fast() value stores `Guard.refs()` beside it. Entries are hashed by identity; while the objects are
+alive their addresses cannot be taken by others, so an equal hash cannot be an accident of the allocator.
+Not watched: globals and closures of the user's code, and the inside of objects that are neither modules nor configurations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from . import _C
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONFIG_NAMES = ("Config", "Configuration", "Args", "Arguments", "Options", "Settings", "Params", "HParams", "Namespace")
+_DEPTH = 3  # how deep configurations inside configurations are followed
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def environment() -> tuple[Hashable, ...]:
+    """Global switches of PyTorch that the capture, or the kernels' choice, depends on."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cpu") if autocast else None,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+
+
+def global_hooks() -> bool:
+    """True when hooks are registered for all modules of the process (they would have to run inside the graph)."""
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks or nn_module._global_backward_hooks
+                or nn_module._global_backward_pre_hooks)  # fmt: skip
+
+
+def hooked(module: nn.Module) -> list[str]:
+    """Names of the submodules with forward or backward hooks: they stay in PyTorch, where their hooks run."""
+    return [name for name, m in module.named_modules() if name and any(m.__dict__.get(h) for h in _HOOKS)]
+
+
+def refuse(module: nn.Module) -> str | None:
+    """Why this module must not be run as one graph at all, or None."""
+    for name, m in module.named_modules():
+        if name and any(c.__name__ == "FSDPModule" for c in type(m).__mro__):
+            return (f"submodule {name!r} is sharded by fully_shard: its hooks cannot run inside one graph. "
+                    "Wrap each block before sharding it: fully_shard(ORTModule(block))")  # fmt: skip
+    for name, p in module.named_parameters():
+        if hasattr(p, "ds_id"):
+            return (f"parameter {name!r} is partitioned by DeepSpeed ZeRO-3, which gathers it by hooks on submodules. "
+                    "Use ZeRO stage 1 or 2 with ORTModule")  # fmt: skip
+        if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
+            return f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. Wrap the module before it is sharded"
+    return None
+
+
+def _is_config(value: object) -> bool:
+    if isinstance(value, (nn.Module, Tensor, type, types.ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value):
+        return True
+    return type(value).__name__.endswith(_CONFIG_NAMES)
+
+
+def _configs(values: dict[str, Any], seen: set[int], depth: int = _DEPTH) -> Iterator[dict[str, Any]]:
+    """Dictionaries of configuration objects, and dictionaries with string keys, reachable from the entries of `values`."""
+    if depth == 0:
+        return
+    for value in values.values():
+        if isinstance(value, dict):
+            inner = value if all(isinstance(k, str) for k in value) else None
+        else:
+            inner = vars(value) if _is_config(value) else None
+        if inner and id(inner) not in seen:
+            seen.add(id(inner))
+            yield inner
+            yield from _configs(inner, seen, depth - 1)
+
+
+_INNER = frozenset(("_parameters", "_buffers", "_modules", *_HOOKS))
+
+
+class Guard:
+    """The Python state of one module tree, recorded as dictionaries to hash. Build anew when the tree changes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        state: list[dict[str, Any]] = []  # what key() covers
+        bound: list[dict[str, Any]] = []  # fast() in addition: objects whose identity a capture does not depend on
+        seen: set[int] = set()
+        lists: list[list[Any]] = []
+        for m in module.modules():
+            d = m.__dict__
+            state += (d, d["_modules"])
+            if m is not module:
+                state += [d[h] for h in _HOOKS if d.get(h) is not None]
+            bound += (d["_parameters"], d["_buffers"])
+            attributes = {k: v for k, v in d.items() if k not in _INNER}
+            inner = list(_configs(attributes, seen))
+            state += inner
+            for values in (attributes, *inner):
+                lists += [v for v in values.values() if isinstance(v, list) and all(isinstance(e, _PLAIN) for e in v)]
+        self._state = state
+        self._all = state + bound
+        self._lists = lists
+        self._module = module
+        self.params: list[nn.Parameter] = list(module.parameters())
+
+    def fast(self) -> Hashable:
+        """Changes whenever an attribute, parameter, buffer, child or hook object does. About 10 ns an entry."""
+        if self._lists:
+            return (_C.guard_hash(self._all), *map(tuple, self._lists))
+        return _C.guard_hash(self._all)
+
+    def refs(self) -> list[tuple[Any, ...]]:
+        """Strong references to everything fast() hashes by identity."""
+        return [tuple(d.values()) for d in self._all]
+
+    def key(self) -> Hashable:
+        """What a capture may depend on: equal keys may share a capture. Independent of which Parameter objects are bound."""
+        tensors: list[Hashable] = []
+        first: dict[int, int] = {}
+        for m in self._module.modules():
+            for d in (m._parameters, m._buffers):
+                for name, t in d.items():
+                    if t is None:
+                        tensors.append((name, None))
+                        continue
+                    tie = first.setdefault(id(t), len(first))
+                    tensors.append((name, tie, type(t), t.dtype, t.shape, t.device, t.requires_grad))
+        classes = tuple(type(m) for m in self._module.modules())
+        return (_C.guard_hash(self._state), classes, tuple(map(tuple, self._lists)), tuple(tensors))
