@@ -80,16 +80,27 @@ const int64_t *om_onnx_ints(const om_onnx *o, const char *name, uint32_t *n);   
 const char *om_onnx_meta(const om_onnx *o, const char *key);    /* NodeProto.metadata_props; NULL when absent */
 
 om_id om_onnx_const(om_onnx *o, const Onnx__TensorProto *t);    /* a tensor of the file as constant */
-om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, om_type *out, bool fresh_symbols, const char *name);
-om_status om_onnx_value_type(om_onnx *o, const char *name, om_type *out, bool *found);
+om_status om_onnx_constant(om_onnx *o);                        /* the rule of Constant */
+
+/* What to do with a dimension that is no number. NAMED: parse it, it must be there; INPUT: the same, but a missing one gets a
+ * symbol of its own; KNOWN: only numbers matter, others become -1. */
+enum { OM_ONNX_NAMED, OM_ONNX_INPUT, OM_ONNX_KNOWN };
+om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, int mode, const char *name, om_type *out);
+om_status om_onnx_value_type(om_onnx *o, const char *name, int mode, om_type *out, bool *found);
 
 /* onnx_size.c */
 om_id om_onnx_dim_value(om_onnx *o, om_dim d, int dtype);       /* a size as 0-d tensor */
-void om_onnx_bounds(om_graph *g, om_dim d, int64_t *lo, int64_t *hi); /* with every symbol >= 1; INT64_MIN/MAX: unknown */
-bool om_onnx_nonneg(om_graph *g, om_dim d);
+void om_onnx_bounds(const om_graph *g, om_dim d, int64_t least, int64_t *lo, int64_t *hi); /* with every symbol >= least; INT64_MIN/MAX: unknown */
+bool om_onnx_nonneg(const om_graph *g, om_dim d);               /* for certain, symbols being >= 0 */
 /* x[start:end:step] of an axis of `size`, ONNX's rules for step >= 1: bounds in 0 .. size */
 om_dim om_onnx_bound(om_graph *g, om_dim d, om_dim size);
-bool om_onnx_size_rule(om_onnx *o);                             /* the size rules by operator name: rows name it in `size` */
+bool om_onnx_operand_type(om_onnx *o, int i, om_type *t);       /* without bringing it into the graph */
+#define OM_ONNX_SIZE_MAP(X)                                                                         \
+    X(arith) X(compare) X(logic) X(neg) X(not) X(abs) X(shape) X(size) X(identity) X(gather) X(slice) X(concat) X(rank) X(cast) X(where)  \
+    X(range) X(constant_of_shape) X(expand) X(reduce)
+#define X(name) bool om_onnx_size_##name(om_onnx *o);
+OM_ONNX_SIZE_MAP(X)
+#undef X
 
 extern const om_onnx_op om_onnx_ops[];                          /* ends with name NULL */
 #endif

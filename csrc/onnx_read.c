@@ -107,9 +107,12 @@ static om_status read_dim_param(om_onnx *o, const char *text, om_dim *d) {
     bool expression = true;
     for (const char *c = text; *c; c++) expression &= isalnum((unsigned char)*c) || strchr("_.+-*/%(), ", *c) != NULL;
     if (expression) {
+        uint32_t syms = o->g->syms.n, exprs = o->g->exprs.n;
         if (om_dim_parse(o->g, text, d) == OM_OK) return OM_OK;
         if (o->cx->status != OM_INVALID) return o->cx->status;
         om_ctx_clear(o->cx);
+        o->g->syms.n = syms; /* what the attempt left behind */
+        o->g->exprs.n = exprs;
     }
     for (const char *c = text; *c && n < sizeof name - 2; c++) name[n++] = isalnum((unsigned char)*c) ? *c : '_';
     name[n] = 0;
@@ -121,7 +124,7 @@ static om_status read_dim_param(om_onnx *o, const char *text, om_dim *d) {
     return o->cx->status;
 }
 
-om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, om_type *out, bool fresh_symbols, const char *name) {
+om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, int mode, const char *name, om_type *out) {
     ONNX_CHECK(o, t && t->value_case == ONNX__TYPE_PROTO__VALUE_TENSOR_TYPE && t->tensor_type, "'%.80s' is not a tensor; only tensors are supported", name);
     const Onnx__TypeProto__Tensor *tt = t->tensor_type;
     *out = (om_type){.device = -1, .dtype = (uint8_t)om_dtype_from_onnx(tt->elem_type)};
@@ -136,10 +139,12 @@ om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, om_type *out, bool 
         if (d->value_case == ONNX__TENSOR_SHAPE_PROTO__DIMENSION__VALUE_DIM_VALUE) {
             ONNX_CHECK(o, d->dim_value >= 0, "'%.80s' has size %lld along axis %d", name, (long long)d->dim_value, i);
             out->dim[i] = d->dim_value;
+        } else if (mode == OM_ONNX_KNOWN) {
+            out->dim[i] = om_dim_int(o->g, -1);
         } else if (d->value_case == ONNX__TENSOR_SHAPE_PROTO__DIMENSION__VALUE_DIM_PARAM && d->dim_param && *d->dim_param) {
             OM_TRY(read_dim_param(o, d->dim_param, &out->dim[i]));
         } else {
-            ONNX_CHECK(o, fresh_symbols, "'%.80s': the size along axis %d is not given", name, i);
+            ONNX_CHECK(o, mode == OM_ONNX_INPUT, "'%.80s': the size along axis %d is not given", name, i);
             char sym[READ_NAME], text[READ_NAME + 24];
             snprintf(sym, sizeof sym, "%.100s", name);
             for (char *c = sym; *c; c++)
@@ -151,12 +156,12 @@ om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, om_type *out, bool 
     return o->cx->status;
 }
 
-om_status om_onnx_value_type(om_onnx *o, const char *name, om_type *out, bool *found) {
+om_status om_onnx_value_type(om_onnx *o, const char *name, int mode, om_type *out, bool *found) {
     om_id i = om_strmap_get(&o->types, name);
     *found = i != OM_NONE;
     if (!*found) return OM_OK;
     const Onnx__ValueInfoProto *v = i < o->graph->n_value_info ? o->graph->value_info[i] : o->graph->output[i - o->graph->n_value_info];
-    return om_onnx_type(o, v->type, out, true, name);
+    return om_onnx_type(o, v->type, mode, name, out);
 }
 
 /* --- literals ------------------------------------------------------------------------------------ */
@@ -324,11 +329,11 @@ bool om_onnx_wants(const om_onnx *o, int k) { return (size_t)k < o->node->n_outp
 static void read_check_type(om_onnx *o, const char *name, const om_type *t) {
     om_type want;
     bool found;
-    if (om_onnx_value_type(o, name, &want, &found) != OM_OK || !found) return;
+    if (om_onnx_value_type(o, name, OM_ONNX_KNOWN, &want, &found) != OM_OK || !found) return;
     bool same = want.dtype == t->dtype && want.rank == t->rank;
     for (int i = 0; same && i < t->rank; i++) {
         int64_t a, b;
-        same = !om_dim_const(o->g, want.dim[i], &a) || !om_dim_const(o->g, t->dim[i], &b) || a == b;
+        same = !om_dim_const(o->g, want.dim[i], &a) || a < 0 || !om_dim_const(o->g, t->dim[i], &b) || a == b;
     }
     if (same) return;
     char text[2][200];
@@ -367,6 +372,36 @@ void om_onnx_set_list(om_onnx *o, int k, int dtype, int rank, const om_dim *list
     if (!copy) return;
     if (n) memcpy(copy, list, n * sizeof *copy);
     *x = (om_onnx_val){.v = OM_NONE, .list = copy, .n = n, .rank = (uint8_t)rank, .dtype = (uint8_t)dtype};
+}
+
+om_status om_onnx_constant(om_onnx *o) {
+    if (!om_onnx_wants(o, 0)) return OM_OK;
+    const Onnx__AttributeProto *a = o->node->n_attribute == 1 ? o->node->attribute[0] : NULL;
+    ONNX_CHECK(o, a && a->name, "exactly one attribute is expected");
+    om_onnx_val *v = read_define(o, o->node->output[0]);
+    if (!v) return o->cx->status;
+    Onnx__TensorProto *t = a->t;
+    if (!t) { /* value_int and friends as a literal of their own */
+        if (!(t = om_arena_alloc(&o->tmp, sizeof *t))) return o->cx->status;
+        onnx__tensor_proto__init(t);
+        int64_t *dim = om_arena_alloc(&o->tmp, sizeof *dim);
+        if (!dim) return o->cx->status;
+        bool one = !strcmp(a->name, "value_int") || !strcmp(a->name, "value_float");
+        if (!strncmp(a->name, "value_int", 9)) {
+            t->data_type = ONNX__TENSOR_PROTO__DATA_TYPE__INT64;
+            t->n_int64_data = one ? 1 : a->n_ints;
+            t->int64_data = one ? (int64_t *)&a->i : a->ints;
+        } else if (!strncmp(a->name, "value_float", 11)) {
+            t->data_type = ONNX__TENSOR_PROTO__DATA_TYPE__FLOAT;
+            t->n_float_data = one ? 1 : a->n_floats;
+            t->float_data = one ? (float *)&a->f : a->floats;
+        } else return om_onnx_err(o, OM_UNSUPPORTED, "attribute '%.60s'; value, value_int(s) and value_float(s) are supported", a->name);
+        *dim = (int64_t)(t->n_int64_data + t->n_float_data);
+        t->n_dims = !one;
+        t->dims = dim;
+    }
+    v->lit = t;
+    return read_track_literal(o, v);
 }
 
 /* --- nodes --------------------------------------------------------------------------------------- */
@@ -445,7 +480,7 @@ static om_status read_inputs(om_onnx *o) {
         om_type t;
         ONNX_CHECK(o, in->name && *in->name, "graph input %zu has no name", i);
         if (om_strmap_get(&o->names, in->name) != OM_NONE && om_strmap_get(&o->names, in->name) < f->n_initializer) continue; /* a default value */
-        OM_TRY(om_onnx_type(o, in->type, &t, true, in->name));
+        OM_TRY(om_onnx_type(o, in->type, OM_ONNX_INPUT, in->name, &t));
         const char *role = read_graph_meta(o, "role", in->name), *sym = read_graph_meta(o, "symbol", in->name);
         ONNX_CHECK(o, !role || !strcmp(role, "input") || !strcmp(role, "param") || !strcmp(role, "buffer"), "role '%.40s' of graph input '%.80s'; input, param and buffer are allowed",
                    role ? role : "", in->name);

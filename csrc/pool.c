@@ -70,7 +70,7 @@ om_block *om_block_get(size_t size) {
         if (size >= SMALL) make_room(cap);
         b = malloc(sizeof *b);
         if (b) b->data = size < SMALL ? aligned_alloc(64, cap) : map(cap);
-        if (b && !b->data && pool.n) { /* memory is out: the free blocks are the last reserve */
+        if (b && !b->data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
             while (pool.n) unmap_at(pool.n - 1);
             b->data = map(cap);
         }

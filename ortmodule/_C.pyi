@@ -34,6 +34,7 @@ class Model:
     """Per user output: name, dtype name, rank, differentiable."""
     writes: list[int]
     """Graph inputs that a forward overwrites, in order."""
+    load_ms: float
     random: bool
     """A live random node exists: a seed must be drawn for each forward."""
     def text(self, variant: int = -1) -> str: ...
@@ -45,8 +46,9 @@ class Model:
     def variant_info(self, variant: int) -> dict[str, Any]:
         """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that get a gradient
         (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
-        list of (graph input, first segment that reads it ... as one int); reads_outputs: user outputs whose data backward reads;
-        host_nodes: list of (node id, host_index, phase)."""
+        list of int; reads_outputs: user outputs whose data backward reads; host_nodes: list of (uid, host_index, is_backward, want): uid is
+        shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
+        order; ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> "Run":
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.
@@ -64,8 +66,8 @@ class Run:
     """One forward or one backward in progress. Not thread-safe."""
 
     def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
-        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, node id, its input
-        tensors (strided views of engine memory, valid until the run ends; clone to keep)). Answer with host_done, then resume again. The node id is that of the forward host
+        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, uid, its inputs (None where
+        left out; for a gradient node: the gradients of the host node's outputs) as tensors (strided views of engine memory, valid until the run ends; clone to keep)). Answer with host_done, then resume again. The node id is that of the forward host
         node in both directions. In a backward the tensors are the gradients of its floating-point outputs, and the answer is
         one gradient per floating-point input."""
     def host_done(self, outputs: Sequence[Tensor]) -> None:

@@ -3,9 +3,10 @@
 
 #include <stdio.h>
 
+/* One row per tensor of a parameter: where it stands in om_optim_param, and where its pointer and type go in the span. */
 typedef struct field { const char *name; size_t tensor, ptr, dtype; bool write; } field;
 #define FIELD(nm, text, dt, wr) {text, offsetof(om_optim_param, nm), offsetof(om_optim_span, nm), dt, wr}
-enum { NO_DTYPE = (size_t)-1 };
+#define NO_DTYPE SIZE_MAX
 static const field fields[] = {
     FIELD(p, "weight", offsetof(om_optim_span, tp), true),        FIELD(g, "gradient", offsetof(om_optim_span, tg), false),
     FIELD(m, "first moment", offsetof(om_optim_span, tm), true),  FIELD(v, "second moment", offsetof(om_optim_span, tv), true),
@@ -118,7 +119,7 @@ om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64
             if (!om_optim_same_order(t, &order))
                 OM_TRY(om_optim_temp_make(l, t, &order, fields[f].write && (f || write_weights)));
             memcpy((char *)s + fields[f].ptr, &t->data, sizeof(void *));
-            if (fields[f].dtype != (size_t)NO_DTYPE) *((uint8_t *)s + fields[f].dtype) = t->dtype;
+            if (fields[f].dtype != NO_DTYPE) *((uint8_t *)s + fields[f].dtype) = t->dtype;
         }
         s->n = numel;
         s->store = (uint8_t)store;

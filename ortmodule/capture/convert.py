@@ -1,0 +1,441 @@
+"""Pure nodes -> ONNX: one table, a row per ATen operator, written so that the meaning for training is equal.
+
+A row is a function (c, n, *arguments in the order of the ATen schema, defaults filled in) that emits nodes and returns the result.
+What PyTorch does silently is written out: type promotion and autocast become Cast nodes (the recorded type of a result is the rule),
+floor division, gradients at kinks (Where instead of Clip), negative indices. What has no row stays one node, org.pytorch.aten::ATen,
+with a row in the table of host calls, so no operator is missing.
+
+Floats. ONNX attributes are float32. Where a double does not fit, the node's metadata holds it in full: `f64:<attribute>`.
+Low precision. x * 0.044715 in bf16 is computed by torch in float32 and rounded once; a scalar that bf16 cannot hold is therefore
+applied in float32 between two Casts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import onnx
+import torch
+from torch import Tensor
+
+from . import opaque
+from .export import CaptureError, Exported
+from .functional import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
+from .onnx_build import ONNX_TYPE, Builder, UnsupportedError, Val, expr_of, shape_of
+from .onnx_functions import functions
+
+INT_MAX = 2**63 - 1
+F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class HostOp:
+    """A node that PyTorch runs: `call` takes the node's tensor inputs in order and is differentiable. reason: why it is not in the engine."""
+
+    kind: Literal["aten", "python_op", "module"]
+    call: Callable[[list[Tensor]], Tensor | tuple[Tensor, ...]]
+    name: str
+    module: str
+    file: str
+    line: int
+    reason: str
+
+
+Row = Callable[..., Any]
+TABLE: dict[str, Row] = {}
+
+
+def row(*names: str) -> Callable[[Row], Row]:
+    def put(f: Row) -> Row:
+        for name in names:
+            assert name not in TABLE, name
+            TABLE[name] = f
+        return f
+
+    return put
+
+
+class NotHere(Exception):
+    """Raised by a row for a case it does not cover: the node goes to PyTorch. The message is the reason."""
+
+
+class Converter:
+    def __init__(self, program: Program, exported: Exported, name: str) -> None:
+        self.program = program
+        self.exported = exported
+        self.b = Builder(name)
+        self.values: dict[Node, Any] = {}
+        self.host_ops: list[HostOp] = []
+
+    # --- operands
+
+    def v(self, x: Any) -> Val:
+        """The value of a node argument."""
+        return self.values[x]  # type: ignore[no-any-return]
+
+    def opt(self, x: Any) -> Val | None:
+        return None if x is None else self.v(x)
+
+    def scalar(self, x: Any, dtype: torch.dtype) -> Val:
+        """A Python number, or a symbolic one, as a 0-d value."""
+        if isinstance(x, (torch.SymInt, torch.SymFloat)):
+            return self.cast(self.symbolic(x.node.expr), dtype)
+        return self.b.constant(x, dtype)
+
+    def num(self, x: Any, dtype: torch.dtype) -> Val:
+        """A tensor or number argument, cast."""
+        return self.cast(self.v(x), dtype) if isinstance(x, Node) else self.scalar(x, dtype)
+
+    def symbolic(self, e: Any) -> Val:
+        """A symbolic number as a 0-d value: int64 for sizes, float64 for what was computed from them or read from a float argument."""
+        e = expr_of(e)
+        item = self.program.item_of.get(e)
+        if item is not None:
+            return self.reshape(self.v(item), ())
+        if isinstance(e, int):
+            return self.b.constant(e, I64)
+        if getattr(e, "is_Float", False):
+            return self.b.constant(float(e), F64)
+        kind = type(e).__name__
+        if kind in ("IntTrueDiv", "FloatTrueDiv"):
+            return self.op2("Div", *(self.cast(self.symbolic(a), F64) for a in e.args))
+        if kind == "ToFloat":
+            return self.cast(self.symbolic(e.args[0]), F64)
+        if kind in ("OpaqueUnaryFn_sqrt", "sqrt"):
+            return self.un("Sqrt", self.cast(self.symbolic(e.args[0]), F64))
+        if kind in ("FloatPow", "PowByNatural") or kind == "Pow" and not e.is_integer:
+            return self.op2("Pow", *(self.cast(self.symbolic(a), F64) for a in e.args))
+        if kind in ("Add", "Mul") and not e.is_integer:
+            v = self.cast(self.symbolic(e.args[0]), F64)
+            for a in e.args[1:]:
+                v = self.op2(kind, v, self.cast(self.symbolic(a), F64))
+            return v
+        return self.b.op("Squeeze", [self.b.size(e), self.b.constant([0], I64)], I64, ())
+
+    # --- nodes
+
+    def cast(self, v: Val, dtype: torch.dtype) -> Val:
+        if v.dtype == dtype:
+            return v
+        if dtype not in ONNX_TYPE:
+            raise UnsupportedError(f"tensors of type {dtype}")
+        return self.b.op("Cast", [v], dtype, v.shape, to=ONNX_TYPE[dtype])
+
+    def un(self, op: str, v: Val, **attrs: Any) -> Val:
+        return self.b.op(op, [v], v.dtype, v.shape, **attrs)
+
+    def op2(self, op: str, x: Val, y: Val, dtype: torch.dtype | None = None) -> Val:
+        return self.b.op(op, [x, y], dtype or x.dtype, broadcast(x.shape, y.shape))
+
+    def compare(self, op: str, x: Val, y: Val) -> Val:
+        return self.op2(op, x, y, BOOL)
+
+    def where(self, cond: Val, x: Val, y: Val) -> Val:
+        return self.b.op("Where", [cond, x, y], x.dtype, broadcast(cond.shape, broadcast(x.shape, y.shape)))
+
+    def neg(self, v: Val) -> Val:
+        return self.un("Neg", v)
+
+    def reshape(self, v: Val, shape: tuple[Any, ...]) -> Val:
+        if v.shape == shape:
+            return v
+        if not shape and all(d == 1 for d in v.shape):
+            return self.b.op("Squeeze", [v, self.axes(range(v.rank))], v.dtype, ())
+        zero = {"allowzero": 1} if 0 in shape else {}
+        return self.b.op("Reshape", [v, self.b.dims(shape)], v.dtype, shape, **zero)
+
+    def axes(self, axes: Any) -> Val:
+        return self.b.constant([int(a) for a in axes], I64)
+
+    def unsqueeze(self, v: Val, axes: Sequence[int]) -> Val:
+        """axes: positions in the result, ascending."""
+        if not axes:
+            return v
+        shape = list(v.shape)
+        for a in axes:
+            shape.insert(a, 1)
+        return self.b.op("Unsqueeze", [v, self.axes(axes)], v.dtype, tuple(shape))
+
+    def squeeze(self, v: Val, axes: Sequence[int]) -> Val:
+        if not axes:
+            return v
+        return self.b.op("Squeeze", [v, self.axes(axes)], v.dtype, tuple(d for i, d in enumerate(v.shape) if i not in axes))
+
+    def transpose(self, v: Val, perm: Sequence[int]) -> Val:
+        if list(perm) == list(range(v.rank)):
+            return v
+        return self.b.op("Transpose", [v], v.dtype, tuple(v.shape[p] for p in perm), perm=list(perm))
+
+    def swap(self, v: Val, a: int, b: int) -> Val:
+        perm = list(range(v.rank))
+        perm[a], perm[b] = perm[b], perm[a]
+        return self.transpose(v, perm)
+
+    def expand(self, v: Val, shape: tuple[Any, ...]) -> Val:
+        if v.shape == shape:
+            return v
+        return self.b.op("Expand", [v, self.b.dims(shape)], v.dtype, shape)
+
+    def reduce(self, op: str, v: Val, axes: Sequence[int] | None, keep: bool) -> Val:
+        """axes None: all."""
+        axes = list(range(v.rank)) if axes is None else sorted(a % max(v.rank, 1) for a in axes)
+        if v.rank == 0:
+            axes = []
+            return v if op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd") else self.b.op(op, [v], v.dtype, (), keepdims=0)
+        shape = tuple(1 if i in axes else d for i, d in enumerate(v.shape)) if keep else tuple(d for i, d in enumerate(v.shape) if i not in axes)
+        return self.b.op(op, [v, self.axes(axes)], v.dtype, shape, keepdims=int(keep))
+
+    def slice(self, v: Val, axis: int, start: Any, end: Any, step: int, size: Any) -> Val:
+        """start, end: int or size expression, already as ONNX understands them; size: of the result."""
+        shape = (*v.shape[:axis], size, *v.shape[axis + 1 :])
+        if start == 0 and step == 1 and v.shape[axis] == size:
+            return v
+        return self.b.op("Slice", [v, self.b.dims([start]), self.b.dims([end]), self.axes([axis]), self.axes([step])], v.dtype, shape)
+
+    def concat(self, parts: Sequence[Val], axis: int) -> Val:
+        if len(parts) == 1:
+            return parts[0]
+        total: Any = 0
+        for p in parts:
+            total = total + p.shape[axis]
+        first = parts[0]
+        return self.b.op("Concat", parts, first.dtype, (*first.shape[:axis], expr_of(total), *first.shape[axis + 1 :]), axis=axis)
+
+    def matmul(self, a: Val, b: Val) -> Val:
+        """Ranks >= 2."""
+        return self.b.op("MatMul", [a, b], a.dtype, (*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
+
+    def fill(self, x: Any, dtype: torch.dtype, shape: tuple[Any, ...]) -> Val:
+        """A tensor full of a number, symbolic number or 0-d value."""
+        if isinstance(x, (Node, torch.SymInt, torch.SymFloat)):
+            return self.expand(self.num(x, dtype), shape)
+        if not shape:
+            return self.b.constant(x, dtype)
+        value = onnx.TensorProto(data_type=ONNX_TYPE[dtype], dims=[1], raw_data=torch.tensor([x], dtype=dtype).view(torch.uint8).numpy().tobytes())
+        return self.b.op("ConstantOfShape", [self.b.dims(shape)], dtype, shape, value=value)
+
+    def range(self, n: Any, dtype: torch.dtype = I64) -> Val:
+        """0, 1, ..., n - 1."""
+        end = self.b.constant(n, I64) if isinstance(n, int) else self.symbolic(n)
+        return self.cast(self.b.op("Range", [self.b.constant(0, I64), end, self.b.constant(1, I64)], I64, (n,)), dtype)
+
+    # --- the walk
+
+    def go(self) -> bytes:
+        """Emits the whole graph; the order of its inputs is the order of program.inputs, sorted by role."""
+        p = self.program
+        order = {"user": 0, "param": 1, "buffer": 2, "const_attr": 2, "constant": 3}
+        p.inputs.sort(key=lambda s: (order[s[0].kind], s[0].leaf))
+        taken: dict[str, int] = {}
+        sized: list[tuple[str, Sequence[Any]]] = []
+        named: list[tuple[str, Any, Node]] = []
+        for source, node in p.inputs:
+            if source.kind == "constant":
+                continue
+            name = f"input_{source.leaf}" if source.kind == "user" else source.target
+            taken[name] = taken.get(name, 0) + 1
+            named.append((name if taken[name] == 1 else f"{name}_{taken[name]}", source, node))
+        scalars: list[tuple[str, Any]] = []
+        for name, _source, node in named:
+            if isinstance(node.val, Tensor):
+                sized.append((name, shape_of(node.val)))
+            else:
+                scalars.append((name, node.val.node.expr))
+        self.b.sizes.bind(sized)
+        for name, e in scalars:
+            if e not in self.b.sizes.names and not isinstance(expr_of(e), int):
+                self.b.sizes.add(e, name, -1)
+                self.b.graph_note(f"symbol:{name}", self.b.sizes.names[e])
+        role = {"user": "input", "param": "param", "buffer": "buffer", "const_attr": "buffer"}
+        for name, source, node in named:
+            if isinstance(node.val, Tensor):
+                self.values[node] = self.b.input(name, node.val.dtype, shape_of(node.val), role[source.kind])
+            else:
+                self.values[node] = self.b.input(name, I64, (), "input")
+        for source, node in p.inputs:
+            if source.kind == "constant":
+                assert source.tensor is not None
+                self.values[node] = self.b.tensor(source.tensor, "lifted")
+        for node in p.nodes:
+            self.b.source = node.src
+            try:
+                self.emit(node)
+            except UnsupportedError as e:
+                raise CaptureError(f"{node.target}: {e}", *node.src) from e
+        self.b.source = ("", "", 0)
+        for i, out in enumerate(p.outputs):
+            v = self.v(out) if isinstance(out, Node) else self.symbolic(out.node.expr) if isinstance(out, (torch.SymInt, torch.SymFloat)) else self.b.constant(out, I64)
+            self.b.output(f"output_{i}", v)
+        for i, (target, new) in enumerate(p.writes):
+            self.b.output(f"write_{i}", self.cast(self.v(new), target.val.dtype))
+            self.b.graph_note(f"write:write_{i}", self.v(target).name)
+        return self.b.finish(functions(self.b.graph))
+
+    def emit(self, n: Node) -> None:
+        target = n.target
+        if target is operator.getitem:
+            self.values[n] = self.values[n.args[0]][n.args[1]]
+            return
+        if target is opaque.HOST:
+            self.opaque(n)
+            return
+        f = TABLE.get(target if isinstance(target, str) else _key(target))
+        reason = "no row in the operator table"
+        if f is not None:
+            try:
+                out = f(self, n, *bound(n))
+            except NotHere as e:
+                reason = str(e)
+            else:
+                for v, t in zip(out, n.val, strict=False) if isinstance(out, (list, tuple)) else ((out, n.val),):
+                    assert v is None or v.dtype == t.dtype and len(v.shape) == t.dim(), f"{target}: {v.dtype}{v.shape} for {t.dtype}{t.shape}"
+                self.values[n] = out
+                return
+        if isinstance(target, str):
+            raise UnsupportedError(reason)
+        self.aten(n, reason)
+
+    # --- nodes that PyTorch runs
+
+    def opaque(self, n: Node) -> None:
+        xs, index = n.args
+        r = self.exported.table.rows[index]
+        ins = [self.v(x) for x in xs]
+        types = [(t.dtype, shape_of(t)) for t in n.val]
+        module, file, line = n.src
+        host = len(self.host_ops)
+        self.host_ops.append(HostOp(r.kind, r.call, r.name, r.module or module, file, line, r.reason))  # type: ignore[arg-type]
+        if r.kind == "module":
+            self.values[n] = self.b.ops("PyModule", ins, types, "ortmodule", module=r.name, host_index=host)
+        else:
+            self.values[n] = self.b.ops("PythonOp", ins, types, "com.microsoft", name=r.name, host_index=host)
+
+    def aten(self, n: Node, reason: str) -> None:
+        """One torch operator as it is. Sizes among its arguments that the input tensors do not show travel as extra inputs."""
+        ins: list[Val] = []
+        vals = bound(n)
+        dtype = n.val.dtype if isinstance(n.val, Tensor) else None
+        lowered = n.autocast and dtype is not None and dtype.is_floating_point and self.natural_dtype(n) != dtype
+
+        def tensor(x: Node) -> int:
+            v = self.v(x)
+            if lowered and v.dtype.is_floating_point:
+                assert dtype is not None
+                v = self.cast(v, dtype)
+            ins.append(v)
+            return len(ins) - 1
+
+        def walk(x: Any) -> tuple[Any, Callable[[list[Tensor]], Any]]:
+            if isinstance(x, Node):
+                i = tensor(x)
+                return {"input": i}, lambda ts: ts[i]
+            if isinstance(x, (torch.SymInt, torch.SymFloat)):
+                ins.append(self.symbolic(x.node.expr))
+                j, text = len(ins) - 1, self.b.sizes.text(expr_of(x)) if isinstance(x, torch.SymInt) else ""
+                return {"sym": text, "input": j}, lambda ts: ts[j].item()
+            if isinstance(x, (list, tuple)):
+                parts = [walk(y) for y in x]
+                if parts and all(isinstance(y, Node) for y in x):
+                    return {"inputs": [p[0]["input"] for p in parts]}, lambda ts: [p[1](ts) for p in parts]
+                return [p[0] for p in parts], lambda ts: [p[1](ts) for p in parts]
+            return _json(x), lambda ts: x
+
+        parts = [walk(x) for x in vals]
+        arguments = n.target._schema.arguments
+        split = next((i for i, a in enumerate(arguments) if a.kwarg_only), len(arguments))
+        args = [p[1] for p in parts[:split]]
+        kwargs = [(a.name, p[1]) for a, p in zip(arguments[split:], parts[split:], strict=True)]
+        target = n.target
+
+        def call(ts: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+            with torch.autocast("cpu", enabled=False):
+                out = target(*[f(ts) for f in args], **{k: f(ts) for k, f in kwargs})
+            return out if isinstance(out, Tensor) else tuple(x for x in out if isinstance(x, Tensor))
+
+        module, file, line = n.src
+        host = len(self.host_ops)
+        self.host_ops.append(HostOp("aten", call, str(target).replace("aten.", "aten::"), module, file, line, reason))
+        outs = [n.val] if isinstance(n.val, Tensor) else [t for t in n.val if isinstance(t, Tensor)]
+        values = self.b.ops("ATen", ins, [(t.dtype, shape_of(t)) for t in outs], "org.pytorch.aten", operator=target._schema.name,
+                            overload_name="" if target._overloadname == "default" else target._overloadname,
+                            arguments=json.dumps([p[0] for p in parts]), host_index=host)
+        self.values[n] = values[0] if isinstance(n.val, Tensor) else values
+
+    def natural_dtype(self, n: Node) -> torch.dtype | None:
+        """Element type of the result without autocast; None when the operator refuses the operands as they are."""
+        def val(a: Any) -> Any:
+            if isinstance(a, Node):
+                return a.val
+            return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        mode = next((a.val.fake_mode for a in n.inputs() if hasattr(a.val, "fake_mode")), None)
+        if mode is None:
+            return n.val.dtype  # type: ignore[no-any-return]
+        try:
+            with mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+                return n.target(*[val(a) for a in n.args], **{k: val(a) for k, a in n.kwargs.items()}).dtype  # type: ignore[no-any-return]
+        except RuntimeError:
+            return None
+
+
+def _json(x: Any) -> Any:
+    if isinstance(x, torch.dtype):
+        return {"dtype": str(x).removeprefix("torch.")}
+    if isinstance(x, (torch.device, torch.layout, torch.memory_format)):
+        return {type(x).__name__: str(x).removeprefix("torch.")}
+    if isinstance(x, float) and not math.isfinite(x):
+        return {"float": repr(x)}
+    return x
+
+
+_keys: dict[Any, str] = {}
+_schemas: dict[Any, list[tuple[str, Any]]] = {}
+
+
+def _key(target: Any) -> str:
+    """'add.Tensor'; the default overload has no suffix."""
+    k = _keys.get(target)
+    if k is None:
+        space, _, name = target._schema.name.partition("::")
+        over = target._overloadname
+        k = _keys[target] = (name if space == "aten" else f"{space}::{name}") + ("" if over in ("", "default") else f".{over}")
+    return k
+
+
+def bound(n: Node) -> list[Any]:
+    """Arguments in schema order, defaults filled in."""
+    if isinstance(n.target, str):
+        return list(n.args)
+    schema = _schemas.get(n.target)
+    if schema is None:
+        schema = _schemas[n.target] = [(a.name, a.default_value) for a in n.target._schema.arguments]
+    args, kwargs, k = n.args, n.kwargs, len(n.args)
+    return [args[i] if i < k else kwargs.get(name, default) for i, (name, default) in enumerate(schema)]
+
+
+def broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    """numpy broadcasting of sizes; two different expressions are taken as equal (the export has proved it), numbers first."""
+    if a == b:
+        return a
+    n = max(len(a), len(b))
+    a, b = (1,) * (n - len(a)) + a, (1,) * (n - len(b)) + b
+    return tuple(y if x == 1 else x if y == 1 or isinstance(x, int) else y if isinstance(y, int) else x for x, y in zip(a, b, strict=True))
+
+
+def convert(program: Program, exported: Exported, name: str) -> tuple[bytes, list[HostOp], Builder]:
+    """The ONNX bytes, the table of host calls, and the builder (symbols, inputs, counts)."""
+    c = Converter(program, exported, name)
+    onnx_bytes = c.go()
+    return onnx_bytes, c.host_ops, c.b
+
+
+# Rows register themselves on import.
+from . import ops_math, ops_nn, ops_shape  # noqa: E402
+
+__all__: Collection[str] = ["COPY", "FILL", "INPUT", "STOP", "THROUGH", "BATCH_NORM", "ops_math", "ops_nn", "ops_shape"]

@@ -1,0 +1,561 @@
+"""ORTModule: an object of a dynamic subclass of the user's class, sharing the user's module's state, whose forward runs in the engine.
+
+forward   arguments are flattened; the guard (guard.py) says whether a known capture fits; Graph (chain.py) runs it. What is not known
+          is captured: with constant sizes first, once more with symbolic sizes at the first new shape, once more with int/float
+          arguments as inputs at their second distinct value.
+ladder    what cannot be captured or computed goes to PyTorch in the smallest piece that works: operator (done by the capture),
+          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead.
+
+The wrapper's __dict__ IS the module's: parameters, buffers, children, modes, hooks and attributes are one and the same, names carry no
+prefix. Hooks of the wrapped module itself run in __call__, around the engine. The wrapper's own state is in a slot.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _C, guard
+from .capture import CaptureError, capture, flatten_inputs
+from .capture.skeleton import input_skeleton, skeleton
+from .chain import Graph
+from .config import DebugOptions, Settings, resolve
+from .report import EagerEntry, GraphEntry, HostEntry, Report
+
+logger = logging.getLogger("ortmodule")
+
+_EAGER_LIMIT = 64  # call structures of one module remembered
+_LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
+_PLAIN_TYPES = frozenset((Tensor, nn.Parameter, nn.Buffer))
+_eval_frame: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+class Refused(RuntimeError):
+    """The module must not be wrapped: it would train wrongly."""
+
+
+class _Entry:
+    """All captures for one state of the module, one argument structure and one environment."""
+
+    def __init__(self) -> None:
+        self.graphs: list[_Captured] = []
+        self.eager: EagerEntry | None = None
+        self.dynamic = False  # a second shape has been seen
+        self.symbolic = False  # a second value of an int/float argument has been seen
+        self.no_symbolic = False  # ... but it cannot be an input
+        self.n_captures = 0
+        self.keep: set[str] = set()
+        self.refs: list[Any] = []
+
+
+class _Captured:
+    """A graph, and for which calls it holds."""
+
+    def __init__(self, graph: Graph, shapes: list[torch.Size], scalars: list[int | float], dynamic: bool, symbolic: bool) -> None:
+        self.graph = graph
+        self.shapes = None if dynamic else shapes
+        self.scalars = None if symbolic else scalars
+        self.refused: list[list[torch.Size]] = []  # shapes the dynamic graph turned out not to hold for
+
+    def fits(self, shapes: list[torch.Size], scalars: list[int | float]) -> bool:
+        if self.shapes is not None and self.shapes != shapes:
+            return False
+        if self.scalars is not None and self.scalars != scalars:
+            return False
+        return not (self.refused and shapes in self.refused)
+
+
+class _Site:
+    """An _Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same."""
+
+    __slots__ = ("bound", "captured", "entry", "fast", "fill", "guard", "params", "params_grad", "refs", "shadow", "wanted_bound")
+
+    def __init__(self, entry: _Entry, fast: Hashable, own: guard.Guard) -> None:
+        self.entry = entry
+        self.fast = fast
+        self.guard = own
+        self.refs = own.refs()
+        self.params = own.params
+        self.params_grad = [p.requires_grad for p in own.params]
+        self.captured: _Captured | None = None  # the one used last
+        self.bound: list[Tensor] = []  # its parameters, buffers and constants
+        self.wanted_bound: tuple[bool, ...] = ()
+        self.fill: Callable[[list[Any]], Any] | None = None
+
+
+class _Call(NamedTuple):
+    """One call, so that PyTorch can repeat it (chain.Call)."""
+
+    state: State
+    site: _Site
+    leaves: list[Tensor]
+    scalars: list[int | float]
+    fill: Callable[[list[Any]], Any]
+
+    def replay(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        return self.state.replay(self, tensors)
+
+
+class State:
+    """What an ORTModule knows besides its module."""
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        self.module = module
+        self.settings = settings
+        self.override: Callable[..., Any] | None = None  # forward assigned on the wrapper
+        self.sites: dict[Hashable, _Site] = {}
+        self.entries: dict[Hashable, _Entry] = {}
+        self.guard = guard.Guard(module)
+        self.eager_entries: dict[str, EagerEntry] = {}
+        self.every: list[_Captured] = []
+        self.load_s: dict[int, float] = {}
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        self.announced = False
+        self.training_forwards = 0
+
+    # --- the hot path ------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The wrapper's forward."""
+        leaves, scalars, structure = flatten_inputs(args, kwargs)
+        for t in leaves:
+            if type(t) not in _PLAIN_TYPES:
+                return self.eager(f"an argument is a {type(t).__name__}", args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+            return self.eager("called inside a function transform or while PyTorch traces", args, kwargs)
+        if guard.global_hooks():
+            return self.eager("hooks for all modules of the process are registered", args, kwargs)
+        env = guard.environment()
+        fast = self.guard.fast()
+        key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
+        site = self.sites.get(key)
+        if site is None or [p.requires_grad for p in site.params] != site.params_grad:
+            site = self.find_site(key, structure, env)
+        if site.entry.eager is not None:
+            site.entry.eager.calls += 1
+            return self.module.forward(*args, **kwargs)
+        shapes = [t.shape for t in leaves]
+        captured = site.captured
+        if captured is None or not captured.fits(shapes, scalars):
+            captured = self.find_captured(site, leaves, scalars, shapes, args, kwargs)
+            if captured is None:
+                return self.eager_site(site, args, kwargs)
+        return self.run(site, captured, leaves, scalars, shapes, env, args, kwargs)
+
+    def run(self, site: _Site, captured: _Captured, leaves: list[Tensor], scalars: list[int | float], shapes: list[torch.Size],
+            env: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
+        graph = captured.graph
+        given = leaves
+        if captured.scalars is None and scalars:
+            given = leaves + [torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in scalars]
+        tensors = [given[i] for i in graph.leaves]
+        wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
+        tensors += site.bound
+        try:
+            if not env[0] or True not in wanted:
+                return graph.infer(tensors)
+            fill = site.fill or self.fill(site, args, kwargs)
+            return graph.train(tensors, wanted, _Call(self, site, leaves, scalars, fill), env[2])
+        except ValueError as error:
+            return self.unfit(site, captured, shapes, error, args, kwargs)
+        finally:
+            if not self.announced:
+                self.announce()
+
+    # --- the slow path -----------------------------------------------------------------------------
+
+    def find_site(self, key: tuple[Any, ...], structure: Hashable, env: tuple[Any, ...]) -> _Site:
+        """Something changed (or this is the first call): what do we know about the state the module is in now?"""
+        with self.lock:
+            reason = guard.refuse(self.module)
+            if reason is not None:
+                raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
+            own = self.guard = guard.Guard(self.module)
+            fast = own.fast()
+            entry_key = (own.key(), structure, env, key[3])
+            entry = self.entries.get(entry_key)
+            if entry is None:
+                if len(self.entries) >= _EAGER_LIMIT:
+                    self.entries.pop(next(iter(self.entries)))
+                entry = self.entries[entry_key] = _Entry()
+                entry.refs = own.refs()
+                entry.keep = set(guard.hooked(self.module))
+                if self.settings.disable:
+                    entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
+            site = _Site(entry, fast, own)
+            if len(self.sites) >= _EAGER_LIMIT:
+                self.sites.pop(next(iter(self.sites)))
+            self.sites[fast, structure, env, key[3]] = site
+            return site
+
+    def bind(self, site: _Site, captured: _Captured) -> _Captured:
+        """Makes `captured` the one that `site` uses: looks up its parameters and buffers by name."""
+        bound = [_lookup(self.module, spec.target) for spec in captured.graph.bound]
+        site.bound = bound
+        site.wanted_bound = tuple([t.requires_grad for t in bound])
+        site.captured = captured
+        return captured
+
+    def find_captured(self, site: _Site, leaves: list[Tensor], scalars: list[int | float], shapes: list[torch.Size],
+                      args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured | None:  # fmt: skip
+        """A capture of the site's entry for these sizes and scalars, made now if need be; None: leave the call to PyTorch."""
+        entry = site.entry
+        with self.lock:
+            for known in entry.graphs:
+                if known.fits(shapes, scalars):
+                    return self.bind(site, known)
+            if getattr(self.local, "capturing", False):
+                return None
+            if entry.graphs:
+                entry.dynamic = entry.dynamic or all(c.shapes is not None and c.shapes != shapes for c in entry.graphs)
+                entry.symbolic = bool(scalars) and not entry.no_symbolic and (
+                    entry.symbolic or all(c.scalars is not None and c.scalars != scalars for c in entry.graphs))  # fmt: skip
+            if entry.n_captures >= self.settings.max_captures:
+                self.leave(entry, CaptureError(f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
+                                               "that the model's code branches on change from call to call"))  # fmt: skip
+                return None
+            refused = any(shapes in c.refused for c in entry.graphs)
+            for dynamic, symbolic in _attempts(entry.dynamic and not refused, entry.symbolic):
+                entry.n_captures += 1
+                try:
+                    graph = self.capture(entry, args, kwargs, dynamic, symbolic)
+                except CaptureError as error:
+                    failure = error
+                    if symbolic:
+                        entry.no_symbolic, entry.symbolic = True, False
+                    continue
+                made = _Captured(graph, shapes, list(scalars), dynamic, symbolic)
+                entry.graphs.insert(0, made)
+                self.every.append(made)
+                return self.bind(site, made)
+            # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user should see.
+            self.local.failure = failure
+            return None
+
+    def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool) -> Graph:
+        """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
+        keep = set(entry.keep)
+        self.local.capturing = True
+        try:
+            for _ in range(_LADDER_LIMIT):
+                try:
+                    captured = capture(_shadow(self.module), args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
+                    break
+                except CaptureError as error:
+                    name = error.module
+                    while name in keep:
+                        name = name.rpartition(".")[0]
+                    if self.settings.strict or not name:
+                        raise
+                    keep = {k for k in keep if not k.startswith(name + ".")} | {name}
+            else:
+                raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
+        finally:
+            self.local.capturing = False
+        if self.settings.strict and captured.host_ops:
+            op = captured.host_ops[0]
+            raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+        start = perf_counter()
+        self.save(captured.onnx)
+        try:
+            graph = Graph(captured, self.settings.segment_mb)
+        except (RuntimeError, ValueError) as error:
+            raise CaptureError(f"the engine refuses the graph: {error}") from error
+        for i in graph.writes:
+            spec = captured.inputs[i]
+            if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
+                raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
+        entry.keep = keep
+        self.load_s[id(graph)] = perf_counter() - start
+        return graph
+
+    def unfit(self, site: _Site, captured: _Captured, shapes: list[torch.Size], error: ValueError, args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> Any:  # fmt: skip
+        """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under its data, or a
+        dynamic capture holds for fewer sizes): looks again, once."""
+        if getattr(self.local, "again", False):
+            raise error
+        self.local.again = True
+        try:
+            with self.lock:
+                self.sites = {k: s for k, s in self.sites.items() if s is not site}
+                site.captured = None
+                own = guard.Guard(self.module)
+                if own.key() == site.guard.key():
+                    captured.refused.append(shapes)
+            return self.call(args, kwargs)
+        finally:
+            self.local.again = False
+
+    # --- PyTorch instead ---------------------------------------------------------------------------
+
+    def eager_entry(self, reason: str, module: str = "", file: str = "", line: int = 0) -> EagerEntry:
+        entry = self.eager_entries.get(reason)
+        if entry is None:
+            entry = self.eager_entries[reason] = EagerEntry(reason, module, file, line)
+        return entry
+
+    def eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This call in PyTorch."""
+        self.eager_entry(reason).calls += 1
+        return self.module.forward(*args, **kwargs)
+
+    def leave(self, entry: _Entry, error: CaptureError) -> None:
+        """All calls of this kind in PyTorch from now on."""
+        if self.settings.strict:
+            raise error
+        entry.eager = self.eager_entry(error.reason, error.module, error.file, error.line)
+        logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, error)
+
+    def eager_site(self, site: _Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that could not be captured. It is left to PyTorch for good only when PyTorch can run it."""
+        failure = getattr(self.local, "failure", None)
+        if failure is None:
+            return self.eager("called while the module is being captured" if site.entry.eager is None else site.entry.eager.reason, args, kwargs)
+        self.local.failure = None
+        if self.settings.strict:
+            raise failure
+        result = self.module.forward(*args, **kwargs)
+        self.leave(site.entry, failure)
+        assert site.entry.eager is not None
+        site.entry.eager.calls += 1
+        return result
+
+    def fill(self, site: _Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+        site.fill = input_skeleton(args, kwargs)[0]
+        return site.fill
+
+    def replay(self, call: _Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
+        site = call.site
+        if self.guard.fast() != site.fast:
+            raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
+        graph = site.captured.graph if site.captured is not None else None
+        assert graph is not None
+        leaves = [t.view_as(t) if t.requires_grad else t for t in call.leaves]
+        args, kwargs = call.fill([*leaves, *call.scalars])
+        holder = _Holder(self.module)
+        own: dict[str, Tensor] = {}
+        alias: dict[int, Tensor] = {}
+        for name, p in holder.named_parameters(remove_duplicate=False):
+            own[name] = alias.setdefault(id(p), p.view_as(p))
+        for name, b in holder.named_buffers(remove_duplicate=False):
+            own[name] = alias.setdefault(id(b), b.clone())
+        out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
+        outputs: list[Tensor | None] = []
+        seen: dict[int, int] = {}
+
+        def leaf(x: Any) -> int | None:
+            if not isinstance(x, Tensor):
+                return None
+            if id(x) not in seen:
+                seen[id(x)] = len(outputs)
+                outputs.append(x)
+            return seen[id(x)]
+
+        skeleton(out, leaf)
+        if len(outputs) != graph.n_outputs:
+            raise RuntimeError(f"ortmodule: the module returned {len(outputs)} tensors in PyTorch and {graph.n_outputs} when it was captured")
+        given = [*leaves, *[torch.tensor(0)] * len(call.scalars)]
+        aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
+        return outputs, aliases
+
+    # --- telling -----------------------------------------------------------------------------------
+
+    def save(self, onnx: bytes) -> None:
+        path = self.settings.save_path
+        if path is None:
+            return
+        import os
+
+        os.makedirs(path, exist_ok=True)
+        mode = "training" if self.module.training and torch.is_grad_enabled() else "inference"
+        name = f"{self.settings.save_prefix}{type(self.module).__name__}_{len(self.every)}_{mode}.onnx"
+        with open(os.path.join(path, name), "wb") as file:
+            file.write(onnx)
+
+    def announce(self) -> None:
+        """One line, after the first step."""
+        self.announced = True
+        report = self.report()
+        logger.log(logging.WARNING if report.eager else logging.INFO, "%s", report.headline())
+
+    def report(self) -> Report:
+        report = Report(type(self.module).__name__, isa=_C.isa())
+        host: dict[tuple[str, str, int], HostEntry] = {}
+        for made in self.every:
+            g = made.graph
+            plans = g.model.plan_report()
+            peak: dict[str, int] = {}
+            for plan in plans:
+                for name, size in plan.get("peak_bytes", {}).items():
+                    peak[name] = max(peak.get(name, 0), size)
+            report.graphs.append(GraphEntry(
+                nodes=g.captured.n_nodes, engine_nodes=g.captured.n_nodes - len(g.captured.host_ops), dynamic=g.captured.dynamic,
+                capture_s=g.captured.seconds, load_s=self.load_s[id(g)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
+                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, forwards=g.forwards,
+                backwards=g.backwards, reruns=g.reruns, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
+            for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
+                entry = host.get((op.name, op.file, op.line))
+                if entry is None:
+                    host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, op.file, op.line, op.reason, 1, ms)
+                else:
+                    entry.count += 1
+                    entry.ms += ms
+        report.host = list(host.values())
+        report.eager = [e for e in self.eager_entries.values() if e.calls]
+        return report
+
+
+class _Holder(nn.Module):
+    """Calls a module's forward without its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.m = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.m.forward(*args, **kwargs)
+
+
+def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:
+    """From what is wanted to what is always possible."""
+    tries = [(dynamic, symbolic), (dynamic, False), (False, False)]
+    return list(dict.fromkeys(tries))
+
+
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+               "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")  # fmt: skip
+
+
+def _shadow(module: nn.Module) -> nn.Module:
+    """The module without its own hooks (they run around the engine, in __call__): same class, same children, parameters, attributes."""
+    shadow: nn.Module = object.__new__(type(module))
+    shadow.__dict__.update(module.__dict__)
+    shadow.__dict__.update({name: OrderedDict() for name in _CALL_HOOKS})
+    return shadow
+
+
+def _lookup(module: nn.Module, target: str) -> Tensor:
+    owner, _, name = target.rpartition(".")
+    found = getattr(module.get_submodule(owner), name)
+    assert isinstance(found, Tensor)
+    return found
+
+
+class _Forward:
+    """`forward` of a wrapper class: the engine's, unless another one was assigned on the wrapper. As a data descriptor it goes before
+    a `forward` in the shared __dict__, which belongs to the wrapped module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, obj: Any, owner: type) -> Any:
+        if obj is None:
+            return self.function
+        return obj._ortmodule.override or types.MethodType(self.function, obj)
+
+    def __set__(self, obj: Any, value: Callable[..., Any]) -> None:
+        obj._ortmodule.override = value
+
+    def __delete__(self, obj: Any) -> None:
+        obj._ortmodule.override = None
+
+
+def _subclass(cls: type[nn.Module], signature: inspect.Signature | None) -> type:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._ortmodule.call(args, kwargs)
+
+    forward.__doc__ = cls.forward.__doc__
+    forward.__qualname__ = f"{cls.__qualname__}.forward"
+    forward.__module__ = cls.__module__
+    if signature is not None:
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+
+    def body(namespace: dict[str, Any]) -> None:
+        namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __slots__=("_ortmodule",),
+                         forward=_Forward(forward))  # fmt: skip
+
+    return types.new_class(cls.__name__, (ORTModule, cls), {}, body)
+
+
+class ORTModule(nn.Module):
+    """`model = ORTModule(model)`: the same module, trained by the engine.
+
+    module: the module to wrap; it stays usable and shares its state with the result.
+    debug_options: log level and saving of the captured graphs.
+    options: strict, disable, segment_mb, max_captures, log_level, save_path (see config.TABLE; the environment wins).
+
+    The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and signature.
+    """
+
+    _ortmodule: State
+
+    def __new__(cls, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> ORTModule:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(module, ORTModule):
+            raise TypeError("ORTModule got a module that is already an ORTModule")
+        if isinstance(module, nn.DataParallel):
+            raise TypeError("ORTModule does not work with torch.nn.DataParallel; use DistributedDataParallel(ORTModule(model))")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise TypeError("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
+        reason = guard.refuse(module)
+        if reason is not None:
+            raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")
+        settings = resolve(options, debug_options)
+        if settings.log_level is not None:
+            logger.setLevel(settings.log_level)
+        try:
+            signature = inspect.signature(module.forward)
+            signature = signature.replace(parameters=[inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                                                      *signature.parameters.values()])  # fmt: skip
+        except (TypeError, ValueError):
+            signature = None
+        self = object.__new__(_subclass(type(module), signature))
+        object.__setattr__(self, "__dict__", module.__dict__)
+        object.__setattr__(self, "_ortmodule", State(module, settings))
+        return self
+
+    def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
+        pass  # the state is the module's; nn.Module.__init__ would reset it
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._ortmodule.module
+
+    def report(self) -> Report:
+        """What runs in the engine, what does not and why, and what capture and planning have cost."""
+        return self._ortmodule.report()
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return _rewrap, (self._ortmodule.module, self._ortmodule.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ORTModule:
+        result = _rewrap(copy.deepcopy(self._ortmodule.module, memo), self._ortmodule.settings)
+        memo[id(self)] = result
+        return result
+
+    def __copy__(self) -> ORTModule:
+        return _rewrap(copy.copy(self._ortmodule.module), self._ortmodule.settings)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise TypeError("ORTModule does not work with torch.nn.DataParallel; use DistributedDataParallel(ORTModule(model))")
+
+
+def _rewrap(module: nn.Module, settings: Settings) -> ORTModule:
+    result = ORTModule(module)
+    result._ortmodule.settings = settings
+    return result

@@ -1,0 +1,128 @@
+"""What the engine runs of a model, what it does not and why, and what capture and planning have cost.
+
+`Report` is a snapshot: plain data (`to_dict`), readable as text (`str`). Everything that was left to PyTorch is in `host` (single
+operators, functions and submodules inside the graph) or in `eager` (whole calls), named by the user's own file and line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class HostEntry:
+    """A node of the graph that PyTorch computes."""
+
+    name: str
+    kind: str
+    module: str
+    file: str
+    line: int
+    reason: str
+    count: int = 1
+    ms: float = 0.0
+
+
+@dataclass
+class EagerEntry:
+    """Calls of the whole module that PyTorch computed."""
+
+    reason: str
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    calls: int = 0
+
+
+@dataclass
+class GraphEntry:
+    """One capture and what became of it."""
+
+    nodes: int
+    engine_nodes: int
+    dynamic: bool
+    capture_s: float
+    load_s: float
+    plans: int
+    plan_ms: float
+    arena_bytes: int
+    peak_bytes: dict[str, int]
+    forwards: int
+    backwards: int
+    reruns: int
+    forward_ms: float
+    backward_ms: float
+    host_ms: float
+
+
+@dataclass
+class Report:
+    """See the module's text. Times in the unit of the name, sizes in bytes."""
+
+    model: str
+    graphs: list[GraphEntry] = field(default_factory=list)
+    host: list[HostEntry] = field(default_factory=list)
+    eager: list[EagerEntry] = field(default_factory=list)
+    isa: str = ""
+
+    @property
+    def node_share(self) -> float:
+        """Nodes computed by the engine / all nodes of all captured graphs; 0 when nothing is captured."""
+        every = sum(g.nodes for g in self.graphs)
+        return sum(g.engine_nodes for g in self.graphs) / every if every else 0.0
+
+    @property
+    def time_share(self) -> float:
+        """Time in the engine / time in the engine and its host nodes (whole calls in PyTorch are not timed)."""
+        every = sum(g.forward_ms + g.backward_ms for g in self.graphs)
+        return 1 - sum(g.host_ms for g in self.graphs) / every if every else 0.0
+
+    @property
+    def n_captures(self) -> int:
+        return len(self.graphs)
+
+    @property
+    def n_plans(self) -> int:
+        return sum(g.plans for g in self.graphs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for json."""
+        return {
+            **asdict(self),
+            "node_share": self.node_share,
+            "time_share": self.time_share,
+            "n_captures": self.n_captures,
+            "n_plans": self.n_plans,
+        }
+
+    def headline(self) -> str:
+        """One line."""
+        seconds = sum(g.capture_s + g.load_s for g in self.graphs)
+        text = (
+            f"{self.model}: {self.node_share:.0%} of {sum(g.nodes for g in self.graphs)} nodes in the engine ({self.isa}), "
+            f"{self.n_captures} capture{'s' * (self.n_captures != 1)} in {seconds:.2f} s, {self.n_plans} plan{'s' * (self.n_plans != 1)}"
+        )
+        if self.host:
+            text += f"; in PyTorch: {', '.join(h.name for h in self.host[:3])}{', ...' * (len(self.host) > 3)}"
+        if self.eager:
+            text += f"; {sum(e.calls for e in self.eager)} calls wholly in PyTorch: {self.eager[0].reason}"
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        for g in self.graphs:
+            peak = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in g.peak_bytes.items())
+            lines.append(
+                f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic}: capture {g.capture_s:.2f} s, load {g.load_s:.3f} s, "
+                f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} backwards "
+                f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
+            )
+            if g.reruns:
+                lines.append(f"    {g.reruns} forwards were run again because gradients arrived for other outputs than before")
+        for h in self.host:
+            lines.append(f"  in PyTorch: {h.name} x{h.count} ({h.module or 'top level'}, {h.file}:{h.line}): {h.reason}; {h.ms:.1f} ms")
+        for e in self.eager:
+            where = f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
+            lines.append(f"  whole module in PyTorch, {e.calls} calls: {e.reason}{where}")
+        return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""matmul: forward, gradients, strides, empty sizes, batch broadcasting and exactness across thread counts, against eager PyTorch."""
+
+from __future__ import annotations
+
+import engine
+import pytest
+import torch
+from opcheck import check
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 31 * len(shape)))
+
+
+SHAPES = [
+    ((5, 7), (7, 3)),
+    ((1, 1), (1, 1)),
+    ((1, 13), (13, 17)),
+    ((19, 1), (1, 23)),
+    ((97, 101), (101, 103)),
+    ((2, 61), (61, 1)),          # narrow and tall both ways
+    ((211, 61), (61, 2)),
+    ((3, 1031), (1031, 5)),      # several slices of k
+    ((2, 3, 5, 7), (7, 11)),     # a weight
+    ((3, 5, 7), (3, 7, 11)),
+    ((2, 3, 5, 7), (2, 3, 7, 11)),
+    ((3, 1, 5, 7), (2, 7, 11)),  # both sides broadcast
+    ((5, 7), (3, 7, 11)),
+    ((3, 5, 7), (1, 7, 11)),
+    ((1, 2, 5, 7), (3, 1, 7, 2)),
+    ((0, 7), (7, 3)),
+    ((5, 0), (0, 3)),
+    ((5, 7), (7, 0)),
+    ((0, 5, 7), (0, 7, 3)),
+    ((2, 0, 7), (7, 3)),
+    ((3, 5, 0), (0, 2)),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sa,sb", SHAPES)
+def test_shapes(sa: tuple[int, ...], sb: tuple[int, ...], bias: bool) -> None:
+    a, b = rand(*sa), rand(*sb)
+    if bias:
+        check("matmul", [a, b, rand(sb[-1])], lambda x, y, z: x @ y + z, low=LOW)
+    else:
+        check("matmul", [a, b], lambda x, y: x @ y, low=LOW)
+
+
+@pytest.mark.parametrize("m,k,n", [(1, 257, 509), (6, 67, 131), (13, 521, 1), (127, 769, 257), (509, 29, 3), (3, 29, 509), (257, 2053, 17)])
+def test_sizes(m: int, k: int, n: int) -> None:
+    check("matmul", [rand(m, k), rand(k, n), rand(n)], lambda a, b, c: a @ b + c, low=LOW)
+
+
+def test_many_products() -> None:
+    check("matmul", [rand(13, 5, 29, 31), rand(13, 5, 31, 37)], torch.matmul, low=LOW)
+    check("matmul", [rand(11, 101, 67), rand(11, 67, 103)], torch.matmul)
+
+
+def test_linear_weight() -> None:
+    """x W^T with W stored (n, k): a transposed view, and the gradient of W itself."""
+    text = """graph {{
+  input x: {t0}
+  param w: {t1}
+  input b: {t2}
+  wt = permute(w) {{perm=[1, 0]}}
+  y = matmul(x, wt, b)
+  output y
+}}"""
+    check("matmul", [rand(3, 29, 41), rand(53, 41), rand(53)], torch.nn.functional.linear, graph=text, low=LOW)
+    g = engine.Graph.parse(text.format(t0="f32[3, 29, 41]", t1="f32[53, 41]", t2="f32[53]")).grad([1, 1, 1], [1])
+    assert "f32[53, 41]" in g.text() and "f32[41, 53]" in g.text()
+
+
+def test_views_of_heads() -> None:
+    """q k^T on (b, t, h, d) storage: permuted views reach the kernel."""
+    text = """graph {{
+  input q: {t0}
+  input k: {t1}
+  qh = permute(q) {{perm=[0, 2, 1, 3]}}
+  kh = permute(k) {{perm=[0, 2, 3, 1]}}
+  y = matmul(qh, kh)
+  output y
+}}"""
+    check("matmul", [rand(2, 17, 3, 5), rand(2, 19, 3, 5)], lambda q, k: q.transpose(1, 2) @ k.permute(0, 2, 3, 1), graph=text, low=LOW)
+
+
+def test_nan_and_inf_pass() -> None:
+    a, b = rand(13, 17), rand(17, 19)
+    a[3, 5], b[7, 2] = float("nan"), float("inf")
+    got, _ = engine.run("graph { input a: f64[13, 17]\n input b: f64[17, 19]\n y = matmul(a, b)\n output y\n}", [a, b])
+    want = a @ b
+    assert torch.equal(torch.isnan(got[0]), torch.isnan(want))
+    assert torch.equal(torch.isinf(got[0]), torch.isinf(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("m,k,n", [(131, 1033, 257), (401, 211, 5), (5, 211, 401), (1031, 67, 127)])
+def test_same_bits_whatever_the_threads(dtype: torch.dtype, m: int, k: int, n: int) -> None:
+    name = engine.NAMES[engine.TORCH.index(dtype)]
+    text = f"graph {{ input a: {name}[{m}, {k}]\n input b: {name}[{k}, {n}]\n y = matmul(a, b)\n output y\n}}"
+    a, b = rand(m, k).to(dtype), rand(k, n).to(dtype)
+    one = engine.run(engine.Graph.parse(text, engine.Ctx(threads=False)), [a, b])[0][0]
+    two = engine.run(engine.Graph.parse(text, engine.Ctx(threads=True)), [a, b])[0][0]
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("text,needle", [
+    ("input a: f32[2, 3]\n input b: f32[4, 5]\n y = matmul(a, b)", "rows"),
+    ("input a: f32[2, 3]\n input b: f64[3, 5]\n y = matmul(a, b)", "dtype"),
+    ("input a: i64[2, 3]\n input b: i64[3, 5]\n y = matmul(a, b)", "cast"),
+    ("input a: f32[3]\n input b: f32[3, 5]\n y = matmul(a, b)", "reshape"),
+    ("input a: f32[2, 4, 3]\n input b: f32[5, 3, 5]\n y = matmul(a, b)", "batch axis"),
+    ("input a: f32[4, 3]\n input b: f32[3, 5]\n input c: f32[4]\n y = matmul(a, b, c)", "bias"),
+])
+def test_errors(text: str, needle: str) -> None:
+    with pytest.raises(engine.EngineError, match=needle):
+        engine.Graph.parse(f"graph {{ {text}\n output y\n}}")
