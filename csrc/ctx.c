@@ -252,3 +252,5 @@ const char *om_isa_text(void) {
     static const char *const name[] = {"generic", "avx2", "avx512"};
     return name[om_isa()];
 }
+
+void om_text_free(om_ctx *cx, char *text) { om_free(cx, text); }

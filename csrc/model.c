@@ -11,7 +11,7 @@
 
 enum { MAX_PLANS = 512, MAX_VARIANTS = 64 };
 
-extern const om_pass *const om_passes_forward[], *const om_passes_joint[]; /* passes.c, NULL-terminated */
+extern const om_pass *const om_passes_forward[] __attribute__((weak)), *const om_passes_joint[] __attribute__((weak)); /* passes.c */
 
 struct om_model {
     om_ctx *cx;              /* services for everything that lives as long as the model */

@@ -69,6 +69,7 @@ const om_dim *om_onnx_list(om_onnx *o, int i, uint32_t *n);     /* as sizes; NUL
 bool om_onnx_scalar(om_onnx *o, int i, double *x);              /* a one-element constant; false otherwise, no error */
 void om_onnx_set(om_onnx *o, int k, om_id v);                   /* output k; a name the node does not give is skipped */
 void om_onnx_set_list(om_onnx *o, int k, int dtype, int rank, const om_dim *list, uint32_t n);
+void om_onnx_alias(om_onnx *o, int k, int i);                   /* output k is operand i */
 bool om_onnx_wants(const om_onnx *o, int k);                    /* is output k named? */
 
 /* attributes of the node */
@@ -96,7 +97,7 @@ bool om_onnx_nonneg(const om_graph *g, om_dim d);               /* for certain, 
 om_dim om_onnx_bound(om_graph *g, om_dim d, om_dim size);
 bool om_onnx_operand_type(om_onnx *o, int i, om_type *t);       /* without bringing it into the graph */
 #define OM_ONNX_SIZE_MAP(X)                                                                         \
-    X(arith) X(compare) X(logic) X(neg) X(not) X(abs) X(shape) X(size) X(identity) X(gather) X(slice) X(concat) X(rank) X(cast) X(where)  \
+    X(arith) X(compare) X(logic) X(neg) X(not) X(abs) X(shape) X(size) X(gather) X(slice) X(concat) X(rank) X(cast) X(where)  \
     X(range) X(constant_of_shape) X(expand) X(reduce)
 #define X(name) bool om_onnx_size_##name(om_onnx *o);
 OM_ONNX_SIZE_MAP(X)

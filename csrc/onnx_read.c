@@ -374,6 +374,12 @@ void om_onnx_set_list(om_onnx *o, int k, int dtype, int rank, const om_dim *list
     *x = (om_onnx_val){.v = OM_NONE, .list = copy, .n = n, .rank = (uint8_t)rank, .dtype = (uint8_t)dtype};
 }
 
+void om_onnx_alias(om_onnx *o, int k, int i) {
+    if (!om_onnx_wants(o, k) || o->cx->status != OM_OK) return;
+    om_onnx_val *x = read_define(o, o->node->output[k]);
+    if (x) *x = *om_onnx_operand(o, i);
+}
+
 om_status om_onnx_constant(om_onnx *o) {
     if (!om_onnx_wants(o, 0)) return OM_OK;
     const Onnx__AttributeProto *a = o->node->n_attribute == 1 ? o->node->attribute[0] : NULL;

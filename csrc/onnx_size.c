@@ -42,7 +42,7 @@ static void size_bounds(const om_graph *g, om_dim d, int64_t least, int64_t *lo,
     size_bounds(g, e->a, least, &a0, &a1, fuel);
     size_bounds(g, e->b, least, &b0, &b1, fuel);
     switch (e->kind) {
-    case OM_DIM_ADD: *lo = sat_add(a0, b0), *hi = sat_add(a1 == INT64_MAX ? INT64_MAX : a1, b1); break;
+    case OM_DIM_ADD: *lo = sat_add(a0, b0), *hi = sat_add(a1, b1); break;
     case OM_DIM_MUL: {
         int64_t p[4] = {sat_mul(a0, b0), sat_mul(a0, b1), sat_mul(a1, b0), sat_mul(a1, b1)};
         *lo = min64(min64(p[0], p[1]), min64(p[2], p[3]));
@@ -260,11 +260,6 @@ bool om_onnx_size_size(om_onnx *o) {
     if (!om_onnx_operand_type(o, 0, &t)) return false;
     om_dim n = om_dim_numel(o->g, &t);
     return size_set(o, OM_I64, 0, &n, 1);
-}
-
-bool om_onnx_size_identity(om_onnx *o) {
-    const om_onnx_val *a = size_operand(o, 0);
-    return a && a->v == OM_NONE && size_set(o, a->dtype, a->rank, a->list, a->n);
 }
 
 bool om_onnx_size_gather(om_onnx *o) {

@@ -88,14 +88,11 @@ typedef struct om_sgd_cfg {
     OM_FN T om_lamb_direction_##S(const om_lamb_##S *k, T p, T m, T v) {                                                   \
         return k->wd * p + m * k->ic1 / (SQRT(v) * k->root + k->eps);                                                      \
     }                                                                                                                      \
-    /* Moments move unless the direction is not finite; returns the direction as computed. */                             \
-    OM_FN T om_lamb_moments_##S(const om_lamb_##S *k, T p, T g, T *m, T *v) {                                              \
+    /* New moments into *m1 and *v1; returns the direction. The caller keeps the old moments when it is not finite. */      \
+    OM_FN T om_lamb_moments_##S(const om_lamb_##S *k, T p, T g, T m, T v, T *m1, T *v1) {                                  \
         g = k->inv_scale * g + k->l2 * p;                                                                                  \
-        const T m1 = k->b1 * *m + k->a1 * g, v1 = k->b2 * *v + k->a2 * g * g;                                              \
-        const T d = om_lamb_direction_##S(k, p, m1, v1);                                                                   \
-        const int finite = d - d == 0;                                                                                     \
-        *m = finite ? m1 : *m, *v = finite ? v1 : *v;                                                                      \
-        return d;                                                                                                          \
+        *m1 = k->b1 * m + k->a1 * g, *v1 = k->b2 * v + k->a2 * g * g;                                                      \
+        return om_lamb_direction_##S(k, p, *m1, *v1);                                                                      \
     }                                                                                                                      \
                                                                                                                            \
     /* first: this tensor has no momentum yet, its buffer becomes the gradient itself (torch's rule) */                   \

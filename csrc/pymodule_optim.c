@@ -7,53 +7,22 @@
 #include "dlpack.h"
 #include "optim.h"
 
-#include <dlfcn.h>
 #include <stdlib.h>
 
 extern PyMethodDef om_optim_methods[];
 
-/* --- context: torch's thread pool ------------------------------------------------------------------ */
-
-static int32_t (*torch_parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *);
-static int32_t (*torch_get_num_threads)(uint32_t *);
-
-typedef struct range_call { void (*fn)(void *, int64_t, int64_t); void *arg; } range_call;
-static void range_adapter(int64_t begin, int64_t end, void *ctx) {
-    const range_call *c = ctx;
-    c->fn(c->arg, begin, end);
-}
-static void optim_parallel_for(void *user, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *arg) {
-    (void)user;
-    range_call c = {fn, arg};
-    if (torch_parallel_for(0, n, grain, range_adapter, &c)) fn(arg, 0, n); /* the pool refused before starting */
-}
-static int optim_num_threads(void *user) {
-    (void)user;
-    uint32_t n = 1;
-    return torch_get_num_threads(&n) ? 1 : (int)n;
-}
+om_ctx *om_py_ctx(void);           /* pymodule.c: a context on torch's threads; NULL = no memory */
+PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
 
 static om_ctx *optim_ctx(void) {
-    static bool looked;
-    if (!looked) { /* under the GIL */
-        void *lib = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-        if (lib) {
-            *(void **)&torch_parallel_for = dlsym(lib, "torch_parallel_for");
-            *(void **)&torch_get_num_threads = dlsym(lib, "torch_get_num_threads");
-        }
-        looked = true;
-    }
-    om_services sv = {0};
-    if (torch_parallel_for && torch_get_num_threads) sv.parallel_for = optim_parallel_for, sv.num_threads = optim_num_threads;
-    om_ctx *cx = om_ctx_new(&sv);
+    om_ctx *cx = om_py_ctx();
     if (!cx) PyErr_NoMemory();
     return cx;
 }
 
-/* Raises the failure of `s`, or returns None; frees the context. */
+/* None, or NULL with the failure raised; frees the context. */
 static PyObject *optim_done(om_ctx *cx, om_status s) {
-    if (s != OM_OK)
-        PyErr_SetString(s == OM_INVALID ? PyExc_ValueError : s == OM_NOMEM ? PyExc_MemoryError : PyExc_RuntimeError, om_ctx_message(cx));
+    if (s != OM_OK) om_py_error(cx);
     om_ctx_free(cx);
     if (s != OM_OK) return NULL;
     Py_RETURN_NONE;

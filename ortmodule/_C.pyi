@@ -66,10 +66,10 @@ class Run:
     """One forward or one backward in progress. Not thread-safe."""
 
     def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
-        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, uid, its inputs (None where
-        left out; for a gradient node: the gradients of the host node's outputs) as tensors (strided views of engine memory, valid until the run ends; clone to keep)). Answer with host_done, then resume again. The node id is that of the forward host
-        node in both directions. In a backward the tensors are the gradients of its floating-point outputs, and the answer is
-        one gradient per floating-point input."""
+        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, uid, its inputs). The inputs are
+        strided views of engine memory, valid until the run ends (clone to keep); None where left out. Answer with host_done, then resume
+        again. In a backward the inputs are the gradients of the forward node's outputs (zeros where none arrived) and the answer is one
+        gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same in both directions."""
     def host_done(self, outputs: Sequence[Tensor]) -> None:
         """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
     def outputs(self) -> list[Tensor]:

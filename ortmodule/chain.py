@@ -34,12 +34,20 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from .capture import Captured
-from .host import Host, Regions
+from .host import Host, Regions, Want
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
 _SEED_END = 2**63 - 1
 _SMALL = 4 << 20  # bytes copied without a second thought
+
+
+class Unfit(ValueError):
+    """The tensors are not what the capture was made for; nothing has been computed."""
+
+
+class Refusal(RuntimeError):
+    """The engine cannot compute this graph at all; nothing has been computed."""
 
 
 class Variant:
@@ -56,6 +64,7 @@ class Variant:
         self.arriving = arriving
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
+        self.want: Want = {node: list(want) for node, _, backward, want in info["host_nodes"] if backward}
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -143,7 +152,10 @@ class Graph:
             outputs = self.model.outputs[: self.n_outputs]
             loss = bool(outputs) and self.differentiable[0] and outputs[0][2] == 0
             arriving = bytes([self.differentiable[i] and (not loss or i == 0) for i in range(self.n_outputs)])
-            found = self._current[wanted] = self.variant_for(wanted, arriving, tensors)
+            try:
+                found = self._current[wanted] = self.variant_for(wanted, arriving, tensors)
+            except RuntimeError as error:
+                raise Refusal(str(error)) from error
         return found
 
     def variant_for(self, wanted: tuple[bool, ...], arriving: bytes, tensors: Sequence[Tensor]) -> Variant:
@@ -173,8 +185,8 @@ class Graph:
     def infer(self, tensors: Sequence[Tensor]) -> Any:
         """The user's output, without anything for a backward."""
         start = perf_counter()
-        run = self.model.forward(self.plain.number, tensors, self._seed(), False)
-        self.host.drive_forward(run, None, tensors)
+        run = self._start(self.plain, tensors, self._seed(), False)
+        self.host.drive_forward(run, {}, {}, tensors)
         if self.writes:
             increment_version([tensors[i] for i in self.writes])
         outs: list[Tensor | None] = list(run.outputs())
@@ -199,8 +211,8 @@ class Graph:
         step.autocast = autocast
         step.clones = self._before_writes(variant, tensors) if self.writes else {}
         before = torch.get_rng_state() if self.host.ops else None
-        run = self.model.forward(variant.number, tensors, seed, True)
-        self.host.drive_forward(run, step.regions, tensors)
+        run = self._start(variant, tensors, seed, True)
+        self.host.drive_forward(run, step.regions, variant.want, tensors)
         step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
         if self.writes:
             increment_version([tensors[i] for i in self.writes])
@@ -220,6 +232,16 @@ class Graph:
         self.forward_ms += (perf_counter() - start) * 1e3
         self.forwards += 1
         return self._rebuild(outs, tensors)
+
+    def _start(self, variant: Variant, tensors: Sequence[Tensor], seed: int, train: bool) -> _C.Run:
+        try:
+            return self.model.forward(variant.number, tensors, seed, train)
+        except ValueError as error:
+            raise Unfit(str(error)) from error
+        except RuntimeError as error:
+            if self.forwards:
+                raise
+            raise Refusal(str(error)) from error
 
     def _before_writes(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what the forward will overwrite, in case it must be run again. Large ones only while that is likely."""
@@ -268,12 +290,12 @@ class Graph:
             if step.random_state is not None:
                 torch.set_rng_state(step.random_state)
             run = self.model.forward(variant.number, tensors, step.seed, True, False)
-            self.host.drive_forward(run, regions, tensors)
+            self.host.drive_forward(run, regions, variant.want, tensors)
         back = self.model.backward(variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept())
         found: dict[int, Tensor | None] = {}
         for segments, _ in variant.nodes:
             for segment in segments:
-                self.host.drive_backward(back, segment, regions, False)
+                self.host.drive_backward(back, segment, regions, variant.want, False)
                 found.update(back.grads(segment))
         return _Live(None, found, keep)
 
@@ -335,7 +357,7 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
     assert run is not None
     for segment in segments:
         if graph.host.ops:
-            graph.host.drive_backward(run, segment, step.regions, live.keep)
+            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep)
         else:
             run.resume(segment)
         for i, grad in run.grads(segment):

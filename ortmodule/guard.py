@@ -4,18 +4,21 @@ Two questions of different price:
   - `Guard.fast()`: one C walk over the dictionaries of all submodules (attributes, parameters, buffers, children, hooks, config
     objects). Equal to last time means: the same Python state and the same Parameter and buffer objects, so everything derived from
     them (which capture, which tensors to pass) can be reused as it is.
-  - `Guard.key()`: what a capture may depend on, free of object identity where identity does not matter: a Parameter replaced by
-    another of the same type and sizes keeps the key, so it is picked up without a new capture. Asked only when fast() changed.
+  - only when that changed: `Guard.structure()` (tree, types, sizes, hooks) and `Reads.hold()` (the attributes that the capture has
+    read, noted by `Watch` while it ran). A Parameter replaced by another of its kind, or an attribute that no forward reads, changes
+    neither, so no new capture is made.
 
 Invariant: whoever stores a fast() value stores `Guard.refs()` beside it. Entries are hashed by identity; while the objects are
 alive their addresses cannot be taken by others, so an equal hash cannot be an accident of the allocator.
-Not watched: globals and closures of the user's code, and the inside of objects that are neither modules nor configurations.
+Not watched: globals and closures of the user's code, and the inside of objects that are neither modules, containers nor configurations.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import sys
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -95,29 +98,27 @@ def _configs(values: dict[str, Any], seen: set[int], depth: int = _DEPTH) -> Ite
 
 
 _INNER = frozenset(("_parameters", "_buffers", "_modules", *_HOOKS))
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 class Guard:
     """The Python state of one module tree, recorded as dictionaries to hash. Build anew when the tree changes."""
 
     def __init__(self, module: nn.Module) -> None:
-        state: list[dict[str, Any]] = []  # what key() covers
-        bound: list[dict[str, Any]] = []  # fast() in addition: objects whose identity a capture does not depend on
+        dicts: list[dict[str, Any]] = []
         seen: set[int] = set()
         lists: list[list[Any]] = []
         for m in module.modules():
             d = m.__dict__
-            state += (d, d["_modules"])
+            dicts += (d, d["_modules"], d["_parameters"], d["_buffers"])
             if m is not module:
-                state += [d[h] for h in _HOOKS if d.get(h) is not None]
-            bound += (d["_parameters"], d["_buffers"])
+                dicts += [d[h] for h in _HOOKS if d.get(h) is not None]
             attributes = {k: v for k, v in d.items() if k not in _INNER}
             inner = list(_configs(attributes, seen))
-            state += inner
+            dicts += inner
             for values in (attributes, *inner):
                 lists += [v for v in values.values() if isinstance(v, list) and all(isinstance(e, _PLAIN) for e in v)]
-        self._state = state
-        self._all = state + bound
+        self._all = dicts
         self._lists = lists
         self._module = module
         self.params: list[nn.Parameter] = list(module.parameters())
@@ -132,8 +133,8 @@ class Guard:
         """Strong references to everything fast() hashes by identity."""
         return [tuple(d.values()) for d in self._all]
 
-    def key(self) -> Hashable:
-        """What a capture may depend on: equal keys may share a capture. Independent of which Parameter objects are bound."""
+    def structure(self) -> Hashable:
+        """The tree of modules and what is registered in it, free of the identity of parameters and buffers."""
         tensors: list[Hashable] = []
         first: dict[int, int] = {}
         for m in self._module.modules():
@@ -144,5 +145,95 @@ class Guard:
                         continue
                     tie = first.setdefault(id(t), len(first))
                     tensors.append((name, tie, type(t), t.dtype, t.shape, t.device, t.requires_grad))
-        classes = tuple(type(m) for m in self._module.modules())
-        return (_C.guard_hash(self._state), classes, tuple(map(tuple, self._lists)), tuple(tensors))
+        classes = tuple([(name, type(m), m.training) for name, m in self._module.named_modules()])
+        return (classes, tuple(tensors), tuple(hooked(self._module)))
+
+
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
+
+
+class Watch:
+    """Notes which attributes of a module tree are read, and which are written by code outside of PyTorch, while it is entered.
+
+    aliases: objects that stand for a module of the tree (they share its attributes).
+    """
+
+    def __init__(self, module: nn.Module, aliases: dict[int, str] | None = None) -> None:
+        self._names = {id(m): name for name, m in module.named_modules()} | (aliases or {})
+        self._keep = list(module.modules())
+        self.reads: set[tuple[str, str]] = set()
+        self.writes: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Watch:
+        names, reads, writes = self._names, self.reads, self.writes
+        get, put = object.__getattribute__, nn.Module.__setattr__
+
+        def getattribute(obj: Any, name: str) -> Any:
+            value = get(obj, name)
+            where = names.get(id(obj))
+            if where is not None and name not in _REGISTRIES:
+                reads.add((where, name))
+            return value
+
+        def setattribute(obj: Any, name: str, value: Any) -> None:
+            where = names.get(id(obj))
+            if where is not None and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_USERS):
+                writes.add((where, name))
+            put(obj, name, value)
+
+        self._put = put
+        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
+        nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del nn.Module.__getattribute__
+        nn.Module.__setattr__ = self._put  # type: ignore[method-assign]
+
+
+class Reads:
+    """Values of attributes at a capture, to be compared with what they are now."""
+
+    def __init__(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
+        attributes = {name: m.__dict__ for name, m in module.named_modules()}
+        self._values = [(where, name, _freeze(attributes[where][name])) for where, name in sorted(reads)
+                        if where in attributes and name in attributes[where] and name not in _INNER]  # fmt: skip
+
+    def hold(self, module: nn.Module) -> bool:
+        """Are they the same?"""
+        attributes = {name: m.__dict__ for name, m in module.named_modules()}
+        try:
+            return all(_freeze(attributes[where][name]) == value for where, name, value in self._values)
+        except KeyError:
+            return False
+
+
+class _Same:
+    """Equal to itself only; keeps its object alive, so that no other can take its place."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
+    """A snapshot: equal when a capture may not tell the difference. A tensor attribute is an input of the graph, so only its kind
+    counts; one inside a container is a constant of the graph."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, Tensor):
+        return _Same(value) if inside else (value.dtype, value.shape, value.requires_grad)
+    if depth and isinstance(value, (list, tuple)):
+        return (type(value), *[_freeze(v, depth - 1, True) for v in value])
+    if depth and isinstance(value, dict):
+        return (type(value), *[(_freeze(k, 0), _freeze(v, depth - 1, True)) for k, v in value.items()])
+    if depth and _is_config(value):
+        return (_Same(value), *[(k, _freeze(v, depth - 1, True)) for k, v in vars(value).items()])
+    return _Same(value)

@@ -30,12 +30,14 @@ class Region:
 
     __slots__ = ("inputs", "outputs")
 
-    def __init__(self, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, inputs: list[Tensor | None], outputs: tuple[Tensor, ...]) -> None:
         self.inputs = inputs
         self.outputs = outputs
 
 
 Regions = dict[int, Region]
+Want = dict[int, list[int]]
+"""Per host node that takes part in a backward: the positions of its inputs that want a gradient."""
 
 
 class Host:
@@ -45,55 +47,62 @@ class Host:
         self.ops = ops
         self.ms = [0.0] * len(ops)
 
-    def drive_forward(self, run: _C.Run, regions: Regions | None, own: Sequence[Tensor]) -> None:
-        """Runs a forward to its end. regions: where to leave the Regions; None when no backward follows.
-        own: the caller's tensors, one per graph input."""
+    def drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor]) -> None:
+        """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph input."""
         stop = run.resume()
         while stop is not None:
             start = perf_counter()
             index, node, inputs = stop
-            self._forward(run, index, node, inputs, regions, own)
+            self._forward(run, index, node, inputs, regions, want, own)
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume()
 
-    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, retain: bool) -> None:
-        """Runs a backward to the end of `segment` (-1: of everything). retain: keep the Regions usable for another backward."""
+    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool) -> None:
+        """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward."""
         stop = run.resume(segment)
         while stop is not None:
             start = perf_counter()
             index, node, grads = stop
-            self._backward(run, regions[node], grads, retain)
+            run.host_done(_region_grads(regions[node], want[node], grads, retain))
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume(segment)
 
-    def _forward(self, run: _C.Run, index: int, node: int, inputs: list[Tensor], regions: Regions | None, own: Sequence[Tensor]) -> None:
+    def _forward(self, run: _C.Run, index: int, node: int, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
+                 own: Sequence[Tensor]) -> None:  # fmt: skip
         op = self.ops[index]
-        if regions is None:
+        wanted = want.get(node)
+        if wanted is None:
             with torch.no_grad():
-                run.host_done(_as_tuple(op.call(inputs)))
+                run.host_done(_as_tuple(op.call(_given(inputs))))
             return
         by_address = {t.data_ptr(): t for t in own if t.numel()} if op.kind == "module" else {}
-        leaves: list[Tensor] = []
-        for t in inputs:
+        leaves: list[Tensor | None] = []
+        for place, t in enumerate(inputs):
+            if t is None:
+                leaves.append(None)
+                continue
             mine = by_address.get(t.data_ptr())
             same = mine is not None and mine.shape == t.shape and mine.dtype == t.dtype and mine.stride() == t.stride()
             leaf = mine.detach() if same and mine is not None else t.detach().clone()
-            leaves.append(leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf)
+            leaves.append(leaf.requires_grad_() if place in wanted else leaf)
         with torch.enable_grad():
-            outputs = _as_tuple(op.call(leaves))
+            outputs = _as_tuple(op.call(_given(leaves)))
         regions[node] = Region(leaves, outputs)
         run.host_done([t.detach() for t in outputs])
 
-    def _backward(self, run: _C.Run, region: Region, grads: list[Tensor], retain: bool) -> None:
-        """grads: one per floating-point output. Answers one gradient per floating-point input."""
-        float_outputs = [t for t in region.outputs if t.is_floating_point() or t.is_complex()]
-        pairs = [(t, g) for t, g in zip(float_outputs, grads, strict=True) if t.requires_grad]
-        wanted = [t for t in region.inputs if t.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
-            outputs, incoming = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outputs, wanted, incoming, allow_unused=True, retain_graph=retain)
-        run.host_done([torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)])
+
+def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:
+    """grads: of every output, in order. -> gradients of the wanted inputs, None = zero."""
+    pairs = [(t, g) for t, g in zip(region.outputs, grads, strict=True) if g is not None and t.requires_grad]
+    if not pairs:
+        return [None] * len(wanted)
+    outputs, incoming = zip(*pairs, strict=True)
+    sources = [t for t in (region.inputs[place] for place in wanted) if t is not None]
+    return list(torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain))
+
+
+def _given(inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in inputs if t is not None]
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

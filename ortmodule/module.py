@@ -18,7 +18,7 @@ import logging
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from . import _C, guard
 from .capture import CaptureError, capture, flatten_inputs
 from .capture.skeleton import input_skeleton, skeleton
-from .chain import Graph
+from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
 from .report import EagerEntry, GraphEntry, HostEntry, Report
 
@@ -36,8 +36,11 @@ logger = logging.getLogger("ortmodule")
 
 _EAGER_LIMIT = 64  # call structures of one module remembered
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
-_PLAIN_TYPES = frozenset((Tensor, nn.Parameter, nn.Buffer))
-_eval_frame: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
+
+
+class _Writes(Exception):
+    """The forward assigns attributes of modules."""
 
 
 class Refused(RuntimeError):
@@ -55,7 +58,8 @@ class _Entry:
         self.no_symbolic = False  # ... but it cannot be an input
         self.n_captures = 0
         self.keep: set[str] = set()
-        self.refs: list[Any] = []
+        self.reads: guard.Reads | None = None  # the Python state that the captures hold for
+        self.writes_seen = 0
 
 
 class _Captured:
@@ -78,12 +82,12 @@ class _Captured:
 class _Site:
     """An _Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same."""
 
-    __slots__ = ("bound", "captured", "entry", "fast", "fill", "guard", "params", "params_grad", "refs", "shadow", "wanted_bound")
+    __slots__ = ("bound", "captured", "entry", "fast", "fill", "params", "params_grad", "refs", "structure", "wanted_bound")
 
     def __init__(self, entry: _Entry, fast: Hashable, own: guard.Guard) -> None:
         self.entry = entry
         self.fast = fast
-        self.guard = own
+        self.structure = own.structure()
         self.refs = own.refs()
         self.params = own.params
         self.params_grad = [p.requires_grad for p in own.params]
@@ -114,7 +118,8 @@ class State:
         self.settings = settings
         self.override: Callable[..., Any] | None = None  # forward assigned on the wrapper
         self.sites: dict[Hashable, _Site] = {}
-        self.entries: dict[Hashable, _Entry] = {}
+        self.entries: dict[Hashable, list[_Entry]] = {}
+        self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
         self.guard = guard.Guard(module)
         self.eager_entries: dict[str, EagerEntry] = {}
         self.every: list[_Captured] = []
@@ -122,7 +127,6 @@ class State:
         self.lock = threading.RLock()
         self.local = threading.local()
         self.announced = False
-        self.training_forwards = 0
 
     # --- the hot path ------------------------------------------------------------------------------
 
@@ -136,6 +140,8 @@ class State:
             return self.eager("called inside a function transform or while PyTorch traces", args, kwargs)
         if guard.global_hooks():
             return self.eager("hooks for all modules of the process are registered", args, kwargs)
+        if getattr(self.local, "capturing", False):
+            return self.module.forward(*args, **kwargs)
         env = guard.environment()
         fast = self.guard.fast()
         key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
@@ -156,6 +162,8 @@ class State:
     def run(self, site: _Site, captured: _Captured, leaves: list[Tensor], scalars: list[int | float], shapes: list[torch.Size],
             env: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
         graph = captured.graph
+        if not self.announced and graph.forwards:
+            self.announce()
         given = leaves
         if captured.scalars is None and scalars:
             given = leaves + [torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in scalars]
@@ -167,11 +175,11 @@ class State:
                 return graph.infer(tensors)
             fill = site.fill or self.fill(site, args, kwargs)
             return graph.train(tensors, wanted, _Call(self, site, leaves, scalars, fill), env[2])
-        except ValueError as error:
+        except Unfit as error:
             return self.unfit(site, captured, shapes, error, args, kwargs)
-        finally:
-            if not self.announced:
-                self.announce()
+        except Refusal as error:
+            self.leave(site.entry, CaptureError(f"the engine refuses the graph: {error}"))
+            return self.call(args, kwargs)
 
     # --- the slow path -----------------------------------------------------------------------------
 
@@ -183,14 +191,16 @@ class State:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
             own = self.guard = guard.Guard(self.module)
             fast = own.fast()
-            entry_key = (own.key(), structure, env, key[3])
-            entry = self.entries.get(entry_key)
+            known = self.entries.setdefault((own.structure(), structure, env, key[3]), [])
+            entry = next((e for e in known if e.reads is None or e.reads.hold(self.module)), None)
             if entry is None:
-                if len(self.entries) >= _EAGER_LIMIT:
-                    self.entries.pop(next(iter(self.entries)))
-                entry = self.entries[entry_key] = _Entry()
-                entry.refs = own.refs()
+                entry = _Entry()
+                entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
                 entry.keep = set(guard.hooked(self.module))
+                known.append(entry)
+                if len(known) > self.settings.max_captures:
+                    entry.eager = self.eager_entry(f"{len(known)} captures of one call structure were not enough: attributes of modules "
+                                                   "that forward reads change from call to call; pass them as arguments")  # fmt: skip
                 if self.settings.disable:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
             site = _Site(entry, fast, own)
@@ -215,12 +225,11 @@ class State:
             for known in entry.graphs:
                 if known.fits(shapes, scalars):
                     return self.bind(site, known)
-            if getattr(self.local, "capturing", False):
-                return None
             if entry.graphs:
                 entry.dynamic = entry.dynamic or all(c.shapes is not None and c.shapes != shapes for c in entry.graphs)
                 entry.symbolic = bool(scalars) and not entry.no_symbolic and (
                     entry.symbolic or all(c.scalars is not None and c.scalars != scalars for c in entry.graphs))  # fmt: skip
+                self.dynamic, self.symbolic = self.dynamic or entry.dynamic, self.symbolic or entry.symbolic
             if entry.n_captures >= self.settings.max_captures:
                 self.leave(entry, CaptureError(f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
                                                "that the model's code branches on change from call to call"))  # fmt: skip
@@ -230,6 +239,8 @@ class State:
                 entry.n_captures += 1
                 try:
                     graph = self.capture(entry, args, kwargs, dynamic, symbolic)
+                except _Writes:
+                    return None
                 except CaptureError as error:
                     failure = error
                     if symbolic:
@@ -249,9 +260,20 @@ class State:
         self.local.capturing = True
         try:
             for _ in range(_LADDER_LIMIT):
+                shadow = _shadow(self.module)
                 try:
-                    captured = capture(_shadow(self.module), args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
-                    break
+                    with guard.Watch(self.module, {id(shadow): ""}) as watch:
+                        captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
+                    written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
+                    if not written:
+                        break
+                    # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so that it is
+                    # written; a module that does it again and again stays there.
+                    entry.writes_seen += 1
+                    if entry.writes_seen <= 2 and not self.settings.strict:
+                        raise _Writes
+                    where, name = written[0]
+                    raise CaptureError(f"forward assigns self.{name}", where)
                 except CaptureError as error:
                     name = error.module
                     while name in keep:
@@ -277,10 +299,12 @@ class State:
             if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
                 raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
         entry.keep = keep
+        if entry.reads is None:
+            entry.reads = guard.Reads(self.module, watch.reads)
         self.load_s[id(graph)] = perf_counter() - start
         return graph
 
-    def unfit(self, site: _Site, captured: _Captured, shapes: list[torch.Size], error: ValueError, args: tuple[Any, ...],
+    def unfit(self, site: _Site, captured: _Captured, shapes: list[torch.Size], error: Unfit, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:  # fmt: skip
         """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under its data, or a
         dynamic capture holds for fewer sizes): looks again, once."""
@@ -292,7 +316,7 @@ class State:
                 self.sites = {k: s for k, s in self.sites.items() if s is not site}
                 site.captured = None
                 own = guard.Guard(self.module)
-                if own.key() == site.guard.key():
+                if own.structure() == site.structure:
                     captured.refused.append(shapes)
             return self.call(args, kwargs)
         finally:
@@ -322,7 +346,7 @@ class State:
         """A call that could not be captured. It is left to PyTorch for good only when PyTorch can run it."""
         failure = getattr(self.local, "failure", None)
         if failure is None:
-            return self.eager("called while the module is being captured" if site.entry.eager is None else site.entry.eager.reason, args, kwargs)
+            return self.eager("forward assigns attributes of a module" if site.entry.eager is None else site.entry.eager.reason, args, kwargs)
         self.local.failure = None
         if self.settings.strict:
             raise failure
@@ -388,6 +412,8 @@ class State:
     def announce(self) -> None:
         """One line, after the first step."""
         self.announced = True
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+            return
         report = self.report()
         logger.log(logging.WARNING if report.eager else logging.INFO, "%s", report.headline())
 
@@ -473,7 +499,7 @@ class _Forward:
         obj._ortmodule.override = None
 
 
-def _subclass(cls: type[nn.Module], signature: inspect.Signature | None) -> type:
+def _subclass(cls: type[nn.Module], signature: inspect.Signature | None, children: Collection[str]) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._ortmodule.call(args, kwargs)
 
@@ -483,7 +509,14 @@ def _subclass(cls: type[nn.Module], signature: inspect.Signature | None) -> type
     if signature is not None:
         forward.__signature__ = signature  # type: ignore[attr-defined]
 
+    # A user's own attributes of these names keep their meaning: the user's methods depend on it.
+    taken = {name: getattr(cls, name) for name in ("report", "module") if hasattr(cls, name)}
+    for name in ("report", "module"):
+        if name not in taken and name in children:
+            taken[name] = property(lambda self, name=name: nn.Module.__getattr__(self, name))
+
     def body(namespace: dict[str, Any]) -> None:
+        namespace.update(taken)
         namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __slots__=("_ortmodule",),
                          forward=_Forward(forward))  # fmt: skip
 
@@ -523,7 +556,7 @@ class ORTModule(nn.Module):
                                                       *signature.parameters.values()])  # fmt: skip
         except (TypeError, ValueError):
             signature = None
-        self = object.__new__(_subclass(type(module), signature))
+        self = object.__new__(_subclass(type(module), signature, [*module._modules, *module._parameters, *module._buffers]))
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_ortmodule", State(module, settings))
         return self

@@ -68,11 +68,22 @@ def _num_threads(_user):
 _services = Services(parallel_for=_parallel_for, num_threads=_num_threads)
 
 
+_owners: dict[int, int] = {}  # users of a context: itself and its graphs. A garbage collector may finalise them in any order.
+
+
+def _release(ctx: int) -> None:
+    _owners[ctx] -= 1
+    if not _owners[ctx]:
+        del _owners[ctx]
+        lib.om_ctx_free(ctx)
+
+
 class Ctx:
     """One engine context; `check` turns a status into an exception with the engine's message."""
 
     def __init__(self, threads: bool = True):
         self.p = C.c_void_p(lib.om_ctx_new(C.byref(_services) if threads else None))
+        _owners[self.p.value] = 1
 
     def check(self, status: int) -> None:
         if status:
@@ -82,7 +93,7 @@ class Ctx:
 
     def __del__(self):
         if getattr(self, "p", None):
-            lib.om_ctx_free(self.p)
+            _release(self.p.value)
 
 
 def tensor(t: torch.Tensor | None) -> Tensor:
@@ -105,7 +116,8 @@ def to_torch(t: Tensor) -> torch.Tensor:
 
 class Graph:
     def __init__(self, cx: Ctx, p: C.c_void_p):
-        self.cx, self.p = cx, p
+        self.cx, self.p, self.owner = cx, p, cx.p.value
+        _owners[self.owner] += 1
 
     @staticmethod
     def parse(text: str, cx: Ctx | None = None) -> "Graph":
@@ -163,6 +175,8 @@ class Graph:
     def __del__(self):
         if getattr(self, "p", None):
             lib.om_graph_free(self.p)
+        if getattr(self, "owner", None):
+            _release(self.owner)
 
 
 lib.om_ctx_free.argtypes = lib.om_ctx_message.argtypes = lib.om_ctx_clear.argtypes = [C.c_void_p]

@@ -12,6 +12,24 @@
 #include "kernels_isa.h"
 #include "philox.h"
 
+/* ACC_WIDTH elements as doubles, one vector register: conversions that gcc does not find by itself */
+enum { ACC_WIDTH = OM_VBYTES / 8 };
+typedef double acc_vec __attribute__((vector_size(OM_VBYTES)));
+static inline acc_vec widen_f32(const float *x) {
+#if defined(__AVX512F__)
+    return (acc_vec)_mm512_cvtps_pd(_mm256_loadu_ps(x));
+#elif defined(__AVX2__)
+    return (acc_vec)_mm256_cvtps_pd(_mm_loadu_ps(x));
+#else
+    return (acc_vec){x[0], x[1]};
+#endif
+}
+static inline acc_vec widen_f64(const double *x) {
+    acc_vec y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+
 #define T float
 #define S f32
 #include "optim_core.h"
@@ -155,21 +173,21 @@ static void sgd_f64(const om_optim_span *s, const om_sgd_f64 *k) { sgd_core_f64(
 /* --- lamb ------------------------------------------------------------------------------------------ */
 
 static bool lamb_direction_f32(const om_optim_span *s, const om_lamb_f32 *k, double sum[2]) {
-    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], d[STRIP];
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], m1[STRIP], v1[STRIP], d[STRIP];
     bool skipped = false;
     sum[0] = sum[1] = 0;
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        float *p = weights_in(s, i, n, pb), *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb);
+        const float *p = weights_in(s, i, n, pb), *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb);
         float *g = strip_in(s->tg, s->g, i, n, gb);
-        if (lamb_moments_core_f32(p, g, m, v, d, n, k)) {
+        if (!lamb_moments_core_f32(p, g, m, v, m1, v1, d, n, k)) {
             for (int64_t j = 0; j < n; j++)
-                if (!(d[j] - d[j] == 0)) d[j] = 0, g[j] = NAN;
+                if (!(d[j] - d[j] == 0)) d[j] = 0, m1[j] = m[j], v1[j] = v[j], g[j] = NAN;
             strip_out(s->tg, s->g, i, n, g);
             skipped = true;
         }
-        strip_out(s->tm, s->m, i, n, m);
-        strip_out(s->tv, s->v, i, n, v);
+        strip_out(s->tm, s->m, i, n, m1);
+        strip_out(s->tv, s->v, i, n, v1);
         sum[0] += sum_squares_f32(p, n);
         sum[1] += sum_squares_f32(d, n);
     }
@@ -177,17 +195,19 @@ static bool lamb_direction_f32(const om_optim_span *s, const om_lamb_f32 *k, dou
 }
 
 static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, double sum[2]) {
-    double d[STRIP];
+    double m1[STRIP], v1[STRIP], d[STRIP];
     bool skipped = false;
     sum[0] = sum[1] = 0;
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        double *p = (double *)s->p + i, *g = (double *)s->g + i;
-        if (lamb_moments_core_f64(p, g, (double *)s->m + i, (double *)s->v + i, d, n, k)) {
+        double *p = (double *)s->p + i, *g = (double *)s->g + i, *m = (double *)s->m + i, *v = (double *)s->v + i;
+        if (!lamb_moments_core_f64(p, g, m, v, m1, v1, d, n, k)) {
             for (int64_t j = 0; j < n; j++)
-                if (!(d[j] - d[j] == 0)) d[j] = 0, g[j] = NAN;
+                if (!(d[j] - d[j] == 0)) d[j] = 0, m1[j] = m[j], v1[j] = v[j], g[j] = NAN;
             skipped = true;
         }
+        memcpy(m, m1, (size_t)n * sizeof *m);
+        memcpy(v, v1, (size_t)n * sizeof *v);
         sum[0] += sum_squares_f64(p, n);
         sum[1] += sum_squares_f64(d, n);
     }
@@ -195,7 +215,7 @@ static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, dou
 }
 
 static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool skipped, bool write_weights) {
-    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], d[STRIP];
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], d[STRIP], q[STRIP];
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
         float *p = weights_in(s, i, n, pb);
@@ -205,15 +225,17 @@ static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double
             for (int64_t j = 0; j < n; j++)
                 if (g[j] != g[j]) d[j] = 0;
         }
-        if (!write_weights && p != pb) p = memcpy(pb, p, (size_t)n * sizeof *p);
-        lamb_apply_core_f32(p, d, n, (float)rate);
-        if (write_weights) weights_out(s, i, n, p);
+        lamb_apply_core_f32(p, d, q, n, (float)rate);
+        if (write_weights) {
+            if (s->store == OM_STORE_MASTER) memcpy(p, q, (size_t)n * sizeof *p);
+            weights_out(s, i, n, q);
+        }
         if (s->d) strip_out(s->td, s->d, i, n, d);
     }
 }
 
 static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool skipped, bool write_weights) {
-    double pb[STRIP], d[STRIP];
+    double d[STRIP], q[STRIP];
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
         double *p = (double *)s->p + i;
@@ -222,8 +244,8 @@ static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, double
         if (skipped)
             for (int64_t j = 0; j < n; j++)
                 if (g[j] != g[j]) d[j] = 0;
-        if (!write_weights) p = memcpy(pb, p, (size_t)n * sizeof *p);
-        lamb_apply_core_f64(p, d, n, rate);
+        lamb_apply_core_f64(p, d, q, n, rate);
+        if (write_weights) memcpy(p, q, (size_t)n * sizeof *p);
         if (s->d) memcpy((double *)s->d + i, d, (size_t)n * sizeof *d);
     }
 }

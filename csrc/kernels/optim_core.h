@@ -28,31 +28,37 @@ static void CORE(sgd_core)(T *restrict p, const T *restrict g, T *restrict m, in
     }
 }
 
+/* 32 lanes of doubles; whatever the width of the machine's vectors, lane j sums the same elements. (Vectors wider than the
+ * machine's would be simpler, but gcc keeps them in memory.) */
 static double CORE(sum_squares)(const T *x, int64_t n) {
-    double acc[16] = {0};
+    acc_vec acc[32 / ACC_WIDTH];
+    memset(acc, 0, sizeof acc);
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-#pragma omp simd
-        for (int j = 0; j < 16; j++) acc[j] += (double)x[i + j] * (double)x[i + j];
-    for (int j = 0; i < n; i++, j++) acc[j] += (double)x[i] * (double)x[i];
-    for (int w = 8; w; w /= 2)
-        for (int j = 0; j < w; j++) acc[j] += acc[j + w];
-    return acc[0];
+    for (; i + 32 <= n; i += 32)
+#pragma GCC unroll 16
+        for (int j = 0; j < 32 / ACC_WIDTH; j++) {
+            const acc_vec z = CORE(widen)(x + i + ACC_WIDTH * j);
+            acc[j] += z * z;
+        }
+    double lane[32], sum = 0;
+    memcpy(lane, acc, sizeof lane);
+    for (int w = 16; w; w /= 2)
+        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+    for (; i < n; i++) sum += (double)x[i] * (double)x[i];
+    return lane[0] + sum;
 }
 
-/* d = directions as computed; counts those that are not finite */
-static int64_t CORE(lamb_moments_core)(const T *restrict p, const T *restrict g, T *restrict m, T *restrict v, T *restrict d, int64_t n,
-                                       const CORE(om_lamb) * k) {
+/* New moments and direction into m1, v1, d; false when a direction is not finite. */
+static bool CORE(lamb_moments_core)(const T *restrict p, const T *restrict g, const T *restrict m, const T *restrict v, T *restrict m1,
+                                    T *restrict v1, T *restrict d, int64_t n, const CORE(om_lamb) * k) {
     const CORE(om_lamb) c = *k;
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) d[i] = CORE(om_lamb_moments)(&c, p[i], g[i], &m[i], &v[i]);
     T worst = 0; /* x - x is 0 for every finite x and NaN otherwise; NaN sticks */
 #pragma omp simd reduction(+ : worst)
-    for (int64_t i = 0; i < n; i++) worst += d[i] - d[i];
-    int64_t bad = 0;
-    if (worst == 0) return 0;
-    for (int64_t i = 0; i < n; i++) bad += !(d[i] - d[i] == 0);
-    return bad;
+    for (int64_t i = 0; i < n; i++) {
+        d[i] = CORE(om_lamb_moments)(&c, p[i], g[i], m[i], v[i], &m1[i], &v1[i]);
+        worst += d[i] - d[i];
+    }
+    return worst == 0;
 }
 
 static void CORE(lamb_direction_core)(const T *restrict p, const T *restrict m, const T *restrict v, T *restrict d, int64_t n,
@@ -62,15 +68,18 @@ static void CORE(lamb_direction_core)(const T *restrict p, const T *restrict m, 
     for (int64_t i = 0; i < n; i++) d[i] = CORE(om_lamb_direction)(&c, p[i], m[i], v[i]);
 }
 
-/* p -= rate d where the result is finite; d becomes the change made */
-static void CORE(lamb_apply_core)(T *restrict p, T *restrict d, int64_t n, T rate) {
-#pragma omp simd
+/* q = p - rate d, d = the change made; where q would not be finite: q = p and no change */
+static void CORE(lamb_apply_core)(const T *restrict p, T *restrict d, T *restrict q, int64_t n, T rate) {
+    T worst = 0;
+#pragma omp simd reduction(+ : worst)
     for (int64_t i = 0; i < n; i++) {
-        const T delta = -rate * d[i], q = p[i] + delta;
-        const int finite = q - q == 0;
-        p[i] = finite ? q : p[i];
-        d[i] = finite ? delta : (T)0;
+        d[i] = -rate * d[i];
+        q[i] = p[i] + d[i];
+        worst += q[i] - q[i];
     }
+    if (worst == 0) return;
+    for (int64_t i = 0; i < n; i++)
+        if (!(q[i] - q[i] == 0)) q[i] = p[i], d[i] = 0;
 }
 
 #undef CORE

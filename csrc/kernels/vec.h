@@ -167,7 +167,8 @@ OM_INLINE void N(transpose)(V r[VL]) {
 
 /* The product every kernel is made of: acc[i][v] = sum over k < kc of a[i * ars + k * acs] * b[k * ldb + v * VL ..],
  * for mr <= OM_MR rows and nv <= OM_NV vectors, all in registers. mr, nv and one of ars, acs are constants at the call.
- * One fixed order of summation over k whatever mr and nv are. OM_MR x OM_NV + OM_NV + 1 registers. */
+ * OM_MR x OM_NV accumulators + OM_NV + 1 registers. A small tile would wait for its own additions: it splits k into two or
+ * four interleaved sums. The order of summation is fixed by (mr, nv, kc). */
 #ifndef OM_MR
 #if OM_VBYTES == 64
 #define OM_MR 8
@@ -185,17 +186,37 @@ OM_INLINE void N(transpose)(V r[VL]) {
 #endif
 OM_INLINE void N(micro)(int mr, int nv, int64_t kc, const T *restrict a, int64_t ars, int64_t acs, const T *restrict b,
                         int64_t ldb, V acc[OM_MR][OM_NV]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < mr; i++)
+    enum { FULL = OM_MR * OM_NV };
+    const int sets = mr * nv * 4 <= FULL ? 4 : mr * nv * 2 <= FULL ? 2 : 1;
+    V part[4][OM_MR][OM_NV];
 #pragma GCC unroll 4
-        for (int v = 0; v < nv; v++) acc[i][v] = (V){0};
-    for (int64_t k = 0; k < kc; k++, a += acs, b += ldb) {
-        V bv[OM_NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < nv; v++) bv[v] = N(vload)(b + v * VL);
+    for (int s = 0; s < sets; s++)
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
-            for (int v = 0; v < nv; v++) acc[i][v] += a[i * ars] * bv[v];
+            for (int v = 0; v < nv; v++) part[s][i][v] = (V){0};
+#define OM_MICRO_STEP(s)                                                                            \
+    {                                                                                               \
+        V bv[OM_NV];                                                                                \
+        _Pragma("GCC unroll 4") for (int v = 0; v < nv; v++) bv[v] = N(vload)(b + (s)*ldb + v * VL); \
+        _Pragma("GCC unroll 8") for (int i = 0; i < mr; i++)                                        \
+            _Pragma("GCC unroll 4") for (int v = 0; v < nv; v++) part[s][i][v] += a[i * ars + (s)*acs] * bv[v]; \
     }
+    int64_t k = 0;
+    for (; k + sets <= kc; k += sets, a += sets * acs, b += sets * ldb) {
+        OM_MICRO_STEP(0)
+        if (sets > 1) OM_MICRO_STEP(1)
+        if (sets > 2) OM_MICRO_STEP(2)
+        if (sets > 2) OM_MICRO_STEP(3)
+    }
+    for (; k < kc; k++, a += acs, b += ldb) OM_MICRO_STEP(0)
+#undef OM_MICRO_STEP
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v++) {
+            acc[i][v] = part[0][i][v];
+            if (sets > 1) acc[i][v] += part[1][i][v];
+            if (sets > 2) acc[i][v] += part[2][i][v] + part[3][i][v];
+        }
 }

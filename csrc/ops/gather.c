@@ -143,7 +143,8 @@ static void targets_sort(targets *t, int64_t n_targets, int64_t *extra) {
 
 typedef struct put_job {
     targets t;
-    const char *src;           /* (outer, count, row) dense */
+    const char *src;           /* (outer, n_src, row) dense */
+    int64_t n_src;
     char *y;                   /* (outer, n_targets, row) dense */
     int64_t n_targets, row_size, size, piece, n_pieces; /* piece: bytes of a row done at once */
     bool zero;                 /* targets without a source become 0; else they are left alone, and y is the initial value */
@@ -159,7 +160,7 @@ static void put_range(void *arg, int64_t begin, int64_t end) {
         int64_t stop = row + (end - begin) < j->n_targets ? row + (end - begin) : j->n_targets;
         int64_t at = piece * j->piece, n = j->row_size - at < j->piece ? j->row_size - at : j->piece;
         char *y = j->y + outer * j->n_targets * j->row_size + at;
-        const char *src = j->src + outer * j->t.count * j->row_size + at;
+        const char *src = j->src + outer * j->n_src * j->row_size + at;
         begin += stop - row;
         int64_t k = 0, hi = j->t.count; /* first source whose target is >= row */
         while (k < hi) {
@@ -278,7 +279,7 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
     om_tensor *y = &a->out[0];
     int axis = (int)om_args_int(a, "axis", 0);
     int64_t padding = om_args_int(a, "padding_idx", -1), count = om_numel(idx), outer = 1, size = (int64_t)om_dtype_size(dy->dtype);
-    put_job j = {.src = dy->data, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = true, .add = true,
+    put_job j = {.src = dy->data, .n_src = count, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = true, .add = true,
                  .sum = OM_PICK(om_gather)->sum[dy->dtype]};
     for (int i = 0; i < axis; i++) outer *= y->dim[i];
     for (int i = axis + 1; i < y->rank; i++) j.row_size *= y->dim[i];
@@ -294,17 +295,6 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
         for (int64_t i = 0; i < count; i++)
             if (j.t.target[j.t.order[i]] != padding) j.t.order[k++] = j.t.order[i];
         j.t.count = k;
-    }
-    int64_t all = j.t.count;
-    /* src is addressed with the full number of rows */
-    if (all != count) {
-        for (int64_t o = 0; o < outer; o++) {
-            put_job part = j;
-            part.src += o * count * j.row_size;
-            part.y += o * j.n_targets * j.row_size;
-            put_run(cx, &part, 1);
-        }
-        return OM_OK;
     }
     put_run(cx, &j, outer);
     return OM_OK;
@@ -639,7 +629,7 @@ static om_status scatter_nd_run(om_ctx *cx, const om_args *a) {
         stride[i] = row;
         row *= y->dim[i];
     }
-    put_job j = {.src = a->in[2].data, .y = y->data, .n_targets = row, .row_size = size, .size = size, .add = add,
+    put_job j = {.src = a->in[2].data, .n_src = count, .y = y->data, .n_targets = row, .row_size = size, .size = size, .add = add,
                  .sum = OM_PICK(om_gather)->sum[y->dtype]};
     j.t = (targets){.order = a->scratch, .target = (int64_t *)a->scratch + count, .count = count};
     OM_TRY(nd_offsets(cx, a, y, stride, j.t.target, &count));

@@ -225,6 +225,9 @@ class Builder:
         for key, x in attrs.items():
             if x is not None:
                 _attribute(n.attribute.add(), key, x)
+                if type(x) is float and float(np.float32(x)) != x:  # attributes are float32; the full double stands beside
+                    e = n.metadata_props.add()
+                    e.key, e.value = f"f64:{key}", repr(x)
         module, file, line = self.source
         for key, text in (("module", module), ("file", file), ("line", str(line) if line else "")):
             if text:

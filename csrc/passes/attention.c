@@ -1,0 +1,390 @@
+/* attention.c - pass `attention`: attention written out as operators becomes one attention node.
+ *
+ *     matmul(dropout(cast(softmax(cast(where(c, matmul(q, kT) * scale + m, NEG))))), v)   ->   attention(q, k, v, mask)
+ *
+ * Starting at each matmul, its first operand is followed towards the inputs through dropout, casts and softmax over the
+ * last axis, then through any mixture of additive masks, where() with a hiding constant, one scale, casts, and reshapes that split
+ * or merge leading axes only, down to the matmul of the scores. Every value on the way must have no other reader. The mask steps
+ * are replayed from the inside out on a mask tensor of their own broadcast shape, so the mask has exactly the values the
+ * scores would have got. The nodes left behind are dead.
+ *
+ * What is the same: dropout keeps its random stream, and its logical index is the flat index of (.., h, q, k) in both forms.
+ * What is not, on purpose: low-precision scores are kept in the attention operator's compute type instead of being rounded
+ * in between; and a row in which -inf hides every key gives 0, where softmax gives NaN (as torch's own fused attention does).
+ * A finite hiding constant of where() counts only if a score vanishes beside it (|NEG| >= 1e30): then adding it is replacing by it.
+ *
+ * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does the grouping.
+ */
+#include "engine.h"
+
+#include "half.h"
+
+#include <math.h>
+
+enum { STEPS_MAX = 24 };
+
+typedef enum attn_step_kind { STEP_ADD, STEP_FILL, STEP_RESHAPE } attn_step_kind;
+typedef struct attn_step {
+    attn_step_kind kind;
+    om_id mask;          /* ADD: the summand; FILL: the condition */
+    bool hide_when;      /* FILL: the condition's value that hides */
+    double value;        /* FILL */
+    int dtype;           /* FILL: of the scores there */
+    om_id shape_of;      /* RESHAPE: value whose type the scores take */
+} attn_step;
+
+typedef struct attn_match {
+    om_id q, kt, v, softmax;
+    double scale, dropout;
+    uint64_t rng;
+    int n_steps;
+    attn_step step[STEPS_MAX]; /* outermost first */
+} attn_match;
+
+typedef struct attn_pass {
+    uint32_t *uses;      /* per value: readers among live nodes, outputs and writes */
+    bool changed;
+} attn_pass;
+
+/* --- what values are ---------------------------------------------------------------------------------------- */
+
+static const om_node *producer(const om_graph *g, om_id v) {
+    om_id n = om_val(g, v)->node;
+    return n == OM_NONE || om_val(g, v)->out != 0 ? NULL : &g->nodes.v[n];
+}
+
+/* v as one number, whatever its shape. */
+static bool scalar_of(const om_graph *g, om_id v, double *x) {
+    for (int depth = 0; depth < 8; depth++) {
+        const om_value *val = om_val(g, v);
+        if (val->role == OM_CONST) {
+            for (int i = 0; i < val->type.rank; i++)
+                if (val->type.dim[i] != 1) return false;
+            switch (val->type.dtype) {
+            case OM_F32: *x = (double)*(const float *)val->data; return true;
+            case OM_F64: *x = *(const double *)val->data; return true;
+            case OM_BF16: *x = (double)om_bf16_to_f32(*(const uint16_t *)val->data); return true;
+            case OM_F16: *x = (double)om_f16_to_f32(*(const uint16_t *)val->data); return true;
+            case OM_I64: *x = (double)*(const int64_t *)val->data; return true;
+            default: return false;
+            }
+        }
+        const om_node *n = producer(g, v);
+        if (!n) return false;
+        if (om_is(n, fill)) {
+            double f = om_node_float(n, "value", 0);
+            int t = val->type.dtype;
+            *x = t == OM_F32 ? (double)(float)f : t == OM_BF16 ? (double)om_bf16_to_f32(om_f32_to_bf16((float)f))
+               : t == OM_F16 ? (double)om_f16_to_f32(om_f32_to_f16((float)f)) : f;
+            return om_is_float(t) || t == OM_I64;
+        }
+        bool same = om_is(n, expand) || om_is(n, reshape) || om_is(n, copy) || om_is(n, stop_grad);
+        if (om_is(n, cast)) /* widening keeps the value */
+            same = om_is_float(val->type.dtype) && om_compute_dtype(om_ty(g, om_ins(g, n)[0])->dtype) != OM_F64 &&
+                   (val->type.dtype == OM_F32 || val->type.dtype == OM_F64);
+        if (!same) return false;
+        v = om_ins(g, n)[0];
+    }
+    return false;
+}
+
+static bool same_shape(const om_type *a, const om_type *b) {
+    return a->rank == b->rank && !memcmp(a->dim, b->dim, a->rank * sizeof *a->dim);
+}
+
+/* A reshape that leaves the last two axes alone. */
+static bool leading_reshape(const om_graph *g, const om_node *n) {
+    const om_type *a = om_ty(g, om_ins(g, n)[0]), *b = om_ty(g, n->out);
+    return om_is(n, reshape) && a->rank >= 3 && b->rank >= 3 && a->dim[a->rank - 1] == b->dim[b->rank - 1] &&
+           a->dim[a->rank - 2] == b->dim[b->rank - 2];
+}
+
+static bool leading_ones(const om_type *m) {
+    for (int i = 0; i + 2 < m->rank; i++)
+        if (m->dim[i] != 1) return false;
+    return true;
+}
+
+/* --- the match ------------------------------------------------------------------------------------------------ */
+
+/* From the value read by softmax down to the matmul of the scores. */
+static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_match *m, int depth, bool scaled, bool reshaped) {
+    const om_node *n = producer(g, v);
+    if (!n || p->uses[v] != 1 || depth > 24) return false;
+    const om_id *in = om_ins(g, n);
+    const om_type *t = om_ty(g, v);
+    double x;
+    int saved = m->n_steps;
+    attn_step *step = &m->step[m->n_steps];
+    if (om_is(n, matmul)) {
+        if (n->n_in > 2 && in[2] != OM_NONE) return false;
+        const om_type *a = om_ty(g, in[0]), *b = om_ty(g, in[1]);
+        if (a->rank < 3 || a->rank != b->rank || memcmp(a->dim, b->dim, (size_t)(a->rank - 2) * sizeof *a->dim)) return false;
+        m->q = in[0];
+        m->kt = in[1];
+        return true;
+    }
+    if (om_is(n, cast)) return om_is_float(om_ty(g, in[0])->dtype) && match_scores(g, p, in[0], m, depth + 1, scaled, reshaped);
+    if (om_is(n, mul) || om_is(n, div)) {
+        for (int side = 0; side < (om_is(n, mul) ? 2 : 1); side++)
+            if (scalar_of(g, in[1 - side], &x) && same_shape(om_ty(g, in[side]), t) && isfinite(x) && (om_is(n, mul) || x != 0)) {
+                double old = m->scale;
+                m->scale = om_is(n, mul) ? old * x : old / x;
+                if (match_scores(g, p, in[side], m, depth + 1, true, reshaped)) return true;
+                m->scale = old;
+            }
+        return false;
+    }
+    if (m->n_steps == STEPS_MAX) return false;
+    if (leading_reshape(g, n)) {
+        *step = (attn_step){.kind = STEP_RESHAPE, .shape_of = v};
+        m->n_steps++;
+        if (match_scores(g, p, in[0], m, depth + 1, scaled, true)) return true;
+        m->n_steps = saved;
+        return false;
+    }
+    if (scaled) return false; /* the scale would have to go into the mask */
+    if (om_is(n, add)) {
+        for (int side = 0; side < 2; side++) {
+            const om_type *mt = om_ty(g, in[1 - side]);
+            if (!same_shape(om_ty(g, in[side]), t)) continue;
+            if (reshaped && !leading_ones(mt) && !same_shape(mt, t) &&
+                !(mt->rank == t->rank && !memcmp(mt->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
+                continue;
+            *step = (attn_step){.kind = STEP_ADD, .mask = in[1 - side]};
+            m->n_steps++;
+            if (match_scores(g, p, in[side], m, depth + 1, scaled, reshaped)) return true;
+            m->n_steps = saved;
+        }
+        return false;
+    }
+    if (om_is(n, where)) {
+        for (int side = 1; side < 3; side++) {
+            const om_type *ct = om_ty(g, in[0]);
+            if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) || !(x <= -1e30)) continue;
+            if (reshaped && !leading_ones(ct) && !(ct->rank == t->rank && !memcmp(ct->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
+                continue;
+            *step = (attn_step){.kind = STEP_FILL, .mask = in[0], .hide_when = side == 2, .value = x, .dtype = t->dtype};
+            m->n_steps++;
+            if (match_scores(g, p, in[side], m, depth + 1, scaled, reshaped)) return true;
+            m->n_steps = saved;
+        }
+    }
+    return false;
+}
+
+static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn_match *m) {
+    *m = (attn_match){.scale = 1, .softmax = OM_NONE};
+    if (mm->n_in > 2 && om_ins(g, mm)[2] != OM_NONE) return false;
+    om_id v = om_ins(g, mm)[0];
+    m->v = om_ins(g, mm)[1];
+    const om_type *pt = om_ty(g, v), *vt = om_ty(g, m->v);
+    if (pt->rank < 3 || pt->rank != vt->rank || memcmp(pt->dim, vt->dim, (size_t)(pt->rank - 2) * sizeof *pt->dim)) return false;
+    const om_node *n;
+    for (;;) { /* what stands between softmax and the matmul */
+        if (!(n = producer(g, v)) || p->uses[v] != 1) return false;
+        if (om_is(n, softmax)) break;
+        if (om_is(n, dropout) && m->dropout == 0) {
+            m->dropout = om_node_float(n, "p", 0);
+            m->rng = n->rng;
+            if (!(m->dropout >= 0 && m->dropout < 1)) return false;
+        } else if (!(om_is(n, cast) && om_is_float(om_ty(g, om_ins(g, n)[0])->dtype)) && !leading_reshape(g, n)) {
+            return false;
+        }
+        v = om_ins(g, n)[0];
+    }
+    m->softmax = v;
+    const om_type *st = om_ty(g, v);
+    if (om_node_int(n, "axis", -1) != st->rank - 1) return false;
+    om_id scores = om_ins(g, n)[0];
+    if (!match_scores(g, p, scores, m, 0, false, false)) return false;
+
+    const om_type *qt = om_ty(g, m->q), *kt = om_ty(g, m->kt);
+    int T = qt->dtype, C = om_compute_dtype(T); /* no step may be more or less precise than the operator's own arithmetic */
+    if (kt->dtype != T || vt->dtype != T || om_ty(g, mm->out)->dtype != T || pt->dtype != T) return false;
+    if (!om_is_float(T) || (st->dtype != T && st->dtype != C)) return false;
+    for (int i = 0; i < m->n_steps; i++) {
+        if (m->step[i].kind == STEP_ADD && om_ty(g, m->step[i].mask)->dtype != T && om_ty(g, m->step[i].mask)->dtype != C) return false;
+    }
+    return true;
+}
+
+/* --- the replacement -------------------------------------------------------------------------------------------- */
+
+/* k0 when v is k0 with each head repeated n times: reshape(expand(unsqueeze(k0, 2), (b, hk, n, t, d)), (b, hk * n, t, d)). */
+static om_id unrepeat(const om_graph *g, om_id v) {
+    const om_node *r = producer(g, v);
+    if (!r || !om_is(r, reshape)) return v;
+    om_id e = om_ins(g, r)[0];
+    const om_node *x = producer(g, e);
+    if (x && om_is(x, copy)) e = om_ins(g, x)[0], x = producer(g, e);
+    if (!x || !om_is(x, expand)) return v;
+    const om_node *u = producer(g, om_ins(g, x)[0]);
+    if (!u || !om_is(u, reshape)) return v;
+    om_id k0 = om_ins(g, u)[0];
+    const om_type *tv = om_ty(g, v), *te = om_ty(g, e), *tu = om_ty(g, u->out), *t0 = om_ty(g, k0);
+    if (tv->rank != 4 || te->rank != 5 || tu->rank != 5 || t0->rank != 4) return v;
+    bool ok = tu->dim[2] == 1 && te->dim[0] == t0->dim[0] && te->dim[1] == t0->dim[1] && te->dim[3] == t0->dim[2] && te->dim[4] == t0->dim[3];
+    ok &= tu->dim[0] == t0->dim[0] && tu->dim[1] == t0->dim[1] && tu->dim[3] == t0->dim[2] && tu->dim[4] == t0->dim[3];
+    ok &= tv->dim[0] == t0->dim[0] && tv->dim[2] == t0->dim[2] && tv->dim[3] == t0->dim[3];
+    int64_t hk, rep, h;
+    ok &= om_dim_const(g, te->dim[1], &hk) && om_dim_const(g, te->dim[2], &rep) && om_dim_const(g, tv->dim[1], &h) && h == hk * rep;
+    return ok ? k0 : v;
+}
+
+/* kT's transpose: what kT was made from, when it was made by swapping the last two axes. */
+static om_id untransposed(const om_graph *g, om_id kt) {
+    const om_node *n = producer(g, kt);
+    if (!n || !om_is(n, permute)) return OM_NONE;
+    const om_attr *a = om_attr_get(n->attr, n->n_attr, "perm");
+    int rank = om_ty(g, kt)->rank;
+    if (!a || (int)a->n != rank) return OM_NONE;
+    for (int i = 0; i < rank; i++)
+        if (a->dims[i] != (i == rank - 1 ? rank - 2 : i == rank - 2 ? rank - 1 : i)) return OM_NONE;
+    return om_ins(g, n)[0];
+}
+
+/* x (lead.., rows, cols) with the leading axes of `shape`. */
+static om_id with_lead(om_graph *g, om_id x, const om_dim *lead, int n_lead) {
+    if (x == OM_NONE || g->cx->status != OM_OK) return OM_NONE;
+    om_dim dim[OM_RANK];
+    om_type t = *om_ty(g, x);
+    memcpy(dim, lead, (size_t)n_lead * sizeof *dim);
+    dim[n_lead] = t.dim[t.rank - 2];
+    dim[n_lead + 1] = t.dim[t.rank - 1];
+    return om_b_reshape(g, x, dim, n_lead + 2);
+}
+
+static om_id mask_of(om_rewriter *r, const attn_match *m) {
+    om_graph *g = r->to;
+    om_id mask = OM_NONE;
+    for (int i = m->n_steps - 1; i >= 0; i--) {
+        const attn_step *s = &m->step[i];
+        if (s->kind == STEP_RESHAPE) {
+            if (mask == OM_NONE) continue;
+            om_type t = *om_ty(r->from, s->shape_of), mt = *om_ty(g, mask);
+            om_dim lead[OM_RANK];
+            bool ones = leading_ones(&mt);
+            for (int k = 0; k + 2 < t.rank; k++) lead[k] = ones ? 1 : om_dim_copy(g, r->from, t.dim[k]);
+            while (mt.rank < 2) { /* a mask over keys alone: rows of size 1 */
+                memmove(mt.dim + 1, mt.dim, mt.rank * sizeof *mt.dim);
+                mt.dim[0] = 1;
+                mt.rank++;
+            }
+            mask = om_b_reshape(g, mask, mt.dim, mt.rank);
+            mask = with_lead(g, mask, lead, t.rank - 2);
+            continue;
+        }
+        om_id x = r->map[s->mask];
+        if (s->kind == STEP_ADD) {
+            if (mask != OM_NONE && om_ty(g, mask)->dtype == OM_BOOL)
+                mask = om_make(g, &om_op_where, OM_IN(mask, x, om_scalar(g, om_ty(g, x)->dtype, -INFINITY)), NULL, 0);
+            else if (mask != OM_NONE) {
+                int dt = om_ty(g, mask)->dtype == om_ty(g, x)->dtype ? om_ty(g, x)->dtype : om_compute_dtype(om_ty(g, x)->dtype);
+                mask = om_b_bin(g, &om_op_add, om_b_cast(g, mask, dt), om_b_cast(g, x, dt));
+            } else
+                mask = x;
+            continue;
+        }
+        om_id see = s->hide_when ? om_b_un(g, &om_op_not, x) : x;
+        bool inf = isinf(s->value), is_bool = mask != OM_NONE && om_ty(g, mask)->dtype == OM_BOOL;
+        if (inf && (mask == OM_NONE || is_bool)) {
+            mask = mask == OM_NONE ? see : om_b_bin(g, &om_op_and, mask, see);
+        } else {
+            int dt = mask != OM_NONE && !is_bool ? om_ty(g, mask)->dtype : s->dtype;
+            if (is_bool) mask = om_make(g, &om_op_where, OM_IN(mask, om_scalar(g, dt, 0), om_scalar(g, dt, -INFINITY)), NULL, 0);
+            if (mask == OM_NONE) mask = om_scalar(g, dt, 0);
+            mask = om_make(g, &om_op_where, OM_IN(see, mask, om_scalar(g, dt, s->value)), NULL, 0);
+        }
+    }
+    return mask;
+}
+
+static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_match *m) {
+    om_graph *g = r->to;
+    const om_graph *from = r->from;
+    const om_type *st = om_ty(from, m->softmax), *qt = om_ty(from, m->q);
+    om_type yt = *om_ty(from, mm->out);
+    int n_lead = st->rank - 2;
+    om_dim lead[OM_RANK];
+    for (int i = 0; i < n_lead; i++) lead[i] = om_dim_copy(g, from, st->dim[i]);
+    bool same = qt->rank == st->rank && !memcmp(qt->dim, st->dim, (size_t)n_lead * sizeof *lead);
+    bool same_v = yt.rank == st->rank && !memcmp(yt.dim, st->dim, (size_t)n_lead * sizeof *lead);
+    for (int i = 0; i < yt.rank; i++) yt.dim[i] = om_dim_copy(g, from, yt.dim[i]);
+
+    om_id k_old = untransposed(from, m->kt), q = r->map[m->q], v = r->map[m->v], k;
+    if (k_old != OM_NONE) k = r->map[same && same_v ? unrepeat(from, k_old) : k_old];
+    else k = om_b_transpose(g, r->map[m->kt], -1, -2);
+    if (same && same_v && k_old != OM_NONE && unrepeat(from, k_old) != k_old && unrepeat(from, m->v) != m->v) v = r->map[unrepeat(from, m->v)];
+    else if (k_old != OM_NONE) k = r->map[k_old];
+    if (!same) q = with_lead(g, q, lead, n_lead), k = with_lead(g, k, lead, n_lead);
+    if (!same_v) v = with_lead(g, v, lead, n_lead);
+    om_id in[4] = {q, k, v, mask_of(r, m)};
+    om_id y = om_make(g, &om_op_attention, in, in[3] == OM_NONE ? 3 : 4,
+                      OM_ATTRS(OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout)));
+    om_last(g)->rng = m->dropout > 0 ? m->rng : 0;
+    r->map[mm->out] = om_b_reshape(g, y, yt.dim, yt.rank);
+    return g->cx->status;
+}
+
+/* An attention node whose keys and values are repeated heads. */
+static om_status attention_unrepeat(om_rewriter *r, om_id id) {
+    const om_node *n = &r->from->nodes.v[id];
+    attn_pass *p = r->arg;
+    OM_TRY(om_rewrite_copy(r, id));
+    om_id k = om_ins(r->from, n)[1], v = om_ins(r->from, n)[2], k0 = unrepeat(r->from, k), v0 = unrepeat(r->from, v);
+    if (k0 == k || v0 == v || om_ty(r->from, k0)->dim[1] != om_ty(r->from, v0)->dim[1]) return OM_OK;
+    om_id *ins = r->to->operands.v + om_last(r->to)->in; /* the node just copied: same sizes, so its types stand */
+    ins[1] = r->map[k0];
+    ins[2] = r->map[v0];
+    p->changed = true;
+    return OM_OK;
+}
+
+static om_status attn_node(om_rewriter *r, om_id id) {
+    const om_node *n = &r->from->nodes.v[id];
+    attn_pass *p = r->arg;
+    attn_match m;
+    if (om_is(n, attention)) return attention_unrepeat(r, id);
+    if (!om_is(n, matmul) || !match(r->from, p, n, &m)) return om_rewrite_copy(r, id);
+    p->changed = true;
+    return make_attention(r, n, &m);
+}
+
+static om_status attention_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+    *out = NULL;
+    attn_pass p = {om_alloc(cx, (in->values.n + 1) * sizeof *p.uses), false};
+    uint8_t *live = om_alloc(cx, in->nodes.n + 1);
+    om_graph *g = NULL;
+    om_status st = p.uses && live ? OM_OK : cx->status;
+    if (st == OM_OK) {
+        for (uint32_t i = 0; i < in->outputs.n; i++) p.uses[in->outputs.v[i]]++;
+        for (uint32_t i = 0; i < in->writes.n; i++) p.uses[in->writes.v[i].value]++;
+        for (uint32_t i = 0; i < in->grads.n; i++)
+            if (in->grads.v[i].value != OM_NONE) p.uses[in->grads.v[i].value]++;
+        for (om_id i = in->nodes.n; i-- > 0;) {
+            const om_node *n = &in->nodes.v[i];
+            for (int k = 0; k < n->n_out; k++) live[i] |= p.uses[n->out + (om_id)k] != 0;
+            if (!live[i]) continue;
+            for (int k = 0; k < n->n_in; k++)
+                if (om_ins(in, n)[k] != OM_NONE) p.uses[om_ins(in, n)[k]]++;
+        }
+        st = om_rewrite(cx, in, attn_node, &p, &g);
+    }
+    if (st == OM_OK && p.changed) { /* once more, to drop what the matches left behind */
+        om_graph *clean = NULL;
+        st = om_rewrite(cx, g, om_rewrite_copy, NULL, &clean);
+        om_graph_free(g);
+        g = clean;
+    }
+    om_free(cx, p.uses);
+    om_free(cx, live);
+    if (st == OM_OK) *out = g;
+    return st;
+}
+
+const om_pass om_pass_attention = {
+    .name = "attention",
+    .doc = "matmul, scale, mask, softmax, dropout, matmul become one attention node; repeated key and value heads are read once",
+    .run = attention_run,
+};

@@ -1,0 +1,196 @@
+"""Capture: a module and one call's arguments -> an ONNX training graph and what is needed to run it in the module's place.
+
+    export.py       torch.export, training IR                       (the only file that touches torch.export)
+    functional.py   in-place edits and views become values
+    convert.py      pure nodes -> ONNX, with ops_*.py: one row per ATen operator
+    onnx_build.py   the ModelProto; onnx_functions.py: bodies of the ortmodule operators
+    skeleton.py     flattening of arguments and results
+    opaque.py       custom autograd.Functions and submodules kept in PyTorch
+
+Nothing of the user's model is copied: parameters and buffers are graph inputs, named by their fully qualified name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .convert import HostOp, convert
+from .export import CaptureError, Exported, export_module
+from .functional import Node, Program, functionalize
+from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
+from .skeleton import FlatInputs, flatten_inputs
+
+__all__ = ["CaptureError", "Captured", "FlatInputs", "HostOp", "InputSpec", "capture", "flatten_inputs"]
+
+
+@dataclass
+class InputSpec:
+    """One graph input. leaf: index into the flattened user leaves (FlatInputs.tensors, then .scalars). target: fully qualified name.
+    tensor: the object itself for kind 'const_attr' (a tensor that is neither parameter nor buffer). dims: sizes, as in the ONNX file."""
+
+    name: str
+    kind: Literal["user", "param", "buffer", "const_attr"]
+    leaf: int = -1
+    target: str = ""
+    tensor: Tensor | None = None
+    dims: tuple[int | str, ...] = ()
+
+
+@dataclass
+class Captured:
+    """A captured module.
+
+    onnx: the graph (docs/ONNX.md). inputs: in the order of the graph inputs. rebuild: tensor outputs -> what the user's forward returns,
+    a fresh object each time. passthrough: output index -> graph input index where an output is that input itself.
+    writes: graph input index per write-back; write-backs follow the user outputs. host_ops: rows for nodes with `host_index`.
+    fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this graph. fixed_scalars: int/float leaves whose
+    value the graph depends on (all of them unless captured with symbolic_scalars).
+    """
+
+    onnx: bytes
+    inputs: list[InputSpec]
+    n_user_outputs: int
+    rebuild: Callable[[list[Tensor]], Any]
+    passthrough: dict[int, int]
+    writes: list[int]
+    host_ops: list[HostOp]
+    seconds: float
+    n_nodes: int
+    dynamic: bool
+    fits: Callable[[FlatInputs], bool]
+    fixed_scalars: list[int] = field(default_factory=list)
+
+
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
+            keep_in_torch: Collection[str] = ()) -> Captured:
+    """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they were.
+
+    dynamic: sizes of all tensor arguments are symbols. symbolic_scalars: int and float arguments are graph inputs (0-d int64, float64)
+    instead of constants. keep_in_torch: fully qualified names of submodules that stay outside the graph. Grad mode and autocast are
+    the caller's. Raises CaptureError with the innermost submodule, file and line.
+    """
+    started = time.perf_counter()
+    exported = export_module(module, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic_scalars, keep_in_torch=keep_in_torch)
+    program = functionalize(exported)
+    rebuild = _outputs(program, exported)
+    try:
+        onnx_bytes, host_ops, builder = convert(program, exported, type(module).__name__)
+    except UnsupportedError as e:
+        raise CaptureError(str(e)) from e
+    specs, index = _inputs(program, builder)
+    flat = flatten_inputs(args, kwargs)
+    fits, fixed = _conditions(program, exported, flat, dynamic, symbolic_scalars)
+    return Captured(
+        onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
+        passthrough={i: index[n] for i, n in program.passthrough.items() if n in index},
+        writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
+        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed)
+
+
+def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[Node, int]]:
+    specs: list[InputSpec] = []
+    index: dict[Node, int] = {}
+    names = list(builder.inputs)
+    for source, node in program.inputs:
+        if source.kind == "constant":
+            continue
+        index[node] = len(specs)
+        v = builder.inputs[names[len(specs)]]
+        dims = tuple(d if isinstance(d, int) else builder.sizes.text(d) for d in v.shape)
+        kind: Any = source.kind
+        specs.append(InputSpec(v.name, kind, source.leaf, source.target, source.tensor if kind == "const_attr" else None, dims))
+    return specs, index
+
+
+def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], Any]:
+    """Results that are numbers become 0-d outputs, read back by rebuild; numbers known at capture are constants."""
+    slots: list[Any] = []
+    kept: list[Any] = []
+    passthrough: dict[int, Node] = {}
+    known: dict[Node, int] = {}
+    for i, out in enumerate(program.outputs):
+        if not isinstance(out, Node):
+            out = expr_of(out) if isinstance(out, torch.SymInt) else out
+            if isinstance(out, (int, float, bool)) or out is None:
+                slots.append(("value", out))
+                continue
+            slots.append(("number", len(kept)))
+        elif out in known and i not in program.passthrough:
+            slots.append(("tensor", known[out]))
+            continue
+        else:
+            known.setdefault(out, len(kept))
+            if i in program.passthrough:
+                passthrough[len(kept)] = program.passthrough[i]
+            slots.append(("tensor", len(kept)))
+        kept.append(program.outputs[i])
+    program.outputs = kept
+    program.passthrough = passthrough
+    fill = exported.rebuild
+    if all(s == ("tensor", i) for i, s in enumerate(slots)):
+        return fill
+
+    def rebuild(tensors: list[Tensor]) -> Any:
+        return fill([x if kind == "value" else tensors[x] if kind == "tensor" else tensors[x].item() for kind, x in slots])
+
+    return rebuild
+
+
+def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool, symbolic: bool) -> tuple[Callable[[FlatInputs], bool], list[int]]:
+    """What the trace took for granted about sizes and numbers."""
+    n = len(flat.tensors)
+    fixed_scalars = list(range(len(flat.scalars)))
+    if symbolic:
+        held = {s.leaf - n: node.val for s, node in program.inputs if s.kind == "user" and s.leaf >= n}
+        fixed_scalars = [i for i in fixed_scalars if isinstance(held.get(i, 0), int)]
+    scalars = [(i, type(flat.scalars[i]), flat.scalars[i]) for i in fixed_scalars]
+    same_scalars = _same_scalars(scalars)
+    if not dynamic:
+        shapes = [t.shape for t in flat.tensors]
+
+        def fits_static(f: FlatInputs) -> bool:
+            return [t.shape for t in f.tensors] == shapes and same_scalars(f)
+
+        return fits_static, fixed_scalars
+    dims = {s.leaf: shape_of(node.val) if isinstance(node.val, Tensor) else (expr_of(node.val),)
+            for s, node in program.inputs if s.kind == "user" and (isinstance(node.val, Tensor) or isinstance(node.val, torch.SymInt))}
+    where: dict[Any, tuple[int, int]] = {}
+    for leaf, shape in dims.items():
+        for axis, d in enumerate(shape):
+            if not isinstance(d, int) and d.is_Symbol:
+                where.setdefault(d, (leaf, axis))
+    ranges = [(where[s], lo, hi) for s, (lo, hi) in exported.ranges.items() if s in where]
+    numbers = [(leaf, axis, d) for leaf, shape in dims.items() for axis, d in enumerate(shape) if isinstance(d, int)]
+    equal = [(leaf, axis, where[d]) for leaf, shape in dims.items() for axis, d in enumerate(shape)
+             if not isinstance(d, int) and d.is_Symbol and where[d] != (leaf, axis)]
+    products = [(leaf, axis, d) for leaf, shape in dims.items() for axis, d in enumerate(shape) if not isinstance(d, int) and not d.is_Symbol]
+
+    def size(f: FlatInputs, leaf: int, axis: int) -> int:
+        return f.tensors[leaf].shape[axis] if leaf < n else int(f.scalars[leaf - n])
+
+    def fits(f: FlatInputs) -> bool:
+        if not same_scalars(f) or any(size(f, i, a) != v for i, a, v in numbers) or any(size(f, i, a) != size(f, *w) for i, a, w in equal):
+            return False
+        if any(not lo <= size(f, *w) <= hi for w, lo, hi in ranges):
+            return False
+        for leaf, axis, e in products:
+            values = {s: size(f, *where[s]) for s in e.free_symbols if s in where}
+            got = size(f, leaf, axis)
+            if len(values) == len(e.free_symbols):
+                if int(e.subs(values)) != got:
+                    return False
+            elif got % int(e.as_coeff_Mul()[0]):
+                return False
+        return True
+
+    return fits, fixed_scalars
+
+
+def _same_scalars(scalars: list[tuple[int, type, int | float]]) -> Callable[[FlatInputs], bool]:
+    return lambda f: all(type(f.scalars[i]) is t and f.scalars[i] == x for i, t, x in scalars)

@@ -1,0 +1,142 @@
+"""Inference meaning of the ortmodule operators in standard ONNX, as model-local functions, so that onnxruntime runs a captured file.
+
+An operator whose nodes in one graph need different bodies (label smoothing with and without, say) gets none: the file stays valid, and
+only runtimes that know the operator run it. The engine reads the operators, never the bodies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+from onnx import helper, parser
+
+_HEAD = '<domain: "ortmodule", opset_import: ["" : 23]>\n'
+
+
+def _function(text: str) -> onnx.FunctionProto:
+    return parser.parse_function(_HEAD + text)
+
+
+def _attr(node: onnx.NodeProto, name: str) -> Any:
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), None)
+
+
+def _identity(name: str, ins: str) -> str:
+    return f"{name} ({ins}) => (y)\n{{ y = Identity ({ins.split(',')[0]}) }}"
+
+
+_BATCH_NORM = """BatchNorm <momentum, eps, training> (x, w, b, mean, var) => (y, new_mean, new_var) {
+    rows = Constant <value = int64[3] {0, 0, -1}> ()
+    flat = Reshape (x, rows)
+    axes = Constant <value = int64[2] {0, 2}> ()
+    column = Constant <value = int64[3] {1, -1, 1}> ()
+    own_mean = ReduceMean <keepdims = 0> (flat, axes)
+    own_mean_c = Reshape (own_mean, column)
+    centred = Sub (flat, own_mean_c)
+    squares = Mul (centred, centred)
+    own_var = ReduceMean <keepdims = 0> (squares, axes)
+    training_i = Constant <value_int: int = @training> ()
+    bool_training = Cast <to = 9> (training_i)
+    use_mean = Where (bool_training, own_mean, mean)
+    use_var = Where (bool_training, own_var, var)
+    use_mean_c = Reshape (use_mean, column)
+    eps_f = Constant <value_float: float = @eps> ()
+    eps_t = CastLike (eps_f, x)
+    var_eps = Add (use_var, eps_t)
+    std = Sqrt (var_eps)
+    slope = Div (w, std)
+    slope_c = Reshape (slope, column)
+    shifted = Sub (flat, use_mean_c)
+    scaled = Mul (shifted, slope_c)
+    b_c = Reshape (b, column)
+    y_flat = Add (scaled, b_c)
+    x_shape = Shape (x)
+    y = Reshape (y_flat, x_shape)
+    total = Size (x)
+    channels = Size (w)
+    count = Div (total, channels)
+    one_i = Constant <value = int64 {1}> ()
+    count_1 = Sub (count, one_i)
+    two_i = Constant <value = int64 {2}> ()
+    least = Max (count_1, one_i)
+    count_f = CastLike (count, x)
+    least_f = CastLike (least, x)
+    unbias = Div (count_f, least_f)
+    unbiased = Mul (own_var, unbias)
+    momentum_f = Constant <value_float: float = @momentum> ()
+    m = CastLike (momentum_f, x)
+    mean_step = Sub (own_mean, mean)
+    mean_part = Mul (m, mean_step)
+    mean_new = Add (mean, mean_part)
+    var_step = Sub (unbiased, var)
+    var_part = Mul (m, var_step)
+    var_new = Add (var, var_part)
+    new_mean = Where (bool_training, mean_new, mean)
+    new_var = Where (bool_training, var_new, var)
+}"""
+
+# Smoothed: every class of a counted label gives smoothing / classes; without weights, for 'mean' and 'sum'.
+_SMOOTH = """CrossEntropy <ignore_index, label_smoothing, reduction> (x, labels) => (loss) {{
+    nll = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> (x, labels)
+    logp = LogSoftmax <axis = 1> (x)
+    class_axis = Constant <value = int64[1] {{1}}> ()
+    row_mean = ReduceMean <keepdims = 0> (logp, class_axis)
+    ignore_i = Constant <value_int: int = @ignore_index> ()
+    ignored = Equal (labels, ignore_i)
+    counted = Not (ignored)
+    counted_f = CastLike (counted, x)
+    row = Mul (row_mean, counted_f)
+    total = ReduceSum <keepdims = 0> (row)
+    n_counted = ReduceSum <keepdims = 0> (counted_f)
+    {smooth}
+    s_f = Constant <value_float: float = @label_smoothing> ()
+    s = CastLike (s_f, x)
+    one = Constant <value_float = 1.0> ()
+    one_t = CastLike (one, x)
+    rest = Sub (one_t, s)
+    a = Mul (rest, nll)
+    b = Mul (s, smooth)
+    loss = Sub (a, b)
+}}"""
+
+
+def _cross_entropy(nodes: list[onnx.NodeProto]) -> str | None:
+    smooth = {(_attr(n, "label_smoothing") or 0.0) > 0 for n in nodes}
+    reductions = {_attr(n, "reduction") for n in nodes}
+    weighted = {len(n.input) > 2 for n in nodes}
+    if smooth == {False}:
+        if len(weighted) > 1:
+            return None
+        ins = "x, labels, weight" if weighted == {True} else "x, labels"
+        return (f"CrossEntropy <ignore_index, label_smoothing, reduction> ({ins}) => (loss) {{\n"
+                f"loss = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> ({ins}) }}")
+    if smooth == {True} and weighted == {False} and len(reductions) == 1 and reductions < {b"mean", b"sum"}:
+        return _SMOOTH.format(smooth="smooth = Div (total, n_counted)" if reductions == {b"mean"} else "smooth = Identity (total)")
+    return None
+
+
+def _attention(nodes: list[onnx.NodeProto]) -> str | None:
+    if len({len(n.input) for n in nodes}) > 1 or len({_attr(n, "scale") is None for n in nodes}) > 1:
+        return None
+    ins = "q, k, v, mask" if len(nodes[0].input) > 3 else "q, k, v"
+    scale = "" if _attr(nodes[0], "scale") is None else ", scale: float = @scale"
+    names = "is_causal, dropout_p" + (", scale" if scale else "")
+    return f"Attention <{names}> ({ins}) => (y) {{\ny = Attention <is_causal: int = @is_causal{scale}> ({ins}) }}"
+
+
+def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
+    """Bodies for the ortmodule operators that occur in the graph."""
+    used: dict[str, list[onnx.NodeProto]] = {}
+    for n in graph.node:
+        if n.domain == "ortmodule":
+            used.setdefault(n.op_type, []).append(n)
+    texts: dict[str, str | None] = {
+        "StopGradient": _identity("StopGradient", "x"),
+        "StraightThrough": _identity("StraightThrough", "x, gradient_of"),
+        "Embedding": "Embedding <padding_idx> (w, idx) => (y)\n{ y = Gather <axis = 0> (w, idx) }",
+        "BatchNorm": _BATCH_NORM,
+        "CrossEntropy": _cross_entropy(used.get("CrossEntropy", [])) if "CrossEntropy" in used else None,
+        "Attention": _attention(used["Attention"]) if "Attention" in used else None,
+    }
+    return [_function(text) for name, text in texts.items() if name in used and text]

@@ -1,0 +1,655 @@
+"""Rows of the operator table that compute: pointwise operations, comparisons, reductions, products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, row
+from .functional import Node
+from .onnx_build import Val, expr_of, shape_of
+
+
+def _exact(x: Any, dtype: torch.dtype) -> bool:
+    return not isinstance(x, float) or not math.isfinite(x) or float(torch.tensor(x, dtype=dtype)) == x
+
+
+def arithmetic(c: Converter, op: str, x: Any, y: Any, dtype: torch.dtype) -> Val:
+    """op(x, y) in the recorded type of the result; numbers that a low precision cannot hold are applied in float32."""
+    if dtype in _LOW and not (_exact(x, dtype) and _exact(y, dtype)):
+        return c.cast(c.op2(op, c.num(x, F32), c.num(y, F32)), dtype)
+    return c.op2(op, c.num(x, dtype), c.num(y, dtype))
+
+
+def _scaled(c: Converter, y: Any, alpha: Any, dtype: torch.dtype) -> Any:
+    """alpha * y, or y itself when alpha is 1."""
+    if isinstance(alpha, (int, float)) and alpha == 1:
+        return None
+    if isinstance(y, (int, float)) and isinstance(alpha, (int, float)):
+        return c.b.constant(alpha * y, dtype)
+    return arithmetic(c, "Mul", y, alpha, dtype)
+
+
+def _add(c: Converter, op: str, x: Any, y: Any, alpha: Any, dtype: torch.dtype) -> Val:
+    if dtype == BOOL:
+        if op == "Sub":
+            raise NotHere("subtraction of booleans")
+        return c.op2("Or", c.num(x, BOOL), c.num(y, BOOL))
+    scaled = _scaled(c, y, alpha, dtype)
+    return arithmetic(c, op, x, y, dtype) if scaled is None else c.op2(op, c.num(x, dtype), scaled)
+
+
+@row("add.Tensor", "add.Scalar")
+def add(c: Converter, n: Node, x: Node, y: Any, alpha: Any) -> Val:
+    return _add(c, "Add", x, y, alpha, n.val.dtype)
+
+
+@row("sub.Tensor", "sub.Scalar", "subtract.Tensor")
+def sub(c: Converter, n: Node, x: Node, y: Any, alpha: Any) -> Val:
+    return _add(c, "Sub", x, y, alpha, n.val.dtype)
+
+
+@row("rsub.Tensor", "rsub.Scalar")
+def rsub(c: Converter, n: Node, x: Node, y: Any, alpha: Any) -> Val:
+    scaled = _scaled(c, x, alpha, n.val.dtype)
+    return arithmetic(c, "Sub", y, x, n.val.dtype) if scaled is None else c.op2("Sub", c.num(y, n.val.dtype), scaled)
+
+
+@row("mul.Tensor", "mul.Scalar", "multiply.Tensor")
+def mul(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    dtype = n.val.dtype
+    return c.op2("And", c.num(x, BOOL), c.num(y, BOOL)) if dtype == BOOL else arithmetic(c, "Mul", x, y, dtype)
+
+
+@row("div.Tensor", "div.Scalar", "true_divide.Tensor", "divide.Tensor")
+def div(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    return arithmetic(c, "Div", x, y, n.val.dtype)
+
+
+def _floor_div(c: Converter, x: Val, y: Val) -> Val:
+    """Rounds towards minus infinity. Integers: ONNX Div truncates, Mod has the sign of the divisor, so (x - mod) / y is exact."""
+    if x.dtype.is_floating_point:
+        return c.un("Floor", c.op2("Div", x, y))
+    return c.op2("Div", c.op2("Sub", x, c.op2("Mod", x, y)), y)
+
+
+@row("div.Tensor_mode", "div.Scalar_mode")
+def div_mode(c: Converter, n: Node, x: Node, y: Any, mode: str | None) -> Val:
+    dtype = n.val.dtype
+    if mode is None:
+        return arithmetic(c, "Div", x, y, dtype)
+    a, b = c.num(x, dtype), c.num(y, dtype)
+    if mode == "floor":
+        return _floor_div(c, a, b)
+    return _trunc(c, c.op2("Div", a, b)) if dtype.is_floating_point else c.op2("Div", a, b)
+
+
+@row("floor_divide", "floor_divide.Scalar")
+def floor_divide(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    return _floor_div(c, c.num(x, n.val.dtype), c.num(y, n.val.dtype))
+
+
+@row("remainder.Scalar", "remainder.Tensor")
+def remainder(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    a, b = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
+    if not a.dtype.is_floating_point:
+        return c.op2("Mod", a, b)
+    return c.op2("Sub", a, c.op2("Mul", b, _floor_div(c, a, b)))
+
+
+@row("fmod.Scalar", "fmod.Tensor")
+def fmod(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    a, b = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
+    return c.b.op("Mod", [a, b], a.dtype, broadcast(a.shape, b.shape), fmod=1)
+
+
+@row("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")
+def power(c: Converter, n: Node, x: Any, y: Any) -> Val:
+    dtype = n.val.dtype
+    if isinstance(x, Node) and isinstance(y, (int, float)):
+        v = c.num(x, dtype)
+        if y == 1:
+            return v
+        if y == 2:
+            return c.op2("Mul", v, v)
+        if y == 0.5:
+            return c.un("Sqrt", v)
+        if y == -0.5:
+            return c.un("Reciprocal", c.un("Sqrt", v))
+        if y == -1 and dtype.is_floating_point:
+            return c.un("Reciprocal", v)
+        if y == int(y) and dtype.is_floating_point:
+            y = int(y)
+    return arithmetic(c, "Pow", x, y, dtype)
+
+
+@row("square")
+def square(c: Converter, n: Node, x: Node) -> Val:
+    v = c.num(x, n.val.dtype)
+    return c.op2("Mul", v, v)
+
+
+@row("addcmul")
+def addcmul(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val:
+    dtype = n.val.dtype
+    ab = c.op2("Mul", c.num(a, dtype), c.num(b, dtype))
+    return c.op2("Add", c.num(x, dtype), ab if value == 1 else c.op2("Mul", ab, c.scalar(value, dtype)))
+
+
+@row("addcdiv")
+def addcdiv(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val:
+    dtype = n.val.dtype
+    ab = c.op2("Div", c.num(a, dtype), c.num(b, dtype))
+    return c.op2("Add", c.num(x, dtype), ab if value == 1 else c.op2("Mul", ab, c.scalar(value, dtype)))
+
+
+@row("lerp.Scalar", "lerp.Tensor")
+def lerp(c: Converter, n: Node, x: Node, y: Node, w: Any) -> Val:
+    dtype = n.val.dtype
+    a = c.num(x, dtype)
+    return c.op2("Add", a, c.op2("Mul", c.num(w, dtype), c.op2("Sub", c.num(y, dtype), a)))
+
+
+@row("maximum", "max.other", "fmax")
+def maximum(c: Converter, n: Node, x: Node, y: Node) -> Val:
+    return c.op2("Max", c.num(x, n.val.dtype), c.num(y, n.val.dtype))
+
+
+@row("minimum", "min.other", "fmin")
+def minimum(c: Converter, n: Node, x: Node, y: Node) -> Val:
+    return c.op2("Min", c.num(x, n.val.dtype), c.num(y, n.val.dtype))
+
+
+# --- one operand ----------------------------------------------------------------------------------
+
+_UNARY = {"neg": "Neg", "abs": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "reciprocal": "Reciprocal", "tanh": "Tanh",
+          "sigmoid": "Sigmoid", "erf": "Erf", "sin": "Sin", "cos": "Cos", "relu": "Relu", "sign": "Sign", "sgn": "Sign", "floor": "Floor",
+          "ceil": "Ceil", "round": "Round"}
+
+
+def _unary(onnx_op: str) -> Any:
+    def f(c: Converter, n: Node, x: Node, *_: Any) -> Val:
+        v = c.num(x, n.val.dtype)
+        return v if onnx_op in ("Floor", "Ceil", "Round") and not v.dtype.is_floating_point else c.un(onnx_op, v)
+
+    return f
+
+
+for _aten, _onnx in _UNARY.items():
+    row(_aten)(_unary(_onnx))
+
+
+@row("rsqrt")
+def rsqrt(c: Converter, n: Node, x: Node) -> Val:
+    return c.un("Reciprocal", c.un("Sqrt", c.num(x, n.val.dtype)))
+
+
+@row("silu")
+def silu(c: Converter, n: Node, x: Node) -> Val:
+    v = c.num(x, n.val.dtype)
+    return c.op2("Mul", v, c.un("Sigmoid", v))
+
+
+@row("gelu")
+def gelu(c: Converter, n: Node, x: Node, approximate: str) -> Val:
+    return c.un("Gelu", c.num(x, n.val.dtype), approximate=approximate)
+
+
+@row("softplus")
+def softplus(c: Converter, n: Node, x: Node, beta: Any, threshold: Any) -> Val:
+    """Linear above the threshold, as torch has it."""
+    v = c.num(x, n.val.dtype)
+    scaled = v if beta == 1 else c.op2("Mul", v, c.scalar(beta, v.dtype))
+    soft = c.un("Softplus", scaled)
+    soft = soft if beta == 1 else c.op2("Div", soft, c.scalar(beta, v.dtype))
+    return c.where(c.compare("Greater", scaled, c.scalar(threshold, v.dtype)), v, soft)
+
+
+@row("log_sigmoid")
+def log_sigmoid(c: Converter, n: Node, x: Node) -> Val:
+    """-softplus(-x): min(x, 0) - log1p(exp(-|x|)) in one operator."""
+    v = c.num(x, n.val.dtype)
+    return c.neg(c.un("Softplus", c.neg(v)))
+
+
+def _trunc(c: Converter, v: Val) -> Val:
+    return c.where(c.compare("Less", v, c.scalar(0, v.dtype)), c.un("Ceil", v), c.un("Floor", v))
+
+
+@row("trunc", "fix")
+def trunc(c: Converter, n: Node, x: Node) -> Val:
+    v = c.num(x, n.val.dtype)
+    return _trunc(c, v) if v.dtype.is_floating_point else v
+
+
+@row("log2", "log10")
+def log_base(c: Converter, n: Node, x: Node) -> Val:
+    v = c.un("Log", c.num(x, n.val.dtype))
+    base = 2 if "log2" in str(n.target) else 10
+    return c.op2("Mul", v, c.scalar(1 / math.log(base), v.dtype))
+
+
+# Kinks are written as Where: its gradient is what torch gives at the boundary, which differs from Clip's, Max's and Min's.
+
+
+@row("clamp", "clip", "clamp.Tensor", "clamp_min", "clamp_max", "clamp_min.Tensor", "clamp_max.Tensor")
+def clamp(c: Converter, n: Node, x: Node, *bounds: Any) -> Val:
+    v = c.num(x, n.val.dtype)
+    name = n.target._schema.name
+    lo, hi = (bounds[0], None) if name.endswith("_min") else (None, bounds[0]) if name.endswith("_max") else bounds[:2]
+    if lo is not None and v.dtype != BOOL:
+        low = c.num(lo, v.dtype)
+        v = c.where(c.compare("Less", v, low), low, v)
+    if hi is not None:
+        high = c.num(hi, v.dtype)
+        v = c.where(c.compare("Greater", v, high), high, v)
+    return v
+
+
+def _between(c: Converter, v: Val, lo: float, hi: float) -> Val:
+    """hardtanh: no gradient at the bounds themselves."""
+    low, high = c.scalar(lo, v.dtype), c.scalar(hi, v.dtype)
+    return c.where(c.compare("LessOrEqual", v, low), low, c.where(c.compare("GreaterOrEqual", v, high), high, v))
+
+
+@row("hardtanh")
+def hardtanh(c: Converter, n: Node, x: Node, lo: Any, hi: Any) -> Val:
+    return _between(c, c.num(x, n.val.dtype), lo, hi)
+
+
+@row("relu6")
+def relu6(c: Converter, n: Node, x: Node) -> Val:
+    return _between(c, c.num(x, n.val.dtype), 0, 6)
+
+
+@row("hardsigmoid", "hardswish")
+def hardsigmoid(c: Converter, n: Node, x: Node) -> Val:
+    v = c.num(x, n.val.dtype)
+    if v.dtype in _LOW:
+        raise NotHere("piecewise activation in low precision")
+    six = c.op2("Div", _between(c, c.op2("Add", v, c.scalar(3, v.dtype)), 0, 6), c.scalar(6, v.dtype))
+    return six if "hardsigmoid" in str(n.target) else c.op2("Mul", v, six)
+
+
+@row("leaky_relu")
+def leaky_relu(c: Converter, n: Node, x: Node, slope: Any) -> Val:
+    v = c.num(x, n.val.dtype)
+    return c.where(c.compare("Greater", v, c.scalar(0, v.dtype)), v, arithmetic(c, "Mul", x, slope, v.dtype))
+
+
+@row("prelu")
+def prelu(c: Converter, n: Node, x: Node, w: Node) -> Val:
+    v, slope = c.num(x, n.val.dtype), c.num(w, n.val.dtype)
+    if slope.rank and slope.shape != (1,):
+        slope = c.reshape(slope, (*slope.shape, *[1] * (v.rank - 2)))
+    else:
+        slope = c.reshape(slope, ())
+    return c.where(c.compare("Greater", v, c.scalar(0, v.dtype)), v, c.op2("Mul", v, slope))
+
+
+@row("elu", "selu", "celu")
+def elu(c: Converter, n: Node, x: Node, *args: Any) -> Val:
+    """exp only where it is used: its gradient would overflow elsewhere and 0 * inf is NaN."""
+    v = c.num(x, n.val.dtype)
+    name = n.target._schema.name
+    if v.dtype in _LOW:
+        raise NotHere("exponential unit in low precision")
+    if name == "aten::selu":
+        alpha, scale, inner = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0
+    elif name == "aten::celu":
+        alpha, scale, inner = args[0], 1.0, 1.0 / args[0]
+    else:
+        alpha, scale, inner = args
+    zero, one = c.scalar(0, v.dtype), c.scalar(1, v.dtype)
+    above = c.compare("Greater", v, zero)
+    low = c.where(above, zero, v)
+    low = low if inner == 1 else c.op2("Mul", low, c.scalar(inner, v.dtype))
+    soft = c.op2("Mul", c.op2("Sub", c.un("Exp", low), one), c.scalar(alpha * scale, v.dtype))
+    high = v if scale == 1 else c.op2("Mul", v, c.scalar(scale, v.dtype))
+    return c.where(above, high, soft)
+
+
+@row("mish")
+def mish(c: Converter, n: Node, x: Node) -> Val:
+    v = c.num(x, n.val.dtype)
+    return c.op2("Mul", v, c.un("Tanh", c.un("Softplus", v)))
+
+
+@row("glu")
+def glu(c: Converter, n: Node, x: Node, dim: int) -> Val:
+    v = c.num(x, n.val.dtype)
+    dim %= v.rank
+    half = shape_of(n.val)[dim]
+    a, b = c.b.ops("Split", [v, c.b.dims([half, half])], [(v.dtype, shape_of(n.val))] * 2, axis=dim)
+    return c.op2("Mul", a, c.un("Sigmoid", b))
+
+
+# --- truth ----------------------------------------------------------------------------------------
+
+
+def _common(c: Converter, x: Any, y: Any) -> torch.dtype:
+    """The type in which torch compares."""
+    a, b = (v.val if isinstance(v, Node) else v for v in (x, y))
+    b = float(b) if isinstance(b, torch.SymFloat) else 1 if isinstance(b, torch.SymInt) else b
+    return torch.result_type(a, b)
+
+
+def _comparison(onnx_op: str, negate: bool = False) -> Any:
+    def f(c: Converter, n: Node, x: Any, y: Any) -> Val:
+        dtype = _common(c, x, y)
+        if dtype == BOOL and onnx_op != "Equal":
+            dtype = torch.int32
+        out = c.compare(onnx_op, c.num(x, dtype), c.num(y, dtype))
+        return c.un("Not", out) if negate else out
+
+    return f
+
+
+for _name, _op in {"eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}.items():
+    row(f"{_name}.Tensor", f"{_name}.Scalar")(_comparison(_op))
+row("ne.Tensor", "ne.Scalar")(_comparison("Equal", negate=True))
+
+
+def _logical(bool_op: str, int_op: str | None) -> Any:
+    def f(c: Converter, n: Node, x: Any, y: Any) -> Val:
+        if n.val.dtype == BOOL:
+            return c.op2(bool_op, _truth(c, x), _truth(c, y))
+        if int_op is None:
+            raise NotHere("logical operation with a result that is not boolean")
+        return c.op2(int_op, c.num(x, n.val.dtype), c.num(y, n.val.dtype))
+
+    return f
+
+
+def _truth(c: Converter, x: Any) -> Val:
+    return c.num(x, BOOL) if isinstance(x, Node) else c.b.constant(bool(x), BOOL)
+
+
+for _name, _op in {"and": "And", "or": "Or", "xor": "Xor"}.items():
+    row(f"__{_name}__.Tensor", f"__{_name}__.Scalar", f"bitwise_{_name}.Tensor", f"bitwise_{_name}.Scalar")(_logical(_op, f"Bitwise{_op}"))
+    row(f"logical_{_name}")(_logical(_op, None))
+
+
+@row("logical_not")
+def logical_not(c: Converter, n: Node, x: Node) -> Val:
+    return c.un("Not", _truth(c, x))
+
+
+@row("bitwise_not")
+def bitwise_not(c: Converter, n: Node, x: Node) -> Val:
+    v = c.v(x)
+    return c.un("Not", v) if v.dtype == BOOL else c.un("BitwiseNot", v)
+
+
+def _test(c: Converter, op: str, v: Val) -> Val:
+    return c.b.op(op, [v], BOOL, v.shape) if v.dtype.is_floating_point else c.fill(False, BOOL, v.shape)
+
+
+@row("isnan")
+def isnan(c: Converter, n: Node, x: Node) -> Val:
+    return _test(c, "IsNaN", c.v(x))
+
+
+@row("isinf")
+def isinf(c: Converter, n: Node, x: Node) -> Val:
+    return _test(c, "IsInf", c.v(x))
+
+
+@row("isfinite")
+def isfinite(c: Converter, n: Node, x: Node) -> Val:
+    return c.un("Not", c.op2("Or", _test(c, "IsNaN", c.v(x)), _test(c, "IsInf", c.v(x))))
+
+
+@row("nan_to_num")
+def nan_to_num(c: Converter, n: Node, x: Node, nan: Any, pos: Any, neg: Any) -> Val:
+    v = c.v(x)
+    if not v.dtype.is_floating_point:
+        return v
+    big = torch.finfo(v.dtype)
+    out = c.where(_test(c, "IsNaN", v), c.scalar(nan or 0.0, v.dtype), v)
+    inf = c.scalar(math.inf, v.dtype)
+    out = c.where(c.compare("Equal", v, inf), c.scalar(big.max if pos is None else pos, v.dtype), out)
+    return c.where(c.compare("Equal", v, c.scalar(-math.inf, v.dtype)), c.scalar(big.min if neg is None else neg, v.dtype), out)
+
+
+@row("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+def where(c: Converter, n: Node, cond: Node, x: Any, y: Any) -> Val:
+    return c.where(c.num(cond, BOOL), c.num(x, n.val.dtype), c.num(y, n.val.dtype))
+
+
+@row("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(c: Converter, n: Node, x: Node, mask: Node, value: Any) -> Val:
+    return c.where(c.num(mask, BOOL), c.num(value, n.val.dtype), c.num(x, n.val.dtype))
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+
+def _axes(dim: Any) -> list[int] | None:
+    return None if dim is None or dim == [] else list(dim) if isinstance(dim, (list, tuple)) else [dim]
+
+
+@row("sum", "sum.dim_IntList")
+def sum_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dtype: Any = None) -> Val:
+    if n.target._overloadname in ("", "default"):
+        dim, keep = None, False
+    return c.reduce("ReduceSum", c.num(x, n.val.dtype), _axes(dim), bool(keep))
+
+
+@row("mean", "mean.dim")
+def mean(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dtype: Any = None) -> Val:
+    if n.target._overloadname in ("", "default"):
+        dim, keep = None, False
+    return c.reduce("ReduceMean", c.num(x, n.val.dtype), _axes(dim), bool(keep))
+
+
+@row("prod", "prod.dim_int")
+def prod(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dtype: Any = None) -> Val:
+    if n.target._overloadname in ("", "default"):
+        dim, keep = None, False
+    return c.reduce("ReduceProd", c.num(x, n.val.dtype), _axes(dim), bool(keep))
+
+
+@row("amax", "amin")
+def amax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
+    return c.reduce("ReduceMax" if "amax" in str(n.target) else "ReduceMin", c.v(x), _axes(dim), keep)
+
+
+@row("max", "min")
+def max_all(c: Converter, n: Node, x: Node) -> Val:
+    return c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", c.v(x), None, False)
+
+
+@row("max.dim", "min.dim")
+def max_dim(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
+    """Values are gathered at the index found: the whole gradient goes to that element."""
+    v = c.v(x)
+    if v.rank == 0:
+        return [v, c.b.constant(0, I64)]
+    dim %= v.rank
+    shape = tuple(1 if i == dim else d for i, d in enumerate(v.shape))
+    op = "ArgMax" if n.target._schema.name == "aten::max" else "ArgMin"
+    where = c.b.op(op, [v], I64, shape, axis=dim, keepdims=1)
+    values = c.b.op("GatherElements", [v, where], v.dtype, shape, axis=dim)
+    return [values, where] if keep else [c.squeeze(values, [dim]), c.squeeze(where, [dim])]
+
+
+@row("argmax", "argmin")
+def argmax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
+    v = c.v(x)
+    if dim is None or v.rank == 0:
+        numel: Any = 1
+        for d in v.shape:
+            numel = numel * d
+        v, dim, keep = c.reshape(v, (expr_of(numel),)), 0, False
+    return c.b.op("ArgMax" if "argmax" in str(n.target) else "ArgMin", [v], I64, shape_of(n.val), axis=dim % v.rank, keepdims=int(keep))
+
+
+@row("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
+def any_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False) -> Val:
+    if n.val.dtype != BOOL:
+        raise NotHere("any/all on bytes")
+    v = c.cast(c.num(x, BOOL), I64)
+    op = "ReduceMax" if n.target._schema.name == "aten::any" else "ReduceMin"
+    return c.cast(c.reduce(op, v, _axes(dim), bool(keep)), BOOL)
+
+
+@row("cumsum")
+def cumsum(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
+    v = c.num(x, n.val.dtype)
+    return v if v.rank == 0 else c.b.op("CumSum", [v, c.b.constant(dim % v.rank, I64)], v.dtype, v.shape)
+
+
+@row("logsumexp")
+def logsumexp(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
+    return c.reduce("ReduceLogSumExp", c.num(x, n.val.dtype), _axes(dim), keep)
+
+
+def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tuple[Val, Val]:
+    axes = _axes(dim)
+    axes = list(range(v.rank)) if axes is None else [a % v.rank for a in axes]
+    mean = c.reduce("ReduceMean", v, axes, True)
+    d = c.op2("Sub", v, mean)
+    total = c.reduce("ReduceSum", c.op2("Mul", d, d), axes, keep)
+    count: Any = 1
+    for a in axes:
+        count = count * v.shape[a]
+    count = expr_of(count)
+    correction = 1 if correction is None else correction
+    if isinstance(count, int):
+        divisor = c.b.constant(max(count - correction, 0), v.dtype)
+    else:
+        divisor = c.cast(c.symbolic(count - correction), v.dtype)
+    return c.op2("Div", total, divisor), mean if keep else c.squeeze(mean, axes)
+
+
+@row("var.dim", "var.correction", "var", "std.dim", "std.correction", "std", "var_mean.correction", "std_mean.correction", "var_mean.dim",
+     "std_mean.dim", "var_mean", "std_mean")
+def var(c: Converter, n: Node, x: Node, *args: Any) -> Any:
+    over, name = n.target._overloadname, n.target._schema.name
+    if over in ("", "default"):
+        dim, correction, keep = None, int(args[0] if args else True), False
+    elif over == "dim":
+        dim, correction, keep = args[0], int(args[1]), args[2]
+    else:
+        dim, correction, keep = args[0], args[1], args[2]
+    dtype = (n.val if isinstance(n.val, torch.Tensor) else n.val[0]).dtype
+    if dtype in _LOW:
+        raise NotHere("variance in low precision")
+    v, m = _variance(c, c.num(x, dtype), dim, correction, bool(keep))
+    if "std" in name:
+        v = c.un("Sqrt", v)
+    return [v, m] if name.endswith("_mean") else v
+
+
+@row("linalg_vector_norm")
+def vector_norm(c: Converter, n: Node, x: Node, order: Any, dim: Any, keep: bool, *_: Any) -> Val:
+    v = c.num(x, n.val.dtype)
+    op = {1: "ReduceL1", 2: "ReduceL2"}.get(order)
+    if op is None:
+        raise NotHere(f"vector norm of order {order}")
+    return c.reduce(op, v, _axes(dim), keep)
+
+
+@row("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
+def norm(c: Converter, n: Node, x: Node, order: Any, dim: Any = None, keep: Any = False, *_: Any) -> Val:
+    if order not in (1, 2, None):
+        raise NotHere(f"norm of order {order}")
+    return c.reduce("ReduceL1" if order == 1 else "ReduceL2", c.num(x, n.val.dtype), _axes(dim), bool(keep))
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def product(c: Converter, a: Val, b: Val) -> Val:
+    """torch.matmul: vectors are promoted to matrices and demoted again."""
+    one_a, one_b = a.rank == 1, b.rank == 1
+    a = c.unsqueeze(a, [0]) if one_a else a
+    b = c.unsqueeze(b, [1]) if one_b else b
+    y = c.matmul(a, b)
+    return c.squeeze(y, [y.rank - 2] * one_a + [y.rank - 1] * one_b)
+
+
+@row("mm", "bmm", "matmul", "mv", "dot", "vdot", "inner", "chain_matmul")
+def matmul(c: Converter, n: Node, a: Any, b: Any = None) -> Val:
+    name = n.target._schema.name
+    if name in ("aten::inner", "aten::chain_matmul"):
+        raise NotHere("inner product")
+    return product(c, c.num(a, n.val.dtype), c.num(b, n.val.dtype))
+
+
+@row("linear")
+def linear(c: Converter, n: Node, x: Node, w: Node, b: Node | None) -> Val:
+    dtype = n.val.dtype
+    weight = c.num(w, dtype)
+    y = product(c, c.num(x, dtype), c.swap(weight, 0, 1) if weight.rank == 2 else weight)
+    return y if b is None else c.op2("Add", y, c.num(b, dtype))
+
+
+@row("addmm", "baddbmm", "addmv", "addbmm")
+def addmm(c: Converter, n: Node, x: Node, a: Node, b: Node, beta: Any, alpha: Any) -> Val:
+    dtype = n.val.dtype
+    if n.target._schema.name == "aten::addbmm":
+        raise NotHere("sum of batched products")
+    y = product(c, c.num(a, dtype), c.num(b, dtype))
+    y = y if alpha == 1 else c.op2("Mul", y, c.scalar(alpha, dtype))
+    if beta == 0:
+        return y
+    bias = c.num(x, dtype)
+    return c.op2("Add", bias if beta == 1 else c.op2("Mul", bias, c.scalar(beta, dtype)), y)
+
+
+@row("outer")
+def outer(c: Converter, n: Node, a: Node, b: Node) -> Val:
+    dtype = n.val.dtype
+    return c.op2("Mul", c.unsqueeze(c.num(a, dtype), [1]), c.unsqueeze(c.num(b, dtype), [0]))
+
+
+@row("einsum")
+def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_: Any) -> Val:
+    """Two operands, every label once per operand: transpose, flatten to (batch, rows, sum) x (batch, sum, cols), multiply, restore."""
+    dtype = n.val.dtype
+    text = equation.replace(" ", "")
+    if "." in text or len(operands) != 2:
+        raise NotHere("einsum other than of two operands without dots")
+    left, _, out = text.partition("->")
+    la, lb = left.split(",")
+    if "->" not in text:
+        out = "".join(sorted(s for s in set(la + lb) if (la + lb).count(s) == 1))
+    if len(set(la)) != len(la) or len(set(lb)) != len(lb) or len(set(out)) != len(out):
+        raise NotHere("einsum with a repeated label in one operand")
+    a, b = c.num(operands[0], dtype), c.num(operands[1], dtype)
+    size = dict(zip(la, a.shape, strict=True)) | dict(zip(lb, b.shape, strict=True))
+    if any(x == 1 or y == 1 for s in set(la) & set(lb) for x, y in [(a.shape[la.index(s)], b.shape[lb.index(s)])] if x != y):
+        raise NotHere("einsum with a broadcast label")
+    for own, other in ((la, lb), (lb, la)):
+        gone = [s for s in own if s not in other and s not in out]
+        if gone:
+            v = c.reduce("ReduceSum", a if own is la else b, [own.index(s) for s in gone], False)
+            kept = "".join(s for s in own if s not in gone)
+            if own is la:
+                a, la = v, kept
+            else:
+                b, lb = v, kept
+    batch = [s for s in la if s in lb and s in out]
+    summed = [s for s in la if s in lb and s not in out]
+    rows, cols = [s for s in la if s not in lb], [s for s in lb if s not in la]
+
+    def numel(labels: Sequence[str]) -> Any:
+        total: Any = 1
+        for s in labels:
+            total = total * size[s]
+        return expr_of(total)
+
+    def shape(labels: Sequence[str]) -> tuple[Any, ...]:
+        return tuple(size[s] for s in labels)
+
+    a = c.transpose(a, [la.index(s) for s in [*batch, *rows, *summed]])
+    b = c.transpose(b, [lb.index(s) for s in [*batch, *summed, *cols]])
+    y = c.matmul(c.reshape(a, (*shape(batch), numel(rows), numel(summed))), c.reshape(b, (*shape(batch), numel(summed), numel(cols))))
+    order = [*batch, *rows, *cols]
+    y = c.reshape(y, shape(order))
+    return c.transpose(y, [order.index(s) for s in out])

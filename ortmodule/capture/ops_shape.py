@@ -1,0 +1,496 @@
+"""Rows of the operator table that move, view, create or index: no arithmetic on values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
+from .functional import COPY, FILL, STOP, THROUGH, Node
+from .onnx_build import Val, expr_of, shape_of
+
+
+@row(STOP, "detach", "alias_copy.detach")
+def stop(c: Converter, n: Node, x: Node) -> Val:
+    v = c.v(x)
+    return c.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule") if v.dtype.is_floating_point else v
+
+
+@row(THROUGH)
+def through(c: Converter, n: Node, value: Node, x: Node) -> Val:
+    v = c.v(value)
+    return c.b.op("StraightThrough", [v, c.v(x)], v.dtype, v.shape, "ortmodule")
+
+
+@row(COPY)
+def copy(c: Converter, n: Node, source: Any) -> Val:
+    return c.expand(c.num(source, n.val.dtype), shape_of(n.val))
+
+
+@row(FILL)
+def fill(c: Converter, n: Node, value: Any) -> Val:
+    return c.fill(value, n.val.dtype, shape_of(n.val))
+
+
+@row("clone", "contiguous", "alias", "lift", "lift_fresh", "lift_fresh_copy", "to.dtype", "to.device", "to.dtype_layout", "to.other",
+     "to.prim_Device", "to.prim_dtype", "to.prim_other", "_to_copy", "type_as", "positive", "resolve_conj", "resolve_neg", "pin_memory")
+def to(c: Converter, n: Node, x: Node, *_: Any) -> Val:
+    return c.cast(c.v(x), n.val.dtype)
+
+
+@row("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten.using_ints", "unflatten.int", "ravel", "reshape_to", "_reshape_alias",
+     "view_copy", "atleast_1d", "atleast_2d", "atleast_3d")
+def reshape(c: Converter, n: Node, x: Node, *_: Any) -> Val:
+    return c.reshape(c.v(x), shape_of(n.val))
+
+
+@row("unsqueeze")
+def unsqueeze(c: Converter, n: Node, x: Node, dim: int) -> Val:
+    return c.unsqueeze(c.v(x), [dim % (c.v(x).rank + 1)])
+
+
+@row("squeeze", "squeeze.dim", "squeeze.dims")
+def squeeze(c: Converter, n: Node, x: Node, *dims: Any) -> Val:
+    v = c.v(x)
+    if not dims:
+        axes = [i for i, d in enumerate(v.shape) if d == 1]
+    else:
+        given = dims[0] if isinstance(dims[0], (list, tuple)) else [dims[0]]
+        axes = sorted(d % v.rank for d in given if v.rank and v.shape[d % v.rank] == 1)
+    return c.squeeze(v, axes)
+
+
+@row("transpose.int", "swapaxes", "swapdims")
+def transpose(c: Converter, n: Node, x: Node, a: int, b: int) -> Val:
+    v = c.v(x)
+    return v if v.rank == 0 else c.swap(v, a % v.rank, b % v.rank)
+
+
+@row("t", "numpy_T", "mT", "adjoint", "matrix_H", "t_copy")
+def matrix_transpose(c: Converter, n: Node, x: Node) -> Val:
+    v = c.v(x)
+    if n.target._schema.name in ("aten::t", "aten::numpy_T"):
+        return c.transpose(v, list(range(v.rank))[::-1])
+    return c.swap(v, v.rank - 2, v.rank - 1)
+
+
+@row("permute")
+def permute(c: Converter, n: Node, x: Node, dims: Sequence[int]) -> Val:
+    v = c.v(x)
+    return c.transpose(v, [d % v.rank for d in dims])
+
+
+@row("movedim.int", "movedim.intlist", "moveaxis.int", "moveaxis.intlist")
+def movedim(c: Converter, n: Node, x: Node, source: Any, to: Any) -> Val:
+    v = c.v(x)
+    src = [s % v.rank for s in (source if isinstance(source, (list, tuple)) else [source])]
+    dst = [d % v.rank for d in (to if isinstance(to, (list, tuple)) else [to])]
+    rest = iter(i for i in range(v.rank) if i not in src)
+    return c.transpose(v, [src[dst.index(i)] if i in dst else next(rest) for i in range(v.rank)])
+
+
+@row("expand", "expand_as", "broadcast_to")
+def expand(c: Converter, n: Node, x: Node, *_: Any) -> Val:
+    return c.expand(c.v(x), shape_of(n.val))
+
+
+@row("broadcast_tensors", "meshgrid", "meshgrid.indexing")
+def broadcast_tensors(c: Converter, n: Node, xs: Sequence[Node], *_: Any) -> list[Val]:
+    if "meshgrid" in str(n.target):
+        shape = shape_of(n.val[0])
+        out = []
+        for i, x in enumerate(xs):
+            axis = i if not _ or _[0] == "ij" else {0: 1, 1: 0}.get(i, i)
+            v = c.reshape(c.v(x), (c.v(x).shape[0] if c.v(x).rank else 1,))
+            out.append(c.expand(c.unsqueeze(v, [j for j in range(len(shape)) if j != axis]), shape))
+        return out
+    return [c.expand(c.v(x), shape_of(t)) for x, t in zip(xs, n.val, strict=True)]
+
+
+def _bounds(size: Any, start: Any, end: Any) -> tuple[Any, Any]:
+    """Slice bounds as ONNX reads them; clamped numbers when all is known."""
+    start = 0 if start is None else expr_of(start)
+    end = INT_MAX if end is None else expr_of(end)
+    if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
+        start = min(max(start + size if start < 0 else start, 0), size)
+        end = min(max(end + size if end < 0 else end, start), size)
+    return start, end
+
+
+@row("slice.Tensor", "slice_copy.Tensor")
+def slice_(c: Converter, n: Node, x: Node, dim: int, start: Any, end: Any, step: int) -> Val:
+    v = c.v(x)
+    dim %= v.rank
+    start, end = _bounds(v.shape[dim], start, end)
+    return c.slice(v, dim, start, end, step, shape_of(n.val)[dim])
+
+
+@row("narrow")
+def narrow(c: Converter, n: Node, x: Node, dim: int, start: Any, length: Any) -> Val:
+    v = c.v(x)
+    dim %= v.rank
+    start = expr_of(start)
+    if isinstance(start, int) and start < 0:
+        start = expr_of(v.shape[dim] + start)
+    return c.slice(v, dim, start, expr_of(start + expr_of(length)), 1, expr_of(length))
+
+
+@row("select.int", "select_copy.int")
+def select(c: Converter, n: Node, x: Node, dim: int, index: Any) -> Val:
+    v = c.v(x)
+    dim %= v.rank
+    index = expr_of(index)
+    if isinstance(index, int) and index < 0:
+        start, end = (index + v.shape[dim], index + v.shape[dim] + 1) if isinstance(v.shape[dim], int) else (index, index + 1 or INT_MAX)
+    else:
+        start, end = index, expr_of(index + 1)
+    return c.squeeze(c.slice(v, dim, start, end, 1, 1), [dim])
+
+
+@row("slice_scatter")
+def slice_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, start: Any, end: Any, step: int) -> Val:
+    """Written as pieces put together when the step is 1, else as a scatter along the axis."""
+    v = c.v(x)
+    dim %= v.rank
+    size = v.shape[dim]
+    start, end = _bounds(size, start, end)
+    new = c.cast(c.v(src), v.dtype)
+    if step == 1:
+        length = new.shape[dim]
+        if start == 0 and length == size:
+            return new
+        if isinstance(start, int) and start < 0:
+            start = expr_of(size + start)
+        after = expr_of(start + length)
+        parts = []
+        if start != 0:
+            parts.append(c.slice(v, dim, 0, start, 1, start))
+        parts.append(new)
+        if after != size:
+            parts.append(c.slice(v, dim, after, INT_MAX, 1, expr_of(size - after)))
+        return c.concat(parts, dim)
+    if not isinstance(start, int) or not isinstance(new.shape[dim], int):
+        raise NotHere("slice_scatter with a step and symbolic bounds")
+    index = c.b.constant([start + step * i for i in range(new.shape[dim])], I64)
+    index = c.expand(c.unsqueeze(index, [i for i in range(v.rank) if i != dim]), new.shape)
+    return c.b.op("ScatterElements", [v, index, new], v.dtype, v.shape, axis=dim)
+
+
+@row("select_scatter")
+def select_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, index: Any) -> Val:
+    v = c.v(x)
+    dim %= v.rank
+    index = expr_of(index)
+    if isinstance(index, int) and index < 0:
+        index = expr_of(v.shape[dim] + index)
+    new = c.unsqueeze(c.cast(c.v(src), v.dtype), [dim])
+    after = expr_of(index + 1)
+    parts = [c.slice(v, dim, 0, index, 1, index)] if index != 0 else []
+    parts.append(new)
+    if after != v.shape[dim]:
+        parts.append(c.slice(v, dim, after, INT_MAX, 1, expr_of(v.shape[dim] - after)))
+    return c.concat(parts, dim)
+
+
+@row("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections", "tensor_split.indices", "unbind.int", "unsafe_chunk",
+     "unsafe_split.Tensor", "hsplit.int", "vsplit.int", "dsplit.int")
+def split(c: Converter, n: Node, x: Node, *rest: Any) -> list[Val]:
+    v = c.v(x)
+    name = n.target._schema.name
+    if name.endswith(("hsplit", "vsplit", "dsplit")):
+        raise NotHere("split along a fixed axis")
+    unbind = name == "aten::unbind"
+    dim = (rest[0] if unbind else rest[1]) % v.rank
+    sizes = [1] * len(n.val) if unbind else [shape_of(t)[dim] for t in n.val]
+    types = [(v.dtype, (*v.shape[:dim], s, *v.shape[dim + 1 :])) for s in sizes]
+    if len(sizes) == 1:
+        out = [v]
+    else:
+        out = c.b.ops("Split", [v, c.b.dims(sizes)], types, axis=dim)
+    return [c.squeeze(o, [dim]) for o in out] if unbind else out
+
+
+@row("cat", "concat", "concatenate")
+def cat(c: Converter, n: Node, xs: Sequence[Node], dim: int) -> Val:
+    dtype = n.val.dtype
+    parts = [c.v(x) for x in xs]
+    rank = n.val.dim()
+    kept = [p for p in parts if p.rank == rank and 0 not in p.shape] or [p for p in parts if p.rank == rank][:1]
+    if not kept:
+        return c.cast(parts[0], dtype)
+    return c.concat([c.cast(p, dtype) for p in kept], dim % rank)
+
+
+@row("stack")
+def stack(c: Converter, n: Node, xs: Sequence[Node], dim: int) -> Val:
+    dim %= n.val.dim()
+    return c.concat([c.unsqueeze(c.cast(c.v(x), n.val.dtype), [dim]) for x in xs], dim)
+
+
+@row("repeat")
+def repeat(c: Converter, n: Node, x: Node, repeats: Sequence[Any]) -> Val:
+    v = c.v(x)
+    v = c.unsqueeze(v, list(range(len(repeats) - v.rank)))
+    if all(isinstance(r, int) and r == 1 for r in repeats):
+        return v
+    return c.b.op("Tile", [v, c.b.dims([expr_of(r) for r in repeats])], v.dtype, shape_of(n.val))
+
+
+@row("tile")
+def tile(c: Converter, n: Node, x: Node, dims: Sequence[Any]) -> Val:
+    return repeat(c, n, x, [1] * (c.v(x).rank - len(dims)) + list(dims))
+
+
+@row("repeat_interleave.self_int")
+def repeat_interleave(c: Converter, n: Node, x: Node, repeats: Any, dim: Any, output_size: Any = None) -> Val:
+    v = c.v(x)
+    if dim is None:
+        numel: Any = 1
+        for d in v.shape:
+            numel = numel * d
+        v, dim = c.reshape(v, (expr_of(numel),)), 0
+    dim %= v.rank
+    wide = c.unsqueeze(v, [dim + 1])
+    wide = c.expand(wide, (*wide.shape[: dim + 1], expr_of(repeats), *wide.shape[dim + 2 :]))
+    return c.reshape(wide, shape_of(n.val))
+
+
+@row("roll")
+def roll(c: Converter, n: Node, x: Node, shifts: Any, dims: Any) -> Val:
+    v = c.v(x)
+    flat = not dims
+    if flat:
+        raise NotHere("roll over the flattened tensor")
+    for s, d in zip(shifts if isinstance(shifts, (list, tuple)) else [shifts], dims, strict=True):
+        d %= v.rank
+        size = v.shape[d]
+        if not isinstance(size, int) or not isinstance(s, int):
+            raise NotHere("roll along a symbolic size")
+        s %= max(size, 1)
+        if s:
+            v = c.concat([c.slice(v, d, size - s, size, 1, s), c.slice(v, d, 0, size - s, 1, size - s)], d)
+    return v
+
+
+@row("flip")
+def flip(c: Converter, n: Node, x: Node, dims: Sequence[int]) -> Val:
+    v = c.v(x)
+    k = [d % v.rank for d in dims]
+    if not k:
+        return v
+    m = len(k)
+    return c.b.op("Slice", [v, c.axes([-1] * m), c.axes([-INT_MAX] * m), c.axes(k), c.axes([-1] * m)], v.dtype, v.shape)
+
+
+@row("constant_pad_nd", "pad")
+def pad(c: Converter, n: Node, x: Node, pads: Sequence[Any], *rest: Any) -> Val:
+    v = c.v(x)
+    if n.target._schema.name == "aten::pad":
+        if rest[0] != "constant":
+            raise NotHere(f"pad with mode {rest[0]!r}")
+        rest = rest[1:]
+    value = rest[0] if rest and rest[0] is not None else 0
+    lo, hi = [0] * v.rank, [0] * v.rank
+    for i in range(len(pads) // 2):
+        lo[v.rank - 1 - i], hi[v.rank - 1 - i] = expr_of(pads[2 * i]), expr_of(pads[2 * i + 1])
+    if all(isinstance(p, int) and p == 0 for p in lo + hi):
+        return v
+    return c.b.op("Pad", [v, c.b.dims(lo + hi), c.scalar(value, v.dtype)], v.dtype, shape_of(n.val))
+
+
+@row("tril", "triu")
+def trilu(c: Converter, n: Node, x: Node, k: int) -> Val:
+    v = c.v(x)
+    as_int = v.dtype == BOOL  # few runtimes have a boolean Trilu
+    w = c.cast(v, torch.int32) if as_int else v
+    out = c.b.op("Trilu", [w, c.b.constant(k, I64)], w.dtype, w.shape, upper=int("triu" in str(n.target)))
+    return c.cast(out, v.dtype)
+
+
+@row("diff")
+def diff(c: Converter, n: Node, x: Node, order: int, dim: int, prepend: Any, append: Any) -> Val:
+    parts = [c.cast(c.v(p), c.v(x).dtype) for p in (prepend, x, append) if p is not None]
+    v = c.v(x)
+    dim %= v.rank
+    v = c.concat(parts, dim)
+    for _ in range(order):
+        size = expr_of(v.shape[dim] - 1)
+        hi = c.slice(v, dim, 1, INT_MAX, 1, size)
+        lo = c.slice(v, dim, 0, -1 if not isinstance(v.shape[dim], int) else size, 1, size)
+        v = c.cast(c.op2("Xor", hi, lo), BOOL) if v.dtype == BOOL else c.op2("Sub", hi, lo)
+    return v
+
+
+# --- making tensors from nothing ------------------------------------------------------------------
+
+
+@row("arange", "arange.start", "arange.start_step")
+def arange(c: Converter, n: Node, *args: Any) -> Val:
+    name = n.target._overloadname
+    start, end, step = (0, args[0], 1) if name in ("", "default") else (args[0], args[1], 1) if name == "start" else args[:3]
+    size, dtype = shape_of(n.val)[0], n.val.dtype
+    v = c.range(size)
+    if all(isinstance(a, (int, torch.SymInt)) for a in (start, end, step)):
+        if not (isinstance(step, int) and step == 1):
+            v = c.op2("Mul", v, c.scalar(step, I64))
+        if not (isinstance(start, int) and start == 0):
+            v = c.op2("Add", v, c.scalar(start, I64))
+        return c.cast(v, dtype)
+    v = c.cast(v, F64)
+    return c.cast(c.op2("Add", c.op2("Mul", v, c.scalar(step, F64)), c.scalar(start, F64)), dtype)
+
+
+@row("linspace")
+def linspace(c: Converter, n: Node, start: Any, end: Any, steps: int, *_: Any) -> Val:
+    if not isinstance(start, (int, float)) or not isinstance(end, (int, float)) or not isinstance(steps, int):
+        raise NotHere("linspace with symbolic bounds")
+    return c.b.tensor(torch.linspace(start, end, steps, dtype=n.val.dtype), "linspace")
+
+
+@row("zeros", "zeros_like", "new_zeros", "empty.memory_format", "empty_like", "new_empty")
+def zeros(c: Converter, n: Node, *_: Any) -> Val:
+    return c.fill(0, n.val.dtype, shape_of(n.val))
+
+
+@row("ones", "ones_like", "new_ones")
+def ones(c: Converter, n: Node, *_: Any) -> Val:
+    return c.fill(1, n.val.dtype, shape_of(n.val))
+
+
+@row("full", "full_like", "new_full")
+def full(c: Converter, n: Node, _size: Any, value: Any, *_: Any) -> Val:
+    return c.fill(value, n.val.dtype, shape_of(n.val))
+
+
+@row("scalar_tensor", "fill.Scalar", "fill.Tensor")
+def scalar_tensor(c: Converter, n: Node, *args: Any) -> Val:
+    return c.fill(args[1] if n.target._schema.name == "aten::fill" else args[0], n.val.dtype, shape_of(n.val))
+
+
+@row("eye", "eye.m")
+def eye(c: Converter, n: Node, *_: Any) -> Val:
+    rows, cols = shape_of(n.val)
+    same = c.op2("Equal", c.unsqueeze(c.range(rows), [1]), c.unsqueeze(c.range(cols), [0]), BOOL)
+    return c.cast(same, n.val.dtype)
+
+
+@row("one_hot")
+def one_hot(c: Converter, n: Node, x: Node, classes: int) -> Val:
+    if classes < 0:
+        raise NotHere("one_hot with a class count that depends on data")
+    v = c.v(x)
+    return c.cast(c.op2("Equal", c.unsqueeze(v, [v.rank]), c.range(classes), BOOL), I64)
+
+
+# --- indexing -------------------------------------------------------------------------------------
+
+
+@row("gather")
+def gather(c: Converter, n: Node, x: Node, dim: int, index: Node, *_: Any) -> Val:
+    v, i = c.v(x), c.v(index)
+    if v.rank == 0:
+        return v
+    return c.b.op("GatherElements", [v, i], v.dtype, i.shape, axis=dim % v.rank)
+
+
+@row("index_select")
+def index_select(c: Converter, n: Node, x: Node, dim: int, index: Node) -> Val:
+    v, i = c.v(x), c.v(index)
+    i = c.reshape(i, (1,)) if i.rank == 0 else i
+    dim %= v.rank
+    return c.b.op("Gather", [v, i], v.dtype, (*v.shape[:dim], *i.shape, *v.shape[dim + 1 :]), axis=dim)
+
+
+@row("scatter.src", "scatter.value", "scatter_add", "scatter.reduce", "scatter.value_reduce")
+def scatter(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Any, *reduce: Any) -> Val:
+    """torch scatters the part of src that index covers."""
+    v, i = c.v(x), c.v(index)
+    name = n.target._schema.name
+    how = "add" if name == "aten::scatter_add" else {"add": "add", "multiply": "mul"}[reduce[0]] if reduce else "none"
+    if how == "mul":
+        raise NotHere("scatter with reduce='multiply'")
+    if isinstance(src, Node):
+        s = c.cast(c.v(src), v.dtype)
+        for a in range(s.rank):
+            s = c.slice(s, a, 0, i.shape[a], 1, i.shape[a])
+    else:
+        s = c.fill(src, v.dtype, i.shape)
+    return c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim % max(v.rank, 1), reduction=how)
+
+
+@row("index_add")
+def index_add(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Node, alpha: Any) -> Val:
+    v, i, s = c.v(x), c.v(index), c.cast(c.v(src), c.v(x).dtype)
+    if alpha != 1:
+        s = c.op2("Mul", s, c.scalar(alpha, v.dtype))
+    dim %= v.rank
+    i = c.expand(c.unsqueeze(i, [a for a in range(v.rank) if a != dim]), s.shape)
+    return c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim, reduction="add")
+
+
+def _advanced(c: Converter, v: Val, indices: Sequence[Node | None]) -> tuple[list[int], list[Val]]:
+    """Axes with an index tensor and those tensors as int64; a boolean mask has no fixed size."""
+    axes: list[int] = []
+    tensors: list[Val] = []
+    for axis, i in enumerate(indices):
+        if i is not None:
+            t = c.v(i)
+            if t.dtype in (BOOL, torch.uint8):
+                raise NotHere("indexing with a boolean mask")
+            axes.append(axis)
+            tensors.append(c.cast(t, I64))
+    return axes, tensors
+
+
+def _stacked(c: Converter, tensors: list[Val]) -> tuple[Val, tuple[Any, ...]]:
+    """Index tensors broadcast together, as one tensor with a last axis over the indexed axes."""
+    shape: tuple[Any, ...] = ()
+    for t in tensors:
+        shape = broadcast(shape, t.shape)
+    last = [c.unsqueeze(c.expand(t, shape), [len(shape)]) for t in tensors]
+    return c.concat(last, len(shape)), shape
+
+
+@row("index.Tensor", "_unsafe_index.Tensor")
+def index(c: Converter, n: Node, x: Node, indices: Sequence[Node | None]) -> Val:
+    v = c.v(x)
+    axes, tensors = _advanced(c, v, indices)
+    if len(axes) == 1:
+        a = axes[0]
+        return c.b.op("Gather", [v, tensors[0]], v.dtype, (*v.shape[:a], *tensors[0].shape, *v.shape[a + 1 :]), axis=a)
+    front = [*axes, *(a for a in range(v.rank) if a not in axes)]
+    w = c.transpose(v, front)
+    where, shape = _stacked(c, tensors)
+    rest = w.shape[len(axes) :]
+    out = c.b.op("GatherND", [w, where], v.dtype, (*shape, *rest))
+    if axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0:  # adjacent: the result stands where the indices stood
+        k, a = len(shape), axes[0]
+        out = c.transpose(out, [*range(k, k + a), *range(k), *range(k + a, out.rank)])
+    return out
+
+
+@row("index_put", "_unsafe_index_put")
+def index_put(c: Converter, n: Node, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Val:
+    v, new = c.v(x), c.cast(c.v(values), c.v(x).dtype)
+    if len(indices) == 1 and indices[0] is not None and c.v(indices[0]).dtype == BOOL and not accumulate:
+        mask = c.v(indices[0])
+        if new.rank and not (new.rank <= v.rank - mask.rank or all(d == 1 for d in new.shape)):
+            raise NotHere("writing a list of values under a boolean mask")
+        mask = c.unsqueeze(mask, list(range(mask.rank, v.rank)))
+        return c.expand(c.where(mask, new if new.rank <= v.rank - c.v(indices[0]).rank else c.reshape(new, ()), v), v.shape)
+    axes, tensors = _advanced(c, v, indices)
+    front = [*axes, *(a for a in range(v.rank) if a not in axes)]
+    w = c.transpose(v, front)
+    where, shape = _stacked(c, tensors)
+    rest = w.shape[len(axes) :]
+    if axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0:
+        # values come in the order of x[...]: untouched axes before the indices stand first
+        k, a = len(shape), axes[0]
+        full = (*rest[:a], *shape, *rest[a:])
+        new = c.transpose(c.expand(new, full), [*range(a, a + k), *range(a), *range(a + k, len(full))])
+    else:
+        new = c.expand(new, (*shape, *rest))
+    out = c.b.op("ScatterND", [w, where, new], v.dtype, w.shape, reduction="add" if accumulate else "none")
+    return c.transpose(out, [front.index(a) for a in range(v.rank)])

@@ -1,0 +1,124 @@
+"""The planner and executor against the interpreter, which has no planner: same graph, same kernels, so the same bits.
+
+Random graphs (hypothesis) of views, pointwise, reductions, products, outputs that are views or inputs, write-backs read by backward; run with
+reuse and in-place, with no reuse, and with dead memory filled with NaN bytes. Overlaps are checked by code that shares nothing with plan.c.
+"""
+
+import random
+
+import engine
+import pytest
+import torch
+
+_C = pytest.importorskip("ortmodule._C")
+
+
+def random_graph(seed: int, writes: bool = True) -> tuple[str, list[torch.Tensor], int]:
+    """A random but valid graph over (m, n) and (n, m) matrices; returns text, inputs, number of outputs."""
+    r = random.Random(seed)
+    m, n = r.choice([(3, 5), (1, 7), (4, 4), (2, 1), (5, 0)])
+    lines = ["graph {", f"  input x: f64[{m}, {n}]", f"  param w: f64[{n}, {m}]", f"  param b: f64[{n}]", f"  buffer s: f64[{m}, {n}]"]
+    tall, wide = ["x", "s"], ["w"]  # (m, n) and (n, m)
+    for i in range(r.randint(3, 22)):
+        v = f"t{i}"
+        k = r.randrange(11)
+        a, c = r.choice(tall), r.choice(tall)
+        if k == 0:
+            lines.append(f"  {v} = {r.choice(['add', 'mul', 'sub', 'maximum'])}({a}, {c})")
+        elif k == 1:
+            lines.append(f"  {v} = {r.choice(['tanh', 'sigmoid', 'gelu', 'neg', 'sin'])}({a})")
+        elif k == 2:
+            lines.append(f"  {v} = add({a}, b)")
+        elif k == 3:
+            lines.append(f"  {v} = permute({a}) {{perm=[1, 0]}}")
+            wide.append(v)
+            continue
+        elif k == 4:
+            lines.append(f"  {v} = permute({r.choice(wide)}) {{perm=[1, 0]}}")
+        elif k == 5:
+            lines.append(f"  {v}q = matmul({a}, {r.choice(wide)})")
+            lines.append(f"  {v} = matmul({v}q, {c})")
+        elif k == 6:
+            lines.append(f"  {v}f = reshape({a}) {{shape=[{m * n}]}}")
+            lines.append(f"  {v} = reshape({v}f) {{shape=[{m}, {n}]}}")
+        elif k == 7:
+            lines.append(f"  {v}f = reshape({r.choice(wide)}) {{shape=[{m * n}]}}")
+            lines.append(f"  {v} = reshape({v}f) {{shape=[{m}, {n}]}}")
+        elif k == 8:
+            lines.append(f"  {v}r = reduce_sum({a}) {{axes=[0], keepdims=0}}")
+            lines.append(f"  {v} = mul({v}r, {c})")
+        elif k == 9:
+            lines.append(f"  {v} = dropout({a}) {{p=0.25}} rng={i + 1}")
+        else:
+            lines.append(f"  {v} = flip({a}) {{axes=[1]}}")
+        tall.append(v)
+    outs = [r.choice(tall + wide) for _ in range(r.randint(1, 4))]
+    lines += [f"  output {o}" for o in outs]
+    if writes and r.random() < 0.5:
+        lines.append(f"  write {r.choice(tall)} -> s")
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(m, n), (n, m), (n,), (m, n)]
+    ins = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
+    if r.random() < 0.5:
+        ins[1] = ins[1].t().contiguous().t()
+    return "\n".join(lines + ["}"]), ins, len(outs)
+
+
+def planned(text: str, ins: list[torch.Tensor], dys: list[torch.Tensor | None], group=None, seed: int = 3):
+    """(outputs, buffer s afterwards, gradients by input) through _C.Model."""
+    model = _C.Model.from_text(text)
+    n = len(model.inputs)
+    mine = [t.clone() if i == 3 else t for i, t in enumerate(ins)]
+    v = model.variant(bytes([1, 1, 1, 0]), bytes(int(d is not None) for d in dys), group)
+    run = model.forward(v, mine, seed)
+    assert run.resume() is None
+    outs, arena = run.outputs(), run.arena()
+    info = model.variant_info(v)
+    given = [mine[i] if i in info["reads_inputs"] else None for i in range(n)]
+    back = model.backward(v, arena, given, [o if i in info["reads_outputs"] else None for i, o in enumerate(outs)], dys, seed, run.host_kept())
+    grads: dict[int, torch.Tensor] = {}
+    kept = [o.clone() for o in outs]
+    for s in range(info["segments"]):
+        assert back.resume(s) is None
+        for i, g in back.grads(s):
+            assert i not in grads
+            grads[i] = g.clone()
+            g.fill_(float("nan"))  # handed over: the engine must not read it again
+    for a, b in zip(outs, kept):
+        assert torch.equal(a, b) or torch.isnan(b).any()
+    return kept, mine[3], grads
+
+
+def compare(seed: int, group=None) -> None:
+    text, ins, n_out = random_graph(seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    shape_of = engine.run(text, ins, seed=3)[0]
+    dys = [torch.randn(o.shape, generator=g, dtype=torch.float64) for o in shape_of[:n_out]]
+    if n_out > 1 and seed % 3 == 0:
+        dys[0] = None
+    if seed % 4 == 0:
+        dys = [None if d is None else d.t().contiguous().t() for d in dys]
+    want, want_g = engine.run(text, ins, [1, 1, 1, 0], dys, seed=3)
+    got, s_after, got_g = planned(text, ins, dys, group)
+    for i in range(n_out):
+        assert torch.equal(got[i], want[i]), f"output {i}\n{text}"
+    if len(want) > n_out:
+        assert torch.equal(s_after, want[n_out]), f"write-back\n{text}"
+    for i in range(3):
+        if want_g[i] is None:
+            assert i not in got_g
+        else:
+            torch.testing.assert_close(got_g[i], want_g[i], rtol=1e-12, atol=1e-12, msg=lambda m: f"gradient {i}: {m}\n{text}")  # noqa: B023
+            assert got_g[i].stride() == ins[i].stride() or min(ins[i].shape) <= 1
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_plan_equals_interpreter(block):
+    for seed in range(block * 25, block * 25 + 25):
+        compare(seed)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_segments(block):
+    for seed in range(1000 + block * 25, 1000 + block * 25 + 25):
+        compare(seed, group=[0, seed % 2, 1 - seed % 2, 0])
