@@ -158,6 +158,7 @@ typedef struct om_graph {
     OM_VEC(om_write) writes;
     OM_VEC(om_gradout) grads;
     uint32_t n_rng;                    /* streams handed out so far */
+    int n_segments;                    /* of the backward; set with node->segment (model.c) */
     /* builder state: stamped on every node made */
     om_id cur_scope;
     uint8_t cur_phase;

@@ -122,7 +122,7 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
             if (v != OM_NONE && s < seg[v]) seg[v] = s;
         }
     }
-    *n_segments = g->grads.n ? last + 1 : 0;
+    *n_segments = g->n_segments = g->grads.n ? last + 1 : 0;
     om_free(cx, seg);
     return OM_OK;
 }

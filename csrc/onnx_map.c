@@ -73,7 +73,7 @@ static om_status map_axes(om_onnx *o, int i, int rank, bool all, uint32_t *mask)
     ONNX_CHECK(o, n <= OM_RANK, "%u axes", n);
     OM_TRY(map_known(o, list, n, "axes", a));
     for (uint32_t k = 0; k < n; k++) {
-        int axis;
+        int axis = 0;
         OM_TRY(map_axis(o, a[k], rank, &axis));
         ONNX_CHECK(o, !(*mask >> axis & 1), "axis %d is given twice", axis);
         *mask |= 1u << axis;
@@ -406,7 +406,7 @@ static om_status map_flatten(om_onnx *o) {
 static om_status map_squeeze(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    uint32_t mask;
+    uint32_t mask = 0;
     OM_TRY(map_axes(o, 1, t.rank, false, &mask));
     om_dim d[OM_RANK];
     int n = 0;
@@ -424,7 +424,7 @@ static om_status map_unsqueeze(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
     const om_dim *list;
-    uint32_t n, mask;
+    uint32_t n, mask = 0;
     OM_TRY(map_list_or_attr(o, 1, "axes", &list, &n));
     ONNX_CHECK(o, t.rank + n <= OM_RANK, "rank %u, at most %d", t.rank + n, OM_RANK);
     OM_TRY(map_axes(o, 1, t.rank + (int)n, false, &mask));
@@ -525,7 +525,7 @@ static om_status map_slice(om_onnx *o) {
     uint32_t seen = 0;
     for (uint32_t i = 0; i < ns; i++) {
         int64_t a = i, t = 1;
-        int axis;
+        int axis = 0;
         if (axes) OM_TRY(map_known(o, &axes[i], 1, "axes", &a));
         if (steps) OM_TRY(map_known(o, &steps[i], 1, "steps", &t));
         OM_TRY(map_axis(o, a, rank, &axis));
@@ -540,7 +540,7 @@ static om_status map_slice(om_onnx *o) {
 
 static om_status map_concat(om_onnx *o) {
     om_id *in = om_arena_alloc(&o->tmp, ((size_t)o->n_in + 1) * sizeof *in);
-    int axis;
+    int axis = 0;
     if (!in) return o->cx->status;
     for (int i = 0; i < o->n_in; i++) {
         ONNX_CHECK(o, om_onnx_has(o, i), "operand %d is missing", i);
@@ -556,7 +556,7 @@ static om_status map_split(om_onnx *o) {
     om_graph *g = o->g;
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    int axis, parts = (int)o->node->n_output;
+    int axis = 0, parts = (int)o->node->n_output;
     const om_dim *list;
     uint32_t n;
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
@@ -635,7 +635,7 @@ static om_status map_pad(om_onnx *o) {
     om_dim lo[OM_RANK] = {0}, hi[OM_RANK] = {0};
     bool any = false;
     for (uint32_t i = 0; i < na; i++) {
-        int axis;
+        int axis = 0;
         OM_TRY(map_axis(o, axes[i], t.rank, &axis));
         lo[axis] = pads[i], hi[axis] = pads[na + i];
         any |= lo[axis] || hi[axis];
@@ -683,10 +683,8 @@ static om_status map_tile(om_onnx *o) {
 /* ceil((limit - start) / delta) values from start; the number must be known as a size. */
 static om_status map_range(om_onnx *o) {
     om_graph *g = o->g;
-    om_onnx_val *v[3];
     double f[3];
     om_type t;
-    for (int i = 0; i < 3; i++) v[i] = om_onnx_operand(o, i);
     if (!om_onnx_operand_type(o, 0, &t)) return om_onnx_err(o, OM_INVALID, "start has no type");
     if (om_is_float(t.dtype)) {
         for (int i = 0; i < 3; i++)
@@ -746,7 +744,7 @@ static om_status map_constant_of_shape(om_onnx *o) {
 
 static om_status map_cumsum(om_onnx *o) {
     double a;
-    int axis;
+    int axis = 0;
     if (!om_onnx_scalar(o, 1, &a)) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "the axis must be a constant");
     OM_TRY(map_axis(o, (int64_t)a, map_type(o, 0).rank, &axis));
     om_onnx_set(o, 0, om_make(o->g, &om_op_cumsum, OM_IN(IN(0)), OM_ATTRS(OM_AI("axis", axis), OM_AI("exclusive", om_onnx_int(o, "exclusive", 0)), OM_AI("reverse", om_onnx_int(o, "reverse", 0)))));
@@ -773,7 +771,7 @@ static om_status map_one_hot(om_onnx *o) {
     ONNX_CHECK(o, om_is_int(t.dtype) && t.rank < OM_RANK, "indices must be integers of rank < %d", OM_RANK);
     ONNX_CHECK(o, vt.rank == 1 && vt.dim[0] == 2, "values must have shape [2]");
     int64_t a = om_onnx_int(o, "axis", -1);
-    int axis;
+    int axis = 0;
     OM_TRY(map_axis(o, a, t.rank + 1, &axis));
     if (!index_nonneg(g, idx, 0)) {
         om_id size = om_onnx_dim_value(o, depth[0], t.dtype);
@@ -797,7 +795,7 @@ static om_status map_gather(om_onnx *o) {
     om_graph *g = o->g;
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    int axis;
+    int axis = 0;
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
     const om_onnx_val *k = om_onnx_operand(o, 1);
     if (k->list && k->rank == 0) { /* one known index: a view, where a gather would copy */
@@ -835,7 +833,7 @@ static om_status map_embedding(om_onnx *o) {
 static om_status map_gather_elements(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    int axis;
+    int axis = 0;
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
     om_id idx = map_index(o, IN(1), t.dim[axis]);
     om_onnx_set(o, 0, om_make(o->g, &om_op_gather_elements, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
@@ -852,8 +850,8 @@ static om_status map_reduction(om_onnx *o, int64_t *reduce) {
 static om_status map_scatter_elements(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    int axis;
-    int64_t reduce;
+    int axis = 0;
+    int64_t reduce = 0;
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
     OM_TRY(map_reduction(o, &reduce));
     om_id idx = map_index(o, IN(1), t.dim[axis]);
@@ -889,7 +887,7 @@ static om_status map_gather_nd(om_onnx *o) {
 static om_status map_scatter_nd(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    int64_t reduce;
+    int64_t reduce = 0;
     OM_TRY(map_reduction(o, &reduce));
     om_id idx = map_index_nd(o, IN(1), &t);
     om_onnx_set(o, 0, om_make(o->g, &om_op_scatter_nd, OM_IN(x, idx, IN(2)), OM_ATTRS(OM_AI("reduce", reduce))));
@@ -903,7 +901,7 @@ static om_status map_reduce(om_onnx *o) {
     const char *op = o->row->name;
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    uint32_t mask;
+    uint32_t mask = 0;
     bool keep = om_onnx_int(o, "keepdims", 1) != 0;
     OM_TRY(map_axes(o, 1, t.rank, !om_onnx_int(o, "noop_with_empty_axes", 0), &mask));
     om_id y;
@@ -935,7 +933,7 @@ static om_status map_reduce(om_onnx *o) {
 
 static om_status map_arg(om_onnx *o) {
     om_id x = IN(0);
-    int axis;
+    int axis = 0;
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), map_type_of(o, x).rank, &axis));
     if (om_onnx_int(o, "select_last_index", 0)) return om_onnx_err(o, OM_UNSUPPORTED, "select_last_index = 1 is not supported");
     om_onnx_set(o, 0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis), OM_AI("keepdims", om_onnx_int(o, "keepdims", 1) != 0))));
@@ -944,7 +942,7 @@ static om_status map_arg(om_onnx *o) {
 
 static om_status map_softmax(om_onnx *o) {
     om_id x = IN(0);
-    int axis;
+    int axis = 0;
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", -1), map_type_of(o, x).rank, &axis));
     om_onnx_set(o, 0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis))));
     return o->cx->status;
@@ -965,7 +963,7 @@ static om_status map_layer_norm(om_onnx *o) {
     bool rms = o->row->op == &om_op_rms_norm;
     om_id x = IN(0), w = IN(1), b = rms ? OM_NONE : IN(2);
     om_type t = map_type_of(o, x);
-    int axis;
+    int axis = 0;
     double eps = om_onnx_float(o, "epsilon", 1e-5);
     OM_TRY(map_axis(o, om_onnx_int(o, "axis", -1), t.rank, &axis));
     om_type wt = map_type_of(o, w), bt = map_type_of(o, b);
@@ -1530,6 +1528,8 @@ const om_onnx_op om_onnx_ops[] = {
     {"ortmodule", "AdaptiveAvgPool", 1, 1, 1, map_adaptive_avg_pool, NULL, NULL},
     {"ortmodule", "PyModule", 0, -1, 64, map_host, NULL, NULL},
     {"ortmodule", "StopGradient", 1, 1, 1, map_unary, NULL, &om_op_stop_grad},
+    {"ortmodule", "Log1p", 1, 1, 1, map_unary, NULL, &om_op_log1p},
+    {"ortmodule", "Expm1", 1, 1, 1, map_unary, NULL, &om_op_expm1},
     {"ortmodule", "StraightThrough", 2, 2, 1, map_binary, NULL, &om_op_straight_through},
     {NULL, NULL, 0, 0, 0, NULL, NULL, NULL},
 };

@@ -13,6 +13,7 @@
 #include "onnx.h"
 
 #include <ctype.h>
+#include <stdlib.h>
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -62,7 +63,12 @@ int64_t om_onnx_int(const om_onnx *o, const char *name, int64_t dflt) {
 }
 double om_onnx_float(const om_onnx *o, const char *name, double dflt) {
     const Onnx__AttributeProto *a = om_onnx_attr(o, name);
-    return a && a->has_f ? (double)a->f : dflt;
+    if (!a || !a->has_f) return dflt;
+    char key[READ_NAME];
+    snprintf(key, sizeof key, "f64:%s", name);
+    const char *text = om_onnx_meta(o, key); /* attributes are float32; the capture puts the full double beside */
+    double full = text ? strtod(text, NULL) : a->f;
+    return (float)full == a->f ? full : a->f;
 }
 const char *om_onnx_str(om_onnx *o, const char *name, const char *dflt) {
     const Onnx__AttributeProto *a = om_onnx_attr(o, name);
@@ -454,7 +460,7 @@ static om_status read_node(om_onnx *o) {
         ONNX_CHECK(o, o->in[i] != OM_NONE, "input %d '%.80s' is not defined by a graph input, an initialiser or an earlier node", i, n->input[i]);
     }
     for (int i = 0; i < r->min_in; i++) ONNX_CHECK(o, om_onnx_has(o, i), "input %d is missing", i);
-    ONNX_CHECK(o, n->n_output >= 1, "the node has no output");
+    ONNX_CHECK(o, n->n_output >= 1 && n->n_output <= (size_t)r->max_out, "%zu outputs, 1 to %d are known", n->n_output, r->max_out);
     for (size_t i = 0; i < n->n_attribute; i++)
         ONNX_CHECK(o, !n->attribute[i]->ref_attr_name || !*n->attribute[i]->ref_attr_name, "attribute '%.60s' refers to a function's attribute", n->attribute[i]->name ? n->attribute[i]->name : "");
     o->g->cur_scope = read_scope(o);

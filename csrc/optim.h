@@ -27,7 +27,7 @@ typedef enum om_optim_store {
 
 /* One parameter of a step. Left-out tensors have dtype OM_NODTYPE. */
 typedef struct om_optim_param {
-    om_tensor p, g;   /* weight (written), gradient (read; LAMB marks skipped elements with NaN) */
+    om_tensor p, g;   /* weight (written), gradient (read; LAMB writes it: see om_lamb_step) */
     om_tensor m, v;   /* first and second moment; SGD: m = momentum, or left out */
     om_tensor w;      /* MASTER: f32, SPLIT: i16 */
     om_tensor d;      /* LAMB only: the change of the weight is written here; p may then be read only (see om_lamb_step) */
@@ -37,9 +37,10 @@ typedef struct om_optim_param {
 
 om_status om_adam_step(om_ctx *cx, const om_adam_cfg *c, om_optim_store store, uint64_t seed, om_optim_param *ps, int n);
 om_status om_sgd_step(om_ctx *cx, const om_sgd_cfg *c, om_optim_store store, uint64_t seed, om_optim_param *ps, int n);
-/* cfg: one per parameter. write_weights false: only d is written (and the moments). An element whose direction is not finite
- * keeps its weight and moments, its gradient becomes NaN. */
-om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights,
+/* cfg: one per parameter. write_weights false: only d is written (and the moments). An element whose direction is not finite keeps its
+ * weight and moments. Gradients of the computing type become the direction (0 where skipped), as in Apex and ONNX Runtime, unless
+ * keep_grads; others keep their values, except NaN where skipped. */
+om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights, bool keep_grads,
                        om_optim_param *ps, int n);
 
 /* Norm over all elements of all tensors; ord: 2, 1, INFINITY, or any positive number. *finite: no element is inf or NaN
@@ -64,12 +65,13 @@ struct om_optim_kernels {
     void (*adam_f64)(const om_optim_span *s, const om_adam_f64 *k);
     void (*sgd_f32)(const om_optim_span *s, const om_sgd_f32 *k);
     void (*sgd_f64)(const om_optim_span *s, const om_sgd_f64 *k);
-    /* Updates the moments; sum[0] = sum of w^2, sum[1] = sum of d^2; true when an element was skipped. */
-    bool (*lamb_direction_f32)(const om_optim_span *s, const om_lamb_f32 *k, double sum[2]);
-    bool (*lamb_direction_f64)(const om_optim_span *s, const om_lamb_f64 *k, double sum[2]);
-    /* w -= rate * direction, recomputed from w, m, v; skipped: the span has marked elements. */
-    void (*lamb_update_f32)(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool skipped, bool write_weights);
-    void (*lamb_update_f64)(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool skipped, bool write_weights);
+    /* Updates the moments; grad_out: g (then of the computing type) becomes the direction. sum[0] = sum of w^2, sum[1] = sum of d^2;
+     * true when an element was skipped. */
+    bool (*lamb_direction_f32)(const om_optim_span *s, const om_lamb_f32 *k, bool grad_out, double sum[2]);
+    bool (*lamb_direction_f64)(const om_optim_span *s, const om_lamb_f64 *k, bool grad_out, double sum[2]);
+    /* w -= rate * direction, taken from g or else computed again from w, m, v; skipped: the span has marked elements. */
+    void (*lamb_update_f32)(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool grad_out, bool skipped, bool write_weights);
+    void (*lamb_update_f64)(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool grad_out, bool skipped, bool write_weights);
     double (*sum_squares)(int dtype, const void *x, int64_t n);
     double (*sum_powers)(int dtype, const void *x, int64_t n, double ord); /* sum |x|^ord */
     double (*max_abs)(int dtype, const void *x, int64_t n);                /* NaN if any element is */

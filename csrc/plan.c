@@ -252,11 +252,7 @@ static om_status writes_place(planner *pl) {
 static om_status backward_make(planner *pl) {
     const om_graph *g = pl->g;
     om_plan *p = pl->p;
-    int n_seg = 0;
-    for (om_id i = 0; i < g->nodes.n; i++)
-        if (g->nodes.v[i].phase != OM_FORWARD && g->nodes.v[i].segment + 1 > n_seg) n_seg = g->nodes.v[i].segment + 1;
-    for (uint32_t i = 0; i < g->grads.n; i++)
-        if (g->grads.v[i].value != OM_NONE && n_seg == 0) n_seg = 1; /* gradients that are arriving gradients themselves */
+    int n_seg = g->grads.n && !g->n_segments ? 1 : g->n_segments;
     p->n_segments = n_seg;
     p->seg_end = om_arena_alloc(&p->mem, (size_t)(n_seg + 1) * sizeof *p->seg_end);
     if (!p->seg_end) return pl->cx->status;

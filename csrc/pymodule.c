@@ -4,6 +4,7 @@
  * the process are found by dlsym in the libtorch_cpu that `import torch` has loaded. A missing symbol means the built-in is used.
  * The GIL is released around everything that computes. A Run owns its context, blocks and references; dropping it at any point is safe.
  */
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "dlpack.h"

@@ -180,19 +180,19 @@ static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t n
 
 static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 20,
+    if (optim_count(args, nargs, 21,
                     "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, weight_decay, l2, "
-                    "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio)"))
+                    "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads)"))
         return NULL;
     om_lamb_cfg c = {0};
     step_args a = {0};
-    double bias = 0, no_ratio = 0;
+    double bias = 0, no_ratio = 0, keep = 0;
     double *const out[] = {&c.lr, &c.beta1, &c.beta2, &c.eps, &c.weight_decay, &c.l2, &c.grad_weight, &c.ratio_min, &c.ratio_max,
-                           &c.inv_scale, &bias, &no_ratio};
+                           &c.inv_scale, &bias, &no_ratio, &keep};
     om_ctx *cx = NULL;
     om_lamb_cfg *each = NULL;
     PyObject *r = NULL;
-    if (!optim_numbers(args + 8, out, 12) && !step_args_read(&a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]) &&
+    if (!optim_numbers(args + 8, out, 13) && !step_args_read(&a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]) &&
         (cx = optim_ctx())) {
         om_status s = OM_NOMEM;
         c.bias_correction = bias != 0, c.no_ratio = no_ratio != 0;
@@ -200,7 +200,7 @@ static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t 
         if (each) {
             for (Py_ssize_t i = 0; i < a.n; i++) each[i] = c;
             Py_BEGIN_ALLOW_THREADS;
-            s = om_lamb_step(cx, each, a.store, a.seed, true, a.ps, (int)a.n);
+            s = om_lamb_step(cx, each, a.store, a.seed, true, keep != 0, a.ps, (int)a.n);
             if (s == OM_OK) optim_steps_write(a.tmp, a.ps, a.n);
             Py_END_ALLOW_THREADS;
             om_free(cx, each);
@@ -279,7 +279,7 @@ PyMethodDef om_optim_methods[] = {
     {FAST(sgd_step), "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, weight_decay, inv_scale, "
                      "nesterov, first): one SGD step over lists of tensors."},
     {FAST(lamb_step), "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, weight_decay, l2, "
-                      "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio): one LAMB step over lists of tensors."},
+                      "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads): one LAMB step over lists of tensors."},
     {FAST(norm), "norm(tensors, ord, per_tensor): (norm, finite[, norms]) over all elements of all tensors."},
     {FAST(axpby), "axpby(dst, src, a, b): dst = a * src + b * dst over lists of tensors; src None: in place."},
     {NULL, NULL, 0, NULL},

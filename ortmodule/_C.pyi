@@ -70,7 +70,7 @@ class Run:
         strided views of engine memory, valid until the run ends (clone to keep); None where left out. Answer with host_done, then resume
         again. In a backward the inputs are the gradients of the forward node's outputs (zeros where none arrived) and the answer is one
         gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same in both directions."""
-    def host_done(self, outputs: Sequence[Tensor]) -> None:
+    def host_done(self, outputs: Sequence[Tensor | None]) -> None:
         """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
     def outputs(self) -> list[Tensor]:
         """Forward: the user outputs, each in its own block. Graph inputs that are outputs as they stand come back as copies."""

@@ -256,7 +256,7 @@ class Graph:
     def _rebuild(self, outs: list[Tensor | None], tensors: Sequence[Tensor]) -> Any:
         for i, source in self.passthrough:
             outs[i] = tensors[source]
-        return self.captured.rebuild(outs)
+        return self.captured.rebuild(outs)  # type: ignore[arg-type]
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -365,6 +365,10 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
     return tuple(result)
 
 
+def _drop(step: Step, task: int) -> None:
+    step.live.pop(task, None)
+
+
 class Head(Function):
     """The last Function of the chain in forward order, the first in backward: owns the saved state."""
 
@@ -406,7 +410,7 @@ class Head(Function):
         if len(variant.nodes) > 1:
             task = _task_id()
             step.live[task] = live
-            Variable._execution_engine.queue_callback(lambda: step.live.pop(task, None))  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(lambda: _drop(step, task))
         if not keep:
             step.tensors, step.clones, step.call = (), {}, None
             if len(variant.nodes) == 1:

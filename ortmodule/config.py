@@ -60,10 +60,10 @@ class Row(NamedTuple):
 
 
 def _bool(text: str) -> bool:
-    value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}.get(text.strip().lower())
-    if value is None:
+    word = text.strip().lower()
+    if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise ValueError
-    return value
+    return word in ("1", "true", "yes", "on")
 
 
 def _positive(text: str) -> float:
@@ -103,7 +103,7 @@ TABLE: tuple[Row, ...] = (
     Row("MAX_CAPTURES", "max_captures", "an integer >= 1", _count,
         "captures of one call structure before it is left to PyTorch (default 8)"),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
-    Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there as <prefix><class>_<n>_training|inference.onnx"),
+    Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there: <prefix><class>_<n>_training|inference.onnx"),
     Row("ISA", "", "generic, avx2 or avx512", str, "highest instruction set the kernels may use"),
     Row("GEMM", "", "own or blas", str, "force the matrix multiplication provider"),
     Row("PASS_LIMIT", "", "an integer", str, "run only the first n rewrites of the graph (to bisect)"),

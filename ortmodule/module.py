@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _C, guard
-from .capture import CaptureError, capture, flatten_inputs
+from .capture import CaptureError, FlatInputs, InputSpec, capture, flatten_inputs
 from .capture.skeleton import input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
@@ -37,6 +37,9 @@ logger = logging.getLogger("ortmodule")
 _EAGER_LIMIT = 64  # call structures of one module remembered
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
+_transforms = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
 
 
 class _Writes(Exception):
@@ -65,18 +68,21 @@ class _Entry:
 class _Captured:
     """A graph, and for which calls it holds."""
 
-    def __init__(self, graph: Graph, shapes: list[torch.Size], scalars: list[int | float], dynamic: bool, symbolic: bool) -> None:
+    def __init__(self, graph: Graph, flat: FlatInputs, dynamic: bool, symbolic: bool) -> None:
         self.graph = graph
-        self.shapes = None if dynamic else shapes
-        self.scalars = None if symbolic else scalars
-        self.refused: list[list[torch.Size]] = []  # shapes the dynamic graph turned out not to hold for
+        self.dynamic = dynamic
+        self.symbolic = symbolic
+        self.shapes = [t.shape for t in flat.tensors]
+        self.scalars = list(flat.scalars)
+        self.refused: list[list[torch.Size]] = []  # sizes the engine turned down
 
-    def fits(self, shapes: list[torch.Size], scalars: list[int | float]) -> bool:
-        if self.shapes is not None and self.shapes != shapes:
+    def fits(self, flat: FlatInputs) -> bool:
+        shapes = [t.shape for t in flat.tensors]
+        if self.refused and shapes in self.refused:
             return False
-        if self.scalars is not None and self.scalars != scalars:
-            return False
-        return not (self.refused and shapes in self.refused)
+        if self.dynamic or self.symbolic:
+            return self.graph.captured.fits(flat)
+        return self.shapes == shapes and self.scalars == flat.scalars
 
 
 class _Site:
@@ -102,8 +108,7 @@ class _Call(NamedTuple):
 
     state: State
     site: _Site
-    leaves: list[Tensor]
-    scalars: list[int | float]
+    flat: FlatInputs
     fill: Callable[[list[Any]], Any]
 
     def replay(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
@@ -132,11 +137,12 @@ class State:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The wrapper's forward."""
-        leaves, scalars, structure = flatten_inputs(args, kwargs)
+        flat = flatten_inputs(args, kwargs)
+        leaves, _, structure = flat
         for t in leaves:
             if type(t) not in _PLAIN_TYPES:
                 return self.eager(f"an argument is a {type(t).__name__}", args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+        if _transforms() is not None or _dispatch_modes() or _tracing():
             return self.eager("called inside a function transform or while PyTorch traces", args, kwargs)
         if guard.global_hooks():
             return self.eager("hooks for all modules of the process are registered", args, kwargs)
@@ -151,22 +157,21 @@ class State:
         if site.entry.eager is not None:
             site.entry.eager.calls += 1
             return self.module.forward(*args, **kwargs)
-        shapes = [t.shape for t in leaves]
         captured = site.captured
-        if captured is None or not captured.fits(shapes, scalars):
-            captured = self.find_captured(site, leaves, scalars, shapes, args, kwargs)
+        if captured is None or not captured.fits(flat):
+            captured = self.find_captured(site, flat, args, kwargs)
             if captured is None:
                 return self.eager_site(site, args, kwargs)
-        return self.run(site, captured, leaves, scalars, shapes, env, args, kwargs)
+        return self.run(site, captured, flat, env, args, kwargs)
 
-    def run(self, site: _Site, captured: _Captured, leaves: list[Tensor], scalars: list[int | float], shapes: list[torch.Size],
-            env: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    def run(self, site: _Site, captured: _Captured, flat: FlatInputs, env: tuple[Any, ...], args: tuple[Any, ...],
+            kwargs: dict[str, Any]) -> Any:  # fmt: skip
         graph = captured.graph
         if not self.announced and graph.forwards:
             self.announce()
-        given = leaves
-        if captured.scalars is None and scalars:
-            given = leaves + [torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in scalars]
+        given = flat.tensors
+        if captured.symbolic and flat.scalars:
+            given = given + [torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in flat.scalars]
         tensors = [given[i] for i in graph.leaves]
         wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
         tensors += site.bound
@@ -174,9 +179,9 @@ class State:
             if not env[0] or True not in wanted:
                 return graph.infer(tensors)
             fill = site.fill or self.fill(site, args, kwargs)
-            return graph.train(tensors, wanted, _Call(self, site, leaves, scalars, fill), env[2])
+            return graph.train(tensors, wanted, _Call(self, site, flat, fill), env[2])
         except Unfit as error:
-            return self.unfit(site, captured, shapes, error, args, kwargs)
+            return self.unfit(site, captured, flat, error, args, kwargs)
         except Refusal as error:
             self.leave(site.entry, CaptureError(f"the engine refuses the graph: {error}"))
             return self.call(args, kwargs)
@@ -211,31 +216,33 @@ class State:
 
     def bind(self, site: _Site, captured: _Captured) -> _Captured:
         """Makes `captured` the one that `site` uses: looks up its parameters and buffers by name."""
-        bound = [_lookup(self.module, spec.target) for spec in captured.graph.bound]
+        bound = [_lookup(self.module, spec) for spec in captured.graph.bound]
         site.bound = bound
         site.wanted_bound = tuple([t.requires_grad for t in bound])
         site.captured = captured
         return captured
 
-    def find_captured(self, site: _Site, leaves: list[Tensor], scalars: list[int | float], shapes: list[torch.Size],
-                      args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured | None:  # fmt: skip
+    def find_captured(self, site: _Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured | None:
         """A capture of the site's entry for these sizes and scalars, made now if need be; None: leave the call to PyTorch."""
         entry = site.entry
+        shapes = [t.shape for t in flat.tensors]
         with self.lock:
             for known in entry.graphs:
-                if known.fits(shapes, scalars):
+                if known.fits(flat):
                     return self.bind(site, known)
             if entry.graphs:
-                entry.dynamic = entry.dynamic or all(c.shapes is not None and c.shapes != shapes for c in entry.graphs)
-                entry.symbolic = bool(scalars) and not entry.no_symbolic and (
-                    entry.symbolic or all(c.scalars is not None and c.scalars != scalars for c in entry.graphs))  # fmt: skip
+                entry.dynamic = entry.dynamic or all(c.shapes != shapes for c in entry.graphs)
+                entry.symbolic = bool(flat.scalars) and not entry.no_symbolic and (
+                    entry.symbolic or all(c.scalars != flat.scalars for c in entry.graphs))  # fmt: skip
                 self.dynamic, self.symbolic = self.dynamic or entry.dynamic, self.symbolic or entry.symbolic
             if entry.n_captures >= self.settings.max_captures:
                 self.leave(entry, CaptureError(f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
                                                "that the model's code branches on change from call to call"))  # fmt: skip
                 return None
-            refused = any(shapes in c.refused for c in entry.graphs)
-            for dynamic, symbolic in _attempts(entry.dynamic and not refused, entry.symbolic):
+            # What a symbolic capture did not hold for is captured with constants.
+            general = not any(c.dynamic or c.symbolic for c in entry.graphs) or entry.dynamic > any(c.dynamic for c in entry.graphs) \
+                or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
+            for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
                 entry.n_captures += 1
                 try:
                     graph = self.capture(entry, args, kwargs, dynamic, symbolic)
@@ -246,7 +253,7 @@ class State:
                     if symbolic:
                         entry.no_symbolic, entry.symbolic = True, False
                     continue
-                made = _Captured(graph, shapes, list(scalars), dynamic, symbolic)
+                made = _Captured(graph, flat, dynamic, symbolic)
                 entry.graphs.insert(0, made)
                 self.every.append(made)
                 return self.bind(site, made)
@@ -304,7 +311,7 @@ class State:
         self.load_s[id(graph)] = perf_counter() - start
         return graph
 
-    def unfit(self, site: _Site, captured: _Captured, shapes: list[torch.Size], error: Unfit, args: tuple[Any, ...],
+    def unfit(self, site: _Site, captured: _Captured, flat: FlatInputs, error: Unfit, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:  # fmt: skip
         """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under its data, or a
         dynamic capture holds for fewer sizes): looks again, once."""
@@ -317,7 +324,7 @@ class State:
                 site.captured = None
                 own = guard.Guard(self.module)
                 if own.structure() == site.structure:
-                    captured.refused.append(shapes)
+                    captured.refused.append([t.shape for t in flat.tensors])
             return self.call(args, kwargs)
         finally:
             self.local.again = False
@@ -346,7 +353,8 @@ class State:
         """A call that could not be captured. It is left to PyTorch for good only when PyTorch can run it."""
         failure = getattr(self.local, "failure", None)
         if failure is None:
-            return self.eager("forward assigns attributes of a module" if site.entry.eager is None else site.entry.eager.reason, args, kwargs)
+            known = site.entry.eager
+            return self.eager("forward assigns attributes of a module" if known is None else known.reason, args, kwargs)
         self.local.failure = None
         if self.settings.strict:
             raise failure
@@ -367,8 +375,8 @@ class State:
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
         graph = site.captured.graph if site.captured is not None else None
         assert graph is not None
-        leaves = [t.view_as(t) if t.requires_grad else t for t in call.leaves]
-        args, kwargs = call.fill([*leaves, *call.scalars])
+        leaves = [t.view_as(t) if t.requires_grad else t for t in call.flat.tensors]
+        args, kwargs = call.fill([*leaves, *call.flat.scalars])
         holder = _Holder(self.module)
         own: dict[str, Tensor] = {}
         alias: dict[int, Tensor] = {}
@@ -390,8 +398,8 @@ class State:
 
         skeleton(out, leaf)
         if len(outputs) != graph.n_outputs:
-            raise RuntimeError(f"ortmodule: the module returned {len(outputs)} tensors in PyTorch and {graph.n_outputs} when it was captured")
-        given = [*leaves, *[torch.tensor(0)] * len(call.scalars)]
+            raise RuntimeError(f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs} when captured")
+        given = [*leaves, *[torch.tensor(0)] * len(call.flat.scalars)]
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases
 
@@ -430,8 +438,8 @@ class State:
             report.graphs.append(GraphEntry(
                 nodes=g.captured.n_nodes, engine_nodes=g.captured.n_nodes - len(g.captured.host_ops), dynamic=g.captured.dynamic,
                 capture_s=g.captured.seconds, load_s=self.load_s[id(g)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
-                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, forwards=g.forwards,
-                backwards=g.backwards, reruns=g.reruns, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
+                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, forwards=g.forwards, backwards=g.backwards,
+                reruns=g.reruns, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
             for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
                 entry = host.get((op.name, op.file, op.line))
                 if entry is None:
@@ -473,10 +481,15 @@ def _shadow(module: nn.Module) -> nn.Module:
     return shadow
 
 
-def _lookup(module: nn.Module, target: str) -> Tensor:
-    owner, _, name = target.rpartition(".")
-    found = getattr(module.get_submodule(owner), name)
-    assert isinstance(found, Tensor)
+def _lookup(module: nn.Module, spec: InputSpec) -> Tensor:
+    """The tensor that a graph input names, as it is now."""
+    owner, _, name = spec.target.rpartition(".")
+    try:
+        found = getattr(module.get_submodule(owner), name)
+    except AttributeError:
+        found = spec.tensor  # held by something that is no module: it is the object of the capture
+    if not isinstance(found, Tensor):
+        raise CaptureError(f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now")
     return found
 
 
@@ -499,6 +512,10 @@ class _Forward:
         obj._ortmodule.override = None
 
 
+def _child(name: str) -> Callable[[nn.Module], Any]:
+    return lambda self: nn.Module.__getattr__(self, name)
+
+
 def _subclass(cls: type[nn.Module], signature: inspect.Signature | None, children: Collection[str]) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._ortmodule.call(args, kwargs)
@@ -513,7 +530,7 @@ def _subclass(cls: type[nn.Module], signature: inspect.Signature | None, childre
     taken = {name: getattr(cls, name) for name in ("report", "module") if hasattr(cls, name)}
     for name in ("report", "module"):
         if name not in taken and name in children:
-            taken[name] = property(lambda self, name=name: nn.Module.__getattr__(self, name))
+            taken[name] = property(_child(name))
 
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(taken)
@@ -551,12 +568,13 @@ class ORTModule(nn.Module):
         if settings.log_level is not None:
             logger.setLevel(settings.log_level)
         try:
-            signature = inspect.signature(module.forward)
+            signature: inspect.Signature | None = inspect.signature(module.forward)
+            assert signature is not None
             signature = signature.replace(parameters=[inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
                                                       *signature.parameters.values()])  # fmt: skip
         except (TypeError, ValueError):
             signature = None
-        self = object.__new__(_subclass(type(module), signature, [*module._modules, *module._parameters, *module._buffers]))
+        self: ORTModule = object.__new__(_subclass(type(module), signature, [*module._modules, *module._parameters, *module._buffers]))
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_ortmodule", State(module, settings))
         return self

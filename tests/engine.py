@@ -120,14 +120,14 @@ class Graph:
         _owners[self.owner] += 1
 
     @staticmethod
-    def parse(text: str, cx: Ctx | None = None) -> "Graph":
+    def parse(text: str, cx: Ctx | None = None) -> Graph:
         cx = cx or Ctx()
         p = C.c_void_p()
         cx.check(lib.om_graph_parse(cx.p, text.encode(), C.byref(p)))
         return Graph(cx, p)
 
     @staticmethod
-    def onnx(data: bytes, cx: Ctx | None = None) -> "Graph":
+    def onnx(data: bytes, cx: Ctx | None = None) -> Graph:
         cx = cx or Ctx()
         p = C.c_void_p()
         cx.check(lib.om_onnx_read(cx.p, data, C.c_size_t(len(data)), C.byref(p)))
@@ -140,16 +140,16 @@ class Graph:
         lib.om_text_free(self.cx.p, s)
         return out
 
-    def verify(self) -> "Graph":
+    def verify(self) -> Graph:
         self.cx.check(lib.om_verify(self.p))
         return self
 
-    def grad(self, wanted: list[int], arriving: list[int]) -> "Graph":
+    def grad(self, wanted: list[int], arriving: list[int]) -> Graph:
         p = C.c_void_p()
         self.cx.check(lib.om_grad_build(self.cx.p, self.p, bytes(wanted), bytes(arriving), C.byref(p)))
         return Graph(self.cx, p)
 
-    def apply(self, *passes: str) -> "Graph":
+    def apply(self, *passes: str) -> Graph:
         """Runs passes by symbol name (om_pass_<name>)."""
         arr = (C.c_void_p * (len(passes) + 1))()
         for i, name in enumerate(passes):

@@ -3,9 +3,10 @@
 import ctypes as C
 
 import pytest
-from engine import Ctx, EngineError, lib
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from engine import Ctx, EngineError, lib
 
 lib.om_graph_new.restype = C.c_void_p
 lib.om_graph_new.argtypes = [C.c_void_p]

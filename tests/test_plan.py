@@ -6,9 +6,10 @@ reuse and in-place, with no reuse, and with dead memory filled with NaN bytes. O
 
 import random
 
-import engine
 import pytest
 import torch
+
+import engine
 
 _C = pytest.importorskip("ortmodule._C")
 

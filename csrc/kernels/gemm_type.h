@@ -5,35 +5,6 @@
 #undef NR
 #define NR (OM_NV * VL)
 
-/* dst[k * ld + i] = src[i * rs + k * cs] for i < w <= ld lanes and k < kc; lanes w..ld-1 become 0. Stores may run VL - 1
- * elements past the end (the caller leaves room); later rows overwrite what earlier ones spilled. */
-OM_INLINE void N(pack_strip)(T *restrict dst, int64_t ld, const void *src, int64_t w, int64_t kc, int64_t rs, int64_t cs, int s) {
-    int64_t k = 0;
-    if (rs == 1 && w == ld) { /* lanes contiguous */
-        int64_t full = ld / VL * VL;
-        for (; k < kc; k++) {
-            int64_t i = 0;
-            for (; i < full; i += VL) N(vstore)(dst + k * ld + i, N(vget)(src, k * cs + i, s));
-            for (; i < ld; i++) dst[k * ld + i] = N(get)(src, k * cs + i, s);
-        }
-        return;
-    }
-    if (cs == 1) { /* k contiguous: VL steps of k by VL lanes at a time */
-        for (; k + VL <= kc; k += VL) {
-            for (int64_t i0 = (ld - 1) / VL * VL; i0 >= 0; i0 -= VL) { /* downwards: what spills into the next row is then rewritten */
-                V r[VL];
-#pragma GCC unroll 16
-                for (int i = 0; i < VL; i++) r[i] = i0 + i < w ? N(vget)(src, (i0 + i) * rs + k, s) : (V){0};
-                N(transpose)(r);
-#pragma GCC unroll 16
-                for (int j = 0; j < VL; j++) N(vstore)(dst + (k + j) * ld + i0, r[j]);
-            }
-        }
-    }
-    for (; k < kc; k++)
-        for (int64_t i = 0; i < ld; i++) dst[k * ld + i] = i < w ? N(get)(src, i * rs + k * cs, s) : 0;
-}
-
 /* Rows contiguous along the lanes: one sweep per k over a group of panels, so that memory is read in order. Each row of a
  * panel is moved by whole vectors: the source must have VL elements from the panel's last vector on. */
 OM_INLINE void N(pack_rows)(T *restrict dst, int64_t size, int64_t panels, const void *src, int64_t kc, int64_t cs, int s) {

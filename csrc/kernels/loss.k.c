@@ -2,7 +2,7 @@
  *
  * A row is worked off in blocks that stay in L1. log-sum-exp is online: a block first gives its maximum; when that exceeds
  * the running one, the running sum is scaled by exp(old - new); then the block's exponentials are added. Blocks add up in
- * double, so a row of 50,257 logits loses nothing. Rows that are not contiguous, or stored narrower than they are computed,
+ * double, so a row of 50,257 logits loses nothing. The gradient subtracts lse in two parts, so large logits lose nothing either. Rows that are not contiguous, or stored narrower than they are computed,
  * are loaded into a buffer block by block.
  *
  * Special values follow the arithmetic: a NaN or +inf logit, or a row of nothing but -inf, gives NaN further on, as in torch.
@@ -70,15 +70,15 @@ enum { BLOCK = 512 };
     }                                                                                               \
     static void grad_##NAME(const char *x, int64_t sx, int64_t c, double lse_, double a_, double b_, const void *weight, char *dx) { \
         W buf[BLOCK];                                                                               \
-        const W *w = weight, lse = (W)lse_, a = (W)a_, b = (W)b_;                                   \
+        const W *w = weight, hi = (W)lse_, lo = (W)(lse_ - (double)hi), a = (W)a_, b = (W)b_;       \
         for (int64_t c0 = 0; c0 < c; c0 += BLOCK) {                                                 \
             const int64_t n = c - c0 < BLOCK ? c - c0 : BLOCK;                                      \
             const W *v = load_##NAME(x + c0 * sx, sx, n, buf);                                      \
             T *y = (T *)dx + c0;                                                                    \
             if (w && b != 0) {                                                                      \
-                _Pragma("omp simd") for (int64_t k = 0; k < n; k++) y[k] = (T)STORE(a * EXP(v[k] - lse) - b * w[c0 + k]); \
+                _Pragma("omp simd") for (int64_t k = 0; k < n; k++) y[k] = (T)STORE(a * EXP((v[k] - hi) - lo) - b * w[c0 + k]); \
             } else {                                                                                \
-                _Pragma("omp simd") for (int64_t k = 0; k < n; k++) y[k] = (T)STORE(a * EXP(v[k] - lse) - b); \
+                _Pragma("omp simd") for (int64_t k = 0; k < n; k++) y[k] = (T)STORE(a * EXP((v[k] - hi) - lo) - b); \
             }                                                                                       \
         }                                                                                           \
     }

@@ -15,6 +15,18 @@
 /* ACC_WIDTH elements as doubles, one vector register: conversions that gcc does not find by itself */
 enum { ACC_WIDTH = OM_VBYTES / 8 };
 typedef double acc_vec __attribute__((vector_size(OM_VBYTES)));
+typedef struct squares { acc_vec acc[32 / ACC_WIDTH]; double rest; } squares;
+static inline void squares_clear(squares *q) {
+    for (int j = 0; j < 32 / ACC_WIDTH; j++) q->acc[j] = (acc_vec){0};
+    q->rest = 0;
+}
+static double squares_sum(const squares *q) {
+    double lane[32];
+    memcpy(lane, q->acc, sizeof lane);
+    for (int w = 16; w; w /= 2)
+        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+    return lane[0] + q->rest;
+}
 static inline acc_vec widen_f32(const float *x) {
 #if defined(__AVX512F__)
     return (acc_vec)_mm512_cvtps_pd(_mm256_loadu_ps(x));
@@ -172,81 +184,80 @@ static void sgd_f64(const om_optim_span *s, const om_sgd_f64 *k) { sgd_core_f64(
 
 /* --- lamb ------------------------------------------------------------------------------------------ */
 
-static bool lamb_direction_f32(const om_optim_span *s, const om_lamb_f32 *k, double sum[2]) {
-    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], m1[STRIP], v1[STRIP], d[STRIP];
+/* The direction replaces the gradient when it has the computing type (grad_out: then the second sweep need not compute it again);
+ * else it is thrown away and skipped elements are marked by a NaN gradient. */
+static bool lamb_direction_f32(const om_optim_span *s, const om_lamb_f32 *k, bool grad_out, double sum[2]) {
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], m0[STRIP], v0[STRIP];
+    uint8_t skip[STRIP];
     bool skipped = false;
     sum[0] = sum[1] = 0;
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        const float *p = weights_in(s, i, n, pb), *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb);
-        float *g = strip_in(s->tg, s->g, i, n, gb);
-        if (!lamb_moments_core_f32(p, g, m, v, m1, v1, d, n, k)) {
-            for (int64_t j = 0; j < n; j++)
-                if (!(d[j] - d[j] == 0)) d[j] = 0, m1[j] = m[j], v1[j] = v[j], g[j] = NAN;
-            strip_out(s->tg, s->g, i, n, g);
+        const float *p = weights_in(s, i, n, pb);
+        float *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb), *d = strip_in(s->tg, s->g, i, n, gb);
+        if (!grad_out && d != gb) d = memcpy(gb, d, (size_t)n * sizeof *d);
+        if (lamb_moments_core_f32(p, d, m, v, m0, v0, n, k, sum, skip)) {
             skipped = true;
+            for (int64_t j = 0; !grad_out && j < n; j++)
+                if (skip[j]) strip_out(s->tg, s->g, i + j, 1, &(float){NAN});
         }
-        strip_out(s->tm, s->m, i, n, m1);
-        strip_out(s->tv, s->v, i, n, v1);
-        sum[0] += sum_squares_f32(p, n);
-        sum[1] += sum_squares_f32(d, n);
+        strip_out(s->tm, s->m, i, n, m);
+        strip_out(s->tv, s->v, i, n, v);
     }
     return skipped;
 }
 
-static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, double sum[2]) {
-    double m1[STRIP], v1[STRIP], d[STRIP];
+static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, bool grad_out, double sum[2]) {
+    double gb[STRIP], m0[STRIP], v0[STRIP];
+    uint8_t skip[STRIP];
     bool skipped = false;
     sum[0] = sum[1] = 0;
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        double *p = (double *)s->p + i, *g = (double *)s->g + i, *m = (double *)s->m + i, *v = (double *)s->v + i;
-        if (!lamb_moments_core_f64(p, g, m, v, m1, v1, d, n, k)) {
-            for (int64_t j = 0; j < n; j++)
-                if (!(d[j] - d[j] == 0)) d[j] = 0, m1[j] = m[j], v1[j] = v[j], g[j] = NAN;
+        double *g = (double *)s->g + i, *d = grad_out ? g : memcpy(gb, g, (size_t)n * sizeof *g);
+        if (lamb_moments_core_f64((double *)s->p + i, d, (double *)s->m + i, (double *)s->v + i, m0, v0, n, k, sum, skip)) {
             skipped = true;
+            for (int64_t j = 0; !grad_out && j < n; j++)
+                if (skip[j]) g[j] = NAN;
         }
-        memcpy(m, m1, (size_t)n * sizeof *m);
-        memcpy(v, v1, (size_t)n * sizeof *v);
-        sum[0] += sum_squares_f64(p, n);
-        sum[1] += sum_squares_f64(d, n);
     }
     return skipped;
 }
 
-static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool skipped, bool write_weights) {
-    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], d[STRIP], q[STRIP];
+static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool grad_out, bool skipped, bool write_weights) {
+    float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], db[STRIP], q[STRIP];
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        float *p = weights_in(s, i, n, pb);
-        lamb_direction_core_f32(p, strip_in(s->tm, s->m, i, n, mb), strip_in(s->tv, s->v, i, n, vb), d, n, k);
-        if (skipped) {
+        float *p = weights_in(s, i, n, pb), *d = grad_out ? (float *)s->g + i : db;
+        if (!grad_out)
+            lamb_direction_core_f32(p, strip_in(s->tm, s->m, i, n, mb), strip_in(s->tv, s->v, i, n, vb), d, n, k);
+        if (!grad_out && skipped) {
             const float *g = strip_in(s->tg, s->g, i, n, gb);
             for (int64_t j = 0; j < n; j++)
                 if (g[j] != g[j]) d[j] = 0;
         }
-        lamb_apply_core_f32(p, d, q, n, (float)rate);
+        lamb_apply_core_f32(p, d, gb, q, n, (float)rate);
         if (write_weights) {
             if (s->store == OM_STORE_MASTER) memcpy(p, q, (size_t)n * sizeof *p);
             weights_out(s, i, n, q);
         }
-        if (s->d) strip_out(s->td, s->d, i, n, d);
+        if (s->d) strip_out(s->td, s->d, i, n, gb);
     }
 }
 
-static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool skipped, bool write_weights) {
-    double d[STRIP], q[STRIP];
+static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool grad_out, bool skipped, bool write_weights) {
+    double db[STRIP], delta[STRIP], q[STRIP];
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        double *p = (double *)s->p + i;
-        const double *g = (const double *)s->g + i;
-        lamb_direction_core_f64(p, (double *)s->m + i, (double *)s->v + i, d, n, k);
-        if (skipped)
-            for (int64_t j = 0; j < n; j++)
+        double *p = (double *)s->p + i, *g = (double *)s->g + i, *d = grad_out ? g : db;
+        if (!grad_out) {
+            lamb_direction_core_f64(p, (double *)s->m + i, (double *)s->v + i, d, n, k);
+            for (int64_t j = 0; skipped && j < n; j++)
                 if (g[j] != g[j]) d[j] = 0;
-        lamb_apply_core_f64(p, d, q, n, rate);
+        }
+        lamb_apply_core_f64(p, d, delta, q, n, rate);
         if (write_weights) memcpy(p, q, (size_t)n * sizeof *p);
-        if (s->d) memcpy((double *)s->d + i, d, (size_t)n * sizeof *d);
+        if (s->d) memcpy((double *)s->d + i, delta, (size_t)n * sizeof *p);
     }
 }
 

@@ -28,37 +28,58 @@ static void CORE(sgd_core)(T *restrict p, const T *restrict g, T *restrict m, in
     }
 }
 
-/* 32 lanes of doubles; whatever the width of the machine's vectors, lane j sums the same elements. (Vectors wider than the
- * machine's would be simpler, but gcc keeps them in memory.) */
-static double CORE(sum_squares)(const T *x, int64_t n) {
-    acc_vec acc[32 / ACC_WIDTH];
-    memset(acc, 0, sizeof acc);
+/* Sums of squares run in 32 lanes of doubles: whatever the width of the machine's vectors, lane j sums the same elements. (Vectors
+ * wider than the machine's would be simpler, but gcc keeps them in memory.) */
+static inline void CORE(squares_add)(squares *q, const T *x, int64_t n) {
     int64_t i = 0;
     for (; i + 32 <= n; i += 32)
 #pragma GCC unroll 16
         for (int j = 0; j < 32 / ACC_WIDTH; j++) {
             const acc_vec z = CORE(widen)(x + i + ACC_WIDTH * j);
-            acc[j] += z * z;
+            q->acc[j] += z * z;
         }
-    double lane[32], sum = 0;
-    memcpy(lane, acc, sizeof lane);
-    for (int w = 16; w; w /= 2)
-        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-    for (; i < n; i++) sum += (double)x[i] * (double)x[i];
-    return lane[0] + sum;
+    for (; i < n; i++) q->rest += (double)x[i] * (double)x[i];
 }
 
-/* New moments and direction into m1, v1, d; false when a direction is not finite. */
-static bool CORE(lamb_moments_core)(const T *restrict p, const T *restrict g, const T *restrict m, const T *restrict v, T *restrict m1,
-                                    T *restrict v1, T *restrict d, int64_t n, const CORE(om_lamb) * k) {
+static double CORE(sum_squares)(const T *x, int64_t n) {
+    squares q;
+    squares_clear(&q);
+    CORE(squares_add)(&q, x, n);
+    return squares_sum(&q);
+}
+
+/* Moments in place, gradient -> direction in place; m0, v0 = the old moments; adds the sums of p^2 and d^2 to sum. The two jobs alternate
+ * every 64 elements so that the sums hide behind the divisions. An element whose direction is not finite keeps its moments and gets d = 0
+ * and skip[i] = 1; true when there was one. */
+static bool CORE(lamb_moments_core)(const T *restrict p, T *restrict gd, T *restrict m, T *restrict v, T *restrict m0, T *restrict v0,
+                                    int64_t n, const CORE(om_lamb) * k, double sum[2], uint8_t *skip) {
     const CORE(om_lamb) c = *k;
-    T worst = 0; /* x - x is 0 for every finite x and NaN otherwise; NaN sticks */
-#pragma omp simd reduction(+ : worst)
-    for (int64_t i = 0; i < n; i++) {
-        d[i] = CORE(om_lamb_moments)(&c, p[i], g[i], m[i], v[i], &m1[i], &v1[i]);
-        worst += d[i] - d[i];
+    squares p2, d2;
+    squares_clear(&p2), squares_clear(&d2);
+    for (int64_t j = 0; j < n; j += 64) {
+        const int64_t end = n - j < 64 ? n : j + 64;
+#pragma omp simd
+        for (int64_t i = j; i < end; i++) {
+            m0[i] = m[i], v0[i] = v[i];
+            gd[i] = CORE(om_lamb_moments)(&c, p[i], gd[i], m[i], v[i], &m[i], &v[i]);
+        }
+        CORE(squares_add)(&p2, p + j, end - j);
+        CORE(squares_add)(&d2, gd + j, end - j);
     }
-    return worst == 0;
+    sum[0] += squares_sum(&p2);
+    const double sum_d = squares_sum(&d2);
+    if (isfinite(sum_d)) { /* then every direction is; f64 squares may also overflow, which only costs the look below */
+        sum[1] += sum_d;
+        return false;
+    }
+    bool any = false;
+    for (int64_t i = 0; i < n; i++) {
+        skip[i] = !(gd[i] - gd[i] == 0);
+        any |= skip[i];
+        if (skip[i]) gd[i] = 0, m[i] = m0[i], v[i] = v0[i];
+    }
+    sum[1] += CORE(sum_squares)(gd, n);
+    return any;
 }
 
 static void CORE(lamb_direction_core)(const T *restrict p, const T *restrict m, const T *restrict v, T *restrict d, int64_t n,
@@ -68,18 +89,18 @@ static void CORE(lamb_direction_core)(const T *restrict p, const T *restrict m, 
     for (int64_t i = 0; i < n; i++) d[i] = CORE(om_lamb_direction)(&c, p[i], m[i], v[i]);
 }
 
-/* q = p - rate d, d = the change made; where q would not be finite: q = p and no change */
-static void CORE(lamb_apply_core)(const T *restrict p, T *restrict d, T *restrict q, int64_t n, T rate) {
+/* q = p - rate d, delta = the change made; where q would not be finite: q = p and no change */
+static void CORE(lamb_apply_core)(const T *restrict p, const T *restrict d, T *restrict delta, T *restrict q, int64_t n, T rate) {
     T worst = 0;
 #pragma omp simd reduction(+ : worst)
     for (int64_t i = 0; i < n; i++) {
-        d[i] = -rate * d[i];
-        q[i] = p[i] + d[i];
+        delta[i] = -rate * d[i];
+        q[i] = p[i] + delta[i];
         worst += q[i] - q[i];
     }
     if (worst == 0) return;
     for (int64_t i = 0; i < n; i++)
-        if (!(q[i] - q[i] == 0)) q[i] = p[i], d[i] = 0;
+        if (!(q[i] - q[i] == 0)) q[i] = p[i], delta[i] = 0;
 }
 
 #undef CORE

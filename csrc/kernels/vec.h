@@ -2,7 +2,7 @@
  *
  * Defines for that type, until the next inclusion replaces them:
  *   T       float or double                  VL      lanes in a vector of OM_VBYTES
- *   V, U    vector of T, of unsigned         N(x)    x_f32 or x_f64: the name of this type's copy of a function
+ *   V, U, I vector of T, unsigned, signed    N(x)    x_f32 or x_f64: the name of this type's copy of a function
  * and the functions below. Storage may be narrower than T: `s` is the om_dtype of the bytes and must be a constant at
  * the call (everything here is inlined), so the conversions cost a load and nothing else when s is T itself.
  *
@@ -31,7 +31,7 @@
 #undef T
 #undef V
 #undef U
-#undef H
+#undef I
 #undef VL
 #undef SUF
 #undef TBITS
@@ -41,6 +41,7 @@
 #define T float
 #define V vec_f32
 #define U uvec_f32
+#define I ivec_f32
 #define SUF f32
 #define STORE_T OM_F32
 #define VL (OM_VBYTES / 4)
@@ -53,11 +54,13 @@
 #endif
 typedef float vec_f32 __attribute__((vector_size(OM_VBYTES)));
 typedef uint32_t uvec_f32 __attribute__((vector_size(OM_VBYTES)));
+typedef int32_t ivec_f32 __attribute__((vector_size(OM_VBYTES)));
 typedef uint16_t hvec_f32 __attribute__((vector_size(OM_VBYTES / 2)));
 #else
 #define T double
 #define V vec_f64
 #define U uvec_f64
+#define I ivec_f64
 #define SUF f64
 #define STORE_T OM_F64
 #define VL (OM_VBYTES / 8)
@@ -70,6 +73,7 @@ typedef uint16_t hvec_f32 __attribute__((vector_size(OM_VBYTES / 2)));
 #endif
 typedef double vec_f64 __attribute__((vector_size(OM_VBYTES)));
 typedef uint64_t uvec_f64 __attribute__((vector_size(OM_VBYTES)));
+typedef int64_t ivec_f64 __attribute__((vector_size(OM_VBYTES)));
 #endif
 
 OM_INLINE V N(vload)(const T *p) {
@@ -81,6 +85,9 @@ OM_INLINE V N(vload)(const T *p) {
 OM_INLINE void N(vstore)(T *p, V v) { memcpy(p, &v, sizeof v); }
 
 OM_INLINE V N(splat)(T x) { return x - (V){0}; } /* x - 0 is x, signed zeros included: no instruction */
+
+/* m ? a : b, lane by lane; m is the result of a comparison. */
+OM_INLINE V N(pick)(I m, V a, V b) { return (V)(((U)a & (U)m) | ((U)b & ~(U)m)); }
 
 /* Element i of storage type s. */
 OM_INLINE T N(get)(const void *p, int64_t i, int s) {
@@ -219,4 +226,33 @@ OM_INLINE void N(micro)(int mr, int nv, int64_t kc, const T *restrict a, int64_t
             if (sets > 1) acc[i][v] += part[1][i][v];
             if (sets > 2) acc[i][v] += part[2][i][v] + part[3][i][v];
         }
+}
+
+/* dst[k * ld + i] = src[i * rs + k * cs] for i < w <= ld lanes and k < kc; lanes w..ld-1 become 0. Stores may run VL - 1
+ * elements past the end (the caller leaves room); later rows overwrite what earlier ones spilled. */
+OM_INLINE void N(pack_strip)(T *restrict dst, int64_t ld, const void *src, int64_t w, int64_t kc, int64_t rs, int64_t cs, int s) {
+    int64_t k = 0;
+    if (rs == 1 && w == ld) { /* lanes contiguous */
+        int64_t full = ld / VL * VL;
+        for (; k < kc; k++) {
+            int64_t i = 0;
+            for (; i < full; i += VL) N(vstore)(dst + k * ld + i, N(vget)(src, k * cs + i, s));
+            for (; i < ld; i++) dst[k * ld + i] = N(get)(src, k * cs + i, s);
+        }
+        return;
+    }
+    if (cs == 1) { /* k contiguous: VL steps of k by VL lanes at a time */
+        for (; k + VL <= kc; k += VL) {
+            for (int64_t i0 = (ld - 1) / VL * VL; i0 >= 0; i0 -= VL) { /* downwards: what spills into the next row is then rewritten */
+                V r[VL];
+#pragma GCC unroll 16
+                for (int i = 0; i < VL; i++) r[i] = i0 + i < w ? N(vget)(src, (i0 + i) * rs + k, s) : (V){0};
+                N(transpose)(r);
+#pragma GCC unroll 16
+                for (int j = 0; j < VL; j++) N(vstore)(dst + (k + j) * ld + i0, r[j]);
+            }
+        }
+    }
+    for (; k < kc; k++)
+        for (int64_t i = 0; i < ld; i++) dst[k * ld + i] = i < w ? N(get)(src, i * rs + k * cs, s) : 0;
 }

@@ -13,6 +13,8 @@
 #include "attr.h"
 #include "half.h"
 
+#include <math.h>
+
 enum { REDUCE_NONE, REDUCE_MEAN, REDUCE_SUM };
 
 static double float_at(const om_tensor *t, int64_t element) {
@@ -116,7 +118,7 @@ static om_status cross_entropy_infer(om_graph *g, const om_node *n, om_type *out
     out[0].rank = om_node_int(n, "reduction", REDUCE_MEAN) == REDUCE_NONE;
     out[1].rank = 1;
     out[2].rank = 0;
-    out[1].dtype = out[2].dtype = (uint8_t)om_compute_dtype(x->dtype);
+    out[1].dtype = out[2].dtype = OM_F64; /* two numbers a row: what is lost here is lost for every logit of the row */
     return OM_OK;
 }
 
@@ -203,18 +205,10 @@ static void cross_entropy_grad_range(void *arg, int64_t begin, int64_t end) {
         }
         double g = j->scale * float_at(j->g, j->per_row ? i * j->g->stride[0] : 0), lse = float_at(j->lse_in, i);
         double hit = (1 - e) * weight_at(j, y), each = e / (double)j->c;
-        double a = g * (hit + each * j->weight_sum), b = g * each;
+        double all = hit + each * j->weight_sum;
         double xy = float_at(j->x, i * j->x->stride[0] + y * j->x->stride[1]); /* dx may overwrite x */
-        j->k->grad((const char *)j->x->data + i * j->x->stride[0] * size, sx, j->c, lse, a, b, j->weight, dx);
-        double p[1] = {0};
-        if (j->x->dtype == OM_F64) { /* the label's element once more, rounded once */
-            j->k->grad((const char *)&xy, 8, 1, lse, a, 0, NULL, (char *)p);
-        } else {
-            float xf = (float)xy, pf;
-            OM_PICK(om_loss)->type[OM_F32].grad((const char *)&xf, 4, 1, lse, a, 0, NULL, (char *)&pf);
-            p[0] = pf;
-        }
-        float_put(j->dx, at + y, p[0] - (b * weight_at(j, y) + g * hit));
+        j->k->grad((const char *)j->x->data + i * j->x->stride[0] * size, sx, j->c, lse, g * all, g * each, j->weight, dx);
+        float_put(j->dx, at + y, g * (all * exp(xy - lse) - (each * weight_at(j, y) + hit)));
     }
 }
 

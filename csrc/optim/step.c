@@ -3,9 +3,10 @@
  * Adam and SGD are one sweep: 28 bytes a parameter in f32 (read p g m v, write p m v).
  *
  * LAMB needs the norms of the weight and of the direction before it may change the weight, so each tensor is swept twice:
- *   1. moments, and the two sums of squares per block                 read p g m v, write m v    24 bytes
- *   2. the direction again from p, m and v, scaled by the trust ratio  read p m v,   write p      16 bytes
- * 40 bytes from memory, and no scratch of the model's size. Consecutive tensors that fit the last-level cache together form a
+ *   1. moments, and the two sums of squares per block; f32 gradients become the direction     read p g m v, write m v g   28 bytes
+ *   2. the weight moves by the direction times the trust ratio                                read p g,     write p        12 bytes
+ * 40 bytes from memory, and no scratch of the model's size. Where the gradient cannot hold the direction (16-bit, or to be kept) sweep
+ * 2 computes it again from p, m and v: 24 + 16 bytes. Consecutive tensors that fit the last-level cache together form a
  * wave that is swept twice while it is still there, the second time backwards: then about 28 bytes come from memory.
  * The order of the waves changes no bit: sums are per block and added in block order.
  */
@@ -30,7 +31,7 @@ typedef struct sweep {
     double (*sum)[2];  /* per block: w^2, d^2 */
     uint8_t *skipped;  /* per block */
     double *rate;      /* per span */
-    bool write_weights;
+    bool write_weights, keep_grads;
 } sweep;
 
 /* --- adam, sgd ------------------------------------------------------------------------------------- */
@@ -98,16 +99,20 @@ om_status om_sgd_step(om_ctx *cx, const om_sgd_cfg *c, om_optim_store store, uin
 
 /* --- lamb ------------------------------------------------------------------------------------------ */
 
+static bool lamb_grad_out(const sweep *w, const om_optim_span *s) { return !w->keep_grads && s->tg == (s->tp == OM_F64 ? OM_F64 : OM_F32); }
+
 static void lamb_direction_block(void *arg, int i, int64_t block, const om_optim_span *s) {
     const sweep *w = arg;
-    w->skipped[block] = s->tp == OM_F64 ? w->k->lamb_direction_f64(s, &w->c[i].lamb_f64, w->sum[block])
-                                        : w->k->lamb_direction_f32(s, &w->c[i].lamb_f32, w->sum[block]);
+    const bool out = lamb_grad_out(w, s);
+    w->skipped[block] = s->tp == OM_F64 ? w->k->lamb_direction_f64(s, &w->c[i].lamb_f64, out, w->sum[block])
+                                        : w->k->lamb_direction_f32(s, &w->c[i].lamb_f32, out, w->sum[block]);
 }
 
 static void lamb_update_block(void *arg, int i, int64_t block, const om_optim_span *s) {
     const sweep *w = arg;
-    if (s->tp == OM_F64) w->k->lamb_update_f64(s, &w->c[i].lamb_f64, w->rate[i], w->skipped[block], w->write_weights);
-    else w->k->lamb_update_f32(s, &w->c[i].lamb_f32, w->rate[i], w->skipped[block], w->write_weights);
+    const bool out = lamb_grad_out(w, s), skip = w->skipped[block];
+    if (s->tp == OM_F64) w->k->lamb_update_f64(s, &w->c[i].lamb_f64, w->rate[i], out, skip, w->write_weights);
+    else w->k->lamb_update_f32(s, &w->c[i].lamb_f32, w->rate[i], out, skip, w->write_weights);
 }
 
 /* Bytes the second sweep hopes to find in the last-level cache: half of it, what the system calls it, 16 MB at most (virtual
@@ -118,10 +123,10 @@ static int64_t lamb_wave_bytes(void) {
     return half < 16 << 20 ? half : 16 << 20;
 }
 
-om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights,
+om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights, bool keep_grads,
                        om_optim_param *ps, int n) {
     om_optim_list l;
-    sweep w = {.k = OM_PICK(om_optim), .write_weights = write_weights};
+    sweep w = {.k = OM_PICK(om_optim), .write_weights = write_weights, .keep_grads = keep_grads};
     consts *k = NULL;
     om_status s = om_optim_open(cx, "lamb", store, seed, write_weights, ps, n, &l);
     if (s == OM_OK) {

@@ -313,6 +313,28 @@ class Builder:
             return v
         raise UnsupportedError(f"a size computed as {e} (only + - * // % min max)")
 
+    def prune(self) -> None:
+        """Drops nodes and initialisers that nothing uses; rows leave some behind (an empty part of a concatenation, say)."""
+        used = {o.name for o in self.graph.output}
+        dead: list[int] = []
+        for i in range(len(self.graph.node) - 1, -1, -1):
+            node = self.graph.node[i]
+            if used.isdisjoint(node.output):
+                dead.append(i)
+            else:
+                used.update(node.input)
+        gone: set[str] = set()
+        for i in dead:
+            gone.update(self.graph.node[i].output)
+            del self.graph.node[i]
+        if gone:
+            for i in range(len(self.graph.value_info) - 1, -1, -1):
+                if self.graph.value_info[i].name in gone:
+                    del self.graph.value_info[i]
+        for i in range(len(self.graph.initializer) - 1, -1, -1):
+            if self.graph.initializer[i].name not in used:
+                del self.graph.initializer[i]
+
     def finish(self, functions: Iterable[onnx.FunctionProto]) -> bytes:
         for domain in sorted(self.domains | {f.domain for f in functions}):
             self.model.opset_import.add(domain=domain, version=DOMAINS[domain])

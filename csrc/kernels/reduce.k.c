@@ -1,0 +1,96 @@
+/* reduce.k.c - loops of sum, product, maximum, minimum over contiguous elements (row) or over rows of a matrix (col).
+ *
+ * row keeps LANES partial results, combined in a fixed order at the end, so a result depends on the length alone. NaN wins a maximum
+ * or minimum: once a lane holds NaN no comparison replaces it.
+ */
+#include "reduce.h"
+
+#include <math.h>
+
+enum { LANES = 16 };
+
+#define SUM(a, x) ((a) + (x))
+#define PROD(a, x) ((a) * (x))
+#define MAX(a, x) ((x) > (a) || (x) != (x) ? (x) : (a))
+#define MIN(a, x) ((x) < (a) || (x) != (x) ? (x) : (a))
+
+/* T: element; L: lane of a row; A: accumulator */
+#define ROW(name, OP, T, L, A, unit)                                                                \
+    static void row_##name(const void *px, int64_t n, void *pa) {                                   \
+        const T *x = px;                                                                            \
+        A *acc = pa;                                                                                \
+        L lane[LANES];                                                                              \
+        for (int l = 0; l < LANES; l++) lane[l] = (L)(unit);                                        \
+        int64_t i = 0;                                                                              \
+        for (; i + LANES <= n; i += LANES)                                                          \
+            for (int l = 0; l < LANES; l++) {                                                       \
+                const L e = (L)x[i + l];                                                            \
+                lane[l] = OP(lane[l], e);                                                           \
+            }                                                                                       \
+        for (int l = 0; i < n; i++, l++) {                                                          \
+            const L e = (L)x[i];                                                                    \
+            lane[l] = OP(lane[l], e);                                                               \
+        }                                                                                           \
+        for (int w = LANES / 2; w; w /= 2)                                                          \
+            for (int l = 0; l < w; l++) lane[l] = OP(lane[l], lane[l + w]);                         \
+        const A r = (A)lane[0];                                                                     \
+        *acc = OP(*acc, r);                                                                         \
+    }
+#define COL(name, OP, T, A)                                                                         \
+    static void col_##name(const void *px, int64_t ld, int64_t m, int64_t n, void *pa) {            \
+        const T *x = px;                                                                            \
+        A *acc = pa;                                                                                \
+        for (; m >= 4; m -= 4, x += 4 * ld) {                                                       \
+            const T *x1 = x + ld, *x2 = x1 + ld, *x3 = x2 + ld;                                     \
+            _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {                                   \
+                const A e = (A)x[i], e1 = (A)x1[i], e2 = (A)x2[i], e3 = (A)x3[i];                   \
+                A a = acc[i];                                                                       \
+                a = OP(a, e);                                                                       \
+                a = OP(a, e1);                                                                      \
+                a = OP(a, e2);                                                                      \
+                acc[i] = OP(a, e3);                                                                 \
+            }                                                                                       \
+        }                                                                                           \
+        for (; m > 0; m--, x += ld)                                                                 \
+            _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {                                   \
+                const A e = (A)x[i], a = acc[i];                                                    \
+                acc[i] = OP(a, e);                                                                  \
+            }                                                                                       \
+    }
+#define BOTH(name, OP, T, L, A, unit) ROW(name, OP, T, L, A, unit) COL(name, OP, T, A)
+BOTH(sum_F, SUM, float, double, double, 0)
+BOTH(sum_D, SUM, double, double, double, 0)
+BOTH(sum_I, SUM, int64_t, uint64_t, uint64_t, 0)
+BOTH(prod_F, PROD, float, double, double, 1)
+BOTH(prod_D, PROD, double, double, double, 1)
+BOTH(prod_I, PROD, int64_t, uint64_t, uint64_t, 1)
+BOTH(max_F, MAX, float, float, double, -INFINITY)
+BOTH(max_D, MAX, double, double, double, -INFINITY)
+BOTH(max_I, MAX, int64_t, int64_t, int64_t, INT64_MIN)
+BOTH(min_F, MIN, float, float, double, INFINITY)
+BOTH(min_D, MIN, double, double, double, INFINITY)
+BOTH(min_I, MIN, int64_t, int64_t, int64_t, INT64_MAX)
+
+#define FIND(name, T)                                                                               \
+    static int64_t find_##name(const void *px, int64_t n, const void *pb) {                         \
+        const T *x = px, best = *(const T *)pb;                                                     \
+        const int nan = best != best;                                                               \
+        for (int64_t i = 0; i < n; i += 256) { /* which block, vectorised; then where in it */      \
+            const int64_t m = n - i < 256 ? n - i : 256;                                            \
+            int hit = 0;                                                                            \
+            _Pragma("omp simd reduction(|:hit)") for (int64_t k = 0; k < m; k++) hit |= nan ? x[i + k] != x[i + k] : x[i + k] == best; \
+            if (!hit) continue;                                                                     \
+            for (int64_t k = i;; k++)                                                               \
+                if (nan ? x[k] != x[k] : x[k] == best) return k;                                    \
+        }                                                                                           \
+        return n;                                                                                   \
+    }
+FIND(F, float)
+FIND(D, double)
+FIND(I, int64_t)
+
+const struct om_reduce_kernels OM_ISA_NAME(om_reduce) = {
+    .row = {{row_sum_F, row_sum_D, row_sum_I}, {row_prod_F, row_prod_D, row_prod_I}, {row_max_F, row_max_D, row_max_I}, {row_min_F, row_min_D, row_min_I}},
+    .col = {{col_sum_F, col_sum_D, col_sum_I}, {col_prod_F, col_prod_D, col_prod_I}, {col_max_F, col_max_D, col_max_I}, {col_min_F, col_min_D, col_min_I}},
+    .find = {find_F, find_D, find_I},
+};

@@ -1,0 +1,127 @@
+/* rows_type.h - the row kernels for one type: a template, included by rows.k.c with T, R(name), EXP, LOG and SQRT defined.
+ *
+ * Sums run over the four quarters of a row at once, each vectorised: that hides the latency of additions and shortens the chains
+ * (a row's result depends on its length alone). exp is computed once per element.
+ */
+
+/* s += term(i) over a row; `term` is an expression of i. Adds into the lvalue s. */
+#define ROW_SUM(s, term)                                                                            \
+    do {                                                                                            \
+        const int64_t q_ = n / 4;                                                                   \
+        T s0_ = 0, s1_ = 0, s2_ = 0, s3_ = 0;                                                       \
+        _Pragma("omp simd reduction(+ : s0_, s1_, s2_, s3_)") for (int64_t i_ = 0; i_ < q_; i_++) { \
+            { const int64_t i = i_; s0_ += (term); }                                                \
+            { const int64_t i = i_ + q_; s1_ += (term); }                                           \
+            { const int64_t i = i_ + 2 * q_; s2_ += (term); }                                       \
+            { const int64_t i = i_ + 3 * q_; s3_ += (term); }                                       \
+        }                                                                                           \
+        for (int64_t i = 4 * q_; i < n; i++) s0_ += (term);                                         \
+        s += (s0_ + s1_) + (s2_ + s3_);                                                             \
+    } while (0)
+
+static T R(row_max)(const T *x, int64_t n) {
+    T m[16];
+    for (int l = 0; l < 16; l++) m[l] = (T)-INFINITY;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int l = 0; l < 16; l++) m[l] = x[i + l] > m[l] ? x[i + l] : m[l];
+    for (; i < n; i++) m[0] = x[i] > m[0] ? x[i] : m[0];
+    for (int w = 8; w; w /= 2)
+        for (int l = 0; l < w; l++) m[l] = m[l + w] > m[l] ? m[l + w] : m[l];
+    return m[0];
+}
+
+static void R(softmax)(const void *px, void *py, int64_t n) {
+    const T *x = px, m = R(row_max)(x, n);
+    T *y = py, s = 0;
+    SIMD_SUM(s) for (int64_t i = 0; i < n; i++) {
+        const T e = EXP(x[i] - m); /* a row of -inf: NaN, as torch */
+        y[i] = e;
+        s += e;
+    }
+    const T r = 1 / s;
+    SIMD for (int64_t i = 0; i < n; i++) y[i] *= r;
+}
+
+static void R(softmax_grad)(const void *pdy, const void *py, void *pdx, int64_t n) {
+    const T *dy = pdy, *y = py;
+    T *dx = pdx, d = 0;
+    ROW_SUM(d, dy[i] * y[i]);
+    SIMD for (int64_t i = 0; i < n; i++) dx[i] = (dy[i] - d) * y[i];
+}
+
+static void R(log_softmax)(const void *px, void *py, int64_t n) {
+    const T *x = px, m = R(row_max)(x, n);
+    T *y = py, s = 0;
+    SIMD_SUM(s) for (int64_t i = 0; i < n; i++) s += EXP(x[i] - m);
+    const T l = LOG(s);
+    SIMD for (int64_t i = 0; i < n; i++) y[i] = (x[i] - m) - l;
+}
+
+static void R(log_softmax_grad)(const void *pdy, const void *py, void *pdx, int64_t n) {
+    const T *dy = pdy, *y = py;
+    T *dx = pdx, s = 0;
+    ROW_SUM(s, dy[i]);
+    SIMD for (int64_t i = 0; i < n; i++) dx[i] = dy[i] - EXP(y[i]) * s;
+}
+
+static void R(layer_norm)(const void *px, const void *pw, const void *pb, double eps, void *py, void *pmean, void *prstd, int64_t n) {
+    const T *x = px, *w = pw, *b = pb;
+    T *y = py, sum = 0, var = 0;
+    ROW_SUM(sum, x[i]);
+    const T mean = sum / (T)n;
+    ROW_SUM(var, (x[i] - mean) * (x[i] - mean));
+    const T rstd = 1 / SQRT(var / (T)n + (T)eps);
+    if (w && b) { SIMD for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * rstd * w[i] + b[i]; }
+    else if (w) { SIMD for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * rstd * w[i]; }
+    else if (b) { SIMD for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * rstd + b[i]; }
+    else { SIMD for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * rstd; }
+    *(T *)pmean = mean;
+    *(T *)prstd = rstd;
+}
+
+static void R(rms_norm)(const void *px, const void *pw, double eps, void *py, void *prstd, int64_t n) {
+    const T *x = px, *w = pw;
+    T *y = py, sum = 0;
+    ROW_SUM(sum, x[i] * x[i]);
+    const T rstd = 1 / SQRT(sum / (T)n + (T)eps);
+    if (w) { SIMD for (int64_t i = 0; i < n; i++) y[i] = x[i] * rstd * w[i]; }
+    else { SIMD for (int64_t i = 0; i < n; i++) y[i] = x[i] * rstd; }
+    *(T *)prstd = rstd;
+}
+
+/* xhat = (x - mean) rstd, g = dy w:  dx = rstd (g - avg(g) - xhat avg(g xhat)),  dw += dy xhat,  db += dy */
+static void R(layer_norm_grad)(const void *pdy, const void *px, const void *pw, const void *pmean, const void *prstd, void *pdx, void *pdw, void *pdb,
+                               int64_t n) {
+    const T *dy = pdy, *x = px, *w = pw, mean = *(const T *)pmean, rstd = *(const T *)prstd;
+    T *dx = pdx, *dw = pdw, *db = pdb, g = 0, gx = 0;
+    if (w) {
+        ROW_SUM(g, dy[i] * w[i]);
+        ROW_SUM(gx, dy[i] * w[i] * (x[i] - mean));
+    } else {
+        ROW_SUM(g, dy[i]);
+        ROW_SUM(gx, dy[i] * (x[i] - mean));
+    }
+    if (dw) {
+        SIMD for (int64_t i = 0; i < n; i++) {
+            dw[i] += dy[i] * ((x[i] - mean) * rstd);
+            db[i] += dy[i];
+        }
+    }
+    const T a = g / (T)n, c = gx * rstd * rstd / (T)n;
+    if (w) { SIMD for (int64_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] * w[i] - a - (x[i] - mean) * c); }
+    else { SIMD for (int64_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] - a - (x[i] - mean) * c); }
+}
+
+/* g = dy w:  dx = rstd (g - x rstd^2 avg(g x)),  dw += dy x rstd */
+static void R(rms_norm_grad)(const void *pdy, const void *px, const void *pw, const void *prstd, void *pdx, void *pdw, int64_t n) {
+    const T *dy = pdy, *x = px, *w = pw, rstd = *(const T *)prstd;
+    T *dx = pdx, *dw = pdw, gx = 0;
+    if (w) ROW_SUM(gx, dy[i] * w[i] * x[i]);
+    else ROW_SUM(gx, dy[i] * x[i]);
+    if (dw) { SIMD for (int64_t i = 0; i < n; i++) dw[i] += dy[i] * (x[i] * rstd); }
+    const T c = gx * rstd * rstd / (T)n;
+    if (w) { SIMD for (int64_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] * w[i] - x[i] * c); }
+    else { SIMD for (int64_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] - x[i] * c); }
+}
+#undef ROW_SUM

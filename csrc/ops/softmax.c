@@ -1,0 +1,83 @@
+/* softmax.c - softmax and log-softmax along one axis, and their gradients from the result.
+ *
+ * y = e^(x - max) / sum, and x - max - log(sum e^(x - max)); f32 for bf16 and f16. In place is allowed: a row is read before it is
+ * written. Scores of -inf give exactly 0; a row of nothing else gives NaN, as torch.
+ */
+#include "attr.h"
+#include "rows.h"
+
+static void softmax_row(const om_rows_job *j, int64_t r, void *const *row, void *own) {
+    (void)r, (void)own;
+    ((void (*const *)(const void *, void *, int64_t))j->arg)[om_compute_dtype(j->mat[0].dtype) == OM_F64](row[0], row[1], j->len);
+}
+static void softmax_grad_row(const om_rows_job *j, int64_t r, void *const *row, void *own) {
+    (void)r, (void)own;
+    ((void (*const *)(const void *, const void *, void *, int64_t))j->arg)[om_compute_dtype(j->mat[0].dtype) == OM_F64](row[0], row[1], row[2], j->len);
+}
+
+static om_rows_job softmax_job(const om_args *a) {
+    const om_tensor *x = &a->in[0];
+    const int axis = (int)om_args_int(a, "axis", 0);
+    om_rows_job j = {.outer = 1, .len = x->rank ? x->dim[axis] : 1, .inner = 1, .n_mat = a->n_in + 1, .scratch = a->scratch};
+    for (int i = 0; i < x->rank; i++)
+        if (i < axis) j.outer *= x->dim[i];
+        else if (i > axis) j.inner *= x->dim[i];
+    for (int k = 0; k < a->n_in; k++) j.mat[k] = (om_rows_mat){a->in[k].data, a->in[k].dtype, false};
+    j.mat[a->n_in] = (om_rows_mat){a->out[0].data, a->out[0].dtype, true};
+    j.row = a->n_in == 1 ? softmax_row : softmax_grad_row;
+    om_rows_prepare(&j, OM_ROWS_TASKS);
+    return j;
+}
+
+static int64_t softmax_scratch(om_ctx *cx, const om_args *a) {
+    (void)cx;
+    const om_rows_job j = softmax_job(a);
+    return j.n_tasks * j.task_bytes;
+}
+
+#define RUN(name)                                                                                   \
+    static om_status name##_run(om_ctx *cx, const om_args *a) {                                     \
+        om_rows_job j = softmax_job(a);                                                             \
+        j.arg = OM_PICK(om_rows)->name;                                                             \
+        if (j.outer > 0 && j.len > 0 && j.inner > 0) om_rows_run(cx, &j);                                         \
+        return OM_OK;                                                                               \
+    }
+RUN(softmax)
+RUN(softmax_grad)
+RUN(log_softmax)
+RUN(log_softmax_grad)
+
+static om_status softmax_infer(om_graph *g, const om_node *n, om_type *out) {
+    const om_type *x = om_ty(g, om_ins(g, n)[0]);
+    int axis;
+    *out = *x;
+    for (int i = 0; i < n->n_in; i++) {
+        const om_type *t = om_ty(g, om_ins(g, n)[i]);
+        OM_CHECK(g->cx, om_is_float(t->dtype) && t->dtype == x->dtype && t->rank == x->rank, "%s: operand %d is %s of rank %d; floats of one dtype and shape are allowed",
+                 n->op->name, i, om_dtype_name(t->dtype), t->rank);
+        for (int k = 0; k < x->rank; k++)
+            OM_CHECK(g->cx, !attr_differs(g, t->dim[k], x->dim[k]), "%s: operands differ in size on axis %d", n->op->name, k);
+    }
+    if (x->rank == 0) return OM_OK; /* one element: axis 0 by courtesy */
+    return attr_axis(g, n, x->rank, &axis);
+}
+
+static om_status softmax_grad_(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+    (void)want;
+    dx[0] = om_make(b->g, om_is(n, softmax) ? &om_op_softmax_grad : &om_op_log_softmax_grad, OM_IN(dy[0], n->out), OM_ATTRS(OM_AI("axis", om_node_int(n, "axis", 0))));
+    return b->g->cx->status;
+}
+static om_status second_order(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+    (void)dy, (void)want, (void)dx;
+    return om_fail(b->g->cx, OM_UNSUPPORTED, "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
+}
+
+#define OP_(nm, text, n_operands, places, gradient)                                                 \
+    const om_op om_op_##nm = {                                                                      \
+        .name = #nm, .doc = text, .kind = OM_K_ROW, .min_in = n_operands, .max_in = n_operands, .n_out = 1, .inplace = places, .dense = 1u << 31, \
+        .infer = softmax_infer, .grad = gradient, .scratch = softmax_scratch, .run = nm##_run,      \
+    };
+OP_(softmax, "y = e^x / sum of e^x along axis", 1, 1, softmax_grad_)
+OP_(softmax_grad, "(dy, y): dx = (dy - sum(dy y)) y along axis", 2, 3, second_order)
+OP_(log_softmax, "y = x - log(sum of e^x) along axis", 1, 1, softmax_grad_)
+OP_(log_softmax_grad, "(dy, y): dx = dy - e^y sum(dy) along axis", 2, 3, second_order)

@@ -1,0 +1,31 @@
+"""Optimizers and mixed precision: FusedAdam, FusedLAMB, FusedSGD, FP16_Optimizer, loss scaling, gradient clipping, learning-rate schedules.
+
+The names and formulas are those of onnxruntime.training.optim; docs/OPTIMIZERS.md says what is more and what differs.
+"""
+
+from .clip import clip_grad_norm_
+from .fp16_optimizer import FP16_Optimizer
+from .fused import AdamWMode, FusedAdam, FusedLAMB, FusedSGD
+from .loss_scaler import DynamicLossScaler
+from .lr_scheduler import (
+    ConstantWarmupLRScheduler,
+    CosineWarmupLRScheduler,
+    LinearLRScheduler,
+    LinearWarmupLRScheduler,
+    PolyWarmupLRScheduler,
+)
+
+__all__ = [
+    "AdamWMode",
+    "ConstantWarmupLRScheduler",
+    "CosineWarmupLRScheduler",
+    "DynamicLossScaler",
+    "FP16_Optimizer",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedSGD",
+    "LinearLRScheduler",
+    "LinearWarmupLRScheduler",
+    "PolyWarmupLRScheduler",
+    "clip_grad_norm_",
+]

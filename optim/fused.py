@@ -1,0 +1,465 @@
+"""Multi-tensor optimizers: one engine call updates every parameter of a group.
+
+A parameter's f32 weight is stored in one of four ways (csrc/optim.h): as the parameter itself; as an f32 master beside a 16-bit
+parameter (`master_weights=True`); split over a bfloat16 parameter and an int16 rest (`master_weights="split"`, 2 bytes less); or as a
+bfloat16 parameter rounded stochastically (`stochastic_rounding=True`, no second copy).
+
+State is torch.optim's: `step`, `exp_avg`, `exp_avg_sq` (or `momentum_buffer`) per parameter, so that state dicts go both ways; each group
+also carries `step`, as onnxruntime-training's FusedAdam kept it. Loss scaling is fused: `GradScaler` hands its scale and flag over
+(`grad_scale`, `found_inf`), gradients are unscaled inside the kernel and never rewritten.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ortmodule import _C
+
+NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
+HALF = (torch.float16, torch.bfloat16)
+_MASK64 = (1 << 64) - 1
+
+
+class AdamWMode(enum.IntEnum):
+    """How weight decay and epsilon enter. The first three are onnxruntime-training's, with its numbers."""
+
+    ADAM_L2_REGULARIZATION = 0  # g += wd * p; eps outside the bias correction
+    ADAMW_TRANSFORMERS = 1  # decay after the update, with the uncorrected lr; eps outside
+    ADAMW_TORCH = 2  # torch.optim.AdamW
+    ADAM_TORCH = 3  # torch.optim.Adam: L2, eps inside the bias correction
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """What the three optimizers share: collecting lists, storage of weights, loss scaling, state dicts."""
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
+    _moments: tuple[str, ...] = ()
+    grad_scale: Tensor | float | None = None
+    found_inf: Tensor | float | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        set_grad_none: bool,
+        master_weights: bool | Literal["split"],
+        stochastic_rounding: bool,
+        moment_dtype: torch.dtype | None,
+    ) -> None:
+        if master_weights not in (False, True, "split"):
+            raise ValueError(f"master_weights={master_weights!r} given; allowed: False, True, 'split'")
+        if stochastic_rounding and master_weights:
+            raise ValueError("stochastic_rounding replaces master weights; give one of the two")
+        if moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise ValueError(f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 with float64 parameters)")
+        lr = defaults["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("lr as a tensor must have one element")
+        if not float(lr) >= 0:
+            raise ValueError(f"lr={lr} given; it must be >= 0")
+        if not defaults["weight_decay"] >= 0:
+            raise ValueError(f"weight_decay={defaults['weight_decay']} given; it must be >= 0")
+        self.set_grad_none = set_grad_none
+        self.master_weights = master_weights
+        self.stochastic_rounding = stochastic_rounding
+        self.moment_dtype = moment_dtype
+        self.rounding_seed = torch.initial_seed() & _MASK64 if stochastic_rounding else 0
+        super().__init__(params, {**defaults, "maximize": defaults.get("maximize", False)})
+
+    # --- storage ----------------------------------------------------------------------------------
+
+    def _store_of(self, p: Tensor) -> int:
+        if p.dtype not in HALF:
+            return NEAREST
+        if self.stochastic_rounding:
+            return STOCHASTIC if p.dtype == torch.bfloat16 else NEAREST
+        if self.master_weights == "split":
+            return SPLIT if p.dtype == torch.bfloat16 else MASTER
+        return MASTER if self.master_weights else NEAREST
+
+    def _moment_dtype_of(self, p: Tensor) -> torch.dtype:
+        if p.dtype == torch.float64:
+            return torch.float64
+        return self.moment_dtype or torch.float32
+
+    def _init_state(self, p: Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
+        if not p.is_floating_point():
+            raise RuntimeError(f"{type(self).__name__} got a parameter of {p.dtype}; allowed: float32, float64, bfloat16, float16")
+        for name in moments:
+            if name not in state:
+                state[name] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+        self._init_master(p, state)
+
+    def _init_master(self, p: Tensor, state: dict[str, Any]) -> None:
+        store = self._store_of(p)
+        if store == MASTER and "master_weight" not in state:
+            state["master_weight"] = p.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+        elif store == SPLIT and "master_rest" not in state:
+            state["master_rest"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+
+    def _seed(self, group_index: int, step: int) -> int:
+        return (self.rounding_seed + 0x9E3779B97F4A7C15 * step + 0xD1B54A32D192ED03 * group_index) & _MASK64
+
+    def _collect(self, group: dict[str, Any]) -> dict[int, list[list[Any]]]:
+        """Parameters with a gradient, by storage: {store: [params, grads, states]}."""
+        lists: dict[int, list[list[Any]]] = {}
+        plain = not (self.master_weights or self.stochastic_rounding)
+        for p in group["params"]:
+            g = p.grad
+            if g is None:
+                continue
+            if g.layout is not torch.strided:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those parameters")
+            state = self.state[p]
+            if len(state) == 0:
+                self._init_state(p, state, self._moments)
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            store = NEAREST if plain else self._store_of(p)
+            entry = lists.get(store)
+            if entry is None:
+                entry = lists[store] = [[], [], []]
+            entry[0].append(p)
+            entry[1].append(g)
+            entry[2].append(state)
+        return lists
+
+    @staticmethod
+    def _masters(store: int, states: list[dict[str, Any]]) -> list[Tensor] | None:
+        if store == MASTER:
+            return [s["master_weight"] for s in states]
+        return [s["master_rest"] for s in states] if store == SPLIT else None
+
+    # --- step -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. A closure is called first, with gradients enabled; its value is returned.
+
+        grad_scale (float or one-element tensor attribute): gradients are that many times too large. found_inf (same): non-zero = do nothing.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.found_inf is not None and float(self.found_inf) != 0:
+            return loss
+        scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
+        self._update(1.0 / scale)
+        return loss
+
+    def _update(self, inv_scale: float) -> None:
+        touched: list[Tensor] = []
+        for index, group in enumerate(self.param_groups):
+            step = group["step"] = group.get("step", 0) + 1
+            sign = -inv_scale if group["maximize"] else inv_scale
+            for store, (params, grads, states) in self._collect(group).items():
+                self._update_list(group, store, params, grads, states, sign, self._seed(index, step))
+                touched += params
+        if touched:
+            torch.autograd.graph.increment_version(touched)
+
+    def _update_list(
+        self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], inv_scale: float, seed: int
+    ) -> None:
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients become None, unless both set_grad_none (constructor) and set_to_none are False: then zero."""
+        super().zero_grad(set_to_none=self.set_grad_none or set_to_none)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's, plus `step` in each group, as onnxruntime-training's FusedAdam kept it."""
+        out = super().state_dict()
+        if self.stochastic_rounding:
+            for group in out["param_groups"]:
+                group["rounding_seed"] = self.rounding_seed
+        return out
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of these optimizers, of torch.optim's twin, or of onnxruntime-training's FusedAdam (step in the group only).
+
+        Moments keep their precision (torch would cast them to the parameter's type) and are brought into the parameter's memory order.
+        """
+        for group in state_dict["param_groups"]:
+            if group.get("amsgrad"):
+                raise ValueError(f"the state was saved with amsgrad=True, which {type(self).__name__} does not have")
+        super().load_state_dict(state_dict)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            self.rounding_seed = group.pop("rounding_seed", self.rounding_seed)
+            steps = []
+            for key, p in zip(saved["params"], group["params"]):
+                source = state_dict["state"].get(key)
+                if not source:
+                    continue
+                state = self.state[p]
+                for name, value in source.items():
+                    if name != "step" and isinstance(value, Tensor) and value.shape == p.shape:
+                        dtype = {"master_weight": torch.float32, "master_rest": torch.int16}.get(name, self._moment_dtype_of(p))
+                        state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+                step = source.get("step", group.get("step", 0))
+                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+                steps.append(int(step))
+                self._load_master(p, state)
+            group.setdefault("step", max(steps, default=0))
+
+    def _load_master(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Master weights of the saved state in the form this optimizer keeps; made from the parameter where there was none."""
+        store = self._store_of(p)
+        if "master_rest" in state and store != SPLIT:
+            bits = (p.detach().view(torch.int16).to(torch.int32) << 16) + state.pop("master_rest").to(torch.int32)
+            state["master_weight"] = bits.view(torch.float32)
+        if "master_weight" in state and store == SPLIT:
+            bits = state.pop("master_weight").view(torch.int32)
+            state["master_rest"] = (bits & 0xFFFF).to(torch.int16)
+            with torch.no_grad():
+                p.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
+        if "master_weight" in state and store in (NEAREST, STOCHASTIC):
+            del state["master_weight"]
+        self._init_master(p, state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam and AdamW with onnxruntime-training's modes, defaults and argument order.
+
+    Args:
+        params: tensors or group dicts.
+        lr: number or tensor of one element.
+        bias_correction, betas, eps, weight_decay: may be given per group.
+        adam_w_mode: see AdamWMode; for the whole object, not saved in state_dict.
+        set_grad_none: zero_grad() sets gradients to None.
+        master_weights: True = f32 masters of 16-bit parameters, "split" = bfloat16 parameter + int16 rest.
+        stochastic_rounding: bfloat16 parameters without masters, rounded at random without bias.
+        moment_dtype: type of the moments; default float32 (float64 for float64 parameters).
+        maximize: ascend.
+
+    The source of defaults is onnxruntime-training: eps 1e-6, mode ADAMW_TRANSFORMERS. Steps count per parameter, as in torch.optim.
+    """
+
+    _moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        adam_w_mode: AdamWMode | int = AdamWMode.ADAMW_TRANSFORMERS,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        *,
+        master_weights: bool | Literal["split"] = False,
+        stochastic_rounding: bool = False,
+        moment_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+    ) -> None:
+        self._adam_w_mode = AdamWMode(adam_w_mode)
+        _check_adam(betas, eps)
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
+
+    def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
+        beta1, beta2 = group["betas"]
+        _C.adam_step(
+            params,
+            grads,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [s["step"] for s in states],
+            self._masters(store, states),
+            store,
+            seed,
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            inv_scale,
+            self._adam_w_mode,
+            group["bias_correction"],
+        )
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB: Adam's direction, scaled per tensor by |weight| / |direction| (https://arxiv.org/abs/1904.00962).
+
+    Args (as in Apex's FusedLAMB, with onnxruntime-training's clamps):
+        max_grad_norm: gradients are divided by norm / max_grad_norm when their global norm exceeds it; None or 0 = no clipping.
+        adam_w_mode: True = decay is part of the direction, False = L2 added to the gradient.
+        grad_averaging: the gradient enters the first moment with 1 - beta1, or with 1.
+        use_nvlamb: trust ratio also for groups without weight decay.
+        ratio_min, ratio_max: clamp of the trust ratio; not applied when a norm is zero (then the ratio is 1).
+        keep_grads: by default float32 gradients hold the direction after step(), as in Apex and onnxruntime-training; True keeps them, at
+            the price of computing the direction twice.
+
+    A step whose gradient norm is inf or NaN is left out as a whole when max_grad_norm is set; otherwise single elements whose direction is
+    not finite keep weight and moments.
+    """
+
+    _moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        ratio_min: float = -math.inf,
+        ratio_max: float = math.inf,
+        keep_grads: bool = False,
+        master_weights: bool | Literal["split"] = False,
+        stochastic_rounding: bool = False,
+        moment_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("FusedLAMB has no amsgrad variant")
+        _check_adam(betas, eps)
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm} given; it must be positive, or None for no clipping")
+        if not ratio_min <= ratio_max:
+            raise ValueError(f"ratio_min={ratio_min} must not exceed ratio_max={ratio_max}")
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        self.keep_grads = keep_grads
+        self.last_grad_norm: float | None = None
+        defaults = dict(
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            ratio_min=ratio_min,
+            ratio_max=ratio_max,
+            maximize=maximize,
+        )
+        super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
+
+    def _update(self, inv_scale: float) -> None:
+        self.last_grad_norm = None
+        if any(group["max_grad_norm"] for group in self.param_groups):
+            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
+            norm, finite = _C.norm(grads, 2.0, False)
+            self.last_grad_norm = norm * inv_scale
+            if not finite:
+                return
+        super()._update(inv_scale)
+
+    def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
+        beta1, beta2 = group["betas"]
+        decay = group["weight_decay"]
+        limit = group["max_grad_norm"]
+        if limit and self.last_grad_norm is not None and self.last_grad_norm > limit:
+            inv_scale *= limit / self.last_grad_norm
+        _C.lamb_step(
+            params,
+            grads,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [s["step"] for s in states],
+            self._masters(store, states),
+            store,
+            seed,
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            decay if self.adam_w_mode else 0.0,
+            0.0 if self.adam_w_mode else decay,
+            1.0 - beta1 if group["grad_averaging"] else 1.0,
+            group["ratio_min"],
+            group["ratio_max"],
+            inv_scale,
+            group["bias_correction"],
+            not (self.use_nvlamb or decay),
+            self.keep_grads,
+        )
+
+
+class FusedSGD(FusedOptimizer):
+    """torch.optim.SGD: momentum, dampening, Nesterov, weight decay as L2; state dicts go both ways."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        set_grad_none: bool = True,
+        master_weights: bool | Literal["split"] = False,
+        stochastic_rounding: bool = False,
+        moment_dtype: torch.dtype | None = None,
+    ) -> None:
+        if momentum < 0:
+            raise ValueError(f"momentum={momentum} given; it must be >= 0")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize)
+        super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
+
+    def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
+        rest = list(range(len(params)))
+        calls = [(True, rest)] if not group["momentum"] else [(True, []), (False, [])]
+        if group["momentum"]:
+            for i, state in enumerate(states):
+                fresh = state.get("momentum_buffer") is None
+                if fresh:
+                    state["momentum_buffer"] = torch.zeros_like(params[i], dtype=self._moment_dtype_of(params[i]), memory_format=torch.preserve_format)
+                calls[0 if fresh else 1][1].append(i)
+        for first, which in calls:
+            if not which:
+                continue
+            chosen = [states[i] for i in which]
+            _C.sgd_step(
+                [params[i] for i in which],
+                [grads[i] for i in which],
+                [s["momentum_buffer"] for s in chosen] if group["momentum"] else None,
+                self._masters(store, chosen),
+                store,
+                seed + (0 if first else 1),
+                group["lr"],
+                group["momentum"],
+                group["dampening"],
+                group["weight_decay"],
+                inv_scale,
+                group["nesterov"],
+                first,
+            )
+
+
+def _check_adam(betas: tuple[float, float], eps: float) -> None:
+    if not all(0 <= float(b) < 1 for b in betas):
+        raise ValueError(f"betas={betas} given; both must be in [0, 1)")
+    if not eps >= 0:
+        raise ValueError(f"eps={eps} given; it must be >= 0")

@@ -1,0 +1,60 @@
+"""Norms, finiteness and scaled copies over lists of tensors: the engine's kernels on CPU, torch's foreach operators elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ortmodule import _C
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
+
+
+@torch.no_grad()
+def grad_norm(grads: Sequence[Tensor], order: float = 2.0) -> tuple[float, bool]:
+    """(norm over all elements, every element is finite), in one sweep on CPU."""
+    if not grads:
+        return 0.0, True
+    if on_cpu(grads):
+        norm, finite = _C.norm(grads, order, False)
+        return norm, finite
+    norm = float(torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(list(grads), order)]), order))
+    return norm, math.isfinite(norm) or not has_nonfinite(grads)
+
+
+@torch.no_grad()
+def has_nonfinite(grads: Sequence[Tensor]) -> bool:
+    if not grads:
+        return False
+    if on_cpu(grads):
+        return not _C.norm(grads, 2.0, False)[1]
+    return not bool(torch.stack([g.isfinite().all() for g in grads]).all())
+
+
+@torch.no_grad()
+def first_nonfinite(grads: Sequence[Tensor]) -> int | None:
+    """Index of the first tensor with an inf or NaN."""
+    if on_cpu(grads):
+        largest = _C.norm(grads, math.inf, True)[2]
+        return next((i for i, x in enumerate(largest) if not math.isfinite(x)), None)
+    return next((i for i, g in enumerate(grads) if not bool(g.isfinite().all())), None)
+
+
+@torch.no_grad()
+def scale_into(dst: Sequence[Tensor], src: Sequence[Tensor] | None, factor: float = 1.0) -> None:
+    """dst = factor * src (src None: dst itself), converted to dst's type; counts as an in-place change of dst."""
+    if not dst:
+        return
+    if on_cpu(dst) and (src is None or on_cpu(src)):
+        _C.axpby(dst, src, factor, 0.0)
+        torch.autograd.graph.increment_version(list(dst))
+        return
+    if src is not None:
+        torch._foreach_copy_(list(dst), list(src))
+    if factor != 1.0:
+        torch._foreach_mul_(list(dst), factor)

@@ -1,0 +1,218 @@
+"""Whole training steps: eager, torch.compile and ORTModule, interleaved in one process, medians of the pairs' ratios.
+
+    make bench                                    # every row of the table below
+    python tests/bench/bench_models.py gpt2-124m  # one
+    python tests/bench/bench_models.py --list
+
+A step is forward + loss + backward + AdamW(fused). First step and step memory come from a child process per arm: peak resident set above the
+process before its first step, minus 12 bytes per trained parameter (gradient and two moments, which nobody can save here). Rows are appended
+to tests/bench/history.csv with the machine's facts. Targets are printed beside what was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+
+@dataclass
+class Case:
+    make: Callable[[], torch.nn.Module]
+    batch: Callable[[], dict[str, torch.Tensor]]
+    speed: float = 1.0    # target: eager's time / ours
+    memory: float = 1.0   # target: our step memory / eager's
+    note: str = ""
+
+
+def _lm(vocab: int, b: int, t: int, mask: bool = False, labels: bool = True) -> Callable[[], dict[str, torch.Tensor]]:
+    def make() -> dict[str, torch.Tensor]:
+        g = torch.Generator().manual_seed(7)
+        ids = torch.randint(vocab, (b, t), generator=g)
+        out = {"input_ids": ids}
+        if labels:
+            out["labels"] = ids.clone()
+        if mask:
+            out["attention_mask"] = (torch.arange(t)[None] < torch.randint(t // 2, t + 1, (b, 1), generator=g)).long()
+        return out
+
+    return make
+
+
+def _gpt2(**kw):
+    def make():
+        from transformers import GPT2Config, GPT2LMHeadModel
+        return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **kw))
+    return make
+
+
+def _hf(cls: str, cfg: str, **kw):
+    def make():
+        import transformers
+        return getattr(transformers, cls)(getattr(transformers, cfg)(**kw))
+    return make
+
+
+def _t5_batch() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return {"input_ids": torch.randint(1, 32128, (4, 128), generator=g), "labels": torch.randint(1, 32128, (4, 64), generator=g)}
+
+
+def _vit_batch() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return {"pixel_values": torch.randn(4, 3, 224, 224, generator=g), "labels": torch.randint(2, (4,), generator=g)}
+
+
+CASES: dict[str, Case] = {
+    "g-small": Case(_gpt2(n_layer=6, n_embd=384, n_head=6, vocab_size=65, n_positions=256), _lm(65, 12, 256), 1.5, 0.25),
+    "gpt2-124m": Case(_gpt2(), _lm(50257, 2, 256), 1.4, 0.35),
+    "gpt2-124m-t1024": Case(_gpt2(), _lm(50257, 1, 1024), 1.0, 1.0, "causal, long"),
+    "bert-base": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128), 1.35, 0.75),
+    "bert-base-padded": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128, mask=True), 1.2, 1.0),
+    "t5-small": Case(_hf("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0), _t5_batch, 1.2),
+    "llama-60m": Case(_hf("LlamaForCausalLM", "LlamaConfig", vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
+                          num_attention_heads=8, num_key_value_heads=4), _lm(8000, 4, 256), 1.2),
+    "vit-base": Case(_hf("ViTForImageClassification", "ViTConfig"), _vit_batch, 1.2),
+}
+QUICK = ["g-small", "gpt2-124m", "bert-base"]
+
+
+def arm_model(arm: str, case: Case) -> torch.nn.Module:
+    torch.manual_seed(0)
+    m = case.make().train()
+    if arm == "ortmodule":
+        from ortmodule import ORTModule
+        return ORTModule(m)
+    if arm == "compile":
+        return torch.compile(m)
+    return m
+
+
+class Stepper:
+    def __init__(self, arm: str, case: Case, bf16: bool):
+        self.model, self.batch, self.bf16 = arm_model(arm, case), case.batch(), bf16
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def __call__(self) -> float:
+        t = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            loss = self.model(**self.batch)[0]
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        self.loss = loss.item()
+        return time.perf_counter() - t
+
+
+def rss() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def child(arm: str, name: str, bf16: bool) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    s = Stepper(arm, case, bf16)
+    n = sum(p.numel() for p in s.model.parameters() if p.requires_grad)
+    before = rss()
+    first = s()
+    for _ in range(2):
+        s()
+    print(json.dumps({"first_s": first, "step_mib": rss() - before - n * 12 / 2**20, "loss": s.loss, "params_m": n / 1e6}))
+
+
+def run_child(arm: str, name: str, bf16: bool) -> dict[str, float]:
+    argv = [sys.executable, __file__, name, "--child", arm] + (["--bf16"] if bf16 else [])
+    res = subprocess.run(argv, capture_output=True, text=True)
+    if res.returncode:
+        print(res.stderr[-2000:], file=sys.stderr)
+        return {"first_s": float("nan"), "step_mib": float("nan"), "loss": float("nan"), "params_m": float("nan")}
+    return json.loads(res.stdout.splitlines()[-1])
+
+
+def machine() -> dict[str, str]:
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "")
+    isa = "avx512_bf16" if "avx512_bf16" in flags else "avx512" if "avx512f" in flags else "avx2" if "avx2" in flags else "generic"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cpu": cpu, "isa": isa, "threads": str(torch.get_num_threads()),
+            "torch": torch.__version__}
+
+
+def median(xs: list[float]) -> float:
+    return sorted(xs)[len(xs) // 2]
+
+
+def bench(name: str, arms: list[str], steps: int, bf16: bool, memory: bool) -> list[dict[str, str]]:
+    case = CASES[name]
+    steppers = {a: Stepper(a, case, bf16) for a in arms}
+    first = {a: steppers[a]() for a in arms}
+    for a in arms:
+        steppers[a]()
+    times: dict[str, list[float]] = {a: [] for a in arms}
+    for i in range(steps):
+        for a in arms if i % 2 else arms[::-1]:
+            times[a].append(steppers[a]())
+    rows = []
+    facts = machine()
+    side = {a: run_child(a, name, bf16) for a in arms} if memory else {}
+    for a in arms:
+        ratio = median([e / o for e, o in zip(times["eager"], times[a])])
+        row = {**facts, "model": name, "dtype": "bf16" if bf16 else "fp32", "arm": a, "step_s": f"{median(times[a]):.4f}", "x_eager": f"{ratio:.3f}",
+               "first_s": f"{side.get(a, {}).get('first_s', first[a]):.2f}", "step_mib": f"{side[a]['step_mib']:.0f}" if a in side else "",
+               "x_memory": f"{side[a]['step_mib'] / side['eager']['step_mib']:.2f}" if a in side else "",
+               "loss": f"{steppers[a].loss:.5f}"}
+        rows.append(row)
+        goal = f"   target >= {case.speed:.2f}x, memory <= {case.memory:.2f}x" if a == "ortmodule" else ""
+        print(f"{name:18s} {row['dtype']} {a:10s} step {float(row['step_s']) * 1e3:8.1f} ms  {ratio:5.2f}x eager   first {row['first_s']:>6s} s   "
+              f"step memory {row['step_mib']:>5s} MiB ({row['x_memory'] or '-'}x)   loss {row['loss']}{goal}", flush=True)
+    return rows
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("models", nargs="*", help=f"default: {' '.join(QUICK)}; 'all' = every case")
+    p.add_argument("--arms", default="eager,ortmodule", help="comma separated: eager (always), ortmodule, compile")
+    p.add_argument("--steps", type=int, default=7, help="timed steps of each arm, interleaved")
+    p.add_argument("--bf16", action="store_true", help="under torch.autocast(bfloat16)")
+    p.add_argument("--no-memory", action="store_true", help="skip the child processes")
+    p.add_argument("--no-history", action="store_true", help="do not append to history.csv")
+    p.add_argument("--list", action="store_true")
+    p.add_argument("--child", help=argparse.SUPPRESS)
+    a = p.parse_args()
+    if a.list:
+        return print("\n".join(f"{k:18s} {v.note}" for k, v in CASES.items()))
+    if a.child:
+        return child(a.child, a.models[0], a.bf16)
+    names = list(CASES) if a.models == ["all"] else a.models or QUICK
+    if bad := [n for n in names if n not in CASES]:
+        p.error(f"unknown model {bad[0]!r}: choose from {', '.join(CASES)}")
+    arms = ["eager"] + [x for x in a.arms.split(",") if x != "eager"]
+    path = HERE / "history.csv"
+    for n in names:
+        rows = bench(n, arms, a.steps, a.bf16, not a.no_memory)
+        if not a.no_history:
+            new = not path.exists()
+            with open(path, "a", newline="") as f:
+                w = csv.DictWriter(f, rows[0].keys())
+                if new:
+                    w.writeheader()
+                w.writerows(rows)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

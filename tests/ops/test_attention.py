@@ -1,0 +1,241 @@
+"""attention and attention_grad against softmax(q k^T) v written out in eager PyTorch: masks of every form, grouped heads, dropout, strides."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import engine
+import pytest
+import torch
+from opcheck import check
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+INF = float("inf")
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 31 * len(shape)))
+
+
+def qkv(b: int, hq: int, hk: int, tq: int, tk: int, d: int, dv: int) -> list[torch.Tensor]:
+    return [rand(b, hq, tq, d), rand(b, hk, tk, d) * 1.1, rand(b, hk, tk, dv) + 0.25]
+
+
+def eager(q, k, v, mask=None, start=None, end=None, *, scale=None, causal=False, offset=0, window=0, keep=None):
+    """The definition: every condition as a dense mask, a row without a visible key gives 0."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    s = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    i, j = torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])
+    see = torch.ones(s.shape, dtype=torch.bool)
+    if causal:
+        see = see & (j <= i + offset)
+    if window:
+        see = see & (j > i - window)
+    if start is not None:
+        see = see & (j >= start.view(-1, 1, 1, 1))
+    if end is not None:
+        see = see & (j < end.view(-1, 1, 1, 1))
+    if mask is not None and mask.dtype is torch.bool:
+        see = see & mask
+    elif mask is not None:
+        s = s + mask.to(s.dtype)
+        see = see & (s > -INF)
+    some = see.any(-1, keepdim=True)
+    p = torch.softmax(torch.where(see, s, torch.where(some, -INF, 0.0).to(s.dtype)), -1) * some
+    if keep is not None:
+        p = p * keep.to(p.dtype)
+    return p @ v
+
+
+def test_eager_is_torch() -> None:
+    """The reference itself, where PyTorch has the same function."""
+    q, k, v = qkv(2, 4, 2, 7, 11, 5, 3)
+    mask = rand(2, 1, 7, 11)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(eager(q, k, v, mask), sdpa(q, k, v, mask, enable_gqa=True))
+    torch.testing.assert_close(eager(q, k, v, causal=True), sdpa(q, k, v, is_causal=True, enable_gqa=True))
+    torch.testing.assert_close(eager(q, k, v, mask > 0), sdpa(q, k, v, mask > 0, enable_gqa=True))
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 5, 13, 31, 61, 64, 67, 97, 127, 131, 293])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_lengths(t: int, causal: int) -> None:
+    low = (torch.float32,) if t > 1 else ()  # one key: dq is exactly 0 in eager, the rounding of two dot products here
+    check("attention", qkv(1, 2, 2, t, t, 7, 5), partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=low)
+
+
+@pytest.mark.parametrize("b,hq,hk,tq,tk,d,dv", [
+    (2, 3, 3, 5, 7, 11, 13), (2, 6, 2, 67, 71, 8, 8), (1, 5, 1, 13, 131, 64, 32), (3, 2, 1, 1, 17, 16, 24), (2, 2, 2, 71, 3, 3, 1),
+    (1, 1, 1, 101, 103, 128, 96), (2, 4, 4, 65, 64, 16, 16),
+])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_shapes(b: int, hq: int, hk: int, tq: int, tk: int, d: int, dv: int, causal: int) -> None:
+    check("attention", qkv(b, hq, hk, tq, tk, d, dv), partial(eager, causal=causal, scale=0.31), f"causal={causal}, scale=0.31", n_out=2, n_check=1,
+          low=LOW)
+
+
+def test_ranks() -> None:
+    check("attention", [rand(3, 5, 7), rand(3, 11, 7), rand(3, 11, 2)], eager, n_out=2, n_check=1)
+    check("attention", [rand(2, 3, 2, 5, 7), rand(2, 3, 2, 11, 7), rand(2, 3, 2, 11, 2)], eager, n_out=2, n_check=1)
+
+
+@pytest.mark.parametrize("offset,window", [(-3, 0), (5, 0), (0, 1), (0, 4), (2, 3), (70, 65), (-70, 0), (1, 67)])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_causal_window(offset: int, window: int, causal: int) -> None:
+    off = f"causal_offset={offset}, " if offset >= 0 else f"causal_offset=[{offset}], "
+    check("attention", qkv(2, 2, 1, 131, 137, 5, 7), partial(eager, causal=causal, offset=offset, window=window),
+          f"causal={causal}, {off}window={window}", n_out=2, n_check=1)
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("start,end", [([0, 0, 0], [131, 67, 1]), ([3, 100, 64], [131, 131, 131]), ([70, 0, 131], [71, 0, 131]), (None, [5, 128, 131]), ([1, 2, 130], None)])
+def test_kv_range(start: list[int] | None, end: list[int] | None, causal: int) -> None:
+    s, e = [None if x is None else torch.tensor(x) for x in (start, end)]
+    args = [*qkv(3, 2, 2, 71, 131, 5, 3), None, s, e]
+    check("attention", args, partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1)
+
+
+@pytest.mark.parametrize("shape", [(71, 131), (1, 131), (71, 1), (3, 1, 1, 131), (1, 4, 71, 131), (3, 4, 71, 131), (1, 1, 1, 1), (131,), (4, 1, 131)])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_bool_mask(shape: tuple[int, ...], causal: int) -> None:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.4
+    check("attention", [*qkv(3, 4, 2, 71, 131, 5, 3), mask], partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1)
+
+
+@pytest.mark.parametrize("shape", [(71, 131), (1, 131), (71, 1), (3, 1, 1, 131), (1, 4, 71, 131), (3, 4, 71, 131), (1, 4, 1, 131), (1, 1, 1, 1), (131,), (4, 1, 131)])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_float_mask_and_its_gradient(shape: tuple[int, ...], causal: int) -> None:
+    args = [*qkv(3, 4, 2, 71, 131, 5, 3), rand(*shape)]
+    check("attention", args, partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=LOW)
+    check("attention", args, partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, grad=[True, True, True, False])
+
+
+def test_mask_of_hidden_tiles() -> None:
+    """Lengths as a (b, 1, 1, k) mask and block-diagonal packing: whole tiles vanish."""
+    j = torch.arange(197)
+    args = qkv(3, 2, 2, 193, 197, 5, 3)
+    check("attention", [*args, (j < torch.tensor([197, 64, 3])[:, None]).view(3, 1, 1, 197)], eager, n_out=2, n_check=1)
+    packed = (torch.arange(193) // 65)[:, None] == j // 65
+    check("attention", [*args, packed], eager, n_out=2, n_check=1)
+    check("attention", [*args, torch.where(packed, 0.0, -INF).double()], eager, n_out=2, n_check=1, grad=[True, True, True, False])
+
+
+@pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "-1e4", "two lowest"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
+    """bool and -inf: output and gradient 0. Finite values are arithmetic: the mean of v over all keys, and its true gradient."""
+    q, k, v = [t.to(dtype) for t in qkv(2, 2, 1, 71, 131, 5, 3)]
+    see = torch.rand(2, 1, 71, 131, generator=torch.Generator().manual_seed(5)) > 0.3
+    see[0, 0, 3], see[1, 0, 64:] = False, False
+    value = {"-inf": -INF, "lowest": torch.finfo(dtype).min, "-1e4": -1e4, "two lowest": 2 * torch.finfo(torch.float64).min}.get(kind, 0.0)
+    mask = see if kind == "bool" else torch.where(see, 0.0, value).to(dtype)
+    hi = mask if kind in ("bool", "two lowest", "-inf") else torch.where(see, 0.0, value).double()
+    dy = rand(2, 2, 71, 3).to(dtype)
+    xs = [t.double().requires_grad_() for t in (q, k, v)]
+    if kind == "lowest":  # the sum with a score rounds to the lowest number itself: in exact arithmetic all such scores are equal
+        s = xs[0] @ xs[1].transpose(-1, -2) * 5**-0.5
+        some = see.any(-1, keepdim=True)
+        want = torch.softmax(torch.where(see, s, torch.where(some, -INF, 0.0).double()), -1) @ xs[2]
+        if dtype is torch.float64:
+            want = eager(*xs, hi)
+    else:
+        want = eager(*xs, hi)
+    grads = torch.autograd.grad(want, xs, dy.double())
+    name = engine.NAMES[engine.TORCH.index(dtype)]
+    text = f"""graph {{
+  input q: {name}[2, 2, 71, 5]
+  input k: {name}[2, 1, 131, 5]
+  input v: {name}[2, 1, 131, 3]
+  input m: {"bool" if kind == "bool" else name}[2, 1, 71, 131]
+  y, lse = attention(q, k, v, m)
+  output y
+}}"""
+    ys, gs = engine.run(text, [q, k, v, mask], [1, 1, 1, 0], [dy])
+    tol = 1e-10 if dtype is torch.float64 else 2e-5 if kind != "-1e4" else 5e-3
+    for got, ref in [(ys[0], want), *zip(gs, grads)]:
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got.double(), ref.detach(), rtol=tol, atol=tol * ref.abs().max().item())
+    if kind in ("bool", "-inf", "two lowest"):
+        assert not ys[0][0, :, 3].any() and not gs[0][1, :, 64:].any()
+
+
+@pytest.mark.parametrize("b,hq,hk,tq,tk,p", [(2, 3, 3, 71, 131, 0.1), (1, 2, 1, 67, 128, 0.5), (2, 2, 2, 5, 3, 0.9), (1, 2, 2, 7, 13, 1.0), (1, 3, 3, 130, 131, 0.25)])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_dropout(b: int, hq: int, hk: int, tq: int, tk: int, p: float, causal: int) -> None:
+    """The words are those of a dropout node of the same stream over (b, hq, tq, tk): its mask is replayed in eager."""
+    shape = (b, hq, tq, tk)
+    text = f"graph {{ input x: f64[{b}, {hq}, {tq}, {tk}]\n y = dropout(x) {{p={p}}} rng=7\n output y\n}}"
+    keep = engine.run(text, [torch.ones(shape, dtype=torch.float64)])[0][0]
+    assert abs(float((keep > 0).double().mean()) - (1 - p)) < 5 * (p * (1 - p) / keep.numel()) ** 0.5 + 1e-9
+    check("attention", qkv(b, hq, hk, tq, tk, 5, 3), partial(eager, causal=causal, keep=keep), f"causal={causal}, dropout={p}", n_out=2, n_check=1)
+
+
+def test_heads_interleaved() -> None:
+    """(b, t, h, d) storage read and written through views, q k v packed in one tensor."""
+    text = """graph {{
+  input x: {t0}
+  a = slice(x) {{axis=2, start=[0], end=[1], step=1}}
+  b = slice(x) {{axis=2, start=[1], end=[2], step=1}}
+  c = slice(x) {{axis=2, start=[2], end=[3], step=1}}
+  a4 = reshape(a) {{shape=[2, 71, 3, 16]}}
+  b4 = reshape(b) {{shape=[2, 71, 3, 16]}}
+  c4 = reshape(c) {{shape=[2, 71, 3, 16]}}
+  q = permute(a4) {{perm=[0, 2, 1, 3]}}
+  k = permute(b4) {{perm=[0, 2, 1, 3]}}
+  v = permute(c4) {{perm=[0, 2, 1, 3]}}
+  o, lse = attention(q, k, v) {{causal=1}}
+  y = permute(o) {{perm=[0, 2, 1, 3]}}
+  output y
+}}"""
+
+    def ref(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.view(2, 71, 3, 3, 16).permute(2, 0, 3, 1, 4)
+        return eager(q, k, v, causal=True).transpose(1, 2)
+
+    check("attention", [rand(2, 71, 3, 48)], ref, graph=text)
+
+
+@pytest.mark.parametrize("b,h,tq,tk,d", [(0, 2, 3, 5, 7), (2, 0, 3, 5, 7), (2, 2, 0, 5, 7), (2, 2, 3, 0, 7), (2, 2, 3, 5, 0)])
+def test_empty(b: int, h: int, tq: int, tk: int, d: int) -> None:
+    xs = [torch.randn(b, h, tq, d).double(), torch.randn(b, h, tk, d).double(), torch.randn(b, h, tk, d + 1).double()]
+    check("attention", xs, partial(eager, scale=0.5), "scale=0.5", n_out=2, n_check=1, strides=False, low=())
+
+
+def test_nan_and_inf_come_through() -> None:
+    q, k, v = qkv(1, 1, 1, 5, 7, 3, 2)
+    text = "graph { input q: f64[1, 1, 5, 3]\n input k: f64[1, 1, 7, 3]\n input v: f64[1, 1, 7, 2]\n y, l = attention(q, k, v)\n output y\n}"
+    q[0, 0, 2, 1] = float("nan")
+    got = engine.run(text, [q, k, v])[0][0]
+    assert torch.equal(torch.isnan(got), torch.isnan(eager(q, k, v)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
+    name = engine.NAMES[engine.TORCH.index(dtype)]
+    text = f"""graph {{
+  input q: {name}[2, 4, 293, 16]
+  input k: {name}[2, 2, 293, 16]
+  input v: {name}[2, 2, 293, 16]
+  y, lse = attention(q, k, v) {{causal=1, dropout=0.1}} rng=3
+  output y
+}}"""
+    xs = [t.to(dtype) for t in qkv(2, 4, 2, 293, 293, 16, 16)]
+    dy = rand(2, 4, 293, 16).to(dtype)
+    runs = [engine.run(engine.Graph.parse(text, engine.Ctx(threads=t)), xs, None, [dy], seed=11) for t in (False, True)]
+    for one, two in zip(itertools.chain(*runs[0]), itertools.chain(*runs[1])):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("text,needle", [
+    ("input q: f32[1, 3, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "multiple"),
+    ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 8]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "equal"),
+    ("input q: f32[5, 7]\n input k: f32[5, 7]\n input v: f32[5, 7]\n y, l = attention(q, k, v)", "at least 3"),
+    ("input q: f32[1, 2, 5, 7]\n input k: f64[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "one dtype"),
+    ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: i64[5, 5]\n y, l = attention(q, k, v, m)", "bool or a float"),
+    ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: bool[5, 4]\n y, l = attention(q, k, v, m)", "axis 1 of the mask"),
+])
+def test_errors(text: str, needle: str) -> None:
+    with pytest.raises(engine.EngineError, match=needle):
+        engine.Graph.parse(f"graph {{ {text}\n output y\n}}")
