@@ -73,7 +73,7 @@ def FP16_Optimizer(
         return optimizer
     cls = type(optimizer)
     optimizer.__class__ = type(f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__})
-    optimizer._mixed_init(model, loss_scaler)
+    optimizer._mixed_init(model, loss_scaler)  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -84,6 +84,9 @@ class MixedPrecision(torch.optim.Optimizer):
     _masters: dict[Tensor, Tensor]  # 16-bit parameter -> f32 master; empty for our fused optimizers
     _names: dict[int, tuple[str, str]]  # id of a parameter -> its name, its module
     _inner_step: Any
+    master_weights: Any
+    stochastic_rounding: bool
+    grad_scale: Any
 
     def _mixed_init(self, model: torch.nn.Module | None, loss_scaler: DynamicLossScaler | float | None) -> None:
         constant = loss_scaler is not None and not isinstance(loss_scaler, DynamicLossScaler)
@@ -107,7 +110,7 @@ class MixedPrecision(torch.optim.Optimizer):
                     path = f"{prefix}.{name}" if prefix else name
                     self._names.setdefault(id(p), (path, f"{prefix or 'the model'} ({type(module).__name__})"))
         if self._fused:
-            if not (self.master_weights or self.stochastic_rounding):  # type: ignore[attr-defined]
+            if not (self.master_weights or self.stochastic_rounding):
                 self.master_weights = True
                 for p, state in self.state.items():
                     self._init_master(p, state)  # type: ignore[attr-defined]
@@ -242,7 +245,7 @@ class MixedPrecision(torch.optim.Optimizer):
         if factor == 1.0:
             self._call_inner_step()
             return
-        before = self.grad_scale  # type: ignore[has-type]
+        before = self.grad_scale
         self.grad_scale = 1.0 / factor if before is None else float(before) / factor
         try:
             self._call_inner_step()
@@ -255,7 +258,7 @@ class MixedPrecision(torch.optim.Optimizer):
         if factor != 1.0:
             scale_into([g for p, g in zip(params, grads) if p not in self._masters], None, factor)
         half = [(p, self._masters[p], g) for p, g in zip(params, grads) if p in self._masters]
-        for _, master, g in half:
+        for _, master, _ in half:
             master.grad = torch.empty_like(master)
         scale_into([m.grad for _, m, _ in half], [g for _, _, g in half], factor)  # type: ignore[misc]
         try:

@@ -435,7 +435,8 @@ class FusedSGD(FusedOptimizer):
             for i, state in enumerate(states):
                 fresh = state.get("momentum_buffer") is None
                 if fresh:
-                    state["momentum_buffer"] = torch.zeros_like(params[i], dtype=self._moment_dtype_of(params[i]), memory_format=torch.preserve_format)
+                    dtype = self._moment_dtype_of(params[i])
+                    state["momentum_buffer"] = torch.zeros_like(params[i], dtype=dtype, memory_format=torch.preserve_format)
                 calls[0 if fresh else 1][1].append(i)
         for first, which in calls:
             if not which:

@@ -33,7 +33,7 @@ class _WarmupLRScheduler(LRScheduler):
         return self._after_warmup(step, base_lr)
 
     def get_lr(self) -> list[Any]:
-        return [base * self.factor(self.last_epoch, base) for base in self.base_lrs]
+        return [base * self.factor(self.last_epoch, float(base)) for base in self.base_lrs]
 
 
 class ConstantWarmupLRScheduler(_WarmupLRScheduler):

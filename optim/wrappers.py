@@ -93,7 +93,8 @@ def _modify_zero(optimizer: Any) -> bool:
             ]
         norm, _ = grad_norm([g.detach() for g, _ in pairs], order)
         device = pairs[0][0].device if pairs else getattr(self, "device", "cpu")
-        total = torch.tensor(norm if order == math.inf else norm**order, dtype=torch.float64 if str(device) == "cpu" else torch.float32, device=device)
+        wide = torch.float64 if torch.device(device).type == "cpu" else torch.float32
+        total = torch.tensor(norm if order == math.inf else norm**order, dtype=wide, device=device)
         op = dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total, op=op, group=self.dp_process_group)

@@ -21,6 +21,30 @@ def guard_hash(dicts: Sequence[dict[str, Any]]) -> int:
     """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry of the
     dictionaries; tensors count by identity, dtype-free; about 10 ns an entry."""
 
+def adam_step(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+              steps: Sequence[Tensor], masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, beta1: float, beta2: float,
+              eps: float, weight_decay: float, inv_scale: float, mode: int, bias_correction: bool) -> None:
+    """One Adam step over parallel lists (csrc/optim.h). steps: one-element CPU tensors, counted up here. store: 0 as is, 1 f32 masters,
+    2 int16 rests of bfloat16 parameters, 3 stochastic rounding. Gradients are multiplied by inv_scale (negative: ascend). The caller
+    bumps version counters."""
+
+def sgd_step(params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor] | None,
+             masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, momentum: float, dampening: float, weight_decay: float,
+             inv_scale: float, nesterov: bool, first: bool) -> None:
+    """One SGD step; first: the momentum buffers hold nothing yet and become the gradients."""
+
+def lamb_step(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+              steps: Sequence[Tensor], masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, beta1: float, beta2: float,
+              eps: float, weight_decay: float, l2: float, grad_weight: float, ratio_min: float, ratio_max: float, inv_scale: float,
+              bias_correction: bool, no_ratio: bool, keep_grads: bool) -> None:
+    """One LAMB step. Gradients of the computing type become the direction unless keep_grads."""
+
+def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
+    """(norm, all finite) over all elements of all float tensors; with per_tensor also a list of norms."""
+
+def axpby(dst: Sequence[Tensor], src: Sequence[Tensor] | None, a: float, b: float) -> None:
+    """dst = a * src + b * dst for each pair, converting types; src None: dst itself."""
+
 class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 
