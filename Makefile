@@ -88,8 +88,8 @@ $(EXT): $(OBJ) $(PYOBJ)
 	@$(CC) -shared -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
-$(B)/om-opt: $(B)/libom.a $(B)/tool_om_opt.o
-	@$(CC) -o $@ $(B)/tool_om_opt.o $(B)/libom.a $(PBC) $(LIBS)
+$(B)/om-opt: $(OBJ) $(B)/tool_om_opt.o   # objects, not libom.a: operators are weak symbols, which do not pull members
+	@$(CC) -o $@ $(B)/tool_om_opt.o $(OBJ) $(PBC) $(LIBS)
 
 test: build   ## build and run the tests
 	$(PY) -m pytest -q tests

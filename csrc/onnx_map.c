@@ -866,7 +866,9 @@ static om_id map_index_nd(om_onnx *o, om_id idx, const om_type *x) {
     if (FAILED || (hint && !strcmp(hint, "1")) || index_nonneg(g, idx, 0)) return FAILED ? OM_NONE : idx;
     om_type t = *om_ty(g, idx);
     int64_t k = 0;
-    if (t.rank < 1 || !om_dim_const(g, t.dim[t.rank - 1], &k) || k < 1 || k > x->rank)
+    if (t.rank >= 1 && !om_dim_const(g, t.dim[t.rank - 1], &k))
+        return om_onnx_err(o, OM_UNSUPPORTED, "the last axis of the indices must be a number, it depends on the sizes of inputs"), OM_NONE;
+    if (t.rank < 1 || k < 1 || k > x->rank)
         return om_onnx_err(o, OM_INVALID, "indices of rank %d whose last axis has size %lld, for data of rank %d", t.rank, (long long)k, x->rank), OM_NONE;
     if (t.dtype != OM_I64 && t.dtype != OM_I32) return om_onnx_err(o, OM_INVALID, "indices are %s, int64 is needed", om_dtype_name(t.dtype)), OM_NONE;
     om_id size[OM_RANK];
@@ -997,7 +999,7 @@ static om_status map_group_norm(om_onnx *o) {
     d[2] = rest;
     om_id y = om_make(g, &om_op_layer_norm, OM_IN(om_b_reshape(g, x, d, 3)), OM_ATTRS(OM_AI("axis", 2), OM_AF("eps", om_onnx_float(o, "epsilon", 1e-5))));
     y = om_b_reshape(g, y, t.dim, t.rank);
-    if (wt.dim[0] != t.dim[1] && wt.dim[0] == ng) { /* opset 18: scale and bias per group */
+    if (!instance && o->opset < 21) { /* scale and bias were per group */
         om_dim one[2] = {ng, 1}, all[1] = {t.dim[1]};
         w = om_b_reshape(g, om_b_expand(g, om_b_reshape(g, w, one, 2), pair, 2), all, 1);
         b = om_b_reshape(g, om_b_expand(g, om_b_reshape(g, b, one, 2), pair, 2), all, 1);

@@ -167,6 +167,12 @@ om_status om_onnx_value_type(om_onnx *o, const char *name, int mode, om_type *ou
     *found = i != OM_NONE;
     if (!*found) return OM_OK;
     const Onnx__ValueInfoProto *v = i < o->graph->n_value_info ? o->graph->value_info[i] : o->graph->output[i - o->graph->n_value_info];
+    const Onnx__TypeProto *t = v->type;
+    bool tensor = t && t->value_case == ONNX__TYPE_PROTO__VALUE_TENSOR_TYPE && t->tensor_type;
+    if (mode == OM_ONNX_KNOWN && (!tensor || !t->tensor_type->shape || !t->tensor_type->elem_type)) { /* it says nothing */
+        *found = false;
+        return OM_OK;
+    }
     return om_onnx_type(o, v->type, mode, name, out);
 }
 

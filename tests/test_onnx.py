@@ -45,18 +45,26 @@ class Const:
         self.value = np.asarray(value, dtype)
 
 
+class Fixed:
+    """An operand of which these axes stay numbers in the symbolic form (head sizes, kernels)."""
+
+    def __init__(self, value: np.ndarray, *axes: int):
+        self.value, self.axes, self.dtype, self.shape = value, axes, value.dtype, value.shape
+
+
 def build(nodes: list[onnx.NodeProto], inputs: dict[str, Any], outputs: list[str], opset: int = 23, dynamic: bool = False,
           types: dict[str, tuple[int, list]] | None = None, props: dict[str, str] | None = None, infer: bool = True) -> onnx.ModelProto:
     """dynamic: every size > 1 of the graph inputs becomes a symbol of its own value, s7 for 7: equal sizes share it."""
-    def dim(d: int) -> int | str:
-        return f"s{d}" if dynamic and d > 1 else d
+    def dim(x: Any, axis: int) -> int | str:
+        d = x.shape[axis]
+        return f"s{d}" if dynamic and d > 1 and not (isinstance(x, Fixed) and axis in x.axes) else d
 
     ins, inits = [], []
     for name, x in inputs.items():
         if isinstance(x, Const):
             inits.append(numpy_helper.from_array(x.value, name))
         else:
-            ins.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), [dim(d) for d in x.shape]))
+            ins.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), [dim(x, a) for a in range(len(x.shape))]))
     outs = [helper.make_tensor_value_info(o, *types[o]) if types and o in types else onnx.ValueInfoProto(name=o) for o in outputs]
     g = helper.make_graph(nodes, "g", ins, outs, inits)
     for k, v in (props or {}).items():
@@ -64,8 +72,9 @@ def build(nodes: list[onnx.NodeProto], inputs: dict[str, Any], outputs: list[str
     m = helper.make_model(g, opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(MS, 1)], ir_version=10)
     if infer and not types:
         m = onnx.shape_inference.infer_shapes(m)
-        for o in m.graph.output:
-            assert o.type.tensor_type.elem_type, "onnx inferred no type"
+        for o in m.graph.output:  # a few operators have no inference: the engine does not need it, onnxruntime does
+            if not o.type.tensor_type.elem_type:
+                o.type.tensor_type.elem_type = TensorProto.FLOAT
     return m
 
 
@@ -79,7 +88,7 @@ def reference(m: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarr
 
 
 def check(m: onnx.ModelProto, inputs: dict[str, Any], passes: tuple[str, ...] = (), tol: float = 2e-5) -> Graph:
-    feeds = {k: v for k, v in inputs.items() if not isinstance(v, Const)}
+    feeds = {k: v.value if isinstance(v, Fixed) else v for k, v in inputs.items() if not isinstance(v, Const)}
     want = reference(m, feeds)
     g = Graph.onnx(m.SerializeToString()).verify()
     if passes:
@@ -191,7 +200,7 @@ case("GatherND", f(7, 5, 3), i64(2, 2, 1, lo=-7, hi=7), tag="computed")
 case("ScatterElements", f(7, 5), np.array([[0, -1, 2, 3, -3]]), f(1, 5))
 case("ScatterElements", f(7, 5), i64(3, 5, lo=-7, hi=7), f(3, 5), reduction="add", tag="add")
 case("ScatterND", f(7, 5), Const([[-1], [2]]), f(2, 5))
-case("ScatterND", f(7, 5), i64(4, 2, lo=-5, hi=5), f(4), reduction="add", tag="add")
+case("ScatterND", f(7, 5), Fixed(i64(4, 2, lo=-5, hi=5), 1), f(4), reduction="add", tag="add")
 for _op in "ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSumExp".split():
     case(_op, f(2, 3, 5), Const([0, -1]))
     case(_op, f(2, 3, 5), keepdims=0, tag="all")
@@ -220,10 +229,10 @@ case("MatMul", f(2, 3, 5), f(5), tag="vector right")
 case("MatMul", f(5), f(5), tag="dot")
 case("Gemm", f(3, 5), f(5, 7), f(7))
 case("Gemm", f(5, 3), f(7, 5), f(3, 1), transA=1, transB=1, alpha=0.5, beta=2.0, tag="all")
-case("Attention", f(2, 3, 5, 7), f(2, 3, 11, 7), f(2, 3, 11, 13))
-case("Attention", f(2, 3, 5, 7), f(2, 3, 5, 7), f(2, 3, 5, 7), is_causal=1, tag="causal")
-case("Attention", f(2, 3, 5, 7), f(2, 3, 11, 7), f(2, 3, 11, 7), f(5, 11), scale=0.3, tag="mask")
-case("Attention", f(2, 5, 21), f(2, 11, 21), f(2, 11, 21), q_num_heads=3, kv_num_heads=3, tag="flat")
+case("Attention", Fixed(f(2, 3, 5, 7), 3), Fixed(f(2, 3, 11, 7), 3), Fixed(f(2, 3, 11, 13), 3))
+case("Attention", Fixed(f(2, 3, 5, 7), 3), Fixed(f(2, 3, 5, 7), 3), Fixed(f(2, 3, 5, 7), 3), is_causal=1, tag="causal")
+case("Attention", Fixed(f(2, 3, 5, 7), 3), Fixed(f(2, 3, 11, 7), 3), Fixed(f(2, 3, 11, 7), 3), f(5, 11), scale=0.3, tag="mask")
+case("Attention", Fixed(f(2, 5, 21), 2), Fixed(f(2, 11, 21), 2), Fixed(f(2, 11, 21), 2), q_num_heads=3, kv_num_heads=3, tag="flat")
 case("Dropout", f(3, 5))
 case("Dropout", f(3, 5), Const(0.5, np.float32), Const(False, bool), n_out=2, tag="mask")
 case("SoftmaxCrossEntropyLoss", f(7, 5), i64(7, hi=5))
@@ -231,8 +240,8 @@ case("SoftmaxCrossEntropyLoss", f(3, 5, 7), i64(3, 7, hi=5), pos(5), reduction="
 case("SoftmaxCrossEntropyLoss", f(7, 5), i64(7, hi=5), pos(5), reduction="sum", ignore_index=-1, tag="sum")
 case("NegativeLogLikelihoodLoss", f(3, 5, 7), i64(3, 7, hi=5), pos(5), ignore_index=3)
 case("NegativeLogLikelihoodLoss", f(7, 5), i64(7, hi=5), reduction="none", tag="none")
-case("Conv", f(2, 4, 11), f(6, 2, 3), f(6), group=2, strides=[2], pads=[1, 1])
-case("Conv", f(2, 3, 7, 11), f(5, 3, 3, 2), dilations=[2, 1], pads=[1, 0, 2, 1], tag="asymmetric")
+case("Conv", Fixed(f(2, 4, 11), 1), Fixed(f(6, 2, 3), 0, 1, 2), f(6), group=2, strides=[2], pads=[1, 1])
+case("Conv", f(2, 3, 7, 11), Fixed(f(5, 3, 3, 2), 2, 3), dilations=[2, 1], pads=[1, 0, 2, 1], tag="asymmetric")
 case("Conv", f(2, 3, 7, 11), f(5, 3, 3, 2), auto_pad="SAME_UPPER", strides=[2, 2], tag="same")
 case("MaxPool", f(2, 3, 7, 11), kernel_shape=[3, 2], strides=[2, 2], pads=[1, 0, 1, 0])
 case("MaxPool", f(2, 3, 7, 11), kernel_shape=[3, 2], n_out=2, tag="indices")
@@ -257,9 +266,6 @@ def model_of(key: str, dynamic: bool) -> tuple[onnx.ModelProto, dict[str, Any]]:
         types = {"y0": (TensorProto.FLOAT, None)}
     m = build([node], inputs, outputs, opset, dynamic, types=types)
     return m, inputs
-
-
-STATIC_ONLY = ("auto_pad", "SAME")
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
@@ -473,7 +479,7 @@ def test_messages() -> None:
         return build([helper.make_node(op, list(inputs), ["y"], name="nd", domain=domain, **attrs)], inputs, ["y"], opset, types={"y": (TensorProto.FLOAT, None)}).SerializeToString()
 
     refused(b"", "empty")
-    refused(b"\x08\x07\x3a\xff", "byte 2: .*(length|varint)")
+    refused(b"\x08\x07\x3a\xff", "byte 3: .*length")
     refused(one("NonZero", {"x": f(3)}), r"ONNX node 0 'nd' \(NonZero\).*not supported")
     refused(one("Relu", {"x": f(3)}, opset=12), "opset 12.*13 to 23")
     refused(one("Reshape", {"x": f(3, 5), "s": i64(2)}), "operand 1 's' must be known before the run")

@@ -275,6 +275,7 @@ typedef struct N(work) { /* carved from the worker's memory */
     T *out;              /* (BR, width): O, or dQ */
     T *dk, *dv;          /* sums over a head's queries: (tk, width) */
     T *m, *l, *delta;    /* per query */
+    T *p;                /* (BC): a row of P */
     uint32_t *word;      /* (BC) */
     drop_row *drop;      /* (BR) */
 } N(work);
@@ -303,6 +304,7 @@ static int64_t N(carve)(const om_attn_job *j, bool backward, char *base, N(work)
         CARVE(dk, T, j->tk * dp)
         CARVE(dv, T, j->tk * vp)
         CARVE(delta, T, BR)
+        CARVE(p, T, BC)
     }
 #undef CARVE
     return at;
@@ -430,7 +432,28 @@ static void N(stats)(const om_attn_job *j, N(work) *w, int64_t b, int64_t m_at, 
         if (w->l[i] < 0) w->m[i] = m[i], w->l[i] = 1 / l[i];
 }
 
-static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b, int64_t kv, int64_t h, const T *kr, int64_t ldk) {
+/* dmask += one row of dS; an axis the mask does not have is summed: columns here, rows first over the tile (column). */
+static void N(dmask_row)(T *dst, T *column, int64_t col, T *ds, int64_t c) {
+    if (column) {
+        for (int64_t k = 0; k < c; k++) column[k] += ds[k];
+    } else if (col == 0) {
+        T sum = 0;
+        for (int64_t k = 0; k < c; k++) sum += ds[k];
+        *dst += sum;
+    } else {
+        for (int64_t k = 0; k < c; k++) dst[k * col] += ds[k];
+    }
+}
+
+static void N(dmask_columns)(T *dst, int64_t col, const T *column, int64_t c) {
+    T sum = 0;
+    for (int64_t k = 0; k < c; k++)
+        if (col) dst[k * col] += column[k];
+        else sum += column[k];
+    if (!col) *dst += sum;
+}
+
+static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b, int64_t h, const T *kr, int64_t ldk) {
     N(work) w = *mem;
     int64_t head = b * j->hq + h, dp = N(pad)(j->d), vp = N(pad)(j->dv_size);
     int64_t q_at = head_at(&j->q, &j->q, b, h), y_at = head_at(&j->y, &j->q, b, h), dy_at = head_at(&j->dy, &j->q, b, h), dq_at = head_at(&j->dq, &j->q, b, h);
@@ -441,7 +464,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
     T scale = (T)j->scale, keep_scale = (T)om_dropout_scale(j->dropout);
     uint32_t keep_below = om_philox_keep_below(j->dropout);
     bool drop = j->dropout > 0;
-    (void)kv;
+    T column[BC];
     for (int64_t i0 = 0; i0 < j->tq; i0 += BR) {
         int64_t n = j->tq - i0 < BR ? j->tq - i0 : BR, ldq, lddy, ldy, ldm = 0, from, to;
         const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq), *dy = N(rows_in)(&j->dy, dy_at, i0, n, w.dy, &lddy);
@@ -459,6 +482,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
         }
         memset(w.out, 0, (size_t)(n * dp) * sizeof(T));
         N(range)(j, b, i0, n, &from, &to);
+        bool single = to - from <= BC; /* the tile holds whole rows: D from the tile itself, which rounds as P and dP do */
         if (odd) N(stats)(j, &w, b, m_at, i0, n, from, to, q, ldq);
         for (int64_t j0 = from; j0 < to; j0 += BC) {
             int64_t c = to - j0 < BC ? to - j0 : BC;
@@ -466,6 +490,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
             if (tile == TILE_HIDDEN) continue;
             N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
             N(product)(n, N(pad)(c), j->dv_size, dy, lddy, w.vt + j0 * j->dv_size, BC, w.dp, BC, false);
+            if (dm_row == 0) memset(column, 0, sizeof column);
             for (int64_t i = 0; i < n; i++) {
                 T *s = w.s + i * BC, *ds = w.dp + i * BC, m = w.m[i], l = w.l[i], delta = w.delta[i];
                 if (l == 0) { /* saw nothing */
@@ -479,24 +504,29 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                 if (hi > c) hi = c;
                 N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi);
                 if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
+                V own = {0};
                 for (int64_t k = 0; k < c; k += VL) {
-                    V p = N(vexp)(N(vload)(s + k) - m) * l, g = N(vload)(ds + k);
+                    V p = N(vexp)(N(vload)(s + k) - m) * l, g = N(vload)(ds + k), kept = p;
                     if (drop) {
                         T f[VL];
 #pragma GCC unroll 16
                         for (int t = 0; t < VL; t++) f[t] = w.word[k + t] < keep_below ? keep_scale : 0;
-                        V keep = N(vload)(f);
-                        N(vstore)(s + k, p * keep);
-                        g *= keep;
-                    } else {
-                        N(vstore)(s + k, p);
+                        kept = p * N(vload)(f);
+                        g *= N(vload)(f);
                     }
-                    N(vstore)(ds + k, p * (g - delta));
+                    own += p * g;
+                    N(vstore)(s + k, kept);
+                    N(vstore)(ds + k, single ? g : p * (g - delta));
+                    if (single) N(vstore)(w.p + k, p);
                 }
-                if (dmask)
-                    for (int64_t k = 0; k < c; k++) dmask[(i0 + i) * dm_row + (j0 + k) * dm_col] += ds[k];
+                if (single) {
+                    delta = N(hsum)(own);
+                    for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(w.p + k) * (N(vload)(ds + k) - delta));
+                }
+                if (dmask) N(dmask_row)(dmask + (i0 + i) * dm_row + j0 * dm_col, dm_row == 0 ? column : NULL, dm_col, ds, c);
                 for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(ds + k) * scale);
             }
+            if (dmask && dm_row == 0) N(dmask_columns)(dmask + j0 * dm_col, dm_col, column, c);
             N(product_flip)(c, vp, n, w.s, BC, dy, lddy, w.dv + j0 * vp, vp);
             N(product_flip)(c, dp, n, w.dp, BC, q, ldq, w.dk + j0 * dp, dp);
             N(product)(n, dp, c, w.dp, BC, kr + j0 * ldk, ldk, w.out, dp, true);
@@ -521,7 +551,7 @@ static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
             const T *kr = N(rows_in)(&j->k, k_at, 0, j->tk, w.kr, &ldk);
             memset(w.dk, 0, (size_t)(j->tk * dp) * sizeof(T));
             memset(w.dv, 0, (size_t)(j->tk * vp) * sizeof(T));
-            for (int64_t h = kv * group; h < (kv + 1) * group; h++) N(backward_head)(j, &w, b, kv, h, kr, ldk);
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) N(backward_head)(j, &w, b, h, kr, ldk);
             N(rows_out)(&j->dk, head_at(&j->dk, &j->q, b, kv), 0, j->tk, w.dk, dp);
             N(rows_out)(&j->dv, head_at(&j->dv, &j->q, b, kv), 0, j->tk, w.dv, vp);
         }

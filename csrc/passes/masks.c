@@ -74,7 +74,8 @@ static om_id masks_align(masks *s, om_id v, int rank, const int *var) {
     return om_b_reshape(g, v, dim, s->rank);
 }
 
-static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
+/* Element idx of an old value as a tensor. `inside`: the indices are known to be valid, because the graph reads there anyway. */
+static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx, bool inside) {
     mx *m = &s->m;
     om_graph *g = m->g;
     om_id v = s->r->map[old];
@@ -96,11 +97,25 @@ static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
         } else if (l.n != 0) {
             return masks_fail(s);
         }
-        if (mx_sign(m, idx[i]) <= 0 || mx_sign(m, mx_sub(m, mx_int(m, om_dim_sub(g, size, 1)), idx[i])) <= 0) return masks_fail(s);
+        if (!inside && (mx_sign(m, idx[i]) <= 0 || mx_sign(m, mx_sub(m, mx_int(m, om_dim_sub(g, size, 1)), idx[i])) <= 0)) return masks_fail(s);
         v = om_b_slice(g, v, i, l.c, om_dim_add(g, l.c, count), 1);
         if (v == OM_NONE) return OM_NONE;
     }
     return masks_align(s, v, rank, var);
+}
+
+/* A value gathered with plain indices (mask[batch_idx, k_idx]) is a view of what it was gathered from. */
+static om_id masks_emit_gathered(masks *s, const mx_memo *o) {
+    const om_value *val = om_val(s->m.from, o->v);
+    mx_id in[OM_RANK];
+    if (val->node == OM_NONE) return OM_NONE;
+    const om_node *n = &s->m.from->nodes.v[val->node];
+    om_id v = mx_gather_source(&s->m, n, o->idx, in) ? om_ins(s->m.from, n)[0] : OM_NONE;
+    for (int i = 0; v != OM_NONE && i < om_ty(s->m.from, v)->rank; i++)
+        if (in[i] == MX_NONE) v = OM_NONE;
+    if (v != OM_NONE) v = masks_emit_load(s, v, in, true);
+    s->failed = false; /* the gathered tensor itself is there */
+    return v;
 }
 
 static om_id masks_emit_sum(masks *s, const mx_node *x) { /* an integer sum: i64 */
@@ -133,7 +148,8 @@ static om_id masks_emit_new(masks *s, mx_id e) {
     if (m->origin.v[e] != MX_NONE) { /* the graph already computes it */
         mx_memo o = m->memos.v[m->origin.v[e]];
         if (s->r->map[o.v] != OM_NONE) {
-            om_id v = masks_emit_load(s, o.v, o.idx);
+            om_id v = masks_emit_gathered(s, &o);
+            if (v == OM_NONE) v = masks_emit_load(s, o.v, o.idx, true);
             return v == OM_NONE ? v : om_b_cast(g, v, x.cls == MX_BOOL ? OM_BOOL : x.cls == MX_INT ? OM_I64 : s->dtype);
         }
     }
@@ -178,7 +194,7 @@ static om_id masks_emit_new(masks *s, mx_id e) {
     case MX_LOAD: {
         mx_id idx[OM_RANK];
         for (int i = 1; i < x.n; i++) idx[i - 1] = (mx_id)x.w[i];
-        om_id v = masks_emit_load(s, (om_id)x.w[0], idx);
+        om_id v = masks_emit_load(s, (om_id)x.w[0], idx, false);
         return v == OM_NONE ? v : om_b_cast(g, v, x.cls == MX_BOOL ? OM_BOOL : x.cls == MX_INT ? OM_I64 : s->dtype);
     }
     default: return masks_fail(s);

@@ -141,6 +141,8 @@ void mx_print(const mx *m, mx_id e, char *buf, size_t size); /* for the debug lo
 /* --- masks_eval.c --- */
 /* Element idx (one int expression per axis) of value v. Never refuses for want of a rule: unknown operators give a leaf. */
 mx_id mx_eval(mx *m, om_id v, const mx_id *idx);
+/* The indices at which a gather, gather_nd or gather_elements reads its first operand; false for other operators. */
+bool mx_gather_source(mx *m, const om_node *n, const mx_id *idx, mx_id *in);
 
 /* --- masks.c --- */
 /* Additive masks hide by a large negative number. At or below this a visible key's weight makes a hidden one's exactly 0. */

@@ -266,32 +266,38 @@ static mx_id eval_window(mx *m, const om_node *n, const mx_id *idx) {
     return select_any(m, t->dtype, inside, mx_eval(m, ins[0], in), literal(m, t->dtype, value));
 }
 
-static mx_id eval_gather(mx *m, const om_node *n, const mx_id *idx) {
+bool mx_gather_source(mx *m, const om_node *n, const mx_id *idx, mx_id *in) {
     const om_id *ins = om_ins(m->from, n);
     const om_type *x = om_ty(m->from, ins[0]), *it = om_ty(m->from, ins[1]);
-    mx_id in[OM_RANK], part[OM_RANK];
+    mx_id part[OM_RANK];
     if (om_is(n, gather_nd)) {
         int64_t depth;
-        if (it->rank < 1 || !om_dim_const(m->from, it->dim[it->rank - 1], &depth) || depth < 1 || depth > x->rank) return LEAF;
+        if (it->rank < 1 || !om_dim_const(m->from, it->dim[it->rank - 1], &depth) || depth < 1 || depth > x->rank) return false;
         memcpy(part, idx, (size_t)(it->rank - 1) * sizeof *part);
         for (int64_t k = 0; k < depth; k++) {
             part[it->rank - 1] = mx_i64(m, k);
-            if ((in[k] = mx_eval(m, ins[1], part)) == MX_NONE) return MX_NONE;
+            in[k] = mx_eval(m, ins[1], part);
         }
         for (int k = (int)depth; k < x->rank; k++) in[k] = idx[it->rank - 1 + k - depth];
-        return mx_eval(m, ins[0], in);
+        return true;
     }
     int axis = (int)om_node_int(n, "axis", 0);
-    if (axis < 0 || axis >= x->rank) return LEAF;
+    if (axis < 0 || axis >= x->rank) return false;
     if (om_is(n, gather_elements)) {
         memcpy(in, idx, (size_t)x->rank * sizeof *in);
         in[axis] = mx_eval(m, ins[1], idx);
-    } else {
-        for (int k = 0; k < axis; k++) in[k] = idx[k];
-        in[axis] = mx_eval(m, ins[1], idx + axis);
-        for (int k = axis + 1; k < x->rank; k++) in[k] = idx[k + it->rank - 1];
+        return true;
     }
-    return in[axis] == MX_NONE ? MX_NONE : mx_eval(m, ins[0], in);
+    if (!om_is(n, gather)) return false;
+    for (int k = 0; k < axis; k++) in[k] = idx[k];
+    in[axis] = mx_eval(m, ins[1], idx + axis);
+    for (int k = axis + 1; k < x->rank; k++) in[k] = idx[k + it->rank - 1];
+    return true;
+}
+
+static mx_id eval_gather(mx *m, const om_node *n, const mx_id *idx) {
+    mx_id in[OM_RANK];
+    return mx_gather_source(m, n, idx, in) ? mx_eval(m, om_ins(m->from, n)[0], in) : LEAF;
 }
 
 /* Reductions and cumsum of something that does not change along the reduced axes. */
@@ -562,7 +568,11 @@ static mx_id eval_node(mx *m, const om_node *n, const mx_id *idx) {
         if (!calculates(out->dtype)) return LEAF;
         return mx_add(m, mx_scale(m, idx[0], node_dim(m, n, "step", 1)), mx_int(m, node_dim(m, n, "start", 0)));
     }
-    if (om_is(n, fill)) return literal(m, out->dtype, mx_round(out->dtype, om_node_float(n, "value", 0)));
+    if (om_is(n, fill)) {
+        const om_attr *a = om_attr_get(n->attr, n->n_attr, "value");
+        if (a && a->kind == OM_ATTR_DIMS) return calculates(out->dtype) ? mx_int(m, node_dim(m, n, "value", 0)) : LEAF;
+        return literal(m, out->dtype, mx_round(out->dtype, om_node_float(n, "value", 0)));
+    }
     if (om_is(n, trilu)) { /* keep j - i >= k, or j - i <= k */
         mx_id d = mx_sub(m, mx_sub(m, idx[out->rank - 1], idx[out->rank - 2]), mx_int(m, node_dim(m, n, "k", 0)));
         mx_id keep = om_node_int(n, "upper", 0) ? mx_ge0(m, d) : mx_ge0(m, mx_scale(m, d, om_dim_int(m->g, -1)));

@@ -179,7 +179,10 @@ def embedding(c: Converter, n: Node, w: Node, idx: Node, padding: int, by_freq: 
     padding = expr_of(padding)
     shape = (*i.shape, weight.shape[1])
     if padding < 0:
-        return c.b.op("Gather", [weight, i], weight.dtype, shape, axis=0)
+        y = c.b.op("Gather", [weight, i], weight.dtype, shape, axis=0)
+        e = c.b.graph.node[-1].metadata_props.add()  # torch's embedding takes no negative index
+        e.key, e.value = "index_nonneg", "1"
+        return y
     return c.b.op("Embedding", [weight, i], weight.dtype, shape, "ortmodule", padding_idx=padding)
 
 

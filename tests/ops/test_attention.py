@@ -24,7 +24,7 @@ def qkv(b: int, hq: int, hk: int, tq: int, tk: int, d: int, dv: int) -> list[tor
 
 def eager(q, k, v, mask=None, start=None, end=None, *, scale=None, causal=False, offset=0, window=0, keep=None):
     """The definition: every condition as a dense mask, a row without a visible key gives 0."""
-    group = q.shape[-3] // k.shape[-3]
+    group = q.shape[-3] // max(1, k.shape[-3])
     k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
     s = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     i, j = torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])
@@ -108,7 +108,8 @@ def test_bool_mask(shape: tuple[int, ...], causal: int) -> None:
 @pytest.mark.parametrize("causal", [0, 1])
 def test_float_mask_and_its_gradient(shape: tuple[int, ...], causal: int) -> None:
     args = [*qkv(3, 4, 2, 71, 131, 5, 3), rand(*shape)]
-    check("attention", args, partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=LOW)
+    if shape[-1] > 1:  # else a shift of whole rows: its gradient is 0 but for rounding
+        check("attention", args, partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=LOW)
     check("attention", args, partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, grad=[True, True, True, False])
 
 
@@ -130,14 +131,15 @@ def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
     see = torch.rand(2, 1, 71, 131, generator=torch.Generator().manual_seed(5)) > 0.3
     see[0, 0, 3], see[1, 0, 64:] = False, False
     value = {"-inf": -INF, "lowest": torch.finfo(dtype).min, "-1e4": -1e4, "two lowest": 2 * torch.finfo(torch.float64).min}.get(kind, 0.0)
-    mask = see if kind == "bool" else torch.where(see, 0.0, value).to(dtype)
-    hi = mask if kind in ("bool", "two lowest", "-inf") else torch.where(see, 0.0, value).double()
+    full = torch.where(see, torch.zeros((), dtype=torch.float64), torch.tensor(value, dtype=torch.float64))
+    mask = see if kind == "bool" else full.to(dtype)
+    hi = see if kind == "bool" else full
     dy = rand(2, 2, 71, 3).to(dtype)
     xs = [t.double().requires_grad_() for t in (q, k, v)]
     if kind == "lowest":  # the sum with a score rounds to the lowest number itself: in exact arithmetic all such scores are equal
         s = xs[0] @ xs[1].transpose(-1, -2) * 5**-0.5
         some = see.any(-1, keepdim=True)
-        want = torch.softmax(torch.where(see, s, torch.where(some, -INF, 0.0).double()), -1) @ xs[2]
+        want = torch.softmax(torch.where(see, s, torch.where(some, torch.tensor(-INF).double(), s - s.detach())), -1) @ xs[2]
         if dtype is torch.float64:
             want = eager(*xs, hi)
     else:

@@ -1,0 +1,128 @@
+"""Reductions against eager PyTorch: any axes and strides, empty axes, ties, NaN, accuracy of long sums, independence of threads."""
+
+from __future__ import annotations
+
+import math
+
+import engine
+import pytest
+import torch
+from opcheck import check
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 7 * len(shape)))
+
+
+def node(op: str, x: torch.Tensor, attrs: str, seed: int = 0) -> torch.Tensor:
+    name = engine.NAMES[engine.TORCH.index(x.dtype)]
+    return engine.run(f"graph {{\n  input x: {name}[{', '.join(map(str, x.shape))}]\n  y = {op}(x) {{{attrs}}}\n  output y\n}}", [x])[0][0]
+
+
+CASES = [((7, 13, 5), (0,)), ((7, 13, 5), (1,)), ((7, 13, 5), (2,)), ((7, 13, 5), (0, 2)), ((7, 13, 5), (0, 1, 2)), ((7, 13, 5), (1, 2)), ((3, 1, 5), (1,)),
+         ((2, 3, 5, 7, 11), (0, 2, 4)), ((2, 3, 5, 7, 11), (1, 3)), ((1031,), (0,)), ((5, 1031), (1,)), ((1031, 5), (0,)), ((61, 67), (0,)), ((0, 5), (1,)), ((5, 0), (1,)),
+         ((3, 0, 5), (0, 1))]
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_sum_mean(case: tuple[tuple[int, ...], tuple[int, ...]], keep: int) -> None:
+    shape, axes = case
+    attrs = f"axes={list(axes)}, keepdims={keep}"
+    check("reduce_sum", [rand(*shape)], lambda x: x.sum(axes, keepdim=bool(keep)), attrs, low=LOW)
+    check("reduce_mean", [rand(*shape)], lambda x: x.mean(axes, keepdim=bool(keep)), attrs, low=LOW)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if 0 not in c[0]])
+def test_max_min(case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    shape, axes = case
+    x = (rand(*shape) * 2).round()  # many ties
+    for keep in (0, 1):
+        attrs = f"axes={list(axes)}, keepdims={keep}"
+        check("reduce_max", [x], lambda t: t.amax(axes, keepdim=bool(keep)), attrs, low=LOW)
+        check("reduce_min", [x], lambda t: t.amin(axes, keepdim=bool(keep)), attrs, low=LOW)
+
+
+def prod(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    for a in sorted(axes, reverse=True):
+        x = x.prod(a)
+    return x
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("case", [((7, 5), (0,)), ((7, 5), (1,)), ((3, 5, 2), (0, 2)), ((5, 0), (1,))])
+def test_prod(case: tuple[tuple[int, ...], tuple[int, ...]], zeros: int) -> None:
+    shape, axes = case
+    x = rand(*shape)
+    x.view(-1)[:zeros] = 0
+    check("reduce_prod", [x], lambda t: prod(t, axes), f"axes={list(axes)}")
+
+
+def test_all_axes_by_default() -> None:
+    check("reduce_sum", [rand(3, 5, 7)], lambda x: x.sum())
+
+
+def test_nan_and_infinity() -> None:
+    x = rand(5, 37).float()
+    x[1, 3], x[2, 36], x[3, 0] = math.nan, math.inf, -math.inf
+    for op, f in (("reduce_max", torch.amax), ("reduce_min", torch.amin)):
+        for axis in (0, 1):
+            assert torch.equal(node(op, x, f"axes=[{axis}]").nan_to_num(7.0), f(x, axis).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers(dtype: torch.dtype) -> None:
+    x = torch.randint(0, 2 if dtype == torch.bool else 9, (13, 29), generator=torch.Generator().manual_seed(3)).to(dtype)
+    for axis in (0, 1):
+        assert torch.equal(node("reduce_sum", x, f"axes=[{axis}]"), x.any(axis) if dtype == torch.bool else x.sum(axis).to(dtype))
+        assert torch.equal(node("reduce_max", x, f"axes=[{axis}]"), x.amax(axis))
+        assert torch.equal(node("reduce_min", x, f"axes=[{axis}]"), x.amin(axis))
+
+
+@pytest.mark.parametrize("shape,axes", [((1_000_003,), (0,)), ((4099, 257), (0,)), ((257, 4099), (1,)), ((11, 769, 97), (0, 1))])
+def test_long_sums(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Accurate to the last place of f32, and bit for bit the same whatever way the work is cut."""
+    x = (rand(*shape) + 1000).float()
+    got = node("reduce_sum", x, f"axes={list(axes)}")
+    exact = x.double().sum(axes)
+    assert ((got.double() - exact).abs() / exact.abs()).max() < 2**-23
+    g = engine.Graph.parse(f"graph {{\n  input x: f32[{', '.join(map(str, shape))}]\n  y = reduce_sum(x) {{axes={list(axes)}}}\n  output y\n}}", engine.Ctx(threads=False))
+    assert torch.equal(engine.run(g, [x])[0][0], got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape,axis", [((7, 13, 5), 0), ((7, 13, 5), 1), ((7, 13, 5), 2), ((3, 2053), 1), ((1, 1), 0), ((2053,), 0)])
+def test_arg(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+    x = (rand(*shape) * 3).round().to(dtype)
+    for t in (x, x.transpose(0, -1).contiguous().transpose(0, -1)):
+        for keep in (0, 1):
+            first = (t == t.amax(axis, keepdim=True)).to(torch.int64).argmax(axis, keepdim=bool(keep))
+            assert torch.equal(node("argmax", t, f"axis={axis}, keepdims={keep}"), first)
+            first = (t == t.amin(axis, keepdim=True)).to(torch.int64).argmax(axis, keepdim=bool(keep))
+            assert torch.equal(node("argmin", t, f"axis={axis}, keepdims={keep}"), first)
+
+
+def test_arg_nan() -> None:
+    x = rand(3, 1500)
+    x[0, 1200], x[1, 7], x[1, 1400] = math.nan, math.nan, math.nan
+    assert torch.equal(node("argmax", x, "axis=1"), x.argmax(1))
+    assert torch.equal(node("argmin", x, "axis=1"), x.argmin(1))
+
+
+def ref_cumsum(x: torch.Tensor, axis: int, exclusive: int, reverse: int) -> torch.Tensor:
+    if reverse:
+        x = x.flip(axis)
+    y = x.cumsum(axis)
+    y = y - x if exclusive else y
+    return y.flip(axis) if reverse else y
+
+
+@pytest.mark.parametrize("exclusive", [0, 1])
+@pytest.mark.parametrize("reverse", [0, 1])
+@pytest.mark.parametrize("shape,axis", [((7, 13, 5), 0), ((7, 13, 5), 1), ((7, 13, 5), 2), ((3, 1031), 1), ((0, 5), 1), ((5, 0), 1)])
+def test_cumsum(shape: tuple[int, ...], axis: int, reverse: int, exclusive: int) -> None:
+    check("cumsum", [rand(*shape)], lambda x: ref_cumsum(x, axis, exclusive, reverse), f"axis={axis}, exclusive={exclusive}, reverse={reverse}", tol=1e-9)
+    ints = torch.arange(math.prod(shape)).reshape(shape)
+    assert torch.equal(node("cumsum", ints, f"axis={axis}, exclusive={exclusive}, reverse={reverse}"), ref_cumsum(ints, axis, exclusive, reverse))
