@@ -6,6 +6,9 @@
 #include "engine.h"
 #include "kernels_isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -224,11 +227,18 @@ void om_dense_strides(om_tensor *t) {
 
 /* --- instruction set --------------------------------------------------------------------------- */
 
+#if defined(__x86_64__)
+static bool cpu_has_f16c(void) { /* not every compiler's __builtin_cpu_supports knows the name */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 static int isa_detect(void) {
     int best = OM_ISA_GENERIC;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c() &&
         __builtin_cpu_supports("bmi2"))
         best = OM_ISA_AVX2;
     if (best == OM_ISA_AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -13,9 +13,9 @@
 #include "onnx.h"
 
 #include <ctype.h>
-#include <stdlib.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 enum { READ_NAME = 128 };
 

@@ -176,6 +176,16 @@ static PyObject *Model_inputs(PyObject *o, void *closure) {
     return list;
 }
 
+/* Spreads reach[v] from graph inputs to the float values computed from them through operators with a gradient. */
+static void reach_spread(const om_graph *g, uint8_t *reach) {
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        bool d = false;
+        for (int k = 0; k < n->n_in && n->op->grad; k++) d |= om_ins(g, n)[k] != OM_NONE && reach[om_ins(g, n)[k]];
+        for (int k = 0; k < n->n_out; k++) reach[n->out + (om_id)k] = d && om_is_float(om_ty(g, n->out + (om_id)k)->dtype);
+    }
+}
+
 static PyObject *Model_outputs(PyObject *o, void *closure) {
     (void)closure;
     const om_graph *g = om_model_graph(((Model *)o)->m, -1);
@@ -185,12 +195,7 @@ static PyObject *Model_outputs(PyObject *o, void *closure) {
         const om_value *x = om_val(g, v);
         if (x->input != OM_NONE) diff[v] = om_is_float(x->type.dtype) && x->role != OM_BUFFER;
     }
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        const om_node *n = &g->nodes.v[i];
-        bool d = false;
-        for (int k = 0; k < n->n_in && n->op->grad; k++) d |= om_ins(g, n)[k] != OM_NONE && diff[om_ins(g, n)[k]];
-        for (int k = 0; k < n->n_out; k++) diff[n->out + (om_id)k] = d && (om_is_float(om_ty(g, n->out + (om_id)k)->dtype));
-    }
+    reach_spread(g, diff);
     PyObject *list = PyList_New((Py_ssize_t)g->outputs.n);
     for (uint32_t i = 0; list && i < g->outputs.n; i++) {
         const om_value *v = om_val(g, g->outputs.v[i]);
@@ -321,10 +326,17 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     const om_graph *g = graph_or_error(self, variant);
     if (!g) return NULL;
     const om_variant *vr = om_model_variant_at(self->m, variant);
-    PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0), *res = NULL;
+    PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0), *out = PyList_New(0),
+             *res = NULL;
     om_id *source = calloc(g->values.n + 1, sizeof *source); /* value a chain of views comes from */
     uint8_t *read = calloc(g->values.n + 1, 1);              /* backward reads its memory */
-    int bad = !grads || !rin || !rout || !host || !source || !read;
+    uint8_t *reach = calloc(g->values.n + 1, 1);             /* depends on a wanted input */
+    int bad = !grads || !rin || !rout || !host || !out || !source || !read || !reach;
+    for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
+        reach[g->inputs.v[i]] = vr->wanted[i] && om_is_float(om_ty(g, g->inputs.v[i])->dtype);
+    if (!bad) reach_spread(g, reach);
+    for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
+        if (reach[g->outputs.v[i]]) bad |= list_add(out, PyLong_FromUnsignedLong(i));
     for (om_id v = 0; v < g->values.n && !bad; v++) {
         om_id node = om_val(g, v)->node;
         source[v] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : v;
@@ -350,14 +362,16 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
         if (read[source[g->outputs.v[i]]]) bad |= list_add(rout, PyLong_FromUnsignedLong(i));
     if (!bad)
-        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:d}", "segments", vr->n_segments, "grads", grads, "reads_inputs", rin, "reads_outputs", rout,
-                            "host_nodes", host, "ms", vr->ms);
+        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:d}", "segments", vr->n_segments, "grads", grads, "reads_inputs", rin, "reads_outputs", rout,
+                            "reaches", out, "host_nodes", host, "ms", vr->ms);
     Py_XDECREF(grads);
     Py_XDECREF(rin);
     Py_XDECREF(rout);
     Py_XDECREF(host);
+    Py_XDECREF(out);
     free(source);
     free(read);
+    free(reach);
     return res ? res : PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
@@ -756,8 +770,15 @@ static uint64_t mix(uint64_t h, uint64_t x) {
 
 static int hash_value(PyObject *v, uint64_t *h, int depth) {
     if (v == Py_None) *h = mix(*h, 1);
-    else if (PyLong_CheckExact(v) || PyFloat_CheckExact(v) || PyUnicode_CheckExact(v) || PyBool_Check(v)) {
-        Py_hash_t x = PyObject_Hash(v); /* 1, 1.0 and True hash alike: the type counts */
+    else if (PyFloat_CheckExact(v)) { /* by bits: hash(-1.0) == hash(-2.0) */
+        double d = PyFloat_AsDouble(v);
+        uint64_t x;
+        memcpy(&x, &d, sizeof x);
+        *h = mix(*h + 2, x);
+    } else if (PyLong_CheckExact(v) || PyUnicode_CheckExact(v) || PyBool_Check(v)) {
+        int over = 0; /* hash(-1) == hash(-2) */
+        Py_hash_t x = PyLong_CheckExact(v) ? (Py_hash_t)PyLong_AsLongLongAndOverflow(v, &over) : PyObject_Hash(v);
+        if (over) x = PyObject_Hash(v); /* 1 and True hash alike: the type counts */
         if (x == -1 && PyErr_Occurred()) return -1;
         *h = mix(mix(*h, (uint64_t)x), (uint64_t)(uintptr_t)Py_TYPE(v));
     } else if (PyTuple_CheckExact(v) && depth < 4) {

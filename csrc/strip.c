@@ -10,8 +10,8 @@
 #include "philox.h"
 #include "strip.h"
 
+#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 #define FLT OM_PW_FLT
 #define TRIG OM_PW_TRIG
@@ -63,6 +63,40 @@ static bool value_read(const char **s, int limit, uint8_t *v) {
     return true;
 }
 
+static const char *digits_read(const char *s, uint64_t *x) {
+    for (*x = 0; *s >= '0' && *s <= '9'; s++) *x = *x * 10 + (uint64_t)(*s - '0');
+    return s;
+}
+
+/* A double whatever the host's locale: digits with a point, exact up to 2^53 and 22 places, or an integer times 2^-k as 5404319552844595p54. */
+static double number_read(const char *s, const char **end) {
+    uint64_t m, k;
+    const char *e = digits_read(s, &m);
+    double unit = 1;
+    if (*e == '.')
+        for (e++; *e >= '0' && *e <= '9'; e++, unit *= 10) m = m * 10 + (uint64_t)(*e - '0');
+    else if (*e == 'p' && e > s) {
+        e = digits_read(e + 1, &k);
+        *end = e;
+        return ldexp((double)m, -(int)k);
+    }
+    *end = e;
+    return (double)m / unit;
+}
+
+/* Of x in [0, 1]: the shortest decimal that reads back, else the exact form. */
+static void number_text(double x, char buf[40]) {
+    const char *end;
+    for (int digits = 1; digits <= 15; digits++) {
+        snprintf(buf, 40, "%.*f", digits, x);
+        buf[1] = '.';
+        if (number_read(buf, &end) == x) return;
+    }
+    int e = 0;
+    const double m = frexp(x, &e);
+    snprintf(buf, 40, "%llup%d", (unsigned long long)ldexp(m, 53), 53 - e);
+}
+
 #define BAD(s, ...) return om_fail(cx, OM_INVALID, "fused: program at \"%.24s\": " __VA_ARGS__)
 
 om_status om_strip_parse(om_ctx *cx, const char *text, int n_in, om_strip_text *out) {
@@ -90,10 +124,10 @@ om_status om_strip_parse(om_ctx *cx, const char *text, int n_in, om_strip_text *
         t += len;
         while (st->n_arg < 3 && value_read(&t, limit, &st->arg[st->n_arg])) st->n_arg++;
         for (t = spaces_skip(t); *t == 'p' || *t == 'r'; t = spaces_skip(t)) {
-            char *end = NULL;
-            if (!strncmp(t, "p=", 2)) st->p = strtod(t + 2, &end);
-            else if (!strncmp(t, "rng=", 4)) st->rng = strtoull(t + 4, &end, 10);
-            if (!end || end == t + 2) BAD(t, "p=<float> or rng=<integer> expected", t);
+            const char *from = t, *end = NULL;
+            if (!strncmp(t, "p=", 2)) st->p = number_read(from += 2, &end);
+            else if (!strncmp(t, "rng=", 4)) end = digits_read(from += 4, &st->rng);
+            if (!end || end == from) BAD(t, "p=<number> or rng=<integer> expected", t);
             t = end;
         }
         if (*t && *t != ';') BAD(t, "values below %d, then ';', expected", t, limit);
@@ -113,7 +147,11 @@ size_t om_strip_print(const om_strip_text *t, char *buf, size_t size) {
         const om_strip_stmt *s = &t->stmt[i];
         PUT("%s%s:%s", i ? ";" : "", om_pw_rows[s->op].name, om_dtype_name(s->dtype));
         for (int k = 0; k < s->n_arg; k++) PUT(" %d", s->arg[k]);
-        if (s->op == OM_S_dropout) PUT(" p=%.17g rng=%llu", s->p, (unsigned long long)s->rng);
+        if (s->op == OM_S_dropout) {
+            char p[40];
+            number_text(s->p, p);
+            PUT(" p=%s rng=%llu", p, (unsigned long long)s->rng);
+        }
     }
     if (t->n_out != 1 || t->out[0] != t->n_in + t->n_stmt - 1) {
         PUT(";out");

@@ -109,8 +109,7 @@ static om_status tool_grad(om_ctx *cx, om_graph **g, char *names) {
 }
 
 static om_status tool_stats(om_ctx *cx, const om_graph *g) {
-    size_t n_ops = 0, bytes = 0, consts = 0, params = 0, phase[3] = {0};
-    while (om_ops[n_ops] || (n_ops < 4096 && om_ops[n_ops + 1])) n_ops++;
+    size_t bytes = 0, consts = 0, params = 0, phase[3] = {0};
     for (om_id i = 0; i < g->nodes.n; i++) phase[g->nodes.v[i].phase % 3]++;
     for (om_id i = 0; i < g->values.n; i++) {
         const om_value *v = om_val(g, i);

@@ -21,7 +21,7 @@ reference to a gradient after returning it (AccumulateGrad copies what others ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from time import perf_counter
@@ -53,15 +53,16 @@ class Refusal(RuntimeError):
 class Variant:
     """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
 
-    outputs: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs whose
+    through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs whose
     gradient the Function returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs.
     """
 
-    def __init__(self, model: _C.Model, wanted: bytes, arriving: bytes, group: Sequence[int] | None) -> None:
+    def __init__(self, model: _C.Model, wanted: bytes, arriving: bytes, group: Sequence[int] | None, around: Container[int] = ()) -> None:
         self.number = model.variant(wanted, arriving, group)
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
+        self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
         self.want: Want = {node: list(want) for node, _, backward, want in info["host_nodes"] if backward}
@@ -153,7 +154,11 @@ class Graph:
             loss = bool(outputs) and self.differentiable[0] and outputs[0][2] == 0
             arriving = bytes([self.differentiable[i] and (not loss or i == 0) for i in range(self.n_outputs)])
             try:
-                found = self._current[wanted] = self.variant_for(wanted, arriving, tensors)
+                found = self.variant_for(wanted, arriving, tensors)
+                reached = bytes([a and i in found.through for i, a in enumerate(arriving)])
+                if reached != arriving:
+                    found = self.variant_for(wanted, reached, tensors)
+                self._current[wanted] = found
             except RuntimeError as error:
                 raise Refusal(str(error)) from error
         return found
@@ -161,7 +166,7 @@ class Graph:
     def variant_for(self, wanted: tuple[bool, ...], arriving: bytes, tensors: Sequence[Tensor]) -> Variant:
         found = self._variants.get((wanted, arriving))
         if found is None:
-            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors))
+            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.captured.passthrough)
             self._variants[wanted, arriving] = found
         return found
 
@@ -221,13 +226,12 @@ class Graph:
         step.arena = run.arena()
         step.host_kept = run.host_kept()
         outs: list[Tensor | None] = list(every)
-        through = [i for i, d in enumerate(self.differentiable) if d]
         step.outs = tuple(every)
 
         token: Tensor | None = None
         for number in range(len(variant.nodes) - 1, 0, -1):
             token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
-        for i, out in zip(through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True):
+        for i, out in zip(variant.through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True):
             outs[i] = out
         self.forward_ms += (perf_counter() - start) * 1e3
         self.forwards += 1
@@ -380,7 +384,7 @@ class Head(Function):
         ctx.save_for_backward(step.arena, *[tensors[i] for i in variant.reads], *[outs[i] for i in variant.reads_outputs])
         step.arena = None
         step.outs = ()
-        return tuple([out for out, d in zip(outs, step.graph.differentiable, strict=True) if d])
+        return tuple([outs[i] for i in variant.through])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -389,10 +393,8 @@ class Head(Function):
         graph, variant = step.graph, step.variant
         saved = ctx.saved_tensors
         incoming: list[Tensor | None] = [None] * graph.n_outputs
-        given = iter(grads)
-        for i, d in enumerate(graph.differentiable):
-            if d:
-                incoming[i] = next(given)
+        for i, grad in zip(variant.through, grads, strict=True):
+            incoming[i] = grad
         keep = _keep_graph()
         if torch.is_grad_enabled():
             live = graph.backward_in_torch(step, incoming)

@@ -144,7 +144,7 @@ class Guard:
                         tensors.append((name, None))
                         continue
                     tie = first.setdefault(id(t), len(first))
-                    tensors.append((name, tie, type(t), t.dtype, t.shape, t.device, t.requires_grad))
+                    tensors.append((name, tie, t.dtype, t.shape, t.device, t.requires_grad))
         classes = tuple([(name, type(m), m.training) for name, m in self._module.named_modules()])
         return (classes, tuple(tensors), tuple(hooked(self._module)))
 
@@ -177,7 +177,7 @@ class Watch:
 
         def setattribute(obj: Any, name: str, value: Any) -> None:
             where = names.get(id(obj))
-            if where is not None and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_USERS):
+            if where is not None and name not in obj._buffers and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_USERS):
                 writes.add((where, name))
             put(obj, name, value)
 

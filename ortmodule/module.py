@@ -12,13 +12,14 @@ prefix. Hooks of the wrapped module itself run in __call__, around the engine. T
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -42,8 +43,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 
 
-class _Writes(Exception):
-    """The forward assigns attributes of modules."""
+class _Skip(Exception):
+    """This call runs in PyTorch, the next may not have to."""
 
 
 class Refused(RuntimeError):
@@ -246,7 +247,8 @@ class State:
                 entry.n_captures += 1
                 try:
                     graph = self.capture(entry, args, kwargs, dynamic, symbolic)
-                except _Writes:
+                except _Skip as skip:
+                    self.local.skip = str(skip)
                     return None
                 except CaptureError as error:
                     failure = error
@@ -263,13 +265,15 @@ class State:
 
     def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool) -> Graph:
         """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
+        if any(not isinstance(p, nn.Parameter) for p in self.module.parameters()):
+            raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
         keep = set(entry.keep)
         self.local.capturing = True
         try:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.module)
                 try:
-                    with guard.Watch(self.module, {id(shadow): ""}) as watch:
+                    with guard.Watch(self.module, {id(shadow): ""}) as watch, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
                     written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
                     if not written:
@@ -278,7 +282,7 @@ class State:
                     # written; a module that does it again and again stays there.
                     entry.writes_seen += 1
                     if entry.writes_seen <= 2 and not self.settings.strict:
-                        raise _Writes
+                        raise _Skip("forward assigns attributes of a module")
                     where, name = written[0]
                     raise CaptureError(f"forward assigns self.{name}", where)
                 except CaptureError as error:
@@ -353,8 +357,7 @@ class State:
         """A call that could not be captured. It is left to PyTorch for good only when PyTorch can run it."""
         failure = getattr(self.local, "failure", None)
         if failure is None:
-            known = site.entry.eager
-            return self.eager("forward assigns attributes of a module" if known is None else known.reason, args, kwargs)
+            return self.eager(self.local.skip if site.entry.eager is None else site.entry.eager.reason, args, kwargs)
         self.local.failure = None
         if self.settings.strict:
             raise failure
@@ -450,6 +453,26 @@ class State:
         report.host = list(host.values())
         report.eager = [e for e in self.eager_entries.values() if e.calls]
         return report
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs about an attempt that
+    fails is not shown (the ladder's own message says what happened)."""
+    thread = threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not record.name.startswith("torch.")
+
+    handlers = [*logging.getLogger("torch").handlers, *logging.getLogger().handlers]
+    for handler in handlers:
+        handler.addFilter(others)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(others)
 
 
 class _Holder(nn.Module):

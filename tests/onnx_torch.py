@@ -101,11 +101,10 @@ SIMPLE: dict[str, Callable[..., Any]] = {
     "Min": torch.minimum, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor, "BitwiseNot": torch.bitwise_not, "Equal": torch.eq, "Less": torch.lt,
     "LessOrEqual": torch.le, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "MatMul": torch.matmul, "Identity": lambda x: x.view_as(x),
-    "StopGradient": torch.detach, "Shape": lambda x: torch.tensor(x.shape, dtype=torch.int64), "Size": lambda x: torch.tensor(x.numel()),
-    "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)), "ScatterND": None,  # type: ignore[dict-item]
+    "StopGradient": torch.detach, "Log1p": torch.log1p, "Expm1": torch.expm1, "Shape": lambda x: torch.tensor(x.shape, dtype=torch.int64), "Size": lambda x: torch.tensor(x.numel()),
+    "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
     "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),
 }
-del SIMPLE["ScatterND"]
 
 
 def op_Where(x: Any, a: Any, n: int) -> Tensor:
@@ -123,6 +122,18 @@ def op_Mod(x: Any, a: Any, n: int) -> Tensor:
 
 def op_Gelu(x: Any, a: Any, n: int) -> Tensor:
     return F.gelu(x[0], approximate=a.get("approximate", "none"))
+
+
+def op_LeakyRelu(x: Any, a: Any, n: int) -> Tensor:
+    return F.leaky_relu(x[0], a["alpha"])
+
+
+def op_Elu(x: Any, a: Any, n: int) -> Tensor:
+    return F.elu(x[0], a["alpha"])
+
+
+def op_AdaptiveAvgPool(x: Any, a: Any, n: int) -> Tensor:
+    return (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[x[0].dim() - 3](x[0], a["output_size"])
 
 
 def op_StraightThrough(x: Any, a: Any, n: int) -> Tensor:
@@ -297,17 +308,19 @@ def op_InstanceNormalization(x: Any, a: Any, n: int) -> Tensor:
 
 
 def op_BatchNorm(x: Any, a: Any, n: int) -> Any:
-    v, w, b, mean, var = x
+    low, w, b, mean, var = x
+    v = low.to(w.dtype)
     axes = [i for i in range(v.dim()) if i != 1]
     wide = (v.shape[1], *[1] * (v.dim() - 2))
-    if not a["training"]:
-        return (v - mean.reshape(wide)) / (var.reshape(wide) + a["eps"]).sqrt() * w.reshape(wide) + b.reshape(wide), mean, var
-    m = v.mean(axes)
-    s = ((v - m.reshape(wide)) ** 2).mean(axes)
+    m, s = mean, var
+    if a["training"]:
+        m = v.mean(axes)
+        s = ((v - m.reshape(wide)) ** 2).mean(axes)
     y = (v - m.reshape(wide)) / (s.reshape(wide) + a["eps"]).sqrt() * w.reshape(wide) + b.reshape(wide)
-    k = v.numel() // v.shape[1]
-    t = a["momentum"]
-    return y, (1 - t) * mean + t * m.detach(), (1 - t) * var + t * s.detach() * (k / max(k - 1, 1))
+    if not a["training"]:
+        return y.to(low.dtype), mean, var
+    k, t = v.numel() // v.shape[1], a["momentum"]
+    return y.to(low.dtype), (1 - t) * mean + t * m.detach(), (1 - t) * var + t * s.detach() * (k / max(k - 1, 1))
 
 
 def op_Dropout(x: Any, a: Any, n: int) -> Tensor:

@@ -482,8 +482,8 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
         }
         memset(w.out, 0, (size_t)(n * dp) * sizeof(T));
         N(range)(j, b, i0, n, &from, &to);
-        bool single = to - from <= BC; /* the tile holds whole rows: D from the tile itself, which rounds as P and dP do */
-        if (odd) N(stats)(j, &w, b, m_at, i0, n, from, to, q, ldq);
+        bool single = to - from <= BC; /* the tile holds whole rows: softmax and D anew, without the rounding of lse and y */
+        if (odd && !single) N(stats)(j, &w, b, m_at, i0, n, from, to, q, ldq);
         for (int64_t j0 = from; j0 < to; j0 += BC) {
             int64_t c = to - j0 < BC ? to - j0 : BC;
             int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
@@ -502,9 +502,10 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                 visible(j, b, i0 + i, &lo, &hi);
                 lo -= j0, hi -= j0;
                 if (hi > c) hi = c;
-                N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi);
+                T top = N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi);
                 if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
-                V own = {0};
+                if (single) m = top, l = 1;
+                V own = {0}, total = {0};
                 for (int64_t k = 0; k < c; k += VL) {
                     V p = N(vexp)(N(vload)(s + k) - m) * l, g = N(vload)(ds + k), kept = p;
                     if (drop) {
@@ -514,14 +515,21 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                         kept = p * N(vload)(f);
                         g *= N(vload)(f);
                     }
-                    own += p * g;
                     N(vstore)(s + k, kept);
                     N(vstore)(ds + k, single ? g : p * (g - delta));
-                    if (single) N(vstore)(w.p + k, p);
+                    if (single) {
+                        total += p;
+                        own += p * g;
+                        N(vstore)(w.p + k, p);
+                    }
                 }
                 if (single) {
-                    delta = N(hsum)(own);
-                    for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(w.p + k) * (N(vload)(ds + k) - delta));
+                    l = 1 / N(hsum)(total);
+                    delta = N(hsum)(own) * l;
+                    for (int64_t k = 0; k < c; k += VL) {
+                        N(vstore)(s + k, N(vload)(s + k) * l);
+                        N(vstore)(ds + k, N(vload)(w.p + k) * l * (N(vload)(ds + k) - delta));
+                    }
                 }
                 if (dmask) N(dmask_row)(dmask + (i0 + i) * dm_row + j0 * dm_col, dm_row == 0 ? column : NULL, dm_col, ds, c);
                 for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(ds + k) * scale);

@@ -184,12 +184,12 @@ VM float gelu_tanh_f32(float x) {
 VM float gelu_tanh_grad_f32(float dy, float x) {
     const float c = x > 12.0f ? 12.0f : x < -12.0f ? -12.0f : x;
     const float u = (float)(2 * VM_GELU_C) * (c + 0.044715f * c * c * c);
-    const float s = 1 / (1 + vm_exp_mid(-u)), du = (float)(2 * VM_GELU_C) * (1 + 3 * 0.044715f * c * c);
-    return dy * (s + c * s * (1 - s) * du);
+    const float e = vm_exp_mid(-u), s = 1 / (1 + e), du = (float)(2 * VM_GELU_C) * (1 + 3 * 0.044715f * c * c);
+    return dy * (s + c * (e * s) * s * du); /* e s = 1 - s, without cancellation */
 }
 VM float silu_grad_f32(float dy, float x) {
-    const float s = 1 / (1 + vm_exp_mid(-x)), c = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
-    return dy * s * (1 + c * (1 - s));
+    const float e = vm_exp_mid(-x), s = 1 / (1 + e), c = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
+    return dy * s * (1 + c * (e * s)); /* e s = 1 - s, without cancellation */
 }
 
 /* x^y = 2^(y log2 x) with log2 and the power of two in double: about 1 ulp. Special values as C's pow. */
@@ -228,7 +228,7 @@ VM float pow_f32(float x, float y) {
     v = x != x || y != y ? NAN : v;
     v = x == -1 && b > 3.40282347e38f ? 1 : v;
     v = y == 2 ? x * x : v; /* exact cases: the same bits whether a power is a constant or one element of many */
-    v = y == 0.5f ? sqrtf(x) : v;
+    v = y == 0.5f && x > 0 ? sqrtf(x) : v;
     v = y == -1 ? 1 / x : v;
     v = y == 3 ? x * x * x : v;
     return y == 0 || x == 1 ? 1 : v;

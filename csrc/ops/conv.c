@@ -416,7 +416,7 @@ static om_status conv_grad_run(om_ctx *cx, const om_args *a) {
         if (want_x) om_parallel_for(cx, g->n * g->c, conv_grain(g->pixels * g->taps * g->og), direct_dx_range, &j);
         if (want_w) om_parallel_for(cx, g->o * g->cg, conv_grain(g->n * g->pixels * g->taps), direct_dw_range, &j);
     } else {
-        if (want_w && !(g->n * g->pixels)) memset(dw, 0, (size_t)(g->o * g->cg * g->taps * p.size));
+        if (want_w && (g->n == 0 || g->pixels == 0)) memset(dw, 0, (size_t)(g->o * g->cg * g->taps * p.size));
         if (want_x && !g->pixels) memset(dx, 0, (size_t)(g->n * g->c * g->plane * p.size));
         for (int64_t first = 0; first < g->n && g->pixels; first += p.chunk) {
             const int64_t images = g->n - first < p.chunk ? g->n - first : p.chunk;

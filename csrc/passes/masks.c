@@ -74,8 +74,8 @@ static om_id masks_align(masks *s, om_id v, int rank, const int *var) {
     return om_b_reshape(g, v, dim, s->rank);
 }
 
-/* Element idx of an old value as a tensor. `inside`: the indices are known to be valid, because the graph reads there anyway. */
-static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx, bool inside) {
+/* Element idx of an old value as a tensor: a view, where the indices are provably valid everywhere. */
+static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
     mx *m = &s->m;
     om_graph *g = m->g;
     om_id v = s->r->map[old];
@@ -84,20 +84,25 @@ static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx, bool inside)
     uint32_t seen = 0;
     for (int i = 0; i < rank; i++) {
         mx_lin l;
-        om_dim size = om_ty(g, v)->dim[i];
+        om_dim size = mx_size(m, om_ty(m->from, old)->dim[i]), count = 1;
         var[i] = -1;
         if (size == 1) continue;
         mx_lin_get(m, idx[i], &l);
-        om_dim count = 1;
         if (l.n == 1 && l.coef[0] == 1 && mx_at(m, l.atom[0])->kind == MX_VAR && mx_at(m, l.atom[0])->w[0] < MX_AXES) {
             var[i] = (int)mx_at(m, l.atom[0])->w[0];
             count = mx_at(m, l.atom[0])->w[1];
             if (seen >> var[i] & 1) return masks_fail(s); /* a diagonal */
             seen |= 1u << var[i];
+            if (l.c == 0 && count == size) {
+                om_dim plain = om_dim_copy(g, m->from, om_ty(m->from, old)->dim[i]);
+                for (uint32_t a = 0; a < m->aliases.n; a++) /* the reshape below compares them at run time */
+                    if (m->aliases.v[a].size == plain) m->aliases.v[a].checked = true;
+                continue;
+            }
         } else if (l.n != 0) {
             return masks_fail(s);
         }
-        if (!inside && (mx_sign(m, idx[i]) <= 0 || mx_sign(m, mx_sub(m, mx_int(m, om_dim_sub(g, size, 1)), idx[i])) <= 0)) return masks_fail(s);
+        if (mx_sign(m, idx[i]) <= 0 || mx_sign(m, mx_sub(m, mx_int(m, om_dim_sub(g, size, 1)), idx[i])) <= 0) return masks_fail(s);
         v = om_b_slice(g, v, i, l.c, om_dim_add(g, l.c, count), 1);
         if (v == OM_NONE) return OM_NONE;
     }
@@ -113,7 +118,7 @@ static om_id masks_emit_gathered(masks *s, const mx_memo *o) {
     om_id v = mx_gather_source(&s->m, n, o->idx, in) ? om_ins(s->m.from, n)[0] : OM_NONE;
     for (int i = 0; v != OM_NONE && i < om_ty(s->m.from, v)->rank; i++)
         if (in[i] == MX_NONE) v = OM_NONE;
-    if (v != OM_NONE) v = masks_emit_load(s, v, in, true);
+    if (v != OM_NONE) v = masks_emit_load(s, v, in);
     s->failed = false; /* the gathered tensor itself is there */
     return v;
 }
@@ -149,7 +154,7 @@ static om_id masks_emit_new(masks *s, mx_id e) {
         mx_memo o = m->memos.v[m->origin.v[e]];
         if (s->r->map[o.v] != OM_NONE) {
             om_id v = masks_emit_gathered(s, &o);
-            if (v == OM_NONE) v = masks_emit_load(s, o.v, o.idx, true);
+            if (v == OM_NONE) v = masks_emit_load(s, o.v, o.idx);
             return v == OM_NONE ? v : om_b_cast(g, v, x.cls == MX_BOOL ? OM_BOOL : x.cls == MX_INT ? OM_I64 : s->dtype);
         }
     }
@@ -194,7 +199,7 @@ static om_id masks_emit_new(masks *s, mx_id e) {
     case MX_LOAD: {
         mx_id idx[OM_RANK];
         for (int i = 1; i < x.n; i++) idx[i - 1] = (mx_id)x.w[i];
-        om_id v = masks_emit_load(s, (om_id)x.w[0], idx, false);
+        om_id v = masks_emit_load(s, (om_id)x.w[0], idx);
         return v == OM_NONE ? v : om_b_cast(g, v, x.cls == MX_BOOL ? OM_BOOL : x.cls == MX_INT ? OM_I64 : s->dtype);
     }
     default: return masks_fail(s);
@@ -367,6 +372,27 @@ static bool masks_split_add(masks *s, mx_id e, masks_split *p) {
     return p->rest != MX_NONE;
 }
 
+/* Leaves the node as it is, and forgets what was assumed for its sake. */
+static om_status masks_give_up(om_rewriter *r, om_id id) {
+    masks *s = r->arg;
+    mx *m = &s->m;
+    if (r->to->cx->status != OM_OK) return r->to->cx->status;
+    bool unchecked = false;
+    for (uint32_t i = 0; i < m->aliases.n; i++) unchecked |= !m->aliases.v[i].checked;
+    if (unchecked) {
+        mx_free(m);
+        s->done.n = 0;
+        OM_TRY(mx_init(m, r->to->cx, r->from, r->to));
+    }
+    return om_rewrite_copy(r, id);
+}
+
+static bool masks_all_checked(const masks *s) {
+    for (uint32_t i = 0; i < s->m.aliases.n; i++)
+        if (!s->m.aliases.v[i].checked) return false;
+    return true;
+}
+
 /* --- the node ----------------------------------------------------------------------------------------------- */
 
 static om_status masks_node(om_rewriter *r, om_id id) {
@@ -386,28 +412,29 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     const om_type *qt = om_ty(from, om_ins(from, n)[0]), *kt = om_ty(from, om_ins(from, n)[1]), *mt = om_ty(from, mask);
     s->rank = qt->rank;
     s->dtype = mt->dtype;
-    if (mt->rank > s->rank || s->rank < 2) return om_rewrite_copy(r, id);
-    for (int i = 0; i < s->rank - 1; i++) s->size[i] = om_dim_copy(r->to, from, qt->dim[i]);
-    s->size[s->rank - 1] = om_dim_copy(r->to, from, kt->dim[s->rank - 2]);
+    if (mt->rank > s->rank || s->rank < 2) return masks_give_up(r, id);
+    for (int i = 0; i < s->rank - 1; i++) s->size[i] = mx_size(m, qt->dim[i]);
+    s->size[s->rank - 1] = mx_size(m, kt->dim[s->rank - 2]);
 
     mx_id idx[OM_RANK];
     uint32_t axes = 0; /* of the scores that the operand really has */
     int lead = s->rank - mt->rank;
     for (int i = 0; i < mt->rank; i++) {
-        bool one = mt->dim[i] == 1;
-        if (!one && om_dim_copy(r->to, from, mt->dim[i]) != s->size[i + lead]) return om_rewrite_copy(r, id);
-        idx[i] = one ? mx_int(m, 0) : mx_var(m, i + lead, s->size[i + lead]);
-        if (!one) axes |= 1u << (i + lead);
+        om_dim have = mx_size(m, mt->dim[i]), want = s->size[i + lead];
+        int b = mx_broadcast(m, have, want);
+        if (b < 0) return masks_give_up(r, id);
+        if (have != 1) axes |= 1u << (i + lead);
+        idx[i] = b ? mx_var(m, i + lead, want) : mx_int(m, 0);
     }
     mx_id e = mx_eval(m, mask, idx);
-    if (e == MX_NONE) return m->cx->status != OM_OK ? m->cx->status : om_rewrite_copy(r, id);
+    if (e == MX_NONE) return masks_give_up(r, id);
 
     bool was_causal = om_node_int(n, "causal", 0) != 0;
     int64_t old_width = om_node_int(n, "window", 0), old_offset = om_node_int(n, "causal_offset", 0);
     masks_split p = {.causal = was_causal, .offset = old_offset, .window = old_width > 0, .width = old_width, .rest = m->t, .add = MX_NONE};
     if (mt->dtype == OM_BOOL) masks_add_bool(s, &p, e);
     else if (!masks_split_add(s, e, &p)) p.rest = MX_NONE;
-    if (p.rest == MX_NONE) return m->cx->status != OM_OK ? m->cx->status : om_rewrite_copy(r, id);
+    if (p.rest == MX_NONE) return masks_give_up(r, id);
 
     char text[512];
     mx_print(m, e, text, sizeof text);
@@ -426,15 +453,17 @@ static om_status masks_node(om_rewriter *r, om_id id) {
         if (want != MX_NONE && mx_at(m, want)->deps && (mx_at(m, want)->deps & ~axes) == 0 && mx_at(m, want)->deps != axes) {
             om_id v = masks_emit(s, want);
             if (v != OM_NONE) operand = v, smaller = true;
+            else /* what was emitted on the way is dead, and with it its checks */
+                for (uint32_t i = 0; i < m->aliases.n; i++) m->aliases.v[i].checked = false;
         }
     }
     if (m->cx->status != OM_OK) return m->cx->status;
-    if (!attrs && !smaller) return om_rewrite_copy(r, id);
+    if ((!attrs && !smaller) || !masks_all_checked(s)) return masks_give_up(r, id);
 
     om_id in[8];
     om_attr attr[16];
     int n_attr = 0, n_in = n->n_in;
-    if (n_in > 8 || n->n_attr > 12) return om_rewrite_copy(r, id);
+    if (n_in > 8 || n->n_attr > 12) return masks_give_up(r, id);
     for (int i = 0; i < n_in; i++) in[i] = om_ins(from, n)[i] == OM_NONE ? OM_NONE : r->map[om_ins(from, n)[i]];
     in[MASK] = operand;
     if (operand == OM_NONE && n_in == MASK + 1) n_in = MASK;

@@ -78,6 +78,9 @@ typedef struct mx_const { /* a constant tensor by value */
     int64_t base, coef[OM_RANK]; /* affine */
 } mx_const;
 
+/* Two sizes that must be equal for the graph to run, though nothing proves it. checked: something emitted fails if they differ. */
+typedef struct mx_alias { om_dim size, as; bool checked; } mx_alias;
+
 typedef struct mx {
     om_ctx *cx;
     const om_graph *from;   /* values are of this graph */
@@ -87,6 +90,7 @@ typedef struct mx {
     OM_VEC(mx_memo) memos;
     OM_VEC(mx_id) origin;   /* per expression: memo whose value is exactly this expression and no larger than it, or MX_NONE */
     OM_VEC(mx_const) consts;
+    OM_VEC(mx_alias) aliases;
     uint32_t head[4096], memo_head[4096];
     int depth, bound;
     mx_id t, fa;            /* TRUE, FALSE */
@@ -94,6 +98,10 @@ typedef struct mx {
 
 om_status mx_init(mx *m, om_ctx *cx, const om_graph *from, om_graph *g);
 void mx_free(mx *m);
+om_dim mx_size(mx *m, om_dim d); /* a size of the input graph in the working graph, aliases applied */
+/* Broadcasting `have` to `want` (results of mx_size): 1 = as it is, 0 = from size 1, -1 = neither can be. When only a run can tell, it is
+ * taken as equal and noted: the emitted mask must check it. */
+int mx_broadcast(mx *m, om_dim have, om_dim want);
 
 /* --- masks_expr.c --- */
 static inline const mx_node *mx_at(const mx *m, mx_id e) { return &m->nodes.v[e]; }

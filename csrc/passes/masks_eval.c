@@ -22,14 +22,12 @@ enum { CONST_SCAN_MAX = 1 << 24 /* elements of a constant looked at */ };
 static int class_of(int dtype) { return dtype == OM_BOOL ? MX_BOOL : om_is_float(dtype) ? MX_FLOAT : MX_INT; }
 static bool calculates(int dtype) { return dtype == OM_I64 || dtype == OM_I32; }
 
-static om_dim to_dim(mx *m, om_dim d) { return om_dim_copy(m->g, m->from, d); }
-
 /* An integer or size attribute, in the working graph's sizes. */
 static om_dim node_dim(mx *m, const om_node *n, const char *name, om_dim dflt) {
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
     if (!a) return dflt;
     if (a->kind == OM_ATTR_INT) return om_dim_int(m->g, a->i);
-    return a->kind == OM_ATTR_DIMS && a->n == 1 ? to_dim(m, a->dims[0]) : dflt;
+    return a->kind == OM_ATTR_DIMS && a->n == 1 ? mx_size(m, a->dims[0]) : dflt;
 }
 
 /* --- constants by value -------------------------------------------------------------------------------- */
@@ -170,8 +168,8 @@ static mx_id eval_reshape(mx *m, const om_node *n, const mx_id *idx) {
     const om_type *a = om_ty(m->from, src), *b = om_ty(m->from, n->out);
     om_dim ad[OM_RANK], bd[OM_RANK];
     mx_id in[OM_RANK];
-    for (int i = 0; i < a->rank; i++) ad[i] = to_dim(m, a->dim[i]);
-    for (int i = 0; i < b->rank; i++) bd[i] = to_dim(m, b->dim[i]);
+    for (int i = 0; i < a->rank; i++) ad[i] = mx_size(m, a->dim[i]);
+    for (int i = 0; i < b->rank; i++) bd[i] = mx_size(m, b->dim[i]);
     int i = 0, o = 0;
     while (i < a->rank || o < b->rank) { /* the shortest groups of axes with equal products */
         int i0 = i, o0 = o;
@@ -227,7 +225,7 @@ static mx_id eval_concat(mx *m, const om_node *n, const mx_id *idx) {
         off[k] = mx_sub(m, idx[axis], mx_int(m, start));
         if ((at_or_after[k] = k ? mx_ge0(m, off[k]) : m->t) == MX_NONE) return MX_NONE;
         if (at_or_after[k] == m->t) first = k;
-        start = om_dim_add(m->g, start, to_dim(m, om_ty(m->from, om_ins(m->from, n)[k])->dim[axis]));
+        start = om_dim_add(m->g, start, mx_size(m, om_ty(m->from, om_ins(m->from, n)[k])->dim[axis]));
     }
     memcpy(in, idx, (size_t)t->rank * sizeof *in);
     for (int k = first; k < n->n_in && at_or_after[k] != m->fa; k++) { /* the last operand that starts at or before the index */
@@ -249,7 +247,7 @@ static mx_id eval_window(mx *m, const om_node *n, const mx_id *idx) {
         if (om_node_int(n, "step", 1) != 1 || axis < 0 || axis >= t->rank) return LEAF;
         memcpy(in, idx, (size_t)t->rank * sizeof *in);
         in[axis] = mx_sub(m, idx[axis], mx_int(m, node_dim(m, n, "start", 0)));
-        mx_id end = mx_int(m, node_dim(m, n, "end", to_dim(m, t->dim[axis])));
+        mx_id end = mx_int(m, node_dim(m, n, "end", mx_size(m, t->dim[axis])));
         inside = mx_and(m, mx_ge0(m, in[axis]), mx_ge0(m, mx_sub(m, mx_sub(m, end, mx_i64(m, 1)), idx[axis])));
         bool put = om_is(n, slice_put);
         return select_any(m, t->dtype, inside, mx_eval(m, ins[put ? 0 : 1], in), put ? literal(m, t->dtype, 0) : mx_eval(m, ins[0], idx));
@@ -257,8 +255,8 @@ static mx_id eval_window(mx *m, const om_node *n, const mx_id *idx) {
     const om_attr *lo = om_attr_get(n->attr, n->n_attr, "lo");
     if (!lo || lo->kind != OM_ATTR_DIMS || lo->n != t->rank) return LEAF;
     for (int i = 0; i < t->rank; i++) {
-        in[i] = mx_sub(m, idx[i], mx_int(m, to_dim(m, lo->dims[i])));
-        mx_id last = mx_int(m, om_dim_sub(m->g, to_dim(m, om_ty(m->from, ins[0])->dim[i]), 1));
+        in[i] = mx_sub(m, idx[i], mx_int(m, mx_size(m, lo->dims[i])));
+        mx_id last = mx_int(m, om_dim_sub(m->g, mx_size(m, om_ty(m->from, ins[0])->dim[i]), 1));
         inside = mx_and(m, inside, mx_and(m, mx_ge0(m, in[i]), mx_ge0(m, mx_sub(m, last, in[i]))));
     }
     double value = om_node_float(n, "value", 0);
@@ -325,7 +323,7 @@ static mx_id eval_reduce(mx *m, const om_node *n, const mx_id *idx) {
             in[i] = idx[o++];
             continue;
         }
-        om_dim size = to_dim(m, x->dim[i]);
+        om_dim size = mx_size(m, x->dim[i]);
         if (keep) o++;
         if (MX_AXES + m->bound >= MX_VARS) {
             m->bound = saved;
@@ -468,9 +466,9 @@ static mx_id eval_pointwise(mx *m, const om_node *n, const mx_id *idx) {
         mx_id in[OM_RANK];
         int lead = out->rank - t->rank;
         for (int i = 0; i < t->rank; i++) {
-            if (t->dim[i] == out->dim[i + lead]) in[i] = idx[i + lead];
-            else if (t->dim[i] == 1) in[i] = mx_int(m, 0);
-            else return LEAF;
+            int b = mx_broadcast(m, mx_size(m, t->dim[i]), mx_size(m, out->dim[i + lead]));
+            if (b < 0) return LEAF;
+            in[i] = b ? idx[i + lead] : mx_int(m, 0);
         }
         if ((x[j] = mx_eval(m, v, in)) == MX_NONE) return MX_NONE;
         it = t->dtype;
@@ -539,9 +537,9 @@ static mx_id eval_node(mx *m, const om_node *n, const mx_id *idx) {
         const om_type *x = om_ty(g, ins[0]);
         int lead = out->rank - x->rank;
         for (int i = 0; i < x->rank; i++) {
-            if (x->dim[i] == out->dim[i + lead]) in[i] = idx[i + lead];
-            else if (x->dim[i] == 1) in[i] = mx_int(m, 0);
-            else return LEAF;
+            int b = mx_broadcast(m, mx_size(m, x->dim[i]), mx_size(m, out->dim[i + lead]));
+            if (b < 0) return LEAF;
+            in[i] = b ? idx[i + lead] : mx_int(m, 0);
         }
         return mx_eval(m, ins[0], in);
     }
@@ -556,7 +554,7 @@ static mx_id eval_node(mx *m, const om_node *n, const mx_id *idx) {
         memcpy(in, idx, out->rank * sizeof *in);
         for (uint32_t i = 0; axes && i < axes->n; i++) {
             int a = (int)axes->dims[i];
-            in[a] = mx_sub(m, mx_int(m, om_dim_sub(m->g, to_dim(m, out->dim[a]), 1)), idx[a]);
+            in[a] = mx_sub(m, mx_int(m, om_dim_sub(m->g, mx_size(m, out->dim[a]), 1)), idx[a]);
         }
         return mx_eval(m, ins[0], in);
     }
@@ -583,13 +581,13 @@ static mx_id eval_node(mx *m, const om_node *n, const mx_id *idx) {
 }
 
 /* e is all of v and v is no larger than e: every axis of v is a variable of e, or has size 1. */
-static bool is_origin(const mx *m, om_id v, const mx_id *idx, mx_id e) {
+static bool is_origin(mx *m, om_id v, const mx_id *idx, mx_id e) {
     const om_type *t = om_ty(m->from, v);
     uint32_t seen = 0;
     for (int i = 0; i < t->rank; i++) {
         if (t->dim[i] == 1) continue;
         const mx_node *x = mx_at(m, idx[i]);
-        if (x->kind != MX_VAR || x->w[0] >= MX_AXES || (seen >> x->w[0] & 1) || x->w[1] != om_dim_copy(m->g, m->from, t->dim[i])) return false;
+        if (x->kind != MX_VAR || x->w[0] >= MX_AXES || (seen >> x->w[0] & 1) || x->w[1] != mx_size(m, t->dim[i])) return false;
         seen |= 1u << x->w[0];
     }
     return seen == mx_at(m, e)->deps && om_val(m->from, v)->role != OM_CONST;

@@ -81,7 +81,26 @@ void mx_free(mx *m) {
     om_free(m->cx, m->memos.v);
     om_free(m->cx, m->origin.v);
     om_free(m->cx, m->consts.v);
+    om_free(m->cx, m->aliases.v);
     om_arena_free(&m->arena);
+}
+
+om_dim mx_size(mx *m, om_dim d) {
+    d = om_dim_copy(m->g, m->from, d);
+    for (uint32_t i = 0; i < m->aliases.n; i++)
+        if (m->aliases.v[i].size == d) return m->aliases.v[i].as;
+    return d;
+}
+
+int mx_broadcast(mx *m, om_dim have, om_dim want) {
+    int64_t c;
+    if (have == want) return 1;
+    if (have == 1) return 0;
+    if (om_dim_const(m->g, have, &c)) return -1;
+    mx_alias *a = OM_PUSH(m->cx, &m->aliases);
+    if (!a) return -1;
+    *a = (mx_alias){have, want, false};
+    return 1;
 }
 
 mx_id mx_var(mx *m, int var, om_dim size) {

@@ -12,6 +12,7 @@ Nothing of the user's model is copied: parameters and buffers are graph inputs, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -143,54 +144,64 @@ def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], A
 
 
 def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool, symbolic: bool) -> tuple[Callable[[FlatInputs], bool], list[int]]:
-    """What the trace took for granted about sizes and numbers."""
+    """What the trace took for granted about sizes and numbers, as one compiled expression: it is asked at every step."""
     n = len(flat.tensors)
-    fixed_scalars = list(range(len(flat.scalars)))
-    if symbolic:
-        held = {s.leaf - n: node.val for s, node in program.inputs if s.kind == "user" and s.leaf >= n}
-        fixed_scalars = [i for i in fixed_scalars if isinstance(held.get(i, 0), int)]
-    scalars = [(i, type(flat.scalars[i]), flat.scalars[i]) for i in fixed_scalars]
-    same_scalars = _same_scalars(scalars)
+    held = {s.leaf: node.val for s, node in program.inputs if s.kind == "user"}
+    fixed = [i for i in range(len(flat.scalars)) if not symbolic or isinstance(held.get(n + i, 0), int)]
+    known: dict[str, Any] = {f"x{i}": flat.scalars[i] for i in fixed}
+    terms = [f"type(c[{i}]) is {type(flat.scalars[i]).__name__} and c[{i}] == x{i}" for i in fixed]
+    lines: list[str] = []
     if not dynamic:
-        shapes = [t.shape for t in flat.tensors]
+        for i, t in enumerate(flat.tensors):
+            known[f"shape{i}"] = t.shape
+            terms.append(f"t[{i}].shape == shape{i}")
+    name: dict[Any, str] = {}
+    sizes: list[tuple[str, Any]] = []
+    for leaf in sorted(held):
+        val = held[leaf]
+        if isinstance(val, torch.SymInt):
+            sizes.append((f"c[{leaf - n}]", expr_of(val)))
+        elif isinstance(val, Tensor) and dynamic and leaf < n and val.dim():
+            names = [f"d{leaf}_{axis}" for axis in range(val.dim())]
+            lines.append(f"{', '.join(names)}, = t[{leaf}].shape")
+            sizes += zip(names, shape_of(val), strict=True)
+    for text, e in sizes:
+        if not isinstance(e, int) and e.is_Symbol:
+            name.setdefault(e, text)
+    derived: list[Any] = []
+    for text, e in sizes:
+        if isinstance(e, int):
+            terms.append(f"{text} == {e}")
+        elif not e.is_Symbol:
+            free = [s for s in e.free_symbols if s not in name]
+            if free:  # 2*s: the size tells s
+                factor, symbol = e.as_coeff_Mul()
+                terms.append(f"{text} % {int(factor)} == 0")
+                name.setdefault(symbol, f"({text} // {int(factor)})")
+            derived.append(f"{text} == ({_python(e, name)})")
+        elif name[e] != text:
+            terms.append(f"{text} == {name[e]}")
+    terms += derived
+    for symbol, (lo, hi) in exported.ranges.items():
+        if symbol in name and (lo > 0 or hi < _UNBOUNDED):
+            terms.append(f"{lo} <= {name[symbol]} <= {hi}" if hi < _UNBOUNDED else f"{name[symbol]} >= {lo}")
+    terms += [f"({_python(g, name)})" for g in exported.guards if g.free_symbols and all(s in name for s in g.free_symbols)]
+    body = "\n    ".join(["t, c = f.tensors, f.scalars", *lines, f"return {' and '.join(terms) or 'True'}"])
+    space: dict[str, Any] = {**known, "math": math}
+    exec(f"def fits(f):\n    {body}\n", space)  # our own text: names above, and expressions printed by sympy
+    fits: Callable[[FlatInputs], bool] = space["fits"]
+    return fits, fixed
 
-        def fits_static(f: FlatInputs) -> bool:
-            return [t.shape for t in f.tensors] == shapes and same_scalars(f)
 
-        return fits_static, fixed_scalars
-    dims = {s.leaf: shape_of(node.val) if isinstance(node.val, Tensor) else (expr_of(node.val),)
-            for s, node in program.inputs if s.kind == "user" and (isinstance(node.val, Tensor) or isinstance(node.val, torch.SymInt))}
-    where: dict[Any, tuple[int, int]] = {}
-    for leaf, shape in dims.items():
-        for axis, d in enumerate(shape):
-            if not isinstance(d, int) and d.is_Symbol:
-                where.setdefault(d, (leaf, axis))
-    ranges = [(where[s], lo, hi) for s, (lo, hi) in exported.ranges.items() if s in where]
-    numbers = [(leaf, axis, d) for leaf, shape in dims.items() for axis, d in enumerate(shape) if isinstance(d, int)]
-    equal = [(leaf, axis, where[d]) for leaf, shape in dims.items() for axis, d in enumerate(shape)
-             if not isinstance(d, int) and d.is_Symbol and where[d] != (leaf, axis)]
-    products = [(leaf, axis, d) for leaf, shape in dims.items() for axis, d in enumerate(shape) if not isinstance(d, int) and not d.is_Symbol]
-
-    def size(f: FlatInputs, leaf: int, axis: int) -> int:
-        return f.tensors[leaf].shape[axis] if leaf < n else int(f.scalars[leaf - n])
-
-    def fits(f: FlatInputs) -> bool:
-        if not same_scalars(f) or any(size(f, i, a) != v for i, a, v in numbers) or any(size(f, i, a) != size(f, *w) for i, a, w in equal):
-            return False
-        if any(not lo <= size(f, *w) <= hi for w, lo, hi in ranges):
-            return False
-        for leaf, axis, e in products:
-            values = {s: size(f, *where[s]) for s in e.free_symbols if s in where}
-            got = size(f, leaf, axis)
-            if len(values) == len(e.free_symbols):
-                if int(e.subs(values)) != got:
-                    return False
-            elif got % int(e.as_coeff_Mul()[0]):
-                return False
-        return True
-
-    return fits, fixed_scalars
+_UNBOUNDED = 2**62
 
 
-def _same_scalars(scalars: list[tuple[int, type, int | float]]) -> Callable[[FlatInputs], bool]:
-    return lambda f: all(type(f.scalars[i]) is t and f.scalars[i] == x for i, t, x in scalars)
+def _python(e: Any, name: dict[Any, str]) -> str:
+    """A relation or size as Python text over the given names."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    class Printer(PythonPrinter):
+        def _print_Symbol(self, symbol: Any) -> str:
+            return name[symbol]
+
+    return Printer().doprint(e)

@@ -6,7 +6,7 @@ floor division, gradients at kinks (Where instead of Clip), negative indices. Wh
 with a row in the table of host calls, so no operator is missing.
 
 Floats. ONNX attributes are float32. Where a double does not fit, the node's metadata holds it in full: `f64:<attribute>`.
-Low precision. x * 0.044715 in bf16 is computed by torch in float32 and rounded once; a scalar that bf16 cannot hold is therefore
+Low precision. x * 0.044715 in bf16 is computed by torch in float32 and rounded once; a factor that bf16 cannot hold is therefore
 applied in float32 between two Casts.
 """
 
@@ -224,6 +224,10 @@ class Converter:
         """0, 1, ..., n - 1."""
         end = self.b.constant(n, I64) if isinstance(n, int) else self.symbolic(n)
         return self.cast(self.b.op("Range", [self.b.constant(0, I64), end, self.b.constant(1, I64)], I64, (n,)), dtype)
+
+    def reads(self, n: Node, item: int) -> bool:
+        """Whether that result of a node is used."""
+        return any(m.target is operator.getitem and m.args[0] is n and m.args[1] == item for m in self.program.nodes)
 
     # --- the walk
 

@@ -12,12 +12,14 @@ The user's model and process are left as they were: random states of torch, nump
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import random
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +74,7 @@ class Exported:
     grad_mode: bool
     autocast: bool
     ranges: dict[Any, tuple[int, int]]
-    shape_env: Any
+    guards: list[Any]
     leaves: list[Any] = field(default_factory=list)
 
 
@@ -134,7 +136,7 @@ def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None
     for _, attrs in before:
         held = list(attrs.values()) + (list(attrs["_buffers"].values()) if registered else [])
         copies += [(t, t.detach().clone()) for t in held if isinstance(t, Tensor)]
-    containers = [(v, v.copy()) for _, attrs in before for k, v in attrs.items() if type(v) in (dict, list) and not k.startswith("_")]
+    containers = [(v, v.copy()) for _, attrs in before for v in attrs.values() if type(v) in (dict, list, OrderedDict)]
     versions = [t._version for t, _ in copies]
     try:
         yield
@@ -294,12 +296,13 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)
     return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),
-                    torch.is_autocast_enabled("cpu"), _ranges(program), _shape_env(program), leaves)
+                    torch.is_autocast_enabled("cpu"), _ranges(program), _guards(program), leaves)
 
 
 def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, Source]:
     canonical = {id(p): fqn for fqn, p in [*module.named_buffers(), *module.named_parameters()]}
     plain = {id(t): (f"{fqn}.{k}" if fqn else k) for fqn, m in module.named_modules() for k, t in m.__dict__.items() if isinstance(t, Tensor)}
+    users = {n.name: list(n.users) for n in program.graph.nodes if n.op == "placeholder"}
     sources: dict[str, Source] = {}
     n_user = 0
     for spec in program.graph_signature.input_specs:
@@ -316,13 +319,21 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
             t = program.constants[spec.target]
             if id(t) in plain:
                 sources[name] = Source("const_attr", plain[id(t)], tensor=t)
-            elif isinstance(t, nn.Parameter) or t.requires_grad:
-                sources[name] = Source("const_attr", target, tensor=t)
+            elif all(n.target is torch.ops.aten.lift_fresh_copy.default for n in users[name]):
+                sources[name] = Source("constant", target, tensor=t)  # written in the code: torch.tensor([1.0, 2.0])
             else:
-                sources[name] = Source("constant", target, tensor=t)
+                sources[name] = Source("const_attr", target, tensor=_original(t))
         else:
             raise CaptureError(f"an input of kind {spec.kind.name} ({target or name}) has no meaning in a training graph")
     return sources
+
+
+def _original(t: Tensor) -> Tensor:
+    """The export holds tensors that the code reaches in other ways (closures, globals, lists of a module) by an alias without gradient;
+    the object itself is found by its memory."""
+    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and x is not t and x.dtype == t.dtype and x.shape == t.shape
+             and x.layout == torch.strided and x.data_ptr() == t.data_ptr() and x.stride() == t.stride()]
+    return next((x for x in found if x.requires_grad and x.is_leaf), found[0] if found else t)
 
 
 def _registered(module: nn.Module, fqn: str) -> Tensor:
@@ -330,12 +341,14 @@ def _registered(module: nn.Module, fqn: str) -> Tensor:
     return getattr(module.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
-def _shape_env(program: Any) -> Any:
+def _guards(program: Any) -> list[Any]:
+    """Relations between sizes that the trace took one way (sympy)."""
     for node in program.graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, Tensor) and getattr(val, "fake_mode", None) is not None:
-            return val.fake_mode.shape_env  # type: ignore[attr-defined]
-    return None
+            env = val.fake_mode.shape_env  # type: ignore[attr-defined]
+            return [] if env is None else [g.expr for g in env.guards]
+    return []
 
 
 def _ranges(program: Any) -> dict[Any, tuple[int, int]]:

@@ -340,7 +340,7 @@ class _Functionalizer:
         made = self.make(target, args, kwargs, val)
         if isinstance(val, Tensor):
             first = env.get(node.args[0]) if self.mutates and node.args and isinstance(node.args[0], fx.Node) else None
-            if isinstance(first, _V) and _aliases(target, val, first.node.val):
+            if isinstance(first, _V) and self.aliases(node, val):
                 env[node] = _V(first.base, made, first, made)
             else:
                 env[node] = _V(_Base(made), made)
@@ -354,11 +354,23 @@ class _Functionalizer:
                 items.append(x)
                 continue
             item = self.make(operator.getitem, (made, i), {}, x)
-            if isinstance(first, _V) and _aliases(target, x, first.node.val):
+            if isinstance(first, _V) and self.aliases(node, x):
                 items.append(_V(first.base, item, first, made, i))
             else:
                 items.append(_V(_Base(item), item))
         env[node] = items
+
+    def aliases(self, node: fx.Node, val: Tensor) -> bool:
+        """Whether the result is a view of the first argument: the schema says it may, the recorded storages say it is."""
+        target: Any = node.target
+        of = node.args[0]
+        assert isinstance(of, fx.Node)
+        returns = target._schema.returns
+        if not returns or returns[0].alias_info is None:
+            return False
+        if _name(target) == "detach" or of.op == "placeholder" and of.name.startswith("c_"):
+            return _name(target) != "lift_fresh_copy"  # recorded constants do not share their storage with their views
+        return bool(val.untyped_storage()._cdata == of.meta["val"].untyped_storage()._cdata)
 
     def batch_norm(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
         """Training batch_norm writes the running statistics, though its schema does not say so."""
@@ -488,16 +500,6 @@ def _writes(node: fx.Node) -> bool:
     if not isinstance(t, torch._ops.OpOverload):
         return False
     return bool(t._schema.is_mutable) or t is aten.batch_norm.default
-
-
-def _aliases(target: Any, val: Tensor, of: Tensor) -> bool:
-    """Whether the result is a view of the first argument: the schema says it may, the fake storages say it is."""
-    returns = target._schema.returns
-    if not returns or returns[0].alias_info is None:
-        return False
-    if _name(target) == "detach":
-        return True
-    return bool(val.untyped_storage()._cdata == of.untyped_storage()._cdata)
 
 
 def _bound(node: Node) -> dict[str, Any]:

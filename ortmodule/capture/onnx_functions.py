@@ -117,12 +117,10 @@ def _cross_entropy(nodes: list[onnx.NodeProto]) -> str | None:
 
 
 def _attention(nodes: list[onnx.NodeProto]) -> str | None:
-    if len({len(n.input) for n in nodes}) > 1 or len({_attr(n, "scale") is None for n in nodes}) > 1:
+    if any(_attr(n, "scale") is None for n in nodes):
         return None
-    ins = "q, k, v, mask" if len(nodes[0].input) > 3 else "q, k, v"
-    scale = "" if _attr(nodes[0], "scale") is None else ", scale: float = @scale"
-    names = "is_causal, dropout_p" + (", scale" if scale else "")
-    return f"Attention <{names}> ({ins}) => (y) {{\ny = Attention <is_causal: int = @is_causal{scale}> ({ins}) }}"
+    return ("Attention <is_causal, scale, dropout_p> (q, k, v, mask) => (y)\n"
+            "{ y = Attention <is_causal: int = @is_causal, scale: float = @scale> (q, k, v, mask) }")
 
 
 def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
@@ -135,6 +133,8 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "StopGradient": _identity("StopGradient", "x"),
         "StraightThrough": _identity("StraightThrough", "x, gradient_of"),
         "Embedding": "Embedding <padding_idx> (w, idx) => (y)\n{ y = Gather <axis = 0> (w, idx) }",
+        "Log1p": "Log1p (x) => (y)\n{ one_f = Constant <value_float = 1.0> ()\n one = CastLike (one_f, x)\n s = Add (x, one)\n y = Log (s) }",
+        "Expm1": "Expm1 (x) => (y)\n{ one_f = Constant <value_float = 1.0> ()\n one = CastLike (one_f, x)\n e = Exp (x)\n y = Sub (e, one) }",
         "BatchNorm": _BATCH_NORM,
         "CrossEntropy": _cross_entropy(used.get("CrossEntropy", [])) if "CrossEntropy" in used else None,
         "Attention": _attention(used["Attention"]) if "Attention" in used else None,

@@ -18,8 +18,9 @@ def _exact(x: Any, dtype: torch.dtype) -> bool:
 
 
 def arithmetic(c: Converter, op: str, x: Any, y: Any, dtype: torch.dtype) -> Val:
-    """op(x, y) in the recorded type of the result; numbers that a low precision cannot hold are applied in float32."""
-    if dtype in _LOW and not (_exact(x, dtype) and _exact(y, dtype)):
+    """op(x, y) in the recorded type of the result. Numbers that a low precision cannot hold: products take them in float32, sums and
+    powers take them rounded, as torch does."""
+    if dtype in _LOW and op in ("Mul", "Div") and not _exact(y, dtype):
         return c.cast(c.op2(op, c.num(x, F32), c.num(y, F32)), dtype)
     return c.op2(op, c.num(x, dtype), c.num(y, dtype))
 
@@ -69,11 +70,21 @@ def div(c: Converter, n: Node, x: Node, y: Any) -> Val:
     return arithmetic(c, "Div", x, y, n.val.dtype)
 
 
+def _remainder(c: Converter, x: Val, y: Val) -> Val:
+    """Has the sign of the divisor. ONNX Mod says so for integers; for floats it is fmod, put right where the signs differ."""
+    if not x.dtype.is_floating_point:
+        return c.op2("Mod", x, y)
+    m = c.b.op("Mod", [x, y], x.dtype, broadcast(x.shape, y.shape), fmod=1)
+    zero = c.scalar(0, x.dtype)
+    wrong = c.op2("Xor", c.compare("Less", m, zero), c.compare("Less", y, zero), BOOL)
+    some = c.un("Not", c.compare("Equal", m, zero))
+    return c.where(c.op2("And", wrong, some, BOOL), c.op2("Add", m, y), m)
+
+
 def _floor_div(c: Converter, x: Val, y: Val) -> Val:
-    """Rounds towards minus infinity. Integers: ONNX Div truncates, Mod has the sign of the divisor, so (x - mod) / y is exact."""
-    if x.dtype.is_floating_point:
-        return c.un("Floor", c.op2("Div", x, y))
-    return c.op2("Div", c.op2("Sub", x, c.op2("Mod", x, y)), y)
+    """Rounds towards minus infinity: (x - remainder) / y is whole, up to rounding."""
+    q = c.op2("Div", c.op2("Sub", x, _remainder(c, x, y)), y)
+    return c.un("Round", q) if x.dtype.is_floating_point else q
 
 
 @row("div.Tensor_mode", "div.Scalar_mode")
@@ -94,10 +105,7 @@ def floor_divide(c: Converter, n: Node, x: Node, y: Any) -> Val:
 
 @row("remainder.Scalar", "remainder.Tensor")
 def remainder(c: Converter, n: Node, x: Node, y: Any) -> Val:
-    a, b = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
-    if not a.dtype.is_floating_point:
-        return c.op2("Mod", a, b)
-    return c.op2("Sub", a, c.op2("Mul", b, _floor_div(c, a, b)))
+    return _remainder(c, c.num(x, n.val.dtype), c.num(y, n.val.dtype))
 
 
 @row("fmod.Scalar", "fmod.Tensor")
@@ -225,6 +233,12 @@ def trunc(c: Converter, n: Node, x: Node) -> Val:
     return _trunc(c, v) if v.dtype.is_floating_point else v
 
 
+@row("log1p", "expm1")
+def near_zero(c: Converter, n: Node, x: Node) -> Val:
+    v = c.num(x, n.val.dtype)
+    return c.b.op("Log1p" if "log1p" in str(n.target) else "Expm1", [v], v.dtype, v.shape, "ortmodule")
+
+
 @row("log2", "log10")
 def log_base(c: Converter, n: Node, x: Node) -> Val:
     v = c.un("Log", c.num(x, n.val.dtype))
@@ -276,8 +290,7 @@ def hardsigmoid(c: Converter, n: Node, x: Node) -> Val:
 
 @row("leaky_relu")
 def leaky_relu(c: Converter, n: Node, x: Node, slope: Any) -> Val:
-    v = c.num(x, n.val.dtype)
-    return c.where(c.compare("Greater", v, c.scalar(0, v.dtype)), v, arithmetic(c, "Mul", x, slope, v.dtype))
+    return c.un("LeakyRelu", c.num(x, n.val.dtype), alpha=float(slope))
 
 
 @row("prelu")
@@ -292,9 +305,11 @@ def prelu(c: Converter, n: Node, x: Node, w: Node) -> Val:
 
 @row("elu", "selu", "celu")
 def elu(c: Converter, n: Node, x: Node, *args: Any) -> Val:
-    """exp only where it is used: its gradient would overflow elsewhere and 0 * inf is NaN."""
+    """Beyond plain Elu: exp only where it is used; its gradient would overflow elsewhere and 0 * inf is NaN."""
     v = c.num(x, n.val.dtype)
     name = n.target._schema.name
+    if name == "aten::elu" and args[1] == 1 and args[2] == 1:
+        return c.un("Elu", v, alpha=float(args[0]))
     if v.dtype in _LOW:
         raise NotHere("exponential unit in low precision")
     if name == "aten::selu":
@@ -303,11 +318,11 @@ def elu(c: Converter, n: Node, x: Node, *args: Any) -> Val:
         alpha, scale, inner = args[0], 1.0, 1.0 / args[0]
     else:
         alpha, scale, inner = args
-    zero, one = c.scalar(0, v.dtype), c.scalar(1, v.dtype)
+    zero = c.scalar(0, v.dtype)
     above = c.compare("Greater", v, zero)
     low = c.where(above, zero, v)
     low = low if inner == 1 else c.op2("Mul", low, c.scalar(inner, v.dtype))
-    soft = c.op2("Mul", c.op2("Sub", c.un("Exp", low), one), c.scalar(alpha * scale, v.dtype))
+    soft = c.op2("Mul", c.b.op("Expm1", [low], low.dtype, low.shape, "ortmodule"), c.scalar(alpha * scale, v.dtype))
     high = v if scale == 1 else c.op2("Mul", v, c.scalar(scale, v.dtype))
     return c.where(above, high, soft)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ def layer_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | No
 @row("native_layer_norm")
 def native_layer_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None, b: Node | None, eps: float) -> list[Any]:
     v = c.num(x, n.val[0].dtype)
+    if c.reads(n, 1) or c.reads(n, 2):
+        raise NotHere("layer norm whose statistics are used")
     scale = c.fill(1, v.dtype, tuple(expr_of(d) for d in dims)) if w is None else c.num(w, v.dtype)
     y = c.b.op("LayerNormalization", [v, scale, None if b is None else c.num(b, v.dtype)], v.dtype, v.shape, axis=-len(dims), epsilon=eps)
     return [y, None, None]
@@ -109,6 +112,8 @@ def dropout(c: Converter, n: Node, x: Node, p: float, train: bool) -> Val:
 
 @row("native_dropout")
 def native_dropout(c: Converter, n: Node, x: Node, p: float, train: bool | None) -> list[Any]:
+    if c.reads(n, 1):
+        raise NotHere("dropout whose mask is used")
     return [dropped(c, c.v(x), p) if train or train is None else c.v(x), None]
 
 
@@ -160,6 +165,10 @@ def attention(c: Converter, n: Node, q: Node, k: Node, v: Node, mask: Node | Non
             m = _lead(c, c.expand(m, (*broadcast(m.shape[:-3], batch), *m.shape[-3:])), batch)
         elif m.rank < 2:
             m = c.unsqueeze(m, list(range(2 - m.rank)))
+        # Other runtimes want the last two sizes in full; here it is a view.
+        m = c.expand(m, (*m.shape[:-2], tq.shape[-2], tk.shape[-2]))
+    if scale is None and isinstance(tq.shape[-1], int):
+        scale = 1 / math.sqrt(tq.shape[-1])
     ins = [_lead(c, tq, batch), _lead(c, tk, batch), _lead(c, tv, batch), m]
     first, value = ins[0], ins[2]
     assert first is not None and value is not None
@@ -315,18 +324,20 @@ def conv(c: Converter, n: Node, x: Node, w: Node, b: Node | None, stride: Any, p
 
 @row("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "max_pool1d_with_indices", "max_pool3d_with_indices")
 def max_pool(c: Converter, n: Node, x: Node, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
+    """With indices only as long as nobody reads them."""
     v = c.v(x)
     name = n.target._schema.name
     k = int(name[len("aten::max_pool")])
     if v.rank != k + 2:
         raise NotHere("max_pool without a batch axis")
+    pair = name.endswith("_indices")
+    if pair and c.reads(n, 1):
+        raise NotHere("max_pool whose indices are used")
     size = _per_axis(kernel, k)
-    first = n.val if isinstance(n.val, torch.Tensor) else n.val[0]
-    y = c.b.op("MaxPool", [v], v.dtype, shape_of(first), kernel_shape=size, strides=_per_axis(stride or size, k), pads=_per_axis(padding, k) * 2,
+    shape = shape_of(n.val[0] if pair else n.val)
+    y = c.b.op("MaxPool", [v], v.dtype, shape, kernel_shape=size, strides=_per_axis(stride or size, k), pads=_per_axis(padding, k) * 2,
                dilations=_per_axis(dilation, k), ceil_mode=int(ceil))
-    if name.endswith("_indices"):
-        raise NotHere("max_pool with indices")
-    return y
+    return [y, None] if pair else y
 
 
 @row("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -354,4 +365,6 @@ def adaptive_avg_pool(c: Converter, n: Node, x: Node, size: Sequence[Any]) -> Va
         if all(s == 1 for s in step):
             return v
         return c.b.op("AveragePool", [v], v.dtype, out, kernel_shape=step, strides=step, pads=[0] * (2 * k))
-    raise NotHere("adaptive_avg_pool to a size that does not divide the input")
+    if not all(isinstance(o, int) for o in out[2:]):
+        raise NotHere("adaptive_avg_pool to a symbolic size")
+    return c.b.op("AdaptiveAvgPool", [v], v.dtype, out, "ortmodule", output_size=list(out[2:]))

@@ -395,6 +395,19 @@ def gather(c: Converter, n: Node, x: Node, dim: int, index: Node, *_: Any) -> Va
     return c.b.op("GatherElements", [v, i], v.dtype, i.shape, axis=dim % v.rank)
 
 
+@row("take_along_dim")
+def take_along_dim(c: Converter, n: Node, x: Node, index: Node, dim: int | None) -> Val:
+    v, i = c.v(x), c.cast(c.v(index), I64)
+    if dim is None:
+        raise NotHere("take_along_dim over the flattened tensor")
+    dim %= v.rank
+    one = [*v.shape]
+    both = list(broadcast((*one[:dim], 1, *one[dim + 1 :]), (*i.shape[:dim], 1, *i.shape[dim + 1 :])))
+    v = c.expand(v, (*both[:dim], v.shape[dim], *both[dim + 1 :]))
+    i = c.expand(i, (*both[:dim], i.shape[dim], *both[dim + 1 :]))
+    return c.b.op("GatherElements", [v, i], v.dtype, i.shape, axis=dim)
+
+
 @row("index_select")
 def index_select(c: Converter, n: Node, x: Node, dim: int, index: Node) -> Val:
     v, i = c.v(x), c.v(index)

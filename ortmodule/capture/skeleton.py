@@ -251,6 +251,8 @@ class _Walk:
 
         def fill(leaves: list[Any]) -> Any:
             items = [p.fill(leaves) for p in parts]
+            if hasattr(cls, "n_sequence_fields"):  # torch.return_types
+                return cls(items)
             if isinstance(x, tuple):
                 new: Any = tuple.__new__(cls, items)
             else:

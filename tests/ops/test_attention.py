@@ -63,7 +63,8 @@ def test_eager_is_torch() -> None:
 @pytest.mark.parametrize("causal", [0, 1])
 def test_lengths(t: int, causal: int) -> None:
     low = (torch.float32,) if t > 1 else ()  # one key: dq is exactly 0 in eager, the rounding of two dot products here
-    check("attention", qkv(1, 2, 2, t, t, 7, 5), partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=low)
+    factor = 2.0 if t > 12 else 4.0  # of few elements the largest error is chance
+    check("attention", qkv(1, 2, 2, t, t, 7, 5), partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=low, factor=factor)
 
 
 @pytest.mark.parametrize("b,hq,hk,tq,tk,d,dv", [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import engine
 import pytest
 import torch
 import torch.nn.functional as F
+
+import engine
 from opcheck import check
 
 
@@ -44,15 +45,25 @@ def test_conv(case: tuple, bias: bool) -> None:
     n, c, sp, o, k, s, p, d, groups = case
     x, w = rand(n, c, *sp), rand(o, c // groups, *k)
     b = rand(o) if bias else None
-    check("conv", [x, w, b], lambda x, w, b: CONV[len(sp)](x, w, b, s, p, d, groups),
-          f"stride={list(s)}, pad={list(p)}, dilation={list(d)}, groups={groups}", low=(torch.float32, torch.bfloat16))
+    check(
+        "conv",
+        [x, w, b],
+        lambda x, w, b: CONV[len(sp)](x, w, b, s, p, d, groups),
+        f"stride={list(s)}, pad={list(p)}, dilation={list(d)}, groups={groups}",
+        low=(torch.float32, torch.bfloat16),
+    )
 
 
 def test_several_chunks() -> None:
     """More patches than are built at a time, both ways of laying them out; weights' gradient sums over chunks."""
     for n, c, hw, o in ((11, 31, 40, 5), (89, 101, 12, 5)):
-        check("conv", [rand(n, c, hw, hw), rand(o, c, 3, 3), rand(o)], lambda x, w, b: F.conv2d(x, w, b, padding=1),
-              "stride=[1, 1], pad=[1, 1], dilation=[1, 1], groups=1", strides=False)
+        check(
+            "conv",
+            [rand(n, c, hw, hw), rand(o, c, 3, 3), rand(o)],
+            lambda x, w, b: F.conv2d(x, w, b, padding=1),
+            "stride=[1, 1], pad=[1, 1], dilation=[1, 1], groups=1",
+            strides=False,
+        )
 
 
 def test_uneven_padding() -> None:
@@ -73,17 +84,22 @@ def test_same_bits_for_any_number_of_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, two))
 
 
-@pytest.mark.parametrize("node,words", [
-    ("conv(x, w) {groups=2}", ["conv", "4 channels", "3 in each of 2 groups"]),
-    ("conv(x, v) {stride=[0, 1]}", ["stride 0"]),
-    ("conv(x, v) {stride=[1, 1, 1]}", ["stride", "2 integers", "3 given"]),
-    ("conv(x, u)", ["larger than the padded input"]),
-    ("conv(x, v, z)", ["bias"]),
-    ("conv(z, v)", ["rank 1"]),
-])
+@pytest.mark.parametrize(
+    "node,words",
+    [
+        ("conv(x, w) {groups=2}", ["conv", "4 channels", "3 in each of 2 groups"]),
+        ("conv(x, v) {stride=[0, 1]}", ["stride 0"]),
+        ("conv(x, v) {stride=[1, 1, 1]}", ["stride", "2 integers", "3 given"]),
+        ("conv(x, u)", ["larger than the padded input"]),
+        ("conv(x, v, z)", ["bias"]),
+        ("conv(z, v)", ["rank 1"]),
+    ],
+)
 def test_refused(node: str, words: list[str]) -> None:
-    text = (f"graph {{\n input x: f64[2, 4, 7, 5]\n input w: f64[6, 3, 3, 3]\n input v: f64[6, 4, 3, 3]\n input u: f64[6, 4, 9, 3]\n input z: f64[5]\n"
-            f" y = {node}\n output y\n}}")
+    text = (
+        f"graph {{\n input x: f64[2, 4, 7, 5]\n input w: f64[6, 3, 3, 3]\n input v: f64[6, 4, 3, 3]\n input u: f64[6, 4, 9, 3]\n input z: f64[5]\n"
+        f" y = {node}\n output y\n}}"
+    )
     with pytest.raises(engine.EngineError) as e:
         engine.run(text, [rand(2, 4, 7, 5), rand(6, 3, 3, 3), rand(6, 4, 3, 3), rand(6, 4, 9, 3), rand(5)])
     assert all(w in str(e.value) for w in words), str(e.value)

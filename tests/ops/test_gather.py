@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import engine
 import pytest
 import torch
 import torch.nn.functional as F
+
+import engine
 from opcheck import check
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,17 +22,33 @@ def index(limit: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.int
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("shape,axis,idx", [
-    ((11, 7), 0, (5,)), ((11, 7), 1, (13,)), ((11, 7), 0, (3, 5)), ((11,), 0, (2, 3)), ((5, 11, 3), 1, (7,)), ((5, 11, 3), 2, (2, 4)),
-    ((2, 3, 11, 5, 7), 2, (17,)), ((11, 1), 0, (5,)), ((1, 7), 0, (5,)), ((11, 7), 0, ()), ((11, 0), 0, (5,)), ((11, 7), 0, (0,)), ((0, 7), 0, (0, 3)),
-    ((3, 700), 0, (401,)), ((3001, 5), 0, (3,)), ((20011, 2), 0, (7,)),
-])
+@pytest.mark.parametrize(
+    "shape,axis,idx",
+    [
+        ((11, 7), 0, (5,)),
+        ((11, 7), 1, (13,)),
+        ((11, 7), 0, (3, 5)),
+        ((11,), 0, (2, 3)),
+        ((5, 11, 3), 1, (7,)),
+        ((5, 11, 3), 2, (2, 4)),
+        ((2, 3, 11, 5, 7), 2, (17,)),
+        ((11, 1), 0, (5,)),
+        ((1, 7), 0, (5,)),
+        ((11, 7), 0, ()),
+        ((11, 0), 0, (5,)),
+        ((11, 7), 0, (0,)),
+        ((0, 7), 0, (0, 3)),
+        ((3, 700), 0, (401,)),
+        ((3001, 5), 0, (3,)),
+        ((20011, 2), 0, (7,)),
+    ],
+)
 def test_gather(shape: tuple[int, ...], axis: int, idx: tuple[int, ...], dtype: torch.dtype) -> None:
     i = index(shape[axis], *idx, dtype=dtype)
 
     def ref(x: torch.Tensor, ix: torch.Tensor) -> torch.Tensor:
         flat = torch.index_select(x, axis, ix.reshape(-1))
-        return flat.reshape(*x.shape[:axis], *ix.shape, *x.shape[axis + 1:])
+        return flat.reshape(*x.shape[:axis], *ix.shape, *x.shape[axis + 1 :])
 
     check("gather", [rand(*shape), i], ref, f"axis={axis}", low=LOW)
 
@@ -40,8 +57,13 @@ def test_gather(shape: tuple[int, ...], axis: int, idx: tuple[int, ...], dtype: 
 def test_embedding(padding_idx: int) -> None:
     i = index(11, 7, 13)
     i[0] = 4
-    check("gather", [rand(11, 5), i], lambda w, ix: F.embedding(ix, w, padding_idx if padding_idx >= 0 else None),
-          f"axis=0, padding_idx={padding_idx}", low=LOW)
+    check(
+        "gather",
+        [rand(11, 5), i],
+        lambda w, ix: F.embedding(ix, w, padding_idx if padding_idx >= 0 else None),
+        f"axis=0, padding_idx={padding_idx}",
+        low=LOW,
+    )
 
 
 def test_frequent_row_is_accurate() -> None:
@@ -56,36 +78,67 @@ def test_frequent_row_is_accurate() -> None:
     assert torch.equal(one, y)
 
 
-@pytest.mark.parametrize("shape,axis,idx", [
-    ((11, 7), 0, (5, 7)), ((11, 7), 1, (11, 3)), ((11, 7), 0, (5, 4)), ((5, 11, 3), 1, (5, 17, 3)), ((5, 11, 3), 0, (2, 7, 3)), ((5, 11, 3), 2, (5, 2, 9)),
-    ((11,), 0, (23,)), ((11, 7), 1, (11, 0)), ((1, 7), 1, (1, 7)), ((3, 601), 0, (5, 599)), ((0, 7), 1, (0, 3)),
-])
+@pytest.mark.parametrize(
+    "shape,axis,idx",
+    [
+        ((11, 7), 0, (5, 7)),
+        ((11, 7), 1, (11, 3)),
+        ((11, 7), 0, (5, 4)),
+        ((5, 11, 3), 1, (5, 17, 3)),
+        ((5, 11, 3), 0, (2, 7, 3)),
+        ((5, 11, 3), 2, (5, 2, 9)),
+        ((11,), 0, (23,)),
+        ((11, 7), 1, (11, 0)),
+        ((1, 7), 1, (1, 7)),
+        ((3, 601), 0, (5, 599)),
+        ((0, 7), 1, (0, 3)),
+    ],
+)
 def test_elements(shape: tuple[int, ...], axis: int, idx: tuple[int, ...]) -> None:
     i = index(shape[axis], *idx)
     check("gather_elements", [rand(*shape), i], lambda x, ix: torch.gather(x, axis, ix), f"axis={axis}", low=LOW)
     src = rand(*idx) + 1
-    check("scatter_elements", [rand(*shape), i, src], lambda x, ix, s: torch.scatter_add(x, axis, ix, s), f"axis={axis}, reduce=1",
-          low=LOW)
+    check("scatter_elements", [rand(*shape), i, src], lambda x, ix, s: torch.scatter_add(x, axis, ix, s), f"axis={axis}, reduce=1", low=LOW)
     perm = torch.rand(shape, generator=torch.Generator().manual_seed(3)).argsort(axis)  # set: no place twice
     at = tuple(slice(0, min(n, m)) for n, m in zip(idx, shape))
-    check("scatter_elements", [rand(*shape), perm[at].clone(), rand(*shape)[at].clone() + 1],
-          lambda x, ix, s: torch.scatter(x, axis, ix, s), f"axis={axis}, reduce=0", low=LOW)
+    check(
+        "scatter_elements",
+        [rand(*shape), perm[at].clone(), rand(*shape)[at].clone() + 1],
+        lambda x, ix, s: torch.scatter(x, axis, ix, s),
+        f"axis={axis}, reduce=0",
+        low=LOW,
+    )
 
 
 def test_set_keeps_the_last() -> None:
     i = torch.tensor([2, 0, 2, 2, 0])
-    (y,), _ = engine.run("graph {\n input x: f64[3]\n input i: i64[5]\n input s: f64[5]\n y = scatter_elements(x, i, s) {axis=0, reduce=0}\n output y\n}",
-                         [torch.zeros(3, dtype=torch.float64), i, torch.arange(5.0, dtype=torch.float64)])
+    (y,), _ = engine.run(
+        "graph {\n input x: f64[3]\n input i: i64[5]\n input s: f64[5]\n y = scatter_elements(x, i, s) {axis=0, reduce=0}\n output y\n}",
+        [torch.zeros(3, dtype=torch.float64), i, torch.arange(5.0, dtype=torch.float64)],
+    )
     assert y.tolist() == [4, 0, 3]
-    (y,), _ = engine.run("graph {\n input x: f64[3]\n input i: i64[5, 1]\n input s: f64[5]\n y = scatter_nd(x, i, s) {reduce=0}\n output y\n}",
-                         [torch.zeros(3, dtype=torch.float64), i[:, None].clone(), torch.arange(5.0, dtype=torch.float64)])
+    (y,), _ = engine.run(
+        "graph {\n input x: f64[3]\n input i: i64[5, 1]\n input s: f64[5]\n y = scatter_nd(x, i, s) {reduce=0}\n output y\n}",
+        [torch.zeros(3, dtype=torch.float64), i[:, None].clone(), torch.arange(5.0, dtype=torch.float64)],
+    )
     assert y.tolist() == [4, 0, 3]
 
 
-@pytest.mark.parametrize("shape,rows,k", [
-    ((5, 7, 3), (11,), 1), ((5, 7, 3), (11,), 2), ((5, 7, 3), (4, 2), 3), ((5, 7, 3), (2,), 0), ((13,), (29,), 1), ((5, 0), (3,), 1), ((5, 7), (0,), 2),
-    ((70, 71), (37,), 2), ((2, 611), (97,), 1), ((5, 7), (), 2),
-])
+@pytest.mark.parametrize(
+    "shape,rows,k",
+    [
+        ((5, 7, 3), (11,), 1),
+        ((5, 7, 3), (11,), 2),
+        ((5, 7, 3), (4, 2), 3),
+        ((5, 7, 3), (2,), 0),
+        ((13,), (29,), 1),
+        ((5, 0), (3,), 1),
+        ((5, 7), (0,), 2),
+        ((70, 71), (37,), 2),
+        ((2, 611), (97,), 1),
+        ((5, 7), (), 2),
+    ],
+)
 def test_nd(shape: tuple[int, ...], rows: tuple[int, ...], k: int) -> None:
     idx = torch.stack([index(shape[d], *rows, seed=d) for d in range(k)], -1) if k else torch.zeros(*rows, 0, dtype=torch.int64)
 
@@ -96,8 +149,13 @@ def test_nd(shape: tuple[int, ...], rows: tuple[int, ...], k: int) -> None:
     if not k:
         return
     src = rand(*rows, *shape[k:]) + 1
-    check("scatter_nd", [rand(*shape), idx, src], lambda x, ix, s: torch.index_put(x, tuple(ix.unbind(-1)), s, accumulate=True), "reduce=1",
-          low=(torch.float32,))
+    check(
+        "scatter_nd",
+        [rand(*shape), idx, src],
+        lambda x, ix, s: torch.index_put(x, tuple(ix.unbind(-1)), s, accumulate=True),
+        "reduce=1",
+        low=(torch.float32,),
+    )
     flat = torch.zeros(rows, dtype=torch.int64)
     for d in range(k):
         flat = flat * shape[d] + idx[..., d]
@@ -118,14 +176,23 @@ def test_integers(dtype: torch.dtype) -> None:
     check("gather", [x, i], lambda x, i: x[i], "axis=0")
 
 
-@pytest.mark.parametrize("bad", [11, -1, 2**40, -2**62])
-@pytest.mark.parametrize("node", [
-    "gather(x, i) {axis=0}", "gather_grad(s, i) {axis=0, shape=[11, 3], padding_idx=-1}", "gather_elements(x, j) {axis=0}",
-    "scatter_elements(x, j, s) {axis=0, reduce=1}", "gather_nd(x, k)", "scatter_nd(x, k, s) {reduce=0}",
-])
+@pytest.mark.parametrize("bad", [11, -1, 2**40, -(2**62)])
+@pytest.mark.parametrize(
+    "node",
+    [
+        "gather(x, i) {axis=0}",
+        "gather_grad(s, i) {axis=0, shape=[11, 3], padding_idx=-1}",
+        "gather_elements(x, j) {axis=0}",
+        "scatter_elements(x, j, s) {axis=0, reduce=1}",
+        "gather_nd(x, k)",
+        "scatter_nd(x, k, s) {reduce=0}",
+    ],
+)
 def test_out_of_range(node: str, bad: int) -> None:
     i = torch.tensor([3, 10, bad, 4, bad])
-    text = f"graph {{\n input x: f64[11, 3]\n input i: i64[5]\n input j: i64[5, 3]\n input k: i64[5, 1]\n input s: f64[5, 3]\n y = {node}\n output y\n}}"
+    text = (
+        f"graph {{\n input x: f64[11, 3]\n input i: i64[5]\n input j: i64[5, 3]\n input k: i64[5, 1]\n input s: f64[5, 3]\n y = {node}\n output y\n}}"
+    )
     with pytest.raises(engine.EngineError) as e:
         engine.run(text, [rand(11, 3), i, i[:, None].expand(5, 3), i[:, None].clone(), rand(5, 3)])
     at = 6 if "j" in node.split(")")[0] else 2
@@ -133,11 +200,16 @@ def test_out_of_range(node: str, bad: int) -> None:
         assert word in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize("node,words", [
-    ("gather(x, x) {axis=0}", ["gather", "f64", "i64 or i32"]), ("gather(x, i) {axis=2}", ["axis 2", "0 to 1"]),
-    ("scatter_elements(x, j, i) {axis=0}", ["scatter_elements", "source"]), ("scatter_elements(x, j, x) {axis=0, reduce=3}", ["reduce is 3"]),
-    ("gather_nd(x, j)", ["gather_nd", "at most 2"]),
-])
+@pytest.mark.parametrize(
+    "node,words",
+    [
+        ("gather(x, x) {axis=0}", ["gather", "f64", "i64 or i32"]),
+        ("gather(x, i) {axis=2}", ["axis 2", "0 to 1"]),
+        ("scatter_elements(x, j, i) {axis=0}", ["scatter_elements", "source"]),
+        ("scatter_elements(x, j, x) {axis=0, reduce=3}", ["reduce is 3"]),
+        ("gather_nd(x, j)", ["gather_nd", "at most 2"]),
+    ],
+)
 def test_refused(node: str, words: list[str]) -> None:
     text = f"graph {{\n input x: f64[11, 3]\n input i: i64[5]\n input j: i64[5, 3]\n y = {node}\n output y\n}}"
     with pytest.raises(engine.EngineError) as e:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import engine
 import pytest
 import torch
 import torch.nn.functional as F
+
+import engine
 from opcheck import check
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,8 +36,16 @@ def test_cross_entropy(n: int, c: int, reduction: str, weighted: bool, smoothing
     def ref(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(x, y, w, reduction=reduction, label_smoothing=smoothing)
 
-    check("cross_entropy", [rand(n, c) * 3, y, w], ref, f"ignore_index=-100, label_smoothing={smoothing}, reduction={RED[reduction]}", n_out=3,
-          n_check=1, grad=[True, False, False], low=LOW)
+    check(
+        "cross_entropy",
+        [rand(n, c) * 3, y, w],
+        ref,
+        f"ignore_index=-100, label_smoothing={smoothing}, reduction={RED[reduction]}",
+        n_out=3,
+        n_check=1,
+        grad=[True, False, False],
+        low=LOW,
+    )
 
 
 def test_large_vocabulary() -> None:
@@ -53,7 +62,8 @@ def test_large_vocabulary() -> None:
 def test_outputs_for_backward() -> None:
     x, y = rand(7, 11), labels(7, 11, 0)
     (_, lse, denom), _ = engine.run(
-        "graph {\n input x: f64[7, 11]\n input y: i64[7]\n a, b, c = cross_entropy(x, y) {reduction=1}\n output a\n output b\n output c\n}", [x, y])
+        "graph {\n input x: f64[7, 11]\n input y: i64[7]\n a, b, c = cross_entropy(x, y) {reduction=1}\n output a\n output b\n output c\n}", [x, y]
+    )
     assert torch.allclose(lse, torch.logsumexp(x, 1), rtol=1e-13)
     assert denom.item() == 7
 
@@ -77,8 +87,10 @@ def test_special(case: str, smoothing: float, dtype: torch.dtype) -> None:
     want = F.cross_entropy(xr, y, label_smoothing=smoothing)
     (dx,) = torch.autograd.grad(want, xr, torch.tensor(1.5, dtype=dtype))
     name = engine.NAMES[engine.TORCH.index(dtype)]
-    text = (f"graph {{\n input x: {name}[{x.shape[0]}, 700]\n input y: i64[{x.shape[0]}]\n"
-            f" a, b, c = cross_entropy(x, y) {{label_smoothing={smoothing}, reduction=1}}\n output a\n}}")
+    text = (
+        f"graph {{\n input x: {name}[{x.shape[0]}, 700]\n input y: i64[{x.shape[0]}]\n"
+        f" a, b, c = cross_entropy(x, y) {{label_smoothing={smoothing}, reduction=1}}\n output a\n}}"
+    )
     (got,), (gx,) = engine.run(text, [x, y], [1, 0], [torch.tensor(1.5, dtype=dtype)])
     torch.testing.assert_close(got, want.detach(), equal_nan=True, rtol=1e-6, atol=0)
     torch.testing.assert_close(gx, dx, equal_nan=True, rtol=1e-5, atol=1e-9)
@@ -94,13 +106,19 @@ def test_label_out_of_range(bad: int) -> None:
         assert word in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize("node,words", [
-    ("cross_entropy(x, x)", ["labels", "f64"]), ("cross_entropy(y, y)", ["logits", "i64"]), ("cross_entropy(x, z)", ["5 labels", "7 rows"]),
-    ("cross_entropy(x, y) {label_smoothing=1.5}", ["label_smoothing", "1.5"]), ("cross_entropy(x, y) {reduction=3}", ["reduction is 3"]),
-    ("cross_entropy(x, y, v)", ["weight"]),
-])
+@pytest.mark.parametrize(
+    "node,words",
+    [
+        ("cross_entropy(x, x)", ["labels", "f64"]),
+        ("cross_entropy(y, y)", ["logits", "i64"]),
+        ("cross_entropy(x, z)", ["5 labels", "7 rows"]),
+        ("cross_entropy(x, y) {label_smoothing=1.5}", ["label_smoothing", "1.5"]),
+        ("cross_entropy(x, y) {reduction=3}", ["reduction is 3"]),
+        ("cross_entropy(x, y, v)", ["weight"]),
+    ],
+)
 def test_refused(node: str, words: list[str]) -> None:
-    text = (f"graph {{\n input x: f64[7, 11]\n input y: i64[7]\n input z: i64[5]\n input v: f64[3]\n a, b, c = {node}\n output a\n}}")
+    text = f"graph {{\n input x: f64[7, 11]\n input y: i64[7]\n input z: i64[5]\n input v: f64[3]\n a, b, c = {node}\n output a\n}}"
     with pytest.raises(engine.EngineError) as e:
         engine.run(text, [rand(7, 11), labels(7, 11), labels(5, 11), rand(3)])
     assert all(w in str(e.value) for w in words), str(e.value)

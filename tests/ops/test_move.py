@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-import engine
 import pytest
 import torch
 import torch.nn.functional as F
+
+import engine
 from opcheck import check
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,8 +50,31 @@ def test_convert(dtype: torch.dtype, to: torch.dtype) -> None:
 def test_rounding(to: torch.dtype) -> None:
     """Halfway cases, subnormals, overflow, infinities, NaN; and every one of the 65536 values back to float."""
     bits = torch.arange(0, 2**32, 65521, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    edge = torch.tensor([65504, 65519.9, 65520, 65536, 1e38, 2**-14, 2**-24, 2**-25, 2**-25 * 1.0001, 3 * 2**-25, 1e-30, 0.0, -0.0,
-                         float("inf"), float("-inf"), float("nan"), 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 3.39e38])
+    edge = torch.tensor(
+        [
+            65504,
+            65519.9,
+            65520,
+            65536,
+            1e38,
+            2**-14,
+            2**-24,
+            2**-25,
+            2**-25 * 1.0001,
+            3 * 2**-25,
+            1e-30,
+            0.0,
+            -0.0,
+            float("inf"),
+            float("-inf"),
+            float("nan"),
+            1 + 2**-8,
+            1 + 3 * 2**-8,
+            1 + 2**-11,
+            1 + 3 * 2**-11,
+            3.39e38,
+        ]
+    )
     x = torch.cat([bits, edge, -edge])
     got, want = om_copy(x, torch.empty(x.shape, dtype=to)), x.to(to)
     nan = torch.isnan(want)
@@ -64,7 +88,9 @@ def test_rounding(to: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (67, 71), (8, 8), (16, 130, 9), (1, 67, 1, 70), (2, 3, 2, 3, 2, 3, 2, 2), (64, 2, 33), (), (3, 0, 5), (40000,)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7), (67, 71), (8, 8), (16, 130, 9), (1, 67, 1, 70), (2, 3, 2, 3, 2, 3, 2, 2), (64, 2, 33), (), (3, 0, 5), (40000,)]
+)
 def test_strides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """om_copy between random layouts of both sides: permuted axes, gaps, reversed axes, expanded source."""
     gen = torch.Generator().manual_seed(len(shape))
@@ -104,17 +130,35 @@ def test_copy() -> None:
     check("copy", [rand(3, 5, 7)], lambda x: x.clone(), low=LOW)
 
 
-@pytest.mark.parametrize("axis,shapes", [
-    (0, [(3, 5), (2, 5), (7, 5)]), (1, [(3, 5), (3, 1), (3, 0), (3, 11)]), (2, [(2, 3, 5), (2, 3, 7)]), (1, [(2, 3, 5), (2, 7, 5)]), (0, [(5,)]), (0, [(1,)] * 9),
-])
+@pytest.mark.parametrize(
+    "axis,shapes",
+    [
+        (0, [(3, 5), (2, 5), (7, 5)]),
+        (1, [(3, 5), (3, 1), (3, 0), (3, 11)]),
+        (2, [(2, 3, 5), (2, 3, 7)]),
+        (1, [(2, 3, 5), (2, 7, 5)]),
+        (0, [(5,)]),
+        (0, [(1,)] * 9),
+    ],
+)
 def test_concat(axis: int, shapes: list[tuple[int, ...]]) -> None:
     check("concat", [rand(*s) for s in shapes], lambda *x: torch.cat(x, axis), f"axis={axis}", low=LOW)
 
 
-@pytest.mark.parametrize("lo,hi,value", [
-    ((1, 2, 3), (0, 1, 2), 1.5), ((0, 0, 0), (0, 0, 4), 0.0), ((-1, 2, 0), (1, -3, 0), -2.0), ((-2, 0, 0), (-3, 0, 1), 3.0), ((-1, -1, -1), (-1, -1, -1), 7.0),
-    ((0, 3, 0), (-5, 0, 0), 2.5), ((0, 0, 0), (0, 0, 0), 1.0), ((0, 0, -9), (0, 0, 0), 1.0), ((-7, 0, 0), (4, 0, 0), 1.25),
-])
+@pytest.mark.parametrize(
+    "lo,hi,value",
+    [
+        ((1, 2, 3), (0, 1, 2), 1.5),
+        ((0, 0, 0), (0, 0, 4), 0.0),
+        ((-1, 2, 0), (1, -3, 0), -2.0),
+        ((-2, 0, 0), (-3, 0, 1), 3.0),
+        ((-1, -1, -1), (-1, -1, -1), 7.0),
+        ((0, 3, 0), (-5, 0, 0), 2.5),
+        ((0, 0, 0), (0, 0, 0), 1.0),
+        ((0, 0, -9), (0, 0, 0), 1.0),
+        ((-7, 0, 0), (4, 0, 0), 1.25),
+    ],
+)
 def test_pad(lo: tuple[int, ...], hi: tuple[int, ...], value: float) -> None:
     if any(x + lo_ + hi_ < 0 for x, lo_, hi_ in zip((5, 7, 11), lo, hi)):
         pytest.skip("negative size")
@@ -159,8 +203,9 @@ def test_trilu(shape: tuple[int, ...], k: int) -> None:
 @pytest.mark.parametrize("n,start,step", [(17, 3, 2), (0, 0, 1), (1, 5, -3), (1301, -7, 1)])
 def test_iota(dtype: str, n: int, start: int, step: int) -> None:
     t = engine.TORCH[engine.NAMES.index(dtype)]
-    (y,), _ = engine.run(f"graph {{\n y = iota() {{shape=[{n}], dtype=\"{dtype}\", start={start}, step={step}}}\n output y\n}}"
-                         .replace(f'"{dtype}"', dtype), [])
+    (y,), _ = engine.run(
+        f'graph {{\n y = iota() {{shape=[{n}], dtype="{dtype}", start={start}, step={step}}}\n output y\n}}'.replace(f'"{dtype}"', dtype), []
+    )
     assert torch.equal(y, (start + step * torch.arange(n)).to(t))
 
 
@@ -169,7 +214,9 @@ def test_iota_fraction() -> None:
     assert torch.equal(y, (0.3 + 0.7 * torch.arange(1009, dtype=torch.float64)).float())
 
 
-@pytest.mark.parametrize("dtype,value", [("f32", "-1.5"), ("bf16", "inf"), ("f64", "0.1"), ("i64", "7"), ("bool", "1"), ("f16", "-inf"), ("i64", "9007199254740993")])
+@pytest.mark.parametrize(
+    "dtype,value", [("f32", "-1.5"), ("bf16", "inf"), ("f64", "0.1"), ("i64", "7"), ("bool", "1"), ("f16", "-inf"), ("i64", "9007199254740993")]
+)
 @pytest.mark.parametrize("shape", [(), (3, 5), (0, 4), (40009,)])
 def test_fill(dtype: str, value: str, shape: tuple[int, ...]) -> None:
     t = engine.TORCH[engine.NAMES.index(dtype)]
@@ -177,13 +224,16 @@ def test_fill(dtype: str, value: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(y, torch.full(shape, float(value) if t.is_floating_point else int(value), dtype=t))
 
 
-@pytest.mark.parametrize("node,words", [
-    ("concat(x, z) {axis=0}", ["concat", "size 7", "5"]),
-    ("concat(x, w) {axis=0}", ["concat", "f32", "f64"]),
-    ("pad(x) {lo=[1], hi=[1]}", ["pad", "one entry per axis"]),
-    ("slice_put(x) {axis=1, start=[0], end=[3], step=1, shape=[3, 9]}", ["slice_put", "size 3", "5"]),
-    ("trilu(v) {k=0, upper=1}", ["trilu", "rank 1"]),
-])
+@pytest.mark.parametrize(
+    "node,words",
+    [
+        ("concat(x, z) {axis=0}", ["concat", "size 7", "5"]),
+        ("concat(x, w) {axis=0}", ["concat", "f32", "f64"]),
+        ("pad(x) {lo=[1], hi=[1]}", ["pad", "one entry per axis"]),
+        ("slice_put(x) {axis=1, start=[0], end=[3], step=1, shape=[3, 9]}", ["slice_put", "size 3", "5"]),
+        ("trilu(v) {k=0, upper=1}", ["trilu", "rank 1"]),
+    ],
+)
 def test_refused(node: str, words: list[str]) -> None:
     text = f"graph {{\n input x: f64[3, 5]\n input z: f64[3, 7]\n input w: f32[3, 5]\n input v: f64[3]\n y = {node}\n output y\n}}"
     with pytest.raises(engine.EngineError) as e:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import engine
 import pytest
 import torch
+
+import engine
 from opcheck import check
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -14,11 +15,26 @@ def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
 
 
-@pytest.mark.parametrize("shape,to", [
-    ((3, 5, 7), (15, 7)), ((3, 5, 7), (3, 35)), ((15, 7), (3, 5, 7)), ((3, 5, 7), (105,)), ((12, 5), (3, 4, 5)), ((12, 5), (5, 12)),
-    ((1, 5, 1, 7), (5, 7)), ((5, 7), (1, 5, 1, 7, 1)), ((1, 1), ()), ((), (1, 1, 1)), ((0, 5), (5, 0)), ((3, 0, 7), (0, 11)),
-    ((2, 3, 5, 7), (6, 35)), ((4, 6), (2, 2, 3, 2)), ((6, 4), (2, 12)),
-])
+@pytest.mark.parametrize(
+    "shape,to",
+    [
+        ((3, 5, 7), (15, 7)),
+        ((3, 5, 7), (3, 35)),
+        ((15, 7), (3, 5, 7)),
+        ((3, 5, 7), (105,)),
+        ((12, 5), (3, 4, 5)),
+        ((12, 5), (5, 12)),
+        ((1, 5, 1, 7), (5, 7)),
+        ((5, 7), (1, 5, 1, 7, 1)),
+        ((1, 1), ()),
+        ((), (1, 1, 1)),
+        ((0, 5), (5, 0)),
+        ((3, 0, 7), (0, 11)),
+        ((2, 3, 5, 7), (6, 35)),
+        ((4, 6), (2, 2, 3, 2)),
+        ((6, 4), (2, 12)),
+    ],
+)
 def test_reshape(shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     check("reshape", [rand(*shape)], lambda x: x.reshape(to), f"shape={list(to)}", low=LOW)
 
@@ -29,18 +45,38 @@ def test_permute(shape: tuple[int, ...], perm: tuple[int, ...]) -> None:
     check("permute", [rand(*shape)], lambda x: x.permute(perm), f"perm={list(perm)}", low=LOW)
 
 
-@pytest.mark.parametrize("shape,to", [
-    ((1, 5), (3, 5)), ((3, 1), (3, 5)), ((5,), (2, 3, 5)), ((), (3,)), ((1, 1, 7), (2, 3, 7)), ((3, 5), (3, 5)), ((1,), (0,)), ((3, 1, 7), (3, 5, 7)),
-])
+@pytest.mark.parametrize(
+    "shape,to",
+    [
+        ((1, 5), (3, 5)),
+        ((3, 1), (3, 5)),
+        ((5,), (2, 3, 5)),
+        ((), (3,)),
+        ((1, 1, 7), (2, 3, 7)),
+        ((3, 5), (3, 5)),
+        ((1,), (0,)),
+        ((3, 1, 7), (3, 5, 7)),
+    ],
+)
 def test_expand(shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     if engine.Graph is None or not hasattr(engine.lib, "om_op_reduce_sum"):
         pytest.skip("no reduce_sum in this build")
     check("expand", [rand(*shape)], lambda x: x.expand(to), f"shape={list(to)}")
 
 
-@pytest.mark.parametrize("axis,start,end,step", [
-    (0, 1, 4, 1), (1, 0, 7, 2), (1, 1, 7, 3), (2, 3, 3, 1), (2, 10, 11, 5), (0, 0, 5, 1), (2, 1, 11, 4), (0, 5, 5, 1),
-])
+@pytest.mark.parametrize(
+    "axis,start,end,step",
+    [
+        (0, 1, 4, 1),
+        (1, 0, 7, 2),
+        (1, 1, 7, 3),
+        (2, 3, 3, 1),
+        (2, 10, 11, 5),
+        (0, 0, 5, 1),
+        (2, 1, 11, 4),
+        (0, 5, 5, 1),
+    ],
+)
 def test_slice(axis: int, start: int, end: int, step: int) -> None:
     key = [slice(None)] * 3
     key[axis] = slice(start, end, step)
@@ -86,20 +122,22 @@ def test_chains(chain: int) -> None:
             step = 1 + pick(2)
             end = cur.shape[axis]
             op, attr = "slice", f"axis={axis}, start=[{start}], end=[{end}], step={step}"
-            f = lambda t, a=axis, s=start, e=end, st=step: t[(slice(None),) * a + (slice(s, e, st),)]
+
+            def f(t, a=axis, s=start, e=end, st=step):
+                return t[(slice(None),) * a + (slice(s, e, st),)]
         elif what == 2:
             axes = [i for i in range(rank) if pick(2)]
             op, attr, f = "flip", f"axes={axes}", lambda t, axes=axes: t.flip(axes)
         elif what == 3 and rank > 1:
             i = pick(rank - 1)
-            to = [*cur.shape[:i], cur.shape[i] * cur.shape[i + 1], *cur.shape[i + 2:]]
+            to = [*cur.shape[:i], cur.shape[i] * cur.shape[i + 1], *cur.shape[i + 2 :]]
             op, attr, f = "reshape", f"shape={to}", lambda t, to=to: t.reshape(to)
         else:
             even = [i for i in range(rank) if cur.shape[i] % 2 == 0]
             if not even or rank > 6:
                 continue
             i = even[pick(len(even))]
-            to = [*cur.shape[:i], 2, cur.shape[i] // 2, *cur.shape[i + 1:]]
+            to = [*cur.shape[:i], 2, cur.shape[i] // 2, *cur.shape[i + 1 :]]
             op, attr, f = "reshape", f"shape={to}", lambda t, to=to: t.reshape(to)
         lines.append(f" v{k} = {op}({name}) {{{attr}}}")
         name, cur = f"v{k}", f(cur)
@@ -119,18 +157,21 @@ def test_chains(chain: int) -> None:
     assert torch.equal(dx, want)
 
 
-@pytest.mark.parametrize("node,words", [
-    ("reshape(x) {shape=[4, 4]}", ["reshape", "15", "16"]),
-    ("permute(x) {perm=[0, 0]}", ["permute", "once"]),
-    ("permute(x) {perm=[0]}", ["permute", "2 axes"]),
-    ("expand(x) {shape=[3, 7]}", ["expand", "size 5", "7"]),
-    ("expand(x) {shape=[3]}", ["expand", "rank"]),
-    ("slice(x) {axis=1, start=[2], end=[9], step=1}", ["slice", "9"]),
-    ("slice(x) {axis=1, start=[2], end=[3], step=0}", ["slice", "step"]),
-    ("slice(x) {axis=2, start=[2], end=[3], step=1}", ["slice", "axis 2"]),
-    ("flip(x) {axes=[0, 0]}", ["flip", "different"]),
-    ("reshape(x)", ["reshape", "shape", "missing"]),
-])
+@pytest.mark.parametrize(
+    "node,words",
+    [
+        ("reshape(x) {shape=[4, 4]}", ["reshape", "15", "16"]),
+        ("permute(x) {perm=[0, 0]}", ["permute", "once"]),
+        ("permute(x) {perm=[0]}", ["permute", "2 axes"]),
+        ("expand(x) {shape=[3, 7]}", ["expand", "size 5", "7"]),
+        ("expand(x) {shape=[3]}", ["expand", "rank"]),
+        ("slice(x) {axis=1, start=[2], end=[9], step=1}", ["slice", "9"]),
+        ("slice(x) {axis=1, start=[2], end=[3], step=0}", ["slice", "step"]),
+        ("slice(x) {axis=2, start=[2], end=[3], step=1}", ["slice", "axis 2"]),
+        ("flip(x) {axes=[0, 0]}", ["flip", "different"]),
+        ("reshape(x)", ["reshape", "shape", "missing"]),
+    ],
+)
 def test_refused(node: str, words: list[str]) -> None:
     with pytest.raises(engine.EngineError) as e:
         engine.run(f"graph {{\n input x: f64[3, 5]\n y = {node}\n output y\n}}", [rand(3, 5)])

@@ -1,0 +1,238 @@
+/* fuse.c - chains and DAGs of elementwise nodes become one `fused` node: memory is read and written once, nothing in between.
+ *
+ * Groups grow backwards: nodes are visited from last to first, and an elementwise node joins the group of its users when it has the group's
+ * sizes (so one iteration space) and phase. The group stands where its last member, the root, stood. Therefore a value of the group
+ * that others read too becomes a further output, allowed only if all those readers come after the root; a value read before the root
+ * keeps its node out. With that rule no cycle can arise: operands of a group are made before the root, its outputs are read after.
+ * A group is limited in operands, outputs and members so that its registers stay in L1 (strip.h).
+ *
+ * Nothing is computed twice and results in f32 and f64 keep their bits; bf16 and f16 chains round only at casts and at memory.
+ */
+#include "passes.h"
+#include "strip.h"
+
+enum { FUSE_MEMBERS = 40, FUSE_OPERANDS = 16 };
+
+typedef struct fuse_group {
+    om_id root;
+    OM_VEC(om_id) member;  /* descending */
+} fuse_group;
+
+typedef struct fuse_state {
+    const om_graph *g;
+    uint8_t *live;          /* per node */
+    uint32_t *group;        /* per node: group index + 1; 0 = none */
+    om_id *first_use, *use; /* per value: range of live user nodes */
+    uint8_t *kept;          /* per value: output, write or gradient of the graph */
+    OM_VEC(fuse_group) groups;
+} fuse_state;
+
+typedef struct fuse_program { /* the text of a group and what goes in and out */
+    om_strip_text text;
+    om_id operand[OM_STRIP_IN], result[OM_STRIP_OUT];
+} fuse_program;
+
+static void live_mark(const om_graph *g, uint8_t *live, om_id v) {
+    if (v != OM_NONE && om_val(g, v)->node != OM_NONE) live[om_val(g, v)->node] = 1;
+}
+
+static om_status fuse_prepare(om_ctx *cx, fuse_state *st) {
+    const om_graph *g = st->g;
+    st->live = om_alloc(cx, g->nodes.n + 1);
+    st->group = om_alloc(cx, (g->nodes.n + 1) * sizeof *st->group);
+    st->first_use = om_alloc(cx, (g->values.n + 2) * sizeof *st->first_use);
+    st->use = om_alloc(cx, (g->operands.n + 1) * sizeof *st->use);
+    st->kept = om_alloc(cx, g->values.n + 1);
+    if (!st->live || !st->group || !st->first_use || !st->use || !st->kept) return cx->status;
+    for (uint32_t i = 0; i < g->outputs.n; i++) st->kept[g->outputs.v[i]] = 1;
+    for (uint32_t i = 0; i < g->writes.n; i++) st->kept[g->writes.v[i].value] = 1;
+    for (uint32_t i = 0; i < g->grads.n; i++)
+        if (g->grads.v[i].value != OM_NONE) st->kept[g->grads.v[i].value] = 1;
+    for (om_id v = 0; v < g->values.n; v++)
+        if (st->kept[v]) live_mark(g, st->live, v);
+    for (om_id i = g->nodes.n; i-- > 0;)
+        for (int k = 0; st->live[i] && k < g->nodes.v[i].n_in; k++) live_mark(g, st->live, om_ins(g, &g->nodes.v[i])[k]);
+    om_id *at = om_alloc(cx, (g->values.n + 1) * sizeof *at);
+    if (!at) return cx->status;
+    for (int fill = 0; fill < 2; fill++) { /* count the readers of each value, then list them */
+        for (om_id i = 0; i < g->nodes.n; i++)
+            for (int k = 0; st->live[i] && k < g->nodes.v[i].n_in; k++) {
+                const om_id v = om_ins(g, &g->nodes.v[i])[k];
+                if (v == OM_NONE) continue;
+                if (fill) st->use[at[v]++] = i;
+                else st->first_use[v + 1]++;
+            }
+        for (om_id v = 0; !fill && v < g->values.n; v++) {
+            at[v] = st->first_use[v];
+            st->first_use[v + 1] += st->first_use[v];
+        }
+    }
+    om_free(cx, at);
+    return OM_OK;
+}
+
+static bool same_space(const om_type *a, const om_type *b) {
+    if (a->rank != b->rank || a->device != b->device) return false;
+    for (int i = 0; i < a->rank; i++)
+        if (a->dim[i] != b->dim[i]) return false;
+    return true;
+}
+
+/* The program of the nodes list[0..n) (descending; list[0] is the root). False: too large for the machine. */
+static bool program_build(const fuse_state *st, uint32_t group, const om_id *list, uint32_t n, fuse_program *p) {
+    const om_graph *g = st->g;
+    om_id value[FUSE_MEMBERS];
+    memset(&p->text, 0, offsetof(om_strip_text, stmt));
+    om_strip_text *t = &p->text;
+    for (int pass = 0; pass < 2; pass++) { /* operands first: their number is where statements begin */
+        for (uint32_t m = n; m-- > 0;) {
+            const om_node *nd = &g->nodes.v[list[m]];
+            om_strip_stmt *s = pass ? &t->stmt[t->n_stmt] : NULL;
+            const om_pw_row *row = nd->op->pw;
+            if (pass) {
+                *s = (om_strip_stmt){.op = row->op, .n_arg = row->arity, .dtype = om_ty(g, nd->out)->dtype};
+                if (row->op == OM_S_dropout) s->p = om_node_float(nd, "p", 0.5), s->rng = nd->rng;
+            }
+            for (int k = 0; k < nd->n_in; k++) {
+                const om_id v = om_ins(g, nd)[k];
+                int at = -1;
+                for (int i = 0; pass && i < t->n_stmt; i++)
+                    if (value[i] == v) at = t->n_in + i;
+                bool inside = false;
+                for (uint32_t i = m + 1; i < n; i++) inside |= g->nodes.v[list[i]].out == v;
+                for (int i = 0; !inside && at < 0 && i < t->n_in; i++)
+                    if (p->operand[i] == v) at = i;
+                if (pass) s->arg[k] = (uint8_t)at;
+                else if (!inside && at < 0) {
+                    if (t->n_in >= FUSE_OPERANDS) return false;
+                    p->operand[t->n_in++] = v;
+                }
+            }
+            if (pass) value[t->n_stmt++] = nd->out;
+        }
+    }
+    int draws = 0;
+    for (int i = 0; i < t->n_stmt; i++) {
+        draws += t->stmt[i].op == OM_S_dropout;
+        bool out = st->kept[value[i]] || i == t->n_stmt - 1;
+        for (om_id u = st->first_use[value[i]]; u < st->first_use[value[i] + 1]; u++) {
+            bool inside = st->group[st->use[u]] == group;
+            out |= !inside;
+        }
+        if (!out) continue;
+        if (t->n_out >= OM_STRIP_OUT) return false;
+        p->result[t->n_out] = value[i];
+        t->out[t->n_out++] = (uint8_t)(t->n_in + i);
+    }
+    return draws <= OM_STRIP_DRAWS;
+}
+
+/* Do its registers fit? Compiled with nothing uniform: what is uniform is known at the run. */
+static bool program_fits(const fuse_state *st, const fuse_program *p, om_strip_prog *prog) {
+    uint8_t dtype[OM_STRIP_IN];
+    bool uniform[OM_STRIP_IN];
+    om_ctx quiet = {.status = OM_OK}; /* "too large" is an answer here, not a failure */
+    for (int i = 0; i < p->text.n_in; i++) {
+        dtype[i] = om_ty(st->g, p->operand[i])->dtype;
+        uniform[i] = true; /* the worst case: keeps its register */
+    }
+    return om_strip_compile(&quiet, &p->text, dtype, uniform, prog) == OM_OK;
+}
+
+/* Where node u will stand: its group's root. */
+static om_id place(const fuse_state *st, om_id u) { return st->group[u] ? st->groups.v[st->group[u] - 1].root : u; }
+
+static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *p, om_strip_prog *prog) {
+    const om_graph *g = st->g;
+    const om_node *n = &g->nodes.v[id];
+    if (!n->op->pw || n->n_out != 1) return OM_OK;
+    const om_id first = st->first_use[n->out], end = st->first_use[n->out + 1];
+    om_id nearest = OM_NONE; /* the reader that comes first */
+    uint32_t join = 0;
+    for (om_id u = first; u < end; u++) {
+        const om_id at = place(st, st->use[u]);
+        if (at >= nearest) continue;
+        nearest = at;
+        join = st->group[st->use[u]];
+    }
+    if (join) {
+        fuse_group *gr = &st->groups.v[join - 1];
+        const om_node *root = &g->nodes.v[gr->root];
+        bool ok = gr->member.n < FUSE_MEMBERS && root->phase == n->phase && same_space(om_ty(g, root->out), om_ty(g, n->out));
+        for (om_id u = first; ok && u < end; u++) ok = st->group[st->use[u]] == join || place(st, st->use[u]) > gr->root;
+        if (ok) {
+            om_id *slot = OM_PUSH(cx, &gr->member);
+            if (!slot) return cx->status;
+            *slot = id;
+            st->group[id] = join;
+            if (program_build(st, join, gr->member.v, gr->member.n, p) && program_fits(st, p, prog)) return OM_OK;
+            gr->member.n--;
+            st->group[id] = 0;
+        }
+    }
+    fuse_group *gr = OM_PUSH(cx, &st->groups);
+    if (!gr) return cx->status;
+    *gr = (fuse_group){.root = id};
+    om_id *slot = OM_PUSH(cx, &gr->member);
+    if (!slot) return cx->status;
+    *slot = id;
+    st->group[id] = st->groups.n;
+    return OM_OK;
+}
+
+typedef struct fuse_emitter { fuse_state *st; fuse_program *p; char *text; } fuse_emitter;
+enum { FUSE_TEXT = 16384 };
+
+static om_status fuse_emit(om_rewriter *r, om_id id) {
+    fuse_emitter *e = r->arg;
+    fuse_state *st = e->st;
+    const om_node *n = &r->from->nodes.v[id];
+    const uint32_t group = st->group[id];
+    if (!group || st->groups.v[group - 1].member.n == 1) return om_rewrite_copy(r, id);
+    const fuse_group *gr = &st->groups.v[group - 1];
+    if (gr->root != id) { /* made at the root; the rewriter only wants to see it mapped until then */
+        r->map[n->out] = r->map[om_ins(r->from, n)[0]];
+        return OM_OK;
+    }
+    fuse_program *p = e->p;
+    om_id in[OM_STRIP_IN];
+    om_dim dtype[OM_STRIP_OUT];
+    om_graph *g = r->to;
+    if (!program_build(st, group, gr->member.v, gr->member.n, p)) return om_fail(g->cx, OM_INTERNAL, "fuse: a program that fitted no longer does");
+    if (om_strip_print(&p->text, e->text, FUSE_TEXT) >= FUSE_TEXT) return om_fail(g->cx, OM_INTERNAL, "fuse: the text of a program is longer than %d", FUSE_TEXT);
+    for (int i = 0; i < p->text.n_in; i++) in[i] = r->map[p->operand[i]];
+    for (int i = 0; i < p->text.n_out; i++) dtype[i] = om_ty(r->from, p->result[i])->dtype;
+    const om_id out = om_make(g, &om_op_fused, in, p->text.n_in, OM_ATTRS(OM_AS("program", e->text), OM_AD("out_dtype", dtype, p->text.n_out)));
+    if (out == OM_NONE) return g->cx->status;
+    om_last(g)->segment = n->segment;
+    for (int i = 0; i < p->text.n_out; i++) {
+        r->map[p->result[i]] = out + (om_id)i;
+        const char *name = om_val(r->from, p->result[i])->name;
+        if (name) om_val(g, out + (om_id)i)->name = om_arena_str(&g->arena, name);
+    }
+    return OM_OK;
+}
+
+static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+    fuse_state st = {.g = in};
+    fuse_program *p = om_alloc(cx, sizeof *p);
+    om_strip_prog *prog = om_alloc(cx, sizeof *prog);
+    char *text = om_alloc(cx, FUSE_TEXT);
+    om_status s = p && prog && text ? fuse_prepare(cx, &st) : cx->status;
+    for (om_id i = in->nodes.n; s == OM_OK && i-- > 0;)
+        if (st.live[i]) s = group_join(cx, &st, i, p, prog);
+    if (s == OM_OK) s = om_rewrite(cx, in, fuse_emit, &(fuse_emitter){&st, p, text}, out);
+    for (uint32_t i = 0; i < st.groups.n; i++) om_free(cx, st.groups.v[i].member.v);
+    om_free(cx, st.groups.v);
+    om_free(cx, st.live);
+    om_free(cx, st.group);
+    om_free(cx, st.first_use);
+    om_free(cx, st.use);
+    om_free(cx, st.kept);
+    om_free(cx, text);
+    om_free(cx, prog);
+    om_free(cx, p);
+    return s;
+}
+
+const om_pass om_pass_fuse = {.name = "fuse", .doc = "chains of elementwise nodes run in one sweep over memory", .run = fuse_run};

@@ -1,0 +1,106 @@
+/* fuzz_onnx.c - libFuzzer target for everything that reads bytes from outside: ONNX files and graph text.
+ *
+ * Input that starts with "graph" is text, anything else an ONNX file. What is read must be a valid graph (om_verify), stay one through
+ * the forward passes and the gradient builder, and print to text that parses back to the same text. Every refusal must have a
+ * message. Memory is limited, so allocation failures are met too; all of it must be given back.
+ */
+#include "passes.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { FUZZ_MEMORY = 512 << 20 };
+static size_t fuzz_live;
+
+static void *fuzz_alloc(void *user, size_t size) {
+    (void)user;
+    if (size > FUZZ_MEMORY || fuzz_live + size > FUZZ_MEMORY) return NULL;
+    void *p = aligned_alloc(64, (size + 63) & ~(size_t)63);
+    if (p) fuzz_live += size;
+    return p;
+}
+static void fuzz_free(void *user, void *p, size_t size) {
+    (void)user;
+    fuzz_live -= size;
+    free(p);
+}
+
+#define REQUIRE(cond)                                                                               \
+    do {                                                                                            \
+        if (!(cond)) {                                                                              \
+            fprintf(stderr, "%s:%d: %s failed; message: %s\n", __FILE__, __LINE__, #cond, om_ctx_message(cx)); \
+            abort();                                                                                \
+        }                                                                                           \
+    } while (0)
+
+/* A step may fail for lack of memory or support, with a message; it may not find the graph broken. */
+static bool fuzz_ok(om_ctx *cx, om_status s) {
+    REQUIRE(s == cx->status);
+    if (s == OM_OK) return true;
+    REQUIRE(*om_ctx_message(cx));
+    REQUIRE(s != OM_INTERNAL);
+    om_ctx_clear(cx);
+    return false;
+}
+
+static void fuzz_text(om_ctx *cx, const om_graph *g) {
+    char *a = NULL, *b = NULL, *c = NULL;
+    om_graph *h = NULL, *k = NULL;
+    if (fuzz_ok(cx, om_graph_print(g, &a))) {
+        om_status s = om_graph_parse(cx, a, &h);
+        if (s == OM_OK) s = om_graph_print(h, &b);
+        if (s == OM_OK) s = om_graph_parse(cx, b, &k);
+        if (s == OM_OK) s = om_graph_print(k, &c);
+        REQUIRE(s != OM_INVALID); /* what was printed parses */
+        if (fuzz_ok(cx, s)) REQUIRE(!strcmp(b, c));
+    }
+    om_free(cx, a);
+    om_free(cx, b);
+    om_free(cx, c);
+    om_graph_free(h);
+    om_graph_free(k);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    om_services sv = {.alloc = fuzz_alloc, .free = fuzz_free};
+    om_ctx *cx = om_ctx_new(&sv);
+    om_graph *g = NULL, *joint = NULL;
+    if (!cx) return 0;
+    om_status s;
+    if (size > 5 && !memcmp(data, "graph", 5)) {
+        char *text = malloc(size + 1);
+        if (!text) abort();
+        memcpy(text, data, size);
+        text[size] = 0;
+        s = om_graph_parse(cx, text, &g);
+        free(text);
+    } else {
+        s = om_onnx_read(cx, data, size, &g);
+    }
+    if (fuzz_ok(cx, s)) {
+        s = om_verify(g);
+        bool text_may_be_wrong = size > 5 && !memcmp(data, "graph", 5) && s == OM_INTERNAL; /* text can state wrong graphs: verify says so */
+        if (text_may_be_wrong) om_ctx_clear(cx);
+        else if (fuzz_ok(cx, s)) {
+            fuzz_text(cx, g);
+            if (fuzz_ok(cx, om_passes_run(cx, om_passes_forward, &g)) && fuzz_ok(cx, om_verify(g))) {
+                uint8_t ones[256];
+                memset(ones, 1, sizeof ones);
+                if (g->inputs.n <= sizeof ones && g->outputs.n <= sizeof ones) {
+                    s = om_grad_build(cx, g, ones, ones, &joint);
+                    if (s == OM_INTERNAL) om_ctx_clear(cx); /* sizes that only the run can compare: the builder says so */
+                    else if (fuzz_ok(cx, s) && fuzz_ok(cx, om_verify(joint))) fuzz_text(cx, joint);
+                }
+            }
+        }
+    }
+    om_graph_free(joint);
+    om_graph_free(g);
+    om_ctx_free(cx);
+    if (fuzz_live) {
+        fprintf(stderr, "%zu bytes leaked\n", fuzz_live);
+        abort();
+    }
+    return 0;
+}

@@ -1,0 +1,38 @@
+"""Writes the seeds of fuzz_onnx.c: the models of test_onnx.py and a few graphs as text.    python tests/fuzz/seeds.py FOLDER"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import test_onnx  # noqa: E402
+
+TEXT = """graph {
+  sym s0 = x[1]
+  input x: f32[2, s0*12 + 3]
+  param w "odd name": f32[7, 2]
+  const c0: i64[2] = [1, -2]
+  const c1: bf16[1] = hex "803f"
+  y = matmul(w, x, _)
+  z, m, r = layer_norm(y, _, _) {axis=1, eps=1e-05} @"h.0" "model.py":12 rng=3 seg=1
+  output z
+  write w -> w
+  grad w = none
+}
+"""
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, key in enumerate(test_onnx.CASES):
+        for dynamic in (False, True):
+            model, _ = test_onnx.model_of(key, dynamic)
+            (folder / f"{i}_{int(dynamic)}.onnx").write_bytes(model.SerializeToString())
+    (folder / "shapes.onnx").write_bytes(test_onnx.shape_model()[0].SerializeToString())
+    (folder / "graph.txt").write_text(TEXT)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
