@@ -74,7 +74,7 @@ class WithLoss(nn.Module):
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 7)
+        self.first = nn.Linear(5, 7, bias=False)
         self.bn = nn.BatchNorm1d(7)
         self.second = nn.Linear(7, 3)
 

@@ -4,7 +4,10 @@ Random graphs (hypothesis) of views, pointwise, reductions, products, outputs th
 reuse and in-place, with no reuse, and with dead memory filled with NaN bytes. Overlaps are checked by code that shares nothing with plan.c.
 """
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch

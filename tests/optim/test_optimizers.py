@@ -16,7 +16,8 @@ from ortmodule.optim import AdamWMode, FusedAdam, FusedLAMB, FusedSGD, clip_grad
 
 def net(dtype=torch.float32, seed=1):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 11), torch.nn.LayerNorm(11), torch.nn.Linear(11, 5)).to(dtype)
+    layers = [torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 11), torch.nn.LayerNorm(11), torch.nn.Linear(11, 5)]
+    return torch.nn.Sequential(*layers).to(dtype)
 
 
 def train(model, opt, steps, seed=3, scheduler=None, clip=None):
