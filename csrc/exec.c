@@ -63,7 +63,7 @@ static bool poison(void) {
 static void poison_dead(om_run *r, int pc) {
     for (uint32_t i = 0; i < r->plan->n_st; i++) {
         const om_storage *s = &r->plan->st[i];
-        if (s->where == OM_W_ARENA && s->last == pc && s->first <= pc) memset(r->arena + s->offset, 0xff, (size_t)s->size);
+        if (s->where == OM_W_ARENA && s->last == pc) memset(r->arena + s->offset, 0xff, (size_t)s->size);
     }
 }
 

@@ -2,7 +2,7 @@
  *
  * Own kernel (kernels/gemm.k.c). One product is cut into row blocks whose packed A fits BLOCK_BYTES; each block is one
  * parallel_for: workers first claim panels of A and pack them, wait for the packing that others have claimed, then claim
- * tasks = (column panel, group of rows). Nobody waits for work that no running thread holds, so the scheme also finishes
+ * tasks = (block of columns, group of rows). Nobody waits for work that no running thread holds, so the scheme also finishes
  * when the host runs the pieces one after the other. Row groups exist only to give every thread work when C is narrow.
  * Many products: whole products are the tasks, each worker packing for itself.
  *
@@ -20,7 +20,8 @@ enum {
     BLOCK_BYTES = 8 << 20,       /* packed A shared by all workers: streams from L3 */
     OWN_BLOCK_BYTES = 1 << 20,   /* packed A of a worker that has a product to itself */
     BLOCK_ROWS = 512,            /* rows a block should have, to pay for packing B: deeper products are cut along k instead */
-    NARROW_ROWS = 1024,          /* rows of a task whose C is summed aside: bounds the private panel */
+    NARROW_ROWS = 512,           /* rows of a task whose C is summed aside: bounds the private block */
+    SLIVER = 8,               /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
 };
 static const double MIN_FLOPS = 4e5; /* less work than this does not pay for waking a thread */
@@ -41,9 +42,9 @@ static const om_gemm_type *gemm_type(int dtype) {
 
 static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-/* Bytes one worker needs to fill a column panel of `rows` rows. */
+/* Bytes one worker needs to fill a column block of `rows` rows. */
 static int64_t gemm_work_size(const om_gemm_type *t, bool narrow, int64_t rows) {
-    return round_up(((int64_t)t->kc + (narrow ? rows : 0)) * t->nr * t->elem, 64);
+    return round_up(((int64_t)t->kc + (narrow ? rows : 0)) * t->cols * t->elem, 64);
 }
 
 /* What is computed: sizes after the choice of orientation, blocks, workers. A pure function of the arguments' form and
@@ -59,8 +60,8 @@ typedef struct gemm_plan {
 static gemm_plan gemm_plan_make(om_ctx *cx, const om_gemm_args *a) {
     const om_gemm_type *t = gemm_type(a->dtype);
     gemm_plan p = {.t = t, .m = a->m, .n = a->n, .k = a->k, .narrow = a->dtype == OM_BF16 || a->dtype == OM_F16};
-    bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < t->nr / 2 && a->m > a->n;
-    p.swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < t->nr && a->n >= a->m);
+    bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
+    p.swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
     if (p.swap) p.m = a->n, p.n = a->m;
     int threads = om_num_threads(cx);
     double flops = 2.0 * (double)p.m * (double)p.n * (double)(p.k ? p.k : 1), all = flops * (double)a->batch;
@@ -79,8 +80,8 @@ static gemm_plan gemm_plan_make(om_ctx *cx, const om_gemm_args *a) {
     if (p.narrow && rows > NARROW_ROWS / t->mr * t->mr) rows = NARROW_ROWS / t->mr * t->mr;
     if (rows > p.m) rows = round_up(p.m, t->mr);
     p.block_rows = rows;
-    int64_t col_panels = (p.n + t->nr - 1) / t->nr, groups = 1, row_panels = rows / t->mr;
-    if (!alone && col_panels < 4 * p.workers && col_panels > 0) groups = (4 * p.workers + col_panels - 1) / col_panels;
+    int64_t col_blocks = (p.n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
+    if (!alone && col_blocks < 4 * p.workers && col_blocks > 0) groups = (4 * p.workers + col_blocks - 1) / col_blocks;
     p.group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
     if (p.group_rows < 4 * t->mr) p.group_rows = 4 * t->mr;
     p.pack_size = round_up((p.block_rows / t->mr + 1) * om_gemm_panel_size(t, p.block_k) * t->elem, 64);
@@ -127,7 +128,7 @@ static void gemm_alone(const gemm_plan *p, const om_gemm_job *j, void *pack, voi
         do { /* at least once: k = 0 still writes C */
             om_gemm_job b = gemm_block(p, j, row, k, pack);
             p->t->pack_a(&b, 0, (b.m + p->t->mr - 1) / p->t->mr);
-            for (int64_t col = 0; col < b.n; col += p->t->nr) p->t->panel(&b, 0, b.m, col, work);
+            for (int64_t col = 0; col < b.n; col += p->t->cols) p->t->block(&b, 0, b.m, col, b.n - col < p->t->cols ? b.n : col + p->t->cols, work);
             k += p->block_k;
         } while (k < j->k);
     }
@@ -145,9 +146,9 @@ static void gemm_worker(void *arg, int64_t begin, int64_t end) { /* the piece's 
     for (int spin = 0; atomic_load(&r->packed) < r->panels;)
         if (++spin > 1000) sched_yield();
     for (long long i; (i = atomic_fetch_add(&r->task_next, 1)) < r->tasks;) {
-        int64_t col = i / r->groups * r->t->nr, row = i % r->groups * r->group_rows;
-        int64_t to = row + r->group_rows < r->job.m ? row + r->group_rows : r->job.m;
-        if (row < to) r->t->panel(&r->job, row, to, col, work);
+        int64_t col = i / r->groups * r->t->cols, col1 = col + r->t->cols < r->job.n ? col + r->t->cols : r->job.n;
+        int64_t row = i % r->groups * r->group_rows, row1 = row + r->group_rows < r->job.m ? row + r->group_rows : r->job.m;
+        if (row < row1) r->t->block(&r->job, row, row1, col, col1, work);
     }
 }
 
@@ -189,7 +190,7 @@ static void gemm_own(om_ctx *cx, const om_gemm_args *a, const gemm_plan *p, char
                               .group_rows = p->group_rows};
                 r.panels = (r.job.m + p->t->mr - 1) / p->t->mr;
                 r.groups = (r.job.m + p->group_rows - 1) / p->group_rows;
-                r.tasks = (r.job.n + p->t->nr - 1) / p->t->nr * r.groups;
+                r.tasks = (r.job.n + p->t->cols - 1) / p->t->cols * r.groups;
                 om_parallel_for(cx, p->workers, 1, gemm_worker, &r);
                 k += p->block_k;
             } while (k < j.k);

@@ -46,12 +46,12 @@ typedef struct om_gemm_job {         /* one product whose A fits its packed form
 } om_gemm_job;
 
 typedef struct om_gemm_type {        /* one compute type of one instruction set */
-    int mr, nr, kc, elem;            /* register tile; depth of a B panel; bytes of the compute type */
+    int mr, cols, kc, elem;          /* rows of a packed panel of A; columns and depth of a packed block of B; bytes of the compute type */
     int slack;                       /* elements after a packed panel that packing may overwrite */
     void (*pack_a)(const om_gemm_job *g, int64_t panel0, int64_t panel1);
-    /* C[row0:row1, col0:col0+nr]; row0 a multiple of mr. `work`: kc * nr elements, then (row1 - row0) * nr when C is stored
-     * narrower than the compute type. */
-    void (*panel)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, void *work);
+    /* C[row0:row1, col0:col1]; row0 a multiple of mr, at most `cols` columns. `work`: kc * cols elements, then
+     * (row1 - row0) * cols when C is stored narrower than the compute type. */
+    void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work);
 } om_gemm_type;
 
 typedef struct om_gemm_kernels { om_gemm_type f32, f64; } om_gemm_kernels;

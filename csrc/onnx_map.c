@@ -221,25 +221,6 @@ static om_status map_identity(om_onnx *o) {
     return o->cx->status;
 }
 
-/* Integer division truncates in ONNX: the floor, plus one where it is inexact and the signs differ. */
-static om_status map_div(om_onnx *o) {
-    om_id a = IN(0), b = IN(1);
-    om_type t = map_type_of(o, a);
-    if (FAILED) return o->cx->status;
-    if (om_is_float(t.dtype)) {
-        om_onnx_set(o, 0, MAKE2(div, a, b));
-        return o->cx->status;
-    }
-    om_id q = MAKE2(floor_div, a, b);
-    if (!index_nonneg(o->g, a, 0) || !index_nonneg(o->g, b, 0)) {
-        om_id zero = map_like(o, a, 0), inexact = MAKE2(ne, MAKE2(mul, q, b), a);
-        om_id differ = MAKE2(xor, MAKE2(lt, a, zero), MAKE2(lt, b, zero));
-        q = map_where(o, MAKE2(and, inexact, differ), MAKE2(add, q, map_like(o, a, 1)), q);
-    }
-    om_onnx_set(o, 0, q);
-    return o->cx->status;
-}
-
 static om_status map_mod(om_onnx *o) {
     om_id a = IN(0), b = IN(1);
     om_onnx_set(o, 0, om_onnx_int(o, "fmod", 0) ? MAKE2(fmod, a, b) : MAKE2(mod, a, b));
@@ -254,13 +235,6 @@ static om_status map_pow(om_onnx *o) {
     int work = ta == tb || om_is_float(ta) ? ta : om_is_float(tb) ? OM_F64 : ta;
     om_id y = MAKE2(pow, om_b_cast(o->g, a, work), om_b_cast(o->g, b, work));
     om_onnx_set(o, 0, om_b_cast(o->g, y, ta));
-    return o->cx->status;
-}
-
-static om_status map_bitwise_not(om_onnx *o) {
-    om_id x = IN(0);
-    om_type t = map_type_of(o, x);
-    om_onnx_set(o, 0, t.dtype == OM_BOOL ? MAKE1(not, x) : MAKE2(xor, x, map_like(o, x, -1)));
     return o->cx->status;
 }
 
@@ -1422,7 +1396,7 @@ const om_onnx_op om_onnx_ops[] = {
     {"", "Neg", 1, 1, 1, map_unary, S(neg), &om_op_neg},
     {"", "Abs", 1, 1, 1, map_unary, S(abs), &om_op_abs},
     {"", "Not", 1, 1, 1, map_unary, S(not), &om_op_not},
-    {"", "BitwiseNot", 1, 1, 1, map_bitwise_not, NULL, NULL},
+    {"", "BitwiseNot", 1, 1, 1, map_unary, NULL, &om_op_not},
     {"", "IsInf", 1, 1, 1, map_isinf, NULL, NULL},
     {"", "Gelu", 1, 1, 1, map_gelu, NULL, NULL},
     {"", "LeakyRelu", 1, 1, 1, map_leaky_relu, NULL, NULL},
@@ -1437,7 +1411,7 @@ const om_onnx_op om_onnx_ops[] = {
     {"", "Add", 2, 2, 1, map_binary, S(arith), &om_op_add},
     {"", "Sub", 2, 2, 1, map_binary, S(arith), &om_op_sub},
     {"", "Mul", 2, 2, 1, map_binary, S(arith), &om_op_mul},
-    {"", "Div", 2, 2, 1, map_div, S(arith), NULL},
+    {"", "Div", 2, 2, 1, map_binary, S(arith), &om_op_div},
     {"", "Mod", 2, 2, 1, map_mod, S(arith), NULL},
     {"", "Pow", 2, 2, 1, map_pow, NULL, NULL},
     {"", "Max", 1, -1, 1, map_variadic, S(arith), &om_op_maximum},

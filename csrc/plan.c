@@ -530,6 +530,8 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     if (s == OM_OK) {
         reads_note(&pl);
         bytes_count(&pl);
+        for (uint32_t i = 0; i < pl.st.n; i++) /* storages that live in another's place are no more */
+            if (pl.alias[i] != i) pl.st.v[i].first = pl.st.v[i].last = -1;
         p->calls = om_arena_copy(m, pl.calls.v, pl.calls.n * sizeof *p->calls);
         p->st = om_arena_copy(m, pl.st.v, pl.st.n * sizeof *p->st);
         p->n_calls = (int)pl.calls.n;

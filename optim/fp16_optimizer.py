@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,7 +82,7 @@ class MixedPrecision(torch.optim.Optimizer):
     """Methods that FP16_Optimizer adds to an optimizer's class."""
 
     _scaler: DynamicLossScaler
-    _masters: dict[Tensor, Tensor]  # 16-bit parameter -> f32 master; empty for our fused optimizers
+    _f32_of: dict[Tensor, Tensor]  # 16-bit parameter -> f32 master; empty for our fused optimizers
     _names: dict[int, tuple[str, str]]  # id of a parameter -> its name, its module
     _inner_step: Any
     master_weights: Any
@@ -100,9 +101,18 @@ class MixedPrecision(torch.optim.Optimizer):
         self._overflows_in_a_row = 0
         self.first_overflow: tuple[str, str] | None = None
         self._fused = isinstance(self, FusedOptimizer)
-        # A scheduler made before replaces `step` on the instance by a wrapper around the class's: it becomes the inner step.
+        # A scheduler made before has put a wrapper of the class's step on the instance: it becomes the inner step, and what takes its
+        # place carries the mark by which schedulers recognise their wrapper.
         self._inner_step = self.__dict__.pop("step", None)
-        self._masters = {}
+        if self._inner_step is not None:
+            this = weakref.ref(self)
+
+            def step(closure: Callable[[], Any] | None = None) -> Any:
+                return MixedPrecision.step(this(), closure)  # type: ignore[arg-type]
+
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            self.step = step  # type: ignore[method-assign]
+        self._f32_of = {}
         self._names = {}
         if model is not None:
             for prefix, module in model.named_modules():
@@ -120,23 +130,23 @@ class MixedPrecision(torch.optim.Optimizer):
     def _add_masters(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.dtype in HALF and p not in self._masters:
-                    self._masters[p] = p.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+                if p.dtype in HALF and p not in self._f32_of:
+                    self._f32_of[p] = p.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
                     if p in self.state:  # the optimizer has run before
                         old = self.state.pop(p)
-                        self.state[self._masters[p]] = {
+                        self.state[self._f32_of[p]] = {
                             k: v.float() if isinstance(v, Tensor) and v.dtype in HALF else v for k, v in old.items()
                         }
 
     @contextmanager
     def _with_masters(self) -> Iterator[None]:
         """While inside, param_groups hold the masters instead of the 16-bit parameters."""
-        if not self._masters:
+        if not self._f32_of:
             yield
             return
         kept = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
-            group["params"] = [self._masters.get(p, p) for p in group["params"]]
+            group["params"] = [self._f32_of.get(p, p) for p in group["params"]]
         try:
             yield
         finally:
@@ -201,6 +211,7 @@ class MixedPrecision(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._opt_called = True  # what schedulers look for, also when this step is left out
         params, grads = self._grads()
         scaled, factor = self._scaled, self._inverse_scale() * self._clip
         if scaled:
@@ -245,19 +256,18 @@ class MixedPrecision(torch.optim.Optimizer):
         if factor == 1.0:
             self._call_inner_step()
             return
-        before = self.grad_scale
-        self.grad_scale = 1.0 / factor if before is None else float(before) / factor
+        self.grad_scale = 1.0 / factor
         try:
             self._call_inner_step()
         finally:
-            self.grad_scale = before
+            del self.grad_scale
 
     def _step_masters(self, params: list[Tensor], grads: list[Tensor], factor: float) -> None:
-        if any(p.dtype in HALF and p not in self._masters for p in params):
+        if any(p.dtype in HALF and p not in self._f32_of for p in params):
             self._add_masters()  # a group was added
         if factor != 1.0:
-            scale_into([g for p, g in zip(params, grads) if p not in self._masters], None, factor)
-        half = [(p, self._masters[p], g) for p, g in zip(params, grads) if p in self._masters]
+            scale_into([g for p, g in zip(params, grads) if p not in self._f32_of], None, factor)
+        half = [(p, self._f32_of[p], g) for p, g in zip(params, grads) if p in self._f32_of]
         for _, master, _ in half:
             master.grad = torch.empty_like(master)
         scale_into([m.grad for _, m, _ in half], [g for _, _, g in half], factor)  # type: ignore[misc]
@@ -289,7 +299,7 @@ class MixedPrecision(torch.optim.Optimizer):
         """The inner optimizer's state over the masters, plus "fp16_optimizer": scaler, counters, masters. Plain tensors and numbers."""
         with self._with_masters():
             out = super().state_dict()
-        masters = [self._masters.get(p) for group in self.param_groups for p in group["params"]]
+        masters = [self._f32_of.get(p) for group in self.param_groups for p in group["params"]]
         out["fp16_optimizer"] = {
             **self._scaler.state_dict(),
             "steps": self.steps,
@@ -311,5 +321,5 @@ class MixedPrecision(torch.optim.Optimizer):
             self.steps, self.skipped_steps = int(own["steps"]), int(own["skipped_steps"])
             self._overflows_in_a_row = int(own["overflows_in_a_row"])
         for i, p in enumerate(params):
-            if p in self._masters:
-                self._masters[p].copy_(own.get("masters", {}).get(i, p.detach()))
+            if p in self._f32_of:
+                self._f32_of[p].copy_(own.get("masters", {}).get(i, p.detach()))

@@ -40,8 +40,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
     _moments: tuple[str, ...] = ()
-    grad_scale: Tensor | float | None = None
-    found_inf: Tensor | float | None = None
 
     def __init__(
         self,
@@ -94,6 +92,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name in moments:
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+        if moments:
+            state["step"] = torch.zeros((), dtype=torch.float32)
         self._init_master(p, state)
 
     def _init_master(self, p: Tensor, state: dict[str, Any]) -> None:
@@ -119,7 +119,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             state = self.state[p]
             if len(state) == 0:
                 self._init_state(p, state, self._moments)
-                state["step"] = torch.zeros((), dtype=torch.float32)
             store = NEAREST if plain else self._store_of(p)
             entry = lists.get(store)
             if entry is None:
@@ -147,10 +146,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.found_inf is not None and float(self.found_inf) != 0:
+        found = getattr(self, "found_inf", None)  # GradScaler expects both attributes to be absent between steps
+        if found is not None and float(found) != 0:
             return loss
-        scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
-        self._update(1.0 / scale)
+        scale = getattr(self, "grad_scale", None)
+        self._update(1.0 if scale is None else 1.0 / float(scale))
         return loss
 
     def _update(self, inv_scale: float) -> None:
@@ -207,7 +207,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         dtype = {"master_weight": torch.float32, "master_rest": torch.int16}.get(name, self._moment_dtype_of(p))
                         state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
                 step = source.get("step", group.get("step", 0))
-                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+                if self._moments:
+                    state["step"] = torch.tensor(float(step), dtype=torch.float32)
                 steps.append(int(step))
                 self._load_master(p, state)
             group.setdefault("step", max(steps, default=0))
@@ -226,6 +227,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "master_weight" in state and store in (NEAREST, STOCHASTIC):
             del state["master_weight"]
         self._init_master(p, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        plain = {k: v for k, v in self.__dict__.items() if v is None or isinstance(v, (bool, int, float, str, torch.dtype))}
+        return {**plain, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -93,8 +93,8 @@ class Run:
     def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
         """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, uid, its inputs). The inputs are
         strided views of engine memory, valid until the run ends (clone to keep); None where left out. Answer with host_done, then resume
-        again. In a backward the inputs are the gradients of the forward node's outputs (zeros where none arrived) and the answer is one
-        gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same in both directions."""
+        again. In a backward the inputs are the gradients of the forward node's floating-point outputs (zeros where none
+        arrived) and the answer is one gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same in both directions."""
     def host_done(self, outputs: Sequence[Tensor | None]) -> None:
         """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
     def outputs(self) -> list[Tensor]:

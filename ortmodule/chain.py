@@ -65,7 +65,7 @@ class Variant:
         self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
-        self.want: Want = {node: list(want) for node, _, backward, want in info["host_nodes"] if backward}
+        self.want: Want = {(index, uid): list(want) for uid, index, backward, want in info["host_nodes"] if backward}
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:

@@ -5,7 +5,7 @@ and hands over the node's inputs. `drive` answers such stops until the engine is
   forward   the inputs are detached, those that are floats require grad, PyTorch computes under enable_grad and builds the node's own
             small autograd graph, a Region; the engine gets the detached outputs. Without a backward: plain no_grad, nothing kept.
   backward  the gradients of the outputs come in, torch.autograd.grad walks the Region, the gradients of the inputs go back.
-Regions live in the dictionary of one forward, keyed by the forward node's id, so several forwards may be in flight.
+Regions live in the dictionary of one forward, keyed by the node, so several forwards may be in flight.
 
 Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, so its inputs are copies, except when
 they are the caller's own tensors (parameters of a submodule in PyTorch): those are used as they are.
@@ -35,8 +35,9 @@ class Region:
         self.outputs = outputs
 
 
-Regions = dict[int, Region]
-Want = dict[int, list[int]]
+Key = tuple[int, int]  # a host node: row of the table of host operations, uid
+Regions = dict[Key, Region]
+Want = dict[Key, list[int]]
 """Per host node that takes part in a backward: the positions of its inputs that want a gradient."""
 
 
@@ -52,8 +53,8 @@ class Host:
         stop = run.resume()
         while stop is not None:
             start = perf_counter()
-            index, node, inputs = stop
-            self._forward(run, index, node, inputs, regions, want, own)
+            index, uid, inputs = stop
+            self._forward(run, (index, uid), inputs, regions, want, own)
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume()
 
@@ -62,14 +63,14 @@ class Host:
         stop = run.resume(segment)
         while stop is not None:
             start = perf_counter()
-            index, node, grads = stop
-            run.host_done(_region_grads(regions[node], want[node], grads, retain))
+            index, uid, grads = stop
+            run.host_done(_region_grads(regions[index, uid], want[index, uid], grads, retain))
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume(segment)
 
-    def _forward(self, run: _C.Run, index: int, node: int, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
+    def _forward(self, run: _C.Run, node: Key, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
                  own: Sequence[Tensor]) -> None:  # fmt: skip
-        op = self.ops[index]
+        op = self.ops[node[0]]
         wanted = want.get(node)
         if wanted is None:
             with torch.no_grad():
@@ -92,8 +93,9 @@ class Host:
 
 
 def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:
-    """grads: of every output, in order. -> gradients of the wanted inputs, None = zero."""
-    pairs = [(t, g) for t, g in zip(region.outputs, grads, strict=True) if g is not None and t.requires_grad]
+    """grads: of every floating-point output, in order. -> gradients of the wanted inputs, None = zero."""
+    floats = [t for t in region.outputs if t.is_floating_point()]
+    pairs = [(t, g) for t, g in zip(floats, grads, strict=True) if g is not None and t.requires_grad]
     if not pairs:
         return [None] * len(wanted)
     outputs, incoming = zip(*pairs, strict=True)

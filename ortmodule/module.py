@@ -16,6 +16,8 @@ import contextlib
 import copy
 import inspect
 import logging
+import os
+import sys
 import threading
 import types
 from collections import OrderedDict
@@ -36,6 +38,7 @@ from .report import EagerEntry, GraphEntry, HostEntry, Report
 logger = logging.getLogger("ortmodule")
 
 _EAGER_LIMIT = 64  # call structures of one module remembered
+_EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -154,7 +157,7 @@ class State:
         key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
         site = self.sites.get(key)
         if site is None or [p.requires_grad for p in site.params] != site.params_grad:
-            site = self.find_site(key, structure, env)
+            site = self.find_site(key, structure, env, args, kwargs)
         if site.entry.eager is not None:
             site.entry.eager.calls += 1
             return self.module.forward(*args, **kwargs)
@@ -189,7 +192,8 @@ class State:
 
     # --- the slow path -----------------------------------------------------------------------------
 
-    def find_site(self, key: tuple[Any, ...], structure: Hashable, env: tuple[Any, ...]) -> _Site:
+    def find_site(self, key: tuple[Any, ...], structure: Hashable, env: tuple[Any, ...], args: tuple[Any, ...],
+                  kwargs: dict[str, Any]) -> _Site:  # fmt: skip
         """Something changed (or this is the first call): what do we know about the state the module is in now?"""
         with self.lock:
             reason = guard.refuse(self.module)
@@ -209,6 +213,8 @@ class State:
                                                    "that forward reads change from call to call; pass them as arguments")  # fmt: skip
                 if self.settings.disable:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
+                elif _holds_cache(args, kwargs):
+                    entry.eager = self.eager_entry("an argument is a generation cache, which forward edits and which grows at every call")
             site = _Site(entry, fast, own)
             if len(self.sites) >= _EAGER_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
@@ -412,8 +418,6 @@ class State:
         path = self.settings.save_path
         if path is None:
             return
-        import os
-
         os.makedirs(path, exist_ok=True)
         mode = "training" if self.module.training and torch.is_grad_enabled() else "inference"
         name = f"{self.settings.save_prefix}{type(self.module).__name__}_{len(self.every)}_{mode}.onnx"
@@ -464,15 +468,31 @@ def _undisturbed() -> Iterator[None]:
     def others(record: logging.LogRecord) -> bool:
         return record.thread != thread or not record.name.startswith("torch.")
 
-    handlers = [*logging.getLogger("torch").handlers, *logging.getLogger().handlers]
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name == "torch" or name.startswith("torch.")]
+    handlers = {handler for log in (logging.root, *loggers) for handler in log.handlers}
     for handler in handlers:
         handler.addFilter(others)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), contextlib.redirect_stderr(_Stderr(sys.stderr)):
             yield
     finally:
         for handler in handlers:
             handler.removeFilter(others)
+
+
+class _Stderr:
+    """sys.stderr without the half-made graph that torch.export prints there when it fails."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def write(self, text: str) -> int:
+        if sys._getframe(1).f_code.co_filename.endswith(_EXPORTER):
+            return len(text)
+        return int(self.inner.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class _Holder(nn.Module):
@@ -484,6 +504,11 @@ class _Holder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.m.forward(*args, **kwargs)
+
+
+def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A Hugging Face Cache among the arguments."""
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for v in (*args, *kwargs.values()) for c in type(v).__mro__)
 
 
 def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:

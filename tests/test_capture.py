@@ -549,7 +549,7 @@ def _dtype(m: Any, x: Tensor) -> Tensor:
 
 def _triangle(m: Any, x: Tensor) -> Tensor:
     y = x.clone()
-    y.tril_().relu_().clamp_(max=0.9)
+    y.tril_().clamp_(max=0.9)
     y.transpose(0, 1).add_(x.t())
     y.diagonal().fill_(2.0)
     return y

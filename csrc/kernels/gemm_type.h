@@ -2,6 +2,9 @@
 #ifndef GEMM_KC
 #define GEMM_KC 512 /* measured: 256 to 768 are within 3 %, 512 the best on both shapes of cache */
 #endif
+#ifndef GEMM_WIDTH
+#define GEMM_WIDTH 4
+#endif
 #undef NR
 #define NR (OM_NV * VL)
 
@@ -150,60 +153,61 @@ static __attribute__((noinline)) void N(tile_full)(int64_t kc, const T *a, const
     N(tile_run)(OM_MR, OM_NV, kc, a, b, ldb, t);
 }
 
-static void N(panel)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, void *work) {
-    T *bp = work, *wide = bp + GEMM_KC * NR; /* `wide`: C in the compute type, when it is stored narrower */
-    int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15, width = g->n - col0 < NR ? g->n - col0 : NR;
-    int nv = (int)((width + VL - 1) / VL);
+/* B[k0:k0+kc, col0:col1] as panels of NR columns, GEMM_KC * NR apart; columns after n are 0. */
+static void N(pack_cols)(const om_gemm_job *g, T *dst, int64_t k0, int64_t kc, int64_t col0, int64_t col1) {
+    for (int64_t c = col0; c < col1; c += NR, dst += GEMM_KC * NR) {
+        int64_t w = col1 - c < NR ? col1 - c : NR;
+        N(pack_b)(g, dst, (w + VL - 1) / VL * VL, k0, kc, c, w);
+    }
+}
+
+static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work) {
+    enum { COLS = GEMM_WIDTH * NR };
+    T *bp = work, *wide = bp + GEMM_KC * COLS; /* `wide`: C in the compute type, when it is stored narrower */
+    int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15, width = col1 - col0;
     bool narrow = g->dtype != STORE_T;
-    T bias[NR];
+    /* too few rows to pay for packing: B is read where it is (all but the last, incomplete panel) */
+    bool direct = g->csb == 1 && !narrow && row1 - row0 <= 2 * OM_MR;
+    T bias[COLS];
     if (g->bias)
-        for (int64_t j = 0; j < NR; j++) {
+        for (int64_t j = 0; j < COLS; j++) {
             int64_t at = col0 + (j < width ? j : 0);
             bias[j] = g->dtype == OM_BF16 ? N(get)(g->bias, at, OM_BF16) : g->dtype == OM_F16 ? N(get)(g->bias, at, OM_F16) : N(get)(g->bias, at, STORE_T);
         }
-    N(tile) t = {.alpha = (T)g->alpha};
-    if (narrow) {
-        t.rs = NR;
-        t.cs = 1;
-        t.width = NR;
-        if (g->beta)
-            for (int64_t i = row0; i < row1; i++)
-                for (int64_t j = 0; j < width; j++) {
-                    int64_t at = i * g->rsc + (col0 + j) * g->csc;
-                    wide[(i - row0) * NR + j] = g->dtype == OM_BF16 ? N(get)(g->c, at, OM_BF16) : N(get)(g->c, at, OM_F16);
-                }
-    } else {
-        t.rs = g->rsc;
-        t.cs = g->csc;
-        t.width = width;
-    }
-    int64_t k0 = 0;
-    do { /* at least once: k = 0 still writes C */
-        int64_t kc = g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC, ldb = nv * VL;
-        const T *b = bp;
-        if (g->csb == 1 && width == NR && !narrow && row1 - row0 <= 2 * OM_MR) { /* too few rows to pay for packing */
-            b = (const T *)g->b + k0 * g->rsb + col0;
-            ldb = g->rsb;
-        } else {
-            N(pack_b)(g, bp, ldb, k0, kc, col0, width);
-        }
-        t.add = g->beta || k0 > 0;
-        t.bias = g->bias && k0 == 0 ? bias : NULL;
-        for (int64_t i = row0; i < row1; i += OM_MR) {
-            const T *a = (const T *)g->pa + i / OM_MR * size + k0 * OM_MR;
-            t.c = narrow ? wide + (i - row0) * NR : (T *)g->c + i * g->rsc + col0 * g->csc;
-            if (nv == OM_NV && row1 - i >= OM_MR) N(tile_full)(kc, a, b, ldb, &t);
-            else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, nv, kc, a, b, ldb, &t);
-        }
-        k0 += kc;
-    } while (k0 < g->k);
-    if (narrow) {
+    N(tile) t = {.alpha = (T)g->alpha, .rs = narrow ? COLS : g->rsc, .cs = narrow ? 1 : g->csc};
+    if (narrow && g->beta)
         for (int64_t i = row0; i < row1; i++)
             for (int64_t j = 0; j < width; j++) {
                 int64_t at = i * g->rsc + (col0 + j) * g->csc;
-                T x = wide[(i - row0) * NR + j];
+                wide[(i - row0) * COLS + j] = g->dtype == OM_BF16 ? N(get)(g->c, at, OM_BF16) : N(get)(g->c, at, OM_F16);
+            }
+    int64_t k0 = 0;
+    do { /* at least once: k = 0 still writes C */
+        int64_t kc = g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC;
+        int64_t in_place = direct ? width / NR * NR : 0; /* columns */
+        N(pack_cols)(g, bp + in_place / NR * GEMM_KC * NR, k0, kc, col0 + in_place, col1);
+        t.add = g->beta || k0 > 0;
+        for (int64_t i = row0; i < row1; i += OM_MR) {
+            const T *a = (const T *)g->pa + i / OM_MR * size + k0 * OM_MR;
+            for (int64_t j = 0; j < width; j += NR) {
+                int64_t w = width - j < NR ? width - j : NR, ldb = (w + VL - 1) / VL * VL;
+                const T *b = bp + j / NR * GEMM_KC * NR;
+                if (j < in_place) b = (const T *)g->b + k0 * g->rsb + col0 + j, ldb = g->rsb;
+                t.c = narrow ? wide + (i - row0) * COLS + j : (T *)g->c + i * g->rsc + (col0 + j) * g->csc;
+                t.width = narrow ? NR : w;
+                t.bias = g->bias && k0 == 0 ? bias + j : NULL;
+                if (w > NR - VL && row1 - i >= OM_MR) N(tile_full)(kc, a, b, ldb, &t);
+                else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, (int)((w + VL - 1) / VL), kc, a, b, ldb, &t);
+            }
+        }
+        k0 += kc;
+    } while (k0 < g->k);
+    if (narrow)
+        for (int64_t i = row0; i < row1; i++)
+            for (int64_t j = 0; j < width; j++) {
+                int64_t at = i * g->rsc + (col0 + j) * g->csc;
+                T x = wide[(i - row0) * COLS + j];
                 if (g->dtype == OM_BF16) N(put)(g->c, at, x, OM_BF16);
                 else N(put)(g->c, at, x, OM_F16);
             }
-    }
 }

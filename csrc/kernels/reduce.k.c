@@ -13,6 +13,8 @@ enum { LANES = 16 };
 #define PROD(a, x) ((a) * (x))
 #define MAX(a, x) ((x) > (a) || (x) != (x) ? (x) : (a))
 #define MIN(a, x) ((x) < (a) || (x) != (x) ? (x) : (a))
+#define OVER(a, x) ((x) > (a) ? (x) : (a)) /* as MAX and MIN, but a NaN never enters: one instruction */
+#define UNDER(a, x) ((x) < (a) ? (x) : (a))
 
 /* T: element; L: lane of a row; A: accumulator */
 #define ROW(name, OP, T, L, A, unit)                                                                \
@@ -57,6 +59,22 @@ enum { LANES = 16 };
                 acc[i] = OP(a, e);                                                                  \
             }                                                                                       \
     }
+/* Maximum, minimum: NaN is looked for apart, block by block, so that the extremum itself is one instruction. */
+#define EXTREME(name, OP, T, A, unit)                                                               \
+    static void row_##name(const void *px, int64_t n, void *pa) {                                   \
+        const T *x = px;                                                                            \
+        A *acc = pa;                                                                                \
+        for (int64_t i0 = 0; i0 < n; i0 += 1024) {                                                  \
+            const int64_t m = n - i0 < 1024 ? n - i0 : 1024;                                        \
+            A block = (A)(unit);                                                                    \
+            int nan = 0;                                                                            \
+            row_plain_##name(x + i0, m, &block);                                                    \
+            _Pragma("omp simd reduction(|:nan)") for (int64_t i = 0; i < m; i++) nan |= x[i0 + i] != x[i0 + i]; \
+            if (nan) block = (A)NAN;                                                                \
+            *acc = OP(*acc, block);                                                                 \
+        }                                                                                           \
+    }                                                                                               \
+    COL(name, OP, T, A)
 #define BOTH(name, OP, T, L, A, unit) ROW(name, OP, T, L, A, unit) COL(name, OP, T, A)
 BOTH(sum_F, SUM, float, double, double, 0)
 BOTH(sum_D, SUM, double, double, double, 0)
@@ -64,11 +82,15 @@ BOTH(sum_I, SUM, int64_t, uint64_t, uint64_t, 0)
 BOTH(prod_F, PROD, float, double, double, 1)
 BOTH(prod_D, PROD, double, double, double, 1)
 BOTH(prod_I, PROD, int64_t, uint64_t, uint64_t, 1)
-BOTH(max_F, MAX, float, float, double, -INFINITY)
-BOTH(max_D, MAX, double, double, double, -INFINITY)
+ROW(plain_max_F, OVER, float, float, double, -INFINITY)
+ROW(plain_max_D, OVER, double, double, double, -INFINITY)
+ROW(plain_min_F, UNDER, float, float, double, INFINITY)
+ROW(plain_min_D, UNDER, double, double, double, INFINITY)
+EXTREME(max_F, MAX, float, double, -INFINITY)
+EXTREME(max_D, MAX, double, double, -INFINITY)
+EXTREME(min_F, MIN, float, double, INFINITY)
+EXTREME(min_D, MIN, double, double, INFINITY)
 BOTH(max_I, MAX, int64_t, int64_t, int64_t, INT64_MIN)
-BOTH(min_F, MIN, float, float, double, INFINITY)
-BOTH(min_D, MIN, double, double, double, INFINITY)
 BOTH(min_I, MIN, int64_t, int64_t, int64_t, INT64_MAX)
 
 #define FIND(name, T)                                                                               \

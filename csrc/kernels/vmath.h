@@ -24,6 +24,16 @@ VM float vm_flt(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
 VM int64_t vm_int64(double x) { int64_t i; memcpy(&i, &x, 8); return i; }
 VM double vm_dbl(int64_t i) { double x; memcpy(&x, &i, 8); return x; }
 
+/* c ? a : b by bits: never a branch, so a loop with many of them still vectorises */
+VM float vm_pick(int32_t c, float a, float b) {
+    const int32_t m = -(c != 0);
+    return vm_flt((vm_int(a) & m) | (vm_int(b) & ~m));
+}
+VM double vm_pick64(int64_t c, double a, double b) {
+    const int64_t m = -(int64_t)(c != 0);
+    return vm_dbl((vm_int64(a) & m) | (vm_int64(b) & ~m));
+}
+
 #define VM_MAGIC 12582912.0f            /* 1.5 * 2^23 */
 #define VM_MAGIC64 6755399441055744.0   /* 1.5 * 2^52 */
 #define VMATH_TRIG_MAX 1048576.0f
@@ -58,19 +68,21 @@ VM float exp_f32(float x) {
     return p * vm_flt((h + 127) << 23) * vm_flt((n - h + 127) << 23);
 }
 
-/* e^x, one factor: x is clamped to [-87, 87]. For 1 / (1 + e^x) and the like, where more would only make subnormals. */
-VM float vm_exp_mid(float x) {
-    x = x > 87.0f ? 87.0f : x;
-    x = x < -87.0f ? -87.0f : x;
+/* e^x for x known to lie in [-87, 87] */
+VM float vm_exp_raw(float x) {
     VM_EXP_REDUCE(x, n, r);
     return (1 + (r + r * r * vm_exp_poly(r))) * vm_flt((n + 127) << 23);
 }
 
+/* e^x, one factor: x is clamped to [-87, 87]. For 1 / (1 + e^x) and the like, where more would only make subnormals. */
+VM float vm_exp_mid(float x) {
+    x = x > 87.0f ? 87.0f : x;
+    return vm_exp_raw(x < -87.0f ? -87.0f : x);
+}
+
 /* e^x for x <= 0 (softmax): exactly 0 below -87, so masked scores (-inf) vanish. NaN stays. */
 VM float vm_exp_neg(float x) {
-    const float c = x < -87.0f ? -87.0f : x;
-    VM_EXP_REDUCE(c, n, r);
-    const float e = (1 + (r + r * r * vm_exp_poly(r))) * vm_flt((n + 127) << 23);
+    const float e = vm_exp_raw(x < -87.0f ? -87.0f : x);
     return x < -87.0f ? 0 : e;
 }
 
@@ -87,9 +99,9 @@ VM float expm1_f32(float x) {
 
 VM float log_f32(float x) {
     const int32_t tiny = x < 1.17549435e-38f;
-    const float s = tiny ? x * 8388608.0f : x;
+    const float s = vm_pick(tiny, x * 8388608.0f, x);
     const int32_t i = vm_int(s) - 0x3F3504F3;        /* sqrt(1/2): m in [sqrt(1/2), sqrt 2) */
-    const float e = (float)((i >> 23) - (tiny ? 23 : 0));
+    const float e = (float)((i >> 23) - 23 * tiny);
     const float f = vm_flt((i & 0x007FFFFF) + 0x3F3504F3) - 1;
     float p = 0.0674661075f * f - 0.116756485f; /* log(1 + f) = f - f^2/2 + f^3 p; relative error 7.5e-10 */
     p = p * f + 0.118881742f;
@@ -103,16 +115,16 @@ VM float log_f32(float x) {
     float r = f * f2 * p - 2.12194440e-4f * e;
     r = r - 0.5f * f2;
     r = (r + f) + 0.693359375f * e;
-    r = x > 3.40282347e38f || x != x ? x : r;
-    r = x == 0 ? -INFINITY : r;
-    return x < 0 ? NAN : r;
+    r = vm_pick((x > 3.40282347e38f) | (x != x), x, r);
+    r = vm_pick(x == 0, -INFINITY, r);
+    return vm_pick(x < 0, NAN, r);
 }
 
 VM float log1p_f32(float x) {
     const float u = 1 + x, c = x - (u - 1); /* what the rounding of u lost */
     const float r = log_f32(u) + c / u;
-    const float s = u == 0 ? -INFINITY : r;
-    return x > 3.40282347e38f || x == 0 ? x : s;
+    const float s = vm_pick(u == 0, -INFINITY, r);
+    return vm_pick((x > 3.40282347e38f) | (x == 0), x, s);
 }
 
 VM float tanh_f32(float x) {
@@ -142,7 +154,7 @@ VM float erf_f32(float x) {
     g = g * t - 0.63751705f;
     g = g * t - 1.12747496f;
     g = g * t - 0.00024471916f;
-    const float far = copysignf(1 - vm_exp_mid(g), x);
+    const float far = copysignf(1 - vm_exp_raw(g), x);
     return a <= 1 ? near : a > 1 ? far : x; /* NaN */
 }
 
@@ -162,7 +174,7 @@ VM float cos_f32(float x) { return vm_sincos(x, 1); }
 
 VM float softplus_f32(float x) {
     const float e = log1p_f32(exp_f32(x));
-    return x > 20 ? x : e;
+    return vm_pick(x > 20, x, e);
 }
 
 #define VM_SQRT1_2 0.70710678118654752440
@@ -173,7 +185,7 @@ VM float gelu_f32(float x) { return x * 0.5f * (1 + erf_f32(x * (float)VM_SQRT1_
 VM float gelu_grad_f32(float dy, float x) {
     const float cdf = 0.5f * (1 + erf_f32(x * (float)VM_SQRT1_2));
     const float c = x > 13.0f ? 13.0f : x < -13.0f ? -13.0f : x; /* beyond, the density is below 1e-36 */
-    const float pdf = vm_exp_mid(-0.5f * c * c) * (float)VM_INV_SQRT_2PI;
+    const float pdf = vm_exp_raw(-0.5f * c * c) * (float)VM_INV_SQRT_2PI;
     return dy * (cdf + c * pdf);
 }
 /* x/2 (1 + tanh u) = x / (1 + e^-2u): no cancellation on the negative side */
@@ -205,11 +217,11 @@ VM float pow_f32(float x, float y) {
     l = l * q + 0.96179669388600009;
     l = l * q + 2.8853900817779445;
     double g = (double)(int32_t)(i >> 52) + s * l;
-    g = a > 3.5e38 ? INFINITY : g; /* infinity */
-    g = a == 0 ? -INFINITY : g;
+    g = vm_pick64(a > 3.5e38, INFINITY, g); /* infinity */
+    g = vm_pick64(a == 0, -INFINITY, g);
     double e = (double)y * g;
-    e = e > 200 ? 200 : e;
-    e = e < -200 ? -200 : e;
+    e = vm_pick64(e > 200, 200, e);
+    e = vm_pick64(e < -200, -200, e);
     const double t = e + VM_MAGIC64, n = t - VM_MAGIC64, r = e - n;
     double p = 1.3263680587377497e-06 * r + 1.531008650181444e-05; /* 2^r, relative error 7.8e-13 */
     p = p * r + 0.00015403413412313997;
@@ -221,17 +233,17 @@ VM float pow_f32(float x, float y) {
     p = p * r + 1.0000000000000269;
     float v = (float)(p * vm_dbl((vm_int64(t) - vm_int64(VM_MAGIC64) + 1023) << 52));
     const float b = fabsf(y);
-    const int32_t yi = (int32_t)(b < 16777216.0f ? y : 0);      /* from 2^24 on every float is an even integer */
-    const int32_t integer = b >= 16777216.0f || (float)yi == y, odd = yi & integer & 1;
-    v = odd ? copysignf(v, x) : v;
-    v = x < 0 && !integer && a < 3.5e38 ? NAN : v;
-    v = x != x || y != y ? NAN : v;
-    v = x == -1 && b > 3.40282347e38f ? 1 : v;
-    v = y == 2 ? x * x : v; /* exact cases: the same bits whether a power is a constant or one element of many */
-    v = y == 0.5f && x > 0 ? sqrtf(x) : v;
-    v = y == -1 ? 1 / x : v;
-    v = y == 3 ? x * x * x : v;
-    return y == 0 || x == 1 ? 1 : v;
+    const int32_t yi = (int32_t)vm_pick(b < 16777216.0f, y, 0); /* from 2^24 on every float is an even integer */
+    const int32_t integer = (b >= 16777216.0f) | ((float)yi == y), odd = yi & integer & 1;
+    v = vm_flt(vm_int(v) | ((vm_int(x) & INT32_MIN) & -odd));
+    v = vm_pick((x < 0) & !integer & (a < 3.5e38), NAN, v);
+    v = vm_pick((x != x) | (y != y), NAN, v);
+    v = vm_pick((x == -1) & (b > 3.40282347e38f), 1, v);
+    v = vm_pick(y == 2, x * x, v); /* exact cases: the same bits whether a power is a constant or one element of many */
+    v = vm_pick((y == 0.5f) & (x > 0), sqrtf(x), v);
+    v = vm_pick(y == -1, 1 / x, v);
+    v = vm_pick(y == 3, x * x * x, v);
+    return vm_pick((y == 0) | (x == 1), 1, v);
 }
 
 VM float fmod_f32(float x, float y) { return fmodf(x, y); }

@@ -189,7 +189,9 @@ static void put_range(void *arg, int64_t begin, int64_t end) {
 
 static void put_run(om_ctx *cx, put_job *j, int64_t outer) {
     /* few targets: cut rows too, so that every thread gets a share */
-    j->piece = j->n_targets < 8 * om_num_threads(cx) && j->row_size > 512 ? 512 : j->row_size;
+    const int64_t share = j->n_targets * outer > 0 ? (4 * om_num_threads(cx) + j->n_targets * outer - 1) / (j->n_targets * outer) : 1;
+    j->piece = (j->row_size / share + 511) & ~(int64_t)511;
+    if (share == 1 || j->piece > j->row_size || j->piece == 0) j->piece = j->row_size;
     j->n_pieces = (j->row_size + j->piece - 1) / j->piece;
     int64_t items = outer * j->n_pieces * j->n_targets, work = outer * (j->t.count + (j->zero ? j->n_targets : 0)) * j->row_size;
     int64_t per_item = work / (items ? items : 1) + 1;

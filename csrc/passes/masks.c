@@ -450,7 +450,9 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     } else {
         mx_id want = p.rest;
         if (!no_add) want = p.rest == m->t ? p.add : mx_fadd(m, p.add, mx_fsel(m, p.rest, mx_flt(m, 0), mx_flt(m, -INFINITY)), s->dtype);
-        if (want != MX_NONE && mx_at(m, want)->deps && (mx_at(m, want)->deps & ~axes) == 0 && mx_at(m, want)->deps != axes) {
+        uint32_t deps = want == MX_NONE ? 0 : mx_at(m, want)->deps;
+        bool free = want != MX_NONE && want != e && (m->origin.v[want] != MX_NONE || mx_at(m, want)->kind == MX_LOAD);
+        if (deps && (deps & ~axes) == 0 && (deps != axes || free)) {
             om_id v = masks_emit(s, want);
             if (v != OM_NONE) operand = v, smaller = true;
             else /* what was emitted on the way is dead, and with it its checks */

@@ -235,7 +235,7 @@ def test_grad_scaler(maker):
         scaler.update()
     assert scaler.get_scale() == 512.0
     torch.testing.assert_close(weights(a), weights(b), rtol=1e-5, atol=1e-6)
-    assert all(s["step"].item() == 5 for s in fused.state.values())
+    assert fused.param_groups[0]["step"] == 5 and all(s["step"].item() == 5 for s in fused.state.values() if maker != "sgd")
 
 
 def test_works_under_schedulers_and_clipping():
@@ -333,7 +333,7 @@ def test_closure_and_hooks():
 @pytest.mark.parametrize("limit", [0.1, 1e6])
 def test_clip_grad_norm(order, limit):
     torch.manual_seed(0)
-    ps = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 17), (5,), (0,), ())]
+    ps = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 17), (5,), ()) + ((0,),) * (order != math.inf)]  # torch refuses inf of nothing
     qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
     for p, q in zip(ps, qs):
         p.grad = torch.randn_like(p)
