@@ -21,7 +21,7 @@ enum {
     OWN_BLOCK_BYTES = 1 << 20,   /* packed A of a worker that has a product to itself */
     BLOCK_ROWS = 512,            /* rows a block should have, to pay for packing B: deeper products are cut along k instead */
     NARROW_ROWS = 512,           /* rows of a task whose C is summed aside: bounds the private block */
-    SLIVER = 8,               /* fewer columns than this, and more rows: compute the transpose */
+    SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
 };
 static const double MIN_FLOPS = 4e5; /* less work than this does not pay for waking a thread */
@@ -81,7 +81,7 @@ static gemm_plan gemm_plan_make(om_ctx *cx, const om_gemm_args *a) {
     if (rows > p.m) rows = round_up(p.m, t->mr);
     p.block_rows = rows;
     int64_t col_blocks = (p.n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
-    if (!alone && col_blocks < 4 * p.workers && col_blocks > 0) groups = (4 * p.workers + col_blocks - 1) / col_blocks;
+    if (!alone && col_blocks < 3 * p.workers && col_blocks > 0) groups = (3 * p.workers + col_blocks - 1) / col_blocks;
     p.group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
     if (p.group_rows < 4 * t->mr) p.group_rows = 4 * t->mr;
     p.pack_size = round_up((p.block_rows / t->mr + 1) * om_gemm_panel_size(t, p.block_k) * t->elem, 64);

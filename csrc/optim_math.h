@@ -18,7 +18,9 @@
 #ifndef OM_OPTIM_MATH_H
 #define OM_OPTIM_MATH_H
 
+#if !defined(__CUDACC_RTC__)
 #include <math.h>
+#endif
 
 #if defined(__CUDACC__)
 #define OM_FN __host__ __device__ static __forceinline__

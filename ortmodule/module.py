@@ -389,10 +389,13 @@ class State:
         holder = _Holder(self.module)
         own: dict[str, Tensor] = {}
         alias: dict[int, Tensor] = {}
-        for name, p in holder.named_parameters(remove_duplicate=False):
-            own[name] = alias.setdefault(id(p), p.view_as(p))
-        for name, b in holder.named_buffers(remove_duplicate=False):
-            own[name] = alias.setdefault(id(b), b.clone())
+        for prefix, m in self.module.named_modules(prefix="m"):  # a module under two names comes once, a tensor in two modules twice
+            for name, p in m._parameters.items():
+                if p is not None:
+                    own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
+            for name, b in m._buffers.items():
+                if b is not None:
+                    own[f"{prefix}.{name}"] = alias.setdefault(id(b), b.clone())
         out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
         outputs: list[Tensor | None] = []
         seen: dict[int, int] = {}

@@ -1,12 +1,11 @@
-/* gemm.k.c - the packed matrix product of one instruction set: packing of A, and one column panel of C.
+/* gemm.k.c - the packed matrix product of one instruction set: packing of A, and one block of columns of C.
  *
- *   pack A once      panels of MR rows, k-major: the micro-kernel broadcasts MR consecutive numbers per step
- *   per panel of C   NR columns: for each KC slice of k: pack B's slice (KC, NR) into the worker's cache, run the
- *                    micro-kernel over all row panels, add into C
- * A B panel (L1/L2) is read by every row panel, A streams by once per column panel. Packing takes any strides and any
- * storage type (bf16 and f16 become f32 here); where k is contiguous it transposes VL x VL blocks in registers.
- * C narrower than the compute type is summed in a private f32 panel and rounded once.
- * Slices of k run in order, so each element is one fixed chain of sums however the work is divided.
+ *   pack A once       panels of MR rows, k-major: the micro-kernel broadcasts MR consecutive numbers per step
+ *   per column block  for each KC slice of k: pack B's slice into the worker's L2 as panels of NR columns; for each panel
+ *                     of A and each panel of B: MR x NR products in registers, added into C
+ * Packing takes any strides and any storage type (bf16 and f16 become f32 here); where k is contiguous it transposes
+ * VL x VL blocks in registers. C narrower than the compute type is summed in a private f32 block and rounded once.
+ * Slices of k run in order, so each element is one fixed chain of sums however the work is divided among threads.
  */
 #include "gemm.h"
 

@@ -1,0 +1,363 @@
+/* optim.cu - Adam, SGD, LAMB, norms and scaled copies on the GPU: the arithmetic of optim_math.h over a table of chunks (optim.h).
+ *
+ *   om_cuda_adam, om_cuda_sgd   one sweep
+ *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, found_inf, divisor
+ *   om_cuda_lamb_direction, ..._rate, ..._update    moments and partial norms; trust ratio per span; weights (40 bytes a parameter)
+ *   om_cuda_count               step counters + 1, unless found_inf
+ *   om_cuda_axpby               p = a g + b p with conversion
+ *
+ * Four elements a thread and turn; 16-byte (f32) or 8-byte (16-bit) loads when the span is aligned. Sums use shared memory in a fixed
+ * order, no atomics: the same bits every time. Written in the common subset of C and CUDA: host_emulation.h runs it without a GPU.
+ */
+#include "optim.h"
+
+#if !defined(OM_EMULATED)
+#define EXPORT extern "C" __global__ void __launch_bounds__(OM_GPU_THREADS)
+#define FN __device__ static __forceinline__
+FN uint32_t f32_bits(float x) { return __float_as_uint(x); }
+FN float bits_f32(uint32_t u) { return __uint_as_float(u); }
+FN float f16_in(uint16_t h) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+    return x;
+}
+FN uint16_t f16_out(float x) {
+    uint16_t h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+#else
+#include "../half.h"
+#define EXPORT static void
+#define FN static inline
+FN uint32_t f32_bits(float x) { return om_f32_bits(x); }
+FN float bits_f32(uint32_t u) { return om_bits_f32(u); }
+FN float f16_in(uint16_t h) { return om_f16_to_f32(h); }
+FN uint16_t f16_out(float x) { return om_f32_to_f16(x); }
+typedef struct float4 { float x, y, z, w; } float4;
+typedef struct ushort4 { uint16_t x, y, z, w; } ushort4;
+#endif
+
+FN float bf16_in(uint16_t h) { return bits_f32((uint32_t)h << 16); }
+FN uint16_t bf16_out(float x) {
+    const uint32_t u = f32_bits(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+/* Word of one element: philox.h's om_philox_at (the tests compare the two). */
+FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
+    const uint64_t counter = index / 64 * 16 + index % 16;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
+    for (int r = 0; r < 10; r++) {
+        const uint64_t p0 = (uint64_t)0xD2511F53u * c[0], p1 = (uint64_t)0xCD9E8D57u * c[2];
+        const uint32_t n0 = (uint32_t)(p1 >> 32) ^ c[1] ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c[3] ^ k1;
+        c[0] = n0, c[1] = (uint32_t)p1, c[2] = n2, c[3] = (uint32_t)p0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return c[index / 16 % 4];
+}
+
+/* Loops over a thread's four elements always run to 4 (`if (j < n)`): a constant trip count keeps the arrays in registers. */
+
+/* --- four elements ---------------------------------------------------------------------------------- */
+
+FN void load4(int type, const void *p, int64_t i, int n, int vec, float x[4]) {
+    if (type == OM_GPU_F32) {
+        const float *q = (const float *)p + i;
+        if (vec) {
+            const float4 t = *(const float4 *)(const void *)q;
+            x[0] = t.x, x[1] = t.y, x[2] = t.z, x[3] = t.w;
+        } else {
+            for (int j = 0; j < 4; j++) if (j < n) x[j] = q[j];
+        }
+        return;
+    }
+    const uint16_t *q = (const uint16_t *)p + i;
+    uint16_t h[4] = {0, 0, 0, 0};
+    if (vec) {
+        const ushort4 t = *(const ushort4 *)(const void *)q;
+        h[0] = t.x, h[1] = t.y, h[2] = t.z, h[3] = t.w;
+    } else {
+        for (int j = 0; j < 4; j++) if (j < n) h[j] = q[j];
+    }
+    for (int j = 0; j < 4; j++) x[j] = type == OM_GPU_BF16 ? bf16_in(h[j]) : f16_in(h[j]);
+}
+
+FN void store16(uint16_t *q, int n, int vec, const uint16_t h[4]) {
+    if (vec) {
+        ushort4 t;
+        t.x = h[0], t.y = h[1], t.z = h[2], t.w = h[3];
+        *(ushort4 *)(void *)q = t;
+    } else {
+        for (int j = 0; j < 4; j++) if (j < n) q[j] = h[j];
+    }
+}
+
+FN void store4(int type, void *p, int64_t i, int n, int vec, const float x[4]) {
+    if (type == OM_GPU_F32) {
+        float *q = (float *)p + i;
+        if (vec) {
+            float4 t;
+            t.x = x[0], t.y = x[1], t.z = x[2], t.w = x[3];
+            *(float4 *)(void *)q = t;
+        } else {
+            for (int j = 0; j < 4; j++) if (j < n) q[j] = x[j];
+        }
+        return;
+    }
+    uint16_t h[4];
+    for (int j = 0; j < 4; j++) h[j] = type == OM_GPU_BF16 ? bf16_out(x[j]) : f16_out(x[j]);
+    store16((uint16_t *)p + i, n, vec, h);
+}
+
+FN void weights_in(const om_gpu_span *s, int64_t i, int n, int vec, float x[4]) {
+    if (s->store == OM_GPU_MASTER) {
+        load4(OM_GPU_F32, s->w, i, n, vec, x);
+    } else if (s->store == OM_GPU_SPLIT) {
+        const uint16_t *hi = (const uint16_t *)s->p + i;
+        const int16_t *lo = (const int16_t *)s->w + i;
+        for (int j = 0; j < 4; j++) if (j < n) x[j] = bits_f32(((uint32_t)hi[j] << 16) + (uint32_t)(int32_t)lo[j]);
+    } else {
+        load4(s->tp, s->p, i, n, vec, x);
+    }
+}
+
+FN void weights_out(const om_gpu_span *s, uint64_t seed, int64_t i, int n, int vec, const float x[4]) {
+    uint16_t h[4], lo[4];
+    if (s->store == OM_GPU_SPLIT) {
+        for (int j = 0; j < 4; j++) if (j < n) {
+            const uint32_t u = f32_bits(x[j]);
+            const int nan = (u & 0x7fffffffu) > 0x7f800000u;
+            h[j] = nan ? (uint16_t)0x7fc0u : (uint16_t)((u + 0x8000u) >> 16);
+            lo[j] = nan ? (uint16_t)0 : (uint16_t)u;
+        }
+        store16((uint16_t *)s->p + i, n, vec, h);
+        store16((uint16_t *)s->w + i, n, vec, lo);
+        return;
+    }
+    if (s->store == OM_GPU_STOCHASTIC) {
+        for (int j = 0; j < 4; j++) if (j < n) {
+            const uint32_t u = f32_bits(x[j]);
+            const uint32_t up = (u + (philox_at(seed, s->stream, (uint64_t)(i + j)) & 0xffffu)) >> 16;
+            h[j] = (u & 0x7f800000u) == 0x7f800000u ? bf16_out(x[j]) : (uint16_t)up;
+        }
+        store16((uint16_t *)s->p + i, n, vec, h);
+        return;
+    }
+    if (s->store == OM_GPU_MASTER) store4(OM_GPU_F32, s->w, i, n, vec, x);
+    store4(s->tp, s->p, i, n, vec, x);
+}
+
+/* The thread's share of a chunk: i = first element, n = how many of four, vec = all four with one load. */
+#define FOR_CHUNK(o, s)                                                                                                       \
+    const om_gpu_chunk chunk_ = (o).chunk[blockIdx.x];                                                                        \
+    const om_gpu_span s = (o).span[chunk_.span];                                                                              \
+    const int64_t begin_ = (int64_t)chunk_.index * OM_GPU_BLOCK, end_ = s.n - begin_ < OM_GPU_BLOCK ? s.n : begin_ + OM_GPU_BLOCK;
+#define EACH4(s)                                                                                                              \
+    for (int64_t i = begin_ + 4 * (int64_t)threadIdx.x; i < end_; i += 4 * OM_GPU_THREADS)                                    \
+        for (int n = end_ - i < 4 ? (int)(end_ - i) : 4, vec = s.aligned && n == 4, once_ = 1; once_; once_ = 0)
+
+FN double read_lr(const om_gpu_optim *o, double lr) { return o->lr ? (double)*o->lr : lr; }
+FN double read_inv_scale(const om_gpu_optim *o, double inv) { return o->grad_scale ? inv / (double)*o->grad_scale : inv; }
+FN int stopped(const om_gpu_optim *o) { return o->found_inf && *o->found_inf != 0; }
+
+/* --- adam, sgd --------------------------------------------------------------------------------------- */
+
+EXPORT om_cuda_count(const om_gpu_optim o) {
+    const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < o.n_span && !stopped(&o)) *o.span[i].step += 1.0f;
+}
+
+EXPORT om_cuda_adam(const om_gpu_optim o) {
+    __shared__ om_adam_f32 k;
+    FOR_CHUNK(o, s)
+    if (stopped(&o)) return;
+    if (threadIdx.x == 0) {
+        om_adam_cfg c = o.adam;
+        c.lr = read_lr(&o, c.lr), c.inv_scale = read_inv_scale(&o, c.inv_scale);
+        k = om_adam_prepare_f32(&c, (double)*s.step);
+    }
+    __syncthreads();
+    EACH4(s) {
+        float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0};
+        weights_in(&s, i, n, vec, p);
+        load4(s.tg, s.g, i, n, vec, g);
+        load4(s.tm, s.m, i, n, vec, m);
+        load4(s.tv, s.v, i, n, vec, v);
+        for (int j = 0; j < 4; j++) p[j] = om_adam_at_f32(&k, p[j], g[j], &m[j], &v[j]);
+        weights_out(&s, o.seed, i, n, vec, p);
+        store4(s.tm, s.m, i, n, vec, m);
+        store4(s.tv, s.v, i, n, vec, v);
+    }
+}
+
+EXPORT om_cuda_sgd(const om_gpu_optim o) {
+    __shared__ om_sgd_f32 k;
+    FOR_CHUNK(o, s)
+    if (stopped(&o)) return;
+    if (threadIdx.x == 0) {
+        om_sgd_cfg c = o.sgd;
+        c.lr = read_lr(&o, c.lr), c.inv_scale = read_inv_scale(&o, c.inv_scale);
+        k = om_sgd_prepare_f32(&c, s.first);
+    }
+    __syncthreads();
+    EACH4(s) {
+        float p[4] = {0}, g[4] = {0}, m[4] = {0};
+        weights_in(&s, i, n, vec, p);
+        load4(s.tg, s.g, i, n, vec, g);
+        if (s.m) load4(s.tm, s.m, i, n, vec, m);
+        for (int j = 0; j < 4; j++) p[j] = om_sgd_at_f32(&k, p[j], g[j], &m[j]);
+        weights_out(&s, o.seed, i, n, vec, p);
+        if (s.m) store4(s.tm, s.m, i, n, vec, m);
+    }
+}
+
+/* --- sums -------------------------------------------------------------------------------------------- */
+
+/* Sum of x over the thread block, in a fixed order; every thread gets it. */
+FN double block_sum(double x, double *shared) {
+    shared[threadIdx.x] = x;
+    __syncthreads();
+    for (unsigned w = OM_GPU_THREADS / 2; w; w /= 2) {
+        if (threadIdx.x < w) shared[threadIdx.x] += shared[threadIdx.x + w];
+        __syncthreads();
+    }
+    const double sum = shared[0];
+    __syncthreads();
+    return sum;
+}
+
+EXPORT om_cuda_norm(const om_gpu_optim o) {
+    __shared__ double shared[OM_GPU_THREADS];
+    FOR_CHUNK(o, s)
+    double sum = 0;
+    EACH4(s) {
+        float g[4] = {0, 0, 0, 0};
+        load4(s.tg, s.g, i, n, vec, g);
+        for (int j = 0; j < 4; j++) if (j < n) sum += (double)g[j] * (double)g[j];
+    }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) o.part[2 * blockIdx.x] = sum;
+}
+
+/* One thread block. */
+EXPORT om_cuda_norm_finish(const om_gpu_optim o) {
+    __shared__ double shared[OM_GPU_THREADS];
+    double sum = 0;
+    for (uint32_t c = threadIdx.x; c < o.n_chunk; c += OM_GPU_THREADS) sum += o.part[2 * c];
+    sum = block_sum(sum, shared);
+    if (threadIdx.x) return;
+    const double scale = o.grad_scale ? (double)*o.grad_scale : 1.0, norm = sqrt(sum);
+    const int finite = sum - sum == 0;
+    if (o.norm_out) *o.norm_out = (float)(norm / scale);
+    if (o.found_inf && !finite) *o.found_inf = 1.0f;
+    if (o.scale_out) *o.scale_out = (float)(finite ? 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm) : scale);
+}
+
+/* --- lamb -------------------------------------------------------------------------------------------- */
+
+FN om_lamb_f32 lamb_constants(const om_gpu_optim *o, const om_gpu_span *s, uint32_t span) {
+    om_lamb_cfg c = o->lamb[span];
+    c.inv_scale = read_inv_scale(o, c.inv_scale);
+    return om_lamb_prepare_f32(&c, (double)*s->step);
+}
+FN int lamb_grad_out(const om_gpu_optim *o, const om_gpu_span *s) { return !o->keep_grads && s->tg == OM_GPU_F32; }
+
+EXPORT om_cuda_lamb_direction(const om_gpu_optim o) {
+    __shared__ double shared[OM_GPU_THREADS];
+    __shared__ om_lamb_f32 k;
+    FOR_CHUNK(o, s)
+    if (stopped(&o)) return;
+    if (threadIdx.x == 0) k = lamb_constants(&o, &s, chunk_.span);
+    __syncthreads();
+    const int grad_out = lamb_grad_out(&o, &s);
+    double p2 = 0, d2 = 0, bad = 0;
+    EACH4(s) {
+        float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0}, d[4];
+        int any = 0;
+        weights_in(&s, i, n, vec, p);
+        load4(s.tg, s.g, i, n, vec, g);
+        load4(s.tm, s.m, i, n, vec, m);
+        load4(s.tv, s.v, i, n, vec, v);
+        for (int j = 0; j < 4; j++) if (j < n) {
+            float m1, v1;
+            d[j] = om_lamb_moments_f32(&k, p[j], g[j], m[j], v[j], &m1, &v1);
+            if (d[j] - d[j] == 0) m[j] = m1, v[j] = v1;
+            else d[j] = 0, g[j] = bits_f32(0x7fc00000u), any = 1;
+            p2 += (double)p[j] * (double)p[j];
+            d2 += (double)d[j] * (double)d[j];
+        }
+        store4(s.tm, s.m, i, n, vec, m);
+        store4(s.tv, s.v, i, n, vec, v);
+        if (grad_out) store4(s.tg, s.g, i, n, vec, d);
+        else if (any) store4(s.tg, s.g, i, n, vec, g);
+        bad += any;
+    }
+    p2 = block_sum(p2, shared);
+    d2 = block_sum(d2, shared);
+    bad = block_sum(bad, shared);
+    if (threadIdx.x == 0) o.part[2 * blockIdx.x] = p2, o.part[2 * blockIdx.x + 1] = d2, o.skipped[blockIdx.x] = bad != 0;
+}
+
+/* One thread block per span; its chunks are consecutive. d of the span is used nowhere here. */
+EXPORT om_cuda_lamb_rate(const om_gpu_optim o) {
+    __shared__ double shared[OM_GPU_THREADS];
+    if (stopped(&o)) return;
+    /* first chunk of the span: the chunk table is sorted by span */
+    uint32_t lo = 0, hi = o.n_chunk;
+    while (lo < hi) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (o.chunk[mid].span < blockIdx.x) lo = mid + 1;
+        else hi = mid;
+    }
+    const uint32_t count = (uint32_t)((o.span[blockIdx.x].n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK);
+    double w2 = 0, d2 = 0;
+    for (uint32_t c = threadIdx.x; c < count; c += OM_GPU_THREADS) w2 += o.part[2 * (lo + c)], d2 += o.part[2 * (lo + c) + 1];
+    w2 = block_sum(w2, shared);
+    d2 = block_sum(d2, shared);
+    if (threadIdx.x) return;
+    om_lamb_cfg c = o.lamb[blockIdx.x];
+    c.lr = read_lr(&o, c.lr);
+    o.rate[blockIdx.x] = om_lamb_rate(&c, w2, d2);
+}
+
+EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
+    __shared__ om_lamb_f32 k;
+    FOR_CHUNK(o, s)
+    if (stopped(&o)) return;
+    if (threadIdx.x == 0) k = lamb_constants(&o, &s, chunk_.span);
+    __syncthreads();
+    const int grad_out = lamb_grad_out(&o, &s), skipped = o.skipped[blockIdx.x];
+    const float rate = (float)o.rate[chunk_.span];
+    EACH4(s) {
+        float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0}, d[4] = {0};
+        weights_in(&s, i, n, vec, p);
+        if (grad_out || skipped) load4(s.tg, s.g, i, n, vec, g);
+        if (!grad_out) load4(s.tm, s.m, i, n, vec, m), load4(s.tv, s.v, i, n, vec, v);
+        for (int j = 0; j < 4; j++) if (j < n) {
+            d[j] = grad_out ? g[j] : skipped && g[j] != g[j] ? 0.0f : om_lamb_direction_f32(&k, p[j], m[j], v[j]);
+            d[j] = -rate * d[j];
+            const float q = p[j] + d[j];
+            if (q - q == 0) p[j] = q;
+            else d[j] = 0;
+        }
+        if (o.write_weights) weights_out(&s, o.seed, i, n, vec, p);
+        if (s.d) store4(s.td, s.d, i, n, vec, d);
+    }
+}
+
+/* --- scaled copies ----------------------------------------------------------------------------------- */
+
+EXPORT om_cuda_axpby(const om_gpu_optim o) {
+    FOR_CHUNK(o, s)
+    const float a = (float)read_inv_scale(&o, o.a), b = (float)o.b;
+    EACH4(s) {
+        float x[4] = {0}, y[4] = {0};
+        load4(s.tg, s.g, i, n, vec, x);
+        if (b != 0) load4(s.tp, s.p, i, n, vec, y);
+        for (int j = 0; j < 4; j++) x[j] = b != 0 ? a * x[j] + b * y[j] : a * x[j];
+        store4(s.tp, s.p, i, n, vec, x);
+    }
+}

@@ -1,0 +1,62 @@
+/* cuda/optim.h - what the optimizer kernels on the GPU are given: one struct by value, everything else in device memory.
+ *
+ * The table of spans (one per parameter) and of blocks is written once per parameter list and stays on the device; what changes from step
+ * to step (lr, step counters, grad_scale, found_inf) is read from device memory, so a step can be captured in a CUDA graph and
+ * replayed, and nothing waits for the host. A grid has one thread block per entry of `block`.
+ */
+#ifndef OM_CUDA_OPTIM_H
+#define OM_CUDA_OPTIM_H
+
+#if defined(__CUDACC_RTC__) /* the run-time compiler has no standard headers */
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef unsigned long long uintptr_t;
+#else
+#include <stdint.h>
+#endif
+
+#include "../optim_math.h"
+
+enum { OM_GPU_BLOCK = 16384, OM_GPU_THREADS = 256 };
+enum { OM_GPU_F32, OM_GPU_BF16, OM_GPU_F16 };
+enum { OM_GPU_NEAREST, OM_GPU_MASTER, OM_GPU_SPLIT, OM_GPU_STOCHASTIC }; /* as om_optim_store */
+
+typedef struct om_gpu_span { /* one parameter; NULL = left out */
+    int64_t n;
+    void *p, *g, *m, *v, *w, *d;
+    float *step;             /* counted up by om_cuda_count */
+    uint64_t stream;
+    uint8_t tp, tg, tm, tv, td, store;
+    uint8_t aligned;         /* every pointer at a multiple of 16 bytes: vector loads */
+    uint8_t first;           /* SGD: no momentum yet */
+} om_gpu_span;
+
+typedef struct om_gpu_chunk { uint32_t span, index; } om_gpu_chunk; /* elements [index, index + 1) * OM_GPU_BLOCK of the span */
+
+typedef struct om_gpu_optim {
+    const om_gpu_span *span;
+    const om_gpu_chunk *chunk;
+    uint32_t n_span, n_chunk;
+    const float *lr;         /* NULL: the configuration's */
+    const float *grad_scale; /* gradients are that many times too large; NULL: 1 */
+    float *found_inf;        /* non-zero: the step does nothing; NULL: never */
+    uint64_t seed;
+    om_adam_cfg adam;
+    om_sgd_cfg sgd;
+    const om_lamb_cfg *lamb; /* one per span */
+    double *part;            /* 2 per chunk */
+    uint8_t *skipped;        /* per chunk */
+    double *rate;            /* per span */
+    double max_norm;         /* om_cuda_norm_finish: > 0 = scale_out clips as well */
+    float *norm_out;         /* norm of the unscaled gradients */
+    float *scale_out;        /* divisor of the gradients: grad_scale, enlarged when clipping */
+    uint8_t write_weights, keep_grads;
+    double a, b;             /* om_cuda_axpby: p = a g + b p */
+} om_gpu_optim;
+#endif
