@@ -32,9 +32,9 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin
+.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op fuzz-bin
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
-	@$(MAKE) --no-print-directory ext om-opt
+	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 
 help:   ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort | expand -t 14
@@ -105,8 +105,24 @@ fuzz-bin: $(B)/fuzz_onnx
 $(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c
 	@$(CC) $(CBASE) -fsanitize=fuzzer tests/fuzz/fuzz_onnx.c $(OBJ) $(PBC) $(LIBS) -o $@
 
-test: build   ## build and run the tests
-	$(PY) -m pytest -q tests
+test: build lib   ## build and run the tests (TESTS=path picks some)
+	$(PY) -m pytest -q $(if $(TESTS),$(TESTS),tests)
+
+demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, about three minutes
+	$(PY) examples/train_gpt2.py
+
+bench: build   ## whole training steps beside eager (BENCH="all", "gpt2-124m --bf16", "--help")
+	$(PY) tests/bench/bench_models.py $(BENCH)
+
+lint: venv   ## ruff and mypy
+	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py
+	$(VENV)/bin/mypy
+
+new-op: venv   ## skeletons of a new operator: make new-op NAME=foo
+	@$(PY) tests/new_op.py $(NAME)
+
+check-op: lib   ## build and test one operator family: make check-op OP=softmax
+	$(PY) -m pytest -q tests/ops/test_$(OP).py
 
 clean:   ## remove build products (keeps .venv)
 	rm -rf build ortmodule/_C*.so dist *.egg-info
