@@ -5,7 +5,7 @@
 #include "kernels_isa.h"
 #include "ortmodule.h"
 
-/* dst[c] = init[c] + sum over k < count of row order[k] of src at c, for c < n. Strides in bytes; init NULL = 0; dst may be init.
+/* dst[c] = init[c] + (sum over k < count of row order[k] of src at c), for c < n. Strides in bytes; init NULL = 0; dst may be init.
  * Sums run in the compute type, in blocks of 32 rows, and are rounded once. */
 typedef void (*om_sum_rows_fn)(char *dst, const char *init, const char *src, int64_t src_stride, const int64_t *order, int64_t count,
                                int64_t n);

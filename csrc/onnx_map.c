@@ -15,6 +15,10 @@
 #include <stdlib.h>
 
 #define IN(i) om_onnx_in(o, (i))
+#define SET(k, v) om_onnx_set(o, (k), (v))
+#define INT(name, dflt) om_onnx_int(o, (name), (dflt))
+#define FLT(name, dflt) om_onnx_float(o, (name), (dflt))
+#define REFUSE(...) return om_onnx_err(o, OM_UNSUPPORTED, __VA_ARGS__)
 #define FAILED (o->cx->status != OM_OK)
 #define MAKE1(op, x) om_make(o->g, &om_op_##op, OM_IN(x), NULL, 0)
 #define MAKE2(op, x, y) om_make(o->g, &om_op_##op, OM_IN(x, y), NULL, 0)
@@ -55,7 +59,7 @@ static om_status map_list_or_attr(om_onnx *o, int i, const char *name, const om_
 
 static om_status map_known(om_onnx *o, const om_dim *list, uint32_t n, const char *what, int64_t *out) {
     for (uint32_t i = 0; i < n; i++)
-        if (!om_dim_const(o->g, list[i], &out[i])) return om_onnx_err(o, OM_UNSUPPORTED, "%s must be constant integers, they depend on the sizes of inputs", what);
+        if (!om_dim_const(o->g, list[i], &out[i])) REFUSE("%s must be constant integers, they depend on the sizes of inputs", what);
     return OM_OK;
 }
 
@@ -88,6 +92,12 @@ static om_status map_ints(om_onnx *o, const char *name, int count, int64_t dflt,
     ONNX_CHECK(o, !a || n == 0 || n == (uint32_t)count, "attribute %s has %u entries, %d are needed", name, n, count);
     for (int i = 0; i < count; i++) out[i] = a && n ? a[i] : dflt;
     return OM_OK;
+}
+
+/* A one-element operand that must be a constant. Left out: *x stays. */
+static om_status map_scalar(om_onnx *o, int i, const char *what, double *x) {
+    if (!om_onnx_has(o, i) || om_onnx_scalar(o, i, x)) return o->cx->status;
+    REFUSE("%s must be a constant", what);
 }
 
 static om_attr map_dims_attr(const char *name, const int64_t *v, int n, om_graph *g, om_dim *buf) {
@@ -136,10 +146,12 @@ static bool index_nonneg(const om_graph *g, om_id v, int depth) {
     if (om_is(n, max_pool)) return x->out == 1;
     if (om_is(n, iota)) {
         const om_attr *start = om_attr_get(n->attr, n->n_attr, "start"), *step = om_attr_get(n->attr, n->n_attr, "step");
-        return (!start || (start->kind == OM_ATTR_INT && start->i >= 0) || (start->kind == OM_ATTR_DIMS && om_onnx_nonneg(g, start->dims[0]))) &&
+        return (!start || (start->kind == OM_ATTR_INT && start->i >= 0) ||
+                (start->kind == OM_ATTR_DIMS && om_onnx_nonneg(g, start->dims[0]))) &&
                (!step || (step->kind == OM_ATTR_INT && step->i >= 0));
     }
-    if (om_is(n, reshape) || om_is(n, permute) || om_is(n, expand) || om_is(n, slice) || om_is(n, flip) || om_is(n, stop_grad) || om_is(n, abs))
+    if (om_is(n, reshape) || om_is(n, permute) || om_is(n, expand) || om_is(n, slice) || om_is(n, flip) ||
+        om_is(n, stop_grad) || om_is(n, abs))
         return om_is(n, abs) || index_nonneg(g, in[0], depth + 1);
     if (om_is(n, cast)) return om_is_int(om_ty(g, in[0])->dtype) && (om_ty(g, in[0])->dtype >= OM_U8 || index_nonneg(g, in[0], depth + 1));
     if (om_is(n, add) || om_is(n, mul) || om_is(n, minimum) || om_is(n, floor_div))
@@ -187,32 +199,33 @@ static om_id map_index(om_onnx *o, om_id idx, om_dim size) {
         return c;
     }
     if ((hint && !strcmp(hint, "1")) || index_nonneg(g, idx, 0)) return idx;
-    om_id zero = om_scalar(g, t.dtype, 0), add = om_dim_const(g, size, &known) ? om_scalar(g, t.dtype, (double)known) : om_onnx_dim_value(o, size, t.dtype);
+    om_id zero = om_scalar(g, t.dtype, 0), add = om_dim_const(g, size, &known) ? om_scalar(g, t.dtype, (double)known)
+        : om_onnx_dim_value(o, size, t.dtype);
     return map_where(o, MAKE2(lt, idx, zero), MAKE2(add, idx, add), idx);
 }
 
 /* --- families ---------------------------------------------------------------------------------------- */
 
 static om_status map_unary(om_onnx *o) {
-    om_onnx_set(o, 0, om_b_un(o->g, o->row->op, IN(0)));
+    SET(0, om_b_un(o->g, o->row->op, IN(0)));
     return o->cx->status;
 }
 static om_status map_binary(om_onnx *o) {
     om_id a = IN(0), b = IN(1);
-    om_onnx_set(o, 0, om_b_bin(o->g, o->row->op, a, b));
+    SET(0, om_b_bin(o->g, o->row->op, a, b));
     return o->cx->status;
 }
 static om_status map_variadic(om_onnx *o) { /* Max, Min, Sum */
     om_id y = IN(0);
     for (int i = 1; i < o->n_in; i++) y = om_b_bin(o->g, o->row->op, y, IN(i));
     if (o->n_in == 1) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, y);
+    else SET(0, y);
     return o->cx->status;
 }
 static om_status map_mean(om_onnx *o) {
     om_id y = IN(0);
     for (int i = 1; i < o->n_in; i++) y = MAKE2(add, y, IN(i));
-    om_onnx_set(o, 0, om_b_scale(o->g, y, 1.0 / o->n_in));
+    SET(0, om_b_scale(o->g, y, 1.0 / o->n_in));
     return o->cx->status;
 }
 
@@ -223,7 +236,7 @@ static om_status map_identity(om_onnx *o) {
 
 static om_status map_mod(om_onnx *o) {
     om_id a = IN(0), b = IN(1);
-    om_onnx_set(o, 0, om_onnx_int(o, "fmod", 0) ? MAKE2(fmod, a, b) : MAKE2(mod, a, b));
+    SET(0, INT("fmod", 0) ? MAKE2(fmod, a, b) : MAKE2(mod, a, b));
     return o->cx->status;
 }
 
@@ -234,17 +247,17 @@ static om_status map_pow(om_onnx *o) {
     if (FAILED) return o->cx->status;
     int work = ta == tb || om_is_float(ta) ? ta : om_is_float(tb) ? OM_F64 : ta;
     om_id y = MAKE2(pow, om_b_cast(o->g, a, work), om_b_cast(o->g, b, work));
-    om_onnx_set(o, 0, om_b_cast(o->g, y, ta));
+    SET(0, om_b_cast(o->g, y, ta));
     return o->cx->status;
 }
 
 static om_status map_isinf(om_onnx *o) {
     om_id x = IN(0);
-    bool pos = om_onnx_int(o, "detect_positive", 1) != 0, neg = om_onnx_int(o, "detect_negative", 1) != 0;
+    bool pos = INT("detect_positive", 1) != 0, neg = INT("detect_negative", 1) != 0;
     om_id y = MAKE1(isinf, x);
     if (pos != neg) y = MAKE2(and, y, pos ? MAKE2(gt, x, map_like(o, x, 0)) : MAKE2(lt, x, map_like(o, x, 0)));
     else if (!pos) y = MAKE2(and, y, om_scalar(o->g, OM_BOOL, 0));
-    om_onnx_set(o, 0, y);
+    SET(0, y);
     return o->cx->status;
 }
 
@@ -252,46 +265,46 @@ static om_status map_gelu(om_onnx *o) {
     const char *how = om_onnx_str(o, "approximate", "none");
     ONNX_CHECK(o, !strcmp(how, "none") || !strcmp(how, "tanh"), "approximate '%.40s'; none and tanh are defined", how);
     om_id x = IN(0);
-    om_onnx_set(o, 0, !strcmp(how, "tanh") ? MAKE1(gelu_tanh, x) : MAKE1(gelu, x));
+    SET(0, !strcmp(how, "tanh") ? MAKE1(gelu_tanh, x) : MAKE1(gelu, x));
     return o->cx->status;
 }
 /* com.microsoft BiasGelu(x, bias), FastGelu(x, bias?): row->op says which gelu */
 static om_status map_bias_gelu(om_onnx *o) {
     om_id x = IN(0);
     if (om_onnx_has(o, 1)) x = MAKE2(add, x, IN(1));
-    om_onnx_set(o, 0, om_b_un(o->g, o->row->op, x));
+    SET(0, om_b_un(o->g, o->row->op, x));
     return o->cx->status;
 }
 static om_status map_quick_gelu(om_onnx *o) {
     om_id x = IN(0);
-    om_onnx_set(o, 0, MAKE2(mul, x, MAKE1(sigmoid, om_b_scale(o->g, x, om_onnx_float(o, "alpha", 1.702)))));
+    SET(0, MAKE2(mul, x, MAKE1(sigmoid, om_b_scale(o->g, x, FLT("alpha", 1.702)))));
     return o->cx->status;
 }
 
 static om_status map_leaky_relu(om_onnx *o) {
     om_id x = IN(0);
-    om_onnx_set(o, 0, map_where(o, MAKE2(gt, x, map_like(o, x, 0)), x, om_b_scale(o->g, x, om_onnx_float(o, "alpha", 0.01))));
+    SET(0, map_where(o, MAKE2(gt, x, map_like(o, x, 0)), x, om_b_scale(o->g, x, FLT("alpha", 0.01))));
     return o->cx->status;
 }
 static om_status map_prelu(om_onnx *o) {
     om_id x = IN(0), slope = IN(1);
-    om_onnx_set(o, 0, map_where(o, MAKE2(gt, x, map_like(o, x, 0)), x, MAKE2(mul, x, slope)));
+    SET(0, map_where(o, MAKE2(gt, x, map_like(o, x, 0)), x, MAKE2(mul, x, slope)));
     return o->cx->status;
 }
 /* Elu: x > 0 ? x : alpha * (exp(x) - 1). The argument of expm1 is held at <= 0: where must not meet inf * 0 in the gradient. */
 static om_status map_elu(om_onnx *o) {
     om_id x = IN(0), zero = map_like(o, x, 0), pos = MAKE2(gt, x, zero);
-    om_onnx_set(o, 0, map_where(o, pos, x, om_b_scale(o->g, MAKE1(expm1, map_where(o, pos, zero, x)), om_onnx_float(o, "alpha", 1))));
+    SET(0, map_where(o, pos, x, om_b_scale(o->g, MAKE1(expm1, map_where(o, pos, zero, x)), FLT("alpha", 1))));
     return o->cx->status;
 }
 static om_status map_hard_sigmoid(om_onnx *o) { /* HardSwish: x * hard_sigmoid(x) with alpha 1/6 */
     bool swish = !strcmp(o->row->name, "HardSwish");
     om_id x = IN(0);
-    om_id y = MAKE2(add, om_b_scale(o->g, x, swish ? 1.0 / 6 : om_onnx_float(o, "alpha", 0.2)), map_like(o, x, swish ? 0.5 : om_onnx_float(o, "beta", 0.5)));
+    om_id y = MAKE2(add, om_b_scale(o->g, x, swish ? 1.0 / 6 : FLT("alpha", 0.2)), map_like(o, x, swish ? 0.5 : FLT("beta", 0.5)));
     om_id zero = map_like(o, x, 0), one = map_like(o, x, 1);
     y = map_where(o, MAKE2(lt, y, zero), zero, y);
     y = map_where(o, MAKE2(gt, y, one), one, y);
-    om_onnx_set(o, 0, swish ? MAKE2(mul, x, y) : y);
+    SET(0, swish ? MAKE2(mul, x, y) : y);
     return o->cx->status;
 }
 
@@ -301,27 +314,27 @@ static om_status map_clip(om_onnx *o) {
     if (lo != OM_NONE) x = map_where(o, MAKE2(lt, x, lo), lo, x);
     if (hi != OM_NONE) x = map_where(o, MAKE2(gt, x, hi), hi, x);
     if (!om_onnx_has(o, 1) && !om_onnx_has(o, 2)) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, x);
+    else SET(0, x);
     return o->cx->status;
 }
 
 static om_status map_where_op(om_onnx *o) {
     om_id c = IN(0), x = IN(1), y = IN(2);
-    om_onnx_set(o, 0, map_where(o, c, x, y));
+    SET(0, map_where(o, c, x, y));
     return o->cx->status;
 }
 
 static om_status map_cast(om_onnx *o) {
-    int64_t to = om_onnx_int(o, "to", 0);
+    int64_t to = INT("to", 0);
     int dtype = to > 0 && to < 100 ? (int)om_dtype_from_onnx((int)to) : OM_NODTYPE;
     if (!strcmp(o->row->name, "CastLike")) {
         om_type t;
         dtype = om_onnx_operand_type(o, 1, &t) ? t.dtype : OM_NODTYPE;
     }
-    if (dtype == OM_NODTYPE) return om_onnx_err(o, OM_UNSUPPORTED, "ONNX element type %lld is not supported", (long long)to);
+    if (dtype == OM_NODTYPE) REFUSE("ONNX element type %lld is not supported", (long long)to);
     om_id x = IN(0);
     if (x != OM_NONE && om_ty(o->g, x)->dtype == dtype) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, om_b_cast(o->g, x, dtype));
+    else SET(0, om_b_cast(o->g, x, dtype));
     return o->cx->status;
 }
 
@@ -341,7 +354,7 @@ static om_status map_reshape(om_onnx *o) {
         int64_t c = 1;
         d[i] = list[i];
         bool known = om_dim_const(g, d[i], &c);
-        if (known && c == 0 && !om_onnx_int(o, "allowzero", 0)) {
+        if (known && c == 0 && !INT("allowzero", 0)) {
             ONNX_CHECK(o, i < t.rank, "shape[%u] = 0 copies a dimension the operand of rank %d does not have", i, t.rank);
             d[i] = t.dim[i];
         } else if (known && c == -1) {
@@ -358,22 +371,23 @@ static om_status map_reshape(om_onnx *o) {
         om_dim numel = om_dim_numel(g, &t);
         ONNX_CHECK(o, !om_dim_const(g, rest, &r) || r != 0, "the dimension -1 cannot be inferred: the others multiply to 0");
         if (om_dim_const(g, numel, &all) && om_dim_const(g, rest, &r))
-            ONNX_CHECK(o, all % r == 0, "the dimension -1 cannot be inferred: %lld elements are no multiple of %lld", (long long)all, (long long)r);
+            ONNX_CHECK(o, all % r == 0, "the dimension -1 cannot be inferred: %lld elements are no multiple of %lld",
+                       (long long)all, (long long)r);
         d[infer] = om_dim_div(g, numel, rest);
     }
-    om_onnx_set(o, 0, om_b_reshape(g, x, d, (int)n));
+    SET(0, om_b_reshape(g, x, d, (int)n));
     return o->cx->status;
 }
 
 static om_status map_flatten(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    int64_t axis = om_onnx_int(o, "axis", 1);
+    int64_t axis = INT("axis", 1);
     if (axis < 0) axis += t.rank;
     ONNX_CHECK(o, axis >= 0 && axis <= t.rank, "axis %lld of a tensor of rank %d", (long long)axis, t.rank);
     om_dim d[2] = {1, 1};
     for (int i = 0; i < t.rank; i++) d[i >= axis] = om_dim_mul(o->g, d[i >= axis], t.dim[i]);
-    om_onnx_set(o, 0, om_b_reshape(o->g, x, d, 2));
+    SET(0, om_b_reshape(o->g, x, d, 2));
     return o->cx->status;
 }
 
@@ -387,10 +401,11 @@ static om_status map_squeeze(om_onnx *o) {
     for (int i = 0; i < t.rank; i++) {
         int64_t c;
         bool drop = mask ? mask >> i & 1 : t.dim[i] == 1;
-        ONNX_CHECK(o, !mask || !drop || !om_dim_const(o->g, t.dim[i], &c) || c == 1, "axis %d has size %lld, only 1 can be squeezed", i, (long long)t.dim[i]);
+        ONNX_CHECK(o, !mask || !drop || !om_dim_const(o->g, t.dim[i], &c) || c == 1, "axis %d has size %lld, only 1 can be squeezed",
+                   i, (long long)t.dim[i]);
         if (!drop) d[n++] = t.dim[i];
     }
-    om_onnx_set(o, 0, om_b_reshape(o->g, x, d, n));
+    SET(0, om_b_reshape(o->g, x, d, n));
     return o->cx->status;
 }
 
@@ -404,7 +419,7 @@ static om_status map_unsqueeze(om_onnx *o) {
     OM_TRY(map_axes(o, 1, t.rank + (int)n, false, &mask));
     om_dim d[OM_RANK];
     for (int i = 0, k = 0; i < t.rank + (int)n; i++) d[i] = mask >> i & 1 ? 1 : t.dim[k++];
-    om_onnx_set(o, 0, om_b_reshape(o->g, x, d, t.rank + (int)n));
+    SET(0, om_b_reshape(o->g, x, d, t.rank + (int)n));
     return o->cx->status;
 }
 
@@ -421,7 +436,7 @@ static om_status map_transpose(om_onnx *o) {
         ONNX_CHECK(o, perm[i] >= 0 && !(seen >> perm[i] & 1), "perm must hold each of 0 to %d once", t.rank - 1);
         seen |= 1u << perm[i];
     }
-    om_onnx_set(o, 0, om_b_permute(o->g, x, perm));
+    SET(0, om_b_permute(o->g, x, perm));
     return o->cx->status;
 }
 
@@ -448,7 +463,7 @@ static om_status map_expand(om_onnx *o) {
         ONNX_CHECK(o, b < 0 || !om_dim_const(o->g, list[b], &c) || c >= 0, "shape[%d] is negative", b);
         d[i] = map_broadcast(o->g, a < 0 ? 1 : t.dim[a], b < 0 ? 1 : list[b]);
     }
-    om_onnx_set(o, 0, om_b_expand(o->g, x, d, rank));
+    SET(0, om_b_expand(o->g, x, d, rank));
     return o->cx->status;
 }
 
@@ -473,7 +488,8 @@ static om_id map_slice_axis(om_onnx *o, om_id x, int axis, om_dim start, om_dim 
             return om_b_slice(g, f, axis, a, b < a ? a : b, -step);
         }
         if (!ks || !ke || (s != -1 && s < INT32_MAX) || e > -INT32_MAX)
-            return om_onnx_err(o, OM_UNSUPPORTED, "a slice with negative step of an axis of unknown size must cover the whole axis"), OM_NONE;
+            return om_onnx_err(o, OM_UNSUPPORTED, "a slice with negative step of an axis of unknown size must cover the whole axis"),
+                OM_NONE;
         return om_b_slice(g, f, axis, 0, size, -step);
     }
     if (ks && s >= INT32_MAX && !kn) start = size; /* "to the end" as exporters write it */
@@ -494,7 +510,8 @@ static om_status map_slice(om_onnx *o) {
     if (om_onnx_has(o, 4)) steps = om_onnx_list(o, 4, &nt);
     if (FAILED) return o->cx->status;
     int rank = om_ty(o->g, x)->rank;
-    ONNX_CHECK(o, ns == ne && ns <= (uint32_t)rank && (!axes || na == ns) && (!steps || nt == ns), "starts, ends, axes and steps have %u, %u, %u and %u entries for rank %d", ns, ne,
+    ONNX_CHECK(o, ns == ne && ns <= (uint32_t)rank && (!axes || na == ns) && (!steps || nt == ns),
+               "starts, ends, axes and steps have %u, %u, %u and %u entries for rank %d", ns, ne,
                na, nt, rank);
     uint32_t seen = 0;
     for (uint32_t i = 0; i < ns; i++) {
@@ -508,7 +525,7 @@ static om_status map_slice(om_onnx *o) {
         x = map_slice_axis(o, x, axis, start[i], end[i], t);
     }
     if (x == IN(0)) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, x);
+    else SET(0, x);
     return o->cx->status;
 }
 
@@ -520,9 +537,9 @@ static om_status map_concat(om_onnx *o) {
         ONNX_CHECK(o, om_onnx_has(o, i), "operand %d is missing", i);
         in[i] = IN(i);
     }
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), map_type(o, 0).rank, &axis));
+    OM_TRY(map_axis(o, INT("axis", 0), map_type(o, 0).rank, &axis));
     if (o->n_in == 1) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, om_make(o->g, &om_op_concat, in, o->n_in, OM_ATTRS(OM_AI("axis", axis))));
+    else SET(0, om_make(o->g, &om_op_concat, in, o->n_in, OM_ATTRS(OM_AI("axis", axis))));
     return o->cx->status;
 }
 
@@ -533,10 +550,11 @@ static om_status map_split(om_onnx *o) {
     int axis = 0, parts = (int)o->node->n_output;
     const om_dim *list;
     uint32_t n;
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
+    OM_TRY(map_axis(o, INT("axis", 0), t.rank, &axis));
     OM_TRY(map_list_or_attr(o, 1, "split", &list, &n));
     ONNX_CHECK(o, !list || n == (uint32_t)parts, "split has %u entries for %d outputs", n, parts);
-    ONNX_CHECK(o, om_onnx_int(o, "num_outputs", parts) == parts, "num_outputs is %lld, but %d outputs are named", (long long)om_onnx_int(o, "num_outputs", parts), parts);
+    ONNX_CHECK(o, INT("num_outputs", parts) == parts, "num_outputs is %lld, but %d outputs are named",
+               (long long)INT("num_outputs", parts), parts);
     om_dim size = t.dim[axis], each = om_dim_div(g, om_dim_add(g, size, parts - 1), parts), at = 0;
     for (int i = 0; i < parts; i++) {
         om_dim end = list ? om_dim_add(g, at, list[i]) : i == parts - 1 ? size : om_dim_add(g, at, each);
@@ -550,7 +568,7 @@ static om_status map_split(om_onnx *o) {
             end = size;
         }
         ONNX_CHECK(o, !list || !om_dim_const(g, list[i], &c) || c >= 0, "part %d has size %lld", i, (long long)c);
-        if (om_onnx_wants(o, i)) om_onnx_set(o, i, om_b_slice(g, x, axis, at, end, 1));
+        if (om_onnx_wants(o, i)) SET(i, om_b_slice(g, x, axis, at, end, 1));
         at = end;
     }
     return o->cx->status;
@@ -605,7 +623,7 @@ static om_status map_pad(om_onnx *o) {
         OM_TRY(map_known(o, list, na, "axes", axes));
     }
     ONNX_CHECK(o, pads && n == 2 * na, "pads has %u entries, %u are needed", n, 2 * na);
-    if (om_onnx_has(o, 2) && !om_onnx_scalar(o, 2, &value)) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "the padding value must be a constant");
+    OM_TRY(map_scalar(o, 2, "the padding value", &value));
     om_dim lo[OM_RANK] = {0}, hi[OM_RANK] = {0};
     bool any = false;
     for (uint32_t i = 0; i < na; i++) {
@@ -617,15 +635,17 @@ static om_status map_pad(om_onnx *o) {
     if (!any) {
         om_onnx_alias(o, 0, 0);
     } else if (!strcmp(mode, "constant")) {
-        om_onnx_set(o, 0, om_make(g, &om_op_pad, OM_IN(x), OM_ATTRS(OM_AD("lo", lo, t.rank), OM_AD("hi", hi, t.rank), OM_AF("value", value))));
+        SET(0, om_make(g, &om_op_pad, OM_IN(x), OM_ATTRS(OM_AD("lo", lo, t.rank), OM_AD("hi", hi, t.rank), OM_AF("value", value))));
     } else {
-        ONNX_CHECK(o, !strcmp(mode, "reflect") || !strcmp(mode, "edge") || !strcmp(mode, "wrap"), "mode '%.40s'; constant, reflect, edge and wrap are defined", mode);
+        ONNX_CHECK(o, !strcmp(mode, "reflect") || !strcmp(mode, "edge") || !strcmp(mode, "wrap"),
+                   "mode '%.40s'; constant, reflect, edge and wrap are defined", mode);
         for (int i = 0; i < t.rank; i++) {
             int64_t c;
-            ONNX_CHECK(o, (!om_dim_const(g, lo[i], &c) || c >= 0) && (!om_dim_const(g, hi[i], &c) || c >= 0), "negative pads need mode constant");
+            ONNX_CHECK(o, (!om_dim_const(g, lo[i], &c) || c >= 0) && (!om_dim_const(g, hi[i], &c) || c >= 0),
+                       "negative pads need mode constant");
             x = map_pad_axis(o, x, i, lo[i], hi[i], mode);
         }
-        om_onnx_set(o, 0, x);
+        SET(0, x);
     }
     return o->cx->status;
 }
@@ -640,7 +660,7 @@ static om_status map_tile(om_onnx *o) {
     for (int i = 0; i < (int)n && !FAILED; i++) { /* (.., d, ..) -> (.., 1, d, ..) -> (.., r, d, ..) -> (.., r*d, ..) */
         if (rep[i] == 1) continue;
         om_type t = *om_ty(g, x);
-        if (t.rank == OM_RANK) return om_onnx_err(o, OM_UNSUPPORTED, "Tile of rank %d, at most %d", t.rank, OM_RANK - 1);
+        if (t.rank == OM_RANK) REFUSE("Tile of rank %d, at most %d", t.rank, OM_RANK - 1);
         om_dim d[OM_RANK];
         for (int k = 0; k <= t.rank; k++) d[k] = k < i ? t.dim[k] : k == i ? 1 : t.dim[k - 1];
         x = om_b_reshape(g, x, d, t.rank + 1);
@@ -650,7 +670,7 @@ static om_status map_tile(om_onnx *o) {
         x = om_b_reshape(g, x, t.dim, t.rank);
     }
     if (x == IN(0)) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, x);
+    else SET(0, x);
     return o->cx->status;
 }
 
@@ -662,11 +682,13 @@ static om_status map_range(om_onnx *o) {
     if (!om_onnx_operand_type(o, 0, &t)) return om_onnx_err(o, OM_INVALID, "start has no type");
     if (om_is_float(t.dtype)) {
         for (int i = 0; i < 3; i++)
-            if (!om_onnx_scalar(o, i, &f[i])) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "a Range of floats must have constant bounds");
+            if (!om_onnx_scalar(o, i, &f[i]))
+                return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "a Range of floats must have constant bounds");
         double n = f[2] != 0 ? ceil((f[1] - f[0]) / f[2]) : -1;
         ONNX_CHECK(o, f[2] != 0 && n < 2147483648.0 && n == n, "start %g, limit %g, delta %g", f[0], f[1], f[2]);
         om_dim d = n > 0 ? (om_dim)n : 0;
-        om_onnx_set(o, 0, om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", &d, 1), OM_AI("dtype", t.dtype), OM_AF("start", f[0]), OM_AF("step", f[2]))));
+        SET(0, om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", &d, 1), OM_AI("dtype", t.dtype), OM_AF("start", f[0]),
+                                                         OM_AF("step", f[2]))));
         return o->cx->status;
     }
     om_dim b[3];
@@ -689,7 +711,8 @@ static om_status map_range(om_onnx *o) {
         om_onnx_bounds(g, n, 1, &lo, &hi);
         if (lo < 0) n = om_dim_max(g, n, 0);
     }
-    om_onnx_set(o, 0, om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", &n, 1), OM_AI("dtype", t.dtype), OM_AD("start", &b[0], 1), OM_AI("step", step))));
+    SET(0, om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", &n, 1), OM_AI("dtype", t.dtype), OM_AD("start", &b[0], 1),
+                                                     OM_AI("step", step))));
     return o->cx->status;
 }
 
@@ -708,28 +731,31 @@ static om_status map_constant_of_shape(om_onnx *o) {
         const om_value *v = om_val(o->g, c);
         ONNX_CHECK(o, om_dim_numel(o->g, &v->type) == 1, "value must have one element");
         dtype = v->type.dtype;
-        om_tensor from = {.data = (void *)v->data, .dtype = v->type.dtype, .device = -1}, to = {.data = om_is_float(dtype) ? (void *)&value : (void *)&whole, .dtype = om_is_float(dtype) ? OM_F64 : OM_I64, .device = -1};
+        om_tensor from = {.data = (void *)v->data, .dtype = v->type.dtype, .device = -1},
+            to = {.data = om_is_float(dtype) ? (void *)&value : (void *)&whole, .dtype = om_is_float(dtype) ? OM_F64 : OM_I64,
+                  .device = -1};
         OM_TRY(om_copy(o->cx, &from, &to));
     }
     om_attr val = om_is_float(dtype) ? OM_AF("value", value) : OM_AI("value", whole);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_fill, NULL, 0, OM_ATTRS(OM_AD("shape", list, n), OM_AI("dtype", dtype), val)));
+    SET(0, om_make(o->g, &om_op_fill, NULL, 0, OM_ATTRS(OM_AD("shape", list, n), OM_AI("dtype", dtype), val)));
     return o->cx->status;
 }
 
 static om_status map_cumsum(om_onnx *o) {
-    double a;
+    double a = 0;
     int axis = 0;
-    if (!om_onnx_scalar(o, 1, &a)) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "the axis must be a constant");
+    OM_TRY(map_scalar(o, 1, "the axis", &a));
     OM_TRY(map_axis(o, (int64_t)a, map_type(o, 0).rank, &axis));
-    om_onnx_set(o, 0, om_make(o->g, &om_op_cumsum, OM_IN(IN(0)), OM_ATTRS(OM_AI("axis", axis), OM_AI("exclusive", om_onnx_int(o, "exclusive", 0)), OM_AI("reverse", om_onnx_int(o, "reverse", 0)))));
+    SET(0, om_make(o->g, &om_op_cumsum, OM_IN(IN(0)), OM_ATTRS(OM_AI("axis", axis), OM_AI("exclusive", INT("exclusive", 0)),
+                                                               OM_AI("reverse", INT("reverse", 0)))));
     return o->cx->status;
 }
 
 static om_status map_trilu(om_onnx *o) {
     double k = 0;
-    if (om_onnx_has(o, 1) && !om_onnx_scalar(o, 1, &k)) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "k must be a constant");
+    OM_TRY(map_scalar(o, 1, "k", &k));
     om_id x = IN(0);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_trilu, OM_IN(x), OM_ATTRS(OM_AI("k", (int64_t)k), OM_AI("upper", om_onnx_int(o, "upper", 1) != 0))));
+    SET(0, om_make(o->g, &om_op_trilu, OM_IN(x), OM_ATTRS(OM_AI("k", (int64_t)k), OM_AI("upper", INT("upper", 1) != 0))));
     return o->cx->status;
 }
 
@@ -744,7 +770,7 @@ static om_status map_one_hot(om_onnx *o) {
     om_type t = *om_ty(g, idx), vt = *om_ty(g, values);
     ONNX_CHECK(o, om_is_int(t.dtype) && t.rank < OM_RANK, "indices must be integers of rank < %d", OM_RANK);
     ONNX_CHECK(o, vt.rank == 1 && vt.dim[0] == 2, "values must have shape [2]");
-    int64_t a = om_onnx_int(o, "axis", -1);
+    int64_t a = INT("axis", -1);
     int axis = 0;
     OM_TRY(map_axis(o, a, t.rank + 1, &axis));
     if (!index_nonneg(g, idx, 0)) {
@@ -758,8 +784,9 @@ static om_status map_one_hot(om_onnx *o) {
     }
     om_id classes = om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", depth, 1), OM_AI("dtype", t.dtype)));
     om_id hit = MAKE2(eq, om_b_reshape(g, idx, d, t.rank + 1), om_b_reshape(g, classes, c, t.rank + 1));
-    om_id off = om_b_reshape(g, om_b_slice(g, values, 0, 0, 1, 1), NULL, 0), on = om_b_reshape(g, om_b_slice(g, values, 0, 1, 2, 1), NULL, 0);
-    om_onnx_set(o, 0, map_where(o, hit, on, off));
+    om_id off = om_b_reshape(g, om_b_slice(g, values, 0, 0, 1, 1), NULL, 0),
+        on = om_b_reshape(g, om_b_slice(g, values, 0, 1, 2, 1), NULL, 0);
+    SET(0, map_where(o, hit, on, off));
     return o->cx->status;
 }
 
@@ -770,7 +797,7 @@ static om_status map_gather(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
     int axis = 0;
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
+    OM_TRY(map_axis(o, INT("axis", 0), t.rank, &axis));
     const om_onnx_val *k = om_onnx_operand(o, 1);
     if (k->list && k->rank == 0) { /* one known index: a view, where a gather would copy */
         om_dim i = k->list[0];
@@ -784,12 +811,12 @@ static om_status map_gather(om_onnx *o) {
             om_dim d[OM_RANK];
             for (int a = 0, m = 0; a < t.rank; a++)
                 if (a != axis) d[m++] = t.dim[a];
-            om_onnx_set(o, 0, om_b_reshape(g, s, d, t.rank - 1));
+            SET(0, om_b_reshape(g, s, d, t.rank - 1));
             return o->cx->status;
         }
     }
     om_id idx = map_index(o, IN(1), t.dim[axis]);
-    om_onnx_set(o, 0, om_make(g, &om_op_gather, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
+    SET(0, om_make(g, &om_op_gather, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
     return o->cx->status;
 }
 
@@ -798,9 +825,9 @@ static om_status map_embedding(om_onnx *o) {
     om_id w = IN(0), idx = IN(1);
     om_type t = map_type_of(o, w);
     ONNX_CHECK(o, t.rank == 2, "the weight has rank %d, 2 is needed", t.rank);
-    int64_t pad = om_onnx_int(o, "padding_idx", -1), n;
+    int64_t pad = INT("padding_idx", -1), n;
     if (om_onnx_attr(o, "padding_idx") && pad < 0 && om_dim_const(o->g, t.dim[0], &n) && pad != -1) pad += n;
-    om_onnx_set(o, 0, om_make(o->g, &om_op_gather, OM_IN(w, idx), OM_ATTRS(OM_AI("axis", 0), OM_AI("padding_idx", pad))));
+    SET(0, om_make(o->g, &om_op_gather, OM_IN(w, idx), OM_ATTRS(OM_AI("axis", 0), OM_AI("padding_idx", pad))));
     return o->cx->status;
 }
 
@@ -808,16 +835,16 @@ static om_status map_gather_elements(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
     int axis = 0;
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
+    OM_TRY(map_axis(o, INT("axis", 0), t.rank, &axis));
     om_id idx = map_index(o, IN(1), t.dim[axis]);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_gather_elements, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
+    SET(0, om_make(o->g, &om_op_gather_elements, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
     return o->cx->status;
 }
 
 static om_status map_reduction(om_onnx *o, int64_t *reduce) {
     const char *how = om_onnx_str(o, "reduction", "none");
     *reduce = !strcmp(how, "add");
-    if (!*reduce && strcmp(how, "none") != 0) return om_onnx_err(o, OM_UNSUPPORTED, "reduction '%.40s'; none and add are supported", how);
+    if (!*reduce && strcmp(how, "none") != 0) REFUSE("reduction '%.40s'; none and add are supported", how);
     return OM_OK;
 }
 
@@ -826,10 +853,10 @@ static om_status map_scatter_elements(om_onnx *o) {
     om_type t = map_type_of(o, x);
     int axis = 0;
     int64_t reduce = 0;
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), t.rank, &axis));
+    OM_TRY(map_axis(o, INT("axis", 0), t.rank, &axis));
     OM_TRY(map_reduction(o, &reduce));
     om_id idx = map_index(o, IN(1), t.dim[axis]);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_scatter_elements, OM_IN(x, idx, IN(2)), OM_ATTRS(OM_AI("axis", axis), OM_AI("reduce", reduce))));
+    SET(0, om_make(o->g, &om_op_scatter_elements, OM_IN(x, idx, IN(2)), OM_ATTRS(OM_AI("axis", axis), OM_AI("reduce", reduce))));
     return o->cx->status;
 }
 
@@ -843,8 +870,10 @@ static om_id map_index_nd(om_onnx *o, om_id idx, const om_type *x) {
     if (t.rank >= 1 && !om_dim_const(g, t.dim[t.rank - 1], &k))
         return om_onnx_err(o, OM_UNSUPPORTED, "the last axis of the indices must be a number, it depends on the sizes of inputs"), OM_NONE;
     if (t.rank < 1 || k < 1 || k > x->rank)
-        return om_onnx_err(o, OM_INVALID, "indices of rank %d whose last axis has size %lld, for data of rank %d", t.rank, (long long)k, x->rank), OM_NONE;
-    if (t.dtype != OM_I64 && t.dtype != OM_I32) return om_onnx_err(o, OM_INVALID, "indices are %s, int64 is needed", om_dtype_name(t.dtype)), OM_NONE;
+        return om_onnx_err(o, OM_INVALID, "indices of rank %d whose last axis has size %lld, for data of rank %d",
+                           t.rank, (long long)k, x->rank), OM_NONE;
+    if (t.dtype != OM_I64 && t.dtype != OM_I32)
+        return om_onnx_err(o, OM_INVALID, "indices are %s, int64 is needed", om_dtype_name(t.dtype)), OM_NONE;
     om_id size[OM_RANK];
     for (int64_t j = 0; j < k; j++) size[j] = om_b_reshape(g, om_onnx_dim_value(o, x->dim[j], t.dtype), (om_dim[]){1}, 1);
     om_id sizes = k == 1 ? size[0] : om_make(g, &om_op_concat, size, (int)k, OM_ATTRS(OM_AI("axis", 0)));
@@ -854,9 +883,9 @@ static om_id map_index_nd(om_onnx *o, om_id idx, const om_type *x) {
 static om_status map_gather_nd(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
-    if (om_onnx_int(o, "batch_dims", 0) != 0) return om_onnx_err(o, OM_UNSUPPORTED, "batch_dims %lld; only 0 is supported", (long long)om_onnx_int(o, "batch_dims", 0));
+    if (INT("batch_dims", 0) != 0) REFUSE("batch_dims %lld; only 0 is supported", (long long)INT("batch_dims", 0));
     om_id idx = map_index_nd(o, IN(1), &t);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_gather_nd, OM_IN(x, idx), NULL, 0));
+    SET(0, om_make(o->g, &om_op_gather_nd, OM_IN(x, idx), NULL, 0));
     return o->cx->status;
 }
 
@@ -866,7 +895,7 @@ static om_status map_scatter_nd(om_onnx *o) {
     int64_t reduce = 0;
     OM_TRY(map_reduction(o, &reduce));
     om_id idx = map_index_nd(o, IN(1), &t);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_scatter_nd, OM_IN(x, idx, IN(2)), OM_ATTRS(OM_AI("reduce", reduce))));
+    SET(0, om_make(o->g, &om_op_scatter_nd, OM_IN(x, idx, IN(2)), OM_ATTRS(OM_AI("reduce", reduce))));
     return o->cx->status;
 }
 
@@ -878,8 +907,8 @@ static om_status map_reduce(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
     uint32_t mask = 0;
-    bool keep = om_onnx_int(o, "keepdims", 1) != 0;
-    OM_TRY(map_axes(o, 1, t.rank, !om_onnx_int(o, "noop_with_empty_axes", 0), &mask));
+    bool keep = INT("keepdims", 1) != 0;
+    OM_TRY(map_axes(o, 1, t.rank, !INT("noop_with_empty_axes", 0), &mask));
     om_id y;
     if (o->row->op) {
         y = map_reduce_op(o, o->row->op, x, mask, keep);
@@ -903,24 +932,24 @@ static om_status map_reduce(om_onnx *o) {
         y = om_b_reshape(g, y, d, n);
     }
     if (y == x) om_onnx_alias(o, 0, 0);
-    else om_onnx_set(o, 0, y);
+    else SET(0, y);
     return o->cx->status;
 }
 
 static om_status map_arg(om_onnx *o) {
     om_id x = IN(0);
     int axis = 0;
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", 0), map_type_of(o, x).rank, &axis));
-    if (om_onnx_int(o, "select_last_index", 0)) return om_onnx_err(o, OM_UNSUPPORTED, "select_last_index = 1 is not supported");
-    om_onnx_set(o, 0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis), OM_AI("keepdims", om_onnx_int(o, "keepdims", 1) != 0))));
+    OM_TRY(map_axis(o, INT("axis", 0), map_type_of(o, x).rank, &axis));
+    if (INT("select_last_index", 0)) REFUSE("select_last_index = 1 is not supported");
+    SET(0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis), OM_AI("keepdims", INT("keepdims", 1) != 0))));
     return o->cx->status;
 }
 
 static om_status map_softmax(om_onnx *o) {
     om_id x = IN(0);
     int axis = 0;
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", -1), map_type_of(o, x).rank, &axis));
-    om_onnx_set(o, 0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis))));
+    OM_TRY(map_axis(o, INT("axis", -1), map_type_of(o, x).rank, &axis));
+    SET(0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis))));
     return o->cx->status;
 }
 
@@ -940,19 +969,21 @@ static om_status map_layer_norm(om_onnx *o) {
     om_id x = IN(0), w = IN(1), b = rms ? OM_NONE : IN(2);
     om_type t = map_type_of(o, x);
     int axis = 0;
-    double eps = om_onnx_float(o, "epsilon", 1e-5);
-    OM_TRY(map_axis(o, om_onnx_int(o, "axis", -1), t.rank, &axis));
+    double eps = FLT("epsilon", 1e-5);
+    OM_TRY(map_axis(o, INT("axis", -1), t.rank, &axis));
     om_type wt = map_type_of(o, w), bt = map_type_of(o, b);
-    bool fits = (w == OM_NONE || norm_fits(&t, &wt, axis)) && (b == OM_NONE || norm_fits(&t, &bt, axis)) && (w == OM_NONE || wt.dtype == t.dtype);
-    om_id y = om_make(g, o->row->op, (om_id[]){x, fits ? w : OM_NONE, fits ? b : OM_NONE}, rms ? 2 : 3, OM_ATTRS(OM_AI("axis", axis), OM_AF("eps", eps)));
+    bool fits = (w == OM_NONE || norm_fits(&t, &wt, axis)) && (b == OM_NONE || norm_fits(&t, &bt, axis)) &&
+        (w == OM_NONE || wt.dtype == t.dtype);
+    om_id y = om_make(g, o->row->op, (om_id[]){x, fits ? w : OM_NONE, fits ? b : OM_NONE}, rms ? 2 : 3,
+                      OM_ATTRS(OM_AI("axis", axis), OM_AF("eps", eps)));
     om_id mean = y == OM_NONE || rms ? OM_NONE : y + 1, rstd = y == OM_NONE ? OM_NONE : y + (rms ? 1 : 2);
     if (!fits && w != OM_NONE) y = MAKE2(mul, y, om_b_cast(g, w, t.dtype));
     if (!fits && b != OM_NONE) y = MAKE2(add, y, om_b_cast(g, b, t.dtype));
-    om_onnx_set(o, 0, y);
+    SET(0, y);
     om_dim d[OM_RANK]; /* ONNX keeps the normalised axes with size 1 */
     for (int i = 0; i < t.rank; i++) d[i] = i < axis ? t.dim[i] : 1;
-    if (!rms && om_onnx_wants(o, 1)) om_onnx_set(o, 1, om_b_reshape(g, mean, d, t.rank));
-    if (om_onnx_wants(o, rms ? 1 : 2)) om_onnx_set(o, rms ? 1 : 2, om_b_reshape(g, rstd, d, t.rank));
+    if (!rms && om_onnx_wants(o, 1)) SET(1, om_b_reshape(g, mean, d, t.rank));
+    if (om_onnx_wants(o, rms ? 1 : 2)) SET(rms ? 1 : 2, om_b_reshape(g, rstd, d, t.rank));
     return o->cx->status;
 }
 
@@ -964,14 +995,16 @@ static om_status map_group_norm(om_onnx *o) {
     om_type t = map_type_of(o, x), wt = map_type_of(o, w);
     if (FAILED) return o->cx->status;
     ONNX_CHECK(o, t.rank >= 2 && wt.rank == 1, "x has rank %d and scale rank %d; at least 2 and exactly 1 are needed", t.rank, wt.rank);
-    int64_t groups = om_onnx_int(o, "num_groups", 0), c;
+    int64_t groups = INT("num_groups", 0), c;
     om_dim ng = instance ? t.dim[1] : groups;
     ONNX_CHECK(o, instance || groups > 0, "num_groups is %lld", (long long)groups);
-    ONNX_CHECK(o, instance || !om_dim_const(g, t.dim[1], &c) || c % groups == 0, "%lld channels in %lld groups", (long long)c, (long long)groups);
+    ONNX_CHECK(o, instance || !om_dim_const(g, t.dim[1], &c) || c % groups == 0, "%lld channels in %lld groups",
+               (long long)c, (long long)groups);
     om_dim rest = om_dim_div(g, t.dim[1], ng), d[3] = {t.dim[0], ng, 0}, pair[2] = {wt.dim[0], rest};
     for (int i = 2; i < t.rank; i++) rest = om_dim_mul(g, rest, t.dim[i]);
     d[2] = rest;
-    om_id y = om_make(g, &om_op_layer_norm, OM_IN(om_b_reshape(g, x, d, 3)), OM_ATTRS(OM_AI("axis", 2), OM_AF("eps", om_onnx_float(o, "epsilon", 1e-5))));
+    om_id y = om_make(g, &om_op_layer_norm, OM_IN(om_b_reshape(g, x, d, 3)),
+                      OM_ATTRS(OM_AI("axis", 2), OM_AF("eps", FLT("epsilon", 1e-5))));
     y = om_b_reshape(g, y, t.dim, t.rank);
     if (!instance && o->opset < 21) { /* scale and bias were per group */
         om_dim one[2] = {ng, 1}, all[1] = {t.dim[1]};
@@ -979,7 +1012,7 @@ static om_status map_group_norm(om_onnx *o) {
         b = om_b_reshape(g, om_b_expand(g, om_b_reshape(g, b, one, 2), pair, 2), all, 1);
     }
     y = MAKE2(mul, y, map_per_channel(o, w, t.rank));
-    om_onnx_set(o, 0, MAKE2(add, y, map_per_channel(o, b, t.rank)));
+    SET(0, MAKE2(add, y, map_per_channel(o, b, t.rank)));
     return o->cx->status;
 }
 
@@ -987,21 +1020,23 @@ static om_status map_group_norm(om_onnx *o) {
 static om_status map_batch_norm(om_onnx *o) {
     om_id in[5];
     for (int i = 0; i < 5; i++) in[i] = IN(i);
-    om_id y = om_make(o->g, &om_op_batch_norm, in, 5, OM_ATTRS(OM_AI("training", om_onnx_int(o, "training", 0)), OM_AF("momentum", om_onnx_float(o, "momentum", 0.1)), OM_AF("eps", om_onnx_float(o, "eps", 1e-5))));
-    om_onnx_set(o, 0, y);
-    om_onnx_set(o, 1, y == OM_NONE ? y : y + 1);
-    om_onnx_set(o, 2, y == OM_NONE ? y : y + 2);
+    om_id y = om_make(o->g, &om_op_batch_norm, in, 5, OM_ATTRS(OM_AI("training", INT("training", 0)),
+                                                               OM_AF("momentum", FLT("momentum", 0.1)), OM_AF("eps", FLT("eps", 1e-5))));
+    SET(0, y);
+    SET(1, y == OM_NONE ? y : y + 1);
+    SET(2, y == OM_NONE ? y : y + 2);
     return o->cx->status;
 }
 
 /* The standard's: running statistics are mixed with momentum on the old value, and with the population variance. */
 static om_status map_batch_normalization(om_onnx *o) {
     om_id in[5];
-    int64_t training = om_onnx_int(o, "training_mode", 0);
+    int64_t training = INT("training_mode", 0);
     if (training && (om_onnx_wants(o, 1) || om_onnx_wants(o, 2)))
-        return om_onnx_err(o, OM_UNSUPPORTED, "running statistics of BatchNormalization in training mode follow another rule than torch's; write ortmodule.BatchNorm");
+        REFUSE("running statistics of BatchNormalization in training mode follow another rule than torch's; write ortmodule.BatchNorm");
     for (int i = 0; i < 5; i++) in[i] = IN(i);
-    om_onnx_set(o, 0, om_make(o->g, &om_op_batch_norm, in, 5, OM_ATTRS(OM_AI("training", training != 0), OM_AF("momentum", 0.1), OM_AF("eps", om_onnx_float(o, "epsilon", 1e-5)))));
+    SET(0, om_make(o->g, &om_op_batch_norm, in, 5, OM_ATTRS(OM_AI("training", training != 0), OM_AF("momentum", 0.1),
+                                                            OM_AF("eps", FLT("epsilon", 1e-5)))));
     return o->cx->status;
 }
 
@@ -1012,7 +1047,8 @@ static om_id map_matmul_of(om_onnx *o, om_id a, om_id b) {
     om_graph *g = o->g;
     if (FAILED || a == OM_NONE || b == OM_NONE) return OM_NONE;
     om_type ta = *om_ty(g, a), tb = *om_ty(g, b);
-    if (ta.rank == 0 || tb.rank == 0) return om_onnx_err(o, OM_INVALID, "operands of rank %d and %d; at least 1 is needed", ta.rank, tb.rank), OM_NONE;
+    if (ta.rank == 0 || tb.rank == 0)
+        return om_onnx_err(o, OM_INVALID, "operands of rank %d and %d; at least 1 is needed", ta.rank, tb.rank), OM_NONE;
     if (ta.rank == 1) a = om_b_reshape(g, a, (om_dim[]){1, ta.dim[0]}, 2);
     if (tb.rank == 1) b = om_b_reshape(g, b, (om_dim[]){tb.dim[0], 1}, 2);
     om_id y = om_make(g, &om_op_matmul, OM_IN(a, b), NULL, 0);
@@ -1027,17 +1063,17 @@ static om_id map_matmul_of(om_onnx *o, om_id a, om_id b) {
 
 static om_status map_matmul(om_onnx *o) {
     om_id a = IN(0), b = IN(1);
-    om_onnx_set(o, 0, map_matmul_of(o, a, b));
+    SET(0, map_matmul_of(o, a, b));
     return o->cx->status;
 }
 
 static om_status map_gemm(om_onnx *o) {
     om_graph *g = o->g;
     om_id a = IN(0), b = IN(1), c = IN(2);
-    double alpha = om_onnx_float(o, "alpha", 1), beta = om_onnx_float(o, "beta", 1);
+    double alpha = FLT("alpha", 1), beta = FLT("beta", 1);
     ONNX_CHECK(o, map_type_of(o, a).rank == 2 && map_type_of(o, b).rank == 2, "A and B must have rank 2");
-    if (om_onnx_int(o, "transA", 0)) a = om_b_transpose(g, a, 0, 1);
-    if (om_onnx_int(o, "transB", 0)) b = om_b_transpose(g, b, 0, 1);
+    if (INT("transA", 0)) a = om_b_transpose(g, a, 0, 1);
+    if (INT("transB", 0)) b = om_b_transpose(g, b, 0, 1);
     om_type bt = map_type_of(o, b), ct = map_type_of(o, c);
     om_id y;
     if (c != OM_NONE && alpha == 1 && beta == 1 && ct.rank == 1 && ct.dim[0] == bt.dim[1]) {
@@ -1046,7 +1082,7 @@ static om_status map_gemm(om_onnx *o) {
         y = om_b_scale(g, om_make(g, &om_op_matmul, OM_IN(a, b), NULL, 0), alpha);
         if (c != OM_NONE && beta != 0) y = MAKE2(add, y, om_b_scale(g, c, beta));
     }
-    om_onnx_set(o, 0, y);
+    SET(0, y);
     return o->cx->status;
 }
 
@@ -1056,21 +1092,22 @@ static om_status map_fused_matmul(om_onnx *o) {
     for (int k = 0; k < 2; k++) {
         in[k] = IN(k);
         om_type t = map_type_of(o, in[k]);
-        if (om_onnx_int(o, k ? "transBatchB" : "transBatchA", 0)) {
+        if (INT(k ? "transBatchB" : "transBatchA", 0)) {
             int perm[OM_RANK];
             ONNX_CHECK(o, t.rank >= 2, "operand %d has rank %d", k, t.rank);
             for (int i = 0; i < t.rank; i++) perm[i] = i < t.rank - 2 ? i + 1 : i == t.rank - 2 ? 0 : i;
             in[k] = om_b_permute(o->g, in[k], perm);
         }
-        if (om_onnx_int(o, k ? "transB" : "transA", 0) && t.rank > 1) in[k] = om_b_transpose(o->g, in[k], -2, -1);
+        if (INT(k ? "transB" : "transA", 0) && t.rank > 1) in[k] = om_b_transpose(o->g, in[k], -2, -1);
     }
-    om_onnx_set(o, 0, om_b_scale(o->g, map_matmul_of(o, in[0], in[1]), om_onnx_float(o, "alpha", 1)));
+    SET(0, om_b_scale(o->g, map_matmul_of(o, in[0], in[1]), FLT("alpha", 1)));
     return o->cx->status;
 }
 
 static om_id map_attention_node(om_onnx *o, om_id q, om_id k, om_id v, om_id mask, double scale, double dropout) {
-    bool causal = om_onnx_int(o, "is_causal", 0) != 0;
-    om_id y = om_make(o->g, &om_op_attention, (om_id[]){q, k, v, mask}, 4, OM_ATTRS(OM_AI("causal", causal), OM_AF("scale", scale), OM_AF("dropout", dropout)));
+    bool causal = INT("is_causal", 0) != 0;
+    om_id y = om_make(o->g, &om_op_attention, (om_id[]){q, k, v, mask}, 4,
+                      OM_ATTRS(OM_AI("causal", causal), OM_AF("scale", scale), OM_AF("dropout", dropout)));
     if (dropout > 0) map_random(o);
     return y;
 }
@@ -1080,7 +1117,7 @@ static om_status map_attention_scale(om_onnx *o, om_id q, double *scale) {
     int64_t d;
     if (FAILED) return o->cx->status;
     ONNX_CHECK(o, t.rank >= 2, "q has rank %d", t.rank);
-    *scale = om_onnx_float(o, "scale", 0);
+    *scale = FLT("scale", 0);
     if (om_onnx_attr(o, "scale") && om_onnx_attr(o, "scale")->has_f) return OM_OK;
     ONNX_CHECK(o, om_dim_const(o->g, t.dim[t.rank - 1], &d) && d > 0, "scale is not given and the head size is not a number");
     *scale = 1 / sqrt((double)d);
@@ -1092,7 +1129,7 @@ static om_status map_attention(om_onnx *o) {
     om_id q = IN(0), k = IN(1), v = IN(2), mask = IN(3);
     double scale;
     OM_TRY(map_attention_scale(o, q, &scale));
-    om_onnx_set(o, 0, map_attention_node(o, q, k, v, mask, scale, om_onnx_float(o, "dropout_p", 0)));
+    SET(0, map_attention_node(o, q, k, v, mask, scale, FLT("dropout_p", 0)));
     return o->cx->status;
 }
 
@@ -1107,13 +1144,13 @@ static om_status map_attention23(om_onnx *o) {
         if (FAILED) return o->cx->status;
         ONNX_CHECK(o, t.rank == (flat ? 3 : 4), "operand %d has rank %d", i, t.rank);
         if (!flat) continue;
-        int64_t heads = om_onnx_int(o, i ? "kv_num_heads" : "q_num_heads", 0);
+        int64_t heads = INT(i ? "kv_num_heads" : "q_num_heads", 0);
         ONNX_CHECK(o, heads > 0, "q_num_heads and kv_num_heads are needed for operands of rank 3");
         om_dim d[4] = {t.dim[0], t.dim[1], heads, om_dim_div(g, t.dim[2], heads)};
         in[i] = om_b_transpose(g, om_b_reshape(g, in[i], d, 4), 1, 2);
     }
-    if (om_onnx_has(o, 4) || om_onnx_has(o, 5) || om_onnx_float(o, "softcap", 0) != 0)
-        return om_onnx_err(o, OM_UNSUPPORTED, "past keys and values and softcap are not supported");
+    if (om_onnx_has(o, 4) || om_onnx_has(o, 5) || FLT("softcap", 0) != 0)
+        REFUSE("past keys and values and softcap are not supported");
     double scale;
     OM_TRY(map_attention_scale(o, in[0], &scale));
     om_id y = map_attention_node(o, in[0], in[1], in[2], mask, scale, 0);
@@ -1122,7 +1159,7 @@ static om_status map_attention23(om_onnx *o) {
         om_dim d[3] = {t.dim[0], t.dim[2], om_dim_mul(g, t.dim[1], t.dim[3])};
         y = om_b_reshape(g, om_b_transpose(g, y, 1, 2), d, 3);
     }
-    om_onnx_set(o, 0, y);
+    SET(0, y);
     return o->cx->status;
 }
 
@@ -1131,23 +1168,23 @@ static om_status map_attention23(om_onnx *o) {
 static om_status map_dropout(om_onnx *o) {
     om_graph *g = o->g;
     double p = 0.5, training = 0;
-    if (om_onnx_has(o, 1) && !om_onnx_scalar(o, 1, &p)) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "the ratio must be a constant");
-    if (om_onnx_has(o, 2) && !om_onnx_scalar(o, 2, &training)) return FAILED ? o->cx->status : om_onnx_err(o, OM_UNSUPPORTED, "training_mode must be a constant");
+    OM_TRY(map_scalar(o, 1, "the ratio", &p));
+    OM_TRY(map_scalar(o, 2, "training_mode", &training));
     ONNX_CHECK(o, p >= 0 && p <= 1, "ratio %g; 0 to 1 is allowed", p);
     om_type t = map_type(o, 0);
     if (!training || p == 0) {
         om_onnx_alias(o, 0, 0);
-        if (om_onnx_wants(o, 1)) om_onnx_set(o, 1, om_b_fill(g, OM_BOOL, t.dim, t.rank, 1));
+        if (om_onnx_wants(o, 1)) SET(1, om_b_fill(g, OM_BOOL, t.dim, t.rank, 1));
         return o->cx->status;
     }
     om_id y = om_make(g, &om_op_dropout, OM_IN(IN(0)), OM_ATTRS(OM_AF("p", p)));
     map_random(o);
     uint64_t stream = om_last(g)->rng;
-    om_onnx_set(o, 0, y);
+    SET(0, y);
     if (om_onnx_wants(o, 1)) { /* the same stream over ones: zero exactly where the element was dropped */
         om_id ones = om_make(g, &om_op_dropout, OM_IN(om_b_fill(g, t.dtype, t.dim, t.rank, 1)), OM_ATTRS(OM_AF("p", p)));
         om_last(g)->rng = stream;
-        om_onnx_set(o, 1, MAKE2(ne, ones, map_like(o, ones, 0)));
+        SET(1, MAKE2(ne, ones, map_like(o, ones, 0)));
     }
     return o->cx->status;
 }
@@ -1172,7 +1209,8 @@ static om_status map_cross_entropy(om_onnx *o) {
     int reduction = !strcmp(how, "none") ? 0 : !strcmp(how, "mean") ? 1 : !strcmp(how, "sum") ? 2 : -1;
     if (FAILED) return o->cx->status;
     ONNX_CHECK(o, reduction >= 0, "reduction '%.40s'; none, mean and sum are defined", how);
-    ONNX_CHECK(o, lt.dtype == OM_I64 || lt.dtype == OM_I32, "labels are %s; class indices (int64 or int32) are needed", om_dtype_name(lt.dtype));
+    ONNX_CHECK(o, lt.dtype == OM_I64 || lt.dtype == OM_I32, "labels are %s; class indices (int64 or int32) are needed",
+               om_dtype_name(lt.dtype));
     ONNX_CHECK(o, t.rank >= 1 && lt.rank == t.rank - 1, "scores of rank %d with labels of rank %d; one less is needed", t.rank, lt.rank);
     om_id flat;
     if (t.rank == 1) {
@@ -1184,11 +1222,11 @@ static om_status map_cross_entropy(om_onnx *o) {
         labels = om_b_reshape(g, labels, rows, 1);
     }
     om_id loss = om_make(g, &om_op_cross_entropy, (om_id[]){flat, labels, weight}, 3,
-                         OM_ATTRS(OM_AI("ignore_index", om_onnx_int(o, "ignore_index", -100)), OM_AF("label_smoothing", om_onnx_float(o, "label_smoothing", 0)),
+                         OM_ATTRS(OM_AI("ignore_index", INT("ignore_index", -100)), OM_AF("label_smoothing", FLT("label_smoothing", 0)),
                                   OM_AI("reduction", reduction)));
     if (reduction == 0) loss = om_b_reshape(g, loss, lt.dim, lt.rank);
-    om_onnx_set(o, 0, loss);
-    if (om_onnx_wants(o, 1)) om_onnx_set(o, 1, om_make(g, &om_op_log_softmax, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank > 1))));
+    SET(0, loss);
+    if (om_onnx_wants(o, 1)) SET(1, om_make(g, &om_op_log_softmax, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank > 1))));
     return o->cx->status;
 }
 
@@ -1200,9 +1238,10 @@ static om_status map_nll(om_onnx *o) {
     const char *how = om_onnx_str(o, "reduction", "mean");
     if (FAILED) return o->cx->status;
     ONNX_CHECK(o, t.rank >= 2 && lt.rank == t.rank - 1, "scores of rank %d with labels of rank %d; one less is needed", t.rank, lt.rank);
-    ONNX_CHECK(o, !strcmp(how, "none") || !strcmp(how, "mean") || !strcmp(how, "sum"), "reduction '%.40s'; none, mean and sum are defined", how);
+    ONNX_CHECK(o, !strcmp(how, "none") || !strcmp(how, "mean") || !strcmp(how, "sum"),
+               "reduction '%.40s'; none, mean and sum are defined", how);
     om_id zero = map_like(o, x, 0);
-    om_id ignored = MAKE2(eq, target, om_scalar(g, lt.dtype, (double)om_onnx_int(o, "ignore_index", -100)));
+    om_id ignored = MAKE2(eq, target, om_scalar(g, lt.dtype, (double)INT("ignore_index", -100)));
     om_id safe = map_where(o, ignored, om_scalar(g, lt.dtype, 0), target);
     om_dim d[OM_RANK];
     for (int i = 0; i < t.rank; i++) d[i] = i == 1 ? 1 : t.dim[i];
@@ -1214,7 +1253,7 @@ static om_status map_nll(om_onnx *o) {
     uint32_t all = (1u << lt.rank) - 1;
     if (strcmp(how, "none") != 0) y = om_b_sum(g, y, all, false);
     if (!strcmp(how, "mean")) y = MAKE2(div, y, om_b_sum(g, w, all, false));
-    om_onnx_set(o, 0, y);
+    SET(0, y);
     return o->cx->status;
 }
 
@@ -1227,7 +1266,7 @@ static om_status map_window_of(om_onnx *o, const om_type *x, const om_type *w, m
     ONNX_CHECK(o, m->spatial >= 1 && m->spatial <= 3, "x has rank %d; 3 to 5 are supported", x->rank);
     int n = m->spatial;
     for (int i = 0; i < n; i++)
-        if (w && !om_dim_const(o->g, w->dim[2 + i], &m->kernel[i])) return om_onnx_err(o, OM_UNSUPPORTED, "the kernel's sizes must be numbers");
+        if (w && !om_dim_const(o->g, w->dim[2 + i], &m->kernel[i])) REFUSE("the kernel's sizes must be numbers");
     if (!w) OM_TRY(map_ints(o, "kernel_shape", n, 0, m->kernel));
     OM_TRY(map_ints(o, "strides", n, 1, m->stride));
     OM_TRY(map_ints(o, "dilations", n, 1, m->dilation));
@@ -1235,15 +1274,18 @@ static om_status map_window_of(om_onnx *o, const om_type *x, const om_type *w, m
     OM_TRY(map_ints(o, "pads", 2 * n, 0, pads));
     const char *mode = om_onnx_str(o, "auto_pad", "NOTSET");
     for (int i = 0; i < n; i++) {
-        ONNX_CHECK(o, m->kernel[i] > 0 && m->kernel[i] < INT32_MAX && m->stride[i] > 0 && m->stride[i] < INT32_MAX && m->dilation[i] > 0 && m->dilation[i] < INT32_MAX,
-                   "kernel %lld, stride %lld, dilation %lld along axis %d", (long long)m->kernel[i], (long long)m->stride[i], (long long)m->dilation[i], i + 2);
+        ONNX_CHECK(o, m->kernel[i] > 0 && m->kernel[i] < INT32_MAX && m->stride[i] > 0 && m->stride[i] < INT32_MAX &&
+                   m->dilation[i] > 0 && m->dilation[i] < INT32_MAX,
+                   "kernel %lld, stride %lld, dilation %lld along axis %d", (long long)m->kernel[i], (long long)m->stride[i],
+                       (long long)m->dilation[i], i + 2);
         ONNX_CHECK(o, pads[i] >= 0 && pads[n + i] >= 0 && pads[i] < INT32_MAX && pads[n + i] < INT32_MAX, "pads must not be negative");
         m->lo[i] = pads[i], m->hi[i] = pads[n + i];
         if (!strcmp(mode, "VALID")) m->lo[i] = m->hi[i] = 0;
         if (strncmp(mode, "SAME_", 5) != 0) continue;
         int64_t size;
-        if (!om_dim_const(o->g, x->dim[2 + i], &size)) return om_onnx_err(o, OM_UNSUPPORTED, "auto_pad %.20s needs sizes that are numbers", mode);
-        int64_t out = (size + m->stride[i] - 1) / m->stride[i], all = (out - 1) * m->stride[i] + (m->kernel[i] - 1) * m->dilation[i] + 1 - size;
+        if (!om_dim_const(o->g, x->dim[2 + i], &size)) REFUSE("auto_pad %.20s needs sizes that are numbers", mode);
+        int64_t out = (size + m->stride[i] - 1) / m->stride[i],
+            all = (out - 1) * m->stride[i] + (m->kernel[i] - 1) * m->dilation[i] + 1 - size;
         if (all < 0) all = 0;
         m->lo[i] = !strcmp(mode, "SAME_LOWER") ? (all + 1) / 2 : all / 2;
         m->hi[i] = all - m->lo[i];
@@ -1275,8 +1317,10 @@ static om_status map_conv(om_onnx *o) {
     ONNX_CHECK(o, xt.rank == wt.rank, "x has rank %d, w %d", xt.rank, wt.rank);
     OM_TRY(map_window_of(o, &xt, &wt, &m));
     x = map_window_pad(o, x, &m, 0);
-    om_onnx_set(o, 0, om_make(g, &om_op_conv, (om_id[]){x, w, b}, 3, OM_ATTRS(map_dims_attr("stride", m.stride, m.spatial, g, s), map_dims_attr("pad", m.lo, m.spatial, g, p),
-                                                                          map_dims_attr("dilation", m.dilation, m.spatial, g, d), OM_AI("groups", om_onnx_int(o, "group", 1)))));
+    SET(0, om_make(g, &om_op_conv, (om_id[]){x, w, b}, 3, OM_ATTRS(map_dims_attr("stride", m.stride, m.spatial, g, s),
+                                                                   map_dims_attr("pad", m.lo, m.spatial, g, p),
+                                                                          map_dims_attr("dilation", m.dilation, m.spatial, g, d),
+                                                                              OM_AI("groups", INT("group", 1)))));
     return o->cx->status;
 }
 
@@ -1289,16 +1333,19 @@ static om_status map_max_pool(om_onnx *o) {
     if (FAILED) return o->cx->status;
     OM_TRY(map_window_of(o, &t, NULL, &m));
     x = map_window_pad(o, x, &m, -INFINITY);
-    om_id y = om_make(g, &om_op_max_pool, OM_IN(x), OM_ATTRS(map_dims_attr("kernel", m.kernel, m.spatial, g, k), map_dims_attr("stride", m.stride, m.spatial, g, s), map_dims_attr("pad", m.lo, m.spatial, g, p),
-                                                            map_dims_attr("dilation", m.dilation, m.spatial, g, d), OM_AI("ceil", om_onnx_int(o, "ceil_mode", 0))));
-    om_onnx_set(o, 0, y);
+    om_id y = om_make(g, &om_op_max_pool, OM_IN(x), OM_ATTRS(map_dims_attr("kernel", m.kernel, m.spatial, g, k),
+                                                             map_dims_attr("stride", m.stride, m.spatial, g, s),
+                                                                 map_dims_attr("pad", m.lo, m.spatial, g, p),
+                                                            map_dims_attr("dilation", m.dilation, m.spatial, g, d),
+                                                                OM_AI("ceil", INT("ceil_mode", 0))));
+    SET(0, y);
     if (om_onnx_wants(o, 1) && !FAILED) { /* ONNX counts over the whole tensor, the engine within one plane */
-        if (om_onnx_int(o, "storage_order", 0) || x != IN(0)) return om_onnx_err(o, OM_UNSUPPORTED, "Indices with storage_order or asymmetric pads");
+        if (INT("storage_order", 0) || x != IN(0)) REFUSE("Indices with storage_order or asymmetric pads");
         om_dim planes = om_dim_mul(g, t.dim[0], t.dim[1]), area = 1, shape[OM_RANK] = {t.dim[0], t.dim[1], 1, 1, 1};
         for (int i = 2; i < t.rank; i++) area = om_dim_mul(g, area, t.dim[i]);
         om_id base = om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", &planes, 1), OM_AI("dtype", OM_I64)));
         base = om_b_reshape(g, MAKE2(mul, base, om_onnx_dim_value(o, area, OM_I64)), shape, t.rank);
-        om_onnx_set(o, 1, MAKE2(add, y + 1, base));
+        SET(1, MAKE2(add, y + 1, base));
     }
     return o->cx->status;
 }
@@ -1309,16 +1356,19 @@ static om_status map_avg_pool(om_onnx *o) {
     om_type t = map_type_of(o, x);
     map_window m;
     om_dim k[3], s[3], p[3];
-    int64_t count = om_onnx_int(o, "count_include_pad", 0) != 0;
+    int64_t count = INT("count_include_pad", 0) != 0;
     if (FAILED) return o->cx->status;
     OM_TRY(map_window_of(o, &t, NULL, &m));
     for (int i = 0; i < m.spatial; i++) {
-        if (m.dilation[i] != 1) return om_onnx_err(o, OM_UNSUPPORTED, "AveragePool with dilation");
-        if (m.lo[i] != m.hi[i] && (!count || om_onnx_int(o, "ceil_mode", 0))) return om_onnx_err(o, OM_UNSUPPORTED, "asymmetric pads need count_include_pad = 1 and ceil_mode = 0");
+        if (m.dilation[i] != 1) REFUSE("AveragePool with dilation");
+        if (m.lo[i] != m.hi[i] && (!count || INT("ceil_mode", 0))) REFUSE("asymmetric pads need count_include_pad = 1 and ceil_mode = 0");
     }
     x = map_window_pad(o, x, &m, 0);
-    om_onnx_set(o, 0, om_make(g, &om_op_avg_pool, OM_IN(x), OM_ATTRS(map_dims_attr("kernel", m.kernel, m.spatial, g, k), map_dims_attr("stride", m.stride, m.spatial, g, s), map_dims_attr("pad", m.lo, m.spatial, g, p),
-                                                                    OM_AI("ceil", om_onnx_int(o, "ceil_mode", 0)), OM_AI("count_include_pad", count))));
+    SET(0, om_make(g, &om_op_avg_pool, OM_IN(x), OM_ATTRS(map_dims_attr("kernel", m.kernel, m.spatial, g, k),
+                                                          map_dims_attr("stride", m.stride, m.spatial, g, s),
+                                                              map_dims_attr("pad", m.lo, m.spatial, g, p),
+                                                                    OM_AI("ceil", INT("ceil_mode", 0)),
+                                                                        OM_AI("count_include_pad", count))));
     return o->cx->status;
 }
 
@@ -1326,7 +1376,7 @@ static om_status map_global_pool(om_onnx *o) {
     om_id x = IN(0);
     om_type t = map_type_of(o, x);
     ONNX_CHECK(o, t.rank >= 3, "x has rank %d", t.rank);
-    om_onnx_set(o, 0, map_reduce_op(o, o->row->op, x, ((1u << t.rank) - 1) & ~3u, true));
+    SET(0, map_reduce_op(o, o->row->op, x, ((1u << t.rank) - 1) & ~3u, true));
     return o->cx->status;
 }
 
@@ -1338,7 +1388,7 @@ static om_status map_adaptive_avg_pool(om_onnx *o) {
     om_dim d[3];
     ONNX_CHECK(o, t.rank >= 3 && t.rank <= 5, "x has rank %d; 3 to 5 are supported", t.rank);
     OM_TRY(map_ints(o, "output_size", t.rank - 2, 1, size));
-    om_onnx_set(o, 0, om_make(o->g, &om_op_adaptive_avg_pool, OM_IN(x), OM_ATTRS(map_dims_attr("size", size, t.rank - 2, o->g, d))));
+    SET(0, om_make(o->g, &om_op_adaptive_avg_pool, OM_IN(x), OM_ATTRS(map_dims_attr("size", size, t.rank - 2, o->g, d))));
     return o->cx->status;
 }
 
@@ -1354,7 +1404,7 @@ static om_status map_host(om_onnx *o) {
     om_dim *dtype = om_arena_alloc(&o->tmp, (size_t)n_out * sizeof *dtype);
     bool float_in = false, float_out = false;
     if (!in || !t || !attr || !dtype) return o->cx->status;
-    int64_t index = om_onnx_int(o, "host_index", -1);
+    int64_t index = INT("host_index", -1);
     ONNX_CHECK(o, index >= 0, "attribute host_index (row of the host's table) is missing");
     for (int i = 0; i < o->n_in; i++) {
         in[i] = IN(i);
@@ -1365,7 +1415,8 @@ static om_status map_host(om_onnx *o) {
         t[k] = (om_type){.dtype = OM_U8, .rank = 1, .device = -1}; /* an output nobody names */
         if (om_onnx_wants(o, k)) {
             OM_TRY(om_onnx_value_type(o, o->node->output[k], OM_ONNX_NAMED, &t[k], &found));
-            ONNX_CHECK(o, found, "output %d '%.80s' has no value_info; the type of what the host computes must be given", k, o->node->output[k]);
+            ONNX_CHECK(o, found, "output %d '%.80s' has no value_info; the type of what the host computes must be given",
+                       k, o->node->output[k]);
         }
         float_out |= om_is_float(t[k].dtype);
         dtype[k] = t[k].dtype;
@@ -1376,10 +1427,10 @@ static om_status map_host(om_onnx *o) {
     }
     attr[0] = OM_AI("index", index);
     attr[1] = OM_AD("out_dtype", dtype, n_out);
-    attr[2] = OM_AI("diff", om_onnx_int(o, "diff", float_in && float_out));
+    attr[2] = OM_AI("diff", INT("diff", float_in && float_out));
     om_id y = om_make(g, &om_op_host, in, o->n_in, attr, n_attr);
     for (int k = 0; k < n_out; k++)
-        if (om_onnx_wants(o, k)) om_onnx_set(o, k, y == OM_NONE ? y : y + (om_id)k);
+        if (om_onnx_wants(o, k)) SET(k, y == OM_NONE ? y : y + (om_id)k);
     return o->cx->status;
 }
 

@@ -131,11 +131,13 @@ static om_status read_dim_param(om_onnx *o, const char *text, om_dim *d) {
 }
 
 om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, int mode, const char *name, om_type *out) {
-    ONNX_CHECK(o, t && t->value_case == ONNX__TYPE_PROTO__VALUE_TENSOR_TYPE && t->tensor_type, "'%.80s' is not a tensor; only tensors are supported", name);
+    ONNX_CHECK(o, t && t->value_case == ONNX__TYPE_PROTO__VALUE_TENSOR_TYPE && t->tensor_type,
+               "'%.80s' is not a tensor; only tensors are supported", name);
     const Onnx__TypeProto__Tensor *tt = t->tensor_type;
     *out = (om_type){.device = -1, .dtype = (uint8_t)om_dtype_from_onnx(tt->elem_type)};
     if (out->dtype == OM_NODTYPE)
-        return om_onnx_err(o, OM_UNSUPPORTED, "'%.80s' has ONNX element type %d; float 16/32/64, bfloat16, int 8/16/32/64, uint8 and bool are supported",
+        return om_onnx_err(o, OM_UNSUPPORTED,
+                           "'%.80s' has ONNX element type %d; float 16/32/64, bfloat16, int 8/16/32/64, uint8 and bool are supported",
                            name, (int)tt->elem_type);
     ONNX_CHECK(o, tt->shape, "'%.80s' has no shape; its rank must be known", name);
     ONNX_CHECK(o, tt->shape->n_dim <= OM_RANK, "'%.80s' has rank %zu, at most %d is supported", name, tt->shape->n_dim, OM_RANK);
@@ -189,7 +191,8 @@ typedef struct read_literal {
 static om_status read_literal_of(om_onnx *o, const Onnx__TensorProto *t, read_literal *l) {
     const char *name = t->name ? t->name : "";
     *l = (read_literal){.dtype = om_dtype_from_onnx(t->data_type), .n = 1};
-    if (l->dtype == OM_NODTYPE) return om_onnx_err(o, OM_UNSUPPORTED, "constant '%.80s' has ONNX element type %d, which is not supported", name, t->data_type);
+    if (l->dtype == OM_NODTYPE)
+        return om_onnx_err(o, OM_UNSUPPORTED, "constant '%.80s' has ONNX element type %d, which is not supported", name, t->data_type);
     ONNX_CHECK(o, t->n_dims <= OM_RANK, "constant '%.80s' has rank %zu, at most %d", name, t->n_dims, OM_RANK);
     ONNX_CHECK(o, !t->segment, "constant '%.80s' is stored in segments, which is not supported", name);
     ONNX_CHECK(o, !t->n_external_data && t->data_location == ONNX__TENSOR_PROTO__DATA_LOCATION__DEFAULT,
@@ -204,7 +207,8 @@ static om_status read_literal_of(om_onnx *o, const Onnx__TensorProto *t, read_li
     if (t->has_raw_data) {
         l->data = t->raw_data.data;
         l->width = om_dtype_size(l->dtype);
-        ONNX_CHECK(o, t->raw_data.len == (size_t)l->n * l->width, "constant '%.80s': %lld elements of %zu bytes, but %zu bytes are stored", name,
+        ONNX_CHECK(o, t->raw_data.len == (size_t)l->n * l->width,
+                   "constant '%.80s': %lld elements of %zu bytes, but %zu bytes are stored", name,
                    (long long)l->n, l->width, t->raw_data.len);
         return OM_OK;
     }
@@ -312,7 +316,8 @@ const om_dim *om_onnx_list(om_onnx *o, int i, uint32_t *n) {
     *n = 0;
     if (o->cx->status != OM_OK) return NULL;
     if (!x || !x->list) {
-        om_onnx_err(o, OM_UNSUPPORTED, "operand %d '%.80s' must be known before the run: a constant, or computed from sizes of graph inputs; it is %s", i,
+        om_onnx_err(o, OM_UNSUPPORTED,
+                    "operand %d '%.80s' must be known before the run: a constant, or computed from sizes of graph inputs; it is %s", i,
                     x ? o->node->input[i] : "", x ? "computed from data or has more than 64 elements" : "missing");
         return NULL;
     }
@@ -331,7 +336,8 @@ bool om_onnx_scalar(om_onnx *o, int i, double *x) {
     }
     om_id id = v->lit || v->v != OM_NONE ? om_onnx_in(o, i) : OM_NONE;
     if (id == OM_NONE || om_val(o->g, id)->role != OM_CONST || om_dim_numel(o->g, om_ty(o->g, id)) != 1) return false;
-    om_tensor from = {.data = (void *)om_val(o->g, id)->data, .dtype = om_ty(o->g, id)->dtype, .device = -1}, to = {.data = x, .dtype = OM_F64, .device = -1};
+    om_tensor from = {.data = (void *)om_val(o->g, id)->data, .dtype = om_ty(o->g, id)->dtype, .device = -1};
+    om_tensor to = {.data = x, .dtype = OM_F64, .device = -1};
     return om_copy(o->cx, &from, &to) == OM_OK;
 }
 
@@ -453,7 +459,8 @@ static om_status read_node(om_onnx *o) {
     ONNX_CHECK(o, n->op_type, "the node has no op_type");
     const om_onnx_op *r = o->row = read_row(n->domain ? n->domain : "", n->op_type);
     if (!r)
-        return om_onnx_err(o, OM_UNSUPPORTED, "the operator is not supported (csrc/onnx_map.c has the list); a capture keeps such operators in PyTorch as org.pytorch.aten::ATen");
+        return om_onnx_err(o, OM_UNSUPPORTED,
+                           "the operator is not supported (csrc/onnx_map.c has the list); a capture keeps such operators in PyTorch as org.pytorch.aten::ATen");
     ONNX_CHECK(o, n->n_input <= 4096 && n->n_output <= 64, "%zu inputs and %zu outputs, at most 4096 and 64", n->n_input, n->n_output);
     o->n_in = (int)n->n_input;
     ONNX_CHECK(o, r->max_in < 0 || o->n_in <= r->max_in, "%d inputs, at most %d are known", o->n_in, r->max_in);
@@ -463,16 +470,20 @@ static om_status read_node(om_onnx *o) {
         o->in[i] = OM_NONE;
         if (!n->input[i][0]) continue;
         o->in[i] = om_strmap_get(&o->names, n->input[i]);
-        ONNX_CHECK(o, o->in[i] != OM_NONE, "input %d '%.80s' is not defined by a graph input, an initialiser or an earlier node", i, n->input[i]);
+        ONNX_CHECK(o, o->in[i] != OM_NONE, "input %d '%.80s' is not defined by a graph input, an initialiser or an earlier node",
+                   i, n->input[i]);
     }
     for (int i = 0; i < r->min_in; i++) ONNX_CHECK(o, om_onnx_has(o, i), "input %d is missing", i);
     ONNX_CHECK(o, n->n_output >= 1 && n->n_output <= (size_t)r->max_out, "%zu outputs, 1 to %d are known", n->n_output, r->max_out);
     for (size_t i = 0; i < n->n_attribute; i++)
-        ONNX_CHECK(o, !n->attribute[i]->ref_attr_name || !*n->attribute[i]->ref_attr_name, "attribute '%.60s' refers to a function's attribute", n->attribute[i]->name ? n->attribute[i]->name : "");
+        ONNX_CHECK(o, !n->attribute[i]->ref_attr_name || !*n->attribute[i]->ref_attr_name,
+                   "attribute '%.60s' refers to a function's attribute", n->attribute[i]->name ? n->attribute[i]->name : "");
     o->g->cur_scope = read_scope(o);
     if (r->size && r->size(o)) return o->cx->status;
     if (o->cx->status != OM_OK) return o->cx->status;
-    if (!r->map) return om_onnx_err(o, OM_UNSUPPORTED, "only sizes known before the run are supported here: its operands must be constants or computed from sizes of graph inputs");
+    if (!r->map)
+        return om_onnx_err(o, OM_UNSUPPORTED,
+                           "only sizes known before the run are supported here: its operands must be constants or computed from sizes of graph inputs");
     OM_TRY(r->map(o));
     for (int k = 0; k < (int)n->n_output && o->cx->status == OM_OK; k++)
         if (om_onnx_wants(o, k) && om_strmap_get(&o->names, n->output[k]) == OM_NONE)
@@ -497,21 +508,25 @@ static om_status read_inputs(om_onnx *o) {
         const Onnx__ValueInfoProto *in = f->input[i];
         om_type t;
         ONNX_CHECK(o, in->name && *in->name, "graph input %zu has no name", i);
-        if (om_strmap_get(&o->names, in->name) != OM_NONE && om_strmap_get(&o->names, in->name) < f->n_initializer) continue; /* a default value */
+        om_id known = om_strmap_get(&o->names, in->name);
+        if (known != OM_NONE && known < f->n_initializer) continue; /* the initialiser is its default value */
         OM_TRY(om_onnx_type(o, in->type, OM_ONNX_INPUT, in->name, &t));
         const char *role = read_graph_meta(o, "role", in->name), *sym = read_graph_meta(o, "symbol", in->name);
-        ONNX_CHECK(o, !role || !strcmp(role, "input") || !strcmp(role, "param") || !strcmp(role, "buffer"), "role '%.40s' of graph input '%.80s'; input, param and buffer are allowed",
+        ONNX_CHECK(o, !role || !strcmp(role, "input") || !strcmp(role, "param") || !strcmp(role, "buffer"),
+                   "role '%.40s' of graph input '%.80s'; input, param and buffer are allowed",
                    role ? role : "", in->name);
         om_id id = om_input(g, !role || !strcmp(role, "input") ? OM_INPUT : !strcmp(role, "param") ? OM_PARAM : OM_BUFFER, in->name, &t);
         om_onnx_val *v = id != OM_NONE ? read_define(o, in->name) : NULL;
         if (!v) return o->cx->status;
         v->v = id;
         if (sym) {
-            ONNX_CHECK(o, t.rank == 0 && t.dtype == OM_I64, "graph input '%.80s' names the size '%.40s', so it must be a 0-d int64 tensor", in->name, sym);
+            ONNX_CHECK(o, t.rank == 0 && t.dtype == OM_I64,
+                       "graph input '%.80s' names the size '%.40s', so it must be a 0-d int64 tensor", in->name, sym);
             om_dim *list = om_arena_alloc(&o->tmp, sizeof *list);
             if (!list) return o->cx->status;
             OM_TRY(read_dim_param(o, sym, list));
-            ONNX_CHECK(o, *list < 0 && g->exprs.v[~*list].kind == OM_DIM_SYM, "graph input '%.80s': '%.40s' is not the name of a size", in->name, sym);
+            ONNX_CHECK(o, *list < 0 && g->exprs.v[~*list].kind == OM_DIM_SYM, "graph input '%.80s': '%.40s' is not the name of a size",
+                       in->name, sym);
             OM_TRY(om_sym_bind(g, g->syms.v[g->exprs.v[~*list].a].name, om_val(g, id)->input, -1));
             v->list = list;
             v->n = 1;
@@ -522,7 +537,10 @@ static om_status read_inputs(om_onnx *o) {
     for (om_id i = 0; i < g->inputs.n; i++) {
         const om_type *t = om_ty(g, g->inputs.v[i]);
         for (int k = 0; k < t->rank; k++)
-            if (t->dim[k] < 0 && g->exprs.v[~t->dim[k]].kind == OM_DIM_SYM) OM_TRY(om_sym_bind(g, g->syms.v[g->exprs.v[~t->dim[k]].a].name, i, k));
+            if (t->dim[k] < 0 && g->exprs.v[~t->dim[k]].kind == OM_DIM_SYM) {
+                const char *sym = g->syms.v[g->exprs.v[~t->dim[k]].a].name;
+                OM_TRY(om_sym_bind(g, sym, i, k));
+            }
     }
     return o->cx->status;
 }
@@ -540,9 +558,11 @@ static om_status read_outputs(om_onnx *o) {
         const char *to = read_graph_meta(o, "write", name);
         if (to) {
             om_id t = om_strmap_get(&o->names, to), in = t == OM_NONE ? OM_NONE : o->vals.v[t].v;
-            ONNX_CHECK(o, in != OM_NONE && om_val(g, in)->input != OM_NONE, "output '%.80s' is to be written to '%.80s', which is no graph input", name, to);
+            ONNX_CHECK(o, in != OM_NONE && om_val(g, in)->input != OM_NONE,
+                       "output '%.80s' is to be written to '%.80s', which is no graph input", name, to);
             const om_type *a = om_ty(g, v), *b = om_ty(g, in);
-            ONNX_CHECK(o, a->dtype == b->dtype && a->rank == b->rank, "output '%.80s' is to be written to '%.80s' of another dtype or rank", name, to);
+            ONNX_CHECK(o, a->dtype == b->dtype && a->rank == b->rank,
+                       "output '%.80s' is to be written to '%.80s' of another dtype or rank", name, to);
             om_write *w = OM_PUSH(o->cx, &g->writes);
             if (w) *w = (om_write){v, om_val(g, in)->input};
         } else {
@@ -570,7 +590,8 @@ static om_status read_check_symbols(om_onnx *o) {
                 const om_expr *e = &g->exprs.v[~d];
                 if (e->kind == OM_DIM_INT) continue;
                 if (e->kind == OM_DIM_SYM) {
-                    ONNX_CHECK(o, g->syms.v[e->a].input != OM_NONE, "the size '%.60s' is not a dimension of any graph input (nor a `symbol:` input)", g->syms.v[e->a].name);
+                    ONNX_CHECK(o, g->syms.v[e->a].input != OM_NONE,
+                               "the size '%.60s' is not a dimension of any graph input (nor a `symbol:` input)", g->syms.v[e->a].name);
                     continue;
                 }
                 ONNX_CHECK(o, n + 2 <= 64, "a size expression is nested too deep");
@@ -590,13 +611,15 @@ static om_status read_model(om_onnx *o, const Onnx__ModelProto *m) {
         if (!d || !*d || !strcmp(d, "ai.onnx")) o->opset = m->opset_import[i]->version;
     }
     if (o->opset < OM_ONNX_OPSET_MIN || o->opset > OM_ONNX_OPSET_MAX)
-        return om_onnx_err(o, OM_UNSUPPORTED, "opset %lld of ai.onnx; %d to %d are supported (onnx.version_converter converts)", (long long)o->opset, OM_ONNX_OPSET_MIN, OM_ONNX_OPSET_MAX);
+        return om_onnx_err(o, OM_UNSUPPORTED, "opset %lld of ai.onnx; %d to %d are supported (onnx.version_converter converts)",
+                           (long long)o->opset, OM_ONNX_OPSET_MIN, OM_ONNX_OPSET_MAX);
     ONNX_CHECK(o, !f->n_sparse_initializer, "sparse initialisers are not supported");
     ONNX_CHECK(o, f->n_value_info + f->n_output < OM_NONE / 2 && f->n_node < OM_NONE / 2, "too many values");
     for (size_t i = 0; i < f->n_output; i++)
         if (f->output[i]->name && !om_strmap_put(&o->types, f->output[i]->name, (om_id)(f->n_value_info + i), NULL)) return o->cx->status;
     for (size_t i = 0; i < f->n_value_info; i++) /* an entry of its own, even for outputs: it may say more */
-        if (f->value_info[i]->name && f->value_info[i]->type && !om_strmap_set(&o->types, f->value_info[i]->name, (om_id)i)) return o->cx->status;
+        if (f->value_info[i]->name && f->value_info[i]->type && !om_strmap_set(&o->types, f->value_info[i]->name, (om_id)i))
+            return o->cx->status;
     OM_TRY(read_inputs(o));
     for (size_t i = 0; i < f->n_node; i++) {
         o->node = f->node[i];

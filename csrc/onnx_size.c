@@ -276,7 +276,8 @@ bool om_onnx_size_gather(om_onnx *o) {
 }
 
 bool om_onnx_size_slice(om_onnx *o) {
-    const om_onnx_val *x = size_operand(o, 0), *start = size_operand(o, 1), *end = size_operand(o, 2), *axes = size_operand(o, 3), *steps = size_operand(o, 4);
+    const om_onnx_val *x = size_operand(o, 0), *start = size_operand(o, 1), *end = size_operand(o, 2), *axes = size_operand(o, 3),
+        *steps = size_operand(o, 4);
     int64_t s, e, st = 1;
     om_dim out[OM_ONNX_LIST];
     uint32_t n = 0;
@@ -320,7 +321,8 @@ bool om_onnx_size_rank(om_onnx *o) {
     int64_t d;
     if (!to || to->rank != 1 || to->n > 1) return false;
     if (to->n == 0) return x->n == 1 && size_set(o, x->dtype, 0, x->list, 1);
-    if (!om_dim_const(o->g, to->list[0], &d) || (d != -1 && d != x->n && !(d == 0 && x->rank == 1 && !om_onnx_int(o, "allowzero", 0)))) return false;
+    if (!om_dim_const(o->g, to->list[0], &d) || (d != -1 && d != x->n && !(d == 0 && x->rank == 1 && !om_onnx_int(o, "allowzero", 0))))
+        return false;
     return size_set(o, x->dtype, 1, x->list, x->n);
 }
 
@@ -363,7 +365,8 @@ bool om_onnx_size_range(om_onnx *o) {
     om_dim out[OM_ONNX_LIST];
     uint32_t n = 0;
     if (!a || !b || !c || a->n != 1 || b->n != 1 || c->n != 1 || a->dtype == OM_BOOL) return false;
-    if (!om_dim_const(o->g, a->list[0], &from) || !om_dim_const(o->g, b->list[0], &to) || !om_dim_const(o->g, c->list[0], &step) || step == 0) return false;
+    if (!om_dim_const(o->g, a->list[0], &from) || !om_dim_const(o->g, b->list[0], &to) || !om_dim_const(o->g, c->list[0], &step) ||
+        step == 0) return false;
     for (int64_t i = from; step > 0 ? i < to : i > to;) {
         if (n == OM_ONNX_LIST) return false;
         out[n++] = om_dim_int(o->g, i);

@@ -39,7 +39,8 @@ static bool wire_utf8(const uint8_t *p, const uint8_t *end) {
         if (c < 0x80) continue;
         int more = c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf5 ? 3 : 0;
         if (!more || end - p < more) return false;
-        if ((c == 0xe0 && p[0] < 0xa0) || (c == 0xed && p[0] > 0x9f) || (c == 0xf0 && p[0] < 0x90) || (c == 0xf4 && p[0] > 0x8f)) return false;
+        if ((c == 0xe0 && p[0] < 0xa0) || (c == 0xed && p[0] > 0x9f) || (c == 0xf0 && p[0] < 0x90) || (c == 0xf4 && p[0] > 0x8f))
+            return false;
         for (; more; more--)
             if ((*p++ & 0xc0) != 0x80) return false;
     }
@@ -63,7 +64,8 @@ static int wire_type(ProtobufCType t) { /* of one element */
 
 static om_status wire_packed(const wire *w, const ProtobufCFieldDescriptor *f, const uint8_t *p, const uint8_t *end) {
     int type = wire_type(f->type);
-    if (type == 1 || type == 5) return (end - p) % (type == 1 ? 8 : 4) ? wire_err(w, p, "packed array holds part of an element", f->name) : OM_OK;
+    if (type == 1 || type == 5) return (end - p) % (type == 1 ? 8 : 4) ? wire_err(w, p, "packed array holds part of an element", f->name)
+        : OM_OK;
     uint64_t v;
     while (p < end) {
         const uint8_t *next = wire_varint(p, end, &v);

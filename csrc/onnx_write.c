@@ -90,7 +90,8 @@ static const char *write_node(writer *w, const char *domain, const char *op, con
     if (slot) *slot = n;
     return n->output[0];
 }
-#define EMIT(w, op, out, ...) write_node((w), "", (op), (out), (const char *[]){__VA_ARGS__}, (int)(sizeof((const char *[]){__VA_ARGS__}) / sizeof(char *)))
+#define EMIT(w, op, out, ...)                                                                       \
+    write_node((w), "", (op), (out), (const char *[]){__VA_ARGS__}, (int)(sizeof((const char *[]){__VA_ARGS__}) / sizeof(char *)))
 
 static const char *write_output(writer *w, const char *name) { /* one more output of the last node */
     if (FAILED(w) || w->last->n_output == 8) return "";
@@ -156,7 +157,8 @@ static const char *write_init(writer *w, const char *name, int dtype, int rank, 
 static const char *write_int_list(writer *w, const int64_t *x, int n) { return write_init(w, NULL, OM_I64, 1, (int64_t[]){n}, x); }
 static const char *write_int_scalar(writer *w, int64_t x) { return write_init(w, NULL, OM_I64, 0, NULL, &x); }
 static void write_number(writer *w, int dtype, double f, int64_t i, void *out) { /* f for floats, i for integers */
-    om_tensor from = {.data = om_is_float(dtype) ? (void *)&f : (void *)&i, .dtype = om_is_float(dtype) ? OM_F64 : OM_I64, .device = -1}, to = {.data = out, .dtype = (uint8_t)dtype, .device = -1};
+    om_tensor from = {.data = om_is_float(dtype) ? (void *)&f : (void *)&i, .dtype = om_is_float(dtype) ? OM_F64 : OM_I64, .device = -1},
+        to = {.data = out, .dtype = (uint8_t)dtype, .device = -1};
     om_copy(w->cx, &from, &to);
 }
 static const char *write_scalar(writer *w, int dtype, double x) {
@@ -191,8 +193,10 @@ static const char *write_dim(writer *w, om_dim d) {
             write_int(w, "end", s->axis + 1);
         }
     } else {
-        static const char *const op[] = {[OM_DIM_ADD] = "Add", [OM_DIM_MUL] = "Mul", [OM_DIM_DIV] = "Div", [OM_DIM_MOD] = "Mod", [OM_DIM_MIN] = "Min", [OM_DIM_MAX] = "Max"};
-        if (e->kind == OM_DIM_DIV && (!om_onnx_nonneg(g, e->a) || !om_onnx_nonneg(g, e->b))) { /* ONNX truncates: floor(a/b) = (a - a mod b) / b */
+        static const char *const op[] = {[OM_DIM_ADD] = "Add", [OM_DIM_MUL] = "Mul", [OM_DIM_DIV] = "Div",
+                                         [OM_DIM_MOD] = "Mod", [OM_DIM_MIN] = "Min", [OM_DIM_MAX] = "Max"};
+        if (e->kind == OM_DIM_DIV &&
+            (!om_onnx_nonneg(g, e->a) || !om_onnx_nonneg(g, e->b))) { /* ONNX truncates: floor(a/b) = (a - a mod b) / b */
             const char *a = write_dim(w, e->a), *b = write_dim(w, e->b);
             r = EMIT(w, "Div", NULL, EMIT(w, "Sub", NULL, a, EMIT(w, "Mod", NULL, a, b)), b);
         } else {
@@ -239,7 +243,8 @@ static om_dim attr_bound(const writer *w, const char *name, om_dim dflt) {
     const om_attr *a = attr_dims(w, name);
     return !a ? dflt : a->kind == OM_ATTR_DIMS && a->n == 1 ? a->dims[0] : a->kind == OM_ATTR_INT && a->i >= 0 ? a->i : dflt;
 }
-static void write_refuse(writer *w, const char *why) { om_fail(w->cx, OM_UNSUPPORTED, "writing ONNX: %s has no standard form: %s", w->n->op->name, why); }
+static void write_refuse(writer *w, const char *why) { om_fail(w->cx, OM_UNSUPPORTED, "writing ONNX: %s has no standard form: %s",
+                                                               w->n->op->name, why); }
 static const char *one_like(writer *w, double x) { return write_scalar(w, in_type(w, 0)->dtype, x); }
 
 /* --- rules --------------------------------------------------------------------------------------------- */
@@ -271,13 +276,15 @@ static void rule_permute(writer *w, const char *onnx) {
 static void rule_slice(writer *w, const char *onnx) {
     int64_t axis = om_node_int(w->n, "axis", 0), step = om_node_int(w->n, "step", 1);
     om_dim start = attr_bound(w, "start", 0), end = attr_bound(w, "end", in_type(w, 0)->dim[axis]);
-    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_dim(w, start), write_dim(w, end), write_int_list(w, &axis, 1), write_int_list(w, &step, 1));
+    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_dim(w, start), write_dim(w, end), write_int_list(w, &axis, 1),
+         write_int_list(w, &step, 1));
 }
 static void rule_flip(writer *w, const char *onnx) {
     int64_t axes[OM_RANK], s[OM_RANK], e[OM_RANK];
     int n = attr_known(w, "axes", axes, OM_RANK);
     for (int i = 0; i < n; i++) s[i] = -1, e[i] = INT64_MIN + 1;
-    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_int_list(w, s, n), write_int_list(w, e, n), write_int_list(w, axes, n), write_int_list(w, s, n));
+    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_int_list(w, s, n), write_int_list(w, e, n), write_int_list(w, axes, n),
+         write_int_list(w, s, n));
 }
 static void rule_pad(writer *w, const char *onnx) {
     om_dim pads[2 * OM_RANK] = {0};
@@ -322,7 +329,8 @@ static void rule_fill(writer *w, const char *onnx) {
     const om_type *t = out_type(w, 0);
     const om_attr *v = attr_dims(w, "value");
     if (v && v->kind == OM_ATTR_DIMS) {
-        EMIT(w, "Expand", out_name(w, 0), write_cast(w, write_size_scalar(w, attr_bound(w, "value", 0)), NULL, t->dtype), write_dims(w, t->dim, t->rank));
+        EMIT(w, "Expand", out_name(w, 0), write_cast(w, write_size_scalar(w, attr_bound(w, "value", 0)), NULL, t->dtype),
+             write_dims(w, t->dim, t->rank));
         return;
     }
     char buf[8] = {0};
@@ -335,7 +343,8 @@ static void rule_fill(writer *w, const char *onnx) {
 static void rule_expm1(writer *w, const char *onnx) { EMIT(w, onnx, out_name(w, 0), EMIT(w, "Exp", NULL, in_name(w, 0)), one_like(w, 1)); }
 static void rule_log1p(writer *w, const char *onnx) { EMIT(w, onnx, out_name(w, 0), EMIT(w, "Add", NULL, in_name(w, 0), one_like(w, 1))); }
 static void rule_rsqrt(writer *w, const char *onnx) { EMIT(w, onnx, out_name(w, 0), EMIT(w, "Sqrt", NULL, in_name(w, 0))); }
-static void rule_silu(writer *w, const char *onnx) { EMIT(w, onnx, out_name(w, 0), in_name(w, 0), EMIT(w, "Sigmoid", NULL, in_name(w, 0))); }
+static void rule_silu(writer *w, const char *onnx) { EMIT(w, onnx, out_name(w, 0), in_name(w, 0),
+                                                          EMIT(w, "Sigmoid", NULL, in_name(w, 0))); }
 static void rule_gelu(writer *w, const char *onnx) {
     rule_first(w, onnx);
     write_text(w, "approximate", w->n->op == &om_op_gelu_tanh ? "tanh" : "none");
@@ -419,7 +428,8 @@ static void rule_rms_norm(writer *w, const char *onnx) {
     const char *wide = work == t->dtype ? x : write_cast(w, x, NULL, work);
     const char *ms = EMIT(w, "ReduceMean", NULL, EMIT(w, "Mul", NULL, wide, wide), write_int_list(w, axes, t->rank - axis));
     write_int(w, "keepdims", 0);
-    EMIT(w, "Reciprocal", out_name(w, 1), EMIT(w, "Sqrt", NULL, EMIT(w, "Add", NULL, ms, write_scalar(w, work, om_node_float(w->n, "eps", 1e-5)))));
+    EMIT(w, "Reciprocal", out_name(w, 1),
+         EMIT(w, "Sqrt", NULL, EMIT(w, "Add", NULL, ms, write_scalar(w, work, om_node_float(w->n, "eps", 1e-5)))));
 }
 
 /* Per-channel vectors as (c, 1, ...). */
@@ -469,7 +479,8 @@ static void rule_batch_norm(writer *w, const char *onnx) {
     const char *count = write_dim(w, t->dim[0]);
     for (int i = 2; i < t->rank; i++) count = EMIT(w, "Mul", NULL, count, write_dim(w, t->dim[i]));
     count = write_cast(w, count, NULL, t->dtype);
-    const char *unbiased = EMIT(w, "Mul", NULL, var, EMIT(w, "Div", NULL, count, EMIT(w, "Sub", NULL, count, write_scalar(w, t->dtype, 1))));
+    const char *unbiased = EMIT(w, "Mul", NULL, var,
+                                EMIT(w, "Div", NULL, count, EMIT(w, "Sub", NULL, count, write_scalar(w, t->dtype, 1))));
     EMIT(w, "Add", out_name(w, 2), EMIT(w, "Mul", NULL, in_name(w, 4), keep), EMIT(w, "Mul", NULL, unbiased, take));
 }
 
@@ -488,7 +499,8 @@ static void rule_attention(writer *w, const char *onnx) {
     int64_t axes[4] = {0, 1, 2, 3};
     for (int i = 0; i < 4; i++) {
         in[i] = in_name(w, i);
-        if (lead && *in[i] && (i < 3 || in_type(w, i)->rank > 2)) in[i] = EMIT(w, "Unsqueeze", NULL, in[i], write_int_list(w, axes, 4 - in_type(w, i)->rank));
+        if (lead && *in[i] && (i < 3 || in_type(w, i)->rank > 2))
+            in[i] = EMIT(w, "Unsqueeze", NULL, in[i], write_int_list(w, axes, 4 - in_type(w, i)->rank));
     }
     const char *y = write_node(w, "", onnx, lead ? NULL : out_name(w, 0), in, 4);
     write_int(w, "is_causal", om_node_int(w->n, "causal", 0));
@@ -529,7 +541,8 @@ static void rule_cross_entropy(writer *w, const char *onnx) {
     const char *classes = write_cast(w, write_dim(w, in_type(w, 0)->dim[1]), NULL, dtype);
     const char *lab = in_type(w, 1)->dtype == OM_I64 ? labels : write_cast(w, labels, NULL, OM_I64);
     const char *ignored = EMIT(w, "Equal", NULL, lab, write_int_scalar(w, ignore)), *zero = write_scalar(w, dtype, 0);
-    const char *smooth = EMIT(w, "Where", NULL, ignored, zero, EMIT(w, "Div", NULL, EMIT(w, "Mul", NULL, all, write_scalar(w, dtype, eps)), classes));
+    const char *smooth = EMIT(w, "Where", NULL, ignored, zero,
+                              EMIT(w, "Div", NULL, EMIT(w, "Mul", NULL, all, write_scalar(w, dtype, eps)), classes));
     const char *loss = EMIT(w, "Add", red ? NULL : out_name(w, 0), EMIT(w, "Mul", NULL, nll, write_scalar(w, dtype, 1 - eps)), smooth);
     if (red == 0) return;
     loss = EMIT(w, "ReduceSum", red == 2 ? out_name(w, 0) : NULL, loss);
@@ -607,17 +620,21 @@ static const write_row rows[] = {
     {&om_op_floor, "Floor", rule_same}, {&om_op_ceil, "Ceil", rule_same}, {&om_op_round, "Round", rule_same},
     {&om_op_isnan, "IsNaN", rule_same}, {&om_op_isinf, "IsInf", rule_same}, {&om_op_not, "Not", rule_logic},
     {&om_op_expm1, "Sub", rule_expm1}, {&om_op_log1p, "Log", rule_log1p}, {&om_op_rsqrt, "Reciprocal", rule_rsqrt},
-    {&om_op_silu, "Mul", rule_silu}, {&om_op_gelu, "Gelu", rule_gelu}, {&om_op_gelu_tanh, "Gelu", rule_gelu}, {&om_op_trunc, "Where", rule_trunc},
+    {&om_op_silu, "Mul", rule_silu}, {&om_op_gelu, "Gelu", rule_gelu}, {&om_op_gelu_tanh, "Gelu", rule_gelu},
+        {&om_op_trunc, "Where", rule_trunc},
     {&om_op_add, "Add", rule_same}, {&om_op_sub, "Sub", rule_same}, {&om_op_mul, "Mul", rule_same}, {&om_op_div, "Div", rule_same},
     {&om_op_pow, "Pow", rule_same}, {&om_op_maximum, "Max", rule_same}, {&om_op_minimum, "Min", rule_same},
     {&om_op_floor_div, "Div", rule_floor_div}, {&om_op_mod, "Mod", rule_mod}, {&om_op_fmod, "Mod", rule_fmod},
     {&om_op_eq, "Equal", rule_same}, {&om_op_ne, "Not", rule_ne}, {&om_op_lt, "Less", rule_same}, {&om_op_le, "LessOrEqual", rule_same},
-    {&om_op_gt, "Greater", rule_same}, {&om_op_ge, "GreaterOrEqual", rule_same}, {&om_op_and, "And", rule_logic}, {&om_op_or, "Or", rule_logic},
+    {&om_op_gt, "Greater", rule_same}, {&om_op_ge, "GreaterOrEqual", rule_same}, {&om_op_and, "And", rule_logic},
+        {&om_op_or, "Or", rule_logic},
     {&om_op_xor, "Xor", rule_logic}, {&om_op_where, "Where", rule_same},
-    {&om_op_reduce_sum, "ReduceSum", rule_reduce}, {&om_op_reduce_mean, "ReduceMean", rule_reduce}, {&om_op_reduce_max, "ReduceMax", rule_reduce},
+    {&om_op_reduce_sum, "ReduceSum", rule_reduce}, {&om_op_reduce_mean, "ReduceMean", rule_reduce},
+        {&om_op_reduce_max, "ReduceMax", rule_reduce},
     {&om_op_reduce_min, "ReduceMin", rule_reduce}, {&om_op_reduce_prod, "ReduceProd", rule_reduce}, {&om_op_argmax, "ArgMax", rule_arg},
     {&om_op_argmin, "ArgMin", rule_arg}, {&om_op_cumsum, "CumSum", rule_cumsum},
-    {&om_op_softmax, "Softmax", rule_axis}, {&om_op_log_softmax, "LogSoftmax", rule_axis}, {&om_op_layer_norm, "LayerNormalization", rule_layer_norm},
+    {&om_op_softmax, "Softmax", rule_axis}, {&om_op_log_softmax, "LogSoftmax", rule_axis},
+        {&om_op_layer_norm, "LayerNormalization", rule_layer_norm},
     {&om_op_rms_norm, "RMSNormalization", rule_rms_norm}, {&om_op_batch_norm, "BatchNormalization", rule_batch_norm},
     {&om_op_matmul, "MatMul", rule_matmul}, {&om_op_attention, "Attention", rule_attention},
     {&om_op_gather, "Gather", rule_axis}, {&om_op_gather_elements, "GatherElements", rule_axis}, {&om_op_gather_nd, "GatherND", rule_same},
@@ -661,7 +678,8 @@ static Onnx__ValueInfoProto *write_value_info(writer *w, const char *name, const
 static void write_prop(writer *w, const char *what, const char *name, const char *value) {
     size_t n = strlen(what) + strlen(name) + 2;
     char *key = om_arena_alloc(&w->a, n);
-    Onnx__StringStringEntryProto *e = NEW(w, Onnx__StringStringEntryProto, onnx__string_string_entry_proto__init), **slot = OM_PUSH(w->cx, &w->props);
+    Onnx__StringStringEntryProto *e = NEW(w, Onnx__StringStringEntryProto, onnx__string_string_entry_proto__init),
+        **slot = OM_PUSH(w->cx, &w->props);
     if (!key || !slot) return;
     snprintf(key, n, "%s:%s", what, name);
     e->key = key;
@@ -698,7 +716,8 @@ static om_status write_graph(writer *w) {
         write_prop(w, "role", name, v->role == OM_PARAM ? "param" : v->role == OM_BUFFER ? "buffer" : "input");
     }
     for (om_id i = 0; i < g->syms.n && !FAILED(w); i++)
-        if (g->syms.v[i].input != OM_NONE && g->syms.v[i].axis < 0) write_prop(w, "symbol", w->name[g->inputs.v[g->syms.v[i].input]], g->syms.v[i].name);
+        if (g->syms.v[i].input != OM_NONE && g->syms.v[i].axis < 0)
+            write_prop(w, "symbol", w->name[g->inputs.v[g->syms.v[i].input]], g->syms.v[i].name);
     for (om_id i = 0; i < g->values.n && !FAILED(w); i++) {
         const om_value *v = om_val(g, i);
         int64_t dim[OM_RANK];

@@ -275,14 +275,17 @@ static const char *text_input_name(const om_graph *g, om_id input, const char *c
     return input < g->inputs.n ? name[g->inputs.v[input]] : "_"; /* "_": broken graphs print too, parsing then refuses */
 }
 
-static bool text_is_input(const om_value *v) { return v->role == OM_INPUT || v->role == OM_PARAM || v->role == OM_BUFFER || v->role == OM_GRAD_IN; }
+static bool text_is_input(const om_value *v) {
+    return v->role == OM_INPUT || v->role == OM_PARAM || v->role == OM_BUFFER || v->role == OM_GRAD_IN;
+}
 
 static om_status text_names(om_ctx *cx, om_arena *a, const om_graph *g, const char **name) {
     om_strmap taken = {.cx = cx};
     bool ok = true;
     for (om_id i = 0; ok && i < g->inputs.n; i++) {
         om_id v = g->inputs.v[i];
-        ok = (name[v] = text_ident(a, &taken, om_val(g, v)->name ? om_val(g, v)->name : om_val(g, v)->role == OM_GRAD_IN ? "dy" : "in", v)) != NULL;
+        const char *own = om_val(g, v)->name;
+        ok = (name[v] = text_ident(a, &taken, own ? own : om_val(g, v)->role == OM_GRAD_IN ? "dy" : "in", v)) != NULL;
     }
     unsigned k = 0;
     for (om_id v = 0; ok && v < g->values.n; v++) {
@@ -393,7 +396,8 @@ static om_status text_err_(text_in *in, int at, const char *fmt, ...) {
     va_start(ap, fmt);
     vsnprintf(what, sizeof what, fmt, ap);
     va_end(ap);
-    return om_fail_at(in->cx, OM_INVALID, __FILE__, at, "graph text line %d, column %d: %s", in->line, (int)(in->p - in->line_start) + 1, what);
+    return om_fail_at(in->cx, OM_INVALID, __FILE__, at, "graph text line %d, column %d: %s", in->line, (int)(in->p - in->line_start) + 1,
+                      what);
 }
 
 static void text_blank(text_in *in) {
@@ -779,6 +783,7 @@ static om_status text_parse_node(text_in *in, const text_words *lhs, text_ids *i
     const char *word;
     OM_TRY(text_word(in, &word));
     const om_op *op = om_op_find(word);
+    if (!op) in->p -= strlen(word); /* point at the name */
     if (!op) return text_err(in, "unknown operator '%.60s' (the list: csrc/ops.def)", word);
     OM_TRY(text_need(in, "("));
     while (!text_eat(in, ")")) {
@@ -815,7 +820,8 @@ static om_status text_parse_node(text_in *in, const text_words *lhs, text_ids *i
             if (!text_type_eq(&t, om_ty(g, out + i))) {
                 text_out o = {.cx = in->cx};
                 text_type(&o, g, om_ty(g, out + i));
-                om_status st = text_err(in, "%s: the type given for '%.60s' differs from the inferred %.120s", op->name, lhs->v[i], o.buf.v ? o.buf.v : "one");
+                om_status st = text_err(in, "%s: the type given for '%.60s' differs from the inferred %.120s", op->name, lhs->v[i],
+                                        o.buf.v ? o.buf.v : "one");
                 om_free(in->cx, o.buf.v);
                 return st;
             }
@@ -932,6 +938,9 @@ om_status om_graph_parse(om_ctx *cx, const char *text, om_graph **out) {
     om_free(cx, in.pending.v);
     if (st == OM_OK) st = cx->status;
     if (st != OM_OK) {
+        char what[sizeof cx->message]; /* an operator's type rule does not know the line */
+        memcpy(what, cx->message, sizeof what);
+        if (strncmp(what, "graph text", 10) != 0) snprintf(cx->message, sizeof cx->message, "graph text line %d: %.950s", in.line, what);
         om_graph_free(g);
         return st;
     }

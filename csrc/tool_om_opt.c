@@ -120,7 +120,8 @@ static om_status tool_stats(om_ctx *cx, const om_graph *g) {
         bytes += n;
         consts++;
     }
-    printf("%u nodes (%zu forward, %zu backward), %u inputs (%zu parameters), %u outputs, %u writes, %u gradients\n", g->nodes.n, phase[0], phase[1], g->inputs.n, params,
+    printf("%u nodes (%zu forward, %zu backward), %u inputs (%zu parameters), %u outputs, %u writes, %u gradients\n",
+           g->nodes.n, phase[0], phase[1], g->inputs.n, params,
            g->outputs.n, g->writes.n, g->grads.n);
     printf("%zu constants, %zu bytes; %u symbols, %u size expressions\n", consts, bytes, g->syms.n, g->exprs.n);
     uint32_t *count = om_alloc(cx, ((size_t)g->nodes.n + 1) * sizeof *count); /* of the first node with that operator */

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_grap
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
 _SEED_END = 2**63 - 1
 _SMALL = 4 << 20  # bytes copied without a second thought
+_SMALL_BUFFER = 1 << 13  # elements
 
 
 class Unfit(ValueError):
@@ -92,7 +94,7 @@ class Step:
     seed: int
     regions: Regions
     host_kept: list[Tensor]
-    clones: dict[int, Tensor]  # graph inputs the forward has overwritten, as they were before
+    clones: dict[int, Tensor]  # graph inputs that a forward overwrites, as they were before
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
     live: dict[int, _Live]
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
@@ -104,8 +106,9 @@ class Step:
 class Call(Protocol):
     """One call of the user's module."""
 
-    def replay(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Runs it in PyTorch on aliases of its tensors; `tensors` are the graph inputs. -> user outputs, aliases of the graph inputs."""
+    def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Runs it in PyTorch on aliases of its tensors. tensors: the graph inputs; clones: those it has overwritten, as they were.
+        -> user outputs, aliases of the graph inputs."""
 
 
 class _Live:
@@ -131,6 +134,7 @@ class Graph:
         self.n_outputs = captured.n_user_outputs
         self.passthrough = list(captured.passthrough.items())
         self.writes = list(dict.fromkeys(captured.writes))
+        self.small = [i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
         if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
@@ -214,7 +218,7 @@ class Graph:
         step.live = {}
         step.call = call
         step.autocast = autocast
-        step.clones = self._before_writes(variant, tensors) if self.writes else {}
+        step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = torch.get_rng_state() if self.host.ops else None
         run = self._start(variant, tensors, seed, True)
         self.host.drive_forward(run, step.regions, variant.want, tensors)
@@ -247,12 +251,14 @@ class Graph:
                 raise
             raise Refusal(str(error)) from error
 
-    def _before_writes(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copies of what the forward will overwrite, in case it must be run again. Large ones only while that is likely."""
-        written = [(i, tensors[i]) for i in self.writes]
-        if variant.confirmed and not self.reruns and sum(t.nbytes for _, t in written) > _SMALL:
-            return {}
-        return {i: t.detach().clone() for i, t in written}
+    def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's batch_norm changes
+        them without telling autograd, so a step may be in flight meanwhile), other written tensors while a second run is likely."""
+        chosen = self.small
+        large = [i for i in self.writes if i not in self.small]
+        if large and (not variant.confirmed or self.reruns or sum(tensors[i].nbytes for i in large) <= _SMALL):
+            chosen = chosen + large
+        return {i: tensors[i].detach().clone() for i in chosen}
 
     def _seed(self) -> int:
         return int(torch.randint(_SEED_END, ())) if self.random else 0
@@ -278,7 +284,7 @@ class Graph:
         """Backward from a set of outputs that the forward was not prepared for: runs the forward again, prepared for it."""
         arriving = bytes([g is not None for g in grads])
         self.check_versions(step)
-        if self.writes and not step.clones:
+        if any(i not in step.clones for i in self.writes):
             raise RuntimeError(
                 "ortmodule: gradients arrive for other outputs than in the backward passes before, and the forward has overwritten "
                 f"{[self.captured.inputs[i].name for i in self.writes]}, so it cannot be run again. Run the forward again; it will be "
@@ -312,7 +318,7 @@ class Graph:
         self.check_versions(step)
         assert step.call is not None
         with torch.enable_grad(), autocast_as(step.autocast):
-            outputs, aliases = step.call.replay(step.tensors)
+            outputs, aliases = step.call.replay(step.tensors, step.clones)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad]
         numbers = [i for i, w in enumerate(step.variant.wanted) if w]
         found: Sequence[Tensor | None] = [None] * len(numbers)
@@ -329,11 +335,16 @@ class Graph:
         if step.versions is None:
             return
         for i, (t, version) in enumerate(zip(step.tensors, step.versions, strict=True)):
-            if t._version != version:
+            if t._version != version and i not in step.clones:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
                     f"version {version} instead.")  # fmt: skip
+
+
+def _fewer(dims: Sequence[int | str], limit: int) -> bool:
+    """Is that a known number of elements, and at most `limit`?"""
+    return all(isinstance(d, int) for d in dims) and prod(d for d in dims if isinstance(d, int)) <= limit
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -381,7 +392,8 @@ class Head(Function):
         variant, outs, tensors = step.variant, step.outs, step.tensors
         ctx.step = step
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(step.arena, *[tensors[i] for i in variant.reads], *[outs[i] for i in variant.reads_outputs])
+        clones = step.clones
+        ctx.save_for_backward(step.arena, *[clones.get(i, tensors[i]) for i in variant.reads], *[outs[i] for i in variant.reads_outputs])
         step.arena = None
         step.outs = ()
         return tuple([outs[i] for i in variant.through])

@@ -115,8 +115,8 @@ class _Call(NamedTuple):
     flat: FlatInputs
     fill: Callable[[list[Any]], Any]
 
-    def replay(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-        return self.state.replay(self, tensors)
+    def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        return self.state.replay(self, tensors, clones)
 
 
 class State:
@@ -377,7 +377,7 @@ class State:
         site.fill = input_skeleton(args, kwargs)[0]
         return site.fill
 
-    def replay(self, call: _Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+    def replay(self, call: _Call, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
         """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
         site = call.site
         if self.guard.fast() != site.fast:
@@ -387,6 +387,7 @@ class State:
         leaves = [t.view_as(t) if t.requires_grad else t for t in call.flat.tensors]
         args, kwargs = call.fill([*leaves, *call.flat.scalars])
         holder = _Holder(self.module)
+        before = {id(tensors[i]): t for i, t in clones.items()}
         own: dict[str, Tensor] = {}
         alias: dict[int, Tensor] = {}
         for prefix, m in self.module.named_modules(prefix="m"):  # a module under two names comes once, a tensor in two modules twice
@@ -395,7 +396,7 @@ class State:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
             for name, b in m._buffers.items():
                 if b is not None:
-                    own[f"{prefix}.{name}"] = alias.setdefault(id(b), b.clone())
+                    own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
         out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
         outputs: list[Tensor | None] = []
         seen: dict[int, int] = {}

@@ -155,9 +155,9 @@ class Graph:
         for i, name in enumerate(passes):
             arr[i] = C.addressof(C.c_char.in_dll(lib, "om_pass_" + name))
         p = C.c_void_p(self.p.value)
-        self.p = C.c_void_p()
-        self.cx.check(lib.om_passes_run(self.cx.p, arr, C.byref(p)))
-        self.p = p
+        status = lib.om_passes_run(self.cx.p, arr, C.byref(p))
+        self.p = p  # after a failure: the last graph that was whole
+        self.cx.check(status)
         return self
 
     def run(self, inputs: list[torch.Tensor], n_out: int, seed: int = 0) -> list[torch.Tensor | None]:

@@ -6,6 +6,7 @@ for random mask formulas a torch tensor built beside the graph text by the same 
 
 from __future__ import annotations
 
+import ctypes as C
 import math
 import random
 import re
@@ -255,13 +256,16 @@ class Written(nn.Module):
         self.qkv = nn.Linear(12, 36)
         self.bias = nn.Parameter(torch.randn(2, 11, 11))
         self.register_buffer("tril", torch.tril(torch.ones(11, 11)).view(1, 1, 11, 11))
-        self.heads = 3 if style == "repeat" else 2
 
     def forward(self, x: Tensor, m: Tensor | None = None) -> Any:
         b, t, c = x.shape
         s, h = self.style, 2
         q, k, v = (y.view(b, t, h, c // h).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
         d = c // h
+        if s == "one head":
+            q, k, v = self.qkv(x).split(c, dim=2)
+            a = (q @ k.transpose(1, 2) / math.sqrt(c)).masked_fill(~torch.ones(t, t, dtype=torch.bool).tril(), float("-inf"))
+            return F.dropout(a.softmax(-1), self.p, self.training) @ v
         idx = torch.arange(t)
         causal = idx[None, :] <= idx[:, None]
         if s == "merged":  # (b * h, t, d), as torch.bmm wants it
@@ -301,7 +305,7 @@ class Written(nn.Module):
         return (y, p) if s == "weights too" else y
 
 
-WRITTEN = ["plain", "merged", "scaled query", "scaled key", "twice scaled", "nanogpt", "where", "bias", "bias first", "float mask"]
+WRITTEN = ["plain", "one head", "merged", "scaled query", "scaled key", "twice scaled", "nanogpt", "where", "bias", "bias first", "float mask"]
 NOT_ATTENTION = ["small number", "mask times scale", "softmax of keys", "clipped", "weights too"]
 
 
@@ -314,7 +318,7 @@ def test_written_out(style: str, p: float) -> None:
     case = Case(module, (x, *extra))
     assert len(case.nodes) == (style in WRITTEN)
     for n in case.nodes:
-        assert n["causal"] == (style in ("merged", "where", "bias", "bias first"))
+        assert n["causal"] == (style in ("one head", "merged", "where", "bias", "bias first"))
         want = {"nanogpt": "bool[", "bias": "f64[1, 2, 7, 7]", "bias first": "f64[1, 2, 7, 7]", "float mask": "f64[7, 7]"}.get(style)
         assert n["mask"] is None if want is None else n["mask"].startswith(want)
         assert (n["dropout"] > 0) == (p > 0) and (n["rng"] > 0) == (p > 0)
@@ -633,3 +637,48 @@ def test_size_that_only_the_run_knows() -> None:
     close(y, s.softmax(-1) @ q)
     with pytest.raises(engine.EngineError):
         graph.run([q, m[:, :1].contiguous()], 1)
+
+
+def test_out_of_memory() -> None:
+    """An allocation that fails, at each place in turn, is an error with a message and leaves nothing behind."""
+    libc, live, left = C.CDLL(None), set(), [0]
+    libc.aligned_alloc.restype = C.c_void_p
+    libc.aligned_alloc.argtypes = [C.c_size_t, C.c_size_t]
+    libc.free.argtypes = [C.c_void_p]
+
+    @engine.ALLOC
+    def alloc(_user: Any, size: int) -> int | None:
+        left[0] -= 1
+        if left[0] < 0:
+            return None
+        p = libc.aligned_alloc(64, (size + 127) // 64 * 64)
+        live.add(p)
+        return p
+
+    @engine.FREE
+    def free(_user: Any, p: int, _size: int) -> None:
+        live.remove(p)
+        libc.free(p)
+
+    services = engine.Services(alloc=alloc, free=free)
+    f = Formula(7)
+    text = f.text(f.boolean(3))
+
+    def attempt(budget: int) -> bool:
+        left[0] = budget
+        cx = engine.Ctx.__new__(engine.Ctx)
+        cx.p = C.c_void_p(engine.lib.om_ctx_new(C.byref(services)))
+        if not cx.p.value:
+            return False
+        engine._owners[cx.p.value] = 1
+        try:
+            engine.Graph.parse(text, cx).apply("attention", "masks").text()
+        except engine.EngineError as e:
+            assert "memory" in str(e)
+            return False
+        return True
+
+    assert attempt(1 << 30)
+    used = (1 << 30) - left[0]
+    assert not any(attempt(k) for k in range(0, used, max(1, used // 150)))
+    assert not live

@@ -617,3 +617,56 @@ def test_truncated_and_flipped_bytes() -> None:
             refusals += 1
             assert len(str(e)) > 20 and "without a message" not in str(e)
     assert refusals > len(tries) // 3
+
+
+def test_every_allocation_may_fail() -> None:
+    """Reading, cleaning, differentiating, printing, parsing and writing with an allocator that fails at its k-th call: a message, and
+    every block given back."""
+    libc = C.CDLL(None)
+    libc.aligned_alloc.restype, libc.aligned_alloc.argtypes = C.c_void_p, [C.c_size_t, C.c_size_t]
+    libc.free.argtypes = [C.c_void_p]
+    state = {"calls": 0, "fail": -1, "live": 0}
+
+    @engine.ALLOC
+    def alloc(_user: Any, size: int) -> Any:
+        state["calls"] += 1
+        if state["calls"] == state["fail"]:
+            return None
+        state["live"] += 1
+        return libc.aligned_alloc(64, (size + 63) // 64 * 64)
+
+    @engine.FREE
+    def free(_user: Any, p: int, _size: int) -> None:
+        state["live"] -= 1
+        libc.free(p)
+
+    lib, services = engine.lib, engine.Services(alloc=alloc, free=free)
+    data = shape_model()[0].SerializeToString()
+    lists = (C.c_void_p * 6)(*[C.addressof(C.c_char.in_dll(lib, "om_pass_" + p)) for p in ("fold", "simplify", "cse", "bias", "dce")])
+
+    def everything(cx: C.c_void_p) -> int:
+        g, joint, parsed = C.c_void_p(), C.c_void_p(), C.c_void_p()
+        text, out, n = C.c_void_p(), C.c_void_p(), C.c_size_t()
+        s = (lib.om_onnx_read(cx, data, C.c_size_t(len(data)), C.byref(g)) or lib.om_passes_run(cx, lists, C.byref(g)) or lib.om_verify(g)
+             or lib.om_onnx_write(cx, g, C.byref(out), C.byref(n)) or lib.om_grad_build(cx, g, b"\1", b"\1", C.byref(joint))
+             or lib.om_graph_print(joint, C.byref(text)) or lib.om_graph_parse(cx, text, C.byref(parsed)))
+        for p in (g, joint, parsed):
+            lib.om_graph_free(p)
+        lib.om_free(cx, text)
+        lib.om_free(cx, out)
+        return s
+
+    k, status = 0, 1
+    while status:
+        k += 1
+        state.update(calls=0, fail=k)
+        cx = lib.om_ctx_new(C.byref(services))
+        if not cx:
+            continue
+        cx = C.c_void_p(cx)
+        status = everything(cx)
+        message = lib.om_ctx_message(cx).decode()
+        lib.om_ctx_free(cx)
+        assert state["live"] == 0, f"failing allocation {k} leaks"
+        assert (status == 1 and "out of memory" in message) or (status == 0 and not message), (k, status, message)
+    assert k > 50

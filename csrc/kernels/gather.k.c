@@ -16,12 +16,7 @@ enum { COLUMNS = 256, ROWS = 32 };
         for (int64_t c0 = 0; c0 < n; c0 += COLUMNS) {                                               \
             const int64_t w = n - c0 < COLUMNS ? n - c0 : COLUMNS, at = c0 * (int64_t)sizeof(T);    \
             T *y = (T *)(dst + at);                                                                 \
-            if (init) {                                                                             \
-                const T *x = (const T *)(init + at);                                                \
-                for (int64_t c = 0; c < w; c++) total[c] = LOAD(x[c]);                              \
-            } else {                                                                                \
-                for (int64_t c = 0; c < w; c++) total[c] = 0;                                       \
-            }                                                                                       \
+            for (int64_t c = 0; c < w; c++) total[c] = 0;                                           \
             for (int64_t k0 = 0; k0 < count; k0 += ROWS) {                                          \
                 const int64_t k1 = count - k0 < ROWS ? count : k0 + ROWS;                           \
                 const T *x = (const T *)(src + order[k0] * src_stride + at);                        \
@@ -31,6 +26,10 @@ enum { COLUMNS = 256, ROWS = 32 };
                     for (int64_t c = 0; c < w; c++) part[c] += LOAD(x[c]);                          \
                 }                                                                                   \
                 for (int64_t c = 0; c < w; c++) total[c] += part[c];                                \
+            }                                                                                       \
+            if (init) {                                                                             \
+                const T *x = (const T *)(init + at);                                                \
+                for (int64_t c = 0; c < w; c++) total[c] += LOAD(x[c]);                             \
             }                                                                                       \
             for (int64_t c = 0; c < w; c++) y[c] = (T)STORE(total[c]);                              \
         }                                                                                           \

@@ -198,6 +198,16 @@ static void put_run(om_ctx *cx, put_job *j, int64_t outer) {
     om_parallel_for(cx, items, 1 + 65536 / per_item, put_range, j);
 }
 
+/* The output may lie where an operand lies that is read at other places too: then that one is read from a copy, which the caller
+ * frees. */
+static om_status source_apart(om_ctx *cx, const om_tensor *src, const om_tensor *y, om_tensor *own) {
+    *own = *src;
+    if (src->data != y->data || !om_numel(src)) return OM_OK;
+    om_dense_strides(own);
+    own->data = om_alloc(cx, (size_t)om_numel(src) * om_dtype_size(src->dtype));
+    return own->data ? om_copy(cx, src, own) : cx->status;
+}
+
 /* --- gather ------------------------------------------------------------------------------------------- */
 
 static om_status gather_infer(om_graph *g, const om_node *n, om_type *out) {
@@ -267,6 +277,14 @@ static om_status gather_grad_infer(om_graph *g, const om_node *n, om_type *out) 
     *out = *dy;
     out->rank = (uint8_t)shape->n;
     for (uint32_t i = 0; i < shape->n; i++) out->dim[i] = shape->dims[i];
+    if (n->n_in > 2 && om_ins(g, n)[2] != OM_NONE) {
+        const om_type *base = om_ty(g, om_ins(g, n)[2]);
+        OM_CHECK(g->cx, base->dtype == out->dtype && base->rank == out->rank, "gather_grad: base is %s of rank %d; %s of rank %d is needed",
+                 om_dtype_name(base->dtype), base->rank, om_dtype_name(out->dtype), out->rank);
+        for (int i = 0; i < base->rank; i++)
+            OM_CHECK(g->cx, !attr_differs(g, base->dim[i], out->dim[i]), "gather_grad: base has size %lld along axis %d, shape says %lld",
+                     (long long)base->dim[i], i, (long long)out->dim[i]);
+    }
     return OM_OK;
 }
 
@@ -280,8 +298,9 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
     const om_tensor *dy = &a->in[0], *idx = &a->in[1];
     om_tensor *y = &a->out[0];
     int axis = (int)om_args_int(a, "axis", 0);
+    const bool base = a->n_in > 2 && a->in[2].dtype;
     int64_t padding = om_args_int(a, "padding_idx", -1), count = om_numel(idx), outer = 1, size = (int64_t)om_dtype_size(dy->dtype);
-    put_job j = {.src = dy->data, .n_src = count, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = true, .add = true,
+    put_job j = {.src = dy->data, .n_src = count, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = !base, .add = true,
                  .sum = OM_PICK(om_gather)->sum[dy->dtype]};
     for (int i = 0; i < axis; i++) outer *= y->dim[i];
     for (int i = axis + 1; i < y->rank; i++) j.row_size *= y->dim[i];
@@ -291,6 +310,7 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
         if (v < 0 || v >= j.n_targets) return index_fail(cx, a, v, i, j.n_targets);
     }
     if (!om_numel(y)) return OM_OK;
+    if (base && a->in[2].data != y->data) OM_TRY(om_copy(cx, &a->in[2], y));
     targets_sort(&j.t, j.n_targets, j.t.target + count);
     if (padding >= 0 && padding < j.n_targets) { /* its sources count as not there */
         int64_t k = 0;
@@ -303,8 +323,8 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_gather_grad = {
-    .name = "gather_grad", .kind = OM_K_SCATTER, .min_in = 2, .max_in = 2, .n_out = 1, .dense = 1u << 31,
-    .doc = "zeros of `shape` with the rows of dy added at idx along axis; row padding_idx stays 0",
+    .name = "gather_grad", .kind = OM_K_SCATTER, .min_in = 2, .max_in = 3, .n_out = 1, .dense = 1u | 1u << 1, .inplace = 1u << 2,
+    .doc = "base (third operand; left out: zeros of `shape`) with the rows of dy added at idx along axis; nothing is added at padding_idx",
     .infer = gather_grad_infer, .scratch = gather_grad_scratch, .run = gather_grad_run,
 };
 
@@ -500,8 +520,12 @@ static om_status scatter_elements_grad(om_builder *b, const om_node *n, const om
 }
 
 static om_status scatter_elements_run(om_ctx *cx, const om_args *a) {
-    if (a->out[0].data != a->in[0].data) OM_TRY(om_copy(cx, &a->in[0], &a->out[0]));
-    return elements_run(cx, a, &a->out[0], &a->in[2], true, om_args_int(a, "reduce", 0) == 1);
+    om_tensor src;
+    OM_TRY(source_apart(cx, &a->in[2], &a->out[0], &src));
+    om_status s = a->out[0].data != a->in[0].data ? om_copy(cx, &a->in[0], &a->out[0]) : OM_OK;
+    if (s == OM_OK) s = elements_run(cx, a, &a->out[0], &src, true, om_args_int(a, "reduce", 0) == 1);
+    if (src.data != a->in[2].data) om_free(cx, src.data);
+    return s;
 }
 
 const om_op om_op_scatter_elements = {
@@ -626,20 +650,25 @@ static om_status scatter_nd_run(om_ctx *cx, const om_args *a) {
     int64_t size = (int64_t)om_dtype_size(y->dtype), count = nd_count(a), stride[OM_RANK], row = 1;
     int k = (int)a->in[1].dim[a->in[1].rank - 1];
     bool add = om_args_int(a, "reduce", 0) == 1;
-    if (y->data != a->in[0].data) OM_TRY(om_copy(cx, &a->in[0], y));
     for (int i = k - 1; i >= 0; i--) {
         stride[i] = row;
         row *= y->dim[i];
     }
-    put_job j = {.src = a->in[2].data, .n_src = count, .y = y->data, .n_targets = row, .row_size = size, .size = size, .add = add,
+    put_job j = {.n_src = count, .y = y->data, .n_targets = row, .row_size = size, .size = size, .add = add,
                  .sum = OM_PICK(om_gather)->sum[y->dtype]};
     j.t = (targets){.order = a->scratch, .target = (int64_t *)a->scratch + count, .count = count};
     OM_TRY(nd_offsets(cx, a, y, stride, j.t.target, &count));
     for (int i = k; i < y->rank; i++) j.row_size *= y->dim[i];
-    if (!om_numel(y) || !count) return OM_OK;
-    targets_sort(&j.t, j.n_targets, j.t.target + count);
-    put_run(cx, &j, 1);
-    return OM_OK;
+    om_tensor src;
+    OM_TRY(source_apart(cx, &a->in[2], y, &src));
+    om_status s = y->data != a->in[0].data ? om_copy(cx, &a->in[0], y) : OM_OK;
+    if (s == OM_OK && om_numel(y) && count) {
+        j.src = src.data;
+        targets_sort(&j.t, j.n_targets, j.t.target + count);
+        put_run(cx, &j, 1);
+    }
+    if (src.data != a->in[2].data) om_free(cx, src.data);
+    return s;
 }
 
 const om_op om_op_scatter_nd = {

@@ -56,7 +56,8 @@ static om_status fold_emit(om_rewriter *r, om_id id) {
     const om_node n = *om_last(g);
     om_tensor in[FOLD_MAX_IN] = {0}, out[FOLD_MAX_OUT];
     int64_t bytes = 0;
-    if (n.op->random || n.op->kind == OM_K_HOST || n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT || (!n.op->run && !n.op->view)) return OM_OK;
+    if (n.op->random || n.op->kind == OM_K_HOST || n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT || (!n.op->run && !n.op->view))
+        return OM_OK;
     for (int i = 0; i < n.n_in; i++) {
         om_id v = om_ins(g, &n)[i];
         if (v != OM_NONE && (om_val(g, v)->role != OM_CONST || !fold_tensor(g, v, &in[i]))) return OM_OK;

@@ -318,11 +318,11 @@ static void masks_gates(masks *s, mx_id e, mx_id *cond_inf, mx_id *cond_fin, mx_
     for (;;) {
         mx_node x = *mx_at(m, e);
         if (x.kind != MX_FSEL) break;
-        const mx_node *a = mx_at(m, (mx_id)x.w[1]), *b = mx_at(m, (mx_id)x.w[2]);
-        bool hide_else = b->kind == MX_FLT && b->f <= MX_HIDE, hide_then = a->kind == MX_FLT && a->f <= MX_HIDE;
+        mx_node a = *mx_at(m, (mx_id)x.w[1]), b = *mx_at(m, (mx_id)x.w[2]);
+        bool hide_else = b.kind == MX_FLT && b.f <= MX_HIDE, hide_then = a.kind == MX_FLT && a.f <= MX_HIDE;
         if (hide_else == hide_then) break;
         mx_id cond = hide_else ? (mx_id)x.w[0] : mx_not(m, (mx_id)x.w[0]);
-        bool inf = isinf(hide_else ? b->f : a->f);
+        bool inf = isinf(hide_else ? b.f : a.f);
         mx_id *to = inf ? cond_inf : cond_fin;
         *to = mx_and(m, *to, cond);
         e = (mx_id)x.w[hide_else ? 1 : 2];
@@ -403,8 +403,8 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     enum { MASK = 3 };
     if (!om_is(n, attention) || n->n_in <= MASK || om_ins(from, n)[MASK] == OM_NONE) return om_rewrite_copy(r, id);
     if (!s->started) {
-        OM_TRY(mx_init(m, r->to->cx, from, r->to));
         s->started = true;
+        OM_TRY(mx_init(m, r->to->cx, from, r->to));
     }
     s->r = r;
     s->failed = false;

@@ -104,6 +104,7 @@ om_dim mx_size(mx *m, om_dim d); /* a size of the input graph in the working gra
 int mx_broadcast(mx *m, om_dim have, om_dim want);
 
 /* --- masks_expr.c --- */
+/* Valid until the next expression is made: copy the node, its words stay where they are. */
 static inline const mx_node *mx_at(const mx *m, mx_id e) { return &m->nodes.v[e]; }
 mx_id mx_var(mx *m, int var, om_dim size);
 mx_id mx_load(mx *m, om_id v, const mx_id *idx, int rank, int cls);

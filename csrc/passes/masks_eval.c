@@ -393,8 +393,10 @@ static mx_id eval_cast(mx *m, mx_id x, int from, int to) {
         mx_lin l;
         mx_lin_get(m, x, &l);
         int64_t c, k;
-        if (l.n != 1 || mx_at(m, l.atom[0])->kind != MX_B2I || !om_dim_const(m->g, l.c, &c) || !om_dim_const(m->g, l.coef[0], &k)) return LEAF;
-        return mx_fsel(m, (mx_id)mx_at(m, l.atom[0])->w[0], mx_flt(m, mx_round(to, (double)(c + k))), mx_flt(m, mx_round(to, (double)c)));
+        if (l.n != 1 || !om_dim_const(m->g, l.c, &c) || !om_dim_const(m->g, l.coef[0], &k)) return LEAF;
+        mx_node p = *mx_at(m, l.atom[0]);
+        if (p.kind != MX_B2I) return LEAF;
+        return mx_fsel(m, (mx_id)p.w[0], mx_flt(m, mx_round(to, (double)(c + k))), mx_flt(m, mx_round(to, (double)c)));
     }
     case MX_B2I: return mx_fsel(m, (mx_id)a.w[0], mx_flt(m, 1), mx_flt(m, 0));
     default:

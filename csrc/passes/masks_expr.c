@@ -206,8 +206,9 @@ mx_id mx_mul(mx *m, mx_id a, mx_id b) {
     om_dim c;
     if (mx_int_const(m, a, &c)) return mx_scale(m, b, c);
     if (mx_int_const(m, b, &c)) return mx_scale(m, a, c);
-    if (mx_at(m, a)->kind == MX_B2I) return mx_sel(m, (mx_id)mx_at(m, a)->w[0], b, mx_int(m, 0));
-    if (mx_at(m, b)->kind == MX_B2I) return mx_sel(m, (mx_id)mx_at(m, b)->w[0], a, mx_int(m, 0));
+    mx_node x = *mx_at(m, a), y = *mx_at(m, b);
+    if (x.kind == MX_B2I) return mx_sel(m, (mx_id)x.w[0], b, mx_int(m, 0));
+    if (y.kind == MX_B2I) return mx_sel(m, (mx_id)y.w[0], a, mx_int(m, 0));
     if (a > b) {
         mx_id t = a;
         a = b, b = t;

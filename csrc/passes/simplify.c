@@ -53,8 +53,10 @@ static om_id simplify_slice(om_graph *g, const om_node *n, om_id x) {
     const om_node *m = simplify_producer(g, x);
     int64_t axis = om_node_int(n, "axis", 0);
     om_dim a, c, d;
-    if (!m || m->op != n->op || om_node_int(m, "axis", 0) != axis || om_node_int(m, "step", 1) != 1 || om_node_int(n, "step", 1) != 1) return x;
-    if (!simplify_dim(g, m, "start", 0, &a) || !simplify_dim(g, n, "start", 0, &c) || !simplify_dim(g, n, "end", om_ty(g, x)->dim[axis], &d)) return x;
+    if (!m || m->op != n->op || om_node_int(m, "axis", 0) != axis || om_node_int(m, "step", 1) != 1 || om_node_int(n, "step", 1) != 1)
+        return x;
+    if (!simplify_dim(g, m, "start", 0, &a) || !simplify_dim(g, n, "start", 0, &c) ||
+        !simplify_dim(g, n, "end", om_ty(g, x)->dim[axis], &d)) return x;
     return om_b_slice(g, om_ins(g, m)[0], (int)axis, om_dim_add(g, a, c), om_dim_add(g, a, d), 1);
 }
 
@@ -68,7 +70,8 @@ static om_id simplify_flip(const om_graph *g, const om_node *n, om_id x) {
 /* Does `to` hold every value of `from`? */
 static bool simplify_exact(int from, int to) {
     static const int8_t bits[OM_N_DTYPES] = {/* of integers: value bits; of floats: mantissa */
-        [OM_BOOL] = 1, [OM_U8] = 8, [OM_I8] = 7, [OM_I16] = 15, [OM_I32] = 31, [OM_I64] = 63, [OM_F16] = 11, [OM_BF16] = 8, [OM_F32] = 24, [OM_F64] = 53};
+        [OM_BOOL] = 1, [OM_U8] = 8, [OM_I8] = 7, [OM_I16] = 15, [OM_I32] = 31, [OM_I64] = 63, [OM_F16] = 11, [OM_BF16] = 8,
+            [OM_F32] = 24, [OM_F64] = 53};
     if (from == to) return true;
     if (to == OM_BOOL || !bits[from] || !bits[to]) return false;
     if (om_is_float(from)) return (to == OM_F64 && om_is_float(to)) || (to == OM_F32 && (from == OM_F16 || from == OM_BF16));

@@ -142,7 +142,7 @@ def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None
         yield
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
-            if t._version != version:
+            if registered or t._version != version:  # batch_norm updates its statistics without a new version
                 with torch.no_grad():
                     t.detach().copy_(old)
         for m, attrs in before:

@@ -167,12 +167,15 @@ def attention(c: Converter, n: Node, q: Node, k: Node, v: Node, mask: Node | Non
             m = c.unsqueeze(m, list(range(2 - m.rank)))
         # Other runtimes want the last two sizes in full; here it is a view.
         m = c.expand(m, (*m.shape[:-2], tq.shape[-2], tk.shape[-2]))
-    if scale is None and isinstance(tq.shape[-1], int):
-        scale = 1 / math.sqrt(tq.shape[-1])
+    if scale is None:
+        width = tq.shape[-1]
+        scale = 1 / math.sqrt(width) if isinstance(width, int) else 1.0
+        if not isinstance(width, int):
+            tq = c.op2("Div", tq, c.un("Sqrt", c.cast(c.symbolic(width), dtype)))
     ins = [_lead(c, tq, batch), _lead(c, tk, batch), _lead(c, tv, batch), m]
     first, value = ins[0], ins[2]
     assert first is not None and value is not None
-    attrs = {"is_causal": int(causal), "scale": None if scale is None else float(scale), "dropout_p": float(p)}
+    attrs = {"is_causal": int(causal), "scale": float(scale), "dropout_p": float(p)}
     y = c.b.op("Attention", ins, dtype, (*first.shape[:3], value.shape[-1]), "ortmodule", **attrs)
     return c.reshape(y, out)
 
@@ -186,6 +189,8 @@ def embedding(c: Converter, n: Node, w: Node, idx: Node, padding: int, by_freq: 
         raise NotHere("embedding with scale_grad_by_freq or sparse gradients")
     weight, i = c.num(w, n.val.dtype), c.v(idx)
     padding = expr_of(padding)
+    if not isinstance(padding, int):
+        raise NotHere("embedding whose padding index is a symbolic size")
     shape = (*i.shape, weight.shape[1])
     if padding < 0:
         y = c.b.op("Gather", [weight, i], weight.dtype, shape, axis=0)
@@ -311,6 +316,8 @@ def conv(c: Converter, n: Node, x: Node, w: Node, b: Node | None, stride: Any, p
     alone = v.rank == weight.rank - 1
     v = c.unsqueeze(v, [0]) if alone else v
     kernel, dil = list(weight.shape[2:]), _per_axis(dilation, k)
+    if not all(isinstance(i, int) for i in kernel):
+        raise NotHere("convolution with a kernel of symbolic size")
     if isinstance(padding, str):
         total = [0 if padding == "valid" else dil[i] * (kernel[i] - 1) for i in range(k)]
         pads = [t // 2 for t in total] + [t - t // 2 for t in total]

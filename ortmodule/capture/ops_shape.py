@@ -426,8 +426,10 @@ def scatter(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Any, *re
         raise NotHere("scatter with reduce='multiply'")
     if isinstance(src, Node):
         s = c.cast(c.v(src), v.dtype)
-        for a in range(s.rank):
-            s = c.slice(s, a, 0, i.shape[a], 1, i.shape[a])
+        if s.shape != i.shape:
+            for a in range(s.rank):
+                s = c.slice(s, a, 0, i.shape[a], 1, i.shape[a])
+            s = c.b.op("Reshape", [s, c.b.dims(i.shape)], s.dtype, i.shape)  # to readers the slice is min(size, index size) long
     else:
         s = c.fill(src, v.dtype, i.shape)
     return c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim % max(v.rank, 1), reduction=how)

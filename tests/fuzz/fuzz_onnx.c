@@ -2,7 +2,7 @@
  *
  * Input that starts with "graph" is text, anything else an ONNX file. What is read must be a valid graph (om_verify), stay one through
  * the forward passes and the gradient builder, and print to text that parses back to the same text. Every refusal must have a
- * message. Memory is limited, so allocation failures are met too; all of it must be given back.
+ * message. Memory is limited, so allocation failures are met too; all of it must be given back. What om_onnx_write makes of a valid graph must be readable.
  */
 #include "passes.h"
 
@@ -61,6 +61,19 @@ static void fuzz_text(om_ctx *cx, const om_graph *g) {
     om_graph_free(k);
 }
 
+/* What is written can be read. */
+static void fuzz_write(om_ctx *cx, const om_graph *g) {
+    void *bytes;
+    size_t size;
+    om_graph *h = NULL;
+    if (!fuzz_ok(cx, om_onnx_write(cx, g, &bytes, &size))) return;
+    om_status s = om_onnx_read(cx, bytes, size, &h);
+    REQUIRE(s != OM_INVALID);
+    fuzz_ok(cx, s);
+    om_free(cx, bytes);
+    om_graph_free(h);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     om_services sv = {.alloc = fuzz_alloc, .free = fuzz_free};
@@ -84,6 +97,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (text_may_be_wrong) om_ctx_clear(cx);
         else if (fuzz_ok(cx, s)) {
             fuzz_text(cx, g);
+            fuzz_write(cx, g);
             if (fuzz_ok(cx, om_passes_run(cx, om_passes_forward, &g)) && fuzz_ok(cx, om_verify(g))) {
                 uint8_t ones[256];
                 memset(ones, 1, sizeof ones);

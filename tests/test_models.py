@@ -1,0 +1,364 @@
+"""Whole models, five training steps beside eager PyTorch in fp64: every output, gradient and buffer at 1e-10 relative to its largest element.
+
+Hugging Face losses are computed in fp32 even for fp64 models, so models run without labels and the loss is a fixed random weighting of their
+floating-point outputs (no gradient of ones, nothing cancels); one test per family then checks the labelled loss itself at fp32 accuracy.
+Dropout is off here; with dropout see test_dropout_replay below: the engine's own keep-masks are replayed in eager.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+transformers = pytest.importorskip("transformers")
+TOL = 1e-10
+
+
+def leaves(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, dict):
+        return [t for v in out.values() for t in leaves(v)]
+    if isinstance(out, list | tuple):
+        return [t for v in out for t in leaves(v)]
+    return []
+
+
+def loss_of(out: Any) -> Tensor:
+    total = None
+    for k, t in enumerate(x for x in leaves(out) if x.is_floating_point() and x.requires_grad):
+        g = torch.Generator().manual_seed(100 + k)
+        w = torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)
+        total = (t * w).sum() if total is None else total + (t * w).sum()
+    assert total is not None
+    return total
+
+
+def same(a: Tensor, b: Tensor, what: str, tol: float = TOL) -> None:
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype} against {b.shape} {b.dtype}"
+    if not b.is_floating_point():
+        assert torch.equal(a, b), what
+        return
+    scale = b.abs().max().item() if b.numel() else 0.0
+    err = (a - b).abs().max().item() if b.numel() else 0.0
+    assert err <= tol * max(scale, 1e-3), f"{what}: error {err:.2e}, largest {scale:.2e}"
+
+
+def train(model: nn.Module, batches: list[dict[str, Tensor]], steps: int = 5, tol: float = TOL, loss: Callable[[Any], Tensor] = loss_of,
+          strict: bool = False, lr: float = 0.01) -> ORTModule:
+    """Trains `model` and a wrapped copy side by side; returns the wrapped one."""
+    model = model.double().train()
+    ours = ORTModule(copy.deepcopy(model), strict=strict)
+    opts = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=lr) for m in (model, ours)]
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        want, got = model(**batch), ours(**batch)
+        assert type(want) is type(got)
+        for i, (a, b) in enumerate(zip(leaves(got), leaves(want), strict=True)):
+            same(a.detach(), b.detach(), f"step {step} output {i}", tol)
+            assert a.requires_grad == b.requires_grad, f"step {step} output {i}: requires_grad {a.requires_grad}"
+        loss(want).backward()
+        loss(got).backward()
+        for (name, p), q in zip(ours.named_parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), f"step {step} {name}: gradient {p.grad is not None}, eager {q.grad is not None}"
+            if q.grad is not None:
+                same(p.grad, q.grad, f"step {step} gradient of {name}", tol)
+        for (name, p), q in zip(ours.named_buffers(), model.buffers(), strict=True):
+            same(p, q, f"step {step} buffer {name}", tol)
+        for o in opts:
+            o.step()
+            o.zero_grad()
+    return ours
+
+
+def ids(vocab: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(b: int, t: int) -> Tensor:
+    return (torch.arange(t)[None] < torch.tensor([[t], [t - 3], [t - 5]])[:b]).long()
+
+
+def gpt2(p: float = 0.0, **kw: Any) -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=24, n_head=3, vocab_size=97, n_positions=31, resid_pdrop=p,
+                                                                embd_pdrop=p, attn_pdrop=p, bos_token_id=0, eos_token_id=0, **kw))
+
+
+def bert(cls: str = "BertForMaskedLM", p: float = 0.0, **kw: Any) -> nn.Module:
+    return getattr(transformers, cls)(transformers.BertConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=37,
+                                                              vocab_size=101, max_position_embeddings=29, hidden_dropout_prob=p,
+                                                              attention_probs_dropout_prob=p, **kw))
+
+
+def t5(p: float = 0.0, **kw: Any) -> nn.Module:
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=103, d_model=24, d_kv=8, d_ff=37, num_layers=2, num_heads=3,
+                                                                         dropout_rate=p, decoder_start_token_id=0, **kw))
+
+
+def llama(**kw: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=89, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
+                                                                  num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=41, **kw))
+
+
+def vit(p: float = 0.0) -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=3,
+                                                                         intermediate_size=37, image_size=32, patch_size=8, num_labels=5,
+                                                                         hidden_dropout_prob=p, attention_probs_dropout_prob=p))
+
+
+B, T = 3, 13
+HF: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "gpt2": (gpt2, {"input_ids": ids(97, B, T)}),
+    "gpt2-padded": (gpt2, {"input_ids": ids(97, B, T), "attention_mask": padded(B, T)}),
+    "bert-mlm": (bert, {"input_ids": ids(101, B, T)}),
+    "bert-cls-padded": (lambda: bert("BertForSequenceClassification"), {"input_ids": ids(101, B, T), "attention_mask": padded(B, T)}),
+    "t5": (t5, {"input_ids": ids(103, B, T), "decoder_input_ids": ids(103, B, 7)}),
+    "t5-padded": (t5, {"input_ids": ids(103, B, T), "attention_mask": padded(B, T), "decoder_input_ids": ids(103, B, 7)}),
+    "llama": (llama, {"input_ids": ids(89, B, T)}),
+    "llama-padded": (llama, {"input_ids": ids(89, B, T), "attention_mask": padded(B, T)}),
+    "vit": (vit, {"pixel_values": torch.randn(B, 3, 32, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)}),
+}
+
+
+@pytest.mark.parametrize("name", HF)
+def test_transformers(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = HF[name]
+    ours = train(make(), [batch], strict=True)
+    assert ours.report().node_share == 1.0, str(ours.report())
+
+
+LABELLED = {
+    "gpt2": (gpt2, {"input_ids": ids(97, B, T), "labels": ids(97, B, T)}),
+    "bert-mlm": (bert, {"input_ids": ids(101, B, T), "labels": ids(101, B, T, seed=1)}),
+    "bert-cls": (lambda: bert("BertForSequenceClassification"), {"input_ids": ids(101, B, T), "labels": torch.tensor([0, 1, 1])}),
+    "t5": (t5, {"input_ids": ids(103, B, T), "labels": ids(103, B, 7)}),
+    "llama": (llama, {"input_ids": ids(89, B, T), "labels": ids(89, B, T)}),
+    "vit": (vit, {"pixel_values": torch.randn(B, 3, 32, 32, dtype=torch.float64), "labels": torch.tensor([0, 3, 4])}),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labelled_loss(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = LABELLED[name]
+    ours = train(make(), [batch], steps=3, tol=3e-6, loss=lambda out: out.loss, strict=True)
+    assert ours.report().node_share == 1.0, str(ours.report())
+
+
+def test_many_shapes_one_more_capture() -> None:
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(5)
+    pairs = torch.randint(1, 12, (12, 2), generator=g).tolist()
+    batches = [{"input_ids": ids(101, b, t + 1), "attention_mask": torch.ones(b, t + 1, dtype=torch.long)} for b, t in pairs]
+    ours = train(bert(), batches, steps=len(batches), strict=True)
+    assert ours.report().n_captures <= 2, str(ours.report())
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(24, 3, 37, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor, pad: Tensor) -> Tensor:
+        return self.head(self.body(x, src_key_padding_mask=pad).mean(1))
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(53, 11)
+        self.rnn = nn.LSTM(11, 13, num_layers=2, batch_first=True)
+        self.head = nn.Linear(13, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, (h, _) = self.rnn(self.embed(x))
+        return self.head(y.mean(1) + h[-1])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 7, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(7), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.a, self.b = nn.Conv2d(7, 7, 3, padding=1, bias=False), nn.Conv2d(7, 7, 3, padding=1, bias=False)
+        self.na, self.nb = nn.BatchNorm2d(7), nn.BatchNorm2d(7)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = F.relu(x + self.nb(self.b(F.relu(self.na(self.a(x))))))
+        return F.cross_entropy(self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)), y, label_smoothing=0.1)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 11, padding_idx=0)
+        self.head = nn.Linear(11, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.embed(x)
+        n = (x != 0).sum(1, keepdim=True).clamp(min=1)
+        return self.head(e.sum(1) / n)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * 70 * x  # deliberately not the derivative: only the user's own backward gives it
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Cube.apply(torch.tanh(self.a(x))))
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x.tanh()
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.branch, self.b = nn.Linear(5, 7), Branch(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.branch(self.a(x)))
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def test_transformer_encoder() -> None:
+    train(Encoder(), [{"x": randn(3, 11, 24), "pad": padded(3, 11) == 0}], strict=True)
+
+
+def test_lstm() -> None:
+    train(Lstm(), [{"x": ids(53, 3, 11)}])
+
+
+def test_resnet_batchnorm_label_smoothing() -> None:
+    train(Residual(), [{"x": randn(3, 3, 19, 17), "y": torch.tensor([0, 4, 2])}, {"x": randn(3, 3, 19, 17) + 1, "y": torch.tensor([1, 1, 3])}], strict=True)
+
+
+def test_embedding_padding_idx_and_unused_parameters() -> None:
+    x = ids(31, 5, 7)
+    x[:, 5:] = 0
+    train(Bag(), [{"x": x}], strict=True)
+
+
+def test_custom_function_keeps_its_backward() -> None:
+    ours = train(Custom(), [{"x": randn(5, 5)}])
+    assert "Cube" in str(ours.report())
+
+
+def test_data_dependent_branch_steps_down_by_name() -> None:
+    ours = train(DataDependent(), [{"x": randn(5, 5)}, {"x": -randn(5, 5)}])
+    assert "branch" in str(ours.report())
+    with pytest.raises(Exception, match="(?i)branch|strict"):
+        ORTModule(DataDependent().double(), strict=True)(randn(5, 5))
+
+
+def test_frozen_layers() -> None:
+    m = gpt2()
+    for p in m.transformer.h[0].parameters():
+        p.requires_grad_(False)
+    m.transformer.wpe.weight.requires_grad_(False)
+    train(m, [HF["gpt2"][1]], strict=True)
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.down.to(base.weight.dtype), self.up.to(base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x)) * 0.5
+
+
+def add_lora(m: nn.Module) -> None:
+    torch.manual_seed(4)
+    for p in m.parameters():
+        p.requires_grad_(False)
+    for layer in m.bert.encoder.layer:
+        s = layer.attention.self
+        s.query, s.value = Lora(s.query), Lora(s.value)
+
+
+def test_lora_before_the_wrap() -> None:
+    m = bert()
+    add_lora(m)
+    train(m, [HF["bert-mlm"][1]], strict=True)
+
+
+def test_lora_after_the_wrap() -> None:
+    torch.manual_seed(0)
+    m = bert().double()
+    ours = ORTModule(copy.deepcopy(m), strict=True)
+    batch = HF["bert-mlm"][1]
+    loss_of(ours(**batch)).backward()
+    ours.zero_grad()
+    add_lora(m)
+    add_lora(ours)
+    want, got = m(**batch), ours(**batch)
+    same(got.logits.detach(), want.logits.detach(), "logits")
+    loss_of(want).backward()
+    loss_of(got).backward()
+    for (name, p), q in zip(ours.named_parameters(), m.named_parameters()):
+        assert (p.grad is None) == (q[1].grad is None), name
+        if p.grad is not None:
+            same(p.grad, q[1].grad, name)
+
+
+def test_same_seed_same_bits() -> None:
+    res = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        m = ORTModule(gpt2(p=0.1).train())
+        opt = torch.optim.SGD(m.parameters(), lr=0.1)
+        torch.manual_seed(3)
+        for _ in range(3):
+            m(**LABELLED["gpt2"][1]).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        res.append([p.detach().clone() for p in m.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*res))
+
+
+def test_fp32_error_is_eagers_own() -> None:
+    """fp32: error of each gradient against fp64 eager within twice eager fp32's own (plus rounding of the result)."""
+    torch.manual_seed(0)
+    exact = gpt2().double()
+    eager, ours = copy.deepcopy(exact).float(), ORTModule(copy.deepcopy(exact).float(), strict=True)
+    batch = HF["gpt2"][1]
+    for m in (exact, eager, ours):
+        loss_of(m(**batch)).backward()
+    for (name, p), e, x in zip(ours.named_parameters(), eager.parameters(), exact.parameters()):
+        scale = x.grad.abs().max().item()
+        mine, theirs = (p.grad.double() - x.grad).norm().item(), (e.grad.double() - x.grad).norm().item()
+        assert mine <= 2 * theirs + 4e-7 * scale, f"{name}: {mine:.2e} against eager's {theirs:.2e}, scale {scale:.2e}"
