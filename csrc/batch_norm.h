@@ -12,10 +12,12 @@ struct om_batch_norm_type {
     void (*apply)(const void *x, void *y, int64_t n, int64_t c, int64_t inner, int64_t c0, int64_t c1, const double *mean, const double *a,
                   const double *b);
     /* sum[c] = sum of dy, dot[c] = sum of dy * (x - mean[c]) */
-    void (*grad_sums)(const void *dy, const void *x, int64_t n, int64_t c, int64_t inner, int64_t c0, int64_t c1, const double *mean, double *sum,
+    void (*grad_sums)(const void *dy, const void *x, int64_t n, int64_t c, int64_t inner, int64_t c0, int64_t c1, const double *mean,
+                      double *sum,
                       double *dot);
     /* dx = a[c] * (dy - b[c] - (x - mean[c]) * k[c]) */
-    void (*grad_apply)(const void *dy, const void *x, void *dx, int64_t n, int64_t c, int64_t inner, int64_t c0, int64_t c1, const double *mean,
+    void (*grad_apply)(const void *dy, const void *x, void *dx, int64_t n, int64_t c, int64_t inner, int64_t c0, int64_t c1,
+                       const double *mean,
                        const double *a, const double *b, const double *k);
 };
 struct om_batch_norm_kernels { struct om_batch_norm_type type[OM_F16 + 1]; }; /* by om_dtype */

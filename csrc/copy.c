@@ -83,10 +83,10 @@ om_status om_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
         return om_fail(cx, OM_UNSUPPORTED, "copy from %s to %s: only numbers can be copied", om_dtype_name(src->dtype),
                        om_dtype_name(dst->dtype));
 
+    if (om_numel(src) == 0) return OM_OK;
     copy_job j = {.src = src->data, .dst = dst->data};
     int nd = 0;
     for (int i = 0; i < src->rank; i++) {
-        if (src->dim[i] == 0) return OM_OK;
         if (src->dim[i] == 1) continue;
         j.dim[nd] = src->dim[i];
         j.ss[nd] = src->stride[i] * from;

@@ -460,7 +460,8 @@ static om_status read_node(om_onnx *o) {
     const om_onnx_op *r = o->row = read_row(n->domain ? n->domain : "", n->op_type);
     if (!r)
         return om_onnx_err(o, OM_UNSUPPORTED,
-                           "the operator is not supported (csrc/onnx_map.c has the list); a capture keeps such operators in PyTorch as org.pytorch.aten::ATen");
+                           "the operator is not supported (csrc/onnx_map.c has the list); a capture keeps such operators in PyTorch "
+                           "as org.pytorch.aten::ATen");
     ONNX_CHECK(o, n->n_input <= 4096 && n->n_output <= 64, "%zu inputs and %zu outputs, at most 4096 and 64", n->n_input, n->n_output);
     o->n_in = (int)n->n_input;
     ONNX_CHECK(o, r->max_in < 0 || o->n_in <= r->max_in, "%d inputs, at most %d are known", o->n_in, r->max_in);
@@ -483,7 +484,8 @@ static om_status read_node(om_onnx *o) {
     if (o->cx->status != OM_OK) return o->cx->status;
     if (!r->map)
         return om_onnx_err(o, OM_UNSUPPORTED,
-                           "only sizes known before the run are supported here: its operands must be constants or computed from sizes of graph inputs");
+                           "only sizes known before the run are supported here: its operands must be constants or computed from sizes "
+                           "of graph inputs");
     OM_TRY(r->map(o));
     for (int k = 0; k < (int)n->n_output && o->cx->status == OM_OK; k++)
         if (om_onnx_wants(o, k) && om_strmap_get(&o->names, n->output[k]) == OM_NONE)

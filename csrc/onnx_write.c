@@ -61,6 +61,18 @@ static const char *write_unique(writer *w, const char *want) {
 
 /* --- nodes and attributes ------------------------------------------------------------------------------ */
 
+static void write_meta(writer *w, const char *key, const char *value) { /* of the last node */
+    Onnx__NodeProto *n = w->last;
+    Onnx__StringStringEntryProto **v = om_arena_alloc(&w->a, (n->n_metadata_props + 1) * sizeof *v);
+    if (!v) return;
+    if (n->n_metadata_props) memcpy(v, n->metadata_props, n->n_metadata_props * sizeof *v);
+    Onnx__StringStringEntryProto *e = NEW(w, Onnx__StringStringEntryProto, onnx__string_string_entry_proto__init);
+    e->key = write_str(w, key);
+    e->value = write_str(w, value);
+    v[n->n_metadata_props++] = e;
+    n->metadata_props = v;
+}
+
 /* Adds a node with up to four inputs (NULL ends the list, "" leaves one out); returns its first output. */
 static const char *write_node(writer *w, const char *domain, const char *op, const char *out, const char *const *in, int n_in) {
     Onnx__NodeProto *n = w->last = NEW(w, Onnx__NodeProto, onnx__node_proto__init);
@@ -76,15 +88,8 @@ static const char *write_node(writer *w, const char *domain, const char *op, con
         const om_scope *s = &w->g->scopes.v[w->n->scope];
         char line[16];
         snprintf(line, sizeof line, "%d", s->line);
-        const char *kv[3][2] = {{"module", s->module}, {"file", s->file}, {"line", s->file ? line : NULL}};
-        n->metadata_props = om_arena_alloc(&w->a, 3 * sizeof *n->metadata_props);
-        for (int i = 0; i < 3 && n->metadata_props; i++) {
-            if (!kv[i][1] || !*kv[i][1]) continue;
-            Onnx__StringStringEntryProto *e = NEW(w, Onnx__StringStringEntryProto, onnx__string_string_entry_proto__init);
-            e->key = write_str(w, kv[i][0]);
-            e->value = write_str(w, kv[i][1]);
-            n->metadata_props[n->n_metadata_props++] = e;
-        }
+        if (s->module && *s->module) write_meta(w, "module", s->module);
+        if (s->file) write_meta(w, "file", s->file), write_meta(w, "line", line);
     }
     Onnx__NodeProto **slot = OM_PUSH(w->cx, &w->nodes);
     if (slot) *slot = n;
@@ -119,6 +124,11 @@ static void write_float(writer *w, const char *name, double x) {
     Onnx__AttributeProto *a = write_attr(w, name, ONNX__ATTRIBUTE_PROTO__ATTRIBUTE_TYPE__FLOAT);
     a->has_f = 1;
     a->f = (float)x;
+    if ((double)a->f == x || x != x) return;
+    char key[40], text[32]; /* the double in full, for this engine's reader */
+    snprintf(key, sizeof key, "f64:%s", name);
+    snprintf(text, sizeof text, "%.17g", x);
+    write_meta(w, key, text);
 }
 static void write_text(writer *w, const char *name, const char *x) {
     Onnx__AttributeProto *a = write_attr(w, name, ONNX__ATTRIBUTE_PROTO__ATTRIBUTE_TYPE__STRING);

@@ -5,11 +5,16 @@
 
 #include "strip.h"
 
+enum { OM_ROWS_COLS = 128 };
+typedef void (*om_cols_fn)(const void *a, const void *b, void *out, int64_t len, int64_t ld, int64_t n);
+
 struct om_rows_kernels {
     void (*softmax[2])(const void *x, void *y, int64_t n);
     void (*softmax_grad[2])(const void *dy, const void *y, void *dx, int64_t n);
     void (*log_softmax[2])(const void *x, void *y, int64_t n);
     void (*log_softmax_grad[2])(const void *dy, const void *y, void *dx, int64_t n);
+    /* the same for n <= OM_ROWS_COLS columns of len rows, ld apart; x, y for the forward ones: (x, NULL, y) */
+    om_cols_fn softmax_cols[2], softmax_grad_cols[2], log_softmax_cols[2], log_softmax_grad_cols[2];
     /* w, b may be NULL; *mean and *rstd are written */
     void (*layer_norm[2])(const void *x, const void *w, const void *b, double eps, void *y, void *mean, void *rstd, int64_t n);
     void (*rms_norm[2])(const void *x, const void *w, double eps, void *y, void *rstd, int64_t n);

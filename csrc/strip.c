@@ -33,7 +33,7 @@ enum { N_ROWS = sizeof om_pw_rows / sizeof *om_pw_rows };
 
 static int row_find(const char *name, size_t len) {
     for (int i = 0; i < N_ROWS; i++)
-        if (!strncmp(om_pw_rows[i].name, name, len) && !om_pw_rows[i].name[len]) return i;
+        if (om_pw_rows[i].name[0] == *name && !strncmp(om_pw_rows[i].name, name, len) && !om_pw_rows[i].name[len]) return i;
     return -1;
 }
 

@@ -11,9 +11,10 @@ The engine's state (the arena) is a saved tensor: torch itself frees it, complai
 saved_tensors_hooks move it. With retain_graph a copy is used up. What backward reads of inputs and outputs is saved too, so an
 in-place edit in between gives torch's own error.
 
-Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When another set arrives, the forward
-is run again, with the same seed, for a graph that starts from that set, and the prediction is changed: no gradient of zeros is ever
-made up, so parameters without a path get None as they do in PyTorch. create_graph runs the user's module in PyTorch instead.
+Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When fewer arrive, zeros stand for the
+others, and inputs without a path from those that did arrive get None, as in PyTorch. When others arrive, the forward is run again, with
+the same seed, for a graph that starts from that set. Either way the prediction changes, so it happens once.
+create_graph runs the user's module in PyTorch instead.
 
 Invariants: an output that is an input goes around the chain (a Function would claim the caller's tensor). Nothing here keeps a
 reference to a gradient after returning it (AccumulateGrad copies what others hold). A Step knows no autograd node: no cycles.
@@ -55,11 +56,13 @@ class Refusal(RuntimeError):
 class Variant:
     """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
 
-    through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs whose
-    gradient the Function returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs.
+    through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs that the
+    Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs.
+    others: inputs with a path from some output that is not `arriving`; the last node takes them too, in case that output is used.
     """
 
-    def __init__(self, model: _C.Model, wanted: bytes, arriving: bytes, group: Sequence[int] | None, around: Container[int] = ()) -> None:
+    def __init__(self, model: _C.Model, wanted: bytes, arriving: bytes, group: Sequence[int] | None, around: Container[int] = (),
+                 others: frozenset[int] = frozenset()) -> None:  # fmt: skip
         self.number = model.variant(wanted, arriving, group)
         info = model.variant_info(self.number)
         self.wanted = wanted
@@ -77,15 +80,19 @@ class Variant:
         for segment in sorted(by_segment):
             self.nodes.append((range(begin, segment + 1), by_segment[segment]))
             begin = segment + 1
-        self.segments = begin
+        self.grads = frozenset(i for i, _ in info["grads"])
+        rest = sorted(others - self.grads)
+        if rest:
+            segments, inputs = self.nodes.pop() if self.nodes else (range(0), [])
+            self.nodes.append((segments, inputs + rest))
         self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
 
 
 class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
-    __slots__ = ("arena", "autocast", "call", "clones", "graph", "host_kept", "live", "outs", "random_state", "regions", "seed",
-                 "tensors", "variant", "versions")  # fmt: skip
+    __slots__ = ("arena", "autocast", "call", "clones", "graph", "host_kept", "kinds", "live", "outs", "random_state", "regions",
+                 "seed", "tensors", "variant", "versions")  # fmt: skip
 
     graph: Graph
     variant: Variant
@@ -96,6 +103,7 @@ class Step:
     host_kept: list[Tensor]
     clones: dict[int, Tensor]  # graph inputs that a forward overwrites, as they were before
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
+    kinds: list[tuple[torch.Size, torch.dtype]]  # of the user outputs
     live: dict[int, _Live]
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
@@ -112,14 +120,16 @@ class Call(Protocol):
 
 
 class _Live:
-    """A backward in progress, kept for the Links: the engine's run, or all gradients at once."""
+    """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get a gradient,
+    when not all of the variant's do."""
 
-    __slots__ = ("found", "keep", "run")
+    __slots__ = ("found", "keep", "only", "run")
 
     def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool) -> None:
         self.run = run
         self.found = found
         self.keep = keep
+        self.only: frozenset[int] | None = None
 
 
 class Graph:
@@ -144,6 +154,7 @@ class Graph:
         self.differentiable = [d and i not in captured.passthrough for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])]
         self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
         self._current: dict[tuple[bool, ...], Variant] = {}
+        self._full: dict[tuple[bool, ...], Variant] = {}
         self._variants: dict[tuple[tuple[bool, ...], bytes], Variant] = {}
         self.forward_ms = self.backward_ms = 0.0
         self.forwards = self.backwards = self.reruns = 0
@@ -154,23 +165,36 @@ class Graph:
         """The variant for the next forward; wanted: requires_grad of every graph input."""
         found = self._current.get(wanted)
         if found is None:
-            outputs = self.model.outputs[: self.n_outputs]
-            loss = bool(outputs) and self.differentiable[0] and outputs[0][2] == 0
-            arriving = bytes([self.differentiable[i] and (not loss or i == 0) for i in range(self.n_outputs)])
             try:
-                found = self.variant_for(wanted, arriving, tensors)
-                reached = bytes([a and i in found.through for i, a in enumerate(arriving)])
-                if reached != arriving:
-                    found = self.variant_for(wanted, reached, tensors)
-                self._current[wanted] = found
+                found = self._full_variant(wanted, tensors)
+                if 0 in found.through and self.model.outputs[0][2] == 0 and len(found.through) > 1:
+                    found = self.variant_for(wanted, bytes([i == 0 for i in range(self.n_outputs)]), tensors)
             except RuntimeError as error:
                 raise Refusal(str(error)) from error
+            self._current[wanted] = found
+        return found
+
+    def _full_variant(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> Variant:
+        """All outputs that depend on a wanted input receive a gradient."""
+        found = self._full.get(wanted)
+        if found is None:
+            flags = bytes(wanted), self._groups(wanted, tensors), self.captured.passthrough
+            arriving = bytes(self.differentiable)
+            while True:  # at most twice: the first only tells which outputs those are
+                found = Variant(self.model, flags[0], arriving, flags[1], flags[2])
+                reached = bytes([i in found.through for i in range(self.n_outputs)])
+                if reached == arriving:
+                    break
+                arriving = reached
+            self._full[wanted] = self._variants[wanted, arriving] = found
         return found
 
     def variant_for(self, wanted: tuple[bool, ...], arriving: bytes, tensors: Sequence[Tensor]) -> Variant:
+        """The variant for this set of arriving gradients."""
         found = self._variants.get((wanted, arriving))
         if found is None:
-            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.captured.passthrough)
+            others = self._full_variant(wanted, tensors).grads
+            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.captured.passthrough, others)
             self._variants[wanted, arriving] = found
         return found
 
@@ -231,6 +255,7 @@ class Graph:
         step.host_kept = run.host_kept()
         outs: list[Tensor | None] = list(every)
         step.outs = tuple(every)
+        step.kinds = [(t.shape, t.dtype) for t in every]
 
         token: Tensor | None = None
         for number in range(len(variant.nodes) - 1, 0, -1):
@@ -279,6 +304,17 @@ class Graph:
         state = arena.clone() if keep else arena
         run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept)
         return _Live(run, None, keep)
+
+    def backward_fewer(self, step: Step, grads: list[Tensor | None]) -> frozenset[int]:
+        """Fills in zeros for gradients that were expected and have not come. -> the inputs that get a gradient."""
+        wanted = tuple(map(bool, step.variant.wanted))
+        variant = self.variant_for(wanted, bytes([g is not None for g in grads]), step.tensors)
+        self._current[wanted] = variant
+        for i, expected in enumerate(step.variant.arriving):
+            if expected and grads[i] is None:
+                shape, dtype = step.kinds[i]
+                grads[i] = torch.zeros((), dtype=dtype).expand(shape)
+        return variant.grads
 
     def backward_other(self, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
         """Backward from a set of outputs that the forward was not prepared for: runs the forward again, prepared for it."""
@@ -376,7 +412,8 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
         else:
             run.resume(segment)
         for i, grad in run.grads(segment):
-            result[head + places[i]] = grad
+            if live.only is None or i in live.only:
+                result[head + places[i]] = grad
     return tuple(result)
 
 
@@ -410,13 +447,18 @@ class Head(Function):
         keep = _keep_graph()
         if torch.is_grad_enabled():
             live = graph.backward_in_torch(step, incoming)
-        elif bytes([g is not None for g in incoming]) == variant.arriving:
-            variant.confirmed = True
+        elif all([g is None or variant.arriving[i] for i, g in enumerate(incoming)]):
+            only = None
+            if bytes([g is not None for g in incoming]) == variant.arriving:
+                variant.confirmed = True
+            else:
+                only = graph.backward_fewer(step, incoming)
             n = 1 + len(variant.reads)
             outputs: list[Tensor | None] = [None] * graph.n_outputs
             for i, out in zip(variant.reads_outputs, saved[n:], strict=True):
                 outputs[i] = out
             live = graph.backward(step, saved[0], dict(zip(variant.reads, saved[1:n], strict=True)), outputs, incoming, keep)
+            live.only = only
         else:
             live = graph.backward_other(step, incoming, keep)
         del saved

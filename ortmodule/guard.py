@@ -155,12 +155,12 @@ _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__c
 class Watch:
     """Notes which attributes of a module tree are read, and which are written by code outside of PyTorch, while it is entered.
 
-    aliases: objects that stand for a module of the tree (they share its attributes).
+    Modules are known by their __dict__: the tracer of torch.export puts other objects over the same __dict__ in their place.
     """
 
-    def __init__(self, module: nn.Module, aliases: dict[int, str] | None = None) -> None:
-        self._names = {id(m): name for name, m in module.named_modules()} | (aliases or {})
-        self._keep = list(module.modules())
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(m.__dict__): name for name, m in module.named_modules()}
+        self._keep = [m.__dict__ for m in module.modules()]
         self.reads: set[tuple[str, str]] = set()
         self.writes: set[tuple[str, str]] = set()
 
@@ -170,13 +170,13 @@ class Watch:
 
         def getattribute(obj: Any, name: str) -> Any:
             value = get(obj, name)
-            where = names.get(id(obj))
+            where = names.get(id(get(obj, "__dict__")))
             if where is not None and name not in _REGISTRIES:
                 reads.add((where, name))
             return value
 
         def setattribute(obj: Any, name: str, value: Any) -> None:
-            where = names.get(id(obj))
+            where = names.get(id(get(obj, "__dict__")))
             if where is not None and name not in obj._buffers and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_USERS):
                 writes.add((where, name))
             put(obj, name, value)

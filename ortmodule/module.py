@@ -279,7 +279,7 @@ class State:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.module)
                 try:
-                    with guard.Watch(self.module, {id(shadow): ""}) as watch, _undisturbed():
+                    with guard.Watch(shadow) as watch, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
                     written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
                     if not written:

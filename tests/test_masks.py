@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import engine
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import engine
 from ortmodule.capture import capture
 
 transformers = pytest.importorskip("transformers")
@@ -161,6 +161,31 @@ def test_architectures(name: str, padded: bool) -> None:
         case.check([ids] if am is None else [ids, am], grads=am is None or bool((am[-1] == 0).all()))
 
 
+ENCODER_DECODER = {
+    "bart": hf("BartModel", "BartConfig", vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+               decoder_attention_heads=4, encoder_ffn_dim=44, decoder_ffn_dim=44, use_cache=False),
+    "t5": hf("T5Model", "T5Config", vocab_size=97, d_model=32, d_kv=8, d_ff=44, num_layers=1, num_heads=4, use_cache=False),
+}
+
+
+@pytest.mark.parametrize("name", list(ENCODER_DECODER))
+def test_encoder_decoder(name: str) -> None:
+    """Padding reaches the encoder's and the cross attention; the decoder's own is causal, with T5's position bias beside."""
+    ids, own = torch.randint(1, 97, (B, T)), torch.randint(1, 97, (B, 7))
+    module = ENCODER_DECODER[name]()
+    module.decoder.config.use_cache = False
+    case = Case(module, (ids,), {"attention_mask": torch.ones(B, T, dtype=torch.long), "decoder_input_ids": own})
+    encoder, decoder, cross = case.nodes
+    assert [n["causal"] for n in case.nodes] == [False, True, False]
+    assert cross["mask"].endswith(f"[{B}, 1, 1, {T}]")
+    if name == "bart":
+        assert encoder["mask"] == f"bool[{B}, 1, 1, {T}]" and decoder["mask"] is None
+    else:
+        assert encoder["mask"] == f"f64[{B}, 4, {T}, {T}]" and decoder["mask"] == "f64[1, 4, 7, 7]"
+    for am in paddings(B, T):
+        case.check([ids, am, own], grads=bool((am[-1] == 0).all()))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mistral-window", "bert"])
 def test_dynamic_sizes(name: str) -> None:
     """Captured with symbols, run at other sizes."""
@@ -294,6 +319,10 @@ class Written(nn.Module):
             a = a + m
         elif s == "small number":
             a = a.masked_fill(~causal, -1e4)
+        elif s == "1e9":
+            a = a.masked_fill(~causal, -1e9)
+        elif s == "1e9 data":
+            a = a.masked_fill(m == 0, -1e9)
         elif s == "mask times scale":
             a = (q @ k.transpose(-2, -1) + m) * 0.25
         elif s == "softmax of keys":
@@ -305,7 +334,8 @@ class Written(nn.Module):
         return (y, p) if s == "weights too" else y
 
 
-WRITTEN = ["plain", "one head", "merged", "scaled query", "scaled key", "twice scaled", "nanogpt", "where", "bias", "bias first", "float mask"]
+WRITTEN = ["plain", "one head", "merged", "scaled query", "scaled key", "twice scaled", "nanogpt", "where", "bias", "bias first", "float mask",
+           "1e9", "1e9 data"]
 NOT_ATTENTION = ["small number", "mask times scale", "softmax of keys", "clipped", "weights too"]
 
 
@@ -315,11 +345,15 @@ def test_written_out(style: str, p: float) -> None:
     module = Written(style, p).double()
     x = torch.randn(3, 7, 12, dtype=torch.float64)
     extra = [torch.randn(7, 7, dtype=torch.float64)] if style in ("float mask", "mask times scale") else []
+    if style == "1e9 data":
+        extra = [(torch.rand(3, 1, 7, 7) > 0.5).long()]
+        extra[0][1, 0, 4] = 0  # a row that sees nothing
     case = Case(module, (x, *extra))
     assert len(case.nodes) == (style in WRITTEN)
     for n in case.nodes:
-        assert n["causal"] == (style in ("one head", "merged", "where", "bias", "bias first"))
-        want = {"nanogpt": "bool[", "bias": "f64[1, 2, 7, 7]", "bias first": "f64[1, 2, 7, 7]", "float mask": "f64[7, 7]"}.get(style)
+        assert n["causal"] == (style in ("one head", "merged", "where", "bias", "bias first", "1e9"))
+        want = {"nanogpt": "bool[", "bias": "f64[1, 2, 7, 7]", "bias first": "f64[1, 2, 7, 7]", "float mask": "f64[7, 7]",
+                "1e9 data": "bool[3, 1, 7, 7]"}.get(style)
         assert n["mask"] is None if want is None else n["mask"].startswith(want)
         assert (n["dropout"] > 0) == (p > 0) and (n["rng"] > 0) == (p > 0)
     case.check([x, *extra])

@@ -415,7 +415,7 @@ def test_parameters_of_an_unused_output_get_none():
 def test_prediction_and_batch_norm():
     """When the forward runs again for another set of gradients, running statistics move once."""
 
-    class Both(Norm):
+    class Both(Norm):  # the loss comes first: it alone is expected to receive a gradient
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             out = super().forward(x)
             return (out**2).mean(), out

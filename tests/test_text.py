@@ -55,7 +55,8 @@ def test_everything_round_trips() -> None:
 
 
 def test_comments_blank_lines_and_left_out_types() -> None:
-    assert again("# c\n\ngraph {  # d\n input x:f32[3] # e\n\n  y=tanh(x)\n output y }\n") == "graph {\n  input x: f32[3]\n  y = tanh(x): f32[3]\n  output y\n}\n"
+    text = "# c\n\ngraph {  # d\n input x:f32[3] # e\n\n  y=tanh(x)\n output y }\n"
+    assert again(text) == "graph {\n  input x: f32[3]\n  y = tanh(x): f32[3]\n  output y\n}\n"
 
 
 @pytest.mark.parametrize("key", test_onnx.CASES)
@@ -92,17 +93,21 @@ def test_constants_are_exact(values: list[float], dtype: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.floats(allow_nan=False))
 def test_float_attributes_are_exact(x: float) -> None:
-    text = again(f"graph {{\n input x: f64[2]\n y = fill() {{shape=[], dtype=f64, value={x!r}}}\n output y }}".replace("=inf", "=inf"))
+    text = again(f"graph {{\n input x: f64[2]\n y = fill() {{shape=[], dtype=f64, value={x!r}}}\n output y }}")
     assert Graph.parse(text).run([torch.zeros(2, dtype=torch.float64)], 1)[0].item() == x
 
 
+ANY_CHARACTER = st.characters(exclude_characters="\x00", exclude_categories=["Cs"])
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), min_size=1, max_size=300), st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20))
+@given(st.text(ANY_CHARACTER, min_size=1, max_size=300), st.text(ANY_CHARACTER, max_size=20))
 def test_names_and_scopes(name: str, module: str) -> None:
     def quote(s: str) -> str:
         return "".join(c if c.isalnum() and c.isascii() else "".join(f"\\x{b:02x}" for b in c.encode()) for c in s)
 
-    text = again(f'graph {{\n input a "{quote(name)}": f32[2]\n input b "{quote(name)}": f32[2]\n y = tanh(a) @"{quote(module)}" "{quote(name)}":7\n output y }}')
+    q, m = quote(name), quote(module)
+    text = again(f'graph {{\n input a "{q}": f32[2]\n input b "{q}": f32[2]\n y = tanh(a) @"{m}" "{q}":7\n output y }}')
     assert again(text) == text
 
 
@@ -201,7 +206,8 @@ def test_simplify_keeps_values() -> None:
 
 def test_fold() -> None:
     consts = "const a: f32[2, 3] = [1, 2, 3, 4, 5, 6]\n const b: f32[3] = [1, -1, 2]\n"
-    assert body(consts + "c = add(a, b)\n d = permute(c) {perm=[1, 0]}\n e = reduce_sum(d) {axes=[0], keepdims=0}\n i = iota() {shape=[2], dtype=f32, start=-3}\n y = mul(e, i)\n output y", "fold") == []
+    chain = "c = add(a, b)\n d = permute(c) {perm=[1, 0]}\n e = reduce_sum(d) {axes=[0], keepdims=0}\n"
+    assert body(consts + chain + "i = iota() {shape=[2], dtype=f32, start=-3}\n y = mul(e, i)\n output y", "fold") == []
     assert body("i = iota() {shape=[100000], dtype=f32}\n y = neg(i)\n output y", "fold") == ["iota", "neg"], "too large to keep"
     assert body("sym s = x[0]\n input x: f32[s]\n i = iota() {shape=[s], dtype=f32}\n y = neg(i)\n output y", "fold") == ["iota", "neg"]
     assert body(consts + "y = dropout(a) {p=0.5} rng=1\n output y", "fold") == ["dropout"]
@@ -213,7 +219,8 @@ def test_fold() -> None:
 def test_cse() -> None:
     assert body(X + "a = tanh(x)\n b = tanh(x)\n y = mul(a, b)\n output y", "cse") == ["tanh", "mul"]
     assert body(X + "a = tanh(x)\n b = exp(x)\n c = add(a, b)\n d = add(b, a)\n y = mul(c, d)\n output y", "cse") == ["tanh", "exp", "add", "mul"]
-    assert body(X + "a = tanh(x)\n b = exp(x)\n c = sub(a, b)\n d = sub(b, a)\n y = mul(c, d)\n output y", "cse") == ["tanh", "exp", "sub", "sub", "mul"]
+    two = X + "a = tanh(x)\n b = exp(x)\n "
+    assert body(two + "c = sub(a, b)\n d = sub(b, a)\n y = mul(c, d)\n output y", "cse") == ["tanh", "exp", "sub", "sub", "mul"]
     assert body(X + "a = dropout(x) {p=0.5} rng=1\n b = dropout(x) {p=0.5} rng=2\n y = mul(a, b)\n output y", "cse") == ["dropout", "dropout", "mul"]
     assert body(X + "const p: f32[] = 2.0\n const q: f32[] = 2.0\n a = mul(x, p)\n b = mul(x, q)\n y = mul(a, b)\n output y", "cse") == ["mul", "mul"]
     assert body(X + "a = softmax(x) {axis=1}\n b = softmax(x) {axis=2}\n y = mul(a, b)\n output y", "cse") == ["softmax", "softmax", "mul"]

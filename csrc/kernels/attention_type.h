@@ -83,22 +83,6 @@ OM_INLINE V N(vexp)(V x) {
     return (V)((U)p & ~(U)(I)(x < low)); /* whatever came out below `low` becomes 0 */
 }
 
-OM_INLINE T N(hsum)(V v) { /* fixed order: halves, then quarters, ... */
-    T t[VL];
-    N(vstore)(t, v);
-    for (int w = VL / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) t[i] += t[i + w];
-    return t[0];
-}
-
-OM_INLINE T N(hmax)(V v) {
-    T t[VL];
-    N(vstore)(t, v);
-    for (int w = VL / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
-    return t[0];
-}
-
 static inline int64_t N(pad)(int64_t n) { return (n + VL - 1) / VL * VL; }
 
 /* --- small products ---------------------------------------------------------------------------------- */
@@ -195,16 +179,25 @@ static void N(cols_in)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, T 
         N(pack_strip)(dst, BC, src, n, w, rs, es, STORE_T);
 }
 
+OM_INLINE void N(rows_out_as)(void *dst, int64_t n, int64_t w, int64_t rs, int64_t es, const T *src, int64_t ld, int s) {
+    for (int64_t i = 0; i < n; i++)
+        if (es == 1)
+            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k, src[i * ld + k], s);
+        else
+            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k * es, src[i * ld + k], s);
+}
+
+/* (n, ld) back into rows [t0, t0 + n) of head `at`, rounded to the tensor's type. */
 static void N(rows_out)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, const T *src, int64_t ld) {
     int r = x->rank;
     int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
     void *dst = (void *)elem(x, at + t0 * rs);
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t k = 0; k < w; k++) {
-            if (x->dtype == OM_BF16) N(put)(dst, i * rs + k * es, src[i * ld + k], OM_BF16);
-            else if (x->dtype == OM_F16) N(put)(dst, i * rs + k * es, src[i * ld + k], OM_F16);
-            else N(put)(dst, i * rs + k * es, src[i * ld + k], STORE_T);
-        }
+#if OM_VEC_BITS == 32
+    if (x->dtype == OM_BF16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_BF16);
+    else if (x->dtype == OM_F16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_F16);
+    else
+#endif
+        N(rows_out_as)(dst, n, w, rs, es, src, ld, STORE_T);
 }
 
 /* --- the mask ------------------------------------------------------------------------------------------- */
@@ -262,7 +255,7 @@ OM_INLINE T N(row_scores)(T *s, int64_t w, T scale, const T *mask, int64_t lo, i
         N(vstore)(s + k, x);
         top = N(pick)(x > top, x, top);
     }
-    return N(hmax)(top);
+    return N(vmax)(top);
 }
 
 /* --- forward ---------------------------------------------------------------------------------------------- */
@@ -275,6 +268,7 @@ typedef struct N(work) { /* carved from the worker's memory */
     T *out;              /* (BR, width): O, or dQ */
     T *dk, *dv;          /* sums over a head's queries: (tk, width) */
     T *m, *l, *delta;    /* per query */
+    T *top, *fade;       /* per query: the new maximum, e^(old - new) */
     T *p;                /* (BC): a row of P */
     uint32_t *word;      /* (BC) */
     drop_row *drop;      /* (BR) */
@@ -293,6 +287,8 @@ static int64_t N(carve)(const om_attn_job *j, bool backward, char *base, N(work)
     CARVE(out, T, BR * big)
     CARVE(m, T, BR)
     CARVE(l, T, BR)
+    CARVE(top, T, BR)
+    CARVE(fade, T, BR)
     CARVE(word, uint32_t, BC)
     CARVE(drop, drop_row, j->dropout > 0 ? BR : 0)
     if (backward) {
@@ -352,7 +348,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
     for (int64_t i0 = first; i0 < last; i0 += BR) {
         int64_t n = last - i0 < BR ? last - i0 : BR, ldq, ldm = 0;
         const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq);
-        for (int64_t i = 0; i < n; i++) w.m[i] = -(T)INFINITY, w.l[i] = 0;
+        for (int64_t i = 0; i < BR; i++) w.m[i] = w.top[i] = -(T)INFINITY, w.l[i] = 0;
         memset(w.out, 0, (size_t)(n * vp) * sizeof(T));
         for (int64_t i = 0; drop && i < n; i++) w.drop[i].block = UINT64_MAX;
         N(range)(j, b, i0, n, &from, &to);
@@ -363,13 +359,19 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
             if (tile == TILE_HIDDEN) continue;
             N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
             for (int64_t i = 0; i < n; i++) {
-                T *s = w.s + i * BC, *o = w.out + i * vp;
                 int64_t lo, hi;
                 visible(j, b, i0 + i, &lo, &hi);
                 lo -= j0, hi -= j0;
-                if (hi > c) hi = c;
-                T top = N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi), m = w.m[i] > top ? w.m[i] : top;
-                V sum = {0};
+                T top = N(row_scores)(w.s + i * BC, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi > c ? c : hi);
+                w.top[i] = w.m[i] > top ? w.m[i] : top;
+            }
+            for (int64_t i = 0; i < n; i += VL) { /* e^(m - m'): 0 for the first tile, where m = -inf; NaN while m' is -inf, unused */
+                V top = N(vload)(w.top + i);
+                N(vstore)(w.fade + i, N(vexp)(N(vload)(w.m + i) - top));
+                N(vstore)(w.m + i, top);
+            }
+            for (int64_t i = 0; i < n; i++) {
+                T *s = w.s + i * BC, *o = w.out + i * vp, m = w.m[i], fade = w.fade[i];
                 if (m == -(T)INFINITY) { /* nothing visible so far; a NaN must still come through */
                     for (int64_t k = 0; k < c; k++) {
                         s[k] = s[k] != s[k] ? s[k] : 0;
@@ -377,6 +379,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
                     }
                     continue;
                 }
+                V sum = {0};
                 for (int64_t k = 0; k < c; k += VL) {
                     V p = N(vexp)(N(vload)(s + k) - m);
                     sum += p;
@@ -386,11 +389,9 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
                     drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
                     for (int64_t k = 0; k < c; k++) s[k] = w.word[k] < keep_below ? s[k] * keep_scale : 0;
                 }
-                T fade = w.m[i] == m ? 1 : (T)exp((double)(w.m[i] - m));
-                w.l[i] = w.l[i] * fade + N(hsum)(sum);
+                w.l[i] = w.l[i] * fade + N(vsum)(sum);
                 if (fade != 1)
                     for (int64_t k = 0; k < vp; k += VL) N(vstore)(o + k, N(vload)(o + k) * fade);
-                w.m[i] = m;
             }
             N(product)(n, vp, c, w.s, BC, v + (j0 - v_from) * ldv, ldv, w.out, vp, true);
         }
@@ -424,7 +425,7 @@ static void N(stats)(const om_attn_job *j, N(work) *w, int64_t b, int64_t m_at, 
             if (max == -(T)INFINITY) continue;
             V sum = {0};
             for (int64_t k = 0; k < c; k += VL) sum += N(vexp)(N(vload)(s + k) - max);
-            l[i] = l[i] * (m[i] == max ? 1 : (T)exp((double)(m[i] - max))) + N(hsum)(sum);
+            l[i] = l[i] * (m[i] == max ? 1 : (T)exp((double)(m[i] - max))) + N(vsum)(sum);
             m[i] = max;
         }
     }
@@ -473,7 +474,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
         for (int64_t i = 0; i < n; i++) {
             V sum = {0};
             for (int64_t k = 0; k < vp; k += VL) sum += N(vload)(dy + i * lddy + k) * N(vload)(y + i * ldy + k);
-            w.delta[i] = N(hsum)(sum);
+            w.delta[i] = N(vsum)(sum);
             T x = lse[i0 + i];
             w.m[i] = x == -(T)INFINITY ? 0 : x;
             w.l[i] = x == -(T)INFINITY ? 0 : 1; /* from here on: what exp(x - m) is multiplied by */
@@ -524,8 +525,8 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                     }
                 }
                 if (single) {
-                    l = 1 / N(hsum)(total);
-                    delta = N(hsum)(own) * l;
+                    l = 1 / N(vsum)(total);
+                    delta = N(vsum)(own) * l;
                     for (int64_t k = 0; k < c; k += VL) {
                         N(vstore)(s + k, N(vload)(s + k) * l);
                         N(vstore)(ds + k, N(vload)(w.p + k) * l * (N(vload)(ds + k) - delta));

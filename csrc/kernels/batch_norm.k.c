@@ -1,13 +1,13 @@
 /* batch_norm.k.c - the four sweeps of batch normalisation.
  *
  * With inner > 1 a channel is n runs of `inner` elements, worked off one by one. With inner = 1 (a table of rows) neighbours
- * belong to different channels: a block of columns is swept row by row, one accumulator each. Partial sums of at most 512
+ * belong to different channels: a block of columns is swept row by row, one accumulator each. Partial sums of at most 128
  * elements (32 rows) run in the compute type, everything above in double, in a fixed order.
  */
 #include "batch_norm.h"
 #include "half.h"
 
-enum { RUN = 512, COLUMNS = 128, ROWS = 32 };
+enum { RUN = 128, COLUMNS = 128, ROWS = 32 };
 
 #define SAME(x) (x)
 

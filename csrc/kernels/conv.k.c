@@ -7,6 +7,8 @@
 #include "conv.h"
 #include <string.h>
 
+enum { RUN = 128 }; /* sums are in T up to this many terms, in double above */
+
 /* Output positions [*lo, *hi) along axis a whose tap t falls into the image; input position = out * stride + *first. */
 static inline void tap_range(const om_conv_geo *g, int a, int64_t t, int64_t *lo, int64_t *hi, int64_t *first) {
     const int64_t s = g->stride[a], f = t * g->dil[a] - g->lo[a];
@@ -27,8 +29,14 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
     return r;
 }
 
+/* Offset in the input plane of the pixel that tap p reads for output pixel (d, h, 0). */
+static inline int64_t tap_line(const om_conv_geo *g, const tap *p, int64_t d, int64_t h) {
+    return ((d * g->stride[0] + p->first[0]) * g->in[1] + h * g->stride[1] + p->first[1]) * g->in[2] + p->first[2];
+}
+
 #define CONV(S, T)                                                                                  \
-    static void im2col_##S(const om_conv_geo *g, const void *x_, void *col_, int64_t row_step, int64_t image_step, int64_t r0, int64_t r1) { \
+    static void im2col_##S(const om_conv_geo *g, const void *x_, void *col_, int64_t row_step, int64_t image_step, int64_t r0, \
+                           int64_t r1) { \
         const T *x = x_;                                                                            \
         const int64_t ow = g->out[2], s = g->stride[2];                                             \
         for (int64_t r = r0; r < r1; r++) {                                                         \
@@ -42,7 +50,7 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
                         memset(y, 0, (size_t)ow * sizeof(T));                                       \
                         continue;                                                                   \
                     }                                                                               \
-                    const T *from = plane + ((d * g->stride[0] + p.first[0]) * g->in[1] + h * g->stride[1] + p.first[1]) * g->in[2] + p.first[2]; \
+                    const T *from = plane + tap_line(g, &p, d, h);                                  \
                     for (int64_t w = 0; w < p.lo[2]; w++) y[w] = 0;                                 \
                     if (s == 1) memcpy(y + p.lo[2], from + p.lo[2], (size_t)(p.hi[2] - p.lo[2]) * sizeof(T)); \
                     else for (int64_t w = p.lo[2]; w < p.hi[2]; w++) y[w] = from[w * s];            \
@@ -51,11 +59,12 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
         }                                                                                           \
     }                                                                                               \
     /* lines of one tap: OUT(offset in output plane), IN(offset in input plane); n pixels, input step s */ \
-    static inline __attribute__((always_inline)) void add_taps_##S(const om_conv_geo *g, const tap *p, T *to, int to_input, const T *from, T a) { \
+    static inline __attribute__((always_inline)) void add_taps_##S(const om_conv_geo *g, const tap *p, T *to, int to_input, \
+                                                                   const T *from, T a) {            \
         const int64_t s = g->stride[2], n = p->hi[2] - p->lo[2];                                    \
         for (int64_t d = p->lo[0]; d < p->hi[0]; d++)                                               \
             for (int64_t h = p->lo[1]; h < p->hi[1]; h++) {                                         \
-                const int64_t in = ((d * g->stride[0] + p->first[0]) * g->in[1] + h * g->stride[1] + p->first[1]) * g->in[2] + p->first[2] + p->lo[2] * s; \
+                const int64_t in = tap_line(g, p, d, h) + p->lo[2] * s;                             \
                 const int64_t out = (d * g->out[1] + h) * g->out[2] + p->lo[2];                     \
                 T *y = to + (to_input ? in : out);                                                  \
                 const T *x = from + (to_input ? out : in);                                          \
@@ -68,7 +77,8 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
                 }                                                                                   \
             }                                                                                       \
     }                                                                                               \
-    static void col2im_##S(const om_conv_geo *g, const void *col_, int64_t row_step, int64_t image_step, void *dx, int64_t p0, int64_t p1) { \
+    static void col2im_##S(const om_conv_geo *g, const void *col_, int64_t row_step, int64_t image_step, void *dx, int64_t p0, \
+                           int64_t p1) { \
         for (int64_t i = p0; i < p1; i++) {                                                         \
             const int64_t c = i % g->cg, b = i / g->cg;                                             \
             T *y = (T *)dx + (b * g->c + c) * g->plane;                                             \
@@ -87,7 +97,8 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
             for (int64_t c = 0; c < g->cg; c++)                                                     \
                 for (int64_t t = 0; t < g->taps; t++) {                                             \
                     const tap p = tap_of(g, t);                                                     \
-                    add_taps_##S(g, &p, y, 0, (const T *)x + (b * g->c + group * g->cg + c) * g->plane, ((const T *)w)[(o * g->cg + c) * g->taps + t]); \
+                    const T *plane = (const T *)x + (b * g->c + group * g->cg + c) * g->plane;      \
+                    add_taps_##S(g, &p, y, 0, plane, ((const T *)w)[(o * g->cg + c) * g->taps + t]); \
                 }                                                                                   \
         }                                                                                           \
     }                                                                                               \
@@ -111,18 +122,22 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
                 const tap p = tap_of(g, t);                                                         \
                 double sum = 0;                                                                     \
                 for (int64_t b = 0; b < g->n; b++) {                                                \
-                    const T *xp = (const T *)x + (b * g->c + group * g->cg + c) * g->plane, *yp = (const T *)dy + (b * g->o + o) * g->pixels; \
+                    const T *xp = (const T *)x + (b * g->c + group * g->cg + c) * g->plane;         \
+                    const T *yp = (const T *)dy + (b * g->o + o) * g->pixels;                       \
                     for (int64_t d = p.lo[0]; d < p.hi[0]; d++)                                     \
                         for (int64_t h = p.lo[1]; h < p.hi[1]; h++) {                               \
-                            const T *u = xp + ((d * g->stride[0] + p.first[0]) * g->in[1] + h * g->stride[1] + p.first[1]) * g->in[2] + p.first[2]; \
+                            const T *u = xp + tap_line(g, &p, d, h);                                \
                             const T *v = yp + (d * g->out[1] + h) * g->out[2];                      \
-                            T part = 0;                                                             \
-                            if (s == 1) {                                                           \
-                                _Pragma("omp simd reduction(+ : part)") for (int64_t w = p.lo[2]; w < p.hi[2]; w++) part += u[w] * v[w]; \
-                            } else {                                                                \
-                                for (int64_t w = p.lo[2]; w < p.hi[2]; w++) part += u[w * s] * v[w]; \
+                            for (int64_t w0 = p.lo[2]; w0 < p.hi[2]; w0 += RUN) {                   \
+                                const int64_t w1 = p.hi[2] - w0 < RUN ? p.hi[2] : w0 + RUN;         \
+                                T part = 0;                                                         \
+                                if (s == 1) {                                                       \
+                                    _Pragma("omp simd reduction(+ : part)") for (int64_t w = w0; w < w1; w++) part += u[w] * v[w]; \
+                                } else {                                                            \
+                                    for (int64_t w = w0; w < w1; w++) part += u[w * s] * v[w];      \
+                                }                                                                   \
+                                sum += (double)part;                                                \
                             }                                                                       \
-                            sum += (double)part;                                                    \
                         }                                                                           \
                 }                                                                                   \
                 ((T *)dw)[f * g->taps + t] = (T)sum;                                                \
@@ -133,9 +148,9 @@ static inline tap tap_of(const om_conv_geo *g, int64_t t) {
         for (int64_t o = o0; o < o1; o++) {                                                         \
             double sum = 0;                                                                         \
             for (int64_t b = 0; b < g->n; b++)                                                      \
-                for (int64_t i0 = 0; i0 < g->pixels; i0 += 512) {                                   \
+                for (int64_t i0 = 0; i0 < g->pixels; i0 += RUN) {                                   \
                     const T *v = (const T *)dy + (b * g->o + o) * g->pixels + i0;                   \
-                    const int64_t n = g->pixels - i0 < 512 ? g->pixels - i0 : 512;                  \
+                    const int64_t n = g->pixels - i0 < RUN ? g->pixels - i0 : RUN;                  \
                     T part = 0;                                                                     \
                     _Pragma("omp simd reduction(+ : part)") for (int64_t k = 0; k < n; k++) part += v[k]; \
                     sum += (double)part;                                                            \

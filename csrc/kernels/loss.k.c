@@ -2,8 +2,8 @@
  *
  * A row is worked off in blocks that stay in L1. log-sum-exp is online: a block first gives its maximum; when that exceeds
  * the running one, the running sum is scaled by exp(old - new); then the block's exponentials are added. Blocks add up in
- * double, so a row of 50,257 logits loses nothing. The gradient subtracts lse in two parts, so large logits lose nothing either. Rows that are not contiguous, or stored narrower than they are computed,
- * are loaded into a buffer block by block.
+ * double, so a row of 50,257 logits loses nothing. The gradient subtracts lse in two parts, so large logits lose nothing
+ * either. Rows that are not contiguous, or stored narrower than they are computed, are loaded into a buffer block by block.
  *
  * Special values follow the arithmetic: a NaN or +inf logit, or a row of nothing but -inf, gives NaN further on, as in torch.
  */

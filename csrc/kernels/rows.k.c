@@ -31,5 +31,6 @@
 #define BOTH(name) .name = {name##_f32, name##_f64}
 const struct om_rows_kernels OM_ISA_NAME(om_rows) = {
     BOTH(softmax), BOTH(softmax_grad), BOTH(log_softmax), BOTH(log_softmax_grad),
+    BOTH(softmax_cols), BOTH(softmax_grad_cols), BOTH(log_softmax_cols), BOTH(log_softmax_grad_cols),
     BOTH(layer_norm), BOTH(rms_norm), BOTH(layer_norm_grad), BOTH(rms_norm_grad),
 };

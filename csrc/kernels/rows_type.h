@@ -19,16 +19,21 @@
         s += (s0_ + s1_) + (s2_ + s3_);                                                             \
     } while (0)
 
-static T R(row_max)(const T *x, int64_t n) {
-    T m[16];
-    for (int l = 0; l < 16; l++) m[l] = (T)-INFINITY;
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int l = 0; l < 16; l++) m[l] = x[i + l] > m[l] ? x[i + l] : m[l];
-    for (; i < n; i++) m[0] = x[i] > m[0] ? x[i] : m[0];
-    for (int w = 8; w; w /= 2)
-        for (int l = 0; l < w; l++) m[l] = m[l + w] > m[l] ? m[l + w] : m[l];
-    return m[0];
+static T R(row_max)(const T *x, int64_t n) { /* a NaN may be passed over: it reaches the result through e^x */
+    const int64_t q = n / 4;
+    const T *x1 = x + q, *x2 = x1 + q, *x3 = x2 + q;
+    T a0 = (T)-INFINITY, a1 = a0, a2 = a0, a3 = a0;
+    _Pragma("omp simd reduction(max : a0, a1, a2, a3)") for (int64_t i = 0; i < q; i++) {
+        const T e0 = x[i], e1 = x1[i], e2 = x2[i], e3 = x3[i];
+        a0 = e0 > a0 ? e0 : a0;
+        a1 = e1 > a1 ? e1 : a1;
+        a2 = e2 > a2 ? e2 : a2;
+        a3 = e3 > a3 ? e3 : a3;
+    }
+    for (int64_t i = 4 * q; i < n; i++) a0 = x[i] > a0 ? x[i] : a0;
+    a0 = a1 > a0 ? a1 : a0;
+    a2 = a3 > a2 ? a3 : a2;
+    return a2 > a0 ? a2 : a0;
 }
 
 static void R(softmax)(const void *px, void *py, int64_t n) {
@@ -64,6 +69,67 @@ static void R(log_softmax_grad)(const void *pdy, const void *py, void *pdx, int6
     ROW_SUM(s, dy[i]);
     SIMD for (int64_t i = 0; i < n; i++) dx[i] = dy[i] - EXP(y[i]) * s;
 }
+
+/* The same along an axis that is not the last: a tile of n <= OM_ROWS_COLS columns at a time, element (r, c) at r * ld + c. */
+#define EACH_ROW for (int64_t r = 0; r < len; r++, k += ld)
+#define EACH_COL SIMD for (int64_t c = 0; c < n; c++)
+
+static void R(column_max)(const T *x, int64_t len, int64_t ld, int64_t n, T *m) {
+    int64_t k = 0;
+    EACH_COL m[c] = (T)-INFINITY;
+    EACH_ROW EACH_COL {
+        const T e = x[k + c];
+        m[c] = e > m[c] ? e : m[c];
+    }
+}
+
+static void R(softmax_cols)(const void *px, const void *unused, void *py, int64_t len, int64_t ld, int64_t n) {
+    const T *x = px;
+    T *y = py, m[OM_ROWS_COLS], s[OM_ROWS_COLS] = {0};
+    int64_t k = 0;
+    (void)unused;
+    R(column_max)(x, len, ld, n, m);
+    EACH_ROW EACH_COL {
+        const T e = EXP(x[k + c] - m[c]);
+        y[k + c] = e;
+        s[c] += e;
+    }
+    EACH_COL s[c] = 1 / s[c];
+    k = 0;
+    EACH_ROW EACH_COL y[k + c] *= s[c];
+}
+
+static void R(log_softmax_cols)(const void *px, const void *unused, void *py, int64_t len, int64_t ld, int64_t n) {
+    const T *x = px;
+    T *y = py, m[OM_ROWS_COLS], s[OM_ROWS_COLS] = {0};
+    int64_t k = 0;
+    (void)unused;
+    R(column_max)(x, len, ld, n, m);
+    EACH_ROW EACH_COL s[c] += EXP(x[k + c] - m[c]);
+    for (int64_t c = 0; c < n; c++) s[c] = LOG(s[c]);
+    k = 0;
+    EACH_ROW EACH_COL y[k + c] = (x[k + c] - m[c]) - s[c];
+}
+
+static void R(softmax_grad_cols)(const void *pdy, const void *py, void *pdx, int64_t len, int64_t ld, int64_t n) {
+    const T *dy = pdy, *y = py;
+    T *dx = pdx, d[OM_ROWS_COLS] = {0};
+    int64_t k = 0;
+    EACH_ROW EACH_COL d[c] += dy[k + c] * y[k + c];
+    k = 0;
+    EACH_ROW EACH_COL dx[k + c] = (dy[k + c] - d[c]) * y[k + c];
+}
+
+static void R(log_softmax_grad_cols)(const void *pdy, const void *py, void *pdx, int64_t len, int64_t ld, int64_t n) {
+    const T *dy = pdy, *y = py;
+    T *dx = pdx, s[OM_ROWS_COLS] = {0};
+    int64_t k = 0;
+    EACH_ROW EACH_COL s[c] += dy[k + c];
+    k = 0;
+    EACH_ROW EACH_COL dx[k + c] = dy[k + c] - EXP(y[k + c]) * s[c];
+}
+#undef EACH_ROW
+#undef EACH_COL
 
 static void R(layer_norm)(const void *px, const void *pw, const void *pb, double eps, void *py, void *pmean, void *prstd, int64_t n) {
     const T *x = px, *w = pw, *b = pb;

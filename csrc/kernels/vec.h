@@ -172,6 +172,42 @@ OM_INLINE void N(transpose)(V r[VL]) {
 #undef OM_SWAP_LO
 #undef OM_SWAP_HI
 
+/* Sum and maximum of the lanes, pairwise in one order: lane j meets lane j ^ VL/2, then j ^ VL/4, ... */
+#ifndef OM_VEC_XORS
+#define OM_VEC_XORS
+#define OM_XOR1(j) ((j) ^ 1)
+#define OM_XOR2(j) ((j) ^ 2)
+#define OM_XOR4(j) ((j) ^ 4)
+#define OM_XOR8(j) ((j) ^ 8)
+#endif
+#if OM_VBYTES * 8 / OM_VEC_BITS == 16
+#define OM_FOLD(STEP) STEP(OM_XOR8) STEP(OM_XOR4) STEP(OM_XOR2) STEP(OM_XOR1)
+#elif OM_VBYTES * 8 / OM_VEC_BITS == 8
+#define OM_FOLD(STEP) STEP(OM_XOR4) STEP(OM_XOR2) STEP(OM_XOR1)
+#elif OM_VBYTES * 8 / OM_VEC_BITS == 4
+#define OM_FOLD(STEP) STEP(OM_XOR2) STEP(OM_XOR1)
+#else
+#define OM_FOLD(STEP) STEP(OM_XOR1)
+#endif
+#define OM_STEP_SUM(X) v += __builtin_shuffle(v, (U){OM_LANES(X)});
+#define OM_STEP_MAX(X)                                                                              \
+    {                                                                                               \
+        V o = __builtin_shuffle(v, (U){OM_LANES(X)});                                               \
+        v = N(pick)(v > o, v, o);                                                                   \
+    }
+OM_INLINE T N(vsum)(V v) {
+    OM_FOLD(OM_STEP_SUM)
+    return v[0];
+}
+
+OM_INLINE T N(vmax)(V v) { /* NaN lanes: any result */
+    OM_FOLD(OM_STEP_MAX)
+    return v[0];
+}
+#undef OM_FOLD
+#undef OM_STEP_SUM
+#undef OM_STEP_MAX
+
 /* The product every kernel is made of: acc[i][v] = sum over k < kc of a[i * ars + k * acs] * b[k * ldb + v * VL ..],
  * for mr <= OM_MR rows and nv <= OM_NV vectors, all in registers. mr, nv and one of ars, acs are constants at the call.
  * OM_MR x OM_NV accumulators + OM_NV + 1 registers. A small tile would wait for its own additions: it splits k into two or

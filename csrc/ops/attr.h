@@ -46,7 +46,8 @@ static inline om_status attr_ints(om_graph *g, const om_node *n, const char *nam
     OM_CHECK(g->cx, a->kind == OM_ATTR_DIMS && (a->n == (uint32_t)count || a->n == 1), "%s: %s must be a list of %d integers, %u given",
              n->op->name, name, count, a->kind == OM_ATTR_DIMS ? a->n : 0);
     for (int i = 0; i < count; i++)
-        OM_CHECK(g->cx, om_dim_const(g, a->dims[a->n == 1 ? 0 : i], &out[i]), "%s: %s must hold plain integers, not sizes known at run time",
+        OM_CHECK(g->cx, om_dim_const(g, a->dims[a->n == 1 ? 0 : i], &out[i]),
+                 "%s: %s must hold plain integers, not sizes known at run time",
                  n->op->name, name);
     return OM_OK;
 }

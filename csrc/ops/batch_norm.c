@@ -32,7 +32,8 @@ static om_status batch_norm_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, in[0]);
     const bool mean = n->n_in > 3 && in[3] != OM_NONE, var = n->n_in > 4 && in[4] != OM_NONE;
     static const char *const names[] = {"x", "weight", "bias", "running_mean", "running_var"};
-    OM_CHECK(g->cx, x->rank >= 2 && om_is_float(x->dtype), "batch_norm: x is %s of rank %d; floats (n, c, ...) are needed", om_dtype_name(x->dtype),
+    OM_CHECK(g->cx, x->rank >= 2 && om_is_float(x->dtype), "batch_norm: x is %s of rank %d; floats (n, c, ...) are needed",
+             om_dtype_name(x->dtype),
              x->rank);
     for (int i = 1; i < 5; i++) OM_TRY(channel_check(g, n, i, x, names[i]));
     OM_CHECK(g->cx, mean == var, "batch_norm: running_mean and running_var must both be given or both left out");
@@ -172,7 +173,8 @@ static om_status batch_norm_grad_infer(om_graph *g, const om_node *n, om_type *o
     const om_id *in = om_ins(g, n);
     const om_type *dy = om_ty(g, in[0]), *x = om_ty(g, in[1]);
     OM_CHECK(g->cx, x->rank >= 2 && om_is_float(x->dtype) && dy->dtype == x->dtype && dy->rank == x->rank,
-             "batch_norm_grad: dy is %s of rank %d, x %s of rank %d; both must be floats of one type and rank, 2 or more", om_dtype_name(dy->dtype),
+             "batch_norm_grad: dy is %s of rank %d, x %s of rank %d; both must be floats of one type and rank, 2 or more",
+             om_dtype_name(dy->dtype),
              dy->rank, om_dtype_name(x->dtype), x->rank);
     for (int i = 0; i < x->rank; i++)
         OM_CHECK(g->cx, !attr_differs(g, x->dim[i], dy->dim[i]), "batch_norm_grad: dy and x differ in size along axis %d", i);
@@ -188,7 +190,8 @@ static void norm_grad_range(void *arg, int64_t c0, int64_t c1) {
     norm_job *j = arg;
     const double count = (double)(j->n * j->inner);
     j->k->grad_sums(j->dy, j->x, j->n, j->c, j->inner, c0, c1, j->mean, j->s, j->t);
-    for (int64_t c = c0; c < c1; c++) { /* a: weight -> factor of dx; b: what dy loses; t: dot -> dw; mean stays; rstd -> factor of x - mean */
+    /* a: weight -> factor of dx; b: what dy loses; t: dot -> dw; rstd -> factor of x - mean */
+    for (int64_t c = c0; c < c1; c++) {
         const double dot = j->t[c], r = j->rstd[c];
         j->a[c] *= r;
         j->t[c] = dot * r;

@@ -35,7 +35,8 @@ static om_status conv_attrs(om_graph *g, const om_node *n, int nd, conv_attr *c)
         c->lo[i] = p[i];
         c->hi[i] = p[both ? nd + i : i];
         OM_CHECK(g->cx, c->stride[i] >= 1 && c->dil[i] >= 1 && c->lo[i] >= 0 && c->hi[i] >= 0,
-                 "%s: stride %lld, dilation %lld, pad %lld and %lld along spatial axis %d; stride and dilation must be at least 1, pad at least 0",
+                 "%s: stride %lld, dilation %lld, pad %lld and %lld along spatial axis %d; stride and dilation must be at least 1, "
+                 "pad at least 0",
                  n->op->name, (long long)c->stride[i], (long long)c->dil[i], (long long)c->lo[i], (long long)c->hi[i], i);
     }
     OM_CHECK(g->cx, c->groups >= 1, "%s: %lld groups; at least 1 is needed", n->op->name, (long long)c->groups);
@@ -46,7 +47,8 @@ static om_status conv_attrs(om_graph *g, const om_node *n, int nd, conv_attr *c)
 static om_status conv_shape(om_graph *g, const om_node *n, const om_type *x, const om_type *w, om_type *y) {
     const char *op = n->op->name;
     conv_attr c = {0};
-    OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && w->rank == x->rank, "%s: x of rank %d, w of rank %d; both 3 to 5 (n, c, 1 to 3 spatial axes)",
+    OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && w->rank == x->rank,
+             "%s: x of rank %d, w of rank %d; both 3 to 5 (n, c, 1 to 3 spatial axes)",
              op, x->rank, w->rank);
     OM_CHECK(g->cx, om_is_float(x->dtype) && w->dtype == x->dtype, "%s: x is %s, w %s; floats of one type are needed", op,
              om_dtype_name(x->dtype), om_dtype_name(w->dtype));
@@ -62,7 +64,8 @@ static om_status conv_shape(om_graph *g, const om_node *n, const om_type *x, con
         om_dim span = om_dim_mul(g, om_dim_sub(g, w->dim[2 + i], 1), c.dil[i]);
         om_dim room = om_dim_sub(g, om_dim_sub(g, om_dim_add(g, x->dim[2 + i], c.lo[i] + c.hi[i]), span), 1);
         int64_t r;
-        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0, "%s: the kernel is larger than the padded input along spatial axis %d", op, i);
+        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0, "%s: the kernel is larger than the padded input along spatial axis %d", op,
+                 i);
         y->dim[2 + i] = om_dim_add(g, om_dim_div(g, room, c.stride[i]), 1);
     }
     return OM_OK;
@@ -167,7 +170,8 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_plan 
     p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
     g->n = x->dim[0], g->c = x->dim[1], g->o = w->dim[0], g->groups = om_args_int(a, "groups", 1);
     g->cg = w->dim[1], g->og = g->o / g->groups;
-    OM_CHECK(cx, g->cg * g->groups == g->c && g->og * g->groups == g->o, "%s: %lld channels in, %lld out, %lld per filter, %lld groups do not fit",
+    OM_CHECK(cx, g->cg * g->groups == g->c && g->og * g->groups == g->o,
+             "%s: %lld channels in, %lld out, %lld per filter, %lld groups do not fit",
              a->node->op->name, (long long)g->c, (long long)g->o, (long long)g->cg, (long long)g->groups);
     g->taps = g->pixels = g->plane = 1;
     bool plain = true;

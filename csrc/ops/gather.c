@@ -66,7 +66,8 @@ static void rows_range(void *arg, int64_t begin, int64_t end) {
             memcpy(y, x, (size_t)j->row_size);
         } else {
             walk_seek(&inner, 0);
-            for (int64_t l = 0; l < n_lines; l++, walk_next(&inner)) line(x + inner.off[0], j->s_last, y + l * j->n_last * size, size, j->n_last);
+            for (int64_t l = 0; l < n_lines; l++, walk_next(&inner)) line(x + inner.off[0], j->s_last, y + l * j->n_last * size, size,
+                                                                          j->n_last);
         }
         if (++k == j->count) {
             k = 0;
@@ -300,7 +301,8 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
     int axis = (int)om_args_int(a, "axis", 0);
     const bool base = a->n_in > 2 && a->in[2].dtype;
     int64_t padding = om_args_int(a, "padding_idx", -1), count = om_numel(idx), outer = 1, size = (int64_t)om_dtype_size(dy->dtype);
-    put_job j = {.src = dy->data, .n_src = count, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = !base, .add = true,
+    put_job j = {.src = dy->data, .n_src = count, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = !base,
+                 .add = true,
                  .sum = OM_PICK(om_gather)->sum[dy->dtype]};
     for (int i = 0; i < axis; i++) outer *= y->dim[i];
     for (int i = axis + 1; i < y->rank; i++) j.row_size *= y->dim[i];
@@ -372,8 +374,22 @@ typedef struct elements_job {
     int bad;                   /* set when an index is out of range */
 } elements_job;
 
-#define ADD_AS(T) do { T u_, v_; memcpy(&u_, at, sizeof u_); memcpy(&v_, o, sizeof v_); u_ = (T)(u_ + v_); memcpy(at, &u_, sizeof u_); } while (0)
-#define ADD_HALF(LOAD, STORE) do { uint16_t u_, v_; memcpy(&u_, at, 2); memcpy(&v_, o, 2); u_ = STORE(LOAD(u_) + LOAD(v_)); memcpy(at, &u_, 2); } while (0)
+#define ADD_AS(T)                                                                                   \
+    do {                                                                                            \
+        T u_, v_;                                                                                   \
+        memcpy(&u_, at, sizeof u_);                                                                 \
+        memcpy(&v_, o, sizeof v_);                                                                  \
+        u_ = (T)(u_ + v_);                                                                          \
+        memcpy(at, &u_, sizeof u_);                                                                 \
+    } while (0)
+#define ADD_HALF(LOAD, STORE)                                                                       \
+    do {                                                                                            \
+        uint16_t u_, v_;                                                                            \
+        memcpy(&u_, at, 2);                                                                         \
+        memcpy(&v_, o, 2);                                                                          \
+        u_ = STORE(LOAD(u_) + LOAD(v_));                                                            \
+        memcpy(at, &u_, 2);                                                                         \
+    } while (0)
 
 static inline void element_add(int dtype, char *at, const char *o) {
     switch (dtype) {
@@ -439,7 +455,8 @@ static om_status elements_run(om_ctx *cx, const om_args *a, const om_tensor *add
     const int axis = (int)om_args_int(a, "axis", 0), r = idx->rank, last = r - 1;
     const int64_t size = (int64_t)om_dtype_size(other->dtype), isize = (int64_t)om_dtype_size(idx->dtype);
     for (int i = 0; i < r; i++)
-        OM_CHECK(cx, i == axis || idx->dim[i] <= addressed->dim[i], "%s: indices have size %lld along axis %d, data only %lld", a->node->op->name,
+        OM_CHECK(cx, i == axis || idx->dim[i] <= addressed->dim[i], "%s: indices have size %lld along axis %d, data only %lld",
+                 a->node->op->name,
                  (long long)idx->dim[i], i, (long long)addressed->dim[i]);
     if (!om_numel(idx)) return OM_OK;
     elements_job j = {.idx = idx->data, .src = scatter ? other->data : addressed->data, .y = scatter ? addressed->data : other->data,
@@ -501,7 +518,8 @@ static om_status scatter_elements_infer(om_graph *g, const om_node *n, om_type *
     OM_CHECK(g->cx, src->dtype == x->dtype && src->rank == idx->rank, "scatter_elements: source is %s of rank %d; %s of rank %d is needed",
              om_dtype_name(src->dtype), src->rank, om_dtype_name(x->dtype), idx->rank);
     for (int i = 0; i < idx->rank; i++)
-        OM_CHECK(g->cx, !attr_differs(g, src->dim[i], idx->dim[i]), "scatter_elements: source has size %lld along axis %d, indices %lld; slice it",
+        OM_CHECK(g->cx, !attr_differs(g, src->dim[i], idx->dim[i]),
+                 "scatter_elements: source has size %lld along axis %d, indices %lld; slice it",
                  (long long)src->dim[i], i, (long long)idx->dim[i]);
     *out = *x;
     return OM_OK;
@@ -628,7 +646,8 @@ static om_status scatter_nd_grad(om_builder *b, const om_node *n, const om_id *d
     om_id idx = om_ins(g, n)[1], src = om_ins(g, n)[2];
     if (want[0])
         dx[0] = om_node_int(n, "reduce", 0) ? dy[0]
-                                            : om_make(g, &om_op_scatter_nd, OM_IN(dy[0], idx, om_b_zeros_like(g, src)), OM_ATTRS(OM_AI("reduce", 0)));
+                                            : om_make(g, &om_op_scatter_nd, OM_IN(dy[0], idx, om_b_zeros_like(g, src)),
+                                                      OM_ATTRS(OM_AI("reduce", 0)));
     if (want[2]) dx[2] = om_make(g, &om_op_gather_nd, OM_IN(dy[0], idx), NULL, 0);
     return OM_OK;
 }

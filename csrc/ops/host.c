@@ -20,13 +20,15 @@ static om_status host_infer(om_graph *g, const om_node *n, om_type *out) {
     for (int i = 0; i < n->n_out; i++) {
         char name[24];
         int64_t t;
-        OM_CHECK(g->cx, om_dim_const(g, dt->dims[i], &t) && t > OM_NODTYPE && t < OM_N_DTYPES, "%s: entry %d of out_dtype is no dtype", n->op->name, i);
+        OM_CHECK(g->cx, om_dim_const(g, dt->dims[i], &t) && t > OM_NODTYPE && t < OM_N_DTYPES, "%s: entry %d of out_dtype is no dtype",
+                 n->op->name, i);
         out[i].dtype = (uint8_t)t;
         snprintf(name, sizeof name, "shape%d", i);
         const om_attr *shape = om_attr_get(n->attr, n->n_attr, name);
         OM_CHECK(g->cx, shape || t == OM_OPAQUE, "%s: attribute %s (the sizes of output %d) is missing", n->op->name, name, i);
         if (!shape) continue;
-        OM_CHECK(g->cx, shape->kind == OM_ATTR_DIMS && shape->n <= OM_RANK, "%s: %s must list at most %d sizes", n->op->name, name, OM_RANK);
+        OM_CHECK(g->cx, shape->kind == OM_ATTR_DIMS && shape->n <= OM_RANK, "%s: %s must list at most %d sizes", n->op->name, name,
+                 OM_RANK);
         out[i].rank = (uint8_t)shape->n;
         for (uint32_t k = 0; k < shape->n; k++) out[i].dim[k] = shape->dims[k];
     }

@@ -81,8 +81,10 @@ static om_status loss_prepare(om_ctx *cx, const om_args *a, int first, char *mem
     }
     j->weight_sum = (double)j->c;
     if (w && w->dtype) {
-        OM_CHECK(cx, w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name, (long long)w->dim[0], (long long)j->c);
-        om_tensor to = {.data = memory, .dtype = (uint8_t)om_compute_dtype(x->dtype), .rank = 1, .device = -1, .dim = {j->c}, .stride = {1}};
+        OM_CHECK(cx, w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name, (long long)w->dim[0],
+                 (long long)j->c);
+        om_tensor to = {.data = memory, .dtype = (uint8_t)om_compute_dtype(x->dtype), .rank = 1, .device = -1, .dim = {j->c},
+                        .stride = {1}};
         OM_TRY(om_copy(cx, w, &to));
         j->weight = memory;
         j->weight_sum = 0;
@@ -101,11 +103,15 @@ static om_status loss_check(om_graph *g, const om_node *n, int first) {
     OM_CHECK(g->cx, x->rank == 2 && om_is_float(x->dtype), "%s: logits are %s of rank %d; floats (n, classes) are needed", op,
              om_dtype_name(x->dtype), x->rank);
     OM_CHECK(g->cx, y->rank == 1 && (y->dtype == OM_I64 || y->dtype == OM_I32),
-             "%s: labels are %s of rank %d; i64 or i32 (n) is needed (class probabilities are not supported)", op, om_dtype_name(y->dtype), y->rank);
-    OM_CHECK(g->cx, !attr_differs(g, x->dim[0], y->dim[0]), "%s: %lld labels for %lld rows of logits", op, (long long)y->dim[0], (long long)x->dim[0]);
-    OM_CHECK(g->cx, !w || (w->rank == 1 && om_is_float(w->dtype) && !attr_differs(g, w->dim[0], x->dim[1])), "%s: weight must be floats (classes)", op);
+             "%s: labels are %s of rank %d; i64 or i32 (n) is needed (class probabilities are not supported)", op,
+             om_dtype_name(y->dtype), y->rank);
+    OM_CHECK(g->cx, !attr_differs(g, x->dim[0], y->dim[0]), "%s: %lld labels for %lld rows of logits", op, (long long)y->dim[0],
+             (long long)x->dim[0]);
+    OM_CHECK(g->cx, !w || (w->rank == 1 && om_is_float(w->dtype) && !attr_differs(g, w->dim[0], x->dim[1])),
+             "%s: weight must be floats (classes)", op);
     OM_CHECK(g->cx, e >= 0 && e <= 1, "%s: label_smoothing is %g; 0 to 1 is allowed", op, e);
-    OM_CHECK(g->cx, reduction >= REDUCE_NONE && reduction <= REDUCE_SUM, "%s: reduction is %lld; 0 none, 1 mean, 2 sum exist", op, (long long)reduction);
+    OM_CHECK(g->cx, reduction >= REDUCE_NONE && reduction <= REDUCE_SUM, "%s: reduction is %lld; 0 none, 1 mean, 2 sum exist", op,
+             (long long)reduction);
     return OM_OK;
 }
 

@@ -192,7 +192,8 @@ static om_status slice_check(om_graph *g, const om_node *n, const om_type *src, 
     int64_t step = om_node_int(n, "step", 1);
     om_dim size = slice_size(g, attr_dim(n, "start", 0), attr_dim(n, "end", whole->dim[axis]), step < 1 ? 1 : step);
     OM_CHECK(g->cx, step >= 1, "%s: step is %lld; it must be at least 1", n->op->name, (long long)step);
-    OM_CHECK(g->cx, src->rank == whole->rank && src->dtype == whole->dtype, "%s: a %s of rank %d cannot go into a %s of rank %d", n->op->name,
+    OM_CHECK(g->cx, src->rank == whole->rank && src->dtype == whole->dtype, "%s: a %s of rank %d cannot go into a %s of rank %d",
+             n->op->name,
              om_dtype_name(src->dtype), src->rank, om_dtype_name(whole->dtype), whole->rank);
     for (int i = 0; i < whole->rank; i++)
         OM_CHECK(g->cx, !attr_differs(g, src->dim[i], i == axis ? size : whole->dim[i]),
@@ -326,7 +327,8 @@ static void trilu_range(void *arg, int64_t begin, int64_t end) {
         int64_t lo = j->upper ? edge : 0, hi = j->upper ? cols : edge;
         char *y = (char *)j->y->data + w.off[1];
         memset(y, 0, (size_t)(lo * size));
-        line((const char *)j->x->data + w.off[0] + lo * j->x->stride[r - 1] * size, j->x->stride[r - 1] * size, y + lo * size, size, hi - lo);
+        line((const char *)j->x->data + w.off[0] + lo * j->x->stride[r - 1] * size, j->x->stride[r - 1] * size, y + lo * size, size,
+             hi - lo);
         memset(y + hi * size, 0, (size_t)((cols - hi) * size));
     }
 }

@@ -21,7 +21,8 @@ static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int
     const om_attr *kernel = om_attr_get(n->attr, n->n_attr, "kernel");
     const char *op = n->op->name;
     int64_t k[POOL_AXES], s[POOL_AXES], p[POOL_AXES], d[POOL_AXES];
-    OM_CHECK(g->cx, kernel && kernel->kind == OM_ATTR_DIMS && kernel->n >= 1 && kernel->n <= POOL_AXES, "%s: kernel must list 1 to 3 sizes", op);
+    OM_CHECK(g->cx, kernel && kernel->kind == OM_ATTR_DIMS && kernel->n >= 1 && kernel->n <= POOL_AXES,
+             "%s: kernel must list 1 to 3 sizes", op);
     int nd = *axes = (int)kernel->n;
     OM_CHECK(g->cx, x->rank >= nd + 1 && om_is_float(x->dtype), "%s: x is %s of rank %d; floats of rank %d or more are needed", op,
              om_dtype_name(x->dtype), x->rank, nd + 1);
@@ -33,8 +34,8 @@ static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int
     for (int i = 0; i < nd; i++) {
         if (!om_attr_get(n->attr, n->n_attr, "stride")) s[i] = k[i];
         OM_CHECK(g->cx, k[i] >= 1 && s[i] >= 1 && d[i] >= 1 && p[i] >= 0 && 2 * p[i] <= d[i] * (k[i] - 1) + 1,
-                 "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; kernel, stride and dilation must be at least 1, "
-                 "pad at most half the kernel", op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
+                 "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; kernel, stride and dilation "
+                 "must be at least 1, pad at most half the kernel", op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
         om_dim in = x->dim[x->rank - nd + i], *out = &y->dim[x->rank - nd + i];
         om_dim room = om_dim_sub(g, om_dim_add(g, in, 2 * p[i]), d[i] * (k[i] - 1) + 1);
         int64_t r;
@@ -173,7 +174,8 @@ static void adaptive_windows(pool_job *j) {
             }
 
 static int64_t pool_count(const pool_job *j, const window *const *o) {
-    return j->include_pad ? o[0]->padded * o[1]->padded * o[2]->padded : (o[0]->hi - o[0]->lo) * (o[1]->hi - o[1]->lo) * (o[2]->hi - o[2]->lo);
+    if (j->include_pad) return o[0]->padded * o[1]->padded * o[2]->padded;
+    return (o[0]->hi - o[0]->lo) * (o[1]->hi - o[1]->lo) * (o[2]->hi - o[2]->lo);
 }
 
 #define POOL(S, T, W, LOAD, STORE)                                                                  \
@@ -284,7 +286,8 @@ static om_status max_pool_grad_build(om_builder *b, const om_node *n, const om_i
     om_type x = *om_ty(b->g, om_ins(b->g, n)[0]);
     const om_attr *kernel = om_attr_get(n->attr, n->n_attr, "kernel");
     if (dy[0] == OM_NONE || !kernel) return OM_OK;
-    dx[0] = om_make(b->g, &om_op_max_pool_grad, OM_IN(dy[0], n->out + 1), OM_ATTRS(OM_AD("shape", x.dim, x.rank), OM_AI("axes", kernel->n)));
+    dx[0] = om_make(b->g, &om_op_max_pool_grad, OM_IN(dy[0], n->out + 1), OM_ATTRS(OM_AD("shape", x.dim, x.rank), OM_AI("axes",
+        kernel->n)));
     return OM_OK;
 }
 
@@ -299,7 +302,8 @@ static om_status max_pool_grad_infer(om_graph *g, const om_node *n, om_type *out
     int64_t axes = om_node_int(n, "axes", dy->rank - 2);
     OM_CHECK(g->cx, idx->dtype == OM_I64 && idx->rank == dy->rank, "max_pool_grad: idx is %s of rank %d; i64 of dy's rank %d is needed",
              om_dtype_name(idx->dtype), idx->rank, dy->rank);
-    OM_CHECK(g->cx, axes >= 1 && axes <= POOL_AXES && axes < dy->rank, "max_pool_grad: %lld pooled axes of a tensor of rank %d", (long long)axes,
+    OM_CHECK(g->cx, axes >= 1 && axes <= POOL_AXES && axes < dy->rank, "max_pool_grad: %lld pooled axes of a tensor of rank %d",
+             (long long)axes,
              dy->rank);
     return pool_grad_infer(g, n, out);
 }
@@ -318,7 +322,8 @@ static om_status max_pool_grad_run(om_ctx *cx, const om_args *a) {
     pool_sizes(&j, &a->out[0], &a->in[0], axes, a->scratch);
     j.wide = (float *)((char *)a->scratch + pool_tables(&a->in[0], axes));
     for (int64_t i = 0, n = om_numel(&a->in[0]); i < n; i++)
-        OM_CHECK(cx, j.idx[i] >= 0 && j.idx[i] < j.in_size, "max_pool_grad: index %lld at position %lld; 0 to %lld are allowed", (long long)j.idx[i],
+        OM_CHECK(cx, j.idx[i] >= 0 && j.idx[i] < j.in_size, "max_pool_grad: index %lld at position %lld; 0 to %lld are allowed",
+                 (long long)j.idx[i],
                  (long long)i, (long long)j.in_size - 1);
     pool_parallel(cx, &j, pool_max_grad);
     return OM_OK;
@@ -326,7 +331,8 @@ static om_status max_pool_grad_run(om_ctx *cx, const om_args *a) {
 
 const om_op om_op_max_pool_grad = {
     .name = "max_pool_grad", .kind = OM_K_CONV, .min_in = 2, .max_in = 2, .n_out = 1, .dense = 1u << 31,
-    .doc = "(dy, idx) -> dx of `shape`; axes = how many last axes were pooled", .infer = max_pool_grad_infer, .scratch = max_pool_grad_scratch,
+    .doc = "(dy, idx) -> dx of `shape`; axes = how many last axes were pooled", .infer = max_pool_grad_infer,
+    .scratch = max_pool_grad_scratch,
     .run = max_pool_grad_run,
 };
 

@@ -77,7 +77,8 @@ static om_status permute_infer(om_graph *g, const om_node *n, om_type *out) {
     uint32_t seen = 0;
     *out = *x;
     const om_attr *a = om_attr_get(n->attr, n->n_attr, "perm");
-    OM_CHECK(g->cx, a && a->kind == OM_ATTR_DIMS && a->n == x->rank, "permute: perm must list the %d axes of the operand, it has %u entries",
+    OM_CHECK(g->cx, a && a->kind == OM_ATTR_DIMS && a->n == x->rank,
+             "permute: perm must list the %d axes of the operand, it has %u entries",
              x->rank, a && a->kind == OM_ATTR_DIMS ? a->n : 0);
     OM_TRY(attr_ints(g, n, "perm", x->rank, 0, perm));
     for (int i = 0; i < x->rank; i++) {
@@ -265,7 +266,8 @@ const om_op om_op_stop_grad = {
 
 static om_status straight_through_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *v = om_ty(g, om_ins(g, n)[0]), *x = om_ty(g, om_ins(g, n)[1]);
-    OM_CHECK(g->cx, v->rank == x->rank && v->dtype == x->dtype, "straight_through: value is %s of rank %d, its gradient's owner %s of rank %d; "
+    OM_CHECK(g->cx, v->rank == x->rank && v->dtype == x->dtype,
+             "straight_through: value is %s of rank %d, its gradient's owner %s of rank %d; "
              "both must have the same dtype and shape", om_dtype_name(v->dtype), v->rank, om_dtype_name(x->dtype), x->rank);
     for (int i = 0; i < v->rank; i++)
         OM_CHECK(g->cx, !attr_differs(g, v->dim[i], x->dim[i]), "straight_through: both operands must have the same size along axis %d", i);

@@ -86,7 +86,8 @@ static om_id again(om_rewriter *r, const om_node *n, const om_id *in, int n_in) 
     for (int i = 0; i < n->n_attr; i++) {
         attr[i] = n->attr[i];
         if (attr[i].kind != OM_ATTR_DIMS) continue;
-        if (attr[i].n > OM_RANK) return om_fail(r->to->cx, OM_INTERNAL, "%s: %s has %u entries", n->op->name, attr[i].name, attr[i].n), OM_NONE;
+        if (attr[i].n > OM_RANK) return om_fail(r->to->cx, OM_INTERNAL, "%s: %s has %u entries", n->op->name, attr[i].name,
+                                                attr[i].n), OM_NONE;
         for (uint32_t k = 0; k < attr[i].n; k++) dims[i][k] = om_dim_copy(r->to, r->from, n->attr[i].dims[k]);
         attr[i].dims = dims[i];
     }
@@ -129,7 +130,8 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
         else y = again(r, p, OM_IN(y, r->map[in[1]], r->map[in[2]]));
     }
     r->map[n->out] = y;
-    if (y != OM_NONE && om_val(f, n->out)->name && !om_val(g, y)->name) om_val(g, y)->name = om_arena_str(&g->arena, om_val(f, n->out)->name);
+    if (y != OM_NONE && om_val(f, n->out)->name && !om_val(g, y)->name) om_val(g, y)->name = om_arena_str(&g->arena, om_val(f,
+        n->out)->name);
     return g->cx->status;
 }
 
@@ -140,4 +142,5 @@ static om_status accumulate_run(om_ctx *cx, const om_graph *in, om_graph **out) 
     return s;
 }
 
-const om_pass om_pass_accumulate = {"accumulate", "gradients of gathers and splits go straight into the sum they belong to", accumulate_run};
+const om_pass om_pass_accumulate = {"accumulate", "gradients of gathers and splits go straight into the sum they belong to",
+                                    accumulate_run};

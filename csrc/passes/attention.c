@@ -11,11 +11,14 @@
  * What is the same: dropout keeps its random stream, and its logical index is the flat index of (.., h, q, k) in both forms.
  * What is not, on purpose: low-precision scores are kept in the attention operator's compute type instead of being rounded
  * in between; and a row in which -inf hides every key gives 0, where softmax gives NaN (as torch's own fused attention does).
- * A finite hiding constant of where() counts only if a score vanishes beside it (|NEG| >= 1e30): then adding it is replacing by it.
+ *
+ * A finite hiding constant of where() replaces the score. From -1e30 on a score vanishes beside it, so adding it is the same. A
+ * smaller one (-1e9, the annotated transformer's) hides exactly as -inf does in every row that sees a key; a row that sees none
+ * has equal scores everywhere and no gradient into q and k: such a row gets a zero query and sees all keys, which is just that.
  *
  * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does the grouping.
  */
-#include "engine.h"
+#include "masks.h"
 
 #include "half.h"
 
@@ -37,6 +40,7 @@ typedef struct attn_match {
     om_id q, kt, v, softmax;
     double scale, dropout;
     uint64_t rng;
+    bool weak;           /* the only mask step is a FILL with a finite number that a score does not vanish beside */
     int n_steps;
     attn_step step[STEPS_MAX]; /* outermost first */
 } attn_match;
@@ -161,7 +165,7 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
     if (om_is(n, where)) {
         for (int side = 1; side < 3; side++) {
             const om_type *ct = om_ty(g, in[0]);
-            if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) || !(x <= -1e30)) continue;
+            if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) || !(x <= MX_HIDE)) continue;
             if (reshaped && !leading_ones(ct) && !(ct->rank == t->rank && !memcmp(ct->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
                 continue;
             *step = (attn_step){.kind = STEP_FILL, .mask = in[0], .hide_when = side == 2, .value = x, .dtype = t->dtype};
@@ -205,8 +209,9 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
     if (!om_is_float(T) || (st->dtype != T && st->dtype != C)) return false;
     for (int i = 0; i < m->n_steps; i++) {
         if (m->step[i].kind == STEP_ADD && om_ty(g, m->step[i].mask)->dtype != T && om_ty(g, m->step[i].mask)->dtype != C) return false;
+        m->weak |= m->step[i].kind == STEP_FILL && m->step[i].value > -1e30;
     }
-    return true;
+    return !m->weak || m->n_steps == 1;
 }
 
 /* --- the replacement -------------------------------------------------------------------------------------------- */
@@ -300,6 +305,20 @@ static om_id mask_of(om_rewriter *r, const attn_match *m) {
     return mask;
 }
 
+/* Rows without a visible key: their query becomes zero and every key visible. */
+static om_id free_blind_rows(om_graph *g, om_id see, om_id *q) {
+    if (see == OM_NONE || g->cx->status != OM_OK) return OM_NONE;
+    om_type t = *om_ty(g, see), qt = *om_ty(g, *q);
+    om_dim last = t.rank - 1;
+    om_id alive = see;
+    if (t.rank && t.dim[last] != 1) {
+        om_id any = om_make(g, &om_op_reduce_max, OM_IN(om_b_cast(g, see, OM_I64)), OM_ATTRS(OM_AD("axes", &last, 1), OM_AI("keepdims", 1)));
+        alive = om_b_cast(g, any, OM_BOOL);
+    }
+    *q = om_make(g, &om_op_where, OM_IN(alive, *q, om_scalar(g, qt.dtype, 0)), NULL, 0);
+    return om_b_bin(g, &om_op_or, see, om_b_un(g, &om_op_not, alive));
+}
+
 static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_match *m) {
     om_graph *g = r->to;
     const om_graph *from = r->from;
@@ -319,7 +338,17 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     else if (k_old != OM_NONE) k = r->map[k_old];
     if (!same) q = with_lead(g, q, lead, n_lead), k = with_lead(g, k, lead, n_lead);
     if (!same_v) v = with_lead(g, v, lead, n_lead);
-    om_id in[4] = {q, k, v, mask_of(r, m)};
+    attn_match as = *m;
+    bool blind = false;
+    if (m->weak) {
+        om_dim size[OM_RANK];
+        for (int i = 0; i < st->rank; i++) size[i] = om_dim_copy(g, from, st->dim[i]);
+        blind = !om_mask_rows_see(r, m->step[0].mask, !m->step[0].hide_when, size, st->rank);
+        as.step[0].value = -INFINITY;
+    }
+    om_id mask = mask_of(r, &as);
+    if (blind) mask = free_blind_rows(g, mask, &q);
+    om_id in[4] = {q, k, v, mask};
     om_id y = om_make(g, &om_op_attention, in, in[3] == OM_NONE ? 3 : 4,
                       OM_ATTRS(OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout)));
     om_last(g)->rng = m->dropout > 0 ? m->rng : 0;

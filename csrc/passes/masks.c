@@ -273,6 +273,32 @@ static bool masks_row_sees(masks *s, mx_id cond) {
     return mx_subst(m, cond, kv, mx_int(m, 0)) == m->t || mx_subst(m, cond, kv, last) == m->t;
 }
 
+bool om_mask_rows_see(om_rewriter *r, om_id cond, bool visible_when, const om_dim *size, int rank) {
+    om_ctx *cx = r->to->cx;
+    masks *s = om_alloc(cx, sizeof *s);
+    bool sees = false;
+    if (!s) return false;
+    mx *m = &s->m;
+    s->rank = rank;
+    memcpy(s->size, size, (size_t)rank * sizeof *size);
+    if (mx_init(m, cx, r->from, r->to) == OM_OK) {
+        const om_type *t = om_ty(r->from, cond);
+        mx_id idx[OM_RANK];
+        int lead = rank - t->rank;
+        bool fits = lead >= 0;
+        for (int i = 0; i < t->rank && fits; i++) {
+            int b = mx_broadcast(m, mx_size(m, t->dim[i]), size[i + lead]);
+            fits = b >= 0;
+            idx[i] = b > 0 ? mx_var(m, i + lead, size[i + lead]) : mx_int(m, 0);
+        }
+        mx_id e = fits ? mx_eval(m, cond, idx) : MX_NONE;
+        sees = masks_row_sees(s, visible_when ? e : mx_not(m, e)) && m->aliases.n == 0;
+    }
+    mx_free(m);
+    om_free(cx, s);
+    return sees;
+}
+
 /* Values that a trained network produces, not ones that a user may have filled with -inf or finfo.min. */
 static bool masks_moderate_value(const om_graph *g, om_id v, int depth) {
     const om_value *x = om_val(g, v);

@@ -156,5 +156,8 @@ bool mx_gather_source(mx *m, const om_node *n, const mx_id *idx, mx_id *in);
 /* --- masks.c --- */
 /* Additive masks hide by a large negative number. At or below this a visible key's weight makes a hidden one's exactly 0. */
 #define MX_HIDE (-6e4)
+/* Does every row of scores of these sizes provably have a key for which the bool value `cond` (of r->from, broadcast to them) is
+ * `visible_when`? False also when nothing is known. */
+bool om_mask_rows_see(om_rewriter *r, om_id cond, bool visible_when, const om_dim *size, int rank);
 
 #endif

@@ -143,7 +143,8 @@ def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], A
     return rebuild
 
 
-def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool, symbolic: bool) -> tuple[Callable[[FlatInputs], bool], list[int]]:
+def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool,
+                symbolic: bool) -> tuple[Callable[[FlatInputs], bool], list[int]]:
     """What the trace took for granted about sizes and numbers, as one compiled expression: it is asked at every step."""
     n = len(flat.tensors)
     held = {s.leaf: node.val for s, node in program.inputs if s.kind == "user"}
@@ -204,4 +205,4 @@ def _python(e: Any, name: dict[Any, str]) -> str:
         def _print_Symbol(self, symbol: Any) -> str:
             return name[symbol]
 
-    return Printer().doprint(e)
+    return str(Printer().doprint(e))

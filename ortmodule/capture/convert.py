@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import onnx
 import torch
@@ -36,7 +36,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class HostOp:
-    """A node that PyTorch runs: `call` takes the node's tensor inputs in order and is differentiable. reason: why it is not in the engine."""
+    """A node that PyTorch runs. call: takes the node's tensor inputs in order, is differentiable. reason: why it is not in the engine."""
 
     kind: Literal["aten", "python_op", "module"]
     call: Callable[[list[Tensor]], Tensor | tuple[Tensor, ...]]
@@ -47,8 +47,8 @@ class HostOp:
     reason: str
 
 
-Row = Callable[..., Any]
-TABLE: dict[str, Row] = {}
+Row = TypeVar("Row", bound=Callable[..., Any])
+TABLE: dict[str, Callable[..., Any]] = {}
 
 
 def row(*names: str) -> Callable[[Row], Row]:
@@ -104,19 +104,22 @@ class Converter:
             return self.b.constant(float(e), F64)
         kind = type(e).__name__
         if kind in ("IntTrueDiv", "FloatTrueDiv"):
-            return self.op2("Div", *(self.cast(self.symbolic(a), F64) for a in e.args))
+            return self.op2("Div", self.double(e.args[0]), self.double(e.args[1]))
         if kind == "ToFloat":
-            return self.cast(self.symbolic(e.args[0]), F64)
+            return self.double(e.args[0])
         if kind in ("OpaqueUnaryFn_sqrt", "sqrt"):
-            return self.un("Sqrt", self.cast(self.symbolic(e.args[0]), F64))
+            return self.un("Sqrt", self.double(e.args[0]))
         if kind in ("FloatPow", "PowByNatural") or kind == "Pow" and not e.is_integer:
-            return self.op2("Pow", *(self.cast(self.symbolic(a), F64) for a in e.args))
+            return self.op2("Pow", self.double(e.args[0]), self.double(e.args[1]))
         if kind in ("Add", "Mul") and not e.is_integer:
-            v = self.cast(self.symbolic(e.args[0]), F64)
+            v = self.double(e.args[0])
             for a in e.args[1:]:
-                v = self.op2(kind, v, self.cast(self.symbolic(a), F64))
+                v = self.op2(kind, v, self.double(a))
             return v
         return self.b.op("Squeeze", [self.b.size(e), self.b.constant([0], I64)], I64, ())
+
+    def double(self, e: Any) -> Val:
+        return self.cast(self.symbolic(e), F64)
 
     # --- nodes
 
@@ -147,8 +150,7 @@ class Converter:
             return v
         if not shape and all(d == 1 for d in v.shape):
             return self.b.op("Squeeze", [v, self.axes(range(v.rank))], v.dtype, ())
-        zero = {"allowzero": 1} if 0 in shape else {}
-        return self.b.op("Reshape", [v, self.b.dims(shape)], v.dtype, shape, **zero)
+        return self.b.op("Reshape", [v, self.b.dims(shape)], v.dtype, shape, allowzero=1 if 0 in shape else None)
 
     def axes(self, axes: Any) -> Val:
         return self.b.constant([int(a) for a in axes], I64)
@@ -186,9 +188,9 @@ class Converter:
         """axes None: all."""
         axes = list(range(v.rank)) if axes is None else sorted(a % max(v.rank, 1) for a in axes)
         if v.rank == 0:
-            axes = []
-            return v if op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd") else self.b.op(op, [v], v.dtype, (), keepdims=0)
-        shape = tuple(1 if i in axes else d for i, d in enumerate(v.shape)) if keep else tuple(d for i, d in enumerate(v.shape) if i not in axes)
+            same = op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+            return v if same else self.b.op(op, [v], v.dtype, (), keepdims=0)
+        shape = tuple(1 if i in axes else d for i, d in enumerate(v.shape) if keep or i not in axes)
         return self.b.op(op, [v, self.axes(axes)], v.dtype, shape, keepdims=int(keep))
 
     def slice(self, v: Val, axis: int, start: Any, end: Any, step: int, size: Any) -> Val:
@@ -217,7 +219,8 @@ class Converter:
             return self.expand(self.num(x, dtype), shape)
         if not shape:
             return self.b.constant(x, dtype)
-        value = onnx.TensorProto(data_type=ONNX_TYPE[dtype], dims=[1], raw_data=torch.tensor([x], dtype=dtype).view(torch.uint8).numpy().tobytes())
+        raw = torch.tensor([x], dtype=dtype).view(torch.uint8).numpy().tobytes()
+        value = onnx.TensorProto(data_type=ONNX_TYPE[dtype], dims=[1], raw_data=raw)
         return self.b.op("ConstantOfShape", [self.b.dims(shape)], dtype, shape, value=value)
 
     def range(self, n: Any, dtype: torch.dtype = I64) -> Val:
@@ -274,8 +277,7 @@ class Converter:
                 raise CaptureError(f"{node.target}: {e}", *node.src) from e
         self.b.source = ("", "", 0)
         for i, out in enumerate(p.outputs):
-            v = self.v(out) if isinstance(out, Node) else self.symbolic(out.node.expr) if isinstance(out, (torch.SymInt, torch.SymFloat)) else self.b.constant(out, I64)
-            self.b.output(f"output_{i}", v)
+            self.b.output(f"output_{i}", self.v(out) if isinstance(out, Node) else self.symbolic(out.node.expr))
         for i, (target, new) in enumerate(p.writes):
             self.b.output(f"write_{i}", self.cast(self.v(new), target.val.dtype))
             self.b.graph_note(f"write:write_{i}", self.v(target).name)
@@ -299,7 +301,8 @@ class Converter:
                 reason = str(e)
             else:
                 for v, t in zip(out, n.val, strict=False) if isinstance(out, (list, tuple)) else ((out, n.val),):
-                    assert v is None or v.dtype == t.dtype and len(v.shape) == t.dim(), f"{target}: {v.dtype}{v.shape} for {t.dtype}{t.shape}"
+                    fine = v is None or v.dtype == t.dtype and len(v.shape) == t.dim()
+                    assert fine, f"{target}: {v.dtype}{v.shape} for {t.dtype}{t.shape}"
                 self.values[n] = out
                 return
         if isinstance(target, str):

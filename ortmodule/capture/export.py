@@ -31,7 +31,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from . import opaque
-from .skeleton import Fill, input_skeleton, skeleton
+from .skeleton import Fill, flatten_inputs, input_skeleton, skeleton
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -250,13 +250,23 @@ def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
 def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False,
                   symbolic_scalars: bool = False, keep_in_torch: Collection[str] = ()) -> Exported:
     """Traces `module(*args, **kwargs)`; raises CaptureError."""
-    with _lock, _quiet(), _keep_random_state(), opaque.table() as table:
+    keep = sorted(keep_in_torch)
+    with _lock, _quiet(), _keep_random_state():
         try:
-            return _export(module, args, kwargs, dynamic, symbolic_scalars, sorted(keep_in_torch), table)
+            with opaque.table() as table:
+                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table)
         except CaptureError:
             raise
         except Exception as e:
-            raise _capture_error(module, e) from e
+            error = _capture_error(module, e)
+            if not dynamic or all(d != 1 for t in flatten_inputs(args, kwargs).tensors for d in t.shape):
+                raise error from e
+        # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
+        try:
+            with opaque.table() as table:
+                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, ones_are_symbols=False)
+        except Exception:
+            raise error from None
 
 
 def _example(t: Tensor) -> Tensor:
@@ -265,7 +275,7 @@ def _example(t: Tensor) -> Tensor:
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
-            keep: list[str], table: opaque.Table) -> Exported:
+            keep: list[str], table: opaque.Table, ones_are_symbols: bool = True) -> Exported:
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
     leaves: list[Any] = [_example(t) for t in flat.tensors]
@@ -289,10 +299,10 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     if dynamic or symbolic_scalars:
         auto = Dim.AUTO
         shapes = {"leaves": tuple(
-            ({d: auto for d in range(x.dim())} if dynamic else None) if isinstance(x, Tensor) else Dim.DYNAMIC if type(x) is int else None
-            for x in leaves)}
+            ({d: auto for d, size in enumerate(x.shape) if ones_are_symbols or size != 1} if dynamic else None) if isinstance(x, Tensor)
+            else Dim.DYNAMIC if type(x) is int else None for x in leaves)}
     with _keep_attributes(module), opaque.keep_functions(), opaque.keep_modules(module, keep), _patched_torch(), \
-            fx_config.patch(backed_size_oblivious=True):
+            fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)
     return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),
@@ -301,7 +311,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
 
 def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, Source]:
     canonical = {id(p): fqn for fqn, p in [*module.named_buffers(), *module.named_parameters()]}
-    plain = {id(t): (f"{fqn}.{k}" if fqn else k) for fqn, m in module.named_modules() for k, t in m.__dict__.items() if isinstance(t, Tensor)}
+    plain = {id(t): f"{fqn}.{k}".lstrip(".") for fqn, m in module.named_modules() for k, t in m.__dict__.items() if isinstance(t, Tensor)}
     users = {n.name: list(n.users) for n in program.graph.nodes if n.op == "placeholder"}
     sources: dict[str, Source] = {}
     n_user = 0

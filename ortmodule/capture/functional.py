@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -104,7 +104,8 @@ def _is_float(val: Any) -> bool:
 
 
 _SKIP = {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
-         "_assert_tensor_metadata", "_functional_assert_async", "_functional_assert_scalar"}
+         "_functional_assert_async", "_functional_assert_scalar"}
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "_reshape_alias",
              "squeeze_copy", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"}
 _SAME = {"alias", "detach", "contiguous", "to", "_to_copy", "lift", "lift_fresh", "type_as", "positive", "resolve_conj", "resolve_neg",
@@ -278,7 +279,8 @@ class _Functionalizer:
                 self.src = self.src_of(node)
                 self.call(node, env)
             elif node.op == "output":
-                return fx.node.map_arg(node.args[0], lambda n: _Held(env[n]))
+                hold: Any = lambda n: _Held(env[n])  # noqa: E731
+                return fx.node.map_arg(node.args[0], hold)
         return None
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
@@ -287,8 +289,9 @@ class _Functionalizer:
         if isinstance(target, torch._ops.HigherOrderOperator):
             self.region(node, env)
         elif target is operator.getitem:
-            items = env[node.args[0]]  # type: ignore[index]
-            env[node] = items[node.args[1]] if isinstance(items, (list, tuple)) else val
+            of, at = cast("tuple[fx.Node, int]", node.args)
+            items = env[of]
+            env[node] = items[at] if isinstance(items, (list, tuple)) else val
         elif target is torch._C._set_grad_enabled:
             self.grad = bool(node.args[0]) or not self.grad_matters
         elif not isinstance(target, torch._ops.OpOverload):
@@ -301,13 +304,13 @@ class _Functionalizer:
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 self.program.item_of[val.node.expr] = self.arg(node.args[0], env)
             env[node] = val
-        elif isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)) or val is None and not target._schema.is_mutable:
+        elif isinstance(val, _NUMBERS) or val is None and not target._schema.is_mutable:
             env[node] = val
         else:
             self.operation(node, target, val, env)
 
     def region(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
-        name = node.target._name if hasattr(node.target, "_name") else str(node.target)  # type: ignore[union-attr]
+        name = str(getattr(node.target, "_name", node.target))
         before = self.grad, self.autocast
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
@@ -318,7 +321,7 @@ class _Functionalizer:
             self.autocast = bool(enabled)
         else:
             raise self.fail(f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch")
-        gm = env[sub]  # type: ignore[index]
+        gm = env[cast(fx.Node, sub)]
         inner: dict[fx.Node, Any] = {}
         for p, a in zip([n for n in gm.graph.nodes if n.op == "placeholder"], operands, strict=True):
             inner[p] = env[a] if isinstance(a, fx.Node) else a
@@ -377,7 +380,7 @@ class _Functionalizer:
         _x, _w, _b, mean, var, training, *_ = node.args
         if not training or mean is None:
             return False
-        m, v = env[mean], env[var]  # type: ignore[index]
+        m, v = env[cast(fx.Node, mean)], env[cast(fx.Node, var)]
         args = tuple([self.arg(a, env) for a in node.args])
         made = self.make(BATCH_NORM, args, {}, (node.meta["val"], m.node.val, v.node.val))
         out = [self.make(operator.getitem, (made, i), {}, made.val[i]) for i in range(3)]
@@ -392,7 +395,7 @@ class _Functionalizer:
         given = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
         if len(written) != 1:
             raise self.fail(f"{target}: writes {len(written)} of its arguments; one is supported")
-        v = env[given[written[0]]]
+        v = env[cast(fx.Node, given[written[0]])]
         if not isinstance(v, _V):
             raise self.fail(f"{target}: writes something that is not a tensor")
         env[node] = v

@@ -305,7 +305,8 @@ class Builder:
                 v = self._binary("Mul", v, base)
             return v
         if kind in ("FloorDiv", "CleanDiv", "PythonMod", "Mod"):
-            return self._binary("Div" if kind in ("FloorDiv", "CleanDiv") else "Mod", self.size(expr_of(e.args[0])), self.size(expr_of(e.args[1])))
+            a, b = (self.size(expr_of(x)) for x in e.args)
+            return self._binary("Div" if kind in ("FloorDiv", "CleanDiv") else "Mod", a, b)
         if kind in ("Max", "Min"):
             v = self.size(expr_of(e.args[0]))
             for a in e.args[1:]:
@@ -339,7 +340,7 @@ class Builder:
         for domain in sorted(self.domains | {f.domain for f in functions}):
             self.model.opset_import.add(domain=domain, version=DOMAINS[domain])
         self.model.functions.extend(functions)
-        return self.model.SerializeToString()
+        return bytes(self.model.SerializeToString())
 
 
 def _bytes(t: Tensor) -> bytes:

@@ -26,6 +26,10 @@ def _identity(name: str, ins: str) -> str:
     return f"{name} ({ins}) => (y)\n{{ y = Identity ({ins.split(',')[0]}) }}"
 
 
+def _near_zero(name: str, body: str) -> str:
+    return f"{name} (x) => (y)\n{{ one_f = Constant <value_float = 1.0> ()\n one = CastLike (one_f, x)\n {body} }}"
+
+
 _BATCH_NORM = """BatchNorm <momentum, eps, training> (x, w, b, mean, var) => (y, new_mean, new_var) {
     rows = Constant <value = int64[3] {0, 0, -1}> ()
     flat = Reshape (x, rows)
@@ -133,8 +137,8 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "StopGradient": _identity("StopGradient", "x"),
         "StraightThrough": _identity("StraightThrough", "x, gradient_of"),
         "Embedding": "Embedding <padding_idx> (w, idx) => (y)\n{ y = Gather <axis = 0> (w, idx) }",
-        "Log1p": "Log1p (x) => (y)\n{ one_f = Constant <value_float = 1.0> ()\n one = CastLike (one_f, x)\n s = Add (x, one)\n y = Log (s) }",
-        "Expm1": "Expm1 (x) => (y)\n{ one_f = Constant <value_float = 1.0> ()\n one = CastLike (one_f, x)\n e = Exp (x)\n y = Sub (e, one) }",
+        "Log1p": _near_zero("Log1p", "s = Add (x, one)\n y = Log (s)"),
+        "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
         "CrossEntropy": _cross_entropy(used.get("CrossEntropy", [])) if "CrossEntropy" in used else None,
         "Attention": _attention(used["Attention"]) if "Attention" in used else None,

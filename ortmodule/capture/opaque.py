@@ -54,15 +54,15 @@ class Table:
 
 
 _tables: list[Table] = []
-_lib = torch.library.Library("ortmodule_capture", "DEF")
+_lib: Any = torch.library.Library("ortmodule_capture", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("host(Tensor[] xs, int index) -> Tensor[]")
 
 
-@torch.library.register_fake("ortmodule_capture::host", lib=_lib)
 def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
     return [torch.empty_like(y) for y in _tables[-1].rows[index].meta(xs)]
 
 
+torch.library.register_fake("ortmodule_capture::host", _host_fake, lib=_lib)
 HOST = torch.ops.ortmodule_capture.host.default
 
 
@@ -189,7 +189,7 @@ def keep_functions() -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        Function.apply = original
 
 
 # --- submodules kept in PyTorch -------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args:
     table = _tables[-1]
     tensors, fill = _split(args, kwargs)
     names = [name for name, _ in module.named_parameters()]
-    params = [p for _, p in module.named_parameters()]
+    params: list[Tensor] = [p for _, p in module.named_parameters()]
     n = len(tensors)
     autocast = _autocast_state()
     turn = table.n_calls.get(fqn, 0)

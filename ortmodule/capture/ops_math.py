@@ -624,15 +624,15 @@ def outer(c: Converter, n: Node, a: Node, b: Node) -> Val:
 
 
 @row("einsum")
-def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_: Any) -> Val:
+def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_path: Any) -> Val:
     """Two operands, every label once per operand: transpose, flatten to (batch, rows, sum) x (batch, sum, cols), multiply, restore."""
     dtype = n.val.dtype
     text = equation.replace(" ", "")
     if "." in text or len(operands) != 2:
         raise NotHere("einsum other than of two operands without dots")
-    left, _, out = text.partition("->")
+    left, arrow, out = text.partition("->")
     la, lb = left.split(",")
-    if "->" not in text:
+    if not arrow:
         out = "".join(sorted(s for s in set(la + lb) if (la + lb).count(s) == 1))
     if len(set(la)) != len(la) or len(set(lb)) != len(lb) or len(set(out)) != len(out):
         raise NotHere("einsum with a repeated label in one operand")

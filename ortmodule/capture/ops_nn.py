@@ -52,8 +52,8 @@ def group_norm(c: Converter, n: Node, x: Node, groups: int, w: Node | None, b: N
 
 
 @row("instance_norm")
-def instance_norm(c: Converter, n: Node, x: Node, w: Node | None, b: Node | None, mean: Any, var: Any, use_input: bool, _m: float, eps: float,
-                  *_: Any) -> Val:
+def instance_norm(c: Converter, n: Node, x: Node, w: Node | None, b: Node | None, mean: Any, var: Any, use_input: bool, _m: float,
+                  eps: float, *_: Any) -> Val:
     v = c.num(x, n.val.dtype)
     if not use_input:
         return batch_norm(c, n, x, w, b, mean, var, False, _m, eps)
@@ -67,18 +67,20 @@ def _batch_norm(c: Converter, dtype: torch.dtype, x: Node, w: Any, b: Any, mean:
     v = c.num(x, dtype)
     own = next((c.v(t).dtype for t in (w, b, mean, var) if t is not None), v.dtype)
     channels = v.shape[1]
-    ins = [v, _like(c, w, channels, 1, own), _like(c, b, channels, 0, own), _like(c, mean, channels, 0, own), _like(c, var, channels, 1, own)]
+    ins = [v, *(_like(c, t, channels, value, own) for t, value in ((w, 1), (b, 0), (mean, 0), (var, 1)))]
     types = [(v.dtype, v.shape), (own, (channels,)), (own, (channels,))]
     return c.b.ops("BatchNorm", ins, types, "ortmodule", momentum=float(momentum), eps=eps, training=int(training))
 
 
 @row("batch_norm")
-def batch_norm(c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *_: Any) -> Val:
+def batch_norm(c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float,
+               *_: Any) -> Val:
     return _batch_norm(c, n.val.dtype, x, w, b, mean, var, bool(training) or mean is None, momentum, eps)[0]
 
 
 @row(BATCH_NORM)
-def batch_norm_train(c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, _t: bool, momentum: float, eps: float, *_: Any) -> Any:
+def batch_norm_train(c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, _t: bool, momentum: float, eps: float,
+                     *_: Any) -> Any:
     return _batch_norm(c, n.val[0].dtype, x, w, b, mean, var, True, momentum, eps)
 
 
@@ -156,7 +158,8 @@ def attention(c: Converter, n: Node, q: Node, k: Node, v: Node, mask: Node | Non
         batch = broadcast(batch, t.shape[:-3])
     heads = tq.shape[-3] if tq.rank > 2 else 1
     if not gqa:
-        tk, tv = (c.expand(t, (*t.shape[:-3], heads, *t.shape[-2:])) if t.rank > 2 and t.shape[-3] == 1 and heads != 1 else t for t in (tk, tv))
+        one = [t.rank > 2 and t.shape[-3] == 1 and heads != 1 for t in (tk, tv)]
+        tk, tv = (c.expand(t, (*t.shape[:-3], heads, *t.shape[-2:])) if wide else t for t, wide in zip((tk, tv), one, strict=True))
     m = None
     if mask is not None:
         m = c.v(mask)
@@ -304,8 +307,8 @@ def bce_with_logits(c: Converter, n: Node, x: Node, y: Node, w: Node | None, pos
 
 
 def _per_axis(x: Any, k: int) -> list[int]:
-    x = list(x) if isinstance(x, (list, tuple)) else [x]
-    return x * k if len(x) == 1 else x
+    sizes: list[int] = list(x) if isinstance(x, (list, tuple)) else [x]
+    return sizes * k if len(sizes) == 1 else sizes
 
 
 @row("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding")
@@ -342,8 +345,8 @@ def max_pool(c: Converter, n: Node, x: Node, kernel: Any, stride: Any, padding: 
         raise NotHere("max_pool whose indices are used")
     size = _per_axis(kernel, k)
     shape = shape_of(n.val[0] if pair else n.val)
-    y = c.b.op("MaxPool", [v], v.dtype, shape, kernel_shape=size, strides=_per_axis(stride or size, k), pads=_per_axis(padding, k) * 2,
-               dilations=_per_axis(dilation, k), ceil_mode=int(ceil))
+    y = c.b.op("MaxPool", [v], v.dtype, shape, kernel_shape=size, strides=_per_axis(stride or size, k),
+               pads=_per_axis(padding, k) * 2, dilations=_per_axis(dilation, k), ceil_mode=int(ceil))
     return [y, None] if pair else y
 
 

@@ -40,8 +40,8 @@ def to(c: Converter, n: Node, x: Node, *_: Any) -> Val:
     return c.cast(c.v(x), n.val.dtype)
 
 
-@row("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten.using_ints", "unflatten.int", "ravel", "reshape_to", "_reshape_alias",
-     "view_copy", "atleast_1d", "atleast_2d", "atleast_3d")
+@row("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten.using_ints", "unflatten.int", "ravel", "reshape_to",
+     "_reshape_alias", "view_copy", "atleast_1d", "atleast_2d", "atleast_3d")
 def reshape(c: Converter, n: Node, x: Node, *_: Any) -> Val:
     return c.reshape(c.v(x), shape_of(n.val))
 
@@ -194,13 +194,11 @@ def select_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, index: A
     return c.concat(parts, dim)
 
 
-@row("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections", "tensor_split.indices", "unbind.int", "unsafe_chunk",
-     "unsafe_split.Tensor", "hsplit.int", "vsplit.int", "dsplit.int")
+@row("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections", "tensor_split.indices", "unbind.int",
+     "unsafe_chunk", "unsafe_split.Tensor")
 def split(c: Converter, n: Node, x: Node, *rest: Any) -> list[Val]:
     v = c.v(x)
     name = n.target._schema.name
-    if name.endswith(("hsplit", "vsplit", "dsplit")):
-        raise NotHere("split along a fixed axis")
     unbind = name == "aten::unbind"
     dim = (rest[0] if unbind else rest[1]) % v.rank
     sizes = [1] * len(n.val) if unbind else [shape_of(t)[dim] for t in n.val]

@@ -219,7 +219,7 @@ class _Walk:
         return part
 
     def container(self, x: Any) -> tuple[Fill, bool]:
-        cls = type(x)
+        cls: Any = type(x)
         if isinstance(x, (list, tuple)):
             return self.sequence(x)
         if isinstance(x, dict):
@@ -238,7 +238,7 @@ class _Walk:
         return fill, True
 
     def sequence(self, x: Any) -> tuple[Fill, bool]:
-        cls = type(x)
+        cls: Any = type(x)
         parts = [self.part(y) for y in x]
         has = any(p.has_leaf for p in parts)
         if cls is list:

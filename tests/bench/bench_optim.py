@@ -93,7 +93,8 @@ def main() -> None:
         for name, ts in times.items():
             rate = size[name] * numel / statistics.median(ts) / 1e9
             ratio = statistics.median(x / y for x, y in zip(ts, times[base]))
-            print(f"  {name:32s} {statistics.median(ts) * 1e3:8.2f} ms {size[name]:4.0f} B/param {rate:6.1f} GB/s {rate / copy:5.2f}x copy {ratio:6.2f}x {base}")
+            ms = statistics.median(ts) * 1e3
+            print(f"  {name:32s} {ms:8.2f} ms {size[name]:4.0f} B/param {rate:6.1f} GB/s {rate / copy:5.2f}x copy {ratio:6.2f}x {base}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import engine
 import pytest
 import torch
+
+import engine
 
 LOW = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

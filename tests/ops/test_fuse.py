@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-import engine
 import pytest
 import torch
+
+import engine
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -53,7 +54,8 @@ GELU_NEW = """graph {
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 @pytest.mark.parametrize("shape", [(7, 13), (5, 3, 257), (0, 13), (1, 1), (3, 2003)])
 def test_chain_with_gradient(shape: tuple[int, ...], dtype: str) -> None:
-    text = GELU_NEW.replace("T[S]", f"{dtype}[{', '.join(map(str, shape))}]").replace("T[C]", f"{dtype}[{shape[-1]}]").replace(": T[]", f": {dtype}[]")
+    sizes = f"{dtype}[{', '.join(map(str, shape))}]"
+    text = GELU_NEW.replace("T[S]", sizes).replace("T[C]", f"{dtype}[{shape[-1]}]").replace(": T[]", f": {dtype}[]")
     t = engine.TORCH[engine.NAMES.index(dtype)]
     out = both(text, [rand(*shape, dtype=t), rand(shape[-1], dtype=t)], [rand(*shape, dtype=t)])
     left = re.findall(r"= (add|mul|tanh|tanh_grad)\(", out)

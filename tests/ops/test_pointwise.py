@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
-import engine
 import pytest
 import torch
 import torch.nn.functional as F
+
+import engine
 from opcheck import check
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 1e-30, 3e38, -3e38, 1.0, -1.0, 0.5, 2.0, 88.8, -88.0, 100.0, -104.0, 20.5])
+SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 1e-30, 3e38, -3e38, 1.0, -1.0, 0.5, 2.0, 88.8, -88.0, 100.0,
+                        -104.0, 20.5])
 
 
 def rand(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
@@ -184,7 +186,8 @@ def test_comparisons(dtype: torch.dtype) -> None:
     assert torch.equal(node("isinf", x), x.isinf())
 
 
-@pytest.mark.parametrize("shapes", [((7, 13, 5),) * 3, ((7, 1, 5), (13, 5), ()), ((13, 1), (), (7, 13, 5)), ((), (5,), (5,)), ((3, 301), (301,), (3, 1))])
+@pytest.mark.parametrize("shapes", [((7, 13, 5),) * 3, ((7, 1, 5), (13, 5), ()), ((13, 1), (), (7, 13, 5)), ((), (5,), (5,)),
+                                    ((3, 301), (301,), (3, 1))])
 def test_where(shapes: tuple[tuple[int, ...], ...]) -> None:
     check("where", [rand(*shapes[0]) > 0, rand(*shapes[1]), rand(*shapes[2], shift=1.0)], torch.where, low=LOW)
 
@@ -202,7 +205,8 @@ def test_cast_gradient_and_rounding() -> None:
     check("cast", [rand(7, 5)], lambda x: x.to(torch.float32), "to=1", low=(), tol=1e-6)
     bits = torch.arange(0, 2**16, dtype=torch.int32)
     every_half = (bits - 2**15).to(torch.int16).view(torch.float16)
-    assert torch.equal(node("cast", every_half, attrs="to=1").view(torch.int32)[~every_half.isnan()], every_half.float().view(torch.int32)[~every_half.isnan()])
+    number = ~every_half.isnan()
+    assert torch.equal(node("cast", every_half, attrs="to=1").view(torch.int32)[number], every_half.float().view(torch.int32)[number])
     x = torch.cat([rand(4001, scale=1e-6), rand(4001, scale=3e4), every_half.double() * (1 + 2**-12)]).float()
     for i, dt in ((3, torch.bfloat16), (4, torch.float16)):
         assert torch.equal(node("cast", x, attrs=f"to={i}").nan_to_num(), x.to(dt).nan_to_num())

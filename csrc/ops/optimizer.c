@@ -1,0 +1,202 @@
+/* optimizer.c - parameter updates as operators of the graph (phase UPDATE), for training without PyTorch.
+ *
+ * They are values in, values out like every operator: new weight and moments are outputs, and a plan that lets output 0 take the weight's
+ * storage updates it in place. The arithmetic is that of csrc/optim (one parameter a node). Where the names differ:
+ *     adamw_step      com.microsoft AdamWOptimizer, one weight of its sequences; adam_mode 0 = torch.optim.AdamW, 1 = transformers
+ *     sgd_step        SGDOptimizerV2           lamb_step      LambOptimizer, one of its groups
+ *     clip_by_norm    InplaceClipGradNorm, given the norm      l2_norm_all    ReduceAllL2
+ *     all_finite      IsAllFinite               accumulate     InPlaceAccumulatorV2
+ * `update` false (from all_finite): weights and moments pass through unchanged. lr is f32, step i64 and 1-based, flags bool, each of one
+ * element and on the CPU.
+ */
+#include "attr.h"
+#include "optim.h"
+
+/* --- types --------------------------------------------------------------------------------------------- */
+
+static om_status update_same(om_graph *g, const om_node *n, int a, int b) {
+    const om_type *x = om_ty(g, om_ins(g, n)[a]), *y = om_ty(g, om_ins(g, n)[b]);
+    bool same = x->rank == y->rank;
+    for (int i = 0; same && i < x->rank; i++) same = x->dim[i] == y->dim[i];
+    OM_CHECK(g->cx, same && om_is_float(x->dtype) && om_is_float(y->dtype), "%s: inputs %d and %d must be floats of equal sizes", n->op->name, a, b);
+    return OM_OK;
+}
+
+static om_status update_scalar(om_graph *g, const om_node *n, int i, int dtype) {
+    if (i >= n->n_in || om_ins(g, n)[i] == OM_NONE) return OM_OK;
+    const om_type *x = om_ty(g, om_ins(g, n)[i]);
+    const bool one = x->rank == 0 || (x->rank == 1 && x->dim[0] == 1);
+    OM_CHECK(g->cx, one && (dtype == OM_F32 ? om_is_float(x->dtype) : x->dtype == dtype), "%s: input %d is %s of rank %d; one element of %s is needed",
+             n->op->name, i, om_dtype_name(x->dtype), x->rank, dtype == OM_F32 ? "a float type" : om_dtype_name(dtype));
+    return OM_OK;
+}
+
+static om_status adamw_infer(om_graph *g, const om_node *n, om_type *out) {
+    OM_TRY(update_scalar(g, n, 0, OM_F32));
+    OM_TRY(update_scalar(g, n, 1, OM_I64));
+    OM_TRY(update_scalar(g, n, 6, OM_BOOL));
+    const int64_t mode = om_node_int(n, "adam_mode", 0);
+    OM_CHECK(g->cx, mode == 0 || mode == 1, "adamw_step: adam_mode %lld given; allowed: 0 (torch), 1 (transformers)", (long long)mode);
+    OM_CHECK(g->cx, mode == 1 || om_node_int(n, "correct_bias", 1) != 0, "adamw_step: adam_mode 0 needs correct_bias 1");
+    for (int i = 0; i < 3; i++) {
+        OM_TRY(update_same(g, n, 2, i + 3));
+        out[i] = *om_ty(g, om_ins(g, n)[i ? i + 3 : 2]); /* w, m, v */
+    }
+    return OM_OK;
+}
+
+static om_status sgd_infer(om_graph *g, const om_node *n, om_type *out) {
+    OM_TRY(update_scalar(g, n, 0, OM_F32));
+    OM_TRY(update_scalar(g, n, 3, OM_BOOL));
+    OM_TRY(update_same(g, n, 1, 2));
+    *out = *om_ty(g, om_ins(g, n)[1]);
+    return OM_OK;
+}
+
+static om_status lamb_infer(om_graph *g, const om_node *n, om_type *out) {
+    OM_TRY(update_scalar(g, n, 0, OM_F32));
+    OM_TRY(update_scalar(g, n, 1, OM_I64));
+    OM_TRY(update_scalar(g, n, 6, OM_F32));
+    OM_TRY(update_scalar(g, n, 7, OM_F32));
+    OM_TRY(update_scalar(g, n, 8, OM_BOOL));
+    OM_CHECK(g->cx, om_node_float(n, "max_norm_clip", 1.0) != 0, "lamb_step: max_norm_clip is 0; it must not be");
+    for (int i = 0; i < 3; i++) {
+        OM_TRY(update_same(g, n, 2, i + 3));
+        out[i] = *om_ty(g, om_ins(g, n)[i ? i + 3 : 2]);
+    }
+    out[3] = *om_ty(g, om_ins(g, n)[3]);
+    return OM_OK;
+}
+
+static om_status clip_infer(om_graph *g, const om_node *n, om_type *out) {
+    OM_TRY(update_scalar(g, n, 1, OM_F32));
+    *out = *om_ty(g, om_ins(g, n)[0]);
+    OM_CHECK(g->cx, om_is_float(out->dtype), "clip_by_norm: x is %s; a float is needed", om_dtype_name(out->dtype));
+    return OM_OK;
+}
+
+static om_status all_infer(om_graph *g, const om_node *n, om_type *out) {
+    bool wide = false;
+    for (int i = 0; i < n->n_in; i++) {
+        const om_type *x = om_ty(g, om_ins(g, n)[i]);
+        OM_CHECK(g->cx, om_is_float(x->dtype), "%s: input %d is %s; floats are needed", n->op->name, i, om_dtype_name(x->dtype));
+        wide |= x->dtype == OM_F64;
+    }
+    *out = (om_type){.dtype = om_is(n, all_finite) ? OM_BOOL : wide ? OM_F64 : OM_F32, .device = -1};
+    return OM_OK;
+}
+
+static om_status accumulate_infer(om_graph *g, const om_node *n, om_type *out) {
+    OM_TRY(update_same(g, n, 0, 1));
+    OM_TRY(update_scalar(g, n, 2, OM_BOOL));
+    *out = *om_ty(g, om_ins(g, n)[0]);
+    return OM_OK;
+}
+
+/* --- kernels ------------------------------------------------------------------------------------------- */
+
+static bool update_given(const om_args *a, int i) { return i < a->n_in && a->in[i].dtype != OM_NODTYPE; }
+
+static bool update_flag(const om_args *a, int i, bool dflt) { return update_given(a, i) ? *(const uint8_t *)a->in[i].data != 0 : dflt; }
+
+static om_status update_number(om_ctx *cx, const om_args *a, int i, double dflt, double *x) {
+    *x = dflt;
+    if (!update_given(a, i)) return OM_OK;
+    om_tensor t = {.data = x, .dtype = OM_F64, .rank = a->in[i].rank, .device = -1};
+    memcpy(t.dim, a->in[i].dim, sizeof t.dim);
+    om_dense_strides(&t);
+    return om_copy(cx, &a->in[i], &t);
+}
+
+static om_status update_pass(om_ctx *cx, const om_tensor *from, om_tensor *to) { return from->data == to->data ? OM_OK : om_copy(cx, from, to); }
+
+static om_status adamw_run(om_ctx *cx, const om_args *a) {
+    for (int i = 0; i < 3; i++) OM_TRY(update_pass(cx, &a->in[i ? i + 3 : 2], &a->out[i]));
+    if (!update_flag(a, 6, true)) return OM_OK;
+    om_adam_cfg c = {.inv_scale = 1, .beta1 = om_args_float(a, "alpha", 0.9), .beta2 = om_args_float(a, "beta", 0.999),
+                     .eps = om_args_float(a, "epsilon", 1e-8), .weight_decay = om_args_float(a, "weight_decay", 1e-2),
+                     .mode = om_args_int(a, "adam_mode", 0) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
+                     .bias_correction = om_args_int(a, "correct_bias", 1) != 0};
+    om_optim_param q = {.p = a->out[0], .g = a->in[3], .m = a->out[1], .v = a->out[2]};
+    OM_TRY(update_number(cx, a, 0, 0, &c.lr));
+    OM_TRY(update_number(cx, a, 1, 0, &q.step));
+    return om_adam_step(cx, &c, OM_STORE_NEAREST, 0, &q, 1);
+}
+
+static om_status sgd_run(om_ctx *cx, const om_args *a) {
+    OM_TRY(update_pass(cx, &a->in[1], &a->out[0]));
+    if (!update_flag(a, 3, true)) return OM_OK;
+    om_sgd_cfg c = {.inv_scale = 1};
+    om_optim_param q = {.p = a->out[0], .g = a->in[2]};
+    OM_TRY(update_number(cx, a, 0, 0, &c.lr));
+    return om_sgd_step(cx, &c, OM_STORE_NEAREST, 0, &q, 1);
+}
+
+static om_status lamb_run(om_ctx *cx, const om_args *a) {
+    for (int i = 0; i < 3; i++) OM_TRY(update_pass(cx, &a->in[i ? i + 3 : 2], &a->out[i]));
+    if (!update_flag(a, 8, true)) {
+        memset(a->out[3].data, 0, (size_t)om_numel(&a->out[3]) * om_dtype_size(a->out[3].dtype)); /* no change */
+        return OM_OK;
+    }
+    /* The copied gradient is the working space: it becomes the direction, then the change of the weight. */
+    OM_TRY(om_copy(cx, &a->in[3], &a->out[3]));
+    const double beta1 = om_args_float(a, "alpha", 0.9);
+    om_lamb_cfg c = {.beta1 = beta1, .beta2 = om_args_float(a, "beta", 0.999), .eps = om_args_float(a, "epsilon", 1e-6),
+                     .weight_decay = om_args_float(a, "lambda", 0), .grad_weight = 1 - beta1,
+                     .ratio_min = om_args_float(a, "ratio_min", -INFINITY), .ratio_max = om_args_float(a, "ratio_max", INFINITY),
+                     .bias_correction = om_args_int(a, "do_bias_correction", 1) != 0};
+    om_optim_param q = {.p = a->out[0], .g = a->out[3], .m = a->out[1], .v = a->out[2], .d = a->out[3]};
+    double norm, scale;
+    OM_TRY(update_number(cx, a, 0, 0, &c.lr));
+    OM_TRY(update_number(cx, a, 1, 0, &q.step));
+    OM_TRY(update_number(cx, a, 6, 0, &norm));
+    OM_TRY(update_number(cx, a, 7, 1, &scale));
+    c.inv_scale = om_lamb_inv_scale(scale, norm, update_given(a, 6) ? om_args_float(a, "max_norm_clip", 1.0) : 0);
+    return om_lamb_step(cx, &c, OM_STORE_NEAREST, 0, true, false, &q, 1);
+}
+
+static om_status clip_run(om_ctx *cx, const om_args *a) {
+    double norm;
+    OM_TRY(update_number(cx, a, 1, 0, &norm));
+    const double f = om_args_float(a, "max_norm", 1.0) / (norm + 1e-6);
+    return om_scale(cx, &a->out[0], &a->in[0], 1, f < 1 || f != f ? f : 1);
+}
+
+static om_status all_run(om_ctx *cx, const om_args *a) {
+    double norm;
+    bool finite;
+    OM_TRY(om_norm(cx, a->in, a->n_in, 2, &norm, &finite, NULL));
+    if (om_is(a->node, all_finite)) *(uint8_t *)a->out[0].data = finite;
+    else if (a->out[0].dtype == OM_F64) *(double *)a->out[0].data = norm;
+    else *(float *)a->out[0].data = (float)norm;
+    return OM_OK;
+}
+
+static om_status accumulate_run(om_ctx *cx, const om_args *a) {
+    const bool overwrite = update_flag(a, 2, false);
+    if (!overwrite) OM_TRY(update_pass(cx, &a->in[0], &a->out[0]));
+    return om_axpby(cx, &a->out[0], &a->in[1], 1, 1, overwrite ? 0 : 1);
+}
+
+const om_op om_op_adamw_step = {
+    .name = "adamw_step", .kind = OM_K_ROW, .min_in = 6, .max_in = 7, .n_out = 3, .inplace = 1u << 2, .infer = adamw_infer, .run = adamw_run,
+    .doc = "(lr, step, w, g, m, v, update?) -> w, m, v; alpha 0.9, beta 0.999, epsilon 1e-8, weight_decay 0.01, adam_mode, correct_bias 1"};
+const om_op om_op_sgd_step = {
+    .name = "sgd_step", .kind = OM_K_ROW, .min_in = 3, .max_in = 4, .n_out = 1, .inplace = 1u << 1, .infer = sgd_infer, .run = sgd_run,
+    .doc = "(lr, w, g, update?) -> w - lr g"};
+const om_op om_op_lamb_step = {
+    .name = "lamb_step", .kind = OM_K_REDUCE, .min_in = 6, .max_in = 9, .n_out = 4, .infer = lamb_infer, .run = lamb_run,
+    .doc = "(lr, step, w, g, m, v, norm?, loss_scale?, update?) -> w, m, v, change of w; alpha 0.9, beta 0.999, lambda 0, epsilon 1e-6, "
+           "max_norm_clip 1, ratio_min, ratio_max, do_bias_correction 1"};
+const om_op om_op_clip_by_norm = {
+    .name = "clip_by_norm", .kind = OM_K_ROW, .min_in = 2, .max_in = 2, .n_out = 1, .inplace = 1u << 0, .infer = clip_infer, .run = clip_run,
+    .doc = "(g, norm) max_norm 1 -> g min(1, max_norm / (norm + 1e-6))"};
+const om_op om_op_l2_norm_all = {
+    .name = "l2_norm_all", .kind = OM_K_REDUCE, .min_in = 1, .max_in = -1, .n_out = 1, .infer = all_infer, .run = all_run,
+    .doc = "(x...) -> 0-d norm over all elements of all inputs"};
+const om_op om_op_all_finite = {
+    .name = "all_finite", .kind = OM_K_REDUCE, .min_in = 1, .max_in = -1, .n_out = 1, .infer = all_infer, .run = all_run,
+    .doc = "(x...) -> 0-d bool: no inf, no NaN"};
+const om_op om_op_accumulate = {
+    .name = "accumulate", .kind = OM_K_ROW, .min_in = 2, .max_in = 3, .n_out = 1, .inplace = 1u << 0, .infer = accumulate_infer,
+    .run = accumulate_run, .doc = "(buffer, g, overwrite?) -> buffer + g, or g"};
