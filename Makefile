@@ -3,6 +3,7 @@
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 B      ?= build
+KB     ?= $(B)
 CC     ?= gcc
 ARCH   := $(shell uname -m)
 EXT    := ortmodule/_C.abi3.so
@@ -10,10 +11,7 @@ EXT    := ortmodule/_C.abi3.so
 WARN   := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wvla -Werror=psabi -Werror=implicit-function-declaration -Werror=incompatible-pointer-types
 OPT    ?= -O2 -g
 CFLAGS ?=
-CCOMMON = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)/gen $(WARN) $(CFLAGS) -MMD -MP
-CBASE   = $(CCOMMON) $(OPT)
-KCC    ?= $(CC)
-KOPT   ?= $(OPT)
+CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)/gen $(WARN) $(OPT) $(CFLAGS) -MMD -MP
 # kernels: no -ffast-math, NaN and inf must survive
 KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
@@ -28,7 +26,7 @@ endif
 MARCH_generic :=
 MARCH_avx2    := -march=x86-64-v3
 MARCH_avx512  := -march=x86-64-v4
-OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/kernels/%.k.c=$(B)/kernels/%.$(i).o))
+OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/kernels/%.k.c=$(KB)/kernels/%.$(i).o))
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
@@ -69,9 +67,9 @@ $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -c $< -o $@
 define ISA_RULE
-$(B)/kernels/%.$(1).o: csrc/kernels/%.k.c
+$(KB)/kernels/%.$(1).o: csrc/kernels/%.k.c
 	@mkdir -p $$(@D)
-	@$(KCC) $$(CCOMMON) $$(KOPT) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -c $$< -o $$@
+	@$(CC) $$(CBASE) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -c $$< -o $$@
 endef
 $(foreach i,$(ISAS),$(eval $(call ISA_RULE,$(i))))
 
@@ -94,10 +92,10 @@ om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms gra
 $(B)/om-opt: $(OBJ) $(B)/tool_om_opt.o   # objects, not libom.a: operators are weak symbols, which do not pull members
 	@$(CC) -o $@ $(B)/tool_om_opt.o $(OBJ) $(PBC) $(LIBS)
 
-# --- fuzzing: readers, passes and gradients under ASAN and UBSAN; seeds are the models of tests/test_onnx.py --------------------------
+# --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S ?= 60
 fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang)
-	@$(MAKE) --no-print-directory B=$(B)/fuzz CC=clang KCC=gcc KOPT=-O1 OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined,fuzzer-no-link' fuzz-bin
+	@$(MAKE) --no-print-directory B=$(B)/fuzz KB=$(B) CC=clang OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined,fuzzer-no-link' fuzz-bin
 	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz/seeds
 	@mkdir -p $(B)/fuzz/corpus
 	$(B)/fuzz/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=10 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz/ $(B)/fuzz/corpus $(B)/fuzz/seeds

@@ -96,19 +96,31 @@ om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text)
     return forward_to(m->cx, cx, om_graph_print(g, text));
 }
 
-/* --- segments: each backward node runs in the first segment that needs it ----------------------- */
+/* --- segments: each backward node runs in the first segment that needs it, and not after the segment that hands out the gradient of a
+ * graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer step in a hook) ---------------- */
 
 static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int *n_segments) {
     int last = 0;
     int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
-    if (!seg) return cx->status;
+    int *until = om_alloc(cx, (g->values.n + 1) * sizeof *until); /* last segment that may read the memory this value lies in */
+    if (!seg || !until) {
+        om_free(cx, seg);
+        om_free(cx, until);
+        return cx->status;
+    }
     for (uint32_t i = 0; i < g->grads.n; i++)
         if (group && group[g->grads.v[i].input] > last) last = group[g->grads.v[i].input];
-    for (om_id v = 0; v < g->values.n; v++) seg[v] = last;
+    for (om_id v = 0; v < g->values.n; v++) seg[v] = until[v] = last;
     for (uint32_t i = 0; i < g->grads.n; i++) {
         om_id v = g->grads.v[i].value;
         int want = group ? group[g->grads.v[i].input] : 0;
-        if (v != OM_NONE && want < seg[v]) seg[v] = want < 0 ? 0 : want;
+        if (v == OM_NONE) continue;
+        if (want < seg[v]) seg[v] = want < 0 ? 0 : want;
+        until[g->inputs.v[g->grads.v[i].input]] = want < 0 ? 0 : want;
+    }
+    for (om_id v = 0; v < g->values.n; v++) {
+        om_id node = om_val(g, v)->node;
+        if (node != OM_NONE && g->nodes.v[node].op->view) until[v] = until[om_ins(g, &g->nodes.v[node])[0]];
     }
     for (om_id i = g->nodes.n; i-- > 0;) {
         om_node *n = &g->nodes.v[i];
@@ -116,6 +128,8 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
         int s = last;
         for (int k = 0; k < n->n_out; k++)
             if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
+        for (int k = 0; k < n->n_in; k++)
+            if (om_ins(g, n)[k] != OM_NONE && until[om_ins(g, n)[k]] < s) s = until[om_ins(g, n)[k]];
         n->segment = (uint16_t)s;
         for (int k = 0; k < n->n_in; k++) {
             om_id v = om_ins(g, n)[k];
@@ -124,6 +138,7 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
     }
     *n_segments = g->n_segments = g->grads.n ? last + 1 : 0;
     om_free(cx, seg);
+    om_free(cx, until);
     return OM_OK;
 }
 

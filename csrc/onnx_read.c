@@ -11,6 +11,7 @@
  * that are there. Nodes must stand in topological order, as ONNX demands.
  */
 #include "onnx.h"
+#include "passes.h"
 
 #include <ctype.h>
 #include <stdarg.h>
@@ -311,9 +312,49 @@ om_id om_onnx_in(om_onnx *o, int i) {
     return x ? read_value(o, x, o->node->input[i]) : OM_NONE;
 }
 
+enum { READ_FOLD_NODES = 64 };
+
+/* The constant a value is once the nodes behind it are evaluated, or OM_NONE. *fuel bounds the nodes evaluated, and the depth. */
+static om_id read_fold(om_onnx *o, om_id v, int *fuel) {
+    om_graph *g = o->g;
+    om_id in[8], out[4];
+    bool done = false;
+    if (om_val(g, v)->role == OM_CONST) return v;
+    if (om_val(g, v)->node == OM_NONE || --*fuel < 0) return OM_NONE;
+    const om_node n = g->nodes.v[om_val(g, v)->node]; /* a copy: constants are added */
+    if (n.n_in > 8 || n.n_out > 4) return OM_NONE;
+    for (int i = 0; i < n.n_in; i++) {
+        in[i] = om_ins(g, &n)[i];
+        if (in[i] != OM_NONE && (in[i] = read_fold(o, in[i], fuel)) == OM_NONE) return OM_NONE;
+    }
+    if (om_fold_node(g, &n, in, out, &done) != OM_OK || !done) return OM_NONE;
+    return out[om_val(g, v)->out];
+}
+
+/* Exporters compute pads and axes with operators that lists do not cover (reshaping to rank 2, transposing). */
+static void read_fold_list(om_onnx *o, om_onnx_val *x) {
+    int fuel = READ_FOLD_NODES;
+    om_id c = x->v == OM_NONE ? OM_NONE : read_fold(o, x->v, &fuel);
+    if (c == OM_NONE) return;
+    const om_value *v = om_val(o->g, c);
+    int64_t n = v->type.rank ? v->type.dim[0] : 1, buf[OM_ONNX_LIST];
+    if (v->type.rank > 1 || n > OM_ONNX_LIST || !om_is_int(v->type.dtype)) return;
+    om_tensor from = {.data = (void *)v->data, .dtype = v->type.dtype, .rank = 1, .device = -1, .dim = {n}, .stride = {1}}, to = from;
+    to.dtype = OM_I64;
+    to.data = buf;
+    om_dim *list = om_arena_alloc(&o->tmp, ((size_t)n + 1) * sizeof *list);
+    if (!list || (n && om_copy(o->cx, &from, &to) != OM_OK)) return;
+    for (int64_t i = 0; i < n; i++) list[i] = om_dim_int(o->g, buf[i]);
+    x->rank = v->type.rank;
+    x->dtype = v->type.dtype;
+    x->n = (uint32_t)n;
+    x->list = list;
+}
+
 const om_dim *om_onnx_list(om_onnx *o, int i, uint32_t *n) {
     om_onnx_val *x = om_onnx_operand(o, i);
     *n = 0;
+    if (x && !x->list && o->cx->status == OM_OK) read_fold_list(o, x);
     if (o->cx->status != OM_OK) return NULL;
     if (!x || !x->list) {
         om_onnx_err(o, OM_UNSUPPORTED,

@@ -20,4 +20,7 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x);
 bool om_pass_same_type(const om_type *a, const om_type *b);
 /* Per value: how many operands, outputs, writes and gradients name it. om_free it. */
 uint32_t *om_pass_uses(om_ctx *cx, const om_graph *g);
+/* Evaluates a node of g whose operands are (replaced by) the constants in[]: new constants in out[] and *done, or *done = false when
+ * it is random, of the host, too large, or of sizes known only at run time. */
+om_status om_fold_node(om_graph *g, const om_node *n, const om_id *in, om_id *out, bool *done);
 #endif

@@ -327,11 +327,11 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     if (!g) return NULL;
     const om_variant *vr = om_model_variant_at(self->m, variant);
     PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0), *out = PyList_New(0),
-             *res = NULL;
+             *by = PyList_New(0), *res = NULL;
     om_id *source = calloc(g->values.n + 1, sizeof *source); /* value a chain of views comes from */
     uint8_t *read = calloc(g->values.n + 1, 1);              /* backward reads its memory */
     uint8_t *reach = calloc(g->values.n + 1, 1);             /* depends on a wanted input */
-    int bad = !grads || !rin || !rout || !host || !out || !source || !read || !reach;
+    int bad = !grads || !rin || !rout || !host || !out || !by || !source || !read || !reach;
     for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
         reach[g->inputs.v[i]] = vr->wanted[i] && om_is_float(om_ty(g, g->inputs.v[i])->dtype);
     if (!bad) reach_spread(g, reach);
@@ -359,16 +359,24 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     }
     for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
         if (read[g->inputs.v[i]]) bad |= list_add(rin, PyLong_FromUnsignedLong(i));
+    for (om_id i = 0; i < g->nodes.n && !bad; i++) {
+        const om_node *n = &g->nodes.v[i];
+        for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++) {
+            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, source[om_ins(g, n)[k]]);
+            if (v && v->input != OM_NONE && v->input < vr->first_grad_in) bad |= list_add(by, Py_BuildValue("(iI)", (int)n->segment, (unsigned)v->input));
+        }
+    }
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
         if (read[source[g->outputs.v[i]]]) bad |= list_add(rout, PyLong_FromUnsignedLong(i));
     if (!bad)
-        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:d}", "segments", vr->n_segments, "grads", grads, "reads_inputs", rin, "reads_outputs", rout,
-                            "reaches", out, "host_nodes", host, "ms", vr->ms);
+        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:d}", "segments", vr->n_segments, "grads", grads, "reads_inputs", rin, "reads_outputs", rout,
+                            "reaches", out, "reads", by, "host_nodes", host, "ms", vr->ms);
     Py_XDECREF(grads);
     Py_XDECREF(rin);
     Py_XDECREF(rout);
     Py_XDECREF(host);
     Py_XDECREF(out);
+    Py_XDECREF(by);
     free(source);
     free(read);
     free(reach);

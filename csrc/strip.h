@@ -50,7 +50,6 @@ typedef enum om_strip_op {
 typedef struct om_insn {
     uint8_t op, cls;       /* kernel = table[op][cls]; cls is the class of the operands (of x and y for where) */
     uint8_t dst, a, b, c;  /* values; dropout: b = index into draw[] */
-    uint16_t cost;         /* of one element, about 1/20 ns */
 } om_insn;
 
 typedef struct om_strip_draw { uint64_t rng; uint32_t keep_below; double scale; bool all; } om_strip_draw;
@@ -58,7 +57,7 @@ typedef struct om_strip_draw { uint64_t rng; uint32_t keep_below; double scale; 
 typedef struct om_strip_prog {
     uint16_t n_in, n_out, n_val, n_insn, n_draw;
     uint16_t elem_bytes;             /* registers: bytes per element of a strip */
-    uint16_t cost;                   /* of one element */
+    uint16_t cost;                   /* of one element, about 1/20 ns: how finely the work may be shared out */
     uint8_t in_dtype[OM_STRIP_IN], out_dtype[OM_STRIP_OUT], out_val[OM_STRIP_OUT];
     bool uniform[OM_STRIP_IN];       /* operand is one element: filled once per thread; its register is never reused */
     bool direct[OM_STRIP_OUT];       /* out_val may be computed straight into the output's memory, even when that is an operand's */

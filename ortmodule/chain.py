@@ -57,7 +57,7 @@ class Variant:
     """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
 
     through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs that the
-    Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs.
+    Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs; node_reads: the inputs by node.
     others: inputs with a path from some output that is not `arriving`; the last node takes them too, in case that output is used.
     """
 
@@ -85,19 +85,28 @@ class Variant:
         if rest:
             segments, inputs = self.nodes.pop() if self.nodes else (range(0), [])
             self.nodes.append((segments, inputs + rest))
+        by_node: list[set[int]] = [set() for _ in self.nodes]
+        for segment, i in info["reads"]:
+            for number, (segments, _) in enumerate(self.nodes):
+                if segment in segments:
+                    by_node[number].add(i)
+        if by_node:  # what is read in no segment is read when the backward begins
+            by_node[0].update(set(self.reads).difference(*by_node))
+        self.node_reads = [sorted(reads) for reads in by_node]
         self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
 
 
 class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
-    __slots__ = ("arena", "autocast", "call", "clones", "graph", "host_kept", "kinds", "live", "outs", "random_state", "regions",
+    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "host_kept", "kinds", "live", "outs", "random_state", "regions",
                  "seed", "tensors", "variant", "versions")  # fmt: skip
 
     graph: Graph
     variant: Variant
     tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
-    versions: list[int] | None  # of those tensors; None when they carry none (inference tensors)
+    aliases: dict[int, Tensor]  # what backward reads of them: they share the version counter, but keep the data of now if p.data is assigned
+    versions: list[tuple[int, int]] | None  # version and address of those tensors; None when they have none (inference tensors)
     seed: int
     regions: Regions
     host_kept: list[Tensor]
@@ -249,6 +258,8 @@ class Graph:
         step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
         if self.writes:
             increment_version([tensors[i] for i in self.writes])
+        clones = step.clones
+        step.aliases = {i: clones[i] if i in clones else tensors[i].detach() for i in variant.reads}
         step.versions = _versions(tensors)
         every = run.outputs()
         step.arena = run.arena()
@@ -295,11 +306,10 @@ class Graph:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def backward(self, step: Step, arena: Tensor, saved: dict[int, Tensor], outputs: Sequence[Tensor | None], grads: list[Tensor | None],
-                 keep: bool) -> _Live:  # fmt: skip
-        """Starts a backward over what the step's forward left. saved: graph inputs by number."""
+    def backward(self, step: Step, arena: Tensor, outputs: Sequence[Tensor | None], grads: list[Tensor | None], keep: bool) -> _Live:
+        """Starts a backward over what the step's forward left."""
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
-        for i, t in saved.items():
+        for i, t in step.aliases.items():
             tensors[i] = t
         state = arena.clone() if keep else arena
         run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept)
@@ -370,8 +380,13 @@ class Graph:
                                "retain_graph=True at the first backward.")  # fmt: skip
         if step.versions is None:
             return
-        for i, (t, version) in enumerate(zip(step.tensors, step.versions, strict=True)):
-            if t._version != version and i not in step.clones:
+        for i, (t, (version, address)) in enumerate(zip(step.tensors, step.versions, strict=True)):
+            if i in step.clones:
+                continue
+            if t.data_ptr() != address:
+                raise RuntimeError(f"the data of {self.captured.inputs[i].name} was replaced between forward and a backward that has to run the "
+                                   "forward again")  # fmt: skip
+            if t._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
@@ -383,9 +398,9 @@ def _fewer(dims: Sequence[int | str], limit: int) -> bool:
     return all(isinstance(d, int) for d in dims) and prod(d for d in dims if isinstance(d, int)) <= limit
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
+def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
     try:
-        return [t._version for t in tensors]
+        return [(t._version, t.data_ptr()) for t in tensors]
     except RuntimeError:  # inference tensors have no version
         return None
 
@@ -426,11 +441,11 @@ class Head(Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        variant, outs, tensors = step.variant, step.outs, step.tensors
+        variant, outs = step.variant, step.outs
         ctx.step = step
         ctx.set_materialize_grads(False)
-        clones = step.clones
-        ctx.save_for_backward(step.arena, *[clones.get(i, tensors[i]) for i in variant.reads], *[outs[i] for i in variant.reads_outputs])
+        aliases = step.aliases
+        ctx.save_for_backward(step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]])
         step.arena = None
         step.outs = ()
         return tuple([outs[i] for i in variant.through])
@@ -453,11 +468,10 @@ class Head(Function):
                 variant.confirmed = True
             else:
                 only = graph.backward_fewer(step, incoming)
-            n = 1 + len(variant.reads)
             outputs: list[Tensor | None] = [None] * graph.n_outputs
-            for i, out in zip(variant.reads_outputs, saved[n:], strict=True):
-                outputs[i] = out
-            live = graph.backward(step, saved[0], dict(zip(variant.reads, saved[1:n], strict=True)), outputs, incoming, keep)
+            for place, i in enumerate(variant.reads_outputs):
+                outputs[i] = saved[1 + place]
+            live = graph.backward(step, saved[0], outputs, incoming, keep)
             live.only = only
         else:
             live = graph.backward_other(step, incoming, keep)
@@ -468,7 +482,7 @@ class Head(Function):
             step.live[task] = live
             Variable._execution_engine.queue_callback(lambda: _drop(step, task))
         if not keep:
-            step.tensors, step.clones, step.call = (), {}, None
+            step.tensors, step.clones, step.aliases, step.call = (), {}, {}, None
             if len(variant.nodes) == 1:
                 step.regions = {}
                 step.host_kept = []
@@ -485,12 +499,14 @@ class Link(Function):
         ctx.step = step
         ctx.number = number
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[step.aliases[i] for i in step.variant.node_reads[number]])
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         start = perf_counter()
         step: Step = ctx.step
+        _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
         result = _give(step, step.live[_task_id()], ctx.number, 3)
         step.graph.backward_ms += (perf_counter() - start) * 1e3
         return result

@@ -242,7 +242,8 @@ def test_the_engine_takes_part():
     """A fixed history, so that the comparison above is not eager against eager."""
     report = play([
         (forward, 7, 1, True, 1.0), (backward, 0, "both", 2, True), (backward, 0, "first", 3, False), (change, "eval"),
-        (forward, 7, 4, True, 1.0), (backward, 1, "second", 5, False), (change, "eval"), (forward, 11, 6, False, 1.0), (backward, 2, "both", 7, False),
+        (forward, 7, 4, True, 1.0), (backward, 1, "second", 5, False), (change, "eval"), (forward, 11, 6, False, 1.0),
+        (backward, 2, "both", 7, False),
     ])  # fmt: skip
     assert not report.eager and report.node_share == 1, str(report)
     assert sum(g.backwards for g in report.graphs) == 4, str(report)

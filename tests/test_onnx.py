@@ -515,6 +515,16 @@ def test_shape_subgraphs_vanish() -> None:
     torch.testing.assert_close(g.run([torch.from_numpy(other)], 1)[0], torch.from_numpy(reference(m, {"x": other})[0]), rtol=2e-5, atol=2e-5)
 
 
+def test_computed_pads() -> None:
+    """As torch's exporter writes them: lists are reshaped to rank 2, reversed and transposed; the reader evaluates what is constant."""
+    n = helper.make_node
+    nodes = [n("Reshape", ["p", "two"], ["p2"]), n("Slice", ["p2", "last", "first", "ax", "last"], ["r"]), n("Transpose", ["r"], ["t"], perm=[1, 0]),
+             n("Reshape", ["t", "flat"], ["pads"]), n("Pad", ["x", "pads"], ["y"])]
+    inputs = {"x": f(3, 5), "p": Const([1, 2, 3, 0]), "two": Const([-1, 2]), "last": Const([-1]), "first": Const([-(2**63) + 1]), "ax": Const([0]),
+              "flat": Const([-1])}
+    check(build(nodes, inputs, ["y"], dynamic=True), inputs)
+
+
 def test_dim_param_expressions_and_symbol_input() -> None:
     nodes = [helper.make_node("Range", ["n", "end", "one"], ["r"]), helper.make_node("Cast", ["r"], ["y"], to=TensorProto.FLOAT)]
     nodes.insert(0, helper.make_node("Add", ["n", "five"], ["end"]))

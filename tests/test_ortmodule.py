@@ -301,6 +301,21 @@ def test_gradients_are_stolen_not_copied():
 
 
 @pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
+def test_optimizer_in_hooks(segment_mb):
+    """A parameter changes as soon as its gradient is there, while the rest of backward still runs."""
+    w, eager = pair(MLP, segment_mb=segment_mb)
+    for model in (w, eager):
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], 0.5)
+            p.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad()))
+    for _ in range(3):
+        x, grad = torch.randn(13, 5), torch.randn(13, 3)
+        for a, b in zip(step(w, x, grad), step(eager, x, grad), strict=True):
+            close(a, b)
+        same_state(w, eager)
+
+
+@pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
 def test_threads(segment_mb):
     w, eager = pair(MLP, segment_mb=segment_mb)
     xs, grads = torch.randn(4, 13, 5), torch.randn(4, 13, 3)
@@ -381,7 +396,7 @@ def test_outputs_that_receive_gradients(segment_mb):
     """Loss alone (predicted), logits alone, both, one after the other; unused parameters get None each time."""
     w, eager = pair(WithLoss, segment_mb=segment_mb)
     x, y, grad = torch.randn(13, 5), torch.randn(13, 3), torch.randn(13, 3)
-    for round in range(2):
+    for _ in range(2):
         for use in ("loss", "logits", "both", "separate"):
             for model in (w, eager):
                 model.zero_grad()

@@ -48,28 +48,24 @@ static double CORE(sum_squares)(const T *x, int64_t n) {
     return squares_sum(&q);
 }
 
-/* Moments in place, gradient -> direction in place; m0, v0 = the old moments; adds the sums of p^2 and d^2 to sum. The two jobs alternate
- * every 64 elements so that the sums hide behind the divisions. An element whose direction is not finite keeps its moments and gets d = 0
- * and skip[i] = 1; true when there was one. */
+/* Moments in place, gradient -> direction in place; m0, v0 = the old moments; adds the sums of p^2 and d^2 to sum. A strip's sums run in T
+ * inside the loop, where the divisions hide them; when one of them is not finite or so small that squares may have vanished, they are made
+ * again in f64. An element whose direction is not finite keeps its moments and gets d = 0 and skip[i] = 1; true when there was one. */
 static bool CORE(lamb_moments_core)(const T *restrict p, T *restrict gd, T *restrict m, T *restrict v, T *restrict m0, T *restrict v0,
                                     int64_t n, const CORE(om_lamb) * k, double sum[2], uint8_t *skip) {
     const CORE(om_lamb) c = *k;
-    squares p2, d2;
-    squares_clear(&p2), squares_clear(&d2);
-    for (int64_t j = 0; j < n; j += 64) {
-        const int64_t end = n - j < 64 ? n : j + 64;
-#pragma omp simd
-        for (int64_t i = j; i < end; i++) {
-            m0[i] = m[i], v0[i] = v[i];
-            gd[i] = CORE(om_lamb_moments)(&c, p[i], gd[i], m[i], v[i], &m[i], &v[i]);
-        }
-        CORE(squares_add)(&p2, p + j, end - j);
-        CORE(squares_add)(&d2, gd + j, end - j);
+    T p2 = 0, d2 = 0;
+#pragma omp simd reduction(+ : p2, d2)
+    for (int64_t i = 0; i < n; i++) {
+        m0[i] = m[i], v0[i] = v[i];
+        const T d = CORE(om_lamb_moments)(&c, p[i], gd[i], m[i], v[i], &m[i], &v[i]);
+        p2 += p[i] * p[i];
+        d2 += d * d;
+        gd[i] = d;
     }
-    sum[0] += squares_sum(&p2);
-    const double sum_d = squares_sum(&d2);
-    if (isfinite(sum_d)) { /* then every direction is; f64 squares may also overflow, which only costs the look below */
-        sum[1] += sum_d;
+    const T small = (T)1e-30;
+    if (isfinite(p2) && isfinite(d2) && p2 > small && d2 > small) {
+        sum[0] += (double)p2, sum[1] += (double)d2;
         return false;
     }
     bool any = false;
@@ -78,6 +74,7 @@ static bool CORE(lamb_moments_core)(const T *restrict p, T *restrict gd, T *rest
         any |= skip[i];
         if (skip[i]) gd[i] = 0, m[i] = m0[i], v[i] = v0[i];
     }
+    sum[0] += CORE(sum_squares)(p, n);
     sum[1] += CORE(sum_squares)(gd, n);
     return any;
 }

@@ -2,7 +2,8 @@
  * becomes a constant. Random and host nodes never are; results of more than 64 KiB stay computed (a causal mask of a long sequence
  * costs less to make than to keep).
  *
- * The node is copied first, so that operands and sizes are those of the new graph; when it folds, the copy is left dead.
+ * The node is copied first, so that operands and sizes are those of the new graph; when it folds, the copy is left dead. The ONNX
+ * reader uses om_fold_node too, for pads and axes that exporters compute.
  */
 #include "passes.h"
 
@@ -36,7 +37,7 @@ static bool fold_attrs(const om_graph *g, const om_node *n) { /* no size of the 
 }
 
 /* Kernels read integers, not expressions: negative constants are expressions in the graph. */
-static om_attr *fold_concrete(om_ctx *cx, om_arena *a, const om_graph *g, const om_node *n) {
+static om_attr *fold_concrete(om_arena *a, const om_graph *g, const om_node *n) {
     om_attr *to = om_arena_copy(a, n->attr, n->n_attr * sizeof *to);
     for (int i = 0; to && i < n->n_attr; i++) {
         if (to[i].kind != OM_ATTR_DIMS) continue;
@@ -45,29 +46,25 @@ static om_attr *fold_concrete(om_ctx *cx, om_arena *a, const om_graph *g, const 
         for (uint32_t k = 0; k < to[i].n; k++) om_dim_const(g, n->attr[i].dims[k], &d[k]);
         to[i].dims = d;
     }
-    (void)cx;
     return to;
 }
 
-static om_status fold_emit(om_rewriter *r, om_id id) {
-    OM_TRY(om_rewrite_copy(r, id));
-    om_graph *g = r->to;
+om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, om_id *result, bool *done) {
     om_ctx *cx = g->cx;
-    const om_node n = *om_last(g);
+    const om_node n = *node; /* making constants does not move nodes, but be sure */
     om_tensor in[FOLD_MAX_IN] = {0}, out[FOLD_MAX_OUT];
     int64_t bytes = 0;
-    if (n.op->random || n.op->kind == OM_K_HOST || n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT || (!n.op->run && !n.op->view))
-        return OM_OK;
-    for (int i = 0; i < n.n_in; i++) {
-        om_id v = om_ins(g, &n)[i];
-        if (v != OM_NONE && (om_val(g, v)->role != OM_CONST || !fold_tensor(g, v, &in[i]))) return OM_OK;
-    }
+    *done = false;
+    if (n.op->random || n.op->kind == OM_K_HOST || (!n.op->run && !n.op->view)) return OM_OK;
+    if (n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT) return OM_OK;
+    for (int i = 0; i < n.n_in; i++)
+        if (operand[i] != OM_NONE && (om_val(g, operand[i])->role != OM_CONST || !fold_tensor(g, operand[i], &in[i]))) return OM_OK;
     for (int i = 0; i < n.n_out; i++)
         if (!fold_tensor(g, n.out + (om_id)i, &out[i]) || !fold_bytes(&out[i], &bytes)) return OM_OK;
     if (bytes > FOLD_MAX_BYTES || !fold_attrs(g, &n)) return OM_OK;
 
     om_arena tmp = {.cx = cx};
-    const om_attr *attr = fold_concrete(cx, &tmp, g, &n);
+    const om_attr *attr = fold_concrete(&tmp, g, &n);
     om_status s = attr ? OM_OK : cx->status;
     for (int i = 0; i < n.n_out && s == OM_OK; i++) {
         out[i].data = om_arena_alloc(&tmp, (size_t)om_numel(&out[i]) * om_dtype_size(out[i].dtype) + 64);
@@ -76,12 +73,22 @@ static om_status fold_emit(om_rewriter *r, om_id id) {
     }
     if (s == OM_OK) s = om_eval_node(cx, g, &n, attr, in, out, 0);
     for (int i = 0; i < n.n_out && s == OM_OK; i++) {
-        om_id c = om_const(g, out[i].dtype, out[i].rank, out[i].dim, out[i].data);
-        if (c == OM_NONE) s = cx->status;
-        else r->map[r->from->nodes.v[id].out + (om_id)i] = c;
+        result[i] = om_const(g, out[i].dtype, out[i].rank, out[i].dim, out[i].data);
+        if (result[i] == OM_NONE) s = cx->status;
     }
     om_arena_free(&tmp);
+    *done = s == OM_OK;
     return s;
+}
+
+static om_status fold_emit(om_rewriter *r, om_id id) {
+    OM_TRY(om_rewrite_copy(r, id));
+    om_id out[FOLD_MAX_OUT];
+    bool done;
+    const om_node *n = om_last(r->to);
+    OM_TRY(om_fold_node(r->to, n, om_ins(r->to, n), out, &done));
+    for (int i = 0; done && i < r->from->nodes.v[id].n_out; i++) r->map[r->from->nodes.v[id].out + (om_id)i] = out[i];
+    return OM_OK;
 }
 
 static om_status fold_run(om_ctx *cx, const om_graph *in, om_graph **out) { return om_rewrite(cx, in, fold_emit, NULL, out); }

@@ -318,7 +318,7 @@ class Converter:
         types = [(t.dtype, shape_of(t)) for t in n.val]
         module, file, line = n.src
         host = len(self.host_ops)
-        self.host_ops.append(HostOp(r.kind, r.call, r.name, r.module or module, file, line, r.reason))  # type: ignore[arg-type]
+        self.host_ops.append(HostOp(r.kind, r.call, r.name, r.module or module, file, line, r.reason))
         if r.kind == "module":
             self.values[n] = self.b.ops("PyModule", ins, types, "ortmodule", module=r.name, host_index=host)
         else:

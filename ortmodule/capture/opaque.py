@@ -189,7 +189,7 @@ def keep_functions() -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = original
+        Function.apply = original  # type: ignore[method-assign]
 
 
 # --- submodules kept in PyTorch -------------------------------------------------------------------
@@ -202,7 +202,7 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
     """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used."""
     notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
     handles = [
-        root.get_submodule(fqn).register_forward_hook(lambda _m, _a, out, fqn=fqn: notes[fqn].append(out))  # type: ignore[misc]
+        root.get_submodule(fqn).register_forward_hook(lambda _m, _a, out, fqn=fqn: notes[fqn].append(out))
         for fqn in keep
     ]
     try:

