@@ -86,7 +86,7 @@ $(PYOBJ): $(B)/%.o: csrc/%.c | $(VENV)/.stamp
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
 $(EXT): $(OBJ) $(PYOBJ)
-	@$(CC) -shared -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
+	@$(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/export.map -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
 $(B)/om-opt: $(OBJ) $(B)/tool_om_opt.o   # objects, not libom.a: operators are weak symbols, which do not pull members

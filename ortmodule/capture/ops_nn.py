@@ -96,6 +96,14 @@ def log_softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
     return c.fill(0, v.dtype, ()) if v.rank == 0 else c.un("LogSoftmax", v, axis=dim % v.rank)
 
 
+@row("_weight_norm")
+def weight_norm(c: Converter, n: Node, v: Node, g: Node, dim: int) -> Val:
+    """v * g / norm of v over all axes but one."""
+    x = c.num(v, n.val.dtype)
+    norm = c.reduce("ReduceL2", x, [a for a in range(x.rank) if a != dim % x.rank], True)
+    return c.op2("Mul", x, c.op2("Div", c.num(g, n.val.dtype), norm))
+
+
 # --- randomness -----------------------------------------------------------------------------------
 
 
@@ -351,7 +359,8 @@ def max_pool(c: Converter, n: Node, x: Node, kernel: Any, stride: Any, padding: 
 
 
 @row("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def avg_pool(c: Converter, n: Node, x: Node, kernel: Any, stride: Any, padding: Any, ceil: bool, count_pad: bool, divisor: Any = None) -> Val:
+def avg_pool(c: Converter, n: Node, x: Node, kernel: Any, stride: Any, padding: Any, ceil: bool, count_pad: bool,
+             divisor: Any = None) -> Val:
     v = c.v(x)
     k = int(n.target._schema.name[len("aten::avg_pool")])
     if v.rank != k + 2 or divisor is not None:
