@@ -177,7 +177,10 @@ void om_parallel_for(om_ctx *cx, int64_t n, int64_t grain, void (*fn)(void *, in
     else cx->sv.parallel_for(cx->sv.user, n, grain < 1 ? 1 : grain, fn, arg);
 }
 
-int om_num_threads(om_ctx *cx) { return cx->sv.num_threads(cx->sv.user); }
+int om_num_threads(om_ctx *cx) {
+    int n = cx->sv.num_threads(cx->sv.user);
+    return cx->max_threads && cx->max_threads < n ? cx->max_threads : n;
+}
 
 /* --- dtypes ------------------------------------------------------------------------------------ */
 

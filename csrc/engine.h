@@ -27,6 +27,7 @@ struct om_ctx {
     om_services sv;
     om_status status;      /* first failure since om_ctx_clear */
     char message[1024];
+    int max_threads;       /* 0: no limit. A run lowers om_num_threads to what its plan counted on when it sized scratch */
 };
 
 /* Records the first failure and returns `s`. Message: operator, given, allowed, remedy. */

@@ -50,7 +50,10 @@ static om_status call_run(om_run *r, const om_call *c) {
     om_args a = {.node = node, .attr = c->attr, .n_attr = node->n_attr, .n_in = c->n_in, .n_out = c->n_out, .in = arg,
                  .out = arg + c->n_in, .seed = r->seed};
     if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
-    return node->op->run(r->cx, &a);
+    r->cx->max_threads = r->plan->threads;
+    om_status s = node->op->run(r->cx, &a);
+    r->cx->max_threads = 0;
+    return s;
 }
 
 /* Debugging: fill arena storages with NaN bytes right after their last use, so that a stale read shows. */

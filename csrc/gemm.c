@@ -57,13 +57,12 @@ typedef struct gemm_plan {
     int64_t block_rows, block_k, group_rows, pack_size, work_size;
 } gemm_plan;
 
-static gemm_plan gemm_plan_make(om_ctx *cx, const om_gemm_args *a) {
+static gemm_plan gemm_plan_make(int threads, const om_gemm_args *a) {
     const om_gemm_type *t = gemm_type(a->dtype);
     gemm_plan p = {.t = t, .m = a->m, .n = a->n, .k = a->k, .narrow = a->dtype == OM_BF16 || a->dtype == OM_F16};
     bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
     p.swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
     if (p.swap) p.m = a->n, p.n = a->m;
-    int threads = om_num_threads(cx);
     double flops = 2.0 * (double)p.m * (double)p.n * (double)(p.k ? p.k : 1), all = flops * (double)a->batch;
     p.workers = all < MIN_FLOPS ? 1 : all / MIN_FLOPS < threads ? (int)(all / MIN_FLOPS) : threads;
     if (p.workers < 1) p.workers = 1;
@@ -276,8 +275,13 @@ static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s)
 int64_t om_gemm_scratch(om_ctx *cx, const om_gemm_args *a) {
     gemm_blas blas;
     if (a->m <= 0 || a->n <= 0 || a->batch <= 0 || blas_chosen(cx, a, &blas)) return 0;
-    gemm_plan p = gemm_plan_make(cx, a);
-    return gemm_own_scratch(&p);
+    int64_t most = 0; /* a run may have fewer threads than its plan, and then cuts the work differently */
+    for (int t = om_num_threads(cx); t > 0; t--) {
+        gemm_plan p = gemm_plan_make(t, a);
+        int64_t bytes = gemm_own_scratch(&p);
+        if (bytes > most) most = bytes;
+    }
+    return most;
 }
 
 om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {
@@ -289,7 +293,7 @@ om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {
         gemm_blas_run(cx, a, &blas);
         return OM_OK;
     }
-    gemm_plan p = gemm_plan_make(cx, a);
+    gemm_plan p = gemm_plan_make(om_num_threads(cx), a);
     char *mem = a->scratch;
     if (!mem && !(mem = om_alloc(cx, (size_t)gemm_own_scratch(&p)))) return OM_NOMEM;
     gemm_own(cx, a, &p, mem);

@@ -433,13 +433,14 @@ static om_status offsets(planner *pl) {
 /* --- the whole --------------------------------------------------------------------------------- */
 
 int om_plan_key_size(const om_graph *g) {
-    int n = 0;
+    int n = 1;
     for (uint32_t i = 0; i < g->inputs.n; i++)
         if (om_val(g, g->inputs.v[i])->role != OM_GRAD_IN) n += 2 * om_ty(g, g->inputs.v[i])->rank + 1;
     return n;
 }
 
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key) {
+    *key++ = om_num_threads(g->cx); /* scratch is sized by it */
     for (uint32_t i = 0; i < g->inputs.n; i++) {
         if (om_val(g, g->inputs.v[i])->role == OM_GRAD_IN) continue;
         for (int k = 0; k < om_ty(g, g->inputs.v[i])->rank; k++) {
@@ -498,6 +499,7 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     p->g = g;
     p->mem.cx = cx;
     p->serial = __atomic_add_fetch(&serial, 1, __ATOMIC_RELAXED);
+    p->threads = om_num_threads(cx);
     planner pl = {.cx = cx, .g = g, .p = p, .no_reuse = getenv("ORTMODULE_NO_REUSE") != NULL};
     om_arena *m = &p->mem;
     pl.val = om_alloc(cx, (g->values.n + 1) * sizeof *pl.val);

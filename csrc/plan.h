@@ -71,7 +71,8 @@ struct om_plan {
     int variant;
     uint64_t serial;           /* unique in the process */
     uint64_t used;             /* clock of the model's cache */
-    int64_t *key;              /* sizes and strides of the inputs; n_key entries */
+    int threads;               /* om_num_threads when scratch was sized; a run uses at most so many */
+    int64_t *key;              /* threads, sizes and strides of the inputs; n_key entries */
     int n_key;
     int64_t *sym;
     om_call *calls;

@@ -57,7 +57,8 @@ class Variant:
     """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
 
     through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs that the
-    Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs; node_reads: the inputs by node.
+    Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs;
+    node_reads: those inputs by node.
     others: inputs with a path from some output that is not `arriving`; the last node takes them too, in case that output is used.
     """
 

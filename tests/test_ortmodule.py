@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -304,10 +305,14 @@ def test_gradients_are_stolen_not_copied():
 def test_optimizer_in_hooks(segment_mb):
     """A parameter changes as soon as its gradient is there, while the rest of backward still runs."""
     w, eager = pair(MLP, segment_mb=segment_mb)
+
+    def update(p: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
     for model in (w, eager):
         for p in model.parameters():
-            optimizer = torch.optim.SGD([p], 0.5)
-            p.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad()))
+            p.register_post_accumulate_grad_hook(partial(update, optimizer=torch.optim.SGD([p], 0.5)))
     for _ in range(3):
         x, grad = torch.randn(13, 5), torch.randn(13, 3)
         for a, b in zip(step(w, x, grad), step(eager, x, grad), strict=True):

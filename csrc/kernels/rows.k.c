@@ -7,24 +7,22 @@
 #include "vmath.h"
 
 #define SIMD _Pragma("omp simd")
+enum { BLOCK = 512 };
 #define PRAGMA_(p) _Pragma(#p)
 #define SIMD_SUM(s) PRAGMA_(omp simd reduction(+ : s))
 
 #define T float
 #define R(name) name##_f32
 #define EXP vm_exp_neg
-#define LOG logf
 #define SQRT sqrtf
 #include "rows_type.h"
 #undef T
 #undef R
 #undef EXP
-#undef LOG
 #undef SQRT
 #define T double
 #define R(name) name##_f64
 #define EXP exp
-#define LOG log
 #define SQRT sqrt
 #include "rows_type.h"
 

@@ -1,22 +1,27 @@
-/* rows_type.h - the row kernels for one type: a template, included by rows.k.c with T, R(name), EXP, LOG and SQRT defined.
+/* rows_type.h - the row kernels for one type: a template, included by rows.k.c with T, R(name), EXP and SQRT defined.
  *
- * Sums run over the four quarters of a row at once, each vectorised: that hides the latency of additions and shortens the chains
- * (a row's result depends on its length alone). exp is computed once per element.
+ * Sums run over blocks of BLOCK elements, the four quarters of a block at once, each vectorised: that hides the latency of additions;
+ * the blocks are added in double. So a sum is accurate however long the row and however narrow the vectors, and depends on its
+ * length alone. exp is computed once per element.
  */
 
-/* s += term(i) over a row; `term` is an expression of i. Adds into the lvalue s. */
+/* s += term(i) over a row; `term` is an expression of i. */
 #define ROW_SUM(s, term)                                                                            \
     do {                                                                                            \
-        const int64_t q_ = n / 4;                                                                   \
-        T s0_ = 0, s1_ = 0, s2_ = 0, s3_ = 0;                                                       \
-        _Pragma("omp simd reduction(+ : s0_, s1_, s2_, s3_)") for (int64_t i_ = 0; i_ < q_; i_++) { \
-            { const int64_t i = i_; s0_ += (term); }                                                \
-            { const int64_t i = i_ + q_; s1_ += (term); }                                           \
-            { const int64_t i = i_ + 2 * q_; s2_ += (term); }                                       \
-            { const int64_t i = i_ + 3 * q_; s3_ += (term); }                                       \
+        double total_ = 0;                                                                          \
+        for (int64_t b_ = 0; b_ < n; b_ += BLOCK) {                                                 \
+            const int64_t q_ = (n - b_ < BLOCK ? n - b_ : BLOCK) / 4, e_ = n - b_ < BLOCK ? n : b_ + BLOCK; \
+            T s0_ = 0, s1_ = 0, s2_ = 0, s3_ = 0;                                                   \
+            _Pragma("omp simd reduction(+ : s0_, s1_, s2_, s3_)") for (int64_t i_ = b_; i_ < b_ + q_; i_++) { \
+                { const int64_t i = i_; s0_ += (term); }                                            \
+                { const int64_t i = i_ + q_; s1_ += (term); }                                       \
+                { const int64_t i = i_ + 2 * q_; s2_ += (term); }                                   \
+                { const int64_t i = i_ + 3 * q_; s3_ += (term); }                                   \
+            }                                                                                       \
+            for (int64_t i = b_ + 4 * q_; i < e_; i++) s0_ += (term);                               \
+            total_ += ((double)s0_ + (double)s1_) + ((double)s2_ + (double)s3_);                    \
         }                                                                                           \
-        for (int64_t i = 4 * q_; i < n; i++) s0_ += (term);                                         \
-        s += (s0_ + s1_) + (s2_ + s3_);                                                             \
+        s += (T)total_;                                                                             \
     } while (0)
 
 static T R(row_max)(const T *x, int64_t n) { /* a NaN may be passed over: it reaches the result through e^x */
@@ -38,13 +43,19 @@ static T R(row_max)(const T *x, int64_t n) { /* a NaN may be passed over: it rea
 
 static void R(softmax)(const void *px, void *py, int64_t n) {
     const T *x = px, m = R(row_max)(x, n);
-    T *y = py, s = 0;
-    SIMD_SUM(s) for (int64_t i = 0; i < n; i++) {
-        const T e = EXP(x[i] - m); /* a row of -inf: NaN, as torch */
-        y[i] = e;
-        s += e;
+    T *y = py;
+    double sum = 0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t end = n - b < BLOCK ? n : b + BLOCK;
+        T s = 0;
+        SIMD_SUM(s) for (int64_t i = b; i < end; i++) {
+            const T e = EXP(x[i] - m); /* a row of -inf: NaN, as torch */
+            y[i] = e;
+            s += e;
+        }
+        sum += (double)s;
     }
-    const T r = 1 / s;
+    const T r = (T)(1 / sum);
     SIMD for (int64_t i = 0; i < n; i++) y[i] *= r;
 }
 
@@ -57,9 +68,15 @@ static void R(softmax_grad)(const void *pdy, const void *py, void *pdx, int64_t 
 
 static void R(log_softmax)(const void *px, void *py, int64_t n) {
     const T *x = px, m = R(row_max)(x, n);
-    T *y = py, s = 0;
-    SIMD_SUM(s) for (int64_t i = 0; i < n; i++) s += EXP(x[i] - m);
-    const T l = LOG(s);
+    T *y = py;
+    double sum = 0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t end = n - b < BLOCK ? n : b + BLOCK;
+        T s = 0;
+        SIMD_SUM(s) for (int64_t i = b; i < end; i++) s += EXP(x[i] - m);
+        sum += (double)s;
+    }
+    const T l = (T)log(sum);
     SIMD for (int64_t i = 0; i < n; i++) y[i] = (x[i] - m) - l;
 }
 
@@ -85,48 +102,52 @@ static void R(column_max)(const T *x, int64_t len, int64_t ld, int64_t n, T *m) 
 
 static void R(softmax_cols)(const void *px, const void *unused, void *py, int64_t len, int64_t ld, int64_t n) {
     const T *x = px;
-    T *y = py, m[OM_ROWS_COLS], s[OM_ROWS_COLS] = {0};
+    T *y = py, m[OM_ROWS_COLS];
+    double s[OM_ROWS_COLS] = {0};
     int64_t k = 0;
     (void)unused;
     R(column_max)(x, len, ld, n, m);
     EACH_ROW EACH_COL {
         const T e = EXP(x[k + c] - m[c]);
         y[k + c] = e;
-        s[c] += e;
+        s[c] += (double)e;
     }
-    EACH_COL s[c] = 1 / s[c];
+    EACH_COL m[c] = (T)(1 / s[c]);
     k = 0;
-    EACH_ROW EACH_COL y[k + c] *= s[c];
+    EACH_ROW EACH_COL y[k + c] *= m[c];
 }
 
 static void R(log_softmax_cols)(const void *px, const void *unused, void *py, int64_t len, int64_t ld, int64_t n) {
     const T *x = px;
-    T *y = py, m[OM_ROWS_COLS], s[OM_ROWS_COLS] = {0};
+    T *y = py, m[OM_ROWS_COLS], l[OM_ROWS_COLS];
+    double s[OM_ROWS_COLS] = {0};
     int64_t k = 0;
     (void)unused;
     R(column_max)(x, len, ld, n, m);
-    EACH_ROW EACH_COL s[c] += EXP(x[k + c] - m[c]);
-    for (int64_t c = 0; c < n; c++) s[c] = LOG(s[c]);
+    EACH_ROW EACH_COL s[c] += (double)EXP(x[k + c] - m[c]);
+    for (int64_t c = 0; c < n; c++) l[c] = (T)log(s[c]);
     k = 0;
-    EACH_ROW EACH_COL y[k + c] = (x[k + c] - m[c]) - s[c];
+    EACH_ROW EACH_COL y[k + c] = (x[k + c] - m[c]) - l[c];
 }
 
 static void R(softmax_grad_cols)(const void *pdy, const void *py, void *pdx, int64_t len, int64_t ld, int64_t n) {
     const T *dy = pdy, *y = py;
-    T *dx = pdx, d[OM_ROWS_COLS] = {0};
+    T *dx = pdx;
+    double d[OM_ROWS_COLS] = {0};
     int64_t k = 0;
-    EACH_ROW EACH_COL d[c] += dy[k + c] * y[k + c];
+    EACH_ROW EACH_COL d[c] += (double)(dy[k + c] * y[k + c]);
     k = 0;
-    EACH_ROW EACH_COL dx[k + c] = (dy[k + c] - d[c]) * y[k + c];
+    EACH_ROW EACH_COL dx[k + c] = (dy[k + c] - (T)d[c]) * y[k + c];
 }
 
 static void R(log_softmax_grad_cols)(const void *pdy, const void *py, void *pdx, int64_t len, int64_t ld, int64_t n) {
     const T *dy = pdy, *y = py;
-    T *dx = pdx, s[OM_ROWS_COLS] = {0};
+    T *dx = pdx;
+    double s[OM_ROWS_COLS] = {0};
     int64_t k = 0;
-    EACH_ROW EACH_COL s[c] += dy[k + c];
+    EACH_ROW EACH_COL s[c] += (double)dy[k + c];
     k = 0;
-    EACH_ROW EACH_COL dx[k + c] = dy[k + c] - EXP(y[k + c]) * s[c];
+    EACH_ROW EACH_COL dx[k + c] = dy[k + c] - EXP(y[k + c]) * (T)s[c];
 }
 #undef EACH_ROW
 #undef EACH_COL

@@ -24,6 +24,8 @@ VM float vm_flt(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
 VM int64_t vm_int64(double x) { int64_t i; memcpy(&i, &x, 8); return i; }
 VM double vm_dbl(int64_t i) { double x; memcpy(&x, &i, 8); return x; }
 
+VM float vm_pow2(int32_t n) { return vm_flt((int32_t)((uint32_t)(n + 127) << 23)); } /* 2^n, -127 < n < 128; anything where NaN follows */
+
 /* c ? a : b by bits: never a branch, so a loop with many of them still vectorises */
 VM float vm_pick(int32_t c, float a, float b) {
     const int32_t m = -(c != 0);
@@ -65,13 +67,13 @@ VM float exp_f32(float x) {
     VM_EXP_REDUCE(x, n, r);
     const float p = 1 + (r + r * r * vm_exp_poly(r));
     const int32_t h = n >> 1; /* two factors: results reach subnormals below and infinity above */
-    return p * vm_flt((h + 127) << 23) * vm_flt((n - h + 127) << 23);
+    return p * vm_pow2(h) * vm_pow2(n - h);
 }
 
 /* e^x for x known to lie in [-87, 87] */
 VM float vm_exp_raw(float x) {
     VM_EXP_REDUCE(x, n, r);
-    return (1 + (r + r * r * vm_exp_poly(r))) * vm_flt((n + 127) << 23);
+    return (1 + (r + r * r * vm_exp_poly(r))) * vm_pow2(n);
 }
 
 /* e^x, one factor: x is clamped to [-87, 87]. For 1 / (1 + e^x) and the like, where more would only make subnormals. */
@@ -92,7 +94,7 @@ VM float expm1_f32(float x) {
     x = x < -20.0f ? -20.0f : x;
     VM_EXP_REDUCE(x, n, r);
     const float p = r + r * r * vm_exp_poly(r);    /* e^r - 1 */
-    const float t = vm_flt((n - 1 + 127) << 23);   /* half of 2^n: n = 128 must not overflow early */
+    const float t = vm_pow2(n - 1);   /* half of 2^n: n = 128 must not overflow early */
     const float e = 2 * (t * p + (t - 0.5f));
     return keep == 0 ? keep : e; /* -0 */
 }
@@ -100,7 +102,7 @@ VM float expm1_f32(float x) {
 VM float log_f32(float x) {
     const int32_t tiny = x < 1.17549435e-38f;
     const float s = vm_pick(tiny, x * 8388608.0f, x);
-    const int32_t i = vm_int(s) - 0x3F3504F3;        /* sqrt(1/2): m in [sqrt(1/2), sqrt 2) */
+    const int32_t i = (int32_t)((uint32_t)vm_int(s) - 0x3F3504F3u);      /* sqrt(1/2): m in [sqrt(1/2), sqrt 2) */
     const float e = (float)((i >> 23) - 23 * tiny);
     const float f = vm_flt((i & 0x007FFFFF) + 0x3F3504F3) - 1;
     float p = 0.0674661075f * f - 0.116756485f; /* log(1 + f) = f - f^2/2 + f^3 p; relative error 7.5e-10 */
@@ -130,7 +132,7 @@ VM float log1p_f32(float x) {
 VM float tanh_f32(float x) {
     const float c = x > 9.1f ? 9.1f : x, d = 2 * (c < -9.1f ? -9.1f : c);
     VM_EXP_REDUCE(d, n, r);
-    const float p = r + r * r * vm_exp_poly(r), t = vm_flt((n - 1 + 127) << 23);
+    const float p = r + r * r * vm_exp_poly(r), t = vm_pow2(n - 1);
     const float e = 2 * (t * p + (t - 0.5f)); /* e^2x - 1 */
     const float y = e / (e + 2);
     return x == 0 ? x : y;
@@ -167,7 +169,7 @@ VM float vm_sincos(float x, int32_t s) {
     const float sn = f + f * q * (((2.71735901e-6f * q - 0.000198392349f) * q + 0.00833332908f) * q - 0.166666666f); /* 5.6e-12 */
     const float cs = 1 - 0.5f * q + q * q * ((2.44292121e-5f * q - 0.00138872889f) * q + 0.0416666453f);            /* 1.1e-10 */
     const float v = k & 1 ? cs : sn;
-    return vm_flt(vm_int(v) ^ (k & 2) << 30);
+    return vm_flt((int32_t)((uint32_t)vm_int(v) ^ (uint32_t)(k & 2) << 30));
 }
 VM float sin_f32(float x) { const float y = vm_sincos(x, 0); return x == 0 ? x : y; }
 VM float cos_f32(float x) { return vm_sincos(x, 1); }
@@ -231,7 +233,7 @@ VM float pow_f32(float x, float y) {
     p = p * r + 0.24022650695475825;
     p = p * r + 0.69314718054592039;
     p = p * r + 1.0000000000000269;
-    float v = (float)(p * vm_dbl((vm_int64(t) - vm_int64(VM_MAGIC64) + 1023) << 52));
+    float v = (float)(p * vm_dbl((int64_t)(((uint64_t)vm_int64(t) - (uint64_t)vm_int64(VM_MAGIC64) + 1023) << 52)));
     const float b = fabsf(y);
     const int32_t yi = (int32_t)vm_pick(b < 16777216.0f, y, 0); /* from 2^24 on every float is an even integer */
     const int32_t integer = (b >= 16777216.0f) | ((float)yi == y), odd = yi & integer & 1;

@@ -1,7 +1,7 @@
 """GFLOP/s of matrix products on one thread: the engine's packed kernel and torch's BLAS, interleaved, CPU time of the thread, best of n.
 
-    python tests/bench/bench_gemm.py                 the shapes of GPT-2, BERT and small models
-    python tests/bench/bench_gemm.py 512,768,50257   M,K,N: forward X W^T, input gradient G W, weight gradient G^T X
+python tests/bench/bench_gemm.py                 the shapes of GPT-2, BERT and small models
+python tests/bench/bench_gemm.py 512,768,50257   M,K,N: forward X W^T, input gradient G W, weight gradient G^T X
 """
 
 from __future__ import annotations
@@ -17,22 +17,58 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ORTMODULE_GEMM"] = "own"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import engine  # noqa: E402
 import torch  # noqa: E402
+
+import engine  # noqa: E402
 
 SHAPES = [(512, 768, 768), (512, 768, 3072), (512, 3072, 768), (2048, 768, 768), (3072, 384, 1536), (67, 131, 257), (13, 768, 768), (2048, 768, 2)]
 I64, PTR = C.c_int64, C.c_void_p
 
 
 class Gemm(C.Structure):
-    _fields_ = [("dtype", C.c_int), ("m", I64), ("n", I64), ("k", I64), ("a", PTR), ("rsa", I64), ("csa", I64), ("b", PTR), ("rsb", I64), ("csb", I64),
-                ("c", PTR), ("rsc", I64), ("csc", I64), ("alpha", C.c_double), ("beta", C.c_int), ("bias", PTR), ("batch", I64), ("off_a", PTR), ("off_b", PTR),
-                ("off_c", PTR), ("scratch", PTR)]
+    _fields_ = [
+        ("dtype", C.c_int),
+        ("m", I64),
+        ("n", I64),
+        ("k", I64),
+        ("a", PTR),
+        ("rsa", I64),
+        ("csa", I64),
+        ("b", PTR),
+        ("rsb", I64),
+        ("csb", I64),
+        ("c", PTR),
+        ("rsc", I64),
+        ("csc", I64),
+        ("alpha", C.c_double),
+        ("beta", C.c_int),
+        ("bias", PTR),
+        ("batch", I64),
+        ("off_a", PTR),
+        ("off_b", PTR),
+        ("off_c", PTR),
+        ("scratch", PTR),
+    ]
 
 
 def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Callable[[], None]:
-    g = Gemm(dtype=engine.TORCH.index(a.dtype), m=c.shape[0], n=c.shape[1], k=a.shape[1], a=a.data_ptr(), rsa=a.stride(0), csa=a.stride(1), b=b.data_ptr(),
-             rsb=b.stride(0), csb=b.stride(1), c=c.data_ptr(), rsc=c.stride(0), csc=c.stride(1), alpha=1.0, batch=1)
+    g = Gemm(
+        dtype=engine.TORCH.index(a.dtype),
+        m=c.shape[0],
+        n=c.shape[1],
+        k=a.shape[1],
+        a=a.data_ptr(),
+        rsa=a.stride(0),
+        csa=a.stride(1),
+        b=b.data_ptr(),
+        rsb=b.stride(0),
+        csb=b.stride(1),
+        c=c.data_ptr(),
+        rsc=c.stride(0),
+        csc=c.stride(1),
+        alpha=1.0,
+        batch=1,
+    )
     engine.lib.om_gemm_scratch.restype = I64
     scratch = torch.empty(max(64, engine.lib.om_gemm_scratch(cx.p, C.byref(g))) + 64, dtype=torch.uint8)
     g.scratch = (scratch.data_ptr() + 63) & ~63

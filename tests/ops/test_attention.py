@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-import engine
 import pytest
 import torch
+
+import engine
 from opcheck import check as check_op
 
 FACTOR = 4.0  # the largest error of a small case is chance: test_error compares the mean
@@ -71,14 +72,29 @@ def test_lengths(t: int, causal: int) -> None:
     check("attention", qkv(1, 2, 2, t, t, 7, 5), partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1, low=low)
 
 
-@pytest.mark.parametrize("b,hq,hk,tq,tk,d,dv", [
-    (2, 3, 3, 5, 7, 11, 13), (2, 6, 2, 67, 71, 8, 8), (1, 5, 1, 13, 131, 64, 32), (3, 2, 1, 1, 17, 16, 24), (2, 2, 2, 71, 3, 3, 1),
-    (1, 1, 1, 101, 103, 128, 96), (2, 4, 4, 65, 64, 16, 16),
-])
+@pytest.mark.parametrize(
+    "b,hq,hk,tq,tk,d,dv",
+    [
+        (2, 3, 3, 5, 7, 11, 13),
+        (2, 6, 2, 67, 71, 8, 8),
+        (1, 5, 1, 13, 131, 64, 32),
+        (3, 2, 1, 1, 17, 16, 24),
+        (2, 2, 2, 71, 3, 3, 1),
+        (1, 1, 1, 101, 103, 128, 96),
+        (2, 4, 4, 65, 64, 16, 16),
+    ],
+)
 @pytest.mark.parametrize("causal", [0, 1])
 def test_shapes(b: int, hq: int, hk: int, tq: int, tk: int, d: int, dv: int, causal: int) -> None:
-    check("attention", qkv(b, hq, hk, tq, tk, d, dv), partial(eager, causal=causal, scale=0.31), f"causal={causal}, scale=0.31", n_out=2, n_check=1,
-          low=LOW)
+    check(
+        "attention",
+        qkv(b, hq, hk, tq, tk, d, dv),
+        partial(eager, causal=causal, scale=0.31),
+        f"causal={causal}, scale=0.31",
+        n_out=2,
+        n_check=1,
+        low=LOW,
+    )
 
 
 def test_ranks() -> None:
@@ -90,12 +106,21 @@ def test_ranks() -> None:
 @pytest.mark.parametrize("causal", [0, 1])
 def test_causal_window(offset: int, window: int, causal: int) -> None:
     off = f"causal_offset={offset}, " if offset >= 0 else f"causal_offset=[{offset}], "
-    check("attention", qkv(2, 2, 1, 131, 137, 5, 7), partial(eager, causal=causal, offset=offset, window=window),
-          f"causal={causal}, {off}window={window}", n_out=2, n_check=1)
+    check(
+        "attention",
+        qkv(2, 2, 1, 131, 137, 5, 7),
+        partial(eager, causal=causal, offset=offset, window=window),
+        f"causal={causal}, {off}window={window}",
+        n_out=2,
+        n_check=1,
+    )
 
 
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("start,end", [([0, 0, 0], [131, 67, 1]), ([3, 100, 64], [131, 131, 131]), ([70, 0, 131], [71, 0, 131]), (None, [5, 128, 131]), ([1, 2, 130], None)])
+@pytest.mark.parametrize(
+    "start,end",
+    [([0, 0, 0], [131, 67, 1]), ([3, 100, 64], [131, 131, 131]), ([70, 0, 131], [71, 0, 131]), (None, [5, 128, 131]), ([1, 2, 130], None)],
+)
 def test_kv_range(start: list[int] | None, end: list[int] | None, causal: int) -> None:
     s, e = [None if x is None else torch.tensor(x) for x in (start, end)]
     args = [*qkv(3, 2, 2, 71, 131, 5, 3), None, s, e]
@@ -109,7 +134,9 @@ def test_bool_mask(shape: tuple[int, ...], causal: int) -> None:
     check("attention", [*qkv(3, 4, 2, 71, 131, 5, 3), mask], partial(eager, causal=causal), f"causal={causal}", n_out=2, n_check=1)
 
 
-@pytest.mark.parametrize("shape", [(71, 131), (1, 131), (71, 1), (3, 1, 1, 131), (1, 4, 71, 131), (3, 4, 71, 131), (1, 4, 1, 131), (1, 1, 1, 1), (131,), (4, 1, 131)])
+@pytest.mark.parametrize(
+    "shape", [(71, 131), (1, 131), (71, 1), (3, 1, 1, 131), (1, 4, 71, 131), (3, 4, 71, 131), (1, 4, 1, 131), (1, 1, 1, 1), (131,), (4, 1, 131)]
+)
 @pytest.mark.parametrize("causal", [0, 1])
 def test_float_mask_and_its_gradient(shape: tuple[int, ...], causal: int) -> None:
     args = [*qkv(3, 4, 2, 71, 131, 5, 3), rand(*shape)]
@@ -168,7 +195,9 @@ def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
         assert not ys[0][0, :, 3].any() and not gs[0][1, :, 64:].any()
 
 
-@pytest.mark.parametrize("b,hq,hk,tq,tk,p", [(2, 3, 3, 71, 131, 0.1), (1, 2, 1, 67, 128, 0.5), (2, 2, 2, 5, 3, 0.9), (1, 2, 2, 7, 13, 1.0), (1, 3, 3, 130, 131, 0.25)])
+@pytest.mark.parametrize(
+    "b,hq,hk,tq,tk,p", [(2, 3, 3, 71, 131, 0.1), (1, 2, 1, 67, 128, 0.5), (2, 2, 2, 5, 3, 0.9), (1, 2, 2, 7, 13, 1.0), (1, 3, 3, 130, 131, 0.25)]
+)
 @pytest.mark.parametrize("causal", [0, 1])
 def test_dropout(b: int, hq: int, hk: int, tq: int, tk: int, p: float, causal: int) -> None:
     """The words are those of a dropout node of the same stream over (b, hq, tq, tk): its mask is replayed in eager."""
@@ -258,14 +287,23 @@ def test_error(t: int, d: int, causal: int) -> None:
         assert own <= 2 * ref, f"{what}: {own:.3e}, eager's {ref:.3e}"
 
 
-@pytest.mark.parametrize("text,needle", [
-    ("input q: f32[1, 3, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "multiple"),
-    ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 8]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "equal"),
-    ("input q: f32[5, 7]\n input k: f32[5, 7]\n input v: f32[5, 7]\n y, l = attention(q, k, v)", "at least 3"),
-    ("input q: f32[1, 2, 5, 7]\n input k: f64[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "one dtype"),
-    ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: i64[5, 5]\n y, l = attention(q, k, v, m)", "bool or a float"),
-    ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: bool[5, 4]\n y, l = attention(q, k, v, m)", "axis 1 of the mask"),
-])
+@pytest.mark.parametrize(
+    "text,needle",
+    [
+        ("input q: f32[1, 3, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "multiple"),
+        ("input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 8]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "equal"),
+        ("input q: f32[5, 7]\n input k: f32[5, 7]\n input v: f32[5, 7]\n y, l = attention(q, k, v)", "at least 3"),
+        ("input q: f32[1, 2, 5, 7]\n input k: f64[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "one dtype"),
+        (
+            "input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: i64[5, 5]\n y, l = attention(q, k, v, m)",
+            "bool or a float",
+        ),
+        (
+            "input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: bool[5, 4]\n y, l = attention(q, k, v, m)",
+            "axis 1 of the mask",
+        ),
+    ],
+)
 def test_errors(text: str, needle: str) -> None:
     with pytest.raises(engine.EngineError, match=needle):
         engine.Graph.parse(f"graph {{ {text}\n output y\n}}")

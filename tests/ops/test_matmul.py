@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import engine
 import pytest
 import torch
+
+import engine
 from opcheck import check as check_op
 
 FACTOR = 4.0  # the largest error of one small product is chance: test_error_of_sums compares the mean
@@ -25,10 +26,10 @@ SHAPES = [
     ((1, 13), (13, 17)),
     ((19, 1), (1, 23)),
     ((97, 101), (101, 103)),
-    ((2, 61), (61, 1)),          # narrow and tall both ways
+    ((2, 61), (61, 1)),  # narrow and tall both ways
     ((211, 61), (61, 2)),
-    ((3, 1031), (1031, 5)),      # several slices of k
-    ((2, 3, 5, 7), (7, 11)),     # a weight
+    ((3, 1031), (1031, 5)),  # several slices of k
+    ((2, 3, 5, 7), (7, 11)),  # a weight
     ((3, 5, 7), (3, 7, 11)),
     ((2, 3, 5, 7), (2, 3, 7, 11)),
     ((3, 1, 5, 7), (2, 7, 11)),  # both sides broadcast
@@ -122,14 +123,17 @@ def test_error_of_sums(m: int, k: int, n: int) -> None:
     assert mine <= 2 * theirs, f"{mine:.3e}, eager's {theirs:.3e}"
 
 
-@pytest.mark.parametrize("text,needle", [
-    ("input a: f32[2, 3]\n input b: f32[4, 5]\n y = matmul(a, b)", "rows"),
-    ("input a: f32[2, 3]\n input b: f64[3, 5]\n y = matmul(a, b)", "dtype"),
-    ("input a: i64[2, 3]\n input b: i64[3, 5]\n y = matmul(a, b)", "cast"),
-    ("input a: f32[3]\n input b: f32[3, 5]\n y = matmul(a, b)", "reshape"),
-    ("input a: f32[2, 4, 3]\n input b: f32[5, 3, 5]\n y = matmul(a, b)", "batch axis"),
-    ("input a: f32[4, 3]\n input b: f32[3, 5]\n input c: f32[4]\n y = matmul(a, b, c)", "bias"),
-])
+@pytest.mark.parametrize(
+    "text,needle",
+    [
+        ("input a: f32[2, 3]\n input b: f32[4, 5]\n y = matmul(a, b)", "rows"),
+        ("input a: f32[2, 3]\n input b: f64[3, 5]\n y = matmul(a, b)", "dtype"),
+        ("input a: i64[2, 3]\n input b: i64[3, 5]\n y = matmul(a, b)", "cast"),
+        ("input a: f32[3]\n input b: f32[3, 5]\n y = matmul(a, b)", "reshape"),
+        ("input a: f32[2, 4, 3]\n input b: f32[5, 3, 5]\n y = matmul(a, b)", "batch axis"),
+        ("input a: f32[4, 3]\n input b: f32[3, 5]\n input c: f32[4]\n y = matmul(a, b, c)", "bias"),
+    ],
+)
 def test_errors(text: str, needle: str) -> None:
     with pytest.raises(engine.EngineError, match=needle):
         engine.Graph.parse(f"graph {{ {text}\n output y\n}}")
