@@ -104,7 +104,7 @@ $(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c
 	@$(CC) $(CBASE) -fsanitize=fuzzer tests/fuzz/fuzz_onnx.c $(OBJ) $(PBC) $(LIBS) -o $@
 
 test: build lib   ## build and run the tests (TESTS=path picks some)
-	$(PY) -m pytest -q $(if $(TESTS),$(TESTS),tests)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 $(if $(TESTS),$(TESTS),tests)
 
 demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, about three minutes
 	$(PY) examples/train_gpt2.py

@@ -316,6 +316,11 @@ class Graph:
         run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept)
         return _Live(run, None, keep)
 
+    def reads_outputs_too(self, step: Step, arriving: bytes) -> bool:
+        """Does a backward from `arriving` read an output that the step's own backward reads?"""
+        other = self.variant_for(tuple(map(bool, step.variant.wanted)), arriving, step.tensors)
+        return not set(other.reads_outputs).isdisjoint(step.variant.reads_outputs)
+
     def backward_fewer(self, step: Step, grads: list[Tensor | None]) -> frozenset[int]:
         """Fills in zeros for gradients that were expected and have not come. -> the inputs that get a gradient."""
         wanted = tuple(map(bool, step.variant.wanted))
@@ -437,6 +442,34 @@ def _drop(step: Step, task: int) -> None:
     step.live.pop(task, None)
 
 
+def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
+    """Starts the backward of a step; grads: one per user output."""
+    graph, variant = step.graph, step.variant
+    if torch.is_grad_enabled():
+        return graph.backward_in_torch(step, grads)
+    arriving = bytes([g is not None for g in grads])
+    if any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):
+        return graph.backward_other(step, grads, keep)
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError:
+        # What was edited may matter to the missing gradients only.
+        if arriving == variant.arriving or not step.tensors or graph.reads_outputs_too(step, arriving):
+            raise
+        return graph.backward_other(step, grads, keep)
+    only = None
+    if arriving == variant.arriving:
+        variant.confirmed = True
+    else:
+        only = graph.backward_fewer(step, grads)
+    outputs: list[Tensor | None] = [None] * graph.n_outputs
+    for place, i in enumerate(variant.reads_outputs):
+        outputs[i] = saved[1 + place]
+    live = graph.backward(step, saved[0], outputs, grads, keep)
+    live.only = only
+    return live
+
+
 class Head(Function):
     """The last Function of the chain in forward order, the first in backward: owns the saved state."""
 
@@ -456,27 +489,11 @@ class Head(Function):
         start = perf_counter()
         step: Step = ctx.step
         graph, variant = step.graph, step.variant
-        saved = ctx.saved_tensors
         incoming: list[Tensor | None] = [None] * graph.n_outputs
         for i, grad in zip(variant.through, grads, strict=True):
             incoming[i] = grad
         keep = _keep_graph()
-        if torch.is_grad_enabled():
-            live = graph.backward_in_torch(step, incoming)
-        elif all([g is None or variant.arriving[i] for i, g in enumerate(incoming)]):
-            only = None
-            if bytes([g is not None for g in incoming]) == variant.arriving:
-                variant.confirmed = True
-            else:
-                only = graph.backward_fewer(step, incoming)
-            outputs: list[Tensor | None] = [None] * graph.n_outputs
-            for place, i in enumerate(variant.reads_outputs):
-                outputs[i] = saved[1 + place]
-            live = graph.backward(step, saved[0], outputs, incoming, keep)
-            live.only = only
-        else:
-            live = graph.backward_other(step, incoming, keep)
-        del saved
+        live = _begin(ctx, step, incoming, keep)
         result = _give(step, live, 0, 2)
         if len(variant.nodes) > 1:
             task = _task_id()

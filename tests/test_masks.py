@@ -671,6 +671,11 @@ def test_size_that_only_the_run_knows() -> None:
     close(y, s.softmax(-1) @ q)
     with pytest.raises(engine.EngineError):
         graph.run([q, m[:, :1].contiguous()], 1)
+    # nothing of the mask is left that could check: it stays, and a single column is broadcast as ever
+    alone = engine.Graph.parse(text.replace("q, q, q, a)", "q, q, q, c)")).apply("masks")
+    assert attentions(alone.text())[0]["causal"] is False
+    (y,) = alone.run([q, m[:, :1].contiguous()], 1)
+    close(y, (q @ q.transpose(-1, -2) * 0.5).softmax(-1) @ q)
 
 
 def test_out_of_memory() -> None:
