@@ -39,10 +39,16 @@ static om_status grad_node(grad_state *st, om_id id) {
     if (g->cx->status != OM_OK) return g->cx->status;
     for (int i = 0; i < n.n_in; i++) {
         if (!want[i] || dx[i] == OM_NONE) continue;
-        const om_type *t = om_ty(g, in[i]), *d = om_ty(g, dx[i]);
-        if (t->dtype != d->dtype || t->rank != d->rank || memcmp(t->dim, d->dim, t->rank * sizeof *t->dim))
+        const om_type t = *om_ty(g, in[i]), d = *om_ty(g, dx[i]);
+        bool wrong = t.dtype != d.dtype || t.rank != d.rank;
+        for (int k = 0; k < t.rank && !wrong; k++) {
+            int64_t a, b;
+            wrong = t.dim[k] != d.dim[k] && om_dim_const(g, t.dim[k], &a) && om_dim_const(g, d.dim[k], &b);
+        }
+        if (wrong)
             return om_fail(g->cx, OM_INTERNAL, "gradient of %s for operand %d has dtype %s rank %d instead of %s rank %d (or other sizes)",
-                           n.op->name, i, om_dtype_name(d->dtype), d->rank, om_dtype_name(t->dtype), t->rank);
+                           n.op->name, i, om_dtype_name(d.dtype), d.rank, om_dtype_name(t.dtype), t.rank);
+        dx[i] = om_b_reshape(g, dx[i], t.dim, t.rank); /* nothing, unless equal sizes are spelt differently (s0 and 7) */
         grad_add(st, in[i], dx[i]);
     }
     for (om_id k = before; k < g->nodes.n; k++) g->nodes.v[k].scope = n.scope;

@@ -50,7 +50,7 @@ class Model:
 
     def __init__(self, onnx: bytes) -> None: ...
     @staticmethod
-    def from_text(text: str) -> "Model":
+    def from_text(text: str) -> Model:
         """From the text form of the internal graph (tests)."""
     inputs: list[tuple[str, str, str, int]]
     """Per graph input: name, role ('input' | 'param' | 'buffer'), dtype name ('f32', 'i64', ...), rank."""
@@ -75,11 +75,11 @@ class Model:
         shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
         order; ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
-                write: bool = True) -> "Run":
+                write: bool = True) -> Run:
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.
         write=False: leave the graph inputs of `writes` as they are (a forward run again for other output gradients)."""
     def backward(self, variant: int, arena: Tensor, tensors: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
-                 grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor]) -> "Run":
+                 grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor]) -> Run:
         """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be given; grads: one per
         user output (None where it does not arrive: must match `arriving`); host: Run.host_kept() of the forward."""
     def plan_report(self) -> list[dict[str, Any]]:

@@ -880,6 +880,13 @@ def _out(m: Any, x: Tensor) -> Tensor:
     return y + x
 
 
+def _eval_dropout(m: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    z = F.dropout(y, 0.5, False)
+    z.add_(1)
+    return y * z
+
+
 STATE: dict[str, Callable[[Any, Tensor], Any]] = {
     f.__name__: f
     for f in (
@@ -895,6 +902,7 @@ STATE: dict[str, Callable[[Any, Tensor], Any]] = {
         _kv_cache,
         _dtype,
         _triangle,
+        _eval_dropout,
         _out,
     )
 }
@@ -1138,6 +1146,11 @@ def test_random_operator_is_kept() -> None:
     assert [h.name for h in c.host_ops] == ["aten::bernoulli.default", "aten::rand.default"]
 
 
+def test_random_fills() -> None:
+    c = capture(Fn(lambda x: x * torch.empty_like(x).bernoulli_() + torch.empty_like(x).normal_(1.0, 2.0)), (r(5, 7),), {})
+    assert [h.name for h in c.host_ops] == ["aten::bernoulli.p", "aten::normal_functional.default"]
+
+
 def test_no_grad_capture() -> None:
     with torch.no_grad():
         c = capture(gpt2().eval(), (), {"input_ids": ids(3, 11)})
@@ -1277,3 +1290,33 @@ def test_source_lines() -> None:
         if n.op_type == "Attention":
             notes = {e.key: e.value for e in n.metadata_props}
             assert notes["module"].startswith("transformer.h.") and notes["file"].endswith("modeling_gpt2.py") and int(notes["line"]) > 0
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", [n for n in ONE if n not in ("host", "attention_mask")])
+def test_engine_agrees(name: str, dynamic: bool) -> None:
+    """The engine's interpreter on the captured file: outputs and gradients at 1e-10 of PyTorch's."""
+    engine = pytest.importorskip("engine", exc_type=OSError)
+    f, args = ONE[name]
+    args = double(args)
+    c = capture(Fn(f), args, {}, dynamic=dynamic)
+    if c.host_ops:
+        return
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in graph_inputs(c, nn.Module(), args, {})]
+    want = Graph(c.onnx).run(inputs)
+    seeds = [torch.randn(t.shape, dtype=t.dtype) if t.requires_grad else None for t in want]
+    leaves = [t for t in inputs if t.requires_grad]
+    pairs = [(t, s) for t, s in zip(want, seeds, strict=True) if s is not None]
+    grads = torch.autograd.grad([t for t, _ in pairs], leaves, [s for _, s in pairs], allow_unused=True) if pairs else []
+    wanted = [int(t.requires_grad) for t in inputs] if pairs else None
+    outs, ours = engine.run_onnx(c.onnx, [t.detach().contiguous() for t in inputs], wanted=wanted, dys=seeds if pairs else None)
+    for a, e in zip(outs, want, strict=True):
+        torch.testing.assert_close(a, e.detach(), rtol=1e-10, atol=1e-10, equal_nan=True)
+    for a, e in zip(ours, grads, strict=True):
+        if a is None or e is None:
+            assert (a is None or not a.any()) and (e is None or not e.any())
+        else:
+            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10)

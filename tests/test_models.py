@@ -281,7 +281,8 @@ def test_lstm() -> None:
 
 
 def test_resnet_batchnorm_label_smoothing() -> None:
-    train(Residual(), [{"x": randn(3, 3, 19, 17), "y": torch.tensor([0, 4, 2])}, {"x": randn(3, 3, 19, 17) + 1, "y": torch.tensor([1, 1, 3])}], strict=True)
+    x = randn(3, 3, 19, 17)
+    train(Residual(), [{"x": x, "y": torch.tensor([0, 4, 2])}, {"x": x + 1, "y": torch.tensor([1, 1, 3])}], strict=True)
 
 
 def test_embedding_padding_idx_and_unused_parameters() -> None:
@@ -384,8 +385,8 @@ def test_fp32_error_is_eagers_own() -> None:
         assert mine <= 2 * theirs + 4e-7 * scale, f"{name}: {mine:.2e} against eager's {theirs:.2e}, scale {scale:.2e}"
 
 
-REPLAY = {"gpt2": (lambda: gpt2(p=0.1), HF["gpt2"][1]), "bert-padded": (lambda: bert(p=0.1), HF["bert-cls-padded"][1]), "t5": (lambda: t5(p=0.1), HF["t5"][1]),
-          "encoder": (lambda: Encoder().train(), {"x": randn(3, 11, 24), "pad": padded(3, 11) == 0})}
+REPLAY = {"gpt2": (lambda: gpt2(p=0.1), HF["gpt2"][1]), "bert-padded": (lambda: bert(p=0.1), HF["bert-cls-padded"][1]),
+          "t5": (lambda: t5(p=0.1), HF["t5"][1]), "encoder": (lambda: Encoder().train(), {"x": randn(3, 11, 24), "pad": padded(3, 11) == 0})}
 
 
 @pytest.mark.parametrize("name", REPLAY)
@@ -415,8 +416,8 @@ def test_dropout_replay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return x * mask(x.shape, p) if training and p > 0 else x
 
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-             **kw: Any) -> Tensor:
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+             scale: float | None = None, **kw: Any) -> Tensor:
         s = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
         if is_causal:
             s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), float("-inf"))

@@ -457,6 +457,24 @@ def test_grad_cross_entropy() -> None:
           lambda x, lab, w: F.cross_entropy(x, lab, w.detach(), label_smoothing=0.125) + 0 * w.sum())
 
 
+def test_grad_sizes_spelt_differently() -> None:
+    """Sizes the file does not know to be equal: x (s0, 5) + y (s1, 5), and updates (s2, 5) for two constant rows."""
+    for node, inputs in ((helper.make_node("Add", ["a", "b"], ["y"]), {"a": f(7, 5), "b": f(7, 5)}),
+                         (helper.make_node("ScatterND", ["a", "i", "b"], ["y"]), {"a": f(7, 5), "i": Const([[-1], [2]]), "b": f(2, 5)})):
+        m = build([node], inputs, ["y"], types={"y": (TensorProto.FLOAT, None)})
+        for k, v in enumerate(m.graph.input):
+            v.type.tensor_type.shape.dim[0].dim_param = f"s{k}"
+        a, b = (torch.from_numpy(v) for v in inputs.values() if not isinstance(v, Const))
+        dy = torch.randn(7, 5)
+        _, (da, db) = engine.run_onnx(m.SerializeToString(), [a, b], dys=[dy])
+        if node.op_type == "Add":
+            assert torch.equal(da, dy) and torch.equal(db, dy)
+        else:
+            keep = torch.ones(7, 1)
+            keep[[6, 2]] = 0
+            assert torch.equal(da, dy * keep) and torch.equal(db, dy[[6, 2]])
+
+
 def test_grad_embedding_padding() -> None:
     grads(n1("Embedding", ["w", "i"], OMD, padding_idx=2), {"w": f(5, 3), "i": i64(7, hi=5)}, {}, lambda w, i: F.embedding(i, w, padding_idx=2))
 

@@ -17,7 +17,7 @@ tuple of them) that the export recorded or, for nodes made here, that the operat
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -107,7 +107,7 @@ _SKIP = {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_cons
          "_functional_assert_async", "_functional_assert_scalar"}
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "_reshape_alias",
-             "squeeze_copy", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"}
+             "ravel", "atleast_1d", "atleast_2d", "atleast_3d"}
 _SAME = {"alias", "detach", "contiguous", "to", "_to_copy", "lift", "lift_fresh", "type_as", "positive", "resolve_conj", "resolve_neg",
          "expand", "expand_as", "broadcast_to", "dropout", "feature_dropout", "pin_memory", "requires_grad_"}
 
@@ -369,7 +369,7 @@ class _Functionalizer:
         of = node.args[0]
         assert isinstance(of, fx.Node)
         returns = target._schema.returns
-        if not returns or returns[0].alias_info is None:
+        if not returns or returns[0].alias_info is None and _name(target) not in _SAME:  # dropout(x, p, False) is x, unannounced
             return False
         if _name(target) == "detach" or of.op == "placeholder" and of.name.startswith("c_"):
             return _name(target) != "lift_fresh_copy"  # recorded constants do not share their storage with their views
@@ -409,25 +409,22 @@ class _Functionalizer:
             if v.base.input is not None:
                 raise self.fail("detach_: on an input of the module")
             return
-        old = self.read(v)
         val = v.node.val
         if name in ("copy_", "fill_", "zero_"):
             source = 0 if name == "zero_" else self.arg(given["src" if name == "copy_" else "value"], env)
             new = self.make(COPY if name == "copy_" else FILL, (source,), {}, val)
         else:
-            if written[0] == "out":
-                pure, args = _without_out(target, given), [a for a in node.args]
-                kwargs = {k: a for k, a in node.kwargs.items() if k != "out"}
-            else:
-                pure, args, kwargs = _pure(target), list(node.args), dict(node.kwargs)
+            pure = _without_out(target) if written[0] == "out" else _pure(target)
             if pure is None:
                 raise self.fail(f"{target}: no functional form; use the operation without the underscore")
-            new = self.run(pure, tuple(self.arg(a, env) for a in args), {k: self.arg(a, env) for k, a in kwargs.items()})
+            full = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | given  # exported code omits defaults
+            takes = [a for a in pure._schema.arguments if a.name in full]
+            args = tuple([self.arg(full[a.name], env) for a in takes if not a.kwarg_only])
+            new = self.run(pure, args, {a.name: self.arg(full[a.name], env) for a in takes if a.kwarg_only})
             if new.val.dtype != val.dtype:
                 new = self.make(aten.to.dtype, (new, val.dtype), {}, val)
             elif tuple(new.val.shape) != tuple(val.shape):
                 raise self.fail(f"{target}: changes the shape of what it writes")
-        del old
         self.write(v, new)
 
     # --- end
@@ -444,7 +441,6 @@ class _Functionalizer:
                 p.outputs.append(out)
             else:
                 p.outputs.append(v)
-        inputs = {id(b.node if b.input is None else b.input): s for s, b in held}
         for source, base in held:
             if base.version > 0 and source.kind != "constant":
                 assert base.input is not None
@@ -460,7 +456,6 @@ class _Functionalizer:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
-        del inputs
 
     def check_unshared(self, source: Source, sources: list[Source]) -> None:
         """A write must not be visible through another input that is a different object over the same memory."""
@@ -513,7 +508,7 @@ def _bound(node: Node) -> dict[str, Any]:
     return out
 
 
-def _pure(target: Any) -> Callable[..., Any] | None:
+def _pure(target: Any) -> Any:
     name = _name(target)
     if not name.endswith("_") and not name.startswith("__i"):
         return None
@@ -530,13 +525,13 @@ def _pure(target: Any) -> Callable[..., Any] | None:
     return pure if pure is not None and not pure._schema.is_mutable else None
 
 
-def _without_out(target: Any, given: dict[str, Any]) -> Callable[..., Any] | None:
+def _without_out(target: Any) -> Any:
     want = [a.name for a in target._schema.arguments if a.name != "out"]
     packet = getattr(aten, _name(target))
     for overload in packet.overloads():
         op = getattr(packet, overload)
         if not op._schema.is_mutable and [a.name for a in op._schema.arguments][: len(want)] == want:
-            return op  # type: ignore[no-any-return]
+            return op
     return None
 
 
