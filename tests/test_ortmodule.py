@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ortmodule
-from ortmodule import ORTModule
+from ortmodule import ORTModule, config
 from ortmodule.config import DebugOptions, resolve
 
 TOLERANCE = 1e-10
@@ -1157,6 +1158,11 @@ def test_settings():
             resolve({}, None, {f"ORTMODULE_{name}": value})
 
 
+def test_settings_document():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "SETTINGS.md").read_text()
+    assert text == config.doc(), "docs/SETTINGS.md is stale: python -c 'from ortmodule import config; print(config.doc(), end=\"\")'"
+
+
 def test_refused_modules():
     m = MLP()
     m.first.weight.ds_id = 0
@@ -1178,3 +1184,61 @@ def test_disabled(monkeypatch):
     x = torch.randn(13, 5)
     assert torch.equal(w(x), w.module(x))
     assert w.report().n_captures == 0 and w.report().eager[0].calls == 1
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def gpt2(**settings: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(n_layer=1, n_embd=28, n_head=4, vocab_size=97, n_positions=64, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **settings))
+
+
+def test_hugging_face_output_and_generate():
+    eager = gpt2().double().train()
+    w = ORTModule(copy.deepcopy(eager))
+    ids = torch.randint(97, (3, 13))
+    outs = []
+    for model in (w, eager):
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        outs.append(out)
+    ours, theirs = outs
+    assert type(ours) is type(theirs) and list(ours.keys()) == list(theirs.keys())
+    close(ours.logits.detach(), theirs.logits.detach())
+    assert type(ours.past_key_values) is type(theirs.past_key_values)
+    close(ours.past_key_values.layers[0].keys.detach(), theirs.past_key_values.layers[0].keys.detach())
+    for (name, a), (_, b) in zip(w.named_parameters(), eager.named_parameters(), strict=True):
+        assert (a.grad - b.grad).abs().max() <= 1e-6 * b.grad.abs().max(), name  # the model computes its loss in float32
+    w.eval(), eager.eval()
+    settings = dict(max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(w.generate(ids, **settings), eager.generate(ids, **settings))
+    assert "cache" in w.report().eager[0].reason and w.report().n_captures == 1
+
+
+@pytest.mark.slow
+def test_hugging_face_trainer(tmp_path):
+    """Trains, evaluates, smooths labels, saves, resumes: the same losses as without the wrapper."""
+    transformers = pytest.importorskip("transformers")
+    torch.set_default_dtype(torch.float32)
+    random = torch.Generator().manual_seed(3)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 11), generator=random)]
+
+    def run(wrap: bool, resume: bool) -> tuple[list[float], float]:
+        where = tmp_path / str(wrap)
+        model = ORTModule(gpt2(), strict=True) if wrap else gpt2()
+        settings = transformers.TrainingArguments(
+            str(where), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=6 if resume else 4, save_steps=4, logging_steps=1,
+            report_to=[], use_cpu=True, label_smoothing_factor=0.1, seed=5, disable_tqdm=True)  # fmt: skip
+        trainer = transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data[:8])
+        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.save_model(str(where / "final"))
+        again = transformers.GPT2LMHeadModel.from_pretrained(where / "final")
+        assert list(again.state_dict()) == list(model.state_dict())
+        return [h["loss"] for h in trainer.state.log_history if "loss" in h], trainer.evaluate()["eval_loss"]
+
+    for resume in (False, True):
+        (ours, our_eval), (theirs, their_eval) = run(True, resume), run(False, resume)
+        assert ours == pytest.approx(theirs, rel=1e-5) and our_eval == pytest.approx(their_eval, rel=1e-5)

@@ -106,10 +106,11 @@ def _is_float(val: Any) -> bool:
 _SKIP = {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
          "_functional_assert_async", "_functional_assert_scalar"}
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "_reshape_alias",
              "ravel", "atleast_1d", "atleast_2d", "atleast_3d"}
 _SAME = {"alias", "detach", "contiguous", "to", "_to_copy", "lift", "lift_fresh", "type_as", "positive", "resolve_conj", "resolve_neg",
-         "expand", "expand_as", "broadcast_to", "dropout", "feature_dropout", "pin_memory", "requires_grad_"}
+         "expand", "expand_as", "broadcast_to", "pin_memory", "requires_grad_", *_DROPOUTS}
 
 
 class _Functionalizer:
@@ -364,15 +365,20 @@ class _Functionalizer:
         env[node] = items
 
     def aliases(self, node: fx.Node, val: Tensor) -> bool:
-        """Whether the result is a view of the first argument: the schema says it may, the recorded storages say it is."""
-        target: Any = node.target
-        of = node.args[0]
+        """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always. Three exceptions:
+        detach (a view to us), recorded constants (do not share their storage with their views), dropout that drops nothing (is its
+        input, but is recorded as a copy)."""
+        target, of = node.target, node.args[0]
         assert isinstance(of, fx.Node)
-        returns = target._schema.returns
-        if not returns or returns[0].alias_info is None and _name(target) not in _SAME:  # dropout(x, p, False) is x, unannounced
-            return False
-        if _name(target) == "detach" or of.op == "placeholder" and of.name.startswith("c_"):
-            return _name(target) != "lift_fresh_copy"  # recorded constants do not share their storage with their views
+        name = _name(target)
+        if name == "detach":
+            return True
+        if name in _DROPOUTS:
+            p, train = cast("tuple[float, bool]", node.args[1:3])
+            return not train or p == 0
+        if of.op == "placeholder" and of.name.startswith("c_"):
+            returns = cast(Any, target)._schema.returns
+            return name != "lift_fresh_copy" and bool(returns) and returns[0].alias_info is not None
         return bool(val.untyped_storage()._cdata == of.meta["val"].untyped_storage()._cdata)
 
     def batch_norm(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:

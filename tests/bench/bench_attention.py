@@ -145,10 +145,8 @@ def main() -> None:
             lambda forward=forward, leaves=leaves, dy=dy: torch.autograd.grad(forward(), leaves, dy),
         ]
         own_f, own_b, torch_f, torch_fb = [1e3 * x for x in best(calls, 0.4)]
-        print(
-            f"{f'{b},{h},{t},{d},{causal},{p}':>24}  {own_f:6.2f} {own_b:6.2f}     {torch_f:6.2f} {torch_fb:6.2f}    {torch_fb / (own_f + own_b):6.2f}",
-            flush=True,
-        )
+        shape, ratio = f"{b},{h},{t},{d},{causal},{p}", torch_fb / (own_f + own_b)
+        print(f"{shape:>24}  {own_f:6.2f} {own_b:6.2f}     {torch_f:6.2f} {torch_fb:6.2f}    {ratio:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import csv
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -118,8 +117,11 @@ class Stepper:
         return time.perf_counter() - t
 
 
-def rss() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def rss(reset: bool = False) -> float:
+    """Peak resident set in MiB since the last reset (getrusage's would include the parent's before exec)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 
 
 def child(arm: str, name: str, bf16: bool) -> None:
@@ -127,7 +129,7 @@ def child(arm: str, name: str, bf16: bool) -> None:
     torch.manual_seed(0)
     s = Stepper(arm, case, bf16)
     n = sum(p.numel() for p in s.model.parameters() if p.requires_grad)
-    before = rss()
+    before = rss(reset=True)
     first = s()
     for _ in range(2):
         s()
