@@ -33,6 +33,7 @@ PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/l
 .PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op fuzz-bin
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
+	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
 
 help:   ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort | expand -t 14
