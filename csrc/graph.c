@@ -32,6 +32,10 @@ om_graph *om_graph_new(om_ctx *cx) {
     g->cx = cx;
     g->arena.cx = cx;
     g->cur_scope = OM_NONE;
+    if (!om_grow(cx, (void **)&g->operands.v, &g->operands.cap, sizeof *g->operands.v)) { /* never NULL: om_ins adds an offset to it */
+        om_free(cx, g);
+        return NULL;
+    }
     return g;
 }
 
