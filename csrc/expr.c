@@ -138,7 +138,8 @@ static om_dim poly_dim(om_graph *g, const poly *p) {
 }
 
 om_dim om_dim_add(om_graph *g, om_dim a, om_dim b) {
-    if (a >= 0 && b >= 0) return a + b;
+    int64_t sum;
+    if (a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, &sum)) return sum;
     poly p = {0};
     poly_of(g, a, &p);
     poly_of(g, b, &p);

@@ -14,6 +14,7 @@
 
 #include "onnx.pb-c.h"
 
+#define OM_ONNX_SIZE ((int64_t)1 << 40) /* a longer axis is an error in the file */
 enum { OM_ONNX_LIST = 64, OM_ONNX_DEPTH = 32, OM_ONNX_OPSET_MIN = 13, OM_ONNX_OPSET_MAX = 23 };
 
 typedef struct om_onnx_val {

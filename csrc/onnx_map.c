@@ -467,6 +467,9 @@ static om_status map_expand(om_onnx *o) {
     return o->cx->status;
 }
 
+/* "To the end" as exporters write it: the largest int32 or something near the largest int64. */
+static bool map_is_end(int64_t x) { return x == INT32_MAX || x > INT64_MAX / 2; }
+
 /* Bounds of one axis. Negative steps walk the flipped axis: index i of x is size - 1 - i of flip(x). */
 static om_id map_slice_axis(om_onnx *o, om_id x, int axis, om_dim start, om_dim end, int64_t step) {
     om_graph *g = o->g;
@@ -492,9 +495,9 @@ static om_id map_slice_axis(om_onnx *o, om_id x, int axis, om_dim start, om_dim 
                 OM_NONE;
         return om_b_slice(g, f, axis, 0, size, -step);
     }
-    if (ks && s >= INT32_MAX && !kn) start = size; /* "to the end" as exporters write it */
+    if (ks && map_is_end(s) && !kn) start = size;
     else start = om_onnx_bound(g, start, size);
-    end = ke && e >= INT32_MAX ? size : om_onnx_bound(g, end, size);
+    end = ke && map_is_end(e) ? size : om_onnx_bound(g, end, size);
     int64_t lo, hi;
     om_onnx_bounds(g, om_dim_sub(g, end, start), 1, &lo, &hi);
     if (hi < 0) end = start;
@@ -745,6 +748,7 @@ static om_status map_cumsum(om_onnx *o) {
     double a = 0;
     int axis = 0;
     OM_TRY(map_scalar(o, 1, "the axis", &a));
+    ONNX_CHECK(o, fabs(a) < 1e9, "axis %g", a);
     OM_TRY(map_axis(o, (int64_t)a, map_type(o, 0).rank, &axis));
     SET(0, om_make(o->g, &om_op_cumsum, OM_IN(IN(0)), OM_ATTRS(OM_AI("axis", axis), OM_AI("exclusive", INT("exclusive", 0)),
                                                                OM_AI("reverse", INT("reverse", 0)))));
@@ -754,6 +758,7 @@ static om_status map_cumsum(om_onnx *o) {
 static om_status map_trilu(om_onnx *o) {
     double k = 0;
     OM_TRY(map_scalar(o, 1, "k", &k));
+    ONNX_CHECK(o, fabs(k) < 1e15, "k is %g", k);
     om_id x = IN(0);
     SET(0, om_make(o->g, &om_op_trilu, OM_IN(x), OM_ATTRS(OM_AI("k", (int64_t)k), OM_AI("upper", INT("upper", 1) != 0))));
     return o->cx->status;

@@ -146,7 +146,8 @@ om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, int mode, const cha
     for (int i = 0; i < out->rank; i++) {
         const Onnx__TensorShapeProto__Dimension *d = tt->shape->dim[i];
         if (d->value_case == ONNX__TENSOR_SHAPE_PROTO__DIMENSION__VALUE_DIM_VALUE) {
-            ONNX_CHECK(o, d->dim_value >= 0, "'%.80s' has size %lld along axis %d", name, (long long)d->dim_value, i);
+            ONNX_CHECK(o, d->dim_value >= 0 && d->dim_value <= OM_ONNX_SIZE, "'%.80s' has size %lld along axis %d", name,
+                       (long long)d->dim_value, i);
             out->dim[i] = d->dim_value;
         } else if (mode == OM_ONNX_KNOWN) {
             out->dim[i] = om_dim_int(o->g, -1);
@@ -495,6 +496,17 @@ static const om_onnx_op *read_row(const char *domain, const char *name) {
     return NULL;
 }
 
+/* No axis of what a node made may be absurdly long: later arithmetic on sizes would overflow. */
+static om_status read_check_sizes(om_onnx *o, om_id from) {
+    for (om_id v = from; v < o->g->values.n; v++)
+        for (int i = 0; i < om_ty(o->g, v)->rank; i++) {
+            int64_t c;
+            if (om_dim_const(o->g, om_ty(o->g, v)->dim[i], &c))
+                ONNX_CHECK(o, c >= 0 && c <= OM_ONNX_SIZE, "a result would have size %lld along axis %d", (long long)c, i);
+        }
+    return OM_OK;
+}
+
 static om_status read_node(om_onnx *o) {
     const Onnx__NodeProto *n = o->node;
     ONNX_CHECK(o, n->op_type, "the node has no op_type");
@@ -527,7 +539,9 @@ static om_status read_node(om_onnx *o) {
         return om_onnx_err(o, OM_UNSUPPORTED,
                            "only sizes known before the run are supported here: its operands must be constants or computed from sizes "
                            "of graph inputs");
+    om_id before = o->g->values.n;
     OM_TRY(r->map(o));
+    OM_TRY(read_check_sizes(o, before));
     for (int k = 0; k < (int)n->n_output && o->cx->status == OM_OK; k++)
         if (om_onnx_wants(o, k) && om_strmap_get(&o->names, n->output[k]) == OM_NONE)
             return om_onnx_err(o, OM_UNSUPPORTED, "output %d '%.80s' is used but the engine does not compute it", k, n->output[k]);

@@ -31,22 +31,6 @@ static const uint8_t *wire_varint(const uint8_t *p, const uint8_t *end, uint64_t
     return NULL;
 }
 
-/* Well-formed UTF-8 without NUL, overlong forms or surrogates. */
-static bool wire_utf8(const uint8_t *p, const uint8_t *end) {
-    while (p < end) {
-        uint8_t c = *p++;
-        if (c == 0) return false;
-        if (c < 0x80) continue;
-        int more = c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf5 ? 3 : 0;
-        if (!more || end - p < more) return false;
-        if ((c == 0xe0 && p[0] < 0xa0) || (c == 0xed && p[0] > 0x9f) || (c == 0xf0 && p[0] < 0x90) || (c == 0xf4 && p[0] > 0x8f))
-            return false;
-        for (; more; more--)
-            if ((*p++ & 0xc0) != 0x80) return false;
-    }
-    return true;
-}
-
 static int wire_type(ProtobufCType t) { /* of one element */
     switch (t) {
     case PROTOBUF_C_TYPE_SFIXED64:
@@ -113,7 +97,7 @@ static om_status wire_message(const wire *w, const ProtobufCMessageDescriptor *d
         if (wire_type(f->type) != 2) {
             OM_TRY(wire_packed(w, f, p, p + n));
         } else if (f->type == PROTOBUF_C_TYPE_STRING) {
-            if (!wire_utf8(p, p + n)) return wire_err(w, p, "text is not UTF-8", name);
+            if (!om_utf8_valid((const char *)p, n)) return wire_err(w, p, "text is not UTF-8", name);
         } else if (f->type == PROTOBUF_C_TYPE_MESSAGE) {
             unsigned k = (unsigned)(f - d->fields);
             if (!repeated && k < 64 && (seen >> k & 1)) return wire_err(w, at, "a singular message is given twice", name);

@@ -173,7 +173,7 @@ static void write_number(writer *w, int dtype, double f, int64_t i, void *out) {
 }
 static const char *write_scalar(writer *w, int dtype, double x) {
     char buf[8] = {0};
-    write_number(w, dtype, x, (int64_t)x, buf);
+    write_number(w, dtype, x, om_is_float(dtype) ? 0 : (int64_t)x, buf);
     return write_init(w, NULL, dtype, 0, NULL, buf);
 }
 
@@ -191,7 +191,6 @@ static const char *write_dim(writer *w, om_dim d) {
     const char *r;
     if (e->kind == OM_DIM_SYM) {
         const om_sym *s = &g->syms.v[e->a];
-        if (s->input == OM_NONE) return om_fail(w->cx, OM_INVALID, "writing ONNX: the size %s is not bound to a graph input", s->name), "";
         const char *input = w->name[g->inputs.v[s->input]];
         if (s->axis < 0) {
             const char *i64 = om_ty(g, g->inputs.v[s->input])->dtype == OM_I64 ? input : EMIT(w, "Cast", NULL, input);
@@ -345,7 +344,7 @@ static void rule_fill(writer *w, const char *onnx) {
     }
     char buf[8] = {0};
     double x = om_node_float(w->n, "value", 0);
-    write_number(w, t->dtype, x, v && v->kind == OM_ATTR_INT ? v->i : (int64_t)x, buf);
+    write_number(w, t->dtype, x, v && v->kind == OM_ATTR_INT ? v->i : om_is_float(t->dtype) ? 0 : (int64_t)x, buf);
     EMIT(w, onnx, out_name(w, 0), write_dims(w, t->dim, t->rank));
     write_attr(w, "value", ONNX__ATTRIBUTE_PROTO__ATTRIBUTE_TYPE__TENSOR)->t = write_tensor(w, t->dtype, 1, (int64_t[]){1}, buf);
 }
@@ -385,10 +384,15 @@ static void rule_logic(writer *w, const char *onnx) { /* bool: And; integers: Bi
 }
 
 static void rule_reduce(writer *w, const char *onnx) {
+    const om_attr *a = attr_dims(w, "axes");
+    int rank = in_type(w, 0)->rank, n = 0;
     int64_t axes[OM_RANK];
-    int n = attr_known(w, "axes", axes, OM_RANK);
+    uint32_t mask = a && a->kind == OM_ATTR_DIMS ? 0 : (1u << rank) - 1; /* no list: all axes */
+    for (uint32_t i = 0; a && a->kind == OM_ATTR_DIMS && i < a->n; i++) mask |= 1u << a->dims[i];
+    for (int i = 0; i < rank; i++)
+        if (mask >> i & 1) axes[n++] = i;
     EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_int_list(w, axes, n));
-    write_int(w, "keepdims", om_node_int(w->n, "keepdims", 0));
+    write_int(w, "keepdims", om_node_int(w->n, "keepdims", 0) != 0);
     write_int(w, "noop_with_empty_axes", 1);
 }
 static void rule_arg(writer *w, const char *onnx) {
@@ -717,6 +721,9 @@ static om_status write_graph(writer *w) {
         if (v->role == OM_GRAD_IN || (v->role == OM_ACT && g->nodes.v[v->node].phase != OM_FORWARD)) w->name[i] = "";
         else w->name[i] = write_unique(w, v->name ? v->name : s);
     }
+    for (om_id i = 0; i < g->syms.n; i++)
+        if (g->syms.v[i].input == OM_NONE)
+            return om_fail(w->cx, OM_INVALID, "writing ONNX: the size %s is not bound to a graph input", g->syms.v[i].name);
     for (om_id i = 0; i < g->inputs.n && !FAILED(w); i++) {
         const om_value *v = om_val(g, g->inputs.v[i]);
         if (v->role == OM_GRAD_IN) continue;

@@ -1,4 +1,4 @@
-/* strmap.h - a map from strings to 32-bit ids, for the readers of text and ONNX.
+/* strmap.h - what the readers of text and ONNX share about strings: a map from strings to 32-bit ids, and validity.
  *
  * Open addressing with linear probing, a power of two of slots, at most half full. Keys are borrowed: they must outlive
  * the map. The first insertion of a key wins, as names in a graph are defined once; the caller sees the earlier id.
@@ -64,5 +64,22 @@ static inline void om_strmap_free(om_strmap *m) {
     om_free(m->cx, m->slot);
     m->slot = NULL;
     m->n = m->size = 0;
+}
+
+/* Well-formed UTF-8 without NUL, overlong forms or surrogates: names end up in Python strings. */
+static inline bool om_utf8_valid(const char *s, size_t n) {
+    const unsigned char *p = (const unsigned char *)s, *end = p + n;
+    while (p < end) {
+        unsigned char c = *p++;
+        if (c == 0) return false;
+        if (c < 0x80) continue;
+        int more = c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf5 ? 3 : 0;
+        if (!more || end - p < more) return false;
+        if ((c == 0xe0 && p[0] < 0xa0) || (c == 0xed && p[0] > 0x9f) || (c == 0xf0 && p[0] < 0x90) || (c == 0xf4 && p[0] > 0x8f))
+            return false;
+        for (; more; more--)
+            if ((*p++ & 0xc0) != 0x80) return false;
+    }
+    return true;
 }
 #endif

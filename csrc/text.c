@@ -2,7 +2,7 @@
  *
  *   graph {
  *     sym s0 = x[1]                          # size of an input's axis;  sym s3 = value of n: a 0-d integer input;  sym s4: unbound
- *     input x: f32[2, s0*12 + 3]             # roles: input param buffer grad_in
+ *     input x: f32[2, s0, s0*12 + 3]         # roles: input param buffer grad_in
  *     param w "odd name": f32[7, 768]        # the string is the name where it is no identifier
  *     const c0: i64[2] = [1, 2]              # up to 32 numbers, else the bytes: hex "0a0b.."
  *     y = permute(w) {perm=[1, 0]}: f32[768, 7]
@@ -489,7 +489,7 @@ static om_status text_quoted(text_in *in, const char **out) {
     *d = 0;
     in->p++;
     *out = s;
-    return OM_OK;
+    return om_utf8_valid(s, (size_t)(d - s)) ? OM_OK : text_err(in, "the string before is not UTF-8");
 }
 
 /* One size expression: up to a comma or ] outside parentheses. */

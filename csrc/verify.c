@@ -54,15 +54,6 @@ static om_status verify_exprs(const om_graph *g) {
             VERIFY_GRAPH(g, (e->a >= 0 || ~e->a < (om_dim)i) && (e->b >= 0 || ~e->b < (om_dim)i),
                          "size expression %u refers to a later one", i);
     }
-    for (om_id i = 0; i < g->syms.n; i++) {
-        const om_sym *s = &g->syms.v[i];
-        VERIFY_GRAPH(g, s->name, "symbol %u has no name", i);
-        if (s->input == OM_NONE) continue;
-        VERIFY_GRAPH(g, s->input < g->inputs.n, "symbol %s is bound to graph input %u of %u", s->name, s->input, g->inputs.n);
-        const om_type *t = om_ty(g, g->inputs.v[s->input]);
-        VERIFY_GRAPH(g, s->axis >= 0 ? s->axis < t->rank : t->rank == 0 && om_is_int(t->dtype),
-                     "symbol %s is bound to axis %d of an input of rank %d", s->name, s->axis, t->rank);
-    }
     return OM_OK;
 }
 
@@ -84,6 +75,22 @@ static om_status verify_values(const om_graph *g) {
             VERIFY_GRAPH(g, v->role <= OM_GRAD_IN && v->node == OM_NONE && v->input < g->inputs.n && g->inputs.v[v->input] == i,
                          "value %u is no proper graph input", i);
         }
+    }
+    return OM_OK;
+}
+
+static om_status verify_syms(const om_graph *g) {
+    for (om_id i = 0; i < g->syms.n; i++) {
+        const om_sym *s = &g->syms.v[i];
+        VERIFY_GRAPH(g, s->name, "symbol %u has no name", i);
+        if (s->input == OM_NONE) continue;
+        VERIFY_GRAPH(g, s->input < g->inputs.n, "symbol %s is bound to graph input %u of %u", s->name, s->input, g->inputs.n);
+        const om_type *t = om_ty(g, g->inputs.v[s->input]);
+        VERIFY_GRAPH(g, s->axis >= 0 ? s->axis < t->rank : t->rank == 0 && om_is_int(t->dtype),
+                     "symbol %s is bound to axis %d of an input of rank %d", s->name, s->axis, t->rank);
+        om_dim d = s->axis >= 0 ? t->dim[s->axis] : 0; /* a size is read off an axis that is exactly that size */
+        VERIFY_GRAPH(g, s->axis < 0 || (d < 0 && g->exprs.v[~d].kind == OM_DIM_SYM && g->exprs.v[~d].a == (om_dim)i),
+                     "symbol %s is bound to axis %d of an input, which has another size", s->name, s->axis);
     }
     return OM_OK;
 }
@@ -137,6 +144,7 @@ om_status om_verify(const om_graph *graph) {
     if (g->cx->status != OM_OK) return g->cx->status;
     OM_TRY(verify_exprs(g));
     OM_TRY(verify_values(g));
+    OM_TRY(verify_syms(g));
     for (om_id i = 0; i < g->nodes.n; i++) OM_TRY(verify_node(g, i));
     for (om_id i = 0; i < g->outputs.n; i++)
         VERIFY_GRAPH(g, g->outputs.v[i] < g->values.n, "output %u is value %u of %u", i, g->outputs.v[i], g->values.n);

@@ -37,7 +37,7 @@ from .report import EagerEntry, GraphEntry, HostEntry, Report
 
 logger = logging.getLogger("ortmodule")
 
-_EAGER_LIMIT = 64  # call structures of one module remembered
+_SITE_LIMIT = 64  # states of one module remembered with their tensors
 _EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
@@ -216,7 +216,7 @@ class State:
                 elif _holds_cache(args, kwargs):
                     entry.eager = self.eager_entry("an argument is a generation cache, which forward edits and which grows at every call")
             site = _Site(entry, fast, own)
-            if len(self.sites) >= _EAGER_LIMIT:
+            if len(self.sites) >= _SITE_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
             self.sites[fast, structure, env, key[3]] = site
             return site

@@ -240,7 +240,8 @@ def _fp64():
     torch.set_default_dtype(before)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
           phases=(Phase.explicit, Phase.generate, Phase.shrink))  # fmt: skip
 @given(st.lists(ACTIONS, min_size=5, max_size=30))
 def test_random_histories(history):

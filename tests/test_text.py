@@ -16,8 +16,9 @@ import engine
 from engine import EngineError, Graph
 
 EVERYTHING = """graph {
-  sym s0 = x[1]
+  sym s0 = len[0]
   sym s3 = value of n
+  input len: f32[s0]
   input x: f32[2, s0*12 + 3, 4]
   input n: i64[]
   param _7_odd_name_ "7 odd\\x09name\\"": f32[5, 7]
@@ -138,6 +139,8 @@ def test_errors_have_a_place(line: str, message: str) -> None:
 def test_verify_finds_what_text_can_state() -> None:
     with pytest.raises(EngineError, match="write 0 stores f32 of rank 1 into an input of f32 of rank 2"):
         Graph.parse("graph {\n input x: f32[3]\n input m: f32[3, 1]\n y = tanh(x)\n write y -> m\n}").verify()
+    with pytest.raises(EngineError, match="symbol s0 is bound to axis 0 of an input, which has another size"):
+        Graph.parse("graph {\n sym s0 = x[0]\n input x: f32[s0*2]\n y = tanh(x)\n output y\n}").verify()
     with pytest.raises(EngineError, match="random, but it has no stream"):
         Graph.parse("graph {\n input x: f32[3]\n y = dropout(x) {p=0.5}\n output y\n}").verify()
     with pytest.raises(EngineError, match="forward node reads a value of a later phase"):
@@ -184,8 +187,7 @@ def test_simplify(text: str, left: list[str]) -> None:
 
 
 def test_simplify_keeps_values() -> None:
-    text = X + """sym s = x[0]
-      const one: f32[] = 1.0
+    text = X + """const one: f32[] = 1.0
       a = cast(x) {to=f64}
       b = cast(a) {to=f16}
       c = permute(x) {perm=[2, 0, 1]}
