@@ -104,6 +104,16 @@ void om_plan_free(om_ctx *cx, om_plan *p);
 int om_plan_key_size(const om_graph *g);
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key);
 
+/* What lives at the call where arena + outputs + gradients are largest, largest first (peak.c). *n: rows written, at most max. */
+typedef struct om_live {
+    int64_t size;
+    uint8_t where;             /* om_where */
+    bool scratch;              /* a kernel's own, not a value */
+    int32_t first, last;       /* calls */
+    om_id node;                /* that made it; OM_NONE: a copy the planner added */
+} om_live;
+om_status om_plan_peak(om_ctx *cx, const om_plan *p, om_live *out, int max, int *n, int *call, int64_t *bytes);
+
 /* --- running ------------------------------------------------------------------------------------
  * The host fills the bases, then steps. om_run_step returns OM_OK when `stop` is reached, OM_HOST with run->host_call set
  * when calls[run->host_call] is the host's to do: it reads om_run_arg()s, writes the outputs, calls om_run_step again. */

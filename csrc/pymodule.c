@@ -716,6 +716,28 @@ static PyObject *Run_plan_ms(PyObject *o, void *closure) {
 
 /* --- reports ------------------------------------------------------------------------------------ */
 
+static PyObject *plan_largest(const om_plan *p) {
+    om_live rows[24];
+    int n, call;
+    int64_t bytes;
+    om_ctx *cx = om_ctx_new(NULL);
+    om_status s = cx ? om_plan_peak(cx, p, rows, 24, &n, &call, &bytes) : OM_NOMEM;
+    om_ctx_free(cx);
+    if (s != OM_OK) return PyErr_NoMemory();
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < n; i++) {
+        const om_node *node = rows[i].node == OM_NONE ? NULL : &p->g->nodes.v[rows[i].node];
+        const om_scope *at = node && node->scope != OM_NONE ? &p->g->scopes.v[node->scope] : NULL;
+        PyObject *row = Py_BuildValue("{s:L,s:s,s:s,s:s,s:z,s:i,s:z}", "bytes", (long long)rows[i].size, "class",
+                                      rows[i].scratch ? "scratch" : rows[i].where == OM_W_OUTPUT ? "output" : rows[i].where == OM_W_GRAD ? "gradient"
+                                      : rows[i].first < p->n_forward && rows[i].last >= p->n_forward ? "kept for backward" : "temporary",
+                                      "op", node ? node->op->name : "copy", "phase", rows[i].first < p->n_forward ? "forward" : "backward",
+                                      "file", at ? at->file : NULL, "line", at ? at->line : 0, "module", at ? at->module : NULL);
+        if (list_add(list, row)) Py_CLEAR(list);
+    }
+    return list;
+}
+
 static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
     (void)none;
     const om_plan *plans[512];
@@ -729,9 +751,11 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
             if (!v || PyDict_SetItemString(sizes, p->g->syms.v[k].name, v)) Py_CLEAR(sizes);
             Py_XDECREF(v);
         }
-        PyObject *row = sizes ? Py_BuildValue("{s:i,s:N,s:d,s:L,s:{s:L,s:L,s:L},s:i}", "variant", p->variant, "sizes", sizes, "plan_ms", p->ms,
+        PyObject *largest = sizes ? plan_largest(p) : NULL;
+        if (!largest) Py_CLEAR(sizes);
+        PyObject *row = sizes ? Py_BuildValue("{s:i,s:N,s:d,s:L,s:{s:L,s:L,s:L},s:i,s:N}", "variant", p->variant, "sizes", sizes, "plan_ms", p->ms,
                                               "arena_bytes", (long long)p->bytes.arena, "peak_bytes", "activations", (long long)p->bytes.arena,
-                                              "gradients", (long long)p->bytes.grads, "outputs", (long long)p->bytes.outputs, "calls", p->n_calls)
+                                              "gradients", (long long)p->bytes.grads, "outputs", (long long)p->bytes.outputs, "calls", p->n_calls, "largest", largest)
                               : NULL;
         if (list_add(list, row)) Py_CLEAR(list);
     }
