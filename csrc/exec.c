@@ -11,6 +11,7 @@ static void *storage_base(const om_run *r, const om_storage *s) {
     case OM_W_INPUT: return r->input[s->index];
     case OM_W_OUTPUT: return r->output[s->index];
     case OM_W_GRAD: return r->grad[s->index];
+    case OM_W_LOAN: return r->loan[s->index];
     default: return (void *)s->data;
     }
 }

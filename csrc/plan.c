@@ -356,13 +356,19 @@ static void in_place(planner *pl) {
             if (!(mask >> j & 1) || c->arg[j].storage == OM_NONE) continue;
             uint32_t from = root(pl, c->arg[j].storage), to = root(pl, out->storage);
             om_storage *sf = &pl->st.v[from], *so = &pl->st.v[to];
-            if (from == to || sf->where != OM_W_ARENA || sf->last != (int)i || so->first != (int)i) continue;
+            bool loan = sf->where == OM_W_OUTPUT && so->where == OM_W_ARENA && (int)i >= pl->p->n_forward;
+            if (from == to || (sf->where != OM_W_ARENA && !loan) || sf->last != (int)i || so->first != (int)i) continue;
             if (c->arg[j].offset != 0 || sf->size != so->size || out->offset != 0 || !same_layout(&c->arg[j], out)) continue;
             bool clash = false;
             for (int k = 0; k < c->n_in; k++)
                 clash |= k != j && c->arg[k].storage != OM_NONE && root(pl, c->arg[k].storage) == from && !same_layout(&c->arg[k], out);
             for (int k = c->n_in + 1; k < c->n_in + c->n_out; k++) clash |= root(pl, c->arg[k].storage) == from;
             if (clash) continue;
+            if (loan) {
+                so->where = OM_W_LOAN;
+                so->index = sf->index;
+                break;
+            }
             /* the operand moves into the output's storage: that one may be a block of the host's (OUTPUT, GRAD) */
             if (so->where != OM_W_ARENA && ((int)i >= pl->p->n_forward) != (sf->first >= pl->p->n_forward)) continue;
             pl->alias[from] = to;
@@ -476,6 +482,7 @@ static void bytes_count(planner *pl) {
         if (pl->alias[i] != i) continue;
         if (s->where == OM_W_OUTPUT) b->outputs += s->size;
         if (s->where == OM_W_GRAD) b->grads += s->size;
+        if (s->where == OM_W_LOAN) b->loans += s->size;
         if (s->where == OM_W_ARENA && s->first < pl->p->n_forward && s->last >= pl->p->n_forward) b->kept += s->size;
     }
 }

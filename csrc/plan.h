@@ -18,12 +18,16 @@
  *     OUTPUT   a block of its own that the host owns when the forward has ended: what a user can hold is never in the arena.
  *     GRAD     the same for a returned gradient: sizes, dtype and strides of its input, no other reference, handed over at
  *              the end of its segment and not touched afterwards.
+ *     LOAN     a value of the backward that may overwrite an output nobody reads any more (the gradient of the logits over the
+ *              logits). The host knows whether the user has dropped the output: then that block is lent, else another one. Taken
+ *              when first written, free after the last use.
  *     CONST    in the graph.
  *
  * Rules the planner keeps and tests/test_plan.py checks with code of its own:
  *   - two ARENA storages whose lifetimes [first call, last call] meet do not overlap;
  *   - in place: output 0 takes operand j's storage only where the operator allows it, this call is that storage's last use,
  *     both are dense and of one size, no other operand of the call lies in it, and it is ARENA and neither an output nor a gradient;
+ *     where it is an output and the call is of the backward, the result is a LOAN;
  *   - a value that is an output (or a returned gradient) is computed straight into its block when it owns its whole storage
  *     and, for a gradient, is not read after its segment; else it is copied there;
  *   - a graph input that is overwritten (write-back) and still read by backward is first copied into the arena;
@@ -35,13 +39,13 @@
 
 #include "exec.h"
 
-typedef enum om_where { OM_W_ARENA, OM_W_INPUT, OM_W_OUTPUT, OM_W_GRAD, OM_W_CONST } om_where;
+typedef enum om_where { OM_W_ARENA, OM_W_INPUT, OM_W_OUTPUT, OM_W_GRAD, OM_W_LOAN, OM_W_CONST } om_where;
 
 typedef struct om_storage {
     int64_t size, offset;      /* bytes; offset within the arena */
     int32_t first, last;       /* calls */
     uint8_t where;
-    uint32_t index;            /* INPUT: graph input; OUTPUT: user output; GRAD: entry of graph->grads */
+    uint32_t index;            /* INPUT: graph input; OUTPUT: user output; GRAD: entry of graph->grads; LOAN: user output */
     const void *data;          /* CONST */
 } om_storage;
 
@@ -63,7 +67,7 @@ typedef struct om_call {
     uint32_t scratch;          /* storage or OM_NONE */
 } om_call;
 
-typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads; } om_plan_bytes; /* kept: arena bytes alive between forward and backward */
+typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads, loans; } om_plan_bytes; /* kept: arena bytes alive between forward and backward */
 
 struct om_plan {
     const om_graph *g;
@@ -125,6 +129,7 @@ struct om_run {
     void **input;              /* per graph input: data or NULL when not needed */
     void **output;             /* per user output */
     void **grad;               /* per graph->grads entry */
+    void **loan;               /* per user output */
     int pc, host_call;
     bool host_pending;
     bool skip_writes;          /* a repeated forward must not update buffers twice */

@@ -72,6 +72,7 @@ om_block *om_block_get(size_t size) {
         if (b) b->data = size < SMALL ? aligned_alloc(64, cap) : map(cap);
         if (b && !b->data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
             while (pool.n) unmap_at(pool.n - 1);
+    pool.st.peak_live = pool.st.live;
             b->data = map(cap);
         }
         if (b && !b->data) {

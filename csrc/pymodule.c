@@ -100,7 +100,7 @@ typedef struct Run {
     PyObject *held;            /* the tensors given: alive while addresses are used */
     om_ctx *cx;
     om_run r;
-    om_block *arena, **output, **grad;
+    om_block *arena, **output, **grad, **loan;
     void *temp;                /* dense copies of arriving gradients: list of om_alloc'd pointers */
     bool backward, done, exported_outputs, keep;
     double plan_ms;
@@ -405,12 +405,15 @@ static void run_blocks_free(Run *self) {
     if (p) {
         for (uint32_t i = 0; self->output && i < p->g->outputs.n; i++) om_block_put(self->output[i]);
         for (uint32_t i = 0; self->grad && i < p->g->grads.n; i++) om_block_put(self->grad[i]);
+        for (uint32_t i = 0; self->loan && i < p->g->outputs.n; i++) om_block_put(self->loan[i]);
     }
     om_block_put(self->arena);
     free(self->output);
     free(self->grad);
+    free(self->loan);
     free(self->r.input);
     free(self->r.output);
+    free(self->r.loan);
     free(self->r.grad);
     for (void **t = self->temp; t;) {
         void **next = *t;
@@ -418,8 +421,8 @@ static void run_blocks_free(Run *self) {
         t = next;
     }
     self->arena = NULL;
-    self->output = self->grad = NULL;
-    self->r.input = self->r.output = self->r.grad = NULL;
+    self->output = self->grad = self->loan = NULL;
+    self->r.input = self->r.output = self->r.grad = self->r.loan = NULL;
     self->temp = NULL;
 }
 
@@ -448,10 +451,12 @@ static int run_arrays(Run *self, const om_plan *p) {
     self->r.input = calloc(p->g->inputs.n + 1, sizeof(void *));
     self->r.output = calloc(p->g->outputs.n + 1, sizeof(void *));
     self->r.grad = calloc(p->g->grads.n + 1, sizeof(void *));
+    self->r.loan = calloc(p->g->outputs.n + 1, sizeof(void *));
+    self->loan = calloc(p->g->outputs.n + 1, sizeof *self->loan);
     self->output = calloc(p->g->outputs.n + 1, sizeof *self->output);
     self->grad = calloc(p->g->grads.n + 1, sizeof *self->grad);
     if (self->model->profiling) self->r.profile = &self->model->profile;
-    if (!self->r.input || !self->r.output || !self->r.grad || !self->output || !self->grad) {
+    if (!self->r.input || !self->r.output || !self->r.grad || !self->r.loan || !self->output || !self->grad || !self->loan) {
         PyErr_NoMemory();
         return -1;
     }
@@ -540,13 +545,34 @@ static int backward_input(Run *self, uint32_t i, const om_tensor *t, const char 
     return 0;
 }
 
+/* A saved output that hooks have brought back with other strides is copied. */
+static int output_given(Run *self, uint32_t i, const om_tensor *t) {
+    om_tensor copy = self->r.plan->output[i];
+    if (t->dtype != copy.dtype || t->rank != copy.rank || memcmp(t->dim, copy.dim, copy.rank * sizeof *copy.dim)) {
+        PyErr_Format(PyExc_ValueError, "backward: output %u has another dtype or shape than in the forward", i);
+        return -1;
+    }
+    self->r.output[i] = t->data;
+    if (om_is_dense(t)) return 0;
+    if (!(copy.data = run_temp(self, (size_t)tensor_bytes(&copy))) || om_copy(self->cx, t, &copy) != OM_OK) {
+        om_py_error(self->cx);
+        return -1;
+    }
+    self->r.output[i] = copy.data;
+    return 0;
+}
+
 static PyObject *Model_backward(PyObject *o, PyObject *args, PyObject *kw) {
-    static char *names[] = {"variant", "arena", "tensors", "outputs", "grads", "seed", "host", NULL};
+    static char *names[] = {"variant", "arena", "tensors", "outputs", "grads", "seed", "host", "dropped", NULL};
     Model *model = (Model *)o;
     int variant;
     unsigned long long seed = 0;
+    const char *dropped = NULL; /* per user output: nobody else will ever read it */
+    Py_ssize_t n_dropped = 0;
     PyObject *arena, *tensors, *outputs, *grads, *host = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "iOOOO|KO:backward", names, &variant, &arena, &tensors, &outputs, &grads, &seed, &host)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "iOOOO|KOz#:backward", names, &variant, &arena, &tensors, &outputs, &grads, &seed, &host, &dropped,
+                                     &n_dropped))
+        return NULL;
     const om_variant *vr = om_model_variant_at(model->m, variant);
     if (!vr) return PyErr_Format(PyExc_ValueError, "variant %d does not exist", variant);
     const om_graph *g = vr->g;
@@ -570,7 +596,11 @@ static PyObject *Model_backward(PyObject *o, PyObject *args, PyObject *kw) {
     self->r.arena = ar.data;
     for (uint32_t i = 0; i < n; i++)
         if (in[i].dtype && backward_input(self, i, &in[i], "graph input")) goto fail;
-    for (uint32_t i = 0; i < n_out; i++) self->r.output[i] = out[i].dtype ? out[i].data : NULL;
+    for (uint32_t i = 0; i < n_out; i++) {
+        if (!out[i].dtype) continue;
+        if (output_given(self, i, &out[i])) goto fail;
+        if (dropped && (Py_ssize_t)i < n_dropped && dropped[i] && self->r.output[i] == out[i].data) self->r.loan[i] = out[i].data;
+    }
     uint32_t slot = n;
     for (uint32_t i = 0; i < n_out; i++) {
         bool due = vr->arriving[i] && om_is_float(om_ty(g, g->outputs.v[i])->dtype);
@@ -589,16 +619,30 @@ fail:
     return NULL;
 }
 
-/* Gradient blocks are taken when the first call that writes them is about to run. */
-static int run_grads_take(Run *self, int stop) {
+/* Blocks of gradients, and of loans that do not overwrite an output, are taken when the first call that writes them is about to run. */
+static int run_blocks_take(Run *self, int stop) {
     const om_plan *p = self->r.plan;
     for (uint32_t i = 0; i < p->n_st; i++) {
         const om_storage *s = &p->st[i];
-        if (s->where != OM_W_GRAD || s->first >= stop || s->last < self->r.pc || self->grad[s->index]) continue;
-        if (!(self->grad[s->index] = block_or_error(s->size))) return -1;
-        self->r.grad[s->index] = self->grad[s->index]->data;
+        if ((s->where != OM_W_GRAD && s->where != OM_W_LOAN) || s->first >= stop || s->last < self->r.pc) continue;
+        om_block **block = s->where == OM_W_GRAD ? &self->grad[s->index] : &self->loan[s->index];
+        void **data = s->where == OM_W_GRAD ? &self->r.grad[s->index] : &self->r.loan[s->index];
+        if (*data) continue;
+        if (!(*block = block_or_error(s->size))) return -1;
+        *data = (*block)->data;
     }
     return 0;
+}
+
+static void run_loans_return(Run *self) {
+    const om_plan *p = self->r.plan;
+    for (uint32_t i = 0; i < p->n_st; i++) {
+        const om_storage *s = &p->st[i];
+        if (s->where != OM_W_LOAN || s->last >= self->r.pc || !self->loan[s->index]) continue;
+        om_block_put(self->loan[s->index]);
+        self->loan[s->index] = NULL;
+        self->r.loan[s->index] = NULL;
+    }
 }
 
 static PyObject *Run_resume(PyObject *o, PyObject *args) {
@@ -610,11 +654,12 @@ static PyObject *Run_resume(PyObject *o, PyObject *args) {
     if (segment >= p->n_segments) return PyErr_Format(PyExc_ValueError, "segment %d does not exist: there are %d", segment, p->n_segments);
     int stop = !self->backward ? p->n_forward : segment < 0 ? p->n_calls : p->seg_end[segment];
     if (self->r.host_pending) return PyErr_Format(PyExc_RuntimeError, "the results of a host node are due: call host_done first");
-    if (self->backward && run_grads_take(self, stop)) return NULL;
+    if (self->backward && run_blocks_take(self, stop)) return NULL;
     om_status s;
     Py_BEGIN_ALLOW_THREADS;
     s = om_run_step(&self->r, stop);
     Py_END_ALLOW_THREADS;
+    if (self->backward) run_loans_return(self);
     if (s == OM_OK) Py_RETURN_NONE;
     if (s != OM_HOST) {
         self->done = true;

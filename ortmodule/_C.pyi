@@ -15,7 +15,7 @@ def pool_stats() -> dict[str, int]:
     """Bytes of the block pool: 'live' (handed out), 'free' (kept for reuse), 'peak_live'."""
 
 def pool_trim() -> int:
-    """Give free blocks back to the system; returns bytes."""
+    """Give free blocks back to the system and let peak_live start anew; returns bytes."""
 
 def guard_hash(dicts: Sequence[dict[str, Any]]) -> int:
     """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry of the
@@ -71,19 +71,21 @@ class Model:
         """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that get a gradient
         (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
         list of int; reads_outputs: user outputs whose data backward reads; reaches: user
-        outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads); host_nodes: list of (uid, host_index, is_backward, want): uid is
-        shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
+        outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads); host_nodes: list of
+        (uid, host_index, is_backward, want): uid is shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
         order; ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> Run:
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.
         write=False: leave the graph inputs of `writes` as they are (a forward run again for other output gradients)."""
     def backward(self, variant: int, arena: Tensor, tensors: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
-                 grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor]) -> Run:
+                 grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor], dropped: bytes | None = None) -> Run:
         """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be given; grads: one per
-        user output (None where it does not arrive: must match `arriving`); host: Run.host_kept() of the forward."""
+        user output (None where it does not arrive: must match `arriving`); host: Run.host_kept() of the forward.
+        dropped: per user output, 1 when nobody else reads its memory any more, so that its gradient may take the place."""
     def plan_report(self) -> list[dict[str, Any]]:
-        """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients', 'outputs'), calls."""
+        """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients', 'outputs'), calls,
+        largest (what lies in memory at the peak)."""
     def profile(self, on: bool) -> list[dict[str, Any]]:
         """Switch timing of nodes on or off; returns and clears what was gathered: op, count, ms."""
 
@@ -94,7 +96,8 @@ class Run:
         """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, uid, its inputs). The inputs are
         strided views of engine memory, valid until the run ends (clone to keep); None where left out. Answer with host_done, then resume
         again. In a backward the inputs are the gradients of the forward node's floating-point outputs (zeros where none
-        arrived) and the answer is one gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same in both directions."""
+        arrived) and the answer is one gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same
+        in both directions."""
     def host_done(self, outputs: Sequence[Tensor | None]) -> None:
         """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
     def outputs(self) -> list[Tensor]:

@@ -22,8 +22,10 @@ reference to a gradient after returning it (AccumulateGrad copies what others ho
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from math import prod
 from threading import get_ident
 from time import perf_counter
@@ -41,6 +43,7 @@ from .host import Host, Regions, Want
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
 _SEED_END = 2**63 - 1
+_hooks: Callable[[bool], object] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 _SMALL = 4 << 20  # bytes copied without a second thought
 _SMALL_BUFFER = 1 << 13  # elements
 
@@ -71,6 +74,7 @@ class Variant:
         self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
+        self.lendable = [(place, i) for place, i in enumerate(self.reads_outputs) if i in self.through]
         self.want: Want = {(index, uid): list(want) for uid, index, backward, want in info["host_nodes"] if backward}
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
@@ -100,8 +104,8 @@ class Variant:
 class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
-    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "host_kept", "kinds", "live", "outs", "random_state", "regions",
-                 "seed", "tensors", "variant", "versions")  # fmt: skip
+    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "hooked", "host_kept", "kinds", "live", "outs", "random_state",
+                 "regions", "seed", "tensors", "variant", "versions")  # fmt: skip
 
     graph: Graph
     variant: Variant
@@ -115,6 +119,7 @@ class Step:
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
     kinds: list[tuple[torch.Size, torch.dtype]]  # of the user outputs
     live: dict[int, _Live]
+    hooked: bool  # saved tensors went through hooks: who holds them cannot be told
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
     autocast: torch.dtype | None
@@ -148,6 +153,7 @@ class Graph:
     def __init__(self, captured: Captured, segment_mb: float) -> None:
         self.captured = captured
         self.model = _C.Model(captured.onnx)
+        _holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
         self.random: bool = self.model.random
@@ -307,13 +313,14 @@ class Graph:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def backward(self, step: Step, arena: Tensor, outputs: Sequence[Tensor | None], grads: list[Tensor | None], keep: bool) -> _Live:
-        """Starts a backward over what the step's forward left."""
+    def backward(self, step: Step, arena: Tensor, outputs: Sequence[Tensor | None], grads: list[Tensor | None], keep: bool,
+                 dropped: bytes | None) -> _Live:  # fmt: skip
+        """Starts a backward over what the step's forward left. dropped: outputs whose memory may be overwritten."""
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
         for i, t in step.aliases.items():
             tensors[i] = t
         state = arena.clone() if keep else arena
-        run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept)
+        run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept, dropped)
         return _Live(run, None, keep)
 
     def reads_outputs_too(self, step: Step, arriving: bytes) -> bool:
@@ -465,9 +472,59 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
     outputs: list[Tensor | None] = [None] * graph.n_outputs
     for place, i in enumerate(variant.reads_outputs):
         outputs[i] = saved[1 + place]
-    live = graph.backward(step, saved[0], outputs, grads, keep)
+    dropped = None
+    if not keep and variant.lendable and not step.hooked:
+        flags = bytearray(graph.n_outputs)
+        for place, i in variant.lendable:
+            flags[i] = dropped_by_all(saved[1 + place])
+        dropped = bytes(flags)
+    live = graph.backward(step, saved[0], outputs, grads, keep, dropped)
     live.only = only
     return live
+
+
+def _holders(t: Tensor) -> int:
+    storage = t.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count + sys.getrefcount(storage)  # somebody may hold the storage object itself
+
+
+class _Probe(Function):
+    """How many holders a saved output has, seen from its Function's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
+        out = x.new_zeros(2)
+        ctx.seen = seen
+        ctx.save_for_backward(out)
+        return x.sum(), out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
+        ctx.seen.append(_holders(ctx.saved_tensors[0]))
+        return None, None
+
+
+@cache
+def _holders_when_dropped() -> int:
+    """The count that means: only autograd holds it, for the next moment. -1: this PyTorch cannot tell."""
+    try:
+        seen: list[int] = []
+        with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks("ortmodule"):
+            for hold in (False, True):
+                loss, out = _Probe.apply(seen, torch.zeros(1, requires_grad=True))
+                view = out.view(1, 2) if hold else None
+                del out
+                loss.backward()
+                del view
+        return seen[0] if seen[1] > seen[0] else -1
+    except (AttributeError, RuntimeError, TypeError):
+        return -1
+
+
+def dropped_by_all(t: Tensor) -> bool:
+    """Is this saved output of a Function, just unpacked in its backward, held by nobody else (no tensor, view, array or storage)?"""
+    return _holders(t) == _holders_when_dropped()
 
 
 class Head(Function):
@@ -480,6 +537,7 @@ class Head(Function):
         ctx.set_materialize_grads(False)
         aliases = step.aliases
         ctx.save_for_backward(step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]])
+        step.hooked = _hooks(True) is not None
         step.arena = None
         step.outs = ()
         return tuple([outs[i] for i in variant.through])

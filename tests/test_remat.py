@@ -48,13 +48,14 @@ CASES = {
     # name: (text, wanted, shapes of inputs, kept without, kept with)
     "activation": (MLP + "a = gelu_tanh(h)\n y = matmul(a, v, _)\n output y", [0, 1, 1], {"matmul", "gelu_tanh"}, {"matmul"}),
     "chain": (MLP + "s = sigmoid(h)\n a = mul(h, s)\n y = matmul(a, v, _)\n output y", [0, 1, 1], {"matmul", "sigmoid", "mul"}, {"matmul"}),
-    "through a view": (MLP + "a = gelu_tanh(h)\n r = reshape(a) {shape=[1, 7, 11]}\n q = reshape(r) {shape=[7, 11]}\n y = matmul(q, v, _)\n output y",
-                       [0, 1, 1], {"matmul", "gelu_tanh"}, {"matmul"}),
+    "through a view": (MLP + "a = gelu_tanh(h)\n r = reshape(a) {shape=[1, 7, 11]}\n q = reshape(r) {shape=[7, 11]}\n y = matmul(q, v, _)\n "
+                       "output y", [0, 1, 1], {"matmul", "gelu_tanh"}, {"matmul"}),
     "dropout": (MLP + "a = tanh(h)\n d = dropout(a) {p=0.5} rng=1\n y = matmul(d, v, _)\n output y", [0, 1, 1], {"tanh", "dropout"}, {"tanh"}),
-    "an output stays": (MLP + "a = gelu_tanh(h)\n y = matmul(a, v, _)\n output y\n output a", [0, 1, 1], {"matmul", "gelu_tanh"}, {"matmul", "gelu_tanh"}),
+    "an output stays": (MLP + "a = gelu_tanh(h)\n y = matmul(a, v, _)\n output y\n output a", [0, 1, 1], {"matmul", "gelu_tanh"},
+                        {"matmul", "gelu_tanh"}),
     "nothing to compute it from": (MLP + "a = relu(h)\n y = matmul(a, v, _)\n output y", [0, 1, 1], {"relu"}, {"relu"}),
-    "of inputs alone": ("input x: f64[7, 5]\n param w: f64[5, 11]\n param v: f64[11, 3]\n a = tanh(x)\n h = matmul(a, w, _)\n y = matmul(h, v, _)\n output y",
-                        [0, 1, 1], {"tanh", "matmul"}, {"tanh", "matmul"}),
+    "of inputs alone": ("input x: f64[7, 5]\n param w: f64[5, 11]\n param v: f64[11, 3]\n a = tanh(x)\n h = matmul(a, w, _)\n "
+                        "y = matmul(h, v, _)\n output y", [0, 1, 1], {"tanh", "matmul"}, {"tanh", "matmul"}),
 }  # fmt: skip
 
 
