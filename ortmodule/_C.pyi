@@ -72,7 +72,8 @@ class Model:
         (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
         list of int; reads_outputs: user outputs whose data backward reads; reaches: user
         outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads); host_nodes: list of
-        (uid, host_index, is_backward, want): uid is shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
+        (uid, host_index, is_backward, want): uid is
+        shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
         order; ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> Run:
