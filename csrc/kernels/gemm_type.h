@@ -1,12 +1,15 @@
 /* gemm_type.h - the part of gemm.k.c that is written once and compiled per compute type (after vec.h). */
-/* A block of B, (GEMM_KC, GEMM_WIDTH * NR), lives in L2; a panel of A passes over all of it before the next one, so A comes
- * from L3 once per block of columns. On two cores that share their L3 with others, blocks of one panel lose up to 20 % as
- * soon as L3 is busy, four and eight do not; depths of 384 and 512 are within 2 % of each other, 256 and 768 lose. */
+/* A block of B, (GEMM_KC, GEMM_WIDTH * NR), and a group of panels of A, (GEMM_GROUP * MR, GEMM_KC), lie in L2 together; within them one
+ * panel of B meets all panels of the group. A comes from L3 once per block of columns. On two cores that share their L3 with others, blocks
+ * of one panel lose up to 20 % as soon as L3 is busy, four and eight do not; depths of 384 and 512 are within 2 % of each other. */
 #ifndef GEMM_KC
 #define GEMM_KC 512
 #endif
 #ifndef GEMM_WIDTH
 #define GEMM_WIDTH (OM_VBYTES == 64 ? 2 : 4)
+#endif
+#ifndef GEMM_GROUP
+#define GEMM_GROUP 8
 #endif
 #undef NR
 #define NR (OM_NV * VL)
@@ -190,19 +193,20 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
         int64_t in_place = direct ? width / NR * NR : 0; /* columns */
         N(pack_cols)(g, bp + in_place / NR * GEMM_KC * NR, k0, kc, col0 + in_place, col1);
         t.add = g->beta || k0 > 0;
-        for (int64_t i = row0; i < row1; i += OM_MR) {
-            const T *a = (const T *)g->pa + i / OM_MR * size + k0 * OM_MR;
+        for (int64_t i0 = row0; i0 < row1; i0 += GEMM_GROUP * OM_MR)
             for (int64_t j = 0; j < width; j += NR) {
                 int64_t w = width - j < NR ? width - j : NR, ldb = (w + VL - 1) / VL * VL;
                 const T *b = bp + j / NR * GEMM_KC * NR;
                 if (j < in_place) b = (const T *)g->b + k0 * g->rsb + col0 + j, ldb = g->rsb;
-                t.c = narrow ? wide + (i - row0) * COLS + j : (T *)g->c + i * g->rsc + (col0 + j) * g->csc;
                 t.width = narrow ? NR : w;
                 t.bias = g->bias && k0 == 0 ? bias + j : NULL;
-                if (w > NR - VL && row1 - i >= OM_MR) N(tile_full)(kc, a, b, ldb, &t);
-                else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, (int)((w + VL - 1) / VL), kc, a, b, ldb, &t);
+                for (int64_t i = i0; i < row1 && i < i0 + GEMM_GROUP * OM_MR; i += OM_MR) {
+                    const T *a = (const T *)g->pa + i / OM_MR * size + k0 * OM_MR;
+                    t.c = narrow ? wide + (i - row0) * COLS + j : (T *)g->c + i * g->rsc + (col0 + j) * g->csc;
+                    if (w > NR - VL && row1 - i >= OM_MR) N(tile_full)(kc, a, b, ldb, &t);
+                    else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, (int)((w + VL - 1) / VL), kc, a, b, ldb, &t);
+                }
             }
-        }
         k0 += kc;
     } while (k0 < g->k);
     if (narrow)
