@@ -6,11 +6,16 @@
  * when the host runs the pieces one after the other. Row groups exist only to give every thread work when C is narrow.
  * Many products: whole products are the tasks, each worker packing for itself.
  *
+ * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the processor has one.
+ *
  * Orientation. The kernel wants C contiguous along its columns and more columns than VL; when C is column-major, or is
  * narrow and tall, (A B)^T = B^T A^T is computed instead: same numbers, swapped strides.
  */
 #include "gemm.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -24,6 +29,7 @@ enum {
     SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
 };
+static const double HOST_MIN = 1e6; /* m n k: below it a call to the host costs more than it saves */
 static const double MIN_FLOPS = 4e5; /* less work than this does not pay for waking a thread */
 
 typedef struct gemm_run {
@@ -199,13 +205,13 @@ static void gemm_own(om_ctx *cx, const om_gemm_args *a, const gemm_plan *p, char
 
 /* --- the host's BLAS ------------------------------------------------------------------------------- */
 
-enum { FORCE_NONE, FORCE_OWN, FORCE_BLAS };
+enum { FORCE_NONE, FORCE_OWN, FORCE_BLAS, FORCE_HOST };
 static int gemm_forced(void) { /* read once; a race writes the same value twice */
     static atomic_int known;
     int f = atomic_load(&known);
     if (!f) {
         const char *e = getenv("ORTMODULE_GEMM");
-        f = 1 + (e && !strcmp(e, "own") ? FORCE_OWN : e && !strcmp(e, "blas") ? FORCE_BLAS : FORCE_NONE);
+        f = 1 + (e && !strcmp(e, "own") ? FORCE_OWN : e && !strcmp(e, "blas") ? FORCE_BLAS : e && !strcmp(e, "host") ? FORCE_HOST : FORCE_NONE);
         atomic_store(&known, f);
     }
     return f - 1;
@@ -270,11 +276,52 @@ static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s)
     }
 }
 
+/* --- the host's bf16 product (oneDNN inside torch) -------------------------------------------------- */
+
+static bool bf16_native(void) { /* AVX512_BF16 or AMX_BF16; read once, a race writes the same value twice */
+    static atomic_int known;
+    int n = atomic_load(&known);
+    if (!n) {
+        n = 1;
+#if defined(__x86_64__)
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        if (om_isa() == OM_ISA_AVX512) {
+            if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) n = 2;
+            if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1) n = 2;
+        }
+#endif
+        atomic_store(&known, n);
+    }
+    return n == 2;
+}
+
+static bool host_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
+    int forced = gemm_forced();
+    if (a->dtype != OM_BF16 || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0) return false;
+    if (!blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) || !blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) ||
+        !blas_operand(a->m, a->n, a->rsc, a->csc, &b->tc, &b->ldc) || b->tc != 'N')
+        return false;
+    return forced == FORCE_HOST || (bf16_native() && (double)a->m * (double)a->n * (double)a->k >= HOST_MIN);
+}
+
+/* How many of the products the host has done, in order. */
+static int64_t host_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s) {
+    int64_t i = 0;
+    for (; i < a->batch; i++) {
+        const char *pa = (const char *)a->a + (a->off_a ? a->off_a[i] : 0) * 2, *pb = (const char *)a->b + (a->off_b ? a->off_b[i] : 0) * 2;
+        char *pc = (char *)a->c + (a->off_c ? a->off_c[i] : 0) * 2;
+        if (!cx->sv.gemm_bf16(cx->sv.user, a->m, a->n, a->k, pa, s->ta == 'N' ? s->lda : 1, s->ta == 'N' ? 1 : s->lda, pb,
+                              s->tb == 'N' ? s->ldb : 1, s->tb == 'N' ? 1 : s->ldb, a->beta, pc, s->ldc, a->bias))
+            break;
+    }
+    return i;
+}
+
 /* --- the door -------------------------------------------------------------------------------------- */
 
 int64_t om_gemm_scratch(om_ctx *cx, const om_gemm_args *a) {
     gemm_blas blas;
-    if (a->m <= 0 || a->n <= 0 || a->batch <= 0 || blas_chosen(cx, a, &blas)) return 0;
+    if (a->m <= 0 || a->n <= 0 || a->batch <= 0 || blas_chosen(cx, a, &blas) || host_chosen(cx, a, &blas)) return 0;
     int64_t most = 0; /* a run may have fewer threads than its plan, and then cuts the work differently */
     for (int t = om_num_threads(cx); t > 0; t--) {
         gemm_plan p = gemm_plan_make(t, a);
@@ -293,10 +340,21 @@ om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {
         gemm_blas_run(cx, a, &blas);
         return OM_OK;
     }
+    char *mem = a->scratch, *scratch = mem;
+    om_gemm_args rest = *a;
+    if (host_chosen(cx, a, &blas)) {
+        int64_t done = host_run(cx, a, &blas);
+        if (done == a->batch) return OM_OK;
+        rest.batch -= done;
+        if (a->off_a) rest.off_a += done;
+        if (a->off_b) rest.off_b += done;
+        if (a->off_c) rest.off_c += done;
+        a = &rest;
+        mem = scratch = NULL; /* none was asked for */
+    }
     gemm_plan p = gemm_plan_make(om_num_threads(cx), a);
-    char *mem = a->scratch;
     if (!mem && !(mem = om_alloc(cx, (size_t)gemm_own_scratch(&p)))) return OM_NOMEM;
     gemm_own(cx, a, &p, mem);
-    if (!a->scratch) om_free(cx, mem);
+    if (!scratch) om_free(cx, mem);
     return OM_OK;
 }

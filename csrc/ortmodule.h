@@ -83,6 +83,10 @@ typedef struct om_services {
     void (*dgemm)(const char *ta, const char *tb, const int *m, const int *n, const int *k, const double *alpha,
                   const double *a, const int *lda, const double *b, const int *ldb, const double *beta, double *c,
                   const int *ldc);
+    /* C (m, n) = A (m, k) B (k, n) + beta C + bias (n, or NULL) in bf16 with sums in f32, for processors that multiply bf16 natively (the
+     * engine's own kernels widen it to f32). Strides in elements, rows or columns of each contiguous. False: not done, C is untouched. */
+    bool (*gemm_bf16)(void *user, int64_t m, int64_t n, int64_t k, const void *a, int64_t rsa, int64_t csa, const void *b, int64_t rsb,
+                      int64_t csb, int beta, void *c, int64_t rsc, const void *bias);
     void (*log)(void *user, int level, const char *text);              /* level 0 error .. 3 debug */
 } om_services;
 

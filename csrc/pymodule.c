@@ -15,7 +15,8 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 
-extern PyMethodDef om_optim_methods[]; /* pymodule_optim.c */
+extern PyMethodDef om_optim_methods[];                          /* pymodule_optim.c */
+void om_torch_gemm_fill(void *libtorch, om_services *services); /* pymodule_gemm.c */
 
 /* --- services from torch ------------------------------------------------------------------------ */
 
@@ -51,6 +52,7 @@ static void services_fill(void) {
     }
     *(void **)&services.sgemm = dlsym(lib, "sgemm_");
     *(void **)&services.dgemm = dlsym(lib, "dgemm_");
+    om_torch_gemm_fill(lib, &services);
 }
 
 om_ctx *om_py_ctx(void) { return om_ctx_new(&services); }

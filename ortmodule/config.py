@@ -105,7 +105,7 @@ TABLE: tuple[Row, ...] = (
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there: `<prefix><class>_<n>_<mode>.onnx`"),
     Row("ISA", "", "generic, avx2 or avx512", str, "highest instruction set the kernels may use"),
-    Row("GEMM", "", "own or blas", str, "force the matrix multiplication provider"),
+    Row("GEMM", "", "own, blas or host", str, "force the matrix multiplication provider (host: PyTorch's bf16 product)"),
     Row("PASS_LIMIT", "", "an integer", str, "run only the first n rewrites of the graph (to bisect)"),
     Row("NO_REUSE", "", "anything", str, "when set: every value in memory of its own, nothing in place (to find memory errors)"),
     Row("POISON", "", "anything", str, "when set: fill memory that is not in use with NaN (to find memory errors)"),

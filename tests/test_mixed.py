@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,3 +102,30 @@ def test_autocast(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], dtype
 @pytest.mark.parametrize("make", [gpt2, bert, llama])
 def test_weights_in_bf16(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     compare(make, torch.bfloat16, False)
+
+
+HOST = """
+import hashlib, sys
+sys.path.insert(0, {tests!r})
+import test_mixed, torch
+torch.manual_seed(0)
+model, batch = test_mixed.bert()
+model = test_mixed.ORTModule(model)
+_, grads = test_mixed.gradients(model, batch, torch.bfloat16)
+print(hashlib.md5(b"".join(g.numpy().tobytes() for g in grads.values())).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("provider", ["own", "host"])
+def test_provider(provider: str) -> None:
+    """Both bf16 products, chosen by hand: the same rows as above hold, and the two really are two."""
+    here = str(Path(__file__).parent)
+
+    def run(args: list[str], env: str) -> str:
+        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env={**os.environ, "ORTMODULE_GEMM": env}, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    if provider == "host":
+        assert run(["-c", HOST.format(tests=here)], "host") != run(["-c", HOST.format(tests=here)], "own")
+    run(["-m", "pytest", "-q", "-x", __file__, "-k", "bf16 and not provider and (gpt2 or bert)", "-p", "no:cacheprovider"], provider)
