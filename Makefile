@@ -30,7 +30,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op fuzz-bin
+.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -81,7 +81,7 @@ lib: $(B)/libom.a $(B)/libom.so
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ)   # for tests, by ctypes
-	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(OBJ) $(PBC) $(LIBS)
+	@$(CC) -shared -Wl,-Bsymbolic -Wl,-z,defs -o $@ $(OBJ) $(PBC) $(LIBS)
 
 ext: $(EXT)
 PYINC = $(shell $(PY) -c 'import sysconfig;print(sysconfig.get_path("include"))')
@@ -93,8 +93,8 @@ $(EXT): $(OBJ) $(PYOBJ)
 	@$(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/export.map -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
-$(B)/om-opt: $(OBJ) $(B)/tool_om_opt.o   # objects, not libom.a: operators are weak symbols, which do not pull members
-	@$(CC) -o $@ $(B)/tool_om_opt.o $(OBJ) $(PBC) $(LIBS)
+$(B)/om-opt: $(B)/tool_om_opt.o $(B)/libom.a
+	@$(CC) -o $@ $^ $(PBC) $(LIBS)
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S ?= 60

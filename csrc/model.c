@@ -4,14 +4,13 @@
  *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint -> segments
  *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS is dropped
  */
+#include "passes.h"
 #include "plan.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
 enum { MAX_PLANS = 512, MAX_VARIANTS = 64 };
-
-extern const om_pass *const om_passes_forward[] __attribute__((weak)), *const om_passes_joint[] __attribute__((weak)); /* passes.c */
 
 struct om_model {
     om_ctx *cx;              /* services for everything that lives as long as the model */

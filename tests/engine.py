@@ -39,7 +39,7 @@ class EngineError(RuntimeError):
 
 
 def _lib() -> C.CDLL:
-    lib = C.CDLL(os.environ.get("OM_LIB", str(ROOT / "build" / "libom.so")), mode=os.RTLD_LAZY)
+    lib = C.CDLL(os.environ.get("OM_LIB", str(ROOT / "build" / "libom.so")))
     for name in ("om_ctx_new", "om_alloc"):
         getattr(lib, name).restype = C.c_void_p
     lib.om_ctx_message.restype = C.c_char_p
