@@ -4,6 +4,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 B      ?= build
 KB     ?= $(B)
+OWN    ?= $(if $(filter $(KB),$(B)),$(ISAS))
 CC     ?= gcc
 ARCH   := $(shell uname -m)
 EXT    := ortmodule/_C.abi3.so
@@ -26,11 +27,11 @@ endif
 MARCH_generic :=
 MARCH_avx2    := -march=x86-64-v3
 MARCH_avx512  := -march=x86-64-v4
-OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/kernels/%.k.c=$(KB)/kernels/%.$(i).o))
+OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/kernels/%.k.c=$(if $(filter $(i),$(OWN)),$(B),$(KB))/kernels/%.$(i).o))
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op fuzz-bin
+.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -69,19 +70,17 @@ $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -c $< -o $@
 define ISA_RULE
-$(KB)/kernels/%.$(1).o: csrc/kernels/%.k.c
+$(B)/kernels/%.$(1).o: csrc/kernels/%.k.c
 	@mkdir -p $$(@D)
 	@$(CC) $$(CBASE) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -c $$< -o $$@
 endef
-ifeq ($(KB),$(B))   # else: another build's kernels, as they are
-$(foreach i,$(ISAS),$(eval $(call ISA_RULE,$(i))))
-endif
+$(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the build in KB, as they are
 
-lib: $(B)/libom.a $(B)/libom.so
+lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ)   # for tests, by ctypes
-	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(OBJ) $(PBC) $(LIBS)
+	@$(CC) -shared -Wl,-Bsymbolic -Wl,-z,defs -o $@ $(OBJ) $(PBC) $(LIBS)
 
 ext: $(EXT)
 PYINC = $(shell $(PY) -c 'import sysconfig;print(sysconfig.get_path("include"))')
@@ -92,9 +91,24 @@ $(PYOBJ): $(B)/%.o: csrc/%.c | $(VENV)/.stamp
 $(EXT): $(OBJ) $(PYOBJ)
 	@$(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/export.map -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
 
+# --- the same engine with one thing broken on request (csrc/sabotage.h): extension and C interface in one file --------------
+SABOTAGED := $(patsubst csrc/%.c,%,$(shell grep -l '"sabotage.h"' -r csrc --include=*.c))
+SAB_OBJ   := $(SABOTAGED:%=$(B)/sabotage/%.o) $(B)/sabotage/sabotage.o
+$(B)/sabotage/sabotage.o: tests/sabotage/sabotage.c | $(B)/gen/onnx.pb-c.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) -DOM_SABOTAGE_BUILD -c $< -o $@
+$(B)/sabotage/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) -DOM_SABOTAGE_BUILD -c $< -o $@
+$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(PYOBJ)
+	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(PYOBJ) $(PBC) $(LIBS)
+
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
-$(B)/om-opt: $(OBJ) $(B)/tool_om_opt.o   # objects, not libom.a: operators are weak symbols, which do not pull members
-	@$(CC) -o $@ $(B)/tool_om_opt.o $(OBJ) $(PBC) $(LIBS)
+$(B)/om-opt: $(B)/tool_om_opt.o $(B)/libom.a
+	@$(CC) -o $@ $^ $(PBC) $(LIBS)
+
+$(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/libom.a   # fails every allocation once (tests/test_alloc.py)
+	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S ?= 60
@@ -106,6 +120,15 @@ fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang)
 fuzz-bin: $(B)/fuzz_onnx
 $(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c
 	@$(CC) $(CBASE) -fsanitize=fuzzer tests/fuzz/fuzz_onnx.c $(OBJ) $(PBC) $(LIBS) -o $@
+
+# --- chosen tests under ASAN and UBSAN, the engine and its AVX2 kernels included --------------------------------------
+ASAN_RUN = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:handle_segv=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 ORTMODULE_ISA=avx2 \
+	OM_LIB=$(B)/asan/libom.so PYTHONPATH=$(B)/asan:tests OMP_NUM_THREADS=1
+asan: lib   ## run TESTS (default: operators, planner, readers) under ASAN and UBSAN (gcc)
+	@mkdir -p $(B)/asan/ortmodule && ln -sfn $(filter-out %.so,$(wildcard $(CURDIR)/ortmodule/*)) $(B)/asan/ortmodule/
+	@$(MAKE) --no-print-directory B=$(B)/asan KB=$(B) OWN='generic avx2' EXT=$(B)/asan/$(EXT) OPT='-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined' KFLAGS='-O1 -fno-math-errno -ffp-contract=fast -fopenmp-simd' LIBS='-fsanitize=address,undefined $(LIBS)' $(B)/asan/libom.so $(B)/asan/om-alloc $(B)/asan/$(EXT)
+	$(ASAN_RUN) $(PY) -P -m pytest -q --tb=short -p no:cacheprovider -o pythonpath=tests $(if $(TESTS),$(TESTS),tests/ops tests/test_plan.py tests/test_text.py tests/test_onnx.py tests/test_expr.py)
 
 test: build lib   ## build and run the tests (TESTS=path picks some)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 $(if $(TESTS),$(TESTS),tests)
@@ -129,4 +152,4 @@ check-op: lib   ## build and test one operator family: make check-op OP=softmax
 clean:   ## remove build products (keeps .venv)
 	rm -rf build ortmodule/_C*.so dist *.egg-info
 
--include $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(B)/tool_om_opt.d
+-include $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(SAB_OBJ:.o=.d) $(B)/tool_om_opt.d

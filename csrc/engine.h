@@ -233,7 +233,7 @@ typedef struct om_op {
 } om_op;
 
 /* Every operator, one row each in ops.def: OP(name) -> `extern const om_op om_op_name`. */
-#define OP(name) extern const om_op om_op_##name __attribute__((weak)); /* weak while the families are being written */
+#define OP(name) extern const om_op om_op_##name;
 #include "ops.def"
 #undef OP
 extern const om_op *const om_ops[]; /* NULL-terminated */

@@ -14,15 +14,10 @@ const om_op *const om_ops[] = {
 #undef OP
     NULL,
 };
-static const char *const op_names[] = {
-#define OP(name) #name,
-#include "ops.def"
-#undef OP
-};
 
 const om_op *om_op_find(const char *name) {
-    for (size_t i = 0; i < sizeof op_names / sizeof *op_names; i++)
-        if (!strcmp(op_names[i], name)) return om_ops[i];
+    for (int i = 0; om_ops[i]; i++)
+        if (!strcmp(om_ops[i]->name, name)) return om_ops[i];
     return NULL;
 }
 
@@ -99,7 +94,6 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
     om_ctx *cx = g->cx;
     if (cx->status != OM_OK) return OM_NONE;
-    if (!op) return om_fail(cx, OM_UNSUPPORTED, "this build of the engine lacks an operator the graph needs"), OM_NONE;
     if (n_in < op->min_in || (op->max_in >= 0 && n_in > op->max_in))
         return om_fail(cx, OM_INVALID, "%s takes %d to %d operands, %d given", op->name, op->min_in, op->max_in, n_in), OM_NONE;
     for (int i = 0; i < n_in; i++)

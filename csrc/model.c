@@ -4,14 +4,14 @@
  *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint -> segments
  *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS is dropped
  */
+#include "passes.h"
 #include "plan.h"
+#include "sabotage.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
 enum { MAX_PLANS = 512, MAX_VARIANTS = 64 };
-
-extern const om_pass *const om_passes_forward[] __attribute__((weak)), *const om_passes_joint[] __attribute__((weak)); /* passes.c */
 
 struct om_model {
     om_ctx *cx;              /* services for everything that lives as long as the model */
@@ -129,8 +129,8 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
         for (int k = 0; k < n->n_out; k++)
             if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
         for (int k = 0; k < n->n_in; k++)
-            if (om_ins(g, n)[k] != OM_NONE && until[om_ins(g, n)[k]] < s) s = until[om_ins(g, n)[k]];
-        n->segment = (uint16_t)s;
+            if (om_ins(g, n)[k] != OM_NONE && until[om_ins(g, n)[k]] < s && !om_sabotage("segment.until")) s = until[om_ins(g, n)[k]];
+        n->segment = (uint16_t)(s < last && om_sabotage("segment") ? s + 1 : s);
         for (int k = 0; k < n->n_in; k++) {
             om_id v = om_ins(g, n)[k];
             if (v != OM_NONE && s < seg[v]) seg[v] = s;

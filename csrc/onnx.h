@@ -1,5 +1,5 @@
 /* onnx.h - what the files of the ONNX reader share: onnx_wire.c (is it protobuf?), onnx_read.c (model, values, types),
- * onnx_size.c (shape arithmetic as size expressions), onnx_map.c (the table of operators).
+ * onnx_size.c (shape arithmetic as size expressions), onnx_map.h and its files (the tables of operators).
  *
  * A value of the file (om_onnx_val) is known in up to three ways: as a literal of the file, as a value of the graph being built,
  * and, for integer tensors of rank 0 or 1 with at most OM_ONNX_LIST elements, as a list of size expressions. Shape subgraphs only
@@ -104,5 +104,10 @@ bool om_onnx_operand_type(om_onnx *o, int i, om_type *t);       /* without bring
 OM_ONNX_SIZE_MAP(X)
 #undef X
 
-extern const om_onnx_op om_onnx_ops[];                          /* ends with name NULL */
+/* The tables of operators, one per file; each ends with name NULL. */
+#define OM_ONNX_TABLES(X) X(elementwise) X(shape) X(gather) X(nn) X(host)
+#define X(name) extern const om_onnx_op om_onnx_ops_##name[];
+OM_ONNX_TABLES(X)
+#undef X
+extern const om_onnx_op *const om_onnx_tables[];                /* all of them, then NULL */
 #endif

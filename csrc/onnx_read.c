@@ -491,8 +491,9 @@ static om_id read_scope(om_onnx *o) {
 
 static const om_onnx_op *read_row(const char *domain, const char *name) {
     if (!strcmp(domain, "ai.onnx")) domain = "";
-    for (const om_onnx_op *r = om_onnx_ops; r->name; r++)
-        if (!strcmp(r->name, name) && !strcmp(r->domain, domain)) return r;
+    for (int i = 0; om_onnx_tables[i]; i++)
+        for (const om_onnx_op *r = om_onnx_tables[i]; r->name; r++)
+            if (!strcmp(r->name, name) && !strcmp(r->domain, domain)) return r;
     return NULL;
 }
 
@@ -513,7 +514,7 @@ static om_status read_node(om_onnx *o) {
     const om_onnx_op *r = o->row = read_row(n->domain ? n->domain : "", n->op_type);
     if (!r)
         return om_onnx_err(o, OM_UNSUPPORTED,
-                           "the operator is not supported (csrc/onnx_map.c has the list); a capture keeps such operators in PyTorch "
+                           "the operator is not supported (csrc/onnx_*.c have the list); a capture keeps such operators in PyTorch "
                            "as org.pytorch.aten::ATen");
     ONNX_CHECK(o, n->n_input <= 4096 && n->n_output <= 64, "%zu inputs and %zu outputs, at most 4096 and 64", n->n_input, n->n_output);
     o->n_in = (int)n->n_input;

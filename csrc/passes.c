@@ -6,6 +6,7 @@
  *   ORTMODULE_PASS_LIMIT=n    run only the first n passes of a list: bisects a wrong pass
  */
 #include "passes.h"
+#include "sabotage.h"
 
 #include <stdlib.h>
 
@@ -29,7 +30,7 @@ const om_pass *om_pass_find(const char *name) {
 bool om_pass_same_type(const om_type *a, const om_type *b) {
     if (a->dtype != b->dtype || a->rank != b->rank || a->device != b->device) return false;
     for (int i = 0; i < a->rank; i++)
-        if (a->dim[i] != b->dim[i]) return false;
+        if (a->dim[i] != b->dim[i] && !om_sabotage("same_type")) return false;
     return true;
 }
 
@@ -41,7 +42,7 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x) {
     size_t size = om_dtype_size(c->type.dtype);
     if (n == 0 || size == 0) return false;
     for (int64_t i = 1; i < n; i++)
-        if (memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0) return false;
+        if (memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0 && !om_sabotage("splat")) return false;
     om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1}, to = {.data = x, .dtype = OM_F64, .device = -1};
     return om_copy(g->cx, &from, &to) == OM_OK;
 }
@@ -55,6 +56,8 @@ uint32_t *om_pass_uses(om_ctx *cx, const om_graph *g) {
     for (om_id i = 0; i < g->writes.n; i++) n[g->writes.v[i].value]++;
     for (om_id i = 0; i < g->grads.n; i++)
         if (g->grads.v[i].value != OM_NONE) n[g->grads.v[i].value]++;
+    for (om_id i = 0; i < g->values.n; i++)
+        if (n[i] > 1 && om_sabotage("uses")) n[i] = 1;
     return n;
 }
 
@@ -87,13 +90,16 @@ om_status om_passes_run(om_ctx *cx, const om_pass *const *list, om_graph **g) {
     long n = limit && *limit ? strtol(limit, NULL, 10) : -1;
     for (int i = 0; list[i] && (n < 0 || i < n); i++) {
         om_graph *next;
-        OM_TRY(list[i]->run(cx, *g, &next));
+        om_sabotage_enter(list[i]->name);
+        om_status s = list[i]->run(cx, *g, &next);
+        om_sabotage_enter(NULL);
+        OM_TRY(s);
         if (verify && om_verify(next) != OM_OK) {
             om_log(cx, 0, "the graph is wrong after pass %s: %s", list[i]->name, cx->message);
             om_graph_free(next);
             return cx->status;
         }
-        om_status s = dump ? passes_dump(cx, list[i], *g, next) : OM_OK;
+        s = dump ? passes_dump(cx, list[i], *g, next) : OM_OK;
         om_graph_free(*g);
         *g = next;
         OM_TRY(s);

@@ -8,6 +8,7 @@
  *   4. offsets   largest storage first, into the smallest gap among those placed that live at the same time
  */
 #include "plan.h"
+#include "sabotage.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -85,6 +86,7 @@ static om_status plan_view(planner *pl, om_id id, const om_attr *attr) {
             return om_fail(pl->cx, OM_INTERNAL, "%s: a dense tensor must have a view", n->op->name);
     }
     out->st = src.st;
+    if (offset && om_sabotage("plan.view")) offset = 0;
     out->offset = src.offset + offset * (int64_t)om_dtype_size(out->t.dtype);
     return OM_OK;
 }
@@ -104,7 +106,7 @@ static om_status plan_node(planner *pl, om_id id) {
         if (v == OM_NONE) continue;
         ins[i] = pl->val[v];
         bool dense = (n->op->dense >> (i & 31) & 1) || n->op->dense >> 31;
-        if (dense && !om_is_dense(&ins[i].t)) OM_TRY(dense_copy(pl, &pl->val[v], &ins[i]));
+        if (dense && !om_is_dense(&ins[i].t) && !om_sabotage("plan.dense")) OM_TRY(dense_copy(pl, &pl->val[v], &ins[i]));
         in[i] = ins[i].t;
     }
     om_call *c = call_new(pl, n->op->kind == OM_K_HOST ? OM_CALL_HOST : OM_CALL_RUN, id, n->n_in, n->n_out);
@@ -184,7 +186,7 @@ static om_status written_inputs_save(planner *pl) {
     }
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
         om_id v = g->inputs.v[g->writes.v[i].input];
-        if (written[v] != 2) continue;
+        if (written[v] != 2 || om_sabotage("plan.save")) continue;
         place from = pl->val[v], to;
         s = dense_copy(pl, &from, &to);
         pl->val[v] = to;
@@ -205,7 +207,7 @@ static om_status calls_make(planner *pl) {
 
 /* May `v`'s storage become a block of its own with layout `want`? It must own the whole storage and be computed in the arena. */
 static bool owns_storage(const planner *pl, const place *v, const om_tensor *want) {
-    return pl->st.v[v->st].where == OM_W_ARENA && v->offset == 0 && pl->st.v[v->st].size == bytes_of(want) &&
+    return pl->st.v[v->st].where == OM_W_ARENA && v->offset == 0 && (pl->st.v[v->st].size == bytes_of(want) || om_sabotage("plan.owns")) &&
            !memcmp(v->t.stride, want->stride, want->rank * sizeof *want->stride) && om_is_dense(&v->t);
 }
 
@@ -233,7 +235,7 @@ static om_status writes_place(planner *pl) {
     om_status s = from ? OM_OK : pl->cx->status;
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) { /* values that are themselves inputs: a write might change them first */
         from[i] = pl->val[g->writes.v[i].value];
-        if (pl->st.v[from[i].st].where == OM_W_INPUT) {
+        if (pl->st.v[from[i].st].where == OM_W_INPUT && !om_sabotage("plan.write_order")) {
             place copy;
             s = dense_copy(pl, &from[i], &copy);
             from[i] = copy;
@@ -242,6 +244,7 @@ static om_status writes_place(planner *pl) {
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
         uint32_t input = g->writes.v[i].input;
         place to = {.t = pl->p->input[input]};
+        if (om_sabotage("plan.write")) continue;
         if ((to.st = storage_new(pl, OM_W_INPUT, 0, input)) == OM_NONE) s = pl->cx->status;
         else if ((s = copy_call(pl, &from[i], &to)) == OM_OK) pl->calls.v[pl->calls.n - 1].write = input;
     }
@@ -301,7 +304,7 @@ static om_status backward_make(planner *pl) {
             if (!permuted) om_dense_strides(&to.t);
             p->grad[i] = to.t;
             place *x = &pl->val[v];
-            bool shared = last_seg[source[v]] > seg;
+            bool shared = last_seg[source[v]] > seg && !om_sabotage("plan.shared");
             if (!shared && om_is_dense(&to.t) && owns_storage(pl, x, &to.t)) {
                 pl->st.v[x->st].where = OM_W_GRAD;
                 pl->st.v[x->st].index = i;
@@ -333,7 +336,7 @@ static void lifetimes(planner *pl) {
     for (uint32_t i = 0; i < pl->calls.n; i++) {
         om_call *c = &pl->calls.v[i];
         for (int k = 0; k < c->n_in + c->n_out; k++)
-            if (c->arg[k].storage != OM_NONE) use(&pl->st.v[c->arg[k].storage], (int)i);
+            if (c->arg[k].storage != OM_NONE && (k >= c->n_in || !om_sabotage("plan.lifetime"))) use(&pl->st.v[c->arg[k].storage], (int)i);
         if (c->scratch != OM_NONE) use(&pl->st.v[c->scratch], (int)i);
     }
 }
@@ -357,20 +360,20 @@ static void in_place(planner *pl) {
             uint32_t from = root(pl, c->arg[j].storage), to = root(pl, out->storage);
             om_storage *sf = &pl->st.v[from], *so = &pl->st.v[to];
             bool loan = sf->where == OM_W_OUTPUT && so->where == OM_W_ARENA && (int)i >= pl->p->n_forward;
-            if (from == to || (sf->where != OM_W_ARENA && !loan) || sf->last != (int)i || so->first != (int)i) continue;
-            if (c->arg[j].offset != 0 || sf->size != so->size || out->offset != 0 || !same_layout(&c->arg[j], out)) continue;
+            if (from == to || (sf->where != OM_W_ARENA && !loan) || (sf->last != (int)i && !om_sabotage("plan.last")) || so->first != (int)i) continue;
+            if (c->arg[j].offset != 0 || sf->size != so->size || out->offset != 0 || (!same_layout(&c->arg[j], out) && !om_sabotage("plan.layout"))) continue;
             bool clash = false;
             for (int k = 0; k < c->n_in; k++)
                 clash |= k != j && c->arg[k].storage != OM_NONE && root(pl, c->arg[k].storage) == from && !same_layout(&c->arg[k], out);
             for (int k = c->n_in + 1; k < c->n_in + c->n_out; k++) clash |= root(pl, c->arg[k].storage) == from;
-            if (clash) continue;
+            if (clash && !om_sabotage("plan.clash")) continue;
             if (loan) {
                 so->where = OM_W_LOAN;
                 so->index = sf->index;
                 break;
             }
             /* the operand moves into the output's storage: that one may be a block of the host's (OUTPUT, GRAD) */
-            if (so->where != OM_W_ARENA && ((int)i >= pl->p->n_forward) != (sf->first >= pl->p->n_forward)) continue;
+            if (so->where != OM_W_ARENA && ((int)i >= pl->p->n_forward) != (sf->first >= pl->p->n_forward) && !om_sabotage("plan.home")) continue;
             pl->alias[from] = to;
             so->first = sf->first;
             break;
@@ -419,7 +422,7 @@ static om_status offsets(planner *pl) {
             continue;
         }
         for (uint32_t k = 0; k < i; k++) { /* gaps between neighbours in time */
-            if (placed[k].last < s->first || placed[k].first > s->last) continue;
+            if (placed[k].last < s->first + (om_sabotage("plan.overlap") ? 1 : 0) || placed[k].first > s->last) continue;
             int64_t gap = placed[k].offset - at;
             if (gap >= size && gap < best_gap) best = at, best_gap = gap;
             if (placed[k].end > at) at = placed[k].end;
@@ -451,7 +454,7 @@ void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key) {
         if (om_val(g, g->inputs.v[i])->role == OM_GRAD_IN) continue;
         for (int k = 0; k < om_ty(g, g->inputs.v[i])->rank; k++) {
             *key++ = in[i].dim[k];
-            *key++ = in[i].dim[k] == 1 ? 0 : in[i].stride[k];
+            *key++ = in[i].dim[k] == 1 || om_sabotage("plan.key") ? 0 : in[i].stride[k];
         }
         *key++ = 0;
     }

@@ -4,7 +4,7 @@
  * for each; emit maps the node's outputs to values of `to` (om_rewrite_copy: the same node again). Outputs, writes and
  * gradients are carried over through the map. Dead nodes are dropped on the way, so every pass also cleans up.
  */
-#include "engine.h"
+#include "sabotage.h"
 
 static om_id map_get(om_rewriter *r, om_id v) {
     if (v == OM_NONE) return OM_NONE;
@@ -51,7 +51,7 @@ om_status om_rewrite_copy(om_rewriter *r, om_id node) {
     om_id out = om_make(g, n->op, in, n->n_in, attr, n->n_attr);
     if (g->cx->status != OM_OK) return g->cx->status;
     om_node *m = om_last(g);
-    m->rng = n->rng;
+    m->rng = n->rng && om_sabotage("rewrite.stream") ? 1000 : n->rng;
     m->segment = n->segment;
     for (int i = 0; i < n->n_out; i++) {
         r->map[n->out + (om_id)i] = out + (om_id)i;
@@ -104,6 +104,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
         g->cur_scope = from->nodes.v[i].scope;
         g->cur_phase = from->nodes.v[i].phase;
         if ((s = emit(&r, i)) != OM_OK) break;
+        om_sabotage_replaced(&r, i);
     }
     if (s == OM_OK) s = cx->status;
     for (uint32_t i = 0; i < from->outputs.n && s == OM_OK; i++) {
@@ -112,6 +113,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
         else if ((*o = map_get(&r, from->outputs.v[i])) == OM_NONE) s = om_fail(cx, OM_INTERNAL, "rewriting: output %u was dropped", i);
     }
     for (uint32_t i = 0; i < from->writes.n && s == OM_OK; i++) {
+        if (om_sabotage("rewrite.write")) continue;
         om_write *w = OM_PUSH(cx, &g->writes);
         if (!w) s = cx->status;
         else *w = (om_write){map_get(&r, from->writes.v[i].value), from->writes.v[i].input};
@@ -119,7 +121,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
     for (uint32_t i = 0; i < from->grads.n && s == OM_OK; i++) {
         om_gradout *w = OM_PUSH(cx, &g->grads);
         if (!w) s = cx->status;
-        else *w = (om_gradout){map_get(&r, from->grads.v[i].value), from->grads.v[i].input};
+        else *w = (om_gradout){om_sabotage("rewrite.grad") ? OM_NONE : map_get(&r, from->grads.v[i].value), from->grads.v[i].input};
     }
     if (s == OM_OK) s = cx->status;
 done:

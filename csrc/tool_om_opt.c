@@ -155,12 +155,8 @@ static om_status tool_print(const om_graph *g) {
 static int tool_lists(const char *what) {
     if (!strcmp(what, "--list"))
         for (int i = 0; om_passes[i]; i++) printf("%-12s %s\n", om_passes[i]->name, om_passes[i]->doc);
-    else {
-#define OP(name)                                                                                    \
-    if (&om_op_##name) printf("%-24s %s\n", #name, om_op_##name.doc);
-#include "ops.def"
-#undef OP
-    }
+    else
+        for (int i = 0; om_ops[i]; i++) printf("%-24s %s\n", om_ops[i]->name, om_ops[i]->doc);
     return 0;
 }
 

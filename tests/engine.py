@@ -38,15 +38,17 @@ class EngineError(RuntimeError):
     pass
 
 
-def _lib() -> C.CDLL:
-    lib = C.CDLL(os.environ.get("OM_LIB", str(ROOT / "build" / "libom.so")), mode=os.RTLD_LAZY)
+def load(path: str) -> C.CDLL:
+    lib = C.CDLL(path)
     for name in ("om_ctx_new", "om_alloc"):
         getattr(lib, name).restype = C.c_void_p
     lib.om_ctx_message.restype = C.c_char_p
+    lib.om_ctx_free.argtypes = lib.om_ctx_message.argtypes = lib.om_ctx_clear.argtypes = [C.c_void_p]
+    lib.om_graph_free.argtypes = [C.c_void_p]
     return lib
 
 
-lib = _lib()
+lib = load(os.environ.get("OM_LIB", str(ROOT / "build" / "libom.so")))
 
 # A "pool" that cuts every parallel_for into uneven pieces and runs them last to first: kernels must not care.
 _piece = C.CFUNCTYPE(None, C.c_void_p, C.c_int64, C.c_int64)
@@ -177,10 +179,6 @@ class Graph:
             lib.om_graph_free(self.p)
         if getattr(self, "owner", None):
             _release(self.owner)
-
-
-lib.om_ctx_free.argtypes = lib.om_ctx_message.argtypes = lib.om_ctx_clear.argtypes = [C.c_void_p]
-lib.om_graph_free.argtypes = [C.c_void_p]
 
 
 def _count(text: str, word: str) -> int:

@@ -63,7 +63,7 @@ def main() -> None:
     (ROOT / f"tests/ops/test_{name}.py").write_text(T.format(n=name))
     table.write_text(table.read_text().rstrip("\n") + f"\n\n/* ops/{name}.c */\nOP({name})\n")
     print(f"csrc/ops/{name}.c        type rule, gradient, kernel (now: y = x)\ntests/ops/test_{name}.py  write the eager reference\n"
-          f"csrc/ops.def             row added: say what it means\nthen: make check-op OP={name}; ONNX spelling: csrc/onnx_map.c; ATen spelling: "
+          f"csrc/ops.def             row added: say what it means\nthen: make check-op OP={name}; ONNX spelling: csrc/onnx_map.h; ATen spelling: "
           "ortmodule/capture/ops_*.py")
 
 

@@ -20,12 +20,12 @@ _C = pytest.importorskip("ortmodule._C")
 def random_graph(seed: int, writes: bool = True) -> tuple[str, list[torch.Tensor], int]:
     """A random but valid graph over (m, n) and (n, m) matrices; returns text, inputs, number of outputs."""
     r = random.Random(seed)
-    m, n = r.choice([(3, 5), (1, 7), (4, 4), (2, 1), (5, 0)])
+    m, n = r.choice([(3, 5), (1, 7), (4, 4), (2, 1), (5, 0), (67, 31), (41, 41)])
     lines = ["graph {", f"  input x: f64[{m}, {n}]", f"  param w: f64[{n}, {m}]", f"  param b: f64[{n}]", f"  buffer s: f64[{m}, {n}]"]
     tall, wide = ["x", "s"], ["w"]  # (m, n) and (n, m)
     for i in range(r.randint(3, 22)):
         v = f"t{i}"
-        k = r.randrange(11)
+        k = r.randrange(15)
         a, c = r.choice(tall), r.choice(tall)
         if k == 0:
             lines.append(f"  {v} = {r.choice(['add', 'mul', 'sub', 'maximum'])}({a}, {c})")
@@ -53,8 +53,27 @@ def random_graph(seed: int, writes: bool = True) -> tuple[str, list[torch.Tensor
             lines.append(f"  {v} = mul({v}r, {c})")
         elif k == 9:
             lines.append(f"  {v} = dropout({a}) {{p=0.25}} rng={i + 1}")
-        else:
+        elif k == 10:
             lines.append(f"  {v} = flip({a}) {{axes=[1]}}")
+        elif k == 11:  # computed, and read across its rows
+            lines.append(f"  {v} = sin({r.choice(wide)})")
+            wide.append(v)
+            continue
+        elif k == 12:  # views of a part, one of them at the beginning
+            lines.append(f"  {v}c = concat({a}, {c}) {{axis=0}}")
+            lo = r.choice([0, m])
+            lines.append(f"  {v} = slice({v}c) {{axis=0, start=[{lo}], end=[{lo + m}], step=1}}")
+        elif k == 13 and m == n:  # one matrix along and across
+            w = r.choice(wide)
+            lines.append(f"  {v} = {r.choice(['add', 'mul'])}({w}, {r.choice([w, a])})")
+            lines.append(f"  {v}p = permute({v}) {{perm=[1, 0]}}")
+            lines.append(f"  {v}s = add({v}, {v}p)")
+            v += "s"
+        elif k == 14:  # wants its operand dense
+            lines.append(f"  {v}t = permute({r.choice(wide)}) {{perm=[1, 0]}}")
+            lines.append(f"  {v}, {v}m, {v}r = layer_norm({v}t, _, b) {{axis=1, eps=0.1}}")
+        else:
+            lines.append(f"  {v} = flip({a}) {{axes=[0]}}")
         tall.append(v)
     outs = [r.choice(tall + wide) for _ in range(r.randint(1, 4))]
     lines += [f"  output {o}" for o in outs]
@@ -69,10 +88,10 @@ def random_graph(seed: int, writes: bool = True) -> tuple[str, list[torch.Tensor
 
 
 def planned(text: str, ins: list[torch.Tensor], dys: list[torch.Tensor | None], group=None, seed: int = 3):
-    """(outputs, buffer s afterwards, gradients by input) through _C.Model."""
+    """(outputs, buffer s afterwards, gradients by input) through _C.Model. Who has a gradient changes the parameter at once."""
     model = _C.Model.from_text(text)
     n = len(model.inputs)
-    mine = [t.clone() if i == 3 else t for i, t in enumerate(ins)]
+    mine = [t.clone(memory_format=torch.preserve_format) for t in ins]
     v = model.variant(bytes([1, 1, 1, 0]), bytes(int(d is not None) for d in dys), group)
     run = model.forward(v, mine, seed)
     assert run.resume() is None
@@ -85,8 +104,9 @@ def planned(text: str, ins: list[torch.Tensor], dys: list[torch.Tensor | None], 
     for s in range(info["segments"]):
         assert back.resume(s) is None
         for i, g in back.grads(s):
-            assert i not in grads
+            assert i not in grads and (group is None or s <= group[i])
             grads[i] = g.clone()
+            mine[i].fill_(float("nan"))
             g.fill_(float("nan"))  # handed over: the engine must not read it again
     for a, b in zip(outs, kept):
         assert torch.equal(a, b) or torch.isnan(b).any()
@@ -105,10 +125,13 @@ def compare(seed: int, group=None) -> None:
         dys = [None if d is None else d.t().contiguous().t() for d in dys]
     want, want_g = engine.run(oracle(), ins, [1, 1, 1, 0], dys, seed=3)
     got, s_after, got_g = planned(text, ins, dys, group)
+    # Where a row is longer than one step of a kernel, sums and products add in an order that depends on strides: operands are views in a
+    # plan and dense copies in the interpreter. The largest difference seen is 4e-16 of the largest element.
+    equal = torch.equal if ins[2].numel() < 30 else lambda a, b: bool((a - b).abs().max() <= 1e-14 * b.abs().max())
     for i in range(n_out):
-        assert torch.equal(got[i], want[i]), f"output {i}\n{text}"
+        assert equal(got[i], want[i]), f"output {i}\n{text}"
     if len(want) > n_out:
-        assert torch.equal(s_after, want[n_out]), f"write-back\n{text}"
+        assert equal(s_after, want[n_out]), f"write-back\n{text}"
     for i in range(3):
         if want_g[i] is None:
             assert i not in got_g
@@ -129,10 +152,21 @@ def test_segments(block):
         compare(seed, group=[0, seed % 2, 1 - seed % 2, 0])
 
 
+def test_written_inputs_change_places() -> None:
+    """Both values are read before either input is overwritten."""
+    text = "graph {\n buffer a: f64[3, 2]\n buffer b: f64[3, 2]\n y = add(a, b)\n output y\n write a -> b\n write b -> a\n}"
+    a, b = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    model, mine = _C.Model.from_text(text), [a.clone(), b.clone()]
+    run = model.forward(model.variant(bytes(2), bytes(1), None), mine, 0)
+    assert run.resume() is None
+    assert torch.equal(run.outputs()[0], a + b)
+    assert torch.equal(mine[0], b) and torch.equal(mine[1], a)
+
+
 @pytest.mark.parametrize("knob", ["ORTMODULE_NO_REUSE", "ORTMODULE_POISON"])
 def test_arena_truth(knob):
     """No reuse and no in-place: the same bits. Dead storage filled with NaN bytes: nothing stale is read."""
     code = "import test_plan as t\nfor s in range(2000, 2060): t.compare(s)\nfor s in range(2060, 2090): t.compare(s, [0, s % 2, 1 - s % 2, 0])"
-    env = {**os.environ, knob: "1", "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), str(engine.ROOT)])}
+    env = {**os.environ, knob: "1", "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__), str(engine.ROOT)])}
     res = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr[-3000:]

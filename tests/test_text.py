@@ -171,6 +171,7 @@ X = "input x: f32[3, 5, 2]\n"
     ("a = flip(x) {axes=[0, 1]}\n b = flip(a) {axes=[0, 1]}\n y = tanh(b)", ["tanh"]),
     ("const c: f32[] = 1.0\n a = mul(x, c)\n b = div(a, c)\n y = tanh(b)", ["tanh"]),
     ("const c: f32[2] = [1, 1]\n a = mul(c, x)\n y = tanh(a)", ["tanh"]),
+    ("const c: f32[2] = [1, 2]\n a = mul(c, x)\n y = tanh(a)", ["mul", "tanh"]),
     ("const c: f32[4, 1, 1, 1] = [1, 1, 1, 1]\n a = mul(c, x)\n y = tanh(a)", ["mul", "tanh"]),
     ("const c: f32[] = -0.0\n a = add(x, c)\n y = tanh(a)", ["tanh"]),
     ("const c: f32[] = 0.0\n a = add(x, c)\n y = tanh(a)", ["add", "tanh"]),

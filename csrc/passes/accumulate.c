@@ -10,6 +10,7 @@
  * Every add is tried as the top of a sum; what is made for an inner one is dead once the outer one is made.
  */
 #include "passes.h"
+#include "sabotage.h"
 
 enum { TERMS = 64 };
 
@@ -62,7 +63,7 @@ static int sum_tiles(const om_graph *g, const uint32_t *uses, const sum *s, int 
             order[n++] = k;
             at = bound(producer(g, s->term[k]), "end");
         }
-        if (at == size && n > 1) return n;
+        if ((at == size || om_sabotage("accumulate.tiles")) && n > 1) return n;
     }
     return 0;
 }
@@ -117,7 +118,7 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
         y = om_make(g, &om_op_concat, part, n_tiles, OM_ATTRS(OM_AI("axis", axis)));
     }
     for (int i = 0; i < s.n; i++) /* ordinary terms, in their order */
-        if (!done[i] && !into[i]) y = y == OM_NONE ? r->map[s.term[i]] : om_b_bin(g, &om_op_add, y, r->map[s.term[i]]);
+        if (!done[i] && !into[i] && !(n_tiles && om_sabotage("accumulate.term"))) y = y == OM_NONE ? r->map[s.term[i]] : om_b_bin(g, &om_op_add, y, r->map[s.term[i]]);
     for (int i = 0; i < s.n; i++) {
         if (done[i] || !into[i]) continue;
         if (y == OM_NONE) { /* nothing to add into yet: this one makes its own zeros */

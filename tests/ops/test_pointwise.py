@@ -74,7 +74,7 @@ def test_trigonometric_range() -> None:
 
 
 PAIRS = [((7, 13, 5), (7, 13, 5)), ((7, 13, 5), (13, 1)), ((7, 1, 5), (13, 1)), ((5,), (7, 13, 5)), ((), (7, 13)), ((7, 13), (1, 1)), ((0, 5), (5,)),
-         ((3, 211), (3, 1)), ((3, 211), (211,)), ((2, 3, 211), (2, 1, 211)), ((0, 1), (1, 7))]
+         ((3, 211), (3, 1)), ((3, 211), (211,)), ((2, 3, 211), (2, 1, 211)), ((0, 1), (1, 7)), ((7, 1), (1, 13))]
 BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum, "minimum": torch.minimum}
 
 
@@ -91,6 +91,17 @@ def test_binary_own_range(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> No
     check("fmod", [a, b], torch.fmod)
     check("mod", [a, b], torch.remainder)
     check("floor_div", [a, b], torch.floor_divide, grad=False)
+
+
+def test_fmod_of_large_quotients() -> None:
+    check("fmod", [rand(211, scale=300.0), rand(211, shift=0.2)], torch.fmod)
+
+
+@pytest.mark.parametrize("shapes", PAIRS)
+def test_ties_where_broadcast(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = (rand(*s).round() for s in shapes)
+    check("maximum", [a, b], torch.maximum)
+    check("minimum", [a, b], torch.minimum)
 
 
 def test_ties() -> None:
