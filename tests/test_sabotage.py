@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import test_accumulate
 import test_plan
+import test_remat
 import test_text
 import torch
 
@@ -203,6 +204,13 @@ def accumulate_rows() -> None:
     test_accumulate.test_what_does_not_tile_stays("start=[4], end=[8]")
 
 
+def remat_rows() -> None:
+    for name in test_remat.CASES:
+        test_remat.test_kept(name)
+    test_remat.test_written_inputs_are_not_read_again()
+    test_remat.test_norm_is_computed_from_its_input()
+
+
 NOTICED, UNSEEN, NEVER_REACHED = range(3)
 # Seeds are those of test_plan.py that notice first.
 POINTS: dict[str, Callable[[], None]] = {
@@ -222,6 +230,8 @@ POINTS: dict[str, Callable[[], None]] = {
     "attention.stream": written_rows,
     "accumulate.tiles": accumulate_rows,
     "accumulate.term": accumulate_rows,
+    "remat.written": remat_rows,
+    "remat.computable": remat_rows,
     "plan.view": plans(0, 50),
     "plan.dense": plans(0, 50),
     "plan.save": plans(0, 50),
@@ -260,6 +270,7 @@ PASSES: dict[str, Callable[[], None]] = {
     "cse": test_text.test_cse,
     "bias": test_text.test_bias,
     "accumulate": accumulate_rows,
+    "remat": remat_rows,
     "masks": mask_rows,
     "attention": written_rows,
 }

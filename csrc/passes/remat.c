@@ -4,7 +4,7 @@
  *
  *   kept         a forward value whose memory backward reads
  *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
- *   remat        kept, made by a cheap operator on computable values; not an output, a write or a gradient (those exist anyway)
+ *   remat        kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway: backward reads those
  *
  * The first backward reader of a remat value, through views or directly, is preceded by a clone of its node (phase backward, the same random
  * stream); all backward readers take the clone. The forward value then dies in the forward. A clone only lengthens the lives of kept
@@ -12,6 +12,7 @@
  * Kernels are deterministic, so the bits are the same.
  */
 #include "passes.h"
+#include "sabotage.h"
 
 enum { DEPTH = 4, OPERANDS = 256, OUTPUTS = 8 };
 
@@ -42,9 +43,9 @@ static bool remat_computable(const remat *m, om_id v, int depth) {
     const om_graph *g = m->g;
     v = remat_source(g, v);
     const om_node *n = remat_node(g, v);
-    if (!n) return !m->written[v];
+    if (!n) return !m->written[v] || om_sabotage("remat.written");
     if (n->phase != OM_FORWARD) return false;
-    if (m->kept[v] || m->fixed[v]) return true;
+    if (m->kept[v] || m->fixed[v] || om_sabotage("remat.computable")) return true;
     if (depth == 0 || v != n->out || !remat_cheap(n)) return false;
     for (int k = 0; k < n->n_in; k++)
         if (om_ins(g, n)[k] != OM_NONE && !remat_computable(m, om_ins(g, n)[k], depth - 1)) return false;
@@ -53,7 +54,7 @@ static bool remat_computable(const remat *m, om_id v, int depth) {
 
 static bool remat_wanted(const remat *m, const om_node *n) {
     const om_graph *g = m->g;
-    if (n->phase != OM_FORWARD || n->op->view || !remat_cheap(n) || !m->kept[n->out] || m->fixed[n->out]) return false;
+    if (n->phase != OM_FORWARD || n->op->view || !remat_cheap(n) || !m->kept[n->out]) return false;
     bool act = false;
     for (int k = 0; k < n->n_in; k++) {
         om_id v = om_ins(g, n)[k];
