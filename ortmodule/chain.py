@@ -396,7 +396,8 @@ class Graph:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
-                    f"version {version} instead.")  # fmt: skip
+                    f"version {version} instead. (Gradients arrive for other outputs than before, or are to be differentiated again, so the "
+                    "forward has to be run again.)")  # fmt: skip
 
 
 def _fewer(dims: Sequence[int | str], limit: int) -> bool:

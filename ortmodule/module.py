@@ -40,6 +40,7 @@ logger = logging.getLogger("ortmodule")
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
 _EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
+_GENERAL_LIMIT = 3  # symbolic captures of one call structure
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -246,8 +247,9 @@ class State:
                 self.leave(entry, CaptureError(f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
                                                "that the model's code branches on change from call to call"))  # fmt: skip
                 return None
-            # What a symbolic capture did not hold for is captured with constants.
-            general = not any(c.dynamic or c.symbolic for c in entry.graphs) or entry.dynamic > any(c.dynamic for c in entry.graphs) \
+            # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after some, constants.
+            n_general = sum(c.dynamic or c.symbolic for c in entry.graphs)
+            general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
                 or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
             for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
                 entry.n_captures += 1
