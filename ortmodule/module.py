@@ -254,7 +254,7 @@ class State:
             for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
                 entry.n_captures += 1
                 try:
-                    graph = self.capture(entry, args, kwargs, dynamic, symbolic)
+                    graph = self.capture(entry, args, kwargs, dynamic, symbolic, _image_sizes(flat, entry.graphs) if dynamic else set())
                 except _Skip as skip:
                     self.local.skip = str(skip)
                     return None
@@ -271,7 +271,8 @@ class State:
             self.local.failure = failure
             return None
 
-    def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool) -> Graph:
+    def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
+                fixed: set[tuple[int, int]]) -> Graph:  # fmt: skip
         """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
         if any(not isinstance(p, nn.Parameter) for p in self.module.parameters()):
             raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
@@ -282,7 +283,8 @@ class State:
                 shadow = _shadow(self.module)
                 try:
                     with guard.Watch(shadow) as watch, _undisturbed():
-                        captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
+                        captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
+                                           fixed=fixed)
                     written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
                     if not written:
                         break
@@ -521,6 +523,13 @@ def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:
     """From what is wanted to what is always possible."""
     tries = [(dynamic, symbolic), (dynamic, False), (False, False)]
     return list(dict.fromkeys(tries))
+
+
+def _image_sizes(flat: FlatInputs, known: list[_Captured]) -> set[tuple[int, int]]:
+    """Sizes that stay numbers in a dynamic capture until they change: those of images but for the batch. They rarely change, and
+    as symbols they are expensive: every window, pool and convolution asks about their divisors."""
+    return {(i, axis) for i, t in enumerate(flat.tensors) if t.dim() >= 4 and t.is_floating_point() for axis in range(1, t.dim())
+            if all(c.shapes[i][axis] == t.shape[axis] for c in known)}
 
 
 _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
