@@ -36,7 +36,7 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from .capture import Captured
-from .host import Host, Regions, Want
+from .host import Answers, Host, Regions, Want
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
@@ -71,7 +71,10 @@ class Variant:
         self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
-        self.want: Want = {(index, uid): list(want) for uid, index, backward, want in info["host_nodes"] if backward}
+        self.want: Want = {}
+        for _part, index, backward, places in sorted(info["host_nodes"]):
+            if backward:
+                self.want.setdefault(index, []).append(list(places))
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -133,13 +136,14 @@ class _Live:
     """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get a gradient,
     when not all of the variant's do."""
 
-    __slots__ = ("found", "keep", "only", "run")
+    __slots__ = ("answers", "found", "keep", "only", "run")
 
     def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool) -> None:
         self.run = run
         self.found = found
         self.keep = keep
         self.only: frozenset[int] | None = None
+        self.answers: Answers = {}
 
 
 class Graph:
@@ -355,9 +359,10 @@ class Graph:
             self.host.drive_forward(run, regions, variant.want, tensors)
         back = self.model.backward(variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept())
         found: dict[int, Tensor | None] = {}
+        answers: Answers = {}
         for segments, _ in variant.nodes:
             for segment in segments:
-                self.host.drive_backward(back, segment, regions, variant.want, False)
+                self.host.drive_backward(back, segment, regions, variant.want, False, answers)
                 found.update(back.grads(segment))
         return _Live(None, found, keep)
 
@@ -430,7 +435,7 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
     assert run is not None
     for segment in segments:
         if graph.host.ops:
-            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep)
+            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers)
         else:
             run.resume(segment)
         for i, grad in run.grads(segment):

@@ -5,6 +5,7 @@ region, listed in the report with file and line, for the rest.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,64 @@ def test_beside_eager(name: str) -> None:
     names = [h.name for h in report.host]
     assert any(n.startswith(host) for n in names) if host else not names, str(report)
     assert all(h.file == __file__ and h.line for h in report.host), str(report)
+
+
+class Many(nn.Module):
+    """A submodule that only PyTorch can run, with more parameters than one node has gradients."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(randn(i, 5).detach()) for i in range(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, w in enumerate(self.weights):
+            x = torch.tanh(x * w) if i or x.sum() > 0 else x * w
+        return x
+
+
+class Holder(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.first, self.many, self.last = nn.Linear(5, 5).double(), Many(n), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.many(self.first(x)))
+
+
+def test_submodule_with_many_parameters_stays_alone() -> None:
+    torch.manual_seed(0)
+    eager = Holder(100)
+    ours = ORTModule(copy.deepcopy(eager), segment_mb=1e-4)
+    for seed in range(3):
+        x = randn(seed, 7, 5).detach()
+        for m in (eager, ours):
+            m.zero_grad()
+            m(x).square().sum().backward(retain_graph=True)
+        for (n, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
+            assert (p.grad - q.grad).abs().max() <= 1e-10 * q.grad.abs().max(), n
+    report = ours.report()
+    assert not report.eager and [h.name for h in report.host] == ["many"], str(report)
+
+
+@pytest.mark.parametrize("part", ["linear", "conv", "norm", "matmul", "embedding"])
+def test_mixed_types_raise_as_in_eager(part: str) -> None:
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    make: dict[str, tuple[nn.Module, Tensor]] = {
+        "linear": (nn.Linear(6, 3), x), "conv": (nn.Conv1d(4, 3, 2), x), "norm": (nn.LayerNorm(6), x),
+        "matmul": (Multiply(), x), "embedding": (nn.Embedding(9, 2), x)}
+    eager, x = make[part]
+    ours = ORTModule(copy.deepcopy(eager))
+    with pytest.raises(RuntimeError) as want:
+        eager(x)
+    with pytest.raises(RuntimeError) as got:
+        ours(x)
+    assert str(got.value) == str(want.value)
+
+
+class Multiply(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
