@@ -235,7 +235,7 @@ class State:
         parts = ("modules or modes", "parameters or buffers", "hooks", "argument structure or dtypes", "grad mode, autocast or default dtype",
                  "requires_grad of arguments")  # fmt: skip
         now = (*structure, *key[1:])
-        changes = [[name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries]
+        changes: list[list[str]] = [[name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries]
         return f"changed: {', '.join(min(changes, key=lambda c: len(c)))}" if changes else "first call"
 
     def count(self, made: _Captured) -> None:

@@ -183,3 +183,28 @@ class Multiply(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.w
+
+
+class Image(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.adaptive_avg_pool2d(F.max_pool2d(self.a(x), 2), 1).flatten(1))
+
+
+def test_image_sizes_become_symbols_when_they_change() -> None:
+    torch.manual_seed(0)
+    eager = Image()
+    ours = ORTModule(copy.deepcopy(eager), strict=True)
+    captures = []
+    for size in ((4, 3, 8, 8), (2, 3, 8, 8), (5, 3, 8, 8), (5, 3, 11, 9), (2, 3, 12, 14)):
+        x = randn(sum(size), *size).detach()
+        for m in (eager, ours):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        for (n, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
+            assert (p.grad - q.grad).abs().max() <= 1e-10 * q.grad.abs().max(), f"{size}: {n}"
+        captures.append(ours.report().n_captures)
+    assert captures == [1, 2, 2, 3, 3], str(ours.report())
