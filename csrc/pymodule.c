@@ -312,13 +312,13 @@ static int list_add(PyObject *list, PyObject *item) { /* takes the item */
     return r;
 }
 
-/* (uid, row of the host's table, is backward, inputs that want a gradient) */
+/* (part of the gradient, row of the host's table, is backward, inputs that want a gradient) */
 static PyObject *host_row(const om_node *n) {
     const om_attr *want = om_attr_get(n->attr, n->n_attr, "want");
     PyObject *list = PyList_New(0);
     for (uint32_t k = 0; list && want && k < want->n; k++)
         if (list_add(list, PyLong_FromLongLong(want->dims[k]))) Py_CLEAR(list);
-    return list ? Py_BuildValue("(iiON)", (int)om_node_int(n, "uid", 0), (int)om_node_int(n, "index", -1), n->phase == OM_FORWARD ? Py_False : Py_True, list) : NULL;
+    return list ? Py_BuildValue("(iiON)", (int)om_node_int(n, "part", 0), (int)om_node_int(n, "index", -1), n->phase == OM_FORWARD ? Py_False : Py_True, list) : NULL;
 }
 
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
@@ -676,7 +676,7 @@ static PyObject *Run_resume(PyObject *o, PyObject *args) {
         if (!x || PyList_SetItem(list, i, x)) Py_CLEAR(list);
     }
     if (!list) return NULL;
-    return Py_BuildValue("(iIN)", (int)om_node_int(node, "index", -1), (unsigned)om_node_int(node, "uid", 0), list);
+    return Py_BuildValue("(iIN)", (int)om_node_int(node, "index", -1), (unsigned)om_node_int(node, "part", 0), list);
 }
 
 static PyObject *Run_host_done(PyObject *o, PyObject *args) {

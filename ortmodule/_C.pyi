@@ -71,10 +71,9 @@ class Model:
         """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that get a gradient
         (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
         list of int; reads_outputs: user outputs whose data backward reads; reaches: user
-        outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads); host_nodes: list of
-        (uid, host_index, is_backward, want): uid is
-        shared by a host node and its gradient; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in
-        order; ms: build time."""
+        outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads);
+        host_nodes: list of (part, host_index, is_backward, want), part: 0, or which of the gradient nodes of that host node; want: for a
+        gradient, the node inputs (by position) whose gradients are its outputs, in order; ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> Run:
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.
@@ -94,11 +93,11 @@ class Run:
     """One forward or one backward in progress. Not thread-safe."""
 
     def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
-        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, uid, its inputs). The inputs are
+        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, part, its inputs). The inputs are
         strided views of engine memory, valid until the run ends (clone to keep); None where left out. Answer with host_done, then resume
         again. In a backward the inputs are the gradients of the forward node's floating-point outputs (zeros where none
-        arrived) and the answer is one gradient per entry of `want` (variant_info, host_nodes), None = zero. The uid is the same
-        in both directions."""
+        arrived) and the answer is one gradient per entry of `want` (variant_info, host_nodes), None = zero. A node with very many inputs
+        stops several times, once per part."""
     def host_done(self, outputs: Sequence[Tensor | None]) -> None:
         """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
     def outputs(self) -> list[Tensor]:

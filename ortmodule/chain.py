@@ -38,7 +38,7 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from .capture import Captured
-from .host import Host, Regions, Want
+from .host import Answers, Host, Regions, Want
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
@@ -75,7 +75,10 @@ class Variant:
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
         self.lendable = [(place, i) for place, i in enumerate(self.reads_outputs) if i in self.through]
-        self.want: Want = {(index, uid): list(want) for uid, index, backward, want in info["host_nodes"] if backward}
+        self.want: Want = {}
+        for _part, index, backward, places in sorted(info["host_nodes"]):
+            if backward:
+                self.want.setdefault(index, []).append(list(places))
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -138,13 +141,14 @@ class _Live:
     """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get a gradient,
     when not all of the variant's do."""
 
-    __slots__ = ("found", "keep", "only", "run")
+    __slots__ = ("answers", "found", "keep", "only", "run")
 
     def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool) -> None:
         self.run = run
         self.found = found
         self.keep = keep
         self.only: frozenset[int] | None = None
+        self.answers: Answers = {}
 
 
 class Graph:
@@ -362,9 +366,10 @@ class Graph:
             self.host.drive_forward(run, regions, variant.want, tensors)
         back = self.model.backward(variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept())
         found: dict[int, Tensor | None] = {}
+        answers: Answers = {}
         for segments, _ in variant.nodes:
             for segment in segments:
-                self.host.drive_backward(back, segment, regions, variant.want, False)
+                self.host.drive_backward(back, segment, regions, variant.want, False, answers)
                 found.update(back.grads(segment))
         return _Live(None, found, keep)
 
@@ -403,7 +408,8 @@ class Graph:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
-                    f"version {version} instead.")  # fmt: skip
+                    f"version {version} instead. (Gradients arrive for other outputs than before, or are to be differentiated again, so the "
+                    "forward has to be run again.)")  # fmt: skip
 
 
 def _fewer(dims: Sequence[int | str], limit: int) -> bool:
@@ -436,7 +442,7 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
     assert run is not None
     for segment in segments:
         if graph.host.ops:
-            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep)
+            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers)
         else:
             run.resume(segment)
         for i, grad in run.grads(segment):

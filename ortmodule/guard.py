@@ -207,6 +207,13 @@ class Reads:
         except KeyError:
             return False
 
+    def changed(self, module: nn.Module) -> list[str]:
+        """Names of those that are not."""
+        attributes = {name: m.__dict__ for name, m in module.named_modules()}
+        missing = object()
+        return [f"{where}.{name}".lstrip(".") for where, name, value in self._values
+                if _freeze(attributes.get(where, {}).get(name, missing)) != value]  # fmt: skip
+
 
 class _Same:
     """Equal to itself only; keeps its object alive, so that no other can take its place."""

@@ -4,11 +4,12 @@ The engine stops at a host node (an ATen operator without a kernel of its own, a
 and hands over the node's inputs. `drive` answers such stops until the engine is done:
   forward   the inputs are detached, those that are floats require grad, PyTorch computes under enable_grad and builds the node's own
             small autograd graph, a Region; the engine gets the detached outputs. Without a backward: plain no_grad, nothing kept.
-  backward  the gradients of the outputs come in, torch.autograd.grad walks the Region, the gradients of the inputs go back.
+  backward  the gradients of the outputs come in, torch.autograd.grad walks the Region, the gradients of the inputs go back (of a node
+            with very many inputs in parts, from one walk).
 Regions live in the dictionary of one forward, keyed by the node, so several forwards may be in flight.
 
 Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, so its inputs are copies, except when
-they are the caller's own tensors (parameters of a submodule in PyTorch): those are used as they are.
+they are the caller's own tensors (parameters; all of a submodule in PyTorch): those are used as they are.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ class Region:
         self.outputs = outputs
 
 
-Key = tuple[int, int]  # a host node: row of the table of host operations, uid
-Regions = dict[Key, Region]
-Want = dict[Key, list[int]]
-"""Per host node that takes part in a backward: the positions of its inputs that want a gradient."""
+# A host node is known by its row in the table of host operations.
+Regions = dict[int, Region]
+Want = dict[int, list[list[int]]]
+"""Per host node that takes part in a backward: the positions of its inputs that want a gradient, in parts (see csrc/ops/host.c)."""
+Answers = dict[int, dict[int, "Tensor | None"]]
+"""Per host node: gradients by position of the input, computed for all parts when the first is asked for. Lives as long as one backward."""
 
 
 class Host:
@@ -51,39 +54,44 @@ class Host:
     def drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor]) -> None:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph input."""
         stop = run.resume()
+        mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
         while stop is not None:
             start = perf_counter()
-            index, uid, inputs = stop
-            self._forward(run, (index, uid), inputs, regions, want, own)
+            index, _, inputs = stop
+            self._forward(run, index, inputs, regions, want, mine)
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume()
 
-    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool) -> None:
+    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers) -> None:
         """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward."""
         stop = run.resume(segment)
         while stop is not None:
             start = perf_counter()
-            index, uid, grads = stop
-            run.host_done(_region_grads(regions[index, uid], want[index, uid], grads, retain))
+            index, part, grads = stop
+            parts = want[index]
+            if index not in answers:
+                places = [place for wanted in parts for place in wanted]
+                answers[index] = dict(zip(places, _region_grads(regions[index], places, grads, retain), strict=True))
+            run.host_done([answers[index].pop(place) for place in parts[part]])
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume(segment)
 
-    def _forward(self, run: _C.Run, node: Key, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
-                 own: Sequence[Tensor]) -> None:  # fmt: skip
-        op = self.ops[node[0]]
-        wanted = want.get(node)
-        if wanted is None:
+    def _forward(self, run: _C.Run, node: int, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
+                 own: dict[int, Tensor]) -> None:  # fmt: skip
+        op = self.ops[node]
+        if node not in want:
             with torch.no_grad():
                 run.host_done(_as_tuple(op.call(_given(inputs))))
             return
-        by_address = {t.data_ptr(): t for t in own if t.numel()} if op.kind == "module" else {}
+        wanted = {place for part in want[node] for place in part}
         leaves: list[Tensor | None] = []
         for place, t in enumerate(inputs):
             if t is None:
                 leaves.append(None)
                 continue
-            mine = by_address.get(t.data_ptr())
-            same = mine is not None and mine.shape == t.shape and mine.dtype == t.dtype and mine.stride() == t.stride()
+            mine = own.get(t.data_ptr())
+            same = mine is not None and mine.shape == t.shape and mine.dtype == t.dtype and mine.stride() == t.stride() \
+                and (mine.requires_grad or op.kind == "module")  # fmt: skip
             leaf = mine.detach() if same and mine is not None else t.detach().clone()
             leaves.append(leaf.requires_grad_() if place in wanted else leaf)
         with torch.enable_grad():

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -40,6 +40,8 @@ logger = logging.getLogger("ortmodule")
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
 _EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
+_MANY_CAPTURES = 16  # of one module, before a warning
+_GENERAL_LIMIT = 3  # symbolic captures of one call structure
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -67,13 +69,15 @@ class _Entry:
         self.keep: set[str] = set()
         self.reads: guard.Reads | None = None  # the Python state that the captures hold for
         self.writes_seen = 0
+        self.why = "first call"  # what no other entry stood for
 
 
 class _Captured:
     """A graph, and for which calls it holds."""
 
-    def __init__(self, graph: Graph, flat: FlatInputs, dynamic: bool, symbolic: bool) -> None:
+    def __init__(self, graph: Graph, flat: FlatInputs, dynamic: bool, symbolic: bool, why: str) -> None:
         self.graph = graph
+        self.why = why
         self.dynamic = dynamic
         self.symbolic = symbolic
         self.shapes = [t.shape for t in flat.tensors]
@@ -127,7 +131,7 @@ class State:
         self.settings = settings
         self.override: Callable[..., Any] | None = None  # forward assigned on the wrapper
         self.sites: dict[Hashable, _Site] = {}
-        self.entries: dict[Hashable, list[_Entry]] = {}
+        self.entries: dict[tuple[Any, ...], list[_Entry]] = {}
         self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
         self.guard = guard.Guard(module)
         self.eager_entries: dict[str, EagerEntry] = {}
@@ -201,12 +205,14 @@ class State:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
             own = self.guard = guard.Guard(self.module)
             fast = own.fast()
-            known = self.entries.setdefault((own.structure(), structure, env, key[3]), [])
+            known = self.entries.get((own.structure(), structure, env, key[3]), [])
             entry = next((e for e in known if e.reads is None or e.reads.hold(self.module)), None)
             if entry is None:
                 entry = _Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
+                entry.why = self.why(own.structure(), key, known)
                 entry.keep = set(guard.hooked(self.module))
+                known = self.entries.setdefault((own.structure(), structure, env, key[3]), known)
                 known.append(entry)
                 if len(known) > self.settings.max_captures:
                     entry.eager = self.eager_entry(f"{len(known)} captures of one call structure were not enough: attributes of modules "
@@ -220,6 +226,29 @@ class State:
                 self.sites.pop(next(iter(self.sites)))
             self.sites[fast, structure, env, key[3]] = site
             return site
+
+    def why(self, structure: Any, key: tuple[Any, ...], known: list[_Entry]) -> str:
+        """What has changed, against the state of the module and the call that is nearest to this one."""
+        if known:
+            reads = known[-1].reads
+            return f"changed: {', '.join(reads.changed(self.module)) if reads is not None else 'attributes'}"
+        parts = ("modules or modes", "parameters or buffers", "hooks", "argument structure or dtypes", "grad mode, autocast or default dtype",
+                 "requires_grad of arguments")  # fmt: skip
+        now = (*structure, *key[1:])
+        changes: list[list[str]] = [[name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries]
+        return f"changed: {', '.join(min(changes, key=lambda c: len(c)))}" if changes else "first call"
+
+    def count(self, made: _Captured) -> None:
+        """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has many. Who captures
+        again and again should know why."""
+        self.every.append(made)
+        if len(self.every) == _MANY_CAPTURES:
+            reasons = Counter(c.why for c in self.every)
+            logger.warning(
+                "%s has been captured %d times, which took %.0f s. Reasons: %s. Captures are kept, so states that come back cost nothing; "
+                "what changes at every step should be a tensor argument.",
+                type(self.module).__name__, len(self.every), sum(c.graph.captured.seconds for c in self.every),
+                "; ".join(f"{k}x {why}" for why, k in reasons.most_common()))  # fmt: skip
 
     def bind(self, site: _Site, captured: _Captured) -> _Captured:
         """Makes `captured` the one that `site` uses: looks up its parameters and buffers by name."""
@@ -237,7 +266,11 @@ class State:
             for known in entry.graphs:
                 if known.fits(flat):
                     return self.bind(site, known)
+            why = entry.why
             if entry.graphs:
+                why = " and ".join(["sizes of arguments"] * all(c.shapes != shapes for c in entry.graphs)
+                                   + ["int or float arguments"] * all(c.scalars != flat.scalars for c in entry.graphs))
+                why = f"changed: {why or 'sizes or numbers that forward branches on'}"
                 entry.dynamic = entry.dynamic or all(c.shapes != shapes for c in entry.graphs)
                 entry.symbolic = bool(flat.scalars) and not entry.no_symbolic and (
                     entry.symbolic or all(c.scalars != flat.scalars for c in entry.graphs))  # fmt: skip
@@ -246,13 +279,14 @@ class State:
                 self.leave(entry, CaptureError(f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
                                                "that the model's code branches on change from call to call"))  # fmt: skip
                 return None
-            # What a symbolic capture did not hold for is captured with constants.
-            general = not any(c.dynamic or c.symbolic for c in entry.graphs) or entry.dynamic > any(c.dynamic for c in entry.graphs) \
+            # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after some, constants.
+            n_general = sum(c.dynamic or c.symbolic for c in entry.graphs)
+            general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
                 or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
             for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
                 entry.n_captures += 1
                 try:
-                    graph = self.capture(entry, args, kwargs, dynamic, symbolic)
+                    graph = self.capture(entry, args, kwargs, dynamic, symbolic, _image_sizes(flat, entry.graphs) if dynamic else set())
                 except _Skip as skip:
                     self.local.skip = str(skip)
                     return None
@@ -261,15 +295,16 @@ class State:
                     if symbolic:
                         entry.no_symbolic, entry.symbolic = True, False
                     continue
-                made = _Captured(graph, flat, dynamic, symbolic)
+                made = _Captured(graph, flat, dynamic, symbolic, why)
                 entry.graphs.insert(0, made)
-                self.every.append(made)
+                self.count(made)
                 return self.bind(site, made)
             # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user should see.
             self.local.failure = failure
             return None
 
-    def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool) -> Graph:
+    def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
+                fixed: set[tuple[int, int]]) -> Graph:  # fmt: skip
         """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
         if any(not isinstance(p, nn.Parameter) for p in self.module.parameters()):
             raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
@@ -280,7 +315,8 @@ class State:
                 shadow = _shadow(self.module)
                 try:
                     with guard.Watch(shadow) as watch, _undisturbed():
-                        captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep)
+                        captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
+                                           fixed=fixed)
                     written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
                     if not written:
                         break
@@ -450,7 +486,7 @@ class State:
                 nodes=g.captured.n_nodes, engine_nodes=g.captured.n_nodes - len(g.captured.host_ops), dynamic=g.captured.dynamic,
                 capture_s=g.captured.seconds, load_s=self.load_s[id(g)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
                 arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, forwards=g.forwards, backwards=g.backwards,
-                reruns=g.reruns, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
+                reruns=g.reruns, why=made.why, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
             for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
                 entry = host.get((op.name, op.file, op.line))
                 if entry is None:
@@ -519,6 +555,13 @@ def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:
     """From what is wanted to what is always possible."""
     tries = [(dynamic, symbolic), (dynamic, False), (False, False)]
     return list(dict.fromkeys(tries))
+
+
+def _image_sizes(flat: FlatInputs, known: list[_Captured]) -> set[tuple[int, int]]:
+    """Sizes that stay numbers in a dynamic capture until they change: those of images but for the batch. They rarely change, and
+    as symbols they are expensive: every window, pool and convolution asks about their divisors."""
+    return {(i, axis) for i, t in enumerate(flat.tensors) if t.dim() >= 4 and t.is_floating_point() for axis in range(1, t.dim())
+            if all(c.shapes[i][axis] == t.shape[axis] for c in known)}
 
 
 _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",

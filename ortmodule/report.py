@@ -51,6 +51,7 @@ class GraphEntry:
     forwards: int
     backwards: int
     reruns: int
+    why: str
     forward_ms: float
     backward_ms: float
     host_ms: float
@@ -114,7 +115,7 @@ class Report:
         for g in self.graphs:
             peak = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in g.peak_bytes.items())
             lines.append(
-                f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic}: capture {g.capture_s:.2f} s, load {g.load_s:.3f} s, "
+                f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic} [{g.why}]: capture {g.capture_s:.2f} s, load {g.load_s:.3f} s, "
                 f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} backwards "
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )

@@ -1,6 +1,6 @@
-"""DistributedDataParallel(ORTModule(model)) with two gloo processes against the same training in eager PyTorch.
+"""DistributedDataParallel(ORTModule(model)) with four gloo processes against the same training in eager PyTorch.
 
-Each case trains a few steps in both processes twice, eager and wrapped, on different data per rank, and compares parameters at 1e-10.
+Each case trains a few steps in all processes twice, eager and wrapped, on different data per rank, and compares parameters at 1e-10.
 The overlap case logs when all-reduces start: with several segments the first starts before the engine has finished its backward.
 """
 
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 if not dist.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
+RANKS = 4
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "find_unused": {"find_unused_parameters": True},
@@ -118,7 +119,7 @@ def work(rank: int, store: str, tests: str, root: str, out: str) -> None:
     sys.path[:0] = [tests, root]
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     from ortmodule import ORTModule
 
     results: dict[str, Any] = {}
@@ -146,8 +147,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ddp")
     here = Path(__file__).resolve().parent
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(work, (str(out / "store"), str(here), str(here.parent), str(out)), nprocs=2)
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    mp.spawn(work, (str(out / "store"), str(here), str(here.parent), str(out)), nprocs=RANKS)
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("case", [f"{name}{'_no_sync' * s}" for name in CASES for s in (False, True) if not (s and name == "static_graph")])
@@ -156,7 +157,7 @@ def test_equal_to_eager(results, case):
         error, _, report = found[case]
         assert error < 1e-10, f"relative error {error:.3g}\n{report}"
     for name, p in results[0][case][1].items():
-        assert torch.equal(p, results[1][case][1][name]), f"{name} differs between the ranks"
+        assert all(torch.equal(p, found[case][1][name]) for found in results[1:]), f"{name} differs between the ranks"
 
 
 def test_all_reduce_overlaps_with_backward(results):

@@ -8,7 +8,7 @@ cancels. Dropout is off but in test_dropout_replay, which replays the engine's o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +20,11 @@ from ortmodule import ORTModule
 
 transformers = pytest.importorskip("transformers")
 TOL = 1e-10
+ROUNDING = 2.0**-46  # 128 units in the last place of fp64
 
 
-@pytest.fixture(autouse=True)
-def all_fp64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "fp32" in request.node.name:
-        return
+def stay_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's own drops to fp32 inside fp64 models become fp64."""
     to, softmax, full = Tensor.to, F.softmax, Tensor.float
 
     def keep(t: Tensor, *a: Any, **k: Any) -> Tensor:
@@ -40,6 +39,12 @@ def all_fp64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensor, "float", lambda t: t if t.dtype == torch.float64 else full(t).double())
     monkeypatch.setattr(F, "softmax", lambda x, dim=None, _stacklevel=3, dtype=None: softmax(x, dim))
     monkeypatch.setattr(torch.nn.functional, "softmax", F.softmax)
+
+
+@pytest.fixture(autouse=True)
+def all_fp64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "fp32" not in request.node.name:
+        stay_fp64(monkeypatch)
 
 
 def leaves(out: Any) -> list[Tensor]:
@@ -62,37 +67,50 @@ def loss_of(out: Any) -> Tensor:
     return total
 
 
-def same(a: Tensor, b: Tensor, what: str, tol: float = TOL) -> None:
+def same(a: Tensor, b: Tensor, what: str, tol: float = TOL, summed: float = 0.0) -> None:
+    """Equal up to tol of the largest element. summed: size of the terms that `b` is a sum of, for sums that cancel (see largest_grad)."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype} against {b.shape} {b.dtype}"
     if not b.is_floating_point():
         assert torch.equal(a, b), what
         return
     scale = b.abs().max().item() if b.numel() else 0.0
     err = (a - b).abs().max().item() if b.numel() else 0.0
-    assert err <= tol * max(scale, 0.1), f"{what}: error {err:.2e}, largest {scale:.2e}"
+    assert err <= tol * scale + ROUNDING * summed, f"{what}: error {err:.2e}, largest {scale:.2e}, terms {summed:.2e}"
 
 
-def train(model: nn.Module, batches: list[dict[str, Tensor]], steps: int = 5, tol: float = TOL, loss: Callable[[Any], Tensor] = loss_of,
-          strict: bool = False, lr: float = 0.01) -> ORTModule:
+def largest_grad(model: nn.Module) -> float:
+    """Some gradients are zero but for rounding: a bias of the key projection moves all scores of a row alike, which softmax does not see, so
+    its gradient is a sum of thousands of terms that cancel. Their size is that of the other gradients, their rounding 2**-53 of it each."""
+    return max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
+
+
+def compare_step(model: nn.Module, ours: ORTModule, batch: dict[str, Tensor], what: str, loss: Callable[[Any], Tensor] = loss_of,
+                 tol: float = TOL) -> None:  # fmt: skip
+    """One forward and backward of both: types, outputs, every gradient, buffers."""
+    want, got = model(**batch), ours(**batch)
+    assert type(want) is type(got)
+    for i, (a, b) in enumerate(zip(leaves(got), leaves(want), strict=True)):
+        same(a.detach(), b.detach(), f"{what} output {i}", tol)
+        assert a.requires_grad == b.requires_grad, f"{what} output {i}: requires_grad {a.requires_grad}"
+    loss(want).backward()
+    loss(got).backward()
+    summed = largest_grad(model)
+    for (name, p), q in zip(ours.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), f"{what} {name}: gradient {p.grad is not None}, eager {q.grad is not None}"
+        if q.grad is not None:
+            same(p.grad, q.grad, f"{what} gradient of {name}", tol, summed)
+    for (name, p), q in zip(ours.named_buffers(), model.buffers(), strict=True):
+        same(p, q, f"{what} buffer {name}", tol)
+
+
+def train(model: nn.Module, batches: list[dict[str, Tensor]], steps: int = 5, loss: Callable[[Any], Tensor] = loss_of,
+          strict: bool = False) -> ORTModule:
     """Trains `model` and a wrapped copy side by side; returns the wrapped one."""
     model = model.double().train()
     ours = ORTModule(copy.deepcopy(model), strict=strict)
-    opts = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=lr) for m in (model, ours)]
+    opts = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, ours)]
     for step in range(steps):
-        batch = batches[step % len(batches)]
-        want, got = model(**batch), ours(**batch)
-        assert type(want) is type(got)
-        for i, (a, b) in enumerate(zip(leaves(got), leaves(want), strict=True)):
-            same(a.detach(), b.detach(), f"step {step} output {i}", tol)
-            assert a.requires_grad == b.requires_grad, f"step {step} output {i}: requires_grad {a.requires_grad}"
-        loss(want).backward()
-        loss(got).backward()
-        for (name, p), q in zip(ours.named_parameters(), model.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), f"step {step} {name}: gradient {p.grad is not None}, eager {q.grad is not None}"
-            if q.grad is not None:
-                same(p.grad, q.grad, f"step {step} gradient of {name}", tol)
-        for (name, p), q in zip(ours.named_buffers(), model.buffers(), strict=True):
-            same(p, q, f"step {step} buffer {name}", tol)
+        compare_step(model, ours, batches[step % len(batches)], f"step {step}", loss)
         for o in opts:
             o.step()
             o.zero_grad()
@@ -175,12 +193,29 @@ def test_labelled_loss(name: str) -> None:
 
 
 def test_many_shapes_one_more_capture() -> None:
+    """A hundred sizes: equal to eager at each, one capture more than the first, plans in milliseconds. Length 1 takes one more, whatever the
+    batch: Hugging Face's attention asks whether the length is above 1."""
     torch.manual_seed(0)
     g = torch.Generator().manual_seed(5)
-    pairs = torch.randint(1, 12, (12, 2), generator=g).tolist()
-    batches = [{"input_ids": ids(101, b, t + 1), "attention_mask": torch.ones(b, t + 1, dtype=torch.long)} for b, t in pairs]
-    ours = train(bert(), batches, steps=len(batches), strict=True, lr=1e-4)
-    assert ours.report().n_captures <= 2, str(ours.report())
+    eager = bert().double().train()
+    ours = ORTModule(copy.deepcopy(eager), strict=True)
+
+    def step(b: int, t: int) -> None:
+        lengths = torch.randint(1, t + 1, (b, 1), generator=g)
+        batch = {"input_ids": ids(101, b, t), "attention_mask": (torch.arange(t)[None] < lengths).long()}
+        compare_step(eager, ours, batch, f"batch {b}, length {t}")
+        eager.zero_grad()
+        ours.zero_grad()
+
+    for b, t in zip(torch.randint(1, 9, (100,), generator=g).tolist(), torch.randint(2, 30, (100,), generator=g).tolist(), strict=True):
+        step(b, t)
+    report = ours.report()
+    assert report.n_captures <= 2, str(report)
+    plans = [p["plan_ms"] for c in ours._ortmodule.every for p in c.graph.model.plan_report()]
+    assert len(plans) >= 50 and sorted(plans)[len(plans) // 2] < 20, plans  # the median: single plans wait for a loaded machine
+    for b in (3, 1, 5):
+        step(b, 1)
+    assert ours.report().n_captures <= 3, str(ours.report())
 
 
 class Encoder(nn.Module):
@@ -353,7 +388,7 @@ def test_lora_after_the_wrap() -> None:
     for (name, p), q in zip(ours.named_parameters(), m.named_parameters()):
         assert (p.grad is None) == (q[1].grad is None), name
         if p.grad is not None:
-            same(p.grad, q[1].grad, name)
+            same(p.grad, q[1].grad, name, summed=largest_grad(m))
 
 
 def test_same_seed_same_bits() -> None:
@@ -371,42 +406,35 @@ def test_same_seed_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*res))
 
 
-def test_fp32_error_is_eagers_own() -> None:
-    """fp32: error of each gradient against fp64 eager within twice eager fp32's own (plus rounding of the result)."""
-    torch.manual_seed(0)
-    exact = gpt2().double()
-    eager, ours = copy.deepcopy(exact).float(), ORTModule(copy.deepcopy(exact).float(), strict=True)
-    batch = HF["gpt2"][1]
-    for m in (exact, eager, ours):
+def compare_fp32(ours: ORTModule, eager: nn.Module, exact: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
+    """fp32: error of each gradient against `exact` (fp64, of the same parameters) within twice eager fp32's own (plus rounding of the result)."""
+    for m in (eager, ours):
         loss_of(m(**batch)).backward()
-    for (name, p), e, x in zip(ours.named_parameters(), eager.parameters(), exact.parameters()):
-        scale = x.grad.abs().max().item()
-        mine, theirs = (p.grad.double() - x.grad).norm().item(), (e.grad.double() - x.grad).norm().item()
+    for (name, p), e in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        x = exact[name]
+        scale = x.abs().max().item()
+        mine, theirs = (p.grad.double() - x).norm().item(), (e.grad.double() - x).norm().item()
         assert mine <= 2 * theirs + 4e-7 * scale, f"{name}: {mine:.2e} against eager's {theirs:.2e}, scale {scale:.2e}"
+
+
+def test_fp32_error_is_eagers_own() -> None:
+    torch.manual_seed(0)
+    model = gpt2().double()
+    batch = HF["gpt2"][1]
+    eager, ours = copy.deepcopy(model).float(), ORTModule(copy.deepcopy(model).float(), strict=True)
+    loss_of(model(**batch)).backward()
+    compare_fp32(ours, eager, {n: p.grad for n, p in model.named_parameters()}, batch)
 
 
 REPLAY = {"gpt2": (lambda: gpt2(p=0.1), HF["gpt2"][1]), "bert-padded": (lambda: bert(p=0.1), HF["bert-cls-padded"][1]),
           "t5": (lambda: t5(p=0.1), HF["t5"][1]), "encoder": (lambda: Encoder().train(), {"x": randn(3, 11, 24), "pad": padded(3, 11) == 0})}
 
 
-@pytest.mark.parametrize("name", REPLAY)
-def test_dropout_replay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every keep-mask of the engine's step, replayed in eager: outputs and all gradients equal. Streams are numbered in call order from 1."""
+def replay_dropout(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[int]:
+    """From here on eager PyTorch drops what the engine drops in a step of that seed. Streams are numbered in call order from 1; the result
+    gives the numbers that were not used."""
     import engine
 
-    torch.manual_seed(0)
-    make, batch = REPLAY[name]
-    model = make().double().train()
-    if name == "encoder":
-        for m in model.modules():
-            if isinstance(m, nn.Dropout):
-                m.p = 0.1
-    ours = ORTModule(copy.deepcopy(model), strict=True)
-    torch.manual_seed(9)
-    got = ours(**batch)
-    loss_of(got).backward()
-    torch.manual_seed(9)
-    seed = int(torch.randint(2**63 - 1, (1,)))
     streams = iter(range(1, 1000))
 
     def mask(shape: Any, p: float) -> Tensor:
@@ -428,11 +456,33 @@ def test_dropout_replay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "dropout", dropout)
     monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(nn.Dropout, "forward", lambda m, x: dropout(x, m.p, m.training))
+    return streams
+
+
+def compare_dropout_replay(model: nn.Module, ours: ORTModule, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of the engine with its own masks, then eager with the same: outputs and all gradients equal."""
+    torch.manual_seed(9)
+    got = ours(**batch)
+    loss_of(got).backward()
+    torch.manual_seed(9)
+    streams = replay_dropout(monkeypatch, int(torch.randint(2**63 - 1, (1,))))
     want = model(**batch)
     loss_of(want).backward()
-    kept = next(streams)
-    assert kept > 3, "no dropout was replayed"
+    assert next(streams) > 3, "no dropout was replayed"
     for i, (a, b) in enumerate(zip(leaves(got), leaves(want), strict=True)):
         same(a.detach(), b.detach(), f"output {i}")
+    summed = largest_grad(model)
     for (n, p), q in zip(ours.named_parameters(), model.parameters(), strict=True):
-        same(p.grad, q.grad, f"gradient of {n}")
+        same(p.grad, q.grad, f"gradient of {n}", summed=summed)
+
+
+@pytest.mark.parametrize("name", REPLAY)
+def test_dropout_replay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    make, batch = REPLAY[name]
+    model = make().double().train()
+    if name == "encoder":
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = 0.1
+    compare_dropout_replay(model, ORTModule(copy.deepcopy(model), strict=True), batch, monkeypatch)

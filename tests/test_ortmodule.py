@@ -1242,3 +1242,27 @@ def test_hugging_face_trainer(tmp_path):
     for resume in (False, True):
         (ours, our_eval), (theirs, their_eval) = run(True, resume), run(False, resume)
         assert ours == pytest.approx(theirs, rel=1e-5) and our_eval == pytest.approx(their_eval, rel=1e-5)
+
+
+def test_many_captures_say_why(caplog):
+    """One warning, at the sixteenth capture, with the reasons."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.scale = 1.0
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    model = ORTModule(Scaled(), max_captures=99)
+    with caplog.at_level("WARNING", "ortmodule"):
+        for i in range(9):
+            for grad in (True, False):
+                model.scale = float(i)
+                model(torch.randn(4, 3, requires_grad=grad))
+    said = [r.getMessage() for r in caplog.records if "captured" in r.getMessage()]
+    assert len(said) == 1 and "captured 16 times" in said[0] and "changed: scale" in said[0] and "requires_grad of arguments" in said[0], said
+    model(torch.randn(5, 3))
+    assert [g.why for g in model.report().graphs][-1] == "changed: sizes of arguments", str(model.report())

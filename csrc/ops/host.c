@@ -1,17 +1,18 @@
 /* host.c - nodes that the host runs: the executor stops there, hands over the inputs and goes on with what comes back.
  *
- * host: index = row of the host's own table, uid = which host node of the graph this is (given by the importer, in node order),
- * diff = 1 when the host can differentiate it. Types of the outputs stand in the attributes: out_dtype[i] is an om_dtype, shape<i> the
- * sizes of output i (of any kind of object the sizes may be left out: rank 0).
- * host_grad: the same index and uid; its inputs are the gradients of the host node's outputs (floats only, in order; zeros where none
- * arrives), its outputs the gradients of the host node's inputs listed in `want`. The host finds the forward's state by uid.
+ * host: index = row of the host's own table, one row per node, so that the host finds a forward's state by it. diff = 1 when the host can
+ * differentiate it. Types of the outputs stand in the attributes: out_dtype[i] is an om_dtype, shape<i> the sizes of output i (of any kind
+ * of object the sizes may be left out: rank 0).
+ * host_grad: the same index; its inputs are the gradients of the host node's outputs (floats only, in order; zeros where none arrives), its
+ * outputs the gradients of the host node's inputs listed in `want`. A module kept in PyTorch may have hundreds of parameters, a node has at
+ * most 64 outputs: then there are several host_grad nodes, part = 0, 1, ..., and the host answers all from one computation.
  * There is no kernel; a host node that a plan would run by itself is an error.
  */
 #include "attr.h"
 
 #include <stdio.h>
 
-enum { HOST_OUTPUTS = 64 }; /* as in om_make */
+enum { HOST_OUTPUTS = 64, HOST_PART = 32 }; /* om_make: outputs of a node; attributes of a node are 64, a gradient takes one */
 
 static om_status host_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_attr *dt = om_attr_get(n->attr, n->n_attr, "out_dtype");
@@ -35,45 +36,55 @@ static om_status host_infer(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
+/* One part: the gradients of the inputs `which`. */
+static om_status host_grad_part(om_builder *b, const om_node *n, const om_id *dy, int n_dy, const om_dim *which, int n_want, int part, om_id *dx) {
+    om_graph *g = b->g;
+    om_dim dtypes[HOST_PART], shapes[HOST_PART][OM_RANK];
+    char names[HOST_PART][24];
+    om_attr attr[4 + HOST_PART];
+    int n_attr = 0;
+    for (int i = 0; i < n_want; i++) {
+        const om_type *t = om_ty(g, om_ins(g, n)[which[i]]);
+        dtypes[i] = t->dtype;
+        memcpy(shapes[i], t->dim, sizeof t->dim);
+        snprintf(names[i], sizeof names[i], "shape%d", i);
+        attr[n_attr++] = OM_AD(names[i], shapes[i], t->rank);
+    }
+    attr[n_attr++] = OM_AI("index", om_node_int(n, "index", 0));
+    attr[n_attr++] = OM_AI("part", part);
+    attr[n_attr++] = OM_AD("want", which, n_want);
+    attr[n_attr++] = OM_AD("out_dtype", dtypes, n_want);
+    om_id first = om_make(g, &om_op_host_grad, dy, n_dy, attr, n_attr);
+    if (first == OM_NONE) return g->cx->status;
+    for (int i = 0; i < n_want; i++) dx[which[i]] = first + (om_id)i;
+    return OM_OK;
+}
+
 static om_status host_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     om_graph *g = b->g;
     om_id in[HOST_OUTPUTS];
-    om_dim which[256], dtypes[256];
-    static const char *const base[] = {"index", "uid"};
-    char names[HOST_OUTPUTS][24];
-    om_attr attr[4 + HOST_OUTPUTS];
-    om_dim shapes[HOST_OUTPUTS][OM_RANK];
-    int n_in = 0, n_want = 0, n_attr = 0;
+    om_dim which[HOST_PART];
+    int n_in = 0, n_want = 0, part = 0;
     if (!om_node_int(n, "diff", 1)) return OM_OK;
     for (int i = 0; i < n->n_out; i++) {
         int t = om_ty(g, n->out + (om_id)i)->dtype;
         if (om_is_float(t)) in[n_in++] = dy[i] != OM_NONE ? dy[i] : om_b_zeros_like(g, n->out + (om_id)i);
     }
-    for (int i = 0; i < n->n_in && i < 256; i++) {
-        if (!want[i]) continue;
-        OM_CHECK(g->cx, n_want < HOST_OUTPUTS, "host: more than %d inputs want a gradient", HOST_OUTPUTS);
-        const om_type *t = om_ty(g, om_ins(g, n)[i]);
-        which[n_want] = i;
-        dtypes[n_want] = t->dtype;
-        memcpy(shapes[n_want], t->dim, sizeof t->dim);
-        snprintf(names[n_want], sizeof names[n_want], "shape%d", n_want);
-        attr[n_attr++] = OM_AD(names[n_want], shapes[n_want], t->rank);
-        n_want++;
+    for (int i = 0; i < n->n_in; i++) {
+        if (want[i]) which[n_want++] = i;
+        if (n_want == HOST_PART || (n_want && i == n->n_in - 1)) {
+            OM_TRY(host_grad_part(b, n, in, n_in, which, n_want, part++, dx));
+            n_want = 0;
+        }
     }
-    if (!n_want) return OM_OK;
-    for (int i = 0; i < 2; i++) attr[n_attr++] = OM_AI(base[i], om_node_int(n, base[i], 0));
-    attr[n_attr++] = OM_AD("want", which, n_want);
-    attr[n_attr++] = OM_AD("out_dtype", dtypes, n_want);
-    om_id first = om_make(g, &om_op_host_grad, in, n_in, attr, n_attr);
-    for (int i = 0; i < n_want && first != OM_NONE; i++) dx[which[i]] = first + (om_id)i;
     return OM_OK;
 }
 
 const om_op om_op_host = {
     .name = "host", .kind = OM_K_HOST, .min_in = 0, .max_in = -1, .n_out = -1,
-    .doc = "(x, ...) -> whatever the host's table says; index uid out_dtype shape<i> diff", .infer = host_infer, .grad = host_grad_build,
+    .doc = "(x, ...) -> whatever the host's table says; index out_dtype shape<i> diff", .infer = host_infer, .grad = host_grad_build,
 };
 const om_op om_op_host_grad = {
     .name = "host_grad", .kind = OM_K_HOST, .min_in = 0, .max_in = -1, .n_out = -1,
-    .doc = "(dy, ...) -> gradients of inputs `want` of the host node with the same index and uid", .infer = host_infer,
+    .doc = "(dy, ...) -> gradients of inputs `want` of the host node with the same index; index part want out_dtype shape<i>", .infer = host_infer,
 };

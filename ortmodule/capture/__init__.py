@@ -5,6 +5,7 @@
     convert.py      pure nodes -> ONNX, with ops_*.py: one row per ATen operator
     onnx_build.py   the ModelProto; onnx_functions.py: bodies of the ortmodule operators
     skeleton.py     flattening of arguments and results
+    regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
 
 Nothing of the user's model is copied: parameters and buffers are graph inputs, named by their fully qualified name.
@@ -25,6 +26,7 @@ from .convert import HostOp, convert
 from .export import CaptureError, Exported, export_module
 from .functional import Node, Program, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
+from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
 __all__ = ["CaptureError", "Captured", "FlatInputs", "HostOp", "InputSpec", "capture", "flatten_inputs"]
@@ -69,16 +71,18 @@ class Captured:
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
-            keep_in_torch: Collection[str] = ()) -> Captured:
+            keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = ()) -> Captured:
     """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they were.
 
-    dynamic: sizes of all tensor arguments are symbols. symbolic_scalars: int and float arguments are graph inputs (0-d int64, float64)
-    instead of constants. keep_in_torch: fully qualified names of submodules that stay outside the graph. Grad mode and autocast are
-    the caller's. Raises CaptureError with the innermost submodule, file and line.
+    dynamic: sizes of all tensor arguments are symbols, but for `fixed`, pairs of tensor leaf and axis. symbolic_scalars: int and float
+    arguments are graph inputs (0-d int64, float64) instead of constants. keep_in_torch: fully qualified names of submodules that stay
+    outside the graph. Grad mode and autocast are the caller's. Raises CaptureError with the innermost submodule, file and line.
     """
     started = time.perf_counter()
-    exported = export_module(module, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic_scalars, keep_in_torch=keep_in_torch)
+    exported = export_module(module, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic_scalars, keep_in_torch=keep_in_torch,
+                             fixed=fixed)
     program = functionalize(exported)
+    keep_unknown_sizes(program, exported)
     rebuild = _outputs(program, exported)
     try:
         onnx_bytes, host_ops, builder = convert(program, exported, type(module).__name__)
@@ -86,12 +90,12 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         raise CaptureError(str(e)) from e
     specs, index = _inputs(program, builder)
     flat = flatten_inputs(args, kwargs)
-    fits, fixed = _conditions(program, exported, flat, dynamic, symbolic_scalars)
+    fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
     return Captured(
         onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index},
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
-        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed)
+        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars)
 
 
 def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[Node, int]]:

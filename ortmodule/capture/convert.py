@@ -33,6 +33,11 @@ INT_MAX = 2**63 - 1
 F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
 _LOW = (torch.bfloat16, torch.float16)
 
+# The trace gives these operators a result of one operand's type where PyTorch's kernels raise. Refused here, so that PyTorch runs and raises.
+_NORMS = {"aten::layer_norm", "aten::group_norm", "aten::batch_norm"}
+_ONE_TYPE = {"aten::linear", "aten::mm", "aten::bmm", "aten::matmul", "aten::mv", "aten::dot", "aten::addmm", "aten::baddbmm", "aten::addmv",
+             "aten::scaled_dot_product_attention", *_NORMS}
+
 
 @dataclass
 class HostOp:
@@ -292,6 +297,10 @@ class Converter:
         if target is opaque.HOST:
             self.opaque(n)
             return
+        if not isinstance(target, str) and not n.autocast and target._schema.name in _ONE_TYPE:
+            types = {i.val.dtype for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
+            if len(types) > 1 and not (target._schema.name in _NORMS and types in ({d, F32} for d in _LOW)):
+                raise UnsupportedError(f"operands of different types: {', '.join(sorted(map(str, types)))}")
         f = TABLE.get(target if isinstance(target, str) else _key(target))
         reason = "no row in the operator table"
         if f is not None:

@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.fx.experimental._config as fx_config
+import torch.utils._traceback as torch_traceback
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
@@ -195,6 +197,28 @@ def _patched_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _light() -> Iterator[None]:
+    """A quarter of the tracing time goes into two things that nobody reads: source lines of the frames inside torch in every node's stack
+    trace, and Python code for graph modules that the next pass of the export rewrites."""
+    extract, recompile = torch_traceback._extract_symbolized_tb, fx.GraphModule.recompile
+
+    def users(frames: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([(f["filename"], f["line"], f["name"], "") for f in reversed(frames[skip:])
+                                                 if is_user_file(f["filename"])])  # fmt: skip
+
+    def once(gm: fx.GraphModule) -> Any:
+        return None if "_code" in gm.__dict__ else recompile(gm)
+
+    torch_traceback._extract_symbolized_tb = users
+    fx.GraphModule.recompile = once  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch_traceback._extract_symbolized_tb = extract
+        fx.GraphModule.recompile = recompile  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     log = logging.getLogger("torch.export")
     level = log.level
@@ -248,13 +272,13 @@ def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
 
 
 def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False,
-                  symbolic_scalars: bool = False, keep_in_torch: Collection[str] = ()) -> Exported:
-    """Traces `module(*args, **kwargs)`; raises CaptureError."""
+                  symbolic_scalars: bool = False, keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = ()) -> Exported:
+    """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic capture."""
     keep = sorted(keep_in_torch)
     with _lock, _quiet(), _keep_random_state():
         try:
             with opaque.table() as table:
-                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table)
+                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed)
         except CaptureError:
             raise
         except Exception as e:
@@ -264,7 +288,7 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
         try:
             with opaque.table() as table:
-                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, ones_are_symbols=False)
+                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, ones_are_symbols=False)
         except Exception:
             raise error from None
 
@@ -275,7 +299,7 @@ def _example(t: Tensor) -> Tensor:
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
-            keep: list[str], table: opaque.Table, ones_are_symbols: bool = True) -> Exported:
+            keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], ones_are_symbols: bool = True) -> Exported:
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
     leaves: list[Any] = [_example(t) for t in flat.tensors]
@@ -299,9 +323,9 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     if dynamic or symbolic_scalars:
         auto = Dim.AUTO
         shapes = {"leaves": tuple(
-            ({d: auto for d, size in enumerate(x.shape) if ones_are_symbols or size != 1} if dynamic else None) if isinstance(x, Tensor)
-            else Dim.DYNAMIC if type(x) is int else None for x in leaves)}
-    with _keep_attributes(module), opaque.keep_functions(), opaque.keep_modules(module, keep), _patched_torch(), \
+            ({d: auto for d, size in enumerate(x.shape) if (ones_are_symbols or size != 1) and (i, d) not in fixed} if dynamic else None)
+            if isinstance(x, Tensor) else Dim.DYNAMIC if type(x) is int else None for i, x in enumerate(leaves))}
+    with _keep_attributes(module), opaque.keep_functions(), opaque.keep_modules(module, keep), _patched_torch(), _light(), \
             fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)

@@ -11,6 +11,7 @@ import torch
 from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, row
 from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
+from .ops_shape import diagonal_of
 
 
 def _exact(x: Any, dtype: torch.dtype) -> bool:
@@ -588,11 +589,8 @@ def product(c: Converter, a: Val, b: Val) -> Val:
     return c.squeeze(y, [y.rank - 2] * one_a + [y.rank - 1] * one_b)
 
 
-@row("mm", "bmm", "matmul", "mv", "dot", "vdot", "inner", "chain_matmul")
-def matmul(c: Converter, n: Node, a: Any, b: Any = None) -> Val:
-    name = n.target._schema.name
-    if name in ("aten::inner", "aten::chain_matmul"):
-        raise NotHere("inner product")
+@row("mm", "bmm", "matmul", "mv", "dot", "vdot")
+def matmul(c: Converter, n: Node, a: Node, b: Node) -> Val:
     return product(c, c.num(a, n.val.dtype), c.num(b, n.val.dtype))
 
 
@@ -623,32 +621,14 @@ def outer(c: Converter, n: Node, a: Node, b: Node) -> Val:
     return c.op2("Mul", c.unsqueeze(c.num(a, dtype), [1]), c.unsqueeze(c.num(b, dtype), [0]))
 
 
-@row("einsum")
-def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_path: Any) -> Val:
+def _contract(c: Converter, a: Val, la: str, b: Val, lb: str, out: str) -> Val:
     """Two operands, every label once per operand: transpose, flatten to (batch, rows, sum) x (batch, sum, cols), multiply, restore."""
-    dtype = n.val.dtype
-    text = equation.replace(" ", "")
-    if "." in text or len(operands) != 2:
-        raise NotHere("einsum other than of two operands without dots")
-    left, arrow, out = text.partition("->")
-    la, lb = left.split(",")
-    if not arrow:
-        out = "".join(sorted(s for s in set(la + lb) if (la + lb).count(s) == 1))
-    if len(set(la)) != len(la) or len(set(lb)) != len(lb) or len(set(out)) != len(out):
-        raise NotHere("einsum with a repeated label in one operand")
-    a, b = c.num(operands[0], dtype), c.num(operands[1], dtype)
-    size = dict(zip(la, a.shape, strict=True)) | dict(zip(lb, b.shape, strict=True))
-    if any(x == 1 or y == 1 for s in set(la) & set(lb) for x, y in [(a.shape[la.index(s)], b.shape[lb.index(s)])] if x != y):
-        raise NotHere("einsum with a broadcast label")
-    for own, other in ((la, lb), (lb, la)):
-        gone = [s for s in own if s not in other and s not in out]
-        if gone:
-            v = c.reduce("ReduceSum", a if own is la else b, [own.index(s) for s in gone], False)
-            kept = "".join(s for s in own if s not in gone)
-            if own is la:
-                a, la = v, kept
-            else:
-                b, lb = v, kept
+    size = dict(zip(lb, b.shape, strict=True)) | {s: d for s, d in zip(la, a.shape, strict=True) if d != 1 or s not in lb}
+    both = [s for s in la if s in lb]
+    a = c.expand(a, tuple(size[s] if s in both else d for s, d in zip(la, a.shape, strict=True)))
+    b = c.expand(b, tuple(size[s] if s in both else d for s, d in zip(lb, b.shape, strict=True)))
+    a, la = _sum_out(c, a, la, lb + out)
+    b, lb = _sum_out(c, b, lb, la + out)
     batch = [s for s in la if s in lb and s in out]
     summed = [s for s in la if s in lb and s not in out]
     rows, cols = [s for s in la if s not in lb], [s for s in lb if s not in la]
@@ -668,3 +648,58 @@ def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_pat
     order = [*batch, *rows, *cols]
     y = c.reshape(y, shape(order))
     return c.transpose(y, [order.index(s) for s in out])
+
+
+def _sum_out(c: Converter, v: Val, labels: str, kept: str) -> tuple[Val, str]:
+    """Sums over the labels that nothing else has."""
+    gone = [s for s in labels if s not in kept]
+    if gone:
+        v = c.reduce("ReduceSum", v, [labels.index(s) for s in gone], False)
+    return v, "".join(s for s in labels if s not in gone)
+
+
+@row("einsum")
+def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_path: Any) -> Val:
+    """From left to right, two operands at a time. Dots become labels of their own, aligned at the right; a label twice in one operand is
+    its diagonal."""
+    dtype = n.val.dtype
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    values = [c.num(x, dtype) for x in operands]
+    terms = left.split(",")
+    dots = [v.rank - len(t.replace("...", "")) if "..." in t else 0 for v, t in zip(values, terms, strict=True)]
+    free = [s for s in map(chr, range(0x3B1, 0x3CA))][: max(dots)]  # Greek letters: no one else's labels
+    terms = [t.replace("...", "".join(free[len(free) - k :])) for t, k in zip(terms, dots, strict=True)]
+    if not arrow:
+        every = "".join(terms)
+        out = "..." * any(dots) + "".join(sorted(s for s in set(every) if every.count(s) == 1 and s not in free))
+    out = out.replace("...", "".join(free))
+    for i, t in enumerate(terms):
+        for s in sorted(set(t)):
+            while t.count(s) > 1:
+                first, second = t.index(s), t.rindex(s)
+                values[i] = diagonal_of(c, values[i], 0, first, second, values[i].shape[first])
+                t = t.replace(s, "", t.count(s)) if t.count(s) == 2 else t[:second] + t[second + 1 :].replace(s, "", 1)
+                t += s
+        terms[i] = t
+    v, labels = values[0], terms[0]
+    for i in range(1, len(values)):
+        later = out + "".join(terms[i + 1 :])
+        kept = "".join(dict.fromkeys(s for s in labels + terms[i] if s in later))
+        v, labels = _contract(c, v, labels, values[i], terms[i], kept), kept
+    v, labels = _sum_out(c, v, labels, out)
+    return c.transpose(v, [labels.index(s) for s in out])
+
+
+@row("cosine_similarity")
+def cosine_similarity(c: Converter, n: Node, x: Node, y: Node, dim: int, eps: float) -> Val:
+    """The norms are clamped behind autograd's back, as torch does it."""
+    dtype = n.val.dtype
+
+    def unit(z: Node) -> Val:
+        v = c.expand(c.num(z, dtype), broadcast(c.v(x).shape, c.v(y).shape))
+        norm = c.reduce("ReduceL2", v, [dim], True)
+        low = c.scalar(eps, dtype)
+        clamped = c.where(c.compare("Less", norm, low), low, norm)
+        return c.op2("Div", v, c.b.op("StraightThrough", [clamped, norm], dtype, norm.shape, "ortmodule"))
+
+    return c.reduce("ReduceSum", c.op2("Mul", unit(x), unit(y)), [dim], False)

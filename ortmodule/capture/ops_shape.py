@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sympy import sympify
+from torch.utils._sympy.functions import Mod
 
 from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
 from .functional import COPY, FILL, STOP, THROUGH, Node
@@ -245,10 +247,7 @@ def tile(c: Converter, n: Node, x: Node, dims: Sequence[Any]) -> Val:
 def repeat_interleave(c: Converter, n: Node, x: Node, repeats: Any, dim: Any, output_size: Any = None) -> Val:
     v = c.v(x)
     if dim is None:
-        numel: Any = 1
-        for d in v.shape:
-            numel = numel * d
-        v, dim = c.reshape(v, (expr_of(numel),)), 0
+        v, dim = c.reshape(v, (numel(v.shape),)), 0
     dim %= v.rank
     wide = c.unsqueeze(v, [dim + 1])
     wide = c.expand(wide, (*wide.shape[: dim + 1], expr_of(repeats), *wide.shape[dim + 2 :]))
@@ -258,41 +257,69 @@ def repeat_interleave(c: Converter, n: Node, x: Node, repeats: Any, dim: Any, ou
 @row("roll")
 def roll(c: Converter, n: Node, x: Node, shifts: Any, dims: Any) -> Val:
     v = c.v(x)
-    flat = not dims
-    if flat:
-        raise NotHere("roll over the flattened tensor")
-    for s, d in zip(shifts if isinstance(shifts, (list, tuple)) else [shifts], dims, strict=True):
+    shape = v.shape
+    shifts = list(shifts) if isinstance(shifts, (list, tuple)) else [shifts]
+    if not dims:
+        v, dims = c.reshape(v, (numel(shape),)), [0]
+    for s, d in zip(map(expr_of, shifts), dims, strict=True):
         d %= v.rank
         size = v.shape[d]
-        if not isinstance(size, int) or not isinstance(s, int):
-            raise NotHere("roll along a symbolic size")
-        s %= max(size, 1)
-        if s:
-            v = c.concat([c.slice(v, d, size - s, size, 1, s), c.slice(v, d, 0, size - s, 1, size - s)], d)
-    return v
+        if isinstance(size, int) and isinstance(s, int):
+            cut = -s % max(size, 1)
+        elif s.could_extract_minus_sign() if not isinstance(s, int) else s < 0:
+            cut = Mod(sympify(-s), size)
+        else:
+            cut = expr_of(size - Mod(sympify(s), size))
+        if cut != 0:  # the part before the cut goes behind the rest
+            v = c.concat([c.slice(v, d, cut, INT_MAX, 1, expr_of(size - cut)), c.slice(v, d, 0, cut, 1, cut)], d)
+    return c.reshape(v, shape)
+
+
+def _flipped(c: Converter, v: Val, axes: Sequence[int]) -> Val:
+    m = len(axes)
+    if not m:
+        return v
+    return c.b.op("Slice", [v, c.axes([-1] * m), c.axes([-INT_MAX] * m), c.axes(axes), c.axes([-1] * m)], v.dtype, v.shape)
 
 
 @row("flip")
 def flip(c: Converter, n: Node, x: Node, dims: Sequence[int]) -> Val:
-    v = c.v(x)
-    k = [d % v.rank for d in dims]
-    if not k:
-        return v
-    m = len(k)
-    return c.b.op("Slice", [v, c.axes([-1] * m), c.axes([-INT_MAX] * m), c.axes(k), c.axes([-1] * m)], v.dtype, v.shape)
+    return _flipped(c, c.v(x), [d % c.v(x).rank for d in dims])
 
 
-@row("constant_pad_nd", "pad")
+def _edges(c: Converter, v: Val, axis: int, lo: Any, hi: Any, mode: str) -> Val:
+    """One axis made longer by its own elements."""
+    size = v.shape[axis]
+
+    def part(start: Any, length: Any) -> Val:
+        return c.slice(v, axis, start, expr_of(start + length), 1, length)
+
+    if mode == "replicate":
+        wide = [c.expand(part(at, 1), (*v.shape[:axis], k, *v.shape[axis + 1 :])) for at, k in ((0, lo), (expr_of(size - 1), hi))]
+    elif mode == "reflect":
+        wide = [_flipped(c, part(1, lo), [axis]), _flipped(c, part(expr_of(size - 1 - hi), hi), [axis])]
+    else:
+        wide = [part(expr_of(size - lo), lo), part(0, hi)]
+    return c.concat([*wide[:1] * (lo != 0), v, *wide[1:] * (hi != 0)], axis)
+
+
+@row("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
+     "replication_pad3d", "_pad_circular")
 def pad(c: Converter, n: Node, x: Node, pads: Sequence[Any], *rest: Any) -> Val:
     v = c.v(x)
-    if n.target._schema.name == "aten::pad":
-        if rest[0] != "constant":
-            raise NotHere(f"pad with mode {rest[0]!r}")
-        rest = rest[1:]
-    value = rest[0] if rest and rest[0] is not None else 0
+    name = n.target._schema.name.removeprefix("aten::")
+    mode = rest[0] if name == "pad" else {"ref": "reflect", "rep": "replicate", "_pa": "circular"}.get(name[:3], "constant")
     lo, hi = [0] * v.rank, [0] * v.rank
     for i in range(len(pads) // 2):
         lo[v.rank - 1 - i], hi[v.rank - 1 - i] = expr_of(pads[2 * i]), expr_of(pads[2 * i + 1])
+    if mode != "constant":
+        if not all(isinstance(p, int) and p >= 0 for p in lo + hi):
+            raise NotHere(f"{mode} padding by a negative or symbolic width")
+        for axis in range(v.rank):
+            v = _edges(c, v, axis, lo[axis], hi[axis], mode) if lo[axis] or hi[axis] else v
+        return v
+    rest = rest[1:] if name == "pad" else rest
+    value = rest[0] if rest and rest[0] is not None else 0
     if all(isinstance(p, int) and p == 0 for p in lo + hi):
         return v
     return c.b.op("Pad", [v, c.b.dims(lo + hi), c.scalar(value, v.dtype)], v.dtype, shape_of(n.val))
@@ -318,6 +345,155 @@ def diff(c: Converter, n: Node, x: Node, order: int, dim: int, prepend: Any, app
         hi = c.slice(v, dim, 1, INT_MAX, 1, size)
         lo = c.slice(v, dim, 0, -1 if not isinstance(v.shape[dim], int) else size, 1, size)
         v = c.cast(c.op2("Xor", hi, lo), BOOL) if v.dtype == BOOL else c.op2("Sub", hi, lo)
+    return v
+
+
+# --- diagonals ------------------------------------------------------------------------------------
+
+
+def numel(shape: Sequence[Any]) -> Any:
+    total: Any = 1
+    for d in shape:
+        total = total * d
+    return expr_of(total)
+
+
+def _on_diagonal(c: Converter, v: Val, offset: int, dim1: int, dim2: int, length: Any) -> tuple[Val, Val, list[int]]:
+    """v with the two axes last and flattened; places of the diagonal there; the permutation."""
+    dim1, dim2 = dim1 % v.rank, dim2 % v.rank
+    perm = [a for a in range(v.rank) if a not in (dim1, dim2)] + [dim1, dim2]
+    w = c.transpose(v, perm)
+    *lead, rows, cols = w.shape
+    start = offset if offset >= 0 else expr_of(-offset * cols)
+    places = c.range(length)
+    places = c.op2("Mul", places, c.num(expr_of(cols + 1), I64) if isinstance(cols, int) else c.symbolic(cols + 1))
+    places = places if start == 0 else c.op2("Add", places, c.b.constant(start, I64) if isinstance(start, int) else c.symbolic(start))
+    return c.reshape(w, (*lead, expr_of(rows * cols))), places, perm
+
+
+def diagonal_of(c: Converter, v: Val, offset: int, dim1: int, dim2: int, length: Any) -> Val:
+    """The diagonal as the last axis."""
+    flat, places, _ = _on_diagonal(c, v, offset, dim1, dim2, length)
+    return c.b.op("Gather", [flat, places], v.dtype, (*flat.shape[:-1], length), axis=flat.rank - 1)
+
+
+@row("diagonal", "diagonal_copy", "linalg_diagonal", "trace")
+def diagonal(c: Converter, n: Node, x: Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Val:
+    v = c.v(x)
+    if n.target._schema.name == "aten::trace":
+        if not all(isinstance(d, int) for d in v.shape):
+            raise NotHere("trace of a matrix of symbolic size")
+        return c.reduce("ReduceSum", c.cast(diagonal_of(c, v, 0, 0, 1, min(v.shape)), n.val.dtype), None, False)
+    return diagonal_of(c, v, offset, dim1, dim2, shape_of(n.val)[-1])
+
+
+@row("diag")
+def diag(c: Converter, n: Node, x: Node, offset: int) -> Val:
+    return diag_embed(c, n, x, offset, 0, 1) if c.v(x).rank == 1 else diagonal(c, n, x, offset)
+
+
+@row("diagonal_scatter")
+def diagonal_scatter(c: Converter, n: Node, x: Node, src: Node, offset: int, dim1: int, dim2: int) -> Val:
+    v, new = c.v(x), c.cast(c.v(src), c.v(x).dtype)
+    flat, places, perm = _on_diagonal(c, v, offset, dim1, dim2, new.shape[-1])
+    out = c.b.op("ScatterElements", [flat, c.expand(places, new.shape), new], v.dtype, flat.shape, axis=flat.rank - 1)
+    return c.transpose(c.reshape(out, tuple(v.shape[p] for p in perm)), [perm.index(a) for a in range(v.rank)])
+
+
+@row("diag_embed")
+def diag_embed(c: Converter, n: Node, x: Node, offset: int, dim1: int, dim2: int) -> Val:
+    v, rank = c.v(x), n.val.dim()
+    dim1, dim2 = dim1 % rank, dim2 % rank
+    size = shape_of(n.val)[dim1]
+    rows = c.unsqueeze(v, [v.rank])  # entry i stands in row i (offset >= 0) or i - offset
+    if offset:
+        lo, hi = (0, offset) if offset > 0 else (-offset, 0)
+        widths = [0] * (v.rank - 1) + [lo, 0] + [0] * (v.rank - 1) + [hi, 0]
+        rows = c.b.op("Pad", [rows, c.b.dims(widths), c.scalar(0, v.dtype)], v.dtype, (*v.shape[:-1], size, 1))
+    column = c.range(size)
+    on = c.compare("Equal", c.op2("Add", c.unsqueeze(column, [1]), c.b.constant(offset, I64)), c.unsqueeze(column, [0]))
+    out = c.where(on, rows, c.scalar(0, v.dtype))
+    front = [a for a in range(rank) if a not in (dim1, dim2)] + [dim1, dim2]
+    return c.transpose(out, [front.index(a) for a in range(rank)])
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+
+@row("pixel_shuffle", "pixel_unshuffle")
+def pixel_shuffle(c: Converter, n: Node, x: Node, r: int) -> Val:
+    """Channels (c, r, r) go to (h, r), (w, r) or come from there."""
+    v, out = c.v(x), shape_of(n.val)
+    k = v.rank - 3
+    lead = v.shape[:k]
+    if "unshuffle" in str(n.target):
+        parts, perm = (v.shape[k], out[k + 1], r, out[k + 2], r), (0, 2, 4, 1, 3)
+    else:
+        parts, perm = (out[k], r, r, v.shape[k + 1], v.shape[k + 2]), (0, 3, 1, 4, 2)
+    return c.reshape(c.transpose(c.reshape(v, (*lead, *parts)), [*range(k), *[k + p for p in perm]]), out)
+
+
+@row("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec", "upsample_nearest1d", "upsample_nearest2d",
+     "upsample_nearest3d")
+def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -> Val:
+    """Whole factors repeat elements; otherwise one index per row, in torch's own float32 arithmetic."""
+    v, out = c.v(x), shape_of(n.val)
+    given = _scales(n, scales)
+    for axis in range(2, v.rank):
+        size, new = v.shape[axis], out[axis]
+        if size == new and given[axis - 2] is None:
+            continue
+        factor = sympify(new) / sympify(size)
+        if factor.is_Integer and given[axis - 2] in (None, float(factor)):
+            wide = c.unsqueeze(v, [axis + 1])
+            wide = c.expand(wide, (*wide.shape[: axis + 1], int(factor), *wide.shape[axis + 2 :]))
+            v = c.reshape(wide, (*v.shape[:axis], new, *v.shape[axis + 1 :]))
+            continue
+        if not isinstance(size, int) or not isinstance(new, int):
+            raise NotHere("nearest resampling of a symbolic size by a broken factor")
+        ratio = torch.tensor(_ratio(given[axis - 2], size, new), dtype=torch.float32)
+        index = (torch.arange(new, dtype=torch.float32) * ratio).floor().long().clamp(max=size - 1)
+        v = c.b.op("Gather", [v, c.b.tensor(index, "nearest")], v.dtype, (*v.shape[:axis], new, *v.shape[axis + 1 :]), axis=axis)
+    return v
+
+
+def _scales(n: Node, rest: Sequence[Any]) -> list[float | None]:
+    """Factors that the user gave: the size follows from them, the sampling points too."""
+    k = n.val.dim() - 2
+    if n.target._overloadname == "vec":
+        return list(rest[-1]) if rest[-1] else [None] * k
+    return list(rest[-k:])
+
+
+def _ratio(factor: float | None, size: int, new: int) -> float:
+    return 1 / factor if factor else size / new
+
+
+@row("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec", "upsample_linear1d", "upsample_bilinear2d",
+     "upsample_trilinear3d")
+def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
+    """Axis after axis: neighbours below and above every sampling point, and the weight between them."""
+    v, out = c.v(x), shape_of(n.val)
+    given = _scales(n, scales)
+    for axis in range(2, v.rank):
+        size, new = v.shape[axis], out[axis]
+        if not isinstance(size, int) or not isinstance(new, int):
+            raise NotHere("linear resampling of a symbolic size")
+        if size == new and (corners or given[axis - 2] in (None, 1.0)):
+            continue
+        dtype = v.dtype if v.dtype == F64 else torch.float32
+        at = torch.arange(new, dtype=dtype)
+        if corners:
+            at = at * ((size - 1) / (new - 1) if new > 1 else 0)
+        else:
+            at = ((at + 0.5) * _ratio(given[axis - 2], size, new) - 0.5).clamp(min=0)
+        low = at.floor().long().clamp(max=size - 1)
+        high = (low + 1).clamp(max=size - 1)
+        weight = (at - low).to(v.dtype).reshape(-1, *[1] * (v.rank - 1 - axis))
+        shape = (*v.shape[:axis], new, *v.shape[axis + 1 :])
+        a, b = (c.b.op("Gather", [v, c.b.tensor(i, "sample")], v.dtype, shape, axis=axis) for i in (low, high))
+        w = c.b.tensor(weight, "weight")
+        v = c.op2("Add", c.op2("Mul", a, c.op2("Sub", c.scalar(1, v.dtype), w)), c.op2("Mul", b, w))
     return v
 
 

@@ -1,0 +1,191 @@
+"""Parts of a program whose sizes depend on data (x[mask], nonzero, masked_select) become one node each that PyTorch runs.
+
+The engine plans with sizes that are known before it starts. A size that only the data tells has a symbol of its own (torch calls it
+unbacked): all operations that make, take or ask for such a size are gathered, symbol by symbol, together with what lies between them, and
+leave the program as one host node whose own results have known sizes again (a sum, a mean, an indexed write). PyTorch runs the
+operations one by one and differentiates them.
+
+Invariants: a region is convex (nothing outside of it lies between two of its nodes), so the program stays in topological order. A result of
+unknown size that the module returns or stores cannot be kept this way: CaptureError.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from sympy import sympify
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+
+from . import opaque
+from .export import CaptureError, Exported
+from .functional import COPY, FILL, STOP, Node, Program
+
+_NAMED: dict[str, Callable[..., Tensor]] = {
+    STOP: lambda _shape, x: x.detach(),
+    COPY: lambda shape, x: x.expand(shape).clone(),
+    FILL: lambda shape, x: x.expand(shape).clone() if isinstance(x, Tensor) else torch.full(shape, x),
+    "reshape_to": lambda shape, x: x.reshape(shape),
+}
+
+
+def keep_unknown_sizes(program: Program, exported: Exported) -> None:
+    """Moves the regions out of `program`, into rows of `exported.table`."""
+    while True:
+        region = _find(program)
+        if not region:
+            return
+        _replace(program, exported, region)
+
+
+def _numbers(args: Any) -> Iterator[Any]:
+    for a in args:
+        if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            yield a
+        elif isinstance(a, (list, tuple)):
+            yield from _numbers(a)
+
+
+def _unknown(program: Program, n: Node) -> set[Any]:
+    """Symbols that the engine cannot bind: of the node's results, operands and numbers."""
+    if n.target is opaque.HOST and not free_unbacked_symbols(list(n.val)):
+        return set()
+    found = set(free_unbacked_symbols(list(n.val) if isinstance(n.val, (list, tuple)) else n.val))
+    for i in n.inputs():
+        if isinstance(i.val, Tensor):
+            found |= free_unbacked_symbols(i.val)
+    for x in _numbers([*n.args, *n.kwargs.values()]):
+        found |= {s for s in free_unbacked_symbols(x) if s not in program.item_of}
+    return found
+
+
+def _find(program: Program) -> list[Node]:
+    """The first region: nodes that share unknown symbols, directly or through others, and what lies between them."""
+    unknown = {n: s for n in program.nodes if (s := _unknown(program, n))}
+    if not unknown:
+        return []
+    first = next(n for n in program.nodes if n in unknown)
+    inside, symbols = {first}, set(unknown[first])
+    while True:
+        before = len(inside)
+        for n, s in unknown.items():
+            if n not in inside and s & symbols:
+                inside.add(n)
+                symbols |= s
+        after: set[Node] = set()
+        for n in program.nodes:
+            if n not in inside and any(i in inside or i in after for i in n.inputs()):
+                after.add(n)
+        above: set[Node] = set()
+        for n in reversed(program.nodes):
+            if n in inside or n in above:
+                above.update(n.inputs())
+        between = {n for n in after & above if n not in inside}
+        inside |= between
+        for n in between:
+            symbols |= unknown.get(n, set())
+        if len(inside) == before:
+            return [n for n in program.nodes if n in inside]
+
+
+def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
+    inside = set(region)
+    src = next((n.src for n in region if n.src[1]), region[0].src)
+    used = {i for n in program.nodes if n not in inside for i in n.inputs()}
+    kept = {n for n in program.outputs if isinstance(n, Node)} | {n for _, n in program.writes} | set(program.item_of.values())
+    outputs = [n for n in region if n in used | kept and isinstance(n.val, Tensor)]
+    for n in region:
+        if isinstance(n.target, str) and n.target not in _NAMED or n.target is opaque.HOST:
+            raise CaptureError(f"{n.target} of a size that depends on data", *n.src)
+    for n in outputs:
+        if free_unbacked_symbols(n.val):
+            raise CaptureError(f"{n.target}: a result whose size depends on data is returned or stored", *n.src)
+    inputs = list(dict.fromkeys(i for n in region for i in n.inputs() if i not in inside))
+    mode = next(v.fake_mode for n in [*region, *inputs] for v in (n.val if isinstance(n.val, (list, tuple)) else [n.val])
+                if hasattr(v, "fake_mode"))
+    numbers: dict[Any, int] = {}  # symbol -> input that holds its value
+    for s in sorted({s for n in region for s in _all_symbols(n)}, key=str):
+        node = program.item_of.get(s)
+        if node is None and not str(s).startswith("u"):
+            with mode:
+                val = torch.empty((), dtype=torch.int64)
+            node = Node(torch.ops.aten.scalar_tensor.default, (mode.shape_env.create_symintnode(s, hint=None),), {"dtype": torch.int64}, val, src)
+            inputs.append(node)
+            program.nodes.insert(0, node)
+        if node is None or node in inside:
+            continue  # known once its tensor has been made
+        if node not in inputs:
+            inputs.append(node)
+        numbers[s] = inputs.index(node)
+    items = {s: n for s, n in program.item_of.items() if n in inside}
+    table = exported.table
+    names = list(dict.fromkeys(str(n.target).replace("aten.", "aten::") for n in region if isinstance(n.target, torch._ops.OpOverload)))
+    call = _caller(region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
+    table.rows.append(opaque.Row("aten", " ".join(names[:3]) + " ..." * (len(names) > 3), call, _never, "sizes that depend on data", src[0]))
+    host = Node(opaque.HOST, (inputs, len(table.rows) - 1), {}, tuple([n.val for n in outputs]), src)
+    for i, n in enumerate(outputs):  # the nodes stay what others refer to; they now read the host node's results
+        n.target, n.args, n.kwargs = operator.getitem, (host, i), {}
+    after: set[Node] = {host, *outputs}
+    head: list[Node] = []
+    tail: list[Node] = []
+    for n in program.nodes:
+        if n in inside:
+            continue
+        if any(i in after for i in n.inputs()):
+            after.add(n)
+            tail.append(n)
+        else:
+            head.append(n)
+    program.nodes = [*head, host, *outputs, *tail]
+
+
+def _all_symbols(n: Node) -> set[Any]:
+    found = {s for x in _numbers([*n.args, *n.kwargs.values()]) for s in free_symbols(x)}
+    return found | (set(free_symbols(n.val)) if isinstance(n.target, str) else set())
+
+
+def _never(_xs: list[Tensor]) -> list[Tensor]:
+    raise AssertionError("a region is made after the trace")
+
+
+def _caller(region: list[Node], inputs: list[Node], outputs: list[Node], numbers: dict[Any, int], items: dict[Any, Node],
+            low: torch.dtype) -> opaque.Call:
+    """The region as a function of its tensors."""
+    steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]  # as they are now: outputs change their meaning
+
+    def call(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        value: dict[Node, Any] = dict(zip(inputs, tensors, strict=True))
+        size: dict[Any, Any] = {s: tensors[i].item() for s, i in numbers.items()}
+
+        def number(e: Any) -> Any:
+            e = sympify(e)
+            for s in e.free_symbols:
+                if s not in size:
+                    size[s] = value[items[s]].item()
+            r = e.subs(size)
+            return int(r) if r.is_integer else float(r)
+
+        def of(a: Any) -> Any:
+            if isinstance(a, Node):
+                return value[a]
+            if isinstance(a, (torch.SymInt, torch.SymFloat)):
+                return number(a.node.expr)
+            return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        for n, target, args, kwargs, grad, autocast, val in steps:
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()), torch.autocast("cpu", dtype=low, enabled=autocast):
+                if isinstance(target, str):
+                    made: Any = _NAMED[target]([of(d) for d in val.shape], *map(of, args)).to(val.dtype)
+                else:
+                    made = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
+            value[n] = made
+            for t, like in zip(made, val, strict=True) if isinstance(made, (list, tuple)) else ((made, val),):
+                if isinstance(t, Tensor):
+                    size.update((d.node.expr, got) for d, got in zip(like.shape, t.shape, strict=True)
+                                if isinstance(d, torch.SymInt) and d.node.expr.is_Symbol)
+        return tuple([value[n] for n in outputs])
+
+    return call
