@@ -1,21 +1,20 @@
 /* peak.c - what lies in memory when a plan needs most of it: the answer to "where does my memory go?".
  *
- * Counted are the arena's storages, outputs and gradients between their first and last call; outputs also until the end of the
- * forward and gradients until the end of the backward, as the host holds them. The engine's own order decides, so the peak of
- * the arena's layout can only be larger (gaps): both numbers are reported.
+ * Counted are the arena's storages between their first and last call, and outputs to the end of the forward at least, as the host holds
+ * them. Gradients exist at the end of every backward, whatever the engine does: they are not part of the question. The arena's layout can
+ * only be larger (gaps).
  */
 #include "plan.h"
 
 #include <stdlib.h>
 
 static int peak_last(const om_plan *p, const om_storage *s) {
-    if (s->where == OM_W_GRAD) return p->n_calls - 1;
     if (s->where == OM_W_OUTPUT && s->last < p->n_forward) return p->n_forward - 1;
     return s->last;
 }
 
 static bool peak_counts(const om_storage *s) {
-    return (s->where == OM_W_ARENA || s->where == OM_W_OUTPUT || s->where == OM_W_GRAD) && s->last >= 0 && s->size > 0;
+    return (s->where == OM_W_ARENA || s->where == OM_W_OUTPUT) && s->last >= 0 && s->size > 0;
 }
 
 static int peak_by_size(const void *a, const void *b) {

@@ -108,7 +108,7 @@ void om_plan_free(om_ctx *cx, om_plan *p);
 int om_plan_key_size(const om_graph *g);
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key);
 
-/* What lives at the call where arena + outputs + gradients are largest, largest first (peak.c). *n: rows written, at most max. */
+/* What lives at the call where arena + outputs are largest, largest first (peak.c). *n: rows written, at most max. */
 typedef struct om_live {
     int64_t size;
     uint8_t where;             /* om_where */

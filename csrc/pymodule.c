@@ -764,11 +764,11 @@ static PyObject *Run_plan_ms(PyObject *o, void *closure) {
 /* --- reports ------------------------------------------------------------------------------------ */
 
 static PyObject *plan_largest(const om_plan *p) {
-    om_live rows[24];
+    om_live rows[512];
     int n, call;
     int64_t bytes;
     om_ctx *cx = om_ctx_new(NULL);
-    om_status s = cx ? om_plan_peak(cx, p, rows, 24, &n, &call, &bytes) : OM_NOMEM;
+    om_status s = cx ? om_plan_peak(cx, p, rows, 512, &n, &call, &bytes) : OM_NOMEM;
     om_ctx_free(cx);
     if (s != OM_OK) return PyErr_NoMemory();
     PyObject *list = PyList_New(0);
@@ -776,7 +776,7 @@ static PyObject *plan_largest(const om_plan *p) {
         const om_node *node = rows[i].node == OM_NONE ? NULL : &p->g->nodes.v[rows[i].node];
         const om_scope *at = node && node->scope != OM_NONE ? &p->g->scopes.v[node->scope] : NULL;
         PyObject *row = Py_BuildValue("{s:L,s:s,s:s,s:s,s:z,s:i,s:z}", "bytes", (long long)rows[i].size, "class",
-                                      rows[i].scratch ? "scratch" : rows[i].where == OM_W_OUTPUT ? "output" : rows[i].where == OM_W_GRAD ? "gradient"
+                                      rows[i].scratch ? "scratch" : rows[i].where == OM_W_OUTPUT ? "output"
                                       : rows[i].first < p->n_forward && rows[i].last >= p->n_forward ? "kept for backward" : "temporary",
                                       "op", node ? node->op->name : "copy", "phase", rows[i].first < p->n_forward ? "forward" : "backward",
                                       "file", at ? at->file : NULL, "line", at ? at->line : 0, "module", at ? at->module : NULL);

@@ -33,7 +33,7 @@ from .capture import CaptureError, FlatInputs, InputSpec, capture, flatten_input
 from .capture.skeleton import input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
-from .report import EagerEntry, GraphEntry, HostEntry, Report
+from .report import EagerEntry, GraphEntry, HostEntry, MemoryEntry, Report
 
 logger = logging.getLogger("ortmodule")
 
@@ -485,7 +485,7 @@ class State:
             report.graphs.append(GraphEntry(
                 nodes=g.captured.n_nodes, engine_nodes=g.captured.n_nodes - len(g.captured.host_ops), dynamic=g.captured.dynamic,
                 capture_s=g.captured.seconds, load_s=self.load_s[id(g)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
-                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, forwards=g.forwards, backwards=g.backwards,
+                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, largest=_largest(plans), forwards=g.forwards, backwards=g.backwards,
                 reruns=g.reruns, why=made.why, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
             for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
                 entry = host.get((op.name, op.file, op.line))
@@ -549,6 +549,17 @@ class _Holder(nn.Module):
 def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A Hugging Face Cache among the arguments."""
     return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for v in (*args, *kwargs.values()) for c in type(v).__mro__)
+
+
+def _largest(plans: list[dict[str, Any]]) -> list[MemoryEntry]:
+    """Of the plan that needs most: what lies in memory at its peak, gathered by kind and place."""
+    found: dict[tuple[str, str, str, int], MemoryEntry] = {}
+    for row in max(plans, key=lambda p: p["arena_bytes"], default={"largest": []})["largest"]:
+        key = row["class"], row["op"], row["file"] or "", row["line"]
+        entry = found.setdefault(key, MemoryEntry(*key, 0, 0))
+        entry.count += 1
+        entry.bytes += row["bytes"]
+    return sorted(found.values(), key=lambda e: -e.bytes)
 
 
 def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:

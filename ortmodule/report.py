@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+_ROWS = 4  # of a list, in the text
+
+
 @dataclass
 class HostEntry:
     """A node of the graph that PyTorch computes."""
@@ -36,6 +39,18 @@ class EagerEntry:
 
 
 @dataclass
+class MemoryEntry:
+    """What lies in memory when the largest plan needs most, gradients apart: `count` tensors from one place of the source."""
+
+    kind: str  # kept for backward, temporary, output, scratch
+    op: str
+    file: str
+    line: int
+    count: int
+    bytes: int
+
+
+@dataclass
 class GraphEntry:
     """One capture and what became of it."""
 
@@ -48,6 +63,7 @@ class GraphEntry:
     plan_ms: float
     arena_bytes: int
     peak_bytes: dict[str, int]
+    largest: list[MemoryEntry]
     forwards: int
     backwards: int
     reruns: int
@@ -119,6 +135,9 @@ class Report:
                 f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} backwards "
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
+            if g.largest:
+                rows = [f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}" for e in g.largest[:_ROWS]]
+                lines.append(f"    at the peak: {'; '.join(rows)}{'; ...' * (len(g.largest) > _ROWS)}")
             if g.reruns:
                 lines.append(f"    {g.reruns} forwards were run again because gradients arrived for other outputs than before")
         for h in self.host:
