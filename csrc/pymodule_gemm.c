@@ -4,7 +4,7 @@
  * directly: no autograd, no autocast, no GIL. The prototypes are restated here (torch/csrc/inductor/aoti_torch/c/shim.h and
  * generated/c_shim_cpu.h); a missing symbol or a failing call means that the engine's own kernel runs.
  */
-#include "ortmodule.h"
+#include "pymodule.h"
 
 #include <dlfcn.h>
 

@@ -4,15 +4,12 @@
  * one engine call. Step counters are tensors of one element, as torch.optim keeps them: read, counted up and written here, so
  * that a step costs no Python work per parameter. om_optim_methods is joined to the module's method table by pymodule.c.
  */
+#include "pymodule.h"
+
 #include "dlpack.h"
 #include "optim.h"
 
 #include <stdlib.h>
-
-extern PyMethodDef om_optim_methods[];
-
-om_ctx *om_py_ctx(void);           /* pymodule.c: a context on torch's threads; NULL = no memory */
-PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
 
 static om_ctx *optim_ctx(void) {
     om_ctx *cx = om_py_ctx();

@@ -77,7 +77,7 @@ def calls(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
     axes = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
-            names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+            names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
             axes.append([dict(zip(names, row if len(names) > 1 else (row,))) for row in mark.args[1]])
     for rows in itertools.product(*axes):
         yield {k: v for row in rows for k, v in row.items()}
@@ -171,10 +171,13 @@ def plans(first: int, n: int, group: bool = False) -> Callable[[], None]:
     return run
 
 
+def rows_of(test: Callable[..., None]) -> None:
+    for kw in calls(test):
+        test(**kw)
+
+
 def simplify_rows() -> None:
-    (mark,) = test_text.test_simplify.pytestmark
-    for text, left in mark.args[1]:
-        test_text.test_simplify(text, left)
+    rows_of(test_text.test_simplify)
 
 
 def fuse_rows() -> None:
@@ -269,6 +272,7 @@ PASSES: dict[str, Callable[[], None]] = {
     "fold": test_text.test_fold,
     "cse": test_text.test_cse,
     "bias": test_text.test_bias,
+    "patterns": lambda: rows_of(test_text.test_patterns),
     "accumulate": accumulate_rows,
     "remat": remat_rows,
     "masks": mask_rows,

@@ -153,6 +153,7 @@ static om_status backward_run(om_ctx *cx, const om_args *a) {
     om_rows_job j;
     norm_arg n;
     backward_setup(a, &j, &n);
+    if (j.len == 0) return OM_OK; /* every result is empty, and there may be no scratch */
     if (j.outer == 0 && n.dw_at >= 0) { /* no rows: gradients of the weights are zero */
         for (int i = 1; i < a->n_out; i++) memset(a->out[i].data, 0, (size_t)om_numel(&a->out[i]) * om_dtype_size(a->out[i].dtype));
         return OM_OK;

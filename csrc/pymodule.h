@@ -1,0 +1,37 @@
+/* pymodule.h - what the files of ortmodule._C share. pymodule.c: services from torch, errors, tensors out, module functions;
+ * pymodule_model.c: Model; pymodule_run.c: Run; pymodule_dlpack.c: tensors across; pymodule_optim.c: optimizers. */
+#ifndef OM_PYMODULE_H
+#define OM_PYMODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "plan.h"
+#include "pool.h"
+
+om_ctx *om_py_ctx(void);           /* a context on torch's threads; NULL = no memory */
+PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
+/* A torch tensor over `data`; takes the block (NULL: the memory belongs to somebody else). */
+PyObject *om_py_export(const om_tensor *t, void *data, om_block *block);
+int om_py_list_add(PyObject *list, PyObject *item); /* takes the item */
+
+typedef struct Model { PyObject_HEAD om_model *m; om_profile profile; bool profiling; } Model;
+typedef struct Run {
+    PyObject_HEAD
+    Model *model;
+    PyObject *held;            /* the tensors given: alive while addresses are used */
+    om_ctx *cx;
+    om_run r;
+    om_block *arena, **output, **grad, **loan;
+    void *temp;                /* dense copies of arriving gradients: list of om_alloc'd pointers */
+    bool backward, done, exported_outputs, keep;
+    double plan_ms;
+} Run;
+
+extern PyTypeObject *om_py_model_type, *om_py_run_type;
+extern PyType_Spec om_py_model_spec, om_py_run_spec;
+extern PyMethodDef om_optim_methods[];
+void om_torch_gemm_fill(void *libtorch, om_services *sv); /* pymodule_gemm.c */
+PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw);  /* Model.forward */
+PyObject *om_py_backward(PyObject *model, PyObject *args, PyObject *kw); /* Model.backward */
+#endif
