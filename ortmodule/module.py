@@ -236,7 +236,8 @@ class State:
                  "requires_grad of arguments")  # fmt: skip
         now = (*structure, *key[1:])
         changes: list[list[str]] = [[name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries]
-        return f"changed: {', '.join(min(changes, key=lambda c: len(c)))}" if changes else "first call"
+        nearest = min(changes, key=len, default=["first call"])
+        return nearest[0] if not changes else f"changed: {', '.join(nearest)}"
 
     def count(self, made: _Captured) -> None:
         """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has many. Who captures
