@@ -15,17 +15,16 @@
 /* ACC_WIDTH elements as doubles, one vector register: conversions that gcc does not find by itself */
 enum { ACC_WIDTH = OM_VBYTES / 8 };
 typedef double acc_vec __attribute__((vector_size(OM_VBYTES)));
-typedef struct squares { acc_vec acc[32 / ACC_WIDTH]; double rest; } squares;
+typedef struct squares { acc_vec acc[32 / ACC_WIDTH]; } squares;
 static inline void squares_clear(squares *q) {
     for (int j = 0; j < 32 / ACC_WIDTH; j++) q->acc[j] = (acc_vec){0};
-    q->rest = 0;
 }
 static double squares_sum(const squares *q) {
     double lane[32];
     memcpy(lane, q->acc, sizeof lane);
     for (int w = 16; w; w /= 2)
         for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-    return lane[0] + q->rest;
+    return lane[0];
 }
 static inline acc_vec widen_f32(const float *x) {
 #if defined(__AVX512F__)
@@ -273,16 +272,7 @@ static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, const 
 
 static double sum_squares(int dtype, const void *x, int64_t n) {
     if (dtype == OM_F64) return sum_squares_f64(x, n);
-    if (dtype == OM_F32) {
-        const float *y = x;
-        const int64_t quarter = n >> 9 << 7; /* four places at once: one stream alone does not fill the memory's queue */
-        squares q;
-        squares_clear(&q);
-        for (int64_t i = 0; i < quarter; i += 128)
-            for (int j = 0; j < 4; j++) squares_add_f32(&q, y + j * quarter + i, 128);
-        squares_add_f32(&q, y + 4 * quarter, n & 511);
-        return squares_sum(&q);
-    }
+    if (dtype == OM_F32) return sum_squares_f32(x, n);
     float buf[STRIP];
     double sum = 0;
     for (int64_t i = 0; i < n; i += STRIP) {

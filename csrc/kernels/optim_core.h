@@ -30,22 +30,26 @@ static void CORE(sgd_core)(T *restrict p, const T *restrict g, T *restrict m, in
 
 /* Sums of squares run in 32 lanes of doubles: whatever the width of the machine's vectors, lane j sums the same elements. (Vectors
  * wider than the machine's would be simpler, but gcc keeps them in memory.) */
-static inline void CORE(squares_add)(squares *q, const T *x, int64_t n) {
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32)
+static inline void CORE(squares_add)(squares *q, const T *x, int64_t n) { /* n: a multiple of 32 */
+    for (int64_t i = 0; i < n; i += 32)
 #pragma GCC unroll 16
         for (int j = 0; j < 32 / ACC_WIDTH; j++) {
             const acc_vec z = CORE(widen)(x + i + ACC_WIDTH * j);
             q->acc[j] += z * z;
         }
-    for (; i < n; i++) q->rest += (double)x[i] * (double)x[i];
 }
 
 static double CORE(sum_squares)(const T *x, int64_t n) {
     squares q;
     squares_clear(&q);
-    CORE(squares_add)(&q, x, n);
-    return squares_sum(&q);
+    /* four places at once (one stream alone does not fill the memory's queue), then what is left */
+    const int64_t quarter = n / 512 * 128, whole = n / 32 * 32;
+    for (int64_t i = 0; i < quarter; i += 128)
+        for (int j = 0; j < 4; j++) CORE(squares_add)(&q, x + j * quarter + i, 128);
+    CORE(squares_add)(&q, x + 4 * quarter, whole - 4 * quarter);
+    double rest = 0;
+    for (int64_t i = whole; i < n; i++) rest += (double)x[i] * (double)x[i];
+    return squares_sum(&q) + rest;
 }
 
 /* Moments in place, gradient g -> direction d (g itself or a buffer); m0, v0 = the old moments; adds the sums of p^2 and d^2 to sum.
