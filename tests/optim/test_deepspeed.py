@@ -101,12 +101,11 @@ print("equal")
 def launch(code: str, port: int) -> None:
     root = Path(__file__).parents[2]
     base = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [str(PYTHON), "-c", START + code], env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for r in range(2)
-    ]
+    ranks = []
+    for r in range(2):
+        env = {**base, "RANK": str(r), "LOCAL_RANK": str(r)}
+        command = [str(PYTHON), "-c", START + code]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     for process in ranks:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0 and "equal" in out, err[-3000:]

@@ -137,7 +137,8 @@ def test_every_allocation_failing_once(kind):
 
     lib, services = engine.lib, engine.Services(alloc=alloc, free=free)
     gen = torch.Generator().manual_seed(0)
-    tensors = [[torch.randn(5, 14, generator=gen)[:, ::2], torch.randn(7, 5, generator=gen).t(), torch.rand(5, 7), torch.rand(5, 7)] for _ in range(3)]
+    rand = lambda *size: torch.rand(*size, generator=gen)  # noqa: E731
+    tensors = [[rand(5, 14)[:, ::2], rand(7, 5).t(), rand(5, 7), rand(5, 7)] for _ in range(3)]
     whole = [x if x._base is None else x._base for group in tensors for x in group]
     n = len(tensors)
 

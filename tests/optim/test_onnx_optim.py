@@ -204,7 +204,8 @@ def test_write_and_read_back():
     }  # fmt: skip
     grads = [f"g{i}" for i in range(n)]
     calls = {
-        "all_finite": (grads, ""), "l2_norm_all": (grads, ""), "clip_by_norm": (["g0", "norm"], "max_norm=0.5"), "accumulate": (["g0", "p0", "ok"], ""),
+        "all_finite": (grads, ""), "l2_norm_all": (grads, ""), "clip_by_norm": (["g0", "norm"], "max_norm=0.5"),
+        "accumulate": (["g0", "p0", "ok"], ""),
         "adamw_step": (["lr", "step", "ok", *names], "alpha=0.75, beta=0.875, weight_decay=0.125, adam_mode=1"),
         "sgd_step": (["lr", "_", *[f"{k}{i}" for i in range(n) for k in "pg"]], ""),
         "lamb_step": (["ok", "_", "norm", "lr", "step", *[x for i in range(n) for x in (f"p{i}", f"g{i}", f"m{i}", f"v{i}", "_")]],
