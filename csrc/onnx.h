@@ -1,5 +1,5 @@
 /* onnx.h - what the files of the ONNX reader share: onnx_wire.c (is it protobuf?), onnx_read.c (model, values, types),
- * onnx_size.c (shape arithmetic as size expressions), onnx_map.c (the table of operators).
+ * onnx_size.c (shape arithmetic as size expressions), onnx_map.c and onnx_optim.c (the tables of operators).
  *
  * A value of the file (om_onnx_val) is known in up to three ways: as a literal of the file, as a value of the graph being built,
  * and, for integer tensors of rank 0 or 1 with at most OM_ONNX_LIST elements, as a list of size expressions. Shape subgraphs only
