@@ -23,12 +23,13 @@ typedef struct om_onnx_val {
     uint32_t n;
     uint8_t rank, dtype;                /* of the list */
     const Onnx__TensorProto *lit;
+    const om_id *seq;                   /* a sequence: its n tensors (onnx_optim.c); nothing else is set then */
 } om_onnx_val;
 
 typedef struct om_onnx om_onnx;
 typedef struct om_onnx_op {             /* one row of the table */
     const char *domain, *name;
-    int8_t min_in, max_in, max_out;     /* max_in -1: any number */
+    int8_t min_in, max_in, max_out;     /* max_in, max_out -1: any number */
     om_status (*map)(om_onnx *o);       /* builds nodes, sets the outputs; NULL: only the size rule exists */
     bool (*size)(om_onnx *o);           /* true: the outputs were set as lists. NULL: none */
     const om_op *op;                    /* for rules shared by many rows */
@@ -70,6 +71,8 @@ const om_dim *om_onnx_list(om_onnx *o, int i, uint32_t *n);     /* as sizes; NUL
 bool om_onnx_scalar(om_onnx *o, int i, double *x);              /* a one-element constant; false otherwise, no error */
 void om_onnx_set(om_onnx *o, int k, om_id v);                   /* output k; a name the node does not give is skipped */
 void om_onnx_set_list(om_onnx *o, int k, int dtype, int rank, const om_dim *list, uint32_t n);
+void om_onnx_set_seq(om_onnx *o, int k, const om_id *v, uint32_t n); /* v is kept */
+const om_id *om_onnx_seq(om_onnx *o, int i, uint32_t *n);       /* tensors of a sequence; NULL + error when it is none */
 void om_onnx_alias(om_onnx *o, int k, int i);                   /* output k is operand i */
 bool om_onnx_wants(const om_onnx *o, int k);                    /* is output k named? */
 
@@ -105,7 +108,7 @@ OM_ONNX_SIZE_MAP(X)
 #undef X
 
 /* The tables of operators, one per file; each ends with name NULL. */
-#define OM_ONNX_TABLES(X) X(elementwise) X(shape) X(gather) X(nn) X(host)
+#define OM_ONNX_TABLES(X) X(elementwise) X(shape) X(gather) X(nn) X(host) X(optim)
 #define X(name) extern const om_onnx_op om_onnx_ops_##name[];
 OM_ONNX_TABLES(X)
 #undef X

@@ -281,7 +281,9 @@ om_onnx_val *om_onnx_operand(om_onnx *o, int i) { return om_onnx_has(o, i) ? &o-
 static om_id read_value(om_onnx *o, om_onnx_val *x, const char *name) {
     om_graph *g = o->g;
     if (x->v != OM_NONE || o->cx->status != OM_OK) return x->v;
-    if (x->lit) {
+    if (x->seq) {
+        om_onnx_err(o, OM_UNSUPPORTED, "'%.80s' is a sequence; a tensor is needed here (SequenceAt takes one out)", name ? name : "");
+    } else if (x->lit) {
         x->v = om_onnx_const(o, x->lit);
     } else {
         bool all = true;
@@ -434,6 +436,20 @@ void om_onnx_set_list(om_onnx *o, int k, int dtype, int rank, const om_dim *list
     *x = (om_onnx_val){.v = OM_NONE, .list = copy, .n = n, .rank = (uint8_t)rank, .dtype = (uint8_t)dtype};
 }
 
+void om_onnx_set_seq(om_onnx *o, int k, const om_id *v, uint32_t n) {
+    if (!om_onnx_wants(o, k) || o->cx->status != OM_OK) return;
+    om_onnx_val *x = read_define(o, o->node->output[k]);
+    if (x) *x = (om_onnx_val){.v = OM_NONE, .seq = v, .n = n};
+}
+
+const om_id *om_onnx_seq(om_onnx *o, int i, uint32_t *n) {
+    const om_onnx_val *x = om_onnx_operand(o, i);
+    *n = x ? x->n : 0;
+    if (o->cx->status != OM_OK || (x && x->seq)) return x ? x->seq : NULL;
+    om_onnx_err(o, OM_INVALID, "input %d must be a sequence made by SequenceConstruct or an optimizer", i);
+    return NULL;
+}
+
 void om_onnx_alias(om_onnx *o, int k, int i) {
     if (!om_onnx_wants(o, k) || o->cx->status != OM_OK) return;
     om_onnx_val *x = read_define(o, o->node->output[k]);
@@ -516,7 +532,7 @@ static om_status read_node(om_onnx *o) {
         return om_onnx_err(o, OM_UNSUPPORTED,
                            "the operator is not supported (csrc/onnx_*.c have the list); a capture keeps such operators in PyTorch "
                            "as org.pytorch.aten::ATen");
-    ONNX_CHECK(o, n->n_input <= 4096 && n->n_output <= 64, "%zu inputs and %zu outputs, at most 4096 and 64", n->n_input, n->n_output);
+    ONNX_CHECK(o, n->n_input <= 65536 && n->n_output <= 65536, "%zu inputs and %zu outputs, at most 65536", n->n_input, n->n_output);
     o->n_in = (int)n->n_input;
     ONNX_CHECK(o, r->max_in < 0 || o->n_in <= r->max_in, "%d inputs, at most %d are known", o->n_in, r->max_in);
     o->in = om_arena_alloc(&o->tmp, ((size_t)o->n_in + 1) * sizeof *o->in);
@@ -529,7 +545,7 @@ static om_status read_node(om_onnx *o) {
                    i, n->input[i]);
     }
     for (int i = 0; i < r->min_in; i++) ONNX_CHECK(o, om_onnx_has(o, i), "input %d is missing", i);
-    ONNX_CHECK(o, n->n_output >= 1 && n->n_output <= (size_t)r->max_out, "%zu outputs, 1 to %d are known", n->n_output, r->max_out);
+    ONNX_CHECK(o, n->n_output >= 1 && (r->max_out < 0 || n->n_output <= (size_t)r->max_out), "%zu outputs, 1 to %d are known", n->n_output, r->max_out);
     for (size_t i = 0; i < n->n_attribute; i++)
         ONNX_CHECK(o, !n->attribute[i]->ref_attr_name || !*n->attribute[i]->ref_attr_name,
                    "attribute '%.60s' refers to a function's attribute", n->attribute[i]->name ? n->attribute[i]->name : "");

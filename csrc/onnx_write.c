@@ -29,7 +29,10 @@ typedef struct writer {
     const om_node *n;        /* the node being written */
     Onnx__NodeProto *last;   /* the node just emitted: write_int & co. add attributes to it */
     unsigned count;
+    bool microsoft;          /* com.microsoft operators are in use */
 } writer;
+
+enum { WRITE_OUT = 64 }; /* outputs a node may have */
 
 #define FAILED(w) ((w)->cx->status != OM_OK)
 
@@ -79,7 +82,7 @@ static const char *write_node(writer *w, const char *domain, const char *op, con
     n->op_type = write_str(w, op);
     if (*domain) n->domain = write_str(w, domain);
     n->input = om_arena_alloc(&w->a, ((size_t)n_in + 1) * sizeof *n->input);
-    n->output = om_arena_alloc(&w->a, 8 * sizeof *n->output);
+    n->output = om_arena_alloc(&w->a, WRITE_OUT * sizeof *n->output);
     if (FAILED(w)) return "";
     for (int i = 0; i < n_in; i++) n->input[n->n_input++] = (char *)in[i];
     while (n->n_input && !*n->input[n->n_input - 1]) n->n_input--;
@@ -99,7 +102,7 @@ static const char *write_node(writer *w, const char *domain, const char *op, con
     write_node((w), "", (op), (out), (const char *[]){__VA_ARGS__}, (int)(sizeof((const char *[]){__VA_ARGS__}) / sizeof(char *)))
 
 static const char *write_output(writer *w, const char *name) { /* one more output of the last node */
-    if (FAILED(w) || w->last->n_output == 8) return "";
+    if (FAILED(w) || w->last->n_output == WRITE_OUT) return "";
     return w->last->output[w->last->n_output++] = (char *)name;
 }
 
@@ -621,7 +624,85 @@ static void rule_adaptive(writer *w, const char *onnx) { /* an average pool wher
     write_ints(w, "strides", kernel, n);
 }
 
+/* --- com.microsoft optimizer operators (onnx_optim.c reads them) ------------------------------------------ */
+
+static const char *write_microsoft(writer *w, const char *op, const char *out, const char *const *in, int n_in) {
+    w->microsoft = true;
+    return write_node(w, "com.microsoft", op, out, in, n_in);
+}
+/* A float attribute with its default where the node has none. */
+static void write_setting(writer *w, const char *name, double dflt) { write_float(w, name, om_node_float(w->n, name, dflt)); }
+
+/* adamw_step, sgd_step: operands are gathered into sequences, results taken out of them. */
+static void rule_sequences(writer *w, const char *onnx) {
+    const bool adam = om_is(w->n, adamw_step);
+    const int n_scalar = adam ? 3 : 2, n_seq = adam ? 4 : 2, n_kind = adam ? 3 : 1, groups = (w->n->n_in - n_scalar) / n_seq;
+    const char *part[WRITE_OUT], *in[7], *result[3];
+    int n_in = 0;
+    for (int i = 0; i < n_scalar - 1; i++) in[n_in++] = in_name(w, i);
+    for (int j = 0; j < n_seq; j++) {
+        for (int k = 0; k < groups; k++) part[k] = in_name(w, n_scalar + k * n_seq + j);
+        in[n_in++] = write_node(w, "", "SequenceConstruct", NULL, part, groups);
+    }
+    in[n_in++] = in_name(w, n_scalar - 1);
+    write_microsoft(w, onnx, NULL, in, n_in);
+    for (int j = 0; j < n_kind; j++) result[j] = write_output(w, write_unique(w, "t"));
+    if (adam) {
+        write_setting(w, "alpha", 0.9), write_setting(w, "beta", 0.999), write_setting(w, "epsilon", 1e-8), write_setting(w, "weight_decay", 1e-2);
+        write_int(w, "adam_mode", om_node_int(w->n, "adam_mode", 0)), write_int(w, "correct_bias", om_node_int(w->n, "correct_bias", 1));
+    }
+    for (int k = 0; k < groups; k++)
+        for (int j = 0; j < n_kind; j++) EMIT(w, "SequenceAt", out_name(w, k * n_kind + j), result[j], write_int_scalar(w, k));
+}
+
+static void rule_lamb(writer *w, const char *onnx) {
+    static const struct { const char *name; double dflt; } each[] = {{"alpha", 0.9}, {"beta", 0.999}, {"lambda", 0}, {"epsilon", 1e-6},
+                                                                     {"max_norm_clip", 1}};
+    const char *in[WRITE_OUT + 5];
+    if (out_used(w, 0) && !in_given(w, 4)) {
+        write_refuse(w, "it counts a step that is not given");
+        return;
+    }
+    for (int i = 0; i < w->n->n_in; i++) in[i] = in_name(w, i);
+    write_microsoft(w, onnx, in_given(w, 4) ? out_name(w, 0) : "", in, w->n->n_in);
+    for (int i = 1; i < w->n->n_out; i++) write_output(w, in_given(w, i + 4) ? out_name(w, i) : "");
+    for (size_t k = 0; k < sizeof each / sizeof *each; k++) { /* one entry per group */
+        Onnx__AttributeProto *a = write_attr(w, each[k].name, ONNX__ATTRIBUTE_PROTO__ATTRIBUTE_TYPE__FLOATS);
+        const int groups = (w->n->n_out - 1) / 5;
+        if (!(a->floats = om_arena_alloc(&w->a, (size_t)groups * sizeof *a->floats))) return;
+        for (int i = 0; i < groups; i++) a->floats[a->n_floats++] = (float)om_node_float(w->n, each[k].name, each[k].dflt);
+    }
+    write_setting(w, "ratio_min", -INFINITY), write_setting(w, "ratio_max", INFINITY);
+    write_int(w, "do_bias_correction", om_node_int(w->n, "do_bias_correction", 1));
+}
+
+static void rule_all(writer *w, const char *onnx) { /* l2_norm_all, all_finite */
+    const char *in[256];
+    for (int i = 0; i < w->n->n_in && i < 256; i++) in[i] = in_name(w, i);
+    write_microsoft(w, onnx, out_name(w, 0), in, w->n->n_in);
+}
+
+/* The norm is given here, so not InplaceClipGradNorm: x * Min(1, max_norm / (norm + 1e-6)) */
+static void rule_clip(writer *w, const char *onnx) {
+    const int dtype = in_type(w, 0)->dtype;
+    const char *norm = in_name(w, 1);
+    if (in_type(w, 1)->dtype != dtype) {
+        norm = EMIT(w, "Cast", NULL, norm);
+        write_int(w, "to", om_dtype_onnx(dtype));
+    }
+    const char *f = EMIT(w, "Div", NULL, write_scalar(w, dtype, om_node_float(w->n, "max_norm", 1)), EMIT(w, "Add", NULL, norm, write_scalar(w, dtype, 1e-6)));
+    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), EMIT(w, "Min", NULL, write_scalar(w, dtype, 1), f));
+}
+
+static void rule_accumulate(writer *w, const char *onnx) {
+    write_microsoft(w, onnx, NULL, (const char *[]){in_name(w, 0), in_name(w, 1), in_name(w, 2)}, 3);
+    write_output(w, out_name(w, 0));
+}
+
 static const write_row rows[] = {
+    {&om_op_adamw_step, "AdamWOptimizer", rule_sequences}, {&om_op_sgd_step, "SGDOptimizerV2", rule_sequences},
+    {&om_op_lamb_step, "LambOptimizer", rule_lamb}, {&om_op_l2_norm_all, "ReduceAllL2", rule_all}, {&om_op_all_finite, "IsAllFinite", rule_all},
+    {&om_op_clip_by_norm, "Mul", rule_clip}, {&om_op_accumulate, "InPlaceAccumulatorV2", rule_accumulate},
     {&om_op_reshape, "Reshape", rule_shape}, {&om_op_expand, "Expand", rule_shape}, {&om_op_permute, "Transpose", rule_permute},
     {&om_op_slice, "Slice", rule_slice}, {&om_op_flip, "Slice", rule_flip}, {&om_op_stop_grad, "Identity", rule_first},
     {&om_op_straight_through, "Identity", rule_first}, {&om_op_copy, "Identity", rule_first}, {&om_op_dropout, "Identity", rule_first},
@@ -773,14 +854,17 @@ static void write_count(writer *w) {
 static om_status write_model(writer *w, void **bytes, size_t *size) {
     Onnx__ModelProto m = ONNX__MODEL_PROTO__INIT;
     Onnx__GraphProto f = ONNX__GRAPH_PROTO__INIT;
-    Onnx__OperatorSetIdProto opset = ONNX__OPERATOR_SET_ID_PROTO__INIT, *opsets[] = {&opset};
+    Onnx__OperatorSetIdProto opset = ONNX__OPERATOR_SET_ID_PROTO__INIT, ms = opset, *opsets[] = {&opset, &ms};
+    ms.domain = (char *)"com.microsoft";
+    ms.has_version = 1;
+    ms.version = 1;
     opset.domain = (char *)"";
     opset.has_version = 1;
     opset.version = OM_ONNX_OPSET_MAX;
     m.has_ir_version = 1;
     m.ir_version = 10;
     m.producer_name = (char *)"ortmodule";
-    m.n_opset_import = 1;
+    m.n_opset_import = w->microsoft ? 2 : 1;
     m.opset_import = opsets;
     m.graph = &f;
     f.name = (char *)"forward";

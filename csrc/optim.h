@@ -60,6 +60,14 @@ typedef struct om_optim_span {
     uint64_t seed, stream;
 } om_optim_span;
 
+/* LAMB's second sweep: w -= rate * direction, taken from g (grad_out) or else computed again from w, m, v */
+typedef struct om_lamb_move {
+    double rate;
+    bool grad_out, write_weights;
+    bool skipped; /* the span has elements marked by a NaN gradient (not with grad_out) */
+    bool bounded; /* no weight can become inf or NaN: known from the norms, so the elements need not be looked at */
+} om_lamb_move;
+
 struct om_optim_kernels {
     void (*adam_f32)(const om_optim_span *s, const om_adam_f32 *k);
     void (*adam_f64)(const om_optim_span *s, const om_adam_f64 *k);
@@ -69,9 +77,8 @@ struct om_optim_kernels {
      * true when an element was skipped. */
     bool (*lamb_direction_f32)(const om_optim_span *s, const om_lamb_f32 *k, bool grad_out, double sum[2]);
     bool (*lamb_direction_f64)(const om_optim_span *s, const om_lamb_f64 *k, bool grad_out, double sum[2]);
-    /* w -= rate * direction, taken from g or else computed again from w, m, v; skipped: the span has marked elements. */
-    void (*lamb_update_f32)(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool grad_out, bool skipped, bool write_weights);
-    void (*lamb_update_f64)(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool grad_out, bool skipped, bool write_weights);
+    void (*lamb_update_f32)(const om_optim_span *s, const om_lamb_f32 *k, const om_lamb_move *u);
+    void (*lamb_update_f64)(const om_optim_span *s, const om_lamb_f64 *k, const om_lamb_move *u);
     double (*sum_squares)(int dtype, const void *x, int64_t n);
     double (*sum_powers)(int dtype, const void *x, int64_t n, double ord); /* sum |x|^ord */
     double (*max_abs)(int dtype, const void *x, int64_t n);                /* NaN if any element is */

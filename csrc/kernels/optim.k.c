@@ -15,17 +15,16 @@
 /* ACC_WIDTH elements as doubles, one vector register: conversions that gcc does not find by itself */
 enum { ACC_WIDTH = OM_VBYTES / 8 };
 typedef double acc_vec __attribute__((vector_size(OM_VBYTES)));
-typedef struct squares { acc_vec acc[32 / ACC_WIDTH]; double rest; } squares;
+typedef struct squares { acc_vec acc[32 / ACC_WIDTH]; } squares;
 static inline void squares_clear(squares *q) {
     for (int j = 0; j < 32 / ACC_WIDTH; j++) q->acc[j] = (acc_vec){0};
-    q->rest = 0;
 }
 static double squares_sum(const squares *q) {
     double lane[32];
     memcpy(lane, q->acc, sizeof lane);
     for (int w = 16; w; w /= 2)
         for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-    return lane[0] + q->rest;
+    return lane[0];
 }
 static inline acc_vec widen_f32(const float *x) {
 #if defined(__AVX512F__)
@@ -194,9 +193,8 @@ static bool lamb_direction_f32(const om_optim_span *s, const om_lamb_f32 *k, boo
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
         const float *p = weights_in(s, i, n, pb);
-        float *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb), *d = strip_in(s->tg, s->g, i, n, gb);
-        if (!grad_out && d != gb) d = memcpy(gb, d, (size_t)n * sizeof *d);
-        if (lamb_moments_core_f32(p, d, m, v, m0, v0, n, k, sum, skip)) {
+        float *m = strip_in(s->tm, s->m, i, n, mb), *v = strip_in(s->tv, s->v, i, n, vb), *g = strip_in(s->tg, s->g, i, n, gb);
+        if (lamb_moments_core_f32(p, g, grad_out ? g : gb, m, v, m0, v0, n, k, sum, skip)) {
             skipped = true;
             for (int64_t j = 0; !grad_out && j < n; j++)
                 if (skip[j]) strip_out(s->tg, s->g, i + j, 1, &(float){NAN});
@@ -214,8 +212,8 @@ static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, boo
     sum[0] = sum[1] = 0;
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        double *g = (double *)s->g + i, *d = grad_out ? g : memcpy(gb, g, (size_t)n * sizeof *g);
-        if (lamb_moments_core_f64((double *)s->p + i, d, (double *)s->m + i, (double *)s->v + i, m0, v0, n, k, sum, skip)) {
+        double *g = (double *)s->g + i;
+        if (lamb_moments_core_f64((double *)s->p + i, g, grad_out ? g : gb, (double *)s->m + i, (double *)s->v + i, m0, v0, n, k, sum, skip)) {
             skipped = true;
             for (int64_t j = 0; !grad_out && j < n; j++)
                 if (skip[j]) g[j] = NAN;
@@ -224,20 +222,31 @@ static bool lamb_direction_f64(const om_optim_span *s, const om_lamb_f64 *k, boo
     return skipped;
 }
 
-static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double rate, bool grad_out, bool skipped, bool write_weights) {
+static void lamb_move_f32(float *restrict p, const float *restrict d, int64_t n, float rate) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) p[i] -= rate * d[i];
+}
+
+static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, const om_lamb_move *u) {
     float pb[STRIP], gb[STRIP], mb[STRIP], vb[STRIP], db[STRIP], q[STRIP];
+    const bool look = !u->bounded || !u->write_weights || s->d;
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        float *p = weights_in(s, i, n, pb), *d = grad_out ? (float *)s->g + i : db;
-        if (!grad_out)
+        float *p = weights_in(s, i, n, pb), *d = u->grad_out ? (float *)s->g + i : db;
+        if (!u->grad_out)
             lamb_direction_core_f32(p, strip_in(s->tm, s->m, i, n, mb), strip_in(s->tv, s->v, i, n, vb), d, n, k);
-        if (!grad_out && skipped) {
+        if (u->skipped) {
             const float *g = strip_in(s->tg, s->g, i, n, gb);
             for (int64_t j = 0; j < n; j++)
                 if (g[j] != g[j]) d[j] = 0;
         }
-        lamb_apply_core_f32(p, d, gb, q, n, (float)rate);
-        if (write_weights) {
+        if (!look) {
+            lamb_move_f32(p, d, n, (float)u->rate);
+            weights_out(s, i, n, p);
+            continue;
+        }
+        lamb_apply_core_f32(p, d, gb, q, n, (float)u->rate);
+        if (u->write_weights) {
             if (s->store == OM_STORE_MASTER) memcpy(p, q, (size_t)n * sizeof *p);
             weights_out(s, i, n, q);
         }
@@ -245,18 +254,16 @@ static void lamb_update_f32(const om_optim_span *s, const om_lamb_f32 *k, double
     }
 }
 
-static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, double rate, bool grad_out, bool skipped, bool write_weights) {
+static void lamb_update_f64(const om_optim_span *s, const om_lamb_f64 *k, const om_lamb_move *u) {
     double db[STRIP], delta[STRIP], q[STRIP];
     for (int64_t i = 0; i < s->n; i += STRIP) {
         const int64_t n = strip_size(s->n - i);
-        double *p = (double *)s->p + i, *g = (double *)s->g + i, *d = grad_out ? g : db;
-        if (!grad_out) {
-            lamb_direction_core_f64(p, (double *)s->m + i, (double *)s->v + i, d, n, k);
-            for (int64_t j = 0; skipped && j < n; j++)
-                if (g[j] != g[j]) d[j] = 0;
-        }
-        lamb_apply_core_f64(p, d, delta, q, n, rate);
-        if (write_weights) memcpy(p, q, (size_t)n * sizeof *p);
+        double *p = (double *)s->p + i, *g = (double *)s->g + i, *d = u->grad_out ? g : db;
+        if (!u->grad_out) lamb_direction_core_f64(p, (double *)s->m + i, (double *)s->v + i, d, n, k);
+        for (int64_t j = 0; u->skipped && j < n; j++)
+            if (g[j] != g[j]) d[j] = 0;
+        lamb_apply_core_f64(p, d, delta, q, n, u->rate);
+        if (u->write_weights) memcpy(p, q, (size_t)n * sizeof *p);
         if (s->d) memcpy((double *)s->d + i, delta, (size_t)n * sizeof *p);
     }
 }

@@ -30,38 +30,43 @@ static void CORE(sgd_core)(T *restrict p, const T *restrict g, T *restrict m, in
 
 /* Sums of squares run in 32 lanes of doubles: whatever the width of the machine's vectors, lane j sums the same elements. (Vectors
  * wider than the machine's would be simpler, but gcc keeps them in memory.) */
-static inline void CORE(squares_add)(squares *q, const T *x, int64_t n) {
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32)
+static inline void CORE(squares_add)(squares *q, const T *x, int64_t n) { /* n: a multiple of 32 */
+    for (int64_t i = 0; i < n; i += 32)
 #pragma GCC unroll 16
         for (int j = 0; j < 32 / ACC_WIDTH; j++) {
             const acc_vec z = CORE(widen)(x + i + ACC_WIDTH * j);
             q->acc[j] += z * z;
         }
-    for (; i < n; i++) q->rest += (double)x[i] * (double)x[i];
 }
 
 static double CORE(sum_squares)(const T *x, int64_t n) {
     squares q;
     squares_clear(&q);
-    CORE(squares_add)(&q, x, n);
-    return squares_sum(&q);
+    /* four places at once (one stream alone does not fill the memory's queue), then what is left */
+    const int64_t quarter = n / 512 * 128, whole = n / 32 * 32;
+    for (int64_t i = 0; i < quarter; i += 128)
+        for (int j = 0; j < 4; j++) CORE(squares_add)(&q, x + j * quarter + i, 128);
+    CORE(squares_add)(&q, x + 4 * quarter, whole - 4 * quarter);
+    double rest = 0;
+    for (int64_t i = whole; i < n; i++) rest += (double)x[i] * (double)x[i];
+    return squares_sum(&q) + rest;
 }
 
-/* Moments in place, gradient -> direction in place; m0, v0 = the old moments; adds the sums of p^2 and d^2 to sum. A strip's sums run in T
- * inside the loop, where the divisions hide them; when one of them is not finite or so small that squares may have vanished, they are made
- * again in f64. An element whose direction is not finite keeps its moments and gets d = 0 and skip[i] = 1; true when there was one. */
-static bool CORE(lamb_moments_core)(const T *restrict p, T *restrict gd, T *restrict m, T *restrict v, T *restrict m0, T *restrict v0,
-                                    int64_t n, const CORE(om_lamb) * k, double sum[2], uint8_t *skip) {
+/* Moments in place, gradient g -> direction d (g itself or a buffer); m0, v0 = the old moments; adds the sums of p^2 and d^2 to sum.
+ * A strip's sums run in T inside the loop, where the divisions hide them; when one of them is not finite or so small that squares may have
+ * vanished, they are made again in f64. An element whose direction is not finite keeps its moments and gets direction 0 and skip[i] = 1;
+ * true when there was one. */
+static bool CORE(lamb_moments_core)(const T *restrict p, const T *g, T *d, T *restrict m, T *restrict v, T *restrict m0,
+                                    T *restrict v0, int64_t n, const CORE(om_lamb) * k, double sum[2], uint8_t *skip) {
     const CORE(om_lamb) c = *k;
     T p2 = 0, d2 = 0;
 #pragma omp simd reduction(+ : p2, d2)
     for (int64_t i = 0; i < n; i++) {
         m0[i] = m[i], v0[i] = v[i];
-        const T d = CORE(om_lamb_moments)(&c, p[i], gd[i], m[i], v[i], &m[i], &v[i]);
+        const T di = CORE(om_lamb_moments)(&c, p[i], g[i], m[i], v[i], &m[i], &v[i]);
         p2 += p[i] * p[i];
-        d2 += d * d;
-        gd[i] = d;
+        d2 += di * di;
+        d[i] = di;
     }
     const T small = (T)1e-30;
     if (isfinite(p2) && isfinite(d2) && p2 > small && d2 > small) {
@@ -70,12 +75,12 @@ static bool CORE(lamb_moments_core)(const T *restrict p, T *restrict gd, T *rest
     }
     bool any = false;
     for (int64_t i = 0; i < n; i++) {
-        skip[i] = !(gd[i] - gd[i] == 0);
+        skip[i] = !(d[i] - d[i] == 0);
         any |= skip[i];
-        if (skip[i]) gd[i] = 0, m[i] = m0[i], v[i] = v0[i];
+        if (skip[i]) d[i] = 0, m[i] = m0[i], v[i] = v0[i];
     }
     sum[0] += CORE(sum_squares)(p, n);
-    sum[1] += CORE(sum_squares)(gd, n);
+    sum[1] += CORE(sum_squares)(d, n);
     return any;
 }
 

@@ -1,13 +1,15 @@
 /* optimizer.c - parameter updates as operators of the graph (phase UPDATE), for training without PyTorch.
  *
- * They are values in, values out like every operator: new weight and moments are outputs, and a plan that lets output 0 take the weight's
- * storage updates it in place. The arithmetic is that of csrc/optim (one parameter a node). Where the names differ:
- *     adamw_step      com.microsoft AdamWOptimizer, one weight of its sequences; adam_mode 0 = torch.optim.AdamW, 1 = transformers
- *     sgd_step        SGDOptimizerV2           lamb_step      LambOptimizer, one of its groups
+ * They are values in, values out like every operator: new weights and moments are outputs, and a graph stores them by its write list.
+ * The arithmetic is that of csrc/optim; all groups of a node are one multi-tensor call. Where the names differ (csrc/onnx_optim.c reads):
+ *     adamw_step      com.microsoft AdamWOptimizer; adam_mode 0 = torch.optim.AdamW, 1 = transformers
+ *     sgd_step        SGDOptimizerV2           lamb_step      LambOptimizer: its inputs and outputs in its order
  *     clip_by_norm    InplaceClipGradNorm, given the norm      l2_norm_all    ReduceAllL2
  *     all_finite      IsAllFinite               accumulate     InPlaceAccumulatorV2
- * `update` false (from all_finite): weights and moments pass through unchanged. lr is f32, step i64 and 1-based, flags bool, each of one
- * element and on the CPU.
+ * The three steps take scalars first and then any number of groups, as many as a node may have outputs (attribute out_dtype lists
+ * their types); the groups share the node's attributes. Groups do not depend on each other, so a longer list is several nodes.
+ * `update` false (from all_finite): every output is its input. lr is a float, step i64 and 1-based, flags bool, each of one element and on
+ * the CPU.
  */
 #include "attr.h"
 #include "optim.h"
@@ -31,40 +33,64 @@ static om_status update_scalar(om_graph *g, const om_node *n, int i, int dtype) 
     return OM_OK;
 }
 
+/* Operands of a step: n_scalar scalars, then groups of n_in tensors that make n_out outputs each, after n_first other outputs. */
+typedef struct update_form { const om_op *op; int n_scalar, n_in, n_first, n_out; } update_form;
+static const update_form update_adamw = {&om_op_adamw_step, 3, 4, 0, 3}, update_sgd = {&om_op_sgd_step, 2, 2, 0, 1},
+                         update_lamb = {&om_op_lamb_step, 5, 5, 1, 5};
+
+static om_status update_groups(om_graph *g, const om_node *n, const update_form *f, int *groups) {
+    const int rest = n->n_in - f->n_scalar;
+    *groups = rest / f->n_in;
+    OM_CHECK(g->cx, rest > 0 && rest % f->n_in == 0, "%s: %d operands given; %d scalars and then groups of %d are needed", n->op->name, n->n_in,
+             f->n_scalar, f->n_in);
+    OM_CHECK(g->cx, n->n_out == f->n_first + *groups * f->n_out, "%s: out_dtype lists %d outputs; %d groups make %d", n->op->name, n->n_out,
+             *groups, f->n_first + *groups * f->n_out);
+    for (int k = 0; k < *groups; k++)
+        for (int j = 1; j < f->n_in; j++) {
+            const int a = f->n_scalar + k * f->n_in;
+            if (om_ins(g, n)[a + j] == OM_NONE && f == &update_lamb && j == 4) continue;
+            for (int i = 0; i <= j; i += j)
+                OM_CHECK(g->cx, om_ins(g, n)[a + i] != OM_NONE, "%s: operand %d is required", n->op->name, a + i);
+            OM_TRY(update_same(g, n, a, a + j));
+        }
+    return OM_OK;
+}
+
 static om_status adamw_infer(om_graph *g, const om_node *n, om_type *out) {
+    int groups;
     OM_TRY(update_scalar(g, n, 0, OM_F32));
     OM_TRY(update_scalar(g, n, 1, OM_I64));
-    OM_TRY(update_scalar(g, n, 6, OM_BOOL));
+    OM_TRY(update_scalar(g, n, 2, OM_BOOL));
     const int64_t mode = om_node_int(n, "adam_mode", 0);
     OM_CHECK(g->cx, mode == 0 || mode == 1, "adamw_step: adam_mode %lld given; allowed: 0 (torch), 1 (transformers)", (long long)mode);
     OM_CHECK(g->cx, mode == 1 || om_node_int(n, "correct_bias", 1) != 0, "adamw_step: adam_mode 0 needs correct_bias 1");
-    for (int i = 0; i < 3; i++) {
-        OM_TRY(update_same(g, n, 2, i + 3));
-        out[i] = *om_ty(g, om_ins(g, n)[i ? i + 3 : 2]); /* w, m, v */
-    }
+    OM_TRY(update_groups(g, n, &update_adamw, &groups));
+    for (int k = 0; k < groups; k++)
+        for (int i = 0; i < 3; i++) out[3 * k + i] = *om_ty(g, om_ins(g, n)[3 + 4 * k + (i ? i + 1 : 0)]); /* w, m, v */
     return OM_OK;
 }
 
 static om_status sgd_infer(om_graph *g, const om_node *n, om_type *out) {
+    int groups;
     OM_TRY(update_scalar(g, n, 0, OM_F32));
-    OM_TRY(update_scalar(g, n, 3, OM_BOOL));
-    OM_TRY(update_same(g, n, 1, 2));
-    *out = *om_ty(g, om_ins(g, n)[1]);
+    OM_TRY(update_scalar(g, n, 1, OM_BOOL));
+    OM_TRY(update_groups(g, n, &update_sgd, &groups));
+    for (int k = 0; k < groups; k++) out[k] = *om_ty(g, om_ins(g, n)[2 + 2 * k]);
     return OM_OK;
 }
 
 static om_status lamb_infer(om_graph *g, const om_node *n, om_type *out) {
-    OM_TRY(update_scalar(g, n, 0, OM_F32));
-    OM_TRY(update_scalar(g, n, 1, OM_I64));
-    OM_TRY(update_scalar(g, n, 6, OM_F32));
-    OM_TRY(update_scalar(g, n, 7, OM_F32));
-    OM_TRY(update_scalar(g, n, 8, OM_BOOL));
+    static const uint8_t scalar[5] = {OM_BOOL, OM_F32, OM_F32, OM_F32, OM_I64};
+    int groups;
+    for (int i = 0; i < 5; i++) OM_TRY(update_scalar(g, n, i, scalar[i]));
     OM_CHECK(g->cx, om_node_float(n, "max_norm_clip", 1.0) != 0, "lamb_step: max_norm_clip is 0; it must not be");
-    for (int i = 0; i < 3; i++) {
-        OM_TRY(update_same(g, n, 2, i + 3));
-        out[i] = *om_ty(g, om_ins(g, n)[i ? i + 3 : 2]);
-    }
-    out[3] = *om_ty(g, om_ins(g, n)[3]);
+    OM_TRY(update_groups(g, n, &update_lamb, &groups));
+    out[0] = om_ins(g, n)[4] != OM_NONE ? *om_ty(g, om_ins(g, n)[4]) : (om_type){.dtype = OM_I64, .device = -1};
+    for (int k = 0; k < groups; k++)
+        for (int i = 0; i < 5; i++) {
+            const om_id v = om_ins(g, n)[5 + 5 * k + i];
+            out[1 + 5 * k + i] = v != OM_NONE ? *om_ty(g, v) : (om_type){.dtype = OM_U8, .rank = 1, .device = -1}; /* no element */
+        }
     return OM_OK;
 }
 
@@ -111,48 +137,65 @@ static om_status update_number(om_ctx *cx, const om_args *a, int i, double dflt,
 static om_status update_pass(om_ctx *cx, const om_tensor *from, om_tensor *to) { return from->data == to->data ? OM_OK : om_copy(cx, from, to); }
 
 static om_status adamw_run(om_ctx *cx, const om_args *a) {
-    for (int i = 0; i < 3; i++) OM_TRY(update_pass(cx, &a->in[i ? i + 3 : 2], &a->out[i]));
-    if (!update_flag(a, 6, true)) return OM_OK;
+    const int n = (a->n_in - 3) / 4;
+    om_optim_param q[64] = {0};
+    double step;
     om_adam_cfg c = {.inv_scale = 1, .beta1 = om_args_float(a, "alpha", 0.9), .beta2 = om_args_float(a, "beta", 0.999),
                      .eps = om_args_float(a, "epsilon", 1e-8), .weight_decay = om_args_float(a, "weight_decay", 1e-2),
                      .mode = om_args_int(a, "adam_mode", 0) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
                      .bias_correction = om_args_int(a, "correct_bias", 1) != 0};
-    om_optim_param q = {.p = a->out[0], .g = a->in[3], .m = a->out[1], .v = a->out[2]};
     OM_TRY(update_number(cx, a, 0, 0, &c.lr));
-    OM_TRY(update_number(cx, a, 1, 0, &q.step));
-    return om_adam_step(cx, &c, OM_STORE_NEAREST, 0, &q, 1);
+    OM_TRY(update_number(cx, a, 1, 0, &step));
+    for (int k = 0; k < n; k++) {
+        const om_tensor *in = &a->in[3 + 4 * k], *out = &a->out[3 * k];
+        for (int i = 0; i < 3; i++) OM_TRY(update_pass(cx, &in[i ? i + 1 : 0], &a->out[3 * k + i]));
+        q[k] = (om_optim_param){.p = out[0], .g = in[1], .m = out[1], .v = out[2], .step = step};
+    }
+    return update_flag(a, 2, true) ? om_adam_step(cx, &c, OM_STORE_NEAREST, 0, q, n) : OM_OK;
 }
 
 static om_status sgd_run(om_ctx *cx, const om_args *a) {
-    OM_TRY(update_pass(cx, &a->in[1], &a->out[0]));
-    if (!update_flag(a, 3, true)) return OM_OK;
+    const int n = (a->n_in - 2) / 2;
+    om_optim_param q[64] = {0};
     om_sgd_cfg c = {.inv_scale = 1};
-    om_optim_param q = {.p = a->out[0], .g = a->in[2]};
     OM_TRY(update_number(cx, a, 0, 0, &c.lr));
-    return om_sgd_step(cx, &c, OM_STORE_NEAREST, 0, &q, 1);
+    for (int k = 0; k < n; k++) {
+        OM_TRY(update_pass(cx, &a->in[2 + 2 * k], &a->out[k]));
+        q[k] = (om_optim_param){.p = a->out[k], .g = a->in[3 + 2 * k]};
+    }
+    return update_flag(a, 1, true) ? om_sgd_step(cx, &c, OM_STORE_NEAREST, 0, q, n) : OM_OK;
 }
 
 static om_status lamb_run(om_ctx *cx, const om_args *a) {
-    for (int i = 0; i < 3; i++) OM_TRY(update_pass(cx, &a->in[i ? i + 3 : 2], &a->out[i]));
-    if (!update_flag(a, 8, true)) {
-        memset(a->out[3].data, 0, (size_t)om_numel(&a->out[3]) * om_dtype_size(a->out[3].dtype)); /* no change */
-        return OM_OK;
-    }
-    /* The copied gradient is the working space: it becomes the direction, then the change of the weight. */
-    OM_TRY(om_copy(cx, &a->in[3], &a->out[3]));
+    const int n = (a->n_in - 5) / 5;
+    const bool update = update_flag(a, 0, true);
     const double beta1 = om_args_float(a, "alpha", 0.9);
     om_lamb_cfg c = {.beta1 = beta1, .beta2 = om_args_float(a, "beta", 0.999), .eps = om_args_float(a, "epsilon", 1e-6),
                      .weight_decay = om_args_float(a, "lambda", 0), .grad_weight = 1 - beta1,
                      .ratio_min = om_args_float(a, "ratio_min", -INFINITY), .ratio_max = om_args_float(a, "ratio_max", INFINITY),
                      .bias_correction = om_args_int(a, "do_bias_correction", 1) != 0};
-    om_optim_param q = {.p = a->out[0], .g = a->out[3], .m = a->out[1], .v = a->out[2], .d = a->out[3]};
-    double norm, scale;
-    OM_TRY(update_number(cx, a, 0, 0, &c.lr));
-    OM_TRY(update_number(cx, a, 1, 0, &q.step));
-    OM_TRY(update_number(cx, a, 6, 0, &norm));
-    OM_TRY(update_number(cx, a, 7, 1, &scale));
-    c.inv_scale = om_lamb_inv_scale(scale, norm, update_given(a, 6) ? om_args_float(a, "max_norm_clip", 1.0) : 0);
-    return om_lamb_step(cx, &c, OM_STORE_NEAREST, 0, true, false, &q, 1);
+    om_lamb_cfg each[64];
+    om_optim_param q[64] = {0};
+    double norm, scale, step;
+    OM_TRY(update_number(cx, a, 1, 1, &scale));
+    OM_TRY(update_number(cx, a, 2, 0, &norm));
+    OM_TRY(update_number(cx, a, 3, 0, &c.lr));
+    OM_TRY(update_number(cx, a, 4, 0, &step));
+    c.inv_scale = om_lamb_inv_scale(scale, norm, update_given(a, 2) ? om_args_float(a, "max_norm_clip", 1.0) : 0);
+    *(int64_t *)a->out[0].data = (int64_t)step + update;
+    for (int k = 0; k < n; k++) {
+        om_tensor *out = &a->out[1 + 5 * k];
+        for (int i = 0; i < 5; i++)
+            if (update_given(a, 5 + 5 * k + i)) OM_TRY(update_pass(cx, &a->in[5 + 5 * k + i], &out[i]));
+        /* the copied gradient is the working space: it becomes the direction, then the change of the weight */
+        q[k] = (om_optim_param){.p = out[0], .g = out[1], .m = out[2], .v = out[3], .d = out[1], .step = step};
+        each[k] = c;
+    }
+    if (!update) return OM_OK;
+    OM_TRY(om_lamb_step(cx, each, OM_STORE_NEAREST, 0, true, false, q, n));
+    for (int k = 0; k < n; k++)
+        if (update_given(a, 9 + 5 * k)) OM_TRY(om_copy(cx, &a->out[1 + 5 * k], &a->out[5 + 5 * k])); /* the weight's 16-bit copy */
+    return OM_OK;
 }
 
 static om_status clip_run(om_ctx *cx, const om_args *a) {
@@ -179,15 +222,16 @@ static om_status accumulate_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_adamw_step = {
-    .name = "adamw_step", .kind = OM_K_ROW, .min_in = 6, .max_in = 7, .n_out = 3, .inplace = 1u << 2, .infer = adamw_infer, .run = adamw_run,
-    .doc = "(lr, step, w, g, m, v, update?) -> w, m, v; alpha 0.9, beta 0.999, epsilon 1e-8, weight_decay 0.01, adam_mode, correct_bias 1"};
+    .name = "adamw_step", .kind = OM_K_ROW, .min_in = 7, .max_in = -1, .n_out = -1, .optional = 1u << 2, .inplace = 1u << 3, .infer = adamw_infer, .run = adamw_run,
+    .doc = "(lr, step, update?, (w, g, m, v)...) -> (w, m, v)...; alpha 0.9, beta 0.999, epsilon 1e-8, weight_decay 0.01, adam_mode, correct_bias 1"};
 const om_op om_op_sgd_step = {
-    .name = "sgd_step", .kind = OM_K_ROW, .min_in = 3, .max_in = 4, .n_out = 1, .inplace = 1u << 1, .infer = sgd_infer, .run = sgd_run,
-    .doc = "(lr, w, g, update?) -> w - lr g"};
+    .name = "sgd_step", .kind = OM_K_ROW, .min_in = 4, .max_in = -1, .n_out = -1, .optional = 1u << 1, .inplace = 1u << 2, .infer = sgd_infer, .run = sgd_run,
+    .doc = "(lr, update?, (w, g)...) -> (w - lr g)..."};
 const om_op om_op_lamb_step = {
-    .name = "lamb_step", .kind = OM_K_REDUCE, .min_in = 6, .max_in = 9, .n_out = 4, .infer = lamb_infer, .run = lamb_run,
-    .doc = "(lr, step, w, g, m, v, norm?, loss_scale?, update?) -> w, m, v, change of w; alpha 0.9, beta 0.999, lambda 0, epsilon 1e-6, "
-           "max_norm_clip 1, ratio_min, ratio_max, do_bias_correction 1"};
+    .name = "lamb_step", .kind = OM_K_REDUCE, .min_in = 10, .max_in = -1, .n_out = -1, .optional = 1u << 0 | 1u << 1 | 1u << 2 | 1u << 4 | 1u << 9,
+    .infer = lamb_infer, .run = lamb_run,
+    .doc = "(update?, loss_scale?, norm?, lr, step?, (w, g, m, v, w16?)...) -> step, (w, change of w, m, v, w16)...; alpha 0.9, beta 0.999, lambda 0, "
+           "epsilon 1e-6, max_norm_clip 1, ratio_min, ratio_max, do_bias_correction 1"};
 const om_op om_op_clip_by_norm = {
     .name = "clip_by_norm", .kind = OM_K_ROW, .min_in = 2, .max_in = 2, .n_out = 1, .inplace = 1u << 0, .infer = clip_infer, .run = clip_run,
     .doc = "(g, norm) max_norm 1 -> g min(1, max_norm / (norm + 1e-6))"};

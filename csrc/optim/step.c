@@ -30,8 +30,8 @@ typedef struct sweep {
     /* LAMB */
     double (*sum)[2];  /* per block: w^2, d^2 */
     uint8_t *skipped;  /* per block */
-    double *rate;      /* per span */
-    bool write_weights, keep_grads;
+    om_lamb_move *move; /* per span */
+    bool keep_grads;
 } sweep;
 
 /* --- adam, sgd ------------------------------------------------------------------------------------- */
@@ -110,31 +110,33 @@ static void lamb_direction_block(void *arg, int i, int64_t block, const om_optim
 
 static void lamb_update_block(void *arg, int i, int64_t block, const om_optim_span *s) {
     const sweep *w = arg;
-    const bool out = lamb_grad_out(w, s), skip = w->skipped[block];
-    if (s->tp == OM_F64) w->k->lamb_update_f64(s, &w->c[i].lamb_f64, w->rate[i], out, skip, w->write_weights);
-    else w->k->lamb_update_f32(s, &w->c[i].lamb_f32, w->rate[i], out, skip, w->write_weights);
+    om_lamb_move u = w->move[i];
+    u.grad_out = lamb_grad_out(w, s);
+    u.skipped = w->skipped[block] && !u.grad_out;
+    if (s->tp == OM_F64) w->k->lamb_update_f64(s, &w->c[i].lamb_f64, &u);
+    else w->k->lamb_update_f32(s, &w->c[i].lamb_f32, &u);
 }
 
-/* Bytes the second sweep hopes to find in the last-level cache: half of it, what the system calls it, 16 MB at most (virtual
- * machines report the host's cache, of which they own a part). */
+/* Bytes of weight and moments per wave: an eighth of the last-level cache, because gradients pass through it too and other cores have
+ * their share; 4 MB at most (virtual machines report the host's cache, of which they own a part: larger waves measured slower). */
 static int64_t lamb_wave_bytes(void) {
-    long l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    const int64_t half = l3 > 0 ? l3 / 2 : 4 << 20;
-    return half < 16 << 20 ? half : 16 << 20;
+    const long l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    const int64_t part = l3 > 0 ? l3 / 8 : 2 << 20;
+    return part < 4 << 20 ? part : 4 << 20;
 }
 
 om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights, bool keep_grads,
                        om_optim_param *ps, int n) {
     om_optim_list l;
-    sweep w = {.k = OM_PICK(om_optim), .write_weights = write_weights, .keep_grads = keep_grads};
+    sweep w = {.k = OM_PICK(om_optim), .keep_grads = keep_grads};
     consts *k = NULL;
     om_status s = om_optim_open(cx, "lamb", store, seed, write_weights, ps, n, &l);
     if (s == OM_OK) {
         k = om_alloc(cx, sizeof *k * (size_t)(l.n + 1));
-        w.rate = om_alloc(cx, sizeof *w.rate * (size_t)(l.n + 1));
+        w.move = om_alloc(cx, sizeof *w.move * (size_t)(l.n + 1));
         w.sum = om_alloc(cx, sizeof *w.sum * (size_t)(l.first[l.n] + 1));
         w.skipped = om_alloc(cx, (size_t)(l.first[l.n] + 1));
-        if (!k || !w.rate || !w.sum || !w.skipped) s = OM_NOMEM;
+        if (!k || !w.move || !w.sum || !w.skipped) s = OM_NOMEM;
     }
     w.c = k;
     for (int i = 0; s == OM_OK && i < l.n; i++) {
@@ -159,12 +161,14 @@ om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store,
         for (int i = from; i < to; i++) {
             double w2 = 0, d2 = 0;
             for (int64_t b = l.first[i]; b < l.first[i + 1]; b++) w2 += w.sum[b][0], d2 += w.sum[b][1];
-            w.rate[i] = om_lamb_rate(&cfg[l.param[i]], w2, d2);
+            const double rate = om_lamb_rate(&cfg[l.param[i]], w2, d2);
+            /* no element exceeds its tensor's norm; NaN compares false */
+            w.move[i] = (om_lamb_move){.rate = rate, .write_weights = write_weights, .bounded = sqrt(w2) + fabs(rate) * sqrt(d2) < 1e38};
         }
         om_optim_blocks(&l, from, to, true, lamb_update_block, &w);
     }
     om_free(cx, k);
-    om_free(cx, w.rate);
+    om_free(cx, w.move);
     om_free(cx, w.sum);
     om_free(cx, w.skipped);
     return om_optim_close(&l, s);

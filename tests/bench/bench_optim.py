@@ -1,14 +1,16 @@
 """Optimizers against torch's: time per step, bytes per parameter, GB/s, share of copy bandwidth.
 
-    python tests/bench/bench_optim.py [--list gpt2|bert|tiny] [--threads 1,2] [--rounds 7]
+    python tests/bench/bench_optim.py [--list gpt2|bert|tiny] [--threads 1,2] [--rounds 7] [--half] [--csv tests/bench/history_optim.csv]
 
-All contenders run interleaved in one process on equal parameter lists; the figure is the median over rounds, ratios are medians of
-per-round ratios against FusedAdam. "copy" is torch's copy_ over as many floats as the list has (8 bytes each): what the memory can do.
+All contenders run interleaved in one process on the same parameters and gradients, each with its own state; the figure is the median over
+rounds, ratios are medians of per-round ratios against FusedAdam. "copy_" is torch's over as many floats as the list has (8 bytes
+each): what the memory can do. GB/s count the bytes an update must move, not those that a contender happens to move.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import statistics
 import time
 
@@ -37,9 +39,9 @@ def contenders(shapes: list[tuple[int, ...]], half: bool) -> dict[str, tuple[tor
         return out
 
     rows: dict[str, tuple[torch.optim.Optimizer | None, float, list[torch.Tensor]]] = {}
+    ps = params()
 
     def add(name: str, make, size: float) -> None:  # type: ignore[no-untyped-def]
-        ps = params()
         rows[name] = (make(ps), size, ps)
 
     if half:
@@ -64,7 +66,9 @@ def main() -> None:
     parser.add_argument("--list", default="gpt2", choices=("gpt2", "bert", "tiny"))
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--half", action="store_true")
+    parser.add_argument("--half", action="store_true", help="bfloat16 parameters in their four forms of storage")
+    parser.add_argument("--csv", help="append the rows to this file")
+    parser.add_argument("--note", default="", help="last column of the rows, such as: under load")
     args = parser.parse_args()
     shapes = sizes(args.list)
     numel = sum(torch.Size(s).numel() for s in shapes)
@@ -94,6 +98,11 @@ def main() -> None:
             rate = size[name] * numel / statistics.median(ts) / 1e9
             ratio = statistics.median(x / y for x, y in zip(ts, times[base]))
             ms = statistics.median(ts) * 1e3
+            if args.csv:
+                with open(args.csv, "a") as f:
+                    row = [datetime.date.today(), torch.__version__, args.list, threads, name.replace(",", ""), f"{ms:.2f}", f"{size[name]:g}",
+                           f"{rate:.1f}", f"{rate / copy:.2f}", f"{ratio:.2f}", args.note]  # fmt: skip
+                    f.write(",".join(map(str, row)) + "\n")
             print(f"  {name:32s} {ms:8.2f} ms {size[name]:4.0f} B/param {rate:6.1f} GB/s {rate / copy:5.2f}x copy {ratio:6.2f}x {base}")
 
 

@@ -54,6 +54,44 @@ def clip(g, limit):
     return run(node, [sequence("g")], [sequence("g1")], {"g": g})[0]
 
 
+def models(lists):
+    """name -> (model bytes, feeds, results): graphs of tensors with the operators inside, to be run by another engine as they are."""
+    n = len(lists["p"])
+    flat = {f"{k}{i}": x for k in "pgmv" for i, x in enumerate(lists[k])}
+    make = {k: helper.make_node("SequenceConstruct", [f"{k}{i}" for i in range(n)], [k]) for k in "pgmv"}
+    index = [helper.make_node("Constant", [], [f"i{i}"], value_int=i) for i in range(n)]
+
+    def take(k):
+        return [helper.make_node("SequenceAt", [k.upper(), f"i{i}"], [f"new_{k}{i}"]) for i in range(n)]
+
+    def node(op, ins, outs, **attrs):
+        return helper.make_node(op, ins, outs, domain="com.microsoft", **attrs)
+
+    adamw = node("AdamWOptimizer", ["lr", "step", *"pgmv", "update"], ["flag", *"PMV"], alpha=0.87, beta=0.983, epsilon=1e-3, weight_decay=0.11)
+    graphs = {
+        "adamw": ([*make.values(), *index, adamw, *take("p"), *take("m"), *take("v")], "pmv"),
+        "sgd": ([make["p"], make["g"], *index, node("SGDOptimizerV2", ["lr", "p", "g", "update"], ["flag", "P"]), *take("p")], "p"),
+        "clip": ([make["g"], *index, node("InplaceClipGradNorm", ["g"], ["G"], max_norm=0.5), *take("g")], "g"),
+        "accumulate": ([node("InPlaceAccumulatorV2", ["p0", "g0", "update"], ["flag", "new_p0"])], None),
+    }
+    out = {}
+    for name, (nodes, kinds) in graphs.items():
+        outputs = [f"new_{k}{i}" for k in kinds for i in range(n)] if kinds else ["new_p0"]
+        used = {x for node in nodes for x in node.input}
+        for update in (True, False):
+            feeds = {"lr": np.array(0.013, np.float32), "step": np.array(5, np.int64), "update": np.array([update]), **flat}
+            feeds = {k: v for k, v in feeds.items() if k in used}
+            kinds_of = {np.dtype(np.float32): FLOAT, np.dtype(np.int64): TensorProto.INT64, np.dtype(bool): TensorProto.BOOL}
+            ins = [helper.make_tensor_value_info(k, kinds_of[v.dtype], v.shape) for k, v in feeds.items()]
+            outs = [helper.make_tensor_value_info(k, FLOAT, flat[k[4:]].shape) for k in outputs]
+            graph = helper.make_graph(nodes, "g", ins, outs)
+            model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)], ir_version=8)
+            session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+            results = session.run(outputs, {k: v.copy() for k, v in feeds.items()})
+            out[f"{name}_{update}"] = (model.SerializeToString(), feeds, results)
+    return out
+
+
 def python_file(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -75,6 +113,13 @@ def main():
     for limit in (0.5, 1e6):
         for i, x in enumerate(clip(lists["g"], limit)):
             out[f"clip{limit}_g{i}"] = x
+    for name, (model, feeds, results) in models(lists).items():
+        out[f"model_{name}"] = np.frombuffer(model, np.uint8)
+        out[f"feeds_{name}"] = np.array(list(feeds))
+        for k, x in feeds.items():
+            out[f"feed_{name}_{k}"] = x
+        for i, x in enumerate(results):
+            out[f"result_{name}_{i}"] = x
     root = pathlib.Path(ort.__file__).parent / "training"
     scaler = python_file(root / "amp" / "loss_scaler.py").DynamicLossScaler(up_scale_window=3)
     trace = []

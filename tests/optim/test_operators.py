@@ -26,11 +26,13 @@ def parameters(strided):
 
 def call(op, inputs, n_out, attrs):
     """One node; inputs None = left out."""
-    names = {torch.float64: "f64", torch.float32: "f32", torch.int64: "i64", torch.bool: "bool", torch.bfloat16: "bf16"}
+    names = {torch.float64: "f64", torch.float32: "f32", torch.int64: "i64", torch.bool: "bool", torch.bfloat16: "bf16", torch.float16: "f16"}
     given = [(f"x{i}", x) for i, x in enumerate(inputs) if x is not None]
     lines = [f"  input {k}: {names[x.dtype]}[{', '.join(map(str, x.shape))}]" for k, x in given]
     args = ", ".join(f"x{i}" if x is not None else "_" for i, x in enumerate(inputs))
     outs = [f"y{i}" for i in range(n_out)]
+    if op in ("adamw_step", "sgd_step", "lamb_step"):
+        attrs = ", ".join(filter(None, [attrs, f"out_dtype=[{', '.join('0' * n_out)}]"]))
     text = "graph {\n" + "\n".join([*lines, f"  {', '.join(outs)} = {op}({args}) {{{attrs}}}", *[f"  output {o}" for o in outs]]) + "\n}"
     return engine.run(text, [x for _, x in given])[0]
 
@@ -51,7 +53,8 @@ def test_adamw_step(strided, mode, update):
     p, g, m, v = parameters(strided)
     old = [x.clone() for x in (p, g, m, v)]
     attrs = f"alpha=0.87, beta=0.983, epsilon=0.001, weight_decay=0.11, adam_mode={mode}"
-    ys = call("adamw_step", [LR, STEP, p, g, m, v] + ([torch.tensor(update)] if update is not None else []), 3, attrs)
+    flag = torch.tensor(update) if update is not None else None
+    ys = call("adamw_step", [LR, STEP, flag, p, g, m, v], 3, attrs)
     want = reference.adam(*(x.numpy() for x in (p, g, m, v)), 5, mode=1 if mode else 2, **H)
     if update is False:
         want = [x.numpy() for x in (p, m, v)]
@@ -65,32 +68,55 @@ def test_adamw_step(strided, mode, update):
 def test_lamb_step(strided, norm, scale):
     p, g, m, v = parameters(strided)
     old = g.clone()
-    extra = [torch.tensor(x) if x is not None else None for x in (norm, scale)]
-    ys = call("lamb_step", [LR, STEP, p, g, m, v, *extra], 4, "alpha=0.87, beta=0.983, epsilon=0.001, lambda=0.11, max_norm_clip=0.5, ratio_max=3.0")
+    extra = [torch.tensor(x) if x is not None else None for x in (scale, norm)]
+    attrs = "alpha=0.87, beta=0.983, epsilon=0.001, lambda=0.11, max_norm_clip=0.5, ratio_max=3.0"
+    ys = call("lamb_step", [None, *extra, LR, STEP, p, g, m, v, None], 6, attrs)
     divisor = reference.lamb_scale(scale, norm, 0.5) if norm else 1.0
     want = reference.lamb(*(x.numpy() for x in (p, g, m, v)), 5, scale=divisor, ratio_max=3.0, **H)
-    for y, w in zip(ys, (*want[:3], want[0] - p.numpy())):
+    assert ys[0].item() == 6
+    for y, w in zip(ys[1:], (want[0], want[0] - p.numpy(), *want[1:3])):
         close(y, w, 1e-10)
     assert torch.equal(g, old)
-    ys = call("lamb_step", [LR, STEP, p, g, m, v, None, None, torch.tensor(False)], 4, "")
-    assert torch.equal(ys[0], p) and torch.equal(ys[1], m) and not ys[3].any()
+    ys = call("lamb_step", [torch.tensor(False), None, None, LR, STEP, p, g, m, v, None], 6, "")
+    assert ys[0].item() == 5 and all(torch.equal(y, x) for y, x in zip(ys[1:], (p, g, m, v)))
 
 
-def test_lamb_step_with_16_bit_gradients():
+def test_lamb_step_with_16_bit_gradients_and_copies():
     p, g, m, v = (x.float() for x in parameters(False))
     g = g.bfloat16()
     g[3, 3] = math.inf
-    ys = call("lamb_step", [LR, STEP, p, g, m, v], 4, "alpha=0.87, beta=0.983, epsilon=0.001, lambda=0.11")
+    w16 = p.half()
+    ys = call("lamb_step", [None, None, None, LR, STEP, p, g, m, v, w16], 6, "alpha=0.87, beta=0.983, epsilon=0.001, lambda=0.11")
     want = reference.lamb(*(x.double().numpy() for x in (p, g, m, v)), 5, **H)
-    close(ys[0], want[0], 3e-6)
-    close(ys[3], want[0] - p.double().numpy(), 1e-2)
-    assert ys[3].dtype == torch.bfloat16 and ys[3][3, 3] == 0
+    close(ys[1], want[0], 3e-6)
+    close(ys[2], want[0] - p.double().numpy(), 1e-2)
+    assert ys[2].dtype == torch.bfloat16 and ys[2][3, 3] == 0
+    assert torch.equal(ys[5], ys[1].half())
+
+
+def test_groups_of_one_node_are_separate():
+    shapes = [(13, 17), (5,), (0,), (3, 1, 2)]
+    groups = [[rand(*s, seed=7 * i + j).abs() if j == 3 else rand(*s, seed=7 * i + j) for j in range(4)] for i, s in enumerate(shapes)]
+    flat = [x for group in groups for x in group]
+    attrs = "alpha=0.87, beta=0.983, epsilon=0.001"
+    adam = call("adamw_step", [LR, STEP, None, *flat], 12, attrs + ", weight_decay=0.11, adam_mode=1")
+    lamb = call("lamb_step", [None, None, None, LR, STEP, *(x for group in groups for x in (*group, None))], 21, attrs + ", lambda=0.11")
+    for i, group in enumerate(groups):
+        given = [x.numpy() for x in group]
+        for y, w in zip(adam[3 * i : 3 * i + 3], reference.adam(*given, 5, mode=1, **H)):
+            assert y.shape == w.shape and (y.numel() == 0 or close(y, w) is None)
+        want = reference.lamb(*given, 5, **H)
+        for y, w in zip(lamb[1 + 5 * i : 5 + 5 * i], (want[0], want[0] - given[0], want[1], want[2])):
+            assert y.shape == w.shape and (y.numel() == 0 or close(y, w, 1e-10) is None)
+    sgd = call("sgd_step", [LR, None, *(x for group in groups for x in group[:2])], 4, "")
+    for y, (p, g, *_) in zip(sgd, groups):
+        assert torch.allclose(y, p - LR.item() * g, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("update", [True, False])
 def test_sgd_step(update):
     p, g, *_ = parameters(False)
-    close(call("sgd_step", [LR, p, g, torch.tensor(update)], 1, "")[0], p - LR.item() * g if update else p)
+    close(call("sgd_step", [LR, torch.tensor(update), p, g], 1, "")[0], p - LR.item() * g if update else p)
 
 
 def test_norm_finite_and_clip():
@@ -119,13 +145,15 @@ def test_accumulate():
 @pytest.mark.parametrize(
     "op,inputs,attrs,text",
     [
-        ("adamw_step", [LR, STEP, rand(3), rand(4), rand(3), rand(3)], "", "equal sizes"),
-        ("adamw_step", [LR, torch.tensor(5.0), *[rand(3)] * 4], "", "i64"),
-        ("adamw_step", [LR, STEP, *[rand(3)] * 4], "adam_mode=0, correct_bias=0", "correct_bias"),
-        ("lamb_step", [LR, STEP, *[rand(3)] * 4], "max_norm_clip=0.0", "max_norm_clip"),
-        ("sgd_step", [rand(2), rand(3), rand(3)], "", "one element"),
+        ("adamw_step", [LR, STEP, None, rand(3), rand(4), rand(3), rand(3)], "", "equal sizes"),
+        ("adamw_step", [LR, torch.tensor(5.0), None, *[rand(3)] * 4], "", "i64"),
+        ("adamw_step", [LR, STEP, None, *[rand(3)] * 4], "adam_mode=0, correct_bias=0", "correct_bias"),
+        ("adamw_step", [LR, STEP, None, *[rand(3)] * 6], "", "groups of 4"),
+        ("adamw_step", [LR, STEP, None, *[rand(3)] * 8], "", "out_dtype lists 3 outputs; 2 groups make 6"),
+        ("lamb_step", [None, None, None, LR, STEP, *[rand(3)] * 5], "max_norm_clip=0.0", "max_norm_clip"),
+        ("sgd_step", [rand(2), None, rand(3), rand(3)], "", "one element"),
     ],
 )
 def test_refusals(op, inputs, attrs, text):
     with pytest.raises(engine.EngineError, match=text):
-        call(op, inputs, 1 if op == "sgd_step" else 3 + (op == "lamb_step"), attrs)
+        call(op, inputs, {"sgd_step": 1, "adamw_step": 3, "lamb_step": 6}[op], attrs)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import engine
 from ortmodule import _C
 from ortmodule import optim as ours
 
@@ -55,6 +56,18 @@ def test_adamw_operator(data, theirs, mode):
     same(p, lambda i: out[f"adamw{theirs}_p{i}"])
     same(m, lambda i: out[f"adamw{theirs}_m{i}"])
     same(v, lambda i: out[f"adamw{theirs}_v{i}"])
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "clip", "accumulate"])
+def test_the_same_file_in_both_engines(data, name, update):
+    """Models with AdamWOptimizer, SGDOptimizerV2, InplaceClipGradNorm, InPlaceAccumulatorV2: the bytes onnxruntime ran, read here."""
+    _, out = data
+    key = f"{name}_{update}"
+    feeds = [torch.from_numpy(out[f"feed_{key}_{k}"]) for k in out[f"feeds_{key}"]]
+    got = engine.run_onnx(out[f"model_{key}"].tobytes(), feeds)[0]
+    same(got, lambda i: out[f"result_{key}_{i}"])
+    assert f"result_{key}_{len(got)}" not in out
 
 
 def test_sgd_operator(data):
