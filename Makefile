@@ -16,7 +16,7 @@ CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)
 KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 PYSRC  := $(wildcard csrc/pymodule*.c)
-SRC    := $(filter-out $(PYSRC) csrc/tool_%,$(wildcard csrc/*.c csrc/ops/*.c csrc/passes/*.c csrc/optim/*.c))
+SRC    := $(filter-out $(PYSRC) csrc/tool_%,$(wildcard csrc/*.c csrc/ops/*.c csrc/passes/*.c csrc/optim/*.c csrc/cuda/*.c))
 KSRC   := $(wildcard csrc/kernels/*.k.c)
 ifeq ($(ARCH),x86_64)
 ISAS   := generic avx2 avx512
@@ -76,6 +76,22 @@ endef
 ifeq ($(KB),$(B))   # else: another build's kernels, as they are
 $(foreach i,$(ISAS),$(eval $(call ISA_RULE,$(i))))
 endif
+
+# --- CUDA kernels: one fatbin of cubins inside the extension; empty without nvcc -------------------------------------
+CUDA_ARCHS ?= 75 80 86 89 90 100 120
+NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
+FATBIN     := $(KB)/cuda/kernels.fatbin
+ifeq ($(KB),$(B))
+$(FATBIN): csrc/cuda/optim.cu csrc/cuda/optim.h csrc/optim_math.h
+	@mkdir -p $(@D)
+ifeq ($(NVCC),)
+	@echo "no nvcc: building without CUDA kernels" && : > $@
+else
+	@$(NVCC) -fatbin $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -o $@ csrc/cuda/optim.cu
+endif
+endif
+$(B)/cuda/image.o: $(FATBIN)
+$(B)/cuda/image.o: CFLAGS += -DOM_CUDA_FATBIN='"$(FATBIN)"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
 lib: $(B)/libom.a $(B)/libom.so
 $(B)/libom.a: $(OBJ)

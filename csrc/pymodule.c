@@ -16,6 +16,7 @@
 #include <stdlib.h>
 
 extern PyMethodDef om_optim_methods[]; /* pymodule_optim.c */
+extern PyMethodDef om_cuda_methods[];  /* pymodule_cuda.c */
 
 /* --- services from torch ------------------------------------------------------------------------ */
 
@@ -868,7 +869,8 @@ PyMODINIT_FUNC PyInit__C(void) {
     PyObject *m = PyModule_Create(&module_def);
     Model_type = (PyTypeObject *)PyType_FromSpec(&Model_spec);
     Run_type = (PyTypeObject *)PyType_FromSpec(&Run_spec);
-    if (!m || !Model_type || !Run_type || PyModule_AddFunctions(m, om_optim_methods)) return NULL;
+    if (!m || !Model_type || !Run_type || PyModule_AddFunctions(m, om_optim_methods) || PyModule_AddFunctions(m, om_cuda_methods))
+        return NULL;
     Py_INCREF(Model_type);
     Py_INCREF(Run_type);
     if (PyModule_AddObject(m, "Model", (PyObject *)Model_type) || PyModule_AddObject(m, "Run", (PyObject *)Run_type)) return NULL;

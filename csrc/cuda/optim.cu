@@ -1,10 +1,12 @@
 /* optim.cu - Adam, SGD, LAMB, norms and scaled copies on the GPU: the arithmetic of optim_math.h over a table of chunks (optim.h).
  *
  *   om_cuda_adam, om_cuda_sgd   one sweep
- *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, found_inf, divisor
+ *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, stop flag, divisor
  *   om_cuda_lamb_direction, ..._rate, ..._update    moments and partial norms; trust ratio per span; weights (40 bytes a parameter)
  *   om_cuda_count               step counters + 1, unless found_inf
- *   om_cuda_axpby               p = a g + b p with conversion
+ *   om_cuda_axpby               p = a g + b p with conversion; in place with a factor of 1 (nothing clipped) it reads nothing
+ *   om_cuda_upload, ..._chunks  the table of spans, carried in the arguments: no staging memory whose life a captured graph would
+ *                               prolong, no copy the host could wait for; then the table of chunks, made from it
  *
  * Four elements a thread and turn; 16-byte (f32) or 8-byte (16-bit) loads when the span is aligned. Sums use shared memory in a fixed
  * order, no atomics: the same bits every time. Written in the common subset of C and CUDA: host_emulation.h runs it without a GPU.
@@ -162,6 +164,27 @@ FN void weights_out(const om_gpu_span *s, uint64_t seed, int64_t i, int n, int v
 FN double read_lr(const om_gpu_optim *o, double lr) { return o->lr ? (double)*o->lr : lr; }
 FN double read_inv_scale(const om_gpu_optim *o, double inv) { return o->grad_scale ? inv / (double)*o->grad_scale : inv; }
 FN int stopped(const om_gpu_optim *o) { return o->found_inf && *o->found_inf != 0; }
+/* The step is counted on the device, so that every replay of a captured step rounds with new random words. */
+FN uint64_t seed_now(const om_gpu_optim *o, const om_gpu_span *s) {
+    return s->store == OM_GPU_STOCHASTIC ? o->seed + OM_GPU_SEED_STEP * (uint64_t)*s->step : 0;
+}
+
+/* --- tables ------------------------------------------------------------------------------------------ */
+
+EXPORT om_cuda_upload(const om_gpu_upload u) {
+    for (uint32_t i = threadIdx.x; i < u.n_word; i += blockDim.x) u.to[i] = u.word[i];
+}
+
+/* One thread block per span. */
+EXPORT om_cuda_chunks(const om_gpu_optim o) {
+    const om_gpu_span *s = &o.span[blockIdx.x];
+    const uint32_t first = s->first, count = (uint32_t)((s->n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK);
+    for (uint32_t c = threadIdx.x; c < count; c += blockDim.x) {
+        om_gpu_chunk k;
+        k.span = blockIdx.x, k.index = c;
+        o.chunk[first + c] = k;
+    }
+}
 
 /* --- adam, sgd --------------------------------------------------------------------------------------- */
 
@@ -180,6 +203,7 @@ EXPORT om_cuda_adam(const om_gpu_optim o) {
         k = om_adam_prepare_f32(&c, (double)*s.step);
     }
     __syncthreads();
+    const uint64_t seed = seed_now(&o, &s);
     EACH4(s) {
         float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0};
         weights_in(&s, i, n, vec, p);
@@ -187,7 +211,7 @@ EXPORT om_cuda_adam(const om_gpu_optim o) {
         load4(s.tm, s.m, i, n, vec, m);
         load4(s.tv, s.v, i, n, vec, v);
         for (int j = 0; j < 4; j++) p[j] = om_adam_at_f32(&k, p[j], g[j], &m[j], &v[j]);
-        weights_out(&s, o.seed, i, n, vec, p);
+        weights_out(&s, seed, i, n, vec, p);
         store4(s.tm, s.m, i, n, vec, m);
         store4(s.tv, s.v, i, n, vec, v);
     }
@@ -200,16 +224,17 @@ EXPORT om_cuda_sgd(const om_gpu_optim o) {
     if (threadIdx.x == 0) {
         om_sgd_cfg c = o.sgd;
         c.lr = read_lr(&o, c.lr), c.inv_scale = read_inv_scale(&o, c.inv_scale);
-        k = om_sgd_prepare_f32(&c, s.first);
+        k = om_sgd_prepare_f32(&c, *s.step <= 1);
     }
     __syncthreads();
+    const uint64_t seed = seed_now(&o, &s);
     EACH4(s) {
         float p[4] = {0}, g[4] = {0}, m[4] = {0};
         weights_in(&s, i, n, vec, p);
         load4(s.tg, s.g, i, n, vec, g);
         if (s.m) load4(s.tm, s.m, i, n, vec, m);
         for (int j = 0; j < 4; j++) p[j] = om_sgd_at_f32(&k, p[j], g[j], &m[j]);
-        weights_out(&s, o.seed, i, n, vec, p);
+        weights_out(&s, seed, i, n, vec, p);
         if (s.m) store4(s.tm, s.m, i, n, vec, m);
     }
 }
@@ -249,17 +274,24 @@ EXPORT om_cuda_norm_finish(const om_gpu_optim o) {
     for (uint32_t c = threadIdx.x; c < o.n_chunk; c += OM_GPU_THREADS) sum += o.part[2 * c];
     sum = block_sum(sum, shared);
     if (threadIdx.x) return;
-    const double scale = o.grad_scale ? (double)*o.grad_scale : 1.0, norm = sqrt(sum);
+    const double scale = o.div * (o.grad_scale ? (double)*o.grad_scale : 1.0), norm = sqrt(sum);
     const int finite = sum - sum == 0;
+    double divisor = scale;
+    if (o.clip_like_torch) {
+        const double factor = o.max_norm / (norm / scale + 1e-6);
+        if (!(factor >= 1)) divisor = scale / factor;
+    } else if (finite) {
+        divisor = 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm);
+    }
     if (o.norm_out) *o.norm_out = (float)(norm / scale);
-    if (o.found_inf && !finite) *o.found_inf = 1.0f;
-    if (o.scale_out) *o.scale_out = (float)(finite ? 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm) : scale);
+    if (o.stop_out) *o.stop_out = !finite || stopped(&o) ? 1.0f : 0.0f;
+    if (o.scale_out) *o.scale_out = (float)divisor;
 }
 
 /* --- lamb -------------------------------------------------------------------------------------------- */
 
-FN om_lamb_f32 lamb_constants(const om_gpu_optim *o, const om_gpu_span *s, uint32_t span) {
-    om_lamb_cfg c = o->lamb[span];
+FN om_lamb_f32 lamb_constants(const om_gpu_optim *o, const om_gpu_span *s) {
+    om_lamb_cfg c = o->lamb;
     c.inv_scale = read_inv_scale(o, c.inv_scale);
     return om_lamb_prepare_f32(&c, (double)*s->step);
 }
@@ -270,7 +302,7 @@ EXPORT om_cuda_lamb_direction(const om_gpu_optim o) {
     __shared__ om_lamb_f32 k;
     FOR_CHUNK(o, s)
     if (stopped(&o)) return;
-    if (threadIdx.x == 0) k = lamb_constants(&o, &s, chunk_.span);
+    if (threadIdx.x == 0) k = lamb_constants(&o, &s);
     __syncthreads();
     const int grad_out = lamb_grad_out(&o, &s);
     double p2 = 0, d2 = 0, bad = 0;
@@ -305,20 +337,14 @@ EXPORT om_cuda_lamb_direction(const om_gpu_optim o) {
 EXPORT om_cuda_lamb_rate(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
     if (stopped(&o)) return;
-    /* first chunk of the span: the chunk table is sorted by span */
-    uint32_t lo = 0, hi = o.n_chunk;
-    while (lo < hi) {
-        const uint32_t mid = lo + (hi - lo) / 2;
-        if (o.chunk[mid].span < blockIdx.x) lo = mid + 1;
-        else hi = mid;
-    }
+    const uint32_t lo = o.span[blockIdx.x].first;
     const uint32_t count = (uint32_t)((o.span[blockIdx.x].n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK);
     double w2 = 0, d2 = 0;
     for (uint32_t c = threadIdx.x; c < count; c += OM_GPU_THREADS) w2 += o.part[2 * (lo + c)], d2 += o.part[2 * (lo + c) + 1];
     w2 = block_sum(w2, shared);
     d2 = block_sum(d2, shared);
     if (threadIdx.x) return;
-    om_lamb_cfg c = o.lamb[blockIdx.x];
+    om_lamb_cfg c = o.lamb;
     c.lr = read_lr(&o, c.lr);
     o.rate[blockIdx.x] = om_lamb_rate(&c, w2, d2);
 }
@@ -327,8 +353,9 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
     __shared__ om_lamb_f32 k;
     FOR_CHUNK(o, s)
     if (stopped(&o)) return;
-    if (threadIdx.x == 0) k = lamb_constants(&o, &s, chunk_.span);
+    if (threadIdx.x == 0) k = lamb_constants(&o, &s);
     __syncthreads();
+    const uint64_t seed = seed_now(&o, &s);
     const int grad_out = lamb_grad_out(&o, &s), skipped = o.skipped[blockIdx.x];
     const float rate = (float)o.rate[chunk_.span];
     EACH4(s) {
@@ -343,7 +370,7 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
             if (q - q == 0) p[j] = q;
             else d[j] = 0;
         }
-        if (o.write_weights) weights_out(&s, o.seed, i, n, vec, p);
+        if (o.write_weights) weights_out(&s, seed, i, n, vec, p);
         if (s.d) store4(s.td, s.d, i, n, vec, d);
     }
 }
@@ -353,6 +380,7 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
 EXPORT om_cuda_axpby(const om_gpu_optim o) {
     FOR_CHUNK(o, s)
     const float a = (float)read_inv_scale(&o, o.a), b = (float)o.b;
+    if (a == 1 && b == 0 && s.g == s.p) return;
     EACH4(s) {
         float x[4] = {0}, y[4] = {0};
         load4(s.tg, s.g, i, n, vec, x);
