@@ -30,7 +30,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op fuzz-bin
+.PHONY: build help lib ext test demo bench lint clean deps venv om-opt fuzz fuzz-bin new-op check-op gpu-wheel gpu-check
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -131,6 +131,15 @@ demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, 
 
 bench: build   ## whole training steps beside eager (BENCH="all", "gpt2-124m --bf16", "--help")
 	$(PY) tests/bench/bench_models.py $(BENCH)
+
+gpu-wheel: $(PY)   ## build the abi3 wheel with the CUDA kernels into dist/ (needs nvcc; 64 MiB at most)
+	@test -n "$(NVCC)" || { echo "gpu-wheel: nvcc is needed for a wheel with CUDA kernels: put it on PATH, or give NVCC=..."; exit 2; }
+	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@size=$$(stat -c %s dist/ortmodule-*.whl); echo "$$(ls dist/ortmodule-*.whl): $$((size / 1024)) KiB"; test $$size -le $$((64 << 20))
+
+gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="optim-correct optim-bench", WHEEL=dist/x.whl instead of building)
+	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel)
+	@$(or $(wildcard $(PY)),python3) tests/gpu/run.py --wheel $(or $(WHEEL),dist/ortmodule-*.whl) $(PARTS:%=--part %)
 
 lint: venv   ## ruff and mypy
 	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py
