@@ -19,6 +19,7 @@ from ortmodule import _C
 from ortmodule.optim import cuda
 
 ROOT = Path(__file__).parents[2]
+READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.equal, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero)
 
 
 class Gpu(TorchDispatchMode):
@@ -30,9 +31,11 @@ class Gpu(TorchDispatchMode):
         self.places: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.default = 0
         self.use = 0  # which of a device's streams is current
+        self.unread = False  # reading a tensor's values on the host is an error
         self.pool: list[torch.Tensor] | None = None  # while capturing: the graph's memory, which outlives its tensors
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not (self.unread and func.overloadpacket in READS), f"{func} waits for the device"
         out = func(*args, **(kwargs or {}))
         for t in tree_iter(out):
             if isinstance(t, torch.Tensor):

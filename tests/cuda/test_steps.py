@@ -126,7 +126,7 @@ def test_no_upload_while_nothing_moves_and_one_when_a_gradient_does(gpu):
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_nothing_is_read_before_the_device_is_done(gpu, maker):
-    """Launches are only queued: whoever looked at a counter, a norm or a flag in between would see the old one."""
+    """Launches are only queued: whoever looked at a norm or a flag in between would see the old one; and reading any value is an error."""
     ours, theirs = make(gpu)
     a, b = MAKERS[maker](ours), MAKERS[maker](theirs)
     give(gpu, ours, theirs, 0)
@@ -140,7 +140,9 @@ def test_nothing_is_read_before_the_device_is_done(gpu, maker):
         a.grad_scale, a.found_inf = scale, found
         b.grad_scale, b.found_inf = gpu.put(torch.tensor(4.0), -1), gpu.put(torch.tensor(0.0), -1)
         before = [p.detach().clone() for p in ours]
+        gpu.unread = True
         a.step()
+        gpu.unread = False
         b.step()
         assert all(torch.equal(p, q) for p, q in zip(ours, before))
         gpu.sync()
@@ -325,7 +327,9 @@ def test_clip_grad_norm(gpu, max_norm, norm_type, bad):
     if bad is not None:
         ours[3].grad[5] = theirs[3].grad[5] = bad
     before = gpu.calls("cuLaunchKernel")
+    gpu.unread = norm_type == 2.0
     norm = clip_grad_norm_(ours, max_norm, norm_type)
+    gpu.unread = False
     if norm_type == 2.0:
         assert gpu.calls("cuLaunchKernel") - before == 5
     want = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)

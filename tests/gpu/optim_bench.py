@@ -43,7 +43,7 @@ def timed(jobs: dict[str, Callable[[], Any]]) -> dict[str, tuple[float, float, f
         for name, job in jobs.items():
             torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(400_000)  # the host gets ahead: launches do not show as device time
+            torch.cuda._sleep(2_000_000)  # a millisecond: the host gets ahead: launches do not show as device time
             start.record()
             t = time.perf_counter()
             job()
