@@ -112,9 +112,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Parameters with a gradient on one device (-1: the CPU), by storage: {store: [params, grads, states]}."""
         lists: dict[int, list[list[Any]]] = {}
         plain = not (self.master_weights or self.stochastic_rounding)
+        index = cuda.host.index
         for p in group["params"]:
             g = p.grad
-            if g is None or cuda.host.index(p) != device:
+            if g is None or index(p) != device:
                 continue
             if g.layout is not torch.strided:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those parameters")
@@ -150,7 +151,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         found = getattr(self, "found_inf", None)  # GradScaler expects both attributes to be absent between steps
         scale = getattr(self, "grad_scale", None)
-        devices = {cuda.host.index(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
+        index = cuda.host.index
+        devices = {index(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
         on_cuda = sorted(devices - {-1})
         self._check_devices(devices)
         for device in on_cuda:
