@@ -17,7 +17,7 @@ CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)
 KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 PYSRC  := $(wildcard csrc/pymodule*.c)
-SRC    := $(filter-out $(PYSRC) csrc/tool_%,$(wildcard csrc/*.c csrc/ops/*.c csrc/passes/*.c csrc/optim/*.c))
+SRC    := $(filter-out $(PYSRC) csrc/tool_%,$(wildcard csrc/*.c csrc/ops/*.c csrc/passes/*.c csrc/optim/*.c csrc/cuda/*.c))
 KSRC   := $(wildcard csrc/kernels/*.k.c)
 ifeq ($(ARCH),x86_64)
 ISAS   := generic avx2 avx512
@@ -31,7 +31,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op gpu-wheel gpu-check
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -75,6 +75,22 @@ $(B)/kernels/%.$(1).o: csrc/kernels/%.k.c
 	@$(CC) $$(CBASE) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -c $$< -o $$@
 endef
 $(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the build in KB, as they are
+
+# --- CUDA kernels: one fatbin of cubins inside the extension; empty without nvcc -------------------------------------
+CUDA_ARCHS ?= 75 80 86 89 90 100 120
+NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
+FATBIN     := $(KB)/cuda/kernels.fatbin
+ifeq ($(KB),$(B))
+$(FATBIN): csrc/cuda/optim.cu csrc/cuda/optim.h csrc/optim_math.h
+	@mkdir -p $(@D)
+ifeq ($(NVCC),)
+	@echo "no nvcc: building without CUDA kernels" && : > $@
+else
+	@$(NVCC) -fatbin $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -o $@ csrc/cuda/optim.cu
+endif
+endif
+$(B)/cuda/image.o: $(FATBIN)
+$(B)/cuda/image.o: CFLAGS += -DOM_CUDA_FATBIN='"$(FATBIN)"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
 lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc   ## what the tests load
 $(B)/libom.a: $(OBJ)
@@ -141,6 +157,15 @@ demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, 
 
 bench: build   ## whole training steps beside eager (BENCH="all", "gpt2-124m --bf16", "--help")
 	$(PY) tests/bench/bench_models.py $(BENCH)
+
+gpu-wheel: $(PY)   ## build the abi3 wheel with the CUDA kernels into dist/ (needs nvcc; 64 MiB at most)
+	@test -n "$(NVCC)" || { echo "gpu-wheel: nvcc is needed for a wheel with CUDA kernels: put it on PATH, or give NVCC=..."; exit 2; }
+	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@size=$$(stat -c %s dist/ortmodule-*.whl); echo "$$(ls dist/ortmodule-*.whl): $$((size / 1024)) KiB"; test $$size -le $$((64 << 20))
+
+gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="optim-correct optim-bench", WHEEL=dist/x.whl instead of building)
+	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel)
+	@$(or $(wildcard $(PY)),python3) tests/gpu/run.py --wheel $(or $(WHEEL),dist/ortmodule-*.whl) $(PARTS:%=--part %)
 
 lint: venv   ## ruff and mypy
 	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py

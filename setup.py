@@ -22,6 +22,8 @@ class MakeExt(build_ext):
         built = ROOT / "ortmodule" / "_C.abi3.so"
         if built.resolve() != target.resolve():
             shutil.copy2(built, target)
+            if shutil.which("strip"):  # the wheel carries no debug information
+                subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
 
 
 setup(

@@ -180,7 +180,9 @@ PyMODINIT_FUNC PyInit__C(void) {
     PyObject *m = PyModule_Create(&module_def);
     om_py_model_type = (PyTypeObject *)PyType_FromSpec(&om_py_model_spec);
     om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);
-    if (!m || !om_py_model_type || !om_py_run_type || PyModule_AddFunctions(m, om_optim_methods)) return NULL;
+    if (!m || !om_py_model_type || !om_py_run_type || PyModule_AddFunctions(m, om_optim_methods) ||
+        PyModule_AddFunctions(m, om_cuda_methods))
+        return NULL;
     Py_INCREF(om_py_model_type);
     Py_INCREF(om_py_run_type);
     if (PyModule_AddObject(m, "Model", (PyObject *)om_py_model_type) || PyModule_AddObject(m, "Run", (PyObject *)om_py_run_type)) return NULL;

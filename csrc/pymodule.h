@@ -30,7 +30,7 @@ typedef struct Run {
 
 extern PyTypeObject *om_py_model_type, *om_py_run_type;
 extern PyType_Spec om_py_model_spec, om_py_run_spec;
-extern PyMethodDef om_optim_methods[];
+extern PyMethodDef om_optim_methods[], om_cuda_methods[];
 void om_torch_gemm_fill(void *libtorch, om_services *sv); /* pymodule_gemm.c */
 PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw);  /* Model.forward */
 PyObject *om_py_backward(PyObject *model, PyObject *args, PyObject *kw); /* Model.backward */

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ortmodule import _C
 
+from . import cuda
+from .lists import on_cpu
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -27,18 +30,21 @@ def clip_grad_norm_(
         loss_scale: gradients are that many times too large; they are divided by it in the same sweep, and the norm is of the result.
         foreach: accepted for compatibility; there is one implementation.
 
-    The norm is accumulated in float64: float32 gradients never overflow it. Gradients that are not plain CPU tensors (CUDA, sparse,
-    distributed) are torch's business: they are handed to torch.nn.utils.clip_grad_norm_.
+    The norm is accumulated in float64: float32 gradients never overflow it. On one CUDA device the 2-norm, the decision and the scaling
+    stay on the device. All else (sparse, distributed, several devices) is handed to torch.nn.utils.clip_grad_norm_.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in params if p.grad is not None]
-    if any(type(g) is not Tensor or g.layout is not torch.strided or g.device.type != "cpu" for g in grads):
+    if norm_type == 2.0 and not error_if_nonfinite and cuda.usable(grads):
+        norm = cuda.clip(grads, float(max_norm), float(loss_scale))
+        torch.autograd.graph.increment_version(grads)
+        return norm
+    if any(type(g) is not Tensor for g in grads) or not on_cpu(grads):
         for g in grads if loss_scale != 1.0 else []:
             g.mul_(1.0 / loss_scale)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     wide = any(g.dtype == torch.float64 for g in grads)
-    norm, _ = _C.norm(grads, float(norm_type), False)
-    norm /= loss_scale
+    norm = _C.norm(grads, float(norm_type), False)[0] / loss_scale
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ortmodule import _C
 
+from . import cuda
+
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
 _MASK64 = (1 << 64) - 1
@@ -93,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
         if moments:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         self._init_master(p, state)
 
     def _init_master(self, p: Tensor, state: dict[str, Any]) -> None:
@@ -106,13 +108,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _seed(self, group_index: int, step: int) -> int:
         return (self.rounding_seed + 0x9E3779B97F4A7C15 * step + 0xD1B54A32D192ED03 * group_index) & _MASK64
 
-    def _collect(self, group: dict[str, Any]) -> dict[int, list[list[Any]]]:
-        """Parameters with a gradient, by storage: {store: [params, grads, states]}."""
+    def _collect(self, group: dict[str, Any], device: int = -1) -> dict[int, list[list[Any]]]:
+        """Parameters with a gradient on one device (-1: the CPU), by storage: {store: [params, grads, states]}."""
         lists: dict[int, list[list[Any]]] = {}
         plain = not (self.master_weights or self.stochastic_rounding)
+        index = cuda.host.index
         for p in group["params"]:
             g = p.grad
-            if g is None:
+            if g is None or index(p) != device:
                 continue
             if g.layout is not torch.strided:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those parameters")
@@ -147,11 +150,37 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found = getattr(self, "found_inf", None)  # GradScaler expects both attributes to be absent between steps
-        if found is not None and float(found) != 0:
-            return loss
         scale = getattr(self, "grad_scale", None)
-        self._update(1.0 if scale is None else 1.0 / float(scale))
+        index = cuda.host.index
+        devices = {index(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
+        on_cuda = sorted(devices - {-1})
+        self._check_devices(devices)
+        for device in on_cuda:
+            self.__dict__.setdefault("_stepper", cuda.Stepper()).step(self, device, scale, found)
+        if on_cuda and -1 not in devices:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+        elif found is None or float(found) == 0:
+            self._update(1.0 if scale is None else 1.0 / float(scale))
         return loss
+
+    # --- on a CUDA device (see cuda.py) ------------------------------------------------------------
+
+    def _check_devices(self, devices: set[int]) -> None:
+        pass
+
+    def _cuda_scales(
+        self, stepper: cuda.Stepper, place: cuda.Place, params: list[Tensor], scale: Tensor | None, inv_scale: float, found: Tensor | None
+    ) -> tuple[list[tuple[Tensor | None, float]], Tensor | None]:
+        """(divisor of the gradients on the device, factor known here) for each group, and the flag that stops the step."""
+        return [(scale, inv_scale)] * len(self.param_groups), found
+
+    def _cuda_lists(self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> cuda.Lists:
+        moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
+        return [params, grads, *moments, self._masters(store, states), [s["step"] for s in states]]
+
+    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+        raise NotImplementedError
 
     def _update(self, inv_scale: float) -> None:
         touched: list[Tensor] = []
@@ -177,6 +206,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, plus `step` in each group, as onnxruntime-training's FusedAdam kept it."""
+        for group in self.param_groups:  # on CUDA the truth is on the device: steps that overflowed or were replayed count or not only there
+            steps = [self.state[p]["step"] for p in group["params"] if cuda.host.index(p) >= 0 and "step" in self.state.get(p, {})]
+            if steps:
+                group["step"] = int(max(torch.stack([s.to(steps[0].device) for s in steps]).tolist()))
         out = super().state_dict()
         if self.stochastic_rounding:
             for group in out["param_groups"]:
@@ -207,8 +240,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         dtype = {"master_weight": torch.float32, "master_rest": torch.int16}.get(name, self._moment_dtype_of(p))
                         state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
                 step = source.get("step", group.get("step", 0))
-                if self._moments:
-                    state["step"] = torch.tensor(float(step), dtype=torch.float32)
+                if self._moments or "step" in state:
+                    state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
                 steps.append(int(step))
                 self._load_master(p, state)
             group.setdefault("step", max(steps, default=0))
@@ -300,6 +333,10 @@ class FusedAdam(FusedOptimizer):
             group["bias_correction"],
         )
 
+    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+        decay, mode = group["weight_decay"], self._adam_w_mode
+        _C.cuda_adam(*head, lr, *group["betas"], group["eps"], decay, inv_scale, mode, group["bias_correction"])
+
 
 class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's direction, scaled per tensor by |weight| / |direction| (https://arxiv.org/abs/1904.00962).
@@ -352,7 +389,7 @@ class FusedLAMB(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
         self.keep_grads = keep_grads
-        self.last_grad_norm: float | None = None
+        self.last_grad_norm: float | Tensor | None = None  # on CUDA a tensor there: reading it waits for the device
         defaults = dict(
             lr=lr,
             bias_correction=bias_correction,
@@ -378,8 +415,6 @@ class FusedLAMB(FusedOptimizer):
         super()._update(inv_scale)
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
-        beta1, beta2 = group["betas"]
-        decay = group["weight_decay"]
         limit = group["max_grad_norm"]
         if limit and self.last_grad_norm is not None and self.last_grad_norm > limit:
             inv_scale *= limit / self.last_grad_norm
@@ -392,7 +427,14 @@ class FusedLAMB(FusedOptimizer):
             self._masters(store, states),
             store,
             seed,
-            group["lr"],
+            *self._constants(group, group["lr"], inv_scale),
+        )
+
+    def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
+        beta1, beta2 = group["betas"]
+        decay = group["weight_decay"]
+        return (
+            lr,
             beta1,
             beta2,
             group["eps"],
@@ -406,6 +448,34 @@ class FusedLAMB(FusedOptimizer):
             not (self.use_nvlamb or decay),
             self.keep_grads,
         )
+
+    def _check_devices(self, devices: set[int]) -> None:
+        if len(devices) > 1 and any(group["max_grad_norm"] for group in self.param_groups):
+            raise RuntimeError(
+                f"FusedLAMB: parameters on devices {sorted(devices)} (-1: the CPU) and max_grad_norm set; their common norm needs one device: "
+                "set max_grad_norm=None and clip the gradients yourself"
+            )
+
+    def _cuda_scales(
+        self, stepper: cuda.Stepper, place: cuda.Place, params: list[Tensor], scale: Tensor | None, inv_scale: float, found: Tensor | None
+    ) -> tuple[list[tuple[Tensor | None, float]], Tensor | None]:
+        """With max_grad_norm the norm, the clipping divisor of each group and the flag are made on the device."""
+        self.last_grad_norm = None
+        if not any(group["max_grad_norm"] for group in self.param_groups):
+            return super()._cuda_scales(stepper, place, params, scale, inv_scale, found)
+        grads = [p.grad for p in params if p.grad is not None and p.grad.layout is torch.strided]
+        head, copies = stepper.table(place, "norm").refresh(place, "lamb", [grads, grads, None, None, None, None], NEAREST)
+        out = cuda.host.empty(2 + len(self.param_groups), torch.float32, params[0])
+        _C.cuda_norm(*head)
+        for number, group in enumerate(self.param_groups):
+            limit = group["max_grad_norm"] or 0.0
+            _C.cuda_norm_finish(*head, scale, found, out[0], out[1], out[2 + number], 1.0 / inv_scale, limit, False)
+        del copies  # alive until the launch
+        self.last_grad_norm = out[0]
+        return [(out[2 + number], 1.0) for number in range(len(self.param_groups))], out[1]
+
+    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+        _C.cuda_lamb(*head, *self._constants(group, lr, inv_scale))
 
 
 class FusedSGD(FusedOptimizer):
@@ -462,6 +532,19 @@ class FusedSGD(FusedOptimizer):
                 group["nesterov"],
                 first,
             )
+
+    def _cuda_lists(self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> cuda.Lists:
+        for p, state in zip(params, states):
+            fresh = state.get("momentum_buffer") is None
+            if fresh and group["momentum"]:
+                state["momentum_buffer"] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+            if "step" not in state:  # counted on the device: the first step that is not left out has no momentum yet
+                state["step"] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=p.device)
+        momentum = [s["momentum_buffer"] for s in states] if group["momentum"] else None
+        return [params, grads, momentum, None, self._masters(store, states), [s["step"] for s in states]]
+
+    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+        _C.cuda_sgd(*head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"])
 
 
 def _check_adam(betas: tuple[float, float], eps: float) -> None:

@@ -1,4 +1,4 @@
-"""Norms, finiteness and scaled copies over lists of tensors: the engine's kernels on CPU, torch's foreach operators elsewhere."""
+"""Norms, finiteness and scaled copies over lists of tensors: the engine's kernels on CPU and CUDA, torch's foreach operators elsewhere."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ortmodule import _C
 
+from . import cuda
+
 
 def on_cpu(tensors: Sequence[Tensor]) -> bool:
-    return all(t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
+    return all(cuda.host.index(t) < 0 and t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
 
 
 @torch.no_grad()
@@ -23,6 +25,9 @@ def grad_norm(grads: Sequence[Tensor], order: float = 2.0) -> tuple[float, bool]
     if on_cpu(grads):
         norm, finite = _C.norm(grads, order, False)
         return norm, finite
+    if order == 2.0 and cuda.usable(grads):
+        norm, stop, _ = cuda.norm(grads)[0].tolist()
+        return norm, not stop
     norm = float(torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(list(grads), order)]), order))
     return norm, math.isfinite(norm) or not has_nonfinite(grads)
 
@@ -33,6 +38,8 @@ def has_nonfinite(grads: Sequence[Tensor]) -> bool:
         return False
     if on_cpu(grads):
         return not _C.norm(grads, 2.0, False)[1]
+    if cuda.usable(grads):
+        return bool(cuda.norm(grads)[0][1])
     return not bool(torch.stack([g.isfinite().all() for g in grads]).all())
 
 
@@ -52,6 +59,10 @@ def scale_into(dst: Sequence[Tensor], src: Sequence[Tensor] | None, factor: floa
         return
     if on_cpu(dst) and (src is None or on_cpu(src)):
         _C.axpby(dst, src, factor, 0.0)
+        torch.autograd.graph.increment_version(list(dst))
+        return
+    if cuda.usable(dst) and (src is None or (cuda.usable(src) and cuda.host.index(src[0]) == cuda.host.index(dst[0]))):
+        cuda.axpby(dst, src, factor)
         torch.autograd.graph.increment_version(list(dst))
         return
     if src is not None:

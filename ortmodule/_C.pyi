@@ -45,6 +45,49 @@ def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
 def axpby(dst: Sequence[Tensor], src: Sequence[Tensor] | None, a: float, b: float) -> None:
     """dst = a * src + b * dst for each pair, converting types; src None: dst itself."""
 
+# The optimizers on CUDA (csrc/pymodule_cuda.c; called by optim/cuda.py). What works on the device begins with `head`: the device's ordinal,
+# the stream's address, the table (uint8, on the device) and its numbers of spans and chunks. Scalars given as tensors have one
+# float32 element on the device. Nothing waits for the device.
+
+def cuda_archs() -> str:
+    """Architectures of the embedded kernels ('75 80 ...'); '' when the extension was built without nvcc."""
+
+def cuda_capturing(device: int, stream: int) -> bool:
+    """The stream is being captured into a CUDA graph. Opens the device at first use."""
+
+def cuda_image_size(n: int) -> int:
+    """Bytes of the host image of a list of n parameters."""
+
+def cuda_spans(*args: Any) -> tuple[int, int, int, bool, list[int]]:
+    """(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store), lists or None: brings the image (uint8, CPU) up to date.
+    Spans, chunks, bytes the table needs, whether the image changed, parameters whose tensors do not share one dense memory order (then
+    the image is left as it was)."""
+
+def cuda_upload(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, image: Tensor) -> None:
+    """Writes the table on the device from the image."""
+
+def cuda_adam(*args: Any) -> None:
+    """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction): one Adam step. lr
+    is used when lr_tensor is None; gradients are multiplied by inv_scale / grad_scale."""
+
+def cuda_sgd(*args: Any) -> None:
+    """(head, lr_tensor, grad_scale, found_inf, seed, lr, momentum, dampening, weight_decay, inv_scale, nesterov)"""
+
+def cuda_lamb(*args: Any) -> None:
+    """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale,
+    bias_correction, no_ratio, keep_grads)"""
+
+def cuda_norm(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int) -> None:
+    """Sums of squares of the gradients, into the table."""
+
+def cuda_norm_finish(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, found_inf: Tensor | None,
+                     norm_out: Tensor, stop_out: Tensor, scale_out: Tensor, div: float, max_norm: float, like_torch: bool) -> None:
+    """From cuda_norm's sums: the norm of the gradients / (div * grad_scale), whether to stop (found_inf, or the norm is not finite), the
+    divisor that unscales and clips (like_torch: by max_norm / (norm + 1e-6))."""
+
+def cuda_axpby(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, a: float, b: float) -> None:
+    """params = a / grad_scale * grads + b * params, with conversion."""
+
 class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 

@@ -1,10 +1,12 @@
 /* optim.cu - Adam, SGD, LAMB, norms and scaled copies on the GPU: the arithmetic of optim_math.h over a table of chunks (optim.h).
  *
  *   om_cuda_adam, om_cuda_sgd   one sweep
- *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, found_inf, divisor
+ *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, stop flag, divisor
  *   om_cuda_lamb_direction, ..._rate, ..._update    moments and partial norms; trust ratio per span; weights (40 bytes a parameter)
  *   om_cuda_count               step counters + 1, unless found_inf
- *   om_cuda_axpby               p = a g + b p with conversion
+ *   om_cuda_axpby               p = a g + b p with conversion; in place with a factor of 1 (nothing clipped) it reads nothing
+ *   om_cuda_upload, ..._chunks  the table of spans, carried in the arguments: no staging memory whose life a captured graph would
+ *                               prolong, no copy the host could wait for; then the table of chunks, made from it
  *
  * Four elements a thread and turn; 16-byte (f32) or 8-byte (16-bit) loads when the span is aligned. Sums use shared memory in a fixed
  * order, no atomics: the same bits every time. Written in the common subset of C and CUDA: host_emulation.h runs it without a GPU.
@@ -12,7 +14,8 @@
 #include "optim.h"
 
 #if !defined(OM_EMULATED)
-#define EXPORT extern "C" __global__ void __launch_bounds__(OM_GPU_THREADS)
+#define EXPORT_BLOCKS(n) extern "C" __global__ void __launch_bounds__(OM_GPU_THREADS, n) /* n blocks a processor keep enough loads in flight */
+#define EXPORT EXPORT_BLOCKS(4)
 #define FN __device__ static __forceinline__
 FN uint32_t f32_bits(float x) { return __float_as_uint(x); }
 FN float bits_f32(uint32_t u) { return __uint_as_float(u); }
@@ -28,14 +31,15 @@ FN uint16_t f16_out(float x) {
 }
 #else
 #include "../half.h"
-#define EXPORT static void
+#define EXPORT_BLOCKS(n) static void
+#define EXPORT EXPORT_BLOCKS(4)
 #define FN static inline
 FN uint32_t f32_bits(float x) { return om_f32_bits(x); }
 FN float bits_f32(uint32_t u) { return om_bits_f32(u); }
 FN float f16_in(uint16_t h) { return om_f16_to_f32(h); }
 FN uint16_t f16_out(float x) { return om_f32_to_f16(x); }
-typedef struct float4 { float x, y, z, w; } float4;
-typedef struct ushort4 { uint16_t x, y, z, w; } ushort4;
+typedef struct uint2 { uint32_t x, y; } uint2;
+typedef struct uint4 { uint32_t x, y, z, w; } uint4;
 #endif
 
 FN float bf16_in(uint16_t h) { return bits_f32((uint32_t)h << 16); }
@@ -49,47 +53,63 @@ FN uint16_t bf16_out(float x) {
 FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
     const uint64_t counter = index / 64 * 16 + index % 16;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
     for (int r = 0; r < 10; r++) {
-        const uint64_t p0 = (uint64_t)0xD2511F53u * c[0], p1 = (uint64_t)0xCD9E8D57u * c[2];
-        const uint32_t n0 = (uint32_t)(p1 >> 32) ^ c[1] ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c[3] ^ k1;
-        c[0] = n0, c[1] = (uint32_t)p1, c[2] = n2, c[3] = (uint32_t)p0;
+        const uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c1 = (uint32_t)p1, c3 = (uint32_t)p0;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    return c[index / 16 % 4];
+    const uint32_t word = (uint32_t)(index / 16 % 4); /* an indexed array would lie in memory */
+    return word < 2 ? word ? c1 : c0 : word == 2 ? c2 : c3;
 }
 
 /* Loops over a thread's four elements always run to 4 (`if (j < n)`): a constant trip count keeps the arrays in registers. */
 
 /* --- four elements ---------------------------------------------------------------------------------- */
 
-FN void load4(int type, const void *p, int64_t i, int n, int vec, float x[4]) {
+/* As loaded: f32 in four words, 16-bit types in two. Unpacking waits for the load; so a kernel fetches all it needs first. */
+typedef struct raw4 { uint32_t w[4]; } raw4;
+
+FN raw4 fetch4(int type, const void *p, int64_t i, int n, int vec) {
+    raw4 r = {{0, 0, 0, 0}};
     if (type == OM_GPU_F32) {
-        const float *q = (const float *)p + i;
+        const uint32_t *q = (const uint32_t *)p + i;
         if (vec) {
-            const float4 t = *(const float4 *)(const void *)q;
-            x[0] = t.x, x[1] = t.y, x[2] = t.z, x[3] = t.w;
+            const uint4 t = *(const uint4 *)(const void *)q;
+            r.w[0] = t.x, r.w[1] = t.y, r.w[2] = t.z, r.w[3] = t.w;
         } else {
-            for (int j = 0; j < 4; j++) if (j < n) x[j] = q[j];
+            for (int j = 0; j < 4; j++) if (j < n) r.w[j] = q[j];
         }
-        return;
-    }
-    const uint16_t *q = (const uint16_t *)p + i;
-    uint16_t h[4] = {0, 0, 0, 0};
-    if (vec) {
-        const ushort4 t = *(const ushort4 *)(const void *)q;
-        h[0] = t.x, h[1] = t.y, h[2] = t.z, h[3] = t.w;
     } else {
-        for (int j = 0; j < 4; j++) if (j < n) h[j] = q[j];
+        const uint16_t *q = (const uint16_t *)p + i;
+        if (vec) {
+            const uint2 t = *(const uint2 *)(const void *)q;
+            r.w[0] = t.x, r.w[1] = t.y;
+        } else {
+            for (int j = 0; j < 4; j++) if (j < n) r.w[j / 2] |= (uint32_t)q[j] << 16 * (j % 2);
+        }
     }
-    for (int j = 0; j < 4; j++) x[j] = type == OM_GPU_BF16 ? bf16_in(h[j]) : f16_in(h[j]);
+    return r;
+}
+
+FN void unpack4(int type, const raw4 *r, float x[4]) {
+    for (int j = 0; j < 4; j++) {
+        const uint16_t h = (uint16_t)(r->w[j / 2] >> 16 * (j % 2));
+        x[j] = type == OM_GPU_F32 ? bits_f32(r->w[j]) : type == OM_GPU_BF16 ? bf16_in(h) : f16_in(h);
+    }
+}
+
+FN void load4(int type, const void *p, int64_t i, int n, int vec, float x[4]) {
+    const raw4 r = fetch4(type, p, i, n, vec);
+    unpack4(type, &r, x);
 }
 
 FN void store16(uint16_t *q, int n, int vec, const uint16_t h[4]) {
     if (vec) {
-        ushort4 t;
-        t.x = h[0], t.y = h[1], t.z = h[2], t.w = h[3];
-        *(ushort4 *)(void *)q = t;
+        uint2 t;
+        t.x = h[0] | (uint32_t)h[1] << 16, t.y = h[2] | (uint32_t)h[3] << 16;
+        *(uint2 *)(void *)q = t;
     } else {
         for (int j = 0; j < 4; j++) if (j < n) q[j] = h[j];
     }
@@ -99,9 +119,9 @@ FN void store4(int type, void *p, int64_t i, int n, int vec, const float x[4]) {
     if (type == OM_GPU_F32) {
         float *q = (float *)p + i;
         if (vec) {
-            float4 t;
-            t.x = x[0], t.y = x[1], t.z = x[2], t.w = x[3];
-            *(float4 *)(void *)q = t;
+            uint4 t;
+            t.x = f32_bits(x[0]), t.y = f32_bits(x[1]), t.z = f32_bits(x[2]), t.w = f32_bits(x[3]);
+            *(uint4 *)(void *)q = t;
         } else {
             for (int j = 0; j < 4; j++) if (j < n) q[j] = x[j];
         }
@@ -112,19 +132,29 @@ FN void store4(int type, void *p, int64_t i, int n, int vec, const float x[4]) {
     store16((uint16_t *)p + i, n, vec, h);
 }
 
-FN void weights_in(const om_gpu_span *s, int64_t i, int n, int vec, float x[4]) {
-    if (s->store == OM_GPU_MASTER) {
-        load4(OM_GPU_F32, s->w, i, n, vec, x);
-    } else if (s->store == OM_GPU_SPLIT) {
-        const uint16_t *hi = (const uint16_t *)s->p + i;
-        const int16_t *lo = (const int16_t *)s->w + i;
-        for (int j = 0; j < 4; j++) if (j < n) x[j] = bits_f32(((uint32_t)hi[j] << 16) + (uint32_t)(int32_t)lo[j]);
+/* The weight: what it is stored in, and its f32 value. SPLIT: p's halves in w[0..2), the rests in w[2..4). */
+FN raw4 weights_fetch(const om_gpu_span *s, int64_t i, int n, int vec) {
+    if (s->store == OM_GPU_MASTER) return fetch4(OM_GPU_F32, s->w, i, n, vec);
+    raw4 r = fetch4(s->tp, s->p, i, n, vec);
+    if (s->store == OM_GPU_SPLIT) {
+        const raw4 lo = fetch4(OM_GPU_BF16, s->w, i, n, vec);
+        r.w[2] = lo.w[0], r.w[3] = lo.w[1];
+    }
+    return r;
+}
+
+FN void weights_unpack(const om_gpu_span *s, const raw4 *r, float x[4]) {
+    if (s->store == OM_GPU_SPLIT) {
+        for (int j = 0; j < 4; j++) {
+            const uint32_t hi = r->w[j / 2] >> 16 * (j % 2), lo = r->w[2 + j / 2] >> 16 * (j % 2);
+            x[j] = bits_f32((hi << 16) + (uint32_t)(int32_t)(int16_t)(uint16_t)lo);
+        }
     } else {
-        load4(s->tp, s->p, i, n, vec, x);
+        unpack4(s->store == OM_GPU_MASTER ? OM_GPU_F32 : s->tp, r, x);
     }
 }
 
-FN void weights_out(const om_gpu_span *s, uint64_t seed, int64_t i, int n, int vec, const float x[4]) {
+FN void weights_out(const om_gpu_optim *o, const om_gpu_span *s, int64_t i, int n, int vec, const float x[4]) {
     uint16_t h[4], lo[4];
     if (s->store == OM_GPU_SPLIT) {
         for (int j = 0; j < 4; j++) if (j < n) {
@@ -138,6 +168,8 @@ FN void weights_out(const om_gpu_span *s, uint64_t seed, int64_t i, int n, int v
         return;
     }
     if (s->store == OM_GPU_STOCHASTIC) {
+        /* the step is counted on the device, so that every replay of a captured step rounds with new random words */
+        const uint64_t seed = o->seed + OM_GPU_SEED_STEP * (uint64_t)*s->step;
         for (int j = 0; j < 4; j++) if (j < n) {
             const uint32_t u = f32_bits(x[j]);
             const uint32_t up = (u + (philox_at(seed, s->stream, (uint64_t)(i + j)) & 0xffffu)) >> 16;
@@ -150,10 +182,14 @@ FN void weights_out(const om_gpu_span *s, uint64_t seed, int64_t i, int n, int v
     store4(s->tp, s->p, i, n, vec, x);
 }
 
-/* The thread's share of a chunk: i = first element, n = how many of four, vec = all four with one load. */
+/* The block's chunk and (in shared memory: its 22 words would cost every thread a third of its registers) span; then the thread's share:
+ * i = first element, n = how many of four, vec = all four with one load. */
 #define FOR_CHUNK(o, s)                                                                                                       \
+    __shared__ om_gpu_span s;                                                                                                 \
     const om_gpu_chunk chunk_ = (o).chunk[blockIdx.x];                                                                        \
-    const om_gpu_span s = (o).span[chunk_.span];                                                                              \
+    for (unsigned w_ = threadIdx.x; w_ < sizeof(om_gpu_span) / 8; w_ += blockDim.x)                                           \
+        ((uint64_t *)(void *)&s)[w_] = ((const uint64_t *)(const void *)&(o).span[chunk_.span])[w_];                          \
+    __syncthreads();                                                                                                          \
     const int64_t begin_ = (int64_t)chunk_.index * OM_GPU_BLOCK, end_ = s.n - begin_ < OM_GPU_BLOCK ? s.n : begin_ + OM_GPU_BLOCK;
 #define EACH4(s)                                                                                                              \
     for (int64_t i = begin_ + 4 * (int64_t)threadIdx.x; i < end_; i += 4 * OM_GPU_THREADS)                                    \
@@ -162,6 +198,22 @@ FN void weights_out(const om_gpu_span *s, uint64_t seed, int64_t i, int n, int v
 FN double read_lr(const om_gpu_optim *o, double lr) { return o->lr ? (double)*o->lr : lr; }
 FN double read_inv_scale(const om_gpu_optim *o, double inv) { return o->grad_scale ? inv / (double)*o->grad_scale : inv; }
 FN int stopped(const om_gpu_optim *o) { return o->found_inf && *o->found_inf != 0; }
+/* --- tables ------------------------------------------------------------------------------------------ */
+
+EXPORT om_cuda_upload(const om_gpu_upload u) {
+    for (uint32_t i = threadIdx.x; i < u.n_word; i += blockDim.x) u.to[i] = u.word[i];
+}
+
+/* One thread block per span. */
+EXPORT om_cuda_chunks(const om_gpu_optim o) {
+    const om_gpu_span *s = &o.span[blockIdx.x];
+    const uint32_t first = s->first, count = (uint32_t)((s->n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK);
+    for (uint32_t c = threadIdx.x; c < count; c += blockDim.x) {
+        om_gpu_chunk k;
+        k.span = blockIdx.x, k.index = c;
+        o.chunk[first + c] = k;
+    }
+}
 
 /* --- adam, sgd --------------------------------------------------------------------------------------- */
 
@@ -181,13 +233,12 @@ EXPORT om_cuda_adam(const om_gpu_optim o) {
     }
     __syncthreads();
     EACH4(s) {
-        float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0};
-        weights_in(&s, i, n, vec, p);
-        load4(s.tg, s.g, i, n, vec, g);
-        load4(s.tm, s.m, i, n, vec, m);
-        load4(s.tv, s.v, i, n, vec, v);
+        float p[4], g[4], m[4], v[4];
+        const raw4 rp = weights_fetch(&s, i, n, vec), rg = fetch4(s.tg, s.g, i, n, vec), rm = fetch4(s.tm, s.m, i, n, vec),
+                   rv = fetch4(s.tv, s.v, i, n, vec);
+        weights_unpack(&s, &rp, p), unpack4(s.tg, &rg, g), unpack4(s.tm, &rm, m), unpack4(s.tv, &rv, v);
         for (int j = 0; j < 4; j++) p[j] = om_adam_at_f32(&k, p[j], g[j], &m[j], &v[j]);
-        weights_out(&s, o.seed, i, n, vec, p);
+        weights_out(&o, &s, i, n, vec, p);
         store4(s.tm, s.m, i, n, vec, m);
         store4(s.tv, s.v, i, n, vec, v);
     }
@@ -200,16 +251,16 @@ EXPORT om_cuda_sgd(const om_gpu_optim o) {
     if (threadIdx.x == 0) {
         om_sgd_cfg c = o.sgd;
         c.lr = read_lr(&o, c.lr), c.inv_scale = read_inv_scale(&o, c.inv_scale);
-        k = om_sgd_prepare_f32(&c, s.first);
+        k = om_sgd_prepare_f32(&c, *s.step <= 1);
     }
     __syncthreads();
     EACH4(s) {
-        float p[4] = {0}, g[4] = {0}, m[4] = {0};
-        weights_in(&s, i, n, vec, p);
-        load4(s.tg, s.g, i, n, vec, g);
+        float p[4], g[4], m[4] = {0};
+        const raw4 rp = weights_fetch(&s, i, n, vec), rg = fetch4(s.tg, s.g, i, n, vec);
         if (s.m) load4(s.tm, s.m, i, n, vec, m);
+        weights_unpack(&s, &rp, p), unpack4(s.tg, &rg, g);
         for (int j = 0; j < 4; j++) p[j] = om_sgd_at_f32(&k, p[j], g[j], &m[j]);
-        weights_out(&s, o.seed, i, n, vec, p);
+        weights_out(&o, &s, i, n, vec, p);
         if (s.m) store4(s.tm, s.m, i, n, vec, m);
     }
 }
@@ -249,38 +300,45 @@ EXPORT om_cuda_norm_finish(const om_gpu_optim o) {
     for (uint32_t c = threadIdx.x; c < o.n_chunk; c += OM_GPU_THREADS) sum += o.part[2 * c];
     sum = block_sum(sum, shared);
     if (threadIdx.x) return;
-    const double scale = o.grad_scale ? (double)*o.grad_scale : 1.0, norm = sqrt(sum);
+    const double scale = o.div * (o.grad_scale ? (double)*o.grad_scale : 1.0), norm = sqrt(sum);
     const int finite = sum - sum == 0;
+    double divisor = scale;
+    if (o.clip_like_torch) {
+        const double factor = o.max_norm / (norm / scale + 1e-6);
+        if (!(factor >= 1)) divisor = scale / factor;
+    } else if (finite) {
+        divisor = 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm);
+    }
     if (o.norm_out) *o.norm_out = (float)(norm / scale);
-    if (o.found_inf && !finite) *o.found_inf = 1.0f;
-    if (o.scale_out) *o.scale_out = (float)(finite ? 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm) : scale);
+    if (o.stop_out) *o.stop_out = !finite || stopped(&o) ? 1.0f : 0.0f;
+    if (o.scale_out) *o.scale_out = (float)divisor;
 }
 
 /* --- lamb -------------------------------------------------------------------------------------------- */
 
-FN om_lamb_f32 lamb_constants(const om_gpu_optim *o, const om_gpu_span *s, uint32_t span) {
-    om_lamb_cfg c = o->lamb[span];
+FN om_lamb_f32 lamb_constants(const om_gpu_optim *o, const om_gpu_span *s) {
+    om_lamb_cfg c = o->lamb;
     c.inv_scale = read_inv_scale(o, c.inv_scale);
     return om_lamb_prepare_f32(&c, (double)*s->step);
 }
 FN int lamb_grad_out(const om_gpu_optim *o, const om_gpu_span *s) { return !o->keep_grads && s->tg == OM_GPU_F32; }
 
-EXPORT om_cuda_lamb_direction(const om_gpu_optim o) {
+EXPORT_BLOCKS(3) om_cuda_lamb_direction(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
     __shared__ om_lamb_f32 k;
     FOR_CHUNK(o, s)
     if (stopped(&o)) return;
-    if (threadIdx.x == 0) k = lamb_constants(&o, &s, chunk_.span);
+    if (threadIdx.x == 0) k = lamb_constants(&o, &s);
     __syncthreads();
     const int grad_out = lamb_grad_out(&o, &s);
-    double p2 = 0, d2 = 0, bad = 0;
+    double p2 = 0, d2 = 0;
+    int bad = 0;
     EACH4(s) {
-        float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0}, d[4];
+        float p[4], g[4], m[4], v[4], d[4] = {0};
         int any = 0;
-        weights_in(&s, i, n, vec, p);
-        load4(s.tg, s.g, i, n, vec, g);
-        load4(s.tm, s.m, i, n, vec, m);
-        load4(s.tv, s.v, i, n, vec, v);
+        const raw4 rp = weights_fetch(&s, i, n, vec), rg = fetch4(s.tg, s.g, i, n, vec), rm = fetch4(s.tm, s.m, i, n, vec),
+                   rv = fetch4(s.tv, s.v, i, n, vec);
+        weights_unpack(&s, &rp, p), unpack4(s.tg, &rg, g), unpack4(s.tm, &rm, m), unpack4(s.tv, &rv, v);
         for (int j = 0; j < 4; j++) if (j < n) {
             float m1, v1;
             d[j] = om_lamb_moments_f32(&k, p[j], g[j], m[j], v[j], &m1, &v1);
@@ -293,32 +351,26 @@ EXPORT om_cuda_lamb_direction(const om_gpu_optim o) {
         store4(s.tv, s.v, i, n, vec, v);
         if (grad_out) store4(s.tg, s.g, i, n, vec, d);
         else if (any) store4(s.tg, s.g, i, n, vec, g);
-        bad += any;
+        bad |= any;
     }
     p2 = block_sum(p2, shared);
     d2 = block_sum(d2, shared);
-    bad = block_sum(bad, shared);
-    if (threadIdx.x == 0) o.part[2 * blockIdx.x] = p2, o.part[2 * blockIdx.x + 1] = d2, o.skipped[blockIdx.x] = bad != 0;
+    bad = block_sum(bad, shared) != 0;
+    if (threadIdx.x == 0) o.part[2 * blockIdx.x] = p2, o.part[2 * blockIdx.x + 1] = d2, o.skipped[blockIdx.x] = (uint8_t)bad;
 }
 
 /* One thread block per span; its chunks are consecutive. d of the span is used nowhere here. */
 EXPORT om_cuda_lamb_rate(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
     if (stopped(&o)) return;
-    /* first chunk of the span: the chunk table is sorted by span */
-    uint32_t lo = 0, hi = o.n_chunk;
-    while (lo < hi) {
-        const uint32_t mid = lo + (hi - lo) / 2;
-        if (o.chunk[mid].span < blockIdx.x) lo = mid + 1;
-        else hi = mid;
-    }
+    const uint32_t lo = o.span[blockIdx.x].first;
     const uint32_t count = (uint32_t)((o.span[blockIdx.x].n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK);
     double w2 = 0, d2 = 0;
     for (uint32_t c = threadIdx.x; c < count; c += OM_GPU_THREADS) w2 += o.part[2 * (lo + c)], d2 += o.part[2 * (lo + c) + 1];
     w2 = block_sum(w2, shared);
     d2 = block_sum(d2, shared);
     if (threadIdx.x) return;
-    om_lamb_cfg c = o.lamb[blockIdx.x];
+    om_lamb_cfg c = o.lamb;
     c.lr = read_lr(&o, c.lr);
     o.rate[blockIdx.x] = om_lamb_rate(&c, w2, d2);
 }
@@ -327,15 +379,16 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
     __shared__ om_lamb_f32 k;
     FOR_CHUNK(o, s)
     if (stopped(&o)) return;
-    if (threadIdx.x == 0) k = lamb_constants(&o, &s, chunk_.span);
+    if (threadIdx.x == 0) k = lamb_constants(&o, &s);
     __syncthreads();
     const int grad_out = lamb_grad_out(&o, &s), skipped = o.skipped[blockIdx.x];
     const float rate = (float)o.rate[chunk_.span];
     EACH4(s) {
-        float p[4] = {0}, g[4] = {0}, m[4] = {0}, v[4] = {0}, d[4] = {0};
-        weights_in(&s, i, n, vec, p);
+        float p[4], g[4] = {0}, m[4] = {0}, v[4] = {0}, d[4] = {0};
+        const raw4 rp = weights_fetch(&s, i, n, vec);
         if (grad_out || skipped) load4(s.tg, s.g, i, n, vec, g);
         if (!grad_out) load4(s.tm, s.m, i, n, vec, m), load4(s.tv, s.v, i, n, vec, v);
+        weights_unpack(&s, &rp, p);
         for (int j = 0; j < 4; j++) if (j < n) {
             d[j] = grad_out ? g[j] : skipped && g[j] != g[j] ? 0.0f : om_lamb_direction_f32(&k, p[j], m[j], v[j]);
             d[j] = -rate * d[j];
@@ -343,7 +396,7 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
             if (q - q == 0) p[j] = q;
             else d[j] = 0;
         }
-        if (o.write_weights) weights_out(&s, o.seed, i, n, vec, p);
+        if (o.write_weights) weights_out(&o, &s, i, n, vec, p);
         if (s.d) store4(s.td, s.d, i, n, vec, d);
     }
 }
@@ -353,6 +406,7 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
 EXPORT om_cuda_axpby(const om_gpu_optim o) {
     FOR_CHUNK(o, s)
     const float a = (float)read_inv_scale(&o, o.a), b = (float)o.b;
+    if (a == 1 && b == 0 && s.g == s.p) return;
     EACH4(s) {
         float x[4] = {0}, y[4] = {0};
         load4(s.tg, s.g, i, n, vec, x);

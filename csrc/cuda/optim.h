@@ -1,8 +1,8 @@
 /* cuda/optim.h - what the optimizer kernels on the GPU are given: one struct by value, everything else in device memory.
  *
- * The table of spans (one per parameter) and of blocks is written once per parameter list and stays on the device; what changes from step
- * to step (lr, step counters, grad_scale, found_inf) is read from device memory, so a step can be captured in a CUDA graph and
- * replayed, and nothing waits for the host. A grid has one thread block per entry of `block`.
+ * The table of spans (one per parameter) and of blocks is written when the list of pointers changes and stays on the device; what changes
+ * from step to step (lr, step counters, grad_scale, found_inf) is read from device memory, so a step can be captured in a CUDA graph and
+ * replayed, and nothing waits for the host. A grid has one thread block per entry of `chunk`.
  */
 #ifndef OM_CUDA_OPTIM_H
 #define OM_CUDA_OPTIM_H
@@ -23,6 +23,7 @@ typedef unsigned long long uintptr_t;
 
 #include "../optim_math.h"
 
+enum { OM_GPU_UPLOAD = 3840 }; /* bytes of a table that one launch carries; all parameters of a kernel must stay below 4 KB */
 enum { OM_GPU_BLOCK = 16384, OM_GPU_THREADS = 256 };
 enum { OM_GPU_F32, OM_GPU_BF16, OM_GPU_F16 };
 enum { OM_GPU_NEAREST, OM_GPU_MASTER, OM_GPU_SPLIT, OM_GPU_STOCHASTIC }; /* as om_optim_store */
@@ -30,33 +31,44 @@ enum { OM_GPU_NEAREST, OM_GPU_MASTER, OM_GPU_SPLIT, OM_GPU_STOCHASTIC }; /* as o
 typedef struct om_gpu_span { /* one parameter; NULL = left out */
     int64_t n;
     void *p, *g, *m, *v, *w, *d;
-    float *step;             /* counted up by om_cuda_count */
+    float *step;             /* counted up by om_cuda_count; SGD: there is no momentum before the first */
     uint64_t stream;
+    uint32_t first;          /* index of its first chunk */
     uint8_t tp, tg, tm, tv, td, store;
     uint8_t aligned;         /* every pointer at a multiple of 16 bytes: vector loads */
-    uint8_t first;           /* SGD: no momentum yet */
 } om_gpu_span;
 
 typedef struct om_gpu_chunk { uint32_t span, index; } om_gpu_chunk; /* elements [index, index + 1) * OM_GPU_BLOCK of the span */
 
+typedef struct om_gpu_upload { /* om_cuda_upload */
+    uint64_t *to;
+    uint32_t n_word;
+    uint64_t word[OM_GPU_UPLOAD / 8];
+} om_gpu_upload;
+
 typedef struct om_gpu_optim {
-    const om_gpu_span *span;
-    const om_gpu_chunk *chunk;
+    om_gpu_span *span;
+    om_gpu_chunk *chunk;
     uint32_t n_span, n_chunk;
     const float *lr;         /* NULL: the configuration's */
     const float *grad_scale; /* gradients are that many times too large; NULL: 1 */
-    float *found_inf;        /* non-zero: the step does nothing; NULL: never */
-    uint64_t seed;
+    const float *found_inf;  /* non-zero: the step does nothing; NULL: never */
+    uint64_t seed;           /* STOCHASTIC: of step 0; every step adds OM_GPU_SEED_STEP */
     om_adam_cfg adam;
     om_sgd_cfg sgd;
-    const om_lamb_cfg *lamb; /* one per span */
+    om_lamb_cfg lamb;
     double *part;            /* 2 per chunk */
-    uint8_t *skipped;        /* per chunk */
     double *rate;            /* per span */
-    double max_norm;         /* om_cuda_norm_finish: > 0 = scale_out clips as well */
+    uint8_t *skipped;        /* per chunk */
+    /* om_cuda_norm_finish */
+    double div;              /* the gradients' divisor known to the host; grad_scale multiplies it */
+    double max_norm;         /* > 0: scale_out clips as well */
+    int clip_like_torch;     /* factor max_norm / (norm + 1e-6), NaN where the norm is; else om_lamb_inv_scale */
     float *norm_out;         /* norm of the unscaled gradients */
-    float *scale_out;        /* divisor of the gradients: grad_scale, enlarged when clipping */
+    float *stop_out;         /* 1 when found_inf is set or the norm is not finite, else 0 */
+    float *scale_out;        /* divisor of the gradients: div * grad_scale, enlarged when clipping */
     uint8_t write_weights, keep_grads;
     double a, b;             /* om_cuda_axpby: p = a g + b p */
 } om_gpu_optim;
+#define OM_GPU_SEED_STEP 0x9E3779B97F4A7C15ull
 #endif

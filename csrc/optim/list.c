@@ -39,43 +39,40 @@ static void list_sizes_text(const om_tensor *t, char *buf, size_t size) {
     if (used < size) snprintf(buf + used, size - used, ")");
 }
 
-static om_status list_check(om_optim_list *l, om_optim_store store, const om_optim_param *q, int index) {
-    om_ctx *cx = l->cx;
+om_status om_optim_check(om_ctx *cx, const char *op, om_optim_store store, const om_optim_param *q, int index) {
     const bool wide = q->p.dtype == OM_F64;
     for (int f = 0; f < N_FIELDS; f++) {
         const om_tensor *t = (const om_tensor *)(const void *)((const char *)q + fields[f].tensor);
         if (t->dtype == OM_NODTYPE) {
-            OM_CHECK(cx, f > 1, "%s: parameter %d has no %s", l->op, index, fields[f].name);
+            OM_CHECK(cx, f > 1, "%s: parameter %d has no %s", op, index, fields[f].name);
             continue;
         }
-        if (t->device != -1)
-            return om_fail(cx, OM_UNSUPPORTED,
-                           "%s: the %s of parameter %d is on CUDA device %d; this build has CPU kernels only: move the parameters to the CPU",
-                           l->op, fields[f].name, index, t->device);
+        OM_CHECK(cx, t->device == q->p.device, "%s: the %s of parameter %d is on device %d, its weight on %d (-1: the CPU); they must be equal",
+                 op, fields[f].name, index, t->device, q->p.device);
         bool same = t->rank == q->p.rank;
         for (int i = 0; same && i < t->rank; i++) same = t->dim[i] == q->p.dim[i];
         if (!same) {
             char a[160], b[160];
             list_sizes_text(t, a, sizeof a), list_sizes_text(&q->p, b, sizeof b);
-            return om_fail(cx, OM_INVALID, "%s: the %s of parameter %d has sizes %s, its weight %s; they must be equal", l->op,
+            return om_fail(cx, OM_INVALID, "%s: the %s of parameter %d has sizes %s, its weight %s; they must be equal", op,
                            fields[f].name, index, a, b);
         }
         const bool is_w = &fields[f] == &fields[4];
         const bool type_ok = is_w   ? t->dtype == (store == OM_STORE_SPLIT ? OM_I16 : OM_F32)
                              : wide ? t->dtype == OM_F64
                                     : t->dtype == OM_F32 || t->dtype == OM_BF16 || t->dtype == OM_F16;
-        OM_CHECK(cx, type_ok, "%s: the %s of parameter %d is %s, its weight %s; allowed: %s", l->op, fields[f].name, index,
+        OM_CHECK(cx, type_ok, "%s: the %s of parameter %d is %s, its weight %s; allowed: %s", op, fields[f].name, index,
                  om_dtype_name(t->dtype), om_dtype_name(q->p.dtype),
                  is_w   ? "f32 (or i16 for a split master)"
                  : wide ? "f64 with an f64 weight"
                         : "f32, bf16 or f16 (f64 only when all of them are)");
     }
     const bool has_w = q->w.dtype != OM_NODTYPE, needs_w = store == OM_STORE_MASTER || store == OM_STORE_SPLIT;
-    OM_CHECK(cx, has_w == needs_w, "%s: parameter %d %s a master weight", l->op, index, has_w ? "must not have" : "needs");
+    OM_CHECK(cx, has_w == needs_w, "%s: parameter %d %s a master weight", op, index, has_w ? "must not have" : "needs");
     OM_CHECK(cx, !((store == OM_STORE_SPLIT || store == OM_STORE_STOCHASTIC) && q->p.dtype != OM_BF16),
-             "%s: split master weights and stochastic rounding are for bf16 weights; parameter %d is %s: use an f32 master", l->op, index,
+             "%s: split master weights and stochastic rounding are for bf16 weights; parameter %d is %s: use an f32 master", op, index,
              om_dtype_name(q->p.dtype));
-    OM_CHECK(cx, !(wide && store != OM_STORE_NEAREST), "%s: parameter %d is f64 and needs no master weight", l->op, index);
+    OM_CHECK(cx, !(wide && store != OM_STORE_NEAREST), "%s: parameter %d is f64 and needs no master weight", op, index);
     return OM_OK;
 }
 
@@ -102,7 +99,9 @@ om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64
     if (!l->span || !l->param || !l->first) return OM_NOMEM;
     for (int i = 0; i < n; i++) {
         om_optim_param q = ps[i];
-        OM_TRY(list_check(l, store, &q, i));
+        OM_TRY(om_optim_check(cx, op, store, &q, i));
+        if (q.p.device != -1)
+            return om_fail(cx, OM_UNSUPPORTED, "%s: parameter %d is on CUDA device %d; these are the CPU kernels", op, i, q.p.device);
         const int64_t numel = om_numel(&q.p);
         if (!numel) continue;
         om_tensor order = q.p;

@@ -25,6 +25,8 @@ om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64
                         int n, om_optim_list *l);
 om_status om_optim_close(om_optim_list *l, om_status s); /* s: status so far; temporaries go back only when OM_OK */
 
+/* Types, sizes and devices of one parameter's tensors agree, and with the way its weight is stored. */
+om_status om_optim_check(om_ctx *cx, const char *op, om_optim_store store, const om_optim_param *q, int index);
 bool om_optim_gapless(const om_tensor *t); /* row-major up to a permutation of the axes: no gaps, no overlap */
 bool om_optim_same_order(const om_tensor *a, const om_tensor *b); /* equal strides where they matter; sizes are equal */
 om_status om_optim_temp_make(om_optim_list *l, om_tensor *t, const om_tensor *order, bool write); /* *t becomes a copy with order's strides */

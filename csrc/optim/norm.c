@@ -40,7 +40,7 @@ static om_status norm_open(om_ctx *cx, const char *op, const om_tensor *x, int n
     for (int i = 0; i < n; i++) {
         OM_CHECK(cx, om_is_float(x[i].dtype), "%s: tensor %d is %s; allowed: f32, f64, bf16, f16", op, i, om_dtype_name(x[i].dtype));
         if (x[i].device != -1)
-            return om_fail(cx, OM_UNSUPPORTED, "%s: tensor %d is on CUDA device %d; this build has CPU kernels only: move it to the CPU", op, i,
+            return om_fail(cx, OM_UNSUPPORTED, "%s: tensor %d is on CUDA device %d; these are the CPU kernels", op, i,
                            x[i].device);
         om_tensor t = x[i];
         const int64_t numel = om_numel(&t);
@@ -120,7 +120,7 @@ om_status om_axpby(om_ctx *cx, om_tensor *dst, const om_tensor *src, int n, doub
             s = om_fail(cx, OM_INVALID, "axpby: pair %d is %s and %s; allowed: f32, f64, bf16, f16", i, om_dtype_name(d.dtype),
                         om_dtype_name(x.dtype));
         else if (d.device != -1 || x.device != -1)
-            s = om_fail(cx, OM_UNSUPPORTED, "axpby: pair %d is on a CUDA device; this build has CPU kernels only: move it to the CPU", i);
+            s = om_fail(cx, OM_UNSUPPORTED, "axpby: pair %d is on a CUDA device; these are the CPU kernels", i);
         else if (!same)
             s = om_fail(cx, OM_INVALID, "axpby: the tensors of pair %d have different sizes", i);
         const int64_t numel = s == OM_OK ? om_numel(&d) : 0;

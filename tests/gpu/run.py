@@ -1,0 +1,110 @@
+"""Every CUDA check and benchmark of this project, on a machine with a GPU, from a checkout and a wheel (no compiler, no network, no pip).
+
+    python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part optim-correct] [--part optim-bench] [--out DIR]
+
+Each part takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and PART.csv. The exit status is
+0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run on. Benchmarks that miss a target are marked, not failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PARTS = ("optim-correct", "optim-bench")
+
+
+def stop(sentence: str) -> None:
+    print(f"gpu-check: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def use_wheel(path: Path) -> None:
+    """Makes `import ortmodule` take the wheel's contents."""
+    if not path.is_file():
+        stop(f"there is no wheel {path}: build it with make gpu-wheel")
+    home = tempfile.mkdtemp(prefix="ortmodule-wheel-")
+    with zipfile.ZipFile(path) as z:
+        z.extractall(home)
+    sys.path.insert(0, home)
+
+
+def machine() -> dict[str, str]:
+    try:
+        import torch
+    except ImportError:
+        stop("torch is not installed here")
+    if not torch.cuda.is_available():
+        built = "was built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) sees no GPU"
+        stop(f"an NVIDIA GPU is needed; torch {torch.__version__} {built}: run this file where there is one, with the wheel from make gpu-wheel")
+    from ortmodule import _C
+
+    if not _C.cuda_archs():
+        stop("this ortmodule was built without CUDA kernels: build the wheel where nvcc is (make gpu-wheel)")
+    p = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": p.name,
+        "sm": f"{p.major}{p.minor}",
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "kernels": _C.cuda_archs(),
+        "ortmodule": os.path.dirname(os.path.abspath(_C.__file__)),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def write(out: Path, part: str, about: dict[str, str], rows: list[dict[str, object]]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{part}.json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1, default=str))
+    fields = list(dict.fromkeys(key for row in rows for key in row))
+    with open(out / f"{part}.csv", "w", newline="") as f:
+        writer = csv.DictWriter(f, ["gpu", "torch", *fields])
+        writer.writeheader()
+        writer.writerows({"gpu": about["gpu"], "torch": about["torch"], **row} for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path)
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE.parents[1] / "build" / "gpu")))
+    args = parser.parse_args()
+    if args.wheel:
+        use_wheel(args.wheel)
+    else:
+        sys.path.insert(0, str(HERE.parents[1]))
+    about = machine()
+    sys.path[1:1] = [str(HERE), str(HERE.parents[0] / "optim"), str(HERE.parents[0] / "bench")]
+    print("  ".join(f"{k} {v}" for k, v in about.items()))
+    failed = 0
+    for part in args.part or PARTS:
+        start = time.perf_counter()
+        if part == "optim-correct":
+            import optim_correct
+
+            rows = optim_correct.run("cuda")
+            bad = [r for r in rows if not r["ok"]]
+            for r in bad:
+                print(f"FAILED {r['check']}: {r['detail']}")
+            failed += len(bad)
+            print(f"{part}: {len(rows)} checks, {len(bad)} failed, {time.perf_counter() - start:.0f} s")
+        else:
+            import optim_bench
+
+            rows = optim_bench.run()
+            optim_bench.show(rows)
+            print(f"{part}: {time.perf_counter() - start:.0f} s")
+        write(args.out, part, about, rows)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
