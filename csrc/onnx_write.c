@@ -519,9 +519,14 @@ static void rule_attention(writer *w, const char *onnx) {
         if (lead && *in[i] && (i < 3 || in_type(w, i)->rank > 2))
             in[i] = EMIT(w, "Unsqueeze", NULL, in[i], write_int_list(w, axes, 4 - in_type(w, i)->rank));
     }
-    const char *y = write_node(w, "", onnx, lead ? NULL : out_name(w, 0), in, 4);
+    bool turn = om_node_int(w->n, "seq_first", 0);
+    const char *y = write_node(w, "", onnx, lead || turn ? NULL : out_name(w, 0), in, 4);
     write_int(w, "is_causal", om_node_int(w->n, "causal", 0));
     write_float(w, "scale", om_node_float(w->n, "scale", 1));
+    if (turn) {
+        y = EMIT(w, "Transpose", lead ? NULL : out_name(w, 0), y);
+        write_ints(w, "perm", (int64_t[]){0, 2, 1, 3}, 4);
+    }
     if (lead) EMIT(w, "Squeeze", out_name(w, 0), y, write_int_list(w, axes, lead));
 }
 static void rule_scatter(writer *w, const char *onnx) {

@@ -8,6 +8,7 @@
  *   scale           multiplies q k^T; absent: 1 / sqrt(d)
  *   causal          1: key j is visible to query i when j <= i + causal_offset (absent: 0, torch's top-left rule)
  *   window          w > 0: key j is visible only when j > i - w
+ *   seq_first       1: y is (..., tq, hq, dv), as the layer after it reads it; its gradient then takes dy and y and gives dq, dk, dv so too
  *   dropout         probability; words of the node's random stream at the row-major index of (batch, hq, tq, tk)
  * All conditions hold together. A query that sees no key gives y = 0, lse = -inf and no gradient; a finite additive mask is
  * plain arithmetic (all keys at the lowest float: their mean).
@@ -61,6 +62,21 @@ static om_status attention_check(om_graph *g, const char *name, const om_id *q_k
     return OM_OK;
 }
 
+/* Axes of heads and time of what seq_first turns. */
+static void attention_turn_type(om_type *t) {
+    om_dim heads = t->dim[t->rank - 3];
+    t->dim[t->rank - 3] = t->dim[t->rank - 2];
+    t->dim[t->rank - 2] = heads;
+}
+
+static om_tensor attention_turned(om_tensor t, bool turn) { /* seen with heads before time */
+    if (!turn) return t;
+    int64_t dim = t.dim[t.rank - 3], stride = t.stride[t.rank - 3];
+    t.dim[t.rank - 3] = t.dim[t.rank - 2], t.stride[t.rank - 3] = t.stride[t.rank - 2];
+    t.dim[t.rank - 2] = dim, t.stride[t.rank - 2] = stride;
+    return t;
+}
+
 static om_status attention_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_id *in = om_ins(g, n);
     OM_TRY(attention_check(g, "attention", in, n->n_in > 3 ? in[3] : OM_NONE, n->n_in > 4 ? in[4] : OM_NONE, n->n_in > 5 ? in[5] : OM_NONE));
@@ -69,6 +85,7 @@ static om_status attention_infer(om_graph *g, const om_node *n, om_type *out) {
     out[1] = *om_ty(g, in[0]);
     out[1].rank--;
     out[1].dtype = (uint8_t)om_compute_dtype(out[0].dtype);
+    if (om_node_int(n, "seq_first", 0)) attention_turn_type(&out[0]);
     return OM_OK;
 }
 
@@ -77,7 +94,10 @@ static om_status attention_grad_infer(om_graph *g, const om_node *n, om_type *ou
     OM_TRY(attention_check(g, "attention_grad", in + 1, in[4], n->n_in > 7 ? in[7] : OM_NONE, n->n_in > 8 ? in[8] : OM_NONE));
     OM_CHECK(g->cx, om_ty(g, in[0])->dtype == om_ty(g, in[1])->dtype && om_ty(g, in[5])->dtype == om_ty(g, in[1])->dtype, "attention_grad: dy and y must have q's dtype");
     OM_CHECK(g->cx, om_ty(g, in[6])->dtype == om_compute_dtype(om_ty(g, in[1])->dtype), "attention_grad: lse must be in the compute dtype");
-    for (int i = 0; i < 3; i++) out[i] = *om_ty(g, in[i + 1]);
+    for (int i = 0; i < 3; i++) {
+        out[i] = *om_ty(g, in[i + 1]);
+        if (om_node_int(n, "seq_first", 0)) attention_turn_type(&out[i]);
+    }
     bool dmask = in[4] != OM_NONE && om_is_float(om_ty(g, in[4])->dtype) && om_node_int(n, "want_dmask", 0);
     if (dmask) out[3] = *om_ty(g, in[4]);
     else out[3] = (om_type){.dtype = out[0].dtype, .rank = 1, .device = out[0].device};
@@ -175,7 +195,7 @@ static const om_tensor *attention_operand(const om_args *a, int i) { return i < 
 
 static om_status attention_forward_job(om_ctx *cx, const om_args *a, om_attn_job *j) {
     OM_TRY(attention_job(cx, a, a->in, attention_operand(a, 3), attention_operand(a, 4), attention_operand(a, 5), j));
-    j->y = a->out[0], j->lse = a->out[1];
+    j->y = attention_turned(a->out[0], om_args_int(a, "seq_first", 0)), j->lse = a->out[1];
     return OM_OK;
 }
 
@@ -198,8 +218,9 @@ static om_status attention_run_op(om_ctx *cx, const om_args *a) {
 
 static om_status attention_backward_job(om_ctx *cx, const om_args *a, om_attn_job *j, int64_t *sum_bytes) {
     OM_TRY(attention_job(cx, a, a->in + 1, attention_operand(a, 4), attention_operand(a, 7), attention_operand(a, 8), j));
-    j->dy = a->in[0], j->y = a->in[5], j->lse = a->in[6];
-    j->dq = a->out[0], j->dk = a->out[1], j->dv = a->out[2];
+    bool turn = om_args_int(a, "seq_first", 0);
+    j->dy = attention_turned(a->in[0], turn), j->y = attention_turned(a->in[5], turn), j->lse = a->in[6];
+    j->dq = attention_turned(a->out[0], turn), j->dk = attention_turned(a->out[1], turn), j->dv = attention_turned(a->out[2], turn);
     j->task_batch = j->task_heads = 1;
     *sum_bytes = 0;
     const om_tensor *mask = attention_operand(a, 4);
@@ -267,7 +288,7 @@ static om_status attention_grad_rule(om_builder *b, const om_node *n, const om_i
     if (d == OM_NONE) return g->cx->status;
     om_last(g)->rng = n->rng; /* the same words as forward */
     for (int i = 0; i < 3; i++)
-        if (want[i]) dx[i] = d + (om_id)i;
+        if (want[i]) dx[i] = om_node_int(n, "seq_first", 0) ? om_b_transpose(g, d + (om_id)i, -3, -2) : d + (om_id)i;
     if (dmask) dx[3] = d + 3;
     return OM_OK;
 }

@@ -102,6 +102,20 @@ def test_ranks() -> None:
     check("attention", [rand(2, 3, 2, 5, 7), rand(2, 3, 2, 11, 7), rand(2, 3, 2, 11, 2)], eager, n_out=2, n_check=1)
 
 
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("b,hq,hk,tq,tk,d,dv", [(2, 3, 3, 5, 7, 11, 13), (2, 6, 2, 67, 71, 8, 8), (1, 1, 1, 1, 17, 16, 24), (2, 4, 4, 0, 3, 2, 2)])
+def test_time_before_heads(b: int, hq: int, hk: int, tq: int, tk: int, d: int, dv: int, causal: int) -> None:
+    args, low = qkv(b, hq, hk, tq, tk, d, dv), LOW if tq else ()
+
+    def ref(q, k, v):
+        return eager(q, k, v, causal=causal).transpose(1, 2)
+
+    check("attention", args, ref, f"causal={causal}, seq_first=1", n_out=2, n_check=1, low=low)
+    mask = rand(b, hq, tq, tk)
+    check("attention", [*args, mask], lambda q, k, v, m: eager(q, k, v, m).transpose(1, 2), "seq_first=1", n_out=2, n_check=1)
+    check("attention", [x[0] for x in args], lambda q, k, v: eager(q, k, v).transpose(0, 1), "seq_first=1", n_out=2, n_check=1)
+
+
 @pytest.mark.parametrize("offset,window", [(-3, 0), (5, 0), (0, 1), (0, 4), (2, 3), (70, 65), (-70, 0), (1, 67)])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_causal_window(offset: int, window: int, causal: int) -> None:
