@@ -319,6 +319,20 @@ def test_write(key: str) -> None:
         torch.testing.assert_close(x, torch.from_numpy(np.array(want)), rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_write_attention_turned(lead: tuple[int, ...]) -> None:
+    """With time before heads the file gets a Transpose."""
+    q, k, v = f(*lead, 3, 5, 7), f(*lead, 3, 11, 7), f(*lead, 3, 11, 13)
+    shape = ", ".join(map(str, lead)) + ", " * bool(lead)
+    text = f"graph {{\n input q: f32[{shape}3, 5, 7]\n input k: f32[{shape}3, 11, 7]\n input v: f32[{shape}3, 11, 13]\n "
+    g = Graph.parse(text + "y, l = attention(q, k, v) {scale=0.3, seq_first=1}\n output y\n}").verify()
+    (want,) = g.run([torch.from_numpy(x) for x in (q, k, v)], 1)
+    data = written(g)
+    onnx.checker.check_model(onnx.load_from_string(data), full_check=True)
+    (got,) = reference(onnx.load_from_string(data), {"q": q, "k": k, "v": v})
+    np.testing.assert_allclose(got, want.numpy(), rtol=2e-5, atol=2e-5)
+
+
 def test_write_shapes_and_roles() -> None:
     m, _ = shape_model()
     g = Graph.onnx(m.SerializeToString()).apply("fold", "simplify", "cse", "dce")
