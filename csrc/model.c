@@ -2,7 +2,8 @@
  *
  *   load      ONNX -> graph -> om_passes_forward
  *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint -> segments
- *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS is dropped
+ *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS is dropped (and freed when its last
+ *             user lets go)
  */
 #include "passes.h"
 #include "plan.h"
@@ -187,6 +188,17 @@ om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const
     return s;
 }
 
+static void plan_unref(om_model *m, om_plan *p) { /* with the lock */
+    if (--p->refs == 0) om_plan_free(m->cx, p);
+}
+
+void om_plan_release(om_model *m, om_plan *plan) {
+    if (!plan) return;
+    pthread_mutex_lock(&m->lock);
+    plan_unref(m, plan);
+    pthread_mutex_unlock(&m->lock);
+}
+
 static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_plan **plan) {
     om_ctx *cx = m->cx;
     const om_variant *v = om_model_variant_at(m, variant);
@@ -210,18 +222,20 @@ static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_pla
         s = om_plan_make(cx, v->g, in, plan);
         if (s != OM_OK) return s;
         (*plan)->variant = variant;
+        (*plan)->refs = 1;
         int at = m->n_plans;
         if (at == MAX_PLANS) {
             at = 0;
             for (int i = 1; i < MAX_PLANS; i++)
                 if (m->plan[i]->used < m->plan[at]->used) at = i;
-            om_plan_free(cx, m->plan[at]);
+            plan_unref(m, m->plan[at]);
         } else {
             m->n_plans++;
         }
         m->plan[at] = *plan;
     }
     (*plan)->used = ++m->clock;
+    (*plan)->refs++;
     return s;
 }
 
@@ -237,15 +251,21 @@ om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial) {
     pthread_mutex_lock(&m->lock);
     for (int i = 0; i < m->n_plans && !p; i++)
         if (m->plan[i]->serial == serial) p = m->plan[i];
-    if (p) p->used = ++m->clock;
+    if (p) {
+        p->used = ++m->clock;
+        p->refs++;
+    }
     pthread_mutex_unlock(&m->lock);
     return p;
 }
 
-int om_model_plans(om_model *m, const om_plan **out, int max) {
+int om_model_plans(om_model *m, om_plan **out, int max) {
     pthread_mutex_lock(&m->lock);
-    for (int i = 0; i < m->n_plans && i < max; i++) out[i] = m->plan[i];
-    int n = m->n_plans;
+    int n = m->n_plans < max ? m->n_plans : max;
+    for (int i = 0; i < n; i++) {
+        out[i] = m->plan[i];
+        out[i]->refs++;
+    }
     pthread_mutex_unlock(&m->lock);
     return n;
 }

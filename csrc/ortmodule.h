@@ -124,6 +124,9 @@ om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const
  * inputs that name a size). Checks dtype and rank against the capture. */
 om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan);
 
+/* Ends the use of a plan that om_plan_get (or om_model_plan_by_serial, om_model_plans) has given; once each. It may stay cached. */
+void om_plan_release(om_model *m, om_plan *plan);
+
 /* --- run: csrc/plan.h holds the contract of memory and control --------------------------------- */
 
 #ifdef __cplusplus

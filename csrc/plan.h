@@ -75,6 +75,7 @@ struct om_plan {
     int variant;
     uint64_t serial;           /* unique in the process */
     uint64_t used;             /* clock of the model's cache */
+    int refs;                  /* the cache's and every user's; freed at 0 (under the model's lock) */
     int threads;               /* om_num_threads when scratch was sized; a run uses at most so many */
     int64_t *key;              /* threads, sizes and strides of the inputs; n_key entries */
     int n_key;
@@ -156,8 +157,8 @@ typedef struct om_variant {
 om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out); /* takes the graph */
 const om_graph *om_model_graph(const om_model *m, int variant);         /* -1: forward */
 const om_variant *om_model_variant_at(const om_model *m, int variant);
-om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial);         /* NULL when it was evicted */
+om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial);         /* to be released; NULL when it was evicted */
 double om_model_load_ms(const om_model *m);
-int om_model_plans(om_model *m, const om_plan **out, int max);          /* copies up to max pointers; returns how many exist */
+int om_model_plans(om_model *m, om_plan **out, int max);                /* up to max plans, to be released; returns how many */
 
 #endif

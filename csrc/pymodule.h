@@ -22,6 +22,7 @@ typedef struct Run {
     PyObject *held;            /* the tensors given: alive while addresses are used */
     om_ctx *cx;
     om_run r;
+    om_plan *plan;             /* r.plan, to be released */
     om_block *arena, **output, **grad, **loan;
     void *temp;                /* dense copies of arriving gradients: list of om_alloc'd pointers */
     bool backward, done, exported_outputs, keep;

@@ -299,10 +299,10 @@ static PyObject *plan_largest(const om_plan *p) {
 
 static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
     (void)none;
-    const om_plan *plans[512];
+    om_plan *plans[512];
     int n = om_model_plans(((Model *)o)->m, plans, 512);
     PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < n && i < 512; i++) {
+    for (int i = 0; list && i < n; i++) {
         const om_plan *p = plans[i];
         PyObject *sizes = PyDict_New();
         for (uint32_t k = 0; sizes && k < p->g->syms.n; k++) {
@@ -318,6 +318,7 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
                               : NULL;
         if (om_py_list_add(list, row)) Py_CLEAR(list);
     }
+    for (int i = 0; i < n; i++) om_plan_release(((Model *)o)->m, plans[i]);
     return list;
 }
 

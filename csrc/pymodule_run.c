@@ -40,6 +40,8 @@ static void run_blocks_free(Run *self) {
         om_free(self->cx, t);
         t = next;
     }
+    om_plan_release(self->model->m, self->plan);
+    self->plan = NULL;
     self->arena = NULL;
     self->output = self->grad = self->loan = NULL;
     self->r.input = self->r.output = self->r.grad = self->r.loan = NULL;
@@ -116,6 +118,7 @@ PyObject *om_py_forward(PyObject *o, PyObject *args, PyObject *kw) {
     Py_BEGIN_ALLOW_THREADS;
     s = om_plan_get(self->cx, model->m, variant, in, &plan);
     Py_END_ALLOW_THREADS;
+    self->plan = plan;
     if (s != OM_OK) {
         om_py_error(self->cx);
         goto fail;
@@ -202,12 +205,22 @@ PyObject *om_py_backward(PyObject *o, PyObject *args, PyObject *kw) {
     om_arena_head head = {0};
     if (ar.dtype == OM_U8 && tensor_bytes(&ar) >= (int64_t)sizeof head) memcpy(&head, ar.data, sizeof head);
     om_plan *plan = head.magic == OM_ARENA_MAGIC && head.size == tensor_bytes(&ar) ? om_model_plan_by_serial(model->m, head.serial) : NULL;
-    if (!plan || plan->variant != variant)
+    if (!plan || plan->variant != variant) {
+        om_plan_release(model->m, plan);
         return PyErr_Format(PyExc_ValueError, "backward: this is not the state of a forward of this graph and variant (or it is older than the plan cache)");
+    }
+    if (!(self = run_new(model))) {
+        om_plan_release(model->m, plan);
+        return NULL;
+    }
+    self->plan = plan;
     uint32_t n = vr->first_grad_in, n_out = g->outputs.n;
-    if (!(in = malloc((n + n_out + n_out + 1) * sizeof *in))) return PyErr_NoMemory();
+    if (!(in = malloc((n + n_out + n_out + 1) * sizeof *in))) {
+        PyErr_NoMemory();
+        goto fail;
+    }
     om_tensor *out = in + n, *dy = out + n_out;
-    if (!(self = run_new(model)) || om_dl_import_list(tensors, (Py_ssize_t)n, in, "tensors") || om_dl_import_list(outputs, (Py_ssize_t)n_out, out, "outputs") ||
+    if (om_dl_import_list(tensors, (Py_ssize_t)n, in, "tensors") || om_dl_import_list(outputs, (Py_ssize_t)n_out, out, "outputs") ||
         om_dl_import_list(grads, (Py_ssize_t)n_out, dy, "grads") || run_arrays(self, plan))
         goto fail;
     self->backward = true;

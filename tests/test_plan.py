@@ -170,3 +170,21 @@ def test_arena_truth(knob):
     env = {**os.environ, knob: "1", "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__), str(engine.ROOT)])}
     res = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr[-3000:]
+
+
+def test_plans_in_use_outlive_the_cache() -> None:
+    """More shapes than the cache holds while one run waits: it ends well; the state of a forward whose plan is gone is refused."""
+    model = _C.Model.from_text("graph {\n sym s = x[0]\n input x: f64[s]\n y = tanh(x)\n output y\n}")
+    v = model.variant(bytes([1]), bytes([1]), None)
+    x = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    first = model.forward(v, [x], 0)
+    done = model.forward(v, [x], 0)
+    assert done.resume() is None
+    outs, arena = done.outputs(), done.arena()
+    for n in range(8, 8 + 600):
+        assert model.forward(v, [torch.zeros(n, dtype=torch.float64)], 0).resume() is None
+    assert len(model.plan_report()) == 512
+    assert first.resume() is None
+    assert torch.equal(first.outputs()[0], x.tanh())
+    with pytest.raises(ValueError, match="older than the plan cache"):
+        model.backward(v, arena, [x], outs, [torch.ones(7, dtype=torch.float64)])

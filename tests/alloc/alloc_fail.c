@@ -178,6 +178,8 @@ static bool everything(const char *bytes, size_t size, bool onnx, uint64_t *hash
             *hash = hash_bytes(*hash, &h, sizeof h);
             STEP(om_plan_get(cx, m, variant, in, &same));
             REQUIRE(p == same);
+            om_plan_release(m, p);
+            om_plan_release(m, same);
             for (uint32_t i = 0; i < n_in; i++) free(in[i].data);
         }
         text = NULL;
