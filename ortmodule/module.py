@@ -486,7 +486,8 @@ class State:
             report.graphs.append(GraphEntry(
                 nodes=g.captured.n_nodes, engine_nodes=g.captured.n_nodes - len(g.captured.host_ops), dynamic=g.captured.dynamic,
                 capture_s=g.captured.seconds, load_s=self.load_s[id(g)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
-                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak, largest=_largest(plans), forwards=g.forwards, backwards=g.backwards,
+                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak,
+                largest=_largest(plans), forwards=g.forwards, backwards=g.backwards,
                 reruns=g.reruns, why=made.why, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
             for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
                 entry = host.get((op.name, op.file, op.line))

@@ -1,4 +1,4 @@
-"""The optimizer operators of com.microsoft read from ONNX (csrc/onnx_optim.c), against fp64 references, run by the interpreter, stored by write-backs."""
+"""The optimizer operators of com.microsoft read from ONNX (csrc/onnx_optim.c), interpreted, against fp64 references."""
 
 from __future__ import annotations
 
