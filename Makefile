@@ -174,7 +174,7 @@ lint: venv   ## ruff and mypy
 new-op: venv   ## skeletons of a new operator: make new-op NAME=foo
 	@$(PY) tests/new_op.py $(NAME)
 
-check-op: lib   ## build and test one operator family: make check-op OP=softmax
+check-op: $(B)/libom.so   ## build and test one operator family: make check-op OP=softmax
 	$(PY) -m pytest -q tests/ops/test_$(OP).py
 
 clean:   ## remove build products (keeps .venv)
