@@ -127,15 +127,17 @@ $(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/libom.a   # fails every allocation 
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
-FUZZ_S ?= 60
-fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang)
-	@$(MAKE) --no-print-directory B=$(B)/fuzz KB=$(B) CC=clang OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined,fuzzer-no-link' fuzz-bin
-	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz/seeds
-	@mkdir -p $(B)/fuzz/corpus
-	$(B)/fuzz/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=10 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz/ $(B)/fuzz/corpus $(B)/fuzz/seeds
+FUZZ_S  ?= 60
+FUZZ_CC ?= $(if $(shell command -v clang),clang,$(CC))
+fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by coverage; FUZZ_CC=gcc: blindly)
+	@$(MAKE) --no-print-directory B=$(B)/fuzz-$(FUZZ_CC) KB=$(B) CC=$(FUZZ_CC) OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined$(if $(filter clang%,$(FUZZ_CC)),$(comma)fuzzer-no-link)' fuzz-bin
+	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz-$(FUZZ_CC)/seeds
+	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/corpus
+	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=10 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
+comma := ,
 fuzz-bin: $(B)/fuzz_onnx
-$(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c
-	@$(CC) $(CBASE) -fsanitize=fuzzer tests/fuzz/fuzz_onnx.c $(OBJ) $(PBC) $(LIBS) -o $@
+$(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c tests/fuzz/blind.c
+	@$(CC) $(CBASE) -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/fuzz/fuzz_onnx.c $(OBJ) $(PBC) $(LIBS) -o $@
 
 # --- chosen tests under ASAN and UBSAN, the engine and its AVX2 kernels included. Kernels are not vectorised there: rows that measure accuracy
 # (two of softmax in f32) may miss their bound, nothing else may. --capture=sys: a report is not lost when the process aborts ----------------

@@ -513,13 +513,30 @@ static const om_onnx_op *read_row(const char *domain, const char *name) {
     return NULL;
 }
 
-/* No axis of what a node made may be absurdly long: later arithmetic on sizes would overflow. */
-static om_status read_check_sizes(om_onnx *o, om_id from) {
+/* The first number in a size that is absurdly large, or 0. */
+static int64_t read_absurd(const om_graph *g, om_dim d) {
+    int64_t c, found;
+    if (om_dim_const(g, d, &c)) return c > OM_ONNX_SIZE || c < -OM_ONNX_SIZE ? c : 0;
+    const om_expr *e = &g->exprs.v[~d];
+    if (e->kind == OM_DIM_SYM) return 0;
+    return (found = read_absurd(g, e->a)) ? found : read_absurd(g, e->b);
+}
+
+/* No axis and no size attribute of what a node made may hold an absurd number: later arithmetic on sizes would overflow. */
+static om_status read_check_sizes(om_onnx *o, om_id from, om_id from_node) {
+    for (om_id k = from_node; k < o->g->nodes.n; k++) {
+        const om_node *n = &o->g->nodes.v[k];
+        for (int i = 0; i < n->n_attr; i++)
+            for (uint32_t j = 0; n->attr[i].kind == OM_ATTR_DIMS && j < n->attr[i].n; j++) {
+                int64_t c = read_absurd(o->g, n->attr[i].dims[j]);
+                ONNX_CHECK(o, !c, "%lld as %s of %s", (long long)c, n->attr[i].name, n->op->name);
+            }
+    }
     for (om_id v = from; v < o->g->values.n; v++)
         for (int i = 0; i < om_ty(o->g, v)->rank; i++) {
-            int64_t c;
-            if (om_dim_const(o->g, om_ty(o->g, v)->dim[i], &c))
-                ONNX_CHECK(o, c >= 0 && c <= OM_ONNX_SIZE, "a result would have size %lld along axis %d", (long long)c, i);
+            int64_t c, n = read_absurd(o->g, om_ty(o->g, v)->dim[i]);
+            ONNX_CHECK(o, !n, "%lld in the size of a result along axis %d", (long long)n, i);
+            if (om_dim_const(o->g, om_ty(o->g, v)->dim[i], &c)) ONNX_CHECK(o, c >= 0, "a result would have size %lld along axis %d", (long long)c, i);
         }
     return OM_OK;
 }
@@ -556,9 +573,9 @@ static om_status read_node(om_onnx *o) {
         return om_onnx_err(o, OM_UNSUPPORTED,
                            "only sizes known before the run are supported here: its operands must be constants or computed from sizes "
                            "of graph inputs");
-    om_id before = o->g->values.n;
+    om_id before = o->g->values.n, before_node = o->g->nodes.n;
     OM_TRY(r->map(o));
-    OM_TRY(read_check_sizes(o, before));
+    OM_TRY(read_check_sizes(o, before, before_node));
     for (int k = 0; k < (int)n->n_output && o->cx->status == OM_OK; k++)
         if (om_onnx_wants(o, k) && om_strmap_get(&o->names, n->output[k]) == OM_NONE)
             return om_onnx_err(o, OM_UNSUPPORTED, "output %d '%.80s' is used but the engine does not compute it", k, n->output[k]);
