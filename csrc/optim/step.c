@@ -188,12 +188,13 @@ static void lamb_worker(void *arg, int64_t begin, int64_t end) { /* the piece's 
     }
 }
 
-/* Bytes of weight and moments of a wave: an eighth of the last-level cache, because gradients pass through it too and other cores have
- * their share; 4 MB at most (virtual machines report the host's cache, of which they own a part: larger waves measured slower). */
-static int64_t lamb_wave_bytes(void) {
+/* Bytes of weight and moments of a wave: an eighth of a thread's share of the last-level cache, because gradients pass through it too, but
+ * no less than a core's own cache holds; 2 MB at most (virtual machines report the host's cache, of which they own a part: larger waves
+ * measured slower). */
+static int64_t lamb_wave_bytes(int threads) {
     const long l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    const int64_t part = l3 > 0 ? l3 / 8 : 2 << 20;
-    return part < 4 << 20 ? part : 4 << 20;
+    const int64_t part = l3 > 0 ? l3 / 8 / threads : 1 << 20;
+    return part > 2 << 20 ? 2 << 20 : part < 256 << 10 ? 256 << 10 : part;
 }
 
 static int64_t lamb_span_bytes(const om_optim_span *p) {
@@ -203,7 +204,7 @@ static int64_t lamb_span_bytes(const om_optim_span *p) {
 
 static void lamb_waves_make(lamb_run *r, int threads) {
     const om_optim_list *l = r->l;
-    int64_t all = 0, most = lamb_wave_bytes() / threads;
+    int64_t all = 0, most = lamb_wave_bytes(threads);
     for (int i = 0; i < l->n; i++) all += lamb_span_bytes(&l->span[i]);
     if (threads > 1 && all / (4 * threads) < most) most = all / (4 * threads); /* every thread has some */
     for (int from = 0, to; from < l->n; from = to) {
