@@ -168,35 +168,36 @@ om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b) {
     return s;
 }
 
+void om_optim_range(const om_optim_list *l, int64_t begin, int64_t end, bool reverse, om_optim_fn fn, void *arg) {
+    if (reverse) {
+        int i = om_optim_find(l, end - 1);
+        for (int64_t b = end - 1; b >= begin; b--) {
+            while (l->first[i] > b) i--;
+            const om_optim_span s = om_optim_part(l, i, b);
+            fn(arg, i, b, &s);
+        }
+        return;
+    }
+    int i = om_optim_find(l, begin);
+    for (int64_t b = begin; b < end; b++) {
+        while (l->first[i + 1] <= b) i++;
+        const om_optim_span s = om_optim_part(l, i, b);
+        fn(arg, i, b, &s);
+    }
+}
+
 typedef struct block_run {
     const om_optim_list *l;
-    int64_t begin, end; /* blocks */
-    bool reverse;
     om_optim_fn fn;
     void *arg;
 } block_run;
 
 static void block_range(void *arg, int64_t begin, int64_t end) {
     const block_run *r = arg;
-    if (r->reverse) {
-        const int64_t b0 = r->end - end, b1 = r->end - begin; /* [begin, end) counted from the back */
-        int i = om_optim_find(r->l, b1 - 1);
-        for (int64_t b = b1 - 1; b >= b0; b--) {
-            while (r->l->first[i] > b) i--;
-            const om_optim_span s = om_optim_part(r->l, i, b);
-            r->fn(r->arg, i, b, &s);
-        }
-        return;
-    }
-    int i = om_optim_find(r->l, r->begin + begin);
-    for (int64_t b = r->begin + begin; b < r->begin + end; b++) {
-        while (r->l->first[i + 1] <= b) i++;
-        const om_optim_span s = om_optim_part(r->l, i, b);
-        r->fn(r->arg, i, b, &s);
-    }
+    om_optim_range(r->l, begin, end, false, r->fn, r->arg);
 }
 
-void om_optim_blocks(const om_optim_list *l, int from, int to, bool reverse, om_optim_fn fn, void *arg) {
-    block_run r = {l, l->first[from], l->first[to], reverse, fn, arg};
-    if (r.end > r.begin) om_parallel_for(l->cx, r.end - r.begin, 2, block_range, &r);
+void om_optim_blocks(const om_optim_list *l, om_optim_fn fn, void *arg) {
+    block_run r = {l, fn, arg};
+    om_parallel_for(l->cx, l->first[l->n], 2, block_range, &r);
 }

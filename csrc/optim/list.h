@@ -1,7 +1,7 @@
 /* list.h - from a list of parameters to blocks of work (internal to csrc/optim).
  *
  * om_optim_open checks types, devices and layouts and makes one span per non-empty parameter; om_optim_blocks runs a function
- * over all blocks of spans [from, to); om_optim_close copies temporaries back and frees. A tensor needs a temporary when its
+ * over all blocks; om_optim_close copies temporaries back and frees. A tensor needs a temporary when its
  * memory order differs from the weight's (or the weight itself has gaps): then every tensor of that parameter is brought into one order.
  */
 #ifndef OM_OPTIM_LIST_H
@@ -35,6 +35,7 @@ om_status om_optim_temp_make(om_optim_list *l, om_tensor *t, const om_tensor *or
 om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b);
 int om_optim_find(const om_optim_list *l, int64_t b); /* span of block b */
 typedef void (*om_optim_fn)(void *arg, int span, int64_t block, const om_optim_span *part);
-/* Runs fn over the blocks of spans [from, to), in any order; reverse: each thread walks backwards (what was touched last comes first). */
-void om_optim_blocks(const om_optim_list *l, int from, int to, bool reverse, om_optim_fn fn, void *arg);
+/* Runs fn over the blocks [begin, end) on the calling thread; reverse: from the last to the first (what was touched last comes first). */
+void om_optim_range(const om_optim_list *l, int64_t begin, int64_t end, bool reverse, om_optim_fn fn, void *arg);
+void om_optim_blocks(const om_optim_list *l, om_optim_fn fn, void *arg); /* all blocks, on all threads, in any order */
 #endif

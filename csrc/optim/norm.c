@@ -65,7 +65,7 @@ om_status om_norm(om_ctx *cx, const om_tensor *x, int n, double ord, double *nor
     om_status s = norm_open(cx, "norm", x, n, &l);
     if (s == OM_OK && !(r.part = om_alloc(cx, sizeof *r.part * (size_t)(l.first[l.n] + 1)))) s = OM_NOMEM;
     if (s == OM_OK) {
-        om_optim_blocks(&l, 0, l.n, false, norm_block, &r);
+        om_optim_blocks(&l, norm_block, &r);
         double all = 0;
         for (int i = 0; per_tensor && i < n; i++) per_tensor[i] = 0;
         for (int i = 0; i < l.n; i++) {
@@ -83,7 +83,7 @@ om_status om_norm(om_ctx *cx, const om_tensor *x, int n, double ord, double *nor
         }
         if (look_again) {
             r.ord = INFINITY;
-            om_optim_blocks(&l, 0, l.n, false, norm_block, &r);
+            om_optim_blocks(&l, norm_block, &r);
             *finite = true;
             for (int64_t b = 0; b < l.first[l.n]; b++) *finite = *finite && isfinite(r.part[b]);
         }
@@ -140,7 +140,7 @@ om_status om_axpby(om_ctx *cx, om_tensor *dst, const om_tensor *src, int n, doub
     }
     if (s == OM_OK) {
         axpby_run r = {OM_PICK(om_optim), a, b};
-        om_optim_blocks(&l, 0, l.n, false, axpby_block, &r);
+        om_optim_blocks(&l, axpby_block, &r);
     }
     return om_optim_close(&l, s);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import math
+import threading
 
 import optim_reference as reference
 import pytest
@@ -173,3 +174,51 @@ def test_every_allocation_failing_once(kind):
         assert k < 200
     assert k > 5
     assert kind == "norm" or not all(torch.equal(a, b) for a, b in zip(before, whole))
+
+
+# --- who does which part of a LAMB step ---------------------------------------------------------------------
+
+
+def _threads_pool(_user, n, _grain, fn, arg):
+    """A thread for every item, all let go at once."""
+    f = C.CFUNCTYPE(None, C.c_void_p, C.c_int64, C.c_int64)(fn)
+    gate = threading.Barrier(n)
+    workers = [threading.Thread(target=lambda i=i: (gate.wait(), f(arg, i, i + 1))) for i in range(n)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+
+
+POOLS = {
+    "none": engine.Services(),
+    "one after the other": engine._services,
+    "2 threads": engine.Services(parallel_for=engine.PFOR(_threads_pool), num_threads=engine.NTHR(lambda _user: 2)),
+    "7 threads": engine.Services(parallel_for=engine.PFOR(_threads_pool), num_threads=engine.NTHR(lambda _user: 7)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lamb_gives_the_same_bits_from_any_pool(dtype):
+    """Waves of small tensors, tensors cut into pieces, and their order among the workers change nothing; a pool that runs the workers one
+    after the other finishes."""
+    gen = torch.Generator().manual_seed(0)
+    sizes = [40009, 3, 700001, *[1000] * 50, 16384, 16385, 1, 300007, 65536]
+    start = [[torch.randn(n, generator=gen).to(dtype), torch.randn(n, generator=gen).to(dtype), torch.zeros(n), torch.rand(n, generator=gen)]
+             for n in sizes]  # fmt: skip
+    start[2][1][70000] = math.inf  # an element to skip
+    n = len(sizes)
+    cfg = (Lamb * n)(*[Lamb(0.01, 0.9, 0.99, 1e-6, 0.1, 0, 0.1, -math.inf, math.inf, 1.0, 1, 0)] * n)
+
+    def step(pool):
+        tensors = [[x.clone() for x in group] for group in start]
+        ps = (Param * n)(*[Param(*map(engine.tensor, group), step=1, stream=i) for i, group in enumerate(tensors)])
+        cx = C.c_void_p(engine.lib.om_ctx_new(C.byref(POOLS[pool])))
+        assert engine.lib.om_lamb_step(cx, cfg, 0, C.c_uint64(0), C.c_bool(True), C.c_bool(False), ps, n) == 0
+        engine.lib.om_ctx_free(cx)
+        return [x for group in tensors for x in group]
+
+    want = step("none")
+    assert not torch.equal(want[0], start[0][0])
+    for pool in [p for p in POOLS for _ in range(5)]:
+        assert all(torch.equal(a.nan_to_num(nan=7.5), b.nan_to_num(nan=7.5)) for a, b in zip(want, step(pool))), pool
