@@ -9,7 +9,8 @@ backward  Head finds the engine's state among its saved tensors, starts the engi
 
 The engine's state (the arena) is a saved tensor: torch itself frees it, complains about a second backward, and lets
 saved_tensors_hooks move it. With retain_graph a copy is used up. What backward reads of inputs and outputs is saved too, so an
-in-place edit in between gives torch's own error.
+in-place edit in between gives torch's own error; after an edit of outputs without a gradient (logits beside the loss) the forward is run
+again.
 
 Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When fewer arrive, zeros stand for the
 others, and inputs without a path from those that did arrive get None, as in PyTorch. When others arrive, the forward is run again, with
@@ -24,10 +25,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from math import prod
-from threading import get_ident
+from threading import Thread, get_ident
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ from .host import Answers, Host, Regions, Want
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
+_backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1 outside of any backward
 _SEED_END = 2**63 - 1
 _hooks: Callable[[bool], object] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 _SMALL = 4 << 20  # bytes copied without a second thought
@@ -174,6 +176,7 @@ class Graph:
         self.differentiable = [d and i not in captured.passthrough for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])]
         self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
         self._current: dict[tuple[bool, ...], Variant] = {}
+        self._next: dict[tuple[bool, ...], Variant] = {}  # predictions corrected by a backward, in force once it has ended
         self._full: dict[tuple[bool, ...], Variant] = {}
         self._variants: dict[tuple[tuple[bool, ...], bytes], Variant] = {}
         self.forward_ms = self.backward_ms = 0.0
@@ -249,6 +252,9 @@ class Graph:
 
     def train(self, tensors: Sequence[Tensor], wanted: tuple[bool, ...], call: Call, autocast: torch.dtype | None) -> Any:
         """The user's output, with the chain around it."""
+        if self._next and _backward_id() == -1:  # a forward inside a backward may be a checkpoint's second: it must save what the first did
+            self._current.update(self._next)
+            self._next.clear()
         variant = self._current.get(wanted) or self.variant(wanted, tensors)
         if not variant.nodes:
             return self.infer(tensors)
@@ -327,16 +333,19 @@ class Graph:
         run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept, dropped)
         return _Live(run, None, keep)
 
-    def reads_outputs_too(self, step: Step, arriving: bytes) -> bool:
-        """Does a backward from `arriving` read an output that the step's own backward reads?"""
-        other = self.variant_for(tuple(map(bool, step.variant.wanted)), arriving, step.tensors)
-        return not set(other.reads_outputs).isdisjoint(step.variant.reads_outputs)
+    def can_run_again(self, step: Step, arriving: bytes) -> bool:
+        """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a gradient (where eager
+        would raise, too)?"""
+        if not step.tensors or step.versions is None or step.hooked or any(i not in step.clones for i in self.writes):
+            return False
+        variant = self.variant_for(tuple(map(bool, step.variant.wanted)), arriving, step.tensors)
+        return not any(arriving[i] for i in variant.reads_outputs)
 
     def backward_fewer(self, step: Step, grads: list[Tensor | None]) -> frozenset[int]:
         """Fills in zeros for gradients that were expected and have not come. -> the inputs that get a gradient."""
         wanted = tuple(map(bool, step.variant.wanted))
         variant = self.variant_for(wanted, bytes([g is not None for g in grads]), step.tensors)
-        self._current[wanted] = variant
+        self._next[wanted] = variant
         for i, expected in enumerate(step.variant.arriving):
             if expected and grads[i] is None:
                 shape, dtype = step.kinds[i]
@@ -354,7 +363,7 @@ class Graph:
                 "prepared for this set of outputs.")  # fmt: skip
         wanted = tuple(map(bool, step.variant.wanted))
         variant = self.variant_for(wanted, arriving, step.tensors)
-        self._current[wanted] = variant
+        self._next[wanted] = variant
         self.reruns += 1
         tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
         regions: Regions = {}
@@ -466,8 +475,8 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
     try:
         saved = ctx.saved_tensors
     except RuntimeError:
-        # What was edited may matter to the missing gradients only.
-        if arriving == variant.arriving or not step.tensors or graph.reads_outputs_too(step, arriving):
+        # An output was edited that eager need not miss: it matters to the missing gradients only, or stands beside the loss (logits).
+        if not graph.can_run_again(step, arriving):
             raise
         return graph.backward_other(step, grads, keep)
     only = None
@@ -514,18 +523,21 @@ class _Probe(Function):
 @cache
 def _holders_when_dropped() -> int:
     """The count that means: only autograd holds it, for the next moment. -1: this PyTorch cannot tell."""
-    try:
-        seen: list[int] = []
-        with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks("ortmodule"):
+    seen: list[int] = []
+
+    def measure() -> None:
+        with suppress(AttributeError, RuntimeError, TypeError):
             for hold in (False, True):
                 loss, out = _Probe.apply(seen, torch.zeros(1, requires_grad=True))
                 view = out.view(1, 2) if hold else None
                 del out
                 loss.backward()
                 del view
-        return seen[0] if seen[1] > seen[0] else -1
-    except (AttributeError, RuntimeError, TypeError):
-        return -1
+
+    thread = Thread(target=measure)  # the caller may be in inference mode, under saved-tensor hooks, inside a backward: a new thread is not
+    thread.start()
+    thread.join()
+    return seen[0] if len(seen) == 2 and seen[1] > seen[0] else -1
 
 
 def dropped_by_all(t: Tensor) -> bool:

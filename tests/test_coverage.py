@@ -73,6 +73,9 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]], str
     "topk-sort": (lambda x: (x.topk(3, -1)[0], x.sort(1)[0], x.kthvalue(2, 1)[0], x.median(2)[0]), cube, "aten::topk"),
     "conv_transpose": (lambda x, w, b: (F.conv_transpose2d(x, w, b, 2, 1, 1), F.conv_transpose1d(x[:, :, 0], w[..., 0], b)), kernel,
                        "aten::conv_transpose2d"),
+    "nearest-factor-in-vain": (lambda x: (F.interpolate(x, scale_factor=1.3), F.interpolate(x, scale_factor=2.4)),
+                               lambda b, t, d: (randn(b, 3, 2, 5, 3),), ""),
+    "bilinear-factor-in-vain": (lambda x: F.interpolate(x, scale_factor=1.3, mode="bilinear"), lambda b, t, d: (randn(b, 3, 2, 5, 2),), ""),
     "bicubic": (lambda x: F.interpolate(x, (7, 9), mode="bicubic"), lambda b, t, d: (randn(1, b, 3, 5, 6),), "aten::upsample_bicubic2d"),
     # Sizes that depend on data: a region from where the size appears to where it is gone.
     "mask": (lambda x: x[x > 0].tanh().sum() * x, cube, "aten::index.Tensor"),

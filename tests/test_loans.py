@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ortmodule
 from ortmodule import ORTModule, chain
@@ -157,3 +158,32 @@ def test_memory_is_smaller() -> None:
             del held
         peaks.append(ortmodule._C.pool_stats()["peak_live"])
     assert peaks[1] - peaks[0] >= size, (peaks, size)
+
+
+@pytest.mark.parametrize("under", ["inference_mode", "save_on_cpu", "checkpoint"])
+def test_first_forward_elsewhere(under: str, lent: list[bool]) -> None:
+    """What tells whether an output is held is measured once per process, wherever the first forward happens to be."""
+    chain._holders_when_dropped.cache_clear()
+    ours, x, y = ORTModule(Model().double()), torch.randn(N, D, dtype=torch.float64), torch.randint(V, (N,))
+    if under == "inference_mode":
+        with torch.inference_mode():
+            ours(x, y)
+    elif under == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            ours(x, y)
+    else:
+        checkpoint(ours, x, y, use_reentrant=False)
+    ours(x, y)[0].backward()
+    assert lent == [True]
+
+
+def test_edited_logits_beside_the_loss() -> None:
+    """Eager's cross entropy does not need the logits again; here the forward makes them once more."""
+    eager, ours, x, y = make()
+    for model in (eager, ours):
+        loss, logits = model(x, y)
+        with torch.no_grad():
+            logits[:, 0] = -100
+        loss.backward()
+    check(eager, ours)
+    assert ours.report().graphs[0].reruns == 1

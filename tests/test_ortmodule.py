@@ -1076,6 +1076,29 @@ def test_checkpoint_and_saved_tensor_hooks():
     same_state(w, eager)
 
 
+def test_prediction_stays_while_checkpoints_compute_again():
+    """Which outputs receive gradients is learnt from the first backward, in which checkpoints still compute the other forwards again."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(self.a(x)), torch.softmax(self.b(x), -1)
+
+    w, eager = pair(Both)
+    x = torch.randn(13, 5)
+    for _ in range(2):
+        for model in (w, eager):
+            out = x
+            for _ in range(3):
+                out = checkpoint(model, out, use_reentrant=False)[0]
+            out.sum().backward()
+        same_state(w, eager)
+
+
 def test_functional_call_and_transforms():
     w, eager = pair(MLP)
     x = torch.randn(13, 5)

@@ -441,10 +441,10 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]
-        if size == new and given[axis - 2] is None:
+        if size == new:  # PyTorch copies then, and repeats for twice the size, whatever factor was given
             continue
         factor = sympify(new) / sympify(size)
-        if factor.is_Integer and given[axis - 2] in (None, float(factor)):
+        if factor == 2 or (factor.is_Integer and given[axis - 2] in (None, float(factor))):
             wide = c.unsqueeze(v, [axis + 1])
             wide = c.expand(wide, (*wide.shape[: axis + 1], int(factor), *wide.shape[axis + 2 :]))
             v = c.reshape(wide, (*v.shape[:axis], new, *v.shape[axis + 1 :]))
@@ -479,7 +479,7 @@ def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *
         size, new = v.shape[axis], out[axis]
         if not isinstance(size, int) or not isinstance(new, int):
             raise NotHere("linear resampling of a symbolic size")
-        if size == new and (corners or given[axis - 2] in (None, 1.0)):
+        if size == new:  # PyTorch copies then, whatever factor was given
             continue
         dtype = v.dtype if v.dtype == F64 else torch.float32
         at = torch.arange(new, dtype=dtype)
