@@ -120,6 +120,7 @@ static int64_t matmul_offset_bytes(const om_gemm_args *g) { return g->batch > 1 
 static int64_t matmul_scratch(om_ctx *cx, const om_args *ar) {
     om_gemm_args g;
     if (matmul_args(cx, ar, &g, NULL) != OM_OK) return 0;
+    if (ar->n_in > 2 && ar->in[2].dtype) g.bias = &g; /* no operand has memory yet, and how the work is cut depends on there being a bias */
     return matmul_offset_bytes(&g) + om_gemm_scratch(cx, &g);
 }
 
