@@ -18,6 +18,31 @@ om_status om_tensor_alloc(om_ctx *cx, om_tensor *t) {
 
 static bool wants_dense(const om_op *op, int i) { return (op->dense >> (i & 31) & 1) || op->dense >> 31; }
 
+enum { FENCE = 64, FENCE_BYTE = 0xa5 };
+
+/* Scratch is asked for as a plan does it, before any operand has memory, and fenced: an operator that asks for less than it uses is found here. */
+static om_status eval_run(om_ctx *cx, om_args *a) {
+    om_tensor in[256], out[64];
+    if (!a->node->op->scratch) return a->node->op->run(cx, a);
+    if (a->n_out > 64) return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most 64", a->node->op->name, a->n_out);
+    for (int i = 0; i < a->n_in; i++) in[i] = a->in[i], in[i].data = NULL;
+    for (int i = 0; i < a->n_out; i++) out[i] = a->out[i], out[i].data = NULL;
+    om_args sizes = *a;
+    sizes.in = in, sizes.out = out;
+    int64_t bytes = a->node->op->scratch(cx, &sizes);
+    if (cx->status != OM_OK) return cx->status;
+    if (bytes <= 0) return a->node->op->run(cx, a);
+    unsigned char *scratch = a->scratch = om_alloc(cx, (size_t)bytes + FENCE);
+    if (!scratch) return cx->status;
+    memset(scratch + bytes, FENCE_BYTE, FENCE);
+    om_status s = a->node->op->run(cx, a);
+    for (int i = 0; i < FENCE && s == OM_OK; i++)
+        if (scratch[bytes + i] != FENCE_BYTE) s = om_fail(cx, OM_INTERNAL, "%s wrote past its scratch of %lld bytes", a->node->op->name, (long long)bytes);
+    om_free(cx, scratch);
+    a->scratch = NULL;
+    return s;
+}
+
 om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in, om_tensor *out,
                        uint64_t seed) {
     (void)g;
@@ -50,10 +75,7 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
         if (src.data != ins[0].data) om_free(cx, src.data);
     } else if (s == OM_OK) {
         if (!n->op->run) s = om_fail(cx, OM_UNSUPPORTED, "%s has no kernel: only the host can run it", n->op->name);
-        int64_t bytes = s == OM_OK && n->op->scratch ? n->op->scratch(cx, &a) : 0;
-        if (bytes > 0 && !(a.scratch = om_alloc(cx, (size_t)bytes))) s = cx->status;
-        if (s == OM_OK) s = n->op->run(cx, &a);
-        om_free(cx, a.scratch);
+        if (s == OM_OK) s = eval_run(cx, &a);
     }
     for (int i = 0; i < n->n_in; i++)
         if (copied[i]) om_free(cx, ins[i].data);
