@@ -455,9 +455,17 @@ static const char *write_channel(writer *w, const char *v, int rank) {
     for (int i = 1; i < rank - 1; i++) axes[i - 1] = i;
     return rank > 2 ? EMIT(w, "Unsqueeze", NULL, v, write_int_list(w, axes, rank - 2)) : v;
 }
+/* What is written out in several nodes needs one type; the engine's operators convert. */
+static bool write_mixed(writer *w, int first, int last) {
+    for (int i = first; i <= last; i++)
+        if (in_given(w, i) && in_type(w, i)->dtype != in_type(w, 0)->dtype) return write_refuse(w, "its operands have several types"), true;
+    return false;
+}
+
 static void rule_batch_norm(writer *w, const char *onnx) {
     (void)onnx;
     const om_type *t = in_type(w, 0);
+    if (write_mixed(w, 1, 4)) return;
     bool training = om_node_int(w->n, "training", 0) != 0;
     double eps = om_node_float(w->n, "eps", 1e-5), momentum = om_node_float(w->n, "momentum", 0.1);
     const char *x = in_name(w, 0), *mean = in_name(w, 3), *var = in_name(w, 4);
@@ -551,6 +559,7 @@ static void rule_cross_entropy(writer *w, const char *onnx) {
         write_int(w, "ignore_index", ignore);
         return;
     }
+    if (write_mixed(w, 2, 2)) return;
     /* (1-e) w[y] (-log p[y]) + e/C sum_c w[c] (-log p[c]), nothing where y is ignored; mean divides by the sum of w[y] */
     const char *logp = EMIT(w, "LogSoftmax", NULL, x);
     write_int(w, "axis", 1);
