@@ -816,6 +816,8 @@ static om_status write_graph(writer *w) {
         if (v->role == OM_GRAD_IN || (v->role == OM_ACT && g->nodes.v[v->node].phase != OM_FORWARD)) w->name[i] = "";
         else w->name[i] = write_unique(w, v->name ? v->name : s);
     }
+    for (om_id i = 0; i < g->outputs.n && !FAILED(w); i++)
+        if (!*w->name[g->outputs.v[i]]) return om_fail(w->cx, OM_INVALID, "writing ONNX: output %u is known only in backward", i);
     for (om_id i = 0; i < g->syms.n; i++)
         if (g->syms.v[i].input == OM_NONE)
             return om_fail(w->cx, OM_INVALID, "writing ONNX: the size %s is not bound to a graph input", g->syms.v[i].name);

@@ -319,6 +319,11 @@ def test_write(key: str) -> None:
         torch.testing.assert_close(x, torch.from_numpy(np.array(want)), rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+def test_write_refuses_what_only_backward_knows() -> None:
+    with pytest.raises(EngineError, match="output 0 is known only in backward"):
+        written(Graph.parse("graph {\n grad_in dy: f32[3]\n y = tanh(dy) backward\n output y\n}"))
+
+
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_write_attention_turned(lead: tuple[int, ...]) -> None:
     """With time before heads the file gets a Transpose."""
