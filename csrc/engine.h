@@ -291,6 +291,9 @@ typedef struct om_rewriter {
 typedef om_status (*om_emit_fn)(om_rewriter *r, om_id node);
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out);
 om_status om_rewrite_copy(om_rewriter *r, om_id node);
+om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in); /* the same over these operands (of `to`) */
+/* Only the node, over n_in operands of `to`: scope and phase are the builder's, the map stays. Returns its first output. */
+om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_in);
 
 /* Runs one node on given tensors (outputs allocated by the caller, dense); inputs that an operator needs dense are copied. */
 om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in, om_tensor *out,

@@ -29,36 +29,49 @@ static om_status operands_map(om_rewriter *r, const om_node *n) {
     return OM_OK;
 }
 
-om_status om_rewrite_copy(om_rewriter *r, om_id node) {
-    const om_node *n = &r->from->nodes.v[node];
+om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_in) {
     om_graph *g = r->to;
-    om_id in[256];
     om_attr attr[64];
     om_dim dims[512];
     uint32_t nd = 0;
-    if (n->n_in > 256 || n->n_attr > 64) return om_fail(g->cx, OM_UNSUPPORTED, "%s with %d operands and %d attributes: at most 256 and 64", n->op->name, n->n_in, n->n_attr);
-    for (int i = 0; i < n->n_in; i++) in[i] = map_get(r, om_ins(r->from, n)[i]);
+    if (n->n_attr > 64) return om_fail(g->cx, OM_UNSUPPORTED, "%s with %d attributes: at most 64", n->op->name, n->n_attr), OM_NONE;
     for (int i = 0; i < n->n_attr; i++) {
         attr[i] = n->attr[i];
         if (attr[i].kind != OM_ATTR_DIMS) continue;
-        if (nd + attr[i].n > 512) return om_fail(g->cx, OM_UNSUPPORTED, "%s: attribute lists of more than 512 entries", n->op->name);
+        if (nd + attr[i].n > 512) return om_fail(g->cx, OM_UNSUPPORTED, "%s: attribute lists of more than 512 entries", n->op->name), OM_NONE;
         for (uint32_t k = 0; k < attr[i].n; k++) dims[nd + k] = om_dim_copy(g, r->from, n->attr[i].dims[k]);
         attr[i].dims = dims + nd;
         nd += attr[i].n;
     }
-    g->cur_scope = n->scope;
-    g->cur_phase = n->phase;
-    om_id out = om_make(g, n->op, in, n->n_in, attr, n->n_attr);
-    if (g->cx->status != OM_OK) return g->cx->status;
+    om_id out = om_make(g, n->op, in, n_in, attr, n->n_attr);
+    if (g->cx->status != OM_OK) return OM_NONE;
     om_node *m = om_last(g);
     m->rng = n->rng && om_sabotage("rewrite.stream") ? 1000 : n->rng;
     m->segment = n->segment;
+    return out;
+}
+
+om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in) {
+    const om_node *n = &r->from->nodes.v[node];
+    om_graph *g = r->to;
+    g->cur_scope = n->scope;
+    g->cur_phase = n->phase;
+    om_id out = om_rewrite_node(r, n, in, n->n_in);
+    if (g->cx->status != OM_OK) return g->cx->status;
     for (int i = 0; i < n->n_out; i++) {
         r->map[n->out + (om_id)i] = out + (om_id)i;
         if (r->from->values.v[n->out + (om_id)i].name)
             om_val(g, out + (om_id)i)->name = om_arena_str(&g->arena, r->from->values.v[n->out + (om_id)i].name);
     }
     return OM_OK;
+}
+
+om_status om_rewrite_copy(om_rewriter *r, om_id node) {
+    const om_node *n = &r->from->nodes.v[node];
+    om_id in[256];
+    if (n->n_in > 256) return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
+    for (int i = 0; i < n->n_in; i++) in[i] = map_get(r, om_ins(r->from, n)[i]);
+    return om_rewrite_copy_with(r, node, in);
 }
 
 static void mark(const om_graph *g, uint8_t *live, om_id v) {

@@ -79,22 +79,6 @@ static bool adds_into_zeros(const om_graph *g, const uint32_t *uses, om_id v) {
     return z ? om_is(z, fill) && om_node_float(z, "value", 1) == 0 : om_pass_splat(g, om_ins(g, n)[0], &zero) && zero == 0;
 }
 
-/* The node again with other operands; sizes in attributes are carried over to the new graph. */
-static om_id again(om_rewriter *r, const om_node *n, const om_id *in, int n_in) {
-    om_attr attr[8];
-    om_dim dims[8][OM_RANK];
-    if (n->n_attr > 8) return om_fail(r->to->cx, OM_INTERNAL, "%s with %d attributes", n->op->name, n->n_attr), OM_NONE;
-    for (int i = 0; i < n->n_attr; i++) {
-        attr[i] = n->attr[i];
-        if (attr[i].kind != OM_ATTR_DIMS) continue;
-        if (attr[i].n > OM_RANK) return om_fail(r->to->cx, OM_INTERNAL, "%s: %s has %u entries", n->op->name, attr[i].name,
-                                                attr[i].n), OM_NONE;
-        for (uint32_t k = 0; k < attr[i].n; k++) dims[i][k] = om_dim_copy(r->to, r->from, n->attr[i].dims[k]);
-        attr[i].dims = dims[i];
-    }
-    return om_make(r->to, n->op, in, n_in, attr, n->n_attr);
-}
-
 static om_status accumulate_emit(om_rewriter *r, om_id id) {
     const om_graph *f = r->from;
     const om_node *n = &f->nodes.v[id];
@@ -127,8 +111,8 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
         }
         const om_node *p = producer(f, s.term[i]);
         const om_id *in = om_ins(f, p);
-        if (om_is(p, gather_grad)) y = again(r, p, OM_IN(r->map[in[0]], r->map[in[1]], y));
-        else y = again(r, p, OM_IN(y, r->map[in[1]], r->map[in[2]]));
+        if (om_is(p, gather_grad)) y = om_rewrite_node(r, p, OM_IN(r->map[in[0]], r->map[in[1]], y));
+        else y = om_rewrite_node(r, p, OM_IN(y, r->map[in[1]], r->map[in[2]]));
     }
     r->map[n->out] = y;
     if (y != OM_NONE && om_val(f, n->out)->name && !om_val(g, y)->name) om_val(g, y)->name = om_arena_str(&g->arena, om_val(f,

@@ -14,7 +14,7 @@
 #include "passes.h"
 #include "sabotage.h"
 
-enum { DEPTH = 4, OPERANDS = 256, OUTPUTS = 8 };
+enum { DEPTH = 4, OPERANDS = 256 };
 
 typedef struct remat {
     const om_graph *g;
@@ -36,7 +36,7 @@ static om_id remat_source(const om_graph *g, om_id v) {
 }
 
 static bool remat_cheap(const om_node *n) {
-    return n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) || om_is(n, dropout); /* all of them with few outputs */
+    return n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) || om_is(n, dropout);
 }
 
 static bool remat_computable(const remat *m, om_id v, int depth) {
@@ -65,25 +65,12 @@ static bool remat_wanted(const remat *m, const om_node *n) {
     return act;
 }
 
-/* Copies a node whose operands are with[k] in the new graph, whatever the map says. */
-static om_status remat_copy(om_rewriter *r, const om_node *n, om_id id, const om_id *with) {
-    om_id saved[OPERANDS];
-    for (int k = 0; k < n->n_in; k++) {
-        om_id v = om_ins(r->from, n)[k];
-        if (v != OM_NONE) saved[k] = r->map[v], r->map[v] = with[k];
-    }
-    om_status s = om_rewrite_copy(r, id);
-    for (int k = n->n_in; k-- > 0;) /* backwards: of an operand given twice the first saved is the true one */
-        if (om_ins(r->from, n)[k] != OM_NONE) r->map[om_ins(r->from, n)[k]] = saved[k];
-    return s;
-}
-
 static om_id remat_read(om_rewriter *r, om_id v);
 
 static om_status remat_operands(om_rewriter *r, const om_node *n, om_id *with) {
     if (n->n_in > OPERANDS) return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS);
     for (int k = 0; k < n->n_in; k++)
-        if (om_ins(r->from, n)[k] != OM_NONE) with[k] = remat_read(r, om_ins(r->from, n)[k]);
+        with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
     return r->to->cx->status;
 }
 
@@ -96,14 +83,10 @@ static om_id remat_read(om_rewriter *r, om_id v) {
     const om_node *made = remat_node(g, src), *n = remat_node(g, v);
     if (!made || made->phase != OM_FORWARD || m->fixed[src] || (m->kept[src] && !m->again[src])) return r->map[v];
     if (remat_operands(r, n, with) != OM_OK) return OM_NONE;
-    om_id forward[OUTPUTS];
-    for (int k = 0; k < n->n_out; k++) forward[k] = r->map[n->out + (om_id)k];
-    if (remat_copy(r, n, om_val(g, v)->node, with) == OM_OK) {
-        om_last(r->to)->phase = OM_BACKWARD;
-        m->clone[v] = r->map[v];
-    }
-    for (int k = 0; k < n->n_out; k++) r->map[n->out + (om_id)k] = forward[k];
-    return m->clone[v];
+    r->to->cur_scope = n->scope;
+    r->to->cur_phase = OM_BACKWARD;
+    m->clone[v] = om_rewrite_node(r, n, with, n->n_in);
+    return m->clone[v]; /* v is output 0: views and cheap operators are read there */
 }
 
 static om_status remat_emit(om_rewriter *r, om_id id) {
@@ -111,7 +94,7 @@ static om_status remat_emit(om_rewriter *r, om_id id) {
     om_id with[OPERANDS];
     if (n->phase == OM_FORWARD) return om_rewrite_copy(r, id);
     OM_TRY(remat_operands(r, n, with));
-    return remat_copy(r, n, id, with);
+    return om_rewrite_copy_with(r, id, with);
 }
 
 static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) {
