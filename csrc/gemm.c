@@ -234,11 +234,15 @@ typedef struct gemm_blas {
     int lda, ldb, ldc;
 } gemm_blas;
 
+static bool blas_operands(const om_gemm_args *a, gemm_blas *b) {
+    return blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) && blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) &&
+           blas_operand(a->m, a->n, a->rsc, a->csc, &b->tc, &b->ldc) && b->tc == 'N';
+}
+
 static bool blas_fits(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
     if (a->dtype == OM_F32 ? !cx->sv.sgemm : a->dtype == OM_F64 ? !cx->sv.dgemm : true) return false;
     if (a->m > INT_MAX || a->n > INT_MAX || a->k > INT_MAX || a->k == 0) return false;
-    return blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) && blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) &&
-           blas_operand(a->m, a->n, a->rsc, a->csc, &b->tc, &b->ldc) && b->tc == 'N';
+    return blas_operands(a, b);
 }
 
 /* Measured (tests/bench/bench_gemm.py). */
@@ -298,9 +302,7 @@ static bool bf16_native(void) { /* AVX512_BF16 or AMX_BF16; read once, a race wr
 static bool host_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
     int forced = gemm_forced();
     if (a->dtype != OM_BF16 || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0) return false;
-    if (!blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) || !blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) ||
-        !blas_operand(a->m, a->n, a->rsc, a->csc, &b->tc, &b->ldc) || b->tc != 'N')
-        return false;
+    if (!blas_operands(a, b)) return false;
     return forced == FORCE_HOST || (bf16_native() && (double)a->m * (double)a->n * (double)a->k >= HOST_MIN);
 }
 

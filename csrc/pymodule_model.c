@@ -301,6 +301,9 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
     (void)none;
     om_plan *plans[512];
     int n = om_model_plans(((Model *)o)->m, plans, 512);
+    int most = 0;
+    for (int i = 1; i < n; i++)
+        if (plans[i]->bytes.arena > plans[most]->bytes.arena) most = i;
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < n; i++) {
         const om_plan *p = plans[i];
@@ -310,7 +313,7 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
             if (!v || PyDict_SetItemString(sizes, p->g->syms.v[k].name, v)) Py_CLEAR(sizes);
             Py_XDECREF(v);
         }
-        PyObject *largest = sizes ? plan_largest(p) : NULL;
+        PyObject *largest = !sizes ? NULL : i == most ? plan_largest(p) : PyList_New(0);
         if (!largest) Py_CLEAR(sizes);
         PyObject *row = sizes ? Py_BuildValue("{s:i,s:N,s:d,s:L,s:{s:L,s:L,s:L},s:i,s:N}", "variant", p->variant, "sizes", sizes, "plan_ms", p->ms,
                                               "arena_bytes", (long long)p->bytes.arena, "peak_bytes", "activations", (long long)p->bytes.arena,

@@ -128,7 +128,7 @@ class Model:
         dropped: per user output, 1 when nobody else reads its memory any more, so that its gradient may take the place."""
     def plan_report(self) -> list[dict[str, Any]]:
         """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients', 'outputs'), calls,
-        largest (what lies in memory at the peak, gradients apart)."""
+        largest (of the plan with the largest arena: what lies in memory at its peak, gradients apart; empty in the others)."""
     def profile(self, on: bool) -> list[dict[str, Any]]:
         """Switch timing of nodes on or off; returns and clears what was gathered: op, count, ms."""
 
