@@ -154,11 +154,11 @@ int om_optim_find(const om_optim_list *l, int64_t b) {
     return lo;
 }
 
-om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b) {
+om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b, int64_t blocks) {
     om_optim_span s = l->span[i];
     const int64_t begin = (b - l->first[i]) * OM_OPTIM_BLOCK;
     s.index = begin;
-    s.n = s.n - begin < OM_OPTIM_BLOCK ? s.n - begin : OM_OPTIM_BLOCK;
+    s.n = s.n - begin < blocks * OM_OPTIM_BLOCK ? s.n - begin : blocks * OM_OPTIM_BLOCK;
     s.p = (char *)s.p + begin * (int64_t)om_dtype_size(s.tp);
     if (s.g) s.g = (char *)s.g + begin * (int64_t)om_dtype_size(s.tg);
     if (s.m) s.m = (char *)s.m + begin * (int64_t)om_dtype_size(s.tm);
@@ -173,7 +173,7 @@ void om_optim_range(const om_optim_list *l, int64_t begin, int64_t end, bool rev
         int i = om_optim_find(l, end - 1);
         for (int64_t b = end - 1; b >= begin; b--) {
             while (l->first[i] > b) i--;
-            const om_optim_span s = om_optim_part(l, i, b);
+            const om_optim_span s = om_optim_part(l, i, b, 1);
             fn(arg, i, b, &s);
         }
         return;
@@ -181,7 +181,7 @@ void om_optim_range(const om_optim_list *l, int64_t begin, int64_t end, bool rev
     int i = om_optim_find(l, begin);
     for (int64_t b = begin; b < end; b++) {
         while (l->first[i + 1] <= b) i++;
-        const om_optim_span s = om_optim_part(l, i, b);
+        const om_optim_span s = om_optim_part(l, i, b, 1);
         fn(arg, i, b, &s);
     }
 }

@@ -31,8 +31,8 @@ bool om_optim_gapless(const om_tensor *t); /* row-major up to a permutation of t
 bool om_optim_same_order(const om_tensor *a, const om_tensor *b); /* equal strides where they matter; sizes are equal */
 om_status om_optim_temp_make(om_optim_list *l, om_tensor *t, const om_tensor *order, bool write); /* *t becomes a copy with order's strides */
 
-/* The part of span i that block b (counted from the list's first block) covers. */
-om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b);
+/* The part of span i that its blocks [b, b + blocks) cover (counted from the list's first block). */
+om_optim_span om_optim_part(const om_optim_list *l, int i, int64_t b, int64_t blocks);
 int om_optim_find(const om_optim_list *l, int64_t b); /* span of block b */
 typedef void (*om_optim_fn)(void *arg, int span, int64_t block, const om_optim_span *part);
 /* Runs fn over the blocks [begin, end) on the calling thread; reverse: from the last to the first (what was touched last comes first). */

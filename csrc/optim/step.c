@@ -99,7 +99,7 @@ om_status om_sgd_step(om_ctx *cx, const om_sgd_cfg *c, om_optim_store store, uin
 
 /* --- lamb ------------------------------------------------------------------------------------------ */
 
-enum { LAMB_PIECE = 4 }; /* blocks of a large tensor claimed at once */
+enum { LAMB_PIECE = 8 }; /* blocks of a large tensor claimed at once; the second sweep runs over them as one span */
 
 /* Spans [from, to), their blocks counted from the first of them; sweep 2 counts from the last. */
 typedef struct lamb_wave {
@@ -132,13 +132,18 @@ static void lamb_direction_block(void *arg, int i, int64_t block, const om_optim
                                         : r->k->lamb_direction_f32(s, &r->c[i].lamb_f32, out, r->sum[block]);
 }
 
-static void lamb_update_block(void *arg, int i, int64_t block, const om_optim_span *s) {
-    const lamb_run *r = arg;
+static void lamb_update(const lamb_run *r, int i, int64_t block, int64_t blocks) {
+    const om_optim_span s = om_optim_part(r->l, i, block, blocks);
     om_lamb_move u = r->move[i];
-    u.grad_out = lamb_grad_out(r, s);
-    u.skipped = r->skipped[block] && !u.grad_out;
-    if (s->tp == OM_F64) r->k->lamb_update_f64(s, &r->c[i].lamb_f64, &u);
-    else r->k->lamb_update_f32(s, &r->c[i].lamb_f32, &u);
+    u.grad_out = lamb_grad_out(r, &s);
+    for (int64_t b = block; b < block + blocks && !u.grad_out; b++) u.skipped |= r->skipped[b];
+    if (s.tp == OM_F64) r->k->lamb_update_f64(&s, &r->c[i].lamb_f64, &u);
+    else r->k->lamb_update_f32(&s, &r->c[i].lamb_f32, &u);
+}
+
+static void lamb_update_block(void *arg, int i, int64_t block, const om_optim_span *s) {
+    (void)s;
+    lamb_update(arg, i, block, 1);
 }
 
 static void lamb_rates(const lamb_run *r, const lamb_wave *w) {
@@ -169,7 +174,8 @@ static bool lamb_work(const lamb_run *r, lamb_wave *w) {
         atomic_store(&w->moving, true);
     }
     if (!atomic_load(&w->moving) || !lamb_claim(&w->next2, w, &b, &n)) return false;
-    om_optim_range(r->l, end - b - n, end - b, true, lamb_update_block, (void *)(uintptr_t)r);
+    if (w->to - w->from == 1) lamb_update(r, w->from, end - b - n, n); /* one run of memory */
+    else om_optim_range(r->l, end - b - n, end - b, true, lamb_update_block, (void *)(uintptr_t)r);
     return true;
 }
 
