@@ -128,6 +128,8 @@ typedef struct om_scope { /* where in the user's source a node comes from */
     int line;
 } om_scope;
 
+/* UPDATE: optimizer steps and what reads their results. Such nodes run once per run, after every FORWARD node and never in a repeated
+ * forward; a graph has them or BACKWARD nodes, not both. */
 typedef enum om_phase { OM_FORWARD, OM_BACKWARD, OM_UPDATE } om_phase;
 
 typedef struct om_node {
@@ -142,7 +144,8 @@ typedef struct om_node {
     void *prep;              /* what the operator prepared once for this node (strip program); graph arena */
 } om_node;
 
-typedef struct om_write { om_id value, input; } om_write; /* after FORWARD, `value` is stored into graph input `input` */
+/* When the forward's values are there, UPDATE nodes included, `value` is stored into graph input `input`: of the old value nothing else is lost. */
+typedef struct om_write { om_id value, input; } om_write;
 typedef struct om_gradout { om_id value, input; } om_gradout; /* gradient of graph input `input`; value OM_NONE = no path: None */
 
 typedef struct om_graph {
@@ -216,6 +219,9 @@ typedef struct om_op {
     int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
     uint32_t optional;  /* bit j: operand j < min_in may be left out (operands >= min_in always may) */
     uint32_t inplace;   /* bit j: output 0 may take the storage of input j (same size; element i of y needs only element i) */
+    /* Operators that change state: the operand whose new value output `out` is (same type), or -1. Where the graph writes the output back to
+     * that operand, a plan computes it in the operand's own memory. Nodes of such an operator are of phase UPDATE. */
+    int (*state)(const om_node *n, int out);
     uint32_t dense;     /* bit j: input j must be dense row-major (bit 31: all inputs); the plan copies when it is not */
     bool random;        /* reads node->rng */
     bool device_only_meta; /* result depends on types alone (iota, fill): a constant once sizes are known */

@@ -101,13 +101,16 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
             return om_fail(cx, OM_INVALID, "%s: operand %d is required", op->name, i), OM_NONE;
 
     om_id in0 = g->operands.n, out0 = g->values.n;
+    uint8_t phase = op->state ? OM_UPDATE : g->cur_phase;
+    for (int i = 0; i < n_in; i++) /* what reads an update is one */
+        if (in[i] != OM_NONE && om_val(g, in[i])->node != OM_NONE && g->nodes.v[om_val(g, in[i])->node].phase == OM_UPDATE) phase = OM_UPDATE;
     for (int i = 0; i < n_in; i++) {
         om_id x = in[i]; /* `in` may point into operands, which may move */
         om_id *slot = OM_PUSH(cx, &g->operands);
         if (!slot) return OM_NONE;
         *slot = x;
     }
-    om_node node = {.op = op, .in = in0, .out = out0, .n_in = (uint16_t)n_in, .phase = g->cur_phase, .scope = g->cur_scope};
+    om_node node = {.op = op, .in = in0, .out = out0, .n_in = (uint16_t)n_in, .phase = phase, .scope = g->cur_scope};
     if (!attrs_copy(g, &node, attr, n_attr)) return OM_NONE;
     const om_attr *dts = om_attr_get(node.attr, n_attr, "out_dtype");
     int n_out = op->n_out >= 0 ? op->n_out : dts ? (int)dts->n : 0;

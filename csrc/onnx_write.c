@@ -813,7 +813,7 @@ static om_status write_graph(writer *w) {
         const om_value *v = om_val(g, i);
         char s[16];
         snprintf(s, sizeof s, "v%u", i);
-        if (v->role == OM_GRAD_IN || (v->role == OM_ACT && g->nodes.v[v->node].phase != OM_FORWARD)) w->name[i] = "";
+        if (v->role == OM_GRAD_IN || (v->role == OM_ACT && g->nodes.v[v->node].phase == OM_BACKWARD)) w->name[i] = "";
         else w->name[i] = write_unique(w, v->name ? v->name : s);
     }
     for (om_id i = 0; i < g->outputs.n && !FAILED(w); i++)
@@ -841,7 +841,7 @@ static om_status write_graph(writer *w) {
     }
     for (om_id i = 0; i < g->nodes.n && !FAILED(w); i++) {
         w->n = &g->nodes.v[i];
-        if (w->n->phase != OM_FORWARD) continue;
+        if (w->n->phase == OM_BACKWARD) continue;
         size_t r = 0, n = sizeof rows / sizeof *rows;
         while (r < n && rows[r].op != w->n->op) r++;
         if (r == n) return write_refuse(w, "it exists only inside the engine"), w->cx->status;
@@ -861,7 +861,7 @@ static om_status write_graph(writer *w) {
 static void write_count(writer *w) {
     const om_graph *g = w->g;
     for (om_id i = 0; i < g->nodes.n; i++)
-        for (int k = 0; k < g->nodes.v[i].n_in && g->nodes.v[i].phase == OM_FORWARD; k++)
+        for (int k = 0; k < g->nodes.v[i].n_in && g->nodes.v[i].phase != OM_BACKWARD; k++)
             if (om_ins(g, &g->nodes.v[i])[k] != OM_NONE) w->uses[om_ins(g, &g->nodes.v[i])[k]]++;
     for (om_id i = 0; i < g->outputs.n; i++) w->uses[g->outputs.v[i]]++;
     for (om_id i = 0; i < g->writes.n; i++) w->uses[g->writes.v[i].value]++;

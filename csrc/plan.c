@@ -24,6 +24,8 @@ typedef struct planner {
     OM_VEC(om_storage) st;
     OM_VEC(om_call) calls;
     place *val;            /* per value */
+    om_id *source;         /* per value: the value whose storage it lies in (itself, or where its views begin) */
+    om_id *old_until;      /* per value, with update nodes: the last of them that reads it, OM_NONE: it is needed to the end */
     uint32_t *alias;       /* storage -> storage that took over its place (in-place); itself otherwise; grown with st */
     uint32_t alias_cap;
     bool no_reuse;
@@ -91,6 +93,38 @@ static om_status plan_view(planner *pl, om_id id, const om_attr *attr) {
     return OM_OK;
 }
 
+/* Where values lie, and how long update nodes need what graph inputs hold. */
+static void sources_find(planner *pl) {
+    const om_graph *g = pl->g;
+    for (om_id v = 0; v < g->values.n; v++) {
+        om_id node = om_val(g, v)->node;
+        pl->source[v] = node != OM_NONE && g->nodes.v[node].op->view ? pl->source[om_ins(g, &g->nodes.v[node])[0]] : v;
+    }
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        for (int k = 0; k < n->n_in && n->phase == OM_UPDATE; k++)
+            if (om_ins(g, n)[k] != OM_NONE) pl->old_until[pl->source[om_ins(g, n)[k]]] = i;
+    }
+    for (uint32_t i = 0; i < g->outputs.n && !om_sabotage("plan.state_output"); i++) pl->old_until[pl->source[g->outputs.v[i]]] = OM_NONE;
+    for (uint32_t i = 0; i < g->writes.n && !om_sabotage("plan.state_write"); i++) pl->old_until[pl->source[g->writes.v[i].value]] = OM_NONE;
+}
+
+/* Output k of an update node: may it be computed in the memory of the graph input that it is written back to? (plan.h) */
+static bool state_in_place(const planner *pl, om_id id, int k, om_id *input) {
+    const om_graph *g = pl->g;
+    const om_node *n = &g->nodes.v[id];
+    const om_id *in = om_ins(g, n);
+    int j = n->op->state ? n->op->state(n, k) : -1, writes = 0;
+    if (j < 0 || in[j] == OM_NONE || om_val(g, in[j])->input == OM_NONE) return false;
+    *input = om_val(g, in[j])->input;
+    for (uint32_t i = 0; i < g->writes.n; i++)
+        if (g->writes.v[i].input == *input) writes += g->writes.v[i].value == n->out + (om_id)k ? 1 : 2;
+    if ((writes != 1 && !om_sabotage("plan.state_writes")) || (pl->old_until[in[j]] != id && !om_sabotage("plan.state_until"))) return false;
+    for (int i = 0; i < n->n_in; i++)
+        if (i != j && in[i] != OM_NONE && pl->source[in[i]] == in[j] && !om_sabotage("plan.state_operand")) return false;
+    return om_is_dense(&pl->val[in[j]].t);
+}
+
 static om_status plan_node(planner *pl, om_id id) {
     const om_graph *g = pl->g;
     const om_node *n = &g->nodes.v[id];
@@ -116,7 +150,9 @@ static om_status plan_node(planner *pl, om_id id) {
         c->arg[i] = om_ins(g, n)[i] == OM_NONE ? (om_parg){.storage = OM_NONE} : arg_of(&ins[i]);
     for (int i = 0; i < n->n_out; i++) {
         place *o = &pl->val[n->out + (om_id)i];
-        if ((o->st = storage_new(pl, OM_W_ARENA, bytes_of(&o->t), 0)) == OM_NONE) return pl->cx->status;
+        om_id input;
+        if (n->phase == OM_UPDATE && state_in_place(pl, id, i, &input)) *o = pl->val[g->inputs.v[input]];
+        else if ((o->st = storage_new(pl, OM_W_ARENA, bytes_of(&o->t), 0)) == OM_NONE) return pl->cx->status;
         c->arg[n->n_in + i] = arg_of(o);
         out[i] = o->t;
     }
@@ -202,6 +238,13 @@ static om_status calls_make(planner *pl) {
     OM_TRY(written_inputs_save(pl));
     for (om_id i = 0; i < g->nodes.n; i++)
         if (g->nodes.v[i].phase == OM_FORWARD) OM_TRY(plan_node(pl, i));
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        if (g->nodes.v[i].phase != OM_UPDATE) continue;
+        if (g->grads.n)
+            return om_fail(pl->cx, OM_UNSUPPORTED, "%s in a graph with gradients: let a graph of its own, which is given the gradients, update the weights",
+                           g->nodes.v[i].op->name);
+        OM_TRY(plan_node(pl, i));
+    }
     return p->mem.cx->status;
 }
 
@@ -229,13 +272,20 @@ static om_status outputs_place(planner *pl) {
     return OM_OK;
 }
 
+/* An update has computed it there. */
+static bool written_in_place(const planner *pl, const om_write *w) {
+    return om_val(pl->g, w->value)->role == OM_ACT && pl->val[w->value].st == pl->val[pl->g->inputs.v[w->input]].st &&
+           !pl->g->nodes.v[om_val(pl->g, w->value)->node].op->view;
+}
+
 static om_status writes_place(planner *pl) {
     const om_graph *g = pl->g;
     place *from = om_alloc(pl->cx, (g->writes.n + 1) * sizeof *from);
     om_status s = from ? OM_OK : pl->cx->status;
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) { /* values that are themselves inputs: a write might change them first */
         from[i] = pl->val[g->writes.v[i].value];
-        if (pl->st.v[from[i].st].where == OM_W_INPUT && !om_sabotage("plan.write_order")) {
+        if (pl->st.v[from[i].st].where == OM_W_INPUT && !om_sabotage("plan.write_order") &&
+            !written_in_place(pl, &g->writes.v[i])) {
             place copy;
             s = dense_copy(pl, &from[i], &copy);
             from[i] = copy;
@@ -244,7 +294,7 @@ static om_status writes_place(planner *pl) {
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
         uint32_t input = g->writes.v[i].input;
         place to = {.t = pl->p->input[input]};
-        if (om_sabotage("plan.write")) continue;
+        if (om_sabotage("plan.write") || from[i].st == pl->val[g->inputs.v[input]].st) continue;
         if ((to.st = storage_new(pl, OM_W_INPUT, 0, input)) == OM_NONE) s = pl->cx->status;
         else if ((s = copy_call(pl, &from[i], &to)) == OM_OK) pl->calls.v[pl->calls.n - 1].write = input;
     }
@@ -262,16 +312,12 @@ static om_status backward_make(planner *pl) {
 
     /* The last segment that reads a storage, decided on nodes before the calls exist: per value, noted at the value its views
      * come from. A returned gradient is itself a use in its segment. */
-    om_id *source = om_alloc(pl->cx, (g->values.n + 1) * sizeof *source);
+    const om_id *source = pl->source;
     int *last_seg = om_alloc(pl->cx, (g->values.n + 1) * sizeof *last_seg);
-    om_status s = source && last_seg ? OM_OK : pl->cx->status;
-    for (om_id v = 0; v < g->values.n && s == OM_OK; v++) {
-        om_id node = om_val(g, v)->node;
-        source[v] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : v;
-    }
+    om_status s = last_seg ? OM_OK : pl->cx->status;
     for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++) {
         const om_node *n = &g->nodes.v[i];
-        if (n->phase == OM_FORWARD) continue;
+        if (n->phase != OM_BACKWARD) continue;
         for (int k = 0; k < n->n_in; k++) {
             om_id v = om_ins(g, n)[k];
             if (v != OM_NONE && last_seg[source[v]] < n->segment) last_seg[source[v]] = n->segment;
@@ -283,7 +329,7 @@ static om_status backward_make(planner *pl) {
     }
     for (int seg = 0; seg < n_seg && s == OM_OK; seg++) {
         for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++)
-            if (g->nodes.v[i].phase != OM_FORWARD && g->nodes.v[i].segment == seg) s = plan_node(pl, i);
+            if (g->nodes.v[i].phase == OM_BACKWARD && g->nodes.v[i].segment == seg) s = plan_node(pl, i);
         for (uint32_t i = 0; i < g->grads.n && s == OM_OK; i++) {
             om_id v = g->grads.v[i].value;
             if (v == OM_NONE || p->grad_segment[i] != seg) continue;
@@ -315,7 +361,6 @@ static om_status backward_make(planner *pl) {
         }
         p->seg_end[seg] = (int)pl->calls.n;
     }
-    om_free(pl->cx, source);
     om_free(pl->cx, last_seg);
     return s;
 }
@@ -513,6 +558,8 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     planner pl = {.cx = cx, .g = g, .p = p, .no_reuse = getenv("ORTMODULE_NO_REUSE") != NULL};
     om_arena *m = &p->mem;
     pl.val = om_alloc(cx, (g->values.n + 1) * sizeof *pl.val);
+    pl.source = om_alloc(cx, (g->values.n + 1) * sizeof *pl.source);
+    pl.old_until = om_alloc(cx, (g->values.n + 1) * sizeof *pl.old_until);
     p->sym = om_arena_alloc(m, (g->syms.n + 1) * sizeof *p->sym);
     p->input = om_arena_alloc(m, (g->inputs.n + 1) * sizeof *p->input);
     p->output = om_arena_alloc(m, (g->outputs.n + 1) * sizeof *p->output);
@@ -526,6 +573,7 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     if (s == OM_OK) s = om_syms_bind(cx, g, in, p->sym);
     if (s == OM_OK) om_plan_key(g, in, p->key);
     if (s == OM_OK) s = grad_segments(&pl);
+    if (s == OM_OK) sources_find(&pl);
     if (s == OM_OK) s = values_place(&pl, in);
     if (s == OM_OK) s = calls_make(&pl);
     if (s == OM_OK) s = outputs_place(&pl);
@@ -551,6 +599,8 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
         if (!p->calls || !p->st) s = cx->status;
     }
     om_free(cx, pl.val);
+    om_free(cx, pl.source);
+    om_free(cx, pl.old_until);
     om_free(cx, pl.alias);
     om_free(cx, pl.st.v);
     om_free(cx, pl.calls.v);

@@ -152,7 +152,7 @@ static PyObject *Model_nodes(PyObject *o, PyObject *args) {
     for (om_id i = 0; list && i < g->nodes.n; i++) {
         const om_node *n = &g->nodes.v[i];
         const om_scope *sc = n->scope < g->scopes.n ? &g->scopes.v[n->scope] : NULL;
-        PyObject *row = Py_BuildValue("{s:s,s:s,s:z,s:z,s:i,s:i,s:i}", "op", n->op->name, "phase", n->phase == OM_FORWARD ? "forward" : "backward",
+        PyObject *row = Py_BuildValue("{s:s,s:s,s:z,s:z,s:i,s:i,s:i}", "op", n->op->name, "phase", n->phase == OM_FORWARD ? "forward" : n->phase == OM_BACKWARD ? "backward" : "update",
                                       "module", sc ? sc->module : NULL, "file", sc ? sc->file : NULL, "line", sc ? sc->line : 0, "segment",
                                       (int)n->segment, "host_index", n->op->kind == OM_K_HOST ? (int)om_node_int(n, "index", -1) : -1);
         if (!row || PyList_SetItem(list, (Py_ssize_t)i, row)) Py_CLEAR(list);

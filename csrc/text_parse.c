@@ -435,10 +435,10 @@ static om_status text_parse_node(text_in *in, const text_words *lhs, text_ids *i
             OM_TRY(text_parse_attr(in, a));
         }
     if (ins->n > UINT16_MAX || attrs->n > UINT16_MAX) return text_err(in, "more than %d operands or attributes", UINT16_MAX);
+    g->cur_phase = OM_FORWARD;
     om_id out = om_make(g, op, ins->v, (int)ins->n, attrs->v, (int)attrs->n);
     if (in->cx->status != OM_OK) return in->cx->status;
     om_node *n = om_last(g);
-    n->phase = OM_FORWARD;
     n->scope = OM_NONE;
     if (n->n_out != lhs->n) return text_err(in, "%s makes %d values, %u names are given", op->name, n->n_out, lhs->n);
     for (uint32_t i = 0; i < lhs->n; i++) {

@@ -105,6 +105,7 @@ static om_status verify_node(om_graph *g, om_id id) {
     VERIFY(g, id, n->op->n_out < 0 || n->n_out == n->op->n_out, "%d outputs", n->n_out);
     VERIFY(g, id, n->scope == OM_NONE || n->scope < g->scopes.n, "scope %u of %u", n->scope, g->scopes.n);
     VERIFY(g, id, n->phase <= OM_UPDATE, "phase %d", n->phase);
+    VERIFY(g, id, !n->op->state || n->phase == OM_UPDATE, "it changes state, so its phase is update");
     for (int i = 0; i < n->n_in; i++) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE) continue;

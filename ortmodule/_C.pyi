@@ -106,7 +106,7 @@ class Model:
     """A live random node exists: a seed must be drawn for each forward."""
     def text(self, variant: int = -1) -> str: ...
     def nodes(self, variant: int = -1) -> list[dict[str, Any]]:
-        """One dict per node: op, phase ('forward' | 'backward'), module, file, line, segment, host_index (-1 if none)."""
+        """One dict per node: op, phase ('forward' | 'backward' | 'update'), module, file, line, segment, host_index (-1 if none)."""
     def variant(self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None) -> int:
         """Joint graph. wanted: one byte per graph input. arriving: one byte per user output. group: per graph input, the backward
         segment (0 runs first) in which its gradient must be complete; None = one segment."""

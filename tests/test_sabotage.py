@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import test_accumulate
 import test_plan
+import test_plan_update
 import test_remat
 import test_text
 import torch
@@ -48,6 +49,7 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine, "lib", lib)
     monkeypatch.syspath_prepend(str(engine.ROOT / "tests" / "ops"))
     monkeypatch.setattr(test_plan, "_C", sys.modules["sabotage"])
+    monkeypatch.setattr(test_plan_update, "_C", sys.modules["sabotage"])
     yield
     lib.om_sabotage_set(None)
 
@@ -171,6 +173,13 @@ def plans(first: int, n: int, group: bool = False) -> Callable[[], None]:
     return run
 
 
+def updates() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "lib", PLAIN)
+        for seed in range(100):
+            test_plan_update.compare(seed)
+
+
 def rows_of(test: Callable[..., None]) -> None:
     for kw in calls(test):
         test(**kw)
@@ -248,6 +257,11 @@ POINTS: dict[str, Callable[[], None]] = {
     "plan.clash": plans(86, 1),
     "plan.home": plans(0, 50),
     "plan.overlap": plans(0, 50),
+    "plan.state_until": updates,
+    "plan.state_operand": updates,
+    "plan.state_output": updates,
+    "plan.state_write": updates,
+    "plan.state_writes": updates,
     "segment": plans(1000, 50, True),
     "segment.until": plans(1000, 50, True),
 }

@@ -1,6 +1,7 @@
 /* optimizer.c - parameter updates as operators of the graph (phase UPDATE), for training without PyTorch.
  *
- * They are values in, values out like every operator: new weights and moments are outputs, and a graph stores them by its write list.
+ * They are values in, values out like every operator: new weights and moments are outputs, and a graph stores them by its write list. Where
+ * it does, a plan lets them work in the weights' own memory (om_op.state); elsewhere they copy first.
  * The arithmetic is that of csrc/optim; all groups of a node are one multi-tensor call. Where the names differ (csrc/onnx_optim.c reads):
  *     adamw_step      com.microsoft AdamWOptimizer; adam_mode 0 = torch.optim.AdamW, 1 = transformers
  *     sgd_step        SGDOptimizerV2           lamb_step      LambOptimizer: its inputs and outputs in its order
@@ -119,6 +120,13 @@ static om_status accumulate_infer(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
+/* --- which operand an output is the new state of ------------------------------------------------------- */
+
+static int adamw_state(const om_node *n, int out) { (void)n; return 3 + 4 * (out / 3) + (out % 3 ? out % 3 + 1 : 0); }
+static int sgd_state(const om_node *n, int out) { (void)n; return 2 + 2 * out; }
+static int lamb_state(const om_node *n, int out) { return out + 4 < n->n_in ? out + 4 : -1; } /* the last 16-bit weight may be missing */
+static int first_state(const om_node *n, int out) { (void)n, (void)out; return 0; }
+
 /* --- kernels ------------------------------------------------------------------------------------------- */
 
 static bool update_given(const om_args *a, int i) { return i < a->n_in && a->in[i].dtype != OM_NODTYPE; }
@@ -222,18 +230,18 @@ static om_status accumulate_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_adamw_step = {
-    .name = "adamw_step", .kind = OM_K_ROW, .min_in = 7, .max_in = -1, .n_out = -1, .optional = 1u << 2, .inplace = 1u << 3, .infer = adamw_infer, .run = adamw_run,
+    .name = "adamw_step", .kind = OM_K_ROW, .min_in = 7, .max_in = -1, .n_out = -1, .optional = 1u << 2, .inplace = 1u << 3, .state = adamw_state, .infer = adamw_infer, .run = adamw_run,
     .doc = "(lr, step, update?, (w, g, m, v)...) -> (w, m, v)...; alpha 0.9, beta 0.999, epsilon 1e-8, weight_decay 0.01, adam_mode, correct_bias 1"};
 const om_op om_op_sgd_step = {
-    .name = "sgd_step", .kind = OM_K_ROW, .min_in = 4, .max_in = -1, .n_out = -1, .optional = 1u << 1, .inplace = 1u << 2, .infer = sgd_infer, .run = sgd_run,
+    .name = "sgd_step", .kind = OM_K_ROW, .min_in = 4, .max_in = -1, .n_out = -1, .optional = 1u << 1, .inplace = 1u << 2, .state = sgd_state, .infer = sgd_infer, .run = sgd_run,
     .doc = "(lr, update?, (w, g)...) -> (w - lr g)..."};
 const om_op om_op_lamb_step = {
     .name = "lamb_step", .kind = OM_K_REDUCE, .min_in = 10, .max_in = -1, .n_out = -1, .optional = 1u << 0 | 1u << 1 | 1u << 2 | 1u << 4 | 1u << 9,
-    .infer = lamb_infer, .run = lamb_run,
+    .state = lamb_state, .infer = lamb_infer, .run = lamb_run,
     .doc = "(update?, loss_scale?, norm?, lr, step?, (w, g, m, v, w16?)...) -> step, (w, change of w, m, v, w16)...; alpha 0.9, beta 0.999, lambda 0, "
            "epsilon 1e-6, max_norm_clip 1, ratio_min, ratio_max, do_bias_correction 1"};
 const om_op om_op_clip_by_norm = {
-    .name = "clip_by_norm", .kind = OM_K_ROW, .min_in = 2, .max_in = 2, .n_out = 1, .inplace = 1u << 0, .infer = clip_infer, .run = clip_run,
+    .name = "clip_by_norm", .kind = OM_K_ROW, .min_in = 2, .max_in = 2, .n_out = 1, .inplace = 1u << 0, .state = first_state, .infer = clip_infer, .run = clip_run,
     .doc = "(g, norm) max_norm 1 -> g min(1, max_norm / (norm + 1e-6))"};
 const om_op om_op_l2_norm_all = {
     .name = "l2_norm_all", .kind = OM_K_REDUCE, .min_in = 1, .max_in = -1, .n_out = 1, .infer = all_infer, .run = all_run,
@@ -242,5 +250,5 @@ const om_op om_op_all_finite = {
     .name = "all_finite", .kind = OM_K_REDUCE, .min_in = 1, .max_in = -1, .n_out = 1, .infer = all_infer, .run = all_run,
     .doc = "(x...) -> 0-d bool: no inf, no NaN"};
 const om_op om_op_accumulate = {
-    .name = "accumulate", .kind = OM_K_ROW, .min_in = 2, .max_in = 3, .n_out = 1, .inplace = 1u << 0, .infer = accumulate_infer,
+    .name = "accumulate", .kind = OM_K_ROW, .min_in = 2, .max_in = 3, .n_out = 1, .inplace = 1u << 0, .state = first_state, .infer = accumulate_infer,
     .run = accumulate_run, .doc = "(buffer, g, overwrite?) -> buffer + g, or g"};
