@@ -2,15 +2,18 @@
 
     python tests/bench/bench_optim.py [--list gpt2|bert|tiny] [--threads 1,2] [--rounds 7] [--half] [--csv tests/bench/history_optim.csv]
 
-All contenders run interleaved in one process on the same parameters and gradients, each with its own state; the figure is the median over
-rounds, ratios are medians of per-round ratios against FusedAdam. "copy_" is torch's over as many floats as the list has (8 bytes
-each): what the memory can do. GB/s count the bytes an update must move, not those that a contender happens to move.
+All contenders (DeepSpeed's CPU optimizer where DeepSpeed is installed) run interleaved in one process on the same parameters and gradients,
+each with its own state; the figure is the median over rounds, ratios are medians of per-round ratios against FusedAdam. "copy_" is torch's
+over as many floats as the list has (8 bytes each): what the memory can do. GB/s count the bytes an update must move, not those that a
+contender happens to move.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
+import os
 import statistics
 import time
 
@@ -58,6 +61,11 @@ def contenders(shapes: list[tuple[int, ...]], half: bool) -> dict[str, tuple[tor
     add("FusedLAMB", lambda p: FusedLAMB(p), 44)
     add("FusedSGD momentum", lambda p: FusedSGD(p, momentum=0.9), 20)
     add("torch SGD momentum fused", lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, fused=True), 20)
+    if importlib.util.find_spec("deepspeed"):  # compiles its kernels at the first use
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        add("DeepSpeedCPUAdam", lambda p: DeepSpeedCPUAdam(p), 28)
     return rows
 
 
