@@ -54,9 +54,15 @@ def global_hooks() -> bool:
                 or nn_module._global_backward_pre_hooks)  # fmt: skip
 
 
+def part_of_forward(hook: object) -> bool:
+    """A hook that only hands values to the forward around it (Hugging Face collects hidden_states and attentions so): captured with it."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def hooked(module: nn.Module) -> list[str]:
     """Names of the submodules with forward or backward hooks: they stay in PyTorch, where their hooks run."""
-    return [name for name, m in module.named_modules() if name and any(m.__dict__.get(h) for h in _HOOKS)]
+    return [name for name, m in module.named_modules()
+            if name and any(not part_of_forward(f) for h in _HOOKS for f in m.__dict__.get(h, {}).values())]  # fmt: skip
 
 
 def refuse(module: nn.Module) -> str | None:

@@ -857,6 +857,60 @@ def test_hooks_on_the_wrapper_run_once():
     assert seen["w"] == seen["eager"] and len(seen["w"]) == 3
 
 
+class Collects(nn.Module):
+    """Returns what hooks on its layers have gathered, as feature extractors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.found: list[Any] = []
+        for layer in self.layers:
+            layer.register_forward_hook(lambda m, a, out: self.found.append(out))
+
+    def forward(self, x):
+        self.found.clear()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x, list(self.found)
+
+
+def test_hooks_that_forward_reads():
+    """What they gather belongs to the result: the module runs in PyTorch, and says why."""
+    eager, inner = Collects(), Collects()
+    inner.load_state_dict(eager.state_dict())
+    ours = ORTModule(inner)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        (a, seen), (b, got) = eager(x), ours(x)
+        assert torch.equal(a, b) and len(got) == len(seen) == 3
+        assert all(torch.equal(p, q) for p, q in zip(seen, got))
+    assert "take part in what forward returns" in str(ours.report())
+
+
+@pytest.mark.parametrize("kind", ["hidden_states", "attentions"])
+def test_outputs_that_hugging_face_collects_by_hooks(kind):
+    """Captured with the forward, also in later calls that do not ask for them."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=37, vocab_size=101,
+                                     hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation="eager")  # fmt: skip
+    eager = transformers.BertForMaskedLM(config).train()
+    ours = ORTModule(copy.deepcopy(eager))
+    ids = torch.randint(0, 101, (2, 9))
+    for _ in range(3):
+        want, got = (m(input_ids=ids, labels=ids, **{f"output_{kind}": True}) for m in (eager, ours))
+        assert len(got[kind]) == len(want[kind]) > 0
+        for a, b in zip(got[kind], want[kind]):
+            torch.testing.assert_close(a, b)
+        for m, out in ((eager, want), (ours, got)):
+            m.zero_grad()
+            (out.loss + sum(h.square().mean() for h in out[kind])).backward()
+        for p, q in zip(eager.parameters(), ours.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    ours(input_ids=ids, labels=ids).loss.backward()
+    assert ours.report().node_share == 1.0, str(ours.report())
+
+
 def test_parameter_hooks():
     w, eager = pair(MLP, segment_mb=1e-5)
     x, grad = torch.randn(13, 5), torch.randn(13, 3)

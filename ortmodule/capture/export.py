@@ -107,6 +107,7 @@ class _Wrapper(nn.Module):
                 flat.append(x)
             return slot[id(x)]
 
+        self._box["structure"] = _structure(out)
         self._box["rebuild"] = skeleton(out, leaf)
         self._box["hold"] = flat
         return tuple(flat)
@@ -298,6 +299,11 @@ def _example(t: Tensor) -> Tensor:
     return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
 
 
+def _structure(out: Any) -> Any:
+    """What a result is but for sizes and values."""
+    return flatten_inputs((out,), {}).key
+
+
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
             keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], ones_are_symbols: bool = True) -> Exported:
     fill, flat = input_skeleton(args, kwargs)
@@ -316,7 +322,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         with _keep_attributes(module, registered=True):
             real = [t.detach().clone() for t in flat.tensors]
             inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
-            table.recorded = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
+            table.recorded, result = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
     box: dict[str, Any] = {}
     wrapper = _Wrapper(module, fill, n, floats, box)
     shapes: Any = None
@@ -329,6 +335,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)
+    if keep and not dynamic and box["structure"] != _structure(result):
+        raise CaptureError(f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns something else")
     return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),
                     torch.is_autocast_enabled("cpu"), _ranges(program), _guards(program), leaves)
 

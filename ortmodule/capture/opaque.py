@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..guard import part_of_forward
 from .skeleton import Fill, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
@@ -198,8 +199,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
           "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")
 
 
-def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> dict[str, list[Any]]:
-    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used."""
+def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> tuple[dict[str, list[Any]], Any]:
+    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used. Also its own result."""
     notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
     handles = [
         root.get_submodule(fqn).register_forward_hook(lambda _m, _a, out, fqn=fqn: notes[fqn].append(out))
@@ -207,11 +208,11 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
     ]
     try:
         with torch.no_grad():
-            run()
+            result = run()
     finally:
         for h in handles:
             h.remove()
-    return notes
+    return notes, result
 
 
 def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,7 +265,7 @@ def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
                     own.pop("forward", None)
 
             undo.append(restore)
-            own.update({name: OrderedDict() for name in hooks})
+            own.update({name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks})
 
             def forward_node(*args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any) -> Any:
                 return _module_node(_fqn, _module, _forward, args, kwargs)
