@@ -220,11 +220,46 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Takes the state of these optimizers, of torch.optim's twin, or of onnxruntime-training's FusedAdam (step in the group only).
 
         Moments keep their precision (torch would cast them to the parameter's type) and are brought into the parameter's memory order.
+        A state that does not fit raises ValueError and changes nothing.
         """
-        for group in state_dict["param_groups"]:
-            if group.get("amsgrad"):
+        loaded: dict[str, Any] = {}
+
+        def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:  # runs last: sees what the user's pre-hooks made of it
+            self._check_loaded(state)
+            loaded.update(state)
+
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_loaded(loaded), prepend=True)  # the user's see the result
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            if saved.get("amsgrad"):
                 raise ValueError(f"the state was saved with amsgrad=True, which {type(self).__name__} does not have")
-        super().load_state_dict(state_dict)
+            for key, p in zip(saved["params"], group["params"]):
+                state = state_dict["state"].get(key)
+                if state:
+                    self._check_loaded_state(f"{type(self).__name__}: the saved state of parameter {key}", state, p)
+
+    def _check_loaded_state(self, what: str, state: dict[str, Any], p: Tensor) -> None:
+        for name in (*self._moments, "momentum_buffer", "master_weight", "master_rest"):
+            value = state.get(name)
+            if value is None:
+                if name in self._moments:
+                    raise ValueError(f"{what} has no {name}: it is incomplete, or of another optimizer; it has {', '.join(map(str, state))}")
+            elif not isinstance(value, Tensor):
+                raise ValueError(f"{what} has a {name} that is a {type(value).__name__}; it must be a tensor")
+            elif value.shape != p.shape:
+                raise ValueError(f"{what} has a {name} of sizes {tuple(value.shape)}, the parameter has {tuple(p.shape)}: is it of another model?")
+        step = state.get("step", 0)
+        if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
+            raise ValueError(f"{what} has a step {step!r}; it must be a number or a tensor of one element")
+
+    def _take_loaded(self, state_dict: dict[str, Any]) -> None:
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
