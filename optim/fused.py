@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ortmodule import _C
 
@@ -25,6 +26,7 @@ from . import cuda
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, *HALF)
 _MASK64 = (1 << 64) - 1
 
 
@@ -89,21 +91,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.moment_dtype or torch.float32
 
     def _init_state(self, p: Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
-        if not p.is_floating_point():
-            raise RuntimeError(f"{type(self).__name__} got a parameter of {p.dtype}; allowed: float32, float64, bfloat16, float16")
+        name = type(self).__name__
+        if is_traceable_wrapper_subclass(p):
+            raise RuntimeError(f"{name} got a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such")
+        if p.dtype not in DTYPES or p.device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"{name} got a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda")
+        if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
+            raise RuntimeError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
         for name in moments:
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
         if moments:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        self._init_master(p, state)
 
-    def _init_master(self, p: Tensor, state: dict[str, Any]) -> None:
+    def _init_master(self, p: Tensor, state: dict[str, Any]) -> int:
+        """Makes the master that is missing; returns how p's weight is stored."""
         store = self._store_of(p)
         if store == MASTER and "master_weight" not in state:
             state["master_weight"] = p.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
         elif store == SPLIT and "master_rest" not in state:
             state["master_rest"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+        return store
 
     def _seed(self, group_index: int, step: int) -> int:
         return (self.rounding_seed + 0x9E3779B97F4A7C15 * step + 0xD1B54A32D192ED03 * group_index) & _MASK64
@@ -122,7 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             state = self.state[p]
             if len(state) == 0:
                 self._init_state(p, state, self._moments)
-            store = NEAREST if plain else self._store_of(p)
+            store = NEAREST if plain else self._init_master(p, state)
             entry = lists.get(store)
             if entry is None:
                 entry = lists[store] = [[], [], []]
@@ -183,15 +191,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _update(self, inv_scale: float) -> None:
+        collected = [self._collect(group) for group in self.param_groups]  # what is refused is refused before anything changes
+        if self._leave_out(collected, inv_scale):
+            return
         touched: list[Tensor] = []
-        for index, group in enumerate(self.param_groups):
+        for index, (group, lists) in enumerate(zip(self.param_groups, collected)):
             step = group["step"] = group.get("step", 0) + 1
             sign = -inv_scale if group["maximize"] else inv_scale
-            for store, (params, grads, states) in self._collect(group).items():
+            for store, (params, grads, states) in lists.items():
                 self._update_list(group, store, params, grads, states, sign, self._seed(index, step))
                 touched += params
         if touched:
             torch.autograd.graph.increment_version(touched)
+
+    def _leave_out(self, collected: list[dict[int, list[list[Any]]]], inv_scale: float) -> bool:
+        """Whether the gradients of the groups forbid the step."""
+        return False
 
     def _update_list(
         self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], inv_scale: float, seed: int
@@ -439,15 +454,13 @@ class FusedLAMB(FusedOptimizer):
         )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
-    def _update(self, inv_scale: float) -> None:
+    def _leave_out(self, collected: list[dict[int, list[list[Any]]]], inv_scale: float) -> bool:
         self.last_grad_norm = None
-        if any(group["max_grad_norm"] for group in self.param_groups):
-            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
-            norm, finite = _C.norm(grads, 2.0, False)
-            self.last_grad_norm = norm * inv_scale
-            if not finite:
-                return
-        super()._update(inv_scale)
+        if not any(group["max_grad_norm"] for group in self.param_groups):
+            return False
+        norm, finite = _C.norm([g for lists in collected for _, grads, _ in lists.values() for g in grads], 2.0, False)
+        self.last_grad_norm = norm * inv_scale
+        return not finite
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
         limit = group["max_grad_norm"]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from ortmodule import _C
 from ortmodule.optim import FusedAdam, FusedLAMB, FusedSGD
 
 
@@ -97,3 +98,64 @@ def test_the_state_of_another_optimizer_is_refused():
     train(model, sgd)
     with pytest.raises(ValueError, match="FusedAdam.*another optimizer"):
         FusedAdam(model.parameters()).load_state_dict(sgd.state_dict())
+
+
+# --- a step that is refused ----------------------------------------------------------------------------
+
+
+def dtensor():
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    return distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0]), [Replicate()])
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+REFUSED = {
+    "complex": (lambda: torch.ones(5, dtype=torch.complex64), "torch.complex64 .*allowed: float32"),
+    "float8": (lambda: torch.ones(5).to(torch.float8_e4m3fn), "torch.float8_e4m3fn .*allowed: float32"),
+    "meta": (lambda: torch.empty(5, device="meta"), "on meta; allowed: .* on cpu, cuda"),
+    "expanded": (lambda: torch.ones(1).expand(5), "expanded.*clone it"),
+    "DTensor": (dtensor, "DTensor.*torch.optim"),
+    "sparse gradient": (lambda: torch.ones(5), "sparse gradients.*SparseAdam"),
+}
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedSGD])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_stepped_is_refused_and_nothing_changes(cls, name, one_process):
+    """The group before the refused parameter has not moved either: the step can be repeated without it."""
+    make, message = REFUSED[name]
+    good, bad = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(make())
+    opt = cls([{"params": [good]}, {"params": [bad]}])
+    good.grad, bad.grad = torch.ones(3), torch.ones_like(bad)
+    if name == "sparse gradient":
+        bad.grad = bad.grad.to_sparse()
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        opt.step()
+    assert torch.equal(good.detach(), torch.ones(3))
+    assert all("step" not in group for group in opt.param_groups)
+    bad.grad = None
+    opt.step()
+    assert not torch.equal(good.detach(), torch.ones(3)) and opt.param_groups[0]["step"] == 1
+
+
+def test_the_engine_refuses_tensors_without_memory(one_process):
+    with pytest.raises(ValueError, match="DTensor.*plain tensors"):
+        _C.norm([dtensor()], 2.0, False)
+
+
+def test_a_model_that_becomes_bfloat16_later_gets_its_masters():
+    for master in (True, "split"):
+        model = net()
+        opt = FusedAdam(model.parameters(), 1e-2, master_weights=master)
+        train(model, opt)
+        model.to(torch.bfloat16)
+        train(model, opt)
+        name = "master_weight" if master is True else "master_rest"
+        assert all(name in state and state["exp_avg"].dtype == torch.float32 for state in opt.state.values())
