@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ortmodule import _C
 
 from . import cuda
+from .lists import DTYPES
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
-DTYPES = (torch.float32, torch.float64, *HALF)
 _MASK64 = (1 << 64) - 1
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 
 from ortmodule import _C
-from ortmodule.optim import FusedAdam, FusedLAMB, FusedSGD
+from ortmodule.optim import FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
 
 
 def net(dtype=torch.float32):
@@ -159,3 +160,38 @@ def test_a_model_that_becomes_bfloat16_later_gets_its_masters():
         train(model, opt)
         name = "master_weight" if master is True else "master_rest"
         assert all(name in state and state["exp_avg"].dtype == torch.float32 for state in opt.state.values())
+
+
+# --- what the engine's lists do not take is torch's ------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [0, -2.0, -math.inf, "inf", 0.5])
+def test_clipping_by_any_order_is_torchs(order):
+    ours, theirs = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(4))
+    ours.grad = torch.tensor([3.0, -0.5, 2.0, 1.0])
+    theirs.grad = ours.grad.clone()
+    norm = clip_grad_norm_([ours], 0.25, order)
+    assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_([theirs], 0.25, order).item(), rel=1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0)
+
+
+ODD = {"complex": lambda: torch.randn(6, dtype=torch.complex64), "nine axes": lambda: torch.randn([2] * 9), "DTensor": dtensor}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_clipping_and_mixed_precision_around_torchs_optimizer_take_any_parameter(name, one_process):
+    torch.manual_seed(0)
+    start = ODD[name]()
+    a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    ours, theirs = FP16_Optimizer(torch.optim.AdamW([a], 0.1), loss_scaler=1.0), torch.optim.AdamW([b], 0.1)
+    for _ in range(2):
+        ours.zero_grad()
+        theirs.zero_grad()
+        ours.backward((a.abs() ** 3).sum())
+        (b.abs() ** 3).sum().backward()
+        clip_grad_norm_([a], 0.5)
+        torch.nn.utils.clip_grad_norm_([b], 0.5)
+        ours.step()
+        theirs.step()
+        assert not ours.overflow
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
