@@ -58,12 +58,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"master_weights={master_weights!r} given; allowed: False, True, 'split'")
         if stochastic_rounding and master_weights:
             raise ValueError("stochastic_rounding replaces master weights; give one of the two")
-        if moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise ValueError(f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 with float64 parameters)")
+        if moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 parameters have float64)")
         lr = defaults["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("lr as a tensor must have one element")
-        if not float(lr) >= 0:
+        if not lr >= 0:
             raise ValueError(f"lr={lr} given; it must be >= 0")
         if not defaults["weight_decay"] >= 0:
             raise ValueError(f"weight_decay={defaults['weight_decay']} given; it must be >= 0")
@@ -358,7 +358,7 @@ class FusedAdam(FusedOptimizer):
         maximize: bool = False,
     ) -> None:
         self._adam_w_mode = AdamWMode(adam_w_mode)
-        _check_adam(betas, eps)
+        _check_adam(bias_correction, betas, eps)
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
@@ -431,7 +431,7 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ValueError("FusedLAMB has no amsgrad variant")
-        _check_adam(betas, eps)
+        _check_adam(bias_correction, betas, eps)
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm={max_grad_norm} given; it must be positive, or None for no clipping")
         if not ratio_min <= ratio_max:
@@ -595,8 +595,10 @@ class FusedSGD(FusedOptimizer):
         _C.cuda_sgd(*head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"])
 
 
-def _check_adam(betas: tuple[float, float], eps: float) -> None:
-    if not all(0 <= float(b) < 1 for b in betas):
-        raise ValueError(f"betas={betas} given; both must be in [0, 1)")
+def _check_adam(bias_correction: bool, betas: tuple[float, float], eps: float) -> None:
+    if not isinstance(bias_correction, (bool, int)):
+        raise TypeError(f"bias_correction={bias_correction!r} given; it must be True or False (torch's third argument is betas: write betas=...)")
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)):
+        raise ValueError(f"betas={betas} given; two numbers in [0, 1) are needed")
     if not eps >= 0:
         raise ValueError(f"eps={eps} given; it must be >= 0")

@@ -195,3 +195,23 @@ def test_clipping_and_mixed_precision_around_torchs_optimizer_take_any_parameter
         theirs.step()
         assert not ours.overflow
     torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+# --- arguments -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_torchs_argument_order_is_noticed(cls):
+    """AdamW(params, lr, betas) written with these classes: the third argument is bias_correction, as in the originals."""
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match=r"bias_correction=\(0.9, 0.95\).*betas="):
+        cls([p], 1e-3, (0.9, 0.95))
+    for bad in (dict(betas=(0.9,)), dict(betas=0.9), dict(lr="1e-3"), dict(weight_decay=None), dict(eps="1e-8")):
+        with pytest.raises((TypeError, ValueError)):
+            cls([p], **bad)
+    assert cls([p], 1e-3, 0).defaults["bias_correction"] == 0
+
+
+def test_moment_dtype_float64_is_refused_at_once():
+    with pytest.raises(ValueError, match="moment_dtype=torch.float64 given"):
+        FusedAdam([torch.nn.Parameter(torch.ones(3))], moment_dtype=torch.float64)
