@@ -179,5 +179,14 @@ def test_familiar_imports(tmp_path):
     run = subprocess.run([sys.executable, "-m", "ortmodule.compat", str(script), "--lr", "0.1"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "trained True" in run.stdout and "refused" in run.stdout
+    code = """
+import ortmodule.compat
+import onnxruntime.training, torch_ort
+from onnxruntime.training import ORTModule
+assert ORTModule is torch_ort.ORTModule and onnxruntime.training.optim.FusedAdam is torch_ort.optim.FusedAdam
+assert onnxruntime.training.optim.fp16_optimizer.FP16_Optimizer and onnxruntime.training.amp.DynamicLossScaler
+assert not hasattr(onnxruntime.training, "nonsense")
+"""
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
     code = "import ortmodule.compat, sys; n = len(sys.meta_path); ortmodule.compat.install(); assert len(sys.meta_path) == n; import torch_ort"
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
