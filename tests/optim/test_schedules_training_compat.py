@@ -144,6 +144,11 @@ def test_trainer_counts_finite_steps_only_and_resumes():
 
 
 def test_trainer_refusals():
+    with pytest.raises(TypeError, match="optim_config.*'adam'.*AdamConfig"):
+        Trainer(net(), "adam")
+    trainer = Trainer(net(), SGDConfig(), torch.nn.functional.mse_loss)
+    with pytest.raises(TypeError, match=r"targets.*\[targets\]"):  # would be unpacked along its first axis
+        trainer.train_step(torch.ones(1, 7).double(), targets=torch.ones(1, 5).double())
     with pytest.raises(ValueError, match="no.such"):
         Trainer(net(), SGDConfig(), options=TrainerOptions(frozen_weights=["no.such"]))
     with pytest.raises(ValueError, match="at least 1"):
