@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
+import optim_reference as reference
 import pytest
 import torch
 
@@ -215,3 +217,85 @@ def test_torchs_argument_order_is_noticed(cls):
 def test_moment_dtype_float64_is_refused_at_once():
     with pytest.raises(ValueError, match="moment_dtype=torch.float64 given"):
         FusedAdam([torch.nn.Parameter(torch.ones(3))], moment_dtype=torch.float64)
+
+
+# --- storage of the weights --------------------------------------------------------------------------------
+
+
+def f32_weights(opt):
+    """The exact weights: bits of the bfloat16 parameter and the int16 rest put together, or the f32 masters."""
+    out = []
+    for p, state in opt.state.items():
+        if "master_rest" in state:
+            out.append(((p.detach().view(torch.int16).to(torch.int32) << 16) + state["master_rest"]).view(torch.float32))
+        else:
+            out.append(state["master_weight"])
+    return torch.cat([w.flatten() for w in out])
+
+
+@pytest.mark.parametrize("source,target", [(True, "split"), ("split", True), (True, True), ("split", "split")])
+def test_changing_the_form_of_masters_keeps_every_bit(source, target):
+    model, other = net(torch.bfloat16), net(torch.bfloat16)
+    first = FusedAdam(model.parameters(), 1e-3, master_weights=source)
+    train(model, first)
+    other.load_state_dict(model.state_dict())
+    second = FusedAdam(other.parameters(), 1e-3, master_weights=target)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(f32_weights(first), f32_weights(second))
+    assert not torch.equal(f32_weights(first), f32_weights(first).bfloat16().float())  # there are bits to lose
+
+
+def test_stochastic_rounding_draws_anew_every_step():
+    """Steps of a quarter of the distance to the next bfloat16: with the same draw every time three quarters would never move."""
+    p = torch.nn.Parameter(torch.ones(4001, dtype=torch.bfloat16))
+    opt = FusedSGD([p], 1.0, stochastic_rounding=True)
+    p.grad = torch.full((4001,), -(2**-9), dtype=torch.bfloat16)
+    for _ in range(40):
+        opt.step()
+    moved = (p.detach().float() - 1) * 2**7
+    assert (moved == 0).sum() < 20  # expected: 4001 * 0.75^40 = 0.04
+    assert moved.mean().item() == pytest.approx(10, abs=5 * (40 * 0.25 * 0.75 / 4001) ** 0.5)
+
+
+LAMB_OPTIONS = {  # option -> what it means to the reference of LambOptimizer
+    "no decay, no ratio": (dict(weight_decay=0.0), dict(wd=0.0, ratio_min=1.0, ratio_max=1.0)),
+    "no decay, nvlamb": (dict(weight_decay=0.0, use_nvlamb=True), dict(wd=0.0)),
+    "no averaging": (dict(weight_decay=0.1, grad_averaging=False), dict(wd=0.1, g_weight=1.0)),
+    "l2": (dict(weight_decay=0.1, adam_w_mode=False), dict(wd=0.0)),
+    "no bias correction": (dict(weight_decay=0.1, bias_correction=False), dict(wd=0.1, bias=False)),
+    "ratio_min": (dict(weight_decay=0.1, ratio_min=7.0), dict(wd=0.1, ratio_min=7.0)),
+    "maximize": (dict(weight_decay=0.1, maximize=True), dict(wd=0.1, scale=-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", LAMB_OPTIONS)
+def test_lamb_options_match_the_reference(name):
+    kw, meaning = LAMB_OPTIONS[name]
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(19, 3, dtype=torch.float64))
+    opt = FusedLAMB([p], 0.01, betas=(0.8, 0.99), eps=1e-4, max_grad_norm=None, keep_grads=True, **kw)
+    w, m, v = p.detach().numpy().copy(), np.zeros((19, 3)), np.zeros((19, 3))
+    for step in range(1, 5):
+        p.grad = torch.randn(19, 3, dtype=torch.float64)
+        g = p.grad.numpy() + (0.1 * w if name == "l2" else 0.0)
+        w, m, v, _ = reference.lamb(w, g, m, v, step, lr=0.01, b1=0.8, b2=0.99, eps=1e-4, **meaning)
+        opt.step()
+    np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-11)
+
+
+@pytest.mark.parametrize("mode", range(4))
+def test_adam_settings_of_a_group_match_the_reference(mode):
+    torch.manual_seed(0)
+    ps = [torch.nn.Parameter(torch.randn(19, 3, dtype=torch.float64)) for _ in range(2)]
+    special = dict(lr=0.003, betas=(0.5, 0.9), eps=1e-2, weight_decay=0.3, bias_correction=False, maximize=True)
+    opt = FusedAdam([{"params": ps[:1]}, {"params": ps[1:], **special}], 0.01, True, (0.8, 0.99), 1e-4, mode, 0.1)
+    settings = [dict(lr=0.01, b1=0.8, b2=0.99, eps=1e-4, wd=0.1), dict(lr=0.003, b1=0.5, b2=0.9, eps=1e-2, wd=0.3, bias=False)]
+    rows = [(p.detach().numpy().copy(), np.zeros((19, 3)), np.zeros((19, 3))) for p in ps]
+    for step in range(1, 6):
+        for i, (p, sign) in enumerate(zip(ps, (1, -1))):
+            p.grad = torch.randn(19, 3, dtype=torch.float64)
+            w, m, v = rows[i]
+            rows[i] = reference.adam(w, sign * p.grad.numpy(), m, v, step, mode=mode, **settings[i])
+        opt.step()
+    for p, (w, _, _) in zip(ps, rows):
+        np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-11)
