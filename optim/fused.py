@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if p.dtype not in HALF:
             return NEAREST
         if self.stochastic_rounding:
-            return STOCHASTIC if p.dtype == torch.bfloat16 else NEAREST
+            return STOCHASTIC
         if self.master_weights == "split":
             return SPLIT if p.dtype == torch.bfloat16 else MASTER
         return MASTER if self.master_weights else NEAREST
@@ -96,6 +96,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{name} got a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such")
         if p.dtype not in DTYPES or p.device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"{name} got a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda")
+        if self.stochastic_rounding and p.dtype == torch.float16:
+            raise RuntimeError(f"{name} got a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True")
         if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
             raise RuntimeError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
         for name in moments:

@@ -245,6 +245,14 @@ def test_changing_the_form_of_masters_keeps_every_bit(source, target):
     assert not torch.equal(f32_weights(first), f32_weights(first).bfloat16().float())  # there are bits to lose
 
 
+def test_stochastic_rounding_of_float16_is_refused():
+    p = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
+    opt = FusedAdam([p], stochastic_rounding=True)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="float16 and stochastic_rounding.*master_weights"):
+        opt.step()
+
+
 def test_stochastic_rounding_draws_anew_every_step():
     """Steps of a quarter of the distance to the next bfloat16: with the same draw every time three quarters would never move."""
     p = torch.nn.Parameter(torch.ones(4001, dtype=torch.bfloat16))
