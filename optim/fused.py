@@ -90,7 +90,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return torch.float64
         return self.moment_dtype or torch.float32
 
-    def _init_state(self, p: Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
+    def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
         name = type(self).__name__
         if is_traceable_wrapper_subclass(p):
             raise RuntimeError(f"{name} got a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such")
@@ -100,10 +100,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{name} got a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True")
         if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
             raise RuntimeError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
-        for name in moments:
-            if name not in state:
-                state[name] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
-        if moments:
+        for moment in self._moments:
+            state[moment] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+        if self._moments:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     def _init_master(self, p: Tensor, state: dict[str, Any]) -> int:
@@ -131,7 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those parameters")
             state = self.state[p]
             if len(state) == 0:
-                self._init_state(p, state, self._moments)
+                self._init_state(p, state)
             store = NEAREST if plain else self._init_master(p, state)
             entry = lists.get(store)
             if entry is None:
@@ -278,8 +277,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _take_loaded(self, state_dict: dict[str, Any]) -> None:
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
             self.rounding_seed = group.pop("rounding_seed", self.rounding_seed)
             steps = []
             for key, p in zip(saved["params"], group["params"]):
@@ -554,28 +551,25 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
-        rest = list(range(len(params)))
-        calls = [(True, rest)] if not group["momentum"] else [(True, []), (False, [])]
-        if group["momentum"]:
-            for i, state in enumerate(states):
-                fresh = state.get("momentum_buffer") is None
-                if fresh:
-                    dtype = self._moment_dtype_of(params[i])
-                    state["momentum_buffer"] = torch.zeros_like(params[i], dtype=dtype, memory_format=torch.preserve_format)
-                calls[0 if fresh else 1][1].append(i)
-        for first, which in calls:
+        momentum = group["momentum"]
+        fresh = [momentum != 0 and s.get("momentum_buffer") is None for s in states]  # their buffer becomes the gradient itself
+        for p, state, new in zip(params, states, fresh):
+            if new:
+                state["momentum_buffer"] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+        for first in (True, False):
+            which = [i for i, new in enumerate(fresh) if new == first]
             if not which:
                 continue
             chosen = [states[i] for i in which]
             _C.sgd_step(
                 [params[i] for i in which],
                 [grads[i] for i in which],
-                [s["momentum_buffer"] for s in chosen] if group["momentum"] else None,
+                [s["momentum_buffer"] for s in chosen] if momentum else None,
                 self._masters(store, chosen),
                 store,
                 seed + (0 if first else 1),
                 group["lr"],
-                group["momentum"],
+                momentum,
                 group["dampening"],
                 group["weight_decay"],
                 inv_scale,
