@@ -99,7 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.stochastic_rounding and p.dtype == torch.float16:
             raise RuntimeError(f"{name} got a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True")
         if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
-            raise RuntimeError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
+            raise ValueError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
         for moment in self._moments:
             state[moment] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
         if self._moments:

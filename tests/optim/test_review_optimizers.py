@@ -245,6 +245,21 @@ def test_changing_the_form_of_masters_keeps_every_bit(source, target):
     assert not torch.equal(f32_weights(first), f32_weights(first).bfloat16().float())  # there are bits to lose
 
 
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedSGD])
+def test_moments_have_the_type_that_was_asked_for(cls):
+    for dtype, asked, got in (
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, None, torch.float32),
+        (torch.float64, torch.bfloat16, torch.float64),
+    ):
+        model = net(dtype)
+        opt = cls(model.parameters(), moment_dtype=asked, **({"momentum": 0.9} if cls is FusedSGD else {}))
+        train(model, opt)
+        for _ in range(2):
+            assert {v.dtype for state in opt.state.values() for k, v in state.items() if k != "step"} == {got}
+            opt.load_state_dict(opt.state_dict())
+
+
 def test_stochastic_rounding_of_float16_is_refused():
     p = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
     opt = FusedAdam([p], stochastic_rounding=True)
