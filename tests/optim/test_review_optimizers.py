@@ -95,6 +95,15 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
     train(model, opt)
 
 
+def test_the_groups_step_follows_torchs_state():
+    """torch keeps steps with the parameters, onnxruntime-training with the group: what was loaded from one can be saved for the other."""
+    model = net()
+    theirs, ours = torch.optim.AdamW(model.parameters()), FusedAdam(net().parameters())
+    train(model, theirs, 4)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict()["param_groups"][0]["step"] == 4
+
+
 def test_the_state_of_another_optimizer_is_refused():
     model = net()
     sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
