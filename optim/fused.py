@@ -98,7 +98,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{name} got a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda")
         if self.stochastic_rounding and p.dtype == torch.float16:
             raise RuntimeError(f"{name} got a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True")
-        if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
+        if p.numel() > 1 and any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
             raise ValueError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
         for moment in self._moments:
             state[moment] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)

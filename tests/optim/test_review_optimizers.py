@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ortmodule import _C
-from ortmodule.optim import FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
+from ortmodule.optim import DynamicLossScaler, FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
 
 
 def net(dtype=torch.float32):
@@ -157,6 +157,14 @@ def test_what_cannot_be_stepped_is_refused_and_nothing_changes(cls, name, one_pr
     assert not torch.equal(good.detach(), torch.ones(3)) and opt.param_groups[0]["step"] == 1
 
 
+def test_empty_parameters_may_have_any_strides():
+    p = torch.nn.Parameter(torch.empty(2, 0, 5).as_strided((2, 0, 5), (0, 5, 0)))
+    opt = FusedAdam([p])
+    p.grad = torch.empty(2, 0, 5)
+    opt.step()
+    assert opt.state[p]["step"].item() == 1
+
+
 def test_the_engine_refuses_tensors_without_memory(one_process):
     with pytest.raises(ValueError, match="DTensor.*plain tensors"):
         _C.norm([dtensor()], 2.0, False)
@@ -194,18 +202,30 @@ def test_clipping_and_mixed_precision_around_torchs_optimizer_take_any_parameter
     torch.manual_seed(0)
     start = ODD[name]()
     a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    ours, theirs = FP16_Optimizer(torch.optim.AdamW([a], 0.1), loss_scaler=1.0), torch.optim.AdamW([b], 0.1)
+    ours, theirs = FP16_Optimizer(torch.optim.AdamW([a], 0.1), loss_scaler=8.0), torch.optim.AdamW([b], 0.1)
     for _ in range(2):
         ours.zero_grad()
         theirs.zero_grad()
         ours.backward((a.abs() ** 3).sum())
         (b.abs() ** 3).sum().backward()
-        clip_grad_norm_([a], 0.5)
+        clip_grad_norm_([a], 4.0)  # of the scaled gradients
         torch.nn.utils.clip_grad_norm_([b], 0.5)
         ours.step()
         theirs.step()
         assert not ours.overflow
     torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+    ours.backward((a.abs() * math.inf).sum())
+    ours.step()
+    assert ours.overflow
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_scaler_resumes_its_count():
+    first, second = DynamicLossScaler(up_scale_window=3), DynamicLossScaler(up_scale_window=3)
+    for _ in range(2):
+        first.update(True)
+    second.load_state_dict(first.state_dict())
+    assert first.update(True) == second.update(True) == 2.0**17
 
 
 # --- arguments -------------------------------------------------------------------------------------------
