@@ -90,16 +90,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             return torch.float64
         return self.moment_dtype or torch.float32
 
+    def _check_parameter(self, p: Tensor) -> None:  # quick for an ordinary parameter: without state (SGD) it is looked at in every step
+        if type(p) is not torch.nn.Parameter and is_traceable_wrapper_subclass(p):
+            wrong = f"a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such"
+        elif p.dtype not in DTYPES or not (p.is_cpu or p.is_cuda):
+            wrong = f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda"
+        elif self.stochastic_rounding and p.dtype == torch.float16:
+            wrong = "a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True"
+        elif not p.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
+            wrong = f"an expanded parameter (strides {p.stride()}); several elements share memory: clone it first"
+        else:
+            return
+        raise ValueError(f"{type(self).__name__} got {wrong}")
+
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        name = type(self).__name__
-        if is_traceable_wrapper_subclass(p):
-            raise RuntimeError(f"{name} got a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such")
-        if p.dtype not in DTYPES or p.device.type not in ("cpu", "cuda"):
-            raise RuntimeError(f"{name} got a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda")
-        if self.stochastic_rounding and p.dtype == torch.float16:
-            raise RuntimeError(f"{name} got a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True")
-        if p.numel() > 1 and any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
-            raise ValueError(f"{name} got an expanded parameter (strides {p.stride()}); several elements share memory: clone it first")
+        self._check_parameter(p)
         for moment in self._moments:
             state[moment] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
         if self._moments:

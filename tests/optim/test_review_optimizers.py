@@ -293,7 +293,7 @@ def test_stochastic_rounding_of_float16_is_refused():
     p = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
     opt = FusedAdam([p], stochastic_rounding=True)
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match="float16 and stochastic_rounding.*master_weights"):
+    with pytest.raises(ValueError, match="float16 and stochastic_rounding.*master_weights"):
         opt.step()
 
 
