@@ -104,6 +104,10 @@ int om_dl_import(PyObject *t, om_tensor *out) {
         out->stride[i] = d.strides ? d.strides[i] : dense;
         dense *= d.shape[i];
     }
+    if (!d.data && dense) {
+        PyErr_SetString(PyExc_ValueError, "a tensor without memory of its own given (a wrapper such as DTensor); allowed: plain tensors");
+        return -1;
+    }
     return 0;
 }
 

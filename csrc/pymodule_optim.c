@@ -43,8 +43,7 @@ static int optim_numbers(PyObject *const *args, double *const *out, int n) {
     return 0;
 }
 
-static int optim_count(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t want, const char *usage) {
-    (void)args;
+static int optim_count(Py_ssize_t nargs, Py_ssize_t want, const char *usage) {
     if (nargs == want) return 0;
     PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %s", nargs, usage);
     return -1;
@@ -58,7 +57,7 @@ static int optim_field(PyObject *seq, om_optim_param *ps, Py_ssize_t n, size_t f
     return 0;
 }
 
-/* Counter tensors: reads value + 1 into ps[i].step; writes it back when `write`. */
+/* Counter tensors: value + 1 into ps[i].step; optim_steps_write puts it back when the step is done. tmp keeps the counters. */
 static int optim_steps(PyObject *seq, om_optim_param *ps, Py_ssize_t n, om_tensor *tmp) {
     if (om_dl_import_list(seq, n, tmp, "steps")) return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -125,7 +124,7 @@ static void step_args_free(step_args *a) {
 
 static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 16,
+    if (optim_count(nargs, 16,
                     "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, weight_decay, "
                     "inv_scale, mode, bias_correction)"))
         return NULL;
@@ -151,7 +150,7 @@ static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 13,
+    if (optim_count(nargs, 13,
                     "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, weight_decay, inv_scale, "
                     "nesterov, first)"))
         return NULL;
@@ -177,7 +176,7 @@ static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t n
 
 static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 21,
+    if (optim_count(nargs, 21,
                     "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, weight_decay, l2, "
                     "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads)"))
         return NULL;
@@ -210,7 +209,7 @@ static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *py_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 3, "norm(tensors, ord, per_tensor)")) return NULL;
+    if (optim_count(nargs, 3, "norm(tensors, ord, per_tensor)")) return NULL;
     const double ord = PyFloat_AsDouble(args[1]);
     const int want_each = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[2]);
     const Py_ssize_t n = want_each < 0 ? -1 : optim_len(args[0], "tensors");
@@ -246,7 +245,7 @@ static PyObject *py_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 static PyObject *py_axpby(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 4, "axpby(dst, src, a, b)")) return NULL;
+    if (optim_count(nargs, 4, "axpby(dst, src, a, b)")) return NULL;
     double a = 0, b = 0;
     double *const out[] = {&a, &b};
     const Py_ssize_t n = optim_numbers(args + 2, out, 2) ? -1 : optim_len(args[0], "dst");

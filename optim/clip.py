@@ -31,7 +31,7 @@ def clip_grad_norm_(
         foreach: accepted for compatibility; there is one implementation.
 
     The norm is accumulated in float64: float32 gradients never overflow it. On one CUDA device the 2-norm, the decision and the scaling
-    stay on the device. All else (sparse, distributed, several devices) is handed to torch.nn.utils.clip_grad_norm_.
+    stay on the device. All else (sparse, complex, distributed, several devices, orders <= 0) is handed to torch.nn.utils.clip_grad_norm_.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in params if p.grad is not None]
@@ -39,7 +39,7 @@ def clip_grad_norm_(
         norm = cuda.clip(grads, float(max_norm), float(loss_scale))
         torch.autograd.graph.increment_version(grads)
         return norm
-    if any(type(g) is not Tensor for g in grads) or not on_cpu(grads):
+    if not (float(norm_type) > 0 and on_cpu(grads)):
         for g in grads if loss_scale != 1.0 else []:
             g.mul_(1.0 / loss_scale)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ortmodule import _C
 
 from . import cuda
+from .lists import DTYPES
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
@@ -56,12 +58,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"master_weights={master_weights!r} given; allowed: False, True, 'split'")
         if stochastic_rounding and master_weights:
             raise ValueError("stochastic_rounding replaces master weights; give one of the two")
-        if moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise ValueError(f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 with float64 parameters)")
+        if moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 parameters have float64)")
         lr = defaults["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("lr as a tensor must have one element")
-        if not float(lr) >= 0:
+        if not lr >= 0:
             raise ValueError(f"lr={lr} given; it must be >= 0")
         if not defaults["weight_decay"] >= 0:
             raise ValueError(f"weight_decay={defaults['weight_decay']} given; it must be >= 0")
@@ -78,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if p.dtype not in HALF:
             return NEAREST
         if self.stochastic_rounding:
-            return STOCHASTIC if p.dtype == torch.bfloat16 else NEAREST
+            return STOCHASTIC
         if self.master_weights == "split":
             return SPLIT if p.dtype == torch.bfloat16 else MASTER
         return MASTER if self.master_weights else NEAREST
@@ -88,22 +90,34 @@ class FusedOptimizer(torch.optim.Optimizer):
             return torch.float64
         return self.moment_dtype or torch.float32
 
-    def _init_state(self, p: Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
-        if not p.is_floating_point():
-            raise RuntimeError(f"{type(self).__name__} got a parameter of {p.dtype}; allowed: float32, float64, bfloat16, float16")
-        for name in moments:
-            if name not in state:
-                state[name] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
-        if moments:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        self._init_master(p, state)
+    def _check_parameter(self, p: Tensor) -> None:  # quick for an ordinary parameter: without state (SGD) it is looked at in every step
+        if type(p) is not torch.nn.Parameter and is_traceable_wrapper_subclass(p):
+            wrong = f"a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such"
+        elif p.dtype not in DTYPES or not (p.is_cpu or p.is_cuda):
+            wrong = f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda"
+        elif self.stochastic_rounding and p.dtype == torch.float16:
+            wrong = "a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True"
+        elif not p.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
+            wrong = f"an expanded parameter (strides {p.stride()}); several elements share memory: clone it first"
+        else:
+            return
+        raise ValueError(f"{type(self).__name__} got {wrong}")
 
-    def _init_master(self, p: Tensor, state: dict[str, Any]) -> None:
+    def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
+        self._check_parameter(p)
+        for moment in self._moments:
+            state[moment] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+        if self._moments:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+
+    def _init_master(self, p: Tensor, state: dict[str, Any]) -> int:
+        """Makes the master that is missing; returns how p's weight is stored."""
         store = self._store_of(p)
         if store == MASTER and "master_weight" not in state:
             state["master_weight"] = p.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
         elif store == SPLIT and "master_rest" not in state:
             state["master_rest"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+        return store
 
     def _seed(self, group_index: int, step: int) -> int:
         return (self.rounding_seed + 0x9E3779B97F4A7C15 * step + 0xD1B54A32D192ED03 * group_index) & _MASK64
@@ -121,8 +135,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those parameters")
             state = self.state[p]
             if len(state) == 0:
-                self._init_state(p, state, self._moments)
-            store = NEAREST if plain else self._store_of(p)
+                self._init_state(p, state)
+            store = NEAREST if plain else self._init_master(p, state)
             entry = lists.get(store)
             if entry is None:
                 entry = lists[store] = [[], [], []]
@@ -183,15 +197,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _update(self, inv_scale: float) -> None:
+        collected = [self._collect(group) for group in self.param_groups]  # what is refused is refused before anything changes
+        if self._leave_out(collected, inv_scale):
+            return
         touched: list[Tensor] = []
-        for index, group in enumerate(self.param_groups):
+        for index, (group, lists) in enumerate(zip(self.param_groups, collected)):
             step = group["step"] = group.get("step", 0) + 1
             sign = -inv_scale if group["maximize"] else inv_scale
-            for store, (params, grads, states) in self._collect(group).items():
+            for store, (params, grads, states) in lists.items():
                 self._update_list(group, store, params, grads, states, sign, self._seed(index, step))
                 touched += params
         if touched:
             torch.autograd.graph.increment_version(touched)
+
+    def _leave_out(self, collected: list[dict[int, list[list[Any]]]], inv_scale: float) -> bool:
+        """Whether the gradients of the groups forbid the step."""
+        return False
 
     def _update_list(
         self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], inv_scale: float, seed: int
@@ -220,14 +241,47 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Takes the state of these optimizers, of torch.optim's twin, or of onnxruntime-training's FusedAdam (step in the group only).
 
         Moments keep their precision (torch would cast them to the parameter's type) and are brought into the parameter's memory order.
+        A state that does not fit raises ValueError and changes nothing.
         """
-        for group in state_dict["param_groups"]:
-            if group.get("amsgrad"):
-                raise ValueError(f"the state was saved with amsgrad=True, which {type(self).__name__} does not have")
-        super().load_state_dict(state_dict)
+        loaded: dict[str, Any] = {}
+
+        def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:  # runs last: sees what the user's pre-hooks made of it
+            self._check_loaded(state)
+            loaded.update(state)
+
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_loaded(loaded), prepend=True)  # the user's see the result
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+            if saved.get("amsgrad"):
+                raise ValueError(f"the state was saved with amsgrad=True, which {type(self).__name__} does not have")
+            for key, p in zip(saved["params"], group["params"]):
+                state = state_dict["state"].get(key)
+                if state:
+                    self._check_loaded_state(f"{type(self).__name__}: the saved state of parameter {key}", state, p)
+
+    def _check_loaded_state(self, what: str, state: dict[str, Any], p: Tensor) -> None:
+        for name in (*self._moments, "momentum_buffer", "master_weight", "master_rest"):
+            value = state.get(name)
+            if value is None:
+                if name in self._moments:
+                    raise ValueError(f"{what} has no {name}: it is incomplete, or of another optimizer; it has {', '.join(map(str, state))}")
+            elif not isinstance(value, Tensor):
+                raise ValueError(f"{what} has a {name} that is a {type(value).__name__}; it must be a tensor")
+            elif value.shape != p.shape:
+                raise ValueError(f"{what} has a {name} of sizes {tuple(value.shape)}, the parameter has {tuple(p.shape)}: is it of another model?")
+        step = state.get("step", 0)
+        if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
+            raise ValueError(f"{what} has a step {step!r}; it must be a number or a tensor of one element")
+
+    def _take_loaded(self, state_dict: dict[str, Any]) -> None:
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
             self.rounding_seed = group.pop("rounding_seed", self.rounding_seed)
             steps = []
             for key, p in zip(saved["params"], group["params"]):
@@ -308,7 +362,7 @@ class FusedAdam(FusedOptimizer):
         maximize: bool = False,
     ) -> None:
         self._adam_w_mode = AdamWMode(adam_w_mode)
-        _check_adam(betas, eps)
+        _check_adam(bias_correction, betas, eps)
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
@@ -381,7 +435,7 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ValueError("FusedLAMB has no amsgrad variant")
-        _check_adam(betas, eps)
+        _check_adam(bias_correction, betas, eps)
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm={max_grad_norm} given; it must be positive, or None for no clipping")
         if not ratio_min <= ratio_max:
@@ -404,15 +458,13 @@ class FusedLAMB(FusedOptimizer):
         )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
-    def _update(self, inv_scale: float) -> None:
+    def _leave_out(self, collected: list[dict[int, list[list[Any]]]], inv_scale: float) -> bool:
         self.last_grad_norm = None
-        if any(group["max_grad_norm"] for group in self.param_groups):
-            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
-            norm, finite = _C.norm(grads, 2.0, False)
-            self.last_grad_norm = norm * inv_scale
-            if not finite:
-                return
-        super()._update(inv_scale)
+        if not any(group["max_grad_norm"] for group in self.param_groups):
+            return False
+        norm, finite = _C.norm([g for lists in collected for _, grads, _ in lists.values() for g in grads], 2.0, False)
+        self.last_grad_norm = norm * inv_scale
+        return not finite
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
         limit = group["max_grad_norm"]
@@ -504,28 +556,25 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
-        rest = list(range(len(params)))
-        calls = [(True, rest)] if not group["momentum"] else [(True, []), (False, [])]
-        if group["momentum"]:
-            for i, state in enumerate(states):
-                fresh = state.get("momentum_buffer") is None
-                if fresh:
-                    dtype = self._moment_dtype_of(params[i])
-                    state["momentum_buffer"] = torch.zeros_like(params[i], dtype=dtype, memory_format=torch.preserve_format)
-                calls[0 if fresh else 1][1].append(i)
-        for first, which in calls:
+        momentum = group["momentum"]
+        fresh = [momentum != 0 and s.get("momentum_buffer") is None for s in states]  # their buffer becomes the gradient itself
+        for p, state, new in zip(params, states, fresh):
+            if new:
+                state["momentum_buffer"] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+        for first in (True, False):
+            which = [i for i, new in enumerate(fresh) if new == first]
             if not which:
                 continue
             chosen = [states[i] for i in which]
             _C.sgd_step(
                 [params[i] for i in which],
                 [grads[i] for i in which],
-                [s["momentum_buffer"] for s in chosen] if group["momentum"] else None,
+                [s["momentum_buffer"] for s in chosen] if momentum else None,
                 self._masters(store, chosen),
                 store,
                 seed + (0 if first else 1),
                 group["lr"],
-                group["momentum"],
+                momentum,
                 group["dampening"],
                 group["weight_decay"],
                 inv_scale,
@@ -547,8 +596,10 @@ class FusedSGD(FusedOptimizer):
         _C.cuda_sgd(*head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"])
 
 
-def _check_adam(betas: tuple[float, float], eps: float) -> None:
-    if not all(0 <= float(b) < 1 for b in betas):
-        raise ValueError(f"betas={betas} given; both must be in [0, 1)")
+def _check_adam(bias_correction: bool, betas: tuple[float, float], eps: float) -> None:
+    if not isinstance(bias_correction, (bool, int)):
+        raise TypeError(f"bias_correction={bias_correction!r} given; it must be True or False (torch's third argument is betas: write betas=...)")
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)):
+        raise ValueError(f"betas={betas} given; two numbers in [0, 1) are needed")
     if not eps >= 0:
         raise ValueError(f"eps={eps} given; it must be >= 0")

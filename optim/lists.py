@@ -12,9 +12,17 @@ from ortmodule import _C
 
 from . import cuda
 
+PLAIN = (Tensor, torch.nn.Parameter)  # not DTensor and the like
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+RANK = 8  # axes of a tensor in the engine
+
 
 def on_cpu(tensors: Sequence[Tensor]) -> bool:
-    return all(cuda.host.index(t) < 0 and t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
+    """Whether the engine's CPU kernels take all of them."""
+    index = cuda.host.index
+    return all(
+        t.is_cpu and index(t) < 0 and type(t) in PLAIN and t.layout is torch.strided and t.dtype in DTYPES and t.dim() <= RANK for t in tensors
+    )
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@
 
 A finder at the end of sys.meta_path answers only for the names of the table below, and only when no other finder knows them: an
 installed onnxruntime-training or torch-ort wins. The plain onnxruntime package may be installed; only its missing `training` is added.
+A process that multiprocessing starts by spawn or forkserver imports the script without this module: there the script needs the import.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import runpy
 import sys
 from types import ModuleType
 
 _OPTIM = "ortmodule.optim"
-# module -> {name: (home, name there)}; an empty row is a package that only holds others
+# module -> {name: (home, name there)}; a package also has the rows below it as attributes
 _NAMES: dict[str, dict[str, tuple[str, str]]] = {
     "onnxruntime": {},
-    "onnxruntime.training": {},
+    "onnxruntime.training": {"ORTModule": ("ortmodule", "ORTModule")},
     "onnxruntime.training.ortmodule": {n: ("ortmodule", n) for n in ("ORTModule", "DebugOptions", "LogLevel")},
     "onnxruntime.training.optim": {
         n: (_OPTIM, n)
@@ -63,6 +63,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         names = _NAMES[module.__name__]
 
         def load(name: str) -> object:
+            below = f"{module.__name__}.{name}"
+            if below in _NAMES:
+                return importlib.import_module(below)
             if name not in names:
                 raise AttributeError(f"module {module.__name__!r} (served by ortmodule.compat) has no attribute {name!r}; it has: {', '.join(names)}")
             home, attribute = names[name]

@@ -115,6 +115,8 @@ class Trainer:
             return self._loss(self.model(*inputs), targets)
 
     def _loss(self, output: Any, targets: Iterable[Any]) -> Tensor:
+        if isinstance(targets, Tensor):
+            raise TypeError("targets is a tensor; it must be a list of the arguments of loss_fn after the output: targets=[targets]")
         if self.loss_fn is not None:
             return self.loss_fn(output, *targets)
         if isinstance(output, Tensor):
@@ -161,6 +163,8 @@ class Trainer:
 def _make_optimizer(params: list[Any], config: AdamConfig | LambConfig | SGDConfig, clip: bool) -> torch.optim.Optimizer:
     if isinstance(config, SGDConfig):
         return FusedSGD(params, config.lr)
+    if not isinstance(config, (AdamConfig, LambConfig)):
+        raise TypeError(f"optim_config={config!r} given; allowed: AdamConfig, LambConfig, SGDConfig")
     common: dict[str, Any] = dict(
         lr=config.lr,
         betas=(config.alpha, config.beta),

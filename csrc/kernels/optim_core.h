@@ -1,5 +1,5 @@
 /* optim_core.h - inner loops of optim.k.c for one computing type; included once with T = float and once with double.
- * Sums run in 16 fixed double lanes, so they do not depend on the width of the machine's vectors. */
+ * sum_squares gives the same bits on every instruction set (see squares_add); LAMB's sums of a strip run in T and do not. */
 #define CORE_CAT_(a, b) a##_##b
 #define CORE_CAT(a, b) CORE_CAT_(a, b)
 #define CORE(name) CORE_CAT(name, S)

@@ -57,7 +57,7 @@ om_status om_optim_check(om_ctx *cx, const char *op, om_optim_store store, const
             return om_fail(cx, OM_INVALID, "%s: the %s of parameter %d has sizes %s, its weight %s; they must be equal", op,
                            fields[f].name, index, a, b);
         }
-        const bool is_w = &fields[f] == &fields[4];
+        const bool is_w = fields[f].dtype == NO_DTYPE;
         const bool type_ok = is_w   ? t->dtype == (store == OM_STORE_SPLIT ? OM_I16 : OM_F32)
                              : wide ? t->dtype == OM_F64
                                     : t->dtype == OM_F32 || t->dtype == OM_BF16 || t->dtype == OM_F16;
@@ -90,13 +90,26 @@ om_status om_optim_temp_make(om_optim_list *l, om_tensor *t, const om_tensor *or
     return OM_OK;
 }
 
-om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64_t seed, bool write_weights, const om_optim_param *ps,
-                        int n, om_optim_list *l) {
+om_status om_optim_start(om_ctx *cx, const char *op, int n, om_optim_list *l) {
     *l = (om_optim_list){.cx = cx, .op = op};
     l->span = om_alloc(cx, sizeof *l->span * (size_t)(n + 1));
     l->param = om_alloc(cx, sizeof *l->param * (size_t)(n + 1));
     l->first = om_alloc(cx, sizeof *l->first * (size_t)(n + 1));
-    if (!l->span || !l->param || !l->first) return OM_NOMEM;
+    return l->span && l->param && l->first ? OM_OK : OM_NOMEM;
+}
+
+om_optim_span *om_optim_add(om_optim_list *l, int param, int64_t numel) {
+    om_optim_span *s = &l->span[l->n];
+    s->n = numel;
+    l->param[l->n] = (uint32_t)param;
+    l->first[l->n + 1] = l->first[l->n] + (numel + OM_OPTIM_BLOCK - 1) / OM_OPTIM_BLOCK;
+    l->n++;
+    return s;
+}
+
+om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64_t seed, bool write_weights, const om_optim_param *ps,
+                        int n, om_optim_list *l) {
+    OM_TRY(om_optim_start(cx, op, n, l));
     for (int i = 0; i < n; i++) {
         om_optim_param q = ps[i];
         OM_TRY(om_optim_check(cx, op, store, &q, i));
@@ -111,7 +124,7 @@ om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64
                          "%s: parameter %d is an expanded tensor (stride 0 in axis %d); several elements share memory: clone it first", op, i, a);
             om_dense_strides(&order);
         }
-        om_optim_span *s = &l->span[l->n];
+        om_optim_span *s = om_optim_add(l, i, numel);
         for (int f = 0; f < N_FIELDS; f++) {
             om_tensor *t = (om_tensor *)(void *)((char *)&q + fields[f].tensor);
             if (t->dtype == OM_NODTYPE) continue;
@@ -120,13 +133,9 @@ om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64
             memcpy((char *)s + fields[f].ptr, &t->data, sizeof(void *));
             if (fields[f].dtype != NO_DTYPE) *((uint8_t *)s + fields[f].dtype) = t->dtype;
         }
-        s->n = numel;
         s->store = (uint8_t)store;
         s->seed = seed;
         s->stream = ps[i].stream;
-        l->param[l->n] = (uint32_t)i;
-        l->first[l->n + 1] = l->first[l->n] + (numel + OM_OPTIM_BLOCK - 1) / OM_OPTIM_BLOCK;
-        l->n++;
     }
     return OM_OK;
 }

@@ -1,7 +1,7 @@
 /* list.h - from a list of parameters to blocks of work (internal to csrc/optim).
  *
  * om_optim_open checks types, devices and layouts and makes one span per non-empty parameter; om_optim_blocks runs a function
- * over all blocks; om_optim_close copies temporaries back and frees. A tensor needs a temporary when its
+ * over all blocks; om_optim_close, called whatever the outcome, copies temporaries back and frees. A tensor needs a temporary when its
  * memory order differs from the weight's (or the weight itself has gaps): then every tensor of that parameter is brought into one order.
  */
 #ifndef OM_OPTIM_LIST_H
@@ -23,6 +23,9 @@ typedef struct om_optim_list {
 
 om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64_t seed, bool write_weights, const om_optim_param *ps,
                         int n, om_optim_list *l);
+/* What om_optim_open is made of, for lists that are not parameters: an empty list with room for n spans, and its next span. */
+om_status om_optim_start(om_ctx *cx, const char *op, int n, om_optim_list *l);
+om_optim_span *om_optim_add(om_optim_list *l, int param, int64_t numel);
 om_status om_optim_close(om_optim_list *l, om_status s); /* s: status so far; temporaries go back only when OM_OK */
 
 /* Types, sizes and devices of one parameter's tensors agree, and with the way its weight is stored. */

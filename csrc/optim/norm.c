@@ -30,30 +30,29 @@ static double norm_join(double ord, double a, double b) {
 
 static double norm_root(double ord, double sum) { return ord == 2 ? sqrt(sum) : ord == INFINITY || ord == 1 ? sum : pow(sum, 1 / ord); }
 
-/* Parameters whose only tensor is x[i]: lets a plain list use om_optim_open. */
-static om_status norm_open(om_ctx *cx, const char *op, const om_tensor *x, int n, om_optim_list *l) {
-    *l = (om_optim_list){.cx = cx, .op = op};
-    l->span = om_alloc(cx, sizeof *l->span * (size_t)(n + 1));
-    l->param = om_alloc(cx, sizeof *l->param * (size_t)(n + 1));
-    l->first = om_alloc(cx, sizeof *l->first * (size_t)(n + 1));
-    if (!l->span || !l->param || !l->first) return OM_NOMEM;
+/* One span per non-empty dst[i]: dst as p and, for axpby, src (NULL: dst itself) as g, in one order. */
+static om_status norm_open(om_ctx *cx, const char *op, const om_tensor *dst, bool write, const om_tensor *src, int n, om_optim_list *l) {
+    OM_TRY(om_optim_start(cx, op, n, l));
     for (int i = 0; i < n; i++) {
-        OM_CHECK(cx, om_is_float(x[i].dtype), "%s: tensor %d is %s; allowed: f32, f64, bf16, f16", op, i, om_dtype_name(x[i].dtype));
-        if (x[i].device != -1)
-            return om_fail(cx, OM_UNSUPPORTED, "%s: tensor %d is on CUDA device %d; these are the CPU kernels", op, i,
-                           x[i].device);
-        om_tensor t = x[i];
-        const int64_t numel = om_numel(&t);
+        om_tensor d = dst[i], x = src ? src[i] : d;
+        OM_CHECK(cx, om_is_float(d.dtype) && om_is_float(x.dtype), "%s: tensor %d is %s; allowed: f32, f64, bf16, f16", op, i,
+                 om_dtype_name(om_is_float(d.dtype) ? x.dtype : d.dtype));
+        if (d.device != -1 || x.device != -1)
+            return om_fail(cx, OM_UNSUPPORTED, "%s: tensor %d is on a CUDA device; these are the CPU kernels", op, i);
+        bool same = d.rank == x.rank;
+        for (int j = 0; same && j < d.rank; j++) same = d.dim[j] == x.dim[j];
+        OM_CHECK(cx, same, "%s: the tensors of pair %d have different sizes", op, i);
+        const int64_t numel = om_numel(&d);
         if (!numel) continue;
-        if (!om_optim_gapless(&t)) {
-            om_tensor order = t;
+        if (!om_optim_gapless(&d)) {
+            om_tensor order = d;
             om_dense_strides(&order);
-            OM_TRY(om_optim_temp_make(l, &t, &order, false));
+            OM_TRY(om_optim_temp_make(l, &d, &order, write));
         }
-        l->span[l->n] = (om_optim_span){.n = numel, .p = t.data, .tp = t.dtype};
-        l->param[l->n] = (uint32_t)i;
-        l->first[l->n + 1] = l->first[l->n] + (numel + OM_OPTIM_BLOCK - 1) / OM_OPTIM_BLOCK;
-        l->n++;
+        if (!src) x = d;
+        if (!om_optim_same_order(&x, &d)) OM_TRY(om_optim_temp_make(l, &x, &d, false));
+        om_optim_span *s = om_optim_add(l, i, numel);
+        s->p = d.data, s->tp = d.dtype, s->g = x.data, s->tg = x.dtype;
     }
     return OM_OK;
 }
@@ -62,7 +61,7 @@ om_status om_norm(om_ctx *cx, const om_tensor *x, int n, double ord, double *nor
     OM_CHECK(cx, ord > 0, "norm: order %g given; allowed: positive numbers and infinity", ord);
     om_optim_list l;
     norm_run r = {OM_PICK(om_optim), ord, NULL};
-    om_status s = norm_open(cx, "norm", x, n, &l);
+    om_status s = norm_open(cx, "norm", x, false, NULL, n, &l);
     if (s == OM_OK && !(r.part = om_alloc(cx, sizeof *r.part * (size_t)(l.first[l.n] + 1)))) s = OM_NOMEM;
     if (s == OM_OK) {
         om_optim_blocks(&l, norm_block, &r);
@@ -106,38 +105,8 @@ static void axpby_block(void *arg, int i, int64_t block, const om_optim_span *s)
 }
 
 om_status om_axpby(om_ctx *cx, om_tensor *dst, const om_tensor *src, int n, double a, double b) {
-    om_optim_list l = {.cx = cx, .op = "axpby"};
-    om_status s = OM_OK;
-    l.span = om_alloc(cx, sizeof *l.span * (size_t)(n + 1));
-    l.param = om_alloc(cx, sizeof *l.param * (size_t)(n + 1));
-    l.first = om_alloc(cx, sizeof *l.first * (size_t)(n + 1));
-    if (!l.span || !l.param || !l.first) s = OM_NOMEM;
-    for (int i = 0; s == OM_OK && i < n; i++) {
-        om_tensor d = dst[i], x = src ? src[i] : dst[i];
-        bool same = d.rank == x.rank;
-        for (int j = 0; same && j < d.rank; j++) same = d.dim[j] == x.dim[j];
-        if (!om_is_float(d.dtype) || !om_is_float(x.dtype))
-            s = om_fail(cx, OM_INVALID, "axpby: pair %d is %s and %s; allowed: f32, f64, bf16, f16", i, om_dtype_name(d.dtype),
-                        om_dtype_name(x.dtype));
-        else if (d.device != -1 || x.device != -1)
-            s = om_fail(cx, OM_UNSUPPORTED, "axpby: pair %d is on a CUDA device; these are the CPU kernels", i);
-        else if (!same)
-            s = om_fail(cx, OM_INVALID, "axpby: the tensors of pair %d have different sizes", i);
-        const int64_t numel = s == OM_OK ? om_numel(&d) : 0;
-        if (!numel) continue;
-        om_tensor order = d;
-        if (!om_optim_gapless(&d)) {
-            om_dense_strides(&order);
-            s = om_optim_temp_make(&l, &d, &order, true);
-            if (s == OM_OK && !src) x = d;
-        }
-        if (s == OM_OK && !om_optim_same_order(&x, &order)) s = om_optim_temp_make(&l, &x, &order, false);
-        if (s != OM_OK) break;
-        l.span[l.n] = (om_optim_span){.n = numel, .p = d.data, .tp = d.dtype, .g = x.data, .tg = x.dtype};
-        l.param[l.n] = (uint32_t)i;
-        l.first[l.n + 1] = l.first[l.n] + (numel + OM_OPTIM_BLOCK - 1) / OM_OPTIM_BLOCK;
-        l.n++;
-    }
+    om_optim_list l;
+    om_status s = norm_open(cx, "axpby", dst, true, src, n, &l);
     if (s == OM_OK) {
         axpby_run r = {OM_PICK(om_optim), a, b};
         om_optim_blocks(&l, axpby_block, &r);

@@ -88,18 +88,29 @@ def net(seed=1):
     return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5)).double()
 
 
-@pytest.mark.parametrize("config", [AdamConfig(lr=1e-2, lambda_coef=0.1), LambConfig(lr=1e-2), SGDConfig(lr=1e-2)])
+TRAINED = [
+    AdamConfig(lr=1e-2, lambda_coef=0.1),
+    AdamConfig(lr=1e-2, lambda_coef=0.1, weight_decay_mode=1),
+    LambConfig(lr=1e-2),
+    LambConfig(lr=1e-2, max_norm_clip=0.05),
+    SGDConfig(lr=1e-2),
+]
+
+
+@pytest.mark.parametrize("config", TRAINED)
 def test_trainer_is_the_loop_it_says(config):
     model, twin = net(), net()
     options = TrainerOptions(gradient_accumulation_steps=2, frozen_weights=["0.bias"], lr_scheduler=SCHEDULES["linear"])
     trainer = Trainer(model, config, torch.nn.functional.mse_loss, options)
     params = [p for n, p in twin.named_parameters() if n != "0.bias"]
-    if isinstance(config, AdamConfig):
+    if isinstance(config, AdamConfig) and config.weight_decay_mode:
+        opt = optim.FusedAdam(params, 1e-2, eps=1e-8, adam_w_mode=optim.AdamWMode.ADAMW_TRANSFORMERS, weight_decay=0.1)
+    elif isinstance(config, AdamConfig):
         opt = torch.optim.AdamW(params, 1e-2, weight_decay=0.1)
     elif isinstance(config, SGDConfig):
         opt = torch.optim.SGD(params, 1e-2)
     else:
-        opt = optim.FusedLAMB(params, 1e-2, False, weight_decay=0.0, use_nvlamb=True)
+        opt = optim.FusedLAMB(params, 1e-2, False, weight_decay=0.0, use_nvlamb=True, max_grad_norm=config.max_norm_clip)
     for q in opt.param_groups:
         q["initial_lr"] = q["lr"]
     gen = torch.Generator().manual_seed(0)
@@ -144,6 +155,11 @@ def test_trainer_counts_finite_steps_only_and_resumes():
 
 
 def test_trainer_refusals():
+    with pytest.raises(TypeError, match="optim_config.*'adam'.*AdamConfig"):
+        Trainer(net(), "adam")
+    trainer = Trainer(net(), SGDConfig(), torch.nn.functional.mse_loss)
+    with pytest.raises(TypeError, match=r"targets.*\[targets\]"):  # would be unpacked along its first axis
+        trainer.train_step(torch.ones(1, 7).double(), targets=torch.ones(1, 5).double())
     with pytest.raises(ValueError, match="no.such"):
         Trainer(net(), SGDConfig(), options=TrainerOptions(frozen_weights=["no.such"]))
     with pytest.raises(ValueError, match="at least 1"):
@@ -179,5 +195,14 @@ def test_familiar_imports(tmp_path):
     run = subprocess.run([sys.executable, "-m", "ortmodule.compat", str(script), "--lr", "0.1"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "trained True" in run.stdout and "refused" in run.stdout
+    code = """
+import ortmodule.compat
+import onnxruntime.training, torch_ort
+from onnxruntime.training import ORTModule
+assert ORTModule is torch_ort.ORTModule and onnxruntime.training.optim.FusedAdam is torch_ort.optim.FusedAdam
+assert onnxruntime.training.optim.fp16_optimizer.FP16_Optimizer and onnxruntime.training.amp.DynamicLossScaler
+assert not hasattr(onnxruntime.training, "nonsense")
+"""
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
     code = "import ortmodule.compat, sys; n = len(sys.meta_path); ortmodule.compat.install(); assert len(sys.meta_path) == n; import torch_ort"
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
