@@ -226,7 +226,7 @@ class MixedPrecision(torch.optim.Optimizer):
                     "step %d: %s in the gradient of %s, module %s; update skipped, loss scale %g -> %g",
                     self.steps + self.skipped_steps,
                     "inf or NaN",
-                    *(self.first_overflow or ("?", "?")),
+                    *(self.first_overflow or ("a shard on another rank", "?")),
                     scale,
                     self._scaler.loss_scale,
                 )
@@ -256,11 +256,15 @@ class MixedPrecision(torch.optim.Optimizer):
         if factor == 1.0:
             self._call_inner_step()
             return
-        self.grad_scale = 1.0 / factor
+        given, outer = "grad_scale" in vars(self), getattr(self, "grad_scale", None)  # a GradScaler's; None when it has unscaled
+        self.grad_scale = (1.0 if outer is None else outer) / factor
         try:
             self._call_inner_step()
         finally:
-            del self.grad_scale
+            if given:
+                self.grad_scale = outer
+            else:
+                del self.grad_scale
 
     def _step_masters(self, params: list[Tensor], grads: list[Tensor], factor: float) -> None:
         if any(p.dtype in HALF and p not in self._f32_of for p in params):

@@ -22,6 +22,7 @@ from torch import Tensor
 from ortmodule import _C
 
 from . import cuda
+from .shards import PLAIN, is_sharded, local_shards
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
@@ -149,6 +150,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if any(type(p) not in PLAIN for group in self.param_groups for p in group["params"]):
+            self._check_shards()
+            with local_shards(self):
+                self._step()
+        else:
+            self._step()
+        return loss
+
+    def _check_shards(self) -> None:
+        pass
+
+    def _step(self) -> None:
         found = getattr(self, "found_inf", None)  # GradScaler expects both attributes to be absent between steps
         scale = getattr(self, "grad_scale", None)
         index = cuda.host.index
@@ -162,7 +175,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group["step"] = group.get("step", 0) + 1
         elif found is None or float(found) == 0:
             self._update(1.0 if scale is None else 1.0 / float(scale))
-        return loss
 
     # --- on a CUDA device (see cuda.py) ------------------------------------------------------------
 
@@ -448,6 +460,14 @@ class FusedLAMB(FusedOptimizer):
             not (self.use_nvlamb or decay),
             self.keep_grads,
         )
+
+    def _check_shards(self) -> None:
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if is_sharded(p) and not all(x.is_replicate() for x in p.placements):
+                raise RuntimeError(
+                    f"FusedLAMB: parameter {number} of sizes {tuple(p.shape)} is a DTensor placed {p.placements}, and LAMB needs the norm of the "
+                    "whole; allowed: ordinary tensors and replicated DTensors: use FusedAdam, or DistributedDataParallel instead of sharding"
+                )
 
     def _check_devices(self, devices: set[int]) -> None:
         if len(devices) > 1 and any(group["max_grad_norm"] for group in self.param_groups):

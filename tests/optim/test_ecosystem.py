@@ -1,4 +1,4 @@
-"""The optimizers inside the Hugging Face Trainer and DistributedDataParallel (each in processes of its own)."""
+"""The optimizers inside the Hugging Face Trainer (in a process of its own)."""
 
 from __future__ import annotations
 
@@ -32,33 +32,6 @@ assert (a - b).abs().max() < 2e-5, (a - b).abs().max()
 print("equal")
 """
 
-DDP = """
-import sys, torch, torch.distributed as dist
-from ortmodule.optim import FusedLAMB
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5))
-alone = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5))
-alone.load_state_dict(model.state_dict())
-ddp = torch.nn.parallel.DistributedDataParallel(model)
-opt, ref = FusedLAMB(ddp.parameters(), 1e-2), FusedLAMB(alone.parameters(), 1e-2)
-gen = torch.Generator().manual_seed(5)
-for _ in range(6):
-    x, y = torch.randn(8, 7, generator=gen), torch.randn(8, 5, generator=gen)
-    opt.zero_grad(), ref.zero_grad()
-    ((ddp(x[rank * 4 : rank * 4 + 4]) - y[rank * 4 : rank * 4 + 4]) ** 2).mean().backward()
-    ((alone(x) - y) ** 2).mean().backward()
-    opt.step(), ref.step()
-for p, q in zip(model.parameters(), alone.parameters()):
-    torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-both = [torch.zeros_like(model[0].weight) for _ in range(2)]
-dist.all_gather(both, model[0].weight.detach())
-assert torch.equal(*both)
-dist.destroy_process_group()
-"""
-
-
 def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -68,13 +41,3 @@ def test_hugging_face_trainer(tmp_path):
     pytest.importorskip("transformers")
     run = subprocess.run([sys.executable, "-c", TRAINER, str(tmp_path)], env=environment(), capture_output=True, text=True)
     assert run.returncode == 0 and "equal" in run.stdout, run.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_distributed_data_parallel(tmp_path):
-    command = [sys.executable, "-c", DDP]
-    file = str(tmp_path / "rendezvous")
-    both = [subprocess.Popen([*command, str(r), file], env=environment(), stderr=subprocess.PIPE, text=True) for r in range(2)]
-    for process in both:
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err[-3000:]
