@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import HALF, FusedOptimizer
+from .fused import HALF, FusedOptimizer, run_closure
 from .lists import first_nonfinite, grad_norm, scale_into
 from .loss_scaler import DynamicLossScaler
 from .wrappers import modify_wrapper
@@ -209,8 +209,7 @@ class MixedPrecision(torch.optim.Optimizer):
         """One update, or none at overflow (see `overflow`). A closure is called once, first; its loss is returned."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = run_closure(self, closure)
         self._opt_called = True  # what schedulers look for, also when this step is left out
         params, grads = self._grads()
         scaled, factor = self._scaled, self._inverse_scale() * self._clip

@@ -38,6 +38,18 @@ class AdamWMode(enum.IntEnum):
     ADAM_TORCH = 3  # torch.optim.Adam: L2, eps inside the bias correction
 
 
+@torch.enable_grad()
+def run_closure(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+    """The closure's value. GradScaler takes no closures, so the gradients made here are not scaled and may be clipped here: Lightning does,
+    and refuses optimizers that announce unscaling of their own."""
+    announced = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    try:
+        return closure()
+    finally:
+        optimizer._step_supports_amp_scaling = announced  # type: ignore[attr-defined]
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """What the three optimizers share: collecting lists, storage of weights, loss scaling, state dicts."""
 
@@ -148,8 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = run_closure(self, closure)
         if any(type(p) not in PLAIN for group in self.param_groups for p in group["params"]):
             self._check_shards()
             with local_shards(self):

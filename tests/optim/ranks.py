@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+
+
+def python_with(package: str, tested: str) -> str:
+    """A Python that has the package: this one, or the one named by ORTMODULE_<PACKAGE>; the test is skipped where there is none."""
+    variable = f"ORTMODULE_{package.upper()}"
+    found = os.environ.get(variable) or (sys.executable if importlib.util.find_spec(package) else None)
+    return found or pytest.skip(f"{package} is not installed (tested with {tested}): install it here, or let {variable} name a Python that has it")
 
 
 def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable) -> None:
