@@ -14,6 +14,7 @@ A script that never calls `optimizer.backward` keeps working unscaled. Wrappers 
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 import weakref
@@ -72,10 +73,20 @@ def FP16_Optimizer(
         return optimizer
     if isinstance(optimizer, MixedPrecision):
         return optimizer
-    cls = type(optimizer)
-    optimizer.__class__ = type(f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__})
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _mixed_class(cls)
     optimizer._mixed_init(model, loss_scaler)  # type: ignore[attr-defined]
     return optimizer
+
+
+@functools.cache
+def _mixed_class(cls: Any) -> Any:
+    return type(f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__})
+
+
+def _blank(cls: Any) -> Any:
+    mixed = _mixed_class(cls)
+    return mixed.__new__(mixed)
 
 
 class MixedPrecision(torch.optim.Optimizer):
@@ -126,6 +137,20 @@ class MixedPrecision(torch.optim.Optimizer):
                     self._init_master(p, state)  # type: ignore[attr-defined]
         else:
             self._add_masters()
+
+    # A copy (deepcopy, pickle) has the scaler, the counters and the masters; the names of parameters and a scheduler's wrapper stay behind.
+    _COPIED = ("_scaler", "_scaled", "_clip", "overflow", "skipped_steps", "steps", "_overflows_in_a_row", "first_overflow", "_fused", "_f32_of")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self).__bases__[1],), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._COPIED}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._checked = self._inner_step = None
+        self._names = {}
 
     def _add_masters(self) -> None:
         for group in self.param_groups:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -247,6 +248,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             if group.get("amsgrad"):
                 raise ValueError(f"the state was saved with amsgrad=True, which {type(self).__name__} does not have")
+        for key, source in state_dict["state"].items():
+            missing = [name for name in self._moments if source and name not in source]
+            if missing:
+                raise ValueError(
+                    f"{type(self).__name__}: the state of parameter {key} has no {', '.join(missing)}, only {', '.join(source)}: another kind of "
+                    "optimizer saved it; load it into that kind, or start without a state"
+                )
         super().load_state_dict(state_dict)
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
             for key, value in self.defaults.items():
@@ -334,6 +342,21 @@ class FusedAdam(FusedOptimizer):
         _check_adam(betas, eps)
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        decoupled = self._adam_w_mode in (AdamWMode.ADAMW_TRANSFORMERS, AdamWMode.ADAMW_TORCH)
+        for group in self.param_groups:  # torch.optim.Adam and AdamW tell each other which of them saved the state
+            if group.get("decoupled_weight_decay", decoupled) != decoupled:
+                if group["weight_decay"]:
+                    twin = AdamWMode.ADAM_TORCH if decoupled else AdamWMode.ADAMW_TORCH
+                    warnings.warn(
+                        f"the state was saved by torch.optim.{'Adam' if decoupled else 'AdamW'}, whose weight decay acts otherwise than that of "
+                        f"this FusedAdam ({self._adam_w_mode.name}); for the same curve pass adam_w_mode=AdamWMode.{twin.name}",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+                group["decoupled_weight_decay"] = decoupled
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
         beta1, beta2 = group["betas"]
