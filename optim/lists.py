@@ -12,7 +12,7 @@ from torch import Tensor
 from ortmodule import _C
 
 from . import cuda
-from .shards import PLAIN, is_sharded, local
+from .shards import PLAIN, is_sharded, local, local_as
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> bool:
@@ -90,6 +90,10 @@ def scale_into(dst: Sequence[Tensor], src: Sequence[Tensor] | None, factor: floa
         return
     if cuda.usable(dst) and (src is None or (cuda.usable(src) and cuda.host.index(src[0]) == cuda.host.index(dst[0]))):
         cuda.axpby(dst, src, factor)
+        torch.autograd.graph.increment_version(list(dst))
+        return
+    if any(is_sharded(d) for d in dst):
+        scale_into([local(d) for d in dst], src and [local_as(s, d) for s, d in zip(src, dst)], factor)
         torch.autograd.graph.increment_version(list(dst))
         return
     if src is not None:

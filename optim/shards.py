@@ -29,6 +29,13 @@ def local(value: Any) -> Any:
     return value.to_local() if is_sharded(value) else value
 
 
+def local_as(value: Any, p: Any) -> Any:
+    """local(value), brought to the placement of p before if it has another."""
+    if is_sharded(value) and value.placements != p.placements:
+        value = value.redistribute(p.device_mesh, p.placements)
+    return local(value)
+
+
 def _placed_like(p: Any, shard: Tensor) -> Tensor:
     dtensor = sys.modules["torch.distributed.tensor"].DTensor
     return dtensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -40,12 +47,10 @@ def local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     groups, state = optimizer.param_groups, optimizer.state
     kept = [group["params"] for group in groups]
     shard_of: dict[Any, Tensor] = {p: local(p) for params in kept for p in params if is_sharded(p)}
+    versions = [shard._version for shard in shard_of.values()]
     try:
         for p, shard in shard_of.items():
-            grad = p.grad
-            if is_sharded(grad) and grad.placements != p.placements:
-                grad = grad.redistribute(p.device_mesh, p.placements)
-            shard.grad = local(grad)
+            shard.grad = local_as(p.grad, p)
             if p in state:
                 state[shard] = {name: local(value) for name, value in state[p].items()}
         for group in groups:
@@ -54,7 +59,9 @@ def local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, params in zip(groups, kept):
             group["params"] = params
-        for p, shard in shard_of.items():
+        for (p, shard), version in zip(shard_of.items(), versions):
+            if shard._version != version:  # autograd is to see the change in p
+                torch.autograd.graph.increment_version(p)
             shard.grad = None
             for name, value in state.pop(shard, {}).items():
                 if name not in state[p]:

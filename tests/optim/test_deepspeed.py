@@ -78,7 +78,15 @@ except AssertionError as e:
     assert "zero_allow_untested_optimizer" in str(e), e
 else:
     raise SystemExit("the whitelist let FusedAdam through")
-engine, _ = start(lambda p: FusedAdam(p, 1e-2), 1, "bf16", zero_allow_untested_optimizer=True)
+engine, zero = start(lambda p: FusedAdam(p, 1e-2), 1, "bf16", zero_allow_untested_optimizer=True)
+from accelerate import Accelerator
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+Accelerator(cpu=True)
+wrapped = DeepSpeedOptimizerWrapper(zero)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    assert FP16_Optimizer(wrapped) is wrapped
+assert [str(w.message) for w in seen] == ["DeepSpeed fp16_optimizer functions are overrided with faster implementation."]
 losses = []
 for _ in range(5):
     loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().pow(2).mean()

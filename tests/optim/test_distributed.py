@@ -77,10 +77,16 @@ for ours, theirs in curves:
         assert_same(model, whole)
         assert not opt.state or all(isinstance(v, DTensor) for s in opt.state.values() for k, v in s.items() if k != "step" and v is not None)
 
-# every storage of weights: the bits of the unsharded optimizer; resume; checkpoint
-for more in ({}, dict(master_weights=True), dict(master_weights="split")):
+# every storage of 16-bit weights: the bits of the unsharded optimizer; resume; checkpoint
+for make in (
+    adam,
+    lambda p: adam(p, master_weights=True),
+    lambda p: adam(p, master_weights="split"),
+    lambda p: FP16_Optimizer(adam(p)),
+    lambda p: FP16_Optimizer(adamw(p)),
+):
     model, whole = sharded(torch.bfloat16), net(torch.bfloat16)
-    opt, oracle = adam(model.parameters(), **more), adam(whole.parameters(), **more)
+    opt, oracle = make(model.parameters()), make(whole.parameters())
     for t in range(3):
         give_gradients(model, t)
         for p, q in zip(model.parameters(), whole.parameters()):
@@ -128,6 +134,14 @@ opt = adam([p, q])
 p.grad, q.grad = place(Replicate()), torch.ones(1, 4)
 opt.step()
 assert torch.equal(p.full_tensor(), q)
+square = p * p
+opt.step()
+try:
+    square.sum().backward()
+except RuntimeError as e:
+    assert "modified by an inplace operation" in str(e), e
+else:
+    raise SystemExit("autograd did not see the step")
 p.grad, lamb = place(Shard(0)), FusedLAMB([p])
 try:
     lamb.step()

@@ -149,11 +149,13 @@ class Module(lightning.LightningModule):
         opt = self.make(self.net.parameters())
         return [opt], [{"scheduler": torch.optim.lr_scheduler.OneCycleLR(opt, 2e-2, total_steps=13), "interval": "step"}]
 
-def run(make, precision, epochs=1, wrap=ORTModule, resume=None, save=None):
+def run(make, precision, epochs=1, wrap=ORTModule, resume=None, save=None, clip=0.05):
     module = Module(make, wrap)
+    scaled = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
     trainer = lightning.Trainer(
-        max_epochs=epochs, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.05, accelerator="cpu", devices=1, logger=False,
+        max_epochs=epochs, accumulate_grad_batches=2, gradient_clip_val=clip, accelerator="cpu", devices=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **({"plugins": [scaled]} if precision == "16-mixed" else {"precision": precision}),
     )
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=resume)
     if save:
@@ -172,6 +174,21 @@ for precision in ("32-true", "bf16-mixed"):
             assert difference < (1e-6 if precision == "32-true" else 1e-2), (name, difference)
         assert list(torch.load(file, weights_only=True)["state_dict"]) == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
         assert torch.equal(flat(run(make, precision, 2)), flat(run(make, precision, 2, resume=file))), (precision, name)
+
+# with a GradScaler, Lightning clips only for optimizers that leave unscaling to the scaler
+def leave_unscaling(opt):
+    opt._step_supports_amp_scaling = False
+    return opt
+
+torch.testing.assert_close(flat(run(adam, "16-mixed", clip=None)), flat(run(adamw, "16-mixed", clip=None)), rtol=1e-5, atol=1e-6)
+torch.testing.assert_close(flat(run(lambda p: leave_unscaling(adam(p)), "16-mixed")), flat(run(adamw, "16-mixed")), rtol=1e-5, atol=1e-6)
+for make in (adam, lambda p: torch.optim.AdamW(p, LR, fused=True)):
+    try:
+        run(make, "16-mixed")
+    except RuntimeError as e:
+        assert "does not allow for gradient clipping" in str(e), e
+    else:
+        raise SystemExit("Lightning changed: docs/OPTIMIZERS.md says that it refuses this")
 print("done")
 """
 
