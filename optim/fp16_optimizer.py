@@ -85,8 +85,13 @@ def _mixed_class(cls: Any) -> Any:
 
 
 def _blank(cls: Any) -> Any:
-    mixed = _mixed_class(cls)
-    return mixed.__new__(mixed)
+    """What a copy starts from; names of parameters and a scheduler's wrapper of step() stay behind."""
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__({"state": {}, "param_groups": [], "defaults": {}})  # here torch puts the calls of hooks into the step() of cls
+    optimizer.__class__ = _mixed_class(cls)
+    optimizer._checked = optimizer._inner_step = None
+    optimizer._names = {}
+    return optimizer
 
 
 class MixedPrecision(torch.optim.Optimizer):
@@ -138,7 +143,6 @@ class MixedPrecision(torch.optim.Optimizer):
         else:
             self._add_masters()
 
-    # A copy (deepcopy, pickle) has the scaler, the counters and the masters; the names of parameters and a scheduler's wrapper stay behind.
     _COPIED = ("_scaler", "_scaled", "_clip", "overflow", "skipped_steps", "steps", "_overflows_in_a_row", "first_overflow", "_fused", "_f32_of")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,11 +150,6 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._COPIED}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._checked = self._inner_step = None
-        self._names = {}
 
     def _add_masters(self) -> None:
         for group in self.param_groups:
@@ -269,6 +268,8 @@ class MixedPrecision(torch.optim.Optimizer):
         else:
             self._step_masters(params, grads, factor)
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # for torch, at loading and copying: hooks are run by the inner step, none at overflow
 
     def _call_inner_step(self) -> None:
         if self._inner_step is not None:

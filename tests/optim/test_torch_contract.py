@@ -144,17 +144,24 @@ def test_grad_scaler(name, clip):
 
 @pytest.mark.parametrize("name", OURS)
 def test_hooks(name):
-    model = net()
-    opt = OURS[name][0](model.parameters())
-    seen = []
-    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-        getattr(opt, f"register_{kind}_hook")(lambda *_, kind=kind: seen.append(kind))
-    everyone = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
-    give_gradients(model, 0)
-    opt.step()
-    everyone.remove()
-    opt.load_state_dict(opt.state_dict())
-    assert seen == ["step_pre", "step_post", "global", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+    first = net()
+    pair = first, OURS[name][0](first.parameters())
+    for model, opt in (pair, copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
+        seen = []
+        for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            getattr(opt, f"register_{kind}_hook")(lambda *_, kind=kind, seen=seen: seen.append(kind))
+        everyone = register_optimizer_step_post_hook(lambda *_, seen=seen: seen.append("global"))
+        give_gradients(model, 0)
+        opt.step()
+        opt.load_state_dict(opt.state_dict())
+        opt.step()
+        everyone.remove()
+        states = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+        assert seen == ["step_pre", "step_post", "global", *states, "step_pre", "step_post", "global"]
+        if "fp16" in name:  # none for a step that is left out
+            opt.backward((model[0].weight * math.inf).sum())
+            opt.step()
+            assert len(seen) == 10
 
 
 @pytest.mark.parametrize("name", OURS)
