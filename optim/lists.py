@@ -67,6 +67,8 @@ def has_nonfinite(grads: Sequence[Tensor]) -> bool:
         return not _C.norm(grads, 2.0, False)[1]
     if cuda.usable(grads):
         return bool(cuda.norm(grads)[0][1])
+    if any(is_sharded(g) for g in grads):
+        return not _norm_over_ranks(grads, 2.0)[1]
     return not bool(torch.stack([g.isfinite().all() for g in grads]).all())
 
 

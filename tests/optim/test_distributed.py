@@ -35,7 +35,8 @@ FSDP = """
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from ortmodule.optim.lists import grad_norm, has_nonfinite
 mesh = init_device_mesh("cpu", (2,))
 
 def sharded(dtype=torch.float32):
@@ -126,6 +127,17 @@ if rank == 1:
     model[0].weight.grad.to_local()[0, 0] = math.nan
 scaler.step(opt), scaler.update()
 assert scaler.get_scale() == 128.0 and not any(float(s["step"]) for s in opt.state.values())
+
+# norms over two meshes, a replicated dimension, a plain tensor, and partial sums: the same on both ranks
+grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "copies"))
+whole = torch.arange(12.0).reshape(4, 3) - 5
+pieces = [distribute_tensor(whole, grid, [Shard(0), Replicate()]), distribute_tensor(whole, mesh, [Shard(1)]), whole]
+pieces.append(DTensor.from_local(whole / 2, mesh, [Partial()]))
+for order in (1.0, 2.0, 3.0, math.inf):
+    norm, finite = grad_norm(pieces, order)
+    assert finite and abs(norm - torch.linalg.vector_norm(torch.stack([whole] * 4), order).item()) < 1e-4
+pieces[1].to_local()[rank, 0] = math.nan if rank else 1.0
+assert has_nonfinite(pieces) and not grad_norm(pieces)[1] and not grad_norm(pieces, math.inf)[1]
 
 # an empty shard with a gradient placed otherwise; plain and sharded in one group; LAMB
 place = lambda where: distribute_tensor(torch.ones(1, 4), mesh, [where])
