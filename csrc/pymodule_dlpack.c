@@ -104,8 +104,9 @@ int om_dl_import(PyObject *t, om_tensor *out) {
         out->stride[i] = d.strides ? d.strides[i] : dense;
         dense *= d.shape[i];
     }
-    if (!d.data && dense) {
-        PyErr_SetString(PyExc_ValueError, "a tensor without memory of its own given (a wrapper such as DTensor); allowed: plain tensors");
+    if (!out->data && dense) {
+        PyErr_SetString(PyExc_ValueError, "tensor without memory given (a DTensor or other wrapper, a fake tensor, or freed storage); allowed: "
+                                          "tensors that hold their elements: give the local tensor (DTensor: to_local())");
         return -1;
     }
     return 0;

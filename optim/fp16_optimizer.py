@@ -14,6 +14,7 @@ A script that never calls `optimizer.backward` keeps working unscaled. Wrappers 
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 import weakref
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import HALF, FusedOptimizer
+from .fused import HALF, FusedOptimizer, run_closure
 from .lists import first_nonfinite, grad_norm, scale_into
 from .loss_scaler import DynamicLossScaler
 from .wrappers import modify_wrapper
@@ -72,9 +73,24 @@ def FP16_Optimizer(
         return optimizer
     if isinstance(optimizer, MixedPrecision):
         return optimizer
-    cls = type(optimizer)
-    optimizer.__class__ = type(f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__})
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _mixed_class(cls)
     optimizer._mixed_init(model, loss_scaler)  # type: ignore[attr-defined]
+    return optimizer
+
+
+@functools.cache
+def _mixed_class(cls: Any) -> Any:
+    return type(f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__})
+
+
+def _blank(cls: Any) -> Any:
+    """What a copy starts from; names of parameters and a scheduler's wrapper of step() stay behind."""
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__({"state": {}, "param_groups": [], "defaults": {}})  # here torch puts the calls of hooks into the step() of cls
+    optimizer.__class__ = _mixed_class(cls)
+    optimizer._checked = optimizer._inner_step = None
+    optimizer._names = {}
     return optimizer
 
 
@@ -126,6 +142,14 @@ class MixedPrecision(torch.optim.Optimizer):
                     self._init_master(p, state)  # type: ignore[attr-defined]
         else:
             self._add_masters()
+
+    _COPIED = ("_scaler", "_scaled", "_clip", "overflow", "skipped_steps", "steps", "_overflows_in_a_row", "first_overflow", "_fused", "_f32_of")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self).__bases__[1],), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._COPIED}}
 
     def _add_masters(self) -> None:
         for group in self.param_groups:
@@ -209,8 +233,7 @@ class MixedPrecision(torch.optim.Optimizer):
         """One update, or none at overflow (see `overflow`). A closure is called once, first; its loss is returned."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = run_closure(self, closure)
         self._opt_called = True  # what schedulers look for, also when this step is left out
         params, grads = self._grads()
         scaled, factor = self._scaled, self._inverse_scale() * self._clip
@@ -226,7 +249,7 @@ class MixedPrecision(torch.optim.Optimizer):
                     "step %d: %s in the gradient of %s, module %s; update skipped, loss scale %g -> %g",
                     self.steps + self.skipped_steps,
                     "inf or NaN",
-                    *(self.first_overflow or ("?", "?")),
+                    *(self.first_overflow or ("a shard on another rank", "?")),
                     scale,
                     self._scaler.loss_scale,
                 )
@@ -246,6 +269,8 @@ class MixedPrecision(torch.optim.Optimizer):
             self._step_masters(params, grads, factor)
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # for torch, at loading and copying: hooks are run by the inner step, none at overflow
+
     def _call_inner_step(self) -> None:
         if self._inner_step is not None:
             self._inner_step()
@@ -256,11 +281,15 @@ class MixedPrecision(torch.optim.Optimizer):
         if factor == 1.0:
             self._call_inner_step()
             return
-        self.grad_scale = 1.0 / factor
+        given, outer = "grad_scale" in vars(self), getattr(self, "grad_scale", None)  # a GradScaler's; None when it has unscaled
+        self.grad_scale = (1.0 if outer is None else outer) / factor
         try:
             self._call_inner_step()
         finally:
-            del self.grad_scale
+            if given:
+                self.grad_scale = outer
+            else:
+                del self.grad_scale
 
     def _step_masters(self, params: list[Tensor], grads: list[Tensor], factor: float) -> None:
         if any(p.dtype in HALF and p not in self._f32_of for p in params):

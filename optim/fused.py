@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from ortmodule import _C
 
 from . import cuda
 from .lists import DTYPES
+from .shards import PLAIN, is_sharded, local_shards
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
@@ -37,6 +39,18 @@ class AdamWMode(enum.IntEnum):
     ADAMW_TRANSFORMERS = 1  # decay after the update, with the uncorrected lr; eps outside
     ADAMW_TORCH = 2  # torch.optim.AdamW
     ADAM_TORCH = 3  # torch.optim.Adam: L2, eps inside the bias correction
+
+
+@torch.enable_grad()
+def run_closure(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+    """The closure's value. GradScaler takes no closures, so the gradients made here are not scaled and may be clipped here: Lightning does,
+    and refuses optimizers that announce unscaling of their own."""
+    announced = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    try:
+        return closure()
+    finally:
+        optimizer._step_supports_amp_scaling = announced  # type: ignore[attr-defined]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -92,7 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_parameter(self, p: Tensor) -> None:  # quick for an ordinary parameter: without state (SGD) it is looked at in every step
         if type(p) is not torch.nn.Parameter and is_traceable_wrapper_subclass(p):
-            wrong = f"a {type(p).__name__} parameter (FSDP2 and tensor parallelism make DTensors); use torch.optim for such"
+            wrong = f"a {type(p).__name__} parameter, a wrapper of other tensors; allowed: ordinary parameters and DTensors"
         elif p.dtype not in DTYPES or not (p.is_cpu or p.is_cuda):
             wrong = f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda"
         elif self.stochastic_rounding and p.dtype == torch.float16:
@@ -161,8 +175,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = run_closure(self, closure)
+        if any(type(p) not in PLAIN for group in self.param_groups for p in group["params"]):
+            self._check_shards()
+            with local_shards(self):
+                self._step()
+        else:
+            self._step()
+        return loss
+
+    def _check_shards(self) -> None:
+        pass
+
+    def _step(self) -> None:
         found = getattr(self, "found_inf", None)  # GradScaler expects both attributes to be absent between steps
         scale = getattr(self, "grad_scale", None)
         index = cuda.host.index
@@ -176,7 +201,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group["step"] = group.get("step", 0) + 1
         elif found is None or float(found) == 0:
             self._update(1.0 if scale is None else 1.0 / float(scale))
-        return loss
 
     # --- on a CUDA device (see cuda.py) ------------------------------------------------------------
 
@@ -267,14 +291,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self._check_loaded_state(f"{type(self).__name__}: the saved state of parameter {key}", state, p)
 
     def _check_loaded_state(self, what: str, state: dict[str, Any], p: Tensor) -> None:
+        missing = [name for name in self._moments if state.get(name) is None]
+        if missing:
+            raise ValueError(f"{what} has no {', '.join(missing)}, only {', '.join(map(str, state))}: it is incomplete, or of another optimizer")
         for name in (*self._moments, "momentum_buffer", "master_weight", "master_rest"):
             value = state.get(name)
             if value is None:
-                if name in self._moments:
-                    raise ValueError(f"{what} has no {name}: it is incomplete, or of another optimizer; it has {', '.join(map(str, state))}")
-            elif not isinstance(value, Tensor):
+                continue
+            if not isinstance(value, Tensor):
                 raise ValueError(f"{what} has a {name} that is a {type(value).__name__}; it must be a tensor")
-            elif value.shape != p.shape:
+            if value.shape != p.shape:
                 raise ValueError(f"{what} has a {name} of sizes {tuple(value.shape)}, the parameter has {tuple(p.shape)}: is it of another model?")
         step = state.get("step", 0)
         if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
@@ -365,6 +391,21 @@ class FusedAdam(FusedOptimizer):
         _check_adam(bias_correction, betas, eps)
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        decoupled = self._adam_w_mode in (AdamWMode.ADAMW_TRANSFORMERS, AdamWMode.ADAMW_TORCH)
+        for group in self.param_groups:  # torch.optim.Adam and AdamW tell each other which of them saved the state
+            if group.get("decoupled_weight_decay", decoupled) != decoupled:
+                if group["weight_decay"]:
+                    twin = AdamWMode.ADAM_TORCH if decoupled else AdamWMode.ADAMW_TORCH
+                    warnings.warn(
+                        f"the state was saved by torch.optim.{'Adam' if decoupled else 'AdamW'}, whose weight decay acts otherwise than that of "
+                        f"this FusedAdam ({self._adam_w_mode.name}); for the same curve pass adam_w_mode=AdamWMode.{twin.name}",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+                group["decoupled_weight_decay"] = decoupled
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
         beta1, beta2 = group["betas"]
@@ -500,6 +541,14 @@ class FusedLAMB(FusedOptimizer):
             not (self.use_nvlamb or decay),
             self.keep_grads,
         )
+
+    def _check_shards(self) -> None:
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if is_sharded(p) and not all(x.is_replicate() for x in p.placements):
+                raise RuntimeError(
+                    f"FusedLAMB: parameter {number} of sizes {tuple(p.shape)} is a DTensor placed {p.placements}, and LAMB needs the norm of the "
+                    "whole; allowed: ordinary tensors and replicated DTensors: use FusedAdam, or DistributedDataParallel instead of sharding"
+                )
 
     def _check_devices(self, devices: set[int]) -> None:
         if len(devices) > 1 and any(group["max_grad_norm"] for group in self.param_groups):

@@ -86,11 +86,15 @@ def install() -> None:
 install()
 
 
+class _Arguments(list[str]):
+    """sys.argv of the script. Processes that it spawns get it pickled before they run the script, and so import this module in time."""
+
+
 def main() -> None:
     """python -m ortmodule.compat script.py arguments..."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m ortmodule.compat script.py [arguments]   (or -m module [arguments])")
-    del sys.argv[0]
+    sys.argv = _Arguments(sys.argv[1:])
     if sys.argv[0] == "-m":
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

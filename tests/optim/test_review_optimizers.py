@@ -133,14 +133,13 @@ REFUSED = {
     "float8": (lambda: torch.ones(5).to(torch.float8_e4m3fn), "torch.float8_e4m3fn .*allowed: float32"),
     "meta": (lambda: torch.empty(5, device="meta"), "on meta; allowed: .* on cpu, cuda"),
     "expanded": (lambda: torch.ones(1).expand(5), "expanded.*clone it"),
-    "DTensor": (dtensor, "DTensor.*torch.optim"),
     "sparse gradient": (lambda: torch.ones(5), "sparse gradients.*SparseAdam"),
 }
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedSGD])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_stepped_is_refused_and_nothing_changes(cls, name, one_process):
+def test_what_cannot_be_stepped_is_refused_and_nothing_changes(cls, name):
     """The group before the refused parameter has not moved either: the step can be repeated without it."""
     make, message = REFUSED[name]
     good, bad = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(make())
@@ -166,7 +165,7 @@ def test_empty_parameters_may_have_any_strides():
 
 
 def test_the_engine_refuses_tensors_without_memory(one_process):
-    with pytest.raises(ValueError, match="DTensor.*plain tensors"):
+    with pytest.raises(ValueError, match="DTensor.*to_local"):
         _C.norm([dtensor()], 2.0, False)
 
 

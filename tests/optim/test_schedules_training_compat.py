@@ -206,3 +206,28 @@ assert not hasattr(onnxruntime.training, "nonsense")
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
     code = "import ortmodule.compat, sys; n = len(sys.meta_path); ortmodule.compat.install(); assert len(sys.meta_path) == n; import torch_ort"
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
+
+
+SPAWNING = """
+import multiprocessing, sys
+from onnxruntime.training.optim import FusedAdam
+
+def child(answers):
+    answers.put((FusedAdam.__module__, sys.argv[1:]))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    answers = context.SimpleQueue()
+    process = context.Process(target=child, args=(answers,))
+    process.start()
+    print("child:", *answers.get())
+    process.join()
+"""
+
+
+def test_familiar_imports_in_spawned_processes(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNING)
+    command = [sys.executable, "-m", "ortmodule.compat", str(script), "spawn"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "child: ortmodule.optim.fused ['spawn']", run.stderr

@@ -1,0 +1,42 @@
+"""Runs a script in fresh processes: one, or several ranks that find each other through the environment (gloo, accelerate, DeepSpeed)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python_with(package: str, tested: str) -> str:
+    """A Python that has the package: this one, or the one named by ORTMODULE_<PACKAGE>; the test is skipped where there is none."""
+    variable = f"ORTMODULE_{package.upper()}"
+    found = os.environ.get(variable) or (sys.executable if importlib.util.find_spec(package) else None)
+    return found or pytest.skip(f"{package} is not installed (tested with {tested}): install it here, or let {variable} name a Python that has it")
+
+
+def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable) -> None:
+    """Every rank must exit with 0 and print "done" as its last line."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    running = []
+    for rank in range(ranks):
+        env = {**base, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else base
+        command = [python, "-c", code, *map(str, args)]
+        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        for rank, process in enumerate(running):
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0 and out.split()[-1:] == ["done"], f"rank {rank}, exit {process.returncode}:\n{out[-500:]}{err[-3000:]}"
+    finally:
+        for process in running:
+            process.kill()
