@@ -31,7 +31,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op gpu-wheel gpu-check
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op check-avx512 gpu-wheel gpu-check
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -153,6 +153,9 @@ test: build lib   ## build and run the tests (TESTS=path picks some)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 $(if $(TESTS),$(TESTS),tests)
 test-full: build lib   ## models of default size beside eager in fp64 and fp32 (some minutes, 6 GB)
 	$(PY) -m pytest -q -m "full or not full" tests/test_models_full.py
+
+check-avx512: build lib   ## run TESTS on an emulated CPU with AVX-512, on any Debian machine (tests/avx512)
+	tests/avx512/check.sh $(if $(TESTS),$(TESTS),tests/ops tests/optim/test_kernels.py tests/test_gemm_scratch.py --deselect tests/optim/test_kernels.py::test_every_instruction_set)
 
 demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, about three minutes
 	$(PY) examples/train_gpt2.py
