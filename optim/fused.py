@@ -42,6 +42,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
     _moments: tuple[str, ...] = ()
+    _swept: cuda.Head | None = None  # FP16_Optimizer, for the length of a step on CUDA: the table whose sums are those of these gradients
 
     def __init__(
         self,
@@ -463,14 +464,15 @@ class FusedLAMB(FusedOptimizer):
         self.last_grad_norm = None
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return super()._cuda_scales(stepper, place, params, scale, inv_scale, found)
-        grads = [p.grad for p in params if p.grad is not None and p.grad.layout is torch.strided]
-        head, copies = stepper.table(place, "norm").refresh(place, "lamb", [grads, grads, None, None, None, None], NEAREST)
+        head = self._swept
+        if head is None:
+            grads = [p.grad for p in params if p.grad is not None and p.grad.layout is torch.strided]
+            head, _ = stepper.table(place, "norm").refresh(place, "lamb", [grads, grads, None, None, None, None], NEAREST)
+            _C.cuda_norm(*head)
         out = cuda.host.empty(2 + len(self.param_groups), torch.float32, params[0])
-        _C.cuda_norm(*head)
         for number, group in enumerate(self.param_groups):
             limit = group["max_grad_norm"] or 0.0
-            _C.cuda_norm_finish(*head, scale, found, out[0], out[1], out[2 + number], 1.0 / inv_scale, limit, False)
-        del copies  # alive until the launch
+            _C.cuda_norm_finish(*head, scale, found, out[0], out[1], out[2 + number], None, 1.0 / inv_scale, limit, cuda.CLIP_LAMB)
         self.last_grad_norm = out[0]
         return [(out[2 + number], 1.0) for number in range(len(self.param_groups))], out[1]
 

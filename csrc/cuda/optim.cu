@@ -3,6 +3,7 @@
  *   om_cuda_adam, om_cuda_sgd   one sweep
  *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, stop flag, divisor
  *   om_cuda_lamb_direction, ..._rate, ..._update    moments and partial norms; trust ratio per span; weights (40 bytes a parameter)
+ *   om_cuda_loss_scale          after a scaled step: the next loss scale, counters, a log of overflows (FP16_Optimizer)
  *   om_cuda_count               step counters + 1, unless found_inf
  *   om_cuda_axpby               p = a g + b p with conversion; in place with a factor of 1 (nothing clipped) it reads nothing
  *   om_cuda_upload, ..._chunks  the table of spans, carried in the arguments: no staging memory whose life a captured graph would
@@ -267,18 +268,23 @@ EXPORT om_cuda_sgd(const om_gpu_optim o) {
 
 /* --- sums -------------------------------------------------------------------------------------------- */
 
-/* Sum of x over the thread block, in a fixed order; every thread gets it. */
-FN double block_sum(double x, double *shared) {
+/* Sum of x (smallest x) over the thread block, in a fixed order; every thread gets it. */
+FN double block_reduce(double x, double *shared, int smallest) {
     shared[threadIdx.x] = x;
     __syncthreads();
     for (unsigned w = OM_GPU_THREADS / 2; w; w /= 2) {
-        if (threadIdx.x < w) shared[threadIdx.x] += shared[threadIdx.x + w];
+        if (threadIdx.x < w) {
+            const double a = shared[threadIdx.x], b = shared[threadIdx.x + w];
+            shared[threadIdx.x] = !smallest ? a + b : a < b ? a : b;
+        }
         __syncthreads();
     }
-    const double sum = shared[0];
+    const double result = shared[0];
     __syncthreads();
-    return sum;
+    return result;
 }
+FN double block_sum(double x, double *shared) { return block_reduce(x, shared, 0); }
+FN double block_min(double x, double *shared) { return block_reduce(x, shared, 1); }
 
 EXPORT om_cuda_norm(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
@@ -296,22 +302,46 @@ EXPORT om_cuda_norm(const om_gpu_optim o) {
 /* One thread block. */
 EXPORT om_cuda_norm_finish(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
-    double sum = 0;
-    for (uint32_t c = threadIdx.x; c < o.n_chunk; c += OM_GPU_THREADS) sum += o.part[2 * c];
+    double sum = 0, bad = (double)o.n_chunk; /* squares of f32 do not overflow in f64: a sum that is not finite has an inf or NaN in it */
+    for (uint32_t c = threadIdx.x; c < o.n_chunk; c += OM_GPU_THREADS) {
+        const double part = o.part[2 * c];
+        sum += part;
+        if (!(part - part == 0) && (double)c < bad) bad = (double)c;
+    }
     sum = block_sum(sum, shared);
+    if (o.first_out) bad = block_min(bad, shared);
     if (threadIdx.x) return;
     const double scale = o.div * (o.grad_scale ? (double)*o.grad_scale : 1.0), norm = sqrt(sum);
     const int finite = sum - sum == 0;
     double divisor = scale;
-    if (o.clip_like_torch) {
+    if (o.clip == OM_GPU_CLIP_TORCH || (o.clip == OM_GPU_CLIP_FINITE && finite)) {
         const double factor = o.max_norm / (norm / scale + 1e-6);
         if (!(factor >= 1)) divisor = scale / factor;
-    } else if (finite) {
+    } else if (o.clip == OM_GPU_CLIP_LAMB && finite) {
         divisor = 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm);
     }
+    if (o.first_out) *o.first_out = bad < (double)o.n_chunk ? (float)o.span[o.chunk[(uint32_t)bad].span].stream - 1.0f : -1.0f;
     if (o.norm_out) *o.norm_out = (float)(norm / scale);
     if (o.stop_out) *o.stop_out = !finite || stopped(&o) ? 1.0f : 0.0f;
     if (o.scale_out) *o.scale_out = (float)divisor;
+}
+
+/* One thread. After the step it decided about has been queued, so that no step counts that was never launched. */
+EXPORT om_cuda_loss_scale(const om_gpu_scaling a) {
+    if (threadIdx.x) return;
+    om_gpu_steps *s = a.steps;
+    const int finite = *a.stop == 0;
+    const double before = a.scaler->scale;
+    if (a.automatic) *a.scaler = om_loss_scale_next(*a.scaler, finite, a.window, a.lowest, a.highest);
+    s->overflow = !finite;
+    s->row = finite ? 0 : s->row + 1;
+    if (finite) {
+        s->done += 1;
+        return;
+    }
+    om_gpu_overflow *k = &s->log[(uint64_t)s->skipped % OM_GPU_LOG];
+    k->step = s->done + s->skipped, k->param = (double)*a.first, k->before = before, k->after = a.scaler->scale, k->row = s->row;
+    s->skipped += 1;
 }
 
 /* --- lamb -------------------------------------------------------------------------------------------- */

@@ -156,6 +156,12 @@ static om_status gpu_launch(om_ctx *cx, const om_gpu_table *t, om_gpu_optim *o, 
     return om_cuda_leave(cx, q.d, queue_put(&q, k, blocks, OM_GPU_THREADS, o));
 }
 
+om_status om_gpu_loss_scale(om_ctx *cx, int ordinal, void *stream, const om_gpu_scaling *a) {
+    om_cuda *d;
+    OM_TRY(om_cuda_enter(cx, ordinal, &d));
+    return om_cuda_leave(cx, d, om_cuda_launch(cx, d, om_cuda_loss_scale_kernel, 1, 1, stream, a));
+}
+
 om_status om_gpu_axpby(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_axpby_kernel, t->n_chunk); }
 om_status om_gpu_norm(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_norm_kernel, t->n_chunk); }
 om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_norm_finish_kernel, 1); }

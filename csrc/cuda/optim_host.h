@@ -34,5 +34,6 @@ om_status om_gpu_sgd(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_lamb(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_axpby(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_norm(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);        /* sums of the chunks ... */
-om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o); /* ... norm_out, stop_out, scale_out from them; repeatable */
+om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o); /* ... norm_out ... first_out from them; repeatable */
+om_status om_gpu_loss_scale(om_ctx *cx, int ordinal, void *stream, const om_gpu_scaling *a);
 #endif

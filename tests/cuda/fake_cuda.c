@@ -28,7 +28,7 @@ struct CUmod_st { struct CUctx_st *context; };
 struct CUfunc_st { struct CUctx_st *context; int kernel; };
 struct CUstream_st { struct CUctx_st *context; int capturing; };
 
-typedef union param { om_gpu_optim optim; om_gpu_upload upload; } param;
+typedef union param { om_gpu_optim optim; om_gpu_upload upload; om_gpu_scaling scaling; } param;
 typedef struct op { int kernel, device; unsigned blocks, threads; struct CUstream_st *stream; param p; } op;
 typedef struct range { const char *at; size_t size; int device, count; } range;
 
@@ -116,12 +116,17 @@ static size_t type_size(int t) { return t == OM_GPU_F32 ? 4 : 2; }
 static int op_ok(const op *o) {
     if (o->kernel == om_cuda_upload_kernel)
         return memory_ok(o, "table", o->p.upload.to, 8 * (size_t)o->p.upload.n_word) && o->p.upload.n_word <= OM_GPU_UPLOAD / 8;
+    if (o->kernel == om_cuda_loss_scale_kernel) {
+        const om_gpu_scaling *a = &o->p.scaling;
+        return memory_ok(o, "scaler", a->scaler, sizeof *a->scaler) && memory_ok(o, "steps", a->steps, sizeof *a->steps) &&
+               memory_ok(o, "stop", a->stop, 4) && memory_ok(o, "first", a->first, 4);
+    }
     const om_gpu_optim *g = &o->p.optim;
     int ok = memory_ok(o, "spans", g->span, g->n_span * sizeof *g->span) && memory_ok(o, "chunks", g->chunk, g->n_chunk * sizeof *g->chunk) &&
              memory_ok(o, "part", g->part, 2 * g->n_chunk * sizeof *g->part) && memory_ok(o, "rate", g->rate, g->n_span * sizeof *g->rate) &&
              memory_ok(o, "skipped", g->skipped, g->n_chunk) && memory_ok(o, "lr", g->lr, 4) && memory_ok(o, "grad_scale", g->grad_scale, 4) &&
              memory_ok(o, "found_inf", g->found_inf, 4) && memory_ok(o, "norm_out", g->norm_out, 4) &&
-             memory_ok(o, "stop_out", g->stop_out, 4) && memory_ok(o, "scale_out", g->scale_out, 4);
+             memory_ok(o, "stop_out", g->stop_out, 4) && memory_ok(o, "scale_out", g->scale_out, 4) && memory_ok(o, "first_out", g->first_out, 4);
     unsigned first = 0;
     for (unsigned i = 0; ok && i < g->n_span; i++) {
         const om_gpu_span *s = &g->span[i];
