@@ -47,6 +47,20 @@ static int cuda_head(PyObject *const *args, om_gpu_table *t, int16_t *device) {
     return 0;
 }
 
+/* What om_gpu_lamb_order wrote; None: LAMB in three launches. */
+static int cuda_order(PyObject *arg, int16_t device, om_gpu_table *t) {
+    om_tensor memory = {0};
+    if (arg == Py_None) return 0;
+    if (om_dl_import(arg, &memory)) return -1;
+    if (memory.dtype != OM_U8 || !om_is_dense(&memory) || (uintptr_t)memory.data % 16 || memory.device != device ||
+        (size_t)om_numel(&memory) < om_gpu_order_size(t->n_span, t->n_chunk)) {
+        PyErr_SetString(PyExc_ValueError, "the order must be a dense uint8 tensor on the device, 16-byte aligned, of at least cuda_lamb_order_size bytes");
+        return -1;
+    }
+    t->order = memory.data;
+    return 0;
+}
+
 /* The address of a one-element float32 tensor on the device; None: NULL. */
 static int cuda_scalar(PyObject *arg, int16_t device, const char *what, float **out) {
     om_tensor t = {0};
@@ -248,21 +262,41 @@ static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t n
     return cuda_run(om_gpu_sgd, &t, &o);
 }
 
+#define LAMB STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads, order"
 static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 22,
-                   "cuda_lamb(" STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, "
-                   "bias_correction, no_ratio, keep_grads)"))
-        return NULL;
+    if (cuda_count(nargs, 23, "cuda_lamb(" LAMB ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     om_lamb_cfg *c = &o.lamb;
     double bias, no_ratio, keep;
     double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->l2, &c->grad_weight, &c->ratio_min, &c->ratio_max,
                            &c->inv_scale, &bias, &no_ratio, &keep};
-    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 13)) return NULL;
+    int16_t device;
+    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 13) || cuda_head(args, &t, &device) || cuda_order(args[22], device, &t)) return NULL;
     c->bias_correction = bias != 0, c->no_ratio = no_ratio != 0, o.keep_grads = keep != 0;
     return cuda_run(om_gpu_lamb, &t, &o);
+}
+
+static PyObject *py_cuda_lamb_order_size(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 2, "cuda_lamb_order_size(n_span, n_chunk)")) return NULL;
+    const uint32_t n_span = (uint32_t)PyLong_AsUnsignedLong(args[0]), n_chunk = PyErr_Occurred() ? 0 : (uint32_t)PyLong_AsUnsignedLong(args[1]);
+    return PyErr_Occurred() ? NULL : PyLong_FromSize_t(om_gpu_order_size(n_span, n_chunk));
+}
+
+static om_status cuda_lamb_order(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    (void)o;
+    return om_gpu_lamb_order(cx, t);
+}
+
+static PyObject *py_cuda_lamb_order(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 6, "cuda_lamb_order(" HEAD ", order)")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    int16_t device;
+    return cuda_head(args, &t, &device) || cuda_order(args[5], device, &t) ? NULL : cuda_run(cuda_lamb_order, &t, &o);
 }
 
 static PyObject *py_cuda_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
@@ -347,8 +381,9 @@ PyMethodDef om_cuda_methods[] = {
     {FAST(cuda_upload), "cuda_upload(" HEAD ", image): writes the table."},
     {FAST(cuda_adam), "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"},
     {FAST(cuda_sgd), "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"},
-    {FAST(cuda_lamb), "cuda_lamb(" STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, "
-                      "bias_correction, no_ratio, keep_grads)"},
+    {FAST(cuda_lamb), "cuda_lamb(" LAMB "): order None: in three launches."},
+    {FAST(cuda_lamb_order_size), "cuda_lamb_order_size(n_span, n_chunk): bytes of the order of a list for LAMB in one launch."},
+    {FAST(cuda_lamb_order), "cuda_lamb_order(" HEAD ", order): writes it."},
     {FAST(cuda_norm), "cuda_norm(" HEAD "): sums of squares of the gradients, for cuda_norm_finish."},
     {FAST(cuda_norm_finish), "cuda_norm_finish(" HEAD ", " FINISH "): clip 0 LAMB's divisor, 1 torch's formula, 2 that but nothing when the norm is "
                              "not finite; max_norm 0 with clip 0: none."},

@@ -86,9 +86,13 @@ class Table:
     def __init__(self) -> None:
         self.image = torch.empty(0, dtype=torch.uint8)
         self.memory: Tensor | None = None
+        self.order: Tensor | None = None  # for LAMB in one launch
 
-    def refresh(self, place: Place, op: str, lists: Lists, store: int, numbers: list[int] | None = None) -> tuple[Head, Copies]:
-        """Brings the table up to date. Also returns copies of tensors that did not lie in one memory order. numbers: of the parameters."""
+    def refresh(
+        self, place: Place, op: str, lists: Lists, store: int, numbers: list[int] | None = None, ordered: bool = False
+    ) -> tuple[Head, Copies]:
+        """Brings the table up to date, and the order if there is to be one. Also returns copies of tensors that did not lie in one memory
+        order. numbers: of the parameters."""
         params = lists[0]
         assert params
         size = _C.cuda_image_size(len(params))
@@ -104,13 +108,17 @@ class Table:
         if self.memory is None or self.memory.numel() < need:
             self.memory, changed = host.empty(need, torch.uint8, params[0]), True
         head = (place.index, place.stream, self.memory, spans, chunks)
-        if changed:
-            try:
+        try:
+            if changed:
+                self.order = None
                 _C.cuda_upload(*head, self.image)
-            except RuntimeError:
-                self.image.zero_()  # what lies on the device is unknown: the next step writes it again
-                self.memory = None
-                raise
+            if ordered and self.order is None:
+                self.order = host.empty(_C.cuda_lamb_order_size(spans, chunks), torch.uint8, params[0])
+                _C.cuda_lamb_order(*head, self.order)
+        except RuntimeError:
+            self.image.zero_()  # what lies on the device is unknown: the next step writes it again
+            self.memory = None
+            raise
         return head, copies
 
 
@@ -190,10 +198,11 @@ class Stepper:
             for store, (ps, grads, states) in optimizer._collect(group, index).items():
                 lists = optimizer._cuda_lists(group, store, ps, grads, states)
                 op = name.removeprefix("Fused").lower()
-                head, copies = self.table(place, (number, store)).refresh(place, op, lists, store)
+                table = self.table(place, (number, store))
+                head, copies = table.refresh(place, op, lists, store, ordered=optimizer.one_launch)
                 scale, inv_scale = scales[number]
                 scalars = (lr, scale, found, optimizer._seed(number, 0))
-                optimizer._cuda_launch((*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale)
+                optimizer._cuda_launch(table, (*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale)
                 write_back(copies)
                 touched += ps
         if touched:

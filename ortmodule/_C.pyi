@@ -79,7 +79,13 @@ def cuda_sgd(*args: Any) -> None:
 
 def cuda_lamb(*args: Any) -> None:
     """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale,
-    bias_correction, no_ratio, keep_grads)"""
+    bias_correction, no_ratio, keep_grads, order): order None: three launches; else what cuda_lamb_order wrote: one launch."""
+
+def cuda_lamb_order_size(n_span: int, n_chunk: int) -> int:
+    """Bytes of the order of a list, for LAMB in one launch."""
+
+def cuda_lamb_order(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, order: Tensor) -> None:
+    """Writes the order (uint8, on the device) in which the sweeps of the list are done."""
 
 def cuda_norm(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int) -> None:
     """Sums of squares of the gradients, into the table."""

@@ -25,6 +25,8 @@ typedef unsigned long long uintptr_t;
 
 enum { OM_GPU_UPLOAD = 3840 }; /* bytes of a table that one launch carries; all parameters of a kernel must stay below 4 KB */
 enum { OM_GPU_BLOCK = 16384, OM_GPU_THREADS = 256 };
+enum { OM_GPU_PIECE = 4096, OM_GPU_PIECES = OM_GPU_BLOCK / OM_GPU_PIECE }; /* om_cuda_lamb: elements of a ticket, pieces in a chunk */
+enum { OM_GPU_SWEEP2 = 0x7fffffff }; /* tickets above are of the second sweep */
 enum { OM_GPU_F32, OM_GPU_BF16, OM_GPU_F16 };
 enum { OM_GPU_NEAREST, OM_GPU_MASTER, OM_GPU_SPLIT, OM_GPU_STOCHASTIC }; /* as om_optim_store */
 
@@ -34,6 +36,7 @@ typedef struct om_gpu_span { /* one parameter; NULL = left out */
     float *step;             /* counted up by om_cuda_count; SGD: there is no momentum before the first */
     uint64_t stream;         /* of random words; in lists of gradients 1 + the parameter's number, for messages */
     uint32_t first;          /* index of its first chunk */
+    uint32_t first_piece;    /* pieces of the spans before it */
     uint8_t tp, tg, tm, tv, td, store;
     uint8_t aligned;         /* every pointer at a multiple of 16 bytes: vector loads */
 } om_gpu_span;
@@ -80,6 +83,11 @@ typedef struct om_gpu_optim {
     double *part;            /* 2 per chunk */
     double *rate;            /* per span */
     uint8_t *skipped;        /* per chunk */
+    /* om_cuda_lamb. Piece k of a span has the number OM_GPU_PIECES * first + k; part and skipped are then per piece. */
+    uint32_t *item;          /* per ticket: its piece, + OM_GPU_SWEEP2 + 1 in the second sweep */
+    uint32_t *done;          /* per span: pieces that are through the first sweep; one more when its rate is known */
+    uint32_t *ticket;        /* the next one */
+    uint32_t lag;            /* pieces of later spans between the two sweeps of a span */
     /* om_cuda_norm_finish */
     double div;              /* the gradients' divisor known to the host; grad_scale multiplies it */
     double max_norm;         /* > 0: scale_out clips as well */

@@ -122,9 +122,11 @@ static int op_ok(const op *o) {
                memory_ok(o, "stop", a->stop, 4) && memory_ok(o, "first", a->first, 4);
     }
     const om_gpu_optim *g = &o->p.optim;
+    const size_t n_part = g->ticket ? OM_GPU_PIECES * (size_t)g->n_chunk : g->n_chunk;
     int ok = memory_ok(o, "spans", g->span, g->n_span * sizeof *g->span) && memory_ok(o, "chunks", g->chunk, g->n_chunk * sizeof *g->chunk) &&
-             memory_ok(o, "part", g->part, 2 * g->n_chunk * sizeof *g->part) && memory_ok(o, "rate", g->rate, g->n_span * sizeof *g->rate) &&
-             memory_ok(o, "skipped", g->skipped, g->n_chunk) && memory_ok(o, "lr", g->lr, 4) && memory_ok(o, "grad_scale", g->grad_scale, 4) &&
+             memory_ok(o, "part", g->part, 2 * n_part * sizeof *g->part) && memory_ok(o, "rate", g->rate, g->n_span * sizeof *g->rate) &&
+             memory_ok(o, "skipped", g->skipped, n_part) && memory_ok(o, "item", g->item, 2 * n_part * sizeof *g->item) &&
+             memory_ok(o, "done", g->done, g->n_span * sizeof *g->done) && memory_ok(o, "ticket", g->ticket, 4) && memory_ok(o, "lr", g->lr, 4) && memory_ok(o, "grad_scale", g->grad_scale, 4) &&
              memory_ok(o, "found_inf", g->found_inf, 4) && memory_ok(o, "norm_out", g->norm_out, 4) &&
              memory_ok(o, "stop_out", g->stop_out, 4) && memory_ok(o, "scale_out", g->scale_out, 4) && memory_ok(o, "first_out", g->first_out, 4);
     unsigned first = 0;
@@ -248,7 +250,7 @@ PUBLIC unsigned cuDeviceGetName(char *out, int size, int device) {
 PUBLIC unsigned cuDeviceGetAttribute(int *out, unsigned attribute, int device) {
     CALLED;
     if (device < 100) return INVALID_DEVICE;
-    *out = attribute == 75 ? 9 : 0;
+    *out = attribute == 75 ? 9 : attribute == 16 ? 2 : 0;
     return 0;
 }
 PUBLIC unsigned cuDevicePrimaryCtxRetain(struct CUctx_st **out, int device) {

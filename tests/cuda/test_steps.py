@@ -20,11 +20,19 @@ ROOT = Path(__file__).parents[2]
 SIZES = [(3,), (1,), (0,), (257,), (13, 17), (16385,), ()]
 TOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
+
+
+def one_launch(opt):
+    opt.one_launch = True
+    return opt
+
+
 MAKERS = {
     "adam": lambda p, **k: FusedAdam(p, 1e-2, weight_decay=0.1, **k),
     "adamw": lambda p, **k: FusedAdam(p, 1e-2, weight_decay=0.1, adam_w_mode=2, maximize=True, **k),
     "lamb": lambda p, **k: FusedLAMB(p, 1e-2, max_grad_norm=0.5, **k),
     "lamb free": lambda p, **k: FusedLAMB(p, 1e-2, max_grad_norm=None, keep_grads=True, adam_w_mode=False, **k),
+    "lamb in one launch": lambda p, **k: one_launch(FusedLAMB(p, 1e-2, max_grad_norm=0.5, **k)),
     "sgd": lambda p, **k: FusedSGD(p, 1e-2, 0.9, dampening=0.3, weight_decay=0.1, **k),
     "sgd plain": lambda p, **k: FusedSGD(p, 1e-2, **k),
 }
@@ -122,6 +130,30 @@ def test_no_upload_while_nothing_moves_and_one_when_a_gradient_does(gpu):
     del kept
     opt.step()
     assert gpu.calls("cuLaunchKernel") - before == 8
+
+
+def test_lamb_changes_between_one_launch_and_three(gpu):
+    """The order is made when it is first needed and again after a gradient moved, also while it was not used."""
+    ours, theirs = make(gpu)
+    a, b = FusedLAMB(ours, 1e-2, max_grad_norm=None), FusedLAMB(theirs, 1e-2, max_grad_norm=None)
+    expected = {0: 6, 1: 4, 2: 3, 3: 2, 4: 6, 5: 5}  # spans, chunks, count, direction, rate, update; order, count, lamb
+    give(gpu, ours, theirs, 0)
+    for step in range(6):
+        a.one_launch = step in (2, 3, 5)
+        if step == 4:
+            kept = [p.grad for p in ours]
+            ours[3].grad = gpu.put(torch.randn_like(ours[3]), 0)
+            ours[5].grad = gpu.put(torch.randn_like(ours[5]), 0)
+        if step == 5:
+            ours[5].grad = gpu.put(ours[5].grad.clone(), 0)
+        for p, q in zip(ours, theirs):
+            q.grad = gpu.put(p.grad.clone(), -1)
+        before = gpu.calls("cuLaunchKernel")
+        a.step()
+        assert gpu.calls("cuLaunchKernel") - before == expected[step], step
+        b.step()
+    assert kept
+    check(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -525,6 +557,25 @@ def test_fp16_optimizer_state_moves_between_host_and_device(gpu):
     assert a.loss_scale == 2.0**16 and b.loss_scale == 2.0**16
 
 
+def test_clipping_unscaled_gradients(gpu):
+    """Without backward(): clipped by the norm at that moment; not at all when that is not finite, and then the step is not left out."""
+    ours, theirs = make(gpu)
+    a, b = FP16_Optimizer(FusedSGD(ours, 0.1)), FP16_Optimizer(torch.optim.SGD(theirs, 0.1))
+    for step in range(4):
+        give(gpu, ours, theirs, step)
+        if step == 2:
+            ours[3].grad[5] = theirs[3].grad[5] = math.inf
+        norms = [float(opt.clip_master_grads(0.3 + step)) for opt in (a, b)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6) and (norms[0] == -1) == (step == 2)
+        a.step()
+        b.step()
+        assert not a.overflow and a.steps == step + 1
+        for p, q in zip(ours, theirs):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, equal_nan=True)
+        with torch.no_grad():
+            ours[3][5] = theirs[3][5] = 1.0
+
+
 def test_one_scaler_for_two_optimizers_and_a_scaler_with_a_rule_of_its_own(gpu):
     class Halving(DynamicLossScaler):
         def update(self, all_finite):
@@ -673,7 +724,7 @@ def test_no_kernels_for_this_device(gpu):
         FusedAdam(ours).step()
 
 
-@pytest.mark.parametrize("maker", ["adam", "lamb", "sgd"])
+@pytest.mark.parametrize("maker", ["adam", "lamb", "lamb in one launch", "sgd"])
 def test_each_launch_of_a_step_fails_once(gpu, maker):
     """Weights are never half updated; what was is said; the next step writes its tables anew and goes on."""
     for nth in range(1, 20):
