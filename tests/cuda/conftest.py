@@ -70,7 +70,7 @@ class Gpu(TorchDispatchMode):
     def add(self, t: torch.Tensor, device: int = -1) -> torch.Tensor:
         """device -1: fit for every one, until something says which (what torch makes inside a step)."""
         storage = t.untyped_storage()
-        if self.deferred and device < 0:
+        if self.deferred:
             self.in_use.append(t)  # CUDA's allocator hands memory on in the order of the stream
         if storage.nbytes():
             at = ctypes.c_void_p(storage.data_ptr())
@@ -173,4 +173,5 @@ def gpu(fake_cuda, monkeypatch):
         yield mode
     fake_cuda.fake_defer(0)
     fake_cuda.fake_fail(b"", 0, 0)
+    fake_cuda.fake_trust(0)
     assert fake_cuda.fake_depth() == 0, "a context was left current"

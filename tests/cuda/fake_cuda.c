@@ -76,6 +76,9 @@ static unsigned refuse(unsigned code, const char *why) {
     return code;
 }
 
+static int trusting; /* addresses are not looked up */
+PUBLIC void fake_trust(int on) { trusting = on; }
+
 /* --- memory ------------------------------------------------------------------------------------------ */
 
 PUBLIC void fake_register(const void *at, size_t size, int device) {
@@ -102,7 +105,7 @@ PUBLIC void fake_unregister(const void *at) {
 }
 
 static int memory_ok(const op *o, const char *what, const void *at, size_t size) {
-    if (!at || !size) return 1;
+    if (!at || !size || trusting) return 1;
     for (int i = 0; i < n_ranges; i++)
         if (ranges[i].count && (ranges[i].device < 0 || ranges[i].device == o->device) && (const char *)at >= ranges[i].at &&
             (const char *)at + size <= ranges[i].at + ranges[i].size)
