@@ -426,7 +426,7 @@ FN double lamb_rate(const om_gpu_optim *o, const double *part, uint32_t count, d
     return om_lamb_rate(&c, w2, d2);
 }
 
-EXPORT_BLOCKS(3) om_cuda_lamb_direction(const om_gpu_optim o) {
+EXPORT_BLOCKS(OM_GPU_LAMB_BLOCKS) om_cuda_lamb_direction(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
     __shared__ om_lamb_f32 k;
     FOR_CHUNK(o, s)
@@ -512,7 +512,7 @@ EXPORT om_cuda_lamb_order(const om_gpu_optim o) {
     o.item[t] = OM_GPU_PIECES * o.span[lo].first + (piece - o.span[lo].first_piece);
 }
 
-EXPORT_BLOCKS(3) om_cuda_lamb(const om_gpu_optim o) {
+EXPORT_BLOCKS(OM_GPU_LAMB_BLOCKS) om_cuda_lamb(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
     __shared__ om_lamb_f32 k;
     __shared__ om_gpu_span s;

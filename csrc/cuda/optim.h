@@ -26,6 +26,7 @@ typedef unsigned long long uintptr_t;
 enum { OM_GPU_UPLOAD = 3840 }; /* bytes of a table that one launch carries; all parameters of a kernel must stay below 4 KB */
 enum { OM_GPU_BLOCK = 16384, OM_GPU_THREADS = 256 };
 enum { OM_GPU_PIECE = 4096, OM_GPU_PIECES = OM_GPU_BLOCK / OM_GPU_PIECE }; /* om_cuda_lamb: elements of a ticket, pieces in a chunk */
+enum { OM_GPU_LAMB_BLOCKS = 3 }; /* that LAMB's kernels keep room for on a multiprocessor */
 enum { OM_GPU_SWEEP2 = 0x7fffffff }; /* tickets above are of the second sweep */
 enum { OM_GPU_F32, OM_GPU_BF16, OM_GPU_F16 };
 enum { OM_GPU_NEAREST, OM_GPU_MASTER, OM_GPU_SPLIT, OM_GPU_STOCHASTIC }; /* as om_optim_store */

@@ -156,9 +156,9 @@ om_status om_gpu_adam(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
 
 om_status om_gpu_sgd(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_one_sweep(cx, t, &o, om_cuda_sgd_kernel); }
 
-/* Thread blocks of om_cuda_lamb: as many as run at once by its launch bounds; and so many pieces between the sweeps of a span, so that whoever takes
- * the first ticket of a second sweep finds the first one done. */
-static uint32_t lamb_blocks(const queue *q) { return 3 * (uint32_t)om_cuda_processors(q->d); }
+/* Thread blocks of om_cuda_lamb: as many as run at once by its launch bounds; and as many pieces lie between the sweeps of a span, so that
+ * whoever takes the first ticket of a second sweep is likely to find the first one done. */
+static uint32_t lamb_blocks(const queue *q) { return OM_GPU_LAMB_BLOCKS * (uint32_t)om_cuda_processors(q->d); }
 
 om_status om_gpu_lamb_order(om_ctx *cx, const om_gpu_table *t) {
     queue q;
