@@ -328,7 +328,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 master.grad = None
         scale_into([p.detach() for p, _, _ in half], [m for _, m, _ in half])
 
-    # --- on CUDA ----------------------------------------------------------------------------------
+    # --- where the device decides -----------------------------------------------------------------
 
     def _place(self, grads: list[Tensor] | None = None) -> cuda.Place | None:
         """Where the device decides about a step; None: the host does."""
@@ -389,7 +389,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _report(self, values: list[float] | None) -> None:
         """Writes about the overflows in the log that nothing was written about."""
-        if values is None:
+        if values is None or values[1] <= self._reported:
             return
         skipped = int(values[1])
         if skipped - self._reported > cuda.LOG_ENTRIES:
@@ -400,7 +400,7 @@ class MixedPrecision(torch.optim.Optimizer):
             step, index, before, after, row = values[at : at + cuda.LOG_ENTRY]
             where = self._names_of(params[int(index)], int(index)) if 0 <= index < len(params) else None
             self._report_overflow(int(step), where, before, after, int(row))
-        self._reported = max(self._reported, skipped)
+        self._reported = skipped
 
     # --- messages ---------------------------------------------------------------------------------
 

@@ -411,7 +411,7 @@ def one_step(gpu, opt, params, place, step, factor, clip=None):
     opt.zero_grad()
     gen = torch.Generator().manual_seed(step)
     loss = sum((p * torch.randn(p.shape, generator=gen)).float().sum() for p in params) * factor
-    gpu.unread = place == 0 and type(opt).__mro__[2] is not torch.optim.AdamW or getattr(opt, "_step_supports_amp_scaling", False) and place == 0
+    gpu.unread = place == 0 and getattr(opt, "_step_supports_amp_scaling", False)  # ours, and torch's with fused=True
     opt.backward(loss)
     for p in params:
         gpu.put(p.grad, place)
