@@ -1,5 +1,5 @@
 /* optim_math.h - the arithmetic of the optimizers, written once: the CPU kernels (kernels/optim.k.c), the CUDA kernels
- * (cuda/optim.cu) and its host emulation all call these functions on one element at a time.
+ * (cuda/optim.cu) and its host emulation all call these functions on one element at a time; dynamic loss scaling too.
  *
  * Every mode of Adam is one formula with constants prepared once per tensor and step in double precision:
  *
@@ -114,6 +114,19 @@ typedef struct om_sgd_cfg {
 
 OM_OPTIM_MATH(float, f32, sqrtf)
 OM_OPTIM_MATH(double, f64, sqrt)
+
+/* Dynamic loss scaling after one step: halved at an overflow, doubled after `window` good steps in a row, within [lowest, highest]. */
+typedef struct om_loss_scale { double scale, good; } om_loss_scale; /* good: steps without overflow since the scale last changed */
+OM_FN om_loss_scale om_loss_scale_next(om_loss_scale s, int finite, double window, double lowest, double highest) {
+    if (!finite) {
+        s.scale = s.scale / 2 > lowest ? s.scale / 2 : lowest;
+        s.good = 0;
+    } else if (++s.good >= window) {
+        s.scale = s.scale * 2 < highest ? s.scale * 2 : highest;
+        s.good = 0;
+    }
+    return s;
+}
 
 /* Divisor of LAMB's gradients: the loss scale, or, when the norm of the still scaled gradients exceeds scale * max_norm,
  * norm / max_norm (unscales and clips at once; no epsilon). max_norm <= 0: no clipping. */

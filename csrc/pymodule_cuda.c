@@ -47,6 +47,20 @@ static int cuda_head(PyObject *const *args, om_gpu_table *t, int16_t *device) {
     return 0;
 }
 
+/* What om_gpu_lamb_order wrote; None: LAMB in three launches. */
+static int cuda_order(PyObject *arg, int16_t device, om_gpu_table *t) {
+    om_tensor memory = {0};
+    if (arg == Py_None) return 0;
+    if (om_dl_import(arg, &memory)) return -1;
+    if (memory.dtype != OM_U8 || !om_is_dense(&memory) || (uintptr_t)memory.data % 16 || memory.device != device ||
+        (size_t)om_numel(&memory) < om_gpu_order_size(t->n_span, t->n_chunk)) {
+        PyErr_SetString(PyExc_ValueError, "the order must be a dense uint8 tensor on the device, 16-byte aligned, of at least cuda_lamb_order_size bytes");
+        return -1;
+    }
+    t->order = memory.data;
+    return 0;
+}
+
 /* The address of a one-element float32 tensor on the device; None: NULL. */
 static int cuda_scalar(PyObject *arg, int16_t device, const char *what, float **out) {
     om_tensor t = {0};
@@ -110,7 +124,7 @@ static image *cuda_image(PyObject *arg, Py_ssize_t n) {
 
 static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 9, "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store)")) return NULL;
+    if (cuda_count(nargs, 10, "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers)")) return NULL;
     const Py_ssize_t n = PySequence_Size(args[2]);
     const long store = n < 0 ? 0 : PyLong_AsLong(args[8]);
     PyObject *name = PyErr_Occurred() ? NULL : PyUnicode_AsUTF8String(args[0]);
@@ -141,9 +155,16 @@ static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t
     if (!bad && tmp) memset(tmp, 0, (size_t)n * sizeof *tmp);
     if (!bad && args[7] != Py_None) bad = om_dl_import_list(args[7], n, tmp, "steps");
     if (!bad) {
+        for (Py_ssize_t i = 0; i < n && !bad; i++) {
+            PyObject *number = args[9] == Py_None ? NULL : PySequence_GetItem(args[9], i);
+            ps[i].stream = 1 + (number ? PyLong_AsUnsignedLongLongMask(number) : (uint64_t)i);
+            Py_XDECREF(number);
+            bad = args[9] != Py_None && PyErr_Occurred();
+        }
+    }
+    if (!bad) {
         uint32_t n_span = 0, n_chunk = 0;
         int n_odd = 0;
-        for (Py_ssize_t i = 0; i < n; i++) ps[i].stream = (uint64_t)i + 1;
         const om_status s = om_gpu_spans(cx, PyBytes_AsString(name), (om_optim_store)store, ps, tmp, (int)n, span, &n_span, &n_chunk, odd, &n_odd);
         if (s != OM_OK) {
             om_py_error(cx);
@@ -241,21 +262,41 @@ static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t n
     return cuda_run(om_gpu_sgd, &t, &o);
 }
 
+#define LAMB STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads, order"
 static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 22,
-                   "cuda_lamb(" STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, "
-                   "bias_correction, no_ratio, keep_grads)"))
-        return NULL;
+    if (cuda_count(nargs, 23, "cuda_lamb(" LAMB ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     om_lamb_cfg *c = &o.lamb;
     double bias, no_ratio, keep;
     double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->l2, &c->grad_weight, &c->ratio_min, &c->ratio_max,
                            &c->inv_scale, &bias, &no_ratio, &keep};
-    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 13)) return NULL;
+    int16_t device;
+    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 13) || cuda_head(args, &t, &device) || cuda_order(args[22], device, &t)) return NULL;
     c->bias_correction = bias != 0, c->no_ratio = no_ratio != 0, o.keep_grads = keep != 0;
     return cuda_run(om_gpu_lamb, &t, &o);
+}
+
+static PyObject *py_cuda_lamb_order_size(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 2, "cuda_lamb_order_size(n_span, n_chunk)")) return NULL;
+    const uint32_t n_span = (uint32_t)PyLong_AsUnsignedLong(args[0]), n_chunk = PyErr_Occurred() ? 0 : (uint32_t)PyLong_AsUnsignedLong(args[1]);
+    return PyErr_Occurred() ? NULL : PyLong_FromSize_t(om_gpu_order_size(n_span, n_chunk));
+}
+
+static om_status cuda_lamb_order(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    (void)o;
+    return om_gpu_lamb_order(cx, t);
+}
+
+static PyObject *py_cuda_lamb_order(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 6, "cuda_lamb_order(" HEAD ", order)")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    int16_t device;
+    return cuda_head(args, &t, &device) || cuda_order(args[5], device, &t) ? NULL : cuda_run(cuda_lamb_order, &t, &o);
 }
 
 static PyObject *py_cuda_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
@@ -267,23 +308,53 @@ static PyObject *py_cuda_norm(PyObject *self, PyObject *const *args, Py_ssize_t 
     return cuda_head(args, &t, &device) ? NULL : cuda_run(om_gpu_norm, &t, &o);
 }
 
+#define FINISH "grad_scale, found_inf, norm_out, stop_out, scale_out, first_out, div, max_norm, clip"
 static PyObject *py_cuda_norm_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 13, "cuda_norm_finish(" HEAD ", grad_scale, found_inf, norm_out, stop_out, scale_out, div, max_norm, like_torch)"))
-        return NULL;
+    if (cuda_count(nargs, 14, "cuda_norm_finish(" HEAD ", " FINISH ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     int16_t device = 0;
     float *scale, *found;
-    double like_torch;
-    double *const out[] = {&o.div, &o.max_norm, &like_torch};
+    double clip;
+    double *const out[] = {&o.div, &o.max_norm, &clip};
     if (cuda_head(args, &t, &device) || cuda_scalar(args[5], device, "grad_scale", &scale) ||
         cuda_scalar(args[6], device, "found_inf", &found) || cuda_scalar(args[7], device, "norm_out", &o.norm_out) ||
         cuda_scalar(args[8], device, "stop_out", &o.stop_out) || cuda_scalar(args[9], device, "scale_out", &o.scale_out) ||
-        cuda_numbers(args + 10, out, 3))
+        cuda_scalar(args[10], device, "first_out", &o.first_out) || cuda_numbers(args + 11, out, 3))
         return NULL;
-    o.grad_scale = scale, o.found_inf = found, o.clip_like_torch = like_torch != 0;
+    o.grad_scale = scale, o.found_inf = found, o.clip = (int)clip;
     return cuda_run(om_gpu_norm_finish, &t, &o);
+}
+
+#define SCALING "device, stream, scaler, counters, stop, first, automatic, window, lowest, highest"
+static PyObject *py_cuda_loss_scale(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 10, "cuda_loss_scale(" SCALING ")")) return NULL;
+    om_gpu_scaling a = {0};
+    om_tensor scaler = {0}, steps = {0};
+    float *stop, *first;
+    double automatic;
+    double *const out[] = {&automatic, &a.window, &a.lowest, &a.highest};
+    const int ordinal = (int)PyLong_AsLong(args[0]);
+    void *stream = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[1]);
+    if (PyErr_Occurred() || om_dl_import(args[2], &scaler) || om_dl_import(args[3], &steps) || cuda_scalar(args[4], scaler.device, "stop", &stop) ||
+        cuda_scalar(args[5], scaler.device, "first", &first) || cuda_numbers(args + 6, out, 4))
+        return NULL;
+    if (scaler.dtype != OM_F64 || om_numel(&scaler) * 8 != sizeof *a.scaler || steps.dtype != OM_F64 || om_numel(&steps) * 8 != sizeof *a.steps ||
+        !om_is_dense(&scaler) || !om_is_dense(&steps) || scaler.device != steps.device || !stop || !first) {
+        PyErr_Format(PyExc_ValueError, "cuda_loss_scale: the scaler must be %zu and the counters %zu float64 on one device, with stop and first there",
+                     sizeof *a.scaler / 8, sizeof *a.steps / 8);
+        return NULL;
+    }
+    a.scaler = scaler.data, a.steps = steps.data, a.stop = stop, a.first = first, a.automatic = automatic != 0;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    const om_status s = om_gpu_loss_scale(cx, ordinal, stream, &a);
+    if (s != OM_OK) om_py_error(cx);
+    om_ctx_free(cx);
+    if (s != OM_OK) return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_cuda_axpby(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
@@ -304,15 +375,19 @@ PyMethodDef om_cuda_methods[] = {
     {"cuda_archs", py_cuda_archs, METH_NOARGS, "cuda_archs(): architectures of the embedded kernels, '75 80 ...'; '' when built without nvcc."},
     {"cuda_image_size", py_cuda_image_size, METH_O, "cuda_image_size(n): bytes of the host image of a list of n parameters."},
     {FAST(cuda_capturing), "cuda_capturing(device, stream): the stream is being captured into a CUDA graph."},
-    {FAST(cuda_spans), "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store): (spans, chunks, bytes of the "
-                       "device table, image changed, parameters whose tensors need one memory order first)."},
+    {FAST(cuda_spans), "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers): (spans, chunks, bytes of the "
+                       "device table, image changed, parameters whose tensors need one memory order first). numbers: what the spans' streams "
+                       "and first_out count by; None: places in the list."},
     {FAST(cuda_upload), "cuda_upload(" HEAD ", image): writes the table."},
     {FAST(cuda_adam), "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"},
     {FAST(cuda_sgd), "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"},
-    {FAST(cuda_lamb), "cuda_lamb(" STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, "
-                      "bias_correction, no_ratio, keep_grads)"},
+    {FAST(cuda_lamb), "cuda_lamb(" LAMB "): order None: in three launches."},
+    {FAST(cuda_lamb_order_size), "cuda_lamb_order_size(n_span, n_chunk): bytes of the order of a list for LAMB in one launch."},
+    {FAST(cuda_lamb_order), "cuda_lamb_order(" HEAD ", order): writes it."},
     {FAST(cuda_norm), "cuda_norm(" HEAD "): sums of squares of the gradients, for cuda_norm_finish."},
-    {FAST(cuda_norm_finish), "cuda_norm_finish(" HEAD ", grad_scale, found_inf, norm_out, stop_out, scale_out, div, max_norm, like_torch)"},
+    {FAST(cuda_norm_finish), "cuda_norm_finish(" HEAD ", " FINISH "): clip 0 LAMB's divisor, 1 torch's formula, 2 that but nothing when the norm is "
+                             "not finite; max_norm 0 with clip 0: none."},
+    {FAST(cuda_loss_scale), "cuda_loss_scale(" SCALING "): one scaled step was queued; scaler: float64 (scale, good steps), counters: float64."},
     {FAST(cuda_axpby), "cuda_axpby(" HEAD ", grad_scale, a, b): p = a / grad_scale * g + b * p."},
     {NULL, NULL, 0, NULL},
 };

@@ -268,6 +268,17 @@ static PyObject *py_axpby(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return r;
 }
 
+static PyObject *py_loss_scale_next(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (optim_count(args, nargs, 6, "loss_scale_next(scale, good, finite, window, lowest, highest)")) return NULL;
+    om_loss_scale s;
+    double finite, window, lowest, highest;
+    double *const out[] = {&s.scale, &s.good, &finite, &window, &lowest, &highest};
+    if (optim_numbers(args, out, 6)) return NULL;
+    s = om_loss_scale_next(s, finite != 0, window, lowest, highest);
+    return Py_BuildValue("(dd)", s.scale, s.good);
+}
+
 #define FAST(name) #name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL
 PyMethodDef om_optim_methods[] = {
     {FAST(adam_step), "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, weight_decay, "
@@ -277,6 +288,7 @@ PyMethodDef om_optim_methods[] = {
     {FAST(lamb_step), "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, weight_decay, l2, "
                       "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads): one LAMB step over lists of tensors."},
     {FAST(norm), "norm(tensors, ord, per_tensor): (norm, finite[, norms]) over all elements of all tensors."},
+    {FAST(loss_scale_next), "loss_scale_next(scale, good, finite, window, lowest, highest): (scale, good steps) after one more step."},
     {FAST(axpby), "axpby(dst, src, a, b): dst = a * src + b * dst over lists of tensors; src None: in place."},
     {NULL, NULL, 0, NULL},
 };

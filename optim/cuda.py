@@ -5,6 +5,9 @@ kernels that carry it in their arguments; steps then take what varies from devic
 torch's current stream. Nothing here waits for the device, and all of it may be captured in a CUDA graph: a captured step has a table of
 its own in the graph's memory, which every replay writes again.
 
+Numbers that a step both reads and changes (loss scale, counters of steps) live in a Mirror: on the host, or on the device while steps are
+decided there. Then reading them waits, and Late brings a copy that is looked at when it has arrived.
+
 Only float32, bfloat16 and float16 lie on a CUDA device.
 """
 
@@ -27,6 +30,29 @@ Copies = list[tuple[Tensor | None, Tensor]]  # where to copy it back to after th
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Late:
+    """A copy of a tensor on its way into pinned host memory: begun now, looked at later, never waited for. One at a time."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        self.copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self.event: torch.cuda.Event | None = None  # while under way
+
+    def begin(self) -> None:
+        """Does nothing while an earlier copy is under way."""
+        if self.event is None:
+            self.copy.copy_(self.source, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(self.source.device))
+
+    def arrived(self) -> list[float] | None:
+        """The values, once, when they are there."""
+        if self.event is None or not self.event.query():
+            return None
+        self.event = None
+        return self.copy.tolist()
+
+
 class Torch:
     """What is asked of torch about devices. Tests put another object in its place to run this file without a GPU."""
 
@@ -37,6 +63,9 @@ class Torch:
 
     def empty(self, size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
+
+    def late(self, source: Tensor) -> Late:
+        return Late(source)
 
 
 host = Torch()
@@ -57,31 +86,39 @@ class Table:
     def __init__(self) -> None:
         self.image = torch.empty(0, dtype=torch.uint8)
         self.memory: Tensor | None = None
+        self.order: Tensor | None = None  # for LAMB in one launch
 
-    def refresh(self, place: Place, op: str, lists: Lists, store: int) -> tuple[Head, Copies]:
-        """Brings the table up to date. Also returns copies of tensors that did not lie in one memory order."""
+    def refresh(
+        self, place: Place, op: str, lists: Lists, store: int, numbers: list[int] | None = None, ordered: bool = False
+    ) -> tuple[Head, Copies]:
+        """Brings the table up to date, and the order if there is to be one. Also returns copies of tensors that did not lie in one memory
+        order. numbers: of the parameters."""
         params = lists[0]
         assert params
         size = _C.cuda_image_size(len(params))
         if self.image.numel() < size:
             self.image = torch.zeros(size, dtype=torch.uint8)
         copies: Copies = []
-        spans, chunks, need, changed, odd = _C.cuda_spans(op, self.image, *lists, store)
+        spans, chunks, need, changed, odd = _C.cuda_spans(op, self.image, *lists, store, numbers)
         if odd:
             lists = [None if x is None else list(x) for x in lists]
             for i in odd:
                 copies += _one_order(op, lists, i)
-            spans, chunks, need, changed, _ = _C.cuda_spans(op, self.image, *lists, store)
+            spans, chunks, need, changed, _ = _C.cuda_spans(op, self.image, *lists, store, numbers)
         if self.memory is None or self.memory.numel() < need:
             self.memory, changed = host.empty(need, torch.uint8, params[0]), True
         head = (place.index, place.stream, self.memory, spans, chunks)
-        if changed:
-            try:
+        try:
+            if changed:
+                self.order = None
                 _C.cuda_upload(*head, self.image)
-            except RuntimeError:
-                self.image.zero_()  # what lies on the device is unknown: the next step writes it again
-                self.memory = None
-                raise
+            if ordered and self.order is None:
+                self.order = host.empty(_C.cuda_lamb_order_size(spans, chunks), torch.uint8, params[0])
+                _C.cuda_lamb_order(*head, self.order)
+        except RuntimeError:
+            self.image.zero_()  # what lies on the device is unknown: the next step writes it again
+            self.memory = None
+            raise
         return head, copies
 
 
@@ -161,14 +198,87 @@ class Stepper:
             for store, (ps, grads, states) in optimizer._collect(group, index).items():
                 lists = optimizer._cuda_lists(group, store, ps, grads, states)
                 op = name.removeprefix("Fused").lower()
-                head, copies = self.table(place, (number, store)).refresh(place, op, lists, store)
+                table = self.table(place, (number, store))
+                head, copies = table.refresh(place, op, lists, store, ordered=optimizer.one_launch)
                 scale, inv_scale = scales[number]
                 scalars = (lr, scale, found, optimizer._seed(number, 0))
-                optimizer._cuda_launch((*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale)
+                optimizer._cuda_launch(table, (*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale)
                 write_back(copies)
                 touched += ps
         if touched:
             torch.autograd.graph.increment_version(touched)
+
+
+# --- steps that the device decides about --------------------------------------------------------------
+
+LOG_HEAD, LOG_ENTRY, LOG_ENTRIES = 4, 5, 16  # om_gpu_steps: done, skipped, row, overflow; then step, param, before, after, row of each overflow
+CLIP_LAMB, CLIP_TORCH, CLIP_FINITE = range(3)  # OM_GPU_CLIP_...
+
+
+class Mirror:
+    """Numbers kept on the host or, while kernels change them, in a float64 tensor on a device."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = list(values)
+        self._tensor: Tensor | None = None
+        self._ahead = False  # the device has newer ones
+        self._current = False  # the device has these
+        self._captured = False  # a graph changes them whenever it is replayed
+
+    def get(self) -> list[float]:
+        """Waits for the device when that has newer ones."""
+        if self._tensor is not None and (self._ahead or self._captured):
+            self._values, self._ahead = self._tensor.tolist(), False
+        return self._values
+
+    def set(self, *values: float) -> None:
+        self._values, self._ahead, self._current = list(values), False, False
+        if self._captured:
+            self._write()
+
+    def on(self, place: Place, like: Tensor) -> Tensor:
+        """The numbers on like's device. Whoever queues a kernel that changes them calls changed()."""
+        if self._tensor is None or host.index(self._tensor) != place.index:
+            self.get()
+            self._tensor, self._current, self._captured = host.empty(len(self._values), torch.float64, like), False, False
+        if not self._current:
+            if place.capturing:
+                raise RuntimeError(
+                    "FP16_Optimizer: loss scale and counters that come from the host, in a captured step; every replay would set them again: "
+                    "run one step before capturing"
+                )
+            self._write()
+        return self._tensor
+
+    def _write(self) -> None:
+        assert self._tensor is not None
+        self._tensor.zero_()
+        for i, value in enumerate(self._values):
+            if value:
+                self._tensor[i].fill_(value)  # the number travels in the launch: nothing to wait for
+        self._current = True
+
+    def changed(self, place: Place) -> None:
+        self._ahead = True
+        self._captured = self._captured or place.capturing
+
+
+class Verdict:
+    """One pass over gradients (their norm and finiteness), and what follows from it, in four numbers that stay on the device."""
+
+    def __init__(self, table: Table, place: Place, grads: list[Tensor], numbers: list[int]) -> None:
+        self.stream, self.capturing = place.stream, place.capturing
+        self.head, _ = table.refresh(place, "norm", [grads, grads, None, None, None, None], 0, numbers)
+        self.norm, self.stop, self.divisor, self.first = host.empty(4, torch.float32, grads[0])
+        _C.cuda_norm(*self.head)
+
+    def decide(self, scale: Tensor | None, divisor: float, max_norm: float | None) -> None:
+        """divisor (times scale): of the gradients, before clipping. May be called again."""
+        clip = (0.0, CLIP_LAMB) if max_norm is None else (max_norm, CLIP_FINITE)
+        _C.cuda_norm_finish(*self.head, scale, None, self.norm, self.stop, self.divisor, self.first, divisor, *clip)
+
+    def still_holds(self, place: Place) -> bool:
+        return self.stream == place.stream and self.capturing == place.capturing
 
 
 # --- lists without an optimizer ----------------------------------------------------------------------
@@ -189,7 +299,7 @@ def norm(grads: Sequence[Tensor], loss_scale: float = 1.0, max_norm: float | Non
     head, copies = Table().refresh(place, "norm", [list(grads), list(grads), None, None, None, None], 0)
     out = host.empty(3, torch.float32, grads[0])
     _C.cuda_norm(*head)
-    _C.cuda_norm_finish(*head, None, None, out[0], out[1], out[2], loss_scale, max_norm or 0.0, max_norm is not None)
+    _C.cuda_norm_finish(*head, None, None, out[0], out[1], out[2], None, loss_scale, max_norm or 0.0, CLIP_LAMB if max_norm is None else CLIP_TORCH)
     return out, head, copies
 
 

@@ -9,6 +9,11 @@ step or state_dict runs, and only then.
     step()           one sweep: norm and finiteness of the gradients; inf or NaN: no update, the scale halves; else gradients are unscaled
                      on their way to the masters (or inside the fused kernel), the inner step runs, masters are rounded to the parameters
 
+On CUDA the device decides (Verdict in cuda.py): loss scale, counters and the verdict over the gradients stay there, the inner step takes
+divisor and stop flag from there, and nothing waits. Overflows are logged there and reported here when a copy of that log has arrived. The
+inner optimizer must be able to leave a step out by itself: ours, and torch's Adam and AdamW with fused=True (not its fused SGD, whose momentum
+is garbage after a first step left out). With others the host decides, as on the CPU, and waits.
+
 A script that never calls `optimizer.backward` keeps working unscaled. Wrappers of Apex, DeepSpeed and Megatron: wrappers.py.
 """
 
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ortmodule import _C
+
+from . import cuda
 from .fused import HALF, FusedOptimizer, run_closure
 from .lists import first_nonfinite, grad_norm, scale_into
 from .loss_scaler import DynamicLossScaler
@@ -89,8 +98,9 @@ def _blank(cls: Any) -> Any:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__({"state": {}, "param_groups": [], "defaults": {}})  # here torch puts the calls of hooks into the step() of cls
     optimizer.__class__ = _mixed_class(cls)
-    optimizer._checked = optimizer._inner_step = None
+    optimizer._checked = optimizer._verdict = optimizer._scale = optimizer._late = optimizer._inner_step = None
     optimizer._names = {}
+    optimizer._gradients = cuda.Stepper()
     return optimizer
 
 
@@ -111,11 +121,14 @@ class MixedPrecision(torch.optim.Optimizer):
         self._scaled = False  # backward() has run since the last step
         self._clip = 1.0
         self._checked: tuple[float, bool] | None = None  # norm and finiteness, while the gradients are known not to have changed
-        self.overflow = False
-        self.skipped_steps = 0
-        self.steps = 0
-        self._overflows_in_a_row = 0
-        self.first_overflow: tuple[str, str] | None = None
+        self._verdict: cuda.Verdict | None = None  # the same on CUDA ...
+        self._limit: float | None = None  # ... and the norm to clip to
+        self._scale: Tensor | None = None  # on CUDA: what backward() multiplied by
+        self._counts = cuda.Mirror(*[0.0] * (cuda.LOG_HEAD + cuda.LOG_ENTRIES * cuda.LOG_ENTRY))
+        self._late: cuda.Late | None = None
+        self._reported = 0  # overflows that messages have been written about
+        self._first_overflow: tuple[str, str] | None = None
+        self._gradients = cuda.Stepper()
         self._fused = isinstance(self, FusedOptimizer)
         # A scheduler made before has put a wrapper of the class's step on the instance: it becomes the inner step, and what takes its
         # place carries the mark by which schedulers recognise their wrapper.
@@ -143,7 +156,7 @@ class MixedPrecision(torch.optim.Optimizer):
         else:
             self._add_masters()
 
-    _COPIED = ("_scaler", "_scaled", "_clip", "overflow", "skipped_steps", "steps", "_overflows_in_a_row", "first_overflow", "_fused", "_f32_of")
+    _COPIED = ("_scaler", "_scaled", "_clip", "_limit", "_counts", "_reported", "_first_overflow", "_fused", "_f32_of")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _blank, (type(self).__bases__[1],), self.__getstate__()
@@ -191,11 +204,37 @@ class MixedPrecision(torch.optim.Optimizer):
     def loss_scaler(self) -> DynamicLossScaler:
         return self._scaler
 
+    @property
+    def steps(self) -> int:
+        """Updates so far. On CUDA this and the other counters, and loss_scale, wait for the device."""
+        return int(self._counters()[0])
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self._counters()[1])
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was left out."""
+        return bool(self._counters()[3])
+
+    @property
+    def first_overflow(self) -> tuple[str, str] | None:
+        """Parameter and module with the first inf or NaN of the last overflow."""
+        self._counters()
+        return self._first_overflow
+
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """(loss * loss_scale).backward(); update_master_grads is accepted for Apex's sake, gradients reach the masters in step()."""
-        (loss.float() * self._scaler.loss_scale).backward(retain_graph=retain_graph)
+        place = self._place()
+        if place is None:
+            (loss.float() * self._scaler.loss_scale).backward(retain_graph=retain_graph)
+        else:
+            self._scale = self._scale_on(place)
+            (loss.float() * self._scale.to(loss.device)).backward(retain_graph=retain_graph)
         self._scaled = True
-        self._checked = None
+        self._checked = self._verdict = self._limit = None
+        self._clip = 1.0  # a norm was clipped whose gradients are no more, or not all
 
     def update_master_grads(self) -> None:
         """Nothing to do here: gradients reach the masters in step()."""
@@ -210,10 +249,17 @@ class MixedPrecision(torch.optim.Optimizer):
     def _inverse_scale(self) -> float:
         return 1.0 / self._scaler.loss_scale if self._scaled else 1.0
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Limits the norm of the unscaled gradients at the next step(); no gradient is touched. Returns the norm before, -1 at overflow."""
-        _, grads = self._grads()
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
+        """Limits the norm of the unscaled gradients at the next step(); no gradient is touched. Returns the norm before, -1 at overflow: where
+        the device decides a tensor there, else a number."""
+        params, grads = self._grads()
+        place = self._place(grads) if norm_type == 2.0 else None
+        if place is not None:
+            self._clip, self._limit = 1.0, float(max_norm)
+            verdict = self._decide(place, params, grads)
+            return torch.where(verdict.stop != 0, -1.0, verdict.norm)
         norm, finite = grad_norm(grads, norm_type)
+        self._limit = None
         self._checked = (norm, finite)
         if not finite:
             return -1.0
@@ -223,9 +269,11 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=set_to_none)
-        self._scaled = False
-        self._checked = None
-        self._clip = 1.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._scaled, self._clip, self._limit = False, 1.0, None
+        self._checked = self._verdict = self._scale = None
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -236,33 +284,31 @@ class MixedPrecision(torch.optim.Optimizer):
             loss = run_closure(self, closure)
         self._opt_called = True  # what schedulers look for, also when this step is left out
         params, grads = self._grads()
+        place = self._place(grads)
+        if place is not None:
+            self._step_on_device(place, params, grads)
+            return loss
+        if self._limit is not None:  # clip_master_grads() left it to the device, and gradients have moved since
+            self._checked = norm, finite = grad_norm(grads)
+            self._clip = min(1.0, self._limit / (norm * self._inverse_scale() + 1e-6)) if finite else 1.0
         scaled, factor = self._scaled, self._inverse_scale() * self._clip
+        finite = True
         if scaled:
             _, finite = self._checked or grad_norm(grads)
-            self.overflow = not finite
-            if not finite:
-                self._report_overflow(params, grads)
+        done, skipped, row, _, *log = self._counters()
+        if scaled:
             scale = self._scaler.loss_scale
             self._scaler.update(finite)
             if not finite:
-                logger.warning(
-                    "step %d: %s in the gradient of %s, module %s; update skipped, loss scale %g -> %g",
-                    self.steps + self.skipped_steps,
-                    "inf or NaN",
-                    *(self.first_overflow or ("a shard on another rank", "?")),
-                    scale,
-                    self._scaler.loss_scale,
-                )
-                if self._overflows_in_a_row == ADVICE_AFTER:
-                    logger.warning(ADVICE.format(n=ADVICE_AFTER))
-        else:
-            self.overflow = False
-        self._scaled, self._checked, self._clip = False, None, 1.0
-        if self.overflow:
-            self.skipped_steps += 1
+                index = first_nonfinite(grads)
+                where = None if index is None else self._names_of(params[index], index)
+                self._report_overflow(int(done + skipped), where, scale, self._scaler.loss_scale, int(row) + 1)
+        self._forget()
+        if not finite:
+            self._counts.set(done, skipped + 1, row + 1, 1.0, *log)
+            self._reported = int(skipped) + 1
             return loss
-        self._overflows_in_a_row = 0
-        self.steps += 1
+        self._counts.set(done + 1, skipped, 0.0, 0.0, *log)
         if self._fused:
             self._step_fused(factor)
         else:
@@ -278,18 +324,23 @@ class MixedPrecision(torch.optim.Optimizer):
             super().step()
 
     def _step_fused(self, factor: float) -> None:
-        if factor == 1.0:
+        with self._told(None if factor == 1.0 else 1.0 / factor, None):
             self._call_inner_step()
-            return
-        given, outer = "grad_scale" in vars(self), getattr(self, "grad_scale", None)  # a GradScaler's; None when it has unscaled
-        self.grad_scale = (1.0 if outer is None else outer) / factor
+
+    @contextmanager
+    def _told(self, grad_scale: float | Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
+        """While inside, the inner step finds these where GradScaler would leave them."""
+        before = {k: v for k, v in vars(self).items() if k in ("grad_scale", "found_inf")}  # a GradScaler's
+        if grad_scale is not None and before.get("grad_scale") is not None:  # None when it has unscaled
+            grad_scale = before["grad_scale"] * grad_scale
+        given = {k: v for k, v in (("grad_scale", grad_scale), ("found_inf", found_inf)) if v is not None}
+        self.__dict__.update(given)
         try:
-            self._call_inner_step()
+            yield
         finally:
-            if given:
-                self.grad_scale = outer
-            else:
-                del self.grad_scale
+            for name in given:
+                del self.__dict__[name]
+            self.__dict__.update(before)
 
     def _step_masters(self, params: list[Tensor], grads: list[Tensor], factor: float) -> None:
         if any(p.dtype in HALF and p not in self._f32_of for p in params):
@@ -308,19 +359,103 @@ class MixedPrecision(torch.optim.Optimizer):
                 master.grad = None
         scale_into([p.detach() for p, _, _ in half], [m for _, m, _ in half])
 
-    def _report_overflow(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        self._overflows_in_a_row += 1
-        index = first_nonfinite(grads)
-        if index is None:
+    # --- where the device decides -----------------------------------------------------------------
+
+    def _place(self, grads: list[Tensor] | None = None) -> cuda.Place | None:
+        """Where the device decides about a step; None: the host does."""
+        skips = self._fused or (isinstance(self, (torch.optim.Adam, torch.optim.AdamW)) and getattr(self, "_step_supports_amp_scaling", False))
+        if not skips or type(self._scaler).update is not DynamicLossScaler.update or (grads is not None and not cuda.usable(grads)):
+            return None
+        index = {cuda.host.index(p) for group in self.param_groups for p in group["params"]}
+        return cuda.Place(index.pop()) if len(index) == 1 and -1 not in index and _C.cuda_archs() else None
+
+    def _scale_on(self, place: cuda.Place) -> Tensor:
+        """float32, of its own: a step that changes the scale does not change it."""
+        return self._scaler.state.on(place, self.param_groups[0]["params"][0])[0].float()
+
+    def _decide(self, place: cuda.Place, params: list[Tensor], grads: list[Tensor]) -> cuda.Verdict:
+        """Norm, flag and divisor of the gradients as they are; the pass over them is made once."""
+        if self._verdict is None or not self._verdict.still_holds(place):
+            number = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            self._verdict = cuda.Verdict(self._gradients.table(place, "gradients"), place, grads, [number[id(p)] for p in params])
+        if self._scaled and self._scale is None:
+            self._scale = self._scale_on(place)
+        self._verdict.decide(self._scale if self._scaled else None, 1.0 / self._clip if self._clip else math.inf, self._limit)
+        return self._verdict
+
+    def _step_on_device(self, place: cuda.Place, params: list[Tensor], grads: list[Tensor]) -> None:
+        if self._late is not None and not place.capturing:
+            self._report(self._late.arrived())
+        counts = self._counts.on(place, params[0])
+        scaled = self._scaled
+        verdict = self._decide(place, params, grads) if scaled or self._clip != 1.0 or self._limit is not None else None
+        self._forget()
+        self._swept = verdict.head if verdict else None
+        try:
+            with self._told(verdict.divisor if verdict else None, verdict.stop if verdict and scaled else None):
+                if self._fused:
+                    self._call_inner_step()
+                else:
+                    self._step_masters(params, grads, 1.0)
+        finally:
+            self._swept = None
+        if verdict and scaled:
+            scaler = self._scaler
+            state = scaler.state.on(place, params[0])
+            _C.cuda_loss_scale(place.index, place.stream, state, counts, verdict.stop, verdict.first, scaler.automatic_update, *scaler.rule())
+            scaler.state.changed(place)
+        else:
+            counts[0].add_(1)
+            counts[2:4].zero_()
+        self._counts.changed(place)
+        if not place.capturing:
+            if self._late is None or self._late.source is not counts:
+                self._late = cuda.host.late(counts)
+            self._late.begin()
+
+    def _counters(self) -> list[float]:
+        values = self._counts.get()
+        self._report(values)
+        return values
+
+    def _report(self, values: list[float] | None) -> None:
+        """Writes about the overflows in the log that nothing was written about."""
+        if values is None or values[1] <= self._reported:
             return
-        p = params[index]
+        skipped = int(values[1])
+        if skipped - self._reported > cuda.LOG_ENTRIES:
+            logger.warning("%d steps overflowed and were skipped; the last %d:", skipped - self._reported, cuda.LOG_ENTRIES)
+        params = [p for group in self.param_groups for p in group["params"]]
+        for k in range(max(self._reported, skipped - cuda.LOG_ENTRIES), skipped):
+            at = cuda.LOG_HEAD + k % cuda.LOG_ENTRIES * cuda.LOG_ENTRY
+            step, index, before, after, row = values[at : at + cuda.LOG_ENTRY]
+            where = self._names_of(params[int(index)], int(index)) if 0 <= index < len(params) else None
+            self._report_overflow(int(step), where, before, after, int(row))
+        self._reported = skipped
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _report_overflow(self, step: int, where: tuple[str, str] | None, before: float, after: float, row: int) -> None:
+        self._first_overflow = where or self._first_overflow
+        logger.warning(
+            "step %d: %s in the gradient of %s, module %s; update skipped, loss scale %g -> %g",
+            step,
+            "inf or NaN",
+            *(where or ("a shard on another rank", "?")),
+            before,
+            after,
+        )
+        if row == ADVICE_AFTER:
+            logger.warning(ADVICE.format(n=ADVICE_AFTER))
+
+    def _names_of(self, p: Tensor, index: int) -> tuple[str, str]:
         name, module = self._names.get(id(p), ("", ""))
         if not name:
             for group in self.param_groups:
                 for q, known in zip(group["params"], group.get("param_names", [])):
                     if q is p:
                         name, module = known, known.rpartition(".")[0] or "the model"
-        self.first_overflow = (name or f"parameter {index} of sizes {tuple(p.shape)}", module or "unknown (pass model= to FP16_Optimizer)")
+        return name or f"parameter {index} of sizes {tuple(p.shape)}", module or "unknown (pass model= to FP16_Optimizer)"
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -331,9 +466,7 @@ class MixedPrecision(torch.optim.Optimizer):
         masters = [self._f32_of.get(p) for group in self.param_groups for p in group["params"]]
         out["fp16_optimizer"] = {
             **self._scaler.state_dict(),
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "overflows_in_a_row": self._overflows_in_a_row,
+            **dict(zip(("steps", "skipped_steps", "overflows_in_a_row"), map(int, self._counters()))),
             "masters": {i: m for i, m in enumerate(masters) if m is not None},
         }
         return out
@@ -347,8 +480,9 @@ class MixedPrecision(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         if own:
             self._scaler.load_state_dict(own)
-            self.steps, self.skipped_steps = int(own["steps"]), int(own["skipped_steps"])
-            self._overflows_in_a_row = int(own["overflows_in_a_row"])
+            counts = [float(own[k]) for k in ("steps", "skipped_steps", "overflows_in_a_row")]
+            self._counts.set(*counts, *self._counts.get()[3:])
+            self._reported, self._late = int(own["skipped_steps"]), None
         for i, p in enumerate(params):
             if p in self._f32_of:
                 self._f32_of[p].copy_(own.get("masters", {}).get(i, p.detach()))

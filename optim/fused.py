@@ -58,6 +58,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
     _moments: tuple[str, ...] = ()
+    one_launch = False  # see FusedLAMB
+    _swept: cuda.Head | None = None  # FP16_Optimizer, for the length of a step on CUDA: the table whose sums are those of these gradients
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
         return [params, grads, *moments, self._masters(store, states), [s["step"] for s in states]]
 
-    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
         raise NotImplementedError
 
     def _update(self, inv_scale: float) -> None:
@@ -428,7 +430,7 @@ class FusedAdam(FusedOptimizer):
             group["bias_correction"],
         )
 
-    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
         decay, mode = group["weight_decay"], self._adam_w_mode
         _C.cuda_adam(*head, lr, *group["betas"], group["eps"], decay, inv_scale, mode, group["bias_correction"])
 
@@ -444,6 +446,9 @@ class FusedLAMB(FusedOptimizer):
         ratio_min, ratio_max: clamp of the trust ratio; not applied when a norm is zero (then the ratio is 1).
         keep_grads: by default float32 gradients hold the direction after step(), as in Apex and onnxruntime-training; True keeps them, at
             the price of computing the direction twice.
+
+    one_launch (attribute, may be set at any time): on CUDA both sweeps run in one launch, the second close behind the first while the data are in
+        the L2 cache. False (default): a launch for each sweep.
 
     A step whose gradient norm is inf or NaN is left out as a whole when max_grad_norm is set; otherwise single elements whose direction is
     not finite keep weight and moments.
@@ -564,19 +569,20 @@ class FusedLAMB(FusedOptimizer):
         self.last_grad_norm = None
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return super()._cuda_scales(stepper, place, params, scale, inv_scale, found)
-        grads = [p.grad for p in params if p.grad is not None and p.grad.layout is torch.strided]
-        head, copies = stepper.table(place, "norm").refresh(place, "lamb", [grads, grads, None, None, None, None], NEAREST)
+        head = self._swept
+        if head is None:
+            grads = [p.grad for p in params if p.grad is not None and p.grad.layout is torch.strided]
+            head, _ = stepper.table(place, "norm").refresh(place, "lamb", [grads, grads, None, None, None, None], NEAREST)
+            _C.cuda_norm(*head)
         out = cuda.host.empty(2 + len(self.param_groups), torch.float32, params[0])
-        _C.cuda_norm(*head)
         for number, group in enumerate(self.param_groups):
             limit = group["max_grad_norm"] or 0.0
-            _C.cuda_norm_finish(*head, scale, found, out[0], out[1], out[2 + number], 1.0 / inv_scale, limit, False)
-        del copies  # alive until the launch
+            _C.cuda_norm_finish(*head, scale, found, out[0], out[1], out[2 + number], None, 1.0 / inv_scale, limit, cuda.CLIP_LAMB)
         self.last_grad_norm = out[0]
         return [(out[2 + number], 1.0) for number in range(len(self.param_groups))], out[1]
 
-    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
-        _C.cuda_lamb(*head, *self._constants(group, lr, inv_scale))
+    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+        _C.cuda_lamb(*head, *self._constants(group, lr, inv_scale), table.order if self.one_launch else None)
 
 
 class FusedSGD(FusedOptimizer):
@@ -641,7 +647,7 @@ class FusedSGD(FusedOptimizer):
         momentum = [s["momentum_buffer"] for s in states] if group["momentum"] else None
         return [params, grads, momentum, None, self._masters(store, states), [s["step"] for s in states]]
 
-    def _cuda_launch(self, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
         _C.cuda_sgd(*head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"])
 
 

@@ -1,14 +1,19 @@
-"""Dynamic loss scaling with the numbers of onnxruntime-training."""
+"""Dynamic loss scaling with the numbers of onnxruntime-training. The arithmetic is om_loss_scale_next (csrc/optim_math.h), here and on CUDA."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ortmodule import _C
+
+from .cuda import Mirror
+
 
 class DynamicLossScaler:
     """Halves the scale at an overflow, doubles it after `up_scale_window` good steps, within [min_loss_scale, max_loss_scale].
 
-    automatic_update False: the scale is constant (and may be set by hand).
+    automatic_update False: the scale is constant (and may be set by hand). While FP16_Optimizer steps on CUDA, the scale lives there, and
+    reading it waits for the device.
     """
 
     def __init__(
@@ -29,33 +34,36 @@ class DynamicLossScaler:
         self.up_scale_window = up_scale_window
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self.loss_scale = float(loss_scale)
         self._initial_scale = float(loss_scale)
-        self._stable_steps = 0
+        self.state = Mirror(self._initial_scale, 0.0)  # the scale, good steps since it changed
+
+    @property
+    def loss_scale(self) -> float:
+        return self.state.get()[0]
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.state.set(float(value), self.state.get()[1])
 
     def reset(self) -> None:
         """Back to the scale given at construction."""
-        self.loss_scale = self._initial_scale
-        self._stable_steps = 0
+        self.state.set(self._initial_scale, 0.0)
+
+    def rule(self) -> tuple[float, float, float]:
+        """What om_loss_scale_next asks for."""
+        return self.up_scale_window, self.min_loss_scale, self.max_loss_scale
 
     def update(self, all_finite: Any) -> float:
         """Tells the outcome of a step: a bool, or an object with `all_finite` (onnxruntime-training's TrainStepInfo). Returns the new scale."""
         finite = bool(getattr(all_finite, "all_finite", all_finite))
-        if not self.automatic_update:
-            return self.loss_scale
-        if finite:
-            self._stable_steps += 1
-            if self._stable_steps >= self.up_scale_window:
-                self.loss_scale = min(self.max_loss_scale, self.loss_scale * 2)
-                self._stable_steps = 0
-        else:
-            self.loss_scale = max(self.min_loss_scale, self.loss_scale / 2)
-            self._stable_steps = 0
+        if self.automatic_update:
+            scale, good = self.state.get()
+            self.state.set(*_C.loss_scale_next(scale, good, finite, *self.rule()))
         return self.loss_scale
 
     def state_dict(self) -> dict[str, float]:
-        return {"loss_scale": self.loss_scale, "stable_steps": self._stable_steps}
+        scale, good = self.state.get()
+        return {"loss_scale": scale, "stable_steps": int(good)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.loss_scale = float(state["loss_scale"])
-        self._stable_steps = int(state["stable_steps"])
+        self.state.set(float(state["loss_scale"]), float(state["stable_steps"]))

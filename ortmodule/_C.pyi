@@ -45,6 +45,9 @@ def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
 def axpby(dst: Sequence[Tensor], src: Sequence[Tensor] | None, a: float, b: float) -> None:
     """dst = a * src + b * dst for each pair, converting types; src None: dst itself."""
 
+def loss_scale_next(scale: float, good: float, finite: bool, window: float, lowest: float, highest: float) -> tuple[float, float]:
+    """Dynamic loss scaling: (scale, steps without overflow since it changed) after one more step."""
+
 # The optimizers on CUDA (csrc/pymodule_cuda.c; called by optim/cuda.py). What works on the device begins with `head`: the device's ordinal,
 # the stream's address, the table (uint8, on the device) and its numbers of spans and chunks. Scalars given as tensors have one
 # float32 element on the device. Nothing waits for the device.
@@ -59,7 +62,8 @@ def cuda_image_size(n: int) -> int:
     """Bytes of the host image of a list of n parameters."""
 
 def cuda_spans(*args: Any) -> tuple[int, int, int, bool, list[int]]:
-    """(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store), lists or None: brings the image (uint8, CPU) up to date.
+    """(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers), lists or None: brings the image (uint8, CPU) up
+    to date. numbers: of the parameters, where first_out is to be one of them; None: places in the lists.
     Spans, chunks, bytes the table needs, whether the image changed, parameters whose tensors do not share one dense memory order (then
     the image is left as it was)."""
 
@@ -75,15 +79,27 @@ def cuda_sgd(*args: Any) -> None:
 
 def cuda_lamb(*args: Any) -> None:
     """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale,
-    bias_correction, no_ratio, keep_grads)"""
+    bias_correction, no_ratio, keep_grads, order): order None: three launches; else what cuda_lamb_order wrote: one launch."""
+
+def cuda_lamb_order_size(n_span: int, n_chunk: int) -> int:
+    """Bytes of the order of a list, for LAMB in one launch."""
+
+def cuda_lamb_order(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, order: Tensor) -> None:
+    """Writes the order (uint8, on the device) in which the sweeps of the list are done."""
 
 def cuda_norm(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int) -> None:
     """Sums of squares of the gradients, into the table."""
 
 def cuda_norm_finish(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, found_inf: Tensor | None,
-                     norm_out: Tensor, stop_out: Tensor, scale_out: Tensor, div: float, max_norm: float, like_torch: bool) -> None:
+                     norm_out: Tensor, stop_out: Tensor, scale_out: Tensor, first_out: Tensor | None, div: float, max_norm: float,
+                     clip: int) -> None:
     """From cuda_norm's sums: the norm of the gradients / (div * grad_scale), whether to stop (found_inf, or the norm is not finite), the
-    divisor that unscales and clips (like_torch: by max_norm / (norm + 1e-6))."""
+    divisor that unscales and clips (clip 0: LAMB's rule; 1: by max_norm / (norm + 1e-6); 2: the same, if the norm is finite), the number
+    of the first parameter with an inf or NaN, or -1."""
+
+def cuda_loss_scale(device: int, stream: int, scaler: Tensor, counters: Tensor, stop: Tensor, first: Tensor, automatic: bool, window: float,
+                    lowest: float, highest: float) -> None:
+    """After a scaled step: the next loss scale (scaler: float64 scale, good steps), counters and log of overflows (om_gpu_steps)."""
 
 def cuda_axpby(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, a: float, b: float) -> None:
     """params = a / grad_scale * grads + b * params, with conversion."""

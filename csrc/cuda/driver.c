@@ -15,7 +15,7 @@ static struct { OM_CUDA_API(X) } api;
 
 struct om_cuda {
     _Atomic bool open;
-    int ordinal, major, minor, driver; /* compute capability; driver: the CUDA version it speaks, 13000 = 13.0 */
+    int ordinal, major, minor, processors, driver; /* compute capability; driver: the CUDA version it speaks, 13000 = 13.0 */
     char name[96];
     om_cu_context context;
     om_cu_module module;
@@ -89,7 +89,7 @@ static om_status driver_load(om_ctx *cx, om_cuda *d) {
 }
 
 static om_status driver_open(om_ctx *cx, om_cuda *d, int ordinal) {
-    enum { MAJOR = 75, MINOR = 76 }; /* CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_... */
+    enum { PROCESSORS = 16, MAJOR = 75, MINOR = 76 }; /* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_... */
     if (!om_cuda_image_size)
         return om_fail(cx, OM_UNSUPPORTED, "this build has no CUDA kernels (nvcc was not found when it was built): move the parameters to "
                                            "the CPU, or build again with nvcc on PATH");
@@ -101,7 +101,8 @@ static om_status driver_open(om_ctx *cx, om_cuda *d, int ordinal) {
     if ((r = api.driver_version(&d->driver))) return driver_fail(cx, r, NULL, "cuDriverGetVersion");
     if ((r = api.device_get(&device, ordinal))) return driver_fail(cx, r, NULL, "cuDeviceGet");
     if ((r = api.device_name(d->name, sizeof d->name, device))) return driver_fail(cx, r, NULL, "cuDeviceGetName");
-    if ((r = api.device_attribute(&d->major, MAJOR, device)) || (r = api.device_attribute(&d->minor, MINOR, device)))
+    if ((r = api.device_attribute(&d->major, MAJOR, device)) || (r = api.device_attribute(&d->minor, MINOR, device)) ||
+        (r = api.device_attribute(&d->processors, PROCESSORS, device)))
         return driver_fail(cx, r, NULL, "cuDeviceGetAttribute");
     if (!d->context && (r = api.primary_retain(&d->context, device))) {
         d->context = NULL;
@@ -144,6 +145,8 @@ om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t bloc
     snprintf(what, sizeof what, "launching %s", kernel_name[k]);
     return driver_fail(cx, r, d, what);
 }
+
+int om_cuda_processors(const om_cuda *d) { return d->processors; }
 
 om_status om_cuda_capturing(om_ctx *cx, om_cuda *d, void *stream, bool *yes) {
     unsigned status = 0; /* none, active, invalidated */

@@ -52,6 +52,8 @@ om_status om_cuda_leave(om_ctx *cx, om_cuda *d, om_status s); /* s, or the failu
 /* Queues one kernel over a line of blocks; it takes the struct `param` points to by value. blocks 0: nothing to do. */
 om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t blocks, uint32_t threads, void *stream, const void *param);
 
+int om_cuda_processors(const om_cuda *d); /* multiprocessors of the device */
+
 /* The stream is being captured into a graph: launches are recorded instead of run. */
 om_status om_cuda_capturing(om_ctx *cx, om_cuda *d, void *stream, bool *yes);
 

@@ -19,6 +19,25 @@ static size_t table_chunk(size_t n_span, size_t n_chunk) { return table_rate(n_s
 static size_t table_skipped(size_t n_span, size_t n_chunk) { return table_chunk(n_span, n_chunk) + n_chunk * sizeof(om_gpu_chunk); }
 size_t om_gpu_table_size(uint32_t n_span, uint32_t n_chunk) { return table_skipped(n_span, n_chunk) + n_chunk; }
 
+/* LAMB in one launch: sums of the pieces, tickets, done, the counter, skipped pieces */
+static size_t order_item(size_t n_piece) { return 2 * n_piece * sizeof(double); }
+static size_t order_done(size_t n_piece) { return order_item(n_piece) + 2 * n_piece * sizeof(uint32_t); }
+static size_t order_skipped(size_t n_span, size_t n_piece) { return order_done(n_piece) + (n_span + 1) * sizeof(uint32_t); }
+size_t om_gpu_order_size(uint32_t n_span, uint32_t n_chunk) {
+    const size_t n_piece = OM_GPU_PIECES * (size_t)n_chunk;
+    return order_skipped(n_span, n_piece) + n_piece;
+}
+
+static void order_fill(const om_gpu_table *t, om_gpu_optim *o) {
+    const size_t n_piece = OM_GPU_PIECES * (size_t)t->n_chunk;
+    char *m = t->order;
+    o->part = (double *)(void *)m;
+    o->item = (uint32_t *)(void *)(m + order_item(n_piece));
+    o->done = (uint32_t *)(void *)(m + order_done(n_piece));
+    o->ticket = o->done + t->n_span;
+    o->skipped = (uint8_t *)m + order_skipped(t->n_span, n_piece);
+}
+
 static void table_fill(const om_gpu_table *t, om_gpu_optim *o) {
     char *m = t->memory;
     o->n_span = t->n_span, o->n_chunk = t->n_chunk;
@@ -27,13 +46,14 @@ static void table_fill(const om_gpu_table *t, om_gpu_optim *o) {
     o->rate = (double *)(void *)(m + table_rate(t->n_span, t->n_chunk));
     o->chunk = (om_gpu_chunk *)(void *)(m + table_chunk(t->n_span, t->n_chunk));
     o->skipped = (uint8_t *)m + table_skipped(t->n_span, t->n_chunk);
+    if (t->order) order_fill(t, o);
 }
 
 static uint8_t gpu_type(int dtype) { return dtype == OM_BF16 ? OM_GPU_BF16 : dtype == OM_F16 ? OM_GPU_F16 : OM_GPU_F32; }
 
 om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const om_optim_param *ps, const om_tensor *step, int n,
                        om_gpu_span *out, uint32_t *n_span, uint32_t *n_chunk, uint8_t *odd, int *n_odd) {
-    uint64_t chunks = 0;
+    uint64_t chunks = 0, pieces = 0;
     *n_span = 0, *n_odd = 0;
     for (int i = 0; i < n; i++) {
         const om_optim_param *q = &ps[i];
@@ -65,8 +85,10 @@ om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const o
         s->store = (uint8_t)store;
         s->aligned = bits % 16 == 0;
         s->first = (uint32_t)chunks;
+        s->first_piece = (uint32_t)pieces;
         chunks += (uint64_t)(numel + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK;
-        OM_CHECK(cx, chunks <= INT32_MAX, "%s: more than 2^45 elements in one list", op);
+        pieces += (uint64_t)(numel + OM_GPU_PIECE - 1) / OM_GPU_PIECE;
+        OM_CHECK(cx, chunks < 1u << 28, "%s: more than 2^42 elements in one list", op); /* 2^31 tickets of the first sweep at most */
     }
     *n_chunk = (uint32_t)chunks;
     return OM_OK;
@@ -134,11 +156,31 @@ om_status om_gpu_adam(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
 
 om_status om_gpu_sgd(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_one_sweep(cx, t, &o, om_cuda_sgd_kernel); }
 
+/* Thread blocks of om_cuda_lamb: as many as run at once by its launch bounds; and as many pieces lie between the sweeps of a span, so that
+ * whoever takes the first ticket of a second sweep is likely to find the first one done. */
+static uint32_t lamb_blocks(const queue *q) { return OM_GPU_LAMB_BLOCKS * (uint32_t)om_cuda_processors(q->d); }
+
+om_status om_gpu_lamb_order(om_ctx *cx, const om_gpu_table *t) {
+    queue q;
+    om_gpu_optim o = {0};
+    OM_TRY(queue_open(cx, t, &o, &q));
+    o.lag = lamb_blocks(&q);
+    const uint64_t tickets = 2 * OM_GPU_PIECES * (uint64_t)t->n_chunk; /* that many at most */
+    return om_cuda_leave(cx, q.d, queue_put(&q, om_cuda_lamb_order_kernel, (uint32_t)((tickets + OM_GPU_THREADS - 1) / OM_GPU_THREADS), OM_GPU_THREADS, &o));
+}
+
 om_status om_gpu_lamb(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
     queue q;
     OM_TRY(queue_open(cx, t, &o, &q));
     o.write_weights = 1;
     om_status s = queue_count(&q, &o);
+    if (t->order) {
+        const uint32_t most = lamb_blocks(&q), pieces = OM_GPU_PIECES * o.n_chunk;
+        if (s == OM_OK)
+            s = queue_half(&q, queue_put(&q, om_cuda_lamb_kernel, pieces < most ? pieces : most, OM_GPU_THREADS, &o),
+                           "step counters were advanced, moments and weights were not");
+        return om_cuda_leave(cx, q.d, s);
+    }
     if (s == OM_OK)
         s = queue_half(&q, queue_put(&q, om_cuda_lamb_direction_kernel, o.n_chunk, OM_GPU_THREADS, &o),
                        "step counters were advanced, moments and weights were not");
@@ -154,6 +196,12 @@ static om_status gpu_launch(om_ctx *cx, const om_gpu_table *t, om_gpu_optim *o, 
     queue q;
     OM_TRY(queue_open(cx, t, o, &q));
     return om_cuda_leave(cx, q.d, queue_put(&q, k, blocks, OM_GPU_THREADS, o));
+}
+
+om_status om_gpu_loss_scale(om_ctx *cx, int ordinal, void *stream, const om_gpu_scaling *a) {
+    om_cuda *d;
+    OM_TRY(om_cuda_enter(cx, ordinal, &d));
+    return om_cuda_leave(cx, d, om_cuda_launch(cx, d, om_cuda_loss_scale_kernel, 1, 1, stream, a));
 }
 
 om_status om_gpu_axpby(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_axpby_kernel, t->n_chunk); }

@@ -16,9 +16,11 @@ typedef struct om_gpu_table {
     void *stream;
     void *memory;  /* om_gpu_table_size bytes, 16-byte aligned */
     uint32_t n_span, n_chunk;
+    void *order;   /* om_gpu_order_size bytes, 16-byte aligned: LAMB in one launch; NULL: in three */
 } om_gpu_table;
 
 size_t om_gpu_table_size(uint32_t n_span, uint32_t n_chunk);
+size_t om_gpu_order_size(uint32_t n_span, uint32_t n_chunk);
 
 /* Spans of the parameters that have elements. step[i].data: the counter of parameter i (dtype OM_NODTYPE: none). odd[i] is set when
  * the tensors of parameter i do not share one dense memory order: the caller brings them into one and comes again; *n_odd counts them. */
@@ -28,11 +30,15 @@ om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const o
 /* Writes spans and chunks of a table. */
 om_status om_gpu_upload_spans(om_ctx *cx, const om_gpu_table *t, const om_gpu_span *spans);
 
+/* Writes t->order for the spans of the table. */
+om_status om_gpu_lamb_order(om_ctx *cx, const om_gpu_table *t);
+
 /* One step. `o` holds configuration, scalars and seed; the table's pointers are filled in here. */
 om_status om_gpu_adam(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_sgd(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_lamb(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_axpby(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);
 om_status om_gpu_norm(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o);        /* sums of the chunks ... */
-om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o); /* ... norm_out, stop_out, scale_out from them; repeatable */
+om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o); /* ... norm_out ... first_out from them; repeatable */
+om_status om_gpu_loss_scale(om_ctx *cx, int ordinal, void *stream, const om_gpu_scaling *a);
 #endif

@@ -22,6 +22,28 @@ ROOT = Path(__file__).parents[2]
 READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.equal, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero)
 
 
+class Late:
+    """ortmodule.optim.cuda.Late: the copy is made when the device has come there, which the host learns from sync() only."""
+
+    def __init__(self, gpu: Gpu, source: torch.Tensor) -> None:
+        self.gpu, self.source = gpu, source
+        self.values: list[float] | None = None
+        self.under_way = False
+
+    def begin(self) -> None:
+        if not self.under_way:
+            self.under_way = True
+            self.gpu.late_copies.append(self)
+            if not self.gpu.deferred:
+                self.gpu.arrive()
+
+    def arrived(self) -> list[float] | None:
+        if self.values is None:
+            return None
+        values, self.values, self.under_way = self.values, None, False
+        return values
+
+
 class Gpu(TorchDispatchMode):
     """Registers the memory of every tensor torch makes while a test runs, and forgets it when the tensor dies."""
 
@@ -32,6 +54,9 @@ class Gpu(TorchDispatchMode):
         self.default = 0
         self.use = 0  # which of a device's streams is current
         self.unread = False  # reading a tensor's values on the host is an error
+        self.deferred = False
+        self.late_copies: list[Late] = []
+        self.in_use: list[torch.Tensor] = []  # by launches that have not run
         self.pool: list[torch.Tensor] | None = None  # while capturing: the graph's memory, which outlives its tensors
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -45,6 +70,8 @@ class Gpu(TorchDispatchMode):
     def add(self, t: torch.Tensor, device: int = -1) -> torch.Tensor:
         """device -1: fit for every one, until something says which (what torch makes inside a step)."""
         storage = t.untyped_storage()
+        if self.deferred:
+            self.in_use.append(t)  # CUDA's allocator hands memory on in the order of the stream
         if storage.nbytes():
             at = ctypes.c_void_p(storage.data_ptr())
             self.lib.fake_register(at, ctypes.c_size_t(storage.nbytes()), device)
@@ -65,6 +92,9 @@ class Gpu(TorchDispatchMode):
         if self.pool is not None:
             self.pool.append(out)
         return self.add(out, self.index(like))
+
+    def late(self, source: torch.Tensor) -> Late:
+        return Late(self, source)
 
     # --- what tests do ------------------------------------------------------------------------------
 
@@ -97,8 +127,19 @@ class Gpu(TorchDispatchMode):
     def message(self) -> str:
         return self.lib.fake_message().decode()
 
+    def defer(self, on: bool = True) -> None:
+        self.deferred = on
+        self.lib.fake_defer(int(on))
+
     def sync(self) -> None:
         assert self.lib.fake_sync() == 0, self.message()
+        self.arrive()
+
+    def arrive(self) -> None:
+        unread, self.unread = self.unread, False
+        for late in self.late_copies:
+            late.values = late.source.tolist()
+        self.late_copies, self.in_use, self.unread = [], [], unread
 
 
 @pytest.fixture(scope="session")
@@ -132,4 +173,5 @@ def gpu(fake_cuda, monkeypatch):
         yield mode
     fake_cuda.fake_defer(0)
     fake_cuda.fake_fail(b"", 0, 0)
+    fake_cuda.fake_trust(0)
     assert fake_cuda.fake_depth() == 0, "a context was left current"

@@ -1,28 +1,68 @@
-"""tests/gpu on a machine without a GPU: its checks that need no torch.cuda run here on the fake device; the runner says what is missing."""
+"""tests/gpu on a machine without a GPU: all of it runs on the fake device, what needs torch.cuda on stand-ins (fake_torch.py); the runner says
+what is missing."""
 
 from __future__ import annotations
 
+import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import fake_torch
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+OF_A_GPU = {  # run, but what they find on the fake device says nothing
+    "CUDA graph, FP16_Optimizer with backward": "torch's share of a graph is not replayed",
+}
 
 
-def test_checks_that_need_no_torch_cuda(gpu, monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
+    """The modules of tests/gpu with little to do."""
     for folder in ("gpu", "optim", "bench"):
         monkeypatch.syspath_prepend(str(ROOT / "tests" / folder))
+    import optim_bench
     import optim_correct
 
     monkeypatch.setattr(optim_correct, "ODD", [(3,), (1,), (0,), (257,), (5, 7), ()])
-    make = optim_correct.params_of
-    monkeypatch.setattr(optim_correct, "params_of", lambda *args, **kw: [gpu.put(p, 0) for p in make(*args, **kw)])
-    rows = optim_correct.run("cpu", tiny=60)
+    monkeypatch.setattr(optim_correct, "RACES", [(5, 3), (4097,)])
+    monkeypatch.setattr(optim_correct, "TURNS", 2)
+    monkeypatch.setattr(optim_correct, "TINY", optim_correct.TINY[:60])
+    monkeypatch.setattr(optim_correct, "HUGE", 50_001)
+    monkeypatch.setattr(optim_correct, "model_sizes", lambda name: [(13, 5), (7,)])
+    monkeypatch.setattr(optim_bench, "ROUNDS", 1)
+    monkeypatch.setattr(optim_bench, "COPY", 1000)
+    shapes = optim_bench.shapes_of
+    monkeypatch.setattr(optim_bench, "shapes_of", lambda name: [s[:-1] + (3,) for s in shapes(name)[:4]])
+    return optim_correct
+
+
+def test_checks_that_need_no_torch_cuda(gpu, small, monkeypatch):
+    make = small.params_of
+    monkeypatch.setattr(small, "params_of", lambda *args, **kw: [gpu.put(p, 0) for p in make(*args, **kw)])
+    rows = small.run("cpu", tiny=60)
     assert len(rows) > 80
     assert [r for r in rows if not r["ok"]] == []
+
+
+def test_the_whole_runner(gpu, small, monkeypatch, tmp_path, capsys):
+    import run
+
+    monkeypatch.setattr(small, "TINY", small.TINY[:12])
+    with fake_torch.install(gpu, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path)])
+        status = run.main()
+    said = capsys.readouterr().out
+    checks = json.loads((tmp_path / "optim-correct.json").read_text())["rows"]
+    failed = {r["check"]: r["detail"] for r in checks if not r["ok"]}
+    assert set(failed) <= set(OF_A_GPU) and status == int(bool(failed)), failed
+    assert not any(".py:" in detail for detail in failed.values()), failed  # a check that raised
+    bench = list(csv.DictReader(open(tmp_path / "optim-bench.csv")))
+    assert {r["list"] for r in bench} == {"gpt2", "bert-large", "3000 small", "1 M each", "2 M each", "4 M each", "8 M each", "31 M each"}
+    assert all(float(r["ms"]) > 0 for r in bench) and said.count("target") == 3 and "optim-correct: " in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -13,18 +13,26 @@ import pytest
 import torch
 
 from ortmodule import _C
-from ortmodule.optim import FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_, cuda
+from ortmodule.optim import DynamicLossScaler, FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_, cuda
 from ortmodule.optim.lists import first_nonfinite, grad_norm, has_nonfinite, scale_into
 
 ROOT = Path(__file__).parents[2]
 SIZES = [(3,), (1,), (0,), (257,), (13, 17), (16385,), ()]
 TOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
+
+
+def one_launch(opt):
+    opt.one_launch = True
+    return opt
+
+
 MAKERS = {
     "adam": lambda p, **k: FusedAdam(p, 1e-2, weight_decay=0.1, **k),
     "adamw": lambda p, **k: FusedAdam(p, 1e-2, weight_decay=0.1, adam_w_mode=2, maximize=True, **k),
     "lamb": lambda p, **k: FusedLAMB(p, 1e-2, max_grad_norm=0.5, **k),
     "lamb free": lambda p, **k: FusedLAMB(p, 1e-2, max_grad_norm=None, keep_grads=True, adam_w_mode=False, **k),
+    "lamb in one launch": lambda p, **k: one_launch(FusedLAMB(p, 1e-2, max_grad_norm=0.5, **k)),
     "sgd": lambda p, **k: FusedSGD(p, 1e-2, 0.9, dampening=0.3, weight_decay=0.1, **k),
     "sgd plain": lambda p, **k: FusedSGD(p, 1e-2, **k),
 }
@@ -122,6 +130,30 @@ def test_no_upload_while_nothing_moves_and_one_when_a_gradient_does(gpu):
     del kept
     opt.step()
     assert gpu.calls("cuLaunchKernel") - before == 8
+
+
+def test_lamb_changes_between_one_launch_and_three(gpu):
+    """The order is made when it is first needed and again after a gradient moved, also while it was not used."""
+    ours, theirs = make(gpu)
+    a, b = FusedLAMB(ours, 1e-2, max_grad_norm=None), FusedLAMB(theirs, 1e-2, max_grad_norm=None)
+    expected = {0: 6, 1: 4, 2: 3, 3: 2, 4: 6, 5: 5}  # spans, chunks, count, direction, rate, update; order, count, lamb
+    give(gpu, ours, theirs, 0)
+    for step in range(6):
+        a.one_launch = step in (2, 3, 5)
+        if step == 4:
+            kept = [p.grad for p in ours]
+            ours[3].grad = gpu.put(torch.randn_like(ours[3]), 0)
+            ours[5].grad = gpu.put(torch.randn_like(ours[5]), 0)
+        if step == 5:
+            ours[5].grad = gpu.put(ours[5].grad.clone(), 0)
+        for p, q in zip(ours, theirs):
+            q.grad = gpu.put(p.grad.clone(), -1)
+        before = gpu.calls("cuLaunchKernel")
+        a.step()
+        assert gpu.calls("cuLaunchKernel") - before == expected[step], step
+        b.step()
+    assert kept
+    check(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -362,30 +394,286 @@ def test_lists(gpu):
     assert has_nonfinite(grads) and first_nonfinite(grads) == 4
 
 
-@pytest.mark.parametrize("inner", ["torch", "fused"])
-def test_fp16_optimizer(gpu, inner):
+# --- FP16_Optimizer ------------------------------------------------------------------------------------
+
+INNER = {
+    "torch": lambda p: torch.optim.AdamW(p, 1e-2),  # cannot leave a step out by itself: the host decides, and waits
+    "torch fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adam": lambda p: FusedAdam(p, 1e-2, adam_w_mode=2),
+    "lamb": lambda p: FusedLAMB(p, 1e-2, max_grad_norm=0.02),
+    "sgd": lambda p: FusedSGD(p, 1e-2, 0.9),
+}
+
+
+def one_step(gpu, opt, params, place, step, factor, clip=None):
+    """backward() to step(); on the device reading a value is an error, unless the host must decide."""
+    gpu.default = place
+    opt.zero_grad()
+    gen = torch.Generator().manual_seed(step)
+    loss = sum((p * torch.randn(p.shape, generator=gen)).float().sum() for p in params) * factor
+    gpu.unread = place == 0 and getattr(opt, "_step_supports_amp_scaling", False)  # ours, and torch's with fused=True
+    opt.backward(loss)
+    for p in params:
+        gpu.put(p.grad, place)
+    norm = opt.clip_master_grads(*clip) if clip else None
+    opt.step()
+    gpu.unread = False
+    gpu.default = 0
+    return norm
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fp16_optimizer_beside_the_cpu(gpu, inner, dtype, caplog):
+    ours, theirs = make(gpu, dtype)
+    a, b = (FP16_Optimizer(INNER[inner](p), loss_scaler=DynamicLossScaler(up_scale_window=2)) for p in (ours, theirs))
+    factors = [1e-3, 1e9 if dtype == torch.float16 else math.inf, 1e-3, 1e-4, 1e-3, 1e-3]
+    for step, factor in enumerate(factors):
+        clip = [None, (0.01,), (1e9,)][step % 3]
+        norms = [one_step(gpu, opt, params, place, step, factor, clip) for opt, params, place in ((a, ours, 0), (b, theirs, -1))]
+        if clip:
+            assert float(norms[0]) == pytest.approx(norms[1], rel=1e-6) and (norms[1] == -1) == (step == 1)
+        assert a.overflow == b.overflow == (step == 1)
+        assert a.loss_scale == b.loss_scale
+    assert a.loss_scale == 2.0**17 and (a.steps, a.skipped_steps) == (b.steps, b.skipped_steps) == (5, 1)
+    check(ours, theirs, 2e-3 if dtype == torch.float16 else 1e-5)
+    mine, other = a.state_dict()["fp16_optimizer"], b.state_dict()["fp16_optimizer"]
+    assert {k: v for k, v in mine.items() if k != "masters"} == {k: v for k, v in other.items() if k != "masters"}
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2 and said[0] == said[1] and said[0].startswith("step 1: inf or NaN in the gradient of parameter 0 of sizes (3,)")
+    assert said[0].endswith("loss scale 65536 -> 32768")
+
+
+def test_fp16_optimizer_reports_late_and_never_waits(gpu, caplog):
+    """Nothing that step() queued has run when it returns; the message comes with the first step() after the device has got there."""
     ours, theirs = make(gpu, torch.float16)
-
-    def build(params):
-        kind = torch.optim.AdamW(params, 1e-2) if inner == "torch" else FusedAdam(params, 1e-2, adam_w_mode=2)
-        return FP16_Optimizer(kind, loss_scaler=None)
-
-    a, b = build(ours), build(theirs)
-    for step in range(4):
+    names = torch.nn.Module()
+    for i, p in enumerate(ours):
+        names.register_parameter(f"w{i}", p)
+    a = FP16_Optimizer(FusedAdam(ours, 1e-2, adam_w_mode=2), names)
+    b = FP16_Optimizer(FusedAdam(theirs, 1e-2, adam_w_mode=2))
+    gpu.defer()
+    for step in range(9):
+        bad = step in (2, 3, 6)
         for opt, params, place in ((a, ours, 0), (b, theirs, -1)):
             gpu.default = place
+            gpu.unread = place == 0
             opt.zero_grad()
-            gen = torch.Generator().manual_seed(step)
-            loss = sum((p * torch.randn(p.shape, generator=gen)).float().sum() for p in params) * (1e9 if step == 1 else 1e-3)
-            opt.backward(loss)
-            for p in params:
-                gpu.put(p.grad, place)
-            if step != 1:
-                opt.clip_master_grads(0.01)
+            opt.backward(sum(p.float().sum() for p in params))
+            give(gpu, ours, theirs, step, 100.0)
+            ours[1].grad = theirs[1].grad = None  # numbers are those of all parameters
+            if bad:
+                (ours if place == 0 else theirs)[4].grad.view(-1)[7] = math.nan
+            before = [p.detach().clone() for p in params]
             opt.step()
-    gpu.default = 0
-    assert a.loss_scale == b.loss_scale == 2.0**15 and a.skipped_steps == b.skipped_steps == 1
+            gpu.unread = False
+            if place == 0:
+                assert all(torch.equal(p, q) for p, q in zip(params, before))
+        said = [r.getMessage() for r in caplog.records if "w4" in r.getMessage()]
+        assert len(said) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 2, 7: 3, 8: 3}[step]
+        gpu.default = 0
+        gpu.sync()
+    gpu.defer(False)
+    assert said[0] == "step 2: inf or NaN in the gradient of w4, module the model (Module); update skipped, loss scale 65536 -> 32768"
+    assert said[1].startswith("step 3:") and said[1].endswith("32768 -> 16384") and said[2].startswith("step 6:")
+    assert a.loss_scale == b.loss_scale == 2.0**13 and a.steps == b.steps == 6 and a.skipped_steps == 3 and not a.overflow
+    assert a.first_overflow == ("w4", "the model (Module)")
     check(ours, theirs, 2e-3)
+
+
+def test_overflows_that_nobody_heard_of_for_long(gpu, caplog):
+    """The copy of the log is long under way; the log keeps the last sixteen; reading a counter tells the rest."""
+    (ours, theirs) = make(gpu, sizes=[(3,)])
+    opt = FP16_Optimizer(FusedAdam(ours), loss_scaler=DynamicLossScaler(min_loss_scale=2.0**-9))
+    gpu.deferred = True  # copies only: kernels run at once
+    for step in range(22):
+        opt.zero_grad()
+        opt.backward((ours[0] * (math.nan if step < 20 else 1.0)).sum())
+        opt.step()
+    assert not caplog.records
+    assert opt.skipped_steps == 20 and opt.steps == 2
+    said = [r.getMessage() for r in caplog.records]
+    assert said[0] == "20 steps overflowed and were skipped; the last 16:" and len(said) == 18 and "Likely causes" in said[2]
+    assert said[1].startswith("step 4:") and said[1].endswith("4096 -> 2048")
+    assert said[-1].startswith("step 19:") and said[-1].endswith("0.125 -> 0.0625")
+    gpu.sync()
+    opt.step()  # the old copy arrives: nothing new in it
+    assert len(caplog.records) == 18
+
+
+def test_loss_scale_on_the_device_follows_the_rule(gpu):
+    """The rule, written once more: windows, clamps at both ends, a constant scale."""
+    p = gpu.put(torch.nn.Parameter(torch.ones(5)), 0)
+    opt = FP16_Optimizer(FusedSGD([p], 1e-9), loss_scaler=DynamicLossScaler(True, 24.0, 3, 4.0, 70.0))
+    fixed = FP16_Optimizer(FusedSGD([p], 1e-9), loss_scaler=24.0)
+    flags = [int(c) for c in "111111111100111011110000000111111111111110"]
+    scale, good = 24.0, 0
+    for ok in flags:
+        for o in (opt, fixed):
+            gpu.unread = True
+            o.zero_grad()
+            o.backward((p * (1.0 if ok else math.inf)).sum())
+            o.step()
+            gpu.unread = False
+        good = good + 1 if ok else 0
+        if not ok:
+            scale = max(4.0, scale / 2)
+        elif good == 3:
+            scale, good = min(70.0, scale * 2), 0
+        assert opt.loss_scale == scale and opt.overflow == (not ok) and fixed.loss_scale == 24.0
+        assert opt.loss_scaler.state_dict()["stable_steps"] == good
+    assert opt.steps == sum(flags) and fixed.skipped_steps == len(flags) - sum(flags)
+
+
+def test_fp16_optimizer_state_moves_between_host_and_device(gpu):
+    """Set, reset, saved, loaded in the middle; the same bits go on, on the device and on the CPU."""
+    ours, theirs = make(gpu, torch.float16)
+    rule = dict(up_scale_window=3)
+    a, b = (FP16_Optimizer(FusedAdam(p, 1e-2), loss_scaler=DynamicLossScaler(**rule)) for p in (ours, theirs))
+    for step in range(4):
+        one_step(gpu, a, ours, 0, step, math.inf if step == 2 else 1e-3)
+    again, cpu = ([gpu.put(torch.nn.Parameter(p.detach().clone()), place) for p in ours] for place in (0, -1))
+    c, d = (FP16_Optimizer(FusedAdam(p, 1e-2), loss_scaler=DynamicLossScaler(**rule)) for p in (again, cpu))
+    one_step(gpu, c, again, 0, 9, math.inf)  # an older report is under way when the state is loaded
+    saved = io.BytesIO()
+    torch.save(a.state_dict(), saved)
+    for opt in (c, d):
+        saved.seek(0)
+        opt.load_state_dict(torch.load(saved, weights_only=True))
+        assert (opt.steps, opt.skipped_steps, opt.loss_scale) == (3, 1, 2.0**15)
+    for step in range(4, 9):
+        if step == 6:
+            for opt in (a, c, d):
+                opt.loss_scale = 64.0
+        for opt, params, place in ((a, ours, 0), (c, again, 0), (d, cpu, -1)):
+            one_step(gpu, opt, params, place, step, 1e-3)
+            if step == 5:
+                opt.step()  # without backward(): unscaled, unchecked
+    assert all(torch.equal(p, q) for p, q in zip(ours, again))
+    check(ours, cpu, 2e-3)
+    assert a.loss_scale == c.loss_scale == d.loss_scale == 128.0 and a.steps == c.steps == d.steps == 9
+    a.loss_scaler.reset()
+    one_step(gpu, a, ours, 0, 9, 1e-3)
+    assert a.loss_scale == 2.0**16 and b.loss_scale == 2.0**16
+
+
+def test_clipping_unscaled_gradients(gpu):
+    """Without backward(): clipped by the norm at that moment; not at all when that is not finite, and then the step is not left out."""
+    ours, theirs = make(gpu)
+    a, b = FP16_Optimizer(FusedSGD(ours, 0.1)), FP16_Optimizer(torch.optim.SGD(theirs, 0.1))
+    for step in range(4):
+        give(gpu, ours, theirs, step)
+        if step == 2:
+            ours[3].grad[5] = theirs[3].grad[5] = math.inf
+        norms = [float(opt.clip_master_grads(0.3 + step)) for opt in (a, b)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6) and (norms[0] == -1) == (step == 2)
+        a.step()
+        b.step()
+        assert not a.overflow and a.steps == step + 1
+        for p, q in zip(ours, theirs):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, equal_nan=True)
+        with torch.no_grad():
+            ours[3][5] = theirs[3][5] = 1.0
+
+
+def test_one_scaler_for_two_optimizers_and_a_scaler_with_a_rule_of_its_own(gpu):
+    class Halving(DynamicLossScaler):
+        def update(self, all_finite):
+            self.loss_scale /= 2
+            return self.loss_scale
+
+    x, y = make(gpu, sizes=[(5,)])
+    shared = DynamicLossScaler(up_scale_window=2)
+    both = [FP16_Optimizer(FusedAdam(x), loss_scaler=shared), FP16_Optimizer(FusedAdam(y), loss_scaler=shared)]
+    for step in range(2):  # a window of two counts the steps of both; the second optimizer is on the CPU
+        for opt, params, place in zip(both, (x, y), (0, -1)):
+            one_step(gpu, opt, params, place, step, 1.0)
+    assert shared.loss_scale == 2.0**18
+    own = FP16_Optimizer(FusedAdam(x), loss_scaler=Halving())
+    own.backward(x[0].sum())
+    own.step()
+    assert own.loss_scale == 2.0**15 and own.steps == 1
+
+
+def test_captured_mixed_precision_steps(gpu):
+    """Replays count, skip and rescale by what the gradients are then."""
+    ours, theirs = make(gpu, torch.float16)
+    a, b = (FP16_Optimizer(FusedLAMB(p, 1e-2)) for p in (ours, theirs))
+    for opt, params, place in ((a, ours, 0), (b, theirs, -1)):
+        one_step(gpu, opt, params, place, 0, 1e-3)
+    held = [p.grad for p in ours]
+    a.zero_grad()
+    a.backward(sum(p.float().sum() for p in ours) * 1e-3)
+    for p, g in zip(ours, held):
+        p.grad = g
+    kept = a._scale
+    with gpu.capture() as replay:
+        a.step()
+    for step in range(1, 5):
+        gpu.default = -1
+        b.zero_grad()
+        b.backward(sum(p.float().sum() for p in theirs) * (math.nan if step == 2 else 1e-3 * step))
+        gpu.default = 0
+        for g, q in zip(held, theirs):
+            g.copy_(gpu.put(q.grad, -1))
+        kept.fill_(a.loss_scale)  # what the captured backward() would have done
+        replay()
+        b.step()
+        assert a.loss_scale == b.loss_scale
+    assert (a.steps, a.skipped_steps) == (b.steps, b.skipped_steps) == (4, 1)
+    check(ours, theirs, 2e-3)
+    a.loss_scale = b.loss_scale = 8.0  # reaches the graph
+    kept.fill_(8.0)
+    held[0].fill_(math.nan)
+    replay()
+    assert a.loss_scale == 4.0 and a.first_overflow is not None
+    fresh = FP16_Optimizer(FusedAdam(ours))
+    with gpu.capture(), pytest.raises(RuntimeError, match="run one step before capturing"):
+        fresh.backward(sum(p.float().sum() for p in ours))
+
+
+@pytest.mark.parametrize("inner", ["adam", "torch fused"])
+def test_each_launch_of_a_mixed_precision_step_fails_once(gpu, inner):
+    """A step that was not launched does not count, and the next one goes on."""
+    for nth in range(1, 40):
+        ours, _ = make(gpu, torch.float16)
+        opt = FP16_Optimizer(INNER[inner](ours), loss_scaler=DynamicLossScaler(up_scale_window=1))
+        one_step(gpu, opt, ours, 0, 0, 1e-3)
+        start = gpu.calls("cuLaunchKernel")
+        gpu.fail("cuLaunchKernel", nth, 719)
+        try:
+            one_step(gpu, opt, ours, 0, 1, 1e-3)
+        except RuntimeError as e:
+            gpu.unread = False
+            assert "FAKE_ERROR_719" in str(e) and "launching om_cuda_" in str(e)
+            gpu.fail("", 0)
+            assert opt.steps == 1 and opt.loss_scale == 2.0**17 and not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
+            one_step(gpu, opt, ours, 0, 1, 1e-3)
+            assert opt.steps == 2 and opt.loss_scale == 2.0**18
+        else:
+            break
+    assert nth == 1 + gpu.calls("cuLaunchKernel") - start and nth > 5
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_grad_scaler_does_not_wait(gpu, maker):
+    """torch.amp.GradScaler around a step, an overflow included, without reading a value."""
+    ours, theirs = make(gpu)
+    a, b = MAKERS[maker](ours), MAKERS[maker](theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    for step in range(5):
+        give(gpu, ours, theirs, step)
+        if step != 2:
+            b.step()
+        gpu.unread = True
+        for p in ours:
+            scaler.scale(p.grad)
+            p.grad.mul_(scaler._scale if step != 2 else math.inf)
+        scaler.step(a)
+        scaler.update()
+        gpu.unread = False
+    check(ours, theirs, 1e-5)
+    assert scaler.get_scale() == 32.0
 
 
 def test_grad_scaler_protocol_with_odd_scalars(gpu):
@@ -436,7 +724,7 @@ def test_no_kernels_for_this_device(gpu):
         FusedAdam(ours).step()
 
 
-@pytest.mark.parametrize("maker", ["adam", "lamb", "sgd"])
+@pytest.mark.parametrize("maker", ["adam", "lamb", "lamb in one launch", "sgd"])
 def test_each_launch_of_a_step_fails_once(gpu, maker):
     """Weights are never half updated; what was is said; the next step writes its tables anew and goes on."""
     for nth in range(1, 20):

@@ -4,6 +4,7 @@ torch.cuda with device "cpu" on the fake device."""
 from __future__ import annotations
 
 import io
+import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ import optim_reference as reference
 import torch
 from bench_optim import sizes as model_sizes
 
-from ortmodule.optim import FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
+from ortmodule.optim import DynamicLossScaler, FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
 
 ODD = [(3,), (1,), (0,), (257,), (13, 17), (16385,), (), (40009,)]
+RACES = [(30522, 64), (1024, 1024), (4096, 1024), (777, 333), (1,), (4097,), (1024, 4096), *((1 + 37 * i % 5000,) for i in range(300))]
+TURNS = 40  # of LAMB in one launch over RACES
 TINY = [(1 + i % 7,) for i in range(3000)]
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # largest relative error of one rounding
 H = dict(lr=0.013, b1=0.87, b2=0.983, eps=1e-3, wd=0.11)
@@ -29,12 +32,21 @@ STORES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "f16 master": (torch.float16, dict(master_weights=True)),
     "bf16 split": (torch.bfloat16, dict(master_weights="split")),
 }
+HUGE = (1 << 31) + 12345
+
+
+def one_launch(opt: FusedLAMB) -> FusedLAMB:
+    opt.one_launch = True
+    return opt
+
+
 SGD = {"sgd": (0.9, 0.2, False, H["wd"]), "sgd nesterov": (0.9, 0.0, True, H["wd"]), "sgd plain": (0.0, 0.0, False, 0.0)}
 ADAM = dict(lr=H["lr"], betas=(H["b1"], H["b2"]), eps=H["eps"], weight_decay=H["wd"])
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{f"adam mode {mode}": lambda p, mode=mode, **k: FusedAdam(p, adam_w_mode=mode, **ADAM, **k) for mode in range(4)},
     "lamb": lambda p, **k: FusedLAMB(p, max_grad_norm=0.7, **ADAM, **k),
     "lamb free": lambda p, **k: FusedLAMB(p, max_grad_norm=None, keep_grads=True, **ADAM, **k),
+    "lamb in one launch": lambda p, **k: one_launch(FusedLAMB(p, max_grad_norm=None, **ADAM, **k)),
     "sgd": lambda p, **k: FusedSGD(p, H["lr"], 0.9, 0.2, H["wd"], **k),
     "sgd nesterov": lambda p, **k: FusedSGD(p, H["lr"], 0.9, 0, H["wd"], True, **k),
     "sgd plain": lambda p, **k: FusedSGD(p, H["lr"], **k),
@@ -215,7 +227,12 @@ def fp16_optimizer(inner: str, device: str) -> str:
     """Against AdamW over f32 twins of the weights, with gradients scaled by hand; the second step overflows and must leave no trace."""
     ours = params_of(ODD, torch.float16, device, False)
     theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
-    opt = FP16_Optimizer(torch.optim.AdamW(ours, 1e-2) if inner == "torch" else FusedAdam(ours, 1e-2, eps=1e-8, adam_w_mode=2, weight_decay=1e-2))
+    ways: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "torch": lambda p: torch.optim.AdamW(p, 1e-2),
+        "torch fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+        "fused": lambda p: FusedAdam(p, 1e-2, eps=1e-8, adam_w_mode=2, weight_decay=1e-2),
+    }
+    opt = FP16_Optimizer(ways[inner](ours))
     ref = torch.optim.AdamW(theirs, 1e-2)
     for step in range(4):
         gen = torch.Generator().manual_seed(step)
@@ -237,13 +254,34 @@ def fp16_optimizer(inner: str, device: str) -> str:
     return same(data(ours), data(theirs), 1.01 * ULP[torch.float16])
 
 
+def loss_scale(device: str) -> str:
+    """The scale on the device beside the rule, and where it counts what."""
+    p = params_of([(5,)], torch.float16, device, False)[0]
+    opt = FP16_Optimizer(FusedSGD([p], 1e-9), loss_scaler=DynamicLossScaler(True, 24.0, 3, 4.0, 70.0))
+    scale, good, flags = 24.0, 0, [int(c) for c in "1111111001110111100000001111111111101111111011111111"]
+    for step, ok in enumerate(flags):
+        opt.zero_grad()
+        opt.backward((p.float() * (1.0 if ok else math.inf)).sum())
+        opt.step()
+        good = good + 1 if ok else 0
+        if not ok:
+            scale = max(4.0, scale / 2)
+        elif good == 3:
+            scale, good = min(70.0, scale * 2), 0
+        if step % 5 == 4 and (opt.loss_scale != scale or opt.overflow == ok):
+            return f"step {step}: scale {opt.loss_scale}, {scale} expected; overflow {opt.overflow}"
+    counts = (opt.steps, opt.skipped_steps)
+    return "ok" if counts == (sum(flags), len(flags) - sum(flags)) else f"counted {counts}"
+
+
 def plain(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    for name in ("adam mode 1", "lamb", "sgd"):
+    yield "loss scale of 60 steps", lambda: loss_scale(device)
+    for name in ("adam mode 1", "lamb", "lamb in one launch", "sgd"):
         for store in ("f32", "f16 master", "bf16 split"):
             yield f"resume, {name}, {store}", lambda n=name, s=store: resume(n, s, device)
     yield "torch state both ways", lambda: torch_state(device)
     yield "clip_grad_norm_", lambda: clipping(device)
-    for inner in ("torch", "fused"):
+    for inner in ("torch", "torch fused", "fused"):
         yield f"FP16_Optimizer over {inner}", lambda i=inner: fp16_optimizer(i, device)
 
 
@@ -358,6 +396,121 @@ def no_waiting() -> str:
     return "a step waited for the device" if waited else "ok"
 
 
+def mixed_never_waits() -> str:
+    """backward(), clip_master_grads() and step() of FP16_Optimizer behind a long kernel, the second of three overflowing; then the message."""
+    ours = params_of(ODD, torch.float16, "cuda", False)
+    others = params_of(ODD, torch.float16, "cuda", False)
+    opts = [FP16_Optimizer(FusedLAMB(ours)), FP16_Optimizer(torch.optim.AdamW(others, fused=True))]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ortmodule").addHandler(handler)
+
+    def train(factors: list[float]) -> None:
+        for factor in factors:
+            for opt, params in zip(opts, (ours, others)):
+                opt.zero_grad()
+                opt.backward(sum(p.float().sum() for p in params) * factor)
+                opt.clip_master_grads(1.0)
+                opt.step()
+
+    try:
+        train([1e-3])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda._sleep(2_000_000_000)
+        mark = torch.cuda.Event()
+        mark.record()
+        train([1e-3, math.inf, 1e-3])
+        waited, early = mark.query(), len(said)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    train([1e-3])
+    logging.getLogger("ortmodule").removeHandler(handler)
+    if waited or early:
+        return f"a step waited for the device ({waited}), or {early} messages came before it was done"
+    if len(said) != 2 or any(not s.startswith("step 2: inf or NaN in the gradient of parameter 0 of sizes (3,)") for s in said):
+        return f"messages: {said}"
+    counts = [(o.steps, o.skipped_steps, o.loss_scale) for o in opts]
+    return "ok" if counts == [(4, 1, 2.0**15)] * 2 else f"steps, skipped, scale: {counts}"
+
+
+def mixed_graph() -> str:
+    """A whole mixed-precision step, backward() included, in one CUDA graph beside an eager twin; the third batch overflows."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(torch.nn.Sequential(torch.nn.Linear(61, 257), torch.nn.GELU(), torch.nn.Linear(257, 5)).cuda().half())
+    opts = [FP16_Optimizer(adamw(net.parameters())) for net in nets]
+    held = torch.zeros(16, 61, device="cuda", dtype=torch.float16)
+
+    def train(net: torch.nn.Module, opt: Any, x: torch.Tensor) -> None:
+        opt.zero_grad()
+        opt.backward(net(x).float().square().mean())
+        opt.clip_master_grads(0.1)
+        opt.step()
+
+    batches = [torch.randn(16, 61, device="cuda").half() for _ in range(8)]
+    batches[4][3, 3] = math.inf
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x in batches[:2]:
+            held.copy_(x)
+            train(nets[0], opts[0], held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train(nets[0], opts[0], held)
+    for x in batches[2:]:
+        held.copy_(x)
+        graph.replay()
+    for x in batches:
+        train(nets[1], opts[1], x)
+    counts = [(o.steps, o.skipped_steps, o.loss_scale, o.first_overflow is not None) for o in opts]
+    if counts != [(7, 1, 2.0**15, True)] * 2:
+        return f"steps, skipped, scale, named: {counts}"
+    return same(data(nets[0].parameters()), data(nets[1].parameters()), 1e-3)
+
+
+def lamb_repeated() -> str:
+    """LAMB in one launch, many times from the same state beside other work: always the same bits (a sweep that came before its data, or
+    read an old copy of them, would differ), and the numbers of LAMB in three launches."""
+    start = params_of(RACES, torch.float32, "cuda", False)
+    side, busy = torch.cuda.Stream(), torch.randn(1 << 24, device="cuda")
+    results: list[list[torch.Tensor]] = []
+    for keep in (False, True):
+        for turn in range(1 + TURNS):
+            shift = int(not keep)  # pieces that share lines of the cache
+            memory = [torch.empty(p.numel() + 1, device="cuda")[shift:][: p.numel()] for p in start]
+            params = [torch.nn.Parameter(x.view(p.shape).copy_(p.detach())) for x, p in zip(memory, start)]
+            opt = FusedLAMB(params, max_grad_norm=None, keep_grads=keep, **ADAM)
+            opt.one_launch = turn > 0
+            for step in range(2):
+                torch.manual_seed(step)
+                for p in params:
+                    p.grad = torch.randn_like(p)
+                if turn % 2:  # some processors are taken by another stream
+                    with torch.cuda.stream(side):
+                        busy.mul_(1.0)
+                opt.step()
+            torch.cuda.synchronize()
+            now = [p.detach().clone() for p in params] + [opt.state[p][k].clone() for p in params for k in ("exp_avg", "exp_avg_sq")]
+            if turn == 0:
+                results = [now]
+                continue
+            if turn == 1:
+                verdict = same(now, results[0], 3e-6)
+                if not verdict.startswith("ok"):
+                    return f"beside three launches: {verdict}"
+                results = [now]
+            wrong = sum(int((a != b).sum()) for a, b in zip(now, results[0]))
+            if wrong:
+                return f"keep_grads {keep}, turn {turn}: {wrong} elements have other bits"
+    return "ok"
+
+
 def grad_scaler() -> str:
     """Beside torch's fused AdamW under the same GradScaler; the third loss overflows."""
     torch.manual_seed(0)
@@ -410,7 +563,7 @@ def training_moves_gradients() -> str:
 
 def huge_tensor() -> str:
     """More than 2^31 elements in one tensor."""
-    n = (1 << 31) + 12345
+    n = HUGE
     p = torch.nn.Parameter(torch.ones(n, device="cuda", dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.5)
     FusedSGD([p], 0.5).step()
@@ -432,11 +585,14 @@ def cpu_bits() -> str:
 
 def needs_cuda() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "GPT-2 124 M list against fp64 and torch fused", gpt2_list
-    for name in ("adam mode 1", "adam mode 2", "lamb", "sgd"):
+    for name in ("adam mode 1", "adam mode 2", "lamb", "lamb in one launch", "sgd"):
         for store in ("f32", "bf16 split"):
             yield f"CUDA graph, {name}, {store}", lambda n=name, s=store: captured(n, s)
     yield "stochastic rounding", stochastic
     yield "no step waits for the device", no_waiting
+    yield "no step of FP16_Optimizer waits, messages", mixed_never_waits
+    yield "CUDA graph, FP16_Optimizer with backward", mixed_graph
+    yield "LAMB in one launch, repeated", lamb_repeated
     yield "GradScaler", grad_scaler
     yield "gradients at new addresses, two streams, memory", training_moves_gradients
     yield "more than 2^31 elements", huge_tensor

@@ -20,17 +20,22 @@ TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 0}
 H = dict(lr=0.013, b1=0.87, b2=0.983, eps=1e-3, wd=0.11)
 
 
-@pytest.fixture(scope="module")
-def emulate(tmp_path_factory):
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if not compiler:
-        pytest.skip("no C compiler")
-    out = tmp_path_factory.mktemp("emulated") / "emulated.so"
-    flags = ["-std=gnu11", "-O1", "-Wall", "-Wno-unused-function", "-Wno-missing-braces", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, str(ROOT / "tests/optim/cuda_emulated.c"), "-o", str(out), "-lm"], check=True)
-    lib = ctypes.CDLL(str(out))
+class Emulated:
+    """csrc/cuda/optim.cu as a library of its own; blocks one after the other, or `threads` of them at once on host threads."""
 
-    def run(kind, p, g, m, v, w, d, steps, *, store=0, seed=0, scalars=None, use_norm=False, **kw):
+    def __init__(self, home: Path, *flags: str) -> None:
+        compiler = shutil.which("gcc") or shutil.which("cc")
+        if not compiler:
+            pytest.skip("no C compiler")
+        out = home / f"emulated{len(list(home.iterdir()))}.so"
+        always = ["-std=gnu11", "-O1", "-Wall", "-Wno-unused-function", "-Wno-missing-braces", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
+        subprocess.run([compiler, *always, *flags, str(ROOT / "tests/optim/cuda_emulated.c"), "-o", str(out), "-lm", "-lpthread"], check=True)
+        self.lib = ctypes.CDLL(str(out))
+        self.lib.host_threads.restype = ctypes.c_long
+
+    def __call__(
+        self, kind, p, g, m, v, w, d, steps, *, store=0, seed=0, scalars=None, use_norm=False, blocks=1, lag=2, reverse=0, threads=1, **kw
+    ):
         n = len(p)
         rows = [[r[i] if r else None for r in (p, g, m, v, w, d)] for i in range(n)]
         ptr = (ctypes.c_void_p * (6 * n))(*[t.data_ptr() if t is not None else None for row in rows for t in row])
@@ -41,12 +46,24 @@ def emulate(tmp_path_factory):
         values = {**dict.fromkeys(order, 0.0), **H, "bias": 1, "ratio_min": -math.inf, "ratio_max": math.inf, "a": 0, "b": 0, **kw}
         h = (ctypes.c_double * 16)(*[float(values[k]) for k in (*order, "ratio_min", "ratio_max", "a", "b")])
         scalars = torch.tensor([1.0, 0.0, 0.0, 1.0]) if scalars is None else scalars
-        assert lib.emulate(
-            kind, n, numel, ptr, kinds, step, store, ctypes.c_uint64(seed), h, ctypes.c_void_p(scalars.data_ptr()), int(use_norm)
-        ) == 0
+        launch = (ctypes.c_int * 3)(blocks, lag, reverse)
+        at = ctypes.c_void_p(scalars.data_ptr())
+        self.lib.host_threads(threads)
+        bad = self.lib.emulate(kind, n, numel, ptr, kinds, step, store, ctypes.c_uint64(seed), h, at, int(use_norm), launch)
+        self.lib.host_threads(1)
+        if bad:
+            raise RuntimeError("a block waited for ever")
         return scalars
 
-    return run
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(scope="module")
+def emulate(home):
+    return Emulated(home)
 
 
 def aligned(x, shift):
@@ -114,14 +131,15 @@ def test_storage_of_weights(emulate, store):
 @pytest.mark.parametrize("dtype,gtype", CASES)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
-def test_lamb(emulate, dtype, gtype, keep, bad):
+@pytest.mark.parametrize("kind", [2, 4])
+def test_lamb(emulate, dtype, gtype, keep, bad, kind):
     p, g, m, v = make(dtype, 0, 1), make(gtype, 0, 2), make(torch.float32, 0, 3), [x.abs() for x in make(torch.float32, 0, 4)]
     if bad:
         g[4][7], g[7][20000] = math.inf, math.nan
     q, h, n, w = copies(p, g, m, v)
     d = [torch.zeros_like(x, dtype=torch.float32) for x in p]
     before = [x.clone().float() for x in p]
-    emulate(2, p, g, m, v, None, d, [torch.tensor(1.0) for _ in p], keep=keep, ratio_max=20.0)
+    emulate(kind, p, g, m, v, None, d, [torch.tensor(1.0) for _ in p], keep=keep, ratio_max=20.0)
     _C.lamb_step(q, h, n, w, [torch.tensor(1.0) for _ in p], None, 0, 0, H["lr"], H["b1"], H["b2"], H["eps"], H["wd"], 0.0, 1 - H["b1"], -math.inf,
                  20.0, 1.0, True, False, keep)  # fmt: skip
     tol = 3e-6 if dtype == torch.float32 else 8e-3 if dtype == torch.bfloat16 else 1e-3
@@ -132,6 +150,84 @@ def test_lamb(emulate, dtype, gtype, keep, bad):
     for a, b in zip(g, h):
         assert torch.equal(a.isnan(), b.isnan())
         same([a.nan_to_num(0)], [b.nan_to_num(0)], tol)
+
+
+def lamb_state(store, gtype=torch.float32):
+    """Parameters of LAMB: p, g, m, v, masters, step counters."""
+    dtype = torch.float32 if store == 0 else torch.bfloat16
+    p, g, m, v = make(dtype, 0, 1), make(gtype, 0, 2), make(torch.float32, 0, 3), [x.abs() for x in make(torch.float32, 0, 4)]
+    w = {0: None, 1: [x.float() for x in p], 2: [torch.zeros_like(x, dtype=torch.int16) for x in p], 3: None}[store]
+    return p, g, m, v, w, [torch.tensor(1.0) for _ in p]
+
+
+@pytest.mark.parametrize("store", [0, 1, 2, 3])
+@pytest.mark.parametrize("keep", [False, True])
+def test_lamb_in_one_launch_has_the_same_bits_whatever_runs_when(emulate, home, store, keep):
+    """Any grid, any lag, one block after the other or several at once; and the numbers of three launches."""
+    threaded = emulate.threaded = getattr(emulate, "threaded", None) or Emulated(home, "-DEMU_THREADS")
+    results = []
+    runs = [(1, 0, 1), (1, 3, 1), (5, 1, 1), (3, 1000, 1), (2, 2, 2), (8, 0, 8), (8, 5, 8), (16, 3, 4), (40, 40, 16)]
+    for blocks, lag, threads in runs:
+        p, g, m, v, w, steps = lamb_state(store)
+        g[5][77] = math.inf
+        run = threaded if threads > 1 else emulate
+        run(4, p, g, m, v, w, None, steps, store=store, seed=7, keep=keep, blocks=blocks, lag=lag, threads=threads)
+        results.append([x for list_ in (p, g, m, v, w or []) for x in list_])
+        assert all(s.item() == 2 for s, x in zip(steps, p) if x.numel())
+    assert threaded.lib.host_threads(1) > 0, "no block has met another"
+    for r in results[1:]:
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(r, results[0]))
+    p, g, m, v, w, steps = lamb_state(store)
+    g[5][77] = math.inf
+    emulate(2, p, g, m, v, w, None, steps, store=store, seed=7, keep=keep)
+    for a, b in zip(results[0], [x for list_ in (p, g, m, v, w or []) for x in list_]):
+        if a.dtype == torch.int16 or a.dtype == torch.bfloat16:
+            assert (a != b).sum() <= 1 + 1e-3 * a.numel()
+        elif a.numel():
+            same([a.nan_to_num(7.0)], [b.nan_to_num(7.0)], 1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_lamb_in_one_launch_leaves_a_stopped_step_alone(emulate, home, threads):
+    threaded = emulate.threaded = getattr(emulate, "threaded", None) or Emulated(home, "-DEMU_THREADS")
+    p, g, m, v, w, steps = lamb_state(0)
+    kept = copies(p, g, m, v)
+    for found in (1.0, 0.0):  # the step after it finds its counters at the start again
+        threaded(4, p, g, m, v, w, None, steps, blocks=6, threads=threads, scalars=torch.tensor([1.0, found, 0.0, 1.0]))
+        same_bits = [all(torch.equal(a, b) for a, b in zip(now, then)) for now, then in zip((p, g, m, v), kept)]
+        assert same_bits == [bool(found)] * 4
+    assert steps[0].item() == 2
+
+
+def test_a_wrong_order_of_lambs_tickets_is_noticed(home):
+    """What the argument that it cannot hang rests on: with the second sweep's tickets first, the emulation finds a block waiting for ever."""
+    alone = Emulated(home)
+    p, g, m, v, w, steps = lamb_state(0)
+    with pytest.raises(RuntimeError, match="waited for ever"):
+        alone(4, p, g, m, v, w, None, steps, reverse=1, blocks=3)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3, 7, 1000])
+def test_order_of_lambs_tickets(emulate, lag):
+    """Against the rule written out: pieces of the first sweep in order; a span's second sweep, backwards, once `lag` more were handed out."""
+    gen = torch.Generator().manual_seed(lag)
+    numel = [1, 0, 5, 4096, 4097, 16384, 16385, 99999, *torch.randint(0, 40000, (40,), generator=gen).tolist(), 1]
+    spans, pieces, chunks = [], [], 0
+    for n in numel:
+        if n:
+            count = -(-n // 4096)
+            spans.append(list(range(4 * chunks, 4 * chunks + count)))
+            pieces += spans[-1]
+            chunks += -(-n // 16384)
+    want, given, end = [], 0, 0
+    for span in spans:
+        end += len(span)
+        want += pieces[given : min(len(pieces), end + lag)]
+        given = max(given, min(len(pieces), end + lag))
+        want += [x | 1 << 31 for x in reversed(span)]
+    item = (ctypes.c_uint32 * (2 * len(pieces) + 9))()
+    assert emulate.lib.lamb_order(len(numel), (ctypes.c_int64 * len(numel))(*numel), lag, item) == 2 * len(pieces) == len(want)
+    assert list(item)[: len(want)] == want and not any(list(item)[len(want) :])
 
 
 @pytest.mark.parametrize("nesterov,first,momentum", [(0, 1, 0.9), (0, 0, 0.9), (1, 0, 0.9), (0, 1, 0.0)])
