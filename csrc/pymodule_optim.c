@@ -270,7 +270,7 @@ static PyObject *py_axpby(PyObject *self, PyObject *const *args, Py_ssize_t narg
 
 static PyObject *py_loss_scale_next(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(args, nargs, 6, "loss_scale_next(scale, good, finite, window, lowest, highest)")) return NULL;
+    if (optim_count(nargs, 6, "loss_scale_next(scale, good, finite, window, lowest, highest)")) return NULL;
     om_loss_scale s;
     double finite, window, lowest, highest;
     double *const out[] = {&s.scale, &s.good, &finite, &window, &lowest, &highest};
