@@ -1,7 +1,7 @@
 /* model.c - a captured graph and what is derived from it: variants (joint graphs) and plans, each made once and cached.
  *
  *   load      ONNX -> graph -> om_passes_forward
- *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint -> segments
+ *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint (at memory level 1 _layers) -> segments
  *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS is dropped (and freed when its last
  *             user lets go)
  */
@@ -24,6 +24,7 @@ struct om_model {
     int n_plans;
     uint64_t clock;
     double load_ms;
+    int memory_level;
 };
 
 static om_status forward_to(om_ctx *from, om_ctx *to, om_status s) { /* an error of the model's context becomes the caller's */
@@ -89,6 +90,7 @@ const om_graph *om_model_graph(const om_model *m, int variant) {
 const om_variant *om_model_variant_at(const om_model *m, int variant) {
     return variant >= 0 && variant < m->n_variants ? &m->variant[variant] : NULL;
 }
+void om_model_memory_level(om_model *m, int level) { m->memory_level = level; }
 double om_model_load_ms(const om_model *m) { return m->load_ms; }
 
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text) {
@@ -166,7 +168,7 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         if (group) memcpy(v.group, group, n_in * sizeof *group);
         s = om_grad_build(cx, m->g, wanted, arriving, &v.g);
     }
-    if (s == OM_OK) s = om_passes_run(cx, om_passes_joint, &v.g);
+    if (s == OM_OK) s = om_passes_run(cx, m->memory_level ? om_passes_joint_layers : om_passes_joint, &v.g);
     if (s == OM_OK) s = segments_assign(cx, v.g, group, &v.n_segments);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {

@@ -107,6 +107,10 @@ void om_ctx_clear(om_ctx *cx);
 om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **out);
 void om_model_free(om_ctx *cx, om_model *m);
 
+/* What backward computes again instead of keeping it, for variants built after the call. 0 (the default): what costs one sweep over memory.
+ * 1: whole transformer layers as well, each from its input. The gradients have the same bits. */
+void om_model_memory_level(om_model *m, int level);
+
 /* Text of a graph: variant < 0 is the forward graph; caller frees with om_text_free. */
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text);
 void om_text_free(om_ctx *cx, char *text);

@@ -19,7 +19,9 @@ const om_pass *const om_passes[] = {
 
 /* simplify runs again after fold and cse: both make operands equal that were not. Each pass leaves dead nodes to the next. */
 const om_pass *const om_passes_forward[] = {&om_pass_attention, &om_pass_masks, &om_pass_fold, &om_pass_simplify, &om_pass_cse, &om_pass_simplify, &om_pass_patterns, &om_pass_bias, &om_pass_layout, &om_pass_dce, NULL};
-const om_pass *const om_passes_joint[] = {&om_pass_simplify, &om_pass_fold, &om_pass_cse, &om_pass_accumulate, &om_pass_remat, &om_pass_dce, &om_pass_fuse, NULL};
+#define JOINT(remat) {&om_pass_simplify, &om_pass_fold, &om_pass_cse, &om_pass_accumulate, &om_pass_##remat, &om_pass_dce, &om_pass_fuse, NULL}
+const om_pass *const om_passes_joint[] = JOINT(remat);
+const om_pass *const om_passes_joint_layers[] = JOINT(layers);
 
 const om_pass *om_pass_find(const char *name) {
     for (int i = 0; om_passes[i]; i++)

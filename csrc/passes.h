@@ -11,6 +11,7 @@
 extern const om_pass *const om_passes[];         /* all of them, NULL-terminated */
 extern const om_pass *const om_passes_forward[]; /* after import, before gradients are built */
 extern const om_pass *const om_passes_joint[];   /* forward + backward graph */
+extern const om_pass *const om_passes_joint_layers[]; /* the same at memory level 1 */
 const om_pass *om_pass_find(const char *name);   /* NULL when unknown */
 
 /* The constant a value is, if all its elements are equal: true and the element as double (exact for every float and for small

@@ -232,31 +232,18 @@ static om_status written_inputs_save(planner *pl) {
     return s;
 }
 
-static om_status calls_make(planner *pl) {
-    const om_graph *g = pl->g;
-    om_plan *p = pl->p;
-    OM_TRY(written_inputs_save(pl));
-    for (om_id i = 0; i < g->nodes.n; i++)
-        if (g->nodes.v[i].phase == OM_FORWARD) OM_TRY(plan_node(pl, i));
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        if (g->nodes.v[i].phase != OM_UPDATE) continue;
-        if (g->grads.n)
-            return om_fail(pl->cx, OM_UNSUPPORTED, "%s in a graph with gradients: let a graph of its own, which is given the gradients, update the weights",
-                           g->nodes.v[i].op->name);
-        OM_TRY(plan_node(pl, i));
-    }
-    return p->mem.cx->status;
-}
-
 /* May `v`'s storage become a block of its own with layout `want`? It must own the whole storage and be computed in the arena. */
 static bool owns_storage(const planner *pl, const place *v, const om_tensor *want) {
     return pl->st.v[v->st].where == OM_W_ARENA && v->offset == 0 && (pl->st.v[v->st].size == bytes_of(want) || om_sabotage("plan.owns")) &&
            !memcmp(v->t.stride, want->stride, want->rank * sizeof *want->stride) && om_is_dense(&v->t);
 }
 
-static om_status outputs_place(planner *pl) {
+/* User outputs that node `id` makes (OM_NONE: those that are inputs or constants), as soon as they exist: where the output is a copy, what
+ * it is a copy of may then go. */
+static om_status outputs_place(planner *pl, om_id id) {
     const om_graph *g = pl->g;
     for (uint32_t i = 0; i < g->outputs.n; i++) {
+        if (om_val(g, g->outputs.v[i])->node != id) continue;
         place *v = &pl->val[g->outputs.v[i]], to = *v;
         om_dense_strides(&to.t);
         pl->p->output[i] = to.t;
@@ -270,6 +257,25 @@ static om_status outputs_place(planner *pl) {
         OM_TRY(copy_call(pl, v, &to));
     }
     return OM_OK;
+}
+
+static om_status calls_make(planner *pl) {
+    const om_graph *g = pl->g;
+    OM_TRY(written_inputs_save(pl));
+    for (om_id i = 0; i < g->nodes.n; i++)
+        if (g->nodes.v[i].phase == OM_FORWARD) {
+            OM_TRY(plan_node(pl, i));
+            OM_TRY(outputs_place(pl, i));
+        }
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        if (g->nodes.v[i].phase != OM_UPDATE) continue;
+        if (g->grads.n)
+            return om_fail(pl->cx, OM_UNSUPPORTED, "%s in a graph with gradients: let a graph of its own, which is given the gradients, update the weights",
+                           g->nodes.v[i].op->name);
+        OM_TRY(plan_node(pl, i));
+        OM_TRY(outputs_place(pl, i));
+    }
+    return outputs_place(pl, OM_NONE);
 }
 
 /* An update has computed it there. */
@@ -576,7 +582,6 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     if (s == OM_OK) sources_find(&pl);
     if (s == OM_OK) s = values_place(&pl, in);
     if (s == OM_OK) s = calls_make(&pl);
-    if (s == OM_OK) s = outputs_place(&pl);
     if (s == OM_OK) s = writes_place(&pl);
     p->n_forward = (int)pl.calls.n;
     if (s == OM_OK) s = backward_make(&pl);

@@ -2,8 +2,8 @@
  *
  * TIME.  A plan is one flat list of calls for one variant of a graph and one set of sizes and strides of its inputs:
  *
- *     [ forward calls | update calls | output copies | write-backs ] [ backward segment 0 | segment 1 | ... ]
- *       ^ pc of a forward run                                          ^ pc of a backward run
+ *     [ forward calls | update calls | write-backs ] [ backward segment 0 | segment 1 | ... ]
+ *       ^ pc of a forward run                          ^ pc of a backward run
  *
  * A run is a program counter over a slice of that list. It stops at the end of a segment or before a HOST call (a yield
  * point): the host does its part (an ATen region, a PythonOp, a module kept in PyTorch), hands the results in, and resumes.
@@ -29,9 +29,9 @@
  *     both are dense and of one size, no other operand of the call lies in it, and it is ARENA and neither an output nor a gradient;
  *     where it is an output and the call is of the backward, the result is a LOAN;
  *   - a value that is an output (or a returned gradient) is computed straight into its block when it owns its whole storage
- *     and, for a gradient, is not read after its segment; else it is copied there;
+ *     and, for a gradient, is not read after its segment; else it is copied there, an output as soon as it exists;
  *   - a graph input that is overwritten (write-back) and still read by backward is first copied into the arena;
- *   - write-backs come after every forward read and after output copies;
+ *   - write-backs come after every other call of the forward;
  *   - what an update call makes of a graph input (om_op.state) and writes back to it is computed in the input's own memory when that is
  *     dense and no other operand of the call and no later call, output or write needs the old value: an optimizer step takes no memory of the model's size.
  * The plan never changes the graph. The same sizes give the same plan, so the same bits.

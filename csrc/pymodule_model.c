@@ -18,10 +18,11 @@ static PyObject *model_wrap(PyTypeObject *type, om_ctx *cx, om_status s, om_mode
 }
 
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-    static char *names[] = {"onnx", NULL};
+    static char *names[] = {"onnx", "memory_level", NULL};
     const char *data;
     Py_ssize_t size;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#:Model", names, &data, &size)) return NULL;
+    int level = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level)) return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     om_model *m = NULL;
@@ -29,6 +30,7 @@ static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     Py_BEGIN_ALLOW_THREADS;
     s = om_model_load(cx, data, (size_t)size, &m);
     Py_END_ALLOW_THREADS;
+    if (m) om_model_memory_level(m, level);
     return model_wrap(type, cx, s, m);
 }
 

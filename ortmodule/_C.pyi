@@ -107,7 +107,8 @@ def cuda_axpby(device: int, stream: int, table: Tensor, n_span: int, n_chunk: in
 class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 
-    def __init__(self, onnx: bytes) -> None: ...
+    def __init__(self, onnx: bytes, memory_level: int = 0) -> None:
+        """memory_level 1: transformer layers are computed again in backward instead of kept."""
     @staticmethod
     def from_text(text: str) -> Model:
         """From the text form of the internal graph (tests)."""

@@ -156,9 +156,9 @@ class _Live:
 class Graph:
     """A captured graph loaded into the engine: builds variants, runs steps."""
 
-    def __init__(self, captured: Captured, segment_mb: float) -> None:
+    def __init__(self, captured: Captured, segment_mb: float, memory_level: int = 0) -> None:
         self.captured = captured
-        self.model = _C.Model(captured.onnx)
+        self.model = _C.Model(captured.onnx, min(memory_level, 1))
         _holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)

@@ -80,6 +80,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _memory(text: str) -> int:
+    value = int(text)
+    if value not in (0, 1, 2):
+        raise ValueError
+    return value
+
+
 def _level(text: str) -> LogLevel:
     try:
         return LogLevel[text.strip().upper()]
@@ -102,6 +109,9 @@ TABLE: tuple[Row, ...] = (
         "megabytes of gradients after which backward hands them out and goes on (default 25, DDP's bucket size)"),
     Row("MAX_CAPTURES", "max_captures", "an integer >= 1", _count,
         "captures of one call structure before it is left to PyTorch (default 8)"),
+    Row("MEMORY_OPT_LEVEL", "memory_opt_level", "0, 1 or 2", _memory,
+        "1: backward computes transformer layers again from their inputs instead of keeping what they computed: less memory, more time, the same bits. "
+        "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)"),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there: `<prefix><class>_<n>_<mode>.onnx`"),
     Row("ISA", "", "generic, avx2 or avx512", str, "highest instruction set the kernels may use"),
@@ -118,7 +128,7 @@ WITHOUT_EFFECT = frozenset(
     for name in (
         "ONNX_OPSET_VERSION FALLBACK_RETRY SKIPCHECK_POLICY ALLOW_AUTOGRAD_CHECKPOINT ENABLE_CUSTOM_AUTOGRAD ENABLE_COMPUTE_OPTIMIZER "
         "ENABLE_SPARSE_OPTIMIZER ENABLE_LABEL_SPARSE_OPTIMIZER ENABLE_EMBEDDING_SPARSE_OPTIMIZER PRINT_INPUT_DENSITY PRINT_MEMORY_STATS "
-        "MEMORY_OPT_LEVEL MEMORY_OPT_CONFIG MEMORY_OPT_PROBE_RECOMPUTE_LEVEL CACHE_DIR USE_TRITON TRITON_CONFIG_FILE TRITON_DEBUG "
+        "MEMORY_OPT_CONFIG MEMORY_OPT_PROBE_RECOMPUTE_LEVEL CACHE_DIR USE_TRITON TRITON_CONFIG_FILE TRITON_DEBUG "
         "ENABLE_TUNING MAX_TUNING_DURATION_MS TUNING_RESULTS_PATH USE_FLASH_ATTENTION USE_EFFICIENT_ATTENTION ATEN_SDPA_FALLBACK "
         "DEEPCOPY_BEFORE_MODEL_EXPORT DO_DEEPCOPY_BEFORE_MODEL_EXPORT ENABLE_MEM_EFFICIENT_GRAD_MGMT ENABLE_ZERO_STAGE3 "
         "CONV_ALGO_SEARCH JSON_CONFIG_PATH"
@@ -134,6 +144,7 @@ class Settings:
     disable: bool = False
     segment_mb: float = 25.0
     max_captures: int = 8
+    memory_opt_level: int = 0
     log_level: LogLevel | None = None
     save_path: str | None = None
     save_prefix: str = ""
@@ -182,6 +193,8 @@ def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, envir
         raise ValueError(f"segment_mb={settings.segment_mb!r} is not allowed; give a number > 0")
     if settings.max_captures < 1:
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
+    if settings.memory_opt_level not in (0, 1, 2):
+        raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
     return settings
 
 

@@ -345,7 +345,7 @@ class State:
         start = perf_counter()
         self.save(captured.onnx)
         try:
-            graph = Graph(captured, self.settings.segment_mb)
+            graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
         except (RuntimeError, ValueError) as error:
             raise CaptureError(f"the engine refuses the graph: {error}") from error
         for i in graph.writes:

@@ -244,6 +244,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "accumulate.term": accumulate_rows,
     "remat.written": remat_rows,
     "remat.computable": remat_rows,
+    "layers.written": lambda: importlib.import_module("test_memory_level").layer_graph(),
     "plan.view": plans(0, 50),
     "plan.dense": plans(0, 50),
     "plan.save": plans(0, 50),

@@ -10,6 +10,17 @@
  * stream); all backward readers take the clone. The forward value then dies in the forward. A clone only lengthens the lives of kept
  * values, and of those only until a reader of the clone. Casts of graph inputs stay: one low-precision copy of a weight serves the whole step.
  * Kernels are deterministic, so the bits are the same.
+ *
+ * Memory level 1 (pass `layers` in place of `remat`) does the same to whole transformer layers, whatever their operators cost:
+ *
+ *   boundary     the input of a norm whose result reaches an attention before another norm: where a layer begins. It is kept.
+ *   layer        a forward node that reads a boundary, directly or not, and that a later boundary needs. The last layer is none: backward
+ *                begins with it, so forgetting its values would save nothing at the peak.
+ *
+ * What backward reads of a layer is computed again from the boundary before it, when backward comes to the layer; clones are made as they
+ * are asked for, so what only the next boundary needs (the last product of a layer) is not computed twice. Left alone: nodes of the host,
+ * and nodes that read an input which the forward overwrites. State is written from the forward's own values (the list of writes), never by
+ * a clone. This is gradient checkpointing (https://arxiv.org/abs/1604.06174) at the boundaries onnxruntime-training used.
  */
 #include "passes.h"
 #include "sabotage.h"
@@ -20,6 +31,8 @@ typedef struct remat {
     const om_graph *g;
     /* per value, at the value whose memory it is: backward reads it; exists anyway; computed again; a graph input that the forward writes */
     uint8_t *kept, *fixed, *again, *written;
+    uint8_t *boundary;             /* per value; level 1 */
+    uint8_t *layer;                /* per node: a layer's; level 1 */
     om_id *clone;                  /* per old value: its clone in the new graph, OM_NONE before */
 } remat;
 
@@ -65,6 +78,57 @@ static bool remat_wanted(const remat *m, const om_node *n) {
     return act;
 }
 
+/* --- layers ---------------------------------------------------------------------------------------- */
+
+static bool remat_is_norm(const om_node *n) { return om_is(n, layer_norm) || om_is(n, rms_norm); }
+
+static void remat_boundaries(remat *m, uint8_t *attends /* per value: an attention reads it before a norm does */) {
+    const om_graph *g = m->g;
+    for (om_id i = g->nodes.n; i-- > 0;) {
+        const om_node *n = &g->nodes.v[i];
+        if (n->phase != OM_FORWARD) continue;
+        bool hit = om_is(n, attention) || om_is(n, softmax);
+        for (int k = 0; k < n->n_out; k++) hit |= attends[n->out + (om_id)k];
+        if (hit && remat_is_norm(n)) m->boundary[remat_source(g, om_ins(g, n)[0])] = 1;
+        if (!hit || remat_is_norm(n)) continue;
+        for (int k = 0; k < n->n_in; k++)
+            if (om_ins(g, n)[k] != OM_NONE) attends[om_ins(g, n)[k]] = 1;
+    }
+}
+
+static void remat_layers(remat *m, uint8_t *after /* per value: it depends on a boundary */, uint8_t *before /* a boundary depends on it */) {
+    const om_graph *g = m->g;
+    for (om_id i = g->nodes.n; i-- > 0;) {
+        const om_node *n = &g->nodes.v[i];
+        bool needed = false;
+        for (int k = 0; k < n->n_out; k++) needed |= before[n->out + (om_id)k] || m->boundary[n->out + (om_id)k];
+        for (int k = 0; k < n->n_in && needed && n->phase == OM_FORWARD; k++)
+            if (om_ins(g, n)[k] != OM_NONE) before[om_ins(g, n)[k]] = 1;
+    }
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        bool follows = false, ahead = false, able = n->phase == OM_FORWARD && n->op->kind != OM_K_HOST;
+        for (int k = 0; k < n->n_in; k++) {
+            om_id v = om_ins(g, n)[k];
+            if (v == OM_NONE) continue;
+            follows |= after[v] || m->boundary[remat_source(g, v)];
+            able &= !m->written[remat_source(g, v)] || om_sabotage("layers.written");
+        }
+        for (int k = 0; k < n->n_out; k++) {
+            after[n->out + (om_id)k] = follows;
+            ahead |= before[n->out + (om_id)k];
+        }
+        m->layer[i] = able && follows && ahead;
+    }
+}
+
+static bool remat_layer_value(const remat *m, om_id v) { /* made inside a layer and not where the next begins */
+    om_id n = om_val(m->g, v)->node;
+    return m->layer && n != OM_NONE && m->layer[n] && !m->boundary[v];
+}
+
+/* --- rewriting ------------------------------------------------------------------------------------- */
+
 static om_id remat_read(om_rewriter *r, om_id v);
 
 static om_status remat_operands(om_rewriter *r, const om_node *n, om_id *with) {
@@ -82,11 +146,33 @@ static om_id remat_read(om_rewriter *r, om_id v) {
     om_id src = remat_source(g, v), with[OPERANDS];
     const om_node *made = remat_node(g, src), *n = remat_node(g, v);
     if (!made || made->phase != OM_FORWARD || m->fixed[src] || (m->kept[src] && !m->again[src])) return r->map[v];
+    if (m->layer && !m->again[src] && !remat_layer_value(m, src) && !remat_computable(m, src, DEPTH)) return r->map[v]; /* kept from now on */
     if (remat_operands(r, n, with) != OM_OK) return OM_NONE;
     r->to->cur_scope = n->scope;
     r->to->cur_phase = OM_BACKWARD;
-    m->clone[v] = om_rewrite_node(r, n, with, n->n_in);
-    return m->clone[v]; /* v is output 0: views and cheap operators are read there */
+    om_id out = om_rewrite_node(r, n, with, n->n_in);
+    for (int k = 0; k < n->n_out && out != OM_NONE; k++) m->clone[n->out + (om_id)k] = out + (om_id)k;
+    return m->clone[v];
+}
+
+static om_status remat_layers_find(om_ctx *cx, remat *m) {
+    size_t n = (size_t)m->g->values.n + 1;
+    uint8_t *attends = om_alloc(cx, n), *after = om_alloc(cx, n), *before = om_alloc(cx, n);
+    m->boundary = om_alloc(cx, n);
+    m->layer = om_alloc(cx, (size_t)m->g->nodes.n + 1);
+    om_status s = attends && after && before && m->boundary && m->layer ? OM_OK : cx->status;
+    if (s == OM_OK) {
+        remat_boundaries(m, attends);
+        remat_layers(m, after, before);
+        for (om_id v = 0; v < m->g->values.n; v++) {
+            if (m->kept[v] && remat_layer_value(m, v)) m->again[v] = 1;
+            if (m->boundary[v]) m->kept[v] = 1, m->again[v] = 0;
+        }
+    }
+    om_free(cx, attends);
+    om_free(cx, after);
+    om_free(cx, before);
+    return s;
 }
 
 static om_status remat_emit(om_rewriter *r, om_id id) {
@@ -97,9 +183,17 @@ static om_status remat_emit(om_rewriter *r, om_id id) {
     return om_rewrite_copy_with(r, id, with);
 }
 
-static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+/* v is handed out. Of a view of a part (keys and values inside a joint projection) a copy is; what it is a part of need not stay. */
+static void remat_fix(remat *m, om_id v) {
+    om_graph *g = (om_graph *)m->g; /* may intern sizes */
+    om_id src = remat_source(g, v);
+    if (om_dim_numel(g, om_ty(g, v)) == om_dim_numel(g, om_ty(g, src))) m->fixed[src] = 1;
+}
+
+static om_status remat_level(om_ctx *cx, const om_graph *in, int level, om_graph **out) {
     size_t n = (size_t)in->values.n + 1;
-    remat m = {in, om_alloc(cx, n), om_alloc(cx, n), om_alloc(cx, n), om_alloc(cx, n), om_alloc(cx, n * sizeof(om_id))};
+    remat m = {.g = in, .kept = om_alloc(cx, n), .fixed = om_alloc(cx, n), .again = om_alloc(cx, n), .written = om_alloc(cx, n),
+               .clone = om_alloc(cx, n * sizeof(om_id))};
     om_status s = m.kept && m.fixed && m.again && m.written && m.clone ? OM_OK : cx->status;
     if (s == OM_OK) {
         memset(m.clone, 0xff, n * sizeof(om_id));
@@ -109,17 +203,20 @@ static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) {
             for (int k = 0; k < x->n_in; k++)
                 if (om_ins(in, x)[k] != OM_NONE) m.kept[remat_source(in, om_ins(in, x)[k])] = 1;
         }
-        for (uint32_t i = 0; i < in->outputs.n; i++) m.fixed[remat_source(in, in->outputs.v[i])] = 1;
+        for (uint32_t i = 0; i < in->outputs.n; i++) remat_fix(&m, in->outputs.v[i]);
         for (uint32_t i = 0; i < in->writes.n; i++) {
-            m.fixed[remat_source(in, in->writes.v[i].value)] = 1;
+            remat_fix(&m, in->writes.v[i].value);
             m.written[in->inputs.v[in->writes.v[i].input]] = 1;
         }
         for (uint32_t i = 0; i < in->grads.n; i++)
-            if (in->grads.v[i].value != OM_NONE) m.fixed[remat_source(in, in->grads.v[i].value)] = 1;
+            if (in->grads.v[i].value != OM_NONE) remat_fix(&m, in->grads.v[i].value);
         for (om_id i = 0; i < in->nodes.n; i++)
             if (remat_wanted(&m, &in->nodes.v[i])) m.again[in->nodes.v[i].out] = 1;
-        s = om_rewrite(cx, in, remat_emit, &m, out);
     }
+    if (s == OM_OK && level > 0) s = remat_layers_find(cx, &m);
+    if (s == OM_OK) s = om_rewrite(cx, in, remat_emit, &m, out);
+    om_free(cx, m.boundary);
+    om_free(cx, m.layer);
     om_free(cx, m.kept);
     om_free(cx, m.fixed);
     om_free(cx, m.again);
@@ -128,5 +225,9 @@ static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     return s;
 }
 
+static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) { return remat_level(cx, in, 0, out); }
+static om_status layers_run(om_ctx *cx, const om_graph *in, om_graph **out) { return remat_level(cx, in, 1, out); }
+
 const om_pass om_pass_remat = {"remat", "what is cheap to compute again is not kept for backward: gelu, norms, casts, dropout",
                                remat_run};
+const om_pass om_pass_layers = {"layers", "remat, and transformer layers are computed again from their inputs (memory level 1)", layers_run};
