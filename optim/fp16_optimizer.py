@@ -104,6 +104,10 @@ def _blank(cls: Any) -> Any:
     return optimizer
 
 
+def _versions(grads: list[Tensor]) -> list[tuple[int, int]]:
+    return [(id(g), g._version) for g in grads]
+
+
 class MixedPrecision(torch.optim.Optimizer):
     """Methods that FP16_Optimizer adds to an optimizer's class."""
 
@@ -120,7 +124,8 @@ class MixedPrecision(torch.optim.Optimizer):
         self._scaler = DynamicLossScaler(False, float(loss_scaler)) if constant else loss_scaler or DynamicLossScaler()  # type: ignore[arg-type,assignment]
         self._scaled = False  # backward() has run since the last step
         self._clip = 1.0
-        self._checked: tuple[float, bool] | None = None  # norm and finiteness, while the gradients are known not to have changed
+        self._checked: tuple[float, bool] | None = None  # norm and finiteness of the gradients ...
+        self._checked_grads: list[tuple[int, int]] = []  # ... in this state
         self._verdict: cuda.Verdict | None = None  # the same on CUDA ...
         self._limit: float | None = None  # ... and the norm to clip to
         self._scale: Tensor | None = None  # on CUDA: what backward() multiplied by
@@ -260,7 +265,7 @@ class MixedPrecision(torch.optim.Optimizer):
             return torch.where(verdict.stop != 0, -1.0, verdict.norm)
         norm, finite = grad_norm(grads, norm_type)
         self._limit = None
-        self._checked = (norm, finite)
+        self._checked, self._checked_grads = (norm, finite), _versions(grads)
         if not finite:
             return -1.0
         norm *= self._inverse_scale()
@@ -290,11 +295,12 @@ class MixedPrecision(torch.optim.Optimizer):
             return loss
         if self._limit is not None:  # clip_master_grads() left it to the device, and gradients have moved since
             self._checked = norm, finite = grad_norm(grads)
+            self._checked_grads = _versions(grads)
             self._clip = min(1.0, self._limit / (norm * self._inverse_scale() + 1e-6)) if finite else 1.0
         scaled, factor = self._scaled, self._inverse_scale() * self._clip
         finite = True
         if scaled:
-            _, finite = self._checked or grad_norm(grads)
+            _, finite = self._checked if self._checked and self._checked_grads == _versions(grads) else grad_norm(grads)
         done, skipped, row, _, *log = self._counters()
         if scaled:
             scale = self._scaler.loss_scale

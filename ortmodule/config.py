@@ -80,6 +80,15 @@ def _count(text: str) -> int:
     return value
 
 
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return parse
+
+
 def _memory(text: str) -> int:
     value = int(text)
     if value not in (0, 1, 2):
@@ -110,13 +119,13 @@ TABLE: tuple[Row, ...] = (
     Row("MAX_CAPTURES", "max_captures", "an integer >= 1", _count,
         "captures of one call structure before it is left to PyTorch (default 8)"),
     Row("MEMORY_OPT_LEVEL", "memory_opt_level", "0, 1 or 2", _memory,
-        "1: backward computes transformer layers again from their inputs instead of keeping what they computed: less memory, more time, the same bits. "
+        "1: backward computes transformer layers again from their inputs instead of keeping their values: less memory, more time, the same bits. "
         "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)"),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there: `<prefix><class>_<n>_<mode>.onnx`"),
-    Row("ISA", "", "generic, avx2 or avx512", str, "highest instruction set the kernels may use"),
-    Row("GEMM", "", "own, blas or host", str, "force the matrix multiplication provider (host: PyTorch's bf16 product)"),
-    Row("PASS_LIMIT", "", "an integer", str, "run only the first n rewrites of the graph (to bisect)"),
+    Row("ISA", "", "generic, avx2 or avx512", _one_of("generic", "avx2", "avx512"), "highest instruction set the kernels may use"),
+    Row("GEMM", "", "own, blas or host", _one_of("own", "blas", "host"), "force the matrix multiplication provider (host: PyTorch's bf16 product)"),
+    Row("PASS_LIMIT", "", "an integer", int, "run only the first n rewrites of the graph (to bisect)"),
     Row("NO_REUSE", "", "anything", str, "when set: every value in memory of its own, nothing in place (to find memory errors)"),
     Row("POISON", "", "anything", str, "when set: fill memory that is not in use with NaN (to find memory errors)"),
 )  # fmt: skip
@@ -176,12 +185,14 @@ def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, envir
             values.setdefault("save_prefix", debug.onnx_prefix + "_")
     for row in TABLE:
         text = env.get(PREFIX + row.name)
-        if text is None or text == "" or not row.field:
+        if text is None or text == "":
             continue
         try:
-            values[row.field] = row.parse(text)
+            value = row.parse(text)
         except (ValueError, OverflowError):
             raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
+        if row.field:  # the others are read by the engine
+            values[row.field] = value
     rows = {PREFIX + row.name for row in TABLE}
     for name in env:
         if name.startswith(PREFIX) and name not in rows and name not in _warned:

@@ -122,6 +122,24 @@ def test_clip_master_grads(inner, dtype):
         torch.testing.assert_close(p.detach(), q.detach().to(dtype), rtol=2e-3 if dtype == torch.float16 else 2e-6, atol=1e-6)
 
 
+def test_what_changes_after_clipping_is_seen():
+    """An inf that comes after clip_master_grads() is an overflow; the next backward() knows nothing of a norm clipped before it."""
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = FP16_Optimizer(torch.optim.SGD([p], 1.0), loss_scaler=4.0)
+    opt.backward(p.sum())
+    opt.clip_master_grads(0.5)
+    p.grad[1] = math.inf
+    opt.step()
+    assert opt.overflow and torch.equal(p.detach(), torch.ones(3))
+    opt.zero_grad()
+    opt.backward(p.sum())
+    opt.clip_master_grads(0.5)
+    p.grad = None  # the batch is dropped, as by model.zero_grad()
+    opt.backward(p.sum())
+    opt.step()
+    torch.testing.assert_close(p.detach(), torch.zeros(3))
+
+
 @pytest.mark.parametrize("inner", INNER)
 def test_script_without_backward_stays_unscaled(inner):
     model, twin = net(torch.float32), net(torch.float32)
