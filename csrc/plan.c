@@ -278,10 +278,10 @@ static om_status calls_make(planner *pl) {
     return outputs_place(pl, OM_NONE);
 }
 
-/* An update has computed it there. */
+/* An update has computed it there: it lies where the input does, and is neither the input nor a view of it. */
 static bool written_in_place(const planner *pl, const om_write *w) {
-    return om_val(pl->g, w->value)->role == OM_ACT && pl->val[w->value].st == pl->val[pl->g->inputs.v[w->input]].st &&
-           !pl->g->nodes.v[om_val(pl->g, w->value)->node].op->view;
+    const om_id to = pl->g->inputs.v[w->input];
+    return pl->val[w->value].st == pl->val[to].st && pl->source[w->value] != to;
 }
 
 static om_status writes_place(planner *pl) {

@@ -76,11 +76,10 @@ static int cuda_scalar(PyObject *arg, int16_t device, const char *what, float **
 }
 
 /* args[0..9): head, lr, grad_scale, found_inf, seed */
-static int cuda_step_args(PyObject *const *args, om_gpu_table *t, om_gpu_optim *o) {
-    int16_t device = 0;
+static int cuda_step_args(PyObject *const *args, om_gpu_table *t, int16_t *device, om_gpu_optim *o) {
     float *lr, *scale, *found;
-    if (cuda_head(args, t, &device) || cuda_scalar(args[5], device, "lr", &lr) || cuda_scalar(args[6], device, "grad_scale", &scale) ||
-        cuda_scalar(args[7], device, "found_inf", &found))
+    if (cuda_head(args, t, device) || cuda_scalar(args[5], *device, "lr", &lr) || cuda_scalar(args[6], *device, "grad_scale", &scale) ||
+        cuda_scalar(args[7], *device, "found_inf", &found))
         return -1;
     o->lr = lr, o->grad_scale = scale, o->found_inf = found;
     o->seed = PyLong_AsUnsignedLongLongMask(args[8]);
@@ -244,7 +243,8 @@ static PyObject *py_cuda_adam(PyObject *self, PyObject *const *args, Py_ssize_t 
     om_adam_cfg *c = &o.adam;
     double mode, bias;
     double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->inv_scale, &mode, &bias};
-    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 8)) return NULL;
+    int16_t device;
+    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 8)) return NULL;
     c->mode = (int)mode, c->bias_correction = bias != 0;
     return cuda_run(om_gpu_adam, &t, &o);
 }
@@ -257,7 +257,8 @@ static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t n
     om_sgd_cfg *c = &o.sgd;
     double nesterov;
     double *const out[] = {&c->lr, &c->momentum, &c->dampening, &c->weight_decay, &c->inv_scale, &nesterov};
-    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 6)) return NULL;
+    int16_t device;
+    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 6)) return NULL;
     c->nesterov = nesterov != 0;
     return cuda_run(om_gpu_sgd, &t, &o);
 }
@@ -273,7 +274,7 @@ static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t 
     double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->l2, &c->grad_weight, &c->ratio_min, &c->ratio_max,
                            &c->inv_scale, &bias, &no_ratio, &keep};
     int16_t device;
-    if (cuda_step_args(args, &t, &o) || cuda_numbers(args + 9, out, 13) || cuda_head(args, &t, &device) || cuda_order(args[22], device, &t)) return NULL;
+    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 13) || cuda_order(args[22], device, &t)) return NULL;
     c->bias_correction = bias != 0, c->no_ratio = no_ratio != 0, o.keep_grads = keep != 0;
     return cuda_run(om_gpu_lamb, &t, &o);
 }

@@ -98,9 +98,7 @@ def _blank(cls: Any) -> Any:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__({"state": {}, "param_groups": [], "defaults": {}})  # here torch puts the calls of hooks into the step() of cls
     optimizer.__class__ = _mixed_class(cls)
-    optimizer._checked = optimizer._verdict = optimizer._scale = optimizer._late = optimizer._inner_step = None
-    optimizer._names = {}
-    optimizer._gradients = cuda.Stepper()
+    optimizer._start()
     return optimizer
 
 
@@ -113,27 +111,29 @@ class MixedPrecision(torch.optim.Optimizer):
 
     _scaler: DynamicLossScaler
     _f32_of: dict[Tensor, Tensor]  # 16-bit parameter -> f32 master; empty for our fused optimizers
-    _names: dict[int, tuple[str, str]]  # id of a parameter -> its name, its module
-    _inner_step: Any
     master_weights: Any
     stochastic_rounding: bool
-    grad_scale: Any
+
+    def _start(self) -> None:
+        """What a copy begins anew: knowledge of these gradients, of these parameters' names, and what is under way on a device."""
+        self._checked: tuple[bool, list[tuple[int, int]]] | None = None  # the gradients are finite, while they are in this state
+        self._verdict: cuda.Verdict | None = None  # the same on CUDA
+        self._scale: Tensor | None = None  # on CUDA: what backward() multiplied by
+        self._late: cuda.Late | None = None
+        self._gradients = cuda.Stepper()
+        self._names: dict[int, tuple[str, str]] = {}  # id of a parameter -> its name, its module
+        self._inner_step: Any = None
 
     def _mixed_init(self, model: torch.nn.Module | None, loss_scaler: DynamicLossScaler | float | None) -> None:
         constant = loss_scaler is not None and not isinstance(loss_scaler, DynamicLossScaler)
         self._scaler = DynamicLossScaler(False, float(loss_scaler)) if constant else loss_scaler or DynamicLossScaler()  # type: ignore[arg-type,assignment]
+        self._start()
         self._scaled = False  # backward() has run since the last step
         self._clip = 1.0
-        self._checked: tuple[float, bool] | None = None  # norm and finiteness of the gradients ...
-        self._checked_grads: list[tuple[int, int]] = []  # ... in this state
-        self._verdict: cuda.Verdict | None = None  # the same on CUDA ...
-        self._limit: float | None = None  # ... and the norm to clip to
-        self._scale: Tensor | None = None  # on CUDA: what backward() multiplied by
+        self._limit: float | None = None  # on CUDA: the norm to clip to
         self._counts = cuda.Mirror(*[0.0] * (cuda.LOG_HEAD + cuda.LOG_ENTRIES * cuda.LOG_ENTRY))
-        self._late: cuda.Late | None = None
         self._reported = 0  # overflows that messages have been written about
         self._first_overflow: tuple[str, str] | None = None
-        self._gradients = cuda.Stepper()
         self._fused = isinstance(self, FusedOptimizer)
         # A scheduler made before has put a wrapper of the class's step on the instance: it becomes the inner step, and what takes its
         # place carries the mark by which schedulers recognise their wrapper.
@@ -147,7 +147,6 @@ class MixedPrecision(torch.optim.Optimizer):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             self.step = step  # type: ignore[method-assign]
         self._f32_of = {}
-        self._names = {}
         if model is not None:
             for prefix, module in model.named_modules():
                 for name, p in module.named_parameters(recurse=False):
@@ -265,7 +264,7 @@ class MixedPrecision(torch.optim.Optimizer):
             return torch.where(verdict.stop != 0, -1.0, verdict.norm)
         norm, finite = grad_norm(grads, norm_type)
         self._limit = None
-        self._checked, self._checked_grads = (norm, finite), _versions(grads)
+        self._checked = finite, _versions(grads)
         if not finite:
             return -1.0
         norm *= self._inverse_scale()
@@ -294,13 +293,12 @@ class MixedPrecision(torch.optim.Optimizer):
             self._step_on_device(place, params, grads)
             return loss
         if self._limit is not None:  # clip_master_grads() left it to the device, and gradients have moved since
-            self._checked = norm, finite = grad_norm(grads)
-            self._checked_grads = _versions(grads)
-            self._clip = min(1.0, self._limit / (norm * self._inverse_scale() + 1e-6)) if finite else 1.0
+            self.clip_master_grads(self._limit)
         scaled, factor = self._scaled, self._inverse_scale() * self._clip
         finite = True
         if scaled:
-            _, finite = self._checked if self._checked and self._checked_grads == _versions(grads) else grad_norm(grads)
+            known = self._checked is not None and self._checked[1] == _versions(grads)
+            finite = self._checked[0] if known else grad_norm(grads)[1]  # type: ignore[index]
         done, skipped, row, _, *log = self._counters()
         if scaled:
             scale = self._scaler.loss_scale
