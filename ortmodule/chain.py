@@ -39,6 +39,7 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from .capture import Captured
+from .capture.functional import View
 from .host import Answers, Host, Regions, Want
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -165,6 +166,8 @@ class Graph:
         self.random: bool = self.model.random
         self.n_outputs = captured.n_user_outputs
         self.passthrough = list(captured.passthrough.items())
+        self.views = list(captured.views.items())
+        self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
         self.small = [i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
@@ -173,7 +176,7 @@ class Graph:
             raise RuntimeError("ortmodule: user inputs of a captured graph must come first")
         if len(self.model.inputs) != len(captured.inputs):
             raise RuntimeError(f"ortmodule: the engine sees {len(self.model.inputs)} graph inputs, the capture {len(captured.inputs)}")
-        self.differentiable = [d and i not in captured.passthrough for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])]
+        self.differentiable = [d and i not in self.around for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])]
         self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
         self._current: dict[tuple[bool, ...], Variant] = {}
         self._next: dict[tuple[bool, ...], Variant] = {}  # predictions corrected by a backward, in force once it has ended
@@ -201,7 +204,7 @@ class Graph:
         """All outputs that depend on a wanted input receive a gradient."""
         found = self._full.get(wanted)
         if found is None:
-            flags = bytes(wanted), self._groups(wanted, tensors), self.captured.passthrough
+            flags = bytes(wanted), self._groups(wanted, tensors), self.around
             arriving = bytes(self.differentiable)
             while True:  # at most twice: the first only tells which outputs those are
                 found = Variant(self.model, flags[0], arriving, flags[1], flags[2])
@@ -217,7 +220,7 @@ class Graph:
         found = self._variants.get((wanted, arriving))
         if found is None:
             others = self._full_variant(wanted, tensors).grads
-            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.captured.passthrough, others)
+            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, others)
             self._variants[wanted, arriving] = found
         return found
 
@@ -319,6 +322,10 @@ class Graph:
     def _rebuild(self, outs: list[Tensor | None], tensors: Sequence[Tensor]) -> Any:
         for i, source in self.passthrough:
             outs[i] = tensors[source]
+        for i, (number, other, views) in self.views:
+            t = tensors[number] if number >= 0 else outs[other]
+            assert t is not None
+            outs[i] = _as_viewed(t, views)
         return self.captured.rebuild(outs)  # type: ignore[arg-type]
 
     # --- backward ---------------------------------------------------------------------------------
@@ -419,6 +426,14 @@ class Graph:
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
                     f"version {version} instead. (Gradients arrive for other outputs than before, or are to be differentiated again, so the "
                     "forward has to be run again.)")  # fmt: skip
+
+
+def _as_viewed(t: Tensor, views: Sequence[View]) -> Tensor:
+    for target, args, kwargs, item, grad in views:
+        with nullcontext() if grad else torch.no_grad():
+            made = target(t, *args, **kwargs)
+        t = made[item] if item >= 0 else made
+    return t
 
 
 def _fewer(dims: Sequence[int | str], limit: int) -> bool:

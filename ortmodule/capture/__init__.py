@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .convert import HostOp, convert
 from .export import CaptureError, Exported, export_module
-from .functional import Node, Program, functionalize
+from .functional import Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
@@ -61,6 +61,7 @@ class Captured:
     n_user_outputs: int
     rebuild: Callable[[list[Tensor]], Any]
     passthrough: dict[int, int]
+    views: dict[int, tuple[int, int, list[View]]]
     writes: list[int]
     host_ops: list[HostOp]
     seconds: float
@@ -93,7 +94,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
     return Captured(
         onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
-        passthrough={i: index[n] for i, n in program.passthrough.items() if n in index},
+        passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
         n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars)
 
@@ -113,11 +114,17 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
     return specs, index
 
 
+def _views(program: Program, index: dict[Node, int]) -> dict[int, tuple[int, int, list[View]]]:
+    place = {out: i for i, out in reversed([*enumerate(program.outputs)]) if isinstance(out, Node)}
+    return {i: (index.get(node, -1), place.get(node, -1) if node not in index else -1, views) for i, (node, views) in program.views.items()}
+
+
 def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], Any]:
     """Results that are numbers become 0-d outputs, read back by rebuild; numbers known at capture are constants."""
     slots: list[Any] = []
     kept: list[Any] = []
     passthrough: dict[int, Node] = {}
+    views: dict[int, tuple[Node, list[View]]] = {}
     known: dict[Node, int] = {}
     for i, out in enumerate(program.outputs):
         if not isinstance(out, Node):
@@ -133,10 +140,13 @@ def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], A
             known.setdefault(out, len(kept))
             if i in program.passthrough:
                 passthrough[len(kept)] = program.passthrough[i]
+            if i in program.views:
+                views[len(kept)] = program.views[i]
             slots.append(("tensor", len(kept)))
         kept.append(program.outputs[i])
     program.outputs = kept
     program.passthrough = passthrough
+    program.views = views
     fill = exported.rebuild
     if all(s == ("tensor", i) for i, s in enumerate(slots)):
         return fill

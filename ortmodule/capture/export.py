@@ -33,6 +33,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from . import opaque
+from .refused import NotRepeatable, refusing
 from .skeleton import Fill, flatten_inputs, input_skeleton, skeleton
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
@@ -95,7 +96,8 @@ class _Wrapper(nn.Module):
         # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
         args, kwargs = self._fill(values)
-        out = self.m(*args, **kwargs)
+        with refusing(is_user_file):
+            out = self.m(*args, **kwargs)
         flat: list[Any] = []
         slot: dict[int, int] = {}
 
@@ -266,6 +268,8 @@ def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
             depth, module, (file, line) = n, found, at
     text = str(error).strip()
     first = next((s.strip() for s in text.splitlines() if s.strip()), "")
+    if isinstance(error, NotRepeatable):
+        return CaptureError(first, "" if error.whole else module, file, line)
     return CaptureError(f"{type(error).__name__}: {first}", module, file, line)
 
 
@@ -320,7 +324,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         fill = lambda values: inner([*values, *constants])  # noqa: E731
     if keep and not dynamic:
         with _keep_attributes(module, registered=True):
-            real = [t.detach().clone() for t in flat.tensors]
+            real = [t.detach().clone().requires_grad_(t.requires_grad) for t in flat.tensors]
             inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
             table.recorded, result = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
     box: dict[str, Any] = {}

@@ -17,8 +17,8 @@ tuple of them) that the export recorded or, for nodes made here, that the operat
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -64,15 +64,27 @@ def _nodes_in(args: Any) -> Iterator[Node]:
 
 class Program:
     """The pure graph. inputs: (source, INPUT node) of every placeholder that is used; outputs: tensors or sizes of the user's result;
-    passthrough: output index -> INPUT node when the output is that input itself; writes: (INPUT node, new value)."""
+    passthrough: output index -> INPUT node when the output is that input itself; views: output index -> (INPUT node or another output, the
+    views that lead from it to this output); writes: (INPUT node, new value)."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.inputs: list[tuple[Source, Node]] = []
         self.outputs: list[Any] = []
         self.passthrough: dict[int, Node] = {}
+        self.views: dict[int, tuple[Node, list[View]]] = {}
         self.writes: list[tuple[Node, Node]] = []
         self.item_of: dict[Any, Node] = {}  # symbol of an item() -> the 0-d tensor it was read from
+
+
+class View(NamedTuple):
+    """One view, to be made again from a tensor of PyTorch's. item: which result of a view with several, or -1; grad: made in grad mode."""
+
+    target: Any
+    args: tuple[Any, ...]  # after the first
+    kwargs: dict[str, Any]
+    item: int
+    grad: bool
 
 
 class _Base:
@@ -447,6 +459,7 @@ class _Functionalizer:
                 p.outputs.append(out)
             else:
                 p.outputs.append(v)
+        self.find_views([x.v if isinstance(x, _Held) else x for x in result], {b.input for s, b in held if s.kind != "constant"})
         for source, base in held:
             if base.version > 0 and source.kind != "constant":
                 assert base.input is not None
@@ -462,6 +475,39 @@ class _Functionalizer:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+
+    def find_views(self, result: list[Any], inputs: Collection[Node | None]) -> None:
+        """Outputs that share memory with an input or with another output, so that who edits one in place sees it in the other."""
+        p = self.program
+        others = {out: i for i, out in reversed([*enumerate(p.outputs)]) if isinstance(out, Node)}
+        for i, out in enumerate(p.outputs):
+            if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
+                continue
+            chain: list[View] = []
+            v: _V | None = result[i]
+            node = out
+            while True:
+                item = -1
+                if v is not None and v.parent is not None:  # edits may lie between: the chain of views knows, the nodes do not
+                    assert v.view is not None
+                    made, item, v = v.view, v.item, v.parent
+                    source: Any = v.base.input if v.parent is None and v.base.input is not None else self.read(v)
+                else:
+                    v = None
+                    made = node
+                    if made.target is operator.getitem:
+                        item, made = made.args[1], made.args[0]
+                    source = made.args[0] if made.args and made.target is not INPUT else None
+                    if not isinstance(source, Node) or not _one_memory(node.val, source.val):
+                        break
+                again = _view_again(made, item)
+                if again is None:
+                    break
+                chain.insert(0, again)
+                node = source
+                if node in inputs or others.get(node, i) != i:
+                    p.views[i] = (node, chain)
+                    break
 
     def check_unshared(self, source: Source, sources: list[Source]) -> None:
         """A write must not be visible through another input that is a different object over the same memory."""
@@ -491,6 +537,21 @@ def _name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.partition("::")[2]
     return str(target)
+
+
+def _one_memory(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def _view_again(node: Node, item: int) -> View | None:
+    """How to make this view of another tensor; None: it depends on sizes that are symbols, or is no ATen view."""
+    if node.target == STOP:
+        return View(aten.detach.default, (), {}, -1, True)
+    rest = [*node.args[1:], *node.kwargs.values()]
+    flat = [y for x in rest for y in (x if isinstance(x, (list, tuple)) else [x])]
+    if not isinstance(node.target, torch._ops.OpOverload) or any(isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat):
+        return None
+    return View(node.target, node.args[1:], node.kwargs, item, node.grad)
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -207,8 +207,7 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
         for fqn in keep
     ]
     try:
-        with torch.no_grad():
-            result = run()
+        result = run()
     finally:
         for h in handles:
             h.remove()

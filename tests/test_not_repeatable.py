@@ -1,0 +1,226 @@
+"""What forward asks of PyTorch and a graph cannot repeat (capture/refused.py): the same numbers as eager over several steps, and the reason named.
+Also outputs that share memory with an input or another output."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+
+class Net(nn.Module):
+    """`rule` computes; its part that asks stands in a submodule, beside one that does not."""
+
+    def __init__(self, rule: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = Inner(rule)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(torch.tanh(self.first(x)))
+
+
+class Inner(nn.Module):
+    def __init__(self, rule: Callable[..., Any]) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.rule = rule
+        self.register_buffer("b", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rule(self, x)
+
+
+def tensors(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else [t for x in out for t in tensors(x)]
+
+
+def steps(rule: Callable[..., Any], use: Callable[..., Any] | None = None, n: int = 3, size: int = 3) -> ORTModule:
+    """Trains beside eager in fp64; the wrapper."""
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        eager = Net(rule).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    given = torch.randn(size, 4, dtype=torch.float64)
+    for step in range(n):
+        seen = []
+        for m in (eager, ours):
+            torch.manual_seed(step)
+            x = given.clone().requires_grad_()
+            out = tensors(use(m, x) if use else m(x))
+            (sum((t * (i + 1)).sin().sum() for i, t in enumerate(out) if t.requires_grad) + x.sum() * 0).backward()
+            seen.append([t.detach() for t in out] + [x.grad, *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]])
+        for a, b in zip(*seen, strict=True):
+            assert (a is None) == (b is None), f"step {step}: None on one side"
+            if a is not None:
+                torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12, msg=lambda m, s=step: f"step {s}: {m}")
+    return ours
+
+
+def by_hook(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x)
+    h.register_hook(lambda g: -2 * g)
+    return h.sin()
+
+
+def by_retain(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x)
+    h.retain_grad()
+    return h.sin()
+
+
+def by_seed(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return m.l(x) * torch.randn(4, dtype=x.dtype)
+
+
+early_seed = torch.manual_seed
+
+
+def by_seed_bound_early(m: Any, x: Tensor) -> Tensor:
+    early_seed(7)
+    return m.l(x) * torch.randn(4, dtype=x.dtype)
+
+
+def by_fork(m: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.random.seed()
+        torch.manual_seed(3)
+        noise = torch.randn(4, dtype=x.dtype)
+    return m.l(x) * noise
+
+
+def by_grad(m: Any, x: Tensor) -> Tensor:
+    return m.l(x) * (1.0 if m.l.weight.grad is None else 2.0)
+
+
+def by_version(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x).relu_()
+    return h * float(h._version)
+
+
+def by_leaf(m: Any, x: Tensor) -> Tensor:
+    return m.l(x) * (2.0 if x.is_leaf else 1.0)
+
+
+@pytest.mark.parametrize(("rule", "reason"), [
+    (by_hook, "register_hook"), (by_retain, "retain_grad"), (by_seed, "random generator"), (by_seed_bound_early, "random generator"),
+    (by_fork, "random generator"), (by_grad, "Tensor.grad"), (by_version, "_version"), (by_leaf, "is_leaf")])  # fmt: skip
+def test_the_module_that_asks_stays_in_pytorch(rule: Callable[..., Any], reason: str) -> None:
+    """A submodule kept in PyTorch has tensors of its own: what asks about tensors takes the whole module with it."""
+    report = steps(rule).report()
+    if rule in (by_grad, by_version, by_leaf):
+        assert [e.reason for e in report.eager if reason in e.reason], str(report)
+    else:
+        assert [h.name for h in report.host] == ["inner"] and not report.eager, str(report)
+    with pytest.raises(Exception, match=reason):
+        ORTModule(Net(rule), strict=True)(torch.randn(2, 4))
+
+
+def test_what_may_be_asked_stays_in_the_engine() -> None:
+    def rule(m: Any, x: Tensor) -> Tensor:
+        h = m.l(x)
+        return h * (2.0 if h.requires_grad and h.grad_fn is not None and torch.initial_seed() is not None else 1.0)
+
+    assert not steps(rule).report().host
+
+
+def test_forward_is_told_that_nothing_is_compiled() -> None:
+    def rule(m: Any, x: Tensor) -> Tensor:
+        return m.l(x) * (3.0 if torch.compiler.is_compiling() or torch.compiler.is_exporting() else 1.0)
+
+    asked = torch.compiler.is_compiling.__code__
+    assert not steps(rule).report().host
+    assert torch.compiler.is_compiling.__code__ is asked and not torch.compiler.is_compiling()
+
+
+def test_the_generator_is_whole_again() -> None:
+    generator = torch.random.default_generator
+    steps(by_seed)
+    assert torch.random.default_generator is generator
+    torch.manual_seed(1)
+    a = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(a, torch.rand(3))
+
+
+def test_encoder_that_drops_padding_in_eval() -> None:
+    torch.manual_seed(0)
+    eager = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0), 1)
+    ours = ORTModule(copy.deepcopy(eager))
+    x, pad = torch.randn(2, 5, 4), torch.tensor([[False] * 5, [False, False, True, True, True]])
+    for m in (eager, ours):
+        m.train()
+        m(x, src_key_padding_mask=pad).sum().backward()
+    assert ours.report().graphs
+    with torch.no_grad():
+        for _ in range(2):
+            a, b = eager.eval()(x, src_key_padding_mask=pad), ours.eval()(x, src_key_padding_mask=pad)
+            torch.testing.assert_close(b, a)
+
+
+# --- memory that outputs share --------------------------------------------------------------------
+
+
+def edit_first(m: nn.Module, x: Tensor) -> list[Tensor]:
+    out = tensors(m(x))
+    loss = sum((t * t).sum() for t in out)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        out[0].mul_(3)
+    return [t.detach() for t in out]
+
+
+def edit_and_train(m: nn.Module, x: Tensor) -> list[Tensor]:
+    out = tensors(m(x))
+    out[0].mul_(2)
+    return out
+
+
+@pytest.mark.parametrize("rule", [
+    lambda m, x: (lambda h: (h, h[:, 1], h.view(-1)))(m.l(x)),
+    lambda m, x: (lambda h: (h.t(), h))(m.l(x)),
+    lambda m, x: (lambda h: (h, h.narrow(1, 1, 2)[:2]))(m.l(x)),
+    lambda m, x: (lambda h: (h, h.detach()))(m.l(x)),
+    lambda m, x: (lambda h: (h, h.unfold(0, 2, 1)))(m.l(x)),
+], ids=["base first", "view first", "chain", "detach", "unfold"])  # fmt: skip
+@pytest.mark.parametrize("use", [edit_first, edit_and_train])
+def test_outputs_share_memory_as_in_eager(rule: Callable[..., Any], use: Callable[..., Any]) -> None:
+    steps(rule, use)
+
+
+class Window(nn.Module):
+    """Outputs that are views of an argument, of a buffer and of an argument edited in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.register_buffer("b", torch.zeros(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        y.add_(1)
+        with torch.no_grad():
+            self.b += 1
+        return self.l(x), x[:1], y.t()[1:], self.b[:2]
+
+
+def test_outputs_that_are_views_of_inputs() -> None:
+    eager = Window()
+    ours = ORTModule(copy.deepcopy(eager))
+    for n in (3, 3, 5):
+        seen = []
+        for m in (eager, ours):
+            x, y = torch.ones(n, 4), torch.ones(n, 4)
+            out = m(x, y)
+            for t in out[2:]:
+                t.mul_(5)
+            out[0].sum().backward()
+            out[1].mul_(5)
+            seen.append([x, y, *out, *m.buffers()])
+        for a, b in zip(*seen, strict=True):
+            torch.testing.assert_close(b, a)
+    assert not ours.report().eager
