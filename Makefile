@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := build
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+# another Python given (setup.py: make PY=...) supplies the onnx package itself: nothing is installed then
+STAMP  := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.stamp)
 B      ?= build
 KB     ?= $(B)
 OWN    ?= $(if $(filter $(KB),$(B)),$(ISAS))
@@ -29,9 +31,9 @@ MARCH_avx2    := -march=x86-64-v3
 MARCH_avx512  := -march=x86-64-v4
 OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/kernels/%.k.c=$(if $(filter $(i),$(OWN)),$(B),$(KB))/kernels/%.$(i).o))
 LIBS   := -lm -lpthread -ldl
-PBC    := $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
+PBC     = $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op check-avx512 gpu-wheel gpu-check
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -41,9 +43,11 @@ help:   ## this list
 
 # --- what Debian must provide ---------------------------------------------------------------------
 DEBS := gcc make protobuf-c-compiler libprotobuf-c-dev python3-dev
+MISSING = miss=""; command -v $(CC) >/dev/null || miss="$$miss gcc"; command -v protoc-c >/dev/null || miss="$$miss protobuf-c-compiler"; \
+	[ -n "$(PBC)" ] && echo '\#include <protobuf-c/protobuf-c.h>' | $(CC) -E -o /dev/null - 2>/dev/null || miss="$$miss libprotobuf-c-dev"; \
+	$(if $(STAMP),python3,$(PY)) -c 'import sysconfig as s, os; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || miss="$$miss python3-dev"
 deps:
-	@miss=""; command -v $(CC) >/dev/null || miss="$$miss gcc"; command -v protoc-c >/dev/null || miss="$$miss protobuf-c-compiler"; \
-	[ -f /usr/include/protobuf-c/protobuf-c.h ] || [ -f /usr/local/include/protobuf-c/protobuf-c.h ] || miss="$$miss libprotobuf-c-dev"; \
+	@$(MISSING); \
 	if [ -n "$$miss" ]; then if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then echo "installing Debian packages:$$miss"; \
 	apt-get update -qq && apt-get install -y -qq $$miss >/dev/null; \
 	else echo "missing Debian packages:$$miss  -- run: sudo apt-get install$$miss"; exit 1; fi; fi
@@ -58,10 +62,12 @@ $(VENV)/.stamp: requirements.txt
 	@$(PY) -c 'import torch, onnx' && touch $@
 
 # --- protobuf code from the onnx package's own .proto ------------------------------------------------
-$(B)/gen/onnx.pb-c.c: | $(VENV)/.stamp
+$(B)/gen/onnx.pb-c.c: | $(STAMP)
+	@$(MISSING); [ -z "$$miss" ] || { echo "missing Debian packages:$$miss  -- run: sudo apt-get install$$miss" >&2; exit 1; }
 	@mkdir -p $(B)/gen
-	@proto=$$($(PY) -c 'import onnx,os;print(os.path.join(os.path.dirname(onnx.__file__),"onnx.proto"))'); \
-	cp $$proto $(B)/gen/onnx.proto && cd $(B)/gen && protoc-c --c_out=. onnx.proto
+	@proto=$$($(PY) -c 'import importlib.util as u, os; print(os.path.join(os.path.dirname(u.find_spec("onnx").origin), "onnx.proto"))') && \
+	[ -f "$$proto" ] || { echo "$(PY) has no onnx package with onnx.proto: pip install onnx" >&2; exit 1; }; \
+	cp "$$proto" $(B)/gen/onnx.proto && cd $(B)/gen && protoc-c --c_out=. onnx.proto
 $(B)/gen/onnx.pb-c.o: $(B)/gen/onnx.pb-c.c
 	@$(CC) -std=gnu11 -fPIC -O2 -w -I$(B)/gen -c $< -o $@
 
@@ -101,7 +107,7 @@ $(B)/libom.so: $(OBJ)   # for tests, by ctypes
 ext: $(EXT)
 PYINC = $(shell $(PY) -c 'import sysconfig;print(sysconfig.get_path("include"))')
 PYOBJ  := $(PYSRC:csrc/%.c=$(B)/%.o)
-$(PYOBJ): $(B)/%.o: csrc/%.c | $(VENV)/.stamp
+$(PYOBJ): $(B)/%.o: csrc/%.c | $(STAMP)
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
 $(EXT): $(OBJ) $(PYOBJ)
@@ -163,7 +169,10 @@ demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, 
 bench: build   ## whole training steps beside eager (BENCH="all", "gpt2-124m --bf16", "--help")
 	$(PY) tests/bench/bench_models.py $(BENCH)
 
-gpu-wheel: $(PY)   ## build the abi3 wheel with the CUDA kernels into dist/ (needs nvcc; 64 MiB at most)
+check-wheel: venv   ## clean clone -> sdist -> wheel -> new environment -> three training steps
+	tests/wheel/check.sh $(PY)
+
+gpu-wheel: $(STAMP)   ## build the abi3 wheel with the CUDA kernels into dist/ (needs nvcc; 64 MiB at most)
 	@test -n "$(NVCC)" || { echo "gpu-wheel: nvcc is needed for a wheel with CUDA kernels: put it on PATH, or give NVCC=..."; exit 2; }
 	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@size=$$(stat -c %s dist/ortmodule-*.whl); echo "$$(ls dist/ortmodule-*.whl): $$((size / 1024)) KiB"; test $$size -le $$((64 << 20))

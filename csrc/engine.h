@@ -81,10 +81,14 @@ static inline int om_compute_dtype(int t) { return t == OM_F64 ? OM_F64 : om_is_
 
 typedef enum om_expr_kind { OM_DIM_SYM, OM_DIM_ADD, OM_DIM_MUL, OM_DIM_DIV /* floor */, OM_DIM_MOD, OM_DIM_MIN, OM_DIM_MAX,
                OM_DIM_INT /* a negative integer, in a */ } om_expr_kind;
+enum { OM_DIM_LEAVES = 1024 }; /* a larger size expression is refused, written out as a tree: what walks one needs no bound of its own */
 typedef struct om_expr {
     uint8_t kind;
+    bool opaque;        /* ADD, MUL: no polynomial of the normal form, stands as it was written */
+    uint16_t leaves;    /* symbols and numbers in it */
     om_dim a, b;        /* operands; SYM: a = index into graph->syms */
 } om_expr;
+typedef struct om_dim_index { uint32_t *slot, size; } om_dim_index; /* hash -> 1 + index; expr.c */
 
 typedef struct om_sym { /* a size known only when tensors arrive */
     const char *name;   /* "s0" */
@@ -161,6 +165,9 @@ typedef struct om_graph {
     OM_VEC(om_id) outputs;             /* user outputs */
     OM_VEC(om_write) writes;
     OM_VEC(om_gradout) grads;
+    om_dim_index expr_index, sym_index;
+    uint64_t serial;                   /* no other graph has it */
+    struct { uint64_t from; OM_VEC(om_dim) dim; } copied; /* what om_dim_copy made of the expressions of graph `from`; 0: nothing yet */
     uint32_t n_rng;                    /* streams handed out so far */
     int n_segments;                    /* of the backward; set with node->segment (model.c) */
     /* builder state: stamped on every node made */
@@ -187,7 +194,9 @@ om_dim om_dim_min(om_graph *g, om_dim a, om_dim b);
 om_dim om_dim_max(om_graph *g, om_dim a, om_dim b);
 om_dim om_dim_numel(om_graph *g, const om_type *t);        /* product of the dimensions */
 om_dim om_dim_copy(om_graph *to, const om_graph *from, om_dim d);
-int64_t om_dim_eval(const om_graph *g, om_dim d, const int64_t *sym); /* sym[i] = value of syms[i]; may be negative */
+void om_dim_forget(om_graph *g, uint32_t n_syms, uint32_t n_exprs); /* drops later symbols and expressions; nobody may hold one */
+#define OM_DIM_BAD INT64_MIN                               /* what a size is that 64 bits do not hold */
+int64_t om_dim_eval(const om_graph *g, om_dim d, const int64_t *sym); /* sym[i] = value of syms[i]; may be negative; OM_DIM_BAD: overflow */
 om_dim om_dim_int(om_graph *g, int64_t i);                 /* any integer: i itself when >= 0, else an INT expression */
 bool om_dim_const(const om_graph *g, om_dim d, int64_t *value); /* true and the value when it is a known integer */
 om_status om_dim_parse(om_graph *g, const char *text, om_dim *out); /* "s0*12 + 3", "s1//2", "Max(1, s0)", "Mod(s0, 4)" */

@@ -24,8 +24,10 @@ const om_op *om_op_find(const char *name) {
 om_graph *om_graph_new(om_ctx *cx) {
     om_graph *g = om_alloc(cx, sizeof *g);
     if (!g) return NULL;
+    static _Atomic uint64_t serial;
     g->cx = cx;
     g->arena.cx = cx;
+    g->serial = ++serial;
     g->cur_scope = OM_NONE;
     if (!om_grow(cx, (void **)&g->operands.v, &g->operands.cap, sizeof *g->operands.v)) { /* never NULL: om_ins adds an offset to it */
         om_free(cx, g);
@@ -42,6 +44,9 @@ void om_graph_free(om_graph *g) {
     om_free(cx, g->operands.v);
     om_free(cx, g->exprs.v);
     om_free(cx, g->syms.v);
+    om_free(cx, g->expr_index.slot);
+    om_free(cx, g->sym_index.slot);
+    om_free(cx, g->copied.dim.v);
     om_free(cx, g->scopes.v);
     om_free(cx, g->inputs.v);
     om_free(cx, g->outputs.v);

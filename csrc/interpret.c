@@ -123,7 +123,12 @@ om_status om_attrs_concrete(om_arena *a, const om_graph *g, const om_node *n, co
         if (to[i].kind != OM_ATTR_DIMS) continue;
         om_dim *d = om_arena_alloc(a, to[i].n * sizeof *d);
         if (!d) return a->cx->status;
-        for (uint32_t k = 0; k < to[i].n; k++) d[k] = om_dim_eval(g, n->attr[i].dims[k], sym);
+        for (uint32_t k = 0; k < to[i].n; k++)
+            if ((d[k] = om_dim_eval(g, n->attr[i].dims[k], sym)) == OM_DIM_BAD) {
+                char buf[128];
+                om_dim_print(g, n->attr[i].dims[k], buf, sizeof buf);
+                return om_fail(a->cx, OM_INVALID, "%s: %s %s is no 64-bit number", n->op->name, to[i].name, buf);
+            }
         to[i].dims = d;
     }
     *out = to;

@@ -118,10 +118,10 @@ static om_status read_dim_param(om_onnx *o, const char *text, om_dim *d) {
         if (om_dim_parse(o->g, text, d) == OM_OK) return OM_OK;
         if (o->cx->status != OM_INVALID) return o->cx->status;
         om_ctx_clear(o->cx);
-        o->g->syms.n = syms; /* what the attempt left behind */
-        o->g->exprs.n = exprs;
+        om_dim_forget(o->g, syms, exprs); /* what the attempt left behind */
     }
-    for (const char *c = text; *c && n < sizeof name - 2; c++) name[n++] = isalnum((unsigned char)*c) ? *c : '_';
+    ONNX_CHECK(o, strlen(text) < sizeof name - 2, "the name of a size, '%.40s...', has %zu characters, at most %zu", text, strlen(text), sizeof name - 3);
+    for (const char *c = text; *c; c++) name[n++] = isalnum((unsigned char)*c) ? *c : '_';
     name[n] = 0;
     if (!n || isdigit((unsigned char)name[0])) {
         memmove(name + 1, name, n + 1);
@@ -665,32 +665,25 @@ static om_status read_outputs(om_onnx *o) {
     return OM_OK;
 }
 
-/* Marks the symbols of an expression. Expressions refer to earlier ones only. */
+/* Expressions refer to earlier ones only, so one sweep finds for each a symbol in it that nothing binds. */
 static om_status read_check_symbols(om_onnx *o) {
     om_graph *g = o->g;
-    for (om_id i = 0; i < g->values.n; i++) {
-        const om_type *t = om_ty(g, i);
-        for (int k = 0; k < t->rank; k++) {
-            if (t->dim[k] >= 0) continue;
-            om_dim stack[64];
-            int n = 0;
-            stack[n++] = t->dim[k];
-            while (n) {
-                om_dim d = stack[--n];
-                if (d >= 0) continue;
-                const om_expr *e = &g->exprs.v[~d];
-                if (e->kind == OM_DIM_INT) continue;
-                if (e->kind == OM_DIM_SYM) {
-                    ONNX_CHECK(o, g->syms.v[e->a].input != OM_NONE,
-                               "the size '%.60s' is not a dimension of any graph input (nor a `symbol:` input)", g->syms.v[e->a].name);
-                    continue;
-                }
-                ONNX_CHECK(o, n + 2 <= 64, "a size expression is nested too deep");
-                stack[n++] = e->a;
-                stack[n++] = e->b;
-            }
+    uint32_t *unbound = om_arena_alloc(&o->tmp, ((size_t)g->exprs.n + 1) * sizeof *unbound); /* 1 + symbol; 0: none */
+    if (!unbound) return o->cx->status;
+    for (om_id i = 0; i < g->exprs.n; i++) {
+        const om_expr *e = &g->exprs.v[i];
+        if (e->kind == OM_DIM_SYM) unbound[i] = g->syms.v[e->a].input == OM_NONE ? (uint32_t)e->a + 1 : 0;
+        else if (e->kind != OM_DIM_INT) {
+            if (e->a < 0) unbound[i] = unbound[~e->a];
+            if (e->b < 0 && !unbound[i]) unbound[i] = unbound[~e->b];
         }
     }
+    for (om_id i = 0; i < g->values.n; i++)
+        for (int k = 0; k < om_ty(g, i)->rank; k++) {
+            om_dim d = om_ty(g, i)->dim[k];
+            ONNX_CHECK(o, d >= 0 || !unbound[~d], "the size '%.60s' is not a dimension of any graph input (nor a `symbol:` input)",
+                       g->syms.v[unbound[~d] - 1].name);
+        }
     return OM_OK;
 }
 

@@ -14,7 +14,7 @@
 
 enum { TERMS = 64 };
 
-typedef struct sum { om_id term[TERMS]; int n; } sum;
+typedef struct sum { om_id term[TERMS]; int n, adds; } sum;
 
 static const om_node *producer(const om_graph *g, om_id v) {
     return om_val(g, v)->node == OM_NONE ? NULL : &g->nodes.v[om_val(g, v)->node];
@@ -29,8 +29,8 @@ static bool plain_add(const om_graph *g, const om_node *n) {
 /* Leaves of the tree of adds under v, left to right; an add read elsewhere, or of the other phase, is a leaf. False: too many. */
 static bool sum_collect(const om_graph *g, const uint32_t *uses, om_id v, bool top, uint8_t phase, sum *s) {
     const om_node *n = producer(g, v);
-    if (plain_add(g, n) && n->phase == phase && (top || uses[v] == 1))
-        return sum_collect(g, uses, om_ins(g, n)[0], false, phase, s) && sum_collect(g, uses, om_ins(g, n)[1], false, phase, s);
+    if (plain_add(g, n) && n->phase == phase && (top || uses[v] == 1)) /* TERMS adds make more than TERMS leaves: no need to go on down */
+        return ++s->adds < TERMS && sum_collect(g, uses, om_ins(g, n)[0], false, phase, s) && sum_collect(g, uses, om_ins(g, n)[1], false, phase, s);
     if (s->n == TERMS) return false;
     s->term[s->n++] = v;
     return true;

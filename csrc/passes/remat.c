@@ -34,6 +34,7 @@ typedef struct remat {
     uint8_t *boundary;             /* per value; level 1 */
     uint8_t *layer;                /* per node: a layer's; level 1 */
     om_id *clone;                  /* per old value: its clone in the new graph, OM_NONE before */
+    OM_VEC(om_id) todo;            /* remat_read: values to be cloned, each needed by the one before */
 } remat;
 
 static const om_node *remat_node(const om_graph *g, om_id v) {
@@ -129,30 +130,56 @@ static bool remat_layer_value(const remat *m, om_id v) { /* made inside a layer 
 
 /* --- rewriting ------------------------------------------------------------------------------------- */
 
-static om_id remat_read(om_rewriter *r, om_id v);
+/* Does the new graph have what backward reads for the old value v: the forward's own, or a clone made before? */
+static bool remat_found(const om_rewriter *r, om_id v, om_id *found) {
+    const remat *m = r->arg;
+    if ((*found = m->clone[v]) != OM_NONE) return true;
+    om_id src = remat_source(m->g, v);
+    const om_node *made = remat_node(m->g, src);
+    *found = r->map[v];
+    return !made || made->phase != OM_FORWARD || m->fixed[src] || (m->kept[src] && !m->again[src]) ||
+           (m->layer && !m->again[src] && !remat_layer_value(m, src) && !remat_computable(m, src, DEPTH)); /* kept from now on */
+}
+
+/* The value of the new graph that backward reads for the old value v, cloned now if need be, after the operands it needs: as deep as the
+ * graph is, so with a stack of its own. */
+static om_id remat_read(om_rewriter *r, om_id v) {
+    remat *m = r->arg;
+    om_ctx *cx = r->to->cx;
+    om_id found, with[OPERANDS];
+    if (remat_found(r, v, &found)) return found;
+    m->todo.n = 0;
+    om_id *todo = OM_PUSH(cx, &m->todo);
+    if (!todo) return OM_NONE;
+    *todo = v;
+    while (m->todo.n) {
+        const om_node *n = remat_node(m->g, m->todo.v[m->todo.n - 1]);
+        int k = 0;
+        if (n->n_in > OPERANDS) return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS), OM_NONE;
+        for (; k < n->n_in; k++) {
+            om_id x = om_ins(r->from, n)[k];
+            with[k] = OM_NONE;
+            if (x == OM_NONE || remat_found(r, x, &with[k])) continue;
+            if (!(todo = OM_PUSH(cx, &m->todo))) return OM_NONE;
+            *todo = x;
+            break;
+        }
+        if (k < n->n_in) continue;
+        r->to->cur_scope = n->scope;
+        r->to->cur_phase = OM_BACKWARD;
+        om_id out = om_rewrite_node(r, n, with, n->n_in);
+        if (out == OM_NONE) return OM_NONE;
+        for (k = 0; k < n->n_out; k++) m->clone[n->out + (om_id)k] = out + (om_id)k;
+        m->todo.n--;
+    }
+    return m->clone[v];
+}
 
 static om_status remat_operands(om_rewriter *r, const om_node *n, om_id *with) {
     if (n->n_in > OPERANDS) return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS);
     for (int k = 0; k < n->n_in; k++)
         with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
     return r->to->cx->status;
-}
-
-/* The value of the new graph that backward reads for the old value v: the forward's, or a clone made now or before. */
-static om_id remat_read(om_rewriter *r, om_id v) {
-    remat *m = r->arg;
-    const om_graph *g = m->g;
-    if (m->clone[v] != OM_NONE) return m->clone[v];
-    om_id src = remat_source(g, v), with[OPERANDS];
-    const om_node *made = remat_node(g, src), *n = remat_node(g, v);
-    if (!made || made->phase != OM_FORWARD || m->fixed[src] || (m->kept[src] && !m->again[src])) return r->map[v];
-    if (m->layer && !m->again[src] && !remat_layer_value(m, src) && !remat_computable(m, src, DEPTH)) return r->map[v]; /* kept from now on */
-    if (remat_operands(r, n, with) != OM_OK) return OM_NONE;
-    r->to->cur_scope = n->scope;
-    r->to->cur_phase = OM_BACKWARD;
-    om_id out = om_rewrite_node(r, n, with, n->n_in);
-    for (int k = 0; k < n->n_out && out != OM_NONE; k++) m->clone[n->out + (om_id)k] = out + (om_id)k;
-    return m->clone[v];
 }
 
 static om_status remat_layers_find(om_ctx *cx, remat *m) {
@@ -215,6 +242,7 @@ static om_status remat_level(om_ctx *cx, const om_graph *in, int level, om_graph
     }
     if (s == OM_OK && level > 0) s = remat_layers_find(cx, &m);
     if (s == OM_OK) s = om_rewrite(cx, in, remat_emit, &m, out);
+    om_free(cx, m.todo.v);
     om_free(cx, m.boundary);
     om_free(cx, m.layer);
     om_free(cx, m.kept);
