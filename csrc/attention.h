@@ -12,11 +12,13 @@
 typedef struct om_attn_job {
     om_tensor q, k, v, mask, y, lse;     /* mask: dtype OM_NODTYPE = none; y, lse: outputs of forward, inputs of backward */
     om_tensor dy, dq, dk, dv, dmask;     /* backward; dmask in the compute type, broadcast as mask; OM_NODTYPE = not wanted */
+    om_tensor frozen;                    /* backward; bool, broadcast as mask: scores without a gradient; OM_NODTYPE = none */
     const int64_t *kv_start, *kv_end;    /* per batch entry, or NULL */
     int64_t start_stride, end_stride;
     int64_t batch, hq, hk, tq, tk, d, dv_size;
     double scale, dropout;
     bool causal;
+    int nan_rows;                        /* a query that sees nothing gives NaN; 1: into its scores too, 2: not there */
     int64_t offset, window;              /* key j visible to query i: j <= i + offset (causal), j > i - window (window > 0) */
     uint64_t seed, stream;
     int64_t chunks, chunk_rows;          /* forward: a task is chunk_rows queries of one head */

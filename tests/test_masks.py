@@ -469,6 +469,66 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.nan_to_num(e / e.sum(-1, keepdim=True)) @ v
 
 
+# --- rows whose keys are all hidden: numbers and gradients are those of the graph that attention replaces ----------------------------
+
+LOWEST32 = torch.finfo(torch.float32).min
+HIDING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    # (scores, visible, bias) -> masked scores; bias has the shape of the scores
+    "masked_fill lowest": lambda s, see, b: s.masked_fill(~see, torch.finfo(s.dtype).min),
+    "where lowest": lambda s, see, b: torch.where(see, s, torch.finfo(s.dtype).min),
+    "where -1e9": lambda s, see, b: torch.where(see, s, torch.tensor(-1e9, dtype=s.dtype)),
+    "masked_fill -1e4": lambda s, see, b: s.masked_fill(~see, -1e4),
+    "masked_fill -1e30": lambda s, see, b: s.masked_fill(~see, -1e30),
+    "masked_fill -inf": lambda s, see, b: s.masked_fill(~see, -math.inf),
+    "add lowest": lambda s, see, b: s + (~see).to(s.dtype) * torch.finfo(s.dtype).min,
+    "add -1e4": lambda s, see, b: s + (~see).to(s.dtype) * -1e4,
+    "add -inf": lambda s, see, b: s + torch.zeros_like(s[:1]).masked_fill(~see, -math.inf),
+    "bias inside": lambda s, see, b: (s + b).masked_fill(~see, torch.finfo(s.dtype).min),
+    "bias inside, -inf": lambda s, see, b: (s + b).masked_fill(~see, -math.inf),
+    "bias outside": lambda s, see, b: torch.where(see, s, torch.finfo(s.dtype).min) + b,
+    "fill, then padding added": lambda s, see, b: torch.where(torch.ones(s.shape[-2:], dtype=torch.bool).tril(), s, torch.finfo(s.dtype).min)
+    + (~see).to(s.dtype) * torch.finfo(s.dtype).min,
+    "two fills": lambda s, see, b: s.masked_fill(~see[..., :1], LOWEST32).masked_fill(~see, LOWEST32),
+    "two unlike fills": lambda s, see, b: s.masked_fill(~see[..., :1], -math.inf).masked_fill(~see, torch.finfo(s.dtype).min),
+    "heads merged": lambda s, see, b: s.unflatten(0, (-1, 1)).masked_fill(~see[:, None], torch.finfo(s.dtype).min).flatten(0, 1),
+}
+
+
+class Hidden(nn.Module):
+    def __init__(self, hide: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.hide = hide
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, see: Tensor, bias: Tensor) -> Tensor:
+        return self.hide(q @ k.transpose(-1, -2) * 0.4, see, bias).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("t", [7, 70], ids=["one tile", "two tiles"])
+@pytest.mark.parametrize("name", list(HIDING))
+def test_hidden_rows(name: str, t: int) -> None:
+    """Every form of mask, where all rows see something, where some see nothing, where a sample sees nothing, where all is hidden."""
+    gen = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, t, 5, generator=gen, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, t, t, generator=gen, dtype=torch.float64, requires_grad=True)
+    see = torch.rand(2, t, t, generator=gen) > 0.4
+    see[..., 0] = True
+    case = Case(Hidden(HIDING[name]), (q, k, v, see, bias))
+    assert len(case.nodes) == (name != "masked_fill -1e4")  # a score may reach that number
+    for kind in ("some", "rows", "sample", "none"):
+        if kind == "rows":
+            see[0, 2:5] = see[1, -1] = False
+        elif kind != "some":
+            see[int(kind == "sample"):] = False
+        (y,), grads = case.run(case.passed, [q, k, v, see, bias])
+        want = case.module(q, k, v, see, bias)
+        dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(11), dtype=want.dtype)
+        theirs = torch.autograd.grad(want, [q, k, v, bias], dy, allow_unused=True)
+        for what, mine, eager in zip(("y", "dq", "dk", "dv", "dbias"), (y, *grads), (want.detach(), *theirs), strict=True):
+            a, b = (torch.zeros(()).double() if x is None else x for x in (mine, eager))
+            torch.testing.assert_close(*torch.broadcast_tensors(a, b), rtol=1e-10, atol=1e-10 * float(b.nan_to_num().abs().max()), equal_nan=True,
+                                       msg=lambda m, where=f"{kind} {what}": f"{where}: {m}")
+
+
 # --- random formulas -------------------------------------------------------------------------------------------------------------
 
 

@@ -396,7 +396,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
             N(product)(n, vp, c, w.s, BC, v + (j0 - v_from) * ldv, ldv, w.out, vp, true);
         }
         for (int64_t i = 0; i < n; i++) {
-            T *o = w.out + i * vp, inv = w.l[i] == 0 ? 0 : 1 / w.l[i];
+            T *o = w.out + i * vp, inv = w.l[i] != 0 ? 1 / w.l[i] : j->nan_rows ? (T)NAN : 0;
             for (int64_t k = 0; k < vp; k += VL) N(vstore)(o + k, N(vload)(o + k) * inv);
             lse[i0 + i] = w.l[i] == 0 ? -(T)INFINITY : w.m[i] + (T)log((double)w.l[i]);
         }
@@ -461,6 +461,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
     int64_t m_at = j->mask.dtype ? head_at(&j->mask, &j->q, b, h) : 0;
     T *dmask = j->dmask.dtype ? (T *)j->dmask.data + head_at(&j->dmask, &j->q, b, h) : NULL;
     int64_t dm_row = j->dmask.stride[j->q.rank - 2], dm_col = j->dmask.stride[j->q.rank - 1];
+    int64_t f_at = j->frozen.dtype ? head_at(&j->frozen, &j->q, b, h) : 0, f_row = j->frozen.stride[j->q.rank - 2], f_col = j->frozen.stride[j->q.rank - 1];
     const T *lse = (const T *)j->lse.data + head * j->tq;
     T scale = (T)j->scale, keep_scale = (T)om_dropout_scale(j->dropout);
     uint32_t keep_below = om_philox_keep_below(j->dropout);
@@ -470,7 +471,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
         int64_t n = j->tq - i0 < BR ? j->tq - i0 : BR, ldq, lddy, ldy, ldm = 0, from, to;
         const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq), *dy = N(rows_in)(&j->dy, dy_at, i0, n, w.dy, &lddy);
         const T *y = N(rows_in)(&j->y, y_at, i0, n, w.y, &ldy);
-        bool odd = false;
+        bool odd = false, blind = false; /* blind: some query saw nothing, and that is NaN */
         for (int64_t i = 0; i < n; i++) {
             V sum = {0};
             for (int64_t k = 0; k < vp; k += VL) sum += N(vload)(dy + i * lddy + k) * N(vload)(y + i * ldy + k);
@@ -478,25 +479,28 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
             T x = lse[i0 + i];
             w.m[i] = x == -(T)INFINITY ? 0 : x;
             w.l[i] = x == -(T)INFINITY ? 0 : 1; /* from here on: what exp(x - m) is multiplied by */
+            blind |= x == -(T)INFINITY && j->nan_rows;
             if ((x < -1000 || x > 1000) && x - x == 0) w.l[i] = -1, odd = true;
             if (drop) w.drop[i].block = UINT64_MAX;
         }
         memset(w.out, 0, (size_t)(n * dp) * sizeof(T));
         N(range)(j, b, i0, n, &from, &to);
+        if (blind) from = 0, to = j->tk;
         bool single = to - from <= BC; /* the tile holds whole rows: softmax and D anew, without the rounding of lse and y */
         if (odd && !single) N(stats)(j, &w, b, m_at, i0, n, from, to, q, ldq);
         for (int64_t j0 = from; j0 < to; j0 += BC) {
             int64_t c = to - j0 < BC ? to - j0 : BC;
             int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
-            if (tile == TILE_HIDDEN) continue;
+            if (tile == TILE_HIDDEN && !blind) continue;
+            if (tile == TILE_HIDDEN) tile = TILE_MASKED; /* the mask's tile is all -inf */
             N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
             N(product)(n, N(pad)(c), j->dv_size, dy, lddy, w.vt + j0 * j->dv_size, BC, w.dp, BC, false);
             if (dm_row == 0) memset(column, 0, sizeof column);
             for (int64_t i = 0; i < n; i++) {
                 T *s = w.s + i * BC, *ds = w.dp + i * BC, m = w.m[i], l = w.l[i], delta = w.delta[i];
                 if (l == 0) { /* saw nothing */
-                    memset(s, 0, BC * sizeof(T));
-                    memset(ds, 0, BC * sizeof(T));
+                    for (int64_t k = 0; k < BC; k++) s[k] = blind ? (T)NAN : 0, ds[k] = blind && j->nan_rows == 1 ? (T)NAN : 0;
+                    if (blind) goto scores;
                     continue;
                 }
                 int64_t lo, hi;
@@ -532,7 +536,12 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                         N(vstore)(ds + k, N(vload)(w.p + k) * l * (N(vload)(ds + k) - delta));
                     }
                 }
+            scores:
                 if (dmask) N(dmask_row)(dmask + (i0 + i) * dm_row + j0 * dm_col, dm_row == 0 ? column : NULL, dm_col, ds, c);
+                if (j->frozen.dtype) {
+                    const uint8_t *f = (const uint8_t *)j->frozen.data + f_at + (i0 + i) * f_row + j0 * f_col;
+                    for (int64_t k = 0; k < c; k++) ds[k] = f[k * f_col] ? 0 : ds[k];
+                }
                 for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(ds + k) * scale);
             }
             if (dmask && dm_row == 0) N(dmask_columns)(dmask + j0 * dm_col, dm_col, column, c);

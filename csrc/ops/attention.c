@@ -1,17 +1,21 @@
 /* attention.c - y = softmax(q k^T * scale + mask) v with dropout on the probabilities, and its gradient.
  *
  * q (..., hq, tq, d), k (..., hk, tk, d), v (..., hk, tk, dv); rank >= 3; hq a multiple of hk (query head h uses key/value
- * head h / (hq / hk)). Operands after v: mask, kv_start, kv_end; any of them may be left out.
+ * head h / (hq / hk)). Operands after v: mask, kv_start, kv_end, frozen; any of them may be left out.
  *   mask            bool (true = visible) or float (added to the scaled scores), broadcast to (..., hq, tq, tk)
  *   kv_start/end    i64, one entry per batch entry: key j is visible when kv_start <= j < kv_end
+ *   frozen          bool, broadcast as mask: where it is true a score takes no gradient (it was replaced: masked_fill, where); the mask's
+ *                   own gradient is not touched by it, and forward does not read it
  * Attributes
  *   scale           multiplies q k^T; absent: 1 / sqrt(d)
  *   causal          1: key j is visible to query i when j <= i + causal_offset (absent: 0, torch's top-left rule)
  *   window          w > 0: key j is visible only when j > i - w
  *   seq_first       1: y is (..., tq, hq, dv), as the layer after it reads it; its gradient then takes dy and y and gives dq, dk, dv so too
  *   dropout         probability; words of the node's random stream at the row-major index of (batch, hq, tq, tk)
- * All conditions hold together. A query that sees no key gives y = 0, lse = -inf and no gradient; a finite additive mask is
- * plain arithmetic (all keys at the lowest float: their mean).
+ *   nan_rows        0: a query that sees no key gives y = 0 and no gradient; 1: it gives NaN, as the softmax of nothing but -inf does,
+ *                   and its scores take NaN; 2: NaN too, but what hid its keys replaced the scores, which take no gradient
+ * All conditions hold together. A query that sees no key has lse = -inf; a finite additive mask is plain arithmetic (all keys at the
+ * lowest float: their mean).
  *
  * The kernels (kernels/attention.k.c) work on one head, or one chunk of its queries, at a time; workers claim these tasks.
  * dmask is computed when asked for (want_dmask): everything that adds into one of its elements then belongs to one task.
@@ -26,7 +30,7 @@
 /* --- types ------------------------------------------------------------------------------------------ */
 
 /* Shared by both operators: operand positions are those of q in `in`. */
-static om_status attention_check(om_graph *g, const char *name, const om_id *q_k_v, om_id mask, om_id start, om_id end) {
+static om_status attention_check(om_graph *g, const char *name, const om_id *q_k_v, om_id mask, om_id start, om_id end, om_id frozen) {
     const om_type *q = om_ty(g, q_k_v[0]), *k = om_ty(g, q_k_v[1]), *v = om_ty(g, q_k_v[2]);
     om_ctx *cx = g->cx;
     OM_CHECK(cx, om_is_float(q->dtype), "%s of %s: only f32, f64, bf16 and f16", name, om_dtype_name(q->dtype));
@@ -44,8 +48,11 @@ static om_status attention_check(om_graph *g, const char *name, const om_id *q_k
     int64_t hq, hk;
     if (om_dim_const(g, q->dim[r - 3], &hq) && om_dim_const(g, k->dim[r - 3], &hk))
         OM_CHECK(cx, hk > 0 ? hq % hk == 0 : hq == 0, "%s: %lld query heads over %lld key/value heads; the first must be a multiple of the second", name, (long long)hq, (long long)hk);
-    if (mask != OM_NONE) {
-        const om_type *m = om_ty(g, mask);
+    if (frozen != OM_NONE) OM_CHECK(cx, om_ty(g, frozen)->dtype == OM_BOOL, "%s: frozen is %s; bool is needed", name, om_dtype_name(om_ty(g, frozen)->dtype));
+    for (int which = 0; which < 2; which++) {
+        om_id given = which ? frozen : mask;
+        if (given == OM_NONE) continue;
+        const om_type *m = om_ty(g, given);
         OM_CHECK(cx, m->dtype == OM_BOOL || om_is_float(m->dtype), "%s: mask is %s; bool or a float type is allowed", name, om_dtype_name(m->dtype));
         OM_CHECK(cx, m->rank <= r, "%s: mask has rank %d, q has %d", name, m->rank, r);
         for (int i = 0; i < m->rank; i++) {
@@ -79,7 +86,8 @@ static om_tensor attention_turned(om_tensor t, bool turn) { /* seen with heads b
 
 static om_status attention_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_id *in = om_ins(g, n);
-    OM_TRY(attention_check(g, "attention", in, n->n_in > 3 ? in[3] : OM_NONE, n->n_in > 4 ? in[4] : OM_NONE, n->n_in > 5 ? in[5] : OM_NONE));
+    OM_TRY(attention_check(g, "attention", in, n->n_in > 3 ? in[3] : OM_NONE, n->n_in > 4 ? in[4] : OM_NONE, n->n_in > 5 ? in[5] : OM_NONE,
+                           n->n_in > 6 ? in[6] : OM_NONE));
     out[0] = *om_ty(g, in[0]);
     out[0].dim[out[0].rank - 1] = om_ty(g, in[2])->dim[out[0].rank - 1];
     out[1] = *om_ty(g, in[0]);
@@ -91,7 +99,7 @@ static om_status attention_infer(om_graph *g, const om_node *n, om_type *out) {
 
 static om_status attention_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_id *in = om_ins(g, n);
-    OM_TRY(attention_check(g, "attention_grad", in + 1, in[4], n->n_in > 7 ? in[7] : OM_NONE, n->n_in > 8 ? in[8] : OM_NONE));
+    OM_TRY(attention_check(g, "attention_grad", in + 1, in[4], n->n_in > 7 ? in[7] : OM_NONE, n->n_in > 8 ? in[8] : OM_NONE, n->n_in > 9 ? in[9] : OM_NONE));
     OM_CHECK(g->cx, om_ty(g, in[0])->dtype == om_ty(g, in[1])->dtype && om_ty(g, in[5])->dtype == om_ty(g, in[1])->dtype, "attention_grad: dy and y must have q's dtype");
     OM_CHECK(g->cx, om_ty(g, in[6])->dtype == om_compute_dtype(om_ty(g, in[1])->dtype), "attention_grad: lse must be in the compute dtype");
     for (int i = 0; i < 3; i++) {
@@ -147,6 +155,7 @@ static om_status attention_job(om_ctx *cx, const om_args *a, const om_tensor *qk
     j->dropout = om_args_float(a, "dropout", 0);
     OM_CHECK(cx, j->dropout >= 0 && j->dropout <= 1, "attention: dropout %g; a probability is needed", j->dropout);
     j->causal = om_args_int(a, "causal", 0) != 0;
+    j->nan_rows = j->tk > 0 ? (int)om_args_int(a, "nan_rows", 0) : 0;
     const om_attr *off = om_attr_get(a->attr, a->n_attr, "causal_offset"), *win = om_attr_get(a->attr, a->n_attr, "window");
     j->offset = off ? off->kind == OM_ATTR_DIMS ? off->dims[0] : off->i : 0; /* a size expression or an integer */
     j->window = win ? win->kind == OM_ATTR_DIMS ? win->dims[0] : win->i : 0;
@@ -223,7 +232,8 @@ static om_status attention_backward_job(om_ctx *cx, const om_args *a, om_attn_jo
     j->dq = attention_turned(a->out[0], turn), j->dk = attention_turned(a->out[1], turn), j->dv = attention_turned(a->out[2], turn);
     j->task_batch = j->task_heads = 1;
     *sum_bytes = 0;
-    const om_tensor *mask = attention_operand(a, 4);
+    const om_tensor *mask = attention_operand(a, 4), *frozen = attention_operand(a, 9);
+    if (frozen) OM_TRY(attention_broadcast(cx, frozen, &j->q, j->tq, j->tk, &j->frozen));
     if (!mask || !om_is_float(mask->dtype) || !om_args_int(a, "want_dmask", 0)) return OM_OK;
     om_tensor sum = a->out[3]; /* summed in the compute type: in place when that is its own */
     int r = j->q.rank, type = om_compute_dtype(j->q.dtype);
@@ -272,7 +282,7 @@ static om_status attention_grad_run(om_ctx *cx, const om_args *a) {
 
 static om_status attention_grad_rule(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     om_graph *g = b->g;
-    om_id in[6] = {OM_NONE, OM_NONE, OM_NONE, OM_NONE, OM_NONE, OM_NONE};
+    om_id in[7] = {OM_NONE, OM_NONE, OM_NONE, OM_NONE, OM_NONE, OM_NONE, OM_NONE};
     for (int i = 0; i < n->n_in; i++) in[i] = om_ins(g, n)[i];
     if (dy[1] != OM_NONE) return om_fail(g->cx, OM_UNSUPPORTED, "attention: a gradient arrives for lse, which only backward may read");
     if (dy[0] == OM_NONE) return OM_OK;
@@ -282,8 +292,8 @@ static om_status attention_grad_rule(om_builder *b, const om_node *n, const om_i
     OM_CHECK(g->cx, n->n_attr < 16, "attention: %d attributes; at most 15 are known", n->n_attr);
     for (int i = 0; i < n->n_attr; i++) attr[n_attr++] = n->attr[i];
     if (dmask) attr[n_attr++] = OM_AI("want_dmask", 1);
-    om_id ops[9] = {dy[0], in[0], in[1], in[2], in[3], n->out, n->out + 1, in[4], in[5]};
-    int n_ops = in[5] != OM_NONE ? 9 : in[4] != OM_NONE ? 8 : 7;
+    om_id ops[10] = {dy[0], in[0], in[1], in[2], in[3], n->out, n->out + 1, in[4], in[5], in[6]};
+    int n_ops = in[6] != OM_NONE ? 10 : in[5] != OM_NONE ? 9 : in[4] != OM_NONE ? 8 : 7;
     om_id d = om_make(g, &om_op_attention_grad, ops, n_ops, attr, n_attr);
     if (d == OM_NONE) return g->cx->status;
     om_last(g)->rng = n->rng; /* the same words as forward */
@@ -294,12 +304,12 @@ static om_status attention_grad_rule(om_builder *b, const om_node *n, const om_i
 }
 
 const om_op om_op_attention = {
-    .name = "attention", .doc = "y, lse = softmax(q k^T scale + mask) v; q (..., hq, tq, d), k v (..., hk, tk, .), mask?, kv_start?, kv_end?", .kind = OM_K_ATTENTION,
-    .min_in = 3, .max_in = 6, .n_out = 2, .random = true, .infer = attention_infer, .grad = attention_grad_rule, .scratch = attention_scratch, .run = attention_run_op,
+    .name = "attention", .doc = "y, lse = softmax(q k^T scale + mask) v; q (..., hq, tq, d), k v (..., hk, tk, .), mask?, kv_start?, kv_end?, frozen?", .kind = OM_K_ATTENTION,
+    .min_in = 3, .max_in = 7, .n_out = 2, .random = true, .infer = attention_infer, .grad = attention_grad_rule, .scratch = attention_scratch, .run = attention_run_op,
 };
 
 const om_op om_op_attention_grad = {
-    .name = "attention_grad", .doc = "dq, dk, dv, dmask from (dy, q, k, v, mask?, y, lse, kv_start?, kv_end?); dmask has no element unless want_dmask", .kind = OM_K_ATTENTION,
-    .min_in = 7, .max_in = 9, .n_out = 4, .optional = 1u << 4, .dense = 1u << 6, .random = true, .infer = attention_grad_infer, .scratch = attention_grad_scratch,
+    .name = "attention_grad", .doc = "dq, dk, dv, dmask from (dy, q, k, v, mask?, y, lse, kv_start?, kv_end?, frozen?); dmask has no element unless want_dmask", .kind = OM_K_ATTENTION,
+    .min_in = 7, .max_in = 10, .n_out = 4, .optional = 1u << 4, .dense = 1u << 6, .random = true, .infer = attention_grad_infer, .scratch = attention_grad_scratch,
     .run = attention_grad_run,
 };

@@ -9,12 +9,15 @@
  * scores would have got. The nodes left behind are dead.
  *
  * What is the same: dropout keeps its random stream, and its logical index is the flat index of (.., h, q, k) in both forms.
- * What is not, on purpose: low-precision scores are kept in the attention operator's compute type instead of being rounded
- * in between; and a row in which -inf hides every key gives 0, where softmax gives NaN (as torch's own fused attention does).
+ * What is not, on purpose: low-precision scores are kept in the attention operator's compute type instead of being rounded in between.
  *
- * A finite hiding constant of where() replaces the score. From -1e30 on a score vanishes beside it, so adding it is the same. A
- * smaller one (-1e9, the annotated transformer's) hides exactly as -inf does in every row that sees a key; a row that sees none
- * has equal scores everywhere and no gradient into q and k: such a row gets a zero query and sees all keys, which is just that.
+ * Rows without a visible key decide what a mask means. Where -inf hides, softmax gives NaN there: nan_rows.
+ * A finite hiding constant of where() replaces the score, so its gradient ends there. In a row that sees a key that is so anyway: the
+ * weights of the hidden ones are exactly 0. A row that sees none has equal scores everywhere and no gradient into q and k.
+ *   the constant is the only step    such a row gets a zero query and sees all keys, which is just that
+ *   other steps stand beside it      from -1e30 on a score vanishes beside the constant, so adding it gives the same numbers, and the
+ *                                    operand `frozen` ends the gradient; smaller ones are not taken
+ * Neither is needed where every row provably sees a key (causal masks) and nothing else can hide it.
  *
  * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does the grouping.
  */
@@ -41,7 +44,7 @@ typedef struct attn_match {
     om_id q, kt, v, softmax;
     double scale, dropout;
     uint64_t rng;
-    bool weak;           /* the only mask step is a FILL with a finite number that a score does not vanish beside */
+    bool alone;          /* the only step is a FILL with a finite number */
     int n_steps;
     attn_step step[STEPS_MAX]; /* outermost first */
 } attn_match;
@@ -208,11 +211,13 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
     int T = qt->dtype, C = om_compute_dtype(T); /* no step may be more or less precise than the operator's own arithmetic */
     if (kt->dtype != T || vt->dtype != T || om_ty(g, mm->out)->dtype != T || pt->dtype != T) return false;
     if (!om_is_float(T) || (st->dtype != T && st->dtype != C)) return false;
+    bool weak = false; /* a score does not vanish beside the constant */
     for (int i = 0; i < m->n_steps; i++) {
         if (m->step[i].kind == STEP_ADD && om_ty(g, m->step[i].mask)->dtype != T && om_ty(g, m->step[i].mask)->dtype != C) return false;
-        m->weak |= m->step[i].kind == STEP_FILL && m->step[i].value > -1e30;
+        weak |= m->step[i].kind == STEP_FILL && m->step[i].value > -1e30;
     }
-    return !m->weak || m->n_steps == 1;
+    m->alone = m->n_steps == 1 && m->step[0].kind == STEP_FILL && isfinite(m->step[0].value);
+    return !weak || m->alone;
 }
 
 /* --- the replacement -------------------------------------------------------------------------------------------- */
@@ -261,24 +266,44 @@ static om_id with_lead(om_graph *g, om_id x, const om_dim *lead, int n_lead) {
     return om_b_reshape(g, x, dim, n_lead + 2);
 }
 
+/* A mask of the scores before a RESHAPE step as one of those after it. */
+static om_id mask_reshape(om_rewriter *r, const attn_step *s, om_id mask) {
+    om_graph *g = r->to;
+    if (mask == OM_NONE || g->cx->status != OM_OK) return OM_NONE;
+    om_type t = *om_ty(r->from, s->shape_of), mt = *om_ty(g, mask);
+    om_dim lead[OM_RANK];
+    bool ones = leading_ones(&mt);
+    for (int k = 0; k + 2 < t.rank; k++) lead[k] = ones ? 1 : om_dim_copy(g, r->from, t.dim[k]);
+    while (mt.rank < 2) { /* a mask over keys alone: rows of size 1 */
+        memmove(mt.dim + 1, mt.dim, mt.rank * sizeof *mt.dim);
+        mt.dim[0] = 1;
+        mt.rank++;
+    }
+    mask = om_b_reshape(g, mask, mt.dim, mt.rank);
+    return with_lead(g, mask, lead, t.rank - 2);
+}
+
+/* Where a FILL replaced the score. */
+static om_id frozen_of(om_rewriter *r, const attn_match *m) {
+    om_graph *g = r->to;
+    om_id frozen = OM_NONE;
+    for (int i = m->n_steps - 1; i >= 0; i--) {
+        const attn_step *s = &m->step[i];
+        if (s->kind == STEP_RESHAPE) frozen = mask_reshape(r, s, frozen);
+        if (s->kind != STEP_FILL) continue;
+        om_id hide = s->hide_when ? r->map[s->mask] : om_b_un(g, &om_op_not, r->map[s->mask]);
+        frozen = frozen == OM_NONE ? hide : om_b_bin(g, &om_op_or, frozen, hide);
+    }
+    return frozen;
+}
+
 static om_id mask_of(om_rewriter *r, const attn_match *m) {
     om_graph *g = r->to;
     om_id mask = OM_NONE;
     for (int i = m->n_steps - 1; i >= 0; i--) {
         const attn_step *s = &m->step[i];
         if (s->kind == STEP_RESHAPE) {
-            if (mask == OM_NONE) continue;
-            om_type t = *om_ty(r->from, s->shape_of), mt = *om_ty(g, mask);
-            om_dim lead[OM_RANK];
-            bool ones = leading_ones(&mt);
-            for (int k = 0; k + 2 < t.rank; k++) lead[k] = ones ? 1 : om_dim_copy(g, r->from, t.dim[k]);
-            while (mt.rank < 2) { /* a mask over keys alone: rows of size 1 */
-                memmove(mt.dim + 1, mt.dim, mt.rank * sizeof *mt.dim);
-                mt.dim[0] = 1;
-                mt.rank++;
-            }
-            mask = om_b_reshape(g, mask, mt.dim, mt.rank);
-            mask = with_lead(g, mask, lead, t.rank - 2);
+            mask = mask_reshape(r, s, mask);
             continue;
         }
         om_id x = r->map[s->mask];
@@ -340,18 +365,31 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     if (!same) q = with_lead(g, q, lead, n_lead), k = with_lead(g, k, lead, n_lead);
     if (!same_v) v = with_lead(g, v, lead, n_lead);
     attn_match as = *m;
-    bool blind = false;
-    if (m->weak) {
+    int fills = 0, finite = 0, at = 0;
+    bool adds = false, moderate = true, sees = false;
+    for (int i = 0; i < m->n_steps; i++)
+        if (m->step[i].kind == STEP_FILL) {
+            fills++, at = i;
+            finite += isfinite(m->step[i].value) != 0;
+        } else if (m->step[i].kind == STEP_ADD) {
+            adds = true;
+            moderate &= om_mask_moderate(from, m->step[i].mask);
+        }
+    if (fills == 1 && finite && moderate) {
         om_dim size[OM_RANK];
+        bool plain = true;
+        for (int i = 0; i < m->n_steps; i++) plain &= m->step[i].kind != STEP_RESHAPE;
         for (int i = 0; i < st->rank; i++) size[i] = om_dim_copy(g, from, st->dim[i]);
-        blind = !om_mask_rows_see(r, m->step[0].mask, !m->step[0].hide_when, size, st->rank);
-        as.step[0].value = -INFINITY;
+        sees = plain && om_mask_rows_see(r, m->step[at].mask, !m->step[at].hide_when, size, st->rank);
     }
-    om_id mask = mask_of(r, &as);
-    if (blind) mask = free_blind_rows(g, mask, &q);
-    om_id in[4] = {q, k, v, mask};
-    om_id y = om_make(g, &om_op_attention, in, in[3] == OM_NONE ? 3 : 4,
-                      OM_ATTRS(OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout)));
+    if (m->alone) as.step[0].value = -INFINITY;
+    om_id mask = mask_of(r, &as), frozen = OM_NONE;
+    if (m->alone && !sees) mask = free_blind_rows(g, mask, &q);
+    else if (!m->alone && !sees && fills && (finite || adds)) frozen = frozen_of(r, m);
+    bool nan = m->n_steps && !m->alone;
+    om_id in[7] = {q, k, v, mask, OM_NONE, OM_NONE, frozen};
+    om_attr attr[4] = {OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout), OM_AI("nan_rows", adds || finite ? 1 : 2)};
+    om_id y = om_make(g, &om_op_attention, in, frozen != OM_NONE ? 7 : mask != OM_NONE ? 4 : 3, attr, nan && mask != OM_NONE ? 4 : 3);
     om_last(g)->rng = m->dropout > 0 ? m->rng + om_sabotage("attention.stream") : 0;
     r->map[mm->out] = om_b_reshape(g, y, yt.dim, yt.rank);
     return g->cx->status;

@@ -324,6 +324,8 @@ static bool masks_moderate_value(const om_graph *g, om_id v, int depth) {
     return true;
 }
 
+bool om_mask_moderate(const om_graph *g, om_id v) { return masks_moderate_value(g, v, 0); }
+
 static bool masks_moderate(const masks *s, mx_id e) {
     const mx_node *x = mx_at(&s->m, e);
     switch (x->kind) {

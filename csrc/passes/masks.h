@@ -159,5 +159,7 @@ bool mx_gather_source(mx *m, const om_node *n, const mx_id *idx, mx_id *in);
 /* Does every row of scores of these sizes provably have a key for which the bool value `cond` (of r->from, broadcast to them) is
  * `visible_when`? False also when nothing is known. */
 bool om_mask_rows_see(om_rewriter *r, om_id cond, bool visible_when, const om_dim *size, int rank);
+/* Are all numbers of a float value ones that a trained network produces, not ones that a user may have filled with -inf or finfo.min? */
+bool om_mask_moderate(const om_graph *g, om_id v);
 
 #endif
