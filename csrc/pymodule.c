@@ -73,6 +73,12 @@ static void exported_delete(om_dl_managed *m) {
 }
 
 PyObject *om_py_export(const om_tensor *t, void *data, om_block *block) {
+    bool fits = om_dl_dtype_of(t->dtype).bits != 0; /* what torch cannot hold makes it throw, and no exception may pass through C */
+    for (int i = 0; i < t->rank; i++) fits &= t->stride[i] >= 0 && t->dim[i] >= 0;
+    if (!fits) {
+        om_block_put(block);
+        return PyErr_Format(PyExc_RuntimeError, "a %s value with %d dimensions and these strides cannot be a torch tensor", om_dtype_name(t->dtype), t->rank);
+    }
     exported *e = calloc(1, sizeof *e);
     if (!e) {
         om_block_put(block);

@@ -24,7 +24,7 @@ typedef struct Run {
     om_run r;
     om_plan *plan;             /* r.plan, to be released */
     om_block *arena, **output, **grad, **loan;
-    void *temp;                /* dense copies of arriving gradients: list of om_alloc'd pointers */
+    void *temp;                /* dense copies of what lies otherwise: list of om_alloc'd pointers */
     bool backward, done, exported_outputs, keep;
     double plan_ms;
 } Run;

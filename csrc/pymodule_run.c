@@ -278,6 +278,20 @@ static void run_loans_return(Run *self) {
     }
 }
 
+/* What the host gets at a stop: the memory as it lies, or a dense copy where it runs backwards (a flipped view; torch has no such strides). */
+static PyObject *host_input(Run *self, om_tensor t) {
+    if (!t.dtype) return Py_INCREF(Py_None), Py_None;
+    bool backwards = false;
+    for (int k = 0; k < t.rank; k++) backwards |= t.stride[k] < 0;
+    if (backwards) {
+        om_tensor copy = t;
+        om_dense_strides(&copy);
+        if (!(copy.data = run_temp(self, (size_t)tensor_bytes(&copy))) || om_copy(self->cx, &t, &copy) != OM_OK) return om_py_error(self->cx);
+        t = copy;
+    }
+    return om_py_export(&t, t.data, NULL);
+}
+
 static PyObject *Run_resume(PyObject *o, PyObject *args) {
     Run *self = (Run *)o;
     const om_plan *p = self->r.plan;
@@ -302,8 +316,7 @@ static PyObject *Run_resume(PyObject *o, PyObject *args) {
     const om_node *node = &p->g->nodes.v[c->node];
     PyObject *list = PyList_New(c->n_in);
     for (int i = 0; list && i < c->n_in; i++) {
-        om_tensor t = om_run_arg(&self->r, c, i);
-        PyObject *x = t.dtype ? om_py_export(&t, t.data, NULL) : (Py_INCREF(Py_None), Py_None);
+        PyObject *x = host_input(self, om_run_arg(&self->r, c, i));
         if (!x || PyList_SetItem(list, i, x)) Py_CLEAR(list);
     }
     if (!list) return NULL;

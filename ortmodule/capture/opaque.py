@@ -1,21 +1,25 @@
 """What stays PyTorch's inside a captured graph: custom autograd.Functions and submodules kept outside.
 
 torch.export would trace through both, and the backward a user wrote, or the hooks on a module, would be lost without a word. So
-while an export runs, `Function.apply` of user classes and `forward` of kept submodules are replaced by one opaque operator,
+while an export runs, the code of `Function.apply` (bound early or late, it is one function) and `forward` of kept submodules are replaced by one opaque operator,
 ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which the tracer records as a single node. `index` is the row of the
 capture's table; the row knows how to rebuild the Python call from tensors.
 
 The types of the results: a Function's forward is run on the fake tensors of the trace. A kept module often is kept because it
 cannot run on fake tensors; then sizes come from a recording of the real module made before the export (static captures only).
 
-Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are reproducible; torch's
-own Functions are left alone, but for reentrant checkpointing, which is inlined (recomputation is the engine's own decision).
+Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are reproducible; other
+threads never notice; Functions by which PyTorch traces are left alone, but for reentrant checkpointing, which is inlined (recomputation
+is the engine's own decision).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..guard import part_of_forward
 from .skeleton import Fill, skeleton
@@ -45,6 +51,7 @@ class Row:
     reason: str
     module: str = ""
     rebuild: Fill | None = None  # tensor results -> what the Python call returns; known after meta ran
+    silent: list[int] = field(default_factory=list)  # results marked as not differentiable; known after meta ran
 
 
 @dataclass
@@ -121,7 +128,7 @@ def _record(row: Row, tensors: list[Tensor]) -> Any:
     table.rows.append(row)
     outs = HOST(tensors, len(table.rows) - 1)
     assert row.rebuild is not None, "the fake kernel of an opaque call sets its skeleton"
-    return row.rebuild(outs)
+    return row.rebuild([y.detach() if i in row.silent else y for i, y in enumerate(outs)])
 
 
 # --- custom autograd.Function ---------------------------------------------------------------------
@@ -130,67 +137,120 @@ def _record(row: Row, tensors: list[Tensor]) -> Any:
 class _MetaContext:
     """Stands for `ctx` while a Function's forward runs for the types of its results only."""
 
-    def __init__(self, n_inputs: int) -> None:
-        self.needs_input_grad = (True,) * n_inputs
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
         self.dirty = False
+        self.silent: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None: ...
-    def mark_non_differentiable(self, *tensors: Any) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.silent = tensors
 
     def mark_dirty(self, *tensors: Any) -> None:
         self.dirty = bool(tensors)
 
 
-def _function_node(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class _Edits(TorchDispatchMode):
+    """Notices whether one of these tensors is written to."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.memory = {t.untyped_storage()._cdata for t in tensors}
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for arg, x in zip(func._schema.arguments, args, strict=False):
+                if arg.alias_info is not None and arg.alias_info.is_write:
+                    for t in x if isinstance(x, (list, tuple)) else (x,):
+                        self.found |= isinstance(t, Tensor) and t.untyped_storage()._cdata in self.memory
+        return func(*args, **(kwargs or {}))
+
+
+def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch._C._are_functorch_transforms_active():
+        raise OpaqueError(f"{cls.__qualname__}.apply is called inside a function transform (vmap, grad)")
+    new_style = cls.setup_context is not Function.setup_context
+    if new_style:  # such a Function is given its defaults, and everything by position
+        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args, kwargs = bound.args, bound.kwargs
     tensors, fill = _split(args, kwargs)
+    direct = {id(x) for x in args if isinstance(x, Tensor)}
+    tensors = [x if id(x) in direct else x.detach() for x in tensors]  # autograd does not see tensors inside of lists
+    needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
     autocast = _autocast_state()
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
-        ctx = _MetaContext(len(a))
-        with torch.no_grad(), autocast():
-            if cls.setup_context is not torch.autograd.Function.setup_context:
+        ctx = _MetaContext(needs)
+        with torch.no_grad(), autocast(), _Edits(xs) as edits:
+            if new_style:
                 out = cls.forward(*a, **k)
                 cls.setup_context(ctx, a, out)
             else:
                 out = cls.forward(ctx, *a, **k)
-        if ctx.dirty:
-            raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place (ctx.mark_dirty)")
+        if ctx.dirty or edits.found:
+            raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place")
         outs, row.rebuild = _results(out)
+        row.silent = [i for i, y in enumerate(outs) if any(y is t for t in ctx.silent)]
         return outs
 
-    row = Row("python_op", f"{cls.__qualname__}.apply", _as_call(apply, fill, autocast), meta,
+    row = Row("python_op", f"{cls.__qualname__}.apply", _as_call(functools.partial(_apply, cls), fill, autocast), meta,
               "custom autograd.Function: its backward is the user's Python code")
     return _record(row, tensors)
 
 
+# References to `MyFunction.apply` are taken early: at module level, in __init__, by import. They all are bound methods of one Python
+# function, so its code is what has to be another one while an export runs.
+_live = Function.__dict__["apply"].__func__
+_apply = types.FunctionType(_live.__code__, _live.__globals__, _live.__name__, _live.__defaults__, _live.__closure__)
+_apply.__kwdefaults__ = _live.__kwdefaults__
+_exporting: list[int] = []  # threads, innermost export last
+
+# Parts of PyTorch whose Functions belong to tracing itself, or only pass tensors through.
+_MACHINERY = ("torch._dynamo.", "torch._export.", "torch._functorch.", "torch._higher_order_ops.", "torch._inductor.", "torch._library.",
+              "torch._prims_common.", "torch._subclasses.", "torch.autograd.", "torch.distributed.fsdp.", "torch.distributed.tensor.",
+              "torch.nested.", "torch.nn.modules._functions.BackwardHookFunction", "torch.utils.checkpoint.")  # fmt: skip
+
+
+class _Code:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        __class__  # type: ignore[name-defined]  # noqa: B018  (a free variable, as in the original: code is exchanged only for code with as many)
+        from ortmodule.capture.opaque import _applied
+
+        return _applied(cls, args, kwargs)
+
+
+def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every call of a Function in the process comes here while an export runs; those of other threads go on as ever."""
+    if not _tables or not _exporting or _exporting[-1] != threading.get_ident() or not torch.compiler.is_exporting():
+        return _apply(cls, *args, **kwargs)
+    if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
+        run, _preserve_rng, *rest = args
+        return run(*rest)
+    if f"{cls.__module__}.{cls.__name__}".startswith(_MACHINERY):
+        return _apply(cls, *args, **kwargs)
+    return _function_node(cls, args, kwargs)
+
+
 @contextlib.contextmanager
 def keep_functions() -> Iterator[None]:
-    """Functions of user classes become opaque nodes."""
-    Function = torch.autograd.Function
-    original = Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
-        if not _tables or not torch.compiler.is_exporting():
-            return bound(*args, **kwargs)
-        if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
-            run, _preserve_rng, *rest = args
-            return run(*rest)
-        if cls.__module__.split(".")[0] == "torch":
-            return bound(*args, **kwargs)
-        return _function_node(cls, bound, args, kwargs)
-
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    """Functions become opaque nodes, whatever reference to `apply` they are called by. Under the lock of the export."""
+    _exporting.append(threading.get_ident())
+    _live.__code__ = _Code.__dict__["apply"].__code__
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        _exporting.pop()
+        if not _exporting:
+            _live.__code__ = _apply.__code__
 
 
 # --- submodules kept in PyTorch -------------------------------------------------------------------
