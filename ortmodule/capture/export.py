@@ -240,8 +240,11 @@ def is_user_file(path: str) -> bool:
     return not path.startswith((_TORCH_DIR, _OWN_DIR, "<"))
 
 
-def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
-    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code."""
+def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
+    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code; after the trace, those of
+    the node at hand."""
+    if isinstance(error, CaptureError):
+        return error
     names = {id(m): fqn for fqn, m in root.named_modules()}
     module, file, line, depth = "", "", 0, -1
     chain: list[BaseException] = []
@@ -253,6 +256,9 @@ def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
         tb, n, found, at = e.__traceback__, 0, "", ("", 0)
         while tb is not None:
             frame = tb.tb_frame
+            source = next((s for s in (getattr(frame.f_locals.get(k), "src", None) for k in ("node", "self")) if type(s) is tuple), None)
+            if source is not None and frame.f_code.co_filename.startswith(_OWN_DIR):
+                found, at = source[0], source[1:]
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
             base = getattr(type(owner), "get_base", None)
             if base is not None:
@@ -283,7 +289,7 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         except CaptureError:
             raise
         except Exception as e:
-            error = _capture_error(module, e)
+            error = capture_error(module, e)
             if not dynamic or all(d != 1 for t in flatten_inputs(args, kwargs).tensors for d in t.shape):
                 raise error from e
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
