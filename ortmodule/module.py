@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from . import _C, guard
 from .capture import CaptureError, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
-from .capture.skeleton import input_skeleton, skeleton
+from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
 from .host import Failed
@@ -156,8 +156,9 @@ class State:
             return self.eager(self.off, args, kwargs)
         try:
             flat = flatten_inputs(args, kwargs)
-        except Exception as error:  # a list that holds itself
-            return self.eager(f"the arguments cannot be flattened: {_named(error)}", args, kwargs)
+        except Exception as error:  # also a list that holds itself
+            return self.eager(f"among the arguments is {error}" if isinstance(error, Unreadable) else
+                              f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
         leaves, _, structure = flat
         for t in leaves:
             if type(t) not in _PLAIN_TYPES:
@@ -210,7 +211,7 @@ class State:
         except Unfit as error:
             return self.unfit(site, captured, flat, error, args, kwargs)
         except Refusal as error:
-            self.leave(site.entry, CaptureError(f"the engine refuses the graph: {error}"))
+            self.leave(site.entry, CaptureError(f"the engine refuses the graph: {str(error).partition(chr(10))[0]}"))
             return self.call(args, kwargs)
         except Failed as error:
             return self.failed(site.entry, error, args, kwargs)
@@ -403,7 +404,7 @@ class State:
     def failed(self, entry: _Entry, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The engine could not run this call, and has left everything as it was: an index is out of range, memory is short, or a plan for
         these sizes cannot be made. PyTorch either has the error that the user should see, or a result."""
-        reason = f"the engine failed: {error}"
+        reason = f"the engine failed: {str(error).partition(chr(10))[0]}"
         result = self.eager(reason, args, kwargs)
         if self.settings.strict:
             raise error
@@ -642,7 +643,10 @@ _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 def _shadow(module: nn.Module) -> nn.Module:
     """The module without its own hooks (they run around the engine, in __call__): same class, same children, parameters, attributes."""
-    shadow: nn.Module = object.__new__(type(module))
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__:  # what it does runs around the engine, too
+        cls = types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(__module__=cls.__module__, __call__=nn.Module.__call__))
+    shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__.update({name: OrderedDict() for name in _CALL_HOOKS})
     return shadow

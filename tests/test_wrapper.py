@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import io
 import pickle
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -409,3 +413,152 @@ def test_attributes_of_the_same_name_are_told_once(caplog):
     x = torch.randn(3, 4)
     same(outcome(w, x), outcome(eager, x))
     alike(w, eager)
+
+
+# --- state that forward changes -------------------------------------------------------------------
+
+
+class Buffers(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("other", torch.ones(4), persistent=False)
+        self.register_buffer("late", None)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def counted(m: Any, x: Tensor) -> Tensor:
+    m.count = m.count + 1
+    m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+    return m.layer(x) * m.count + m.mean
+
+
+def exchanged(m: Any, x: Tensor) -> Tensor:
+    m.mean, m.other = m.other, m.mean
+    return m.layer(x) * m.mean
+
+
+def viewed(m: Any, x: Tensor) -> Tensor:
+    m.mean = x.detach()[0]
+    m.mean = m.mean + 1
+    return m.layer(x) * m.mean
+
+
+def made_late(m: Any, x: Tensor) -> Tensor:
+    if m.late is None:
+        m.late = x.detach().mean(0)
+    return m.layer(x) * m.late
+
+
+def grown(m: Any, x: Tensor) -> Tensor:
+    m.other = torch.cat([m.other, m.other[:1] * 2])
+    return m.layer(x) * m.other.sum()
+
+
+def frozen(m: Any, x: Tensor) -> Tensor:
+    m.layer.weight.requires_grad_(False)
+    return m.layer(x)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("function", [counted, exchanged, viewed, made_late, grown, frozen])
+def test_buffers_that_forward_assigns(function, inner):
+    """`self.count = self.count + 1`: the export loses it."""
+    eager = nn.Sequential(nn.Linear(4, 4), Buffers(function)) if inner else Buffers(function)
+    w = ORTModule(copy.deepcopy(eager))
+    for rows in (3, 3, 5):
+        x = torch.randn(rows, 4)
+        same(outcome(w, x), outcome(eager, x))
+        alike(w, eager)
+    report = w.report()
+    if function in (counted, exchanged, viewed):
+        assert report.node_share == 1 and not report.eager, str(report)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * 2) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_call_of_the_users_own():
+    for make in (Twice, lambda: nn.Sequential(Twice(), nn.Tanh())):
+        eager = make()
+        w = ORTModule(copy.deepcopy(eager), strict=True)
+        x = torch.randn(3, 4)
+        same(outcome(w, x), outcome(eager, x))
+        alike(w, eager)
+
+
+# --- arguments and results that are no tensors ----------------------------------------------------
+
+
+class Box:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+VALUES = {
+    "numpy": (lambda h, v: h * torch.from_numpy(v).sum(), [np.ones(2), np.ones(2) * 3, np.ones(3)]),
+    "numpy scalars": (lambda h, v: h * v, [np.float64(2), np.int64(2), np.float64(3), True, 2, 2.0]),
+    "set": (lambda h, v: h * len(v), [{1}, {1, 2}, {"a", "b"}, frozenset({1.5})]),
+    "deque": (lambda h, v: h * v[0], [collections.deque([1.0]), collections.deque([2.0]), collections.deque([torch.ones(4)])]),
+    "partial": (lambda h, v: v(h), [functools.partial(F.leaky_relu, negative_slope=s) for s in (0.1, 0.5)]),
+    "iterator": (lambda h, v: h * next(v), [[2.0, 3.0], [4.0]]),
+    "random": (lambda h, v: h * v.random(), [random.Random(1), random.Random(2)]),
+    "generator": (lambda h, v: h * torch.rand((), generator=v), [1, 2]),
+    "slots": (lambda h, v: h * v.value, [Box(2.0), Box(3.0), Box(torch.ones(4))]),
+    "module": (lambda h, v: v(h), [nn.Threshold(0.0, 1.0), nn.Threshold(0.0, 2.0)]),
+}
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_arguments_of_any_type(name):
+    function, values = VALUES[name]
+    eager = Calls(lambda m, x, v: function(m.layer(x), v))
+    w = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(3, 4)
+    for value in [*values, values[0]]:
+        given = [copy.deepcopy(value) for _ in range(2)]
+        if name == "iterator":
+            given = [iter(v) for v in given]
+        elif name == "generator":
+            given = [torch.Generator().manual_seed(v) for v in given]
+        same(outcome(w, x, given[0]), outcome(eager, x, given[1]))
+    alike(w, eager)
+
+
+RESULTS = {
+    "generator": (lambda h: (h * i for i in range(2)), list),
+    "map": (lambda h: map(torch.tanh, [h, -h]), list),
+    "closure": (lambda h: (lambda: h * 2), lambda f: [f()]),
+    "partial": (lambda h: functools.partial(torch.add, h), lambda f: [f(1)]),
+    "set": (lambda h: {h}, list),
+    "deque": (lambda h: collections.deque([h, 2 * h]), list),
+    "slots": (lambda h: Box([h]), lambda b: b.value),
+    "nested": (lambda h: Box({"a": (Box(h), 1, None)}), lambda b: [b.value["a"][0].value]),
+}
+
+
+@pytest.mark.parametrize("name", list(RESULTS))
+def test_results_of_any_type(name):
+    function, read = RESULTS[name]
+    eager = Calls(lambda m, x: function(m.layer(x)))
+    w = ORTModule(copy.deepcopy(eager))
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        for a, b in zip(read(w(x)), read(eager(x)), strict=True):
+            same(a.detach(), b.detach())
