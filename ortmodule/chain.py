@@ -40,7 +40,7 @@ from torch.autograd.graph import increment_version
 from . import _C
 from .capture import Captured
 from .capture.functional import View
-from .host import Answers, Host, Regions, Want
+from .host import Answers, Failed, Host, Regions, Want
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
@@ -195,8 +195,8 @@ class Graph:
                 found = self._full_variant(wanted, tensors)
                 if 0 in found.through and self.model.outputs[0][2] == 0 and len(found.through) > 1:
                     found = self.variant_for(wanted, bytes([i == 0 for i in range(self.n_outputs)]), tensors)
-            except RuntimeError as error:
-                raise Refusal(str(error)) from error
+            except Exception as error:
+                raise Refusal(str(error) or type(error).__name__) from error
             self._current[wanted] = found
         return found
 
@@ -244,8 +244,13 @@ class Graph:
     def infer(self, tensors: Sequence[Tensor]) -> Any:
         """The user's output, without anything for a backward."""
         start = perf_counter()
+        before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
         run = self._start(self.plain, tensors, self._seed(), False)
-        self.host.drive_forward(run, {}, {}, tensors)
+        try:
+            self.host.drive_forward(run, {}, {}, tensors)
+        except Failed as error:
+            self._restore(error, before, tensors)
+            raise
         if self.writes:
             increment_version([tensors[i] for i in self.writes])
         outs: list[Tensor | None] = list(run.outputs())
@@ -274,7 +279,11 @@ class Graph:
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = torch.get_rng_state() if self.host.ops else None
         run = self._start(variant, tensors, seed, True)
-        self.host.drive_forward(run, step.regions, variant.want, tensors)
+        try:
+            self.host.drive_forward(run, step.regions, variant.want, tensors)
+        except Failed as error:
+            self._restore(error, step.clones, tensors)
+            raise
         step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
         if self.writes:
             increment_version([tensors[i] for i in self.writes])
@@ -302,10 +311,18 @@ class Graph:
             return self.model.forward(variant.number, tensors, seed, train)
         except ValueError as error:
             raise Unfit(str(error)) from error
-        except RuntimeError as error:
-            if self.forwards:
-                raise
+        except Exception as error:
+            if self.forwards:  # other sizes have been computed
+                raise Failed(str(error)) from error
             raise Refusal(str(error)) from error
+
+    def _restore(self, error: Failed, clones: dict[int, Tensor], tensors: Sequence[Tensor]) -> None:
+        """Undoes what a forward that has failed may have written, so that PyTorch can run it."""
+        if any(i not in clones for i in self.writes):
+            raise RuntimeError(str(error)) from error
+        with torch.no_grad():
+            for i in self.writes:
+                tensors[i].copy_(clones[i])
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's batch_norm changes

@@ -14,7 +14,7 @@ they are the caller's own tensors (parameters; all of a submodule in PyTorch): t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,17 @@ class Region:
         self.outputs = outputs
 
 
+class Failed(RuntimeError):
+    """The engine has stopped in the middle of a forward; what it has written so far may be half done."""
+
+
+def _of_engine(step: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return step(*args)
+    except Exception as error:
+        raise Failed(str(error)) from error
+
+
 # A host node is known by its row in the table of host operations.
 Regions = dict[int, Region]
 Want = dict[int, list[list[int]]]
@@ -53,14 +64,14 @@ class Host:
 
     def drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor]) -> None:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph input."""
-        stop = run.resume()
+        stop = _of_engine(run.resume)
         mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
         while stop is not None:
             start = perf_counter()
             index, _, inputs = stop
             self._forward(run, index, inputs, regions, want, mine)
             self.ms[index] += (perf_counter() - start) * 1e3
-            stop = run.resume()
+            stop = _of_engine(run.resume)
 
     def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers) -> None:
         """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward."""
@@ -81,7 +92,8 @@ class Host:
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
-                run.host_done(_as_tuple(op.call(_given(inputs))))
+                answer = _as_tuple(op.call(_given(inputs)))
+            _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
         leaves: list[Tensor | None] = []
@@ -97,7 +109,7 @@ class Host:
         with torch.enable_grad():
             outputs = _as_tuple(op.call(_given(leaves)))
         regions[node] = Region(leaves, outputs)
-        run.host_done([t.detach() for t in outputs])
+        _of_engine(run.host_done, [t.detach() for t in outputs])
 
 
 def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:

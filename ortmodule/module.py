@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,10 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from . import _C, guard
-from .capture import CaptureError, FlatInputs, InputSpec, capture, flatten_inputs
-from .capture.skeleton import input_skeleton, skeleton
+from .capture import CaptureError, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
+from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
+from .host import Failed
 from .report import EagerEntry, GraphEntry, HostEntry, MemoryEntry, Report
 
 logger = logging.getLogger("ortmodule")
@@ -41,6 +42,7 @@ _SITE_LIMIT = 64  # states of one module remembered with their tensors
 _EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _MANY_CAPTURES = 16  # of one module, before a warning
+_FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
 _GENERAL_LIMIT = 3  # symbolic captures of one call structure
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -69,6 +71,7 @@ class _Entry:
         self.keep: set[str] = set()
         self.reads: guard.Reads | None = None  # the Python state that the captures hold for
         self.writes_seen = 0
+        self.failures = 0  # runs of the engine that PyTorch had to repeat
         self.why = "first call"  # what no other entry stood for
 
 
@@ -129,7 +132,11 @@ class State:
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
         self.settings = settings
+        self.body = module  # whose forward runs: the module, seen with the methods that were assigned on the wrapper
         self.override: Callable[..., Any] | None = None  # forward assigned on the wrapper
+        self.assigned: dict[str, Any] = {}  # other methods
+        self.base: type[ORTModule] = ORTModule  # the wrapper's class, without the module's
+        self.off: str | None = None  # why every call runs in PyTorch
         self.sites: dict[Hashable, _Site] = {}
         self.entries: dict[tuple[Any, ...], list[_Entry]] = {}
         self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
@@ -145,7 +152,13 @@ class State:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The wrapper's forward."""
-        flat = flatten_inputs(args, kwargs)
+        if self.off is not None:
+            return self.eager(self.off, args, kwargs)
+        try:
+            flat = flatten_inputs(args, kwargs)
+        except Exception as error:  # also a list that holds itself
+            return self.eager(f"among the arguments is {error}" if isinstance(error, Unreadable) else
+                              f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
         leaves, _, structure = flat
         for t in leaves:
             if type(t) not in _PLAIN_TYPES:
@@ -155,16 +168,23 @@ class State:
         if guard.global_hooks():
             return self.eager("hooks for all modules of the process are registered", args, kwargs)
         if getattr(self.local, "capturing", False):
-            return self.module.forward(*args, **kwargs)
+            return self.body.forward(*args, **kwargs)
         env = guard.environment()
         fast = self.guard.fast()
         key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
         site = self.sites.get(key)
         if site is None or [p.requires_grad for p in site.params] != site.params_grad:
-            site = self.find_site(key, structure, env, args, kwargs)
+            try:
+                site = self.find_site(key, structure, env, args, kwargs)
+            except Refused:
+                raise
+            except Exception as error:
+                if self.settings.strict:
+                    raise
+                return self.eager(f"the state of the module cannot be read: {_named(error)}", args, kwargs)
         if site.entry.eager is not None:
             site.entry.eager.calls += 1
-            return self.module.forward(*args, **kwargs)
+            return self.body.forward(*args, **kwargs)
         captured = site.captured
         if captured is None or not captured.fits(flat):
             captured = self.find_captured(site, flat, args, kwargs)
@@ -191,8 +211,10 @@ class State:
         except Unfit as error:
             return self.unfit(site, captured, flat, error, args, kwargs)
         except Refusal as error:
-            self.leave(site.entry, CaptureError(f"the engine refuses the graph: {error}"))
+            self.leave(site.entry, CaptureError(f"the engine refuses the graph: {str(error).partition(chr(10))[0]}"))
             return self.call(args, kwargs)
+        except Failed as error:
+            return self.failed(site.entry, error, args, kwargs)
 
     # --- the slow path -----------------------------------------------------------------------------
 
@@ -291,8 +313,8 @@ class State:
                 except _Skip as skip:
                     self.local.skip = str(skip)
                     return None
-                except CaptureError as error:
-                    failure = error
+                except Exception as error:
+                    failure = capture_error(self.module, error)
                     if symbolic:
                         entry.no_symbolic, entry.symbolic = True, False
                     continue
@@ -313,7 +335,7 @@ class State:
         self.local.capturing = True
         try:
             for _ in range(_LADDER_LIMIT):
-                shadow = _shadow(self.module)
+                shadow = _shadow(self.body)
                 try:
                     with guard.Watch(shadow) as watch, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
@@ -328,12 +350,15 @@ class State:
                         raise _Skip("forward assigns attributes of a module")
                     where, name = written[0]
                     raise CaptureError(f"forward assigns self.{name}", where)
-                except CaptureError as error:
+                except _Skip:
+                    raise
+                except Exception as raised:
+                    error = capture_error(shadow, raised)
                     name = error.module
                     while name in keep:
                         name = name.rpartition(".")[0]
                     if self.settings.strict or not name:
-                        raise
+                        raise error from raised
                     keep = {k for k in keep if not k.startswith(name + ".")} | {name}
             else:
                 raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
@@ -346,8 +371,8 @@ class State:
         self.save(captured.onnx)
         try:
             graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
-        except (RuntimeError, ValueError) as error:
-            raise CaptureError(f"the engine refuses the graph: {error}") from error
+        except Exception as error:
+            raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
         for i in graph.writes:
             spec = captured.inputs[i]
             if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
@@ -363,7 +388,7 @@ class State:
         """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under its data, or a
         dynamic capture holds for fewer sizes): looks again, once."""
         if getattr(self.local, "again", False):
-            raise error
+            return self.failed(site.entry, error, args, kwargs)
         self.local.again = True
         try:
             with self.lock:
@@ -376,6 +401,20 @@ class State:
         finally:
             self.local.again = False
 
+    def failed(self, entry: _Entry, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The engine could not run this call, and has left everything as it was: an index is out of range, memory is short, or a plan for
+        these sizes cannot be made. PyTorch either has the error that the user should see, or a result."""
+        reason = f"the engine failed: {str(error).partition(chr(10))[0]}"
+        result = self.eager(reason, args, kwargs)
+        if self.settings.strict:
+            raise error
+        entry.failures += 1
+        if entry.failures == 1:
+            logger.warning("%s ran in PyTorch: %s", type(self.module).__name__, reason)
+        if entry.failures == _FAILURES:
+            self.leave(entry, CaptureError(reason))
+        return result
+
     # --- PyTorch instead ---------------------------------------------------------------------------
 
     def eager_entry(self, reason: str, module: str = "", file: str = "", line: int = 0) -> EagerEntry:
@@ -387,7 +426,7 @@ class State:
     def eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This call in PyTorch."""
         self.eager_entry(reason).calls += 1
-        return self.module.forward(*args, **kwargs)
+        return self.body.forward(*args, **kwargs)
 
     def leave(self, entry: _Entry, error: CaptureError) -> None:
         """All calls of this kind in PyTorch from now on."""
@@ -402,9 +441,9 @@ class State:
         if failure is None:
             return self.eager(self.local.skip if site.entry.eager is None else site.entry.eager.reason, args, kwargs)
         self.local.failure = None
+        result = self.body.forward(*args, **kwargs)
         if self.settings.strict:
             raise failure
-        result = self.module.forward(*args, **kwargs)
         self.leave(site.entry, failure)
         assert site.entry.eager is not None
         site.entry.eager.calls += 1
@@ -423,7 +462,7 @@ class State:
         assert graph is not None
         leaves = [t.view_as(t) if t.requires_grad else t for t in call.flat.tensors]
         args, kwargs = call.fill([*leaves, *call.flat.scalars])
-        holder = _Holder(self.module)
+        holder = _Holder(self.body)
         before = {id(tensors[i]): t for i, t in clones.items()}
         own: dict[str, Tensor] = {}
         alias: dict[int, Tensor] = {}
@@ -453,17 +492,33 @@ class State:
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases
 
+    def assign(self, methods: dict[str, Any]) -> None:
+        """These methods stand on the wrapper in place of the class's."""
+        with self.lock:
+            self.assigned = methods
+            cls = type(self.module)
+            self.body = self.module
+            if methods:
+                given = {k: staticmethod(v) if callable(v) else v for k, v in methods.items()}
+                seen = types.new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update({"__module__": cls.__module__, **given}))
+                self.body = object.__new__(seen)
+                object.__setattr__(self.body, "__dict__", self.module.__dict__)
+            self.sites, self.entries = {}, {}  # captured with other methods
+
     # --- telling -----------------------------------------------------------------------------------
 
     def save(self, onnx: bytes) -> None:
         path = self.settings.save_path
         if path is None:
             return
-        os.makedirs(path, exist_ok=True)
         mode = "training" if self.module.training and torch.is_grad_enabled() else "inference"
         name = f"{self.settings.save_prefix}{type(self.module).__name__}_{len(self.every)}_{mode}.onnx"
-        with open(os.path.join(path, name), "wb") as file:
-            file.write(onnx)
+        try:
+            os.makedirs(path, exist_ok=True)
+            with open(os.path.join(path, name), "wb") as file:
+                file.write(onnx)
+        except OSError as error:
+            logger.warning("the captured graph cannot be saved: %s", error)
 
     def announce(self) -> None:
         """One line, after the first step."""
@@ -548,6 +603,11 @@ class _Holder(nn.Module):
         return self.m.forward(*args, **kwargs)
 
 
+def _named(error: BaseException) -> str:
+    first = next((s.strip() for s in str(error).splitlines() if s.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A Hugging Face Cache among the arguments."""
     return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for v in (*args, *kwargs.values()) for c in type(v).__mro__)
@@ -583,7 +643,10 @@ _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 def _shadow(module: nn.Module) -> nn.Module:
     """The module without its own hooks (they run around the engine, in __call__): same class, same children, parameters, attributes."""
-    shadow: nn.Module = object.__new__(type(module))
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__:  # what it does runs around the engine, too
+        cls = types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(__module__=cls.__module__, __call__=nn.Module.__call__))
+    shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__.update({name: OrderedDict() for name in _CALL_HOOKS})
     return shadow
@@ -620,32 +683,84 @@ class _Forward:
         obj._ortmodule.override = None
 
 
-def _child(name: str) -> Callable[[nn.Module], Any]:
-    return lambda self: nn.Module.__getattr__(self, name)
+class _Assigned:
+    """A method that was assigned on the wrapper: it takes the place of the class's method there and for the forward that runs for the
+    wrapper, and leaves the wrapped module as it is."""
+
+    def __init__(self, name: str, original: Any) -> None:
+        self.name = name
+        self.original = original
+
+    def __get__(self, obj: Any, owner: type) -> Any:
+        return self.original if obj is None else obj._ortmodule.assigned[self.name]
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        obj._ortmodule.assign({**obj._ortmodule.assigned, self.name: value})
+
+    def __delete__(self, obj: Any) -> None:
+        delattr(type(obj), self.name)
+        obj._ortmodule.assign({k: v for k, v in obj._ortmodule.assigned.items() if k != self.name})
 
 
-def _subclass(cls: type[nn.Module], signature: inspect.Signature | None, children: Collection[str]) -> type:
+def _is_method(cls: type, name: str) -> bool:
+    static = inspect.getattr_static(cls, name, None)
+    return isinstance(static, (types.FunctionType, classmethod, staticmethod, _Assigned)) and not name.startswith("__")
+
+
+_OURS = ("report", "module", "_ortmodule")
+
+
+def _users(name: str) -> Callable[[Any], Any]:
+    def get(self: Any) -> Any:
+        own = self.__dict__
+        return own[name] if name in own else nn.Module.__getattr__(self, name)
+
+    return get
+
+
+def _subclass(base: type[ORTModule], module: nn.Module) -> type:
+    """The class of a wrapper: base (ORTModule, or a user's subclass of it) before the module's own."""
+    cls = type(module)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._ortmodule.call(args, kwargs)
 
     forward.__doc__ = cls.forward.__doc__
     forward.__qualname__ = f"{cls.__qualname__}.forward"
     forward.__module__ = cls.__module__
-    if signature is not None:
-        forward.__signature__ = signature  # type: ignore[attr-defined]
+    with contextlib.suppress(TypeError, ValueError):
+        signature = inspect.signature(module.forward)
+        parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     # A user's own attributes of these names keep their meaning: the user's methods depend on it.
-    taken = {name: getattr(cls, name) for name in ("report", "module") if hasattr(cls, name)}
-    for name in ("report", "module"):
-        if name not in taken and name in children:
-            taken[name] = property(_child(name))
+    taken: dict[str, Any] = {}
+    for name in _OURS:
+        theirs = name in module._modules or name in module._parameters or name in module._buffers or name in module.__dict__
+        if name != "_ortmodule" and getattr(base, name) is getattr(ORTModule, name):
+            if hasattr(cls, name):
+                taken[name] = inspect.getattr_static(cls, name)
+            elif theirs:
+                taken[name] = property(_users(name))
+        if (theirs or hasattr(cls, name)) and (cls, name) not in _collisions and cls is not nn.DataParallel:
+            _collisions.add((cls, name))
+            logger.warning("%s has an attribute %r of its own, which is also one of ORTModule. %s", cls.__name__, name,
+                           "The wrapper's is ORTModule's; forward sees its own" if name not in taken else
+                           f"It keeps its meaning; ORTModule's is ORTModule.{name}{'(model)' if name == 'report' else '.fget(model)'}")  # fmt: skip
 
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(taken)
-        namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __slots__=("_ortmodule",),
-                         forward=_Forward(forward))  # fmt: skip
+        namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __slots__=(),
+                         forward=_Forward(forward if base.forward is ORTModule.forward else base.forward))  # fmt: skip
 
-    return types.new_class(cls.__name__, (ORTModule, cls), {}, body)
+    try:
+        return types.new_class(cls.__name__, (base, cls), {}, body)
+    except TypeError as error:
+        raise TypeError(f"ORTModule cannot make a subclass of {cls.__name__} and {base.__name__}: {error}") from error
+
+
+_collisions: set[tuple[type, str]] = set()
+_PARALLEL = "torch.nn.DataParallel copies the module for every call; use DistributedDataParallel(ORTModule(model))"
 
 
 class ORTModule(nn.Module):
@@ -656,65 +771,114 @@ class ORTModule(nn.Module):
     options: strict, disable, segment_mb, max_captures, log_level, save_path (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and signature.
+    A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and its super().forward(...)
+    is the module's in the engine.
     """
 
+    __slots__ = ("_ortmodule",)
     _ortmodule: State
 
-    def __new__(cls, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> ORTModule:
+    def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
         if isinstance(module, ORTModule):
             raise TypeError("ORTModule got a module that is already an ORTModule")
-        if isinstance(module, nn.DataParallel):
-            raise TypeError("ORTModule does not work with torch.nn.DataParallel; use DistributedDataParallel(ORTModule(model))")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("ORTModule wraps the module before torch.jit.script or torch.jit.trace, not what they return")
+        settings = resolve(options, debug_options)
+        off = None
+        if isinstance(module, nn.DataParallel):
+            off = _PARALLEL
+            if settings.strict:
+                raise TypeError(f"ORTModule does not work with DataParallel: {off}")
         reason = guard.refuse(module)
         if reason is not None:
             raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")
-        settings = resolve(options, debug_options)
         if settings.log_level is not None:
             logger.setLevel(settings.log_level)
-        try:
-            signature: inspect.Signature | None = inspect.signature(module.forward)
-            assert signature is not None
-            signature = signature.replace(parameters=[inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                                                      *signature.parameters.values()])  # fmt: skip
-        except (TypeError, ValueError):
-            signature = None
-        self: ORTModule = object.__new__(_subclass(type(module), signature, [*module._modules, *module._parameters, *module._buffers]))
+        self._wrap(module, settings)
+        if off is not None:
+            self._ortmodule.off = off
+            logger.warning("%s runs in PyTorch: %s", type(module).__name__, off)
+
+    def _wrap(self, module: nn.Module, settings: Settings) -> None:
+        base = type(self)
+        before = self.__dict__
+        if _state_of(self) is not None:
+            raise TypeError(f"{base.__name__}.__init__: this object is an ORTModule already")
+        wrapper = _subclass(base, module)
+        module.__dict__.update(before)  # what a subclass has set before super().__init__
+        # The state is the module's; nn.Module.__init__ would make another one.
+        object.__setattr__(self, "__class__", wrapper)
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_ortmodule", State(module, settings))
-        return self
-
-    def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
-        pass  # the state is the module's; nn.Module.__init__ would reset it
+        self._ortmodule.base = base
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self._ortmodule.module
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, in the engine."""
+        return self._ortmodule.call(args, kwargs)
+
     def report(self) -> Report:
         """What runs in the engine, what does not and why, and what capture and planning have cost."""
         return self._ortmodule.report()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if callable(value) and not isinstance(value, (nn.Module, type)) and name != "forward" and name not in self.__dict__ \
+                and _is_method(type(self), name):  # fmt: skip
+            state = _state_of(self)
+            if state is not None:
+                if name not in state.assigned:
+                    setattr(type(self), name, _Assigned(name, getattr(type(self), name)))
+                state.assign({**state.assigned, name: value})
+                return
+        super().__setattr__(name, value)
+
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        return _rewrap, (self._ortmodule.module, self._ortmodule.settings)
+        # In two steps: attributes of the module may refer to this object.
+        state = self._ortmodule
+        return _blank, (state.base,), (state.module, state.settings, state.override, state.assigned)
+
+    def __setstate__(self, saved: tuple[Any, ...]) -> None:
+        module, settings, override, assigned = saved
+        self._wrap(module, settings)
+        for name, value in assigned.items():
+            setattr(self, name, value)
+        self._ortmodule.override = override
+        if isinstance(module, nn.DataParallel):
+            self._ortmodule.off = _PARALLEL
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ORTModule:
-        result = _rewrap(copy.deepcopy(self._ortmodule.module, memo), self._ortmodule.settings)
+        make, args, state = self.__reduce_ex__(2)
+        result: ORTModule = make(*args)
         memo[id(self)] = result
+        result.__setstate__(copy.deepcopy(state, memo))
         return result
 
     def __copy__(self) -> ORTModule:
-        return _rewrap(copy.copy(self._ortmodule.module), self._ortmodule.settings)
+        make, args, (module, *rest) = self.__reduce_ex__(2)
+        result: ORTModule = make(*args)
+        result.__setstate__((copy.copy(module), *rest))
+        return result
 
     def _replicate_for_data_parallel(self) -> Any:
-        raise TypeError("ORTModule does not work with torch.nn.DataParallel; use DistributedDataParallel(ORTModule(model))")
+        logger.warning("%s: the copies that DataParallel makes run in PyTorch: %s", type(self).__name__, _PARALLEL)
+        return self._ortmodule.module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
 
-def _rewrap(module: nn.Module, settings: Settings) -> ORTModule:
-    result = ORTModule(module)
-    result._ortmodule.settings = settings
-    return result
+def _blank(base: type[ORTModule]) -> ORTModule:
+    return object.__new__(base)
+
+
+def _state_of(wrapper: ORTModule) -> State | None:
+    """None: its __init__ has not run yet."""
+    try:
+        return object.__getattribute__(wrapper, "_ortmodule")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None

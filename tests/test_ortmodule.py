@@ -166,7 +166,9 @@ def test_wrapping_what_cannot_be_wrapped():
     with pytest.raises(TypeError, match="already"):
         ORTModule(ORTModule(MLP()))
     with pytest.raises(TypeError, match="DistributedDataParallel"):
-        ORTModule(nn.DataParallel(MLP()))
+        ORTModule(nn.DataParallel(MLP()), strict=True)
+    with pytest.raises(TypeError, match=r"before torch\.jit"):
+        ORTModule(torch.jit.script(nn.Linear(2, 3)))
     with pytest.raises(TypeError, match="unknown options"):
         ORTModule(MLP(), stict=True)
 

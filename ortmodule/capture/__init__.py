@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from .convert import HostOp, convert
-from .export import CaptureError, Exported, export_module
+from .export import CaptureError, Exported, capture_error, export_module
 from .functional import Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
-__all__ = ["CaptureError", "Captured", "FlatInputs", "HostOp", "InputSpec", "capture", "flatten_inputs"]
+__all__ = ["CaptureError", "Captured", "FlatInputs", "HostOp", "InputSpec", "capture", "capture_error", "flatten_inputs"]
 
 
 @dataclass

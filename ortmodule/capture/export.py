@@ -34,7 +34,7 @@ from torch.export.graph_signature import InputKind
 
 from . import opaque
 from .refused import NotRepeatable, refusing
-from .skeleton import Fill, flatten_inputs, input_skeleton, skeleton
+from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -96,23 +96,47 @@ class _Wrapper(nn.Module):
         # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
         args, kwargs = self._fill(values)
+        before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
+                  for fqn, m in self.m.named_modules()]
         with refusing(is_user_file):
             out = self.m(*args, **kwargs)
+        _write_assigned(before)
         flat: list[Any] = []
         slot: dict[int, int] = {}
 
         def leaf(x: Any) -> int | None:
             if not isinstance(x, (Tensor, torch.SymInt, torch.SymFloat)):
+                reason = unreadable(x)
+                if reason is not None:
+                    raise CaptureError(reason)
                 return None
             if id(x) not in slot:
                 slot[id(x)] = len(flat)
                 flat.append(x)
             return slot[id(x)]
 
-        self._box["structure"] = _structure(out)
         self._box["rebuild"] = skeleton(out, leaf)
+        self._box["structure"] = _structure(out)
         self._box["hold"] = flat
         return tuple(flat)
+
+
+def _write_assigned(modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]]) -> None:
+    """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would lose it."""
+    writes: list[tuple[Tensor, Tensor]] = []
+    for fqn, module, before, params in modules:
+        for name in {**before, **module._buffers}:
+            old, new = before.get(name), module._buffers.get(name)
+            if old is new:
+                continue
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype or new.requires_grad:
+                raise CaptureError(f"forward assigns another kind of tensor to the buffer self.{name}", fqn)
+            writes.append((old, new))
+        if any(p.requires_grad != wanted for p, wanted in params):
+            raise CaptureError("forward changes requires_grad of a parameter", fqn)
+    values = [new.clone() for _, new in writes] if len(writes) > 1 else [new for _, new in writes]  # two may have changed places
+    for (old, _), value in zip(writes, values, strict=True):
+        old.copy_(value)
 
 
 # --- leaving no trace -----------------------------------------------------------------------------
@@ -242,8 +266,11 @@ def is_user_file(path: str) -> bool:
     return not path.startswith((_TORCH_DIR, _OWN_DIR, "<"))
 
 
-def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
-    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code."""
+def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
+    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code; after the trace, those of
+    the node at hand."""
+    if isinstance(error, CaptureError):
+        return error
     names = {id(m): fqn for fqn, m in root.named_modules()}
     module, file, line, depth = "", "", 0, -1
     chain: list[BaseException] = []
@@ -255,6 +282,9 @@ def _capture_error(root: nn.Module, error: BaseException) -> CaptureError:
         tb, n, found, at = e.__traceback__, 0, "", ("", 0)
         while tb is not None:
             frame = tb.tb_frame
+            source = next((s for s in (getattr(frame.f_locals.get(k), "src", None) for k in ("node", "self")) if type(s) is tuple), None)
+            if source is not None and frame.f_code.co_filename.startswith(_OWN_DIR):
+                found, at = source[0], source[1:]
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
             base = getattr(type(owner), "get_base", None)
             if base is not None:
@@ -287,7 +317,7 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         except CaptureError:
             raise
         except Exception as e:
-            error = _capture_error(module, e)
+            error = capture_error(module, e)
             if not dynamic or all(d != 1 for t in flatten_inputs(args, kwargs).tensors for d in t.shape):
                 raise error from e
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
@@ -305,7 +335,10 @@ def _example(t: Tensor) -> Tensor:
 
 def _structure(out: Any) -> Any:
     """What a result is but for sizes and values."""
-    return flatten_inputs((out,), {}).key
+    try:
+        return flatten_inputs((out,), {}).key
+    except Unreadable:
+        return None
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,

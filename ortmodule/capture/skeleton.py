@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
+import gc
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,13 @@ _ATOMS = (
     nn.Module, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, str, bytes, bool, complex, range,
 )
+
+
+class Unreadable(TypeError):
+    """An object whose contents cannot be told, so nothing may be made of it that outlives the call."""
+
+
+_SMALL_ARRAY = 1 << 12  # bytes of a numpy array that are compared at every step
 
 
 class FlatInputs(NamedTuple):
@@ -60,6 +69,18 @@ def _state(x: object) -> dict[str, Any] | None:
         state = dict(state or {})
         state.update({s: getattr(x, s) for s in slots if s != "__dict__" and s != "__weakref__" and hasattr(x, s)})
     return state
+
+
+class _Bare:
+    """The layout of an object whose state is its attributes."""
+
+
+@functools.cache
+def _is_bare(cls: type) -> bool:
+    """Whether there is nothing in an object of this class but its __dict__ and slots (no memory of a C type: random.Random, iterators)."""
+    slots = [s for c in cls.__mro__ for s in ([c.__dict__["__slots__"]] if isinstance(c.__dict__.get("__slots__"), str)
+                                              else c.__dict__.get("__slots__", ())) if s not in ("__dict__", "__weakref__")]
+    return cls.__basicsize__ <= _Bare.__basicsize__ + 8 * len(slots) and cls.__itemsize__ == 0
 
 
 def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[Any], depth: int) -> None:
@@ -100,17 +121,36 @@ def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[
 def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[Any], depth: int) -> None:
     if isinstance(x, dict) and type(x) in (dict, collections.OrderedDict, collections.defaultdict):
         return
+    t = type(x)
+    key.append(t)
+    if t is set or t is frozenset or t is collections.deque:
+        items = list(x)
+        for y in items:
+            if not isinstance(y, (int, float, str, bytes, complex, enum.Enum, type(None))):
+                raise Unreadable(f"a {t.__name__} of {type(y).__name__}")
+        key.append(tuple((type(y), y) for y in items) if t is collections.deque else frozenset((type(y), y) for y in items))
+        return
+    if t is functools.partial:
+        inner: tuple[list[Tensor], list[int | float]] = [], []  # no leaves: the skeleton takes a partial as it is
+        _visit((x.func, x.args, x.keywords), *inner, key, depth + 1)
+        if inner[0]:
+            raise Unreadable("a partial that holds a tensor")
+        key.append(tuple(inner[1]))
+        return
+    if t.__module__ == "numpy" and t.__name__ == "ndarray" and x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
+        key.append((x.dtype, x.shape, x.tobytes()))
+        return
     state = None if depth > 8 else _state(x)
-    if state is None:
+    if state is None or not isinstance(x, (dict, list, tuple)) and not _is_bare(t):  # type: ignore[arg-type]
+        if isinstance(x, (Iterator, torch.Generator, nn.Module)) or state is not None:
+            raise Unreadable(f"a {t.__name__}, whose state is not watched")
         try:
             hash(x)
-            key.append(x)
         except TypeError:
-            key.append(id(x))
+            raise Unreadable(f"a {t.__name__}, whose contents are not watched") from None
+        key.append(x)
         return
-    key.append(type(x))
-    items = dict.items(x) if isinstance(x, dict) else ()
-    held = {id(v) for _, v in items if v is not None}
+    held = {id(v) for _, v in (dict.items(x) if isinstance(x, dict) else ()) if v is not None}
     for k, y in state.items():
         key.append(k)
         if id(y) in held:  # a ModelOutput keeps its items as attributes too
@@ -129,6 +169,26 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
         key.append(name)
         _visit(kwargs[name], tensors, scalars, key, 0)
     return FlatInputs(tensors, scalars, tuple(key))
+
+
+def unreadable(x: Any) -> str | None:
+    """Why this object, met in a result, cannot be given again at the next call: it is used up, or hides tensors. None when it can."""
+    if isinstance(x, (Iterator, types.CoroutineType)):
+        return f"forward returns a {type(x).__name__}"
+    if isinstance(x, (nn.Module, type, types.ModuleType, int, float, str, bytes, list, tuple, dict)):
+        return None
+    if not isinstance(x, (types.FunctionType, types.MethodType, functools.partial, set, frozenset)) and _state(x) is not None and _is_bare(type(x)):  # type: ignore[arg-type]
+        return None
+    todo, seen = [x], {id(x)}
+    while todo and len(seen) < 1000:
+        y = todo.pop()
+        if isinstance(y, Tensor):
+            return f"forward returns a {type(x).__name__} that holds a tensor"
+        if isinstance(y, (nn.Module, type, types.ModuleType, str, bytes)):
+            continue
+        inner = [y.__closure__, y.__defaults__, y.__kwdefaults__] if isinstance(y, types.FunctionType) else gc.get_referents(y)
+        todo += [z for z in inner if id(z) not in seen and not seen.add(id(z))]  # type: ignore[func-returns-value]
+    return None
 
 
 # --- skeleton -------------------------------------------------------------------------------------
