@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
+from ..watch import running
 from . import opaque
 from .skeleton import Fill, flatten_inputs, input_skeleton, skeleton
 
@@ -95,7 +96,11 @@ class _Wrapper(nn.Module):
         # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
         args, kwargs = self._fill(values)
-        out = self.m(*args, **kwargs)
+        before = _contents(args, kwargs)
+        with running():
+            out = self.m(*args, **kwargs)
+        if _contents(args, kwargs) != before:
+            raise CaptureError("forward edits a container or object among its arguments")
         flat: list[Any] = []
         slot: dict[int, int] = {}
 
@@ -297,6 +302,12 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _example(t: Tensor) -> Tensor:
     """The export wants leaf tensors and edits user inputs in place for real when the module does: give it a stand-in."""
     return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
+
+
+def _contents(args: Any, kwargs: Any) -> Any:
+    """Which tensors and numbers stand where in the arguments."""
+    flat = flatten_inputs(args, kwargs)
+    return [id(t) for t in flat.tensors], [id(x) for x in flat.scalars], flat.key
 
 
 def _structure(out: Any) -> Any:

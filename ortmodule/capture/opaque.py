@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..guard import part_of_forward
+from ..watch import quiet
 from .skeleton import Fill, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
@@ -207,7 +208,7 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
         for fqn in keep
     ]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), quiet():
             result = run()
     finally:
         for h in handles:
@@ -238,7 +239,7 @@ def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args:
             real, row.rebuild = _results(recorded[turn])
             return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
         a, k = fill(xs[:n])
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(), quiet():
             outs, row.rebuild = _results(forward(*a, **k))
         return outs
 
