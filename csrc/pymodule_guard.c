@@ -153,12 +153,7 @@ static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value
     case NO_ITEM: return !PyDict_GetItemWithError(holder, key);
     case ATTRIBUTE: return same_owned(PyObject_GetAttr(holder, key), value);
     case MAPPED: return same_owned(PyObject_GetItem(holder, key), value);
-    case UNMAPPED: {
-        PyObject *found = PyObject_GetItem(holder, key);
-        if (!found) PyErr_Clear();
-        Py_XDECREF(found);
-        return !found;
-    }
+    case UNMAPPED: return !PySequence_Contains(holder, key);
     case LIST: return same_list(holder, value);
     case DICT: return same_dict(holder, value);
     case SEQUENCE: return same_sequence(holder, value);

@@ -41,7 +41,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,11 @@ ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, C
 
 _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array
+_REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
-_SITE = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
+_SITE = tuple({os.path.dirname(os.path.dirname(_TORCH_DIR)) + os.sep, sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
 _lock = threading.RLock()
 _current: Watch | None = None
 
@@ -211,7 +212,7 @@ def _special_code() -> dict[Any, str]:
 
 _SPECIAL = _special_code()
 _ENVIRON = type(os.environ).__getitem__.__code__
-_GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd, threading.get_ident,
+_GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              *(getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_")
                                and n.endswith(("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")))))  # fmt: skip
 
@@ -292,6 +293,8 @@ class Watch:
         self._met: dict[int, _Met] = {}  # containers, and dictionaries of objects
         self._objects: dict[int, Any] = {}  # objects whose attributes are watched
         self._object_reads: set[tuple[int, str]] = set()
+        self._no_methods: set[int] = set()  # ids of code objects that are no methods of modules
+        self._spaces: dict[type, Any] = {}
         self._dict_owner: dict[int, str] = {}  # of modules outside of the tree
         self._contents: dict[int, str] = {}  # met containers whose contents count
         self._patched: dict[type, Any] = {}
@@ -421,22 +424,29 @@ class Watch:
 
     def _class_read(self, cls: type, name: str, token: Any) -> None:
         """An attribute that is found on the class, or on none of its bases."""
-        for base in cls.__mro__:
-            if base is nn.Module or base is object:
+        owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+        if owner is None or _user_class(owner) or name == "forward":
+            if name[:2] == "__" and name != "__call__":
                 return
-            if _user_class(base) or name == "forward":
-                own: Any = vars(base)
-                if name in own:
-                    self._mapped(base, own, name, token)
+            for base in cls.__mro__:
+                if base is owner:
+                    self._mapped(base, name, token)
                     return
-                self._row((UNMAPPED, own, name, None), f"{base.__qualname__}.{name}")
-            elif name in vars(base):
-                return
+                if _user_class(base):
+                    self._row((UNMAPPED, self._space(base), name, None), f"{base.__qualname__}.{name}")
 
-    def _mapped(self, cls: type, own: Mapping[str, Any], name: str, token: Any) -> None:
-        value = own[name]
-        if name == "__getattribute__":
+    def _space(self, cls: type) -> Any:
+        """The class's dictionary, always by the same object."""
+        space = self._spaces.get(cls)
+        if space is None:
+            space = self._spaces[cls] = vars(cls)
+        return space
+
+    def _mapped(self, cls: type, name: str, token: Any) -> None:
+        if name[:2] == "__" and name != "__call__":
             return
+        own = self._space(cls)
+        value = own[name]
         self._row((MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
         if type(value) not in _ATOMS:
             self._discover(value, token, f"{cls.__qualname__}.{name}")
@@ -450,7 +460,7 @@ class Watch:
             self._classes[base] = token, {k: v for k, v in own.items() if k != "__getattribute__"}, base.__qualname__
             for name in self._attribute_names:
                 if name in own:
-                    self._mapped(base, own, name, token)
+                    self._mapped(base, name, token)
 
     def _patch(self, cls: type) -> bool:
         """Reads of the attributes of this class's objects are noted from now on. False: that is not possible."""
@@ -491,8 +501,8 @@ class Watch:
         cls = type(obj)
         what = f"{cls.__qualname__}.{name}"
         token = self._module_at(sys._getframe(2))
-        if name == "__dict__":
-            if own is not None:
+        if name[:2] == "__" and name != "__call__":
+            if name == "__dict__" and own is not None:
                 self._container(own, token, what)
             return
         if own is not None and name in own:
@@ -611,8 +621,9 @@ class Watch:
         old = self._meet(v, token, name)
         if not self.quiet:
             self._contents[id(v)] = name
+        registry = sum(isinstance(x, type) for x in old) > _REGISTRY
         for x in old:
-            if type(x) not in _ATOMS:
+            if type(x) not in _ATOMS and not (registry and isinstance(x, type)):
                 self._discover(x, token, name)
         if _user_class(type(v)):
             self._object(v, token, name)
@@ -693,7 +704,7 @@ class Watch:
             self._entered.add((key, self.quiet > 0))
             self._first_call(frame, code)
         if code.co_freevars and key not in self._inner:
-            values = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals}
+            values = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals and n[:2] != "__"}
             which = key, tuple(id(v) for v in values.values())
             if which not in self._closures or (not self.quiet and which not in self._closures_read):
                 self._closures[which] = code, values
@@ -714,7 +725,7 @@ class Watch:
             own = vars(cls)
             for name in new:
                 if name in own:
-                    self._mapped(cls, own, name, token)
+                    self._mapped(cls, name, token)
         space = frame.f_globals
         for name in (*known.globals, *known.stored):
             if name not in space:
@@ -821,9 +832,12 @@ class Watch:
         """The innermost module whose code is running."""
         while frame is not None:
             code = frame.f_code
-            if code.co_argcount and code.co_varnames[0] == "self":
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, nn.Module):
+            if id(code) not in self._no_methods:
+                owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+                if not isinstance(owner, nn.Module):
+                    self._no_methods.add(id(code))
+                    self._alive.append(code)
+                else:
                     where = self._names.get(id(object.__getattribute__(owner, "__dict__")))
                     if where is not None:
                         return where
@@ -935,6 +949,10 @@ class Watch:
                 self._row((SET, v, None, frozenset(old)), name)
             elif not isinstance(v, (tuple, frozenset)):
                 self._row((SEQUENCE, v, None, tuple(old)), name)
+        for key, (row, name) in self.rows.items():  # as they were before: the first read may have come after a change
+            if row[0] in (ITEM, NO_ITEM):
+                now = row[1].get(row[2], _ABSENT)
+                self.rows[key] = ((NO_ITEM, *row[1:3], None) if now is _ABSENT else (ITEM, *row[1:3], now)), name
         missing = []
         for which, (code, values) in self._closures.items():
             if which in self._closures_read and not self._cells(code, values):
@@ -953,7 +971,7 @@ class Watch:
         for f in self._functions.get(id(code), ()):
             cells = dict(zip(code.co_freevars, f.__closure__ or (), strict=True))
             contents = {n: _cell(c) for n, c in cells.items()}
-            if all(contents[n] is values.get(n, _ABSENT) or n in stores for n in cells):
+            if all(n[:2] == "__" or contents[n] is values.get(n, _ABSENT) or n in stores for n in cells):
                 for n, c in cells.items():
                     old = values.get(n, _ABSENT)
                     if contents[n] is not old and old is not _ABSENT:
