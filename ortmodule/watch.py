@@ -280,6 +280,7 @@ class Watch:
         self._root = module
         self._names = {id(m.__dict__): name for name, m in module.named_modules()}
         self._classes_of = {name: type(m) for name, m in module.named_modules()}
+        self._attributes = {name: dict(m.__dict__) for name, m in module.named_modules()}
         self._keep: list[Any] = [m.__dict__ for m in module.modules()]
         self.reads: set[tuple[str, str]] = set()
         self.writes: set[tuple[str, str]] = set()
@@ -417,7 +418,8 @@ class Watch:
     def _module_read(self, where: str, own: dict[str, Any], obj: Any, name: str, value: Any) -> None:
         """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads' business."""
         if name in own:
-            if name not in _OF_MODULES and type(value) not in _PLAIN and not isinstance(value, Tensor):
+            fresh = self._attributes[where].get(name, _ABSENT) is not value
+            if name not in _OF_MODULES and type(value) not in _PLAIN and not isinstance(value, Tensor) and not fresh:
                 self._discover(value, where, f"self.{name}{f' of {where}' * bool(where)}")
         elif not any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules")):
             self._class_read(self._classes_of[where], name, where)
@@ -448,7 +450,7 @@ class Watch:
         own = self._space(cls)
         value = own[name]
         self._row((MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
-        if type(value) not in _ATOMS:
+        if type(value) not in _ATOMS and (cls not in self._classes or self._classes[cls][1].get(name, _ABSENT) is value):
             self._discover(value, token, f"{cls.__qualname__}.{name}")
 
     def _watch_class(self, cls: type, token: Any) -> None:
@@ -507,6 +509,9 @@ class Watch:
             return
         if own is not None and name in own:
             self._row((ITEM, own, name, own[name]), what)
+            old = self._met[id(own)].copy
+            if not any(old[i] == name and old[i + 1] is own[name] for i in range(0, len(old), 2)):
+                return  # assigned by the traced code itself: what is in there is of this call
         elif isinstance(getattr(cls, name, None), types.MemberDescriptorType):
             if value is not _ABSENT:
                 self._slots.append((obj, name, value, what, token))

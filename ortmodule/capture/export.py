@@ -305,9 +305,10 @@ def _example(t: Tensor) -> Tensor:
 
 
 def _contents(args: Any, kwargs: Any) -> Any:
-    """Which tensors and numbers stand where in the arguments."""
+    """Which tensors and numbers stand where in the arguments. By identity: a comparison of symbols would fix them."""
     flat = flatten_inputs(args, kwargs)
-    return [id(t) for t in flat.tensors], [id(x) for x in flat.scalars], flat.key
+    key: Any = flat.key
+    return [id(x) for x in (*flat.tensors, *flat.scalars)], [k if type(k) in (int, bool, str) else id(k) for k in key]
 
 
 def _structure(out: Any) -> Any:
