@@ -118,60 +118,10 @@ static PyObject *py_pool_trim(PyObject *self, PyObject *none) {
     return PyLong_FromSize_t(om_pool_trim());
 }
 
-static uint64_t mix(uint64_t h, uint64_t x) {
-    h ^= x;
-    h *= 0x9e3779b97f4a7c15ull;
-    return h ^ (h >> 29);
-}
-
-static int hash_value(PyObject *v, uint64_t *h, int depth) {
-    if (v == Py_None) *h = mix(*h, 1);
-    else if (PyFloat_CheckExact(v)) { /* by bits: hash(-1.0) == hash(-2.0) */
-        double d = PyFloat_AsDouble(v);
-        uint64_t x;
-        memcpy(&x, &d, sizeof x);
-        *h = mix(*h + 2, x);
-    } else if (PyLong_CheckExact(v) || PyUnicode_CheckExact(v) || PyBool_Check(v)) {
-        int over = 0; /* hash(-1) == hash(-2) */
-        Py_hash_t x = PyLong_CheckExact(v) ? (Py_hash_t)PyLong_AsLongLongAndOverflow(v, &over) : PyObject_Hash(v);
-        if (over) x = PyObject_Hash(v); /* 1 and True hash alike: the type counts */
-        if (x == -1 && PyErr_Occurred()) return -1;
-        *h = mix(mix(*h, (uint64_t)x), (uint64_t)(uintptr_t)Py_TYPE(v));
-    } else if (PyTuple_CheckExact(v) && depth < 4) {
-        Py_ssize_t n = PyTuple_Size(v);
-        *h = mix(*h, (uint64_t)n + 77);
-        for (Py_ssize_t i = 0; i < n; i++)
-            if (hash_value(PyTuple_GetItem(v, i), h, depth + 1)) return -1;
-    } else {
-        *h = mix(*h, (uint64_t)(uintptr_t)v);
-    }
-    return 0;
-}
-
-static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
-    (void)self;
-    bool list = PyList_Check(dicts);
-    if (!list && !PyTuple_Check(dicts)) return PyErr_Format(PyExc_TypeError, "guard_hash: a list or tuple of dictionaries is needed");
-    Py_ssize_t n = list ? PyList_Size(dicts) : PyTuple_Size(dicts);
-    uint64_t h = 0x243f6a8885a308d3ull;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *d = list ? PyList_GetItem(dicts, i) : PyTuple_GetItem(dicts, i), *key, *value;
-        if (!d || !PyDict_Check(d)) return PyErr_Format(PyExc_TypeError, "guard_hash: item %zd is not a dictionary", i);
-        Py_ssize_t pos = 0;
-        h = mix(h, (uint64_t)PyDict_Size(d));
-        while (PyDict_Next(d, &pos, &key, &value)) {
-            h = mix(h, (uint64_t)(uintptr_t)key);
-            if (hash_value(value, &h, 0)) return NULL;
-        }
-    }
-    return PyLong_FromLongLong((long long)(h >> 1));
-}
-
 static PyMethodDef module_methods[] = {
     {"isa", py_isa, METH_NOARGS, NULL},
     {"pool_stats", py_pool_stats, METH_NOARGS, NULL},
     {"pool_trim", py_pool_trim, METH_NOARGS, NULL},
-    {"guard_hash", py_guard_hash, METH_O, NULL},
     {0},
 };
 static struct PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "ortmodule._C", NULL, -1, module_methods, NULL, NULL, NULL, NULL};
@@ -187,7 +137,7 @@ PyMODINIT_FUNC PyInit__C(void) {
     om_py_model_type = (PyTypeObject *)PyType_FromSpec(&om_py_model_spec);
     om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);
     if (!m || !om_py_model_type || !om_py_run_type || PyModule_AddFunctions(m, om_optim_methods) ||
-        PyModule_AddFunctions(m, om_cuda_methods))
+        PyModule_AddFunctions(m, om_cuda_methods) || PyModule_AddFunctions(m, om_guard_methods))
         return NULL;
     Py_INCREF(om_py_model_type);
     Py_INCREF(om_py_run_type);

@@ -1,5 +1,5 @@
 /* pymodule.h - what the files of ortmodule._C share. pymodule.c: services from torch, errors, tensors out, module functions;
- * pymodule_model.c: Model; pymodule_run.c: Run; pymodule_dlpack.c: tensors across; pymodule_optim.c: optimizers. */
+ * pymodule_model.c: Model; pymodule_run.c: Run; pymodule_dlpack.c: tensors across; pymodule_optim.c: optimizers; pymodule_guard.c: what a capture has read. */
 #ifndef OM_PYMODULE_H
 #define OM_PYMODULE_H
 
@@ -31,7 +31,7 @@ typedef struct Run {
 
 extern PyTypeObject *om_py_model_type, *om_py_run_type;
 extern PyType_Spec om_py_model_spec, om_py_run_spec;
-extern PyMethodDef om_optim_methods[], om_cuda_methods[];
+extern PyMethodDef om_optim_methods[], om_cuda_methods[], om_guard_methods[];
 void om_torch_gemm_fill(void *libtorch, om_services *sv); /* pymodule_gemm.c */
 PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw);  /* Model.forward */
 PyObject *om_py_backward(PyObject *model, PyObject *args, PyObject *kw); /* Model.backward */

@@ -21,6 +21,18 @@ def guard_hash(dicts: Sequence[dict[str, Any]]) -> int:
     """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry of the
     dictionaries; tensors count by identity, dtype-free; about 10 ns an entry."""
 
+def guard_check(table: tuple[Any, ...]) -> int:
+    """Index of the first row that does not hold, or -1. Rows of four: kind, holder, key, value (csrc/pymodule_guard.c); 10 to 40 ns a row.
+    An exception of the user's code in a comparison counts as a difference."""
+
+def watch_calls(choose: Callable[[Any], bool], called: Callable[[Any, Any], object], c_called: Callable[[Any, Any], object],
+                functions: tuple[Any, ...], types: tuple[type, ...]) -> None:
+    """A profile function for this thread until watch_end: called(frame, code) for code objects that choose(code) takes (asked once each),
+    c_called(frame, function) for builtin functions among `functions` and builtin methods of objects of `types`."""
+
+def watch_end() -> None:
+    """Ends watch_calls."""
+
 def adam_step(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
               steps: Sequence[Tensor], masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, beta1: float, beta2: float,
               eps: float, weight_decay: float, inv_scale: float, mode: int, bias_correction: bool) -> None:

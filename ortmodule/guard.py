@@ -5,20 +5,18 @@ Two questions of different price:
     objects). Equal to last time means: the same Python state and the same Parameter and buffer objects, so everything derived from
     them (which capture, which tensors to pass) can be reused as it is.
   - only when that changed: `Guard.structure()` (tree, types, sizes, hooks) and `Reads.hold()` (the attributes that the capture has
-    read, noted by `Watch` while it ran). A Parameter replaced by another of its kind, or an attribute that no forward reads, changes
+    read, noted by `watch.Watch` while it ran). A Parameter replaced by another of its kind, or an attribute that no forward reads, changes
     neither, so no new capture is made.
 
 Invariant: whoever stores a fast() value stores `Guard.refs()` beside it. Entries are hashed by identity; while the objects are
 alive their addresses cannot be taken by others, so an equal hash cannot be an accident of the allocator.
-Not watched: globals and closures of the user's code, and the inside of objects that are neither modules, containers nor configurations.
+What lies outside of the modules' dictionaries (globals, closures, classes, the inside of objects) is watch.py's: `watch.Held`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import sys
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -104,7 +102,6 @@ def _configs(values: dict[str, Any], seen: set[int], depth: int = _DEPTH) -> Ite
 
 
 _INNER = frozenset(("_parameters", "_buffers", "_modules", *_HOOKS))
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 class Guard:
@@ -155,70 +152,36 @@ class Guard:
         return (classes, tuple(tensors), tuple(hooked(self._module)))
 
 
-_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
-
-
-class Watch:
-    """Notes which attributes of a module tree are read, and which are written by code outside of PyTorch, while it is entered.
-
-    Modules are known by their __dict__: the tracer of torch.export puts other objects over the same __dict__ in their place.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._names = {id(m.__dict__): name for name, m in module.named_modules()}
-        self._keep = [m.__dict__ for m in module.modules()]
-        self.reads: set[tuple[str, str]] = set()
-        self.writes: set[tuple[str, str]] = set()
-
-    def __enter__(self) -> Watch:
-        names, reads, writes = self._names, self.reads, self.writes
-        get, put = object.__getattribute__, nn.Module.__setattr__
-
-        def getattribute(obj: Any, name: str) -> Any:
-            value = get(obj, name)
-            where = names.get(id(get(obj, "__dict__")))
-            if where is not None and name not in _REGISTRIES:
-                reads.add((where, name))
-            return value
-
-        def setattribute(obj: Any, name: str, value: Any) -> None:
-            where = names.get(id(get(obj, "__dict__")))
-            if where is not None and name not in obj._buffers and not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_USERS):
-                writes.add((where, name))
-            put(obj, name, value)
-
-        self._put = put
-        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
-        nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del nn.Module.__getattribute__
-        nn.Module.__setattr__ = self._put  # type: ignore[method-assign]
+_MISSING = object()
 
 
 class Reads:
     """Values of attributes at a capture, to be compared with what they are now."""
 
     def __init__(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
+        self._values: dict[tuple[str, str], Hashable] = {}
+        self.add(module, reads)
+
+    def add(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
+        """What one more capture has read; what it did not find must stay absent."""
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
-        self._values = [(where, name, _freeze(attributes[where][name])) for where, name in sorted(reads)
-                        if where in attributes and name in attributes[where] and name not in _INNER]  # fmt: skip
+        for where, name in sorted(reads):
+            if where in attributes and name not in _INNER:
+                self._values.setdefault((where, name), _freeze(attributes[where].get(name, _MISSING)))
 
     def hold(self, module: nn.Module) -> bool:
         """Are they the same?"""
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
         try:
-            return all(_freeze(attributes[where][name]) == value for where, name, value in self._values)
+            return all(_freeze(attributes[where].get(name, _MISSING)) == value for (where, name), value in self._values.items())
         except KeyError:
             return False
 
     def changed(self, module: nn.Module) -> list[str]:
         """Names of those that are not."""
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
-        missing = object()
-        return [f"{where}.{name}".lstrip(".") for where, name, value in self._values
-                if _freeze(attributes.get(where, {}).get(name, missing)) != value]  # fmt: skip
+        return [f"{where}.{name}".lstrip(".") for (where, name), value in self._values.items()
+                if _freeze(attributes.get(where, {}).get(name, _MISSING)) != value]  # fmt: skip
 
 
 class _Same:
@@ -239,6 +202,8 @@ class _Same:
 def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
     """A snapshot: equal when a capture may not tell the difference. A tensor attribute is an input of the graph, so only its kind
     counts; one inside a container is a constant of the graph."""
+    if type(value) is float:
+        return (float, value.hex())  # -0.0 is not 0.0
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, Tensor):
@@ -247,6 +212,4 @@ def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
         return (type(value), *[_freeze(v, depth - 1, True) for v in value])
     if depth and isinstance(value, dict):
         return (type(value), *[(_freeze(k, 0), _freeze(v, depth - 1, True)) for k, v in value.items()])
-    if depth and _is_config(value):
-        return (_Same(value), *[(k, _freeze(v, depth - 1, True)) for k, v in vars(value).items()])
-    return _Same(value)
+    return _Same(value)  # what is read of an object is in watch.Held

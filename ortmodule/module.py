@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, guard
+from . import _C, guard, watch
 from .capture import CaptureError, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
@@ -48,6 +48,7 @@ _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
+_check = _C.guard_check
 
 
 class _Skip(Exception):
@@ -69,10 +70,15 @@ class _Entry:
         self.no_symbolic = False  # ... but it cannot be an input
         self.n_captures = 0
         self.keep: set[str] = set()
-        self.reads: guard.Reads | None = None  # the Python state that the captures hold for
+        self.reads: guard.Reads | None = None  # the attributes of modules that the captures hold for
+        self.held = watch.Held()  # the rest of the Python state
         self.writes_seen = 0
         self.failures = 0  # runs of the engine that PyTorch had to repeat
         self.why = "first call"  # what no other entry stood for
+
+    def changed(self, module: nn.Module) -> list[str]:
+        """Names of what differs from the state that the captures hold for."""
+        return [*(self.reads.changed(module) if self.reads is not None else ()), *self.held.changed()]
 
 
 class _Captured:
@@ -97,12 +103,14 @@ class _Captured:
 
 
 class _Site:
-    """An _Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same."""
+    """An _Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same and the entry's `held`
+    holds. other: a site of equal fast() for another state of what `held` compares."""
 
-    __slots__ = ("bound", "captured", "entry", "fast", "fill", "params", "params_grad", "refs", "structure", "wanted_bound")
+    __slots__ = ("bound", "captured", "entry", "fast", "fill", "other", "params", "params_grad", "refs", "structure", "wanted_bound")
 
     def __init__(self, entry: _Entry, fast: Hashable, own: guard.Guard) -> None:
         self.entry = entry
+        self.other: _Site | None = None
         self.fast = fast
         self.structure = own.structure()
         self.refs = own.refs()
@@ -147,6 +155,8 @@ class State:
         self.lock = threading.RLock()
         self.local = threading.local()
         self.announced = False
+        self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
+        self.told: set[tuple[str, int]] = set()
 
     # --- the hot path ------------------------------------------------------------------------------
 
@@ -173,6 +183,8 @@ class State:
         fast = self.guard.fast()
         key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
         site = self.sites.get(key)
+        while site is not None and _check(site.entry.held.table) >= 0:
+            site = site.other
         if site is None or [p.requires_grad for p in site.params] != site.params_grad:
             try:
                 site = self.find_site(key, structure, env, args, kwargs)
@@ -228,17 +240,19 @@ class State:
             own = self.guard = guard.Guard(self.module)
             fast = own.fast()
             known = self.entries.get((own.structure(), structure, env, key[3]), [])
-            entry = next((e for e in known if e.reads is None or e.reads.hold(self.module)), None)
+            entry = next((e for e in known if (e.reads is None or e.reads.hold(self.module)) and e.held.hold()), None)
             if entry is None:
                 entry = _Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
                 entry.why = self.why(own.structure(), key, known)
+                changing = sorted({name for e in known for name in e.changed(self.module)})
                 entry.keep = set(guard.hooked(self.module))
                 known = self.entries.setdefault((own.structure(), structure, env, key[3]), known)
                 known.append(entry)
                 if len(known) > self.settings.max_captures:
-                    entry.eager = self.eager_entry(f"{len(known)} captures of one call structure were not enough: attributes of modules "
-                                                   "that forward reads change from call to call; pass them as arguments")  # fmt: skip
+                    what = ", ".join(changing[:3]) or "attributes of modules that forward reads"
+                    entry.eager = self.eager_entry(f"{len(known)} captures of one call structure were not enough: what forward reads changes "
+                                                   f"from call to call ({what}); pass it as an argument")  # fmt: skip
                 if self.settings.disable:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
                 elif _holds_cache(args, kwargs):
@@ -246,14 +260,17 @@ class State:
             site = _Site(entry, fast, own)
             if len(self.sites) >= _SITE_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
+            other = self.sites.get((fast, structure, env, key[3]))
+            while other is not None and other.entry is entry:
+                other = other.other
+            site.other = other
             self.sites[fast, structure, env, key[3]] = site
             return site
 
     def why(self, structure: Any, key: tuple[Any, ...], known: list[_Entry]) -> str:
         """What has changed, against the state of the module and the call that is nearest to this one."""
         if known:
-            reads = known[-1].reads
-            return f"changed: {', '.join(reads.changed(self.module)) if reads is not None else 'attributes'}"
+            return f"changed: {', '.join(known[-1].changed(self.module)) or 'attributes'}"
         parts = ("modules or modes", "parameters or buffers", "hooks", "argument structure or dtypes", "grad mode, autocast or default dtype",
                  "requires_grad of arguments")  # fmt: skip
         now = (*structure, *key[1:])
@@ -331,18 +348,28 @@ class State:
         """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
         if any(not isinstance(p, nn.Parameter) for p in self.module.parameters()):
             raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
+        if watch.busy():
+            raise _Skip("called while another module is captured")
         keep = set(entry.keep)
         self.local.capturing = True
         try:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.body)
                 try:
-                    with guard.Watch(shadow) as watch, _undisturbed():
+                    with watch.Watch(shadow) as seen, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
                                            fixed=fixed)
-                    written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
+                    written = sorted(w for w in seen.writes if not _inside(w[0], keep))
                     if not written:
-                        break
+                        problems = [p for p in seen.problems if not _inside(p.module, keep)]
+                        if not problems:
+                            break
+                        whole = next((p for p in problems if not p.module), problems[0])
+                        if self.settings.strict or not whole.module:
+                            raise CaptureError(whole.reason, whole.module, whole.file, whole.line)
+                        keep = _outermost(keep | {p.module for p in problems})
+                        self.reasons.update({p.module: p for p in problems})
+                        continue
                     # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so that it is
                     # written; a module that does it again and again stays there.
                     entry.writes_seen += 1
@@ -359,7 +386,7 @@ class State:
                         name = name.rpartition(".")[0]
                     if self.settings.strict or not name:
                         raise error from raised
-                    keep = {k for k in keep if not k.startswith(name + ".")} | {name}
+                    keep = _outermost(keep | {name})
             else:
                 raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
         finally:
@@ -378,8 +405,13 @@ class State:
             if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
                 raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
         entry.keep = keep
+        reads = {r for r in seen.reads if not _inside(r[0], keep)}
         if entry.reads is None:
-            entry.reads = guard.Reads(self.module, watch.reads)
+            entry.reads = guard.Reads(self.module, reads)
+        else:
+            entry.reads.add(self.module, reads)
+        entry.held.add(seen.rows)
+        self.tell(seen)
         self.load_s[id(graph)] = perf_counter() - start
         return graph
 
@@ -507,6 +539,14 @@ class State:
 
     # --- telling -----------------------------------------------------------------------------------
 
+    def tell(self, seen: watch.Watch) -> None:
+        """Output of forward that the engine does not repeat."""
+        for (file, line), does in seen.says.items():
+            if (file, line) not in self.told:
+                self.told.add((file, line))
+                logger.warning("%s: forward %s (%s:%d). In the engine it does so only when it is captured.",
+                               type(self.module).__name__, does, file, line)
+
     def save(self, onnx: bytes) -> None:
         path = self.settings.save_path
         if path is None:
@@ -590,6 +630,15 @@ class _Stderr:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _inside(name: str, keep: Collection[str]) -> bool:
+    """Is the module of this name one of `keep`, or in one?"""
+    return any(name == k or name.startswith(k + ".") for k in keep)
+
+
+def _outermost(names: set[str]) -> set[str]:
+    return {n for n in names if not _inside(n.rpartition(".")[0], names)}
 
 
 class _Holder(nn.Module):

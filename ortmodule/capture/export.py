@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
+from ..watch import running
 from . import opaque
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
@@ -96,10 +97,13 @@ class _Wrapper(nn.Module):
         # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
         args, kwargs = self._fill(values)
+        given = _contents(args, kwargs)
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        with refusing(is_user_file):
+        with refusing(is_user_file), running():
             out = self.m(*args, **kwargs)
+        if _contents(args, kwargs) != given:
+            raise CaptureError("forward edits a container or object among its arguments")
         _write_assigned(before)
         flat: list[Any] = []
         slot: dict[int, int] = {}
@@ -331,6 +335,13 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _example(t: Tensor) -> Tensor:
     """The export wants leaf tensors and edits user inputs in place for real when the module does: give it a stand-in."""
     return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
+
+
+def _contents(args: Any, kwargs: Any) -> Any:
+    """Which tensors and numbers stand where in the arguments. By identity: a comparison of symbols would fix them."""
+    flat = flatten_inputs(args, kwargs)
+    key: Any = flat.key
+    return [id(x) for x in (*flat.tensors, *flat.scalars)], [k if type(k) in (int, bool, str) else id(k) for k in key]
 
 
 def _structure(out: Any) -> Any:

@@ -31,6 +31,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..guard import part_of_forward
+from ..watch import quiet
 from .skeleton import Fill, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
@@ -267,7 +268,8 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
         for fqn in keep
     ]
     try:
-        result = run()
+        with quiet():
+            result = run()
     finally:
         for h in handles:
             h.remove()
@@ -297,7 +299,7 @@ def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args:
             real, row.rebuild = _results(recorded[turn])
             return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
         a, k = fill(xs[:n])
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(), quiet():
             outs, row.rebuild = _results(forward(*a, **k))
         return outs
 

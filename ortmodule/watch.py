@@ -1,0 +1,1115 @@
+"""What the user's Python code reads while a capture runs, what it changes, and what cannot be told.
+
+A captured graph holds for the Python state that its code has read. `Watch` is entered around a capture and notes, of this thread alone:
+  which code ran     every function of a file that is neither torch's, numpy's nor the standard library's (a profile function in C);
+                     its bytecode names the globals and closure variables it can read, and the attributes of modules and classes
+  attributes read    `__getattribute__` of nn.Module, and of the class of every object that is met, is replaced while the capture runs
+  what is in there   lists, dictionaries, sets, arrays and objects behind a value that was read are looked into
+
+It leaves
+  rows      a table for _C.guard_check: asked at every step, 10 to 40 ns a row (Held)
+  problems  modules that must stay in PyTorch, because they draw random numbers that are not torch's, ask for the time, read what
+            cannot be compared, or change something that outlives the call; ('' = the whole module)
+  says      files and lines that print or log: that happens at the capture only
+
+An object counts when it is met from a module, a global, a closure variable or the inside of one that was met before: what forward
+makes itself is no state. Whatever the traced run has changed in such objects is put back, so no tensor of the trace stays anywhere.
+Code inside a submodule that is kept in PyTorch (`quiet`) runs at every step anyway: there, changes are put back and nothing is noted.
+
+Invariant: one Watch at a time in the process (`_lock`), and everything that was replaced is restored at exit.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import collections.abc
+import contextlib
+import contextvars
+import dis
+import enum
+import functools
+import gc
+import io
+import logging
+import opcode
+import os
+import random
+import sys
+import sysconfig
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _C
+
+ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)  # kinds of rows, see csrc/pymodule_guard.c
+
+_MANY = 20_000  # elements of a container that are compared at every step
+_BYTES = 1 << 20  # of an array
+_REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
+_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STD_DIR = sysconfig.get_path("stdlib") + os.sep
+_SITE = tuple({os.path.dirname(os.path.dirname(_TORCH_DIR)) + os.sep, sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
+_lock = threading.RLock()
+_current: Watch | None = None
+
+_ABSENT = object()
+_PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
+_ATOMS = _PLAIN | {type(...), type(NotImplemented), range, slice, object, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+                   types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
+                   types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType}  # fmt: skip
+_BELOW_TORCH = frozenset(("numpy", "sympy", "mpmath", "networkx", "filelock", "fsspec", "jinja2", "markupsafe", "typing_extensions", "optree",
+                          "packaging", "triton", "setuptools", "functorch", "torchgen"))  # fmt: skip
+_LIBRARIES = frozenset(sys.stdlib_module_names) | _BELOW_TORCH | {"torch", "ortmodule"}
+_WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")  # of torch, what a user's object may be
+_VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())))
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
+_OF_MODULES = frozenset(nn.Module().__dict__) | _REGISTRIES | {"forward"}
+_RANDOM = (random.Random, torch.Generator)
+_TOLD_TYPES = (random.Random, torch.Generator, io.TextIOBase, io.BufferedIOBase)  # builtin methods of their objects are of interest
+_CLOCKS = tuple(getattr(time, n) for n in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
+                                            "process_time_ns", "thread_time"))  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """Why a module must stay in PyTorch."""
+
+    module: str
+    reason: str
+    file: str
+    line: int
+
+
+class Held:
+    """The Python state that captures hold for: rows for _C.guard_check and what to call them."""
+
+    def __init__(self) -> None:
+        self.table: tuple[Any, ...] = ()
+        self.names: list[str] = []
+        self._known: set[tuple[Any, ...]] = set()
+
+    def add(self, rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]]) -> None:
+        """The rows of one more capture."""
+        new = [(row, name) for key, (row, name) in rows.items() if key not in self._known]
+        self._known.update(rows)
+        self.names += [name for _, name in new]
+        self.table += tuple(x for row, _ in new for x in row)
+
+    def hold(self) -> bool:
+        return _C.guard_check(self.table) < 0
+
+    def changed(self) -> list[str]:
+        """Names of what is no longer as it was."""
+        return list(dict.fromkeys(name for i, name in enumerate(self.names) if _C.guard_check(self.table[4 * i : 4 * i + 4]) >= 0))
+
+
+# --- code ------------------------------------------------------------------------------------------
+
+
+class _Code(NamedTuple):
+    """What a code object names. attrs: after which global or closure variable which attributes are asked for, as chains."""
+
+    names: frozenset[str]
+    globals: tuple[str, ...]
+    chains: dict[str, set[tuple[str, ...]]]
+    bare: frozenset[str]  # globals used without an attribute
+    stored: tuple[str, ...]  # globals assigned
+    imports: tuple[str, ...]
+
+
+_codes: dict[int, tuple[types.CodeType, _Code]] = {}
+_NAME = {name: opcode.opmap[name] for name in opcode.opmap}
+_LOADS_GLOBAL = {_NAME.get("LOAD_GLOBAL"), _NAME.get("LOAD_NAME"), _NAME.get("LOAD_FROM_DICT_OR_GLOBALS")}
+_LOADS_ATTR = {_NAME.get("LOAD_ATTR"), _NAME.get("LOAD_METHOD")}
+_STORES_GLOBAL = {_NAME.get("STORE_GLOBAL"), _NAME.get("DELETE_GLOBAL")}
+_LOADS_FREE = {_NAME.get("LOAD_DEREF"), _NAME.get("LOAD_CLASSDEREF")}
+_PREFIXES = {_NAME.get(n) for n in ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "PRECALL")}
+
+
+def _analyse(code: types.CodeType) -> _Code:
+    known = _codes.get(id(code))
+    if known is not None:
+        return known[1]
+    names = code.co_names
+    cells = [*code.co_cellvars, *code.co_freevars]
+    local = [*code.co_varnames, *[c for c in code.co_cellvars if c not in code.co_varnames], *code.co_freevars]
+    slots = local if sys.version_info >= (3, 11) else cells
+    found: dict[str, None] = {}
+    stored: dict[str, None] = {}
+    imports: dict[str, None] = {}
+    chains: dict[str, set[tuple[str, ...]]] = {}
+    bare: set[str] = set()
+    root, path = "", ()  # type: str, tuple[str, ...]
+
+    def end() -> None:
+        if root and path:
+            chains.setdefault(root, set()).add(path)
+        elif root:
+            bare.add(root)
+
+    for _, op, arg in ((row[0], row[-2], row[-1]) for row in dis._unpack_opargs(code.co_code)):  # type: ignore[attr-defined]
+        if op in _PREFIXES:
+            continue
+        if op in _LOADS_GLOBAL:
+            end()
+            root, path = names[arg >> 1 if op == _NAME["LOAD_GLOBAL"] and sys.version_info >= (3, 11) else arg], ()
+            found[root] = None
+        elif op in _LOADS_FREE:
+            end()
+            root, path = slots[arg], ()
+        elif op in _LOADS_ATTR:
+            name = names[arg >> 1 if op == _NAME["LOAD_ATTR"] and sys.version_info >= (3, 12) else arg]
+            path = (*path, name)
+        else:
+            end()
+            root, path = "", ()
+            if op in _STORES_GLOBAL:
+                stored[names[arg]] = None
+            elif op == _NAME["IMPORT_NAME"]:
+                imports[names[arg]] = None
+    end()
+    made = _Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports))
+    _codes[id(code)] = code, made
+    return made
+
+
+def _is_library(path: str) -> bool:
+    """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated by them."""
+    if path.startswith((_TORCH_DIR, _OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path):
+        return True
+    site = next((p for p in _SITE if path.startswith(p)), None)
+    return site is not None and path[len(site):].partition(os.sep)[0].removesuffix(".py") in _BELOW_TORCH
+
+
+def _in_std(path: str) -> bool:
+    return path.startswith(_STD_DIR) and not path.startswith(_SITE)
+
+
+def _user_class(cls: type) -> bool:
+    """Written in Python by a user or a library that is none of _LIBRARIES; can be watched."""
+    if not cls.__flags__ & (1 << 9) or cls.__flags__ & (1 << 8):  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+        return False
+    where = cls.__module__ if isinstance(cls.__module__, str) else ""
+    return where.partition(".")[0] not in _LIBRARIES or where.startswith(_WITH_STATE)
+
+
+def _special_code() -> dict[Any, str]:
+    rng = "calls torch.{}, which changes or reads the state of torch's generator itself"
+    codes = {getattr(torch.random, n).__code__: rng.format(n) for n in ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
+             if hasattr(getattr(torch.random, n), "__code__")}  # fmt: skip
+    codes[type(os.environ).__getitem__.__code__] = "environ"
+    codes[logging.Logger.handle.__code__] = "log"
+    return codes
+
+
+_SPECIAL = _special_code()
+_ENVIRON = type(os.environ).__getitem__.__code__
+_GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
+                             *(getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_")
+                               and n.endswith(("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")))))  # fmt: skip
+
+
+def _watched_functions() -> tuple[Any, ...]:
+    import datetime
+
+    return (*_CLOCKS, datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today, os.urandom, builtins.print,
+            builtins.input, builtins.globals, io.open, *_GETTERS)  # fmt: skip
+
+
+# --- what was met ----------------------------------------------------------------------------------
+
+
+class _Met:
+    """Something that outlives the call: what it is called, who has read it, a shallow copy from before."""
+
+    __slots__ = ("copy", "name", "tokens", "value")
+
+    def __init__(self, value: Any, copy: Any, name: str, token: Any) -> None:
+        self.value = value
+        self.copy = copy
+        self.name = name
+        self.tokens = {token}
+
+
+def _copy(v: Any) -> Any:
+    """Contents of a container, to be compared element by element by identity."""
+    if isinstance(v, dict):
+        return [x for pair in dict.items(v) for x in pair]
+    if isinstance(v, list):
+        return list.copy(v)
+    return list(v)
+
+
+def _put_back(v: Any, old: list[Any]) -> None:
+    if isinstance(v, dict):
+        base: Any = collections.OrderedDict if isinstance(v, collections.OrderedDict) else dict
+        base.clear(v)
+        for i in range(0, len(old), 2):
+            base.__setitem__(v, old[i], old[i + 1])
+    elif isinstance(v, list):
+        list.__setitem__(v, slice(None), old)
+    elif isinstance(v, set):
+        set.clear(v)
+        set.update(v, old)
+    elif isinstance(v, collections.deque):
+        collections.deque.clear(v)
+        collections.deque.extend(v, old)
+
+
+def _unchanged(v: Any, old: list[Any]) -> bool:
+    now = _copy(v)
+    if len(now) != len(old):
+        return False
+    if isinstance(v, set):
+        return {id(x) for x in now} == {id(x) for x in old}
+    return all(a is b for a, b in zip(now, old, strict=True))
+
+
+class Watch:
+    """See the file's head. Modules are known by their __dict__: the tracer puts other objects over the same __dict__ in their place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._root = module
+        self._names = {id(m.__dict__): name for name, m in module.named_modules()}
+        self._classes_of = {name: type(m) for name, m in module.named_modules()}
+        self._attributes = {name: dict(m.__dict__) for name, m in module.named_modules()}
+        self._keep: list[Any] = [m.__dict__ for m in module.modules()]
+        self.reads: set[tuple[str, str]] = set()
+        self.writes: set[tuple[str, str]] = set()
+        self.quiet_writes: set[tuple[str, str]] = set()
+        self.problems: list[Problem] = []
+        self.says: dict[tuple[str, int], str] = {}
+        self.rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]] = {}
+        self.quiet = 0
+        self._active = 0
+        self._thread = threading.get_ident()
+        self._met: dict[int, _Met] = {}  # containers, and dictionaries of objects
+        self._objects: dict[int, Any] = {}  # objects whose attributes are watched
+        self._object_reads: set[tuple[int, str]] = set()
+        self._no_methods: set[int] = set()  # ids of code objects that are no methods of modules
+        self._spaces: dict[type, Any] = {}
+        self._dict_owner: dict[int, str] = {}  # of modules outside of the tree
+        self._contents: dict[int, str] = {}  # met containers whose contents count
+        self._patched: dict[type, Any] = {}
+        self._classes: dict[type, tuple[Any, Any, str]] = {}  # -> token, dictionary before, name
+        self._attribute_names: set[str] = set()
+        self._functions: dict[int, list[types.FunctionType]] = {}
+        self._closures: dict[tuple[int, tuple[int, ...]], tuple[types.CodeType, dict[str, Any]]] = {}
+        self._inner: set[int] = set()  # ids of code objects that executed code makes functions of
+        self._ran: dict[int, types.CodeType] = {}
+        self._ran_in: dict[int, set[str]] = {}
+        self._generators: dict[int, tuple[Any, Any, str, set[Any]]] = {}
+        self._arrays: dict[int, tuple[Any, Any, str, set[Any]]] = {}
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._caches: dict[int, tuple[Any, Any]] = {}
+        self._numpy: set[Any] = set()
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str, Any]] = {}
+        self._slots: list[tuple[Any, str, Any, str, Any]] = []
+        self._entered: set[tuple[int, bool]] = set()
+        self._seen: set[int] = set()
+        self._seen_quietly: set[int] = set()
+        self._alive: list[Any] = []
+        self._closures_read: set[Any] = set()
+        self._outer: Watch | None = None
+
+    # --- entering and leaving ----------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        global _current
+        _lock.acquire()
+        try:
+            numpy = sys.modules.get("numpy")
+            self._numpy_state = _numpy_state(numpy)
+            randoms: tuple[Any, ...] = (*_RANDOM, *([numpy.random.RandomState, numpy.random.Generator] if numpy else []))
+            self._random_types = randoms
+            self._put = nn.Module.__setattr__
+            nn.Module.__getattribute__ = self._module_getattribute()  # type: ignore[method-assign, assignment]
+            nn.Module.__setattr__ = self._module_setattr()  # type: ignore[method-assign, assignment]
+            self._outer, _current = _current, self
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._leave()
+            self.settle()
+            self._finish()
+        finally:
+            _lock.release()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The user's forward runs: from here on, what is read counts."""
+        self._active += 1
+        profile = sys.getprofile()
+        try:
+            if self._active == 1:
+                _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _TOLD_TYPES)
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                _C.watch_end()
+                if hasattr(profile, "enable"):  # cProfile
+                    profile.enable()
+                elif profile is not None:
+                    sys.setprofile(profile)
+            self.settle()
+
+    def _leave(self) -> None:
+        global _current
+        if "__getattribute__" in nn.Module.__dict__:
+            del nn.Module.__getattribute__
+            nn.Module.__setattr__ = self._put  # type: ignore[method-assign]
+        for cls, own in self._patched.items():
+            if own is _ABSENT:
+                type.__delattr__(cls, "__getattribute__")
+            else:
+                type.__setattr__(cls, "__getattribute__", own)
+        self._patched.clear()
+        _current = self._outer
+
+    # --- attributes --------------------------------------------------------------------------------
+
+    def _module_getattribute(self) -> Callable[[Any, str], Any]:
+        names, reads, me, ident = self._names, self.reads, self._thread, threading.get_ident
+        get = object.__getattribute__
+
+        def getattribute(obj: Any, name: str) -> Any:
+            try:
+                value = get(obj, name)
+            except AttributeError:
+                value = _ABSENT
+            own = get(obj, "__dict__")
+            where = names.get(id(own))
+            if where is not None:
+                if self._active and (where, name) not in reads and name not in _REGISTRIES and not self.quiet and ident() == me:
+                    reads.add((where, name))
+                    self._module_read(where, own, obj, name, value)
+            elif self._active and id(own) in self._dict_owner and ident() == me:
+                self._object_read(obj, name, value)
+            if value is _ABSENT:
+                return get(obj, name)
+            return value
+
+        return getattribute
+
+    def _module_setattr(self) -> Callable[[Any, str, Any], None]:
+        names, me, ident, put, get = self._names, self._thread, threading.get_ident, self._put, object.__getattribute__
+
+        def setattribute(obj: Any, name: str, value: Any) -> None:
+            where = names.get(id(get(obj, "__dict__")))
+            if where is not None and ident() == me and name not in obj._buffers and not _of_torch(sys._getframe(1).f_code.co_filename):
+                (self.quiet_writes if self.quiet else self.writes).add((where, name))
+            put(obj, name, value)
+
+        return setattribute
+
+    def _module_read(self, where: str, own: dict[str, Any], obj: Any, name: str, value: Any) -> None:
+        """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads' business."""
+        if name in own:
+            fresh = self._attributes[where].get(name, _ABSENT) is not value
+            if name not in _OF_MODULES and type(value) not in _PLAIN and not isinstance(value, Tensor) and not fresh:
+                self._discover(value, where, f"self.{name}{f' of {where}' * bool(where)}")
+        elif not any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules")):
+            self._class_read(self._classes_of[where], name, where)
+
+    def _class_read(self, cls: type, name: str, token: Any) -> None:
+        """An attribute that is found on the class, or on none of its bases."""
+        owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+        if owner is None or _user_class(owner) or name == "forward":
+            if name[:2] == "__" and name != "__call__":
+                return
+            for base in cls.__mro__:
+                if base is owner:
+                    self._mapped(base, name, token)
+                    return
+                if _user_class(base):
+                    self._row((UNMAPPED, self._space(base), name, None), f"{base.__qualname__}.{name}")
+
+    def _space(self, cls: type) -> Any:
+        """The class's dictionary, always by the same object."""
+        space = self._spaces.get(cls)
+        if space is None:
+            space = self._spaces[cls] = vars(cls)
+        return space
+
+    def _mapped(self, cls: type, name: str, token: Any) -> None:
+        if name[:2] == "__" and name != "__call__":
+            return
+        own = self._space(cls)
+        value = own[name]
+        self._row((MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
+        if type(value) not in _ATOMS and (cls not in self._classes or self._classes[cls][1].get(name, _ABSENT) is value):
+            self._discover(value, token, f"{cls.__qualname__}.{name}")
+
+    def _watch_class(self, cls: type, token: Any) -> None:
+        """Attributes that executed code names are compared, wherever they stand on the class or its bases."""
+        for base in cls.__mro__:
+            if base in self._classes or not _user_class(base):
+                continue
+            own = vars(base)
+            self._classes[base] = token, {k: v for k, v in own.items() if k != "__getattribute__"}, base.__qualname__
+            for name in self._attribute_names:
+                if name in own:
+                    self._mapped(base, name, token)
+
+    def _patch(self, cls: type) -> bool:
+        """Reads of the attributes of this class's objects are noted from now on. False: that is not possible."""
+        if issubclass(cls, nn.Module) or any(base in self._patched for base in cls.__mro__):
+            return True
+        original = cls.__getattribute__
+        own = cls.__dict__.get("__getattribute__", _ABSENT)
+        objects, me, ident = self._objects, self._thread, threading.get_ident
+
+        def getattribute(obj: Any, name: str) -> Any:
+            if id(obj) not in objects or not self._active or ident() != me:
+                return original(obj, name)
+            try:
+                value = original(obj, name)
+            except AttributeError:
+                self._object_read(obj, name, _ABSENT)
+                raise
+            self._object_read(obj, name, value)
+            return value
+
+        try:
+            type.__setattr__(cls, "__getattribute__", getattribute)
+        except TypeError:
+            return False
+        self._patched[cls] = own
+        return True
+
+    def _reads_itself(self, cls: type) -> bool:
+        """The class has a __getattribute__ of its own, which reads whatever it likes."""
+        return any(isinstance(self._patched.get(base, vars(base).get("__getattribute__")), types.FunctionType) for base in cls.__mro__)
+
+    def _object_read(self, obj: Any, name: str, value: Any) -> None:
+        key = id(obj), name
+        if self.quiet or key in self._object_reads:
+            return
+        self._object_reads.add(key)
+        own = _vars(obj)
+        cls = type(obj)
+        what = f"{cls.__qualname__}.{name}"
+        token = self._module_at(sys._getframe(2))
+        if name[:2] == "__" and name != "__call__":
+            if name == "__dict__" and own is not None:
+                self._container(own, token, what)
+            return
+        if own is not None and name in own:
+            self._row((ITEM, own, name, own[name]), what)
+            old = self._met[id(own)].copy
+            if not any(old[i] == name and old[i + 1] is own[name] for i in range(0, len(old), 2)):
+                return  # assigned by the traced code itself: what is in there is of this call
+        elif isinstance(getattr(cls, name, None), types.MemberDescriptorType):
+            if value is not _ABSENT:
+                self._slots.append((obj, name, value, what, token))
+                self._row((ATTRIBUTE, obj, name, value), what)
+        else:
+            if own is not None:
+                self._row((NO_ITEM, own, name, None), what)
+            self._class_read(cls, name, token)
+        if value is not _ABSENT and type(value) not in _ATOMS:
+            self._discover(value, token, what)
+
+    def _row(self, row: tuple[Any, ...], name: str) -> None:
+        if not self.quiet:
+            self.rows.setdefault((row[0] if row[0] > UNMAPPED else row[0] // 2, id(row[1]), row[2]), (row, name))
+
+    # --- values ------------------------------------------------------------------------------------
+
+    def _discover(self, v: Any, token: Any, name: str) -> None:
+        """Looks behind a value that code outside of torch can reach."""
+        t = type(v)
+        if t in _ATOMS or isinstance(v, (enum.Enum, logging.Logger, types.GenericAlias)):
+            return
+        if id(v) in self._seen or (self.quiet and id(v) in self._seen_quietly):
+            met = self._met.get(id(v)) or self._met.get(id(_vars(v)))
+            if met is not None:
+                met.tokens.add(token)
+            for known in (self._arrays, self._generators):
+                if id(v) in known:
+                    known[id(v)][3].add(token)
+            return
+        (self._seen_quietly if self.quiet else self._seen).add(id(v))
+        self._alive.append(v)
+        if isinstance(v, Tensor):
+            if t is Tensor and id(v) not in self._tensors and v.layout is torch.strided and v.device.type != "meta":
+                self._tensors[id(v)] = v, v._version, v.detach().clone()
+        elif isinstance(v, nn.Module):
+            if id(v.__dict__) not in self._names:
+                self._foreign_module(v, token, name)
+        elif t is types.FunctionType:
+            self._function(v, token, name)
+        elif t is types.MethodType:
+            self._discover(v.__self__, token, name)
+            self._discover(v.__func__, token, name)
+        elif t is types.BuiltinFunctionType:
+            if not isinstance(v.__self__, types.ModuleType):
+                self._discover(v.__self__, token, name)
+        elif t is property:
+            for f in (v.fget, v.fset):
+                if f is not None:
+                    self._discover(f, token, name)
+        elif t in (staticmethod, classmethod) or isinstance(v, functools.cached_property):
+            self._discover(v.func if isinstance(v, functools.cached_property) else v.__func__, token, name)
+        elif t is functools.partial or t is functools.partialmethod:
+            self._discover(v.func, token, name)
+            for x in v.args:
+                self._discover(x, token, name)
+            self._discover(v.keywords, token, name)
+        elif isinstance(v, type):
+            if _user_class(v):
+                self._watch_class(v, token)
+        elif isinstance(v, types.ModuleType):
+            pass  # its attributes are noted where they are named
+        elif isinstance(v, functools._lru_cache_wrapper):
+            self._caches.setdefault(id(v), (v, v.cache_info()))
+            self._discover(v.__wrapped__, token, name)
+        elif isinstance(v, self._random_types):
+            self._generators.setdefault(id(v), (v, _generator_state(v), name, set()))[3].add(token)
+            if isinstance(v, torch.Generator):
+                self._problem(token, f"reads {name}, a generator of random numbers of its own")
+        elif isinstance(v, weakref.ref):
+            self._row((CALL, None, functools.partial(v), v()), name)
+            self._discover(v(), token, name)
+        elif t is contextvars.ContextVar:
+            self._row((CALL, None, functools.partial(v.get, None), v.get(None)), name)
+        elif t is types.CellType:
+            with contextlib.suppress(ValueError):
+                self._row((ATTRIBUTE, v, "cell_contents", v.cell_contents), name)
+                self._discover(v.cell_contents, token, name)
+        elif _container(v):
+            self._container(v, token, name)
+        elif t.__module__ == "numpy" and t.__name__ == "ndarray":
+            self._array(v, token, name)
+        elif t in _VIEWS:
+            view = v.items() if t is types.MappingProxyType else v
+            self._row((SEQUENCE, view, None, tuple(view)), name)
+            for x in list(view):
+                self._discover(x, token, name)
+        elif _user_class(t) or t is types.SimpleNamespace:
+            self._object(v, token, name)
+        elif isinstance(v, collections.abc.Iterator) or isinstance(v, io.IOBase):
+            self._stop(f"reads {name}, {_article(t.__name__)}, whose state cannot be compared or put back")
+        elif t.__module__.partition(".")[0] in _LIBRARIES:
+            own = _vars(v)  # of the standard library, written in Python: argparse.Namespace, queue.Queue
+            if own is not None and t.__module__.partition(".")[0] not in ("torch", "numpy", "functorch", "threading", "typing", "logging", "inspect"):
+                self._container(own, token, name)
+            elif isinstance(v, (bytearray, _array_type())):
+                self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
+        elif not self.quiet and not isinstance(v, torch._C.Generator):
+            self._problem(token, f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared")
+
+    def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
+        met = self._met.get(id(v))
+        if met is None:
+            met = self._met[id(v)] = _Met(v, _copy(v), name, token)
+        met.tokens.add(token)
+        return met.copy
+
+    def _container(self, v: Any, token: Any, name: str) -> None:
+        if len(v) > _MANY:
+            self._problem(token, f"reads {name}, a {type(v).__name__} of {len(v)} elements: too many to compare at every step")
+            return
+        old = self._meet(v, token, name)
+        if not self.quiet:
+            self._contents[id(v)] = name
+        registry = sum(isinstance(x, type) for x in old) > _REGISTRY
+        for x in old:
+            if type(x) not in _ATOMS and not (registry and isinstance(x, type)):
+                self._discover(x, token, name)
+        if _user_class(type(v)):
+            self._object(v, token, name)
+
+    def _object(self, v: Any, token: Any, name: str) -> None:
+        """An object of a class written in Python: what is read of it is noted one by one."""
+        cls = type(v)
+        self._objects[id(v)] = v
+        self._watch_class(cls, token)
+        own = _vars(v)
+        if own is not None:
+            self._meet(own, token, name)
+        if (not self._patch(cls) or self._reads_itself(cls)) and own is not None:
+            self._container(own, token, name)
+
+    def _foreign_module(self, m: nn.Module, token: Any, name: str) -> None:
+        """A module that is not part of the tree (a global, one hidden in a list)."""
+        for sub in m.modules():
+            own = sub.__dict__
+            if id(own) in self._dict_owner or id(own) in self._names:
+                continue
+            self._dict_owner[id(own)] = name
+            self._objects[id(sub)] = sub
+            self._watch_class(type(sub), token)
+            self._meet(own, token, name)
+            for registry in ("_parameters", "_buffers", "_modules"):
+                self._meet(own[registry], token, name)
+                if not self.quiet:
+                    self._contents[id(own[registry])] = name
+
+    def _function(self, f: types.FunctionType, token: Any, name: str) -> None:
+        known = self._functions.setdefault(id(f.__code__), [])
+        if any(f is g for g in known):
+            return
+        known.append(f)
+        for d in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
+            if type(d) not in _ATOMS:
+                self._discover(d, token, f"a default argument of {f.__qualname__}")
+        inner = getattr(f, "__wrapped__", None)
+        if inner is not None and type(inner) is types.FunctionType:
+            self._function(inner, token, name)
+
+    def _array(self, v: Any, token: Any, name: str) -> None:
+        if v.nbytes > _BYTES or v.dtype.hasobject:
+            what = "of objects" if v.dtype.hasobject else f"of {v.nbytes} bytes: too large to compare at every step"
+            self._problem(token, f"reads {name}, an array {what}")
+            return
+        self._arrays.setdefault(id(v), (v, v.copy(), name, set()))[3].add(token)
+        if v.flags.c_contiguous:
+            self._row((MEMORY, v, v.__array_interface__["data"][0], v.tobytes()), name)
+        else:
+            self._row((CALL, None, v.tobytes, v.tobytes()), name)
+
+    # --- code --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _chosen(code: types.CodeType) -> bool:
+        return code in _SPECIAL if _is_library(code.co_filename) else True
+
+    def _called(self, frame: types.FrameType, code: types.CodeType) -> None:
+        """Code of the user's is entered."""
+        special = _SPECIAL.get(code) if _is_library(code.co_filename) else None
+        if special is not None:
+            self._called_special(frame, code, special)
+            return
+        where = self._module_at(frame)
+        cls = self._classes_of[where]
+        if cls not in self._classes:
+            self._watch_class(cls, cls)
+        key = id(code)
+        ran_in = self._ran_in.get(key)
+        if ran_in is None:
+            ran_in = self._ran_in[key] = set()
+            self._ran[key] = code
+        if not self.quiet:
+            ran_in.add(where)
+        if (key, self.quiet > 0) not in self._entered:
+            self._entered.add((key, self.quiet > 0))
+            self._first_call(frame, code)
+        if code.co_freevars and key not in self._inner:
+            values = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals and n[:2] != "__"}
+            which = key, tuple(id(v) for v in values.values())
+            if which not in self._closures or (not self.quiet and which not in self._closures_read):
+                self._closures[which] = code, values
+                if not self.quiet:
+                    self._closures_read.add(which)
+                for n, v in values.items():
+                    if type(v) not in _ATOMS:
+                        self._discover(v, key, f"{n}, a closure variable of {_at(code)}")
+                        self._follow(v, _analyse(code).chains.get(n, ()), key)
+
+    def _first_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        known = _analyse(code)
+        key = id(code)
+        self._inner.update(id(c) for c in code.co_consts if type(c) is types.CodeType)
+        new = known.names - self._attribute_names
+        self._attribute_names |= new
+        for cls, (token, _, _) in list(self._classes.items()):
+            own = vars(cls)
+            for name in new:
+                if name in own:
+                    self._mapped(cls, name, token)
+        space = frame.f_globals
+        for name in (*known.globals, *known.stored):
+            if name not in space:
+                if name in known.stored:
+                    self._globals.setdefault((id(space), name), (space, name, _ABSENT, _at(code), key))
+                continue
+            value = space[name]
+            what = f"global {name} of {_at(code)}"
+            if name in known.stored:
+                self._globals.setdefault((id(space), name), (space, name, value, _at(code), key))
+            if isinstance(value, types.ModuleType):
+                self._follow(value, known.chains.get(name, ()), key)
+                if name in known.bare and not _is_library(getattr(value, "__file__", None) or "<frozen"):
+                    self._row((ITEM, space, name, value), what)
+                continue
+            self._row((ITEM, space, name, value), what)
+            if type(value) not in _ATOMS:
+                self._discover(value, key, what)
+                if isinstance(value, type):
+                    self._follow(value, known.chains.get(name, ()), key)
+                elif getattr(value, "__self__", None) is not None and "numpy.random" in type(value.__self__).__module__ + ".":
+                    self._numpy.add(key)
+        for name in known.imports:
+            module = sys.modules.get(name)
+            if module is not None:
+                for n in known.names:
+                    self._follow(module, [(n,)], key)
+
+    def _follow(self, owner: Any, chains: Any, token: Any) -> None:
+        """Attributes of modules (and of classes and modules in them) that code names one after the other."""
+        for chain in chains:
+            at = owner
+            for name in chain:
+                if not isinstance(at, types.ModuleType):
+                    break
+                if at.__name__.partition(".")[0] == "numpy" and name == "random":
+                    self._numpy.add(token)
+                space = vars(at)
+                if name not in space:
+                    break
+                value = space[name]
+                if at.__name__.partition(".")[0] not in _LIBRARIES:
+                    what = f"{at.__name__}.{name}"
+                    self._row((ITEM, space, name, value), what)
+                    self._globals.setdefault((id(space), name), (space, name, value, what, token))
+                    if type(value) not in _ATOMS:
+                        self._discover(value, token, what)
+                at = value
+
+    def _called_special(self, frame: types.FrameType, code: types.CodeType, special: str) -> None:
+        if self.quiet:
+            return
+        where, user = self._reader(frame.f_back)
+        if special == "environ":
+            if user is not None:
+                data = os.environ._data  # type: ignore[attr-defined]
+                key = frame.f_locals["key"]
+                if isinstance(key, str):
+                    raw = os.environ.encodekey(key)  # type: ignore[attr-defined]
+                    row = (ITEM, data, raw, data[raw]) if raw in data else (NO_ITEM, data, raw, None)
+                    self._row(row, f"environment variable {key}")
+        elif special == "log":
+            if _first_user(frame) is not None and not _once(frame):
+                at = _first_user(frame)
+                assert at is not None
+                self.says.setdefault((at.f_code.co_filename, at.f_lineno), "logs")
+        elif user is not None:
+            self._problem_at(where, special.format(code.co_name), user)
+
+    def _c_called(self, frame: types.FrameType, function: Any) -> None:
+        if self.quiet:
+            return
+        where, user = self._reader(frame)
+        if user is None:
+            return
+        if function is print or isinstance(function.__self__, (io.TextIOBase, io.BufferedIOBase)):
+            if function is print or function.__self__ in (sys.stdout, sys.stderr):
+                if not _once(frame):
+                    self.says.setdefault((user.f_code.co_filename, user.f_lineno), "prints")
+            else:
+                self._problem_at(where, "reads or writes a file", user)
+        elif isinstance(function.__self__, random.Random):
+            if function.__name__ not in ("getstate",):
+                self._problem_at(where, "draws random numbers of Python's random", user)
+        elif isinstance(function.__self__, torch.Generator):
+            self._problem_at(where, "uses a torch.Generator of its own", user)
+        elif function in _GETTERS:
+            with contextlib.suppress(Exception):
+                self._row((CALL, None, function, function()), f"{function.__name__}()")
+        elif function is os.urandom:
+            self._problem_at(where, "asks the system for random bytes", user)
+        elif function is io.open:
+            self._problem_at(where, "opens a file", user)
+        elif function is builtins.input:
+            self._problem_at(where, "asks for input", user)
+        elif function is builtins.globals:
+            self._problem_at(where, "looks through its globals()", user)
+        else:
+            self._problem_at(where, "asks for the time", user)
+
+    # --- where it happens --------------------------------------------------------------------------
+
+    def _module_at(self, frame: types.FrameType | None) -> str:
+        """The innermost module whose code is running."""
+        while frame is not None:
+            code = frame.f_code
+            if id(code) not in self._no_methods:
+                owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+                if not isinstance(owner, nn.Module):
+                    self._no_methods.add(id(code))
+                    self._alive.append(code)
+                else:
+                    where = self._names.get(id(object.__getattribute__(owner, "__dict__")))
+                    if where is not None:
+                        return where
+            frame = frame.f_back
+        return ""
+
+    def _reader(self, frame: types.FrameType | None) -> tuple[str, types.FrameType | None]:
+        """The user's frame that called into the standard library here (None: torch or logging did), and its module."""
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if not _is_library(path):
+                return self._module_at(frame), frame
+            if not _in_std(path) and not path.startswith("<frozen") and f"{os.sep}torch{os.sep}backends{os.sep}" not in path \
+                    or f"{os.sep}logging{os.sep}" in path or path.endswith(("warnings.py", "threading.py")):
+                return "", None
+            frame = frame.f_back
+        return "", None
+
+    def _problem_at(self, where: str, reason: str, frame: types.FrameType) -> None:
+        self.problems.append(Problem(where, reason, frame.f_code.co_filename, frame.f_lineno))
+
+    def _problem(self, token: Any, reason: str) -> None:
+        if self.quiet:
+            return
+        if isinstance(token, str):
+            places = {token}
+            code = getattr(self._classes_of[token].forward, "__code__", None)
+        elif isinstance(token, type):
+            places = {where for where, cls in self._classes_of.items() if issubclass(cls, token)}
+            code = getattr(token.forward, "__code__", None) if issubclass(token, nn.Module) else None
+        else:
+            places = self._ran_in[token]
+            code = self._ran[token]
+        for where in places:
+            self.problems.append(Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0))
+
+    def _stop(self, reason: str) -> None:
+        """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
+        from .capture.export import CaptureError
+
+        user = _first_user(sys._getframe(1))
+        problem = Problem("", reason, user.f_code.co_filename if user else "", user.f_lineno if user else 0)
+        self.problems.append(problem)
+        raise CaptureError(problem.reason, "", problem.file, problem.line)
+
+    # --- afterwards --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The traced forward has returned: what it changed is noted and put back."""
+        for met in self._met.values():
+            if not _unchanged(met.value, met.copy):
+                _put_back(met.value, met.copy)
+                self._changed(met.tokens, f"changes {met.name}")
+        for v, old, name, tokens in self._arrays.values():
+            if v.tobytes() != old.tobytes():
+                v[...] = old
+                self._changed(tokens, f"changes {name}")
+        for v, state, name, tokens in self._generators.values():
+            if _generator_state(v) != state:
+                _set_generator_state(v, state)
+                self._changed(tokens, f"draws random numbers of {name}")
+        for t, version, old in self._tensors.values():
+            if t._version != version:
+                with torch.no_grad():
+                    t.detach().copy_(old)
+                self._tensors[id(t)] = t, t._version, old
+        for space, name, old, at, token in self._globals.values():
+            if space.get(name, _ABSENT) is not old:
+                if old is _ABSENT:
+                    del space[name]
+                else:
+                    space[name] = old
+                self._changed({token}, f"assigns global {name} ({at})")
+        for cls, (token, old, name) in self._classes.items():
+            own = vars(cls)
+            for k in [k for k in own if k not in old and k in self._attribute_names and k != "__getattribute__"]:
+                type.__delattr__(cls, k)
+                self._changed({token}, f"assigns {name}.{k}")
+            for k, v in old.items():
+                if k in self._attribute_names and own.get(k, _ABSENT) is not v:
+                    type.__setattr__(cls, k, v)
+                    self._changed({token}, f"assigns {name}.{k}")
+        for obj, name, old, what, token in self._slots:
+            if getattr(obj, name, _ABSENT) is not old:
+                object.__setattr__(obj, name, old)
+                self._changed({token}, f"changes {what}")
+        for cache, before in self._caches.values():
+            if cache.cache_info().misses != before.misses:
+                cache.cache_clear()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self._numpy_state is not None and _numpy_state(numpy) != self._numpy_state:
+            numpy.random.mtrand._rand._bit_generator.state = _from_hashable(self._numpy_state)
+            self._changed(self._numpy or {""}, "draws random numbers of numpy.random")
+
+    def _changed(self, tokens: set[Any], reason: str) -> None:
+        for token in tokens:
+            self._problem(token, reason)
+
+    def _finish(self) -> None:
+        """Rows for the contents of containers and for closure variables, as they are after everything was put back."""
+        for which, name in self._contents.items():
+            met = self._met[which]
+            v, old = met.value, met.copy
+            if isinstance(v, dict):
+                self._row((DICT, v, None, tuple(old)), name)
+            elif isinstance(v, list):
+                self._row((LIST, v, None, tuple(old)), name)
+            elif isinstance(v, set):
+                self._row((SET, v, None, frozenset(old)), name)
+            elif not isinstance(v, (tuple, frozenset)):
+                self._row((SEQUENCE, v, None, tuple(old)), name)
+        for key, (row, name) in self.rows.items():  # as they were before: the first read may have come after a change
+            if row[0] in (ITEM, NO_ITEM):
+                now = row[1].get(row[2], _ABSENT)
+                self.rows[key] = ((NO_ITEM, *row[1:3], None) if now is _ABSENT else (ITEM, *row[1:3], now)), name
+        missing = []
+        for which, (code, values) in self._closures.items():
+            if which in self._closures_read and not self._cells(code, values):
+                missing.append((code, values))
+        if missing:
+            wanted = {id(code) for code, _ in missing}
+            for f in gc.get_objects():
+                if type(f) is types.FunctionType and id(f.__code__) in wanted:
+                    self._functions.setdefault(id(f.__code__), []).append(f)
+            for code, values in missing:
+                self._cells(code, values)
+
+    def _cells(self, code: types.CodeType, values: dict[str, Any]) -> bool:
+        """Rows for the cells of the function that was called with these values in its closure. Cells that were assigned are put back."""
+        stores = _stores_free(code)
+        for f in self._functions.get(id(code), ()):
+            cells = dict(zip(code.co_freevars, f.__closure__ or (), strict=True))
+            contents = {n: _cell(c) for n, c in cells.items()}
+            if all(n[:2] == "__" or contents[n] is values.get(n, _ABSENT) or n in stores for n in cells):
+                for n, c in cells.items():
+                    old = values.get(n, _ABSENT)
+                    if contents[n] is not old and old is not _ABSENT:
+                        c.cell_contents = old
+                        self._problem(id(code), f"assigns {n}, a closure variable of {_at(code)}")
+                    elif old is not _ABSENT:
+                        self._row((ATTRIBUTE, c, "cell_contents", old), f"{n}, a closure variable of {_at(code)}")
+                return True
+        return False
+
+
+# --- small things ----------------------------------------------------------------------------------
+
+
+def _of_torch(path: str) -> bool:
+    return path.startswith((_TORCH_DIR, _OWN_DIR))
+
+
+def _vars(obj: Any) -> dict[str, Any] | None:
+    try:
+        own = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def _container(v: Any) -> bool:
+    return isinstance(v, (list, tuple, dict, set, frozenset, collections.deque))
+
+
+def _array_type() -> type:
+    import array
+
+    return array.array
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _at(code: types.CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _cell(c: Any) -> Any:
+    try:
+        return c.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _stores_free(code: types.CodeType) -> set[str]:
+    """Closure variables that the code assigns."""
+    return {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars}
+
+
+def _first_user(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _once(frame: types.FrameType | None) -> bool:
+    """Called through something that speaks once in a process anyway (transformers' warning_once)."""
+    while frame is not None and not _of_torch(frame.f_code.co_filename):
+        if frame.f_code.co_name.endswith("_once"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _hashable(x: Any) -> Any:
+    if isinstance(x, dict):
+        return ("dict", tuple((k, _hashable(v)) for k, v in x.items()))
+    return ("array", x.dtype.str, x.tobytes()) if hasattr(x, "tobytes") and hasattr(x, "dtype") and getattr(x, "ndim", 0) else x
+
+
+def _from_hashable(x: Any) -> Any:
+    import numpy as np
+
+    if isinstance(x, tuple) and x and x[0] == "dict":
+        return {k: _from_hashable(v) for k, v in x[1]}
+    if isinstance(x, tuple) and x and x[0] == "array":
+        return np.frombuffer(x[2], dtype=x[1]).copy()
+    return x
+
+
+def _numpy_state(numpy: Any) -> Any:
+    return None if numpy is None else _hashable(numpy.random.mtrand._rand._bit_generator.state)
+
+
+def _generator_state(g: Any) -> Any:
+    if isinstance(g, random.Random):
+        return g.getstate()
+    if isinstance(g, torch.Generator):
+        return g.get_state().numpy().tobytes()
+    return _hashable(getattr(g, "bit_generator", None) and g.bit_generator.state or g._bit_generator.state)
+
+
+def _set_generator_state(g: Any, state: Any) -> None:
+    if isinstance(g, random.Random):
+        g.setstate(state)
+    elif isinstance(g, torch.Generator):
+        g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif hasattr(g, "bit_generator"):
+        g.bit_generator.state = _from_hashable(state)
+    else:
+        g._bit_generator.state = _from_hashable(state)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What runs inside is run again at every step: its reads need no rows. What it changes is put back all the same."""
+    watch = _current
+    if watch is None or threading.get_ident() != watch._thread:
+        yield
+        return
+    watch.settle()
+    watch.quiet += 1
+    try:
+        with watch.running():
+            yield
+    finally:
+        watch.settle()
+        watch.quiet -= 1
+
+
+def running() -> contextlib.AbstractContextManager[None]:
+    """To be entered around the traced forward; at its end, before anything else is put back, what it changed is."""
+    watch = _current
+    return watch.running() if watch is not None and threading.get_ident() == watch._thread else contextlib.nullcontext()
+
+
+def busy() -> bool:
+    """Is a capture under way on this thread?"""
+    return _current is not None and _current._thread == threading.get_ident()
