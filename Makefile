@@ -139,7 +139,7 @@ fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by cove
 	@$(MAKE) --no-print-directory B=$(B)/fuzz-$(FUZZ_CC) KB=$(B) CC=$(FUZZ_CC) OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined$(if $(filter clang%,$(FUZZ_CC)),$(comma)fuzzer-no-link)' fuzz-bin
 	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz-$(FUZZ_CC)/seeds
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/corpus
-	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=10 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
+	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=1 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
 comma := ,
 fuzz-bin: $(B)/fuzz_onnx
 $(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c tests/fuzz/blind.c

@@ -44,6 +44,7 @@ struct om_onnx {
     OM_VEC(om_onnx_val) vals;
     om_strmap names;                    /* name -> index into vals */
     om_strmap types;                    /* name -> index into graph->value_info or, from n_value_info on, into graph->output */
+    om_strmap meta;                     /* key -> index into graph->metadata_props */
     /* the node being read */
     const Onnx__NodeProto *node;
     size_t index;

@@ -95,14 +95,17 @@ static const char *read_meta(size_t n, Onnx__StringStringEntryProto *const *prop
 const char *om_onnx_meta(const om_onnx *o, const char *key) {
     return read_meta(o->node->n_metadata_props, o->node->metadata_props, key);
 }
-/* GraphProto.metadata_props "<what>:<name>" */
-static const char *read_graph_meta(const om_onnx *o, const char *what, const char *name) {
-    size_t n = strlen(what);
-    for (size_t i = 0; i < o->graph->n_metadata_props; i++) {
-        const Onnx__StringStringEntryProto *p = o->graph->metadata_props[i];
-        if (p->key && p->value && !strncmp(p->key, what, n) && p->key[n] == ':' && !strcmp(p->key + n + 1, name)) return p->value;
-    }
-    return NULL;
+/* GraphProto.metadata_props "<what>:<name>"; of the same key twice, the first */
+static const char *read_graph_meta(om_onnx *o, const char *what, const char *name) {
+    size_t n = strlen(what), m = strlen(name);
+    if (!o->meta.n) return NULL;
+    char *key = om_arena_alloc(&o->tmp, n + m + 2);
+    if (!key) return NULL;
+    memcpy(key, what, n);
+    key[n] = ':';
+    memcpy(key + n + 1, name, m);
+    om_id i = om_strmap_get(&o->meta, key);
+    return i == OM_NONE ? NULL : o->graph->metadata_props[i]->value;
 }
 
 /* --- types --------------------------------------------------------------------------------------- */
@@ -120,7 +123,8 @@ static om_status read_dim_param(om_onnx *o, const char *text, om_dim *d) {
         om_ctx_clear(o->cx);
         om_dim_forget(o->g, syms, exprs); /* what the attempt left behind */
     }
-    ONNX_CHECK(o, strlen(text) < sizeof name - 2, "the name of a size, '%.40s...', has %zu characters, at most %zu", text, strlen(text), sizeof name - 3);
+    ONNX_CHECK(o, strlen(text) < sizeof name - 2, "the name of a size, '%.40s...', has %zu characters, at most %zu", text,
+               strlen(text), sizeof name - 3);
     for (const char *c = text; *c; c++) name[n++] = isalnum((unsigned char)*c) ? *c : '_';
     name[n] = 0;
     if (!n || isdigit((unsigned char)name[0])) {
@@ -699,6 +703,10 @@ static om_status read_model(om_onnx *o, const Onnx__ModelProto *m) {
                            (long long)o->opset, OM_ONNX_OPSET_MIN, OM_ONNX_OPSET_MAX);
     ONNX_CHECK(o, !f->n_sparse_initializer, "sparse initialisers are not supported");
     ONNX_CHECK(o, f->n_value_info + f->n_output < OM_NONE / 2 && f->n_node < OM_NONE / 2, "too many values");
+    for (size_t i = 0; i < f->n_metadata_props && i < OM_NONE; i++) {
+        const Onnx__StringStringEntryProto *p = f->metadata_props[i];
+        if (p->key && p->value && !om_strmap_put(&o->meta, p->key, (om_id)i, NULL)) return o->cx->status;
+    }
     for (size_t i = 0; i < f->n_output; i++)
         if (f->output[i]->name && !om_strmap_put(&o->types, f->output[i]->name, (om_id)(f->n_value_info + i), NULL)) return o->cx->status;
     for (size_t i = 0; i < f->n_value_info; i++) /* an entry of its own, even for outputs: it may say more */
@@ -725,7 +733,7 @@ om_status om_onnx_read(om_ctx *cx, const void *bytes, size_t size, om_graph **ou
     OM_TRY(om_onnx_wire(cx, &onnx__model_proto__descriptor, bytes, size));
     om_arena file = {.cx = cx};
     ProtobufCAllocator al = {.alloc = read_pb_alloc, .free = read_pb_free, .allocator_data = &file};
-    om_onnx o = {.cx = cx, .tmp = {.cx = cx}, .names = {.cx = cx}, .types = {.cx = cx}, .g = om_graph_new(cx)};
+    om_onnx o = {.cx = cx, .tmp = {.cx = cx}, .names = {.cx = cx}, .types = {.cx = cx}, .meta = {.cx = cx}, .g = om_graph_new(cx)};
     const Onnx__ModelProto *m = o.g ? onnx__model_proto__unpack(&al, size, bytes) : NULL;
     om_status s = cx->status;
     if (s == OM_OK && !m) s = om_fail(cx, OM_INVALID, "not a valid ONNX file: protobuf cannot be unpacked");
@@ -733,6 +741,7 @@ om_status om_onnx_read(om_ctx *cx, const void *bytes, size_t size, om_graph **ou
     if (s == OM_OK) s = cx->status;
     om_strmap_free(&o.names);
     om_strmap_free(&o.types);
+    om_strmap_free(&o.meta);
     om_free(cx, o.vals.v);
     om_arena_free(&o.tmp);
     om_arena_free(&file);

@@ -1,9 +1,9 @@
 /* blind.c - drives a libFuzzer target where there is no libFuzzer (gcc): mutates seeds without looking at coverage.
  *
- *     fuzz_onnx [-max_total_time=SECONDS] [-seed=N] FILE|DIRECTORY...      other options of libFuzzer are accepted and ignored
+ *     fuzz_onnx [-max_total_time=SECONDS] [-timeout=SECONDS] [-seed=N] FILE|DIRECTORY...      other options of libFuzzer are accepted and ignored
  *
  * Files among the arguments are run as they are first. Half of the inputs are one seed changed in a few places, the others begin like one seed
- * and end like another. An input that dies is written to ./crash-blind, or to -artifact_prefix=. The seed of the generator is printed.
+ * and end like another. An input that dies, or takes more than -timeout= seconds of the processor (1), is written to ./crash-blind, or to -artifact_prefix=. The seed of the generator is printed.
  */
 #include <dirent.h>
 #include <signal.h>
@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <time.h>
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -23,6 +24,7 @@ static int n_seeds;
 static uint8_t input[MAX_LEN];
 static size_t input_size;
 static char crash[1024] = "crash-blind";
+static int timeout = 1; /* of processor time: a busy machine is no finding */
 
 static void died(void) { /* of a sanitizer's finding or of an abort */
     FILE *f = fopen(crash, "wb");
@@ -36,7 +38,9 @@ static void run(size_t size) {
     if (!exact) abort();
     input_size = size;
     memcpy(exact, input, size);
+    setitimer(ITIMER_PROF, &(struct itimerval){.it_value.tv_sec = timeout}, NULL);
     LLVMFuzzerTestOneInput(exact, size);
+    setitimer(ITIMER_PROF, &(struct itimerval){0}, NULL);
     free(exact);
 }
 
@@ -104,6 +108,7 @@ static size_t change(size_t n) {
 }
 
 static void aborted(int sig) {
+    if (sig == SIGPROF) fprintf(stderr, "an input takes more than %d s\n", timeout);
     died();
     signal(sig, SIG_DFL);
     raise(sig);
@@ -114,6 +119,7 @@ int main(int argc, char **argv) {
     state = (uint64_t)time(NULL);
     for (int i = 1; i < argc; i++) {
         if (!strncmp(argv[i], "-max_total_time=", 16)) seconds = atof(argv[i] + 16);
+        else if (!strncmp(argv[i], "-timeout=", 9)) timeout = atoi(argv[i] + 9);
         else if (!strncmp(argv[i], "-seed=", 6)) state = strtoull(argv[i] + 6, NULL, 10);
         else if (!strncmp(argv[i], "-artifact_prefix=", 17)) snprintf(crash, sizeof crash, "%scrash-blind", argv[i] + 17);
         else if (argv[i][0] != '-') seed_add(argv[i]);
@@ -125,6 +131,7 @@ int main(int argc, char **argv) {
     state *= 0x9e3779b97f4a7c15u;
     __sanitizer_set_death_callback(died);
     signal(SIGABRT, aborted);
+    signal(SIGPROF, aborted);
     for (int i = 0; i < n_seeds; i++) {
         memcpy(input, seed[i].data, seed[i].size);
         run(seed[i].size);

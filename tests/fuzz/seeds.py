@@ -1,4 +1,4 @@
-"""Writes the seeds of fuzz_onnx.c: the models of test_onnx.py and a few graphs as text.    python tests/fuzz/seeds.py FOLDER"""
+"""Writes the seeds of fuzz_onnx.c: the models of test_onnx.py, small hostile files, a few graphs as text.    python tests/fuzz/seeds.py FOLDER"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import test_hostile  # noqa: E402
 import test_onnx  # noqa: E402
 
 TEXT = """graph {
@@ -34,6 +35,8 @@ def main(folder: Path) -> None:
         n_in, n_out = (sum(ln.lstrip().startswith(word + " ") for ln in graph.text().splitlines()) for word in ("input", "output"))
         (folder / f"{i}.txt").write_text(graph.grad([1] * n_in, [1] + [0] * (n_out - 1)).text())
     (folder / "shapes.onnx").write_bytes(test_onnx.shape_model()[0].SerializeToString())
+    for i, (data, _) in enumerate(test_hostile.SMALL.values()):
+        (folder / f"hostile{i}.onnx").write_bytes(data)
     (folder / "graph.txt").write_text(TEXT)
 
 
