@@ -185,6 +185,8 @@ const om_onnx_op om_onnx_ops_elementwise[] = {
     {"ortmodule", "StopGradient", 1, 1, 1, map_unary, NULL, &om_op_stop_grad},
     {"ortmodule", "Log1p", 1, 1, 1, map_unary, NULL, &om_op_log1p},
     {"ortmodule", "Expm1", 1, 1, 1, map_unary, NULL, &om_op_expm1},
+    {"ortmodule", "FloorDiv", 2, 2, 1, map_binary, NULL, &om_op_floor_div},
+    {"ortmodule", "Remainder", 2, 2, 1, map_binary, NULL, &om_op_mod},
     {"ortmodule", "StraightThrough", 2, 2, 1, map_binary, NULL, &om_op_straight_through},
     {0},
 };

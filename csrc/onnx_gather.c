@@ -127,9 +127,10 @@ static om_status map_reduce(om_onnx *o) {
         y = om_map_reduce_op(o, &om_op_reduce_sum, MAKE1(abs, x), mask, keep);
     } else if (!strcmp(op, "ReduceSumSquare")) {
         y = om_map_reduce_op(o, &om_op_reduce_sum, MAKE2(mul, x, x), mask, keep);
-    } else if (!strcmp(op, "ReduceL2")) { /* sqrt has no gradient at 0; torch's norm gives 0 there */
-        om_id s = om_map_reduce_op(o, &om_op_reduce_sum, MAKE2(mul, x, x), mask, keep), zero = om_map_like(o, x, 0), none = MAKE2(eq, s, zero);
-        y = om_map_where(o, none, zero, MAKE1(sqrt, om_map_where(o, none, om_map_like(o, x, 1), s)));
+    } else if (!strcmp(op, "ReduceL2")) { /* sqrt has no gradient at 0; torch's norm gives 0 there. Squares leave the range of f16: wide */
+        om_id w = om_b_cast(g, x, om_compute_dtype(t.dtype));
+        om_id s = om_map_reduce_op(o, &om_op_reduce_sum, MAKE2(mul, w, w), mask, keep), zero = om_map_like(o, w, 0), none = MAKE2(eq, s, zero);
+        y = om_b_cast(g, om_map_where(o, none, zero, MAKE1(sqrt, om_map_where(o, none, om_map_like(o, w, 1), s))), t.dtype);
     } else if (!strcmp(op, "ReduceLogSum")) {
         y = MAKE1(log, om_map_reduce_op(o, &om_op_reduce_sum, x, mask, keep));
     } else { /* ReduceLogSumExp: log(sum(exp(x - m))) + m, m the maximum where it is finite */

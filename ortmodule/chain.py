@@ -243,6 +243,7 @@ class Graph:
 
     def infer(self, tensors: Sequence[Tensor]) -> Any:
         """The user's output, without anything for a backward."""
+        tensors = _resolved(tensors, len(self.leaves))
         start = perf_counter()
         before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
         run = self._start(self.plain, tensors, self._seed(), False)
@@ -263,6 +264,7 @@ class Graph:
         if self._next and _backward_id() == -1:  # a forward inside a backward may be a checkpoint's second: it must save what the first did
             self._current.update(self._next)
             self._next.clear()
+        tensors = _resolved(tensors, len(self.leaves))
         variant = self._current.get(wanted) or self.variant(wanted, tensors)
         if not variant.nodes:
             return self.infer(tensors)
@@ -465,6 +467,13 @@ def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
         return None
 
 
+def _resolved(tensors: Sequence[Tensor], n: int) -> Sequence[Tensor]:
+    """The first n with their signs in memory: of a complex number's conjugate torch negates the imaginary part by a bit of the tensor."""
+    if any([t.is_neg() for t in tensors[:n]]):
+        return [t.resolve_neg() for t in tensors]
+    return tensors
+
+
 def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Autocast as it was at the forward (backward runs outside of the user's context)."""
     return torch.autocast("cpu", enabled=dtype is not None, dtype=dtype or torch.bfloat16)
@@ -502,6 +511,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
     if torch.is_grad_enabled():
         return graph.backward_in_torch(step, grads)
     arriving = bytes([g is not None for g in grads])
+    grads = [g if g is None else g.resolve_neg() for g in grads]
     if any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):
         return graph.backward_other(step, grads, keep)
     try:

@@ -92,7 +92,7 @@ class Host:
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
-                answer = _as_tuple(op.call(_given(inputs)))
+                answer = [t.resolve_neg() for t in _as_tuple(op.call(_given(inputs)))]
             _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
@@ -109,7 +109,7 @@ class Host:
         with torch.enable_grad():
             outputs = _as_tuple(op.call(_given(leaves)))
         regions[node] = Region(leaves, outputs)
-        _of_engine(run.host_done, [t.detach() for t in outputs])
+        _of_engine(run.host_done, [t.detach().resolve_neg() for t in outputs])  # memory shows no lazy negation (imag of conj)
 
 
 def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:
@@ -120,7 +120,8 @@ def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | No
         return [None] * len(wanted)
     outputs, incoming = zip(*pairs, strict=True)
     sources = [t for t in (region.inputs[place] for place in wanted) if t is not None]
-    return list(torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain))
+    found = torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain)
+    return [g if g is None else g.resolve_neg() for g in found]
 
 
 def _given(inputs: Sequence[Tensor | None]) -> list[Tensor]:

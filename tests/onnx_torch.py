@@ -101,7 +101,7 @@ SIMPLE: dict[str, Callable[..., Any]] = {
     "Min": torch.minimum, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor, "BitwiseNot": torch.bitwise_not, "Equal": torch.eq, "Less": torch.lt,
     "LessOrEqual": torch.le, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "MatMul": torch.matmul, "Identity": lambda x: x.view_as(x),
-    "StopGradient": torch.detach, "Log1p": torch.log1p, "Expm1": torch.expm1,
+    "StopGradient": torch.detach, "Log1p": torch.log1p, "Expm1": torch.expm1, "FloorDiv": torch.floor_divide, "Remainder": torch.remainder,
     "Shape": lambda x: torch.tensor(x.shape, dtype=torch.int64), "Size": lambda x: torch.tensor(x.numel()),
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
     "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),

@@ -106,6 +106,8 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
     for source, node in program.inputs:
         if source.kind == "constant":
             continue
+        if source.tensor is not None and source.tensor.is_neg():
+            raise CaptureError(f"{source.target}: torch negates it lazily (imag of a conjugate); call resolve_neg() on it")
         index[node] = len(specs)
         v = builder.inputs[names[len(specs)]]
         dims = tuple(d if isinstance(d, int) else builder.sizes.text(d) for d in v.shape)

@@ -30,6 +30,7 @@ from .onnx_build import ONNX_TYPE, Builder, UnsupportedError, Val, expr_of, shap
 from .onnx_functions import functions
 
 INT_MAX = 2**63 - 1
+CONCAT_MAX = 256  # operands of one concat in the engine
 F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -37,6 +38,8 @@ _LOW = (torch.bfloat16, torch.float16)
 _NORMS = {"aten::layer_norm", "aten::group_norm", "aten::batch_norm"}
 _ONE_TYPE = {"aten::linear", "aten::mm", "aten::bmm", "aten::matmul", "aten::mv", "aten::dot", "aten::addmm", "aten::baddbmm", "aten::addmv",
              "aten::scaled_dot_product_attention", *_NORMS}
+
+_SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "aten::gather"}  # gradients may be asked to be sparse
 
 
 @dataclass
@@ -206,13 +209,24 @@ class Converter:
         return self.b.op("Slice", [v, self.b.dims([start]), self.b.dims([end]), self.axes([axis]), self.axes([step])], v.dtype, shape)
 
     def concat(self, parts: Sequence[Val], axis: int) -> Val:
-        if len(parts) == 1:
-            return parts[0]
+        while len(parts) > 1:
+            if len(parts) <= CONCAT_MAX:
+                return self._concat(parts, axis)
+            parts = [self.concat(parts[i : i + CONCAT_MAX], axis) for i in range(0, len(parts), CONCAT_MAX)]
+        return parts[0]
+
+    def _concat(self, parts: Sequence[Val], axis: int) -> Val:
         total: Any = 0
         for p in parts:
             total = total + p.shape[axis]
         first = parts[0]
         return self.b.op("Concat", parts, first.dtype, (*first.shape[:axis], expr_of(total), *first.shape[axis + 1 :]), axis=axis)
+
+    def no_negative(self, v: Val) -> Val:
+        """The node just made takes its indices as they are: one below 0 is an error, where ONNX counts it from the end."""
+        note = self.b.graph.node[-1].metadata_props.add()
+        note.key, note.value = "index_nonneg", "1"
+        return v
 
     def matmul(self, a: Val, b: Val) -> Val:
         """Ranks >= 2."""
@@ -301,6 +315,11 @@ class Converter:
             types = {i.val.dtype for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
             if len(types) > 1 and not (target._schema.name in _NORMS and types in ({d, F32} for d in _LOW)):
                 raise UnsupportedError(f"operands of different types: {', '.join(sorted(map(str, types)))}")
+        if not isinstance(target, str) and target._schema.name in _SPARSE and self.exported.grad_mode:
+            given = dict(zip((a.name for a in target._schema.arguments), bound(n), strict=True))
+            if given.get("sparse") or given.get("sparse_grad"):
+                raise CaptureError(f"{target._schema.name}: its gradient is sparse, which only PyTorch's autograd can hand to the parameter",
+                                   "", *n.src[1:])
         f = TABLE.get(target if isinstance(target, str) else _key(target))
         reason = "no row in the operator table"
         if f is not None:

@@ -156,8 +156,11 @@ class _Functionalizer:
                 return a.val
             return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
 
-        with self.fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return target(*[val(a) for a in args], **{k: val(a) for k, a in kwargs.items()})
+        try:
+            with self.fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+                return target(*[val(a) for a in args], **{k: val(a) for k, a in kwargs.items()})
+        except Exception as e:  # whatever an operator does on fake tensors: the module then runs in PyTorch
+            raise self.fail(f"{target}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
 
     def run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         return self.make(target, args, kwargs, self.fake(target, args, kwargs))
@@ -436,9 +439,10 @@ class _Functionalizer:
             if pure is None:
                 raise self.fail(f"{target}: no functional form; use the operation without the underscore")
             full = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | given  # exported code omits defaults
-            takes = [a for a in pure._schema.arguments if a.name in full]
-            args = tuple([self.arg(full[a.name], env) for a in takes if not a.kwarg_only])
-            new = self.run(pure, args, {a.name: self.arg(full[a.name], env) for a in takes if a.kwarg_only})
+            names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}  # dropout_ has self, dropout input
+            takes = [(a, full[names[a.name]]) for a in pure._schema.arguments if names.get(a.name) in full]
+            args = tuple([self.arg(x, env) for a, x in takes if not a.kwarg_only])
+            new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
             if new.val.dtype != val.dtype:
                 new = self.make(aten.to.dtype, (new, val.dtype), {}, val)
             elif tuple(new.val.shape) != tuple(val.shape):
@@ -576,20 +580,20 @@ def _bound(node: Node) -> dict[str, Any]:
 
 
 def _pure(target: Any) -> Any:
+    """The operation that returns what the in-place one writes: of the same name and the same arguments, whatever the overload is called
+    (pow_.Scalar is pow.Tensor_Scalar)."""
     name = _name(target)
     if not name.endswith("_") and not name.startswith("__i"):
         return None
     base = "__" + name[3:] if name.startswith("__i") else name[:-1]
-    packet = getattr(aten, base, None)
-    if packet is None:
+    packet = aten.normal_functional if base == "normal" else getattr(aten, base, None)
+    if packet is None or len(target._schema.returns) != 1:
         return None
-    overload = target._overloadname
-    if base == "bernoulli":
-        overload = "p" if overload == "float" else overload
-    if base == "normal":
-        packet, overload = aten.normal_functional, "default"
-    pure = getattr(packet, overload or "default", None)
-    return pure if pure is not None and not pure._schema.is_mutable else None
+    want = [str(a.type) for a in target._schema.arguments]
+    found = [op for op in (getattr(packet, o) for o in packet.overloads())
+             if not op._schema.is_mutable and [str(a.type) for a in op._schema.arguments] == want and len(op._schema.returns) == 1]
+    same = [op for op in found if op._overloadname == target._overloadname]
+    return (same or found or [None])[0]
 
 
 def _without_out(target: Any) -> Any:

@@ -80,6 +80,20 @@ _BATCH_NORM = """BatchNorm <momentum, eps, training> (x, w, b, mean, var) => (y,
     new_var = Where (bool_training, var_new, var)
 }"""
 
+# fmod, put right where its sign is not the divisor's.
+_REMAINDER = """{name} (a, b) => (y) {{
+    m = Mod <fmod = 1> (a, b)
+    zero_f = Constant <value_float = 0.0> ()
+    zero = CastLike (zero_f, a)
+    m_low = Less (m, zero)
+    b_low = Less (b, zero)
+    unlike = Xor (m_low, b_low)
+    is_zero = Equal (m, zero)
+    some = Not (is_zero)
+    turn = And (unlike, some)
+    m_y = Add (m, b)
+    {tail} }}"""
+
 # Smoothed: every class of a counted label gives smoothing / classes; without weights, for 'mean' and 'sum'.
 _SMOOTH = """CrossEntropy <ignore_index, label_smoothing, reduction> (x, labels) => (loss) {{
     nll = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> (x, labels)
@@ -140,6 +154,9 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "Log1p": _near_zero("Log1p", "s = Add (x, one)\n y = Log (s)"),
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
+        "Remainder": _REMAINDER.format(name="Remainder", tail="y = Where (turn, m_y, m)"),
+        "FloorDiv": _REMAINDER.format(name="FloorDiv", tail="r = Where (turn, m_y, m)\n whole = Sub (a, r)\n q = Div (whole, b)\n"
+                                      " near = Round (q)\n plain = Div (a, b)\n none = Equal (b, zero)\n y = Where (none, plain, near)"),
         "CrossEntropy": _cross_entropy(used.get("CrossEntropy", [])) if "CrossEntropy" in used else None,
         "Attention": _attention(used["Attention"]) if "Attention" in used else None,
     }

@@ -279,6 +279,8 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
 def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table = _tables[-1]
     tensors, fill = _split(args, kwargs)
+    if torch.is_grad_enabled() and any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules()):
+        raise OpaqueError(f"{fqn} asks for sparse gradients, which only PyTorch's autograd can hand to its parameters")
     names = [name for name, _ in module.named_parameters()]
     params: list[Tensor] = [p for _, p in module.named_parameters()]
     n = len(tensors)

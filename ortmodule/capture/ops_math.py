@@ -71,21 +71,30 @@ def div(c: Converter, n: Node, x: Node, y: Any) -> Val:
     return arithmetic(c, "Div", x, y, n.val.dtype)
 
 
+def _whole(y: Any, dtype: torch.dtype) -> None:
+    """Integer division: PyTorch raises where a divisor is 0, which only a number shows beforehand."""
+    if not dtype.is_floating_point and (isinstance(y, Node) or isinstance(y, (int, float)) and int(y) == 0):
+        raise NotHere("integer division by a tensor or by 0, where PyTorch may raise")
+
+
 def _remainder(c: Converter, x: Val, y: Val) -> Val:
-    """Has the sign of the divisor. ONNX Mod says so for integers; for floats it is fmod, put right where the signs differ."""
+    """Has the sign of the divisor. ONNX Mod says so for integers; for floats it is fmod."""
     if not x.dtype.is_floating_point:
         return c.op2("Mod", x, y)
-    m = c.b.op("Mod", [x, y], x.dtype, broadcast(x.shape, y.shape), fmod=1)
-    zero = c.scalar(0, x.dtype)
-    wrong = c.op2("Xor", c.compare("Less", m, zero), c.compare("Less", y, zero), BOOL)
-    some = c.un("Not", c.compare("Equal", m, zero))
-    return c.where(c.op2("And", wrong, some, BOOL), c.op2("Add", m, y), m)
+    return c.b.op("Remainder", [x, y], x.dtype, broadcast(x.shape, y.shape), "ortmodule")
 
 
 def _floor_div(c: Converter, x: Val, y: Val) -> Val:
-    """Rounds towards minus infinity: (x - remainder) / y is whole, up to rounding."""
-    q = c.op2("Div", c.op2("Sub", x, _remainder(c, x, y)), y)
-    return c.un("Round", q) if x.dtype.is_floating_point else q
+    """Rounds towards minus infinity. Integers: the truncated quotient, less 1 where signs differ and something is left; no difference of
+    the operands, which could overflow."""
+    if x.dtype.is_floating_point:
+        return c.b.op("FloorDiv", [x, y], x.dtype, broadcast(x.shape, y.shape), "ortmodule")
+    q, zero = c.op2("Div", x, y), c.scalar(0, x.dtype)
+    some = c.un("Not", c.compare("Equal", c.op2("Mul", q, y), x))
+    if x.dtype == torch.uint8:
+        return q
+    unlike = c.op2("Xor", c.compare("Less", x, zero), c.compare("Less", y, zero), BOOL)
+    return c.where(c.op2("And", some, unlike, BOOL), c.op2("Sub", q, c.scalar(1, x.dtype)), q)
 
 
 @row("div.Tensor_mode", "div.Scalar_mode")
@@ -93,6 +102,7 @@ def div_mode(c: Converter, n: Node, x: Node, y: Any, mode: str | None) -> Val:
     dtype = n.val.dtype
     if mode is None:
         return arithmetic(c, "Div", x, y, dtype)
+    _whole(y, dtype)
     a, b = c.num(x, dtype), c.num(y, dtype)
     if mode == "floor":
         return _floor_div(c, a, b)
@@ -101,16 +111,19 @@ def div_mode(c: Converter, n: Node, x: Node, y: Any, mode: str | None) -> Val:
 
 @row("floor_divide", "floor_divide.Scalar")
 def floor_divide(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    _whole(y, n.val.dtype)
     return _floor_div(c, c.num(x, n.val.dtype), c.num(y, n.val.dtype))
 
 
 @row("remainder.Scalar", "remainder.Tensor")
 def remainder(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    _whole(y, n.val.dtype)
     return _remainder(c, c.num(x, n.val.dtype), c.num(y, n.val.dtype))
 
 
 @row("fmod.Scalar", "fmod.Tensor")
 def fmod(c: Converter, n: Node, x: Node, y: Any) -> Val:
+    _whole(y, n.val.dtype)
     a, b = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
     return c.b.op("Mod", [a, b], a.dtype, broadcast(a.shape, b.shape), fmod=1)
 
@@ -162,14 +175,24 @@ def lerp(c: Converter, n: Node, x: Node, y: Node, w: Any) -> Val:
     return c.op2("Add", a, c.op2("Mul", c.num(w, dtype), c.op2("Sub", c.num(y, dtype), a)))
 
 
-@row("maximum", "max.other", "fmax")
+@row("maximum", "max.other")
 def maximum(c: Converter, n: Node, x: Node, y: Node) -> Val:
     return c.op2("Max", c.num(x, n.val.dtype), c.num(y, n.val.dtype))
 
 
-@row("minimum", "min.other", "fmin")
+@row("minimum", "min.other")
 def minimum(c: Converter, n: Node, x: Node, y: Node) -> Val:
     return c.op2("Min", c.num(x, n.val.dtype), c.num(y, n.val.dtype))
+
+
+@row("fmax", "fmin")
+def fmax(c: Converter, n: Node, x: Node, y: Node) -> Val:
+    """A number beats NaN; ties and their whole gradient go to the first operand."""
+    a, b = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
+    if a.dtype == BOOL:
+        raise NotHere("fmax and fmin of booleans")
+    first = c.compare("GreaterOrEqual" if n.target._schema.name == "aten::fmax" else "LessOrEqual", a, b)
+    return c.where(c.op2("Or", first, _test(c, "IsNaN", b), BOOL) if a.dtype.is_floating_point else first, a, b)
 
 
 # --- one operand ----------------------------------------------------------------------------------
@@ -242,9 +265,14 @@ def near_zero(c: Converter, n: Node, x: Node) -> Val:
 
 @row("log2", "log10")
 def log_base(c: Converter, n: Node, x: Node) -> Val:
-    v = c.un("Log", c.num(x, n.val.dtype))
+    """The logarithm of a power of the base is exact, as torch's is: floor(log10(1000)) is 3."""
+    v = c.num(x, n.val.dtype)
+    wide = c.cast(v, F32) if v.dtype in _LOW else v
     base = 2 if "log2" in str(n.target) else 10
-    return c.op2("Mul", v, c.scalar(1 / math.log(base), v.dtype))
+    y = c.op2("Mul", c.un("Log", wide), c.scalar(1 / math.log(base), wide.dtype))
+    near = c.un("Round", y)
+    exact = c.where(c.compare("Equal", c.op2("Pow", c.scalar(base, wide.dtype), near), wide), near, y)
+    return c.cast(c.b.op("StraightThrough", [exact, y], y.dtype, y.shape, "ortmodule"), v.dtype)
 
 
 # Kinks are written as Where: its gradient is what torch gives at the boundary, which differs from Clip's, Max's and Min's.
@@ -285,8 +313,8 @@ def hardsigmoid(c: Converter, n: Node, x: Node) -> Val:
     v = c.num(x, n.val.dtype)
     if v.dtype in _LOW:
         raise NotHere("piecewise activation in low precision")
-    six = c.op2("Div", _between(c, c.op2("Add", v, c.scalar(3, v.dtype)), 0, 6), c.scalar(6, v.dtype))
-    return six if "hardsigmoid" in str(n.target) else c.op2("Mul", v, six)
+    six = _between(c, c.op2("Add", v, c.scalar(3, v.dtype)), 0, 6)
+    return c.op2("Div", six if "hardsigmoid" in str(n.target) else c.op2("Mul", v, six), c.scalar(6, v.dtype))
 
 
 @row("leaky_relu")
@@ -469,13 +497,21 @@ def prod(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dty
     return c.reduce("ReduceProd", c.num(x, n.val.dtype), _axes(dim), bool(keep))
 
 
+def _some(v: Val, axes: list[int] | None) -> None:
+    """PyTorch raises where an extremum is taken of nothing."""
+    if any(v.shape[a] == 0 for a in (range(v.rank) if axes is None else axes if v.rank else ())):
+        raise NotHere("an extremum of nothing, where PyTorch may raise")
+
+
 @row("amax", "amin")
 def amax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
+    _some(c.v(x), _axes(dim))
     return c.reduce("ReduceMax" if "amax" in str(n.target) else "ReduceMin", c.v(x), _axes(dim), keep)
 
 
 @row("max", "min")
 def max_all(c: Converter, n: Node, x: Node) -> Val:
+    _some(c.v(x), None)
     return c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", c.v(x), None, False)
 
 
@@ -483,6 +519,7 @@ def max_all(c: Converter, n: Node, x: Node) -> Val:
 def max_dim(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
     """Values are gathered at the index found: the whole gradient goes to that element."""
     v = c.v(x)
+    _some(v, [dim])
     if v.rank == 0:
         return [v, c.b.constant(0, I64)]
     dim %= v.rank
@@ -496,6 +533,7 @@ def max_dim(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
 @row("argmax", "argmin")
 def argmax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
     v = c.v(x)
+    _some(v, _axes(dim))
     if dim is None or v.rank == 0:
         numel: Any = 1
         for d in v.shape:
@@ -509,8 +547,11 @@ def any_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False) -> 
     if n.val.dtype != BOOL:
         raise NotHere("any/all on bytes")
     v = c.cast(c.num(x, BOOL), I64)
-    op = "ReduceMax" if n.target._schema.name == "aten::any" else "ReduceMin"
-    return c.cast(c.reduce(op, v, _axes(dim), bool(keep)), BOOL)
+    found = n.target._schema.name == "aten::any"
+    out = c.reduce("ReduceMax" if found else "ReduceMin", v, _axes(dim), bool(keep))
+    if found and not all(isinstance(d, int) and d > 0 for d in v.shape):  # the maximum of nothing is the lowest integer, not False
+        out = c.op2("Max", out, c.b.constant(0, I64))
+    return c.cast(out, BOOL)
 
 
 @row("cumsum")
@@ -538,7 +579,7 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
     if isinstance(count, int):
         divisor = c.b.constant(max(count - correction, 0), v.dtype)
     else:
-        divisor = c.cast(c.symbolic(count - correction), v.dtype)
+        divisor = c.op2("Max", c.cast(c.symbolic(count - correction), v.dtype), c.scalar(0, v.dtype))
     return c.op2("Div", total, divisor), mean if keep else c.squeeze(mean, axes)
 
 

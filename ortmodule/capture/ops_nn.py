@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .convert import BOOL, F64, I64, Converter, NotHere, broadcast, row
+from .convert import _LOW, BOOL, F32, F64, I64, Converter, NotHere, broadcast, row
 from .functional import BATCH_NORM, Node
 from .onnx_build import Val, expr_of, shape_of
 
@@ -99,9 +99,10 @@ def log_softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
 @row("_weight_norm")
 def weight_norm(c: Converter, n: Node, v: Node, g: Node, dim: int) -> Val:
     """v * g / norm of v over all axes but one."""
-    x = c.num(v, n.val.dtype)
+    wide = F32 if n.val.dtype in _LOW else n.val.dtype
+    x = c.num(v, wide)
     norm = c.reduce("ReduceL2", x, [a for a in range(x.rank) if a != dim % x.rank], True)
-    return c.op2("Mul", x, c.op2("Div", c.num(g, n.val.dtype), norm))
+    return c.cast(c.op2("Mul", x, c.op2("Div", c.num(g, wide), norm)), n.val.dtype)
 
 
 # --- randomness -----------------------------------------------------------------------------------
@@ -204,10 +205,7 @@ def embedding(c: Converter, n: Node, w: Node, idx: Node, padding: int, by_freq: 
         raise NotHere("embedding whose padding index is a symbolic size")
     shape = (*i.shape, weight.shape[1])
     if padding < 0:
-        y = c.b.op("Gather", [weight, i], weight.dtype, shape, axis=0)
-        e = c.b.graph.node[-1].metadata_props.add()  # torch's embedding takes no negative index
-        e.key, e.value = "index_nonneg", "1"
-        return y
+        return c.no_negative(c.b.op("Gather", [weight, i], weight.dtype, shape, axis=0))
     return c.b.op("Embedding", [weight, i], weight.dtype, shape, "ortmodule", padding_idx=padding)
 
 
@@ -289,12 +287,12 @@ def smooth_l1(c: Converter, n: Node, x: Node, y: Node, reduction: int, beta: flo
 
 @row("kl_div")
 def kl_div(c: Converter, n: Node, x: Node, y: Node, reduction: int, log_target: bool) -> Val:
-    """Where the target is 0 its term is 0: the logarithm is taken of 1 there."""
+    """Where the target is 0 its term is 0: the logarithm is taken of 1 there. Below 0 it is NaN."""
     v, t = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
     if log_target:
         return reduced(c, c.op2("Mul", c.un("Exp", t), c.op2("Sub", t, v)), reduction)
     zero, one = c.scalar(0, t.dtype), c.scalar(1, t.dtype)
-    some = c.compare("Greater", t, zero)
+    some = c.un("Not", c.compare("Equal", t, zero))
     entropy = c.op2("Mul", t, c.un("Log", c.where(some, t, one)))
     return reduced(c, c.op2("Sub", entropy, c.op2("Mul", t, v)), reduction)
 

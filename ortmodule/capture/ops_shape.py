@@ -217,10 +217,10 @@ def cat(c: Converter, n: Node, xs: Sequence[Node], dim: int) -> Val:
     dtype = n.val.dtype
     parts = [c.v(x) for x in xs]
     rank = n.val.dim()
-    kept = [p for p in parts if p.rank == rank and 0 not in p.shape] or [p for p in parts if p.rank == rank][:1]
-    if not kept:
-        return c.cast(parts[0], dtype)
-    return c.concat([c.cast(p, dtype) for p in kept], dim % rank)
+    dim %= max(rank, 1)
+    same = [p for p in parts if p.rank == rank]  # an empty vector may stand among tensors of any rank
+    kept = [p for p in same if p.shape[dim] != 0] or same[:1]
+    return c.concat([c.cast(p, dtype) for p in kept], dim)
 
 
 @row("stack")
@@ -566,7 +566,7 @@ def gather(c: Converter, n: Node, x: Node, dim: int, index: Node, *_: Any) -> Va
     v, i = c.v(x), c.v(index)
     if v.rank == 0:
         return v
-    return c.b.op("GatherElements", [v, i], v.dtype, i.shape, axis=dim % v.rank)
+    return c.no_negative(c.b.op("GatherElements", [v, i], v.dtype, i.shape, axis=dim % v.rank))
 
 
 @row("take_along_dim")
@@ -586,8 +586,10 @@ def take_along_dim(c: Converter, n: Node, x: Node, index: Node, dim: int | None)
 def index_select(c: Converter, n: Node, x: Node, dim: int, index: Node) -> Val:
     v, i = c.v(x), c.v(index)
     i = c.reshape(i, (1,)) if i.rank == 0 else i
+    if v.rank == 0:
+        return v
     dim %= v.rank
-    return c.b.op("Gather", [v, i], v.dtype, (*v.shape[:dim], *i.shape, *v.shape[dim + 1 :]), axis=dim)
+    return c.no_negative(c.b.op("Gather", [v, i], v.dtype, (*v.shape[:dim], *i.shape, *v.shape[dim + 1 :]), axis=dim))
 
 
 @row("scatter.src", "scatter.value", "scatter_add", "scatter.reduce", "scatter.value_reduce")
@@ -606,7 +608,8 @@ def scatter(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Any, *re
             s = c.b.op("Reshape", [s, c.b.dims(i.shape)], s.dtype, i.shape)  # to readers the slice is min(size, index size) long
     else:
         s = c.fill(src, v.dtype, i.shape)
-    return c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim % max(v.rank, 1), reduction=how)
+    y = c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim % max(v.rank, 1), reduction=how)
+    return c.no_negative(y) if v.dtype != I64 else y  # an index must not be the memory that is written
 
 
 @row("index_add")
@@ -616,7 +619,8 @@ def index_add(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Node, 
         s = c.op2("Mul", s, c.scalar(alpha, v.dtype))
     dim %= v.rank
     i = c.expand(c.unsqueeze(i, [a for a in range(v.rank) if a != dim]), s.shape)
-    return c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim, reduction="add")
+    y = c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim, reduction="add")
+    return c.no_negative(y) if v.dtype != I64 else y
 
 
 def _advanced(c: Converter, v: Val, indices: Sequence[Node | None]) -> tuple[list[int], list[Val]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,7 @@ def test_conv(case: tuple, bias: bool) -> None:
         lambda x, w, b: CONV[len(sp)](x, w, b, s, p, d, groups),
         f"stride={list(s)}, pad={list(p)}, dilation={list(d)}, groups={groups}",
         low=(torch.float32, torch.bfloat16),
+        terms=max(n * math.prod(sp), c // groups * math.prod(k)),
     )
 
 
@@ -63,6 +66,7 @@ def test_several_chunks() -> None:
             lambda x, w, b: F.conv2d(x, w, b, padding=1),
             "stride=[1, 1], pad=[1, 1], dilation=[1, 1], groups=1",
             strides=False,
+            terms=n * hw * hw,
         )
 
 

@@ -16,8 +16,8 @@ def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 31 * len(shape)))
 
 
-def check(*args, **kw) -> None:
-    check_op(*args, factor=FACTOR, **kw)
+def check(op: str, inputs: list[torch.Tensor], *args, **kw) -> None:
+    check_op(op, inputs, *args, factor=FACTOR, terms=max([n for t in inputs for n in t.shape[-2:]], default=0), **kw)
 
 
 SHAPES = [
