@@ -302,9 +302,7 @@ class Graph:
         except ValueError as error:
             raise Unfit(str(error)) from error
         except RuntimeError as error:
-            if self.forwards:
-                raise
-            raise Refusal(str(error)) from error
+            raise (Unfit if self.forwards else Refusal)(str(error)) from error
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's batch_norm changes

@@ -178,8 +178,8 @@ WRITTEN = {  # what a buffer becomes, of itself: views of it, some of which over
 @pytest.mark.parametrize("way", WRITTEN)
 def test_written_with_a_view_of_itself(way: str) -> None:
     """Backward reads the buffers, so the plan saves them; what is written back are views of what it saved. `t` is given a view of s."""
-    text = (f"graph {{\n input x: f64[3, 3]\n buffer s: f64[3, 3]\n buffer t: f64[3, 3]\n input i: i64[3]\n {WRITTEN[way]}\n u = flip(s) {{axes=[1]}}\n"
-            " p = mul(x, s)\n q = mul(p, t)\n y = sin(q)\n output y\n write v -> s\n write u -> t\n}")  # fmt: skip
+    text = (f"graph {{\n input x: f64[3, 3]\n buffer s: f64[3, 3]\n buffer t: f64[3, 3]\n input i: i64[3]\n {WRITTEN[way]}\n"
+            " u = flip(s) {axes=[1]}\n p = mul(x, s)\n q = mul(p, t)\n y = sin(q)\n output y\n write v -> s\n write u -> t\n}")  # fmt: skip
     x, s, t, i = torch.ones(3, 3).double(), torch.arange(9.0).double().view(3, 3), torch.rand(3, 3).double(), torch.tensor([2, 0, 1])
     rows = {"flip": s.flip(0), "transpose": s.t(), "rows": s[i], "shift": torch.cat([s[:1], s[:2]]), "last": s[2:].expand(3, 3),
             "roll": s.roll(1, 0), "itself": s, "other": t.t()}  # fmt: skip

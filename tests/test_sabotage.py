@@ -237,7 +237,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "fold.random": test_text.test_fold,
     "fuse.swap": fuse_rows,
     "fuse.exact": lambda: test_remat.test_computed_again_with_the_same_bits("square", "amax", "bf16"),
-    "fuse.again": lambda: test_remat.test_computed_again_with_the_same_bits("square", "amax", "bf16"),
+    "fuse.again": test_remat.test_computed_again_beside_what_was_kept,
     "masks.offset": mask_rows,
     "masks.window": mask_rows,
     "masks.rest": mask_rows,
