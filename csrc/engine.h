@@ -73,6 +73,7 @@ om_dtype om_dtype_from_name(const char *name);  /* OM_NODTYPE if unknown */
 om_dtype om_dtype_from_onnx(int onnx);          /* OM_NODTYPE if unknown */
 int om_dtype_onnx(int dtype);
 static inline bool om_is_float(int t) { return t == OM_F32 || t == OM_F64 || t == OM_BF16 || t == OM_F16; }
+static inline bool om_is_half(int t) { return t == OM_BF16 || t == OM_F16; }
 static inline bool om_is_int(int t) { return t >= OM_I64 && t <= OM_BOOL; }
 /* The type arithmetic is done in: f64 -> f64; f32, bf16, f16 -> f32; integers and bool -> i64. */
 static inline int om_compute_dtype(int t) { return t == OM_F64 ? OM_F64 : om_is_float(t) ? OM_F32 : OM_I64; }
@@ -145,6 +146,7 @@ typedef struct om_node {
     const om_attr *attr;     /* in the graph's arena */
     om_id scope;             /* OM_NONE = unknown */
     uint64_t rng;            /* random stream id, fixed at capture, shared with the gradient and with clones; 0 = none */
+    om_id again;             /* one number for a node and for the clone that computes it again (passes/remat.c); 0 = none */
     void *prep;              /* what the operator prepared once for this node (strip program); graph arena */
 } om_node;
 
@@ -227,7 +229,8 @@ typedef struct om_op {
     int8_t min_in, max_in; /* max_in -1: any number */
     int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
     uint32_t optional;  /* bit j: operand j < min_in may be left out (operands >= min_in always may) */
-    uint32_t inplace;   /* bit j: output 0 may take the storage of input j (same size; element i of y needs only element i) */
+    uint32_t inplace;   /* bit j: output 0 may take the storage of input j (same size; of input j, element i of y needs only element i). Inputs
+                           that have the bit may all lie there; one that has not never does: it is read when y is partly written */
     /* Operators that change state: the operand whose new value output `out` is (same type), or -1. Where the graph writes the output back to
      * that operand, a plan computes it in the operand's own memory. Nodes of such an operator are of phase UPDATE. */
     int (*state)(const om_node *n, int out);

@@ -24,16 +24,20 @@ om_tensor om_run_arg(const om_run *r, const om_call *c, int i) {
     return t;
 }
 
-static void profile_add(om_run *r, const char *op, double ms) {
-    om_profile *p = r->profile;
+static void profile_add(om_ctx *cx, om_profile *p, const char *op, uint64_t count, double ms) {
     for (uint32_t i = 0; i < p->rows.n; i++)
         if (!strcmp(p->rows.v[i].op, op)) {
-            p->rows.v[i].count++;
+            p->rows.v[i].count += count;
             p->rows.v[i].ms += ms;
             return;
         }
-    struct om_profile_row *row = OM_PUSH(r->cx, &p->rows);
-    if (row) *row = (struct om_profile_row){op, 1, ms};
+    struct om_profile_row *row = OM_PUSH(cx, &p->rows);
+    if (row) *row = (struct om_profile_row){op, count, ms};
+}
+
+void om_profile_merge(om_ctx *cx, om_profile *to, om_profile *from) {
+    for (uint32_t i = 0; i < from->rows.n; i++) profile_add(cx, to, from->rows.v[i].op, from->rows.v[i].count, from->rows.v[i].ms);
+    from->rows.n = 0;
 }
 
 static om_status call_run(om_run *r, const om_call *c) {
@@ -88,7 +92,7 @@ om_status om_run_step(om_run *r, int stop) {
                 if (c->node != OM_NONE && r->cx->status == OM_OK) om_fail(r->cx, s, "%s failed", r->plan->g->nodes.v[c->node].op->name);
                 return s;
             }
-            if (r->profile) profile_add(r, c->node == OM_NONE ? "copy" : c->kind == OM_CALL_COPY ? "view copy" : r->plan->g->nodes.v[c->node].op->name, om_now_ms() - t0);
+            if (r->profile) profile_add(r->cx, r->profile, c->node == OM_NONE ? "copy" : c->kind == OM_CALL_COPY ? "view copy" : r->plan->g->nodes.v[c->node].op->name, 1, om_now_ms() - t0);
         }
         if (poison()) poison_dead(r, r->pc);
         r->pc++;

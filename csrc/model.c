@@ -2,8 +2,11 @@
  *
  *   load      ONNX -> graph -> om_passes_forward
  *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint (at memory level 1 _layers) -> segments
- *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS is dropped (and freed when its last
- *             user lets go)
+ *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS leaves the cache. Who uses it, a run or a
+ *             forward in flight, still finds it; the last one to let go frees it
+ *
+ * fork: a child has one thread, so a lock that another thread held would never be given back, and what it guarded would be half done. All
+ * locks are therefore taken before a fork and given back after it, in the parent and in the child.
  */
 #include "passes.h"
 #include "plan.h"
@@ -22,10 +25,45 @@ struct om_model {
     int n_variants;
     om_plan *plan[MAX_PLANS];
     int n_plans;
+    om_plan *old;            /* left the cache, still in use */
+    om_model *next, **link;  /* of all models */
     uint64_t clock;
     double load_ms;
     int memory_level;
 };
+
+static pthread_mutex_t models_lock = PTHREAD_MUTEX_INITIALIZER;
+static om_model *models;
+
+static void models_fork(void) {
+    pthread_mutex_lock(&models_lock);
+    for (om_model *m = models; m; m = m->next) pthread_mutex_lock(&m->lock);
+}
+
+static void models_forked(void) {
+    for (om_model *m = models; m; m = m->next) pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&models_lock);
+}
+
+static void models_once(void) { pthread_atfork(models_fork, models_forked, models_forked); }
+
+static void model_enter(om_model *m) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, models_once);
+    pthread_mutex_lock(&models_lock);
+    m->next = models;
+    m->link = &models;
+    if (models) models->link = &m->next;
+    models = m;
+    pthread_mutex_unlock(&models_lock);
+}
+
+static void model_leave(om_model *m) {
+    pthread_mutex_lock(&models_lock);
+    *m->link = m->next;
+    if (m->next) m->next->link = m->link;
+    pthread_mutex_unlock(&models_lock);
+}
 
 static om_status forward_to(om_ctx *from, om_ctx *to, om_status s) { /* an error of the model's context becomes the caller's */
     if (s == OM_OK || from == to) return s;
@@ -47,6 +85,7 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
+    model_enter(m);
     om_status s = om_passes_run(mine, om_passes_forward, &m->g);
     m->load_ms = om_now_ms() - t0;
     if (s != OM_OK) {
@@ -71,7 +110,12 @@ om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **ou
 
 void om_model_free(om_ctx *cx, om_model *m) {
     if (!m) return;
+    model_leave(m);
     for (int i = 0; i < m->n_plans; i++) om_plan_free(m->cx, m->plan[i]);
+    for (om_plan *p = m->old, *next; p; p = next) {
+        next = p->next;
+        om_plan_free(m->cx, p);
+    }
     for (int i = 0; i < m->n_variants; i++) {
         om_graph_free(m->variant[i].g);
         om_free(m->cx, m->variant[i].wanted);
@@ -191,7 +235,19 @@ om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const
 }
 
 static void plan_unref(om_model *m, om_plan *p) { /* with the lock */
-    if (--p->refs == 0) om_plan_free(m->cx, p);
+    if (--p->refs) return;
+    for (om_plan **at = &m->old; *at; at = &(*at)->next)
+        if (*at == p) {
+            *at = p->next;
+            break;
+        }
+    om_plan_free(m->cx, p);
+}
+
+static void plan_evict(om_model *m, om_plan *p) {
+    p->next = m->old;
+    m->old = p;
+    plan_unref(m, p);
 }
 
 void om_plan_release(om_model *m, om_plan *plan) {
@@ -230,7 +286,7 @@ static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_pla
             at = 0;
             for (int i = 1; i < MAX_PLANS; i++)
                 if (m->plan[i]->used < m->plan[at]->used) at = i;
-            plan_unref(m, m->plan[at]);
+            plan_evict(m, m->plan[at]);
         } else {
             m->n_plans++;
         }
@@ -253,12 +309,21 @@ om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial) {
     pthread_mutex_lock(&m->lock);
     for (int i = 0; i < m->n_plans && !p; i++)
         if (m->plan[i]->serial == serial) p = m->plan[i];
+    for (om_plan *q = m->old; q && !p; q = q->next)
+        if (q->serial == serial) p = q;
     if (p) {
         p->used = ++m->clock;
         p->refs++;
     }
     pthread_mutex_unlock(&m->lock);
     return p;
+}
+
+om_plan *om_plan_hold(om_model *m, om_plan *plan) {
+    pthread_mutex_lock(&m->lock);
+    plan->refs++;
+    pthread_mutex_unlock(&m->lock);
+    return plan;
 }
 
 int om_model_plans(om_model *m, om_plan **out, int max) {

@@ -85,7 +85,7 @@ static om_status plan_view(planner *pl, om_id id, const om_attr *attr) {
         pl->calls.v[pl->calls.n - 1].node = id; /* whose copy it is, for reports */
         src = dense;
         if (!n->op->view(&a, &src.t, &out->t, &offset))
-            return om_fail(pl->cx, OM_INTERNAL, "%s: a dense tensor must have a view", n->op->name);
+            return om_fail(pl->cx, OM_INVALID, "%s: not for these sizes", n->op->name);
     }
     out->st = src.st;
     if (offset && om_sabotage("plan.view")) offset = 0;
@@ -125,12 +125,27 @@ static bool state_in_place(const planner *pl, om_id id, int k, om_id *input) {
     return om_is_dense(&pl->val[in[j]].t);
 }
 
+/* A symbolic graph has chosen which operand's size the result has; another call may bring a 1 there. Known here, before anything is computed. */
+static om_status operands_fit(const planner *pl, const om_node *n) {
+    const om_tensor *out = &pl->val[n->out].t;
+    for (int i = 0; i < n->n_in; i++) {
+        const om_tensor *t = &pl->val[om_ins(pl->g, n)[i]].t;
+        const int lead = out->rank - t->rank;
+        for (int k = 0; k < t->rank; k++)
+            if (lead < 0 || (t->dim[k] != 1 && t->dim[k] != out->dim[lead + k]))
+                return om_fail(pl->cx, OM_INVALID, "%s: operand %d has size %lld on axis %d, the graph's result %lld: these sizes need a capture of their own",
+                               n->op->name, i, (long long)t->dim[k], k, (long long)(lead < 0 ? 0 : out->dim[lead + k]));
+    }
+    return OM_OK;
+}
+
 static om_status plan_node(planner *pl, om_id id) {
     const om_graph *g = pl->g;
     const om_node *n = &g->nodes.v[id];
     const om_attr *attr = NULL;
     OM_TRY(om_attrs_concrete(&pl->p->mem, g, n, pl->p->sym, &attr));
     if (n->op->view) return plan_view(pl, id, attr);
+    if (n->op->kind == OM_K_POINTWISE) OM_TRY(operands_fit(pl, n));
 
     om_tensor in[256] = {0}, out[64];
     place ins[256];
@@ -216,6 +231,8 @@ static om_status written_inputs_save(planner *pl) {
         }
         if (n->op->view && n->phase == OM_BACKWARD && written[n->out]) written[n->out] = 2;
     }
+    for (uint32_t i = 0; i < g->grads.n; i++) /* handed out in backward as it is */
+        if (g->grads.v[i].value != OM_NONE && written[g->grads.v[i].value]) written[g->grads.v[i].value] = 2;
     for (om_id i = g->nodes.n; i-- > 0;) { /* back from views to the input itself */
         const om_node *n = &g->nodes.v[i];
         if (n->op->view && written[n->out] == 2 && written[om_ins(g, n)[0]]) written[om_ins(g, n)[0]] = 2;
@@ -300,7 +317,7 @@ static om_status writes_place(planner *pl) {
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
         uint32_t input = g->writes.v[i].input;
         place to = {.t = pl->p->input[input]};
-        if (om_sabotage("plan.write") || from[i].st == pl->val[g->inputs.v[input]].st) continue;
+        if (om_sabotage("plan.write") || written_in_place(pl, &g->writes.v[i])) continue;
         if ((to.st = storage_new(pl, OM_W_INPUT, 0, input)) == OM_NONE) s = pl->cx->status;
         else if ((s = copy_call(pl, &from[i], &to)) == OM_OK) pl->calls.v[pl->calls.n - 1].write = input;
     }
@@ -413,9 +430,10 @@ static void in_place(planner *pl) {
             bool loan = sf->where == OM_W_OUTPUT && so->where == OM_W_ARENA && (int)i >= pl->p->n_forward;
             if (from == to || (sf->where != OM_W_ARENA && !loan) || (sf->last != (int)i && !om_sabotage("plan.last")) || so->first != (int)i) continue;
             if (c->arg[j].offset != 0 || sf->size != so->size || out->offset != 0 || (!same_layout(&c->arg[j], out) && !om_sabotage("plan.layout"))) continue;
-            bool clash = false;
+            bool clash = false; /* what else lies there is read element by element as well, or it would be read after it was overwritten */
             for (int k = 0; k < c->n_in; k++)
-                clash |= k != j && c->arg[k].storage != OM_NONE && root(pl, c->arg[k].storage) == from && !same_layout(&c->arg[k], out);
+                clash |= k != j && c->arg[k].storage != OM_NONE && root(pl, c->arg[k].storage) == from &&
+                         (k >= 32 || !(mask >> k & 1) || !same_layout(&c->arg[k], out));
             for (int k = c->n_in + 1; k < c->n_in + c->n_out; k++) clash |= root(pl, c->arg[k].storage) == from;
             if (clash && !om_sabotage("plan.clash")) continue;
             if (loan) {
@@ -495,7 +513,8 @@ static om_status offsets(planner *pl) {
 int om_plan_key_size(const om_graph *g) {
     int n = 1;
     for (uint32_t i = 0; i < g->inputs.n; i++)
-        if (om_val(g, g->inputs.v[i])->role != OM_GRAD_IN) n += 2 * om_ty(g, g->inputs.v[i])->rank + 1;
+        if (om_val(g, g->inputs.v[i])->role != OM_GRAD_IN) n += 2 * om_ty(g, g->inputs.v[i])->rank;
+    for (uint32_t i = 0; i < g->syms.n; i++) n += g->syms.v[i].axis < 0;
     return n;
 }
 
@@ -507,11 +526,12 @@ void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key) {
             *key++ = in[i].dim[k];
             *key++ = in[i].dim[k] == 1 || om_sabotage("plan.key") ? 0 : in[i].stride[k];
         }
-        *key++ = 0;
     }
-    for (uint32_t i = 0; i < g->syms.n; i++) { /* sizes that are values of inputs */
+    for (uint32_t i = 0; i < g->syms.n; i++) { /* sizes that are values of inputs: a word each */
         const om_sym *s = &g->syms.v[i];
-        if (s->axis < 0 && s->input != OM_NONE && in[s->input].data) key[-1] = key[-1] * 1000003 + *(const int64_t *)in[s->input].data;
+        if (s->axis >= 0) continue;
+        const om_tensor *t = s->input == OM_NONE ? NULL : &in[s->input];
+        *key++ = t && t->dtype == OM_I64 && t->data && !om_sabotage("plan.key_value") ? *(const int64_t *)t->data : 0;
     }
 }
 

@@ -26,7 +26,8 @@
  * Rules the planner keeps and tests/test_plan.py checks with code of its own:
  *   - two ARENA storages whose lifetimes [first call, last call] meet do not overlap;
  *   - in place: output 0 takes operand j's storage only where the operator allows it, this call is that storage's last use,
- *     both are dense and of one size, no other operand of the call lies in it, and it is ARENA and neither an output nor a gradient;
+ *     both are dense and of one size, other operands lie in it only as j does and where the operator allows it of them too, and it is
+ *     ARENA and neither an output nor a gradient;
  *     where it is an output and the call is of the backward, the result is a LOAN;
  *   - a value that is an output (or a returned gradient) is computed straight into its block when it owns its whole storage
  *     and, for a gradient, is not read after its segment; else it is copied there, an output as soon as it exists;
@@ -78,8 +79,9 @@ struct om_plan {
     uint64_t serial;           /* unique in the process */
     uint64_t used;             /* clock of the model's cache */
     int refs;                  /* the cache's and every user's; freed at 0 (under the model's lock) */
+    struct om_plan *next;      /* of the plans that have left the cache and are still in use */
     int threads;               /* om_num_threads when scratch was sized; a run uses at most so many */
-    int64_t *key;              /* threads, sizes and strides of the inputs; n_key entries */
+    int64_t *key;              /* threads, sizes and strides of the inputs, values that are sizes; n_key entries */
     int n_key;
     int64_t *sym;
     om_call *calls;
@@ -142,6 +144,8 @@ typedef struct om_profile { /* per operator name: filled when asked for */
     OM_VEC(struct om_profile_row { const char *op; uint64_t count; double ms; }) rows;
 } om_profile;
 
+void om_profile_merge(om_ctx *cx, om_profile *to, om_profile *from); /* and empties `from` */
+
 om_status om_run_step(om_run *r, int stop);
 om_tensor om_run_arg(const om_run *r, const om_call *c, int i);
 double om_now_ms(void);
@@ -159,7 +163,8 @@ typedef struct om_variant {
 om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out); /* takes the graph */
 const om_graph *om_model_graph(const om_model *m, int variant);         /* -1: forward */
 const om_variant *om_model_variant_at(const om_model *m, int variant);
-om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial);         /* to be released; NULL when it was evicted */
+om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial);         /* to be released; NULL when it was evicted and nobody used it */
+om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
 double om_model_load_ms(const om_model *m);
 int om_model_plans(om_model *m, om_plan **out, int max);                /* up to max plans, to be released; returns how many */
 

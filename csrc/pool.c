@@ -1,4 +1,5 @@
-/* pool.c - see pool.h. One lock, one array of free blocks: a few hundred entries, searched linearly. */
+/* pool.c - see pool.h. One lock, one array of free blocks: a few hundred entries, searched linearly. The lock is held over a fork, so that the
+ * child finds it free and the list whole. */
 #include "pool.h"
 
 #include <pthread.h>
@@ -14,6 +15,10 @@ static struct {
     om_pool_stats st;
     uint64_t clock;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void pool_fork(void) { pthread_mutex_lock(&pool.lock); }
+static void pool_forked(void) { pthread_mutex_unlock(&pool.lock); }
+static void pool_once(void) { pthread_atfork(pool_fork, pool_forked, pool_forked); }
 
 static size_t round_up(size_t x, size_t to) { return (x + to - 1) & ~(to - 1); }
 
@@ -63,7 +68,9 @@ static void make_room(size_t size) {
 
 om_block *om_block_get(size_t size) {
     size_t cap = size < SMALL ? round_up(size ? size : 1, 64) : round_up(size, SMALL);
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (cap < size) return NULL;
+    pthread_once(&once, pool_once);
     pthread_mutex_lock(&pool.lock);
     om_block *b = size < SMALL ? NULL : take(cap);
     if (!b) {
@@ -72,7 +79,6 @@ om_block *om_block_get(size_t size) {
         if (b) b->data = size < SMALL ? aligned_alloc(64, cap) : map(cap);
         if (b && !b->data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
             while (pool.n) unmap_at(pool.n - 1);
-    pool.st.peak_live = pool.st.live;
             b->data = map(cap);
         }
         if (b && !b->data) {
@@ -124,6 +130,7 @@ size_t om_pool_trim(void) {
     pthread_mutex_lock(&pool.lock);
     size_t bytes = pool.st.free;
     while (pool.n) unmap_at(pool.n - 1);
+    pool.st.peak_live = pool.st.live;
     pthread_mutex_unlock(&pool.lock);
     return bytes;
 }

@@ -15,5 +15,5 @@ om_block *om_block_get(size_t size); /* 64-byte aligned, contents undefined; NUL
 void om_block_put(om_block *b);      /* NULL is fine */
 typedef struct om_pool_stats { size_t live, free, peak_live; } om_pool_stats;
 om_pool_stats om_pool_state(void);
-size_t om_pool_trim(void);           /* gives every free block back; bytes */
+size_t om_pool_trim(void);           /* gives every free block back, and what is live now counts as the highest volume; bytes */
 #endif

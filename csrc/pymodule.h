@@ -25,6 +25,7 @@ typedef struct Run {
     om_plan *plan;             /* r.plan, to be released */
     om_block *arena, **output, **grad, **loan;
     void *temp;                /* dense copies of what lies otherwise: list of om_alloc'd pointers */
+    om_profile profile;        /* of this run; added to the model's under the GIL */
     bool backward, done, exported_outputs, keep;
     double plan_ms;
 } Run;

@@ -52,6 +52,7 @@ static void Run_dealloc(PyObject *o) {
     Run *self = (Run *)o;
     PyTypeObject *type = Py_TYPE(o);
     run_blocks_free(self);
+    om_free(self->cx, self->profile.rows.v);
     om_ctx_free(self->cx);
     Py_XDECREF(self->held);
     Py_XDECREF(self->model);
@@ -77,7 +78,7 @@ static int run_arrays(Run *self, const om_plan *p) {
     self->loan = calloc(p->g->outputs.n + 1, sizeof *self->loan);
     self->output = calloc(p->g->outputs.n + 1, sizeof *self->output);
     self->grad = calloc(p->g->grads.n + 1, sizeof *self->grad);
-    if (self->model->profiling) self->r.profile = &self->model->profile;
+    if (self->model->profiling) self->r.profile = &self->profile;
     if (!self->r.input || !self->r.output || !self->r.grad || !self->r.loan || !self->output || !self->grad || !self->loan) {
         PyErr_NoMemory();
         return -1;
@@ -307,6 +308,7 @@ static PyObject *Run_resume(PyObject *o, PyObject *args) {
     s = om_run_step(&self->r, stop);
     Py_END_ALLOW_THREADS;
     if (self->backward) run_loans_return(self);
+    if (self->r.profile) om_profile_merge(self->cx, &self->model->profile, &self->profile);
     if (s == OM_OK) Py_RETURN_NONE;
     if (s != OM_HOST) {
         self->done = true;
@@ -400,6 +402,25 @@ static PyObject *Run_grads(PyObject *o, PyObject *args) {
     return list;
 }
 
+static void plan_let_go(PyObject *capsule) {
+    Model *model = PyCapsule_GetContext(capsule);
+    om_plan_release(model->m, PyCapsule_GetPointer(capsule, "ortmodule.plan"));
+    Py_DECREF(model);
+}
+
+static PyObject *Run_plan(PyObject *o, PyObject *none) {
+    (void)none;
+    Run *self = (Run *)o;
+    PyObject *capsule = PyCapsule_New(self->plan, "ortmodule.plan", NULL);
+    if (!capsule || PyCapsule_SetContext(capsule, self->model) || PyCapsule_SetDestructor(capsule, plan_let_go)) {
+        Py_XDECREF(capsule);
+        return NULL;
+    }
+    om_plan_hold(self->model->m, self->plan);
+    Py_INCREF(self->model);
+    return capsule;
+}
+
 static PyObject *Run_plan_ms(PyObject *o, void *closure) {
     (void)closure;
     return PyFloat_FromDouble(((Run *)o)->plan_ms);
@@ -408,8 +429,9 @@ static PyObject *Run_plan_ms(PyObject *o, void *closure) {
 static PyMethodDef Run_methods[] = {
     {"resume", Run_resume, METH_VARARGS, NULL},   {"host_done", Run_host_done, METH_VARARGS, NULL}, {"outputs", Run_outputs, METH_NOARGS, NULL},
     {"arena", Run_arena, METH_NOARGS, NULL},      {"host_kept", Run_host_kept, METH_NOARGS, NULL},  {"grads", Run_grads, METH_VARARGS, NULL},
+    {"plan", Run_plan, METH_NOARGS, NULL},
     {0},
 };
 static PyGetSetDef Run_getset[] = {{"plan_ms", Run_plan_ms, NULL, NULL, NULL}, {0}};
 static PyType_Slot Run_slots[] = {{Py_tp_dealloc, (void *)Run_dealloc}, {Py_tp_methods, Run_methods}, {Py_tp_getset, Run_getset}, {0}};
-PyType_Spec om_py_run_spec = {"ortmodule._C.Run", sizeof(Run), 0, Py_TPFLAGS_DEFAULT, Run_slots};
+PyType_Spec om_py_run_spec = {"ortmodule._C.Run", sizeof(Run), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, Run_slots};

@@ -48,6 +48,7 @@ om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_i
     om_node *m = om_last(g);
     m->rng = n->rng && om_sabotage("rewrite.stream") ? 1000 : n->rng;
     m->segment = n->segment;
+    m->again = n->again;
     return out;
 }
 

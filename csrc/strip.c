@@ -119,9 +119,10 @@ om_status om_strip_parse(om_ctx *cx, const char *text, int n_in, om_strip_text *
         if (row < 0 || s[word] != ':') BAD(s, "no pointwise operator; a statement is op:dtype values", s);
         st->op = (uint8_t)row;
         const char *t = s + word + 1;
-        const size_t len = strcspn(t, " ;");
+        const size_t len = strcspn(t, "! ;");
         if ((st->dtype = (uint8_t)dtype_find(t, len)) == OM_NODTYPE) BAD(t, "no dtype", t);
         t += len;
+        if ((st->exact = *t == '!')) t++;
         while (st->n_arg < 3 && value_read(&t, limit, &st->arg[st->n_arg])) st->n_arg++;
         for (t = spaces_skip(t); *t == 'p' || *t == 'r'; t = spaces_skip(t)) {
             const char *from = t, *end = NULL;
@@ -145,7 +146,7 @@ size_t om_strip_print(const om_strip_text *t, char *buf, size_t size) {
 #define PUT(...) at += (size_t)snprintf(at < size ? buf + at : NULL, at < size ? size - at : 0, __VA_ARGS__)
     for (int i = 0; i < t->n_stmt; i++) {
         const om_strip_stmt *s = &t->stmt[i];
-        PUT("%s%s:%s", i ? ";" : "", om_pw_rows[s->op].name, om_dtype_name(s->dtype));
+        PUT("%s%s:%s%s", i ? ";" : "", om_pw_rows[s->op].name, om_dtype_name(s->dtype), s->exact ? "!" : "");
         for (int k = 0; k < s->n_arg; k++) PUT(" %d", s->arg[k]);
         if (s->op == OM_S_dropout) {
             char p[40];
@@ -232,10 +233,10 @@ static int emit_to(compiler *c, int v, int cls) {
 }
 
 /* A value that later statements read must have the precision of its dtype: a cast's rounding, an integer's wrap-around. */
-static int emit_narrow(compiler *c, int v, int dtype, bool is_cast) {
+static int emit_narrow(compiler *c, int v, int dtype, bool round) {
     switch (dtype) {
-    case OM_BF16: return is_cast ? emit(c, OM_S_round_bf16, OM_STRIP_F, OM_STRIP_F, v, v, v) : v;
-    case OM_F16: return is_cast ? emit(c, OM_S_round_f16, OM_STRIP_F, OM_STRIP_F, v, v, v) : v;
+    case OM_BF16: return round ? emit(c, OM_S_round_bf16, OM_STRIP_F, OM_STRIP_F, v, v, v) : v;
+    case OM_F16: return round ? emit(c, OM_S_round_f16, OM_STRIP_F, OM_STRIP_F, v, v, v) : v;
     case OM_I32: return emit(c, OM_S_wrap_i32, OM_STRIP_I, OM_STRIP_I, v, v, v);
     case OM_I16: return emit(c, OM_S_wrap_i16, OM_STRIP_I, OM_STRIP_I, v, v, v);
     case OM_I8: return emit(c, OM_S_wrap_i8, OM_STRIP_I, OM_STRIP_I, v, v, v);
@@ -335,6 +336,7 @@ om_status om_strip_compile(om_ctx *cx, const om_strip_text *t, const uint8_t *in
             v = emit(&c, s->op, cls, cls, a, b, z);
             if (uses[id] && rule == NUM && cls == OM_STRIP_I) v = emit_narrow(&c, v, s->dtype, false);
         }
+        if (uses[id] && s->exact && cls == OM_STRIP_F && rule != CAST) v = emit_narrow(&c, v, s->dtype, true);
         at[id] = (uint8_t)v;
     }
     for (int k = 0; k < t->n_out; k++) {

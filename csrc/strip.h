@@ -11,10 +11,10 @@
  * the flat index and operands that do not follow it are gathered. Strips are independent, one parallel_for runs them all.
  *
  * Text. The attribute `program` of `fused` holds statements separated by ';'. Operands are numbered from 0, statements go on from
- * there:      <op>:<result dtype> <value> <value> ... [p=<float>] [rng=<stream>]       one statement
+ * there:      <op>:<result dtype>[!] <value> <value> ... [p=<float>] [rng=<stream>]    one statement
  *             out <value> <value> ...                                                 last; absent = the last statement's value
  * e.g.        add:f32 0 1;gelu:f32 2;cast:bf16 3;out 2 4
- * Intermediate bf16 and f16 values stay in float: only a cast (and memory) rounds.
+ * Intermediate bf16 and f16 values stay in float: only memory, a cast and a `!` round them.
  */
 #ifndef OM_STRIP_H
 #define OM_STRIP_H
@@ -79,6 +79,7 @@ extern const om_pw_row om_pw_rows[];
 
 typedef struct om_strip_stmt {
     uint8_t op, n_arg, dtype; /* om_strip_op below OM_S_to_f; result dtype */
+    bool exact;               /* readers get what memory would hold, rounded to dtype */
     uint8_t arg[3];
     double p;
     uint64_t rng;

@@ -180,5 +180,7 @@ class Run:
         """Forward: host outputs that backward reads."""
     def grads(self, segment: int) -> list[tuple[int, Tensor]]:
         """Backward, after resume(segment): (graph input, gradient) of that segment; dtype, sizes and strides of the input."""
+    def plan(self) -> object:
+        """Keeps the plan while it lives: a backward finds it, however many other sizes have come since."""
     plan_ms: float
     """Time this call spent planning (0 when cached)."""

@@ -110,8 +110,8 @@ class Variant:
 class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
-    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "hooked", "host_kept", "kinds", "live", "outs", "random_state",
-                 "regions", "seed", "tensors", "variant", "versions")  # fmt: skip
+    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "hooked", "host_kept", "kinds", "live", "outs", "plan",
+                 "random_state", "regions", "seed", "tensors", "variant", "versions")  # fmt: skip
 
     graph: Graph
     variant: Variant
@@ -125,6 +125,7 @@ class Step:
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
     kinds: list[tuple[torch.Size, torch.dtype]]  # of the user outputs
     live: dict[int, _Live]
+    plan: object  # while it lives, the engine finds the plan of this forward
     hooked: bool  # saved tensors went through hooks: who holds them cannot be told
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
@@ -295,6 +296,7 @@ class Graph:
         every = run.outputs()
         step.arena = run.arena()
         step.host_kept = run.host_kept()
+        step.plan = run.plan()
         outs: list[Tensor | None] = list(every)
         step.outs = tuple(every)
         step.kinds = [(t.shape, t.dtype) for t in every]
@@ -313,10 +315,10 @@ class Graph:
             return self.model.forward(variant.number, tensors, seed, train)
         except ValueError as error:
             raise Unfit(str(error)) from error
+        except RuntimeError as error:
+            raise (Unfit if self.forwards else Refusal)(str(error)) from error  # other sizes have been computed
         except Exception as error:
-            if self.forwards:  # other sizes have been computed
-                raise Failed(str(error)) from error
-            raise Refusal(str(error)) from error
+            raise (Failed if self.forwards else Refusal)(str(error)) from error
 
     def _restore(self, error: Failed, clones: dict[int, Tensor], tensors: Sequence[Tensor]) -> None:
         """Undoes what a forward that has failed may have written, so that PyTorch can run it."""
@@ -618,7 +620,7 @@ class Head(Function):
             step.live[task] = live
             Variable._execution_engine.queue_callback(lambda: _drop(step, task))
         if not keep:
-            step.tensors, step.clones, step.aliases, step.call = (), {}, {}, None
+            step.tensors, step.clones, step.aliases, step.call, step.plan = (), {}, {}, None, None
             if len(variant.nodes) == 1:
                 step.regions = {}
                 step.host_kept = []

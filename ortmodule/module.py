@@ -44,6 +44,7 @@ _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _MANY_CAPTURES = 16  # of one module, before a warning
 _FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
 _GENERAL_LIMIT = 3  # symbolic captures of one call structure
+_UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -74,6 +75,7 @@ class _Entry:
         self.held = watch.Held()  # the rest of the Python state
         self.writes_seen = 0
         self.failures = 0  # runs of the engine that PyTorch had to repeat
+        self.left: list[list[torch.Size]] = []  # sizes for which the engine has turned down every capture: PyTorch's
         self.why = "first call"  # what no other entry stood for
 
     def changed(self, module: nn.Module) -> list[str]:
@@ -303,6 +305,9 @@ class State:
         entry = site.entry
         shapes = [t.shape for t in flat.tensors]
         with self.lock:
+            if shapes in entry.left:
+                self.local.skip = "the engine cannot run these sizes"
+                return None
             for known in entry.graphs:
                 if known.fits(flat):
                     return self.bind(site, known)
@@ -323,6 +328,7 @@ class State:
             n_general = sum(c.dynamic or c.symbolic for c in entry.graphs)
             general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
                 or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
+            general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
             for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
                 entry.n_captures += 1
                 try:
@@ -418,10 +424,15 @@ class State:
     def unfit(self, site: _Site, captured: _Captured, flat: FlatInputs, error: Unfit, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:  # fmt: skip
         """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under its data, or a
-        dynamic capture holds for fewer sizes): looks again, once."""
-        if getattr(self.local, "again", False):
-            return self.failed(site.entry, error, args, kwargs)
-        self.local.again = True
+        dynamic capture holds for fewer sizes): looks again, and then leaves the call to PyTorch."""
+        again = getattr(self.local, "again", 0)
+        if again >= _UNFIT_LIMIT:  # not for the engine, or not for PyTorch either: then its error is the one the user should see
+            result = self.eager(f"the engine cannot run these sizes: {error}", args, kwargs)
+            if self.settings.strict:
+                raise error
+            site.entry.left.append([t.shape for t in flat.tensors])
+            return result
+        self.local.again = again + 1
         try:
             with self.lock:
                 self.sites = {k: s for k, s in self.sites.items() if s is not site}
@@ -431,7 +442,7 @@ class State:
                     captured.refused.append([t.shape for t in flat.tensors])
             return self.call(args, kwargs)
         finally:
-            self.local.again = False
+            self.local.again = again
 
     def failed(self, entry: _Entry, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The engine could not run this call, and has left everything as it was: an index is out of range, memory is short, or a plan for
@@ -476,6 +487,11 @@ class State:
         result = self.body.forward(*args, **kwargs)
         if self.settings.strict:
             raise failure
+        shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
+        if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
+            site.entry.left.append(shapes)
+            self.eager_entry(failure.reason, failure.module, failure.file, failure.line).calls += 1
+            return result
         self.leave(site.entry, failure)
         assert site.entry.eager is not None
         site.entry.eager.calls += 1

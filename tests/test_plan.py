@@ -6,8 +6,10 @@ reuse and in-place, with no reuse, and with dead memory filled with NaN bytes. O
 
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -163,6 +165,46 @@ def test_written_inputs_change_places() -> None:
     assert torch.equal(mine[0], b) and torch.equal(mine[1], a)
 
 
+WRITTEN = {  # what a buffer becomes, of itself: views of it, some of which overlap
+    "flip": "v = flip(s) {axes=[0]}", "transpose": "v = permute(s) {perm=[1, 0]}", "rows": "v = gather(s, i) {axis=0}",
+    "shift": "a = slice(s) {axis=0, start=[0], end=[2], step=1}\n v = slice_scatter(s, a) {axis=0, start=[1], end=[3], step=1}",
+    "last": "a = slice(s) {axis=0, start=[2], end=[3], step=1}\n v = expand(a) {shape=[3, 3]}",
+    "roll": "a = slice(s) {axis=0, start=[2], end=[3], step=1}\n b = slice(s) {axis=0, start=[0], end=[2], step=1}\n"
+            " v = concat(a, b) {axis=0}",
+    "itself": "v = reshape(s) {shape=[3, 3]}", "other": "v = permute(t) {perm=[1, 0]}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_written_with_a_view_of_itself(way: str) -> None:
+    """Backward reads the buffers, so the plan saves them; what is written back are views of what it saved. `t` is given a view of s."""
+    text = (f"graph {{\n input x: f64[3, 3]\n buffer s: f64[3, 3]\n buffer t: f64[3, 3]\n input i: i64[3]\n {WRITTEN[way]}\n"
+            " u = flip(s) {axes=[1]}\n p = mul(x, s)\n q = mul(p, t)\n y = sin(q)\n output y\n write v -> s\n write u -> t\n}")  # fmt: skip
+    x, s, t, i = torch.ones(3, 3).double(), torch.arange(9.0).double().view(3, 3), torch.rand(3, 3).double(), torch.tensor([2, 0, 1])
+    rows = {"flip": s.flip(0), "transpose": s.t(), "rows": s[i], "shift": torch.cat([s[:1], s[:2]]), "last": s[2:].expand(3, 3),
+            "roll": s.roll(1, 0), "itself": s, "other": t.t()}  # fmt: skip
+    model, mine = _C.Model.from_text(text), [a.clone() for a in (x, s, t, i)]
+    v = model.variant(bytes([1, 0, 0, 0]), bytes([1]), None)
+    run = model.forward(v, mine, 0)
+    assert run.resume() is None
+    assert torch.equal(mine[1], rows[way]) and torch.equal(mine[2], s.flip(1))
+    back = model.backward(v, run.arena(), mine, run.outputs(), [torch.ones_like(x)])
+    assert back.resume() is None
+    torch.testing.assert_close(dict(back.grads(0))[0], (x * s * t).cos() * s * t)
+
+
+def test_every_size_is_in_the_key() -> None:
+    """Sizes that are values of inputs: those of one call must not be taken for another's, whatever their sums and products."""
+    text = ("graph {\n sym a = value of n\n sym b = value of k\n input n: i64[]\n input k: i64[]\n x = fill() {shape=[a], value=1.0, dtype=f64}\n"
+            " z = fill() {shape=[b], value=2.0, dtype=f64}\n output x\n output z\n}")  # fmt: skip
+    model = _C.Model.from_text(text)
+    v = model.variant(bytes(2), bytes(2), None)
+    for a, b in [(5, 7), (7, 5), (6, 9), (2, 1000005), (3, 2), (1, 2000008), (4, 4)]:
+        run = model.forward(v, [torch.tensor(a), torch.tensor(b)], 0)
+        assert run.resume() is None
+        assert [len(t) for t in run.outputs()] == [a, b]
+
+
 @pytest.mark.parametrize("knob", ["ORTMODULE_NO_REUSE", "ORTMODULE_POISON"])
 def test_arena_truth(knob):
     """No reuse and no in-place: the same bits. Dead storage filled with NaN bytes: nothing stale is read."""
@@ -173,18 +215,109 @@ def test_arena_truth(knob):
 
 
 def test_plans_in_use_outlive_the_cache() -> None:
-    """More shapes than the cache holds while one run waits: it ends well; the state of a forward whose plan is gone is refused."""
+    """More shapes than the cache holds while one run waits: it ends well, and so does a backward whose plan is held; the state of a forward
+    whose plan nobody held is refused."""
     model = _C.Model.from_text("graph {\n sym s = x[0]\n input x: f64[s]\n y = tanh(x)\n output y\n}")
     v = model.variant(bytes([1]), bytes([1]), None)
     x = torch.linspace(-1, 1, 7, dtype=torch.float64)
     first = model.forward(v, [x], 0)
     done = model.forward(v, [x], 0)
     assert done.resume() is None
-    outs, arena = done.outputs(), done.arena()
+    outs, arena, held = done.outputs(), done.arena(), done.plan()
+    del done
     for n in range(8, 8 + 600):
         assert model.forward(v, [torch.zeros(n, dtype=torch.float64)], 0).resume() is None
     assert len(model.plan_report()) == 512
     assert first.resume() is None
     assert torch.equal(first.outputs()[0], x.tanh())
+    del first
+    back = model.backward(v, arena, [x], outs, [torch.ones(7, dtype=torch.float64)])
+    assert back.resume() is None
+    torch.testing.assert_close(back.grads(0)[0][1], 1 - x.tanh() ** 2)
+    del back, held
     with pytest.raises(ValueError, match="older than the plan cache"):
         model.backward(v, arena, [x], outs, [torch.ones(7, dtype=torch.float64)])
+
+
+def test_sizes_in_flight() -> None:
+    """A loss over more sizes than the plan cache holds."""
+    from ortmodule import ORTModule
+
+    layer = torch.nn.Linear(2, 2).double()
+    ours = ORTModule(torch.nn.Linear(2, 2).double())
+    ours.load_state_dict(layer.state_dict())
+    for m in (layer, ours):
+        sum(m(torch.ones(n, 2, dtype=torch.float64)).sin().sum() for n in range(2, 540)).backward()
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in layer.parameters()])
+
+
+def test_profile_of_many_threads() -> None:
+    """Every call is counted, and rows can be taken while others run."""
+    chain = "\n".join(f" t{i + 1} = softmax(t{i}) {{axis=1}}" for i in range(20))
+    text = f"graph {{\n input t0: f32[4, 4]\n{chain}\n output t20\n}}"
+    model = _C.Model.from_text(text)
+    model.profile(True)
+    v = model.variant(bytes(1), bytes(1), None)
+    counted = []
+
+    def work() -> None:
+        for _ in range(100):
+            assert model.forward(v, [torch.ones(4, 4)], 0).resume() is None
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    while any(t.is_alive() for t in threads):
+        counted += model.profile(True)
+    for t in threads:
+        t.join()
+    assert sum(row["count"] for row in counted + model.profile(False) if row["op"] == "softmax") == 3 * 100 * 20
+
+
+def test_fork_while_other_threads_work() -> None:
+    """A child that is forked while another thread plans and takes blocks finds the locks free."""
+    model = _C.Model.from_text("graph {\n sym s = x[0]\n input x: f64[s]\n y = tanh(x)\n output y\n}")
+    v = model.variant(bytes([1]), bytes([1]), None)
+    stop = threading.Event()
+
+    def step(n: int) -> None:
+        assert model.forward(v, [torch.zeros(n, dtype=torch.float64)], 0).resume() is None
+
+    def work() -> None:
+        n = 1
+        while not stop.is_set():
+            n += 1
+            step(n)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for t in threads:
+        t.start()
+    try:
+        for i in range(25):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                step(100000 + i)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for t in threads:
+            t.join()
+
+
+def test_blocks_are_counted_anew_after_a_trim() -> None:
+    block = torch.zeros(1 << 20, dtype=torch.float64)
+    model = _C.Model.from_text("graph {\n input x: f64[1048576]\n y = neg(x)\n output y\n}")
+    run = model.forward(model.variant(bytes(1), bytes(1), None), [block], 0)
+    assert run.resume() is None
+    del run
+    assert _C.pool_stats()["peak_live"] >= block.nbytes
+    _C.pool_trim()
+    stats = _C.pool_stats()
+    assert stats["peak_live"] == stats["live"] and stats["free"] == 0
+
+
+def test_a_run_is_only_started_by_a_model() -> None:
+    with pytest.raises(TypeError):
+        _C.Run()

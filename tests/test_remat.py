@@ -110,3 +110,68 @@ def test_norm_is_computed_from_its_input() -> None:
     assert g.text().count("layer_norm(") == 2 and "backward" in [x for x in g.text().splitlines() if "layer_norm(" in x][1]
     for got, ref in zip(g.run([*inputs, dy], 5)[1:], want, strict=True):
         torch.testing.assert_close(got, ref, rtol=1e-12, atol=1e-12)
+
+
+ELEMENTWISE = {
+    "square": ("y = mul(h, h)", lambda h: h * h),
+    "chain": ("a = mul(h, h)\n b = add(a, h)\n y = abs(b)", lambda h: (h * h + h).abs()),
+    "gelu": ("y = gelu(h)", torch.nn.functional.gelu),
+    "silu": ("y = silu(h)", torch.nn.functional.silu),
+    "product": ("a = sigmoid(h)\n b = mul(a, h)\n y = mul(b, h)", lambda h: h.sigmoid() * h * h),
+}
+READERS = {
+    "amax": ("m = reduce_max(y) {axes=[1], keepdims=0}", lambda y: y.amax(1)),
+    "amin": ("m = reduce_min(y) {axes=[1], keepdims=0}", lambda y: y.amin(1)),
+    "by the largest": ("r = reduce_max(y) {axes=[1], keepdims=1}\n m = div(y, r)", lambda y: y / y.amax(1, keepdim=True)),
+    "shifted": ("r = reduce_max(y) {axes=[1], keepdims=1}\n d = sub(y, r)\n m = exp(d)", lambda y: (y - y.amax(1, keepdim=True)).exp()),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("chain", ELEMENTWISE)
+def test_computed_again_with_the_same_bits(chain: str, reader: str, dtype: str) -> None:
+    """Backward asks where the largest element is, of values that it computes again from h: in registers, beside a maximum from memory."""
+    made, f = ELEMENTWISE[chain]
+    taken, g = READERS[reader]
+    text = f"graph {{\n input x: {dtype}[8, 16]\n param w: {dtype}[8, 16]\n h = concat(x, w) {{axis=1}}\n {made}\n {taken}\n output m\n}}"
+    torch_dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[dtype]
+    x, w = rand(8, 16).to(torch_dtype), (rand(8, 16).flip(0) * 1.5).to(torch_dtype).requires_grad_()
+    want = g(f(torch.cat([x, w], 1)))
+    dy = rand(*want.shape).to(torch_dtype)
+    want.backward(dy)
+    mine = engine.Graph.parse(text).apply("simplify", "patterns")
+    _, (dw,) = engine.run(mine, [x, w.detach()], [0, 1], [dy], passes=("simplify", "cse", "remat", "dce", "fuse"))
+    assert w.grad is not None and w.grad.abs().sum() > 0
+    torch.testing.assert_close(dw, w.grad, rtol=0.05, atol=0.05)
+
+
+def test_computed_again_beside_what_was_kept() -> None:
+    """exp(y - q) where q was made of the rounded y: half a unit of y at 200 is a quarter of e's value."""
+    text = ("graph {\n input x: bf16[8, 16]\n param w: bf16[8, 16]\n h = concat(x, w) {axis=1}\n y = mul(h, h)\n"
+            " r = reduce_max(y) {axes=[1], keepdims=1}\n q = floor(r)\n d = sub(y, q)\n e = exp(d)\n m = reduce_sum(e) {axes=[1], keepdims=0}\n"
+            " output m\n}")  # fmt: skip
+    x, w = (rand(8, 16) * 4).bfloat16(), (rand(8, 16).flip(0) * 5).bfloat16().requires_grad_()
+    y = torch.cat([x, w], 1).square()
+    want = (y - y.amax(1, keepdim=True).floor()).exp().sum(1)
+    want.sum().backward()
+    _, (dw,) = engine.run(text, [x, w.detach()], [0, 1], [torch.ones_like(want)], passes=("simplify", "cse", "remat", "dce", "fuse"))
+    assert w.grad is not None
+    torch.testing.assert_close(dw, w.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_are_where_pytorch_has_them(dtype: torch.dtype) -> None:
+    """A comparison, a rounding: of the number that its dtype holds, not of the longer one in a register."""
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    text = (f"graph {{\n input x: {name}[4096]\n input t: {name}[]\n a = mul(x, x)\n c = gt(a, t)\n y = where(c, x, a)\n b = mul(a, x)\n"
+            f" z = floor(b)\n i = cast(b) {{to=i64}}\n u = mul(b, x)\n v = isinf(u)\n output y\n output z\n output i\n output v\n}}")  # fmt: skip
+    x, t = (rand(4096) * 4).to(dtype), torch.tensor(1.0, dtype=dtype)
+    x[:64] *= 64
+    got, _ = engine.run(text, [x, t], passes=("fuse",))
+    a = x * x
+    b = a * x
+    for mine, want in zip(got, [torch.where(a > t, x, a), b.floor(), b.nan_to_num(0, 0, 0).long(), (b * x).isinf()], strict=True):
+        ok = torch.isfinite(want.double()) & torch.isfinite(b)
+        assert torch.equal(mine[ok].double(), want[ok].double())
+    assert torch.equal(got[3], (b * x).isinf())

@@ -111,7 +111,7 @@ static double norm_rounded(const norm_job *j, double x) { return j->f64 ? x : (d
 
 static void norm_forward_range(void *arg, int64_t c0, int64_t c1) {
     norm_job *j = arg;
-    const double count = (double)(j->n * j->inner);
+    const double count = j->n * j->inner > 0 ? (double)(j->n * j->inner) : 1; /* nothing: mean and variance 0, y empty */
     if (j->batch) { /* s: variance, biased */
         j->k->sums(j->x, j->n, j->c, j->inner, c0, c1, NULL, j->mean, NULL);
         for (int64_t c = c0; c < c1; c++) j->mean[c] = norm_rounded(j, j->mean[c] / count);
@@ -137,7 +137,7 @@ static om_status batch_norm_run(om_ctx *cx, const om_args *a) {
     norm_setup(&j, x, a->scratch);
     const int64_t count = j.n * j.inner;
     const double m = om_args_float(a, "momentum", 0.1);
-    OM_CHECK(cx, !j.batch || count > 1 || j.c == 0, "batch_norm: %lld value per channel; training needs more than one", (long long)count);
+    OM_CHECK(cx, !j.batch || count != 1 || j.c == 0, "batch_norm: %lld value per channel; training needs more than one", (long long)count);
     OM_TRY(channel_read(cx, a, 1, j.c, 1, j.a));
     OM_TRY(channel_read(cx, a, 2, j.c, 0, j.b));
     if (!j.batch) {
@@ -153,6 +153,11 @@ static om_status batch_norm_run(om_ctx *cx, const om_args *a) {
         OM_TRY(channel_read(cx, a, 4, j.c, 0, j.b));
         for (int64_t c = 0; c < j.c; c++) {
             double unbiased = j.s[c] * ((double)count / (double)(count - 1));
+            if (running && !count) { /* as torch: of nothing, nothing is learned */
+                j.mean[c] = j.a[c];
+                j.s[c] = j.b[c];
+                continue;
+            }
             j.mean[c] = running ? (1 - m) * j.a[c] + m * j.mean[c] : j.mean[c];
             j.s[c] = running ? (1 - m) * j.b[c] + m * unbiased : unbiased;
         }

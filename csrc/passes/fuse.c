@@ -6,7 +6,12 @@
  * keeps its node out. With that rule no cycle can arise: operands of a group are made before the root, its outputs are read after.
  * A group is limited in operands, outputs and members so that its registers stay in L1 (strip.h).
  *
- * Nothing is computed twice and results in f32 and f64 keep their bits; bf16 and f16 chains round only at casts and at memory.
+ * Nothing is computed twice and results in f32 and f64 keep their bits. bf16 and f16 chains round only at casts and at memory, and where it
+ * matters that all see the same number. Such a value is exact: its readers in the group get what memory would hold. Exact are
+ *   - values that are stored as well: who reads the memory and who reads the register must not differ (amax of h, and h == amax);
+ *   - operands of what jumps: comparisons, roundings, casts to integers. A step is where PyTorch's is;
+ *   - a value and its clone that computes it again (om_node.again), if one of them is.
+ * So what backward computes again has the bits of the forward's.
  */
 #include "passes.h"
 #include "sabotage.h"
@@ -25,6 +30,7 @@ typedef struct fuse_state {
     uint32_t *group;        /* per node: group index + 1; 0 = none */
     om_id *first_use, *use; /* per value: range of live user nodes */
     uint8_t *kept;          /* per value: output, write or gradient of the graph */
+    uint8_t *exact;         /* per value: as memory would hold it */
     OM_VEC(fuse_group) groups;
 } fuse_state;
 
@@ -44,7 +50,9 @@ static om_status fuse_prepare(om_ctx *cx, fuse_state *st) {
     st->first_use = om_alloc(cx, (g->values.n + 2) * sizeof *st->first_use);
     st->use = om_alloc(cx, (g->operands.n + 1) * sizeof *st->use);
     st->kept = om_alloc(cx, g->values.n + 1);
-    if (!st->live || !st->group || !st->first_use || !st->use || !st->kept) return cx->status;
+    st->exact = om_alloc(cx, g->values.n + 1);
+    if (!st->live || !st->group || !st->first_use || !st->use || !st->kept || !st->exact) return cx->status;
+    memset(st->exact, 1, g->values.n); /* until it is known: what fits so fits */
     for (uint32_t i = 0; i < g->outputs.n; i++) st->kept[g->outputs.v[i]] = 1;
     for (uint32_t i = 0; i < g->writes.n; i++) st->kept[g->writes.v[i].value] = 1;
     for (uint32_t i = 0; i < g->grads.n; i++)
@@ -92,6 +100,7 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
             const om_pw_row *row = nd->op->pw;
             if (pass) {
                 *s = (om_strip_stmt){.op = row->op, .n_arg = row->arity, .dtype = om_ty(g, nd->out)->dtype};
+                s->exact = st->exact[nd->out] && om_is_half(s->dtype) && row->op != OM_S_cast;
                 if (row->op == OM_S_dropout) s->p = om_node_float(nd, "p", 0.5), s->rng = nd->rng;
             }
             for (int k = 0; k < nd->n_in; k++) {
@@ -181,6 +190,41 @@ static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *
     return OM_OK;
 }
 
+/* Does a small difference of operands make a large one of the result? */
+static bool jumps(const om_graph *g, const om_node *n) {
+    const om_pw_row *row = n->op->pw;
+    if (!row) return false;
+    switch (row->op) {
+    case OM_S_sign: case OM_S_floor: case OM_S_ceil: case OM_S_round: case OM_S_trunc: case OM_S_floor_div: case OM_S_mod: case OM_S_fmod: return true;
+    case OM_S_cast: return !om_is_float(om_ty(g, n->out)->dtype);
+    default: return row->rule == OM_PW_CMP || row->rule == OM_PW_PRED;
+    }
+}
+
+static om_status exact_find(om_ctx *cx, fuse_state *st) {
+    const om_graph *g = st->g;
+    om_id most = 0;
+    for (om_id i = 0; i < g->nodes.n; i++)
+        if (g->nodes.v[i].again > most) most = g->nodes.v[i].again;
+    uint8_t *again = om_alloc(cx, (size_t)most + 1);
+    if (!again) return cx->status;
+    for (om_id v = 0; v < g->values.n; v++) {
+        const om_id node = om_val(g, v)->node;
+        if (node == OM_NONE || !st->live[node] || !om_is_half(om_ty(g, v)->dtype)) continue;
+        bool exact = st->kept[v] || !st->group[node];
+        for (om_id u = st->first_use[v]; u < st->first_use[v + 1] && !exact; u++)
+            exact = st->group[st->use[u]] != st->group[node] || jumps(g, &g->nodes.v[st->use[u]]);
+        st->exact[v] = exact && !om_sabotage("fuse.exact");
+        if (st->exact[v]) again[g->nodes.v[node].again] = 1;
+    }
+    for (om_id v = 0; v < g->values.n; v++) {
+        const om_id node = om_val(g, v)->node;
+        if (node != OM_NONE && g->nodes.v[node].again && again[g->nodes.v[node].again] && !om_sabotage("fuse.again")) st->exact[v] = 1;
+    }
+    om_free(cx, again);
+    return OM_OK;
+}
+
 typedef struct fuse_emitter { fuse_state *st; fuse_program *p; char *text; } fuse_emitter;
 enum { FUSE_TEXT = 16384 };
 
@@ -222,6 +266,7 @@ static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_status s = p && prog && text ? fuse_prepare(cx, &st) : cx->status;
     for (om_id i = in->nodes.n; s == OM_OK && i-- > 0;)
         if (st.live[i]) s = group_join(cx, &st, i, p, prog);
+    if (s == OM_OK) s = exact_find(cx, &st);
     if (s == OM_OK) s = om_rewrite(cx, in, fuse_emit, &(fuse_emitter){&st, p, text}, out);
     for (uint32_t i = 0; i < st.groups.n; i++) om_free(cx, st.groups.v[i].member.v);
     om_free(cx, st.groups.v);
@@ -230,6 +275,7 @@ static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_free(cx, st.first_use);
     om_free(cx, st.use);
     om_free(cx, st.kept);
+    om_free(cx, st.exact);
     om_free(cx, text);
     om_free(cx, prog);
     om_free(cx, p);

@@ -9,7 +9,8 @@
  * The first backward reader of a remat value, through views or directly, is preceded by a clone of its node (phase backward, the same random
  * stream); all backward readers take the clone. The forward value then dies in the forward. A clone only lengthens the lives of kept
  * values, and of those only until a reader of the clone. Casts of graph inputs stay: one low-precision copy of a weight serves the whole step.
- * Kernels are deterministic, so the bits are the same.
+ * Kernels are deterministic, so the bits are the same: node and clone share a number (om_node.again), by which fuse lets both round, or
+ * neither, where they stay in registers.
  *
  * Memory level 1 (pass `layers` in place of `remat`) does the same to whole transformer layers, whatever their operators cost:
  *
@@ -169,6 +170,10 @@ static om_id remat_read(om_rewriter *r, om_id v) {
         r->to->cur_phase = OM_BACKWARD;
         om_id out = om_rewrite_node(r, n, with, n->n_in);
         if (out == OM_NONE) return OM_NONE;
+        if (r->map[n->out] != OM_NONE) {
+            const om_id first = om_val(r->to, r->map[n->out])->node;
+            r->to->nodes.v[first].again = om_last(r->to)->again = first + 1;
+        }
         for (k = 0; k < n->n_out; k++) m->clone[n->out + (om_id)k] = out + (om_id)k;
         m->todo.n--;
     }
