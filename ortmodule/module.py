@@ -337,7 +337,7 @@ class State:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.body)
                 try:
-                    with guard.Watch(shadow) as watch, _undisturbed():
+                    with _unwrapped(shadow), guard.Watch(shadow) as watch, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
                                            fixed=fixed)
                     written = sorted(w for w in watch.writes if not any(w[0] == k or w[0].startswith(k + ".") for k in keep))
@@ -652,6 +652,23 @@ def _shadow(module: nn.Module) -> nn.Module:
     return shadow
 
 
+@contextlib.contextmanager
+def _unwrapped(root: nn.Module) -> Iterator[None]:
+    """While root is captured, wrappers inside it give place to what they wrap: they are part of its graph."""
+    undo: list[tuple[dict[str, Any], str, nn.Module]] = []
+    try:
+        for m in list(root.modules()):
+            for name, child in m._modules.items():
+                if isinstance(child, ORTModule) and child._ortmodule.override is None and child._ortmodule.base.forward is ORTModule.forward:
+                    undo.append((m._modules, name, child))
+        for children, name, child in undo:
+            children[name] = child._ortmodule.body  # type: ignore[union-attr]
+        yield
+    finally:
+        for children, name, child in undo:
+            children[name] = child
+
+
 def _lookup(module: nn.Module, spec: InputSpec) -> Tensor:
     """The tensor that a graph input names, as it is now."""
     owner, _, name = spec.target.rpartition(".")
@@ -808,13 +825,14 @@ class ORTModule(nn.Module):
         before = self.__dict__
         if _state_of(self) is not None:
             raise TypeError(f"{base.__name__}.__init__: this object is an ORTModule already")
+        state = State(module, settings)
         wrapper = _subclass(base, module)
         module.__dict__.update(before)  # what a subclass has set before super().__init__
         # The state is the module's; nn.Module.__init__ would make another one.
         object.__setattr__(self, "__class__", wrapper)
         object.__setattr__(self, "__dict__", module.__dict__)
-        object.__setattr__(self, "_ortmodule", State(module, settings))
-        self._ortmodule.base = base
+        object.__setattr__(self, "_ortmodule", state)
+        state.base = base
 
     @property
     def module(self) -> nn.Module:

@@ -562,3 +562,36 @@ def test_results_of_any_type(name):
         x = torch.randn(3, 4)
         for a, b in zip(read(w(x)), read(eager(x)), strict=True):
             same(a.detach(), b.detach())
+
+
+# --- wrappers inside modules ----------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.inner = wrap(Helped())
+        self.again = self.inner
+        self.layers = nn.Sequential(wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.again(self.inner(x)))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_wrappers_inside_a_module(outer):
+    """They work by themselves; in a module that is wrapped they are part of its graph."""
+    eager = Around(lambda m: m)
+    model: Any = Around(ORTModule)
+    model.load_state_dict(eager.state_dict())
+    inner = model.inner
+    w = ORTModule(model, strict=True) if outer else copy.deepcopy(model)
+    for rows in (3, 3, 5):
+        x = torch.randn(rows, 4)
+        same(outcome(w, x), outcome(eager, x))
+        alike(w, eager)
+    assert model.inner is model.again is inner and isinstance(inner, ORTModule) and w.inner is w.again
+    assert all(type(m.state_dict()) is type(w.state_dict()) for m in (w, eager)) and list(w.state_dict()) == list(eager.state_dict())
+    reports = [w.report()] if outer else [w.inner.report(), w.layers[0].report()]
+    assert all(r.node_share == 1 and not r.eager for r in reports)
+    assert not outer or not inner.report().graphs

@@ -110,7 +110,6 @@ GRAMMAR: dict[str, list[str]] = {
         "if h.sum() > 0:\n    h = h * 2\nelse:\n    h = self.second(h)",
         "h = h * (2.0 if h.detach().max().item() > 1 else 0.5)",
         "h = h + h[h > 0].sum()",
-        "h = self.branch(h)||self.branch = Branch()",
         "h = h.index_add(0, torch.nonzero(h[:, 0] > 0)[:, 0], h[h[:, 0] > 0])",
     ],
     "effects": [
@@ -138,7 +137,7 @@ GRAMMAR: dict[str, list[str]] = {
     ],
     "functions": ["h = Reverse.apply(h)", "h = Two.apply(h, g)[0]", "h = Reverse.apply(self.first(h)) + g"],
     "early": ["h = reverse(h)", "h = self.function(h)||self.function = Reverse.apply"],
-    "none": ["h = Silent.apply(h, self.bias)", "h = Sparse.apply(h, self.bias)"],
+    "none": ["h = self.branch(h)||self.branch = Branch()", "h = Silent.apply(h, self.bias)", "h = Sparse.apply(h, self.bias)"],
 }
 RETURNS = {
     "base": ["h", "h.sum()", "(h, x)", "{'h': h, 'n': x.shape[0], 'none': None}", "[h, h]", "(h, h.detach())", "h, (h * 2, self.bias * 1)"],
