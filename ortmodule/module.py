@@ -885,6 +885,9 @@ class ORTModule(nn.Module):
         result.__setstate__((copy.copy(module), *rest))
         return result
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return self._ortmodule.body  # torch.jit.script compiles the user's code
+
     def _replicate_for_data_parallel(self) -> Any:
         logger.warning("%s: the copies that DataParallel makes run in PyTorch: %s", type(self).__name__, _PARALLEL)
         return self._ortmodule.module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]

@@ -595,3 +595,25 @@ def test_wrappers_inside_a_module(outer):
     reports = [w.report()] if outer else [w.inner.report(), w.layers[0].report()]
     assert all(r.node_share == 1 and not r.eager for r in reports)
     assert not outer or not inner.report().graphs
+
+
+TOOLS = {
+    "trace": lambda m, x: torch.jit.trace(m, x),
+    "script": lambda m, x: torch.jit.script(m),
+    "export": lambda m, x: torch.export.export(m, (x,)).module(),
+    "compile": lambda m, x: torch.compile(m, backend="eager"),
+    "functional_call": lambda m, x: lambda x: torch.func.functional_call(m, {n: p * 2 for n, p in m.named_parameters()}, (x,)),
+    "vmap": lambda m, x: lambda x: torch.func.vmap(m)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("tool", list(TOOLS))
+def test_tools_of_pytorch(tool):
+    """They see the user's module, and the wrapper goes on working."""
+    eager = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    w = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(3, 4)
+    same(TOOLS[tool](w, x)(x).detach(), TOOLS[tool](eager, x)(x).detach())
+    same(outcome(w, x), outcome(eager, x))
+    alike(w, eager)
+    assert w.report().graphs

@@ -87,6 +87,7 @@ GRAMMAR: dict[str, list[str]] = {
         "h = self.norm(h)||self.norm = nn.BatchNorm1d(4)",
         "h = h + self.queue.sum(0)\nself.queue = torch.roll(self.queue, 1, 0)\nself.queue[0] = h.detach().sum(0)"
         "||self.register_buffer('queue', torch.zeros(3, 4))",
+        "self.plain.add_(1)\nh = h * self.plain||self.plain = torch.ones(4)",
         "h = h * self.table[1]||self.register_buffer('table', torch.linspace(0, 1, 4))",
         "self.one, self.other = self.other, self.one\nh = h * self.one"
         "||self.register_buffer('one', torch.ones(4))\nself.register_buffer('other', torch.full((4,), 2.0))",
@@ -118,6 +119,8 @@ GRAMMAR: dict[str, list[str]] = {
         "self.seen = h.detach()",
         "LOG.append(h.detach().clone())",
         "METRICS['last'] = h.shape[0]",
+        "self.kept = h.detach() + self.kept.sum()\nh = h + self.kept.sum()||self.kept = torch.zeros(1, 4)",
+        "self.trail.append(h.detach().sum())\nh = h * len(self.trail)||self.trail = []",
     ],
     "state": [
         "h = h * SWITCH['k']",
