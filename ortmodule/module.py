@@ -362,7 +362,7 @@ class State:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.body)
                 try:
-                    with watch.Watch(shadow) as seen, _undisturbed():
+                    with _unwrapped(shadow), watch.Watch(shadow) as seen, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
                                            fixed=fixed)
                     written = sorted(w for w in seen.writes if not _inside(w[0], keep))
@@ -717,6 +717,23 @@ def _shadow(module: nn.Module) -> nn.Module:
     return shadow
 
 
+@contextlib.contextmanager
+def _unwrapped(root: nn.Module) -> Iterator[None]:
+    """While root is captured, wrappers inside it give place to what they wrap: they are part of its graph."""
+    undo: list[tuple[dict[str, Any], str, nn.Module]] = []
+    try:
+        for m in list(root.modules()):
+            for name, child in m._modules.items():
+                if isinstance(child, ORTModule) and child._ortmodule.override is None and child._ortmodule.base.forward is ORTModule.forward:
+                    undo.append((m._modules, name, child))
+        for children, name, child in undo:
+            children[name] = child._ortmodule.body  # type: ignore[union-attr]
+        yield
+    finally:
+        for children, name, child in undo:
+            children[name] = child
+
+
 def _lookup(module: nn.Module, spec: InputSpec) -> Tensor:
     """The tensor that a graph input names, as it is now."""
     owner, _, name = spec.target.rpartition(".")
@@ -873,13 +890,14 @@ class ORTModule(nn.Module):
         before = self.__dict__
         if _state_of(self) is not None:
             raise TypeError(f"{base.__name__}.__init__: this object is an ORTModule already")
+        state = State(module, settings)
         wrapper = _subclass(base, module)
         module.__dict__.update(before)  # what a subclass has set before super().__init__
         # The state is the module's; nn.Module.__init__ would make another one.
         object.__setattr__(self, "__class__", wrapper)
         object.__setattr__(self, "__dict__", module.__dict__)
-        object.__setattr__(self, "_ortmodule", State(module, settings))
-        self._ortmodule.base = base
+        object.__setattr__(self, "_ortmodule", state)
+        state.base = base
 
     @property
     def module(self) -> nn.Module:
@@ -931,6 +949,9 @@ class ORTModule(nn.Module):
         result: ORTModule = make(*args)
         result.__setstate__((copy.copy(module), *rest))
         return result
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return self._ortmodule.body  # torch.jit.script compiles the user's code
 
     def _replicate_for_data_parallel(self) -> Any:
         logger.warning("%s: the copies that DataParallel makes run in PyTorch: %s", type(self).__name__, _PARALLEL)

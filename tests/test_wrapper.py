@@ -562,3 +562,58 @@ def test_results_of_any_type(name):
         x = torch.randn(3, 4)
         for a, b in zip(read(w(x)), read(eager(x)), strict=True):
             same(a.detach(), b.detach())
+
+
+# --- wrappers inside modules ----------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.inner = wrap(Helped())
+        self.again = self.inner
+        self.layers = nn.Sequential(wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.again(self.inner(x)))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_wrappers_inside_a_module(outer):
+    """They work by themselves; in a module that is wrapped they are part of its graph."""
+    eager = Around(lambda m: m)
+    model: Any = Around(ORTModule)
+    model.load_state_dict(eager.state_dict())
+    inner = model.inner
+    w = ORTModule(model, strict=True) if outer else copy.deepcopy(model)
+    for rows in (3, 3, 5):
+        x = torch.randn(rows, 4)
+        same(outcome(w, x), outcome(eager, x))
+        alike(w, eager)
+    assert model.inner is model.again is inner and isinstance(inner, ORTModule) and w.inner is w.again
+    assert all(type(m.state_dict()) is type(w.state_dict()) for m in (w, eager)) and list(w.state_dict()) == list(eager.state_dict())
+    reports = [w.report()] if outer else [w.inner.report(), w.layers[0].report()]
+    assert all(r.node_share == 1 and not r.eager for r in reports)
+    assert not outer or not inner.report().graphs
+
+
+TOOLS = {
+    "trace": lambda m, x: torch.jit.trace(m, x),
+    "script": lambda m, x: torch.jit.script(m),
+    "export": lambda m, x: torch.export.export(m, (x,)).module(),
+    "compile": lambda m, x: torch.compile(m, backend="eager"),
+    "functional_call": lambda m, x: lambda x: torch.func.functional_call(m, {n: p * 2 for n, p in m.named_parameters()}, (x,)),
+    "vmap": lambda m, x: lambda x: torch.func.vmap(m)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("tool", list(TOOLS))
+def test_tools_of_pytorch(tool):
+    """They see the user's module, and the wrapper goes on working."""
+    eager = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    w = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(3, 4)
+    same(TOOLS[tool](w, x)(x).detach(), TOOLS[tool](eager, x)(x).detach())
+    same(outcome(w, x), outcome(eager, x))
+    alike(w, eager)
+    assert w.report().graphs

@@ -87,6 +87,7 @@ GRAMMAR: dict[str, list[str]] = {
         "h = self.norm(h)||self.norm = nn.BatchNorm1d(4)",
         "h = h + self.queue.sum(0)\nself.queue = torch.roll(self.queue, 1, 0)\nself.queue[0] = h.detach().sum(0)"
         "||self.register_buffer('queue', torch.zeros(3, 4))",
+        "self.plain.add_(1)\nh = h * self.plain||self.plain = torch.ones(4)",
         "h = h * self.table[1]||self.register_buffer('table', torch.linspace(0, 1, 4))",
         "self.one, self.other = self.other, self.one\nh = h * self.one"
         "||self.register_buffer('one', torch.ones(4))\nself.register_buffer('other', torch.full((4,), 2.0))",
@@ -110,7 +111,6 @@ GRAMMAR: dict[str, list[str]] = {
         "if h.sum() > 0:\n    h = h * 2\nelse:\n    h = self.second(h)",
         "h = h * (2.0 if h.detach().max().item() > 1 else 0.5)",
         "h = h + h[h > 0].sum()",
-        "h = self.branch(h)||self.branch = Branch()",
         "h = h.index_add(0, torch.nonzero(h[:, 0] > 0)[:, 0], h[h[:, 0] > 0])",
     ],
     "effects": [
@@ -119,6 +119,8 @@ GRAMMAR: dict[str, list[str]] = {
         "self.seen = h.detach()",
         "LOG.append(h.detach().clone())",
         "METRICS['last'] = h.shape[0]",
+        "self.kept = h.detach() + self.kept.sum()\nh = h + self.kept.sum()||self.kept = torch.zeros(1, 4)",
+        "self.trail.append(h.detach().sum())\nh = h * len(self.trail)||self.trail = []",
     ],
     "state": [
         "h = h * SWITCH['k']",
@@ -138,7 +140,7 @@ GRAMMAR: dict[str, list[str]] = {
     ],
     "functions": ["h = Reverse.apply(h)", "h = Two.apply(h, g)[0]", "h = Reverse.apply(self.first(h)) + g"],
     "early": ["h = reverse(h)", "h = self.function(h)||self.function = Reverse.apply"],
-    "none": ["h = Silent.apply(h, self.bias)", "h = Sparse.apply(h, self.bias)"],
+    "none": ["h = self.branch(h)||self.branch = Branch()", "h = Silent.apply(h, self.bias)", "h = Sparse.apply(h, self.bias)"],
 }
 RETURNS = {
     "base": ["h", "h.sum()", "(h, x)", "{'h': h, 'n': x.shape[0], 'none': None}", "[h, h]", "(h, h.detach())", "h, (h * 2, self.bias * 1)"],

@@ -283,20 +283,22 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
         chain.append(e)
         e = e.__cause__ or e.__context__
     for e in chain:
-        tb, n, found, at = e.__traceback__, 0, "", ("", 0)
+        at: list[Any]
+        tb, n, found, at = e.__traceback__, 0, "", ["", 0]
         while tb is not None:
             frame = tb.tb_frame
-            source = next((s for s in (getattr(frame.f_locals.get(k), "src", None) for k in ("node", "self")) if type(s) is tuple), None)
-            if source is not None and frame.f_code.co_filename.startswith(_OWN_DIR):
-                found, at = source[0], source[1:]
+            if frame.f_code.co_filename.startswith(_OWN_DIR):
+                sources = [getattr(frame.f_locals.get(k), "src", None) for k in ("node", "self")]
+                found, *at = next((s for s in sources if type(s) is tuple), (found, *at))
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
             base = getattr(type(owner), "get_base", None)
             if base is not None:
-                owner = owner.get_base()  # type: ignore[union-attr]
+                with contextlib.suppress(Exception):  # a proxy that was not finished
+                    owner = owner.get_base()  # type: ignore[union-attr]
             if isinstance(owner, nn.Module) and id(owner) in names:
                 found = names[id(owner)]
             if is_user_file(frame.f_code.co_filename):
-                at = (frame.f_code.co_filename, tb.tb_lineno)
+                at = [frame.f_code.co_filename, tb.tb_lineno]
             n, tb = n + 1, tb.tb_next
         if n > depth:
             depth, module, (file, line) = n, found, at
