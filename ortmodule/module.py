@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from . import _C, guard
 from .capture import CaptureError, FlatInputs, InputSpec, capture, flatten_inputs
@@ -150,6 +151,10 @@ class State:
         for t in leaves:
             if type(t) not in _PLAIN_TYPES:
                 return self.eager(f"an argument is a {type(t).__name__}", args, kwargs)
+            if t.is_neg():
+                return self.eager("an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
+        if forward_ad._current_level >= 0:
+            return self.eager("called inside forward-mode differentiation", args, kwargs)
         if _transforms() is not None or _dispatch_modes() or _tracing():
             return self.eager("called inside a function transform or while PyTorch traces", args, kwargs)
         if guard.global_hooks():
@@ -348,6 +353,9 @@ class State:
             graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
         except (RuntimeError, ValueError) as error:
             raise CaptureError(f"the engine refuses the graph: {error}") from error
+        for spec in graph.bound:
+            if _lookup(self.module, spec).is_neg():
+                raise CaptureError(f"{spec.target} is stored negated (the imaginary part of a conjugate)")
         for i in graph.writes:
             spec = captured.inputs[i]
             if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
