@@ -4,7 +4,8 @@ forward   arguments are flattened; the guard (guard.py) says whether a known cap
           is captured: with constant sizes first, once more with symbolic sizes at the first new shape, once more with int/float
           arguments as inputs at their second distinct value.
 ladder    what cannot be captured or computed goes to PyTorch in the smallest piece that works: operator (done by the capture),
-          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead.
+          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead of the last two, strict="engine"
+          instead of all.
 
 The wrapper's __dict__ IS the module's: parameters, buffers, children, modes, hooks and attributes are one and the same, names carry no
 prefix. Hooks of the wrapped module itself run in __call__, around the engine. The wrapper's own state is in a slot.
@@ -151,6 +152,8 @@ class State:
         for t in leaves:
             if type(t) not in _PLAIN_TYPES:
                 return self.eager(f"an argument is a {type(t).__name__}", args, kwargs)
+            if t.is_nested:
+                return self.eager("an argument is a nested tensor", args, kwargs)
             if t.is_neg():
                 return self.eager("an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
         if forward_ad._current_level >= 0:
@@ -344,9 +347,9 @@ class State:
                 raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
         finally:
             self.local.capturing = False
-        if self.settings.strict and captured.host_ops:
-            op = captured.host_ops[0]
-            raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+        for op in captured.host_ops if self.settings.strict else ():
+            if op.kind == "module" or self.settings.strict == "engine":
+                raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
         start = perf_counter()
         self.save(captured.onnx)
         try:

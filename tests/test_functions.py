@@ -507,6 +507,12 @@ def test_batched_gradients(f, segment_mb):
     torch.testing.assert_close(b, a)
 
 
+def test_nested_tensors_go_to_pytorch():
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    w = ORTModule(Calls(lambda m, x: torch.sin(x)))
+    assert torch.equal(w(x).to_padded_tensor(0.0), torch.sin(x).to_padded_tensor(0.0)) and w.report().eager
+
+
 def test_forward_mode():
     eager = nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double()
     w, x = ORTModule(copy.deepcopy(eager)), torch.randn(3, 5, dtype=torch.float64)
