@@ -337,6 +337,26 @@ om_status om_passes_run(om_ctx *cx, const om_pass *const *list, om_graph **g); /
 /* Gradients: appends BACKWARD nodes to a copy of `fwd`. */
 om_status om_grad_build(om_ctx *cx, const om_graph *fwd, const uint8_t *wanted, const uint8_t *arriving, om_graph **out);
 
+/* Where gradients come from. In one run a gradient is absent (None, which is not zeros) when everything it is a sum over is: outputs whose
+ * gradient did not arrive, host nodes that had none to give. The engine computes with zeros then; the host asks here what to call None. */
+typedef enum om_flow_kind { OM_FLOW_NEVER /* term 0 */, OM_FLOW_OUTPUT /* a: user output */, OM_FLOW_HOST /* a: row of the host's table, b: which
+               input of the node */, OM_FLOW_ANY /* a, b: terms before this one */ } om_flow_kind;
+typedef struct om_flow_term {
+    uint8_t kind;
+    uint32_t a, b;
+    uint64_t outputs;   /* bit per user output it comes from; the last bit stands for all from 63 on */
+} om_flow_term;
+typedef struct om_flow_in { uint32_t row, place, term; } om_flow_in; /* gradient of the place-th float output of a host node */
+typedef struct om_flow {
+    OM_VEC(om_flow_term) terms;
+    OM_VEC(om_flow_in) host;
+    uint32_t *grads;    /* per graph input: term */
+    uint64_t *shares;   /* per user output: outputs (bits) whose gradients need forward values by a node that this one's gradient needs some by */
+    uint8_t *reach;     /* per user output: computed from a wanted input through operators with a gradient */
+} om_flow;
+om_status om_grad_flow(om_ctx *cx, const om_graph *fwd, const uint8_t *wanted, const uint8_t *arriving, om_flow *flow, om_graph **out);
+void om_flow_free(om_ctx *cx, om_flow *flow);
+
 /* --- kernels' helpers ---------------------------------------------------------------------------- */
 static inline int64_t om_numel(const om_tensor *t) {
     int64_t n = 1;

@@ -121,6 +121,7 @@ void om_model_free(om_ctx *cx, om_model *m) {
         om_free(m->cx, m->variant[i].wanted);
         om_free(m->cx, m->variant[i].arriving);
         om_free(m->cx, m->variant[i].group);
+        om_flow_free(m->cx, &m->variant[i].flow);
     }
     om_graph_free(m->g);
     pthread_mutex_destroy(&m->lock);
@@ -210,7 +211,7 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         memcpy(v.wanted, wanted, n_in);
         memcpy(v.arriving, arriving, n_out);
         if (group) memcpy(v.group, group, n_in * sizeof *group);
-        s = om_grad_build(cx, m->g, wanted, arriving, &v.g);
+        s = om_grad_flow(cx, m->g, wanted, arriving, &v.flow, &v.g);
     }
     if (s == OM_OK) s = om_passes_run(cx, m->memory_level ? om_passes_joint_layers : om_passes_joint, &v.g);
     if (s == OM_OK) s = segments_assign(cx, v.g, group, &v.n_segments);
@@ -220,6 +221,7 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         om_free(cx, v.wanted);
         om_free(cx, v.arriving);
         om_free(cx, v.group);
+        om_flow_free(cx, &v.flow);
         return s;
     }
     *variant = m->n_variants;

@@ -157,6 +157,7 @@ typedef struct om_variant {
     int *group;
     int n_segments;
     om_id first_grad_in;       /* graph inputs from here on are arriving gradients */
+    om_flow flow;
     double ms;
 } om_variant;
 

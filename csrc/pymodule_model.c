@@ -211,6 +211,34 @@ static PyObject *host_row(const om_node *n) {
     return list ? Py_BuildValue("(iiON)", (int)om_node_int(n, "part", 0), (int)om_node_int(n, "index", -1), n->phase == OM_FORWARD ? Py_False : Py_True, list) : NULL;
 }
 
+/* om_flow: (terms, {(row, place): term of the gradient of a host node's output}, {graph input: term}, outputs sharing nodes, per output) */
+static PyObject *flow_rows(const om_variant *vr) {
+    const om_flow *f = &vr->flow;
+    PyObject *terms = PyList_New(0), *host = PyDict_New(), *grads = PyDict_New(), *shares = PyList_New(0);
+    bool bad = !terms || !host || !grads || !shares;
+    for (uint32_t i = 0; i < f->terms.n && !bad; i++)
+        bad = om_py_list_add(terms, Py_BuildValue("(III)", (unsigned)f->terms.v[i].kind, (unsigned)f->terms.v[i].a, (unsigned)f->terms.v[i].b));
+    for (uint32_t i = 0; i < f->host.n && !bad; i++) {
+        PyObject *key = Py_BuildValue("(II)", (unsigned)f->host.v[i].row, (unsigned)f->host.v[i].place), *t = PyLong_FromUnsignedLong(f->host.v[i].term);
+        bad = !key || !t || PyDict_SetItem(host, key, t);
+        Py_XDECREF(key);
+        Py_XDECREF(t);
+    }
+    for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++) {
+        PyObject *key = PyLong_FromUnsignedLong(i), *t = PyLong_FromUnsignedLong(f->grads[i]);
+        bad = !key || !t || PyDict_SetItem(grads, key, t);
+        Py_XDECREF(key);
+        Py_XDECREF(t);
+    }
+    for (uint32_t i = 0; i < vr->g->outputs.n && !bad; i++) bad = om_py_list_add(shares, PyLong_FromUnsignedLongLong(f->shares[i]));
+    if (!bad) return Py_BuildValue("(NNNN)", terms, host, grads, shares);
+    Py_XDECREF(terms);
+    Py_XDECREF(host);
+    Py_XDECREF(grads);
+    Py_XDECREF(shares);
+    return NULL;
+}
+
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     int variant;
@@ -222,13 +250,9 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
              *by = PyList_New(0), *res = NULL;
     om_id *source = calloc(g->values.n + 1, sizeof *source); /* value a chain of views comes from */
     uint8_t *read = calloc(g->values.n + 1, 1);              /* backward reads its memory */
-    uint8_t *reach = calloc(g->values.n + 1, 1);             /* depends on a wanted input */
-    int bad = !grads || !rin || !rout || !host || !out || !by || !source || !read || !reach;
-    for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
-        reach[g->inputs.v[i]] = vr->wanted[i] && om_is_float(om_ty(g, g->inputs.v[i])->dtype);
-    if (!bad) reach_spread(g, reach);
+    int bad = !grads || !rin || !rout || !host || !out || !by || !source || !read;
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
-        if (reach[g->outputs.v[i]]) bad |= om_py_list_add(out, PyLong_FromUnsignedLong(i));
+        if (vr->flow.reach[i]) bad |= om_py_list_add(out, PyLong_FromUnsignedLong(i));
     for (om_id v = 0; v < g->values.n && !bad; v++) {
         om_id node = om_val(g, v)->node;
         source[v] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : v;
@@ -260,9 +284,10 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     }
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
         if (read[source[g->outputs.v[i]]]) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
-    if (!bad)
-        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:d}", "segments", vr->n_segments, "grads", grads, "reads_inputs", rin, "reads_outputs", rout,
-                            "reaches", out, "reads", by, "host_nodes", host, "ms", vr->ms);
+    PyObject *flow = bad ? NULL : flow_rows(vr);
+    if (flow)
+        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:N,s:d}", "segments", vr->n_segments, "grads", grads, "reads_inputs", rin, "reads_outputs", rout,
+                            "reaches", out, "reads", by, "host_nodes", host, "flow", flow, "ms", vr->ms);
     Py_XDECREF(grads);
     Py_XDECREF(rin);
     Py_XDECREF(rout);
@@ -271,7 +296,6 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Py_XDECREF(by);
     free(source);
     free(read);
-    free(reach);
     return res ? res : PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 

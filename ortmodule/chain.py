@@ -40,13 +40,15 @@ from torch.autograd.graph import increment_version
 from . import _C
 from .capture import Captured
 from .capture.functional import View
-from .host import Answers, Failed, Host, Regions, Want
+from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, plain
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
 _backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1 outside of any backward
 _SEED_END = 2**63 - 1
+_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _hooks: Callable[[bool], object] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 _SMALL = 4 << 20  # bytes copied without a second thought
 _SMALL_BUFFER = 1 << 13  # elements
 
@@ -82,6 +84,7 @@ class Variant:
         for _part, index, backward, places in sorted(info["host_nodes"]):
             if backward:
                 self.want.setdefault(index, []).append(list(places))
+        self.flow = Flow(info["flow"])
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -111,7 +114,7 @@ class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
     __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "hooked", "host_kept", "kinds", "live", "outs", "plan",
-                 "random_state", "regions", "seed", "tensors", "variant", "versions")  # fmt: skip
+                 "random_state", "regions", "seed", "tensors", "used", "variant", "versions")  # fmt: skip
 
     graph: Graph
     variant: Variant
@@ -130,6 +133,7 @@ class Step:
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
     autocast: torch.dtype | None
+    used: int  # user outputs (bits) of backward passes that have freed what they needed
     random_state: Tensor | None  # torch's generator before the forward, when a host node has drawn from it
 
 
@@ -145,10 +149,11 @@ class _Live:
     """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get a gradient,
     when not all of the variant's do."""
 
-    __slots__ = ("answers", "found", "keep", "only", "run")
+    __slots__ = ("answers", "found", "keep", "missing", "only", "run")
 
-    def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool) -> None:
+    def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool, missing: Missing | None = None) -> None:
         self.run = run
+        self.missing = missing
         self.found = found
         self.keep = keep
         self.only: frozenset[int] | None = None
@@ -278,6 +283,7 @@ class Graph:
         step.regions = {}
         step.live = {}
         step.call = call
+        step.used = 0
         step.autocast = autocast
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = torch.get_rng_state() if self.host.ops else None
@@ -352,14 +358,15 @@ class Graph:
     # --- backward ---------------------------------------------------------------------------------
 
     def backward(self, step: Step, arena: Tensor, outputs: Sequence[Tensor | None], grads: list[Tensor | None], keep: bool,
-                 dropped: bytes | None) -> _Live:  # fmt: skip
-        """Starts a backward over what the step's forward left. dropped: outputs whose memory may be overwritten."""
+                 dropped: bytes | None, arrived: bytes) -> _Live:  # fmt: skip
+        """Starts a backward over what the step's forward left. dropped: outputs whose memory may be overwritten. arrived: outputs whose
+        gradient is not a zero filled in."""
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
         for i, t in step.aliases.items():
             tensors[i] = t
         state = arena.clone() if keep else arena
         run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept, dropped)
-        return _Live(run, None, keep)
+        return _Live(run, None, keep, Missing(step.variant.flow, arrived))
 
     def can_run_again(self, step: Step, arriving: bytes) -> bool:
         """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a gradient (where eager
@@ -391,7 +398,8 @@ class Graph:
                 "prepared for this set of outputs.")  # fmt: skip
         wanted = tuple(map(bool, step.variant.wanted))
         variant = self.variant_for(wanted, arriving, step.tensors)
-        self._next[wanted] = variant
+        if not step.used:
+            self._next[wanted] = variant
         self.reruns += 1
         tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
         regions: Regions = {}
@@ -404,11 +412,17 @@ class Graph:
         back = self.model.backward(variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept())
         found: dict[int, Tensor | None] = {}
         answers: Answers = {}
+        missing = Missing(variant.flow, arriving)
         for segments, _ in variant.nodes:
             for segment in segments:
-                self.host.drive_backward(back, segment, regions, variant.want, False, answers)
-                found.update(back.grads(segment))
+                self.host.drive_backward(back, segment, regions, variant.want, False, answers, missing)
+                found.update([(i, None if missing.of_input(i) else grad) for i, grad in back.grads(segment)])
         return _Live(None, found, keep)
+
+    def spent(self, step: Step, output: int) -> bool:
+        """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations (sums, views)."""
+        shares = self._full[tuple(map(bool, step.variant.wanted))].flow.shares[output]
+        return shares & step.used != 0
 
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> _Live:
         """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's tensors."""
@@ -491,14 +505,16 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
             result[head + place] = live.found.pop(i, None)
         return tuple(result)
     run, places = live.run, variant.places[number]
+    missing = live.missing if graph.host.ops else None
     assert run is not None
     for segment in segments:
         if graph.host.ops:
-            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers)
+            assert missing is not None
+            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers, missing)
         else:
             run.resume(segment)
         for i, grad in run.grads(segment):
-            if live.only is None or i in live.only:
+            if (live.only is None or i in live.only) and (missing is None or not missing.of_input(i)):
                 result[head + places[i]] = grad
     return tuple(result)
 
@@ -507,14 +523,59 @@ def _drop(step: Step, task: int) -> None:
     step.live.pop(task, None)
 
 
+def _vmap_level() -> int:
+    """Of the older vmap, which torch.autograd.grad(is_grads_batched=True) runs a backward under; 0 outside."""
+    level = int(torch._C._vmapmode_increment_nesting())
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
+
+
+def _parts(g: Tensor, level: int) -> tuple[Sequence[Tensor], Callable[[Tensor], Tensor]] | None:
+    """A gradient of vmap as a batch of gradients, and how such a batch becomes one of vmap; None: it is none. level: of the older vmap."""
+    if level and torch._C._dispatch_keys(g).has(_BATCHED):
+        return torch._remove_batch_dim(g, level, 1, 0).unbind(), lambda t: torch._add_batch_dim(t, 0, level)
+    vmap = torch._C._functorch
+    if not vmap.is_batchedtensor(g):
+        return None
+    inner, own = vmap.get_unwrapped(g), vmap.maybe_get_level(g)
+    return inner.unbind(vmap.maybe_get_bdim(g)), lambda t: vmap._add_batch_dim(t, 0, own)
+
+
+def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool, level: int) -> _Live | None:
+    """A backward for each of a batch, when the gradients that arrive are tensors of vmap."""
+    parts = [None if g is None else _parts(g, level) for g in grads]
+    held = [p for p in parts if p is not None]
+    if not held:
+        return None
+    rows, batch = held[0]
+    if level > 1 or any(_parts(p[0][0], 0) is not None for p in held if len(p[0])):
+        raise RuntimeError("ortmodule: a backward under more than one vmap is not possible")
+    variant = step.variant
+    found: dict[int, list[Tensor | None]] = {i: [] for _, inputs in variant.nodes for i in inputs}
+    for k in range(len(rows)):
+        one = [p[0][k] if p is not None else g for p, g in zip(parts, grads, strict=True)]
+        live = _begin(ctx, step, one, keep or k + 1 < len(rows))
+        for number, (_, inputs) in enumerate(variant.nodes):
+            for i, grad in zip(inputs, _give(step, live, number, 0), strict=True):
+                found[i].append(grad)
+    result: dict[int, Tensor | None] = {}
+    for i, all_rows in found.items():
+        like = next((g for g in all_rows if g is not None), None)
+        result[i] = None if like is None else batch(torch.stack([torch.zeros_like(like) if g is None else g for g in all_rows]))
+    return _Live(None, result, keep)
+
+
 def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
     """Starts the backward of a step; grads: one per user output."""
     graph, variant = step.graph, step.variant
+    grads = [g if g is None else plain(g) for g in grads]
+    if step.used and any([g is not None and graph.spent(step, i) for i, g in enumerate(grads)]):
+        _ = ctx.saved_tensors  # PyTorch's own error
+        raise RuntimeError("Trying to backward through the graph a second time: the state of the forward has been freed")
     if torch.is_grad_enabled():
         return graph.backward_in_torch(step, grads)
     arriving = bytes([g is not None for g in grads])
-    grads = [g if g is None else g.resolve_neg() for g in grads]
-    if any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):
+    if step.used or any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):
         return graph.backward_other(step, grads, keep)
     try:
         saved = ctx.saved_tensors
@@ -537,7 +598,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
         for place, i in variant.lendable:
             flags[i] = dropped_by_all(saved[1 + place])
         dropped = bytes(flags)
-    live = graph.backward(step, saved[0], outputs, grads, keep, dropped)
+    live = graph.backward(step, saved[0], outputs, grads, keep, dropped, arriving)
     live.only = only
     return live
 
@@ -610,17 +671,25 @@ class Head(Function):
         step: Step = ctx.step
         graph, variant = step.graph, step.variant
         incoming: list[Tensor | None] = [None] * graph.n_outputs
+        arrived = 0
         for i, grad in zip(variant.through, grads, strict=True):
-            incoming[i] = grad
+            if grad is not None:
+                incoming[i] = grad
+                arrived |= 1 << min(i, 63)
         keep = _keep_graph()
-        live = _begin(ctx, step, incoming, keep)
+        level = _vmap_level()
+        live = _begin_batched(ctx, step, incoming, keep, level) if level or _transform() is not None else None
+        live = live or _begin(ctx, step, incoming, keep)
         result = _give(step, live, 0, 2)
         if len(variant.nodes) > 1:
             task = _task_id()
             step.live[task] = live
             Variable._execution_engine.queue_callback(lambda: _drop(step, task))
         if not keep:
-            step.tensors, step.clones, step.aliases, step.call, step.plan = (), {}, {}, None, None
+            step.used |= arrived
+            step.aliases = {}
+            if all([graph.spent(step, i) for i in variant.through]):  # else a backward from other outputs may come: the forward is run again
+                step.tensors, step.clones, step.call, step.plan = (), {}, None, None
             if len(variant.nodes) == 1:
                 step.regions = {}
                 step.host_kept = []
@@ -644,7 +713,9 @@ class Link(Function):
     def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         start = perf_counter()
         step: Step = ctx.step
-        _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
-        result = _give(step, step.live[_task_id()], ctx.number, 3)
+        live = step.live[_task_id()]
+        if live.found is None:
+            _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
+        result = _give(step, live, ctx.number, 3)
         step.graph.backward_ms += (perf_counter() - start) * 1e3
         return result

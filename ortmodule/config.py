@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 logger = logging.getLogger("ortmodule")
 
@@ -66,6 +66,10 @@ def _bool(text: str) -> bool:
     return word in ("1", "true", "yes", "on")
 
 
+def _strict(text: str) -> bool | Literal["engine"]:
+    return "engine" if text.strip().lower() == "engine" else _bool(text)
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -110,7 +114,9 @@ def _policy(text: str) -> bool:
 
 
 TABLE: tuple[Row, ...] = (
-    Row("STRICT", "strict", "0 or 1", _bool, "1: raise instead of leaving any part of the model to PyTorch"),
+    Row("STRICT", "strict", "0, 1 or engine", _strict,
+        "1: raise instead of leaving the model or a submodule to PyTorch (single operators and custom autograd.Functions may be; report() names "
+        "them). engine: raise for those, too"),
     Row("FALLBACK_POLICY", "strict", "FALLBACK_DISABLE or another FALLBACK_* name", _policy,
         "FALLBACK_DISABLE is STRICT=1; the other names of onnxruntime-training mean the default"),
     Row("DISABLE", "disable", "0 or 1", _bool, "1: run the wrapped module in PyTorch, unchanged"),
@@ -149,7 +155,7 @@ WITHOUT_EFFECT = frozenset(
 class Settings:
     """How one ORTModule behaves. Build with `resolve`."""
 
-    strict: bool = False
+    strict: bool | Literal["engine"] = False
     disable: bool = False
     segment_mb: float = 25.0
     max_captures: int = 8
@@ -200,6 +206,8 @@ def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, envir
             what = "has no effect here" if name in WITHOUT_EFFECT else f"is unknown; known: {', '.join(sorted(rows))}"
             logger.warning("environment variable %s %s", name, what)
     settings = Settings(**values)
+    if settings.strict not in (False, True, "engine"):
+        raise ValueError(f"strict={settings.strict!r} is not allowed; give False, True or 'engine'")
     if settings.segment_mb <= 0:
         raise ValueError(f"segment_mb={settings.segment_mb!r} is not allowed; give a number > 0")
     if settings.max_captures < 1:

@@ -53,6 +53,43 @@ Want = dict[int, list[list[int]]]
 """Per host node that takes part in a backward: the positions of its inputs that want a gradient, in parts (see csrc/ops/host.c)."""
 Answers = dict[int, dict[int, "Tensor | None"]]
 """Per host node: gradients by position of the input, computed for all parts when the first is asked for. Lives as long as one backward."""
+_OUTPUT, _HOST, _ANY = 1, 2, 3  # om_flow_kind
+
+
+class Flow:
+    """What the gradients of a joint graph are sums over (csrc/engine.h, om_flow): to tell in a backward which of them are None."""
+
+    __slots__ = ("grads", "host", "shares", "terms")
+
+    def __init__(self, rows: tuple[list[tuple[int, int, int]], dict[tuple[int, int], int], dict[int, int], list[int]]) -> None:
+        self.terms, self.host, self.grads, self.shares = rows
+
+
+class Missing:
+    """Which gradients of one backward are None, as far as it has come. The engine has zeros in their place."""
+
+    __slots__ = ("arrived", "flow", "none")
+
+    def __init__(self, flow: Flow, arrived: bytes) -> None:
+        self.flow = flow
+        self.arrived = arrived  # per user output
+        self.none: set[tuple[int, int]] = set()  # (host node, position of its input) without a gradient
+
+    def of_input(self, i: int) -> bool:
+        """Is the gradient of this graph input None? Asked when it has been computed."""
+        return self.all(self.flow.grads[i])
+
+    def all(self, term: int) -> bool:
+        """Are all sources of this term without a gradient?"""
+        rest, seen = [term], {term}
+        while rest:
+            kind, a, b = self.flow.terms[rest.pop()]
+            if kind == _OUTPUT and self.arrived[a] or kind == _HOST and (a, b) not in self.none:
+                return False
+            if kind == _ANY:
+                rest += {a, b} - seen
+                seen |= {a, b}
+        return True
 
 
 class Host:
@@ -73,8 +110,9 @@ class Host:
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = _of_engine(run.resume)
 
-    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers) -> None:
-        """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward."""
+    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers, missing: Missing) -> None:
+        """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward. missing: what arrives as None in
+        PyTorch does so here, and what comes back as None is noted."""
         stop = run.resume(segment)
         while stop is not None:
             start = perf_counter()
@@ -82,7 +120,10 @@ class Host:
             parts = want[index]
             if index not in answers:
                 places = [place for wanted in parts for place in wanted]
-                answers[index] = dict(zip(places, _region_grads(regions[index], places, grads, retain), strict=True))
+                given = [None if missing.all(missing.flow.host[index, k]) else g for k, g in enumerate(grads)]
+                found = _region_grads(regions[index], places, given, retain)
+                missing.none.update([(index, place) for place, g in zip(places, found, strict=True) if g is None])
+                answers[index] = dict(zip(places, found, strict=True))
             run.host_done([answers[index].pop(place) for place in parts[part]])
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume(segment)
@@ -92,7 +133,7 @@ class Host:
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
-                answer = [t.resolve_neg() for t in _as_tuple(op.call(_given(inputs)))]
+                answer = [plain(t) for t in _as_tuple(op.call(_given(inputs)))]
             _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
@@ -109,11 +150,11 @@ class Host:
         with torch.enable_grad():
             outputs = _as_tuple(op.call(_given(leaves)))
         regions[node] = Region(leaves, outputs)
-        _of_engine(run.host_done, [t.detach().resolve_neg() for t in outputs])  # memory shows no lazy negation (imag of conj)
+        _of_engine(run.host_done, [plain(t.detach()) for t in outputs])
 
 
 def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:
-    """grads: of every floating-point output, in order. -> gradients of the wanted inputs, None = zero."""
+    """grads: of every floating-point output, in order, None where none arrives. -> gradients of the wanted inputs."""
     floats = [t for t in region.outputs if t.is_floating_point()]
     pairs = [(t, g) for t, g in zip(floats, grads, strict=True) if g is not None and t.requires_grad]
     if not pairs:
@@ -121,7 +162,14 @@ def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | No
     outputs, incoming = zip(*pairs, strict=True)
     sources = [t for t in (region.inputs[place] for place in wanted) if t is not None]
     found = torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain)
-    return [g if g is None else g.resolve_neg() for g in found]
+    return [None if g is None else plain(g) for g in found]
+
+
+def plain(t: Tensor) -> Tensor:
+    """The same values as memory shows them: the engine knows no negation bit, no tensor that is zero without memory, no sparse one."""
+    if t.layout is not torch.strided:
+        t = t.to_dense()
+    return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
 
 
 def _given(inputs: Sequence[Tensor | None]) -> list[Tensor]:

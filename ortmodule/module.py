@@ -4,7 +4,8 @@ forward   arguments are flattened; the guard (guard.py) says whether a known cap
           is captured: with constant sizes first, once more with symbolic sizes at the first new shape, once more with int/float
           arguments as inputs at their second distinct value.
 ladder    what cannot be captured or computed goes to PyTorch in the smallest piece that works: operator (done by the capture),
-          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead.
+          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead of the last two, strict="engine"
+          instead of all.
 
 The wrapper's __dict__ IS the module's: parameters, buffers, children, modes, hooks and attributes are one and the same, names carry no
 prefix. Hooks of the wrapped module itself run in __call__, around the engine. The wrapper's own state is in a slot.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from . import _C, guard, watch
 from .capture import CaptureError, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
@@ -175,6 +177,12 @@ class State:
         for t in leaves:
             if type(t) not in _PLAIN_TYPES:
                 return self.eager(f"an argument is a {type(t).__name__}", args, kwargs)
+            if t.is_nested:
+                return self.eager("an argument is a nested tensor", args, kwargs)
+            if t.is_neg():
+                return self.eager("an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
+        if forward_ad._current_level >= 0:
+            return self.eager("called inside forward-mode differentiation", args, kwargs)
         if _transforms() is not None or _dispatch_modes() or _tracing():
             return self.eager("called inside a function transform or while PyTorch traces", args, kwargs)
         if guard.global_hooks():
@@ -397,15 +405,18 @@ class State:
                 raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
         finally:
             self.local.capturing = False
-        if self.settings.strict and captured.host_ops:
-            op = captured.host_ops[0]
-            raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+        for op in captured.host_ops if self.settings.strict else ():
+            if op.kind == "module" or self.settings.strict == "engine":
+                raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
         start = perf_counter()
         self.save(captured.onnx)
         try:
             graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
         except Exception as error:
             raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
+        for spec in graph.bound:
+            if _lookup(self.module, spec).is_neg():
+                raise CaptureError(f"{spec.target} is stored negated (the imaginary part of a conjugate)")
         for i in graph.writes:
             spec = captured.inputs[i]
             if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:

@@ -257,3 +257,268 @@ def test_custom_operator():
 def test_inside_a_function_transform():
     w = check(Calls(lambda m, x: torch.vmap(lambda t: Modern.apply(t) * 2)(m.fc(x))))
     assert w.report().eager, str(w.report())
+
+
+# --- None is not zero ---------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Data decides which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) if x.mean() > 0 else self.experts[1](x)
+
+
+class Routed(nn.Module):
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.router = Experts()
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.router(self.first(x))
+        return y @ self.router.experts[1].weight if self.shared else y
+
+
+class Stops(Function):
+    """No gradient for the first operand; the second's says which gradients have come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return x * 1, y * 3
+
+    @staticmethod
+    def backward(ctx: Any, gx: Tensor | None, gy: Tensor | None) -> Any:
+        return None, None if gy is None else gy * (3 if gx is None else 100)
+
+
+stops = Stops.apply
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
+def test_unused_experts_get_none(shared, segment_mb):
+    xs = [torch.randn(3, 5, dtype=torch.float64) + shift for shift in (9, -9, 9)]
+    w = check(Routed(shared), *xs, options={"segment_mb": segment_mb})
+    assert [h.kind for h in w.report().host] == ["module"], str(w.report())
+
+
+NONE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "upstream of a None": lambda m, x: stops(torch.tanh(m.fc(x)), m.other)[0] * m.other,
+    "also used elsewhere": lambda m, x: stops(m.fc(x), m.other)[0] * m.other + m.fc.weight.sum(),
+    "one output unused": lambda m, x: stops(m.fc(x), x * m.other)[1],
+    "both used": lambda m, x: sum(stops(m.fc(x), x * m.other)),
+    "two in a row": lambda m, x: stops(x, stops(m.fc(x), m.other)[0].exp())[1] + x,
+    "two in a row, both used": lambda m, x: stops(stops(m.fc(x), m.other * 2)[1].exp(), stops(m.other, x * m.fc.bias)[1])[0] * m.other,
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_none_travels_through_the_engine(name):
+    assert check(Calls(NONE[name])).report().host
+
+
+def test_none_for_an_argument():
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    check(Calls(lambda m, x: stops(x, m.other)[0] * m.other), x)
+    check(Calls(lambda m, x: [stops(m.fc(x), m.other)[1], torch.tanh(x * m.fc.bias)]), x, seeds=lambda outs: outs[:1])
+    check(Calls(lambda m, x: [stops(m.fc(x), m.other)[1], torch.tanh(x * m.fc.bias)]), x, seeds=lambda outs: outs[1:])
+
+
+def test_outputs_without_a_gradient_do_not_require_one():
+    check(Calls(lambda m, x: [(m.fc(x) > 0).double() * 2, m.fc(x) * 2]))
+
+
+# --- one backward after another -------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 5)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "apart":
+            return self.a(x), torch.tanh(self.b(x)), self.b.weight.exp().sum()
+        if self.kind == "losses":
+            return self.a(x).sum(), self.b(x).pow(2).sum()
+        if self.kind == "sum before":  # nothing of a sum is kept
+            x = x + self.c.bias
+            return x * 2, x * 3
+        if self.kind == "host":
+            return self.a(reverse(x * 1)), reverse(self.b(x))
+        h = torch.tanh(self.c(x))
+        return (h * 2, h * 3) if self.kind == "tanh before" else (self.a(h), self.b(h), self.c(x.detach()))
+
+
+@pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1), (0, 0), (0, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["apart", "losses", "sum before", "tanh before", "host", "trunk"])
+def test_backward_after_backward(kind, order, segment_mb):
+    """Works where PyTorch has freed nothing that the second needs, and fails with PyTorch's words where it has."""
+    eager = Heads(kind).double()
+    w = ORTModule(copy.deepcopy(eager), segment_mb=segment_mb)
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        found = []
+        for model in (eager, w):
+            model.zero_grad()
+            x.grad = None
+            outs = model(x)
+            error = ""
+            try:
+                for k in order:
+                    outs[min(k, len(outs) - 1)].sum().backward()
+            except RuntimeError as e:
+                error = str(e)[:60]
+            found.append((error, [x.grad, *[p.grad for p in model.parameters()]]))
+        assert found[0][0] == found[1][0], found
+        for a, b in zip(found[0][1], found[1][1], strict=True) if not found[0][0] else ():  # what an error leaves behind is anybody's guess
+            assert (a is None) == (b is None), found
+            if a is not None:
+                torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+def test_a_later_backward_sees_the_same_mask():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.p = nn.Linear(5, 3), nn.Parameter(torch.rand(1000) + 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x).sum(), nn.functional.dropout(self.p, 0.5)
+
+    w = ORTModule(Masked())
+    for _ in range(3):
+        w.zero_grad()
+        loss, masked = w(torch.randn(4, 5))
+        loss.backward()
+        masked.sum().backward()
+        torch.testing.assert_close(w.p.grad * w.p, masked)
+    assert not w.report().eager
+
+
+# --- what a tensor may be at the border -----------------------------------------------------------
+
+
+def odd(x: Tensor) -> Tensor:
+    """The negation bit is set."""
+    return torch.complex(x, x * 2).conj().imag
+
+
+BORDER: dict[str, Callable[[Any, Tensor], Any]] = {
+    "flipped into an operator": lambda m, x: torch.logaddexp(m.fc(x), m.fc(x).flip(1)),
+    "flipped into a Function": lambda m, x: reverse(m.fc(x).flip(0, 1)),
+    "flipped into a Function, empty": lambda m, x: reverse(m.fc(x[:0]).flip(0)).sum() + m.other.flip(0),
+    "flipped gradient": lambda m, x: torch.logaddexp(m.fc(x), m.other).flip(1) * m.other,
+    "flipped out": lambda m, x: m.fc(x).flip(1),
+    "expanded": lambda m, x: torch.logaddexp(m.other.sum().expand(3, 5), m.fc(x)),
+    "part": lambda m, x: torch.logaddexp(m.fc(x)[1:, ::2], m.other[1]),
+    "none of it": lambda m, x: torch.logaddexp(m.fc(x)[:0], m.other).sum() + m.other.sum(),
+    "bool": lambda m, x: torch.logaddexp(m.fc(x), m.other) * (m.fc(x) > 0).flip(1),
+}
+
+
+@pytest.mark.parametrize("name", BORDER)
+def test_views_into_and_out_of_host_nodes(name):
+    assert not check(Calls(BORDER[name])).report().eager
+
+
+def test_negated_tensors():
+    x = torch.randn(3, 5, dtype=torch.float64)
+    eager = nn.Linear(5, 5).double()
+    w = ORTModule(copy.deepcopy(eager))
+    results = []
+    for model in (eager, w):
+        out = model(odd(x))
+        (odd(model(x)) * x).sum().backward()
+        results.append([out, *[p.grad for p in model.parameters()]])
+    class Buffer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", odd(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.b
+
+    results[0].append(Buffer()(x))
+    results[1].append(ORTModule(Buffer())(x))
+
+    class Odd(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return odd(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return odd(grad)
+
+    check(Calls(lambda m, x: Odd.apply(m.fc(x))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("make", [lambda t: torch._efficientzerotensor(3, 5, dtype=t.dtype), lambda t: t[:1, :1].expand(3, 5)],
+                         ids=["zero", "expanded"])  # fmt: skip
+def test_arriving_gradients(make):
+    x, found = torch.randn(3, 5), []
+    eager = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+    for model in (eager, ORTModule(copy.deepcopy(eager))):
+        y = model(x)
+        y.register_hook(lambda g: make(g))
+        y.pow(2).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
+@pytest.mark.parametrize("f", [lambda m, x: torch.tanh(m.fc(x)), lambda m, x: reverse(m.fc(x)) * m.other, lambda m, x: [m.fc(x), x * m.other]])
+def test_batched_gradients(f, segment_mb):
+    eager = Calls(f).double()
+    w, x = ORTModule(copy.deepcopy(eager), segment_mb=segment_mb), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    seeds = torch.randn(4, 3, 5, dtype=torch.float64)
+    for again in (False, True):
+        found = []
+        for model in (eager, w):
+            y = outputs(model(x))[-1]
+            wanted = [x, *model.parameters()]
+            grads = torch.autograd.grad(y, wanted, seeds, is_grads_batched=True, allow_unused=True, retain_graph=again)
+            if again:
+                y.sum().backward()
+            found.append(grads)
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(b, a)
+    y = outputs(w(x))[-1]
+    torch.autograd.grad(y, x, seeds, is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+    ys = [outputs(k(x))[-1] for k in (eager, w)]
+    a, b = [torch.vmap(functools.partial(torch.autograd.grad, y, x))(seeds)[0] for y in ys]
+    torch.testing.assert_close(b, a)
+
+
+def test_nested_tensors_go_to_pytorch():
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    w = ORTModule(Calls(lambda m, x: torch.sin(x)))
+    assert torch.equal(w(x).to_padded_tensor(0.0), torch.sin(x).to_padded_tensor(0.0)) and w.report().eager
+
+
+def test_forward_mode():
+    eager = nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double()
+    w, x = ORTModule(copy.deepcopy(eager)), torch.randn(3, 5, dtype=torch.float64)
+    w(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.randn(3, 5, dtype=torch.float64))
+        a, b = [torch.autograd.forward_ad.unpack_dual(k(dual)).tangent for k in (eager, w)]
+    torch.testing.assert_close(b, a)
+    assert [e.calls for e in w.report().eager] == [1]

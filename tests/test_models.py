@@ -107,7 +107,7 @@ def train(model: nn.Module, batches: list[dict[str, Tensor]], steps: int = 5, lo
           strict: bool = False) -> ORTModule:
     """Trains `model` and a wrapped copy side by side; returns the wrapped one."""
     model = model.double().train()
-    ours = ORTModule(copy.deepcopy(model), strict=strict)
+    ours = ORTModule(copy.deepcopy(model), strict="engine" if strict else False)
     opts = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, ours)]
     for step in range(steps):
         compare_step(model, ours, batches[step % len(batches)], f"step {step}", loss)

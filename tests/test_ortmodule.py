@@ -112,7 +112,7 @@ class Two(nn.Module):
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
     eager = make()
-    return ORTModule(copy.deepcopy(eager), strict=True, **options), eager
+    return ORTModule(copy.deepcopy(eager), strict="engine", **options), eager
 
 
 def close(a: Tensor | None, b: Tensor | None, what: str = "") -> None:
@@ -978,9 +978,25 @@ def test_host_nodes(segment_mb):
 
 
 def test_host_nodes_are_refused_by_strict():
-    w = ORTModule(HostOps(), strict=True)
+    w = ORTModule(HostOps(), strict="engine")
     with pytest.raises(ortmodule.CaptureError, match=r"strict.*\n*"):
         w(torch.randn(13, 5))
+    w = ORTModule(HostOps(), strict=True)  # as ONNX Runtime's FALLBACK_DISABLE: no submodule, not the module
+    w(torch.randn(13, 5))
+    assert len(w.report().host) == 2
+    hooked = HasHook()
+    with pytest.raises(ortmodule.CaptureError, match="strict: fc would run in PyTorch"):
+        ORTModule(hooked, strict=True)(torch.randn(13, 7))
+
+
+class HasHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(7, 7)
+        self.fc.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * 2
 
 
 class Branches(nn.Module):
@@ -1231,7 +1247,10 @@ def test_report_and_log(caplog, tmp_path):
 def test_settings():
     assert resolve({"segment_mb": 3.0}, None, {}).segment_mb == 3.0
     assert resolve({"segment_mb": 3.0}, None, {"ORTMODULE_SEGMENT_MB": "5"}).segment_mb == 5.0
-    assert resolve({}, None, {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}).strict
+    assert resolve({}, None, {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}).strict is True
+    assert resolve({}, None, {"ORTMODULE_STRICT": "engine"}).strict == "engine" and resolve({}, None, {"ORTMODULE_STRICT": "1"}).strict is True
+    with pytest.raises(ValueError, match="strict='some' is not allowed"):
+        resolve({"strict": "some"}, None, {})
     for name, value in (("SEGMENT_MB", "-1"), ("STRICT", "maybe"), ("LOG_LEVEL", "LOUD"), ("MAX_CAPTURES", "0")):
         with pytest.raises(ValueError, match=f"ORTMODULE_{name}='{value}' is not allowed"):
             resolve({}, None, {f"ORTMODULE_{name}": value})
