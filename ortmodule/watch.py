@@ -21,6 +21,7 @@ Invariant: one Watch at a time in the process (`_lock`), and everything that was
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
 import collections.abc
@@ -69,6 +70,10 @@ _ATOMS = _PLAIN | {type(...), type(NotImplemented), range, slice, object, torch.
 _BELOW_TORCH = frozenset(("numpy", "sympy", "mpmath", "networkx", "filelock", "fsspec", "jinja2", "markupsafe", "typing_extensions", "optree",
                           "packaging", "triton", "setuptools", "functorch", "torchgen"))  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) | _BELOW_TORCH | {"torch", "ortmodule"}
+# Modules whose objects do not change, or not in a way that forward could tell: locks, loggers, types, patterns, dates, what is torch's.
+_STATELESS = frozenset(("torch", "functorch", "numpy", "builtins", "typing", "types", "abc", "inspect", "threading", "thread", "logging", "re", "sre",
+                        "datetime", "decimal", "fractions", "operator", "functools", "struct", "enum", "pathlib", "uuid", "zoneinfo", "numbers",
+                        "ortmodule", "warnings", "dataclasses", "importlib", "frozen_importlib"))  # fmt: skip
 _WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")  # of torch, what a user's object may be
 _VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())))
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
@@ -603,13 +608,12 @@ class Watch:
             self._object(v, token, name)
         elif isinstance(v, collections.abc.Iterator) or isinstance(v, io.IOBase):
             self._stop(f"reads {name}, {_article(t.__name__)}, whose state cannot be compared or put back")
-        elif t.__module__.partition(".")[0] in _LIBRARIES:
-            own = _vars(v)  # of the standard library, written in Python: argparse.Namespace, queue.Queue
-            if own is not None and t.__module__.partition(".")[0] not in ("torch", "numpy", "functorch", "threading", "typing", "logging", "inspect"):
-                self._container(own, token, name)
-            elif isinstance(v, (bytearray, _array_type())):
-                self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
-        elif not self.quiet and not isinstance(v, torch._C.Generator):
+        elif isinstance(v, (bytearray, array.array)):
+            self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
+        elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
+            if t.__module__.partition(".")[0] not in _STATELESS:
+                self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
+        elif t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview:
             self._problem(token, f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared")
 
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
@@ -1005,12 +1009,6 @@ def _vars(obj: Any) -> dict[str, Any] | None:
 
 def _container(v: Any) -> bool:
     return isinstance(v, (list, tuple, dict, set, frozenset, collections.deque))
-
-
-def _array_type() -> type:
-    import array
-
-    return array.array
 
 
 def _article(name: str) -> str:
