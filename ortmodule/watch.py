@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _C
 
@@ -57,6 +58,7 @@ _BYTES = 1 << 20  # of an array
 _REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", os.path.join("fx", "experimental")))
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
 _SITE = tuple({os.path.dirname(os.path.dirname(_TORCH_DIR)) + os.sep, sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
 _lock = threading.RLock()
@@ -551,7 +553,8 @@ class Watch:
         self._alive.append(v)
         if isinstance(v, Tensor):
             if t is Tensor and id(v) not in self._tensors and v.layout is torch.strided and v.device.type != "meta":
-                self._tensors[id(v)] = v, v._version, v.detach().clone()
+                with _disable_current_modes():
+                    self._tensors[id(v)] = v, v._version, v.detach().clone()
         elif isinstance(v, nn.Module):
             if id(v.__dict__) not in self._names:
                 self._foreign_module(v, token, name)
@@ -583,9 +586,9 @@ class Watch:
             self._caches.setdefault(id(v), (v, v.cache_info()))
             self._discover(v.__wrapped__, token, name)
         elif isinstance(v, self._random_types):
-            self._generators.setdefault(id(v), (v, _generator_state(v), name, set()))[3].add(token)
             if isinstance(v, torch.Generator):
-                self._problem(token, f"reads {name}, a generator of random numbers of its own")
+                self._stop(f"reads {name}, a generator of random numbers of its own")
+            self._generators.setdefault(id(v), (v, _generator_state(v), name, set()))[3].add(token)
         elif isinstance(v, weakref.ref):
             self._row((CALL, None, functools.partial(v), v()), name)
             self._discover(v(), token, name)
@@ -787,7 +790,10 @@ class Watch:
     def _called_special(self, frame: types.FrameType, code: types.CodeType, special: str) -> None:
         if self.quiet:
             return
-        where, user = self._reader(frame.f_back)
+        by = frame.f_back
+        while by is not None and by.f_code.co_filename.startswith(_TRACER):  # the export passes every call of torch through its own
+            by = by.f_back
+        where, user = self._reader(by)
         if special == "environ":
             if user is not None:
                 data = os.environ._data  # type: ignore[attr-defined]
@@ -910,7 +916,7 @@ class Watch:
                 self._changed(tokens, f"draws random numbers of {name}")
         for t, version, old in self._tensors.values():
             if t._version != version:
-                with torch.no_grad():
+                with torch.no_grad(), _disable_current_modes():
                     t.detach().copy_(old)
                 self._tensors[id(t)] = t, t._version, old
         for space, name, old, at, token in self._globals.values():
@@ -1069,16 +1075,12 @@ def _numpy_state(numpy: Any) -> Any:
 def _generator_state(g: Any) -> Any:
     if isinstance(g, random.Random):
         return g.getstate()
-    if isinstance(g, torch.Generator):
-        return g.get_state().numpy().tobytes()
     return _hashable(getattr(g, "bit_generator", None) and g.bit_generator.state or g._bit_generator.state)
 
 
 def _set_generator_state(g: Any, state: Any) -> None:
     if isinstance(g, random.Random):
         g.setstate(state)
-    elif isinstance(g, torch.Generator):
-        g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif hasattr(g, "bit_generator"):
         g.bit_generator.state = _from_hashable(state)
     else:

@@ -402,3 +402,201 @@ def test_left_to_pytorch(name: str) -> None:
         same(both[1], both[0])
     report = ours.report()
     assert report.eager and reason in report.eager[0].reason, str(report)
+
+
+LOG: list[Any] = []
+METRICS: dict[str, Any] = {}
+
+
+class Logs(nn.Module):
+    """Writes to globals, to its own list, and to an object, and prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+        self.log: list[Tensor] = []
+        self.stats = Plain(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        LOG.append(h.detach().mean())
+        METRICS["mean"] = h.detach().mean()
+        self.log.append(h.detach())
+        self.stats.last = h.detach()  # type: ignore[attr-defined]
+        return torch.tanh(h)
+
+
+def test_side_effects_happen_once_a_step() -> None:
+    """The innermost module that has them stays in PyTorch; no tensor of the trace is left in what they write to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), Logs(), nn.Linear(5, 5, dtype=torch.float64), Logs())
+    ours, eager = ORTModule(copy.deepcopy(model)), model
+    for n in range(1, 4):
+        LOG.clear()
+        want = step(eager, X)
+        log, mean = LOG.copy(), METRICS["mean"]
+        LOG.clear()
+        same(step(ours, X), want)
+        assert [type(t) for t in LOG] == [Tensor] * 2 and type(METRICS["mean"]) is Tensor
+        torch.testing.assert_close((LOG, METRICS["mean"]), (log, mean))
+        for i in (1, 3):
+            assert len(ours[i].log) == n and all(type(t) is Tensor for t in ours[i].log)
+            torch.testing.assert_close(ours[i].stats.last, eager[i].stats.last)
+    report = ours.report()
+    assert sorted(h.module for h in report.host) == ["1", "3"] and not report.eager, str(report)
+
+
+def test_random_numbers_keep_the_innermost_module_alone() -> None:
+    noise = Base(lambda s: random.random())
+    model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), noise, nn.Linear(5, 5, dtype=torch.float64))
+    ours, eager = ORTModule(copy.deepcopy(model)), model
+    for i in range(3):
+        random.seed(i)
+        want = step(eager, X)
+        random.seed(i)
+        same(step(ours, X), want)
+    report = ours.report()
+    assert [h.module for h in report.host] == ["1"] and not report.eager, str(report)
+    assert "Python's random" in report.host[0].reason, report.host[0].reason
+
+
+def test_printing_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    ours, _ = wrapped_and_eager(lambda: Base(lambda s: print("forward runs") or 1.0))
+    with caplog.at_level(logging.WARNING, "ortmodule"):
+        for _ in range(3):
+            ours(X)
+    assert "forward runs" in capsys.readouterr().out
+    assert sum("forward prints" in r.message for r in caplog.records) == 1
+    assert not ours.report().eager
+
+
+def test_logging_is_said_once_and_only_when_it_is_on(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("a.user's.log")
+    ours, _ = wrapped_and_eager(lambda: Base(lambda s: (log.info("step"), log.debug("no"), 1.0)[2]))
+    quiet, _ = wrapped_and_eager(lambda: Base(lambda s: (log.debug("no"), 1.0)[1]))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            ours(X), quiet(X)
+    assert sum("forward logs" in r.message for r in caplog.records) == 1
+
+
+def test_the_time_is_asked_for() -> None:
+    for ask in (time.time, time.perf_counter, datetime.datetime.now, lambda: os.urandom(4)):
+        ours, eager = wrapped_and_eager(lambda ask=ask: Base(lambda s: 1.0 if ask() else 0.0))  # type: ignore[misc]
+        same(step(ours, X), step(eager, X))
+        assert ours.report().eager, ask
+
+
+def test_arguments_that_forward_edits() -> None:
+    """A list among the arguments is the caller's own."""
+
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5, dtype=torch.float64)
+
+        def forward(self, x: Tensor, seen: list[Tensor], box: Plain) -> Tensor:
+            h = self.linear(x)
+            seen.append(h)
+            box.v = h
+            return h
+
+    ours = ORTModule(Collects())
+    for _ in range(3):
+        seen: list[Tensor] = []
+        box = Plain()
+        out = ours(X, seen, box)
+        assert seen == [out] and box.v is out and type(out) is Tensor
+
+
+def test_what_changes_at_every_step_ends_in_pytorch_and_is_named() -> None:
+    ours, eager = wrapped_and_eager(lambda: Base(lambda s: G))
+    ours._ortmodule.settings = dataclasses.replace(ours._ortmodule.settings, max_captures=3)
+    for i in range(6):
+        globals()["G"] = 10.0 + i
+        same(step(ours, X), step(eager, X))
+    report = ours.report()
+    assert report.n_captures == 3 and report.eager[0].calls == 3, str(report)
+    assert "global G of" in report.eager[0].reason and "test_python_state.py" in report.eager[0].reason, str(report)
+    assert any("global G of" in g.why for g in report.graphs[1:])
+
+
+def test_a_cache_keeps_no_tensor_of_the_trace() -> None:
+    cached.cache_clear()
+    ours, _ = wrapped_and_eager(lambda: Base(lambda s: cached(7)))
+    ours(X)
+    assert type(cached(7)) is Tensor and cached(7).tolist() == [7.0] * 5
+
+
+def test_a_global_tensor_that_forward_edits() -> None:
+    before = TENSOR.clone()
+    results = []
+    for wrap in (lambda m: m, ORTModule):
+        TENSOR.copy_(before)
+        torch.manual_seed(0)
+        m = wrap(Base(lambda s: TENSOR.add_(1.0).clone()))
+        results.append([m(X).detach() for _ in range(3)] + [TENSOR.clone()])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_state_seen_at_another_size() -> None:
+    """What only the second capture of a state has read counts too."""
+    ours, eager = wrapped_and_eager(lambda: Base(lambda s: s.k if s.big else 1.0, k=1.0, big=False))
+    Base.forward, before = (lambda self, x: self.linear(x) * (G if len(x) > 3 else 1.0)), Base.forward  # type: ignore[method-assign]
+    try:
+        for g in (1.0, 2.0, 1.0, 3.0):
+            globals()["G"] = g
+            for n in (2, 4, 5):
+                x = torch.ones(n, 5, dtype=torch.float64)
+                same(step(ours, x), step(eager, x))
+    finally:
+        Base.forward = before  # type: ignore[method-assign]
+
+
+def test_nothing_stays_patched() -> None:
+    get, put = nn.Module.__dict__.get("__getattribute__"), nn.Module.__setattr__
+    errors: list[BaseException] = []
+
+    def train(k: float) -> None:
+        try:
+            for _ in range(3):
+                m = ORTModule(Base(lambda s: s.plain.value() * s.cfg.k, plain=Plain(k), cfg=Config()))
+                torch.testing.assert_close(m(X), m.module.linear(X) * k)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(1.0 + i,)) for i in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors
+    with pytest.raises(ZeroDivisionError):
+        ORTModule(Base(lambda s: 1 / 0 * s.plain.v, plain=Plain()))(X)
+    assert nn.Module.__dict__.get("__getattribute__") is get is None and nn.Module.__setattr__ is put
+    assert all("__getattribute__" not in vars(c) for c in (Plain, Config, Fallback)) and sys.getprofile() is None
+
+
+def test_a_profiler_goes_on() -> None:
+    calls: list[str] = []
+    ours, _ = wrapped_and_eager(lambda: Base(lambda s: 1.0))
+
+    def profile(frame: types.FrameType, event: str, arg: Any) -> None:
+        calls.append(event)
+
+    sys.setprofile(profile)
+    try:
+        ours(X)
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_wrapped_module_is_freed() -> None:
+    """The table of what was read refers to the module; the collector sees it."""
+    ours, _ = wrapped_and_eager(lambda: Base(lambda s: s.plain.v, plain=Plain()))
+    ours(X)
+    ref = weakref.ref(ours.linear)
+    del ours
+    gc.collect()
+    assert ref() is None
