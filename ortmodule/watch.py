@@ -21,6 +21,7 @@ Invariant: one Watch at a time in the process (`_lock`), and everything that was
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
 import collections.abc
@@ -46,6 +47,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _C
 
@@ -56,6 +58,7 @@ _BYTES = 1 << 20  # of an array
 _REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", os.path.join("fx", "experimental")))
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
 _SITE = tuple({os.path.dirname(os.path.dirname(_TORCH_DIR)) + os.sep, sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
 _lock = threading.RLock()
@@ -69,6 +72,10 @@ _ATOMS = _PLAIN | {type(...), type(NotImplemented), range, slice, object, torch.
 _BELOW_TORCH = frozenset(("numpy", "sympy", "mpmath", "networkx", "filelock", "fsspec", "jinja2", "markupsafe", "typing_extensions", "optree",
                           "packaging", "triton", "setuptools", "functorch", "torchgen"))  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) | _BELOW_TORCH | {"torch", "ortmodule"}
+# Modules whose objects do not change, or not in a way that forward could tell: locks, loggers, types, patterns, dates, what is torch's.
+_STATELESS = frozenset(("torch", "functorch", "numpy", "builtins", "typing", "types", "abc", "inspect", "threading", "thread", "logging", "re", "sre",
+                        "datetime", "decimal", "fractions", "operator", "functools", "struct", "enum", "pathlib", "uuid", "zoneinfo", "numbers",
+                        "ortmodule", "warnings", "dataclasses", "importlib", "frozen_importlib"))  # fmt: skip
 _WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")  # of torch, what a user's object may be
 _VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())))
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
@@ -546,7 +553,8 @@ class Watch:
         self._alive.append(v)
         if isinstance(v, Tensor):
             if t is Tensor and id(v) not in self._tensors and v.layout is torch.strided and v.device.type != "meta":
-                self._tensors[id(v)] = v, v._version, v.detach().clone()
+                with _disable_current_modes():
+                    self._tensors[id(v)] = v, v._version, v.detach().clone()
         elif isinstance(v, nn.Module):
             if id(v.__dict__) not in self._names:
                 self._foreign_module(v, token, name)
@@ -578,9 +586,9 @@ class Watch:
             self._caches.setdefault(id(v), (v, v.cache_info()))
             self._discover(v.__wrapped__, token, name)
         elif isinstance(v, self._random_types):
-            self._generators.setdefault(id(v), (v, _generator_state(v), name, set()))[3].add(token)
             if isinstance(v, torch.Generator):
-                self._problem(token, f"reads {name}, a generator of random numbers of its own")
+                self._stop(f"reads {name}, a generator of random numbers of its own")
+            self._generators.setdefault(id(v), (v, _generator_state(v), name, set()))[3].add(token)
         elif isinstance(v, weakref.ref):
             self._row((CALL, None, functools.partial(v), v()), name)
             self._discover(v(), token, name)
@@ -603,13 +611,12 @@ class Watch:
             self._object(v, token, name)
         elif isinstance(v, collections.abc.Iterator) or isinstance(v, io.IOBase):
             self._stop(f"reads {name}, {_article(t.__name__)}, whose state cannot be compared or put back")
-        elif t.__module__.partition(".")[0] in _LIBRARIES:
-            own = _vars(v)  # of the standard library, written in Python: argparse.Namespace, queue.Queue
-            if own is not None and t.__module__.partition(".")[0] not in ("torch", "numpy", "functorch", "threading", "typing", "logging", "inspect"):
-                self._container(own, token, name)
-            elif isinstance(v, (bytearray, _array_type())):
-                self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
-        elif not self.quiet and not isinstance(v, torch._C.Generator):
+        elif isinstance(v, (bytearray, array.array)):
+            self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
+        elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
+            if t.__module__.partition(".")[0] not in _STATELESS:
+                self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
+        elif t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview:
             self._problem(token, f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared")
 
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
@@ -783,7 +790,10 @@ class Watch:
     def _called_special(self, frame: types.FrameType, code: types.CodeType, special: str) -> None:
         if self.quiet:
             return
-        where, user = self._reader(frame.f_back)
+        by = frame.f_back
+        while by is not None and by.f_code.co_filename.startswith(_TRACER):  # the export passes every call of torch through its own
+            by = by.f_back
+        where, user = self._reader(by)
         if special == "environ":
             if user is not None:
                 data = os.environ._data  # type: ignore[attr-defined]
@@ -906,7 +916,7 @@ class Watch:
                 self._changed(tokens, f"draws random numbers of {name}")
         for t, version, old in self._tensors.values():
             if t._version != version:
-                with torch.no_grad():
+                with torch.no_grad(), _disable_current_modes():
                     t.detach().copy_(old)
                 self._tensors[id(t)] = t, t._version, old
         for space, name, old, at, token in self._globals.values():
@@ -1007,12 +1017,6 @@ def _container(v: Any) -> bool:
     return isinstance(v, (list, tuple, dict, set, frozenset, collections.deque))
 
 
-def _array_type() -> type:
-    import array
-
-    return array.array
-
-
 def _article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
@@ -1071,16 +1075,12 @@ def _numpy_state(numpy: Any) -> Any:
 def _generator_state(g: Any) -> Any:
     if isinstance(g, random.Random):
         return g.getstate()
-    if isinstance(g, torch.Generator):
-        return g.get_state().numpy().tobytes()
     return _hashable(getattr(g, "bit_generator", None) and g.bit_generator.state or g._bit_generator.state)
 
 
 def _set_generator_state(g: Any, state: Any) -> None:
     if isinstance(g, random.Random):
         g.setstate(state)
-    elif isinstance(g, torch.Generator):
-        g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif hasattr(g, "bit_generator"):
         g.bit_generator.state = _from_hashable(state)
     else:

@@ -97,12 +97,12 @@ class _Wrapper(nn.Module):
         # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
         args, kwargs = self._fill(values)
-        given = _contents(args, kwargs)
+        given = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
         with refusing(is_user_file), running():
             out = self.m(*args, **kwargs)
-        if _contents(args, kwargs) != given:
+        if _contents((args, kwargs)) != given:
             raise CaptureError("forward edits a container or object among its arguments")
         _write_assigned(before)
         flat: list[Any] = []
@@ -339,11 +339,17 @@ def _example(t: Tensor) -> Tensor:
     return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
 
 
-def _contents(args: Any, kwargs: Any) -> Any:
-    """Which tensors and numbers stand where in the arguments. By identity: a comparison of symbols would fix them."""
-    flat = flatten_inputs(args, kwargs)
-    key: Any = flat.key
-    return [id(x) for x in (*flat.tensors, *flat.scalars)], [k if type(k) in (int, bool, str) else id(k) for k in key]
+def _contents(x: Any, depth: int = 0) -> Any:
+    """What stands where in the arguments, by identity (a comparison of symbolic numbers would fix them)."""
+    if depth > 8:
+        return id(x)
+    if isinstance(x, (list, tuple)):
+        return [_contents(y, depth + 1) for y in x]
+    if isinstance(x, dict):
+        return [(k, _contents(y, depth + 1)) for k, y in dict.items(x)]
+    if isinstance(x, (Tensor, nn.Module, type)) or type(x).__module__.partition(".")[0] in ("torch", "builtins", "types") or not hasattr(x, "__dict__"):
+        return id(x)
+    return [(k, _contents(y, depth + 1)) for k, y in vars(x).items()]
 
 
 def _structure(out: Any) -> Any:
