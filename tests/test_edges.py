@@ -167,6 +167,18 @@ def test_lazy_signs() -> None:
     torch.testing.assert_close(ORTModule(module)(y), y + x)
 
 
+def test_what_takes_no_gradient() -> None:
+    """Fused with something that does, still not."""
+    x = torch.randn(3, dtype=F64, requires_grad=True)
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return (x > 0).double() * 2, x * 2, x.detach() * 3, torch.where(x > 0, x, 0.0) * 2
+
+    wrapped = ORTModule(Call(f))
+    for _ in range(2):
+        assert [t.requires_grad for t in wrapped(x)] == [t.requires_grad for t in f(x)]
+
+
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda h: F.dropout(h, 0.0, True, True),
     "dropout2d": lambda h: F.dropout2d(h.view(1, 5, 8, 1), 0.0, True, True),
