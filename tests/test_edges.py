@@ -128,6 +128,7 @@ def test_negative_indices() -> None:
               lambda x, i: x.index_add(0, i[0], x[:3]), lambda x, i: x[i[0]], lambda x, i: x[:, i[0]]):
         same(f, x, i)
         same(f, x, i.abs())
+    same(lambda x: x.gather(0, torch.tensor([0])), torch.ones((), dtype=F64))
 
 
 def test_indices_that_are_what_is_written() -> None:
