@@ -129,6 +129,7 @@ def test_negative_indices() -> None:
         same(f, x, i)
         same(f, x, i.abs())
     same(lambda x: x.gather(0, torch.tensor([0])), torch.ones((), dtype=F64))
+    same(lambda x: x.index_add(0, torch.tensor([0]), x.reshape(1)), torch.ones((), dtype=F64))
 
 
 def test_indices_that_are_what_is_written() -> None:

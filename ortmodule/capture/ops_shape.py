@@ -615,6 +615,8 @@ def scatter(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Any, *re
 @row("index_add")
 def index_add(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Node, alpha: Any) -> Val:
     v, i, s = c.v(x), c.v(index), c.cast(c.v(src), c.v(x).dtype)
+    if v.rank == 0:
+        raise NotHere("index_add into a number")
     if alpha != 1:
         s = c.op2("Mul", s, c.scalar(alpha, v.dtype))
     dim %= v.rank
