@@ -464,7 +464,7 @@ ONE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (r(5, 7), r(5, 7)),
     ),
     "integer_division": (
-        lambda i, j: (i // j, i % j, i.div(j, rounding_mode="trunc"), torch.fmod(i, j), i // 3, i % 3, i.float() // 1.7, i.float() % 1.7),
+        lambda i, j: (i // -3, i % -3, i.div(3, rounding_mode="trunc"), torch.fmod(i, 3), i // 3, i % 3, i.float() // j, i.float() % 1.7),
         (k(20, 5, 7, low=-20), k(9, 7, low=1) * torch.tensor([1, -1, 1, -1, 1, -1, 1])),
     ),
     "compare": (lambda x, y, i: (x > y, x >= 0.1, x < y, x <= 0, i == 3, i != j3(i), x == y, i > 1.5), (r(5, 7), r(7), k(5, 5, 7))),

@@ -128,6 +128,8 @@ def test_negative_indices() -> None:
               lambda x, i: x.index_add(0, i[0], x[:3]), lambda x, i: x[i[0]], lambda x, i: x[:, i[0]]):
         same(f, x, i)
         same(f, x, i.abs())
+    same(lambda x: x.gather(0, torch.tensor([0])), torch.ones((), dtype=F64))
+    same(lambda x: x.index_add(0, torch.tensor([0]), x.reshape(1)), torch.ones((), dtype=F64))
 
 
 def test_indices_that_are_what_is_written() -> None:
@@ -165,6 +167,18 @@ def test_lazy_signs() -> None:
     module = Call(lambda x: x + module.b)
     module.register_buffer("b", x)
     torch.testing.assert_close(ORTModule(module)(y), y + x)
+
+
+def test_what_takes_no_gradient() -> None:
+    """Fused with something that does, still not."""
+    x = torch.randn(3, dtype=F64, requires_grad=True)
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return (x > 0).double() * 2, x * 2, x.detach() * 3, torch.where(x > 0, x, 0.0) * 2
+
+    wrapped = ORTModule(Call(f))
+    for _ in range(2):
+        assert [t.requires_grad for t in wrapped(x)] == [t.requires_grad for t in f(x)]
 
 
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -73,7 +73,7 @@ def transpose(c: Converter, n: Node, x: Node, a: int, b: int) -> Val:
 @row("t", "numpy_T", "mT", "adjoint", "matrix_H", "t_copy")
 def matrix_transpose(c: Converter, n: Node, x: Node) -> Val:
     v = c.v(x)
-    if n.target._schema.name in ("aten::t", "aten::numpy_T"):
+    if n.target._schema.name in ("aten::t", "aten::t_copy", "aten::numpy_T"):
         return c.transpose(v, list(range(v.rank))[::-1])
     return c.swap(v, v.rank - 2, v.rank - 1)
 
@@ -565,7 +565,7 @@ def one_hot(c: Converter, n: Node, x: Node, classes: int) -> Val:
 def gather(c: Converter, n: Node, x: Node, dim: int, index: Node, *_: Any) -> Val:
     v, i = c.v(x), c.v(index)
     if v.rank == 0:
-        return v
+        return c.reshape(v, i.shape)
     return c.no_negative(c.b.op("GatherElements", [v, i], v.dtype, i.shape, axis=dim % v.rank))
 
 
@@ -615,6 +615,8 @@ def scatter(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Any, *re
 @row("index_add")
 def index_add(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Node, alpha: Any) -> Val:
     v, i, s = c.v(x), c.v(index), c.cast(c.v(src), c.v(x).dtype)
+    if v.rank == 0:
+        raise NotHere("index_add into a number")
     if alpha != 1:
         s = c.op2("Mul", s, c.scalar(alpha, v.dtype))
     dim %= v.rank
