@@ -300,6 +300,10 @@ def program(seed: int, features: Collection[str]) -> Program:
     for _ in range(rng.randint(2, 7)):
         text = rng.choice(STEPS[rng.choice(kinds)])
         steps.append(text.format(rows=rng.choice(sizes), scale=rng.choice((0.5, 2.0, 1.5)), depth=rng.choice((0, 1, 2))))
+    for statement in forward:  # what forward reads changes
+        if statement in GRAMMAR["state"]:
+            text = STEPS["state"][GRAMMAR["state"].index(statement)].format(scale=rng.choice((0.25, 3.0)))
+            steps.insert(rng.randint(1, len(steps)), text)
     steps += ["optimize()", f"call(rows={sizes[0]})"]
     return Program(seed, forward, result, steps)
 
