@@ -3,7 +3,7 @@ engine's pool with a deleter on the way out. Every call that computes releases t
 (ValueError for bad input) with the engine's message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor

@@ -614,7 +614,9 @@ class State:
             for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
                 entry = host.get((op.name, op.file, op.line))
                 if entry is None:
-                    host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, op.file, op.line, op.reason, 1, ms)
+                    why = self.reasons.get(op.module) if op.kind == "module" else None
+                    file, line, reason = (op.file, op.line, op.reason) if why is None else (why.file, why.line, f"{op.reason}: it {why.reason}")
+                    host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, file, line, reason, 1, ms)
                 else:
                     entry.count += 1
                     entry.ms += ms

@@ -58,7 +58,7 @@ _BYTES = 1 << 20  # of an array
 _REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", os.path.join("fx", "experimental")))
+_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo", os.path.join("fx", "experimental")))
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
 _SITE = tuple({os.path.dirname(os.path.dirname(_TORCH_DIR)) + os.sep, sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
 _lock = threading.RLock()
@@ -358,12 +358,16 @@ class Watch:
     def running(self) -> Iterator[None]:
         """The user's forward runs: from here on, what is read counts."""
         self._active += 1
-        profile = sys.getprofile()
+        profile: Any = sys.getprofile()
+        collects = gc.isenabled()
         try:
+            gc.disable()  # finalizers and callbacks of the collector are no part of forward
             if self._active == 1:
                 _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _TOLD_TYPES)
             yield
         finally:
+            if collects:
+                gc.enable()
             self._active -= 1
             if not self._active:
                 _C.watch_end()
@@ -969,8 +973,8 @@ class Watch:
                 now = row[1].get(row[2], _ABSENT)
                 self.rows[key] = ((NO_ITEM, *row[1:3], None) if now is _ABSENT else (ITEM, *row[1:3], now)), name
         missing = []
-        for which, (code, values) in self._closures.items():
-            if which in self._closures_read and not self._cells(code, values):
+        for closure, (code, values) in self._closures.items():
+            if closure in self._closures_read and not self._cells(code, values):
                 missing.append((code, values))
         if missing:
             wanted = {id(code) for code, _ in missing}
