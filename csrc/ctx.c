@@ -224,7 +224,7 @@ void om_dense_strides(om_tensor *t) {
     int64_t s = 1;
     for (int i = t->rank - 1; i >= 0; i--) {
         t->stride[i] = s;
-        s *= t->dim[i] > 0 ? t->dim[i] : 1;
+        if (__builtin_mul_overflow(s, t->dim[i] > 0 ? t->dim[i] : 1, &s)) s = 1; /* no such tensor has an element: om_tensor_of */
     }
 }
 

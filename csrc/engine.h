@@ -363,6 +363,7 @@ static inline int64_t om_numel(const om_tensor *t) {
     for (int i = 0; i < t->rank; i++) n *= t->dim[i];
     return n;
 }
+#define OM_ADDRESSES ((int64_t)1 << 47)                     /* bytes; larger tensors are refused, so sums of a few sizes cannot overflow */
 bool om_is_dense(const om_tensor *t);                       /* row-major, no gaps (size-1 and empty dims ignored) */
 void om_dense_strides(om_tensor *t);
 om_status om_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst); /* any strides, any dtypes (converted), same dims */

@@ -106,11 +106,12 @@ om_status om_tensor_of(om_ctx *cx, const om_graph *g, om_id v, const int64_t *sy
         if ((t->dim[i] = om_dim_eval(g, ty->dim[i], sym)) < 0) {
             char buf[128];
             om_dim_print(g, ty->dim[i], buf, sizeof buf);
+            if (t->dim[i] == OM_DIM_BAD) return om_fail(cx, OM_INVALID, "a dimension %s is no 64-bit number", buf);
             return om_fail(cx, OM_INVALID, "a dimension %s would be %lld", buf, (long long)t->dim[i]);
         }
     int64_t bytes = (int64_t)om_dtype_size(t->dtype);
     for (int i = 0; i < t->rank; i++)
-        if (t->dim[i] && __builtin_mul_overflow(bytes, t->dim[i], &bytes))
+        if (t->dim[i] && (__builtin_mul_overflow(bytes, t->dim[i], &bytes) || bytes > OM_ADDRESSES))
             return om_fail(cx, OM_INVALID, "a tensor of rank %d would be larger than the address space", t->rank);
     om_dense_strides(t);
     return OM_OK;

@@ -177,6 +177,8 @@ static om_status plan_node(planner *pl, om_id id) {
         om_args a = {.node = n, .attr = attr, .n_attr = n->n_attr, .n_in = n->n_in, .n_out = n->n_out, .in = in, .out = out};
         int64_t bytes = n->op->scratch(pl->cx, &a);
         if (pl->cx->status != OM_OK) return pl->cx->status;
+        if (bytes < 0 || bytes > OM_ADDRESSES)
+            return om_fail(pl->cx, OM_NOMEM, "%s at these sizes needs more memory than the address space has", n->op->name);
         uint32_t st = bytes > 0 ? storage_new(pl, OM_W_ARENA, bytes, 0) : OM_NONE;
         if (bytes > 0 && st == OM_NONE) return pl->cx->status;
         pl->calls.v[pl->calls.n - 1].scratch = st;
@@ -487,7 +489,7 @@ static om_status offsets(planner *pl) {
         int64_t size = ord[i].size, at = sizeof(om_arena_head), best = -1, best_gap = INT64_MAX;
         if (pl->no_reuse) {
             s->offset = top;
-            top += size;
+            if ((top += size) > OM_ADDRESSES) break;
             continue;
         }
         for (uint32_t k = 0; k < i; k++) { /* gaps between neighbours in time */
@@ -498,6 +500,7 @@ static om_status offsets(planner *pl) {
         }
         s->offset = best >= 0 ? best : at;
         if (s->offset + size > top) top = s->offset + size;
+        if (top > OM_ADDRESSES) break;
         uint32_t k = i;
         while (k > 0 && placed[k - 1].offset > s->offset) placed[k] = placed[k - 1], k--;
         placed[k] = (slot){s->offset, s->offset + size, s->first, s->last};
@@ -505,7 +508,7 @@ static om_status offsets(planner *pl) {
     pl->p->bytes.arena = top;
     om_free(pl->cx, ord);
     om_free(pl->cx, placed);
-    return OM_OK;
+    return top <= OM_ADDRESSES ? OM_OK : om_fail(pl->cx, OM_NOMEM, "a step at these sizes needs more memory than the address space has");
 }
 
 /* --- the whole --------------------------------------------------------------------------------- */

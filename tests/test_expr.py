@@ -73,3 +73,26 @@ def test_equal_expressions_are_one(a, b):
 def test_bad_text_is_refused(text):
     with pytest.raises(EngineError, match="size expression"):
         Dims().parse(text)
+
+
+@pytest.mark.parametrize("text", ["s0*4611686018427387904", "Max(0, s0*4611686018427387904)", "9223372036854775807*s0//s0*s1", "*".join(["s2"] * 19),
+                                  "(0 - 9223372036854775807 - 1)//(0 - 1) + s0"])  # fmt: skip
+def test_what_64_bits_do_not_hold_is_said(text):
+    d = Dims()
+    assert d.eval(d.parse(text)) == -(2**63)
+
+
+@pytest.mark.parametrize("text, value", [("s0*4611686018427387904 - 4611686018427387904*s0", 0), ("Mod(0 - 9223372036854775807 - s0, 0 - 1)", 0),
+                                         ("Mod(0 - 9223372036854775807 - 1, 3)", 1), ("Mod(0 - 9223372036854775807 - 1, 0 - 1)", 0),
+                                         ("(0 - 9223372036854775807)//(0 - 1)", 2**63 - 1), ("(s0 - 8)//(0 - 1)", 1)])  # fmt: skip
+def test_at_the_ends_of_64_bits(text, value):
+    d = Dims()
+    assert d.eval(d.parse(text)) == value
+
+
+def test_a_sum_of_many():
+    d = Dims()
+    many = d.parse(" + ".join(f"Max(s0, {i})" for i in range(500)))
+    assert d.eval(many) == sum(max(7, i) for i in range(500))
+    with pytest.raises(EngineError, match="size expression of more than 1024 terms"):
+        d.parse(" + ".join(f"Max(s0, {i})" for i in range(600)))

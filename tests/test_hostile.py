@@ -7,10 +7,11 @@ import time
 
 import onnx
 import pytest
+import torch
 from onnx import TensorProto as T
 from onnx import helper as H
 
-from engine import Ctx, EngineError, Graph, lib
+from engine import Ctx, EngineError, Graph, lib, run
 
 lib.om_onnx_read.argtypes = [C.c_void_p, C.c_char_p, C.c_size_t, C.POINTER(C.c_void_p)]
 lib.om_graph_parse.argtypes = [C.c_void_p, C.c_char_p, C.POINTER(C.c_void_p)]
@@ -132,6 +133,13 @@ def test_long_chain(name: str) -> None:
     finally:
         lib.om_model_free(cx.p, m)
     assert time.process_time() - t < 5  # 1 s
+
+
+@pytest.mark.parametrize("shape, said", [("1099511627776, 1024", "larger than the address space"), ("1, 4611686018427387904*s", "no 64-bit number")])
+def test_too_large_for_a_run(shape: str, said: str) -> None:
+    text = f"graph {{\n sym s = x[0]\n input x: f32[s]\n y = fill() {{shape=[{shape}], dtype=f32, value=1}}\n output y\n}}"
+    with pytest.raises(EngineError, match=said):
+        run(text, [torch.ones(3)])
 
 
 @pytest.mark.parametrize("text, said", [
