@@ -145,7 +145,8 @@ class Model:
         list of int; reads_outputs: user outputs whose data backward reads; reaches: user
         outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads);
         host_nodes: list of (part, host_index, is_backward, want), part: 0, or which of the gradient nodes of that host node; want: for a
-        gradient, the node inputs (by position) whose gradients are its outputs, in order; ms: build time."""
+        gradient, the node inputs (by position) whose gradients are its outputs, in order; flow: om_flow of csrc/engine.h as (terms: kind, a,
+        b; (host_index, which float output): term; graph input: term; per output the outputs it shares nodes with, as bits); ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> Run:
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.

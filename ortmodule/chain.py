@@ -12,6 +12,9 @@ saved_tensors_hooks move it. With retain_graph a copy is used up. What backward 
 in-place edit in between gives torch's own error; after an edit of outputs without a gradient (logits beside the loss) the forward is run
 again.
 
+After a backward that frees its state another may come from outputs that share nothing with it (two losses of two towers): the forward is
+run again, as for gradients that were not expected. Where PyTorch would have freed what they share, its error is raised.
+
 Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When fewer arrive, zeros stand for the
 others, and inputs without a path from those that did arrive get None, as in PyTorch. When others arrive, the forward is run again, with
 the same seed, for a graph that starts from that set. Either way the prediction changes, so it happens once.
@@ -85,6 +88,7 @@ class Variant:
             if backward:
                 self.want.setdefault(index, []).append(list(places))
         self.flow = Flow(info["flow"])
+        self.shares = self.flow.shares  # of all outputs: those of the variant for which all arrive
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -225,8 +229,9 @@ class Graph:
         """The variant for this set of arriving gradients."""
         found = self._variants.get((wanted, arriving))
         if found is None:
-            others = self._full_variant(wanted, tensors).grads
-            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, others)
+            full = self._full_variant(wanted, tensors)
+            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, full.grads)
+            found.shares = full.shares
             self._variants[wanted, arriving] = found
         return found
 
@@ -419,11 +424,6 @@ class Graph:
                 found.update([(i, None if missing.of_input(i) else grad) for i, grad in back.grads(segment)])
         return _Live(None, found, keep)
 
-    def spent(self, step: Step, output: int) -> bool:
-        """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations (sums, views)."""
-        shares = self._full[tuple(map(bool, step.variant.wanted))].flow.shares[output]
-        return shares & step.used != 0
-
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> _Live:
         """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's tensors."""
         if self.random or step.random_state is not None:
@@ -519,6 +519,11 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
     return tuple(result)
 
 
+def _spent(step: Step, output: int) -> bool:
+    """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations (sums, views)."""
+    return step.variant.shares[output] & step.used != 0
+
+
 def _drop(step: Step, task: int) -> None:
     step.live.pop(task, None)
 
@@ -569,7 +574,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
     """Starts the backward of a step; grads: one per user output."""
     graph, variant = step.graph, step.variant
     grads = [g if g is None else plain(g) for g in grads]
-    if step.used and any([g is not None and graph.spent(step, i) for i, g in enumerate(grads)]):
+    if step.used and any([g is not None and _spent(step, i) for i, g in enumerate(grads)]):
         _ = ctx.saved_tensors  # PyTorch's own error
         raise RuntimeError("Trying to backward through the graph a second time: the state of the forward has been freed")
     if torch.is_grad_enabled():
@@ -688,7 +693,7 @@ class Head(Function):
         if not keep:
             step.used |= arrived
             step.aliases = {}
-            if all([graph.spent(step, i) for i in variant.through]):  # else a backward from other outputs may come: the forward is run again
+            if all([_spent(step, i) for i in variant.through]):  # else a backward from other outputs may come: the forward is run again
                 step.tensors, step.clones, step.call, step.plan = (), {}, None, None
             if len(variant.nodes) == 1:
                 step.regions = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -358,13 +359,12 @@ class Heads(nn.Module):
         return (h * 2, h * 3) if self.kind == "tanh before" else (self.a(h), self.b(h), self.c(x.detach()))
 
 
-@pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1), (0, 0), (0, 2), (2, 1)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0, 1), (0, 0), (2, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["apart", "losses", "sum before", "tanh before", "host", "trunk"])
-def test_backward_after_backward(kind, order, segment_mb):
+def test_backward_after_backward(kind, order):
     """Works where PyTorch has freed nothing that the second needs, and fails with PyTorch's words where it has."""
     eager = Heads(kind).double()
-    w = ORTModule(copy.deepcopy(eager), segment_mb=segment_mb)
+    w = ORTModule(copy.deepcopy(eager), segment_mb=1e-5 if kind in ("apart", "trunk", "host") else 25.0)
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     for _ in range(3):
         found = []
@@ -384,6 +384,28 @@ def test_backward_after_backward(kind, order, segment_mb):
             assert (a is None) == (b is None), found
             if a is not None:
                 torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_is_held_when_no_backward_can_follow():
+    """The logits are kept, but what their gradient needs is gone with the loss's."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            logits = torch.tanh(self.fc(x))
+            return logits.pow(2).mean(), logits
+
+    w = ORTModule(Loss())
+    for _ in range(2):
+        x = torch.randn(4, 5)
+        alive = weakref.ref(x)
+        loss, logits = w(x)
+        loss.backward()
+        del x
+        assert alive() is None and logits.requires_grad
 
 
 def test_a_later_backward_sees_the_same_mask():
@@ -479,7 +501,7 @@ def test_arriving_gradients(make):
         torch.testing.assert_close(b, a)
 
 
-@pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
+@pytest.mark.parametrize("segment_mb", [1e-5], ids=["many segments"])
 @pytest.mark.parametrize("f", [lambda m, x: torch.tanh(m.fc(x)), lambda m, x: reverse(m.fc(x)) * m.other, lambda m, x: [m.fc(x), x * m.other]])
 def test_batched_gradients(f, segment_mb):
     eager = Calls(f).double()
