@@ -33,7 +33,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -140,6 +140,9 @@ fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by cove
 	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz-$(FUZZ_CC)/seeds
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/corpus
 	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=1 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
+N ?= 2000
+plan-fuzz: build lib   ## N random graphs (FIRST: the first seed) through the planner beside the interpreter, with every instruction set
+	@for isa in $(ISAS); do ORTMODULE_ISA=$$isa OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/test_plan_fuzz.py $(or $(FIRST),0) $$(($(or $(FIRST),0) + $(N))) || exit 1; done
 comma := ,
 fuzz-bin: $(B)/fuzz_onnx
 $(B)/fuzz_onnx: $(OBJ) tests/fuzz/fuzz_onnx.c tests/fuzz/blind.c
