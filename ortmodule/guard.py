@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import types
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +57,36 @@ def part_of_forward(hook: object) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
-def hooked(module: nn.Module) -> list[str]:
-    """Names of the submodules with forward or backward hooks: they stay in PyTorch, where their hooks run."""
-    return [name for name, m in module.named_modules()
-            if name and any(not part_of_forward(f) for h in _HOOKS for f in m.__dict__.get(h, {}).values())]  # fmt: skip
+class Place(NamedTuple):
+    """A submodule with hooks. apart: they make several tensors of one that comes at several places (backward hooks do); early: its forward
+    hooks come before those that are part of the forward; whole: it can only be called as a whole, by PyTorch."""
+
+    name: str
+    apart: bool
+    early: bool
+    whole: bool
+
+
+def place_of(name: str, m: nn.Module) -> Place | None:
+    """Where the hooks of a submodule make cuts; None when it has none."""
+    own = m.__dict__
+    hooks = {h: list(own.get(h, {}).values()) for h in _HOOKS}
+    if not any(hooks.values()):
+        return None
+    users = [not part_of_forward(f) for f in hooks["_forward_hooks"]]
+    backward = bool(hooks["_backward_pre_hooks"] or hooks["_backward_hooks"])
+    if not (backward or any(users) or any(not part_of_forward(f) for f in hooks["_forward_pre_hooks"])):
+        return None
+    # Hooks stand on one side of those that are part of the forward, and backward hooks behind all; the old kind of backward hooks looks at
+    # the node of the last operation. Else a call is right alone.
+    early = users != sorted(users) and not backward
+    whole = users != sorted(users, reverse=early) or bool(hooks["_backward_hooks"]) and own.get("_is_full_backward_hook") is False
+    return Place(name, backward, early, whole)
+
+
+def places(module: nn.Module) -> tuple[Place, ...]:
+    """All submodules with hooks, but for those that are captured with the forward."""
+    return tuple([p for name, m in module.named_modules() if name and (p := place_of(name, m)) is not None])
 
 
 def refuse(module: nn.Module) -> str | None:
@@ -149,7 +175,7 @@ class Guard:
                     tie = first.setdefault(id(t), len(first))
                     tensors.append((name, tie, t.dtype, t.shape, t.device, t.requires_grad))
         classes = tuple([(name, type(m), m.training) for name, m in self._module.named_modules()])
-        return (classes, tuple(tensors), tuple(hooked(self._module)))
+        return (classes, tuple(tensors), places(self._module))
 
 
 _MISSING = object()

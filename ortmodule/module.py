@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import _C, guard, watch
-from .capture import CaptureError, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
+from . import _C, cuts, guard, watch
+from .capture import CaptureError, CutCaptured, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
@@ -73,6 +73,8 @@ class _Entry:
         self.no_symbolic = False  # ... but it cannot be an input
         self.n_captures = 0
         self.keep: set[str] = set()
+        self.places: tuple[guard.Place, ...] = ()  # submodules with hooks
+        self.effect: cuts.Effect | None = None  # of those hooks, once a call has been watched
         self.reads: guard.Reads | None = None  # the attributes of modules that the captures hold for
         self.held = watch.Held()  # the rest of the Python state
         self.writes_seen = 0
@@ -88,7 +90,7 @@ class _Entry:
 class _Captured:
     """A graph, and for which calls it holds."""
 
-    def __init__(self, graph: Graph, flat: FlatInputs, dynamic: bool, symbolic: bool, why: str) -> None:
+    def __init__(self, graph: Graph | cuts.CutGraph, flat: FlatInputs, dynamic: bool, symbolic: bool, why: str) -> None:
         self.graph = graph
         self.why = why
         self.dynamic = dynamic
@@ -209,6 +211,8 @@ class State:
             return self.body.forward(*args, **kwargs)
         captured = site.captured
         if captured is None or not captured.fits(flat):
+            if site.entry.places and site.entry.effect is None:
+                return self.observe(site, flat, args, kwargs)
             captured = self.find_captured(site, flat, args, kwargs)
             if captured is None:
                 return self.eager_site(site, args, kwargs)
@@ -225,6 +229,8 @@ class State:
         tensors = [given[i] for i in graph.leaves]
         wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
         tensors += site.bound
+        if isinstance(graph, cuts.CutGraph):
+            return self.play(site, graph, tensors, env)
         try:
             if not env[0] or True not in wanted:
                 return graph.infer(tensors)
@@ -237,6 +243,42 @@ class State:
             return self.call(args, kwargs)
         except Failed as error:
             return self.failed(site.entry, error, args, kwargs)
+
+    def play(self, site: _Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
+        """A call with hooks on submodules, which may change the module."""
+        try:
+            result = graph.play(tensors, env[2])
+            if self.guard.fast() != site.fast:
+                graph.broken = self.follow(site)
+                if graph.broken is not None:
+                    raise RuntimeError(f"ortmodule: {graph.broken}, and had not done so when the module was captured. Later calls run in PyTorch.")
+            return result
+        finally:
+            if graph.broken is not None and site.entry.eager is None:
+                site.entry.eager = self.eager_entry(graph.broken)
+                logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, graph.broken)
+
+    def follow(self, site: _Site) -> str | None:
+        """Hooks have changed the module in a call. When it is nothing that the call has read, the next one finds the same site; else what
+        that was."""
+        with self.lock:
+            key: Any = next((k for k, s in self.sites.items() if s is site), None)
+            own = guard.Guard(self.module)
+            reads, captured = site.entry.reads, site.captured
+            if key is None or reads is None or captured is None or own.structure() != site.structure:
+                return None
+            if not reads.hold(self.module):
+                return f"hooks on submodules change {', '.join(reads.changed(self.module))}, which forward reads"
+            moved = [spec.name for spec, t in zip(captured.graph.bound, site.bound, strict=True) if _lookup(self.module, spec) is not t]
+            if moved:
+                return f"hooks on submodules put other tensors in the place of {', '.join(moved)}"
+            now = own.fast()
+            self.guard = own
+            del self.sites[key]
+            fresh = self.sites[(now, *key[1:])] = _Site(site.entry, now, own)
+            fresh.fill = site.fill
+            self.bind(fresh, captured)
+            return None
 
     # --- the slow path -----------------------------------------------------------------------------
 
@@ -256,7 +298,8 @@ class State:
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
                 entry.why = self.why(own.structure(), key, known)
                 changing = sorted({name for e in known for name in e.changed(self.module)})
-                entry.keep = set(guard.hooked(self.module))
+                entry.places = guard.places(self.module)
+                entry.keep = {place.name for place in entry.places if place.whole}
                 known = self.entries.setdefault((own.structure(), structure, env, key[3]), known)
                 known.append(entry)
                 if len(known) > self.settings.max_captures:
@@ -357,8 +400,25 @@ class State:
             self.local.failure = failure
             return None
 
+    def observe(self, site: _Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call with hooks on submodules runs in PyTorch, which shows what they do; what is captured then serves the calls after it."""
+        entry = site.entry
+        effect = cuts.Effect(self.module, entry.places)
+        result = effect.call(args, kwargs)
+        with self.lock:
+            if entry.effect is None and entry.eager is None and guard.places(self.module) == entry.places:
+                entry.effect = effect
+                entry.places = tuple([p._replace(apart=p.apart or p.name in effect.apart) for p in entry.places])
+                if effect.reason is not None:
+                    self.leave(entry, CaptureError(effect.reason))
+                elif self.find_captured(site, flat, args, kwargs) is None:
+                    failure, self.local.failure = getattr(self.local, "failure", None), None
+                    if failure is not None:
+                        self.leave(entry, failure)
+        return result
+
     def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
-                fixed: set[tuple[int, int]]) -> Graph:  # fmt: skip
+                fixed: set[tuple[int, int]]) -> Graph | cuts.CutGraph:  # fmt: skip
         """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
         if any(not isinstance(p, nn.Parameter) for p in self.module.parameters()):
             raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
@@ -372,7 +432,9 @@ class State:
                 try:
                     with _unwrapped(shadow), watch.Watch(shadow) as seen, _undisturbed():
                         captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
-                                           fixed=fixed)
+                                           fixed=fixed, cut=entry.places)
+                    if entry.effect is not None:
+                        cuts.check(entry.effect, seen.reads)
                     written = sorted(w for w in seen.writes if not _inside(w[0], keep))
                     if not written:
                         problems = [p for p in seen.problems if not _inside(p.module, keep)]
@@ -409,9 +471,15 @@ class State:
             if op.kind == "module" or self.settings.strict == "engine":
                 raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
         start = perf_counter()
-        self.save(captured.onnx)
+        graph: Graph | cuts.CutGraph
         try:
-            graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
+            if isinstance(captured, CutCaptured):
+                for number, part in enumerate(c for c in captured.captured if c is not None):
+                    self.save(part.onnx, f"_part{number}")
+                graph = cuts.CutGraph(captured, self.module, self.settings.segment_mb, self.settings.memory_opt_level)
+            else:
+                self.save(captured.onnx)
+                graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
         except Exception as error:
             raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
         for spec in graph.bound:
@@ -518,7 +586,7 @@ class State:
         if self.guard.fast() != site.fast:
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
         graph = site.captured.graph if site.captured is not None else None
-        assert graph is not None
+        assert isinstance(graph, Graph)
         leaves = [t.view_as(t) if t.requires_grad else t for t in call.flat.tensors]
         args, kwargs = call.fill([*leaves, *call.flat.scalars])
         holder = _Holder(self.body)
@@ -574,12 +642,12 @@ class State:
                 logger.warning("%s: forward %s (%s:%d). In the engine it does so only when it is captured.",
                                type(self.module).__name__, does, file, line)
 
-    def save(self, onnx: bytes) -> None:
+    def save(self, onnx: bytes, part: str = "") -> None:
         path = self.settings.save_path
         if path is None:
             return
         mode = "training" if self.module.training and torch.is_grad_enabled() else "inference"
-        name = f"{self.settings.save_prefix}{type(self.module).__name__}_{len(self.every)}_{mode}.onnx"
+        name = f"{self.settings.save_prefix}{type(self.module).__name__}_{len(self.every)}_{mode}{part}.onnx"
         try:
             os.makedirs(path, exist_ok=True)
             with open(os.path.join(path, name), "wb") as file:
@@ -599,19 +667,22 @@ class State:
         report = Report(type(self.module).__name__, isa=_C.isa())
         host: dict[tuple[str, str, int], HostEntry] = {}
         for made in self.every:
-            g = made.graph
-            plans = g.model.plan_report()
+            whole = made.graph
+            graphs = whole.loaded if isinstance(whole, cuts.CutGraph) else [whole]
+            plans = [plan for g in graphs for plan in g.model.plan_report()]
             peak: dict[str, int] = {}
             for plan in plans:
                 for name, size in plan.get("peak_bytes", {}).items():
                     peak[name] = max(peak.get(name, 0), size)
             report.graphs.append(GraphEntry(
-                nodes=g.captured.n_nodes, engine_nodes=g.captured.n_nodes - len(g.captured.host_ops), dynamic=g.captured.dynamic,
-                capture_s=g.captured.seconds, load_s=self.load_s[id(g)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
+                nodes=whole.captured.n_nodes, engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops), dynamic=whole.captured.dynamic,
+                capture_s=whole.captured.seconds, load_s=self.load_s[id(whole)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
                 arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak,
-                largest=_largest(plans), forwards=g.forwards, backwards=g.backwards,
-                reruns=g.reruns, why=made.why, forward_ms=g.forward_ms, backward_ms=g.backward_ms, host_ms=sum(g.host.ms)))  # fmt: skip
-            for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True):
+                largest=_largest(plans), forwards=whole.forwards, backwards=max((g.backwards for g in graphs), default=0),
+                reruns=sum(g.reruns for g in graphs), why=made.why, forward_ms=sum(g.forward_ms for g in graphs),
+                backward_ms=sum(g.backward_ms for g in graphs), host_ms=sum(sum(g.host.ms) for g in graphs),
+                cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else []))  # fmt: skip
+            for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
                 entry = host.get((op.name, op.file, op.line))
                 if entry is None:
                     why = self.reasons.get(op.module) if op.kind == "module" else None

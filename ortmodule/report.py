@@ -70,6 +70,7 @@ class GraphEntry:
     forward_ms: float
     backward_ms: float
     host_ms: float
+    cuts: list[str] = field(default_factory=list)  # hooks on submodules, which run between parts of the graph
 
 
 @dataclass
@@ -134,6 +135,7 @@ class Report:
                 f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} backwards "
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
+            lines += [f"    {text}" for text in g.cuts]
             if g.largest:
                 rows = [f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}" for e in g.largest[:_ROWS]]
                 lines.append(f"    at the peak: {'; '.join(rows)}{'; ...' * (len(g.largest) > _ROWS)}")

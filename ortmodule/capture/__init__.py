@@ -7,6 +7,7 @@
     skeleton.py     flattening of arguments and results
     regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
+    cuts.py         submodules with hooks: the graph in parts
 
 Nothing of the user's model is copied: parameters and buffers are graph inputs, named by their fully qualified name.
 """
@@ -17,11 +18,13 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..guard import Place
+from . import cuts
 from .convert import HostOp, convert
 from .export import CaptureError, Exported, capture_error, export_module
 from .functional import Node, Program, View, functionalize
@@ -29,7 +32,7 @@ from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
-__all__ = ["CaptureError", "Captured", "FlatInputs", "HostOp", "InputSpec", "capture", "capture_error", "flatten_inputs"]
+__all__ = ["CaptureError", "Captured", "CutCaptured", "FlatInputs", "HostOp", "InputSpec", "capture", "capture_error", "flatten_inputs"]
 
 
 @dataclass
@@ -72,17 +75,20 @@ class Captured:
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
-            keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = ()) -> Captured:
+            keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = (), cut: tuple[Place, ...] = ()) -> Captured:
     """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they were.
 
     dynamic: sizes of all tensor arguments are symbols, but for `fixed`, pairs of tensor leaf and axis. symbolic_scalars: int and float
     arguments are graph inputs (0-d int64, float64) instead of constants. keep_in_torch: fully qualified names of submodules that stay
-    outside the graph. Grad mode and autocast are the caller's. Raises CaptureError with the innermost submodule, file and line.
+    outside the graph. cut: submodules whose hooks run between parts of it (the result is a CutCaptured). Grad mode and autocast are the
+    caller's. Raises CaptureError with the innermost submodule, file and line.
     """
     started = time.perf_counter()
     exported = export_module(module, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic_scalars, keep_in_torch=keep_in_torch,
-                             fixed=fixed)
+                             fixed=fixed, cut=cut)
     program = functionalize(exported)
+    if exported.table.marks:
+        return _capture_parts(program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started)
     keep_unknown_sizes(program, exported)
     rebuild = _outputs(program, exported)
     try:
@@ -97,6 +103,51 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
         n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars)
+
+
+@dataclass
+class CutCaptured(Captured):
+    """A captured module in parts. captured: per part, None where it computes nothing. inputs: of the whole, the first slots."""
+
+    cut: cuts.Split | None = None
+    captured: list[Captured | None] = field(default_factory=list)
+    interpreters: list[cuts.Interpreter] = field(default_factory=list)
+
+
+def _capture_parts(program: Program, exported: Exported, name: str, flat: FlatInputs, dynamic: bool, symbolic_scalars: bool,
+                   started: float) -> CutCaptured:  # fmt: skip
+    rebuild = _outputs(program, exported)
+    fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
+    try:
+        cut = cuts.split(program, exported)
+    except cuts.CutError as e:
+        raise CaptureError(str(e)) from e
+    captured: list[Captured | None] = []
+    interpreters: list[cuts.Interpreter] = []
+    specs = [InputSpec(s.target or f"input_{s.leaf}", cast(Any, s.kind), s.leaf, s.target, s.tensor if s.kind == "const_attr" else None)
+             for s, _ in program.inputs if s.kind != "constant"]  # fmt: skip
+    for part in cut.parts:
+        p = part.program
+        if part.empty:
+            captured.append(None)
+            interpreters.append(cuts.Interpreter(Program(), exported.table))
+            continue
+        keep_unknown_sizes(p, exported)
+        n_outputs = len(p.outputs)
+        try:
+            onnx_bytes, host_ops, builder = convert(p, exported, name)
+        except UnsupportedError as e:
+            raise CaptureError(str(e)) from e
+        own, index = _inputs(p, builder)
+        captured.append(Captured(
+            onnx=onnx_bytes, inputs=own, n_user_outputs=n_outputs, rebuild=list, passthrough={}, views={}, writes=[index[n] for n, _ in p.writes],
+            host_ops=host_ops, seconds=0.0, n_nodes=len(builder.graph.node), dynamic=dynamic, fits=lambda _: True))  # fmt: skip
+        interpreters.append(cuts.Interpreter(p, exported.table))
+    made = [c for c in captured if c is not None]
+    return CutCaptured(
+        onnx=b"", inputs=specs, n_user_outputs=len(cut.outputs), rebuild=rebuild, passthrough={}, views={}, writes=[],
+        host_ops=[op for c in made for op in c.host_ops], seconds=time.perf_counter() - started, n_nodes=sum(c.n_nodes for c in made),
+        dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars, cut=cut, captured=captured, interpreters=interpreters)
 
 
 def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[Node, int]]:

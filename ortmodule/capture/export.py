@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from ..watch import running
+from ..watch import quiet, running
 from . import opaque
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
@@ -176,7 +176,7 @@ def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
             if registered or t._version != version:  # batch_norm updates its statistics without a new version
-                with torch.no_grad():
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(t):  # a backward may be waiting
                     t.detach().copy_(old)
         for m, attrs in before:
             if m.__dict__.keys() != attrs.keys() or any(m.__dict__[k] is not v for k, v in attrs.items()):
@@ -313,13 +313,15 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
 
 
 def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False,
-                  symbolic_scalars: bool = False, keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = ()) -> Exported:
-    """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic capture."""
+                  symbolic_scalars: bool = False, keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = (),
+                  cut: tuple[Any, ...] = ()) -> Exported:
+    """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic capture. cut: the
+    cuts.Places of hooks."""
     keep = sorted(keep_in_torch)
     with _lock, _quiet(), _keep_random_state():
         try:
             with opaque.table() as table:
-                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed)
+                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut)
         except CaptureError:
             raise
         except Exception as e:
@@ -329,7 +331,7 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
         try:
             with opaque.table() as table:
-                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, ones_are_symbols=False)
+                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, ones_are_symbols=False)
         except Exception:
             raise error from None
 
@@ -361,7 +363,10 @@ def _structure(out: Any) -> Any:
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
-            keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], ones_are_symbols: bool = True) -> Exported:
+            keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], cut: tuple[Any, ...],
+            ones_are_symbols: bool = True) -> Exported:  # fmt: skip
+    from . import cuts
+
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
     leaves: list[Any] = [_example(t) for t in flat.tensors]
@@ -375,7 +380,11 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         constants, inner = list(flat.scalars), fill
         fill = lambda values: inner([*values, *constants])  # noqa: E731
     if keep and not dynamic:
-        with _keep_attributes(module, registered=True):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_keep_attributes(module, registered=True))
+            if cut:
+                stack.enter_context(cuts.silent(module))
+                stack.enter_context(quiet())
             real = [t.detach().clone().requires_grad_(t.requires_grad) for t in flat.tensors]
             inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
             table.recorded, result = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
@@ -387,10 +396,12 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         shapes = {"leaves": tuple(
             ({d: auto for d, size in enumerate(x.shape) if (ones_are_symbols or size != 1) and (i, d) not in fixed} if dynamic else None)
             if isinstance(x, Tensor) else Dim.DYNAMIC if type(x) is int else None for i, x in enumerate(leaves))}
-    with _keep_attributes(module), opaque.keep_functions(), opaque.keep_modules(module, keep), _patched_torch(), _light(), \
-            fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with _keep_attributes(module), opaque.keep_functions(), cuts.marked(module, cut, keep) as rest, opaque.keep_modules(module, rest), \
+            _patched_torch(), _light(), fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)
+    if cut:
+        cuts.check(program, module, table)
     if keep and not dynamic and box["structure"] != _structure(result):
         raise CaptureError(f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns something else")
     return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from .export import CaptureError, Exported, Source, source_of
+from .opaque import CUT
 
 aten = torch.ops.aten
 
@@ -75,6 +76,7 @@ class Program:
         self.views: dict[int, tuple[Node, list[View]]] = {}
         self.writes: list[tuple[Node, Node]] = []
         self.item_of: dict[Any, Node] = {}  # symbol of an item() -> the 0-d tensor it was read from
+        self.flushes: dict[Node, list[tuple[Node, Node]]] = {}  # write-backs that are made before a cut
 
 
 class View(NamedTuple):
@@ -88,11 +90,15 @@ class View(NamedTuple):
 
 
 class _Base:
-    __slots__ = ("node", "version", "input")
+    __slots__ = ("node", "version", "input", "flushed", "held", "kin", "views")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
         self.version = 0
+        self.flushed = 0  # the version that its write-back before a cut has written
+        self.held: Node | None = None  # a hook has seen this value, and may keep the tensor
+        self.kin: set[_Base] = set()  # values that are the same tensor, unless a hook has put another in its place
+        self.views = False
         self.input = node if is_input else None
 
 
@@ -109,6 +115,8 @@ class _V:
         self.item = item
         self.node = node
         self.version = base.version
+        if parent is not None:
+            base.views = True
 
 
 def _is_float(val: Any) -> bool:
@@ -137,6 +145,7 @@ class _Functionalizer:
         self.autocast = exported.autocast
         self.bases: list[_Base] = []
         self.fake_mode: Any = None
+        self.held: list[tuple[Source, _Base]] = []
         self.mutates = any(_writes(n) for g in _graphs(exported.graph_module) for n in g.nodes)
 
     # --- nodes
@@ -206,6 +215,59 @@ class _Functionalizer:
             value.grad = True
         v.base.node = value
         v.base.version += 1
+        if v.base.held is not None or v.base.kin:
+            self.sync(v.base)
+
+    # --- cuts (cuts.py)
+
+    def cut(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+        """Hooks run here. They see the state of now, and may keep, change or edit the tensors that go through."""
+        xs, index = cast("tuple[list[fx.Node], int]", node.args)
+        before, self.grad = self.grad, True  # what was made under no_grad requires no gradient
+        operands = [self.read(env[x]) for x in xs]
+        self.grad = before
+        made = self.flush(self.make(CUT, (operands, index), {}, tuple(node.meta["val"])))
+        items: list[Any] = []
+        for i, t in enumerate(node.meta["val"]):
+            item = self.make(operator.getitem, (made, i), {}, t)
+            base = _Base(item)
+            base.held = item
+            items.append(_V(base, item))
+        env[node] = items
+        called = self.exported.table.marks[index].kind == "call"  # it may return any of its arguments
+        for i, (x, operand) in enumerate(zip(xs, operands, strict=True)):
+            base = env[x].base
+            if env[x].parent is None:
+                base.held = operand
+            kin = {base, *base.kin, *[item.base for item in (items if called else [items[i]])]}
+            for other in kin:
+                other.kin = other.kin | kin
+
+    def flush(self, cut: Node) -> Node:
+        """Write-backs so far are made before this cut; what comes after it reads the tensors again."""
+        self.program.flushes[cut] = []
+        for source, base in self.held:
+            if base.version > base.flushed and source.kind != "constant":
+                assert base.input is not None
+                self.check_unshared(source, [s for s, _ in self.held])
+                self.program.flushes[cut].append((base.input, base.node))
+                base.node = base.input
+                base.version += 1
+                base.flushed = base.version
+        return cut
+
+    def sync(self, base: _Base) -> None:
+        """An edit of what a hook has seen: the tensor that the hook had gets the new value."""
+        if base.held is None or any(b.views for b in base.kin if b is not base):
+            raise CaptureError("an edit in place of what a hook on a submodule has seen, of which there are other views")
+        new, held = base.node, base.held
+        if base.input is not None:
+            base.flushed = base.version
+        from .cuts import sync_mark
+
+        row = sync_mark(self.exported.table, self.grad)
+        made = self.flush(self.make(CUT, ([held, new], row), {}, (held.val,)))
+        base.node = base.held = self.make(operator.getitem, (made, 0), {}, held.val)
 
     def scatter(self, v: _V, new: Node) -> Node:
         """A new value of v's parent in which v is `new`."""
@@ -261,7 +323,7 @@ class _Functionalizer:
         gm = self.exported.graph_module
         env: dict[fx.Node, Any] = {}
         same: dict[int, _V] = {}
-        held: list[tuple[Source, _Base]] = []
+        held = self.held
         for node in gm.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -316,6 +378,8 @@ class _Functionalizer:
             env[node] = val
         elif _name(target) in _SKIP:
             pass
+        elif target is CUT:
+            self.cut(node, env)
         elif not isinstance(val, Tensor) and _name(target) in ("item", "_local_scalar_dense"):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 self.program.item_of[val.node.expr] = self.arg(node.args[0], env)
@@ -465,12 +529,13 @@ class _Functionalizer:
                 p.outputs.append(v)
         self.find_views([x.v if isinstance(x, _Held) else x for x in result], {b.input for s, b in held if s.kind != "constant"})
         for source, base in held:
-            if base.version > 0 and source.kind != "constant":
+            if base.version > base.flushed and source.kind != "constant":
                 assert base.input is not None
                 self.check_unshared(source, [s for s, _ in held])
                 p.writes.append((base.input, base.node))
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
         live += list(p.passthrough.values()) + list(p.item_of.values())
+        live += list(p.flushes) + [n for pairs in p.flushes.values() for pair in pairs for n in pair]
         while live:
             n = live.pop()
             if not n.live:

@@ -60,6 +60,8 @@ class Table:
     rows: list[Row] = field(default_factory=list)
     recorded: dict[str, list[Any]] = field(default_factory=dict)  # fqn of a kept module -> its results, in order of calls
     n_calls: dict[str, int] = field(default_factory=dict)
+    marks: list[Any] = field(default_factory=list)  # cuts.Mark, by the index of its node; open: enters without an exit yet
+    open: list[int] = field(default_factory=list)
 
 
 _tables: list[Table] = []
@@ -73,6 +75,8 @@ def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
 
 torch.library.register_fake("ortmodule_capture::host", _host_fake, lib=_lib)
 HOST = torch.ops.ortmodule_capture.host.default
+_lib.define("cut(Tensor[] xs, int index) -> Tensor[]")  # see cuts.py
+CUT = torch.ops.ortmodule_capture.cut.default
 
 
 def _autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -1,0 +1,580 @@
+"""Cuts: hooks on submodules see live tensors, because the graph ends before them and a new one begins behind them.
+
+while exporting   the hooks of a submodule rest. At the places where its forward pre-hooks and its forward hooks would run, the tensors among
+                  (args, kwargs) or the result pass through a mark, ortmodule_capture::cut(Tensor[] xs, int index) -> Tensor[], which gives
+                  stand-ins of the same kind.
+afterwards        the list of pure nodes is split at the marks into parts. Each part becomes an ONNX graph of its own; what crosses a mark is
+                  an output of one part and an input of others. ../cuts.py runs parts and hooks in turn.
+
+A mark is of a kind:
+  enter, exit     around the forward of a hooked submodule
+  call            a submodule that stays in PyTorch, with hooks on it or inside of it: it is called there, on live tensors
+  sync            a tensor that a hook has seen is edited in place: the new value is copied into it (functional.py puts these)
+
+Invariants: write-backs of buffers are made at the end of the part that computes them, so a hook finds the state that it would find in
+PyTorch, and a later part reads what the hook leaves. What no part can stand for is a CaptureError: then the module runs in PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sympy import sympify
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+
+from ..guard import Place, part_of_forward
+from ..watch import quiet
+from . import opaque
+from .export import CaptureError, Source
+from .functional import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
+from .onnx_build import expr_of, shape_of
+from .opaque import CUT
+from .skeleton import Fill, flatten_inputs, skeleton
+
+if TYPE_CHECKING:
+    from .export import Exported
+
+MOST = 64  # calls of hooked submodules in one forward; more parts than that are not worth having
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_CONE = 64  # nodes computed again in a later part rather than handed over
+
+
+class CutError(opaque.OpaqueError):
+    """The hooks cannot be given what PyTorch would give them; the message is the reason."""
+
+
+@dataclass
+class Mark:
+    """One cut. fill: values of the operands -> what the hooks are given; order: place of every tensor in flatten_inputs' order of that ->
+    operand; grad, autocast: what PyTorch would run the hooks under; partner: index of the exit of an enter. Slots are known after the split."""
+
+    kind: str
+    module: str
+    fill: Fill
+    order: list[int]
+    key: Any = None
+    grad: bool = True
+    autocast: Any = None
+    partner: int = -1
+    meta: Callable[[list[Tensor]], list[Tensor]] | None = None
+    operands: list[int] = field(default_factory=list)
+    results: list[int | None] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """The nodes between two marks. feed: per input of its graph the slot, or the (slot, axis) whose size it is; outputs: slots; cloned: inputs
+    that are edited in place later; drop: slots that nobody needs once this part begins."""
+
+    program: Program
+    feed: list[int | tuple[int, int]] = field(default_factory=list)
+    cloned: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not self.outputs and not self.program.writes
+
+
+# --- marks ----------------------------------------------------------------------------------------
+
+
+def _fake(xs: list[Tensor], index: int) -> list[Tensor]:
+    meta = opaque._tables[-1].marks[index].meta
+    return [torch.empty_like(x) for x in (xs if meta is None else meta(xs))]
+
+
+torch.library.register_fake("ortmodule_capture::cut", _fake, lib=opaque._lib)
+# What leaves a mark requires a gradient when what entered it did: forward may ask.
+torch.library.register_autograd("ortmodule_capture::cut", lambda ctx, grads: (grads, None), lib=opaque._lib)
+torch.fx.node.has_side_effect(CUT)
+
+
+def _leaves(x: Any, share: bool) -> tuple[list[Tensor], Fill, list[int], Any]:
+    """Tensors of an object, leaves -> an equal object, which tensor stands at every place, structure key. share: one leaf for a tensor
+    that is met twice."""
+    tensors: list[Tensor] = []
+    seen: dict[int, int] = {}
+
+    def leaf(t: Any) -> int | None:
+        if isinstance(t, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CutError("a size is handed to a hooked submodule or returned by it")
+        if not isinstance(t, Tensor):
+            return None
+        if share and id(t) in seen:
+            return seen[id(t)]
+        seen[id(t)] = len(tensors)
+        tensors.append(t)
+        return len(tensors) - 1
+
+    fill = skeleton(x, leaf, share=share)
+    flat = flatten_inputs((x,), {})
+    order = [seen.get(id(t), -1) for t in flat.tensors] if share else list(range(len(tensors)))
+    if -1 in order or len(order) != len(flat.tensors):
+        raise CutError("a hooked submodule takes or returns tensors inside of an object that cannot be rebuilt")
+    return tensors, fill, order, flat.key
+
+
+def _add(mark: Mark, tensors: list[Tensor]) -> list[Tensor]:
+    table = opaque._tables[-1]
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise CutError("hooks run inside of a checkpoint, and again when it is computed again")
+        frame = frame.f_back
+    if sum(m.kind in ("enter", "call") for m in table.marks) >= MOST:
+        raise CaptureError(f"submodules with hooks are called more than {MOST} times: that many cuts would cost more than the engine gains")
+    table.marks.append(mark)
+    outs: list[Tensor] = CUT(tensors or [torch.zeros(())], len(table.marks) - 1)
+    return outs
+
+
+def _enter(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    table = opaque._tables[-1]
+    tensors, fill, order, key = _leaves((args, kwargs), not place.apart)
+    index = len(table.marks)
+    outs = _add(Mark("enter", place.name, fill, order, key, torch.is_grad_enabled(), opaque._autocast_state()), tensors)
+    table.open.append(index)
+    result: tuple[Any, Any] = fill(outs)
+    return result
+
+
+def _exit(place: Place, out: Any) -> Any:
+    table = opaque._tables[-1]
+    if not table.open or table.marks[table.open[-1]].module != place.name:
+        raise CutError(f"an error inside of {place.name} is caught by the code around it")
+    table.marks[table.open.pop()].partner = len(table.marks)
+    tensors, fill, order, key = _leaves(out, not place.apart)
+    return fill(_add(Mark("exit", place.name, fill, order, key), tensors))
+
+
+def _call(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A kept submodule: the results' kinds are recorded ones, or those of a run on fake tensors."""
+    table = opaque._tables[-1]
+    tensors, fill, order, _ = _leaves((args, kwargs), True)
+    autocast = opaque._autocast_state()
+    turn = table.n_calls.get(fqn, 0)
+    table.n_calls[fqn] = turn + 1
+    back: dict[str, Any] = {}
+
+    def meta(xs: list[Tensor]) -> list[Tensor]:
+        recorded = table.recorded.get(fqn)
+        if recorded is not None:
+            out = recorded[turn]
+        else:
+            a, k = fill(xs)
+            with torch.no_grad(), autocast(), silent(module), quiet():
+                out = forward(*a, **k)
+        real, back["fill"], mark.order, mark.key = _leaves(out, True)
+        return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
+
+    mark = Mark("call", fqn, fill, order, None, torch.is_grad_enabled(), autocast, meta=meta)
+    outs = _add(mark, tensors)
+    return back["fill"](outs)
+
+
+def sync_mark(table: opaque.Table, grad: bool) -> int:
+    """The row of a mark where a tensor gets the value that an edit in place has given it."""
+    table.marks.append(Mark("sync", "", lambda leaves: leaves, [], grad=grad))
+    return len(table.marks) - 1
+
+
+# --- modules while they are traced ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent(root: nn.Module) -> Iterator[None]:
+    """No hook of a submodule fires, but for those that are part of the forward."""
+    undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for m in root.modules():
+        hooks = {name: m.__dict__[name] for name in opaque._HOOKS if m.__dict__.get(name)}
+        if hooks:
+            undo.append((m.__dict__, hooks))
+            m.__dict__.update({name: OrderedDict((k, f) for k, f in own.items() if part_of_forward(f)) for name, own in hooks.items()})
+    try:
+        yield
+    finally:
+        for d, hooks in undo:
+            d.update(hooks)
+
+
+@contextlib.contextmanager
+def marked(root: nn.Module, places: tuple[Place, ...], keep: list[str]) -> Iterator[list[str]]:
+    """Marks in the place of hooks. Gives the kept submodules that have none, which are somebody else's to keep."""
+    live = {k for k in keep if any(p.name == k or p.name.startswith(k + ".") for p in places)}
+    undo: list[tuple[dict[str, Any], dict[str, Any], Any]] = []
+    none = object()
+    with silent(root) if places else contextlib.nullcontext():
+        try:
+            for place in places:
+                if any(place.name == k or place.name.startswith(k + ".") for k in keep):
+                    continue
+                m = root.get_submodule(place.name)
+                d = m.__dict__
+                undo.append((d, {name: d[name] for name in opaque._HOOKS if name in d}, none))
+
+                def enter(_m: Any, args: Any, kwargs: Any, place: Place = place) -> Any:
+                    return _enter(place, args, kwargs)
+
+                def leave(_m: Any, _args: Any, out: Any, place: Place = place) -> Any:
+                    return _exit(place, out)
+
+                after, own = d["_forward_hooks"], [("cut", leave)]  # silent: after are those that are part of the forward
+                d.update(_forward_pre_hooks=OrderedDict([("cut", enter), *d["_forward_pre_hooks"].items()]),
+                         _forward_pre_hooks_with_kwargs={**d["_forward_pre_hooks_with_kwargs"], "cut": True},
+                         _forward_hooks=OrderedDict([*own, *after.items()] if place.early else [*after.items(), *own]))  # fmt: skip
+            for fqn in live:
+                m = root.get_submodule(fqn)
+                d = m.__dict__
+                undo.append((d, {}, d.get("forward", none)))
+
+                def call(*args: Any, _fqn: str = fqn, _m: nn.Module = m, _forward: Any = m.forward, **kwargs: Any) -> Any:
+                    return _call(_fqn, _m, _forward, args, kwargs)
+
+                d["forward"] = call
+            yield [k for k in keep if k not in live]
+        finally:
+            for d, hooks, forward in reversed(undo):
+                d.update(hooks)
+                if hooks:
+                    continue
+                if forward is none:
+                    d.pop("forward", None)
+                else:
+                    d["forward"] = forward
+
+
+def check(program: Any, module: nn.Module, table: opaque.Table) -> None:
+    """What hooks leave behind is not among what the trace took for a constant, and every call has an end."""
+    known = {id(t) for m in module.modules() for t in m.__dict__.values() if isinstance(t, Tensor)}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            t = program.constants[spec.target]
+            users = [n for p in program.graph.nodes if p.name == spec.arg.name for n in p.users]
+            if id(t) not in known and any(n.target is not torch.ops.aten.lift_fresh_copy.default for n in users):
+                raise CaptureError("forward reads a tensor that is no attribute of a module: hooks on submodules may have put it there, and so "
+                                   "take part in what forward returns")  # fmt: skip
+    if table.open:
+        raise CaptureError(f"an error inside of {table.marks[table.open[-1]].module} is caught by the code around it")
+
+
+# --- splitting ------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """parts[k] ends at marks[k]. n_slots: values in a run: first those of program.inputs but constants, in their order; outputs: slots."""
+
+    parts: list[Part]
+    marks: list[Mark]
+    n_slots: int
+    outputs: list[int]
+
+
+def split(program: Program, exported: Exported) -> Split:
+    """Cuts a program at its marks. Raises CutError."""
+    table = exported.table
+    order = {"user": 0, "param": 1, "buffer": 2, "const_attr": 2, "constant": 3}
+    program.inputs.sort(key=lambda s: (order[s[0].kind], s[0].leaf))
+    source_of = {n: s for s, n in program.inputs}
+    slot: dict[Node, int] = {}
+    for s, n in program.inputs:
+        if s.kind != "constant":
+            slot[n] = len(slot)
+    seen = {i for n in program.nodes if n.target is CUT for i in n.args[0] if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
+    groups: list[list[Node]] = [[]]
+    cuts: list[Node] = []
+    end = Node(CUT, ([], -1), {}, (), ("", "", 0))
+    for n in [*program.nodes, end]:
+        if n.target is CUT:
+            levels = _levels(groups.pop(), seen)
+            groups += [*levels, []]
+            cuts += [*[Node(CUT, ([], -1), {}, (), ("", "", 0)) for _ in levels[1:]], n]
+        elif not (n.target is operator.getitem and n.args[0].target is CUT):
+            groups[-1].append(n)
+    groups.pop(), cuts.pop()  # there is no part behind the end
+    at = {n: k for k, group in enumerate(groups) for n in group}
+    marks: list[Mark] = []
+    for k, cut in enumerate(cuts):
+        mark = table.marks[cut.args[1]] if cut.args[1] >= 0 else Mark("between", "", lambda leaves: leaves, [])
+        if mark.kind == "enter" and mark.partner < 0:
+            raise CutError(f"an error inside of {mark.module} is caught by the code around it")
+        marks.append(mark)
+        for n in program.nodes:
+            if n.target is operator.getitem and n.args[0] is cut:
+                slot[n] = len(slot)
+                at[n] = k + 1
+    position = {id(m): k for k, m in enumerate(marks)}
+    for mark in marks:
+        if mark.kind == "enter":
+            mark.partner = position[id(table.marks[mark.partner])]
+
+    results = [program.passthrough.get(i, out) for i, out in enumerate(program.outputs)]
+    again = _Cones(program, source_of)
+    parts: list[Part] = []
+    last: dict[Node, int] = {}
+    wanted: list[list[Node]] = [[] for _ in groups]  # outputs of parts
+
+    def need(n: Node, k: int) -> None:
+        """n is read by part k from outside, or by mark k."""
+        last[n] = max(last.get(n, -1), k)
+        if n not in slot:
+            if n not in at:
+                raise CutError("a constant of forward goes through a hook")
+            slot[n] = len(slot)
+            wanted[at[n]].append(n)
+
+    for k, group in enumerate(groups):
+        p = Program()
+        copies: dict[Node, None] = {}
+        for n in group:
+            for i in n.inputs():
+                if i.target != INPUT and i in at and at[i] < k and (cone := again.cone(i)) is not None:
+                    copies.update(dict.fromkeys(cone))
+        rank = again.rank
+        p.nodes = [*sorted(copies, key=rank.__getitem__), *group]
+        inside = set(p.nodes)
+        flush = list(program.flushes.get(cuts[k], []) if k < len(cuts) else program.writes)
+        for number, (target, new) in enumerate(flush):
+            if new not in inside:
+                copy = Node(torch.ops.aten.clone.default, (new,), {}, new.val, new.src, new.grad)
+                p.nodes.append(copy)
+                inside.add(copy)
+                flush[number] = (target, copy)
+        outside: dict[Node, None] = {}
+        for n in p.nodes:
+            outside.update(dict.fromkeys(i for i in n.inputs() if i not in inside))
+        numbers = [out for out in results if not isinstance(out, Node)] if k == len(cuts) else []
+        for s in (_of_nodes(p.nodes) | _symbols(numbers)) & program.item_of.keys():  # numbers read from tensors
+            p.item_of[s] = program.item_of[s]
+            if p.item_of[s] not in inside:
+                outside[p.item_of[s]] = None
+        for target, _ in flush:
+            outside[target] = None
+        for n in outside:
+            if n not in source_of or source_of[n].kind != "constant":
+                need(n, k)
+        p.inputs = [(source_of.get(n) or Source("user"), n) for n in outside]
+        p.writes = flush
+        parts.append(Part(p))
+        if k < len(cuts):
+            operands = [i for i in cuts[k].args[0] if isinstance(i, Node)]
+            for i in operands:
+                if marks[k].order or marks[k].kind in ("sync", "call"):
+                    need(i, k)
+    for out in results:
+        if isinstance(out, Node):
+            need(out, len(groups))
+
+    outputs = [slot[out] if isinstance(out, Node) else -1 for out in results]
+    n_slots = len(slot)
+    for place, out in enumerate(results):
+        if not isinstance(out, Node):  # a size or number: the last part computes it
+            outputs[place] = n_slots
+            n_slots += 1
+    for k, mark in enumerate(marks):
+        mark.operands = [slot[i] for i in cuts[k].args[0] if i in slot]
+        found = {n.args[1]: slot[n] for n in slot if n.target is operator.getitem and n.args[0] is cuts[k]}
+        n_results = max([*found, *mark.order, 0]) + 1
+        mark.results = [found.get(i) for i in range(n_results)]
+    edited = {marks[k].operands[0] for k in range(len(marks)) if marks[k].kind == "sync"}
+    for m in reversed(marks):
+        if m.kind in ("enter", "exit"):
+            edited |= {s for s, i in zip(m.operands, m.results, strict=False) if i in edited}
+    for k, part in enumerate(parts):
+        p = part.program
+        p.outputs = [n for n in wanted[k]]
+        part.outputs = [slot[n] for n in p.outputs]
+        if k == len(parts) - 1:
+            rest = [(i, out) for i, out in enumerate(results) if not isinstance(out, Node)]
+            p.outputs += [out for _, out in rest]
+            part.outputs += [outputs[i] for i, _ in rest]
+        _sizes(p, program, slot)
+        leaves = 0
+        named: list[tuple[Source, Node]] = []
+        for s, n in p.inputs:
+            if s.kind == "user":
+                s, leaves = Source("user", leaf=leaves), leaves + 1
+            named.append((s, n))
+        p.inputs = named
+        ordered = sorted(named, key=lambda s: (order[s[0].kind], s[0].leaf))
+        part.feed = [n.args[0] if n not in slot else slot[n] for s, n in ordered if s.kind != "constant"]
+        part.cloned = [i for i, f in enumerate(part.feed) if f in edited and not any(slot.get(t) == f for t, _ in p.writes)]
+        part.drop = [slot[n] for n, until in last.items() if until == k - 1 and slot[n] >= len(source_of)]
+    return Split(parts, marks, n_slots, outputs)
+
+
+def _levels(group: list[Node], seen: set[Node]) -> list[list[Node]]:
+    """What is computed from a value that a hook sees is a part behind it, so that gradients go through that value."""
+    level: dict[Node, int] = {}
+    for n in group:
+        level[n] = max((level[i] + (i in seen) for i in n.inputs() if i in level), default=0)
+    return [[n for n in group if level[n] == k] for k in range(max(level.values(), default=0) + 1)]
+
+
+class _Cones:
+    """Values that depend on nothing that is trained or changed (masks, positions): a later part computes them again, so that the engine
+    sees what they are."""
+
+    def __init__(self, program: Program, source_of: dict[Node, Any]) -> None:
+        self.rank = {n: i for i, n in enumerate(program.nodes)}
+        self.source_of = source_of
+        self.written = {n for n, _ in program.writes} | {n for f in program.flushes.values() for n, _ in f}
+        self.known: dict[Node, list[Node] | None] = {}
+
+    def cone(self, n: Node) -> list[Node] | None:
+        if n not in self.known:
+            self.known[n] = None
+            self.known[n] = self._cone(n)
+        return self.known[n]
+
+    def _cone(self, n: Node) -> list[Node] | None:
+        if n.target is opaque.HOST or n.target is CUT or isinstance(n.target, torch._ops.OpOverload) and (
+                torch.Tag.nondeterministic_seeded in n.target.tags or n.target.namespace != "aten"):  # fmt: skip
+            return None
+        found: dict[Node, None] = {}
+        for i in n.inputs():
+            if i.target == INPUT:
+                source = self.source_of[i]
+                if source.kind == "constant":
+                    continue
+                if source.kind != "user" or i in self.written or not isinstance(i.val, Tensor) or i.val.dtype.is_floating_point:
+                    return None
+                continue
+            inner = self.cone(i)
+            if inner is None:
+                return None
+            found.update(dict.fromkeys(inner))
+        found[n] = None
+        return list(found) if len(found) <= _CONE else None
+
+
+def _symbols(x: Any) -> set[Any]:
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_symbols(x))
+    if isinstance(x, Tensor):
+        return {s for d in x.shape if isinstance(d, torch.SymInt) for s in free_symbols(d)}
+    if isinstance(x, (list, tuple)):
+        return {s for y in x for s in _symbols(y)}
+    return set()
+
+
+def _of_nodes(nodes: list[Node]) -> set[Any]:
+    return {s for n in nodes for s in _symbols(n.val) | _symbols(n.args) | _symbols(tuple(n.kwargs.values()))}
+
+
+def _sizes(p: Program, program: Program, slot: dict[Node, int]) -> None:
+    """Sizes that the part's inputs do not show become inputs of it."""
+    needed = _of_nodes(p.nodes)
+    needed |= {s for out in p.outputs for s in _symbols(out.val if isinstance(out, Node) else out)}
+    for _, n in p.inputs:
+        needed |= _symbols(n.val)
+    known = {d for _, n in p.inputs if isinstance(n.val, Tensor) for d in shape_of(n.val) if getattr(d, "is_Symbol", False)}
+    known |= {expr_of(n.val) for _, n in p.inputs if not isinstance(n.val, Tensor)}
+    for s in sorted(needed - known - p.item_of.keys(), key=str):
+        if free_unbacked_symbols(s):  # that of x[mask]: regions.py keeps what has it
+            continue
+        for source, n in program.inputs:
+            if source.kind != "user":
+                continue
+            if not isinstance(n.val, Tensor):
+                if expr_of(n.val) == s:
+                    p.inputs.append((Source("user"), n))
+                    break
+                continue
+            axis = next((a for a, d in enumerate(shape_of(n.val)) if d == s), None)
+            if axis is not None:
+                p.inputs.append((Source("user"), Node(INPUT, ((slot[n], axis),), {}, n.val.shape[axis], ("", "", 0))))
+                break
+        else:
+            raise CutError(f"a size ({s}) that no argument tells, in a module with hooks on submodules")
+
+
+# --- a part in PyTorch ----------------------------------------------------------------------------
+
+
+class _Through(torch.autograd.Function):
+    """A new value with the gradient of the old one."""
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, _old: Tensor) -> Tensor:
+        return new.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0]
+
+
+def _batch_norm(x: Tensor, w: Any, b: Any, mean: Tensor, var: Tensor, _training: bool, momentum: float, eps: float, *_: Any) -> Any:
+    mean, var = mean.detach().clone(), var.detach().clone()
+    return torch.nn.functional.batch_norm(x, mean, var, w, b, True, momentum, eps), mean, var
+
+
+class Interpreter:
+    """A part, operation by operation in PyTorch: when its gradients are to be differentiated, and when the engine turns its tensors down."""
+
+    def __init__(self, program: Program, table: opaque.Table) -> None:
+        inputs = [n for s, n in program.inputs if s.kind != "constant"]
+        self.inputs = inputs  # in the order of the graph: the converter has sorted them
+        self.constants = {n: s.tensor for s, n in program.inputs if s.kind == "constant"}
+        self.steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in program.nodes]
+        self.outputs = list(program.outputs)
+        self.writes = list(program.writes)
+        self.item_of = dict(program.item_of)
+        self.rows = table.rows
+        self.low = torch.get_autocast_dtype("cpu")
+
+    def run(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """-> outputs, new values of what is written."""
+        value: dict[Node, Any] = {**self.constants, **dict(zip(self.inputs, tensors, strict=True))}
+        size: dict[Any, Any] = {}
+        for n, t in zip(self.inputs, tensors, strict=True):
+            if isinstance(n.val, Tensor):
+                size.update((d, got) for d, got in zip(shape_of(n.val), t.shape, strict=True) if getattr(d, "is_Symbol", False))
+            else:
+                size[expr_of(n.val)] = t.item()
+
+        def of(a: Any) -> Any:
+            if isinstance(a, Node):
+                return value[a]
+            if isinstance(a, (torch.SymInt, torch.SymFloat)):
+                e = sympify(a.node.expr)
+                size.update((s, value[self.item_of[s]].item()) for s in e.free_symbols if s not in size and s in self.item_of)
+                r = e.subs(size)
+                return int(r) if r.is_integer else float(r)
+            return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        for n, target, args, kwargs, grad, autocast, val in self.steps:
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()), torch.autocast("cpu", dtype=self.low, enabled=autocast):
+                if target is opaque.HOST:
+                    made: Any = self.rows[args[1]].call([of(x) for x in args[0]])
+                    value[n] = (made,) if isinstance(made, Tensor) else made
+                elif isinstance(target, str):
+                    value[n] = self.named(target, of(list(val.shape)) if isinstance(val, Tensor) else [], [of(a) for a in args])
+                    if isinstance(val, Tensor):
+                        value[n] = value[n].to(val.dtype)
+                else:
+                    value[n] = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
+        outputs = [value[n] if isinstance(n, Node) else torch.tensor(of(n)) for n in self.outputs]
+        return outputs, [value[new] for _, new in self.writes]
+
+    def named(self, target: str, shape: list[int], args: list[Any]) -> Any:
+        if target == STOP:
+            return args[0].detach()
+        if target == THROUGH:
+            return _Through.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+        if target == BATCH_NORM:
+            return _batch_norm(*args)
+        if target == "reshape_to":
+            return args[-1].reshape(shape)
+        assert target in (COPY, FILL), target
+        return args[0].expand(shape).clone() if isinstance(args[0], Tensor) else torch.full(shape, args[0])
