@@ -622,7 +622,7 @@ class Watch:
         elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
             if t.__module__.partition(".")[0] not in _STATELESS:
                 self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
-        elif t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview:
+        elif (t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview) and not hasattr(t, "__get__"):
             self._problem(token, f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared")
 
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
