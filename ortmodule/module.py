@@ -438,6 +438,9 @@ class State:
                     written = sorted(w for w in seen.writes if not _inside(w[0], keep))
                     if not written:
                         problems = [p for p in seen.problems if not _inside(p.module, keep)]
+                        # What a kept module assigns and the code around it reads is of this call: they stay together.
+                        problems += [watch.Problem(k.rpartition(".")[0], f"reads {where}.{name}, which a module kept in PyTorch assigns", "", 0)
+                                     for where, name in sorted(seen.quiet_writes & seen.reads) for k in keep if _inside(where, {k})]
                         if not problems:
                             break
                         whole = next((p for p in problems if not p.module), problems[0])

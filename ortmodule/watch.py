@@ -58,9 +58,11 @@ _BYTES = 1 << 20  # of an array
 _REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo", os.path.join("fx", "experimental")))
+_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo",
+                                                      os.path.join("fx", "experimental")))  # fmt: skip
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
-_SITE = tuple({os.path.dirname(os.path.dirname(_TORCH_DIR)) + os.sep, sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep, os.path.join(_STD_DIR, "site-packages") + os.sep})
+_SITE = tuple({path + os.sep for path in (os.path.dirname(os.path.dirname(_TORCH_DIR)), sysconfig.get_path("purelib"),
+                                          sysconfig.get_path("platlib"), os.path.join(_STD_DIR, "site-packages"))})  # fmt: skip
 _lock = threading.RLock()
 _current: Watch | None = None
 
@@ -620,7 +622,7 @@ class Watch:
         elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
             if t.__module__.partition(".")[0] not in _STATELESS:
                 self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
-        elif t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview:
+        elif (t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview) and not hasattr(t, "__get__"):
             self._problem(token, f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared")
 
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
@@ -1059,7 +1061,9 @@ def _once(frame: types.FrameType | None) -> bool:
 def _hashable(x: Any) -> Any:
     if isinstance(x, dict):
         return ("dict", tuple((k, _hashable(v)) for k, v in x.items()))
-    return ("array", x.dtype.str, x.tobytes()) if hasattr(x, "tobytes") and hasattr(x, "dtype") and getattr(x, "ndim", 0) else x
+    if hasattr(x, "tobytes") and hasattr(x, "dtype") and x.shape:
+        return ("array", x.dtype.str, x.tobytes())
+    return x
 
 
 def _from_hashable(x: Any) -> Any:

@@ -603,3 +603,60 @@ def test_a_wrapped_module_is_freed() -> None:
     del ours
     gc.collect()
     assert ref() is None
+
+
+class Gate(nn.Module):
+    """Draws a number and leaves a value beside its result, as mixtures of experts do with their auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+        self.extra: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) * random.random()
+        self.extra = h.square().mean()
+        return h
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x) + self.gate.extra
+
+
+def test_an_attribute_that_a_kept_module_assigns_is_read_around_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), Block(), nn.Linear(5, 5, dtype=torch.float64))
+    ours, eager = ORTModule(copy.deepcopy(model)), model
+    for i in range(4):
+        random.seed(i)
+        want = step(eager, X)
+        random.seed(i)
+        same(step(ours, X), want)
+        torch.testing.assert_close(ours[1].gate.extra, eager[1].gate.extra)
+    assert [h.module for h in ours.report().host] == ["1"], str(ours.report())
+
+
+def test_whisper_spec_augment_follows_numpy() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, dropout=0.0, num_mel_bins=8, max_source_positions=20, max_target_positions=20, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=4, mask_time_min_masks=2,
+        init_std=0.5)  # fmt: skip
+    torch.manual_seed(0)
+    eager = transformers.WhisperForConditionalGeneration(config).double().train()
+    ours = ORTModule(copy.deepcopy(eager))
+    batch = {"input_features": torch.randn(2, 8, 40, dtype=torch.float64), "labels": torch.randint(3, 50, (2, 5))}
+    losses = []
+    for seed in range(3):
+        for m in (eager, ours):
+            np.random.seed(seed)
+            losses.append(m(**batch).loss)
+    torch.testing.assert_close(losses[1::2], losses[::2], rtol=1e-10, atol=1e-10)
+    assert float((losses[0] - losses[2]).detach().abs()) > 1e-4
+    assert any("numpy.random" in h.reason for h in ours.report().host), str(ours.report())

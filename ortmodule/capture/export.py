@@ -349,7 +349,8 @@ def _contents(x: Any, depth: int = 0) -> Any:
         return [_contents(y, depth + 1) for y in x]
     if isinstance(x, dict):
         return [(k, _contents(y, depth + 1)) for k, y in dict.items(x)]
-    if isinstance(x, (Tensor, nn.Module, type)) or type(x).__module__.partition(".")[0] in ("torch", "builtins", "types") or not hasattr(x, "__dict__"):
+    library = type(x).__module__.partition(".")[0] in ("torch", "builtins", "types")
+    if library or isinstance(x, (Tensor, nn.Module, type)) or not hasattr(x, "__dict__"):
         return id(x)
     return [(k, _contents(y, depth + 1)) for k, y in vars(x).items()]
 
