@@ -426,6 +426,8 @@ class State:
             raise _Skip("called while another module is captured")
         keep = set(entry.keep)
         self.local.capturing = True
+        first: tuple[bytes, watch.Watch] | None = None  # a capture whose forward assigned numbers to attributes of objects
+        undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.body)
@@ -441,8 +443,24 @@ class State:
                         # What a kept module assigns and the code around it reads is of this call: they stay together.
                         problems += [watch.Problem(k.rpartition(".")[0], f"reads {where}.{name}, which a module kept in PyTorch assigns", "", 0)
                                      for where, name in sorted(seen.quiet_writes & seen.reads) for k in keep if _inside(where, {k})]
-                        if not problems:
+                        if not problems and not seen.assigns and (first is None or captured.onnx == first[0]):
+                            undo = []
                             break
+                        if not problems and first is None:
+                            # Assigned as forward would have done. If that makes no difference to a second capture, it holds for this call too.
+                            first = captured.onnx, seen
+                            undo = [(own, dict(own)) for own, _ in seen.assigns]
+                            for own, new in seen.assigns:
+                                own.update(new)
+                            continue
+                        if not problems:
+                            entry.writes_seen += 1
+                            if not seen.assigns and entry.writes_seen <= 2 and not self.settings.strict:
+                                raise _Skip("forward assigns attributes of an object that it reads")
+                            assert first is not None
+                            problems = (seen if seen.assigns else first[1]).assigned()
+                        _restore(undo)
+                        undo, first = [], None
                         whole = next((p for p in problems if not p.module), problems[0])
                         if self.settings.strict or not whole.module:
                             raise CaptureError(whole.reason, whole.module, whole.file, whole.line)
@@ -470,6 +488,7 @@ class State:
                 raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
         finally:
             self.local.capturing = False
+            _restore(undo)
         for op in captured.host_ops if self.settings.strict else ():
             if op.kind == "module" or self.settings.strict == "engine":
                 raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
@@ -733,6 +752,12 @@ class _Stderr:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _restore(undo: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for own, old in undo:
+        own.clear()
+        own.update(old)
 
 
 def _inside(name: str, keep: Collection[str]) -> bool:
