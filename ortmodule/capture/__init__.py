@@ -145,7 +145,7 @@ def _capture_parts(program: Program, exported: Exported, name: str, flat: FlatIn
         interpreters.append(cuts.Interpreter(p, exported.table))
     made = [c for c in captured if c is not None]
     return CutCaptured(
-        onnx=b"", inputs=specs, n_user_outputs=len(cut.outputs), rebuild=rebuild, passthrough={}, views={}, writes=[],
+        onnx=b"".join(c.onnx for c in made), inputs=specs, n_user_outputs=len(cut.outputs), rebuild=rebuild, passthrough={}, views={}, writes=[],
         host_ops=[op for c in made for op in c.host_ops], seconds=time.perf_counter() - started, n_nodes=sum(c.n_nodes for c in made),
         dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars, cut=cut, captured=captured, interpreters=interpreters)
 
