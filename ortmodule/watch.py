@@ -813,9 +813,10 @@ class Watch:
                     row = (ITEM, data, raw, data[raw]) if raw in data else (NO_ITEM, data, raw, None)
                     self._row(row, f"environment variable {key}")
         elif special == "log":
-            if _first_user(frame) is not None and not _once(frame):
-                at = _first_user(frame)
-                assert at is not None
+            at: types.FrameType | None = frame
+            while at is not None and f"{os.sep}logging{os.sep}" in at.f_code.co_filename:
+                at = at.f_back
+            if at is not None and not _is_library(at.f_code.co_filename) and not _once(frame):  # not what torch logs of itself
                 self.says.setdefault((at.f_code.co_filename, at.f_lineno), "logs")
         elif user is not None:
             self._problem_at(where, special.format(code.co_name), user)
