@@ -24,7 +24,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,14 +114,15 @@ class _Site:
 
     __slots__ = ("bound", "captured", "entry", "fast", "fill", "other", "params", "params_grad", "refs", "structure", "wanted_bound")
 
-    def __init__(self, entry: _Entry, fast: Hashable, own: guard.Guard) -> None:
+    def __init__(self, entry: _Entry, fast: Hashable, own: guard.Guard, like: _Site | None = None) -> None:
+        """like: the site before forward assigned new tensors to buffers."""
         self.entry = entry
         self.other: _Site | None = None
         self.fast = fast
-        self.structure = own.structure()
-        self.refs = own.refs()
+        self.structure = own.structure() if like is None else like.structure
+        self.refs = own.refs() if like is None else like.refs
         self.params = own.params
-        self.params_grad = [p.requires_grad for p in own.params]
+        self.params_grad = [p.requires_grad for p in own.params] if like is None else like.params_grad
         self.captured: _Captured | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
         self.wanted_bound: tuple[bool, ...] = ()
@@ -226,6 +227,8 @@ class State:
         given = flat.tensors
         if captured.symbolic and flat.scalars:
             given = given + [torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in flat.scalars]
+        if graph.captured.rebinds:
+            site = self.rebind(site, captured)
         tensors = [given[i] for i in graph.leaves]
         wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
         tensors += site.bound
@@ -243,6 +246,23 @@ class State:
             return self.call(args, kwargs)
         except Failed as error:
             return self.failed(site.entry, error, args, kwargs)
+
+    def rebind(self, site: _Site, captured: _Captured) -> _Site:
+        """Gives the buffers to which forward assigns new tensors one each, for the graph to write into. What was there keeps its values."""
+        with self.lock:
+            key: Any = next((k for k, s in self.sites.items() if s is site), None)
+            for i in captured.graph.captured.rebinds:
+                owner, _, name = captured.graph.captured.inputs[i].target.rpartition(".")
+                buffers = self.module.get_submodule(owner)._buffers
+                buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
+            now = self.guard.fast()
+            fresh = _Site(site.entry, now, self.guard, site)  # what is new is in fresh.bound
+            fresh.fill, fresh.other = site.fill, site.other
+            self.bind(fresh, captured)
+            if key is not None:
+                del self.sites[key]
+                self.sites[(now, *key[1:])] = fresh
+            return fresh
 
     def play(self, site: _Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
         """A call with hooks on submodules, which may change the module."""

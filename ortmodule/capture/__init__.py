@@ -56,7 +56,8 @@ class Captured:
     a fresh object each time. passthrough: output index -> graph input index where an output is that input itself.
     writes: graph input index per write-back; write-backs follow the user outputs. host_ops: rows for nodes with `host_index`.
     fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this graph. fixed_scalars: int/float leaves whose
-    value the graph depends on (all of them unless captured with symbolic_scalars).
+    value the graph depends on (all of them unless captured with symbolic_scalars). rebinds: graph inputs that are buffers to which forward
+    assigns new tensors; the graph writes into them.
     """
 
     onnx: bytes
@@ -72,6 +73,7 @@ class Captured:
     dynamic: bool
     fits: Callable[[FlatInputs], bool]
     fixed_scalars: list[int] = field(default_factory=list)
+    rebinds: list[int] = field(default_factory=list)
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
@@ -88,6 +90,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
                              fixed=fixed, cut=cut)
     program = functionalize(exported)
     if exported.table.marks:
+        if exported.rebinds:
+            raise CaptureError(f"forward assigns to the buffer {exported.rebinds[0]} while submodules have hooks")
         return _capture_parts(program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started)
     keep_unknown_sizes(program, exported)
     rebuild = _outputs(program, exported)
@@ -102,7 +106,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
-        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars)
+        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars,
+        rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds])
 
 
 @dataclass

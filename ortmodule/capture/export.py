@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,7 @@ class Source:
 @dataclass
 class Exported:
     """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order; rebuild: from
-    values of the slots. n_scalars: int/float leaves that became inputs."""
+    values of the slots. rebinds: buffers to which forward assigns a new tensor."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -80,6 +80,7 @@ class Exported:
     ranges: dict[Any, tuple[int, int]]
     guards: list[Any]
     leaves: list[Any] = field(default_factory=list)
+    rebinds: list[str] = field(default_factory=list)
 
 
 class _Wrapper(nn.Module):
@@ -104,7 +105,7 @@ class _Wrapper(nn.Module):
             out = self.m(*args, **kwargs)
         if _contents((args, kwargs)) != given:
             raise CaptureError("forward edits a container or object among its arguments")
-        _write_assigned(before)
+        self._box["rebinds"] = _write_assigned(before, [x for x in leaves if isinstance(x, Tensor)])
         flat: list[Any] = []
         slot: dict[int, int] = {}
 
@@ -125,9 +126,13 @@ class _Wrapper(nn.Module):
         return tuple(flat)
 
 
-def _write_assigned(modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]]) -> None:
-    """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would lose it."""
+def _write_assigned(modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]], given: list[Tensor]) -> list[str]:
+    """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would lose it. -> names of
+    those buffers: before every run they get a tensor of their own, so that who holds the old one keeps the old values."""
     writes: list[tuple[Tensor, Tensor]] = []
+    names: list[str] = []
+    owners = Counter(id(b) for _, _, before, _ in modules for b in before.values() if b is not None)
+    memory = {x.untyped_storage()._cdata for x in given}
     for fqn, module, before, params in modules:
         for name in {**before, **module._buffers}:
             old, new = before.get(name), module._buffers.get(name)
@@ -135,12 +140,18 @@ def _write_assigned(modules: list[tuple[str, nn.Module, dict[str, Tensor | None]
                 continue
             if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype or new.requires_grad:
                 raise CaptureError(f"forward assigns another kind of tensor to the buffer self.{name}", fqn)
+            if new.untyped_storage()._cdata in memory:
+                raise CaptureError(f"forward assigns an argument, or a view of one, to the buffer self.{name}", fqn)
+            if owners[id(old)] > 1:
+                raise CaptureError(f"forward assigns to the buffer self.{name}, which other modules hold, too", fqn)
             writes.append((old, new))
+            names.append(f"{fqn}.{name}".lstrip("."))
         if any(p.requires_grad != wanted for p, wanted in params):
             raise CaptureError("forward changes requires_grad of a parameter", fqn)
     values = [new.clone() for _, new in writes] if len(writes) > 1 else [new for _, new in writes]  # two may have changed places
     for (old, _), value in zip(writes, values, strict=True):
         old.copy_(value)
+    return names
 
 
 # --- leaving no trace -----------------------------------------------------------------------------
@@ -406,7 +417,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     if keep and not dynamic and box["structure"] != _structure(result):
         raise CaptureError(f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns something else")
     return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),
-                    torch.is_autocast_enabled("cpu"), _ranges(program), _guards(program), leaves)
+                    torch.is_autocast_enabled("cpu"), _ranges(program), _guards(program), leaves, box["rebinds"])
 
 
 def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, Source]:
