@@ -119,10 +119,10 @@ class _Site:
         self.entry = entry
         self.other: _Site | None = None
         self.fast = fast
-        self.structure = own.structure() if like is None else like.structure
-        self.refs = own.refs() if like is None else like.refs
+        self.structure: Hashable = own.structure() if like is None else like.structure
+        self.refs: list[tuple[Any, ...]] = own.refs() if like is None else like.refs
         self.params = own.params
-        self.params_grad = [p.requires_grad for p in own.params] if like is None else like.params_grad
+        self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
         self.captured: _Captured | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
         self.wanted_bound: tuple[bool, ...] = ()
