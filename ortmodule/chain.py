@@ -26,6 +26,7 @@ reference to a gradient after returning it (AccumulateGrad copies what others ho
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -34,6 +35,7 @@ from math import prod
 from threading import Thread, get_ident
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,6 +46,8 @@ from . import _C
 from .capture import Captured
 from .capture.functional import View
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, plain
+
+logger = logging.getLogger("ortmodule")
 
 _keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
@@ -117,10 +121,11 @@ class Variant:
 class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
-    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "graph", "hooked", "host_kept", "kinds", "live", "outs", "plan",
+    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "given", "graph", "hooked", "host_kept", "kinds", "live", "outs", "plan",
                  "random_state", "regions", "seed", "tensors", "used", "variant", "versions")  # fmt: skip
 
     graph: Graph
+    given: list[ref[Tensor] | None]  # the outputs as the user has them, where one is computed from another
     variant: Variant
     tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
     aliases: dict[int, Tensor]  # what backward reads of them: they share the version counter, but keep the data of now if p.data is assigned
@@ -177,6 +182,7 @@ class Graph:
         self.n_outputs = captured.n_user_outputs
         self.passthrough = list(captured.passthrough.items())
         self.views = list(captured.views.items())
+        self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
         self.small = [i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)]
@@ -317,6 +323,8 @@ class Graph:
             token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
         for i, out in zip(variant.through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True):
             outs[i] = out
+        if self.between:
+            step.given = [None if out is None else ref(out) for out in outs]
         self.forward_ms += (perf_counter() - start) * 1e3
         self.forwards += 1
         return self._rebuild(outs, tensors)
@@ -441,6 +449,22 @@ class Graph:
             sources, incoming = zip(*pairs, strict=True)
             found = torch.autograd.grad(sources, [aliases[i] for i in numbers], incoming, create_graph=True, allow_unused=True)
         return _Live(None, dict(zip(numbers, found, strict=True)), True)
+
+    def look_between(self, step: Step, arrived: int) -> None:
+        """Says once when the gradient of an output is looked at that another output, whose gradient arrives, is computed from: the way
+        between them is the engine's, so what the user sees lacks it."""
+        looked = 0
+        for i, given in enumerate(step.given):
+            out = given() if given is not None else None
+            if out is not None and i < 63 and (out._backward_hooks or out.retains_grad) and not out.is_leaf:
+                looked |= 1 << i
+        for i, bits in self.between.items() if looked else ():
+            if arrived >> min(i, 63) & 1 and bits & looked:
+                self.between = {}
+                logger.warning("a hook or retain_grad() on an output of the module (number %d) does not see the gradient that comes from another "
+                               "output (number %d) which the module computes from it: that way is inside the engine. Compute the second from the "
+                               "first outside of the module, or put the hook on a submodule.", (bits & looked).bit_length() - 1, i)  # fmt: skip
+                return
 
     def check_versions(self, step: Step) -> None:
         """The forward is about to be run again: its inputs must be what they were."""
@@ -681,6 +705,8 @@ class Head(Function):
             if grad is not None:
                 incoming[i] = grad
                 arrived |= 1 << min(i, 63)
+        if graph.between:
+            graph.look_between(step, arrived)
         keep = _keep_graph()
         level = _vmap_level()
         live = _begin_batched(ctx, step, incoming, keep, level) if level or _transform() is not None else None

@@ -224,3 +224,26 @@ def test_outputs_that_are_views_of_inputs() -> None:
         for a, b in zip(*seen, strict=True):
             torch.testing.assert_close(b, a)
     assert not ours.report().eager
+
+
+class LossAndLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x)
+        return h.square().sum(), h, self.l(x + 1)
+
+
+def test_looking_between_outputs_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours = ORTModule(LossAndLogits())
+    said = "retain_grad() on an output"
+    for look in (False, True, True):
+        loss, logits, other = ours(torch.randn(3, 4))
+        other.retain_grad()  # no other output is computed from it
+        if look:
+            logits.register_hook(lambda g: None)
+        loss.backward()
+        assert (said in caplog.text) == look
+    assert caplog.text.count(said) == 1

@@ -455,6 +455,17 @@ def made_late(m: Any, x: Tensor) -> Tensor:
     return m.layer(x) * m.late
 
 
+def remembered(m: Any, x: Tensor) -> Tensor:
+    before = m.mean
+    m.mean = m.mean * 0.9 + m.layer(x).detach().mean(0)
+    return m.layer(x) - before + m.mean
+
+
+def of_an_argument(m: Any, x: Tensor) -> Tensor:
+    m.mean = x.detach()[0]
+    return m.layer(x) * m.mean
+
+
 def grown(m: Any, x: Tensor) -> Tensor:
     m.other = torch.cat([m.other, m.other[:1] * 2])
     return m.layer(x) * m.other.sum()
@@ -466,17 +477,22 @@ def frozen(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("function", [counted, exchanged, viewed, made_late, grown, frozen])
+@pytest.mark.parametrize("function", [counted, exchanged, viewed, remembered, of_an_argument, made_late, grown, frozen])
 def test_buffers_that_forward_assigns(function, inner):
-    """`self.count = self.count + 1`: the export loses it."""
+    """`self.count = self.count + 1`: the export loses it. Who holds the tensor of a step before keeps its values."""
     eager = nn.Sequential(nn.Linear(4, 4), Buffers(function)) if inner else Buffers(function)
     w = ORTModule(copy.deepcopy(eager))
+    held: list[list[Tensor]] = [[], []]
     for rows in (3, 3, 5):
         x = torch.randn(rows, 4)
         same(outcome(w, x), outcome(eager, x))
         alike(w, eager)
+        for m, kept in zip((w, eager), held, strict=True):
+            kept += [b for b in m.buffers() if b is not None]
+    for a, b in zip(*held, strict=True):
+        torch.testing.assert_close(a, b)
     report = w.report()
-    if function in (counted, exchanged, viewed):
+    if function in (counted, exchanged, remembered):
         assert report.node_share == 1 and not report.eager, str(report)
 
 

@@ -27,7 +27,7 @@ from ..guard import Place
 from . import cuts
 from .convert import HostOp, convert
 from .export import CaptureError, Exported, capture_error, export_module
-from .functional import Node, Program, View, functionalize
+from .functional import STOP, Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
@@ -57,7 +57,7 @@ class Captured:
     writes: graph input index per write-back; write-backs follow the user outputs. host_ops: rows for nodes with `host_index`.
     fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this graph. fixed_scalars: int/float leaves whose
     value the graph depends on (all of them unless captured with symbolic_scalars). rebinds: graph inputs that are buffers to which forward
-    assigns new tensors; the graph writes into them.
+    assigns new tensors; the graph writes into them. between: output -> outputs (bits) that it is computed from.
     """
 
     onnx: bytes
@@ -74,6 +74,7 @@ class Captured:
     fits: Callable[[FlatInputs], bool]
     fixed_scalars: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
+    between: dict[int, int] = field(default_factory=dict)
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
@@ -107,7 +108,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
         n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars,
-        rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds])
+        rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds], between=_between(program))
 
 
 @dataclass
@@ -170,6 +171,20 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
         kind: Any = source.kind
         specs.append(InputSpec(v.name, kind, source.leaf, source.target, source.tensor if kind == "const_attr" else None, dims))
     return specs, index
+
+
+def _between(program: Program) -> dict[int, int]:
+    place = {out: i for i, out in enumerate(program.outputs) if isinstance(out, Node)}
+    if len(place) < 2:
+        return {}
+    from_outputs: dict[Node, int] = {}
+    for node in program.nodes:
+        bits = 0
+        if node.target != STOP:
+            for x in node.inputs():
+                bits |= from_outputs.get(x, 0) | (1 << place[x] if x in place else 0)
+        from_outputs[node] = bits
+    return {i: bits for out, i in place.items() if (bits := from_outputs.get(out, 0))}
 
 
 def _views(program: Program, index: dict[Node, int]) -> dict[int, tuple[int, int, list[View]]]:
