@@ -996,9 +996,10 @@ class Watch:
             elif not isinstance(v, (tuple, frozenset)):
                 self._row((SEQUENCE, v, None, tuple(old)), name)
         for key, (row, name) in self.rows.items():  # as they were before: the first read may have come after a change
-            if row[0] in (ITEM, NO_ITEM):
+            pair = (MAPPED, UNMAPPED) if row[0] in (MAPPED, UNMAPPED) else (ITEM, NO_ITEM)
+            if row[0] in pair:
                 now = row[1].get(row[2], _ABSENT)
-                self.rows[key] = ((NO_ITEM, *row[1:3], None) if now is _ABSENT else (ITEM, *row[1:3], now)), name
+                self.rows[key] = ((pair[1], *row[1:3], None) if now is _ABSENT else (pair[0], *row[1:3], now)), name
         missing = []
         for closure, (code, values) in self._closures.items():
             if closure in self._closures_read and not self._cells(code, values):
