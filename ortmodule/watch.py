@@ -978,6 +978,10 @@ class Watch:
         found, self.problems = self.problems, before
         return found
 
+    def caches(self) -> list[Any]:
+        """functools.lru_cache functions that were met."""
+        return [cache for cache, _ in self._caches.values()]
+
     def _changed(self, tokens: set[Any], reason: str) -> None:
         for token in tokens:
             self._problem(token, reason)

@@ -29,6 +29,7 @@ from .convert import HostOp, convert
 from .export import CaptureError, Exported, capture_error, export_module
 from .functional import Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
+from .opaque import without_values
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
@@ -72,6 +73,7 @@ class Captured:
     dynamic: bool
     fits: Callable[[FlatInputs], bool]
     fixed_scalars: list[int] = field(default_factory=list)
+    kept: dict[str, list[Any]] = field(default_factory=dict)  # what submodules kept in PyTorch returned, as tensors without values
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
@@ -102,7 +104,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
-        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars)
+        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars, kept=without_values(exported.table))
 
 
 @dataclass
