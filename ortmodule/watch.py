@@ -451,13 +451,16 @@ class Watch:
                     self._mapped(base, name, token)
                     return
                 if _user_class(base):
-                    self._row((UNMAPPED, self._space(base), name, None), f"{base.__qualname__}.{name}")
+                    space = self._space(base)
+                    self._row((NO_ITEM if type(space) is dict else UNMAPPED, space, name, None), f"{base.__qualname__}.{name}")
 
     def _space(self, cls: type) -> Any:
-        """The class's dictionary, always by the same object."""
+        """The class's dictionary, always by the same object: the one behind vars(cls), which is asked in a third of the time."""
         space = self._spaces.get(cls)
         if space is None:
-            space = self._spaces[cls] = vars(cls)
+            view = vars(cls)
+            (behind,) = gc.get_referents(view) or (None,)
+            space = self._spaces[cls] = behind if type(behind) is dict and behind == view else view
         return space
 
     def _mapped(self, cls: type, name: str, token: Any) -> None:
@@ -465,7 +468,7 @@ class Watch:
             return
         own = self._space(cls)
         value = own[name]
-        self._row((MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
+        self._row((ITEM if type(own) is dict else MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
         if type(value) not in _ATOMS and (cls not in self._classes or self._classes[cls][1].get(name, _ABSENT) is value):
             self._discover(value, token, f"{cls.__qualname__}.{name}")
 
