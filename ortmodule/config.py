@@ -124,6 +124,9 @@ TABLE: tuple[Row, ...] = (
         "megabytes of gradients after which backward hands them out and goes on (default 25, DDP's bucket size)"),
     Row("MAX_CAPTURES", "max_captures", "an integer >= 1", _count,
         "captures of one call structure before it is left to PyTorch (default 8)"),
+    Row("RECHECK", "recheck", "0 or 1", _bool,
+        "1 (default): at the 2nd, 10th, 100th... call of a capture the Python part of forward is run again, without arithmetic, and compared: state "
+        "that changes unnoticed is said, and the calls go to PyTorch. 0: never"),
     Row("MEMORY_OPT_LEVEL", "memory_opt_level", "0, 1 or 2", _memory,
         "1: backward computes transformer layers again from their inputs instead of keeping their values: less memory, more time, the same bits. "
         "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)"),
@@ -159,6 +162,7 @@ class Settings:
     disable: bool = False
     segment_mb: float = 25.0
     max_captures: int = 8
+    recheck: bool = True
     memory_opt_level: int = 0
     log_level: LogLevel | None = None
     save_path: str | None = None

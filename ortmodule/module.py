@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import _C, cuts, guard, watch
+from . import _C, cuts, guard, net, watch
 from .capture import CaptureError, CutCaptured, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
@@ -56,6 +56,13 @@ _check = _C.guard_check
 
 class _Skip(Exception):
     """This call runs in PyTorch, the next may not have to."""
+
+
+class _Stale(CaptureError):
+    """A capture that no longer holds, though everything that is compared is as it was."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}{f', in submodule {self.module!r}' * bool(self.module)}{f' ({self.file}:{self.line})' * bool(self.file)}"
 
 
 class Refused(RuntimeError):
@@ -98,6 +105,10 @@ class _Captured:
         self.shapes = [t.shape for t in flat.tensors]
         self.scalars = list(flat.scalars)
         self.refused: list[list[torch.Size]] = []  # sizes the engine turned down
+        self.net: net.Net | None = None
+        self.no_net = ""  # why there is none
+        self.calls = 0
+        self.next_check = -1  # call at which the net looks again
 
     def fits(self, flat: FlatInputs) -> bool:
         shapes = [t.shape for t in flat.tensors]
@@ -190,7 +201,7 @@ class State:
             return self.eager("called inside a function transform or while PyTorch traces", args, kwargs)
         if guard.global_hooks():
             return self.eager("hooks for all modules of the process are registered", args, kwargs)
-        if getattr(self.local, "capturing", False):
+        if getattr(self.local, "capturing", False) or net.busy and threading.get_ident() in net.busy:
             return self.body.forward(*args, **kwargs)
         env = guard.environment()
         fast = self.guard.fast()
@@ -217,6 +228,9 @@ class State:
             captured = self.find_captured(site, flat, args, kwargs)
             if captured is None:
                 return self.eager_site(site, args, kwargs)
+        captured.calls += 1
+        if captured.calls == captured.next_check and not self.recheck(site, captured):
+            return self.call(args, kwargs)
         return self.run(site, captured, flat, env, args, kwargs)
 
     def run(self, site: _Site, captured: _Captured, flat: FlatInputs, env: tuple[Any, ...], args: tuple[Any, ...],
@@ -413,6 +427,7 @@ class State:
                         entry.no_symbolic, entry.symbolic = True, False
                     continue
                 made = _Captured(graph, flat, dynamic, symbolic, why)
+                self.cast_net(made, entry, args, kwargs)
                 entry.graphs.insert(0, made)
                 self.count(made)
                 return self.bind(site, made)
@@ -538,9 +553,39 @@ class State:
         else:
             entry.reads.add(self.module, reads)
         entry.held.add(seen.rows)
+        self.local.caches = seen.caches()
         self.tell(seen)
         self.load_s[id(graph)] = perf_counter() - start
         return graph
+
+    def cast_net(self, made: _Captured, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes what forward does now, to see later whether it still does."""
+        caches, self.local.caches = self.local.caches, None
+        if not self.settings.recheck:
+            made.no_net = "ORTMODULE_RECHECK is 0"
+        elif isinstance(made.graph, cuts.CutGraph):
+            made.no_net = "hooks on submodules take part"
+        else:
+            shadow = _shadow(self.body)
+            with _unwrapped(shadow):
+                made.net, made.no_net = net.cast(shadow, args, kwargs, entry.keep, made.graph.captured.kept, caches)
+            made.next_check = net.FIRST if made.net is not None else -1
+
+    def recheck(self, site: _Site, captured: _Captured) -> bool:
+        """Does forward still do what it did when it was captured? If not, calls of this kind go to PyTorch: something has changed that
+        nothing here sees, and may do so again."""
+        captured.next_check = net.after(captured.calls)
+        assert captured.net is not None
+        with self.lock:
+            shadow = _shadow(self.body)
+            with _unwrapped(shadow):
+                difference = captured.net.check(shadow)
+        if difference is None:
+            return True
+        error = _Stale(f"forward no longer does what it did when it was captured, and nothing that ORTModule compares has changed: "
+                       f"{difference.reason}", *difference[1:])
+        self.leave(site.entry, error)
+        return False
 
     def unfit(self, site: _Site, captured: _Captured, flat: FlatInputs, error: Unfit, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:  # fmt: skip
@@ -723,7 +768,7 @@ class State:
                 largest=_largest(plans), forwards=whole.forwards, backwards=max((g.backwards for g in graphs), default=0),
                 reruns=sum(g.reruns for g in graphs), why=made.why, forward_ms=sum(g.forward_ms for g in graphs),
                 backward_ms=sum(g.backward_ms for g in graphs), host_ms=sum(sum(g.host.ms) for g in graphs),
-                cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else []))  # fmt: skip
+                cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [], unchecked=made.no_net))  # fmt: skip
             for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
                 entry = host.get((op.name, op.file, op.line))
                 if entry is None:
@@ -982,7 +1027,7 @@ class ORTModule(nn.Module):
 
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
-    options: strict, disable, segment_mb, max_captures, log_level, save_path (see config.TABLE; the environment wins).
+    options: strict, disable, segment_mb, max_captures, recheck, log_level, save_path (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and signature.
     A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and its super().forward(...)

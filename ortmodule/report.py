@@ -71,6 +71,7 @@ class GraphEntry:
     backward_ms: float
     host_ms: float
     cuts: list[str] = field(default_factory=list)  # hooks on submodules, which run between parts of the graph
+    unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
 @dataclass
@@ -136,6 +137,8 @@ class Report:
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
+            if g.unchecked:
+                lines.append(f"    not compared with forward later on: {g.unchecked}")
             if g.largest:
                 rows = [f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}" for e in g.largest[:_ROWS]]
                 lines.append(f"    at the peak: {'; '.join(rows)}{'; ...' * (len(g.largest) > _ROWS)}")

@@ -451,13 +451,16 @@ class Watch:
                     self._mapped(base, name, token)
                     return
                 if _user_class(base):
-                    self._row((UNMAPPED, self._space(base), name, None), f"{base.__qualname__}.{name}")
+                    space = self._space(base)
+                    self._row((NO_ITEM if type(space) is dict else UNMAPPED, space, name, None), f"{base.__qualname__}.{name}")
 
     def _space(self, cls: type) -> Any:
-        """The class's dictionary, always by the same object."""
+        """The class's dictionary, always by the same object: the one behind vars(cls), which is asked in a third of the time."""
         space = self._spaces.get(cls)
         if space is None:
-            space = self._spaces[cls] = vars(cls)
+            view = vars(cls)
+            (behind,) = gc.get_referents(view) or (None,)
+            space = self._spaces[cls] = behind if type(behind) is dict and behind == view else view
         return space
 
     def _mapped(self, cls: type, name: str, token: Any) -> None:
@@ -465,7 +468,7 @@ class Watch:
             return
         own = self._space(cls)
         value = own[name]
-        self._row((MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
+        self._row((ITEM if type(own) is dict else MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
         if type(value) not in _ATOMS and (cls not in self._classes or self._classes[cls][1].get(name, _ABSENT) is value):
             self._discover(value, token, f"{cls.__qualname__}.{name}")
 
@@ -979,6 +982,10 @@ class Watch:
         found, self.problems = self.problems, before
         return found
 
+    def caches(self) -> list[Any]:
+        """functools.lru_cache functions that were met."""
+        return [cache for cache, _ in self._caches.values()]
+
     def _changed(self, tokens: set[Any], reason: str) -> None:
         for token in tokens:
             self._problem(token, reason)
@@ -997,9 +1004,10 @@ class Watch:
             elif not isinstance(v, (tuple, frozenset)):
                 self._row((SEQUENCE, v, None, tuple(old)), name)
         for key, (row, name) in self.rows.items():  # as they were before: the first read may have come after a change
-            if row[0] in (ITEM, NO_ITEM):
+            pair = (MAPPED, UNMAPPED) if row[0] in (MAPPED, UNMAPPED) else (ITEM, NO_ITEM)
+            if row[0] in pair:
                 now = row[1].get(row[2], _ABSENT)
-                self.rows[key] = ((NO_ITEM, *row[1:3], None) if now is _ABSENT else (ITEM, *row[1:3], now)), name
+                self.rows[key] = ((pair[1], *row[1:3], None) if now is _ABSENT else (pair[0], *row[1:3], now)), name
         missing = []
         for closure, (code, values) in self._closures.items():
             if closure in self._closures_read and not self._cells(code, values):

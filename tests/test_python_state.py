@@ -661,3 +661,11 @@ def test_whisper_spec_augment_follows_numpy() -> None:
     torch.testing.assert_close(losses[1::2], losses[::2], rtol=1e-10, atol=1e-10)
     assert float((losses[0] - losses[2]).detach().abs()) > 1e-4
     assert any("numpy.random" in h.reason for h in ours.report().host), str(ours.report())
+
+
+def test_a_method_that_the_capture_itself_replaces() -> None:
+    """nn.TransformerEncoder.forward is another function while it is traced: what holds is the one that stands there afterwards."""
+    model = ORTModule(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 1))
+    for _ in range(3):
+        model(torch.randn(2, 3, 4)).sum().backward()
+    assert model.report().n_captures == 1

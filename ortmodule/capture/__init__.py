@@ -29,6 +29,7 @@ from .convert import HostOp, convert
 from .export import CaptureError, Exported, capture_error, export_module
 from .functional import STOP, Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
+from .opaque import without_values
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
@@ -75,6 +76,7 @@ class Captured:
     fixed_scalars: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     between: dict[int, int] = field(default_factory=dict)
+    kept: dict[str, list[Any]] = field(default_factory=dict)  # what submodules kept in PyTorch returned, as tensors without values
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
@@ -107,7 +109,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
         writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
-        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars,
+        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars, kept=without_values(exported.table),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds], between=_between(program))
 
 

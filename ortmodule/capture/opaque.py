@@ -62,6 +62,7 @@ class Table:
     n_calls: dict[str, int] = field(default_factory=dict)
     marks: list[Any] = field(default_factory=list)  # cuts.Mark, by the index of its node; open: enters without an exit yet
     open: list[int] = field(default_factory=list)
+    instead: Callable[[Row, list[Tensor], Fill], Any] | None = None  # answers opaque calls, outside of a capture (net.py)
 
 
 _tables: list[Table] = []
@@ -128,12 +129,25 @@ def _as_call(run: Callable[..., Any], fill: Fill, autocast: Callable[[], context
     return call
 
 
-def _record(row: Row, tensors: list[Tensor]) -> Any:
+def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
     table = _tables[-1]
+    if table.instead is not None:
+        return table.instead(row, tensors, fill)
     table.rows.append(row)
     outs = HOST(tensors, len(table.rows) - 1)
     assert row.rebuild is not None, "the fake kernel of an opaque call sets its skeleton"
     return row.rebuild([y.detach() if i in row.silent else y for i, y in enumerate(outs)])
+
+
+def without_values(table: Table) -> dict[str, list[Any]]:
+    """What kept submodules returned, on the meta device."""
+    found: dict[str, list[Any]] = {}
+    for fqn, results in table.recorded.items():
+        found[fqn] = []
+        for result in results:
+            tensors, rebuild = _results(result)
+            found[fqn].append(rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]))
+    return found
 
 
 # --- custom autograd.Function ---------------------------------------------------------------------
@@ -209,7 +223,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     row = Row("python_op", f"{cls.__qualname__}.apply", _as_call(functools.partial(_apply, cls), fill, autocast), meta,
               "custom autograd.Function: its backward is the user's Python code")
-    return _record(row, tensors)
+    return _record(row, tensors, fill)
 
 
 # References to `MyFunction.apply` are taken early: at module level, in __init__, by import. They all are bound methods of one Python
@@ -310,7 +324,7 @@ def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args:
         return outs
 
     row = Row("module", fqn, _as_call(run, fill_call, autocast), meta, "submodule kept in PyTorch", module=fqn)
-    return _record(row, tensors + params)
+    return _record(row, tensors + params, fill_call)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ of it. So while the user's forward is traced
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import sysconfig
@@ -96,10 +97,15 @@ _INSTALLED = tuple({os.path.realpath(path) + os.sep for name in ("purelib", "pla
                    | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep})  # fmt: skip
 
 
+@functools.cache
+def _installed(path: str) -> bool:
+    return os.path.realpath(path).startswith(_INSTALLED)
+
+
 def _answer_here(flag: str) -> bool:
     """The flag of torch.compiler for installed packages, False for the user's own code."""
     frame = sys._getframe(2)  # below: this, the asked function
-    return bool(getattr(torch.compiler, flag)) and os.path.realpath(frame.f_code.co_filename).startswith(_INSTALLED)
+    return bool(getattr(torch.compiler, flag)) and _installed(frame.f_code.co_filename)
 
 
 def _is_compiling() -> bool:
