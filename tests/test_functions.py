@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ortmodule import ORTModule
+from ortmodule import ORTModule, guard
+from ortmodule.capture import cuts, opaque
 
 
 class Reverse(Function):
@@ -231,6 +232,21 @@ def test_functions_in_other_threads_are_not_disturbed():
     with pytest.raises(Exception, match="data-dependent|Could not guard"):
         ORTModule(Calls(lambda m, x: reverse(x) if x.sum() > 0 else x), strict=True)(torch.ones(3, 5))
     assert Function.apply.__func__.__code__ is before
+
+
+def test_kept_and_hooked_modules_in_other_threads_are_not_disturbed():
+    """While one thread captures, another one may be inside of the same submodules."""
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = model(x)
+    places = (guard.Place("1", False, False, False),)
+    with opaque.table(), opaque.keep_functions(), cuts.marked(model, places, []), opaque.keep_modules(model, ["0"]):
+        seen: list[Tensor] = []
+        thread = threading.Thread(target=lambda: seen.append(model(x)))
+        thread.start()
+        thread.join()
+        with pytest.raises(NotImplementedError, match="ortmodule_capture::host"):  # here it is a node
+            model(x)
+    assert torch.equal(seen[0], expected) and torch.equal(model(x), expected)
 
 
 @torch.library.custom_op("ortmodule_tests::cube", mutates_args=())

@@ -235,7 +235,7 @@ class _Code:
 
 def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every call of a Function in the process comes here while an export runs; those of other threads go on as ever."""
-    if not _tables or not _exporting or _exporting[-1] != threading.get_ident() or not torch.compiler.is_exporting():
+    if not _tables or not exporting() or not torch.compiler.is_exporting():
         return _apply(cls, *args, **kwargs)
     if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
         run, _preserve_rng, *rest = args
@@ -243,6 +243,11 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if f"{cls.__module__}.{cls.__name__}".startswith(_MACHINERY):
         return _apply(cls, *args, **kwargs)
     return _function_node(cls, args, kwargs)
+
+
+def exporting() -> bool:
+    """Is it this thread that exports? What is patched meanwhile is to look the same to the others."""
+    return _exporting[-1:] == [threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -335,7 +340,7 @@ def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
             own.update({name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks})
 
             def forward_node(*args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any) -> Any:
-                return _module_node(_fqn, _module, _forward, args, kwargs)
+                return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
 
             forward_node.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
             own["forward"] = forward_node
