@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,18 @@ def test_sparse_gradients(bag: bool) -> None:
     assert isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_sparse
     torch.testing.assert_close(a.to_dense(), b.to_dense())
     assert "sparse" in wrapped.report().eager[0].reason
+
+
+def test_tensors_of_a_number():
+    """The number is the number: factories take it at different places."""
+    x = torch.randn(2, 3, dtype=F64)
+    w = same(lambda x: (x * x.new_full((3,), 2.5), x.new_full((1,), 2.5, dtype=torch.int64), x.new_full((2, 3), True), x.new_full((), 7),
+                        x.new_full((2,), torch.tensor(3.5)), x + torch.full((3,), 4), torch.full_like(x, -1), torch.fill(x, 6.0)), x)  # fmt: skip
+    assert not w.report().host and not w.report().eager, str(w.report())
+
+
+def test_a_row_that_gives_another_type_is_a_step_down(monkeypatch):
+    """What the table gets wrong is PyTorch's, by name."""
+    monkeypatch.setitem(sys.modules["ortmodule.capture.convert"].TABLE, "tanh", lambda c, n, x: c.cast(c.v(x), torch.float32))
+    (host,) = same(lambda x: torch.tanh(x) * 2, torch.randn(2, 3, dtype=F64)).report().host
+    assert host.name.startswith("aten::tanh") and "float32" in host.reason
