@@ -259,3 +259,21 @@ def test_a_row_that_gives_another_type_is_a_step_down(monkeypatch):
     monkeypatch.setitem(sys.modules["ortmodule.capture.convert"].TABLE, "tanh", lambda c, n, x: c.cast(c.v(x), torch.float32))
     (host,) = same(lambda x: torch.tanh(x) * 2, torch.randn(2, 3, dtype=F64)).report().host
     assert host.name.startswith("aten::tanh") and "float32" in host.reason
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_enabled_within_no_grad(nested):
+    """What forward computes under enable_grad has a gradient, whatever the caller's mode is."""
+
+    def enabled(x: Tensor, w: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = x @ w
+        return h * 2 if nested else h
+
+    w = torch.randn(3, 3, dtype=F64, requires_grad=True)
+    wrapped = ORTModule(Call(enabled))
+    for mode in (torch.no_grad(), torch.enable_grad(), torch.no_grad()):
+        with mode:
+            out = wrapped(torch.ones(2, 3, dtype=F64), w)
+            assert out.requires_grad == enabled(torch.ones(2, 3, dtype=F64), w).requires_grad
+    assert "enables gradients" in wrapped.report().eager[0].reason

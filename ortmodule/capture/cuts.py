@@ -173,8 +173,10 @@ def _call(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[
             out = recorded[turn]
         else:
             a, k = fill(xs)
-            with torch.no_grad(), autocast(), silent(module), quiet():
+            with torch.no_grad(), autocast(), silent(module), quiet(), opaque.Edits(xs) as edits:
                 out = forward(*a, **k)
+            if edits.found:
+                raise opaque.edits_argument(fqn)
         real, back["fill"], mark.order, mark.key = _leaves(out, True)
         return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
 
