@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,36 @@ def test_sparse_gradients(bag: bool) -> None:
     assert isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_sparse
     torch.testing.assert_close(a.to_dense(), b.to_dense())
     assert "sparse" in wrapped.report().eager[0].reason
+
+
+def test_tensors_of_a_number():
+    """The number is the number: factories take it at different places."""
+    x = torch.randn(2, 3, dtype=F64)
+    w = same(lambda x: (x * x.new_full((3,), 2.5), x.new_full((1,), 2.5, dtype=torch.int64), x.new_full((2, 3), True), x.new_full((), 7),
+                        x.new_full((2,), torch.tensor(3.5)), x + torch.full((3,), 4), torch.full_like(x, -1), torch.fill(x, 6.0)), x)  # fmt: skip
+    assert not w.report().host and not w.report().eager, str(w.report())
+
+
+def test_a_row_that_gives_another_type_is_a_step_down(monkeypatch):
+    """What the table gets wrong is PyTorch's, by name."""
+    monkeypatch.setitem(sys.modules["ortmodule.capture.convert"].TABLE, "tanh", lambda c, n, x: c.cast(c.v(x), torch.float32))
+    (host,) = same(lambda x: torch.tanh(x) * 2, torch.randn(2, 3, dtype=F64)).report().host
+    assert host.name.startswith("aten::tanh") and "float32" in host.reason
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_enabled_within_no_grad(nested):
+    """What forward computes under enable_grad has a gradient, whatever the caller's mode is."""
+
+    def enabled(x: Tensor, w: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = x @ w
+        return h * 2 if nested else h
+
+    w = torch.randn(3, 3, dtype=F64, requires_grad=True)
+    wrapped = ORTModule(Call(enabled))
+    for mode in (torch.no_grad(), torch.enable_grad(), torch.no_grad()):
+        with mode:
+            out = wrapped(torch.ones(2, 3, dtype=F64), w)
+            assert out.requires_grad == enabled(torch.ones(2, 3, dtype=F64), w).requires_grad
+    assert "enables gradients" in wrapped.report().eager[0].reason

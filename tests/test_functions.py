@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ortmodule import ORTModule
+from ortmodule import ORTModule, guard
+from ortmodule.capture import cuts, opaque
 
 
 class Reverse(Function):
@@ -231,6 +232,64 @@ def test_functions_in_other_threads_are_not_disturbed():
     with pytest.raises(Exception, match="data-dependent|Could not guard"):
         ORTModule(Calls(lambda m, x: reverse(x) if x.sum() > 0 else x), strict=True)(torch.ones(3, 5))
     assert Function.apply.__func__.__code__ is before
+
+
+def test_kept_and_hooked_modules_in_other_threads_are_not_disturbed():
+    """While one thread captures, another one may be inside of the same submodules."""
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = model(x)
+    places = (guard.Place("1", False, False, False),)
+    with opaque.table(), opaque.keep_functions(), cuts.marked(model, places, []), opaque.keep_modules(model, ["0"]):
+        seen: list[Tensor] = []
+        thread = threading.Thread(target=lambda: seen.append(model(x)))
+        thread.start()
+        thread.join()
+        with pytest.raises(NotImplementedError, match="ortmodule_capture::host"):  # here it is a node
+            model(x)
+    assert torch.equal(seen[0], expected) and torch.equal(model(x), expected)
+
+
+class Editing(nn.Module):
+    """Stays in PyTorch, because it branches on data."""
+
+    def __init__(self, edit: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 5)
+        self.edit = edit
+
+    def forward(self, h: Tensor) -> Tensor:
+        if h.sum() > 1e9:
+            return h
+        self.edit(h)
+        return self.fc(h)
+
+
+@pytest.mark.parametrize("edit", [torch.relu_, lambda h: h.mul_(2), lambda h: h.t()[0].fill_(1), lambda h: h.detach().zero_()])
+@pytest.mark.parametrize("of", [lambda m, x: m.fc(x), lambda m, x: x.clone(), lambda m, x: m.fc(x).view(-1).view(3, 5)])
+def test_a_kept_module_that_edits_its_argument(edit, of):
+    """The code around it sees the edit: the two stay together."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.kept = nn.Linear(5, 5), Editing(edit)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = of(self, x)
+            return self.kept(h) * 2 + h
+
+    model = Around().double()
+    wrapped, x = ORTModule(copy.deepcopy(model)), torch.randn(3, 5, dtype=torch.float64)
+    for _ in range(2):
+        before = x.clone()
+        out, expected = wrapped(x), model(x)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(x, before)
+        out.sum().backward()
+        expected.sum().backward()
+        for p, q in zip(wrapped.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert "edits an argument in place" in wrapped.report().eager[0].reason
 
 
 @torch.library.custom_op("ortmodule_tests::cube", mutates_args=())

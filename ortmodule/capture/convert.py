@@ -328,11 +328,13 @@ class Converter:
             except NotHere as e:
                 reason = str(e)
             else:
-                for v, t in zip(out, n.val, strict=False) if isinstance(out, (list, tuple)) else ((out, n.val),):
-                    fine = v is None or v.dtype == t.dtype and len(v.shape) == t.dim()
-                    assert fine, f"{target}: {v.dtype}{v.shape} for {t.dtype}{t.shape}"
-                self.values[n] = out
-                return
+                pairs = zip(out, n.val, strict=False) if isinstance(out, (list, tuple)) else ((out, n.val),)
+                wrong = next((f"{v.dtype}{v.shape} for {t.dtype}{t.shape}" for v, t in pairs
+                              if v is not None and (v.dtype != t.dtype or len(v.shape) != t.dim())), None)  # fmt: skip
+                if wrong is None:
+                    self.values[n] = out
+                    return
+                reason = f"its row in the operator table gives {wrong}"
         if isinstance(target, str):
             raise UnsupportedError(reason)
         self.aten(n, reason)

@@ -173,8 +173,10 @@ def _call(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[
             out = recorded[turn]
         else:
             a, k = fill(xs)
-            with torch.no_grad(), autocast(), silent(module), quiet():
+            with torch.no_grad(), autocast(), silent(module), quiet(), opaque.Edits(xs) as edits:
                 out = forward(*a, **k)
+            if edits.found:
+                raise opaque.edits_argument(fqn)
         real, back["fill"], mark.order, mark.key = _leaves(out, True)
         return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
 
@@ -224,10 +226,10 @@ def marked(root: nn.Module, places: tuple[Place, ...], keep: list[str]) -> Itera
                 undo.append((d, {name: d[name] for name in opaque._HOOKS if name in d}, none))
 
                 def enter(_m: Any, args: Any, kwargs: Any, place: Place = place) -> Any:
-                    return _enter(place, args, kwargs)
+                    return _enter(place, args, kwargs) if opaque.exporting() else None
 
                 def leave(_m: Any, _args: Any, out: Any, place: Place = place) -> Any:
-                    return _exit(place, out)
+                    return _exit(place, out) if opaque.exporting() else None
 
                 after, own = d["_forward_hooks"], [("cut", leave)]  # silent: after are those that are part of the forward
                 d.update(_forward_pre_hooks=OrderedDict([("cut", enter), *d["_forward_pre_hooks"].items()]),
@@ -239,7 +241,7 @@ def marked(root: nn.Module, places: tuple[Place, ...], keep: list[str]) -> Itera
                 undo.append((d, {}, d.get("forward", none)))
 
                 def call(*args: Any, _fqn: str = fqn, _m: nn.Module = m, _forward: Any = m.forward, **kwargs: Any) -> Any:
-                    return _call(_fqn, _m, _forward, args, kwargs)
+                    return _call(_fqn, _m, _forward, args, kwargs) if opaque.exporting() else _forward(*args, **kwargs)
 
                 d["forward"] = call
             yield [k for k in keep if k not in live]

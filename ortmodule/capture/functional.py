@@ -371,7 +371,7 @@ class _Functionalizer:
             items = env[of]
             env[node] = items[at] if isinstance(items, (list, tuple)) else val
         elif target is torch._C._set_grad_enabled:
-            self.grad = bool(node.args[0]) or not self.grad_matters
+            self.set_grad(bool(node.args[0]))
         elif not isinstance(target, torch._ops.OpOverload):
             if isinstance(val, Tensor):
                 raise self.fail(f"{target}: not an operator the capture knows")
@@ -389,13 +389,18 @@ class _Functionalizer:
         else:
             self.operation(node, target, val, env)
 
+    def set_grad(self, enabled: bool) -> None:
+        if enabled and not self.grad_matters:
+            raise CaptureError("forward enables gradients within a call that computes none", "", *self.src[1:])
+        self.grad = enabled or not self.grad_matters
+
     def region(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         name = str(getattr(node.target, "_name", node.target))
         before = self.grad, self.autocast
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
             enabled, sub, *operands = args
-            self.grad = bool(enabled) or not self.grad_matters
+            self.set_grad(bool(enabled))
         elif name == "wrap_with_autocast":
             _device, _dtype, enabled, _cache, sub, *operands = args
             self.autocast = bool(enabled)

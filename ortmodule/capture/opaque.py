@@ -175,7 +175,7 @@ class _MetaContext:
         self.dirty = bool(tensors)
 
 
-class _Edits(TorchDispatchMode):
+class Edits(TorchDispatchMode):
     """Notices whether one of these tensors is written to."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -209,7 +209,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
         ctx = _MetaContext(needs)
-        with torch.no_grad(), autocast(), _Edits(xs) as edits:
+        with torch.no_grad(), autocast(), Edits(xs) as edits:
             if new_style:
                 out = cls.forward(*a, **k)
                 cls.setup_context(ctx, a, out)
@@ -249,7 +249,7 @@ class _Code:
 
 def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every call of a Function in the process comes here while an export runs; those of other threads go on as ever."""
-    if not _tables or not _exporting or _exporting[-1] != threading.get_ident() or not torch.compiler.is_exporting():
+    if not _tables or not exporting() or not torch.compiler.is_exporting():
         return _apply(cls, *args, **kwargs)
     if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
         run, _preserve_rng, *rest = args
@@ -257,6 +257,11 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if f"{cls.__module__}.{cls.__name__}".startswith(_MACHINERY):
         return _apply(cls, *args, **kwargs)
     return _function_node(cls, args, kwargs)
+
+
+def exporting() -> bool:
+    """Is it this thread that exports? What is patched meanwhile is to look the same to the others."""
+    return _exporting[-1:] == [threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -281,10 +286,22 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> tuple[dict[str, list[Any]], Any]:
     """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used. Also its own result."""
     notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
-    handles = [
-        root.get_submodule(fqn).register_forward_hook(lambda _m, _a, out, fqn=fqn: notes[fqn].append(out))
-        for fqn in keep
-    ]
+    given: dict[str, list[tuple[Tensor, Any]]] = {}
+
+    def before(fqn: str, args: Any, kwargs: Any) -> None:
+        given[fqn] = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
+
+    def after(fqn: str, out: Any) -> None:
+        notes[fqn].append(out)
+        for t, was in given.pop(fqn):
+            if not torch.equal(t, was) if isinstance(was, Tensor) else t._version != was:
+                raise edits_argument(fqn)
+
+    handles = []
+    for fqn in keep:
+        m = root.get_submodule(fqn)
+        handles.append(m.register_forward_pre_hook(lambda _m, args, kwargs, fqn=fqn: before(fqn, args, kwargs), with_kwargs=True))
+        handles.append(m.register_forward_hook(lambda _m, _args, out, fqn=fqn: after(fqn, out)))
     try:
         with quiet():
             result = run()
@@ -292,6 +309,10 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
         for h in handles:
             h.remove()
     return notes, result
+
+
+def edits_argument(fqn: str) -> OpaqueError:
+    return OpaqueError(f"{fqn}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see")
 
 
 def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -319,8 +340,10 @@ def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args:
             real, row.rebuild = _results(recorded[turn])
             return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
         a, k = fill(xs[:n])
-        with torch.no_grad(), autocast(), quiet():
+        with torch.no_grad(), autocast(), quiet(), Edits(xs[:n]) as edits:
             outs, row.rebuild = _results(forward(*a, **k))
+        if edits.found:
+            raise edits_argument(fqn)
         return outs
 
     row = Row("module", fqn, _as_call(run, fill_call, autocast), meta, "submodule kept in PyTorch", module=fqn)
@@ -349,7 +372,7 @@ def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
             own.update({name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks})
 
             def forward_node(*args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any) -> Any:
-                return _module_node(_fqn, _module, _forward, args, kwargs)
+                return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
 
             forward_node.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
             own["forward"] = forward_node

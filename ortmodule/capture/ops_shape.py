@@ -533,8 +533,13 @@ def ones(c: Converter, n: Node, *_: Any) -> Val:
     return c.fill(1, n.val.dtype, shape_of(n.val))
 
 
-@row("full", "full_like", "new_full")
+@row("full", "full_like")
 def full(c: Converter, n: Node, _size: Any, value: Any, *_: Any) -> Val:
+    return c.fill(value, n.val.dtype, shape_of(n.val))
+
+
+@row("new_full")
+def new_full(c: Converter, n: Node, _x: Node, _size: Any, value: Any, *_: Any) -> Val:
     return c.fill(value, n.val.dtype, shape_of(n.val))
 
 
