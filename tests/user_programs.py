@@ -466,8 +466,9 @@ class Script:
         taken, self.space["FEATURES"][:] = list(self.space["FEATURES"]), []
         self.note("features", [t.detach().clone() for t in taken])
         if features:
-            found += [t for t in taken if t.requires_grad]
-            for t in found:
+            taken = [t for t in taken if t.requires_grad]
+            found += taken
+            for t in taken:  # not of results: what lies between those of one call is not theirs (see ARCHITECTURE.md)
                 t.retain_grad()
         found = list({id(t): t for t in found}.values())
         if back == "last":
@@ -486,7 +487,7 @@ class Script:
         else:
             torch.autograd.backward(found, weights, retain_graph=retain)
         if features:
-            self.note("gradients of features", [t.grad for t in found])
+            self.note("gradients of features", [t.grad for t in taken])
         self.note("gradients of inputs", [leaf.grad for leaf in leaves])
 
 
