@@ -984,9 +984,12 @@ def test_host_nodes_are_refused_by_strict():
     w = ORTModule(HostOps(), strict=True)  # as ONNX Runtime's FALLBACK_DISABLE: no submodule, not the module
     w(torch.randn(13, 5))
     assert len(w.report().host) == 2
-    hooked = HasHook()
-    with pytest.raises(ortmodule.CaptureError, match="strict: fc would run in PyTorch"):
-        ORTModule(hooked, strict=True)(torch.randn(13, 7))
+    with pytest.raises(ortmodule.CaptureError, match="branch"):
+        ORTModule(HasBranch(), strict=True)(torch.randn(13, 5))
+    hooked = ORTModule(HasHook(), strict=True)  # hooks run between parts of the graph
+    for _ in range(2):
+        hooked(torch.randn(13, 7)).sum().backward()
+    assert hooked.report().graphs
 
 
 class HasHook(nn.Module):
