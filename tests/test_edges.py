@@ -277,3 +277,41 @@ def test_gradients_enabled_within_no_grad(nested):
             out = wrapped(torch.ones(2, 3, dtype=F64), w)
             assert out.requires_grad == enabled(torch.ones(2, 3, dtype=F64), w).requires_grad
     assert "enables gradients" in wrapped.report().eager[0].reason
+
+
+def test_deviation_of_what_does_not_vary() -> None:
+    """PyTorch's gradient is 0 there: normalising a dead unit by its own deviation trains on."""
+    x = torch.randn(5, 4, dtype=F64)
+    x[:, 1] = 2.0
+    for f in (lambda t: (t - t.mean(0)) / (t.std(0) + 1e-5), lambda t: torch.std_mean(t, 0), lambda t: (t * 0).std() + t.std(1)):
+        same(f, x)
+
+
+def test_dropout_of_everything() -> None:
+    """Zeros, not None: momentum and weight decay go on."""
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + nn.functional.dropout(self.b(x), 1.0) + nn.functional.dropout1d(self.b(x)[None], 1.0)[0]
+
+    w = ORTModule(Both())
+    w(torch.randn(2, 3)).sum().backward()
+    assert w.b.weight.grad is not None and not w.b.weight.grad.any() and w.a.weight.grad.any()
+
+
+def test_bound_that_is_no_number() -> None:
+    same(lambda t: t.clamp(min=NAN), torch.randn(3, dtype=F64))
+
+
+def test_a_view_of_an_output_that_is_laid_out_otherwise() -> None:
+    def f(t: Tensor) -> Any:
+        y = (t * 2).t()
+        return y, y.t().contiguous()
+
+    w = ORTModule(Call(f))
+    for _ in range(2):
+        a, b = w(torch.randn(4, 6))
+        assert b.is_contiguous() and torch.equal(a.t(), b)

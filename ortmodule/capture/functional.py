@@ -554,6 +554,8 @@ class _Functionalizer:
         """Outputs that share memory with an input or with another output, so that who edits one in place sees it in the other."""
         p = self.program
         others = {out: i for i, out in reversed([*enumerate(p.outputs)]) if isinstance(out, Node)}
+        # The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that PyTorch has.
+        whole = {out for out in others if isinstance(out.val, Tensor) and out.val.is_contiguous()}
         for i, out in enumerate(p.outputs):
             if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
                 continue
@@ -579,7 +581,7 @@ class _Functionalizer:
                     break
                 chain.insert(0, again)
                 node = source
-                if node in inputs or others.get(node, i) != i:
+                if node in inputs or (node in whole and others[node] != i):
                     p.views[i] = (node, chain)
                     break
 

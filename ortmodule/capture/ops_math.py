@@ -283,6 +283,8 @@ def clamp(c: Converter, n: Node, x: Node, *bounds: Any) -> Val:
     v = c.num(x, n.val.dtype)
     name = n.target._schema.name
     lo, hi = (bounds[0], None) if name.endswith("_min") else (None, bounds[0]) if name.endswith("_max") else bounds[:2]
+    if any(isinstance(b, float) and b != b for b in (lo, hi)):
+        raise NotHere("a bound is NaN")
     if lo is not None and v.dtype != BOOL:
         low = c.num(lo, v.dtype)
         v = c.where(c.compare("Less", v, low), low, v)
@@ -597,8 +599,9 @@ def var(c: Converter, n: Node, x: Node, *args: Any) -> Any:
     if dtype in _LOW:
         raise NotHere("variance in low precision")
     v, m = _variance(c, c.num(x, dtype), dim, correction, bool(keep))
-    if "std" in name:
-        v = c.un("Sqrt", v)
+    if "std" in name:  # where nothing varies the gradient is 0, not that of a root at 0
+        zero = c.compare("Equal", v, c.scalar(0, v.dtype))
+        v = c.where(zero, c.scalar(0, v.dtype), c.un("Sqrt", c.where(zero, c.scalar(1, v.dtype), v)))
     return [v, m] if name.endswith("_mean") else v
 
 

@@ -111,8 +111,8 @@ def weight_norm(c: Converter, n: Node, v: Node, g: Node, dim: int) -> Val:
 def dropped(c: Converter, v: Val, p: float) -> Val:
     if p == 0:
         return v
-    if p == 1:
-        return c.fill(0, v.dtype, v.shape)
+    if p == 1:  # as PyTorch: the gradient is zeros, not None, and NaN stays NaN
+        return c.op2("Mul", v, c.scalar(0, v.dtype))
     return c.b.op("Dropout", [v, c.b.constant(p, F64), c.b.constant(True, BOOL)], v.dtype, v.shape)
 
 
@@ -135,7 +135,7 @@ def feature_dropout(c: Converter, n: Node, x: Node, p: float, train: bool) -> Va
     if not train or p == 0:
         return v
     if p == 1:
-        return c.fill(0, v.dtype, v.shape)
+        return c.op2("Mul", v, c.scalar(0, v.dtype))
     keep = dropped(c, c.fill(1, v.dtype, (*v.shape[:2], *[1] * (v.rank - 2))), p)
     return c.op2("Mul", v, keep)
 

@@ -45,6 +45,8 @@ _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole modu
     Tensor.register_hook: (f"forward calls Tensor.register_hook: {_HOOK}", False),
     Tensor.register_post_accumulate_grad_hook: (f"forward calls Tensor.register_post_accumulate_grad_hook: {_HOOK}", True),
     Tensor.retain_grad: ("forward calls Tensor.retain_grad: the tensor would be one of the trace", False),
+    torch.autograd.grad: ("forward calls torch.autograd.grad: what it differentiates is a trace", True),
+    Tensor.backward: ("forward calls backward: what it differentiates is a trace", True),
     Tensor.data_ptr: (f"forward calls Tensor.data_ptr: {_MOMENT}", True),
     _getter("grad"): (f"forward reads Tensor.grad: {_MOMENT}", True),
     _getter("_version"): (f"forward reads Tensor._version: {_MOMENT}", True),
