@@ -285,9 +285,13 @@ def _unchanged(v: Any, old: list[Any]) -> bool:
 class Watch:
     """See the file's head. Modules are known by their __dict__: the tracer puts other objects over the same __dict__ in their place."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, known_as: nn.Module | None = None) -> None:
+        """known_as: the module that the user's code may reach by a global or closure variable, when `module` stands for it. It shares its
+        tables of parameters and buffers, in which the export puts tensors of the trace: no state to be noted or put back."""
         self._root = module
         self._names = {id(m.__dict__): name for name, m in module.named_modules()}
+        if known_as is not None:
+            self._names.setdefault(id(known_as.__dict__), "")
         self._classes_of = {name: type(m) for name, m in module.named_modules()}
         self._attributes = {name: dict(m.__dict__) for name, m in module.named_modules()}
         self._keep: list[Any] = [m.__dict__ for m in module.modules()]

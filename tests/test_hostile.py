@@ -14,7 +14,6 @@ from onnx import helper as H
 from engine import Ctx, EngineError, Graph, lib, run
 
 lib.om_onnx_read.argtypes = [C.c_void_p, C.c_char_p, C.c_size_t, C.POINTER(C.c_void_p)]
-lib.om_graph_parse.argtypes = [C.c_void_p, C.c_char_p, C.POINTER(C.c_void_p)]
 lib.om_model_from_graph.argtypes = [C.c_void_p, C.c_void_p, C.POINTER(C.c_void_p)]
 lib.om_model_variant.argtypes = [C.c_void_p] * 6
 lib.om_model_free.argtypes = [C.c_void_p] * 2

@@ -116,6 +116,12 @@ print(hashlib.md5(b"".join(g.numpy().tobytes() for g in grads.values())).hexdige
 """
 
 
+def _computes_bf16() -> bool:
+    """Elsewhere PyTorch widens, too, and the bits may be the same."""
+    with open("/proc/cpuinfo") as f:
+        return any(line.startswith("flags") and ("avx512_bf16" in line or "amx_bf16" in line) for line in f)
+
+
 @pytest.mark.parametrize("provider", ["own", "host"])
 def test_provider(provider: str) -> None:
     """Both bf16 products, chosen by hand: the same rows as above hold, and the two really are two."""
@@ -126,6 +132,6 @@ def test_provider(provider: str) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    if provider == "host":
+    if provider == "host" and _computes_bf16():
         assert run(["-c", HOST.format(tests=here)], "host") != run(["-c", HOST.format(tests=here)], "own")
     run(["-m", "pytest", "-q", "-x", __file__, "-k", "bf16 and not provider and (gpt2 or bert)", "-p", "no:cacheprovider"], provider)
