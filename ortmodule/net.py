@@ -121,9 +121,9 @@ class Net:
         me = threading.get_ident()
         misses = [c.cache_info().misses for c in self._caches]
         flags: Any = torch.compiler
-        before = flags._is_compiling_flag, flags._is_exporting_flag
         autocast_cache = torch.is_autocast_cache_enabled()
         with _lock:
+            before = flags._is_compiling_flag, flags._is_exporting_flag  # in the lock: another thread's export sets them, too
             busy.add(me)
             try:
                 with _quiet(), _keep_random_state(), _silent(), _keep_attributes(module), opaque.table() as table, opaque.keep_functions(), \

@@ -578,6 +578,7 @@ def test_nothing_stays_patched() -> None:
         ORTModule(Base(lambda s: 1 / 0 * s.plain.v, plain=Plain()))(X)
     assert nn.Module.__dict__.get("__getattribute__") is get is None and nn.Module.__setattr__ is put
     assert all("__getattribute__" not in vars(c) for c in (Plain, Config, Fallback)) and sys.getprofile() is None
+    assert not torch.compiler._is_exporting_flag and not torch.compiler._is_compiling_flag
 
 
 def test_a_profiler_goes_on() -> None:
