@@ -238,12 +238,7 @@ def play(history: list[tuple[Any, ...]]) -> Any:
     return twins[0].model.report()
 
 
-@pytest.fixture(autouse=True)
-def _fp64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 @pytest.mark.slow

@@ -32,12 +32,8 @@ TOLERANCE = 1e-10
 
 
 @pytest.fixture(autouse=True)
-def _fp64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _seeded(fp64):
     torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(before)
 
 
 class MLP(nn.Module):

@@ -24,12 +24,8 @@ from ortmodule.capture import functional
 
 
 @pytest.fixture(autouse=True)
-def _fp64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _seeded(fp64):
     torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Calls(nn.Module):

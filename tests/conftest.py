@@ -1,0 +1,15 @@
+"""Fixtures of more than one file."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def fp64() -> Iterator[None]:
+    """Modules and tensors are made in double precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
