@@ -264,19 +264,22 @@ class State:
     def rebind(self, site: _Site, captured: _Captured) -> _Site:
         """Gives the buffers to which forward assigns new tensors one each, for the graph to write into. What was there keeps its values."""
         with self.lock:
-            key: Any = next((k for k, s in self.sites.items() if s is site), None)
             for i in captured.graph.captured.rebinds:
                 owner, _, name = captured.graph.captured.inputs[i].target.rpartition(".")
                 buffers = self.module.get_submodule(owner)._buffers
                 buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
-            now = self.guard.fast()
-            fresh = _Site(site.entry, now, self.guard, site)  # what is new is in fresh.bound
-            fresh.fill, fresh.other = site.fill, site.other
-            self.bind(fresh, captured)
-            if key is not None:
-                del self.sites[key]
-                self.sites[(now, *key[1:])] = fresh
-            return fresh
+            return self.move(site, captured, _Site(site.entry, self.guard.fast(), self.guard, site))  # what is new is among its `bound`
+
+    def move(self, site: _Site, captured: _Captured, fresh: _Site) -> _Site:
+        """`fresh` takes the place of `site`: the same captures, for the module as it is now. The sites beside it hold the tensors of before:
+        they are found anew."""
+        fresh.fill = site.fill
+        self.bind(fresh, captured)
+        key: Any = next((k for k, s in self.sites.items() if s is site), None)
+        if key is not None:
+            del self.sites[key]
+            self.sites[(fresh.fast, *key[1:])] = fresh
+        return fresh
 
     def play(self, site: _Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
         """A call with hooks on submodules, which may change the module."""
@@ -296,22 +299,17 @@ class State:
         """Hooks have changed the module in a call. When it is nothing that the call has read, the next one finds the same site; else what
         that was."""
         with self.lock:
-            key: Any = next((k for k, s in self.sites.items() if s is site), None)
             own = guard.Guard(self.module)
             reads, captured = site.entry.reads, site.captured
-            if key is None or reads is None or captured is None or own.structure() != site.structure:
+            if reads is None or captured is None or own.structure() != site.structure:
                 return None
             if not reads.hold(self.module):
                 return f"hooks on submodules change {', '.join(reads.changed(self.module))}, which forward reads"
             moved = [spec.name for spec, t in zip(captured.graph.bound, site.bound, strict=True) if _lookup(self.module, spec) is not t]
             if moved:
                 return f"hooks on submodules put other tensors in the place of {', '.join(moved)}"
-            now = own.fast()
             self.guard = own
-            del self.sites[key]
-            fresh = self.sites[(now, *key[1:])] = _Site(site.entry, now, own)
-            fresh.fill = site.fill
-            self.bind(fresh, captured)
+            self.move(site, captured, _Site(site.entry, own.fast(), own))
             return None
 
     # --- the slow path -----------------------------------------------------------------------------
@@ -324,17 +322,17 @@ class State:
             if reason is not None:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
             own = self.guard = guard.Guard(self.module)
-            fast = own.fast()
-            known = self.entries.get((own.structure(), structure, env, key[3]), [])
+            fast, tree = own.fast(), own.structure()
+            known = self.entries.get((tree, structure, env, key[3]), [])
             entry = next((e for e in known if (e.reads is None or e.reads.hold(self.module)) and e.held.hold()), None)
             if entry is None:
                 entry = _Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
-                entry.why = self.why(own.structure(), key, known)
+                entry.why = self.why(tree, key, known)
                 changing = sorted({name for e in known for name in e.changed(self.module)})
                 entry.places = guard.places(self.module)
                 entry.keep = {place.name for place in entry.places if place.whole}
-                known = self.entries.setdefault((own.structure(), structure, env, key[3]), known)
+                known = self.entries.setdefault((tree, structure, env, key[3]), known)
                 known.append(entry)
                 if len(known) > self.settings.max_captures:
                     what = ", ".join(changing[:3]) or "attributes of modules that forward reads"

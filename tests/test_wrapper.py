@@ -629,3 +629,31 @@ def test_tools_of_pytorch(tool):
     same(outcome(w, x), outcome(eager, x))
     alike(w, eager)
     assert w.report().graphs
+
+
+COUNTS = [True]
+
+
+class Sometimes(nn.Module):
+    """Assigns its buffer in some calls and only reads it in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if COUNTS[0]:
+            self.count = self.count + 1
+        return self.layer(x) + self.count
+
+
+def test_a_buffer_that_only_some_calls_assign():
+    """The captures of the two kinds of calls both see the tensor of now."""
+    eager = Sometimes()
+    w = ORTModule(copy.deepcopy(eager))
+    for COUNTS[0] in (True, False, False, True, True, False, True, False, True, True, False):
+        x = torch.randn(3, 4)
+        same(outcome(w, x), outcome(eager, x))
+        alike(w, eager)
+    assert len(w.report().graphs) == 2 and not w.report().eager
