@@ -459,7 +459,6 @@ class State:
             raise _Skip("called while another module is captured")
         keep = set(entry.keep)
         self.local.capturing = True
-        tables = [(table, dict(table)) for m in self.module.modules() for table in (m._parameters, m._buffers)]
         first: tuple[bytes, watch.Watch] | None = None  # a capture whose forward assigned numbers to attributes of objects
         undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
@@ -523,10 +522,6 @@ class State:
         finally:
             self.local.capturing = False
             _restore(undo)
-            for table, held in tables:  # whatever went wrong, no tensor of the trace stays in the user's module
-                if table.keys() != held.keys() or any(table[k] is not t for k, t in held.items()):
-                    table.clear()
-                    table.update(held)  # type: ignore[arg-type]
         for op in captured.host_ops if self.settings.strict else ():
             if op.kind == "module" or self.settings.strict == "engine":
                 raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)

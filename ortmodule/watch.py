@@ -211,9 +211,8 @@ def _user_class(cls: type) -> bool:
 
 
 def _special_code() -> dict[Any, str]:
-    rng = "calls torch.{}, which changes or reads the state of torch's generator itself"
-    codes = {getattr(torch.random, n).__code__: rng.format(n) for n in ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
-             if hasattr(getattr(torch.random, n), "__code__")}  # fmt: skip
+    rng = "calls torch.{}, which reads the state of torch's generator itself"  # what sets it is refused at once: capture/refused.py
+    codes = {f.__code__: rng.format(f.__name__) for f in (torch.random.initial_seed, torch.random.get_rng_state) if hasattr(f, "__code__")}
     codes[type(os.environ).__getitem__.__code__] = "environ"
     codes[logging.Logger.handle.__code__] = "log"
     return codes
@@ -292,6 +291,7 @@ class Watch:
         self._names = {id(m.__dict__): name for name, m in module.named_modules()}
         if known_as is not None:
             self._names.setdefault(id(known_as.__dict__), "")
+        self._tables = {id(d) for m in module.modules() for d in (m._parameters, m._buffers, m._modules)}  # the export's to change and to restore
         self._classes_of = {name: type(m) for name, m in module.named_modules()}
         self._attributes = {name: dict(m.__dict__) for name, m in module.named_modules()}
         self._keep: list[Any] = [m.__dict__ for m in module.modules()]
@@ -643,6 +643,8 @@ class Watch:
         return met.copy
 
     def _container(self, v: Any, token: Any, name: str) -> None:
+        if id(v) in self._tables:
+            return
         if len(v) > _MANY:
             self._problem(token, f"reads {name}, a {type(v).__name__} of {len(v)} elements: too many to compare at every step")
             return
@@ -679,9 +681,10 @@ class Watch:
             self._watch_class(type(sub), token)
             self._meet(own, token, name)
             for registry in ("_parameters", "_buffers", "_modules"):
-                self._meet(own[registry], token, name)
-                if not self.quiet:
-                    self._contents[id(own[registry])] = name
+                if id(own[registry]) not in self._tables:  # else a copy of a module of the tree (copy.copy shares them)
+                    self._meet(own[registry], token, name)
+                    if not self.quiet:
+                        self._contents[id(own[registry])] = name
 
     def _function(self, f: types.FunctionType, token: Any, name: str) -> None:
         known = self._functions.setdefault(id(f.__code__), [])

@@ -672,7 +672,8 @@ def test_a_method_that_the_capture_itself_replaces() -> None:
     assert model.report().n_captures == 1
 
 
-def test_the_module_reached_by_a_global():
+@pytest.mark.parametrize("name", [lambda m: m, copy.copy], ids=["itself", "a copy that shares its tables"])
+def test_the_module_reached_by_a_global(name):
     """Code that names the wrapped module itself, not self: its parameters and buffers stay what they are."""
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -684,7 +685,7 @@ def test_the_module_reached_by_a_global():
             return NAMED[0].layer(x) + NAMED[0].b
 
     module = Named()
-    NAMED[:] = [module]
+    NAMED[:] = [name(module)]
     w = ORTModule(module)
     for step in range(3):
         module.b.fill_(float(step))
