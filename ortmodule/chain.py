@@ -260,7 +260,6 @@ class Graph:
 
     def infer(self, tensors: Sequence[Tensor]) -> Any:
         """The user's output, without anything for a backward."""
-        tensors = _resolved(tensors, len(self.leaves))
         start = perf_counter()
         before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
         run = self._start(self.plain, tensors, self._seed(), False)
@@ -281,7 +280,6 @@ class Graph:
         if self._next and _backward_id() == -1:  # a forward inside a backward may be a checkpoint's second: it must save what the first did
             self._current.update(self._next)
             self._next.clear()
-        tensors = _resolved(tensors, len(self.leaves))
         variant = self._current.get(wanted) or self.variant(wanted, tensors)
         if not variant.nodes:
             return self.infer(tensors)
@@ -505,13 +503,6 @@ def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
         return [(t._version, t.data_ptr()) for t in tensors]
     except RuntimeError:  # inference tensors have no version
         return None
-
-
-def _resolved(tensors: Sequence[Tensor], n: int) -> Sequence[Tensor]:
-    """The first n with their signs in memory: of a complex number's conjugate torch negates the imaginary part by a bit of the tensor."""
-    if any([t.is_neg() for t in tensors[:n]]):
-        return [t.resolve_neg() for t in tensors]
-    return tensors
 
 
 def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from . import guard
 from .capture import CaptureError, CutCaptured, flatten_inputs
 from .capture.cuts import Interpreter, Mark
 from .chain import Graph, Refusal, Unfit
-from .host import Failed
+from .host import Failed, plain
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -238,7 +238,7 @@ class _Run:
             values[i] = None
         if graph is None:
             return
-        tensors = [values[f] if type(f) is int else torch.tensor(values[f[0]].shape[f[1]]) for f in part.feed]  # type: ignore[index]
+        tensors = [plain(values[f]) if type(f) is int else torch.tensor(values[f[0]].shape[f[1]]) for f in part.feed]  # type: ignore[index]
         for i in part.cloned:
             tensors[i] = tensors[i].clone()
         again = self.graph.again[k]

@@ -537,9 +537,6 @@ class State:
                 graph = Graph(captured, self.settings.segment_mb, self.settings.memory_opt_level)
         except Exception as error:
             raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
-        for spec in graph.bound:
-            if _lookup(self.module, spec).is_neg():
-                raise CaptureError(f"{spec.target} is stored negated (the imaginary part of a conjugate)")
         for i in graph.writes:
             spec = captured.inputs[i]
             if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
