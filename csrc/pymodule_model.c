@@ -1,6 +1,5 @@
 /* pymodule_model.c - class Model: loading, what a graph's inputs, outputs and variants are, reports. */
 #include "pymodule.h"
-#include "strip.h"
 
 #include <stdlib.h>
 
@@ -75,29 +74,11 @@ static PyObject *Model_inputs(PyObject *o, void *closure) {
     return list;
 }
 
-/* The same inside a fused node: an output that only comparisons, roundings and the like lead to takes no gradient. */
-static bool reach_fused(const om_graph *g, const om_node *n, uint8_t *reach) {
-    om_strip_text t;
-    uint8_t r[OM_STRIP_VALUES] = {0};
-    om_ctx *cx = om_py_ctx();
-    bool ok = cx && om_strip_parse(cx, om_attr_str(n->attr, n->n_attr, "program", ""), n->n_in, &t) == OM_OK;
-    om_ctx_free(cx);
-    if (!ok) return false;
-    for (int k = 0; k < n->n_in; k++) r[k] = om_ins(g, n)[k] != OM_NONE && reach[om_ins(g, n)[k]];
-    for (int i = 0; i < t.n_stmt; i++) {
-        const om_op *op = om_op_find(om_pw_rows[t.stmt[i].op].name);
-        for (int k = 0; k < t.stmt[i].n_arg && op && op->grad && om_is_float(t.stmt[i].dtype); k++) r[t.n_in + i] |= r[t.stmt[i].arg[k]];
-    }
-    for (int k = 0; k < n->n_out; k++) reach[n->out + (om_id)k] = r[t.out[k]];
-    return true;
-}
-
 /* Spreads reach[v] from graph inputs to the float values computed from them through operators with a gradient. */
 static void reach_spread(const om_graph *g, uint8_t *reach) {
     for (om_id i = 0; i < g->nodes.n; i++) {
         const om_node *n = &g->nodes.v[i];
         bool d = false;
-        if (om_is(n, fused) && reach_fused(g, n, reach)) continue;
         for (int k = 0; k < n->n_in && n->op->grad; k++) d |= om_ins(g, n)[k] != OM_NONE && reach[om_ins(g, n)[k]];
         for (int k = 0; k < n->n_out; k++) reach[n->out + (om_id)k] = d && om_is_float(om_ty(g, n->out + (om_id)k)->dtype);
     }
