@@ -32,7 +32,6 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 
 from ..guard import Place, part_of_forward
-from ..watch import quiet
 from . import opaque
 from .export import CaptureError, Source
 from .functional import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
@@ -160,27 +159,17 @@ def _exit(place: Place, out: Any) -> Any:
 
 def _call(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A kept submodule: the results' kinds are recorded ones, or those of a run on fake tensors."""
-    table = opaque._tables[-1]
     tensors, fill, order, _ = _leaves((args, kwargs), True)
-    autocast = opaque._autocast_state()
-    turn = table.n_calls.get(fqn, 0)
-    table.n_calls[fqn] = turn + 1
+    results = opaque.kept_results(fqn, forward)
     back: dict[str, Any] = {}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
-        recorded = table.recorded.get(fqn)
-        if recorded is not None:
-            out = recorded[turn]
-        else:
-            a, k = fill(xs)
-            with torch.no_grad(), autocast(), silent(module), quiet(), opaque.Edits(xs) as edits:
-                out = forward(*a, **k)
-            if edits.found:
-                raise opaque.edits_argument(fqn)
+        with silent(module):
+            out, _ = results(xs, fill(xs))
         real, back["fill"], mark.order, mark.key = _leaves(out, True)
         return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
 
-    mark = Mark("call", fqn, fill, order, None, torch.is_grad_enabled(), autocast, meta=meta)
+    mark = Mark("call", fqn, fill, order, None, torch.is_grad_enabled(), opaque._autocast_state(), meta=meta)
     outs = _add(mark, tensors)
     return back["fill"](outs)
 

@@ -295,7 +295,7 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
         notes[fqn].append(out)
         for t, was in given.pop(fqn):
             if not torch.equal(t, was) if isinstance(was, Tensor) else t._version != was:
-                raise edits_argument(fqn)
+                raise OpaqueError(_EDITS.format(fqn))
 
     handles = []
     for fqn in keep:
@@ -311,21 +311,37 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
     return notes, result
 
 
-def edits_argument(fqn: str) -> OpaqueError:
-    return OpaqueError(f"{fqn}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see")
+_EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
+
+
+def kept_results(fqn: str, forward: Callable[..., Any]) -> Callable[[list[Tensor], Any], tuple[Any, bool]]:
+    """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its (args, kwargs), and gives
+    what it returns: as recorded (True), or on those tensors, which are fake."""
+    table, autocast = _tables[-1], _autocast_state()
+    turn = table.n_calls.get(fqn, 0)
+    table.n_calls[fqn] = turn + 1
+
+    def results(xs: list[Tensor], given: Any) -> tuple[Any, bool]:
+        recorded = table.recorded.get(fqn)
+        if recorded is not None:
+            return recorded[turn], True
+        with torch.no_grad(), autocast(), quiet(), Edits(xs) as edits:
+            out = forward(*given[0], **given[1])
+        if edits.found:
+            raise OpaqueError(_EDITS.format(fqn))
+        return out, False
+
+    return results
 
 
 def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table = _tables[-1]
     tensors, fill = _split(args, kwargs)
     if torch.is_grad_enabled() and any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules()):
         raise OpaqueError(f"{fqn} asks for sparse gradients, which only PyTorch's autograd can hand to its parameters")
     names = [name for name, _ in module.named_parameters()]
     params: list[Tensor] = [p for _, p in module.named_parameters()]
     n = len(tensors)
-    autocast = _autocast_state()
-    turn = table.n_calls.get(fqn, 0)
-    table.n_calls[fqn] = turn + 1
+    results = kept_results(fqn, forward)
 
     def run(*a: Any, own: dict[str, Tensor], **k: Any) -> Any:
         return torch.func.functional_call(module, own, a, k)
@@ -335,18 +351,11 @@ def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args:
         return a, {**k, "own": dict(zip(names, leaves[n:], strict=True))}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
-        recorded = table.recorded.get(fqn)
-        if recorded is not None:
-            real, row.rebuild = _results(recorded[turn])
-            return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
-        a, k = fill(xs[:n])
-        with torch.no_grad(), autocast(), quiet(), Edits(xs[:n]) as edits:
-            outs, row.rebuild = _results(forward(*a, **k))
-        if edits.found:
-            raise edits_argument(fqn)
-        return outs
+        out, recorded = results(xs[:n], fill(xs[:n]))
+        outs, row.rebuild = _results(out)
+        return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs] if recorded else outs
 
-    row = Row("module", fqn, _as_call(run, fill_call, autocast), meta, "submodule kept in PyTorch", module=fqn)
+    row = Row("module", fqn, _as_call(run, fill_call, _autocast_state()), meta, "submodule kept in PyTorch", module=fqn)
     return _record(row, tensors + params, fill_call)
 
 
