@@ -29,7 +29,7 @@ class MakeExt(build_ext):
 
 
 setup(
-    ext_modules=[Extension("ortmodule._C", ["csrc/pymodule.c"], py_limited_api=True)],
+    ext_modules=[Extension("ortmodule._C", ["csrc/python/pymodule.c"], py_limited_api=True)],
     cmdclass={"build_ext": MakeExt},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

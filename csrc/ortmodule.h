@@ -5,7 +5,8 @@
  *     om_model_load      ONNX bytes -> forward graph, simplified                      once per capture
  *     om_model_variant   + gradients for the wanted inputs, given which outputs
  *                          will receive a gradient                                    once per (wanted, arriving) set
- *     om_plan_get        + concrete sizes -> order, storage, kernel calls             once per shape, milliseconds, cached
+ *     om_plan_get        + concrete sizes -> order, storage, kernel calls             once per shape, milliseconds,
+ *                        cached
  *     om_run_*           one forward, one backward                                    every step
  *
  * Errors: every function that can fail returns om_status; the first failure leaves a sentence with
@@ -75,18 +76,21 @@ typedef struct om_services {
     void (*free)(void *user, void *p, size_t size);
     /* Calls fn(arg, begin, end) over disjoint pieces of [0, n), each at least `grain` long but the last,
      * from any number of threads, and returns when all are done. No promise of concurrency. */
-    void (*parallel_for)(void *user, int64_t n, int64_t grain, void (*fn)(void *arg, int64_t begin, int64_t end), void *arg);
+    void (*parallel_for)(void *user, int64_t n, int64_t grain, void (*fn)(void *arg, int64_t begin, int64_t end),
+                         void *arg);
     int (*num_threads)(void *user);
     /* Fortran BLAS of the host process, column-major, LP64 (reference BLAS interface). */
-    void (*sgemm)(const char *ta, const char *tb, const int *m, const int *n, const int *k, const float *alpha, const float *a,
-                  const int *lda, const float *b, const int *ldb, const float *beta, float *c, const int *ldc);
+    void (*sgemm)(const char *ta, const char *tb, const int *m, const int *n, const int *k, const float *alpha,
+                  const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
+                  const int *ldc);
     void (*dgemm)(const char *ta, const char *tb, const int *m, const int *n, const int *k, const double *alpha,
                   const double *a, const int *lda, const double *b, const int *ldb, const double *beta, double *c,
                   const int *ldc);
-    /* C (m, n) = A (m, k) B (k, n) + beta C + bias (n, or NULL) in bf16 with sums in f32, for processors that multiply bf16 natively (the
-     * engine's own kernels widen it to f32). Strides in elements, rows or columns of each contiguous. False: not done, C is untouched. */
-    bool (*gemm_bf16)(void *user, int64_t m, int64_t n, int64_t k, const void *a, int64_t rsa, int64_t csa, const void *b, int64_t rsb,
-                      int64_t csb, int beta, void *c, int64_t rsc, const void *bias);
+    /* C (m, n) = A (m, k) B (k, n) + beta C + bias (n, or NULL) in bf16 with sums in f32, for processors that multiply
+     * bf16 natively (the engine's own kernels widen it to f32). Strides in elements, rows or columns of each
+     * contiguous. False: not done, C is untouched. */
+    bool (*gemm_bf16)(void *user, int64_t m, int64_t n, int64_t k, const void *a, int64_t rsa, int64_t csa,
+                      const void *b, int64_t rsb, int64_t csb, int beta, void *c, int64_t rsc, const void *bias);
     void (*log)(void *user, int level, const char *text);              /* level 0 error .. 3 debug */
 } om_services;
 
@@ -107,8 +111,8 @@ void om_ctx_clear(om_ctx *cx);
 om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **out);
 void om_model_free(om_ctx *cx, om_model *m);
 
-/* What backward computes again instead of keeping it, for variants built after the call. 0 (the default): what costs one sweep over memory.
- * 1: whole transformer layers as well, each from its input. The gradients have the same bits. */
+/* What backward computes again instead of keeping it, for variants built after the call. 0 (the default): what costs
+ * one sweep over memory. 1: whole transformer layers as well, each from its input. The gradients have the same bits. */
 void om_model_memory_level(om_model *m, int level);
 
 /* Text of a graph: variant < 0 is the forward graph; caller frees with om_text_free. */
@@ -128,10 +132,11 @@ om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const
  * inputs that name a size). Checks dtype and rank against the capture. */
 om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan);
 
-/* Ends the use of a plan that om_plan_get (or om_model_plan_by_serial, om_model_plans) has given; once each. It may stay cached. */
+/* Ends the use of a plan that om_plan_get (or om_model_plan_by_serial, om_model_plans) has given; once each. It may
+ * stay cached. */
 void om_plan_release(om_model *m, om_plan *plan);
 
-/* --- run: csrc/plan.h holds the contract of memory and control --------------------------------- */
+/* --- run: csrc/run/plan.h holds the contract of memory and control --------------------------------- */
 
 #ifdef __cplusplus
 }

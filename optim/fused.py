@@ -1,6 +1,6 @@
 """Multi-tensor optimizers: one engine call updates every parameter of a group.
 
-A parameter's f32 weight is stored in one of four ways (csrc/optim.h): as the parameter itself; as an f32 master beside a 16-bit
+A parameter's f32 weight is stored in one of four ways (csrc/optim/optim.h): as the parameter itself; as an f32 master beside a 16-bit
 parameter (`master_weights=True`); split over a bfloat16 parameter and an int16 rest (`master_weights="split"`, 2 bytes less); or as a
 bfloat16 parameter rounded stochastically (`stochastic_rounding=True`, no second copy).
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling with the numbers of onnxruntime-training. The arithmetic is om_loss_scale_next (csrc/optim_math.h), here and on CUDA."""
+"""Dynamic loss scaling with the numbers of onnxruntime-training. The arithmetic is om_loss_scale_next (csrc/optim/optim_math.h), here and on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C extension (csrc/pymodule.c). Tensors cross by DLPack's C exchange API: borrowed on the way in, blocks of the
+"""The C extension (csrc/python/pymodule.c). Tensors cross by DLPack's C exchange API: borrowed on the way in, blocks of the
 engine's pool with a deleter on the way out. Every call that computes releases the GIL. Failures raise RuntimeError
 (ValueError for bad input) with the engine's message.
 """
@@ -22,7 +22,7 @@ def guard_hash(dicts: Sequence[dict[str, Any]]) -> int:
     dictionaries; tensors count by identity, dtype-free; about 10 ns an entry."""
 
 def guard_check(table: tuple[Any, ...]) -> int:
-    """Index of the first row that does not hold, or -1. Rows of four: kind, holder, key, value (csrc/pymodule_guard.c); some 0.1 us a row.
+    """Index of the first row that does not hold, or -1. Rows of four: kind, holder, key, value (csrc/python/guard.c); some 0.1 us a row.
     An exception of the user's code in a comparison counts as a difference."""
 
 def watch_calls(choose: Callable[[Any], bool], called: Callable[[Any, Any], object], c_called: Callable[[Any, Any], object],
@@ -36,7 +36,7 @@ def watch_end() -> None:
 def adam_step(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
               steps: Sequence[Tensor], masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, beta1: float, beta2: float,
               eps: float, weight_decay: float, inv_scale: float, mode: int, bias_correction: bool) -> None:
-    """One Adam step over parallel lists (csrc/optim.h). steps: one-element CPU tensors, counted up here. store: 0 as is, 1 f32 masters,
+    """One Adam step over parallel lists (csrc/optim/optim.h). steps: one-element CPU tensors, counted up here. store: 0 as is, 1 f32 masters,
     2 int16 rests of bfloat16 parameters, 3 stochastic rounding. Gradients are multiplied by inv_scale (negative: ascend). The caller
     bumps version counters."""
 
@@ -60,7 +60,7 @@ def axpby(dst: Sequence[Tensor], src: Sequence[Tensor] | None, a: float, b: floa
 def loss_scale_next(scale: float, good: float, finite: bool, window: float, lowest: float, highest: float) -> tuple[float, float]:
     """Dynamic loss scaling: (scale, steps without overflow since it changed) after one more step."""
 
-# The optimizers on CUDA (csrc/pymodule_cuda.c; called by optim/cuda.py). What works on the device begins with `head`: the device's ordinal,
+# The optimizers on CUDA (csrc/python/cuda.c; called by optim/cuda.py). What works on the device begins with `head`: the device's ordinal,
 # the stream's address, the table (uint8, on the device) and its numbers of spans and chunks. Scalars given as tensors have one
 # float32 element on the device. Nothing waits for the device.
 
@@ -145,7 +145,7 @@ class Model:
         list of int; reads_outputs: user outputs whose data backward reads; reaches: user
         outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads);
         host_nodes: list of (part, host_index, is_backward, want), part: 0, or which of the gradient nodes of that host node; want: for a
-        gradient, the node inputs (by position) whose gradients are its outputs, in order; flow: om_flow of csrc/engine.h as (terms: kind, a,
+        gradient, the node inputs (by position) whose gradients are its outputs, in order; flow: om_flow of csrc/graph/engine.h as (terms: kind, a,
         b; (host_index, which float output): term; graph input: term; per output the outputs it shares nodes with, as bits); ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> Run:

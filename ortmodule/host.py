@@ -57,7 +57,7 @@ _OUTPUT, _HOST, _ANY = 1, 2, 3  # om_flow_kind
 
 
 class Flow:
-    """What the gradients of a joint graph are sums over (csrc/engine.h, om_flow): to tell in a backward which of them are None."""
+    """What the gradients of a joint graph are sums over (csrc/graph/engine.h, om_flow): to tell in a backward which of them are None."""
 
     __slots__ = ("grads", "host", "shares", "terms")
 

@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _C
 
-ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)  # kinds of rows, see csrc/pymodule_guard.c
+ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)  # kinds of rows, see csrc/python/guard.c
 
 _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array

@@ -56,14 +56,14 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         sys.exit("usage: make new-op NAME=lower_case_name")
-    table = ROOT / "csrc/ops.def"
+    table = ROOT / "csrc/graph/ops.def"
     if re.search(rf"\bOP\({name}\)", table.read_text()) or (ROOT / f"csrc/ops/{name}.c").exists():
-        sys.exit(f"{name} exists: see csrc/ops.def")
+        sys.exit(f"{name} exists: see csrc/graph/ops.def")
     (ROOT / f"csrc/ops/{name}.c").write_text(C.format(n=name))
     (ROOT / f"tests/ops/test_{name}.py").write_text(T.format(n=name))
     table.write_text(table.read_text().rstrip("\n") + f"\n\n/* ops/{name}.c */\nOP({name})\n")
     print(f"csrc/ops/{name}.c        type rule, gradient, kernel (now: y = x)\ntests/ops/test_{name}.py  write the eager reference\n"
-          f"csrc/ops.def             row added: say what it means\nthen: make check-op OP={name}; ONNX spelling: csrc/onnx_map.h; ATen spelling: "
+          f"csrc/graph/ops.def             row added: say what it means\nthen: make check-op OP={name}; ONNX spelling: csrc/onnx/map.h; ATen spelling: "
           "ortmodule/capture/ops_*.py")
 
 

@@ -1,4 +1,4 @@
-"""Update nodes in a plan: the interpreter's bits, in the memory of the weights where that is allowed and only there (rules: csrc/plan.h)."""
+"""Update nodes in a plan: the interpreter's bits, in the memory of the weights where that is allowed and only there (rules: csrc/run/plan.h)."""
 
 from __future__ import annotations
 

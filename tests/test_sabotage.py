@@ -1,4 +1,4 @@
-"""Do the tests see? One thing is broken at a time (csrc/sabotage.h, build/sabotage.so) and the rows that answer for it must fail.
+"""Do the tests see? One thing is broken at a time (csrc/graph/sabotage.h, build/sabotage.so) and the rows that answer for it must fail.
 
 Operators: the rows are those of tests/ops, recorded from their calls of opcheck.check. Rows with the same backward graph form one group;
 every float value of that backward graph and every gradient a rule returns is made slightly wrong in turn, and some row of the group must

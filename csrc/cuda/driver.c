@@ -1,6 +1,7 @@
-/* driver.c - see driver.h. One table of entry points and one record per device, filled under a lock and only read afterwards. A failed
- * opening keeps what it has got and is tried again at the next use (the first may have come inside a stream capture). */
-#include "driver.h"
+/* driver.c - see driver.h. One table of entry points and one record per device, filled under a lock and only read
+ * afterwards. A failed opening keeps what it has got and is tried again at the next use (the first may have come inside
+ * a stream capture). */
+#include "cuda/driver.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -15,7 +16,8 @@ static struct { OM_CUDA_API(X) } api;
 
 struct om_cuda {
     _Atomic bool open;
-    int ordinal, major, minor, processors, driver; /* compute capability; driver: the CUDA version it speaks, 13000 = 13.0 */
+    /* compute capability; driver: the CUDA version it speaks, 13000 = 13.0 */
+    int ordinal, major, minor, processors, driver;
     char name[96];
     om_cu_context context;
     om_cu_module module;
@@ -28,17 +30,21 @@ static om_cuda devices[MAX_DEVICES];
 
 static const char *const kernel_name[] = {
 #define KERNEL(name, type) #name,
-#include "kernels.def"
+#include "cuda/kernels.def"
 #undef KERNEL
 };
 
 /* --- errors ------------------------------------------------------------------------------------------ */
 
-enum { CU_NO_BINARY = 209, CU_INVALID_IMAGE = 200, CU_UNSUPPORTED_PTX = 222, CU_CAPTURE_FIRST = 900, CU_CAPTURE_LAST = 908 };
+enum {
+    CU_NO_BINARY = 209, CU_INVALID_IMAGE = 200, CU_UNSUPPORTED_PTX = 222, CU_CAPTURE_FIRST = 900,
+    CU_CAPTURE_LAST = 908
+};
 enum { CU_ILLEGAL_ADDRESS = 700, CU_LAUNCH_FAILED = 719 };
 
 static const char *driver_remedy(om_cu_result r) {
-    if (r >= CU_CAPTURE_FIRST && r <= CU_CAPTURE_LAST) return ": not allowed while a CUDA graph is captured; run one step before capturing";
+    if (r >= CU_CAPTURE_FIRST && r <= CU_CAPTURE_LAST)
+        return ": not allowed while a CUDA graph is captured; run one step before capturing";
     if (r >= CU_ILLEGAL_ADDRESS && r <= CU_LAUNCH_FAILED)
         return ": reported late, an earlier kernel of any library may be the cause; CUDA_LAUNCH_BLOCKING=1 names it";
     return "";
@@ -60,10 +66,11 @@ static om_status driver_api(om_ctx *cx) {
     if (api_ready) return OM_OK;
     void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!lib) return om_fail(cx, OM_UNSUPPORTED, "CUDA tensors given, but there is no NVIDIA driver: %s", dlerror());
-#define X(field, name, params)                                                                                                \
-    *(void **)&api.field = dlsym(lib, #name);                                                                                 \
-    if (!api.field)                                                                                                           \
-        return om_fail(cx, OM_UNSUPPORTED, "the NVIDIA driver (libcuda.so.1) has no " #name ": CUDA 11 or later is needed");
+#define X(field, name, params)                \
+    *(void **)&api.field = dlsym(lib, #name); \
+    if (!api.field)                           \
+        return om_fail(cx, OM_UNSUPPORTED,    \
+                       "the NVIDIA driver (libcuda.so.1) has no " #name ": CUDA 11 or later is needed");
     OM_CUDA_API(X)
 #undef X
     const om_cu_result r = api.init(0);
@@ -76,10 +83,13 @@ static om_status driver_load(om_ctx *cx, om_cuda *d) {
     om_cu_result r = d->module ? 0 : api.module_load(&d->module, om_cuda_image);
     if (r) d->module = NULL;
     if (r == CU_NO_BINARY || r == CU_INVALID_IMAGE || r == CU_UNSUPPORTED_PTX)
-        return om_fail(cx, OM_UNSUPPORTED,
-                       "CUDA device %d (%s) is sm_%d%d, its driver speaks CUDA %d.%d; this build has kernels for sm_ %s and the driver took "
-                       "none of them: update the driver, or build from source with make CUDA_ARCHS=%d%d and that driver's nvcc",
-                       d->ordinal, d->name, d->major, d->minor, d->driver / 1000, d->driver % 1000 / 10, om_cuda_archs, d->major, d->minor);
+        return om_fail(
+            cx, OM_UNSUPPORTED,
+            "CUDA device %d (%s) is sm_%d%d, its driver speaks CUDA %d.%d; this build has kernels for sm_ %s and the "
+            "driver took "
+            "none of them: update the driver, or build from source with make CUDA_ARCHS=%d%d and that driver's nvcc",
+            d->ordinal, d->name, d->major, d->minor, d->driver / 1000, d->driver % 1000 / 10, om_cuda_archs, d->major,
+            d->minor);
     if (r) return driver_fail(cx, r, d, "cuModuleLoadData");
     for (int k = 0; k < OM_N_CUDA_KERNELS; k++) {
         r = api.module_function(&d->kernel[k], d->module, kernel_name[k]);
@@ -89,10 +99,12 @@ static om_status driver_load(om_ctx *cx, om_cuda *d) {
 }
 
 static om_status driver_open(om_ctx *cx, om_cuda *d, int ordinal) {
-    enum { PROCESSORS = 16, MAJOR = 75, MINOR = 76 }; /* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_... */
+    /* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_... */
+    enum { PROCESSORS = 16, MAJOR = 75, MINOR = 76 };
     if (!om_cuda_image_size)
-        return om_fail(cx, OM_UNSUPPORTED, "this build has no CUDA kernels (nvcc was not found when it was built): move the parameters to "
-                                           "the CPU, or build again with nvcc on PATH");
+        return om_fail(cx, OM_UNSUPPORTED,
+                       "this build has no CUDA kernels (nvcc was not found when it was built): move the parameters to "
+                       "the CPU, or build again with nvcc on PATH");
     OM_TRY(driver_api(cx));
     int device = 0;
     om_cu_context previous;
@@ -116,7 +128,8 @@ static om_status driver_open(om_ctx *cx, om_cuda *d, int ordinal) {
 }
 
 om_status om_cuda_enter(om_ctx *cx, int ordinal, om_cuda **out) {
-    OM_CHECK(cx, ordinal >= 0 && ordinal < MAX_DEVICES, "CUDA device %d given; allowed: 0 to %d", ordinal, MAX_DEVICES - 1);
+    OM_CHECK(cx, ordinal >= 0 && ordinal < MAX_DEVICES, "CUDA device %d given; allowed: 0 to %d", ordinal,
+             MAX_DEVICES - 1);
     om_cuda *d = *out = &devices[ordinal];
     if (!atomic_load(&d->open)) {
         pthread_mutex_lock(&lock);
@@ -136,7 +149,8 @@ om_status om_cuda_leave(om_ctx *cx, om_cuda *d, om_status s) {
 
 /* --- work -------------------------------------------------------------------------------------------- */
 
-om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t blocks, uint32_t threads, void *stream, const void *param) {
+om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t blocks, uint32_t threads, void *stream,
+                         const void *param) {
     if (!blocks) return OM_OK;
     void *params[] = {(void *)param};
     const om_cu_result r = api.launch(d->kernel[k], blocks, 1, 1, threads, 1, 1, 0, stream, params, NULL);

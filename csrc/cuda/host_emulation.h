@@ -1,15 +1,16 @@
-/* host_emulation.h - runs a .cu file of this project on the host, so that its logic is tested on machines without a GPU. Include it before
- * the .cu, compile as C.
+/* host_emulation.h - runs a .cu file of this project on the host, so that its logic is tested on machines without a
+ * GPU. Include it before the .cu, compile as C.
  *
- * Every thread of a block is a fiber: a stack made once (ucontext), then switched by setjmp and longjmp, which cost no system call.
- * __syncthreads() switches to the next fiber; a fiber that comes back from it has been around once, so all have arrived. Fibers run in turn,
- * hence races between barriers are not found, but a missing barrier is likely to show, because the first fiber runs far ahead of the last.
- * __shared__ variables are static: a host thread runs one block at a time, blocks one after the other.
+ * Every thread of a block is a fiber: a stack made once (ucontext), then switched by setjmp and longjmp, which cost no
+ * system call. __syncthreads() switches to the next fiber; a fiber that comes back from it has been around once, so all
+ * have arrived. Fibers run in turn, hence races between barriers are not found, but a missing barrier is likely to
+ * show, because the first fiber runs far ahead of the last. __shared__ variables are static: a host thread runs one
+ * block at a time, blocks one after the other.
  *
- * Compiled with -DEMU_THREADS, emu_host_threads > 1 runs that many blocks at once, each on a host thread. With one, a block that waits
- * (__nanosleep) waits for ever: the launch fails, and so do all later ones.
- * What the .cu may use: threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __syncthreads, __shared__, atomicAdd, __threadfence, __nanosleep,
- * __ldcs, __stcs; no shuffles.
+ * Compiled with -DEMU_THREADS, emu_host_threads > 1 runs that many blocks at once, each on a host thread. With one, a
+ * block that waits (__nanosleep) waits for ever: the launch fails, and so do all later ones.
+ * What the .cu may use: threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __syncthreads, __shared__, atomicAdd,
+ * __threadfence, __nanosleep, __ldcs, __stcs; no shuffles.
  */
 #ifndef OM_HOST_EMULATION_H
 #define OM_HOST_EMULATION_H
@@ -124,7 +125,8 @@ static void *emu_worker(void *arg) {
         if (emu_make(emu_fibers)) return g->failed = 1, NULL;
     emu_call = g->call, emu_args = g->args;
     gridDim.x = g->blocks, blockDim.x = g->threads;
-    for (unsigned b; (b = __atomic_fetch_add(&g->next, 1, __ATOMIC_SEQ_CST)) < g->blocks && !emu_stuck;) emu_block(b, g->threads);
+    for (unsigned b; (b = __atomic_fetch_add(&g->next, 1, __ATOMIC_SEQ_CST)) < g->blocks && !emu_stuck;)
+        emu_block(b, g->threads);
     return NULL;
 }
 
@@ -134,7 +136,8 @@ static void *emu_guest(void *arg) { /* a host thread of its own: its fibers end 
     return NULL;
 }
 
-/* Runs call(args) for `threads` threads in each of `blocks` blocks; 0, or -1 without memory or when a block would have waited for ever. */
+/* Runs call(args) for `threads` threads in each of `blocks` blocks; 0, or -1 without memory or when a block would have
+ * waited for ever. */
 static int emu_launch(void (*call)(const void *args), const void *args, unsigned blocks, unsigned threads) {
     if (threads > EMU_MAX_THREADS || emu_host_threads > EMU_MAX_HOST_THREADS) return -1;
     emu_grid g = {.call = call, .args = args, .blocks = blocks, .threads = threads};

@@ -1,5 +1,6 @@
-/* cuda/image.c - the compiled kernels (one fatbin of cubins, see the Makefile) as bytes of this object. Empty when it was built without nvcc. */
-#include "driver.h"
+/* cuda/image.c - the compiled kernels (one fatbin of cubins, see the Makefile) as bytes of this object. Empty when it
+ * was built without nvcc. */
+#include "cuda/driver.h"
 
 __asm__(".pushsection .rodata\n"
         ".balign 64\n"

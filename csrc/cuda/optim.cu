@@ -1,22 +1,30 @@
-/* optim.cu - Adam, SGD, LAMB, norms and scaled copies on the GPU: the arithmetic of optim_math.h over a table of chunks (optim.h).
+/* optim.cu - Adam, SGD, LAMB, norms and scaled copies on the GPU: the arithmetic of optim_math.h over a table of chunks
+ * (optim.h).
  *
  *   om_cuda_adam, om_cuda_sgd   one sweep
- *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order: norm, stop flag, divisor
- *   om_cuda_lamb_direction, ..._rate, ..._update    moments and partial norms; trust ratio per span; weights (40 bytes a parameter)
- *   om_cuda_lamb, ..._order     the same in one launch whose second sweep finds the first one's data in the L2 cache; the order of its work
+ *   om_cuda_norm, ..._finish    sum of squares per chunk in f64, then one thread block adds them in a fixed order:
+ *                               norm, stop flag, divisor
+ *   om_cuda_lamb_direction, ..._rate, ..._update    moments and partial norms; trust ratio per span; weights (40 bytes
+ *   a parameter)
+ *   om_cuda_lamb, ..._order     the same in one launch whose second sweep finds the first one's data in the L2 cache;
+ *                               the order of its work
  *   om_cuda_loss_scale          after a scaled step: the next loss scale, counters, a log of overflows (FP16_Optimizer)
  *   om_cuda_count               step counters + 1, unless found_inf
- *   om_cuda_axpby               p = a g + b p with conversion; in place with a factor of 1 (nothing clipped) it reads nothing
- *   om_cuda_upload, ..._chunks  the table of spans, carried in the arguments: no staging memory whose life a captured graph would
- *                               prolong, no copy the host could wait for; then the table of chunks, made from it
+ *   om_cuda_axpby               p = a g + b p with conversion; in place with a factor of 1 (nothing clipped) it reads
+ *                               nothing
+ *   om_cuda_upload, ..._chunks  the table of spans, carried in the arguments: no staging memory whose life a captured
+ *                               graph would prolong, no copy the host could wait for; then the table of chunks, made
+ *                               from it
  *
- * Four elements a thread and turn; 16-byte (f32) or 8-byte (16-bit) loads when the span is aligned. Sums use shared memory in a fixed
- * order, never atomics: the same bits every time. Written in the common subset of C and CUDA: host_emulation.h runs it without a GPU.
+ * Four elements a thread and turn; 16-byte (f32) or 8-byte (16-bit) loads when the span is aligned. Sums use shared
+ * memory in a fixed order, never atomics: the same bits every time. Written in the common subset of C and CUDA:
+ * host_emulation.h runs it without a GPU.
  */
-#include "optim.h"
+#include "cuda/optim.h"
 
 #if !defined(OM_EMULATED)
-#define EXPORT_BLOCKS(n) extern "C" __global__ void __launch_bounds__(OM_GPU_THREADS, n) /* n blocks a processor keep enough loads in flight */
+/* n blocks a processor keep enough loads in flight */
+#define EXPORT_BLOCKS(n) extern "C" __global__ void __launch_bounds__(OM_GPU_THREADS, n)
 #define EXPORT EXPORT_BLOCKS(4)
 #define FN __device__ static __forceinline__
 FN uint32_t volatile_load(const uint32_t *p) { return *(const volatile uint32_t *)p; }
@@ -33,7 +41,7 @@ FN uint16_t f16_out(float x) {
     return h;
 }
 #else
-#include "../half.h"
+#include "graph/half.h"
 #define EXPORT_BLOCKS(n) static void
 #define EXPORT EXPORT_BLOCKS(4)
 #define FN static inline
@@ -57,7 +65,8 @@ FN uint16_t bf16_out(float x) {
 FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
     const uint64_t counter = index / 64 * 16 + index % 16;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
+             c3 = (uint32_t)(stream >> 32);
     for (int r = 0; r < 10; r++) {
         const uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
         c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
@@ -68,11 +77,13 @@ FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
     return word < 2 ? word ? c1 : c0 : word == 2 ? c2 : c3;
 }
 
-/* Loops over a thread's four elements always run to 4 (`if (j < n)`): a constant trip count keeps the arrays in registers. */
+/* Loops over a thread's four elements always run to 4 (`if (j < n)`): a constant trip count keeps the arrays in
+ * registers. */
 
 /* --- four elements ---------------------------------------------------------------------------------- */
 
-/* As loaded: f32 in four words, 16-bit types in two. Unpacking waits for the load; so a kernel fetches all it needs first. */
+/* As loaded: f32 in four words, 16-bit types in two. Unpacking waits for the load; so a kernel fetches all it needs
+ * first. */
 typedef struct raw4 { uint32_t w[4]; } raw4;
 
 /* once: nobody reads these lines again soon; they are the first to leave the cache. */
@@ -194,21 +205,24 @@ FN void weights_out(const om_gpu_optim *o, const om_gpu_span *s, int64_t i, int 
     store4(s->tp, s->p, i, n, vec, x);
 }
 
-/* The block's chunk and (in shared memory: its 22 words would cost every thread a third of its registers) span; then the thread's share:
- * i = first element, n = how many of four, vec = all four with one load. */
-#define FOR_CHUNK(o, s)                                                                                                       \
-    __shared__ om_gpu_span s;                                                                                                 \
-    const om_gpu_chunk chunk_ = (o).chunk[blockIdx.x];                                                                        \
-    for (unsigned w_ = threadIdx.x; w_ < sizeof(om_gpu_span) / 8; w_ += blockDim.x)                                           \
-        ((uint64_t *)(void *)&s)[w_] = ((const uint64_t *)(const void *)&(o).span[chunk_.span])[w_];                          \
-    __syncthreads();                                                                                                          \
-    const int64_t begin_ = (int64_t)chunk_.index * OM_GPU_BLOCK, end_ = s.n - begin_ < OM_GPU_BLOCK ? s.n : begin_ + OM_GPU_BLOCK;
-#define EACH4(s)                                                                                                              \
-    for (int64_t i = begin_ + 4 * (int64_t)threadIdx.x; i < end_; i += 4 * OM_GPU_THREADS)                                    \
+/* The block's chunk and (in shared memory: its 22 words would cost every thread a third of its registers) span; then
+ * the thread's share: i = first element, n = how many of four, vec = all four with one load. */
+#define FOR_CHUNK(o, s)                                                                              \
+    __shared__ om_gpu_span s;                                                                        \
+    const om_gpu_chunk chunk_ = (o).chunk[blockIdx.x];                                               \
+    for (unsigned w_ = threadIdx.x; w_ < sizeof(om_gpu_span) / 8; w_ += blockDim.x)                  \
+        ((uint64_t *)(void *)&s)[w_] = ((const uint64_t *)(const void *)&(o).span[chunk_.span])[w_]; \
+    __syncthreads();                                                                                 \
+    const int64_t begin_ = (int64_t)chunk_.index * OM_GPU_BLOCK,                                     \
+                  end_ = s.n - begin_ < OM_GPU_BLOCK ? s.n : begin_ + OM_GPU_BLOCK;
+#define EACH4(s)                                                                           \
+    for (int64_t i = begin_ + 4 * (int64_t)threadIdx.x; i < end_; i += 4 * OM_GPU_THREADS) \
         for (int n = end_ - i < 4 ? (int)(end_ - i) : 4, vec = s.aligned && n == 4, once_ = 1; once_; once_ = 0)
 
 FN double read_lr(const om_gpu_optim *o, double lr) { return o->lr ? (double)*o->lr : lr; }
-FN double read_inv_scale(const om_gpu_optim *o, double inv) { return o->grad_scale ? inv / (double)*o->grad_scale : inv; }
+FN double read_inv_scale(const om_gpu_optim *o, double inv) {
+    return o->grad_scale ? inv / (double)*o->grad_scale : inv;
+}
 FN int stopped(const om_gpu_optim *o) { return o->found_inf && *o->found_inf != 0; }
 /* --- tables ------------------------------------------------------------------------------------------ */
 
@@ -248,8 +262,8 @@ EXPORT om_cuda_adam(const om_gpu_optim o) {
     __syncthreads();
     EACH4(s) {
         float p[4], g[4], m[4], v[4];
-        const raw4 rp = weights_fetch(&s, i, n, vec), rg = fetch4(s.tg, s.g, i, n, vec), rm = fetch4(s.tm, s.m, i, n, vec),
-                   rv = fetch4(s.tv, s.v, i, n, vec);
+        const raw4 rp = weights_fetch(&s, i, n, vec), rg = fetch4(s.tg, s.g, i, n, vec),
+                   rm = fetch4(s.tm, s.m, i, n, vec), rv = fetch4(s.tv, s.v, i, n, vec);
         weights_unpack(&s, &rp, p), unpack4(s.tg, &rg, g), unpack4(s.tm, &rm, m), unpack4(s.tv, &rv, v);
         for (int j = 0; j < 4; j++) p[j] = om_adam_at_f32(&k, p[j], g[j], &m[j], &v[j]);
         weights_out(&o, &s, i, n, vec, p);
@@ -315,7 +329,8 @@ EXPORT om_cuda_norm(const om_gpu_optim o) {
 /* One thread block. */
 EXPORT om_cuda_norm_finish(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
-    double sum = 0, bad = (double)o.n_chunk; /* squares of f32 do not overflow in f64: a sum that is not finite has an inf or NaN in it */
+    /* squares of f32 do not overflow in f64: a sum that is not finite has an inf or NaN in it */
+    double sum = 0, bad = (double)o.n_chunk;
     for (uint32_t c = threadIdx.x; c < o.n_chunk; c += OM_GPU_THREADS) {
         const double part = o.part[2 * c];
         sum += part;
@@ -333,7 +348,8 @@ EXPORT om_cuda_norm_finish(const om_gpu_optim o) {
     } else if (o.clip == OM_GPU_CLIP_LAMB && finite) {
         divisor = 1.0 / om_lamb_inv_scale(scale, norm, o.max_norm);
     }
-    if (o.first_out) *o.first_out = bad < (double)o.n_chunk ? (float)o.span[o.chunk[(uint32_t)bad].span].stream - 1.0f : -1.0f;
+    if (o.first_out)
+        *o.first_out = bad < (double)o.n_chunk ? (float)o.span[o.chunk[(uint32_t)bad].span].stream - 1.0f : -1.0f;
     if (o.norm_out) *o.norm_out = (float)(norm / scale);
     if (o.stop_out) *o.stop_out = !finite || stopped(&o) ? 1.0f : 0.0f;
     if (o.scale_out) *o.scale_out = (float)divisor;
@@ -353,7 +369,8 @@ EXPORT om_cuda_loss_scale(const om_gpu_scaling a) {
         return;
     }
     om_gpu_overflow *k = &s->log[(uint64_t)s->skipped % OM_GPU_LOG];
-    k->step = s->done + s->skipped, k->param = (double)*a.first, k->before = before, k->after = a.scaler->scale, k->row = s->row;
+    k->step = s->done + s->skipped, k->param = (double)*a.first, k->before = before, k->after = a.scaler->scale,
+    k->row = s->row;
     s->skipped += 1;
 }
 
@@ -366,16 +383,20 @@ FN om_lamb_f32 lamb_constants(const om_gpu_optim *o, const om_gpu_span *s) {
 }
 FN int lamb_grad_out(const om_gpu_optim *o, const om_gpu_span *s) { return !o->keep_grads && s->tg == OM_GPU_F32; }
 
-typedef struct lamb_sums { double p2, d2, bad; } lamb_sums; /* squares of weights and directions, elements that were not finite */
+/* squares of weights and directions, elements that were not finite */
+typedef struct lamb_sums { double p2, d2, bad; } lamb_sums;
 
-/* Sweep 1 over [begin, end): this thread's share. once: sweep 2 follows in the same launch, what it does not need may leave the cache. */
-FN lamb_sums lamb_direction(const om_gpu_span *s, const om_lamb_f32 *k, int grad_out, int once, int64_t begin_, int64_t end_) {
+/* Sweep 1 over [begin, end): this thread's share. once: sweep 2 follows in the same launch, what it does not need may
+ * leave the cache. */
+FN lamb_sums lamb_direction(const om_gpu_span *s, const om_lamb_f32 *k, int grad_out, int once, int64_t begin_,
+                            int64_t end_) {
     lamb_sums sum = {0, 0, 0};
     EACH4((*s)) {
         float p[4], g[4], m[4], v[4], d[4] = {0};
         int any = 0;
         const raw4 rp = weights_fetch(s, i, n, vec), rg = fetch4_(s->tg, s->g, i, n, vec, once && !grad_out),
-                   rm = fetch4_(s->tm, s->m, i, n, vec, once && grad_out), rv = fetch4_(s->tv, s->v, i, n, vec, once && grad_out);
+                   rm = fetch4_(s->tm, s->m, i, n, vec, once && grad_out),
+                   rv = fetch4_(s->tv, s->v, i, n, vec, once && grad_out);
         weights_unpack(s, &rp, p), unpack4(s->tg, &rg, g), unpack4(s->tm, &rm, m), unpack4(s->tv, &rv, v);
         for (int j = 0; j < 4; j++) if (j < n) {
             float m1, v1;
@@ -395,8 +416,8 @@ FN lamb_sums lamb_direction(const om_gpu_span *s, const om_lamb_f32 *k, int grad
 }
 
 /* Sweep 2 over [begin, end). */
-FN void lamb_update(const om_gpu_optim *o, const om_gpu_span *s, const om_lamb_f32 *k, int grad_out, int skipped, float rate, int64_t begin_,
-                    int64_t end_) {
+FN void lamb_update(const om_gpu_optim *o, const om_gpu_span *s, const om_lamb_f32 *k, int grad_out, int skipped,
+                    float rate, int64_t begin_, int64_t end_) {
     EACH4((*s)) {
         float p[4], g[4] = {0}, m[4] = {0}, v[4] = {0}, d[4] = {0};
         const raw4 rp = weights_fetch(s, i, n, vec);
@@ -435,7 +456,8 @@ EXPORT_BLOCKS(OM_GPU_LAMB_BLOCKS) om_cuda_lamb_direction(const om_gpu_optim o) {
     __syncthreads();
     const lamb_sums sum = lamb_direction(&s, &k, lamb_grad_out(&o, &s), 0, begin_, end_);
     const double p2 = block_sum(sum.p2, shared), d2 = block_sum(sum.d2, shared), bad = block_sum(sum.bad, shared);
-    if (threadIdx.x == 0) o.part[2 * blockIdx.x] = p2, o.part[2 * blockIdx.x + 1] = d2, o.skipped[blockIdx.x] = bad != 0;
+    if (threadIdx.x == 0)
+        o.part[2 * blockIdx.x] = p2, o.part[2 * blockIdx.x + 1] = d2, o.skipped[blockIdx.x] = bad != 0;
 }
 
 /* One thread block per span; its chunks are consecutive. */
@@ -443,7 +465,8 @@ EXPORT om_cuda_lamb_rate(const om_gpu_optim o) {
     __shared__ double shared[OM_GPU_THREADS];
     if (stopped(&o)) return;
     const om_gpu_span *s = &o.span[blockIdx.x];
-    const double rate = lamb_rate(&o, o.part + 2 * s->first, (uint32_t)((s->n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK), shared);
+    const double rate = lamb_rate(&o, o.part + 2 * s->first, (uint32_t)((s->n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK),
+                                  shared);
     if (threadIdx.x == 0) o.rate[blockIdx.x] = rate;
 }
 
@@ -458,27 +481,33 @@ EXPORT om_cuda_lamb_update(const om_gpu_optim o) {
 
 /* --- lamb in one launch ----------------------------------------------------------------------------------
  *
- * The second sweep reads what the first has read and written: 8 bytes an element (p, and d in the gradient's place) or 12 (p, m, v). It finds
- * them in the L2 cache if it comes soon enough. So thread blocks take tickets from one counter, in an order that lets the sweeps of a span
- * follow each other closely: a span's second sweep begins when `lag` more pieces of the first have been handed out, about as many as thread
- * blocks run at once, and goes backwards, so that of a span larger than the cache at least the end is still there. From memory: 32 bytes an
- * element (28 where gradients are kept) for what the cache holds, 40 for the rest.
+ * The second sweep reads what the first has read and written: 8 bytes an element (p, and d in the gradient's place) or
+ * 12 (p, m, v). It finds them in the L2 cache if it comes soon enough. So thread blocks take tickets from one counter,
+ * in an order that lets the sweeps of a span follow each other closely: a span's second sweep begins when `lag` more
+ * pieces of the first have been handed out, about as many as thread blocks run at once, and goes backwards, so that of
+ * a span larger than the cache at least the end is still there. From memory: 32 bytes an element (28 where gradients
+ * are kept) for what the cache holds, 40 for the rest.
  *
- * Why it cannot hang, whatever the grid, its order and what else runs: a block takes a ticket when it is through with its last one, so
- * every ticket out is held by a block that runs. Tickets of the first sweep wait for nothing. One of the second sweep waits for the span's
- * rate, which the last to come through of the span's first-sweep pieces writes, and all those have smaller tickets. Hence the smallest
- * ticket that is not through waits for nothing, and comes through; then the next. No block waits for one that may not have started: a
- * cooperative launch is not needed, and one block alone does all the work (in the host emulation, where waiting is then an error).
+ * Why it cannot hang, whatever the grid, its order and what else runs: a block takes a ticket when it is through with
+ * its last one, so every ticket out is held by a block that runs. Tickets of the first sweep wait for nothing. One of
+ * the second sweep waits for the span's rate, which the last to come through of the span's first-sweep pieces writes,
+ * and all those have smaller tickets. Hence the smallest ticket that is not through waits for nothing, and comes
+ * through; then the next. No block waits for one that may not have started: a cooperative launch is not needed, and one
+ * block alone does all the work (in the host emulation, where waiting is then an error).
  *
- * Visibility: a block's writes, then a barrier, then thread 0's fence and its count of the span's pieces; whoever counted the last piece or
- * saw the rate's count reads after a fence and a barrier (the fence also drops lines the processor's first-level cache has kept).
+ * Visibility: a block's writes, then a barrier, then thread 0's fence and its count of the span's pieces; whoever
+ * counted the last piece or saw the rate's count reads after a fence and a barrier (the fence also drops lines the
+ * processor's first-level cache has kept).
  *
  * The bits depend neither on grid and order nor on timing: sums are per piece, and added in the order of pieces.
  */
 FN uint32_t span_pieces(const om_gpu_span *s) { return (uint32_t)((s->n + OM_GPU_PIECE - 1) / OM_GPU_PIECE); }
-FN uint32_t all_pieces(const om_gpu_optim *o) { return o->span[o->n_span - 1].first_piece + span_pieces(&o->span[o->n_span - 1]); }
+FN uint32_t all_pieces(const om_gpu_optim *o) {
+    return o->span[o->n_span - 1].first_piece + span_pieces(&o->span[o->n_span - 1]);
+}
 
-/* First ticket of a span's second sweep; it rises from span to span. The second sweeps before it have first_piece tickets. */
+/* First ticket of a span's second sweep; it rises from span to span. The second sweeps before it have first_piece
+ * tickets. */
 FN uint32_t second_sweep(const om_gpu_optim *o, const om_gpu_span *s, uint32_t all) {
     const uint32_t end = s->first_piece + span_pieces(s);
     return (end + o->lag < all ? end + o->lag : all) + s->first_piece;

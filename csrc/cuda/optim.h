@@ -1,8 +1,10 @@
-/* cuda/optim.h - what the optimizer kernels on the GPU are given: one struct by value, everything else in device memory.
+/* cuda/optim.h - what the optimizer kernels on the GPU are given: one struct by value, everything else in device
+ * memory.
  *
- * The table of spans (one per parameter) and of blocks is written when the list of pointers changes and stays on the device; what changes
- * from step to step (lr, step counters, grad_scale, found_inf) is read from device memory, so a step can be captured in a CUDA graph and
- * replayed, and nothing waits for the host. A grid has one thread block per entry of `chunk`.
+ * The table of spans (one per parameter) and of blocks is written when the list of pointers changes and stays on the
+ * device; what changes from step to step (lr, step counters, grad_scale, found_inf) is read from device memory, so a
+ * step can be captured in a CUDA graph and replayed, and nothing waits for the host. A grid has one thread block per
+ * entry of `chunk`.
  */
 #ifndef OM_CUDA_OPTIM_H
 #define OM_CUDA_OPTIM_H
@@ -21,11 +23,13 @@ typedef unsigned long long uintptr_t;
 #include <stdint.h>
 #endif
 
-#include "../optim_math.h"
+#include "optim/optim_math.h"
 
-enum { OM_GPU_UPLOAD = 3840 }; /* bytes of a table that one launch carries; all parameters of a kernel must stay below 4 KB */
+/* bytes of a table that one launch carries; all parameters of a kernel must stay below 4 KB */
+enum { OM_GPU_UPLOAD = 3840 };
 enum { OM_GPU_BLOCK = 16384, OM_GPU_THREADS = 256 };
-enum { OM_GPU_PIECE = 4096, OM_GPU_PIECES = OM_GPU_BLOCK / OM_GPU_PIECE }; /* om_cuda_lamb: elements of a ticket, pieces in a chunk */
+/* om_cuda_lamb: elements of a ticket, pieces in a chunk */
+enum { OM_GPU_PIECE = 4096, OM_GPU_PIECES = OM_GPU_BLOCK / OM_GPU_PIECE };
 enum { OM_GPU_LAMB_BLOCKS = 3 }; /* that LAMB's kernels keep room for on a multiprocessor */
 enum { OM_GPU_SWEEP2 = 0x7fffffff }; /* tickets above are of the second sweep */
 enum { OM_GPU_F32, OM_GPU_BF16, OM_GPU_F16 };
@@ -42,7 +46,8 @@ typedef struct om_gpu_span { /* one parameter; NULL = left out */
     uint8_t aligned;         /* every pointer at a multiple of 16 bytes: vector loads */
 } om_gpu_span;
 
-typedef struct om_gpu_chunk { uint32_t span, index; } om_gpu_chunk; /* elements [index, index + 1) * OM_GPU_BLOCK of the span */
+/* elements [index, index + 1) * OM_GPU_BLOCK of the span */
+typedef struct om_gpu_chunk { uint32_t span, index; } om_gpu_chunk;
 
 typedef struct om_gpu_upload { /* om_cuda_upload */
     uint64_t *to;
@@ -51,10 +56,13 @@ typedef struct om_gpu_upload { /* om_cuda_upload */
 } om_gpu_upload;
 
 enum { OM_GPU_LOG = 16 };
-enum { OM_GPU_CLIP_LAMB, OM_GPU_CLIP_TORCH, OM_GPU_CLIP_FINITE }; /* divisor: om_lamb_inv_scale; torch's formula, NaN where the norm is; the same, */
-                                                                  /* but nothing is clipped when the norm is not finite */
+/* divisor: om_lamb_inv_scale; torch's formula, NaN where the norm is; the same, */
+enum { OM_GPU_CLIP_LAMB, OM_GPU_CLIP_TORCH, OM_GPU_CLIP_FINITE };
+                                                                  /* but nothing is clipped when the norm is not
+                                                                   * finite */
 /* Counters of FP16_Optimizer's scaled steps, in doubles: exact, and one float64 tensor for the host. */
-typedef struct om_gpu_overflow { double step, param, before, after, row; } om_gpu_overflow; /* param: -1 unknown; before, after: the scale */
+/* param: -1 unknown; before, after: the scale */
+typedef struct om_gpu_overflow { double step, param, before, after, row; } om_gpu_overflow;
 typedef struct om_gpu_steps {
     double done, skipped;
     double row;      /* overflows in a row */

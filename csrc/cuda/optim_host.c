@@ -1,13 +1,15 @@
 /* optim_host.c - see optim_host.h. */
-#include "optim_host.h"
+#include "cuda/optim_host.h"
 
-#include "../optim/list.h"
+#include "optim/list.h"
 
 #include <stdio.h>
 
-_Static_assert(sizeof(om_gpu_upload) <= 4096 && sizeof(om_gpu_optim) <= 4096, "a kernel's parameters fit 4 KB on every driver");
+_Static_assert(sizeof(om_gpu_upload) <= 4096 && sizeof(om_gpu_optim) <= 4096,
+               "a kernel's parameters fit 4 KB on every driver");
 _Static_assert(sizeof(om_gpu_span) % 8 == 0 && OM_GPU_UPLOAD % 8 == 0, "the parts of a table stay aligned");
-_Static_assert((int)OM_GPU_MASTER == OM_STORE_MASTER && (int)OM_GPU_SPLIT == OM_STORE_SPLIT && (int)OM_GPU_STOCHASTIC == OM_STORE_STOCHASTIC,
+_Static_assert((int)OM_GPU_MASTER == OM_STORE_MASTER && (int)OM_GPU_SPLIT == OM_STORE_SPLIT &&
+                   (int)OM_GPU_STOCHASTIC == OM_STORE_STOCHASTIC,
                "one numbering of stores");
 
 /* --- tables ------------------------------------------------------------------------------------------ */
@@ -15,14 +17,20 @@ _Static_assert((int)OM_GPU_MASTER == OM_STORE_MASTER && (int)OM_GPU_SPLIT == OM_
 /* spans, part, rate, chunks, skipped: by falling alignment */
 static size_t table_part(size_t n_span) { return n_span * sizeof(om_gpu_span); }
 static size_t table_rate(size_t n_span, size_t n_chunk) { return table_part(n_span) + 2 * n_chunk * sizeof(double); }
-static size_t table_chunk(size_t n_span, size_t n_chunk) { return table_rate(n_span, n_chunk) + n_span * sizeof(double); }
-static size_t table_skipped(size_t n_span, size_t n_chunk) { return table_chunk(n_span, n_chunk) + n_chunk * sizeof(om_gpu_chunk); }
+static size_t table_chunk(size_t n_span, size_t n_chunk) {
+    return table_rate(n_span, n_chunk) + n_span * sizeof(double);
+}
+static size_t table_skipped(size_t n_span, size_t n_chunk) {
+    return table_chunk(n_span, n_chunk) + n_chunk * sizeof(om_gpu_chunk);
+}
 size_t om_gpu_table_size(uint32_t n_span, uint32_t n_chunk) { return table_skipped(n_span, n_chunk) + n_chunk; }
 
 /* LAMB in one launch: sums of the pieces, tickets, done, the counter, skipped pieces */
 static size_t order_item(size_t n_piece) { return 2 * n_piece * sizeof(double); }
 static size_t order_done(size_t n_piece) { return order_item(n_piece) + 2 * n_piece * sizeof(uint32_t); }
-static size_t order_skipped(size_t n_span, size_t n_piece) { return order_done(n_piece) + (n_span + 1) * sizeof(uint32_t); }
+static size_t order_skipped(size_t n_span, size_t n_piece) {
+    return order_done(n_piece) + (n_span + 1) * sizeof(uint32_t);
+}
 size_t om_gpu_order_size(uint32_t n_span, uint32_t n_chunk) {
     const size_t n_piece = OM_GPU_PIECES * (size_t)n_chunk;
     return order_skipped(n_span, n_piece) + n_piece;
@@ -49,16 +57,20 @@ static void table_fill(const om_gpu_table *t, om_gpu_optim *o) {
     if (t->order) order_fill(t, o);
 }
 
-static uint8_t gpu_type(int dtype) { return dtype == OM_BF16 ? OM_GPU_BF16 : dtype == OM_F16 ? OM_GPU_F16 : OM_GPU_F32; }
+static uint8_t gpu_type(int dtype) {
+    return dtype == OM_BF16 ? OM_GPU_BF16 : dtype == OM_F16 ? OM_GPU_F16 : OM_GPU_F32;
+}
 
-om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const om_optim_param *ps, const om_tensor *step, int n,
-                       om_gpu_span *out, uint32_t *n_span, uint32_t *n_chunk, uint8_t *odd, int *n_odd) {
+om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const om_optim_param *ps,
+                       const om_tensor *step, int n, om_gpu_span *out, uint32_t *n_span, uint32_t *n_chunk,
+                       uint8_t *odd, int *n_odd) {
     uint64_t chunks = 0, pieces = 0;
     *n_span = 0, *n_odd = 0;
     for (int i = 0; i < n; i++) {
         const om_optim_param *q = &ps[i];
         OM_TRY(om_optim_check(cx, op, store, q, i));
-        OM_CHECK(cx, q->p.dtype != OM_F64, "%s: parameter %d is f64 on a CUDA device; allowed there: f32, bf16, f16", op, i);
+        OM_CHECK(cx, q->p.dtype != OM_F64, "%s: parameter %d is f64 on a CUDA device; allowed there: f32, bf16, f16",
+                 op, i);
         const om_tensor *c = &step[i];
         OM_CHECK(cx, c->dtype == OM_NODTYPE || (c->dtype == OM_F32 && om_numel(c) == 1 && c->device == q->p.device),
                  "%s: the step counter of parameter %d must be one f32 element on the parameter's device", op, i);
@@ -78,7 +90,8 @@ om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const o
         memset(s, 0, sizeof *s); /* padding too: callers compare bytes */
         s->n = numel;
         s->p = q->p.data, s->g = q->g.data, s->m = q->m.data, s->v = q->v.data, s->w = q->w.data, s->d = q->d.data;
-        s->tp = gpu_type(q->p.dtype), s->tg = gpu_type(q->g.dtype), s->tm = gpu_type(q->m.dtype), s->tv = gpu_type(q->v.dtype);
+        s->tp = gpu_type(q->p.dtype), s->tg = gpu_type(q->g.dtype), s->tm = gpu_type(q->m.dtype),
+        s->tv = gpu_type(q->v.dtype);
         s->td = gpu_type(q->d.dtype);
         s->step = c->data;
         s->stream = q->stream;
@@ -88,7 +101,8 @@ om_status om_gpu_spans(om_ctx *cx, const char *op, om_optim_store store, const o
         s->first_piece = (uint32_t)pieces;
         chunks += (uint64_t)(numel + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK;
         pieces += (uint64_t)(numel + OM_GPU_PIECE - 1) / OM_GPU_PIECE;
-        OM_CHECK(cx, chunks < 1u << 28, "%s: more than 2^42 elements in one list", op); /* 2^31 tickets of the first sweep at most */
+        /* 2^31 tickets of the first sweep at most */
+        OM_CHECK(cx, chunks < 1u << 28, "%s: more than 2^42 elements in one list", op);
     }
     *n_chunk = (uint32_t)chunks;
     return OM_OK;
@@ -145,19 +159,24 @@ static om_status gpu_one_sweep(om_ctx *cx, const om_gpu_table *t, om_gpu_optim *
     queue q;
     OM_TRY(queue_open(cx, t, o, &q));
     om_status s = queue_count(&q, o);
-    if (s == OM_OK) s = queue_half(&q, queue_put(&q, k, o->n_chunk, OM_GPU_THREADS, o), "step counters were advanced, weights were not");
+    if (s == OM_OK)
+        s = queue_half(&q, queue_put(&q, k, o->n_chunk, OM_GPU_THREADS, o),
+                       "step counters were advanced, weights were not");
     return om_cuda_leave(cx, q.d, s);
 }
 
 om_status om_gpu_adam(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
-    OM_CHECK(cx, o.adam.mode >= 0 && o.adam.mode < OM_N_ADAM_MODES, "adam: mode %d given; allowed: 0 to %d", o.adam.mode, OM_N_ADAM_MODES - 1);
+    OM_CHECK(cx, o.adam.mode >= 0 && o.adam.mode < OM_N_ADAM_MODES, "adam: mode %d given; allowed: 0 to %d",
+             o.adam.mode, OM_N_ADAM_MODES - 1);
     return gpu_one_sweep(cx, t, &o, om_cuda_adam_kernel);
 }
 
-om_status om_gpu_sgd(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_one_sweep(cx, t, &o, om_cuda_sgd_kernel); }
+om_status om_gpu_sgd(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    return gpu_one_sweep(cx, t, &o, om_cuda_sgd_kernel);
+}
 
-/* Thread blocks of om_cuda_lamb: as many as run at once by its launch bounds; and as many pieces lie between the sweeps of a span, so that
- * whoever takes the first ticket of a second sweep is likely to find the first one done. */
+/* Thread blocks of om_cuda_lamb: as many as run at once by its launch bounds; and as many pieces lie between the sweeps
+ * of a span, so that whoever takes the first ticket of a second sweep is likely to find the first one done. */
 static uint32_t lamb_blocks(const queue *q) { return OM_GPU_LAMB_BLOCKS * (uint32_t)om_cuda_processors(q->d); }
 
 om_status om_gpu_lamb_order(om_ctx *cx, const om_gpu_table *t) {
@@ -166,7 +185,9 @@ om_status om_gpu_lamb_order(om_ctx *cx, const om_gpu_table *t) {
     OM_TRY(queue_open(cx, t, &o, &q));
     o.lag = lamb_blocks(&q);
     const uint64_t tickets = 2 * OM_GPU_PIECES * (uint64_t)t->n_chunk; /* that many at most */
-    return om_cuda_leave(cx, q.d, queue_put(&q, om_cuda_lamb_order_kernel, (uint32_t)((tickets + OM_GPU_THREADS - 1) / OM_GPU_THREADS), OM_GPU_THREADS, &o));
+    return om_cuda_leave(cx, q.d,
+                         queue_put(&q, om_cuda_lamb_order_kernel,
+                                   (uint32_t)((tickets + OM_GPU_THREADS - 1) / OM_GPU_THREADS), OM_GPU_THREADS, &o));
 }
 
 om_status om_gpu_lamb(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
@@ -204,6 +225,12 @@ om_status om_gpu_loss_scale(om_ctx *cx, int ordinal, void *stream, const om_gpu_
     return om_cuda_leave(cx, d, om_cuda_launch(cx, d, om_cuda_loss_scale_kernel, 1, 1, stream, a));
 }
 
-om_status om_gpu_axpby(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_axpby_kernel, t->n_chunk); }
-om_status om_gpu_norm(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_norm_kernel, t->n_chunk); }
-om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) { return gpu_launch(cx, t, &o, om_cuda_norm_finish_kernel, 1); }
+om_status om_gpu_axpby(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    return gpu_launch(cx, t, &o, om_cuda_axpby_kernel, t->n_chunk);
+}
+om_status om_gpu_norm(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    return gpu_launch(cx, t, &o, om_cuda_norm_kernel, t->n_chunk);
+}
+om_status om_gpu_norm_finish(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    return gpu_launch(cx, t, &o, om_cuda_norm_finish_kernel, 1);
+}

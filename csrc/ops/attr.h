@@ -1,12 +1,12 @@
 /* attr.h - reading attributes that may be written as one integer or as a size, and lists of plain integers.
  *
- * Slice bounds and shapes are size expressions, so they travel as OM_ATTR_DIMS (of length 1 for a single one); a caller that
- * knows the number may write OM_ATTR_INT. Type rules (infer) see expressions, kernels see numbers.
+ * Slice bounds and shapes are size expressions, so they travel as OM_ATTR_DIMS (of length 1 for a single one); a caller
+ * that knows the number may write OM_ATTR_INT. Type rules (infer) see expressions, kernels see numbers.
  */
 #ifndef OM_OPS_ATTR_H
 #define OM_OPS_ATTR_H
 
-#include "engine.h"
+#include "graph/engine.h"
 
 /* In a type rule: the size expression. */
 static inline om_dim attr_dim(const om_node *n, const char *name, om_dim dflt) {
@@ -34,17 +34,20 @@ static inline om_status attr_shape(om_graph *g, const om_node *n, const char *na
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
     *out = a;
     OM_CHECK(g->cx, a && a->kind == OM_ATTR_DIMS, "%s: attribute %s (a list of sizes) is missing", n->op->name, name);
-    OM_CHECK(g->cx, a->n <= OM_RANK, "%s: %s has %u entries; a tensor has at most %d dimensions", n->op->name, name, a->n, OM_RANK);
+    OM_CHECK(g->cx, a->n <= OM_RANK, "%s: %s has %u entries; a tensor has at most %d dimensions", n->op->name, name,
+             a->n, OM_RANK);
     return OM_OK;
 }
 
 /* A list of `count` plain integers in a type rule; absent: all `dflt`. A list of one stands for all. */
-static inline om_status attr_ints(om_graph *g, const om_node *n, const char *name, int count, int64_t dflt, int64_t *out) {
+static inline om_status attr_ints(om_graph *g, const om_node *n, const char *name, int count, int64_t dflt,
+                                  int64_t *out) {
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
     for (int i = 0; i < count; i++) out[i] = dflt;
     if (!a) return OM_OK;
-    OM_CHECK(g->cx, a->kind == OM_ATTR_DIMS && (a->n == (uint32_t)count || a->n == 1), "%s: %s must be a list of %d integers, %u given",
-             n->op->name, name, count, a->kind == OM_ATTR_DIMS ? a->n : 0);
+    OM_CHECK(g->cx, a->kind == OM_ATTR_DIMS && (a->n == (uint32_t)count || a->n == 1),
+             "%s: %s must be a list of %d integers, %u given", n->op->name, name, count,
+             a->kind == OM_ATTR_DIMS ? a->n : 0);
     for (int i = 0; i < count; i++)
         OM_CHECK(g->cx, om_dim_const(g, a->dims[a->n == 1 ? 0 : i], &out[i]),
                  "%s: %s must hold plain integers, not sizes known at run time",
@@ -56,8 +59,8 @@ static inline om_status attr_ints(om_graph *g, const om_node *n, const char *nam
 static inline om_status attr_axis(om_graph *g, const om_node *n, int rank, int *axis) {
     int64_t a = om_node_int(n, "axis", -1);
     *axis = 0;
-    OM_CHECK(g->cx, a >= 0 && a < rank, "%s: axis %lld of a tensor of rank %d; 0 to %d are allowed", n->op->name, (long long)a, rank,
-             rank - 1);
+    OM_CHECK(g->cx, a >= 0 && a < rank, "%s: axis %lld of a tensor of rank %d; 0 to %d are allowed", n->op->name,
+             (long long)a, rank, rank - 1);
     *axis = (int)a;
     return OM_OK;
 }

@@ -1,16 +1,18 @@
 /* batch_norm.c - batch normalisation over every axis but the channel (axis 1), as torch.nn.functional.batch_norm.
  *
- *   training   mean, var (biased) of the batch;  new_mean = (1 - m) running_mean + m mean,  new_var with the unbiased variance
+ *   training   mean, var (biased) of the batch;  new_mean = (1 - m) running_mean + m mean,  new_var with the unbiased
+ *              variance
  *   eval       mean, var = the running ones, which come out unchanged
  *   y = (x - mean) rstd w + b,  rstd = 1 / sqrt(var + eps)
  *   gradient   db = sum dy,  dw = rstd sum dy (x - mean);
  *              training: dx = rstd w (dy - db / N - (x - mean) rstd dw / N),   eval: dx = rstd w dy
  *
- * Two passes (mean, then squared distances), so a large mean costs no accuracy. Channels are split among threads; each sum has
- * one order. Per-channel numbers are double; w, b and the statistics may be of any float type. Operands must be dense.
+ * Two passes (mean, then squared distances), so a large mean costs no accuracy. Channels are split among threads; each
+ * sum has one order. Per-channel numbers are double; w, b and the statistics may be of any float type. Operands must be
+ * dense.
  */
-#include "batch_norm.h"
-#include "attr.h"
+#include "cpu/batch_norm.h"
+#include "ops/attr.h"
 
 #include <math.h>
 
@@ -18,8 +20,8 @@ static om_status channel_check(om_graph *g, const om_node *n, int operand, const
     if (operand >= n->n_in || om_ins(g, n)[operand] == OM_NONE) return OM_OK;
     const om_type *t = om_ty(g, om_ins(g, n)[operand]);
     OM_CHECK(g->cx, t->rank == 1 && om_is_float(t->dtype) && !attr_differs(g, t->dim[0], x->dim[1]),
-             "%s: %s is %s of rank %d with size %lld; floats with one entry per channel (%lld) are needed", n->op->name, what,
-             om_dtype_name(t->dtype), t->rank, (long long)t->dim[0], (long long)x->dim[1]);
+             "%s: %s is %s of rank %d with size %lld; floats with one entry per channel (%lld) are needed", n->op->name,
+             what, om_dtype_name(t->dtype), t->rank, (long long)t->dim[0], (long long)x->dim[1]);
     return OM_OK;
 }
 
@@ -32,12 +34,12 @@ static om_status batch_norm_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, in[0]);
     const bool mean = n->n_in > 3 && in[3] != OM_NONE, var = n->n_in > 4 && in[4] != OM_NONE;
     static const char *const names[] = {"x", "weight", "bias", "running_mean", "running_var"};
-    OM_CHECK(g->cx, x->rank >= 2 && om_is_float(x->dtype), "batch_norm: x is %s of rank %d; floats (n, c, ...) are needed",
-             om_dtype_name(x->dtype),
-             x->rank);
+    OM_CHECK(g->cx, x->rank >= 2 && om_is_float(x->dtype),
+             "batch_norm: x is %s of rank %d; floats (n, c, ...) are needed", om_dtype_name(x->dtype), x->rank);
     for (int i = 1; i < 5; i++) OM_TRY(channel_check(g, n, i, x, names[i]));
     OM_CHECK(g->cx, mean == var, "batch_norm: running_mean and running_var must both be given or both left out");
-    OM_CHECK(g->cx, mean || om_node_int(n, "training", 0), "batch_norm: without running statistics only training = 1 is possible");
+    OM_CHECK(g->cx, mean || om_node_int(n, "training", 0),
+             "batch_norm: without running statistics only training = 1 is possible");
     int compute = om_compute_dtype(x->dtype);
     out[0] = *x;
     out[1] = channel_type(x, mean ? om_ty(g, in[3])->dtype : compute);
@@ -111,7 +113,8 @@ static double norm_rounded(const norm_job *j, double x) { return j->f64 ? x : (d
 
 static void norm_forward_range(void *arg, int64_t c0, int64_t c1) {
     norm_job *j = arg;
-    const double count = j->n * j->inner > 0 ? (double)(j->n * j->inner) : 1; /* nothing: mean and variance 0, y empty */
+    /* nothing: mean and variance 0, y empty */
+    const double count = j->n * j->inner > 0 ? (double)(j->n * j->inner) : 1;
     if (j->batch) { /* s: variance, biased */
         j->k->sums(j->x, j->n, j->c, j->inner, c0, c1, NULL, j->mean, NULL);
         for (int64_t c = c0; c < c1; c++) j->mean[c] = norm_rounded(j, j->mean[c] / count);
@@ -122,7 +125,8 @@ static void norm_forward_range(void *arg, int64_t c0, int64_t c1) {
             j->s[c] = var < 0 ? 0 : var;
         }
     }
-    for (int64_t c = c0; c < c1; c++) { /* a: weight, then weight * rstd; b: bias; t: mean as the sweep can subtract it */
+    /* a: weight, then weight * rstd; b: bias; t: mean as the sweep can subtract it */
+    for (int64_t c = c0; c < c1; c++) {
         j->rstd[c] = 1 / sqrt(j->s[c] + j->eps);
         j->a[c] *= j->rstd[c];
         j->t[c] = norm_rounded(j, j->mean[c]);
@@ -133,11 +137,15 @@ static void norm_forward_range(void *arg, int64_t c0, int64_t c1) {
 
 static om_status batch_norm_run(om_ctx *cx, const om_args *a) {
     const om_tensor *x = &a->in[0];
-    norm_job j = {.x = x->data, .y = a->out[0].data, .eps = om_args_float(a, "eps", 1e-5), .batch = om_args_int(a, "training", 0) != 0};
+    norm_job j = {.x = x->data,
+                  .y = a->out[0].data,
+                  .eps = om_args_float(a, "eps", 1e-5),
+                  .batch = om_args_int(a, "training", 0) != 0};
     norm_setup(&j, x, a->scratch);
     const int64_t count = j.n * j.inner;
     const double m = om_args_float(a, "momentum", 0.1);
-    OM_CHECK(cx, !j.batch || count != 1 || j.c == 0, "batch_norm: %lld value per channel; training needs more than one", (long long)count);
+    OM_CHECK(cx, !j.batch || count != 1 || j.c == 0, "batch_norm: %lld value per channel; training needs more than one",
+             (long long)count);
     OM_TRY(channel_read(cx, a, 1, j.c, 1, j.a));
     OM_TRY(channel_read(cx, a, 2, j.c, 0, j.b));
     if (!j.batch) {
@@ -167,9 +175,18 @@ static om_status batch_norm_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_batch_norm = {
-    .name = "batch_norm", .kind = OM_K_ROW, .min_in = 1, .max_in = 5, .n_out = 5, .dense = 1u,
-    .doc = "(x (n, c, ...), weight?, bias?, running_mean?, running_var?) training momentum eps -> y, new_mean, new_var, mean, rstd",
-    .infer = batch_norm_infer, .grad = batch_norm_grad_build, .scratch = norm_scratch, .run = batch_norm_run,
+    .name = "batch_norm",
+    .kind = OM_K_ROW,
+    .min_in = 1,
+    .max_in = 5,
+    .n_out = 5,
+    .dense = 1u,
+    .doc = "(x (n, c, ...), weight?, bias?, running_mean?, running_var?) training momentum eps -> y, new_mean, "
+           "new_var, mean, rstd",
+    .infer = batch_norm_infer,
+    .grad = batch_norm_grad_build,
+    .scratch = norm_scratch,
+    .run = batch_norm_run,
 };
 
 /* --- gradient ------------------------------------------------------------------------------------------ */
@@ -177,12 +194,13 @@ const om_op om_op_batch_norm = {
 static om_status batch_norm_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_id *in = om_ins(g, n);
     const om_type *dy = om_ty(g, in[0]), *x = om_ty(g, in[1]);
-    OM_CHECK(g->cx, x->rank >= 2 && om_is_float(x->dtype) && dy->dtype == x->dtype && dy->rank == x->rank,
-             "batch_norm_grad: dy is %s of rank %d, x %s of rank %d; both must be floats of one type and rank, 2 or more",
-             om_dtype_name(dy->dtype),
-             dy->rank, om_dtype_name(x->dtype), x->rank);
+    OM_CHECK(
+        g->cx, x->rank >= 2 && om_is_float(x->dtype) && dy->dtype == x->dtype && dy->rank == x->rank,
+        "batch_norm_grad: dy is %s of rank %d, x %s of rank %d; both must be floats of one type and rank, 2 or more",
+        om_dtype_name(dy->dtype), dy->rank, om_dtype_name(x->dtype), x->rank);
     for (int i = 0; i < x->rank; i++)
-        OM_CHECK(g->cx, !attr_differs(g, x->dim[i], dy->dim[i]), "batch_norm_grad: dy and x differ in size along axis %d", i);
+        OM_CHECK(g->cx, !attr_differs(g, x->dim[i], dy->dim[i]),
+                 "batch_norm_grad: dy and x differ in size along axis %d", i);
     OM_TRY(channel_check(g, n, 2, x, "weight"));
     OM_TRY(channel_check(g, n, 3, x, "mean"));
     OM_TRY(channel_check(g, n, 4, x, "rstd"));
@@ -219,7 +237,16 @@ static om_status batch_norm_grad_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_batch_norm_grad = {
-    .name = "batch_norm_grad", .kind = OM_K_ROW, .min_in = 5, .max_in = 5, .n_out = 3, .optional = 1u << 2, .dense = 1u | 1u << 1,
-    .inplace = 1u << 0 | 1u << 1, .doc = "(dy, x, weight?, mean, rstd) training -> dx, dw, db", .infer = batch_norm_grad_infer,
-    .scratch = norm_scratch, .run = batch_norm_grad_run,
+    .name = "batch_norm_grad",
+    .kind = OM_K_ROW,
+    .min_in = 5,
+    .max_in = 5,
+    .n_out = 3,
+    .optional = 1u << 2,
+    .dense = 1u | 1u << 1,
+    .inplace = 1u << 0 | 1u << 1,
+    .doc = "(dy, x, weight?, mean, rstd) training -> dx, dw, db",
+    .infer = batch_norm_grad_infer,
+    .scratch = norm_scratch,
+    .run = batch_norm_grad_run,
 };

@@ -3,16 +3,16 @@
  *     y[b, o] = w[o] (og, cg*taps)  x  patches of image b (cg*taps, pixels)            for each group
  *     dpatches = w^T dy, folded back into dx;     dw += dy patches^T;     db = sums of dy
  *
- * The patches are built (im2col) for as many images at a time as fit CONV_CHUNK bytes, then multiplied by om_gemm. When an
- * image has few output pixels, the images of a chunk stand side by side in one wide matrix instead of many small ones.
- * A convolution with one tap, stride 1 and no padding multiplies x itself. With a few channels per group (depthwise), products are too
- * thin for GEMM: direct loops instead. Which way is taken depends on the geometry alone.
+ * The patches are built (im2col) for as many images at a time as fit CONV_CHUNK bytes, then multiplied by om_gemm. When
+ * an image has few output pixels, the images of a chunk stand side by side in one wide matrix instead of many small
+ * ones. A convolution with one tap, stride 1 and no padding multiplies x itself. With a few channels per group
+ * (depthwise), products are too thin for GEMM: direct loops instead. Which way is taken depends on the geometry alone.
  * f32 and f64 as they are; bf16 and f16 are widened once and computed in f32. Operands must be dense.
  * Deterministic: every output element is summed by one thread in a fixed order (dw: image after image).
  */
-#include "conv.h"
-#include "attr.h"
-#include "gemm.h"
+#include "cpu/conv.h"
+#include "ops/attr.h"
+#include "cpu/gemm.h"
 
 enum { CONV_CHUNK = 8 << 20, /* bytes of patches built at a time */
        CONV_WIDE = 192,      /* fewer output pixels than this: images side by side */
@@ -35,9 +35,11 @@ static om_status conv_attrs(om_graph *g, const om_node *n, int nd, conv_attr *c)
         c->lo[i] = p[i];
         c->hi[i] = p[both ? nd + i : i];
         OM_CHECK(g->cx, c->stride[i] >= 1 && c->dil[i] >= 1 && c->lo[i] >= 0 && c->hi[i] >= 0,
-                 "%s: stride %lld, dilation %lld, pad %lld and %lld along spatial axis %d; stride and dilation must be at least 1, "
+                 "%s: stride %lld, dilation %lld, pad %lld and %lld along spatial axis %d; stride and dilation must be "
+                 "at least 1, "
                  "pad at least 0",
-                 n->op->name, (long long)c->stride[i], (long long)c->dil[i], (long long)c->lo[i], (long long)c->hi[i], i);
+                 n->op->name, (long long)c->stride[i], (long long)c->dil[i], (long long)c->lo[i], (long long)c->hi[i],
+                 i);
     }
     OM_CHECK(g->cx, c->groups >= 1, "%s: %lld groups; at least 1 is needed", n->op->name, (long long)c->groups);
     return OM_OK;
@@ -50,22 +52,23 @@ static om_status conv_shape(om_graph *g, const om_node *n, const om_type *x, con
     OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && w->rank == x->rank,
              "%s: x of rank %d, w of rank %d; both 3 to 5 (n, c, 1 to 3 spatial axes)",
              op, x->rank, w->rank);
-    OM_CHECK(g->cx, om_is_float(x->dtype) && w->dtype == x->dtype, "%s: x is %s, w %s; floats of one type are needed", op,
-             om_dtype_name(x->dtype), om_dtype_name(w->dtype));
+    OM_CHECK(g->cx, om_is_float(x->dtype) && w->dtype == x->dtype, "%s: x is %s, w %s; floats of one type are needed",
+             op, om_dtype_name(x->dtype), om_dtype_name(w->dtype));
     OM_TRY(conv_attrs(g, n, x->rank - 2, &c));
     int64_t xc, wc, o;
     OM_CHECK(g->cx, !om_dim_const(g, x->dim[1], &xc) || !om_dim_const(g, w->dim[1], &wc) || xc == wc * c.groups,
-             "%s: x has %lld channels, w takes %lld in each of %lld groups", op, (long long)xc, (long long)wc, (long long)c.groups);
-    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &o) || o % c.groups == 0, "%s: %lld output channels cannot be split into %lld groups", op,
-             (long long)o, (long long)c.groups);
+             "%s: x has %lld channels, w takes %lld in each of %lld groups", op, (long long)xc, (long long)wc,
+             (long long)c.groups);
+    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &o) || o % c.groups == 0,
+             "%s: %lld output channels cannot be split into %lld groups", op, (long long)o, (long long)c.groups);
     *y = *x;
     y->dim[1] = w->dim[0];
     for (int i = 0; i < c.nd; i++) { /* (in + lo + hi - dil (k - 1) - 1) / stride + 1 */
         om_dim span = om_dim_mul(g, om_dim_sub(g, w->dim[2 + i], 1), c.dil[i]);
         om_dim room = om_dim_sub(g, om_dim_sub(g, om_dim_add(g, x->dim[2 + i], c.lo[i] + c.hi[i]), span), 1);
         int64_t r;
-        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0, "%s: the kernel is larger than the padded input along spatial axis %d", op,
-                 i);
+        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0,
+                 "%s: the kernel is larger than the padded input along spatial axis %d", op, i);
         y->dim[2 + i] = om_dim_add(g, om_dim_div(g, room, c.stride[i]), 1);
     }
     return OM_OK;
@@ -104,11 +107,13 @@ static om_status conv_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     int64_t want[3];
     OM_TRY(conv_shape(g, n, x, w, &y));
     OM_TRY(attr_ints(g, n, "want", 3, 1, want));
-    OM_CHECK(g->cx, dy->rank == y.rank && dy->dtype == y.dtype, "conv_grad: dy is %s of rank %d, the output was %s of rank %d",
-             om_dtype_name(dy->dtype), dy->rank, om_dtype_name(y.dtype), y.rank);
+    OM_CHECK(g->cx, dy->rank == y.rank && dy->dtype == y.dtype,
+             "conv_grad: dy is %s of rank %d, the output was %s of rank %d", om_dtype_name(dy->dtype), dy->rank,
+             om_dtype_name(y.dtype), y.rank);
     for (int i = 0; i < y.rank; i++)
-        OM_CHECK(g->cx, !attr_differs(g, dy->dim[i], y.dim[i]), "conv_grad: dy has size %lld along axis %d, the output had %lld",
-                 (long long)dy->dim[i], i, (long long)y.dim[i]);
+        OM_CHECK(g->cx, !attr_differs(g, dy->dim[i], y.dim[i]),
+                 "conv_grad: dy has size %lld along axis %d, the output had %lld", (long long)dy->dim[i], i,
+                 (long long)y.dim[i]);
     out[0] = *x;
     out[1] = *w;
     out[2] = *w;
@@ -267,7 +272,11 @@ static int64_t conv_grain(int64_t work_per_item) { return 1 + 32768 / (work_per_
 /* (images, og, pixels) of one group, inside (n, o, pixels), to or from (og, images, pixels) */
 static om_status conv_side(om_ctx *cx, const conv_plan *p, int64_t images, char *y, char *side, bool to_side) {
     const om_conv_geo *g = &p->g;
-    om_tensor t = {.data = y, .dtype = (uint8_t)p->wide_dtype, .rank = 3, .device = -1, .dim = {images, g->og, g->pixels},
+    om_tensor t = {.data = y,
+                   .dtype = (uint8_t)p->wide_dtype,
+                   .rank = 3,
+                   .device = -1,
+                   .dim = {images, g->og, g->pixels},
                    .stride = {g->o * g->pixels, g->pixels, 1}};
     om_tensor s = t;
     s.data = side;
@@ -297,8 +306,9 @@ static om_status conv_narrow(om_ctx *cx, const conv_plan *p, const char *from, o
 }
 
 /* One product for one group of one chunk. */
-static om_status conv_product(om_ctx *cx, const conv_plan *p, char *scratch, int which, int64_t first, int64_t images, int64_t group,
-                              const char *x, const char *w, const char *dy, char *y, char *dx, char *dw, int beta) {
+static om_status conv_product(om_ctx *cx, const conv_plan *p, char *scratch, int which, int64_t first, int64_t images,
+                              int64_t group, const char *x, const char *w, const char *dy, char *y, char *dx, char *dw,
+                              int beta) {
     const om_conv_geo *g = &p->g;
     const int64_t depth = g->cg * g->taps, size = p->size;
     om_gemm_args ga;
@@ -306,7 +316,8 @@ static om_status conv_product(om_ctx *cx, const conv_plan *p, char *scratch, int
     ga.beta = beta;
     ga.scratch = scratch + p->gemm;
     const char *wg = w + group * g->og * depth * size;
-    const int64_t yo = (first * g->o + group * g->og) * g->pixels * size, xo = (first * g->c + group * g->cg) * g->plane * size;
+    const int64_t yo = (first * g->o + group * g->og) * g->pixels * size,
+                  xo = (first * g->c + group * g->cg) * g->plane * size;
     const int64_t ystep = g->o * g->pixels, pstep = p->pointwise ? g->c * g->plane : p->image_step;
     char *side = scratch + p->side, *col = scratch + p->col;
     int64_t *off_y = (int64_t *)(scratch + p->off), *off_p = off_y + p->chunk, *off_0 = off_p + p->chunk;
@@ -394,7 +405,8 @@ static om_status conv_run(om_ctx *cx, const om_args *a) {
             }
             OM_TRY(conv_product(cx, &p, scratch, 0, first, images, group, x, w, NULL, out, NULL, NULL, bias != NULL));
             if (p.side_by_side)
-                OM_TRY(conv_side(cx, &p, images, out + (first * g->o + group * g->og) * g->pixels * p.size, scratch + p.side, false));
+                OM_TRY(conv_side(cx, &p, images, out + (first * g->o + group * g->og) * g->pixels * p.size,
+                                 scratch + p.side, false));
         }
     }
     return conv_narrow(cx, &p, out, y);
@@ -431,13 +443,15 @@ static om_status conv_grad_run(om_ctx *cx, const om_args *a) {
                 if (p.side_by_side) OM_TRY(conv_side(cx, &p, images, dy + yo, scratch + p.side, true));
                 if (want_w) {
                     j.x = x + xo;
-                    if (!p.pointwise) om_parallel_for(cx, images * g->cg * g->taps, conv_grain(g->pixels), im2col_range, &j);
+                    if (!p.pointwise)
+                        om_parallel_for(cx, images * g->cg * g->taps, conv_grain(g->pixels), im2col_range, &j);
                     OM_TRY(conv_product(cx, &p, scratch, 1, first, images, group, x, w, dy, NULL, NULL, dw, first > 0));
                 }
                 if (want_x) {
                     OM_TRY(conv_product(cx, &p, scratch, 2, first, images, group, x, w, dy, NULL, dx, NULL, 0));
                     j.dx = dx + xo;
-                    if (!p.pointwise) om_parallel_for(cx, images * g->cg, conv_grain(g->pixels * g->taps), col2im_range, &j);
+                    if (!p.pointwise)
+                        om_parallel_for(cx, images * g->cg, conv_grain(g->pixels * g->taps), col2im_range, &j);
                 }
             }
         }
@@ -452,9 +466,18 @@ static int64_t conv_scratch(om_ctx *cx, const om_args *a) { return conv_scratch_
 static int64_t conv_grad_scratch(om_ctx *cx, const om_args *a) { return conv_scratch_of(cx, a, true); }
 
 const om_op om_op_conv = {
-    .name = "conv", .kind = OM_K_CONV, .min_in = 2, .max_in = 3, .n_out = 1, .dense = 1u << 31,
-    .doc = "(x (n, c, ...), w (o, c / groups, ...), bias (o)?) -> (n, o, ...); stride, pad (begin, or begins then ends), dilation, groups",
-    .infer = conv_infer, .grad = conv_grad_build, .scratch = conv_scratch, .run = conv_run,
+    .name = "conv",
+    .kind = OM_K_CONV,
+    .min_in = 2,
+    .max_in = 3,
+    .n_out = 1,
+    .dense = 1u << 31,
+    .doc = "(x (n, c, ...), w (o, c / groups, ...), bias (o)?) -> (n, o, ...); stride, pad (begin, or begins then "
+           "ends), dilation, groups",
+    .infer = conv_infer,
+    .grad = conv_grad_build,
+    .scratch = conv_scratch,
+    .run = conv_run,
 };
 const om_op om_op_conv_grad = {
     .name = "conv_grad", .kind = OM_K_CONV, .min_in = 3, .max_in = 3, .n_out = 3, .dense = 1u << 31,

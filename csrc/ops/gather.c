@@ -1,19 +1,20 @@
-/* gather.c - reading and writing at computed places: gather (embedding), gather_elements, gather_nd, their gradients and
- * their writing counterparts scatter_elements and scatter_nd.
+/* gather.c - reading and writing at computed places: gather (embedding), gather_elements, gather_nd, their gradients
+ * and their writing counterparts scatter_elements and scatter_nd.
  *
  * Every index is checked before it is used; one outside is an error that names it, its position and what is allowed.
  * No atomics, and the same bits whatever the number of threads:
  *   - gather, gather_nd: indices become row offsets, then rows are copied in parallel.
- *   - gather_grad, scatter_nd: the rows to write are sorted, stably, by target (counting sort, or merge sort where there are
- *     far more targets than sources). Each target belongs to one thread, which adds its sources in their original order.
+ *   - gather_grad, scatter_nd: the rows to write are sorted, stably, by target (counting sort, or merge sort where
+ *     there are far more targets than sources). Each target belongs to one thread, which adds its sources in their
+ *     original order.
  *   - scatter_elements: conflicts only happen along `axis`, so threads split the other axes.
  * Where a "set" writes one place several times, the last one stays.
  */
-#include "attr.h"
-#include "copy.h"
-#include "gather_rows.h"
-#include "half.h"
-#include "walk.h"
+#include "ops/attr.h"
+#include "cpu/copy.h"
+#include "cpu/gather_rows.h"
+#include "graph/half.h"
+#include "cpu/walk.h"
 
 static bool is_index(int dtype) { return dtype == OM_I64 || dtype == OM_I32; }
 
@@ -23,13 +24,14 @@ static int64_t index_at(const om_tensor *idx, int64_t element) {
 
 static om_status index_infer(om_graph *g, const om_node *n, int operand) {
     const om_type *t = om_ty(g, om_ins(g, n)[operand]);
-    OM_CHECK(g->cx, is_index(t->dtype), "%s: indices are %s; i64 or i32 is needed", n->op->name, om_dtype_name(t->dtype));
+    OM_CHECK(g->cx, is_index(t->dtype), "%s: indices are %s; i64 or i32 is needed", n->op->name,
+             om_dtype_name(t->dtype));
     return OM_OK;
 }
 
 static om_status index_fail(om_ctx *cx, const om_args *a, int64_t value, int64_t position, int64_t allowed) {
-    return om_fail(cx, OM_INVALID, "%s: index %lld at position %lld is out of range; 0 to %lld are allowed", a->node->op->name,
-                   (long long)value, (long long)position, (long long)allowed - 1);
+    return om_fail(cx, OM_INVALID, "%s: index %lld at position %lld is out of range; 0 to %lld are allowed",
+                   a->node->op->name, (long long)value, (long long)position, (long long)allowed - 1);
 }
 
 static int size_log2(int64_t size) { return size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0; }
@@ -66,8 +68,8 @@ static void rows_range(void *arg, int64_t begin, int64_t end) {
             memcpy(y, x, (size_t)j->row_size);
         } else {
             walk_seek(&inner, 0);
-            for (int64_t l = 0; l < n_lines; l++, walk_next(&inner)) line(x + inner.off[0], j->s_last, y + l * j->n_last * size, size,
-                                                                          j->n_last);
+            for (int64_t l = 0; l < n_lines; l++, walk_next(&inner))
+                line(x + inner.off[0], j->s_last, y + l * j->n_last * size, size, j->n_last);
         }
         if (++k == j->count) {
             k = 0;
@@ -77,9 +79,11 @@ static void rows_range(void *arg, int64_t begin, int64_t end) {
 }
 
 /* y (outer, count, inner) = rows of x; axes [0, n_outer) and [first_inner, rank) of x are kept. */
-static void rows_copy(om_ctx *cx, const om_tensor *x, int n_outer, int first_inner, const int64_t *offset, int64_t count, om_tensor *y) {
+static void rows_copy(om_ctx *cx, const om_tensor *x, int n_outer, int first_inner, const int64_t *offset,
+                      int64_t count, om_tensor *y) {
     int64_t size = (int64_t)om_dtype_size(x->dtype);
-    rows_job j = {.x = x->data, .y = y->data, .offset = offset, .count = count, .row_size = size, .size_log2 = size_log2(size)};
+    rows_job j = {
+        .x = x->data, .y = y->data, .offset = offset, .count = count, .row_size = size, .size_log2 = size_log2(size)};
     if (!om_numel(y)) return;
     j.outer.rank = n_outer;
     j.outer.n = j.inner.n = 1;
@@ -116,7 +120,9 @@ typedef struct targets {
 } targets;
 
 /* Scratch for targets_sort, in bytes, beside order and target. */
-static int64_t targets_extra(int64_t count, int64_t n_targets) { return 8 * (n_targets <= 4 * count + 1024 ? n_targets + 1 : count); }
+static int64_t targets_extra(int64_t count, int64_t n_targets) {
+    return 8 * (n_targets <= 4 * count + 1024 ? n_targets + 1 : count);
+}
 
 static void targets_sort(targets *t, int64_t n_targets, int64_t *extra) {
     if (n_targets <= 4 * t->count + 1024) {
@@ -130,7 +136,8 @@ static void targets_sort(targets *t, int64_t n_targets, int64_t *extra) {
     for (int64_t i = 0; i < t->count; i++) from[i] = i;
     for (int64_t width = 1; width < t->count; width *= 2) {
         for (int64_t lo = 0; lo < t->count; lo += 2 * width) {
-            int64_t mid = lo + width < t->count ? lo + width : t->count, hi = lo + 2 * width < t->count ? lo + 2 * width : t->count;
+            int64_t mid = lo + width < t->count ? lo + width : t->count,
+                    hi = lo + 2 * width < t->count ? lo + 2 * width : t->count;
             int64_t l = lo, r = mid;
             for (int64_t k = lo; k < hi; k++)
                 to[k] = l < mid && (r >= hi || t->target[from[l]] <= t->target[from[r]]) ? from[l++] : from[r++];
@@ -148,7 +155,8 @@ typedef struct put_job {
     int64_t n_src;
     char *y;                   /* (outer, n_targets, row) dense */
     int64_t n_targets, row_size, size, piece, n_pieces; /* piece: bytes of a row done at once */
-    bool zero;                 /* targets without a source become 0; else they are left alone, and y is the initial value */
+    /* targets without a source become 0; else they are left alone, and y is the initial value */
+    bool zero;
     bool add;
     om_sum_rows_fn sum;
 } put_job;
@@ -157,7 +165,8 @@ typedef struct put_job {
 static void put_range(void *arg, int64_t begin, int64_t end) {
     const put_job *j = arg;
     while (begin < end) {
-        int64_t outer = begin / j->n_targets / j->n_pieces, piece = begin / j->n_targets % j->n_pieces, row = begin % j->n_targets;
+        int64_t outer = begin / j->n_targets / j->n_pieces, piece = begin / j->n_targets % j->n_pieces,
+                row = begin % j->n_targets;
         int64_t stop = row + (end - begin) < j->n_targets ? row + (end - begin) : j->n_targets;
         int64_t at = piece * j->piece, n = j->row_size - at < j->piece ? j->row_size - at : j->piece;
         char *y = j->y + outer * j->n_targets * j->row_size + at;
@@ -190,17 +199,20 @@ static void put_range(void *arg, int64_t begin, int64_t end) {
 
 static void put_run(om_ctx *cx, put_job *j, int64_t outer) {
     /* few targets: cut rows too, so that every thread gets a share */
-    const int64_t share = j->n_targets * outer > 0 ? (4 * om_num_threads(cx) + j->n_targets * outer - 1) / (j->n_targets * outer) : 1;
+    const int64_t share = j->n_targets * outer > 0
+                              ? (4 * om_num_threads(cx) + j->n_targets * outer - 1) / (j->n_targets * outer)
+                              : 1;
     j->piece = (j->row_size / share + 511) & ~(int64_t)511;
     if (share == 1 || j->piece > j->row_size || j->piece == 0) j->piece = j->row_size;
     j->n_pieces = (j->row_size + j->piece - 1) / j->piece;
-    int64_t items = outer * j->n_pieces * j->n_targets, work = outer * (j->t.count + (j->zero ? j->n_targets : 0)) * j->row_size;
+    int64_t items = outer * j->n_pieces * j->n_targets,
+            work = outer * (j->t.count + (j->zero ? j->n_targets : 0)) * j->row_size;
     int64_t per_item = work / (items ? items : 1) + 1;
     om_parallel_for(cx, items, 1 + 65536 / per_item, put_range, j);
 }
 
-/* The output may lie where an operand lies that is read at other places too: then that one is read from a copy, which the caller
- * frees. */
+/* The output may lie where an operand lies that is read at other places too: then that one is read from a copy, which
+ * the caller frees. */
 static om_status source_apart(om_ctx *cx, const om_tensor *src, const om_tensor *y, om_tensor *own) {
     *own = *src;
     if (src->data != y->data || !om_numel(src)) return OM_OK;
@@ -216,8 +228,8 @@ static om_status gather_infer(om_graph *g, const om_node *n, om_type *out) {
     int axis;
     OM_TRY(attr_axis(g, n, x->rank, &axis));
     OM_TRY(index_infer(g, n, 1));
-    OM_CHECK(g->cx, x->rank - 1 + idx->rank <= OM_RANK, "gather: the result would have %d dimensions; at most %d", x->rank - 1 + idx->rank,
-             OM_RANK);
+    OM_CHECK(g->cx, x->rank - 1 + idx->rank <= OM_RANK, "gather: the result would have %d dimensions; at most %d",
+             x->rank - 1 + idx->rank, OM_RANK);
     *out = *x;
     out->rank = (uint8_t)(x->rank - 1 + idx->rank);
     for (int i = 0; i < idx->rank; i++) out->dim[axis + i] = idx->dim[i];
@@ -267,24 +279,30 @@ static om_status gather_grad_infer(om_graph *g, const om_node *n, om_type *out) 
     OM_TRY(attr_shape(g, n, "shape", &shape));
     OM_TRY(attr_axis(g, n, (int)shape->n, &axis));
     OM_TRY(index_infer(g, n, 1));
-    OM_CHECK(g->cx, om_is_float(dy->dtype), "gather_grad: the gradient is %s; a float is needed", om_dtype_name(dy->dtype));
-    OM_CHECK(g->cx, dy->rank == (int)shape->n - 1 + idx->rank, "gather_grad: dy has rank %d, shape and idx ask for %d", dy->rank,
-             (int)shape->n - 1 + idx->rank);
+    OM_CHECK(g->cx, om_is_float(dy->dtype), "gather_grad: the gradient is %s; a float is needed",
+             om_dtype_name(dy->dtype));
+    OM_CHECK(g->cx, dy->rank == (int)shape->n - 1 + idx->rank, "gather_grad: dy has rank %d, shape and idx ask for %d",
+             dy->rank, (int)shape->n - 1 + idx->rank);
     for (int i = 0; i < dy->rank; i++) {
-        om_dim want = i < axis ? shape->dims[i] : i < axis + idx->rank ? idx->dim[i - axis] : shape->dims[i + 1 - idx->rank];
-        OM_CHECK(g->cx, !attr_differs(g, want, dy->dim[i]), "gather_grad: dy has size %lld along axis %d, shape and idx ask for %lld",
-                 (long long)dy->dim[i], i, (long long)want);
+        om_dim want = i < axis               ? shape->dims[i]
+                      : i < axis + idx->rank ? idx->dim[i - axis]
+                                             : shape->dims[i + 1 - idx->rank];
+        OM_CHECK(g->cx, !attr_differs(g, want, dy->dim[i]),
+                 "gather_grad: dy has size %lld along axis %d, shape and idx ask for %lld", (long long)dy->dim[i], i,
+                 (long long)want);
     }
     *out = *dy;
     out->rank = (uint8_t)shape->n;
     for (uint32_t i = 0; i < shape->n; i++) out->dim[i] = shape->dims[i];
     if (n->n_in > 2 && om_ins(g, n)[2] != OM_NONE) {
         const om_type *base = om_ty(g, om_ins(g, n)[2]);
-        OM_CHECK(g->cx, base->dtype == out->dtype && base->rank == out->rank, "gather_grad: base is %s of rank %d; %s of rank %d is needed",
-                 om_dtype_name(base->dtype), base->rank, om_dtype_name(out->dtype), out->rank);
+        OM_CHECK(g->cx, base->dtype == out->dtype && base->rank == out->rank,
+                 "gather_grad: base is %s of rank %d; %s of rank %d is needed", om_dtype_name(base->dtype), base->rank,
+                 om_dtype_name(out->dtype), out->rank);
         for (int i = 0; i < base->rank; i++)
-            OM_CHECK(g->cx, !attr_differs(g, base->dim[i], out->dim[i]), "gather_grad: base has size %lld along axis %d, shape says %lld",
-                     (long long)base->dim[i], i, (long long)out->dim[i]);
+            OM_CHECK(g->cx, !attr_differs(g, base->dim[i], out->dim[i]),
+                     "gather_grad: base has size %lld along axis %d, shape says %lld", (long long)base->dim[i], i,
+                     (long long)out->dim[i]);
     }
     return OM_OK;
 }
@@ -300,8 +318,15 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
     om_tensor *y = &a->out[0];
     int axis = (int)om_args_int(a, "axis", 0);
     const bool base = a->n_in > 2 && a->in[2].dtype;
-    int64_t padding = om_args_int(a, "padding_idx", -1), count = om_numel(idx), outer = 1, size = (int64_t)om_dtype_size(dy->dtype);
-    put_job j = {.src = dy->data, .n_src = count, .y = y->data, .n_targets = y->dim[axis], .row_size = size, .size = size, .zero = !base,
+    int64_t padding = om_args_int(a, "padding_idx", -1), count = om_numel(idx), outer = 1,
+            size = (int64_t)om_dtype_size(dy->dtype);
+    put_job j = {.src = dy->data,
+                 .n_src = count,
+                 .y = y->data,
+                 .n_targets = y->dim[axis],
+                 .row_size = size,
+                 .size = size,
+                 .zero = !base,
                  .add = true,
                  .sum = OM_PICK(om_gather)->sum[dy->dtype]};
     for (int i = 0; i < axis; i++) outer *= y->dim[i];
@@ -325,9 +350,18 @@ static om_status gather_grad_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_gather_grad = {
-    .name = "gather_grad", .kind = OM_K_SCATTER, .min_in = 2, .max_in = 3, .n_out = 1, .dense = 1u | 1u << 1, .inplace = 1u << 2,
-    .doc = "base (third operand; left out: zeros of `shape`) with the rows of dy added at idx along axis; nothing is added at padding_idx",
-    .infer = gather_grad_infer, .scratch = gather_grad_scratch, .run = gather_grad_run,
+    .name = "gather_grad",
+    .kind = OM_K_SCATTER,
+    .min_in = 2,
+    .max_in = 3,
+    .n_out = 1,
+    .dense = 1u | 1u << 1,
+    .inplace = 1u << 2,
+    .doc = "base (third operand; left out: zeros of `shape`) with the rows of dy added at idx along axis; nothing is "
+           "added at padding_idx",
+    .infer = gather_grad_infer,
+    .scratch = gather_grad_scratch,
+    .run = gather_grad_run,
 };
 
 /* --- gather_elements, scatter_elements -------------------------------------------------------------------- */
@@ -337,11 +371,13 @@ static om_status elements_check(om_graph *g, const om_node *n, const om_type *x,
     int axis;
     OM_TRY(attr_axis(g, n, x->rank, &axis));
     OM_TRY(index_infer(g, n, 1));
-    OM_CHECK(g->cx, x->rank == idx->rank, "%s: data of rank %d, indices of rank %d; both must be equal", n->op->name, x->rank, idx->rank);
+    OM_CHECK(g->cx, x->rank == idx->rank, "%s: data of rank %d, indices of rank %d; both must be equal", n->op->name,
+             x->rank, idx->rank);
     for (int i = 0; i < x->rank; i++) {
         int64_t d, e;
         OM_CHECK(g->cx, i == axis || !om_dim_const(g, x->dim[i], &d) || !om_dim_const(g, idx->dim[i], &e) || e <= d,
-                 "%s: indices have size %lld along axis %d, data only %lld", n->op->name, (long long)e, i, (long long)d);
+                 "%s: indices have size %lld along axis %d, data only %lld", n->op->name, (long long)e, i,
+                 (long long)d);
     }
     return OM_OK;
 }
@@ -365,7 +401,8 @@ static om_status gather_elements_grad(om_builder *b, const om_node *n, const om_
 typedef struct elements_job {
     const char *idx, *src;     /* src: read; y: written */
     char *y;
-    om_walk w;                 /* axes but `axis` and the last; [0] addressed tensor (axis stride 0), [1] idx, [2] the other */
+    /* axes but `axis` and the last; [0] addressed tensor (axis stride 0), [1] idx, [2] the other */
+    om_walk w;
     int64_t rows, cols, limit; /* along axis, along the last axis (1 when axis is the last), allowed indices */
     int64_t a_axis, a_col, i_row, i_col, o_row, o_col; /* strides of addressed, idx, other; bytes */
     int64_t piece, n_pieces;   /* columns per item */
@@ -450,19 +487,30 @@ static void elements_range(void *arg, int64_t begin, int64_t end) {
 }
 
 /* gather: other = addressed[idx]; scatter: addressed[idx] = other */
-static om_status elements_run(om_ctx *cx, const om_args *a, const om_tensor *addressed, const om_tensor *other, bool scatter, bool add) {
+static om_status elements_run(om_ctx *cx, const om_args *a, const om_tensor *addressed, const om_tensor *other,
+                              bool scatter, bool add) {
     const om_tensor *idx = &a->in[1];
     const int axis = (int)om_args_int(a, "axis", 0), r = idx->rank, last = r - 1;
     const int64_t size = (int64_t)om_dtype_size(other->dtype), isize = (int64_t)om_dtype_size(idx->dtype);
     for (int i = 0; i < r; i++)
-        OM_CHECK(cx, i == axis || idx->dim[i] <= addressed->dim[i], "%s: indices have size %lld along axis %d, data only %lld",
-                 a->node->op->name,
-                 (long long)idx->dim[i], i, (long long)addressed->dim[i]);
+        OM_CHECK(cx, i == axis || idx->dim[i] <= addressed->dim[i],
+                 "%s: indices have size %lld along axis %d, data only %lld", a->node->op->name, (long long)idx->dim[i],
+                 i, (long long)addressed->dim[i]);
     if (!om_numel(idx)) return OM_OK;
-    elements_job j = {.idx = idx->data, .src = scatter ? other->data : addressed->data, .y = scatter ? addressed->data : other->data,
-                      .rows = idx->dim[axis], .cols = 1, .limit = addressed->dim[axis], .a_axis = addressed->stride[axis] * size,
-                      .i_row = idx->stride[axis] * isize, .o_row = other->stride[axis] * size, .size_log2 = size_log2(size),
-                      .dtype = other->dtype, .wide = idx->dtype == OM_I64, .scatter = scatter, .add = add};
+    elements_job j = {.idx = idx->data,
+                      .src = scatter ? other->data : addressed->data,
+                      .y = scatter ? addressed->data : other->data,
+                      .rows = idx->dim[axis],
+                      .cols = 1,
+                      .limit = addressed->dim[axis],
+                      .a_axis = addressed->stride[axis] * size,
+                      .i_row = idx->stride[axis] * isize,
+                      .o_row = other->stride[axis] * size,
+                      .size_log2 = size_log2(size),
+                      .dtype = other->dtype,
+                      .wide = idx->dtype == OM_I64,
+                      .scatter = scatter,
+                      .add = add};
     j.w.n = 3;
     for (int i = 0; i < r; i++) {
         if (i == axis) continue;
@@ -496,7 +544,9 @@ static om_status elements_run(om_ctx *cx, const om_args *a, const om_tensor *add
     return om_fail(cx, OM_INTERNAL, "%s: an index changed while it was read", a->node->op->name);
 }
 
-static om_status gather_elements_run(om_ctx *cx, const om_args *a) { return elements_run(cx, a, &a->in[0], &a->out[0], false, false); }
+static om_status gather_elements_run(om_ctx *cx, const om_args *a) {
+    return elements_run(cx, a, &a->in[0], &a->out[0], false, false);
+}
 
 const om_op om_op_gather_elements = {
     .name = "gather_elements", .kind = OM_K_GATHER, .min_in = 2, .max_in = 2, .n_out = 1,
@@ -506,7 +556,8 @@ const om_op om_op_gather_elements = {
 
 static om_status reduce_check(om_graph *g, const om_node *n, int dtype) {
     int64_t reduce = om_node_int(n, "reduce", 0);
-    OM_CHECK(g->cx, reduce == 0 || reduce == 1, "%s: reduce is %lld; 0 (set) and 1 (add) exist", n->op->name, (long long)reduce);
+    OM_CHECK(g->cx, reduce == 0 || reduce == 1, "%s: reduce is %lld; 0 (set) and 1 (add) exist", n->op->name,
+             (long long)reduce);
     OM_CHECK(g->cx, reduce == 0 || dtype != OM_BOOL, "%s: bool cannot be added; cast to an integer first", n->op->name);
     return OM_OK;
 }
@@ -515,8 +566,9 @@ static om_status scatter_elements_infer(om_graph *g, const om_node *n, om_type *
     const om_type *x = om_ty(g, om_ins(g, n)[0]), *idx = om_ty(g, om_ins(g, n)[1]), *src = om_ty(g, om_ins(g, n)[2]);
     OM_TRY(elements_check(g, n, x, idx));
     OM_TRY(reduce_check(g, n, x->dtype));
-    OM_CHECK(g->cx, src->dtype == x->dtype && src->rank == idx->rank, "scatter_elements: source is %s of rank %d; %s of rank %d is needed",
-             om_dtype_name(src->dtype), src->rank, om_dtype_name(x->dtype), idx->rank);
+    OM_CHECK(g->cx, src->dtype == x->dtype && src->rank == idx->rank,
+             "scatter_elements: source is %s of rank %d; %s of rank %d is needed", om_dtype_name(src->dtype), src->rank,
+             om_dtype_name(x->dtype), idx->rank);
     for (int i = 0; i < idx->rank; i++)
         OM_CHECK(g->cx, !attr_differs(g, src->dim[i], idx->dim[i]),
                  "scatter_elements: source has size %lld along axis %d, indices %lld; slice it",
@@ -530,9 +582,10 @@ static om_status scatter_elements_grad(om_builder *b, const om_node *n, const om
     om_id idx = om_ins(g, n)[1], src = om_ins(g, n)[2];
     int64_t axis = om_node_int(n, "axis", 0);
     if (want[0])
-        dx[0] = om_node_int(n, "reduce", 0) ? dy[0]
-                                            : om_make(g, &om_op_scatter_elements, OM_IN(dy[0], idx, om_b_zeros_like(g, src)),
-                                                      OM_ATTRS(OM_AI("axis", axis), OM_AI("reduce", 0)));
+        dx[0] = om_node_int(n, "reduce", 0)
+                    ? dy[0]
+                    : om_make(g, &om_op_scatter_elements, OM_IN(dy[0], idx, om_b_zeros_like(g, src)),
+                              OM_ATTRS(OM_AI("axis", axis), OM_AI("reduce", 0)));
     if (want[2]) dx[2] = om_make(g, &om_op_gather_elements, OM_IN(dy[0], idx), OM_ATTRS(OM_AI("axis", axis)));
     return OM_OK;
 }
@@ -560,7 +613,8 @@ static om_status nd_depth(om_graph *g, const om_node *n, int *k) {
     *k = 0;
     OM_TRY(index_infer(g, n, 1));
     OM_CHECK(g->cx, idx->rank >= 1 && om_dim_const(g, idx->dim[idx->rank - 1], &depth) && depth <= x->rank,
-             "%s: the last axis of the indices must have a known size of at most %d (the rank of the data)", n->op->name, x->rank);
+             "%s: the last axis of the indices must have a known size of at most %d (the rank of the data)",
+             n->op->name, x->rank);
     OM_CHECK(g->cx, idx->rank - 1 + x->rank - depth <= OM_RANK, "%s: more than %d dimensions", n->op->name, OM_RANK);
     *k = (int)depth;
     return OM_OK;
@@ -580,12 +634,14 @@ static om_status gather_nd_infer(om_graph *g, const om_node *n, om_type *out) {
 static om_status gather_nd_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     if (!want[0]) return OM_OK;
     om_id in0 = om_ins(b->g, n)[0], in1 = om_ins(b->g, n)[1];
-    dx[0] = om_make(b->g, &om_op_scatter_nd, OM_IN(om_b_zeros_like(b->g, in0), in1, dy[0]), OM_ATTRS(OM_AI("reduce", 1)));
+    dx[0] = om_make(b->g, &om_op_scatter_nd, OM_IN(om_b_zeros_like(b->g, in0), in1, dy[0]),
+                    OM_ATTRS(OM_AI("reduce", 1)));
     return OM_OK;
 }
 
 /* to[i] = sum over j < k of idx[i][j] * stride[j]; checks every index against x's sizes */
-static om_status nd_offsets(om_ctx *cx, const om_args *a, const om_tensor *x, const int64_t *stride, int64_t *to, int64_t *count) {
+static om_status nd_offsets(om_ctx *cx, const om_args *a, const om_tensor *x, const int64_t *stride, int64_t *to,
+                            int64_t *count) {
     const om_tensor *idx = &a->in[1];
     int64_t k = idx->dim[idx->rank - 1];
     *count = 1;
@@ -622,8 +678,16 @@ static om_status gather_nd_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_gather_nd = {
-    .name = "gather_nd", .kind = OM_K_GATHER, .min_in = 2, .max_in = 2, .n_out = 1, .dense = 1u << 1,
-    .doc = "y = x[idx[..., 0], ..., idx[..., k-1]]", .infer = gather_nd_infer, .grad = gather_nd_grad, .scratch = gather_nd_scratch,
+    .name = "gather_nd",
+    .kind = OM_K_GATHER,
+    .min_in = 2,
+    .max_in = 2,
+    .n_out = 1,
+    .dense = 1u << 1,
+    .doc = "y = x[idx[..., 0], ..., idx[..., k-1]]",
+    .infer = gather_nd_infer,
+    .grad = gather_nd_grad,
+    .scratch = gather_nd_scratch,
     .run = gather_nd_run,
 };
 
@@ -632,11 +696,13 @@ static om_status scatter_nd_infer(om_graph *g, const om_node *n, om_type *out) {
     om_type rows = {0};
     OM_TRY(gather_nd_infer(g, n, &rows));
     OM_TRY(reduce_check(g, n, x->dtype));
-    OM_CHECK(g->cx, src->dtype == x->dtype && src->rank == rows.rank, "scatter_nd: source is %s of rank %d; %s of rank %d is needed",
-             om_dtype_name(src->dtype), src->rank, om_dtype_name(x->dtype), rows.rank);
+    OM_CHECK(g->cx, src->dtype == x->dtype && src->rank == rows.rank,
+             "scatter_nd: source is %s of rank %d; %s of rank %d is needed", om_dtype_name(src->dtype), src->rank,
+             om_dtype_name(x->dtype), rows.rank);
     for (int i = 0; i < rows.rank; i++)
-        OM_CHECK(g->cx, !attr_differs(g, src->dim[i], rows.dim[i]), "scatter_nd: source has size %lld along axis %d; %lld is needed",
-                 (long long)src->dim[i], i, (long long)rows.dim[i]);
+        OM_CHECK(g->cx, !attr_differs(g, src->dim[i], rows.dim[i]),
+                 "scatter_nd: source has size %lld along axis %d; %lld is needed", (long long)src->dim[i], i,
+                 (long long)rows.dim[i]);
     *out = *x;
     return OM_OK;
 }
@@ -691,7 +757,16 @@ static om_status scatter_nd_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_scatter_nd = {
-    .name = "scatter_nd", .kind = OM_K_SCATTER, .min_in = 3, .max_in = 3, .n_out = 1, .inplace = 1u << 0, .dense = 1u << 1 | 1u << 2,
-    .doc = "y = x; then y[idx[..., 0], ..., idx[..., k-1]] = (reduce 1: +=) src", .infer = scatter_nd_infer, .grad = scatter_nd_grad,
-    .scratch = scatter_nd_scratch, .run = scatter_nd_run,
+    .name = "scatter_nd",
+    .kind = OM_K_SCATTER,
+    .min_in = 3,
+    .max_in = 3,
+    .n_out = 1,
+    .inplace = 1u << 0,
+    .dense = 1u << 1 | 1u << 2,
+    .doc = "y = x; then y[idx[..., 0], ..., idx[..., k-1]] = (reduce 1: +=) src",
+    .infer = scatter_nd_infer,
+    .grad = scatter_nd_grad,
+    .scratch = scatter_nd_scratch,
+    .run = scatter_nd_run,
 };

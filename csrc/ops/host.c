@@ -1,35 +1,39 @@
 /* host.c - nodes that the host runs: the executor stops there, hands over the inputs and goes on with what comes back.
  *
- * host: index = row of the host's own table, one row per node, so that the host finds a forward's state by it. diff = 1 when the host can
- * differentiate it. Types of the outputs stand in the attributes: out_dtype[i] is an om_dtype, shape<i> the sizes of output i (of any kind
- * of object the sizes may be left out: rank 0).
- * host_grad: the same index; its inputs are the gradients of the host node's outputs (floats only, in order; zeros where none arrives), its
- * outputs the gradients of the host node's inputs listed in `want`. A module kept in PyTorch may have hundreds of parameters, a node has at
- * most 64 outputs: then there are several host_grad nodes, part = 0, 1, ..., and the host answers all from one computation.
- * There is no kernel; a host node that a plan would run by itself is an error.
+ * host: index = row of the host's own table, one row per node, so that the host finds a forward's state by it. diff = 1
+ * when the host can differentiate it. Types of the outputs stand in the attributes: out_dtype[i] is an om_dtype,
+ * shape<i> the sizes of output i (of any kind of object the sizes may be left out: rank 0).
+ * host_grad: the same index; its inputs are the gradients of the host node's outputs (floats only, in order; zeros
+ * where none arrives), its outputs the gradients of the host node's inputs listed in `want`. A module kept in PyTorch
+ * may have hundreds of parameters, a node has at most 64 outputs: then there are several host_grad nodes, part = 0, 1,
+ * ..., and the host answers all from one computation. There is no kernel; a host node that a plan would run by itself
+ * is an error.
  */
-#include "attr.h"
+#include "ops/attr.h"
 
 #include <stdio.h>
 
-enum { HOST_OUTPUTS = 64, HOST_PART = 32 }; /* om_make: outputs of a node; attributes of a node are 64, a gradient takes one */
+/* om_make: outputs of a node; attributes of a node are 64, a gradient takes one */
+enum { HOST_OUTPUTS = 64, HOST_PART = 32 };
 
 static om_status host_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_attr *dt = om_attr_get(n->attr, n->n_attr, "out_dtype");
     OM_CHECK(g->cx, !dt || dt->kind == OM_ATTR_DIMS, "%s: out_dtype must list the dtypes of the outputs", n->op->name);
-    OM_CHECK(g->cx, om_node_int(n, "index", -1) >= 0, "%s: attribute index (row of the host's table) is missing", n->op->name);
+    OM_CHECK(g->cx, om_node_int(n, "index", -1) >= 0, "%s: attribute index (row of the host's table) is missing",
+             n->op->name);
     for (int i = 0; i < n->n_out; i++) {
         char name[24];
         int64_t t;
-        OM_CHECK(g->cx, om_dim_const(g, dt->dims[i], &t) && t > OM_NODTYPE && t < OM_N_DTYPES, "%s: entry %d of out_dtype is no dtype",
-                 n->op->name, i);
+        OM_CHECK(g->cx, om_dim_const(g, dt->dims[i], &t) && t > OM_NODTYPE && t < OM_N_DTYPES,
+                 "%s: entry %d of out_dtype is no dtype", n->op->name, i);
         out[i].dtype = (uint8_t)t;
         snprintf(name, sizeof name, "shape%d", i);
         const om_attr *shape = om_attr_get(n->attr, n->n_attr, name);
-        OM_CHECK(g->cx, shape || t == OM_OPAQUE, "%s: attribute %s (the sizes of output %d) is missing", n->op->name, name, i);
+        OM_CHECK(g->cx, shape || t == OM_OPAQUE, "%s: attribute %s (the sizes of output %d) is missing", n->op->name,
+                 name, i);
         if (!shape) continue;
-        OM_CHECK(g->cx, shape->kind == OM_ATTR_DIMS && shape->n <= OM_RANK, "%s: %s must list at most %d sizes", n->op->name, name,
-                 OM_RANK);
+        OM_CHECK(g->cx, shape->kind == OM_ATTR_DIMS && shape->n <= OM_RANK, "%s: %s must list at most %d sizes",
+                 n->op->name, name, OM_RANK);
         out[i].rank = (uint8_t)shape->n;
         for (uint32_t k = 0; k < shape->n; k++) out[i].dim[k] = shape->dims[k];
     }
@@ -37,7 +41,8 @@ static om_status host_infer(om_graph *g, const om_node *n, om_type *out) {
 }
 
 /* One part: the gradients of the inputs `which`. */
-static om_status host_grad_part(om_builder *b, const om_node *n, const om_id *dy, int n_dy, const om_dim *which, int n_want, int part, om_id *dx) {
+static om_status host_grad_part(om_builder *b, const om_node *n, const om_id *dy, int n_dy, const om_dim *which,
+                                int n_want, int part, om_id *dx) {
     om_graph *g = b->g;
     om_dim dtypes[HOST_PART], shapes[HOST_PART][OM_RANK];
     char names[HOST_PART][24];
@@ -81,10 +86,22 @@ static om_status host_grad_build(om_builder *b, const om_node *n, const om_id *d
 }
 
 const om_op om_op_host = {
-    .name = "host", .kind = OM_K_HOST, .min_in = 0, .max_in = -1, .n_out = -1,
-    .doc = "(x, ...) -> whatever the host's table says; index out_dtype shape<i> diff", .infer = host_infer, .grad = host_grad_build,
+    .name = "host",
+    .kind = OM_K_HOST,
+    .min_in = 0,
+    .max_in = -1,
+    .n_out = -1,
+    .doc = "(x, ...) -> whatever the host's table says; index out_dtype shape<i> diff",
+    .infer = host_infer,
+    .grad = host_grad_build,
 };
 const om_op om_op_host_grad = {
-    .name = "host_grad", .kind = OM_K_HOST, .min_in = 0, .max_in = -1, .n_out = -1,
-    .doc = "(dy, ...) -> gradients of inputs `want` of the host node with the same index; index part want out_dtype shape<i>", .infer = host_infer,
+    .name = "host_grad",
+    .kind = OM_K_HOST,
+    .min_in = 0,
+    .max_in = -1,
+    .n_out = -1,
+    .doc = "(dy, ...) -> gradients of inputs `want` of the host node with the same index; index part want out_dtype "
+           "shape<i>",
+    .infer = host_infer,
 };

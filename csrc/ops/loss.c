@@ -2,16 +2,18 @@
  *
  * For a row with label y that is not ignored, with class weights w (1 when left out), e = label_smoothing, C classes:
  *     loss_i = (1 - e) w_y (lse_i - x_y) + e / C * sum_c w_c (lse_i - x_c)             lse_i = log sum_c exp x_c
- *     mean   = sum_i loss_i / denom,  denom = sum_i w_y over rows not ignored          (NaN when every row is ignored, as torch)
- *     dx_c   = g_i ((a exp(x_c - lse_i)) - e / C w_c - (1 - e) w_y [c = y]),           a = (1 - e) w_y + e / C sum_c w_c
+ *     mean   = sum_i loss_i / denom,  denom = sum_i w_y over rows not ignored          (NaN when every row is ignored,
+ *            as torch)
+ *     dx_c   = g_i ((a exp(x_c - lse_i)) - e / C w_c - (1 - e) w_y [c = y]),           a = (1 - e) w_y + e / C sum_c
+ *            w_c
  * where g_i is the arriving gradient, over denom for the mean. Ignored rows contribute 0 and get gradient 0.
  *
- * The forward reads every logit once and keeps only lse; the gradient reads and writes every logit once and may write over
- * them. Row losses are summed in row order, in double: the same bits for any number of threads.
+ * The forward reads every logit once and keeps only lse; the gradient reads and writes every logit once and may write
+ * over them. Row losses are summed in row order, in double: the same bits for any number of threads.
  */
-#include "loss.h"
-#include "attr.h"
-#include "half.h"
+#include "cpu/loss.h"
+#include "ops/attr.h"
+#include "graph/half.h"
 
 #include <math.h>
 
@@ -71,19 +73,23 @@ static om_status loss_prepare(om_ctx *cx, const om_args *a, int first, char *mem
     j->k = &OM_PICK(om_loss)->type[x->dtype];
     j->ignore = attr_value(a, "ignore_index", -100);
     j->smoothing = om_args_float(a, "label_smoothing", 0);
-    OM_CHECK(cx, j->labels->dim[0] == j->n, "%s: %lld labels for %lld rows of logits", a->node->op->name, (long long)j->labels->dim[0],
-             (long long)j->n);
+    OM_CHECK(cx, j->labels->dim[0] == j->n, "%s: %lld labels for %lld rows of logits", a->node->op->name,
+             (long long)j->labels->dim[0], (long long)j->n);
     for (int64_t i = 0; i < j->n; i++) {
         int64_t y = label_at(j, i);
         if (y != j->ignore && (y < 0 || y >= j->c))
-            return om_fail(cx, OM_INVALID, "%s: label %lld in row %lld; 0 to %lld or ignore_index %lld are allowed", a->node->op->name,
-                           (long long)y, (long long)i, (long long)j->c - 1, (long long)j->ignore);
+            return om_fail(cx, OM_INVALID, "%s: label %lld in row %lld; 0 to %lld or ignore_index %lld are allowed",
+                           a->node->op->name, (long long)y, (long long)i, (long long)j->c - 1, (long long)j->ignore);
     }
     j->weight_sum = (double)j->c;
     if (w && w->dtype) {
-        OM_CHECK(cx, w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name, (long long)w->dim[0],
-                 (long long)j->c);
-        om_tensor to = {.data = memory, .dtype = (uint8_t)om_compute_dtype(x->dtype), .rank = 1, .device = -1, .dim = {j->c},
+        OM_CHECK(cx, w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name,
+                 (long long)w->dim[0], (long long)j->c);
+        om_tensor to = {.data = memory,
+                        .dtype = (uint8_t)om_compute_dtype(x->dtype),
+                        .rank = 1,
+                        .device = -1,
+                        .dim = {j->c},
                         .stride = {1}};
         OM_TRY(om_copy(cx, w, &to));
         j->weight = memory;
@@ -100,18 +106,18 @@ static om_status loss_check(om_graph *g, const om_node *n, int first) {
     const char *op = n->op->name;
     double e = om_node_float(n, "label_smoothing", 0);
     int64_t reduction = om_node_int(n, "reduction", REDUCE_MEAN);
-    OM_CHECK(g->cx, x->rank == 2 && om_is_float(x->dtype), "%s: logits are %s of rank %d; floats (n, classes) are needed", op,
-             om_dtype_name(x->dtype), x->rank);
+    OM_CHECK(g->cx, x->rank == 2 && om_is_float(x->dtype),
+             "%s: logits are %s of rank %d; floats (n, classes) are needed", op, om_dtype_name(x->dtype), x->rank);
     OM_CHECK(g->cx, y->rank == 1 && (y->dtype == OM_I64 || y->dtype == OM_I32),
              "%s: labels are %s of rank %d; i64 or i32 (n) is needed (class probabilities are not supported)", op,
              om_dtype_name(y->dtype), y->rank);
-    OM_CHECK(g->cx, !attr_differs(g, x->dim[0], y->dim[0]), "%s: %lld labels for %lld rows of logits", op, (long long)y->dim[0],
-             (long long)x->dim[0]);
+    OM_CHECK(g->cx, !attr_differs(g, x->dim[0], y->dim[0]), "%s: %lld labels for %lld rows of logits", op,
+             (long long)y->dim[0], (long long)x->dim[0]);
     OM_CHECK(g->cx, !w || (w->rank == 1 && om_is_float(w->dtype) && !attr_differs(g, w->dim[0], x->dim[1])),
              "%s: weight must be floats (classes)", op);
     OM_CHECK(g->cx, e >= 0 && e <= 1, "%s: label_smoothing is %g; 0 to 1 is allowed", op, e);
-    OM_CHECK(g->cx, reduction >= REDUCE_NONE && reduction <= REDUCE_SUM, "%s: reduction is %lld; 0 none, 1 mean, 2 sum exist", op,
-             (long long)reduction);
+    OM_CHECK(g->cx, reduction >= REDUCE_NONE && reduction <= REDUCE_SUM,
+             "%s: reduction is %lld; 0 none, 1 mean, 2 sum exist", op, (long long)reduction);
     return OM_OK;
 }
 
@@ -128,10 +134,12 @@ static om_status cross_entropy_infer(om_graph *g, const om_node *n, om_type *out
     return OM_OK;
 }
 
-static om_status cross_entropy_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+static om_status cross_entropy_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want,
+                                          om_id *dx) {
     om_graph *g = b->g;
     const om_id *in = om_ins(g, n);
-    OM_CHECK(g->cx, dy[1] == OM_NONE && dy[2] == OM_NONE, "cross_entropy: only the loss can be differentiated, not lse or denom");
+    OM_CHECK(g->cx, dy[1] == OM_NONE && dy[2] == OM_NONE,
+             "cross_entropy: only the loss can be differentiated, not lse or denom");
     if (!want[0] || dy[0] == OM_NONE) return OM_OK;
     om_id w = n->n_in > 2 ? in[2] : OM_NONE, x = in[0], y = in[1];
     dx[0] = om_make(g, &om_op_cross_entropy_grad, OM_IN(dy[0], x, y, w, n->out + 1, n->out + 2), n->attr, n->n_attr);
@@ -158,7 +166,8 @@ static void cross_entropy_range(void *arg, int64_t begin, int64_t end) {
         float_put(j->lse_out, i, lse);
         j->row_loss[i] = w * (lse - float_at(j->x, i * j->x->stride[0] + y * j->x->stride[1]));
         if (j->smoothing > 0)
-            j->row_loss[i] = (1 - j->smoothing) * j->row_loss[i] + j->smoothing / (double)j->c * j->k->smooth(x, sx, j->c, lse, j->weight);
+            j->row_loss[i] = (1 - j->smoothing) * j->row_loss[i] +
+                             j->smoothing / (double)j->c * j->k->smooth(x, sx, j->c, lse, j->weight);
     }
 }
 
@@ -180,9 +189,17 @@ static om_status cross_entropy_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_cross_entropy = {
-    .name = "cross_entropy", .kind = OM_K_ROW, .min_in = 2, .max_in = 3, .n_out = 3,
-    .doc = "(logits (n, c), labels (n), weight (c)?) -> loss, lse (n), denom: torch's cross_entropy; reduction 0 none, 1 mean, 2 sum",
-    .infer = cross_entropy_infer, .grad = cross_entropy_grad_build, .scratch = cross_entropy_scratch, .run = cross_entropy_run,
+    .name = "cross_entropy",
+    .kind = OM_K_ROW,
+    .min_in = 2,
+    .max_in = 3,
+    .n_out = 3,
+    .doc = "(logits (n, c), labels (n), weight (c)?) -> loss, lse (n), denom: torch's cross_entropy; reduction 0 none, "
+           "1 mean, 2 sum",
+    .infer = cross_entropy_infer,
+    .grad = cross_entropy_grad_build,
+    .scratch = cross_entropy_scratch,
+    .run = cross_entropy_run,
 };
 
 /* --- gradient --------------------------------------------------------------------------------------------- */
@@ -213,7 +230,8 @@ static void cross_entropy_grad_range(void *arg, int64_t begin, int64_t end) {
         double hit = (1 - e) * weight_at(j, y), each = e / (double)j->c;
         double all = hit + each * j->weight_sum;
         double xy = float_at(j->x, i * j->x->stride[0] + y * j->x->stride[1]); /* dx may overwrite x */
-        j->k->grad((const char *)j->x->data + i * j->x->stride[0] * size, sx, j->c, lse, g * all, g * each, j->weight, dx);
+        j->k->grad((const char *)j->x->data + i * j->x->stride[0] * size, sx, j->c, lse, g * all, g * each, j->weight,
+                   dx);
         float_put(j->dx, at + y, g * (all * exp(xy - lse) - (each * weight_at(j, y) + hit)));
     }
 }
@@ -229,7 +247,16 @@ static om_status cross_entropy_grad_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_cross_entropy_grad = {
-    .name = "cross_entropy_grad", .kind = OM_K_ROW, .min_in = 6, .max_in = 6, .n_out = 1, .optional = 1u << 3, .inplace = 1u << 1,
-    .dense = 1u << 4, .doc = "(dloss, logits, labels, weight?, lse, denom) -> dlogits, may overwrite the logits",
-    .infer = cross_entropy_grad_infer, .scratch = cross_entropy_grad_scratch, .run = cross_entropy_grad_run,
+    .name = "cross_entropy_grad",
+    .kind = OM_K_ROW,
+    .min_in = 6,
+    .max_in = 6,
+    .n_out = 1,
+    .optional = 1u << 3,
+    .inplace = 1u << 1,
+    .dense = 1u << 4,
+    .doc = "(dloss, logits, labels, weight?, lse, denom) -> dlogits, may overwrite the logits",
+    .infer = cross_entropy_grad_infer,
+    .scratch = cross_entropy_grad_scratch,
+    .run = cross_entropy_grad_run,
 };

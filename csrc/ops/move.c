@@ -1,13 +1,13 @@
-/* move.c - operators that move elements without looking at them: copy, concat, pad, slice_put, slice_scatter, trilu, and the
- * two that make elements from nothing: iota, fill.
+/* move.c - operators that move elements without looking at them: copy, concat, pad, slice_put, slice_scatter, trilu,
+ * and the two that make elements from nothing: iota, fill.
  *
- * Nearly all are om_copy onto a part of the output: a part of a tensor is a tensor (same strides, other sizes and start). What
- * padding leaves uncovered is filled slab by slab, so every element is written once. A fill is a copy from one element with
- * strides 0.
+ * Nearly all are om_copy onto a part of the output: a part of a tensor is a tensor (same strides, other sizes and
+ * start). What padding leaves uncovered is filled slab by slab, so every element is written once. A fill is a copy from
+ * one element with strides 0.
  */
-#include "attr.h"
-#include "copy.h"
-#include "walk.h"
+#include "ops/attr.h"
+#include "cpu/copy.h"
+#include "cpu/walk.h"
 
 static om_tensor part(const om_tensor *t, int axis, int64_t start, int64_t count, int64_t step) {
     om_tensor p = *t;
@@ -44,7 +44,8 @@ static void attr_number(const om_args *a, const char *name, double *f, int64_t *
 
 static om_status attr_dtype(om_graph *g, const om_node *n, om_type *out) {
     int64_t t = om_node_int(n, "dtype", 0);
-    OM_CHECK(g->cx, om_is_float((int)t) || om_is_int((int)t), "%s: attribute dtype is missing or no number type", n->op->name);
+    OM_CHECK(g->cx, om_is_float((int)t) || om_is_int((int)t), "%s: attribute dtype is missing or no number type",
+             n->op->name);
     out->dtype = (uint8_t)t;
     return OM_OK;
 }
@@ -77,12 +78,12 @@ static om_status concat_infer(om_graph *g, const om_node *n, om_type *out) {
         OM_CHECK(g->cx, om_ins(g, n)[i] != OM_NONE, "concat: operand %d is left out", i);
         const om_type *x = om_ty(g, om_ins(g, n)[i]);
         OM_CHECK(g->cx, x->dtype == out->dtype && x->rank == out->rank,
-                 "concat: operand %d is %s of rank %d, operand 0 %s of rank %d; all must agree", i, om_dtype_name(x->dtype), x->rank,
-                 om_dtype_name(out->dtype), out->rank);
+                 "concat: operand %d is %s of rank %d, operand 0 %s of rank %d; all must agree", i,
+                 om_dtype_name(x->dtype), x->rank, om_dtype_name(out->dtype), out->rank);
         for (int k = 0; k < x->rank; k++)
             OM_CHECK(g->cx, k == axis || !attr_differs(g, x->dim[k], out->dim[k]),
-                     "concat along axis %d: operand %d has size %lld along axis %d, operand 0 %lld; they must be equal", axis, i,
-                     (long long)x->dim[k], k, (long long)out->dim[k]);
+                     "concat along axis %d: operand %d has size %lld along axis %d, operand 0 %lld; they must be equal",
+                     axis, i, (long long)x->dim[k], k, (long long)out->dim[k]);
         out->dim[axis] = om_dim_add(g, out->dim[axis], x->dim[axis]);
     }
     return OM_OK;
@@ -105,7 +106,8 @@ static om_status concat_run(om_ctx *cx, const om_args *a) {
     int axis = (int)om_args_int(a, "axis", 0);
     int64_t start = 0;
     for (int i = 0; i < a->n_in; i++) {
-        OM_CHECK(cx, start + a->in[i].dim[axis] <= a->out[0].dim[axis], "concat: operand %d does not fit the output", i);
+        OM_CHECK(cx, start + a->in[i].dim[axis] <= a->out[0].dim[axis], "concat: operand %d does not fit the output",
+                 i);
         om_tensor to = part(&a->out[0], axis, start, a->in[i].dim[axis], 1);
         OM_TRY(om_copy(cx, &a->in[i], &to));
         start += a->in[i].dim[axis];
@@ -114,8 +116,15 @@ static om_status concat_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_concat = {
-    .name = "concat", .doc = "y = the operands one after another along axis", .kind = OM_K_GATHER, .min_in = 1, .max_in = -1,
-    .n_out = 1, .infer = concat_infer, .grad = concat_grad, .run = concat_run,
+    .name = "concat",
+    .doc = "y = the operands one after another along axis",
+    .kind = OM_K_GATHER,
+    .min_in = 1,
+    .max_in = -1,
+    .n_out = 1,
+    .infer = concat_infer,
+    .grad = concat_grad,
+    .run = concat_run,
 };
 
 /* --- pad -------------------------------------------------------------------------------------------- */
@@ -125,12 +134,13 @@ static om_status pad_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_attr *lo, *hi;
     OM_TRY(attr_shape(g, n, "lo", &lo));
     OM_TRY(attr_shape(g, n, "hi", &hi));
-    OM_CHECK(g->cx, lo->n == out->rank && hi->n == out->rank, "pad: lo and hi need one entry per axis (%d), %u and %u given", out->rank,
-             lo->n, hi->n);
+    OM_CHECK(g->cx, lo->n == out->rank && hi->n == out->rank,
+             "pad: lo and hi need one entry per axis (%d), %u and %u given", out->rank, lo->n, hi->n);
     for (int i = 0; i < out->rank; i++) {
         int64_t d;
         out->dim[i] = om_dim_add(g, om_dim_add(g, out->dim[i], lo->dims[i]), hi->dims[i]);
-        OM_CHECK(g->cx, !om_dim_const(g, out->dim[i], &d) || d >= 0, "pad: axis %d would get size %lld; crop less", i, (long long)d);
+        OM_CHECK(g->cx, !om_dim_const(g, out->dim[i], &d) || d >= 0, "pad: axis %d would get size %lld; crop less", i,
+                 (long long)d);
     }
     return OM_OK;
 }
@@ -147,7 +157,8 @@ static om_status pad_grad(om_builder *b, const om_node *n, const om_id *dy, cons
         l[i] = om_dim_sub(g, 0, lo->dims[i]);
         h[i] = om_dim_sub(g, 0, hi->dims[i]);
     }
-    om_id d = om_make(g, &om_op_pad, OM_IN(dy[0]), OM_ATTRS(OM_AD("lo", l, x.rank), OM_AD("hi", h, x.rank), OM_AF("value", 0)));
+    om_id d = om_make(g, &om_op_pad, OM_IN(dy[0]),
+                      OM_ATTRS(OM_AD("lo", l, x.rank), OM_AD("hi", h, x.rank), OM_AF("value", 0)));
     dx[0] = om_b_reshape(g, d, x.dim, x.rank);
     return OM_OK;
 }
@@ -192,9 +203,9 @@ static om_status slice_check(om_graph *g, const om_node *n, const om_type *src, 
     int64_t step = om_node_int(n, "step", 1);
     om_dim size = slice_size(g, attr_dim(n, "start", 0), attr_dim(n, "end", whole->dim[axis]), step < 1 ? 1 : step);
     OM_CHECK(g->cx, step >= 1, "%s: step is %lld; it must be at least 1", n->op->name, (long long)step);
-    OM_CHECK(g->cx, src->rank == whole->rank && src->dtype == whole->dtype, "%s: a %s of rank %d cannot go into a %s of rank %d",
-             n->op->name,
-             om_dtype_name(src->dtype), src->rank, om_dtype_name(whole->dtype), whole->rank);
+    OM_CHECK(g->cx, src->rank == whole->rank && src->dtype == whole->dtype,
+             "%s: a %s of rank %d cannot go into a %s of rank %d", n->op->name, om_dtype_name(src->dtype), src->rank,
+             om_dtype_name(whole->dtype), whole->rank);
     for (int i = 0; i < whole->rank; i++)
         OM_CHECK(g->cx, !attr_differs(g, src->dim[i], i == axis ? size : whole->dim[i]),
                  "%s: the slice has size %lld along axis %d, what goes there %lld", n->op->name,
@@ -203,13 +214,16 @@ static om_status slice_check(om_graph *g, const om_node *n, const om_type *src, 
 }
 
 /* The slice of y that the attributes name; checks bounds. */
-static om_status slice_of(om_ctx *cx, const om_args *a, const om_tensor *src, om_tensor *y, om_tensor *to, int64_t *start, int *axis) {
+static om_status slice_of(om_ctx *cx, const om_args *a, const om_tensor *src, om_tensor *y, om_tensor *to,
+                          int64_t *start, int *axis) {
     *axis = (int)om_args_int(a, "axis", 0);
     *start = attr_value(a, "start", 0);
-    int64_t end = attr_value(a, "end", y->dim[*axis]), step = om_args_int(a, "step", 1), n = (end - *start + step - 1) / step;
+    int64_t end = attr_value(a, "end", y->dim[*axis]), step = om_args_int(a, "step", 1),
+            n = (end - *start + step - 1) / step;
     OM_CHECK(cx, *start >= 0 && *start <= end && end <= y->dim[*axis] && n == src->dim[*axis],
-             "%s: %lld to %lld step %lld of axis %d of size %lld for %lld elements", a->node->op->name, (long long)*start, (long long)end,
-             (long long)step, *axis, (long long)y->dim[*axis], (long long)src->dim[*axis]);
+             "%s: %lld to %lld step %lld of axis %d of size %lld for %lld elements", a->node->op->name,
+             (long long)*start, (long long)end, (long long)step, *axis, (long long)y->dim[*axis],
+             (long long)src->dim[*axis]);
     *to = part(y, *axis, n ? *start : 0, n, step);
     return OM_OK;
 }
@@ -251,8 +265,15 @@ static om_status slice_put_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_slice_put = {
-    .name = "slice_put", .doc = "y = zeros of `shape` with x at start:end:step along axis: the gradient of slice", .kind = OM_K_SCATTER,
-    .min_in = 1, .max_in = 1, .n_out = 1, .infer = slice_put_infer, .grad = slice_put_grad, .run = slice_put_run,
+    .name = "slice_put",
+    .doc = "y = zeros of `shape` with x at start:end:step along axis: the gradient of slice",
+    .kind = OM_K_SCATTER,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .infer = slice_put_infer,
+    .grad = slice_put_grad,
+    .run = slice_put_run,
 };
 
 static om_status slice_scatter_infer(om_graph *g, const om_node *n, om_type *out) {
@@ -286,8 +307,15 @@ static om_status slice_scatter_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_slice_scatter = {
-    .name = "slice_scatter", .doc = "y = x with src (second operand) written at start:end:step along axis", .kind = OM_K_SCATTER,
-    .min_in = 2, .max_in = 2, .n_out = 1, .inplace = 1u << 0, .infer = slice_scatter_infer, .grad = slice_scatter_grad,
+    .name = "slice_scatter",
+    .doc = "y = x with src (second operand) written at start:end:step along axis",
+    .kind = OM_K_SCATTER,
+    .min_in = 2,
+    .max_in = 2,
+    .n_out = 1,
+    .inplace = 1u << 0,
+    .infer = slice_scatter_infer,
+    .grad = slice_scatter_grad,
     .run = slice_scatter_run,
 };
 
@@ -327,8 +355,8 @@ static void trilu_range(void *arg, int64_t begin, int64_t end) {
         int64_t lo = j->upper ? edge : 0, hi = j->upper ? cols : edge;
         char *y = (char *)j->y->data + w.off[1];
         memset(y, 0, (size_t)(lo * size));
-        line((const char *)j->x->data + w.off[0] + lo * j->x->stride[r - 1] * size, j->x->stride[r - 1] * size, y + lo * size, size,
-             hi - lo);
+        line((const char *)j->x->data + w.off[0] + lo * j->x->stride[r - 1] * size, j->x->stride[r - 1] * size,
+             y + lo * size, size, hi - lo);
         memset(y + hi * size, 0, (size_t)((cols - hi) * size));
     }
 }
@@ -350,8 +378,15 @@ static om_status trilu_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_trilu = {
-    .name = "trilu", .doc = "y = x with zeros below (upper) or above (lower) the k-th diagonal of the last two axes",
-    .kind = OM_K_GATHER, .min_in = 1, .max_in = 1, .n_out = 1, .infer = trilu_infer, .grad = trilu_grad, .run = trilu_run,
+    .name = "trilu",
+    .doc = "y = x with zeros below (upper) or above (lower) the k-th diagonal of the last two axes",
+    .kind = OM_K_GATHER,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .infer = trilu_infer,
+    .grad = trilu_grad,
+    .run = trilu_run,
 };
 
 /* --- iota, fill ------------------------------------------------------------------------------------- */
@@ -398,8 +433,15 @@ static om_status iota_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_iota = {
-    .name = "iota", .doc = "y[i] = start + step * i; shape (one size), dtype", .kind = OM_K_CREATE, .min_in = 0, .max_in = 0, .n_out = 1,
-    .device_only_meta = true, .infer = iota_infer, .run = iota_run,
+    .name = "iota",
+    .doc = "y[i] = start + step * i; shape (one size), dtype",
+    .kind = OM_K_CREATE,
+    .min_in = 0,
+    .max_in = 0,
+    .n_out = 1,
+    .device_only_meta = true,
+    .infer = iota_infer,
+    .run = iota_run,
 };
 
 static om_status fill_infer(om_graph *g, const om_node *n, om_type *out) {
@@ -419,6 +461,13 @@ static om_status fill_run(om_ctx *cx, const om_args *a) {
 }
 
 const om_op om_op_fill = {
-    .name = "fill", .doc = "y = value everywhere; shape, dtype", .kind = OM_K_CREATE, .min_in = 0, .max_in = 0, .n_out = 1,
-    .device_only_meta = true, .infer = fill_infer, .run = fill_run,
+    .name = "fill",
+    .doc = "y = value everywhere; shape, dtype",
+    .kind = OM_K_CREATE,
+    .min_in = 0,
+    .max_in = 0,
+    .n_out = 1,
+    .device_only_meta = true,
+    .infer = fill_infer,
+    .run = fill_run,
 };

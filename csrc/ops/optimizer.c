@@ -1,19 +1,20 @@
 /* optimizer.c - parameter updates as operators of the graph (phase UPDATE), for training without PyTorch.
  *
- * They are values in, values out like every operator: new weights and moments are outputs, and a graph stores them by its write list. Where
- * it does, a plan lets them work in the weights' own memory (om_op.state); elsewhere they copy first.
- * The arithmetic is that of csrc/optim; all groups of a node are one multi-tensor call. Where the names differ (csrc/onnx_optim.c reads):
+ * They are values in, values out like every operator: new weights and moments are outputs, and a graph stores them by
+ * its write list. Where it does, a plan lets them work in the weights' own memory (om_op.state); elsewhere they copy
+ * first. The arithmetic is that of csrc/optim; all groups of a node are one multi-tensor call. Where the names differ
+ * (csrc/onnx/optim.c reads):
  *     adamw_step      com.microsoft AdamWOptimizer; adam_mode 0 = torch.optim.AdamW, 1 = transformers
  *     sgd_step        SGDOptimizerV2           lamb_step      LambOptimizer: its inputs and outputs in its order
  *     clip_by_norm    InplaceClipGradNorm, given the norm      l2_norm_all    ReduceAllL2
  *     all_finite      IsAllFinite               accumulate     InPlaceAccumulatorV2
- * The three steps take scalars first and then any number of groups, as many as a node may have outputs (attribute out_dtype lists
- * their types); the groups share the node's attributes. Groups do not depend on each other, so a longer list is several nodes.
- * `update` false (from all_finite): every output is its input. lr is a float, step i64 and 1-based, flags bool, each of one element and on
- * the CPU.
+ * The three steps take scalars first and then any number of groups, as many as a node may have outputs (attribute
+ * out_dtype lists their types); the groups share the node's attributes. Groups do not depend on each other, so a longer
+ * list is several nodes. `update` false (from all_finite): every output is its input. lr is a float, step i64 and
+ * 1-based, flags bool, each of one element and on the CPU.
  */
-#include "attr.h"
-#include "optim.h"
+#include "ops/attr.h"
+#include "optim/optim.h"
 
 /* --- types --------------------------------------------------------------------------------------------- */
 
@@ -21,7 +22,8 @@ static om_status update_same(om_graph *g, const om_node *n, int a, int b) {
     const om_type *x = om_ty(g, om_ins(g, n)[a]), *y = om_ty(g, om_ins(g, n)[b]);
     bool same = x->rank == y->rank;
     for (int i = 0; same && i < x->rank; i++) same = x->dim[i] == y->dim[i];
-    OM_CHECK(g->cx, same && om_is_float(x->dtype) && om_is_float(y->dtype), "%s: inputs %d and %d must be floats of equal sizes", n->op->name, a, b);
+    OM_CHECK(g->cx, same && om_is_float(x->dtype) && om_is_float(y->dtype),
+             "%s: inputs %d and %d must be floats of equal sizes", n->op->name, a, b);
     return OM_OK;
 }
 
@@ -29,12 +31,14 @@ static om_status update_scalar(om_graph *g, const om_node *n, int i, int dtype) 
     if (i >= n->n_in || om_ins(g, n)[i] == OM_NONE) return OM_OK;
     const om_type *x = om_ty(g, om_ins(g, n)[i]);
     const bool one = x->rank == 0 || (x->rank == 1 && x->dim[0] == 1);
-    OM_CHECK(g->cx, one && (dtype == OM_F32 ? om_is_float(x->dtype) : x->dtype == dtype), "%s: input %d is %s of rank %d; one element of %s is needed",
-             n->op->name, i, om_dtype_name(x->dtype), x->rank, dtype == OM_F32 ? "a float type" : om_dtype_name(dtype));
+    OM_CHECK(g->cx, one && (dtype == OM_F32 ? om_is_float(x->dtype) : x->dtype == dtype),
+             "%s: input %d is %s of rank %d; one element of %s is needed", n->op->name, i, om_dtype_name(x->dtype),
+             x->rank, dtype == OM_F32 ? "a float type" : om_dtype_name(dtype));
     return OM_OK;
 }
 
-/* Operands of a step: n_scalar scalars, then groups of n_in tensors that make n_out outputs each, after n_first other outputs. */
+/* Operands of a step: n_scalar scalars, then groups of n_in tensors that make n_out outputs each, after n_first other
+ * outputs. */
 typedef struct update_form { const om_op *op; int n_scalar, n_in, n_first, n_out; } update_form;
 static const update_form update_adamw = {&om_op_adamw_step, 3, 4, 0, 3}, update_sgd = {&om_op_sgd_step, 2, 2, 0, 1},
                          update_lamb = {&om_op_lamb_step, 5, 5, 1, 5};
@@ -42,10 +46,11 @@ static const update_form update_adamw = {&om_op_adamw_step, 3, 4, 0, 3}, update_
 static om_status update_groups(om_graph *g, const om_node *n, const update_form *f, int *groups) {
     const int rest = n->n_in - f->n_scalar;
     *groups = rest / f->n_in;
-    OM_CHECK(g->cx, rest > 0 && rest % f->n_in == 0, "%s: %d operands given; %d scalars and then groups of %d are needed", n->op->name, n->n_in,
-             f->n_scalar, f->n_in);
-    OM_CHECK(g->cx, n->n_out == f->n_first + *groups * f->n_out, "%s: out_dtype lists %d outputs; %d groups make %d", n->op->name, n->n_out,
-             *groups, f->n_first + *groups * f->n_out);
+    OM_CHECK(g->cx, rest > 0 && rest % f->n_in == 0,
+             "%s: %d operands given; %d scalars and then groups of %d are needed", n->op->name, n->n_in, f->n_scalar,
+             f->n_in);
+    OM_CHECK(g->cx, n->n_out == f->n_first + *groups * f->n_out, "%s: out_dtype lists %d outputs; %d groups make %d",
+             n->op->name, n->n_out, *groups, f->n_first + *groups * f->n_out);
     for (int k = 0; k < *groups; k++)
         for (int j = 1; j < f->n_in; j++) {
             const int a = f->n_scalar + k * f->n_in;
@@ -63,8 +68,10 @@ static om_status adamw_infer(om_graph *g, const om_node *n, om_type *out) {
     OM_TRY(update_scalar(g, n, 1, OM_I64));
     OM_TRY(update_scalar(g, n, 2, OM_BOOL));
     const int64_t mode = om_node_int(n, "adam_mode", 0);
-    OM_CHECK(g->cx, mode == 0 || mode == 1, "adamw_step: adam_mode %lld given; allowed: 0 (torch), 1 (transformers)", (long long)mode);
-    OM_CHECK(g->cx, mode == 1 || om_node_int(n, "correct_bias", 1) != 0, "adamw_step: adam_mode 0 needs correct_bias 1");
+    OM_CHECK(g->cx, mode == 0 || mode == 1, "adamw_step: adam_mode %lld given; allowed: 0 (torch), 1 (transformers)",
+             (long long)mode);
+    OM_CHECK(g->cx, mode == 1 || om_node_int(n, "correct_bias", 1) != 0,
+             "adamw_step: adam_mode 0 needs correct_bias 1");
     OM_TRY(update_groups(g, n, &update_adamw, &groups));
     for (int k = 0; k < groups; k++)
         for (int i = 0; i < 3; i++) out[3 * k + i] = *om_ty(g, om_ins(g, n)[3 + 4 * k + (i ? i + 1 : 0)]); /* w, m, v */
@@ -90,7 +97,8 @@ static om_status lamb_infer(om_graph *g, const om_node *n, om_type *out) {
     for (int k = 0; k < groups; k++)
         for (int i = 0; i < 5; i++) {
             const om_id v = om_ins(g, n)[5 + 5 * k + i];
-            out[1 + 5 * k + i] = v != OM_NONE ? *om_ty(g, v) : (om_type){.dtype = OM_U8, .rank = 1, .device = -1}; /* no element */
+            /* no element */
+            out[1 + 5 * k + i] = v != OM_NONE ? *om_ty(g, v) : (om_type){.dtype = OM_U8, .rank = 1, .device = -1};
         }
     return OM_OK;
 }
@@ -106,7 +114,8 @@ static om_status all_infer(om_graph *g, const om_node *n, om_type *out) {
     bool wide = false;
     for (int i = 0; i < n->n_in; i++) {
         const om_type *x = om_ty(g, om_ins(g, n)[i]);
-        OM_CHECK(g->cx, om_is_float(x->dtype), "%s: input %d is %s; floats are needed", n->op->name, i, om_dtype_name(x->dtype));
+        OM_CHECK(g->cx, om_is_float(x->dtype), "%s: input %d is %s; floats are needed", n->op->name, i,
+                 om_dtype_name(x->dtype));
         wide |= x->dtype == OM_F64;
     }
     *out = (om_type){.dtype = om_is(n, all_finite) ? OM_BOOL : wide ? OM_F64 : OM_F32, .device = -1};
@@ -124,14 +133,17 @@ static om_status accumulate_infer(om_graph *g, const om_node *n, om_type *out) {
 
 static int adamw_state(const om_node *n, int out) { (void)n; return 3 + 4 * (out / 3) + (out % 3 ? out % 3 + 1 : 0); }
 static int sgd_state(const om_node *n, int out) { (void)n; return 2 + 2 * out; }
-static int lamb_state(const om_node *n, int out) { return out + 4 < n->n_in ? out + 4 : -1; } /* the last 16-bit weight may be missing */
+/* the last 16-bit weight may be missing */
+static int lamb_state(const om_node *n, int out) { return out + 4 < n->n_in ? out + 4 : -1; }
 static int first_state(const om_node *n, int out) { (void)n, (void)out; return 0; }
 
 /* --- kernels ------------------------------------------------------------------------------------------- */
 
 static bool update_given(const om_args *a, int i) { return i < a->n_in && a->in[i].dtype != OM_NODTYPE; }
 
-static bool update_flag(const om_args *a, int i, bool dflt) { return update_given(a, i) ? *(const uint8_t *)a->in[i].data != 0 : dflt; }
+static bool update_flag(const om_args *a, int i, bool dflt) {
+    return update_given(a, i) ? *(const uint8_t *)a->in[i].data != 0 : dflt;
+}
 
 static om_status update_number(om_ctx *cx, const om_args *a, int i, double dflt, double *x) {
     *x = dflt;
@@ -142,7 +154,9 @@ static om_status update_number(om_ctx *cx, const om_args *a, int i, double dflt,
     return om_copy(cx, &a->in[i], &t);
 }
 
-static om_status update_pass(om_ctx *cx, const om_tensor *from, om_tensor *to) { return from->data == to->data ? OM_OK : om_copy(cx, from, to); }
+static om_status update_pass(om_ctx *cx, const om_tensor *from, om_tensor *to) {
+    return from->data == to->data ? OM_OK : om_copy(cx, from, to);
+}
 
 static om_status adamw_run(om_ctx *cx, const om_args *a) {
     const int n = (a->n_in - 3) / 4;
@@ -178,9 +192,13 @@ static om_status lamb_run(om_ctx *cx, const om_args *a) {
     const int n = (a->n_in - 5) / 5;
     const bool update = update_flag(a, 0, true);
     const double beta1 = om_args_float(a, "alpha", 0.9);
-    om_lamb_cfg c = {.beta1 = beta1, .beta2 = om_args_float(a, "beta", 0.999), .eps = om_args_float(a, "epsilon", 1e-6),
-                     .weight_decay = om_args_float(a, "lambda", 0), .grad_weight = 1 - beta1,
-                     .ratio_min = om_args_float(a, "ratio_min", -INFINITY), .ratio_max = om_args_float(a, "ratio_max", INFINITY),
+    om_lamb_cfg c = {.beta1 = beta1,
+                     .beta2 = om_args_float(a, "beta", 0.999),
+                     .eps = om_args_float(a, "epsilon", 1e-6),
+                     .weight_decay = om_args_float(a, "lambda", 0),
+                     .grad_weight = 1 - beta1,
+                     .ratio_min = om_args_float(a, "ratio_min", -INFINITY),
+                     .ratio_max = om_args_float(a, "ratio_max", INFINITY),
                      .bias_correction = om_args_int(a, "do_bias_correction", 1) != 0};
     om_lamb_cfg each[64];
     om_optim_param q[64] = {0};
@@ -202,7 +220,8 @@ static om_status lamb_run(om_ctx *cx, const om_args *a) {
     if (!update) return OM_OK;
     OM_TRY(om_lamb_step(cx, each, OM_STORE_NEAREST, 0, true, false, q, n));
     for (int k = 0; k < n; k++)
-        if (update_given(a, 9 + 5 * k)) OM_TRY(om_copy(cx, &a->out[1 + 5 * k], &a->out[5 + 5 * k])); /* the weight's 16-bit copy */
+        /* the weight's 16-bit copy */
+        if (update_given(a, 9 + 5 * k)) OM_TRY(om_copy(cx, &a->out[1 + 5 * k], &a->out[5 + 5 * k]));
     return OM_OK;
 }
 
@@ -229,26 +248,74 @@ static om_status accumulate_run(om_ctx *cx, const om_args *a) {
     return om_axpby(cx, &a->out[0], &a->in[1], 1, 1, overwrite ? 0 : 1);
 }
 
-const om_op om_op_adamw_step = {
-    .name = "adamw_step", .kind = OM_K_ROW, .min_in = 7, .max_in = -1, .n_out = -1, .optional = 1u << 2, .inplace = 1u << 3, .state = adamw_state, .infer = adamw_infer, .run = adamw_run,
-    .doc = "(lr, step, update?, (w, g, m, v)...) -> (w, m, v)...; alpha 0.9, beta 0.999, epsilon 1e-8, weight_decay 0.01, adam_mode, correct_bias 1"};
-const om_op om_op_sgd_step = {
-    .name = "sgd_step", .kind = OM_K_ROW, .min_in = 4, .max_in = -1, .n_out = -1, .optional = 1u << 1, .inplace = 1u << 2, .state = sgd_state, .infer = sgd_infer, .run = sgd_run,
-    .doc = "(lr, update?, (w, g)...) -> (w - lr g)..."};
-const om_op om_op_lamb_step = {
-    .name = "lamb_step", .kind = OM_K_REDUCE, .min_in = 10, .max_in = -1, .n_out = -1, .optional = 1u << 0 | 1u << 1 | 1u << 2 | 1u << 4 | 1u << 9,
-    .state = lamb_state, .infer = lamb_infer, .run = lamb_run,
-    .doc = "(update?, loss_scale?, norm?, lr, step?, (w, g, m, v, w16?)...) -> step, (w, change of w, m, v, w16)...; alpha 0.9, beta 0.999, lambda 0, "
-           "epsilon 1e-6, max_norm_clip 1, ratio_min, ratio_max, do_bias_correction 1"};
-const om_op om_op_clip_by_norm = {
-    .name = "clip_by_norm", .kind = OM_K_ROW, .min_in = 2, .max_in = 2, .n_out = 1, .inplace = 1u << 0, .state = first_state, .infer = clip_infer, .run = clip_run,
-    .doc = "(g, norm) max_norm 1 -> g min(1, max_norm / (norm + 1e-6))"};
-const om_op om_op_l2_norm_all = {
-    .name = "l2_norm_all", .kind = OM_K_REDUCE, .min_in = 1, .max_in = -1, .n_out = 1, .infer = all_infer, .run = all_run,
-    .doc = "(x...) -> 0-d norm over all elements of all inputs"};
-const om_op om_op_all_finite = {
-    .name = "all_finite", .kind = OM_K_REDUCE, .min_in = 1, .max_in = -1, .n_out = 1, .infer = all_infer, .run = all_run,
-    .doc = "(x...) -> 0-d bool: no inf, no NaN"};
-const om_op om_op_accumulate = {
-    .name = "accumulate", .kind = OM_K_ROW, .min_in = 2, .max_in = 3, .n_out = 1, .inplace = 1u << 0, .state = first_state, .infer = accumulate_infer,
-    .run = accumulate_run, .doc = "(buffer, g, overwrite?) -> buffer + g, or g"};
+const om_op om_op_adamw_step = {.name = "adamw_step",
+                                .kind = OM_K_ROW,
+                                .min_in = 7,
+                                .max_in = -1,
+                                .n_out = -1,
+                                .optional = 1u << 2,
+                                .inplace = 1u << 3,
+                                .state = adamw_state,
+                                .infer = adamw_infer,
+                                .run = adamw_run,
+                                .doc = "(lr, step, update?, (w, g, m, v)...) -> (w, m, v)...; alpha 0.9, beta 0.999, "
+                                       "epsilon 1e-8, weight_decay 0.01, adam_mode, correct_bias 1"};
+const om_op om_op_sgd_step = {.name = "sgd_step",
+                              .kind = OM_K_ROW,
+                              .min_in = 4,
+                              .max_in = -1,
+                              .n_out = -1,
+                              .optional = 1u << 1,
+                              .inplace = 1u << 2,
+                              .state = sgd_state,
+                              .infer = sgd_infer,
+                              .run = sgd_run,
+                              .doc = "(lr, update?, (w, g)...) -> (w - lr g)..."};
+const om_op om_op_lamb_step = {.name = "lamb_step",
+                               .kind = OM_K_REDUCE,
+                               .min_in = 10,
+                               .max_in = -1,
+                               .n_out = -1,
+                               .optional = 1u << 0 | 1u << 1 | 1u << 2 | 1u << 4 | 1u << 9,
+                               .state = lamb_state,
+                               .infer = lamb_infer,
+                               .run = lamb_run,
+                               .doc = "(update?, loss_scale?, norm?, lr, step?, (w, g, m, v, w16?)...) -> step, (w, "
+                                      "change of w, m, v, w16)...; alpha 0.9, beta 0.999, lambda 0, "
+                                      "epsilon 1e-6, max_norm_clip 1, ratio_min, ratio_max, do_bias_correction 1"};
+const om_op om_op_clip_by_norm = {.name = "clip_by_norm",
+                                  .kind = OM_K_ROW,
+                                  .min_in = 2,
+                                  .max_in = 2,
+                                  .n_out = 1,
+                                  .inplace = 1u << 0,
+                                  .state = first_state,
+                                  .infer = clip_infer,
+                                  .run = clip_run,
+                                  .doc = "(g, norm) max_norm 1 -> g min(1, max_norm / (norm + 1e-6))"};
+const om_op om_op_l2_norm_all = {.name = "l2_norm_all",
+                                 .kind = OM_K_REDUCE,
+                                 .min_in = 1,
+                                 .max_in = -1,
+                                 .n_out = 1,
+                                 .infer = all_infer,
+                                 .run = all_run,
+                                 .doc = "(x...) -> 0-d norm over all elements of all inputs"};
+const om_op om_op_all_finite = {.name = "all_finite",
+                                .kind = OM_K_REDUCE,
+                                .min_in = 1,
+                                .max_in = -1,
+                                .n_out = 1,
+                                .infer = all_infer,
+                                .run = all_run,
+                                .doc = "(x...) -> 0-d bool: no inf, no NaN"};
+const om_op om_op_accumulate = {.name = "accumulate",
+                                .kind = OM_K_ROW,
+                                .min_in = 2,
+                                .max_in = 3,
+                                .n_out = 1,
+                                .inplace = 1u << 0,
+                                .state = first_state,
+                                .infer = accumulate_infer,
+                                .run = accumulate_run,
+                                .doc = "(buffer, g, overwrite?) -> buffer + g, or g"};

@@ -1,12 +1,12 @@
 /* pointwise.c - every elementwise operator: types, gradients and the run, generated from pointwise.def, and `fused`.
  *
- * A plain node is run as a strip program of one statement (strip.h); `fused` carries its program as text. Types: the operands share a
- * dtype, comparisons give bool, shapes broadcast as in numpy. Gradients are built from the same operators, read as little as they can
- * (tanh reads its result, gelu its operand), follow torch's conventions where a derivative does not exist, and undo broadcasting by
- * om_b_sum_to. clamp is maximum and minimum here: at a tie the gradient is shared, where torch's clamp passes all of it; an
- * importer that wants torch's writes where(x < lo, lo, x).
+ * A plain node is run as a strip program of one statement (strip.h); `fused` carries its program as text. Types: the
+ * operands share a dtype, comparisons give bool, shapes broadcast as in numpy. Gradients are built from the same
+ * operators, read as little as they can (tanh reads its result, gelu its operand), follow torch's conventions where a
+ * derivative does not exist, and undo broadcasting by om_b_sum_to. clamp is maximum and minimum here: at a tie the
+ * gradient is shared, where torch's clamp passes all of it; an importer that wants torch's writes where(x < lo, lo, x).
  */
-#include "strip.h"
+#include "cpu/strip.h"
 
 #include <math.h>
 
@@ -57,7 +57,8 @@ UNARY(cast_grad, om_is_float(om_ty(b->g, Y)->dtype) ? om_b_cast(b->g, DY, om_ty(
 
 GRAD(second_order) {
     (void)dy, (void)want, (void)dx;
-    return om_fail(b->g->cx, OM_UNSUPPORTED, "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
+    return om_fail(b->g->cx, OM_UNSUPPORTED,
+                   "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
 }
 
 GRAD(dropout_grad) {
@@ -119,7 +120,8 @@ GRAD(pow_grad) { /* x = 0 and y = 0 as torch: 0 */
 }
 
 /* torch: half of the gradient at ties, all of it to a NaN */
-static om_status extremum_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx, const om_op *loses) {
+static om_status extremum_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx,
+                               const om_op *loses) {
     for (int i = 0; i < 2; i++) {
         if (!want[i]) continue;
         const om_id lost = om_b_bin(b->g, loses, IN(i), IN(1 - i));
@@ -162,7 +164,8 @@ GRAD(sigmoid_grad_grad) {
 
 /* --- types ------------------------------------------------------------------------------------------------- */
 
-/* numpy broadcasting of all operands. Sizes known only at run time are taken as equal when both could be; the run checks. */
+/* numpy broadcasting of all operands. Sizes known only at run time are taken as equal when both could be; the run
+ * checks. */
 static om_status broadcast(om_graph *g, const om_node *n, om_type *out) {
     out->rank = 0;
     for (int i = 0; i < n->n_in; i++) {
@@ -179,7 +182,9 @@ static om_status broadcast(om_graph *g, const om_node *n, om_type *out) {
             const bool known = om_dim_const(g, d, &given), was = om_dim_const(g, *o, &have);
             if (d == *o || (known && given == 1)) continue;
             if (known && was && have != 1) {
-                return om_fail(g->cx, OM_INVALID, "%s: operand %d has %lld elements on axis %d from the end, another has %lld; sizes must be equal or 1",
+                return om_fail(g->cx, OM_INVALID,
+                               "%s: operand %d has %lld elements on axis %d from the end, another has %lld; sizes must "
+                               "be equal or 1",
                                n->op->name, i, (long long)given, t->rank - k, (long long)have);
             }
             if ((was && have == 1) || (known && !was)) *o = d;
@@ -206,7 +211,8 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_pw_row *row = n->op->pw;
     uint8_t dtype[OM_STRIP_IN], vtype[OM_STRIP_VALUES];
     om_strip_text t;
-    if (n->n_in > OM_STRIP_IN) return om_fail(g->cx, OM_UNSUPPORTED, "%s: %d operands; at most %d", n->op->name, n->n_in, OM_STRIP_IN);
+    if (n->n_in > OM_STRIP_IN)
+        return om_fail(g->cx, OM_UNSUPPORTED, "%s: %d operands; at most %d", n->op->name, n->n_in, OM_STRIP_IN);
     for (int i = 0; i < n->n_in; i++) {
         OM_CHECK(g->cx, om_ins(g, n)[i] != OM_NONE, "%s: operand %d is missing", n->op->name, i);
         dtype[i] = om_ty(g, om_ins(g, n)[i])->dtype;
@@ -215,14 +221,17 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
     if (row) {
         result = row->rule == OM_PW_CMP || row->rule == OM_PW_PRED ? OM_BOOL : row->rule == OM_PW_SEL ? dtype[1]
                : row->rule == OM_PW_CAST ? (int)om_node_int(n, "to", OM_NODTYPE) : dtype[0];
-        OM_CHECK(g->cx, om_is_float(result) || om_is_int(result), "%s: no result of dtype number %d; attribute `to` names a number type", n->op->name, result);
+        OM_CHECK(g->cx, om_is_float(result) || om_is_int(result),
+                 "%s: no result of dtype number %d; attribute `to` names a number type", n->op->name, result);
         const double p = row->op == OM_S_dropout ? om_node_float(n, "p", 0.5) : 0;
         OM_CHECK(g->cx, p >= 0 && p <= 1, "dropout: p = %g; it is a probability, 0 to 1", p);
     }
     OM_TRY(text_of(g->cx, n, n->attr, result, &t));
     OM_TRY(om_strip_types(g->cx, &t, dtype, vtype));
     OM_TRY(broadcast(g, n, &out[0]));
-    if (!row) OM_CHECK(g->cx, t.n_out == n->n_out, "fused: the program has %d outputs, attribute out_dtype %d", t.n_out, n->n_out);
+    if (!row)
+        OM_CHECK(g->cx, t.n_out == n->n_out, "fused: the program has %d outputs, attribute out_dtype %d", t.n_out,
+                 n->n_out);
     for (int k = 0; k < t.n_out; k++) {
         out[k] = out[0];
         out[k].dtype = vtype[t.out[k]];
@@ -230,8 +239,8 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
     if (!row) {
         const om_attr *dt = om_attr_get(n->attr, n->n_attr, "out_dtype");
         for (int k = 0; k < t.n_out; k++)
-            OM_CHECK(g->cx, dt->dims[k] == out[k].dtype, "fused: output %d is %s, attribute out_dtype says %s", k, om_dtype_name(out[k].dtype),
-                     om_dtype_name((int)dt->dims[k]));
+            OM_CHECK(g->cx, dt->dims[k] == out[k].dtype, "fused: output %d is %s, attribute out_dtype says %s", k,
+                     om_dtype_name(out[k].dtype), om_dtype_name((int)dt->dims[k]));
     }
     return OM_OK;
 }
@@ -252,17 +261,33 @@ static om_status pointwise_run(om_ctx *cx, const om_args *a) {
 
 /* --- the operators ------------------------------------------------------------------------------------------- */
 
-#define PW(nm, arity, rule, fx, ix, gradient, text)                                                 \
-    const om_op om_op_##nm = {                                                                      \
-        .name = #nm, .doc = text, .kind = OM_S_##nm == OM_S_dropout ? OM_K_RANDOM : OM_K_POINTWISE, .min_in = arity, .max_in = arity, \
-        .n_out = 1, .inplace = (1u << arity) - 1, .random = OM_S_##nm == OM_S_dropout, .infer = pointwise_infer, .grad = gradient, \
-        .run = pointwise_run, .pw = &om_pw_rows[OM_S_##nm],                                         \
+#define PW(nm, arity, rule, fx, ix, gradient, text)                       \
+    const om_op om_op_##nm = {                                            \
+        .name = #nm,                                                      \
+        .doc = text,                                                      \
+        .kind = OM_S_##nm == OM_S_dropout ? OM_K_RANDOM : OM_K_POINTWISE, \
+        .min_in = arity,                                                  \
+        .max_in = arity,                                                  \
+        .n_out = 1,                                                       \
+        .inplace = (1u << arity) - 1,                                     \
+        .random = OM_S_##nm == OM_S_dropout,                              \
+        .infer = pointwise_infer,                                         \
+        .grad = gradient,                                                 \
+        .run = pointwise_run,                                             \
+        .pw = &om_pw_rows[OM_S_##nm],                                     \
     };
-#include "pointwise.def"
+#include "ops/pointwise.def"
 #undef PW
 
 const om_op om_op_fused = {
-    .name = "fused", .doc = "(x0, x1, ...) program, out_dtype: a chain of pointwise operators in one sweep (strip.h)", .kind = OM_K_POINTWISE,
-    .min_in = 1, .max_in = OM_STRIP_IN, .n_out = -1, .inplace = (1u << OM_STRIP_IN) - 1, .infer = pointwise_infer, .grad = second_order,
+    .name = "fused",
+    .doc = "(x0, x1, ...) program, out_dtype: a chain of pointwise operators in one sweep (strip.h)",
+    .kind = OM_K_POINTWISE,
+    .min_in = 1,
+    .max_in = OM_STRIP_IN,
+    .n_out = -1,
+    .inplace = (1u << OM_STRIP_IN) - 1,
+    .infer = pointwise_infer,
+    .grad = second_order,
     .run = pointwise_run,
 };

@@ -1,14 +1,14 @@
 /* pool.c - max, average and adaptive average pooling over the last 1 to 3 axes, and their gradients.
  *
  * An output element owns a window: per axis an interval of input positions (with a step, for a dilated maximum). The
- * intervals depend on one axis each, so they are worked out once per call into small tables; planes (all leading axes) are
- * independent and split among threads. Gradients add into the input plane window by window, in order: deterministic.
- * Rules are torch's: ceil mode drops a last window that would start beyond input and left padding; padding never wins a maximum (-inf) and
- * NaN always does; the average divides by the window clipped to the padded input (count_include_pad) or to the input.
- * f32 and f64 as they are, bf16 and f16 through a row buffer in f32.
+ * intervals depend on one axis each, so they are worked out once per call into small tables; planes (all leading axes)
+ * are independent and split among threads. Gradients add into the input plane window by window, in order:
+ * deterministic. Rules are torch's: ceil mode drops a last window that would start beyond input and left padding;
+ * padding never wins a maximum (-inf) and NaN always does; the average divides by the window clipped to the padded
+ * input (count_include_pad) or to the input. f32 and f64 as they are, bf16 and f16 through a row buffer in f32.
  */
-#include "attr.h"
-#include "half.h"
+#include "ops/attr.h"
+#include "graph/half.h"
 
 #include <math.h>
 
@@ -24,8 +24,9 @@ static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int
     OM_CHECK(g->cx, kernel && kernel->kind == OM_ATTR_DIMS && kernel->n >= 1 && kernel->n <= POOL_AXES,
              "%s: kernel must list 1 to 3 sizes", op);
     int nd = *axes = (int)kernel->n;
-    OM_CHECK(g->cx, x->rank >= nd + 1 && om_is_float(x->dtype), "%s: x is %s of rank %d; floats of rank %d or more are needed", op,
-             om_dtype_name(x->dtype), x->rank, nd + 1);
+    OM_CHECK(g->cx, x->rank >= nd + 1 && om_is_float(x->dtype),
+             "%s: x is %s of rank %d; floats of rank %d or more are needed", op, om_dtype_name(x->dtype), x->rank,
+             nd + 1);
     OM_TRY(attr_ints(g, n, "kernel", nd, 1, k));
     OM_TRY(attr_ints(g, n, "stride", nd, 0, s));
     OM_TRY(attr_ints(g, n, "pad", nd, 0, p));
@@ -33,9 +34,11 @@ static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int
     *y = *x;
     for (int i = 0; i < nd; i++) {
         if (!om_attr_get(n->attr, n->n_attr, "stride")) s[i] = k[i];
-        OM_CHECK(g->cx, k[i] >= 1 && s[i] >= 1 && d[i] >= 1 && p[i] >= 0 && 2 * p[i] <= d[i] * (k[i] - 1) + 1,
-                 "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; kernel, stride and dilation "
-                 "must be at least 1, pad at most half the kernel", op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
+        OM_CHECK(
+            g->cx, k[i] >= 1 && s[i] >= 1 && d[i] >= 1 && p[i] >= 0 && 2 * p[i] <= d[i] * (k[i] - 1) + 1,
+            "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; kernel, stride and dilation "
+            "must be at least 1, pad at most half the kernel",
+            op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
         om_dim in = x->dim[x->rank - nd + i], *out = &y->dim[x->rank - nd + i];
         om_dim room = om_dim_sub(g, om_dim_add(g, in, 2 * p[i]), d[i] * (k[i] - 1) + 1);
         int64_t r;
@@ -66,9 +69,10 @@ static om_status adaptive_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     const om_attr *size;
     OM_TRY(attr_shape(g, n, "size", &size));
-    OM_CHECK(g->cx, size->n >= 1 && size->n <= POOL_AXES && x->rank > (int)size->n && om_is_float(x->dtype),
-             "%s: x is %s of rank %d and size has %u entries; floats and 1 to 3 entries, fewer than the rank, are needed", n->op->name,
-             om_dtype_name(x->dtype), x->rank, size->n);
+    OM_CHECK(
+        g->cx, size->n >= 1 && size->n <= POOL_AXES && x->rank > (int)size->n && om_is_float(x->dtype),
+        "%s: x is %s of rank %d and size has %u entries; floats and 1 to 3 entries, fewer than the rank, are needed",
+        n->op->name, om_dtype_name(x->dtype), x->rank, size->n);
     *out = *x;
     for (uint32_t i = 0; i < size->n; i++) out->dim[x->rank - (int)size->n + (int)i] = size->dims[i];
     return OM_OK;
@@ -78,8 +82,9 @@ static om_status pool_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *dy = om_ty(g, om_ins(g, n)[0]);
     const om_attr *shape;
     OM_TRY(attr_shape(g, n, "shape", &shape));
-    OM_CHECK(g->cx, (int)shape->n == dy->rank && om_is_float(dy->dtype), "%s: dy is %s of rank %d, shape has %u entries", n->op->name,
-             om_dtype_name(dy->dtype), dy->rank, shape->n);
+    OM_CHECK(g->cx, (int)shape->n == dy->rank && om_is_float(dy->dtype),
+             "%s: dy is %s of rank %d, shape has %u entries", n->op->name, om_dtype_name(dy->dtype), dy->rank,
+             shape->n);
     *out = *dy;
     for (int i = 0; i < dy->rank; i++) out->dim[i] = shape->dims[i];
     return OM_OK;
@@ -87,7 +92,8 @@ static om_status pool_grad_infer(om_graph *g, const om_node *n, om_type *out) {
 
 /* --- windows --------------------------------------------------------------------------------------------- */
 
-typedef struct window { int64_t lo, hi, padded; } window; /* input positions lo, lo + step, ... < hi; padded: length with padding */
+/* input positions lo, lo + step, ... < hi; padded: length with padding */
+typedef struct window { int64_t lo, hi, padded; } window;
 
 typedef struct pool_job {
     int64_t in[POOL_AXES], out[POOL_AXES], step[POOL_AXES]; /* missing leading axes have size 1 */
@@ -134,7 +140,8 @@ static int64_t pool_attr(const om_args *a, const char *name, int axis, int64_t d
 static void pool_windows(pool_job *j, const om_args *a, int axes) {
     for (int axis = 0; axis < axes; axis++) {
         int i = POOL_AXES - axes + axis;
-        int64_t k = pool_attr(a, "kernel", axis, 1), s = pool_attr(a, "stride", axis, k), p = pool_attr(a, "pad", axis, 0);
+        int64_t k = pool_attr(a, "kernel", axis, 1), s = pool_attr(a, "stride", axis, k),
+                p = pool_attr(a, "pad", axis, 0);
         int64_t d = j->step[i] = pool_attr(a, "dilation", axis, 1);
         for (int64_t o = 0; o < j->out[i]; o++) {
             int64_t lo = o * s - p, hi = lo + d * (k - 1) + 1, most = j->in[i] + p;
@@ -178,71 +185,72 @@ static int64_t pool_count(const pool_job *j, const window *const *o) {
     return (o[0]->hi - o[0]->lo) * (o[1]->hi - o[1]->lo) * (o[2]->hi - o[2]->lo);
 }
 
-#define POOL(S, T, W, LOAD, STORE)                                                                  \
-    static void max_pool_##S(void *arg, int64_t begin, int64_t end) {                               \
-        const pool_job *j = arg;                                                                    \
-        for (int64_t p = begin; p < end; p++) {                                                     \
-            const T *x = (const T *)j->x + p * j->in_size;                                          \
-            T *y = (T *)j->y + p * j->out_size;                                                     \
-            int64_t *idx = j->idx + p * j->out_size;                                                \
-            FOR_OUTPUT(j, o, at, {                                                                  \
-                W best = -(W)INFINITY;                                                              \
-                int64_t where = (o[0]->lo * j->in[1] + o[1]->lo) * j->in[2] + o[2]->lo;             \
-                FOR_WINDOW(j, o, i, {                                                               \
-                    const W v = LOAD(x[i_row + i2]);                                                \
-                    if (v > best || v != v) {                                                       \
-                        best = v;                                                                   \
-                        where = i_row + i2;                                                         \
-                    }                                                                               \
-                })                                                                                  \
-                y[at] = (T)STORE(best);                                                             \
-                idx[at] = where;                                                                    \
-            })                                                                                      \
-        }                                                                                           \
-    }                                                                                               \
-    static void avg_pool_##S(void *arg, int64_t begin, int64_t end) {                               \
-        const pool_job *j = arg;                                                                    \
-        for (int64_t p = begin; p < end; p++) {                                                     \
-            const T *x = (const T *)j->x + p * j->in_size;                                          \
-            T *y = (T *)j->y + p * j->out_size;                                                     \
-            FOR_OUTPUT(j, o, at, {                                                                  \
-                W sum = 0;                                                                          \
-                FOR_WINDOW(j, o, i, { sum += LOAD(x[i_row + i2]); })                                \
-                y[at] = (T)STORE(sum / (W)pool_count(j, o));                                        \
-            })                                                                                      \
-        }                                                                                           \
-    }                                                                                               \
-    static W *grad_plane_##S(const pool_job *j, int64_t p) {                                        \
-        W *dx = sizeof(T) == sizeof(W) ? (W *)(void *)((T *)j->y + p * j->in_size) : (W *)(void *)(j->wide + p * j->in_size); \
-        memset(dx, 0, (size_t)j->in_size * sizeof(W));                                              \
-        return dx;                                                                                  \
-    }                                                                                               \
-    static void grad_store_##S(const pool_job *j, int64_t p, const W *dx) {                         \
-        if (sizeof(T) == sizeof(W)) return;                                                         \
-        T *to = (T *)j->y + p * j->in_size;                                                         \
-        for (int64_t i = 0; i < j->in_size; i++) to[i] = (T)STORE(dx[i]);                           \
-    }                                                                                               \
-    static void max_pool_grad_##S(void *arg, int64_t begin, int64_t end) {                          \
-        const pool_job *j = arg;                                                                    \
-        for (int64_t p = begin; p < end; p++) {                                                     \
-            const T *dy = (const T *)j->x + p * j->out_size;                                        \
-            const int64_t *idx = j->idx + p * j->out_size;                                          \
-            W *dx = grad_plane_##S(j, p);                                                           \
-            for (int64_t i = 0; i < j->out_size; i++) dx[idx[i]] += LOAD(dy[i]);                    \
-            grad_store_##S(j, p, dx);                                                               \
-        }                                                                                           \
-    }                                                                                               \
-    static void avg_pool_grad_##S(void *arg, int64_t begin, int64_t end) {                          \
-        const pool_job *j = arg;                                                                    \
-        for (int64_t p = begin; p < end; p++) {                                                     \
-            const T *dy = (const T *)j->x + p * j->out_size;                                        \
-            W *dx = grad_plane_##S(j, p);                                                           \
-            FOR_OUTPUT(j, o, at, {                                                                  \
-                const W g = LOAD(dy[at]) / (W)pool_count(j, o);                                     \
-                FOR_WINDOW(j, o, i, { dx[i_row + i2] += g; })                                       \
-            })                                                                                      \
-            grad_store_##S(j, p, dx);                                                               \
-        }                                                                                           \
+#define POOL(S, T, W, LOAD, STORE)                                                      \
+    static void max_pool_##S(void *arg, int64_t begin, int64_t end) {                   \
+        const pool_job *j = arg;                                                        \
+        for (int64_t p = begin; p < end; p++) {                                         \
+            const T *x = (const T *)j->x + p * j->in_size;                              \
+            T *y = (T *)j->y + p * j->out_size;                                         \
+            int64_t *idx = j->idx + p * j->out_size;                                    \
+            FOR_OUTPUT(j, o, at, {                                                      \
+                W best = -(W)INFINITY;                                                  \
+                int64_t where = (o[0]->lo * j->in[1] + o[1]->lo) * j->in[2] + o[2]->lo; \
+                FOR_WINDOW(j, o, i, {                                                   \
+                    const W v = LOAD(x[i_row + i2]);                                    \
+                    if (v > best || v != v) {                                           \
+                        best = v;                                                       \
+                        where = i_row + i2;                                             \
+                    }                                                                   \
+                })                                                                      \
+                y[at] = (T)STORE(best);                                                 \
+                idx[at] = where;                                                        \
+            })                                                                          \
+        }                                                                               \
+    }                                                                                   \
+    static void avg_pool_##S(void *arg, int64_t begin, int64_t end) {                   \
+        const pool_job *j = arg;                                                        \
+        for (int64_t p = begin; p < end; p++) {                                         \
+            const T *x = (const T *)j->x + p * j->in_size;                              \
+            T *y = (T *)j->y + p * j->out_size;                                         \
+            FOR_OUTPUT(j, o, at, {                                                      \
+                W sum = 0;                                                              \
+                FOR_WINDOW(j, o, i, { sum += LOAD(x[i_row + i2]); })                    \
+                y[at] = (T)STORE(sum / (W)pool_count(j, o));                            \
+            })                                                                          \
+        }                                                                               \
+    }                                                                                   \
+    static W *grad_plane_##S(const pool_job *j, int64_t p) {                            \
+        W *dx = sizeof(T) == sizeof(W) ? (W *)(void *)((T *)j->y + p * j->in_size)      \
+                                       : (W *)(void *)(j->wide + p * j->in_size);       \
+        memset(dx, 0, (size_t)j->in_size * sizeof(W));                                  \
+        return dx;                                                                      \
+    }                                                                                   \
+    static void grad_store_##S(const pool_job *j, int64_t p, const W *dx) {             \
+        if (sizeof(T) == sizeof(W)) return;                                             \
+        T *to = (T *)j->y + p * j->in_size;                                             \
+        for (int64_t i = 0; i < j->in_size; i++) to[i] = (T)STORE(dx[i]);               \
+    }                                                                                   \
+    static void max_pool_grad_##S(void *arg, int64_t begin, int64_t end) {              \
+        const pool_job *j = arg;                                                        \
+        for (int64_t p = begin; p < end; p++) {                                         \
+            const T *dy = (const T *)j->x + p * j->out_size;                            \
+            const int64_t *idx = j->idx + p * j->out_size;                              \
+            W *dx = grad_plane_##S(j, p);                                               \
+            for (int64_t i = 0; i < j->out_size; i++) dx[idx[i]] += LOAD(dy[i]);        \
+            grad_store_##S(j, p, dx);                                                   \
+        }                                                                               \
+    }                                                                                   \
+    static void avg_pool_grad_##S(void *arg, int64_t begin, int64_t end) {              \
+        const pool_job *j = arg;                                                        \
+        for (int64_t p = begin; p < end; p++) {                                         \
+            const T *dy = (const T *)j->x + p * j->out_size;                            \
+            W *dx = grad_plane_##S(j, p);                                               \
+            FOR_OUTPUT(j, o, at, {                                                      \
+                const W g = LOAD(dy[at]) / (W)pool_count(j, o);                         \
+                FOR_WINDOW(j, o, i, { dx[i_row + i2] += g; })                           \
+            })                                                                          \
+            grad_store_##S(j, p, dx);                                                   \
+        }                                                                               \
     }
 POOL(f32, float, float, SAME, SAME)
 POOL(f64, double, double, SAME, SAME)
@@ -251,8 +259,8 @@ POOL(f16, uint16_t, float, om_f16_to_f32, om_f32_to_f16)
 
 typedef void (*pool_fn)(void *, int64_t, int64_t);
 #define POOL_ROW(name) {[OM_F32] = name##_f32, [OM_F64] = name##_f64, [OM_BF16] = name##_bf16, [OM_F16] = name##_f16}
-static const pool_fn pool_max[] = POOL_ROW(max_pool), pool_avg[] = POOL_ROW(avg_pool), pool_max_grad[] = POOL_ROW(max_pool_grad),
-                     pool_avg_grad[] = POOL_ROW(avg_pool_grad);
+static const pool_fn pool_max[] = POOL_ROW(max_pool), pool_avg[] = POOL_ROW(avg_pool),
+                     pool_max_grad[] = POOL_ROW(max_pool_grad), pool_avg_grad[] = POOL_ROW(avg_pool_grad);
 
 static void pool_parallel(om_ctx *cx, pool_job *j, const pool_fn *fn) {
     om_parallel_for(cx, j->planes, 1 + 16384 / (j->in_size + j->out_size + 1), fn[j->dtype], j);
@@ -286,8 +294,8 @@ static om_status max_pool_grad_build(om_builder *b, const om_node *n, const om_i
     om_type x = *om_ty(b->g, om_ins(b->g, n)[0]);
     const om_attr *kernel = om_attr_get(n->attr, n->n_attr, "kernel");
     if (dy[0] == OM_NONE || !kernel) return OM_OK;
-    dx[0] = om_make(b->g, &om_op_max_pool_grad, OM_IN(dy[0], n->out + 1), OM_ATTRS(OM_AD("shape", x.dim, x.rank), OM_AI("axes",
-        kernel->n)));
+    dx[0] = om_make(b->g, &om_op_max_pool_grad, OM_IN(dy[0], n->out + 1),
+                    OM_ATTRS(OM_AD("shape", x.dim, x.rank), OM_AI("axes", kernel->n)));
     return OM_OK;
 }
 
@@ -300,11 +308,11 @@ const om_op om_op_max_pool = {
 static om_status max_pool_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *dy = om_ty(g, om_ins(g, n)[0]), *idx = om_ty(g, om_ins(g, n)[1]);
     int64_t axes = om_node_int(n, "axes", dy->rank - 2);
-    OM_CHECK(g->cx, idx->dtype == OM_I64 && idx->rank == dy->rank, "max_pool_grad: idx is %s of rank %d; i64 of dy's rank %d is needed",
-             om_dtype_name(idx->dtype), idx->rank, dy->rank);
-    OM_CHECK(g->cx, axes >= 1 && axes <= POOL_AXES && axes < dy->rank, "max_pool_grad: %lld pooled axes of a tensor of rank %d",
-             (long long)axes,
+    OM_CHECK(g->cx, idx->dtype == OM_I64 && idx->rank == dy->rank,
+             "max_pool_grad: idx is %s of rank %d; i64 of dy's rank %d is needed", om_dtype_name(idx->dtype), idx->rank,
              dy->rank);
+    OM_CHECK(g->cx, axes >= 1 && axes <= POOL_AXES && axes < dy->rank,
+             "max_pool_grad: %lld pooled axes of a tensor of rank %d", (long long)axes, dy->rank);
     return pool_grad_infer(g, n, out);
 }
 
@@ -322,9 +330,9 @@ static om_status max_pool_grad_run(om_ctx *cx, const om_args *a) {
     pool_sizes(&j, &a->out[0], &a->in[0], axes, a->scratch);
     j.wide = (float *)((char *)a->scratch + pool_tables(&a->in[0], axes));
     for (int64_t i = 0, n = om_numel(&a->in[0]); i < n; i++)
-        OM_CHECK(cx, j.idx[i] >= 0 && j.idx[i] < j.in_size, "max_pool_grad: index %lld at position %lld; 0 to %lld are allowed",
-                 (long long)j.idx[i],
-                 (long long)i, (long long)j.in_size - 1);
+        OM_CHECK(cx, j.idx[i] >= 0 && j.idx[i] < j.in_size,
+                 "max_pool_grad: index %lld at position %lld; 0 to %lld are allowed", (long long)j.idx[i], (long long)i,
+                 (long long)j.in_size - 1);
     pool_parallel(cx, &j, pool_max_grad);
     return OM_OK;
 }
@@ -351,7 +359,8 @@ static om_status avg_run(om_ctx *cx, const om_args *a, bool grad, const char *at
     const om_tensor *x = grad ? &a->out[0] : &a->in[0], *y = grad ? &a->in[0] : &a->out[0];
     const bool adaptive = attr == NULL;
     const int axes = adaptive ? pool_axes(a, "size") : pool_axes(a, attr);
-    pool_job j = {.x = a->in[0].data, .y = a->out[0].data, .include_pad = !adaptive && om_args_int(a, "count_include_pad", 1)};
+    pool_job j = {
+        .x = a->in[0].data, .y = a->out[0].data, .include_pad = !adaptive && om_args_int(a, "count_include_pad", 1)};
     if (!om_numel(&a->out[0])) return OM_OK;
     pool_sizes(&j, x, y, axes, a->scratch);
     j.wide = (float *)((char *)a->scratch + pool_tables(y, axes));
@@ -385,8 +394,15 @@ const om_op om_op_avg_pool = {
     .infer = avg_pool_infer, .grad = avg_pool_grad_build, .scratch = max_pool_scratch, .run = avg_pool_run,
 };
 const om_op om_op_avg_pool_grad = {
-    .name = "avg_pool_grad", .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1, .dense = 1u,
-    .doc = "(dy) -> dx of `shape`; the attributes of avg_pool", .infer = pool_grad_infer, .scratch = avg_pool_grad_scratch,
+    .name = "avg_pool_grad",
+    .kind = OM_K_CONV,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .dense = 1u,
+    .doc = "(dy) -> dx of `shape`; the attributes of avg_pool",
+    .infer = pool_grad_infer,
+    .scratch = avg_pool_grad_scratch,
     .run = avg_pool_grad_run,
 };
 
@@ -400,12 +416,28 @@ static om_status adaptive_grad_build(om_builder *b, const om_node *n, const om_i
 }
 
 const om_op om_op_adaptive_avg_pool = {
-    .name = "adaptive_avg_pool", .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1, .dense = 1u,
-    .doc = "mean over `size` windows that cover the last axes: window i of n over [floor(i in / n), ceil((i + 1) in / n))",
-    .infer = adaptive_infer, .grad = adaptive_grad_build, .scratch = adaptive_scratch, .run = adaptive_run,
+    .name = "adaptive_avg_pool",
+    .kind = OM_K_CONV,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .dense = 1u,
+    .doc =
+        "mean over `size` windows that cover the last axes: window i of n over [floor(i in / n), ceil((i + 1) in / n))",
+    .infer = adaptive_infer,
+    .grad = adaptive_grad_build,
+    .scratch = adaptive_scratch,
+    .run = adaptive_run,
 };
 const om_op om_op_adaptive_avg_pool_grad = {
-    .name = "adaptive_avg_pool_grad", .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1, .dense = 1u,
-    .doc = "(dy) -> dx of `shape`; size as in adaptive_avg_pool", .infer = pool_grad_infer, .scratch = adaptive_grad_scratch,
+    .name = "adaptive_avg_pool_grad",
+    .kind = OM_K_CONV,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .dense = 1u,
+    .doc = "(dy) -> dx of `shape`; size as in adaptive_avg_pool",
+    .infer = pool_grad_infer,
+    .scratch = adaptive_grad_scratch,
     .run = adaptive_grad_run,
 };

@@ -1,13 +1,15 @@
 /* reduce.c - reductions over any axes of a tensor of any strides, arg-extrema, and cumulative sums.
  *
- * The axes are split into kept and reduced ones; neighbours that are contiguous merge. Depending on where the memory runs, either
+ * The axes are split into kept and reduced ones; neighbours that are contiguous merge. Depending on where the memory
+ * runs, either
  *   row   one output at a time, its elements along the innermost reduced axis, or
  *   col   a strip of outputs at a time (the kept axis with the smallest stride), adding row after row.
- * When there are few outputs the reduced index space is cut into `blocks` blocks whose number depends on the sizes alone; their partial
- * results go to scratch and are combined in order, so the result never depends on the number of threads. Floats accumulate in double.
+ * When there are few outputs the reduced index space is cut into `blocks` blocks whose number depends on the sizes
+ * alone; their partial results go to scratch and are combined in order, so the result never depends on the number of
+ * threads. Floats accumulate in double.
  */
-#include "attr.h"
-#include "reduce.h"
+#include "ops/attr.h"
+#include "cpu/reduce.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -20,7 +22,8 @@ typedef struct red_job {
     int load_dtype, out_dtype;
     int64_t kdim[OM_RANK], kin[OM_RANK], kout[OM_RANK]; /* size, stride of x, stride of y (elements) */
     int64_t rdim[OM_RANK], rin[OM_RANK];
-    int64_t n_out, count, blocks, strips; /* outputs, elements of each, blocks of the reduced space, strips of the last kept axis */
+    /* outputs, elements of each, blocks of the reduced space, strips of the last kept axis */
+    int64_t n_out, count, blocks, strips;
     const char *x;
     char *y;
     int64_t x_size, y_size;
@@ -145,7 +148,8 @@ static void red_units(void *arg, int64_t begin, int64_t end) {
             if (j->cols) red_cols(j, j->x + offset_of(first, j->n_kept, j->kdim, j->kin) * j->x_size, n, r0, r1, acc);
             else red_row(j, first, r0, r1, acc);
         }
-        if (j->blocks > 1) memcpy(j->part + (blk * j->n_out + first) * (int64_t)sizeof *acc, acc, (size_t)n * sizeof *acc);
+        if (j->blocks > 1)
+            memcpy(j->part + (blk * j->n_out + first) * (int64_t)sizeof *acc, acc, (size_t)n * sizeof *acc);
         else red_store(j, acc, n, j->y + offset_of(first, j->n_kept, j->kdim, j->kout) * j->y_size, stride);
     }
 }
@@ -178,8 +182,18 @@ static om_status reduce(om_ctx *cx, const om_args *a, int op, bool mean) {
     const om_tensor *x = &a->in[0], *y = &a->out[0];
     const uint32_t mask = axes_mask(a->attr, a->n_attr, x->rank);
     const bool keep = om_args_int(a, "keepdims", 0);
-    red_job j = {.op = op, .mean = mean, .is_bool = x->dtype == OM_BOOL, .load_dtype = x->dtype, .out_dtype = y->dtype, .x = x->data, .y = y->data,
-                 .n_out = 1, .count = 1, .x_size = (int64_t)om_dtype_size(x->dtype), .y_size = (int64_t)om_dtype_size(y->dtype), .part = a->scratch};
+    red_job j = {.op = op,
+                 .mean = mean,
+                 .is_bool = x->dtype == OM_BOOL,
+                 .load_dtype = x->dtype,
+                 .out_dtype = y->dtype,
+                 .x = x->data,
+                 .y = y->data,
+                 .n_out = 1,
+                 .count = 1,
+                 .x_size = (int64_t)om_dtype_size(x->dtype),
+                 .y_size = (int64_t)om_dtype_size(y->dtype),
+                 .part = a->scratch};
     if (j.is_bool) j.load_dtype = OM_U8;
     j.cls = om_strip_class(j.load_dtype);
     int o = 0;
@@ -200,7 +214,8 @@ static om_status reduce(om_ctx *cx, const om_args *a, int op, bool mean) {
         }
     }
     if (j.n_out == 0) return OM_OK;
-    if (!j.n_red) j.rdim[0] = j.count, j.rin[0] = 1, j.n_red = 1; /* nothing to reduce: one element (or none) per output */
+    /* nothing to reduce: one element (or none) per output */
+    if (!j.n_red) j.rdim[0] = j.count, j.rin[0] = 1, j.n_red = 1;
     /* the reduced axis with the smallest stride goes last: the order of addition is free, but fixed */
     for (int i = 0; i + 1 < j.n_red; i++)
         if (llabs(j.rin[i]) < llabs(j.rin[j.n_red - 1])) {
@@ -222,7 +237,9 @@ static om_status reduce(om_ctx *cx, const om_args *a, int op, bool mean) {
         const red_acc *part = (const red_acc *)j.part;
         for (int64_t i = 0; i < j.n_out; i++) {
             red_acc acc = red_unit(&j);
-            for (int64_t b = 0; b < j.blocks; b++) OM_PICK(om_reduce)->row[op][j.cls == OM_STRIP_I ? OM_STRIP_I : OM_STRIP_D](&part[b * j.n_out + i], 1, &acc);
+            for (int64_t b = 0; b < j.blocks; b++)
+                OM_PICK(om_reduce)->row[op][j.cls == OM_STRIP_I ? OM_STRIP_I : OM_STRIP_D](&part[b * j.n_out + i], 1,
+                                                                                           &acc);
             red_store(&j, &acc, 1, j.y + offset_of(i, j.n_kept, j.kdim, j.kout) * j.y_size, 1);
         }
     }
@@ -239,10 +256,12 @@ static om_status reduce_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     const om_attr *a = om_attr_get(n->attr, n->n_attr, "axes");
     const bool keep = om_node_int(n, "keepdims", 0);
-    OM_CHECK(g->cx, om_is_float(x->dtype) || om_is_int(x->dtype), "%s: operand of dtype %s; numbers are allowed", n->op->name, om_dtype_name(x->dtype));
+    OM_CHECK(g->cx, om_is_float(x->dtype) || om_is_int(x->dtype), "%s: operand of dtype %s; numbers are allowed",
+             n->op->name, om_dtype_name(x->dtype));
     for (uint32_t i = 0; a && a->kind == OM_ATTR_DIMS && i < a->n; i++)
-        OM_CHECK(g->cx, a->dims[i] >= 0 && a->dims[i] < x->rank, "%s: axis %lld of a tensor of rank %d; 0 to %d are allowed", n->op->name,
-                 (long long)a->dims[i], x->rank, x->rank - 1);
+        OM_CHECK(g->cx, a->dims[i] >= 0 && a->dims[i] < x->rank,
+                 "%s: axis %lld of a tensor of rank %d; 0 to %d are allowed", n->op->name, (long long)a->dims[i],
+                 x->rank, x->rank - 1);
     const uint32_t mask = axes_mask(n->attr, n->n_attr, x->rank);
     *out = *x;
     out->rank = 0;
@@ -282,8 +301,10 @@ static om_status mean_grad(om_builder *b, const om_node *n, const om_id *dy, con
     int64_t known;
     for (int i = 0; i < x.rank; i++)
         if (mask >> i & 1) count = om_dim_mul(g, count, x.dim[i]);
-    const om_id c = om_dim_const(g, count, &known) ? om_scalar(g, wide, (double)known)
-                                                   : om_make(g, &om_op_fill, NULL, 0, OM_ATTRS(OM_AD("shape", NULL, 0), OM_AI("dtype", wide), OM_AD("value", &count, 1)));
+    const om_id c = om_dim_const(g, count, &known)
+                        ? om_scalar(g, wide, (double)known)
+                        : om_make(g, &om_op_fill, NULL, 0,
+                                  OM_ATTRS(OM_AD("shape", NULL, 0), OM_AI("dtype", wide), OM_AD("value", &count, 1)));
     const om_id d = om_b_cast(g, om_b_bin(g, &om_op_div, om_b_cast(g, dy[0], wide), c), x.dtype);
     return sum_grad(b, n, &d, want, dx);
 }
@@ -301,7 +322,8 @@ static om_status extremum_grad(om_builder *b, const om_node *n, const om_id *dy,
     return g->cx->status;
 }
 
-/* The product of the others: y / x when nothing is zero; with one zero only that element gets a gradient; with more, none does. */
+/* The product of the others: y / x when nothing is zero; with one zero only that element gets a gradient; with more,
+ * none does. */
 static om_status prod_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     om_graph *g = b->g;
     const om_id x = om_ins(g, n)[0], d = keep_axes(g, n, dy[0]);
@@ -314,22 +336,37 @@ static om_status prod_grad(om_builder *b, const om_node *n, const om_id *dy, con
     int n_axes = 0;
     for (int i = 0; g->cx->status == OM_OK && i < om_ty(g, x)->rank; i++)
         if (mask >> i & 1) axes[n_axes++] = i;
-    const om_id rest = om_make(g, &om_op_reduce_prod, OM_IN(safe), OM_ATTRS(OM_AD("axes", axes, n_axes), OM_AI("keepdims", 1)));
-    const om_id others0 = om_b_bin(g, &om_op_sub, om_b_sum(g, om_b_cast(g, is0, wide), mask, true), om_b_cast(g, is0, wide)); /* zeros among the others */
-    const om_id p = om_make(g, &om_op_where, OM_IN(om_b_bin(g, &om_op_eq, others0, zero), om_b_bin(g, &om_op_div, rest, safe), zero), NULL, 0);
+    const om_id rest = om_make(g, &om_op_reduce_prod, OM_IN(safe),
+                               OM_ATTRS(OM_AD("axes", axes, n_axes), OM_AI("keepdims", 1)));
+    /* zeros among the others */
+    const om_id others0 = om_b_bin(g, &om_op_sub, om_b_sum(g, om_b_cast(g, is0, wide), mask, true),
+                                   om_b_cast(g, is0, wide));
+    const om_id p = om_make(g, &om_op_where,
+                            OM_IN(om_b_bin(g, &om_op_eq, others0, zero), om_b_bin(g, &om_op_div, rest, safe), zero),
+                            NULL, 0);
     dx[0] = om_b_cast(g, om_b_bin(g, &om_op_mul, om_b_cast(g, d, wide), p), t);
     return g->cx->status;
 }
 
-#define REDUCE(nm, text, run_, grad_)                                                               \
-    const om_op om_op_reduce_##nm = {                                                               \
-        .name = "reduce_" #nm, .doc = text, .kind = OM_K_REDUCE, .min_in = 1, .max_in = 1, .n_out = 1, .infer = reduce_infer, \
-        .grad = grad_, .scratch = reduce_scratch, .run = run_,                                      \
+#define REDUCE(nm, text, run_, grad_) \
+    const om_op om_op_reduce_##nm = { \
+        .name = "reduce_" #nm,        \
+        .doc = text,                  \
+        .kind = OM_K_REDUCE,          \
+        .min_in = 1,                  \
+        .max_in = 1,                  \
+        .n_out = 1,                   \
+        .infer = reduce_infer,        \
+        .grad = grad_,                \
+        .scratch = reduce_scratch,    \
+        .run = run_,                  \
     };
 REDUCE(sum, "sum of x over axes (absent: all); keepdims (default 0); x's dtype, bool: any", sum_run, sum_grad)
 REDUCE(mean, "mean of x over axes (absent: all); keepdims (default 0); NaN of nothing", mean_run, mean_grad)
-REDUCE(max, "maximum of x over axes; NaN wins; -inf (smallest integer) of nothing; gradient shared among ties", max_run, extremum_grad)
-REDUCE(min, "minimum of x over axes; NaN wins; inf (largest integer) of nothing; gradient shared among ties", min_run, extremum_grad)
+REDUCE(max, "maximum of x over axes; NaN wins; -inf (smallest integer) of nothing; gradient shared among ties", max_run,
+       extremum_grad)
+REDUCE(min, "minimum of x over axes; NaN wins; inf (largest integer) of nothing; gradient shared among ties", min_run,
+       extremum_grad)
 REDUCE(prod, "product of x over axes; keepdims (default 0); bool: all", prod_run, prod_grad)
 
 /* --- argmax, argmin -------------------------------------------------------------------------------------------- */
@@ -345,8 +382,14 @@ typedef struct line_job { /* lines of x along one axis: x and y addressed by the
 } line_job;
 
 static void line_setup(line_job *j, const om_tensor *x, const om_tensor *y, int axis, bool y_has_axis) {
-    *j = (line_job){.x = x->data, .y = y->data, .len = x->dim[axis], .lx = x->stride[axis], .x_size = (int64_t)om_dtype_size(x->dtype),
-                    .y_size = (int64_t)om_dtype_size(y->dtype), .load_dtype = x->dtype == OM_BOOL ? OM_U8 : x->dtype, .out_dtype = y->dtype};
+    *j = (line_job){.x = x->data,
+                    .y = y->data,
+                    .len = x->dim[axis],
+                    .lx = x->stride[axis],
+                    .x_size = (int64_t)om_dtype_size(x->dtype),
+                    .y_size = (int64_t)om_dtype_size(y->dtype),
+                    .load_dtype = x->dtype == OM_BOOL ? OM_U8 : x->dtype,
+                    .out_dtype = y->dtype};
     j->cls = om_strip_class(j->load_dtype);
     j->ly = y_has_axis ? y->stride[axis] : 0;
     for (int i = 0; i < x->rank; i++) {
@@ -372,7 +415,8 @@ static void arg_lines(void *arg, int64_t begin, int64_t end) {
         red_acc best = red_unit(&unit);
         int64_t at = 0;
         bool nan = false;
-        for (int64_t i = 0; i < j->len && !nan; i += CHUNK) { /* a chunk is searched only if it improves on those before it */
+        /* a chunk is searched only if it improves on those before it */
+        for (int64_t i = 0; i < j->len && !nan; i += CHUNK) {
             const int64_t n = j->len - i < CHUNK ? j->len - i : CHUNK;
             red_acc acc = best;
             OM_PICK(om_strip)->load[j->load_dtype](x + i * j->lx * j->x_size, j->lx, n, buf);
@@ -381,7 +425,8 @@ static void arg_lines(void *arg, int64_t begin, int64_t end) {
             if (i && !nan && (j->cls == OM_STRIP_I ? acc.i == best.i : acc.f == best.f)) continue;
             best = acc;
             const float f = (float)acc.f;
-            const int64_t k = OM_PICK(om_reduce)->find[j->cls](buf, n, j->cls == OM_STRIP_F ? (const void *)&f : (const void *)&acc);
+            const int64_t k = OM_PICK(om_reduce)->find[j->cls](
+                buf, n, j->cls == OM_STRIP_F ? (const void *)&f : (const void *)&acc);
             if (k < n) at = i + k;
         }
         memcpy(j->y + offset_of(u, j->n, j->dim, j->sy) * j->y_size, &at, sizeof at);
@@ -401,7 +446,8 @@ static om_status arg_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     int axis;
     OM_TRY(attr_axis(g, n, x->rank, &axis));
-    OM_CHECK(g->cx, om_is_float(x->dtype) || om_is_int(x->dtype), "%s: operand of dtype %s; numbers are allowed", n->op->name, om_dtype_name(x->dtype));
+    OM_CHECK(g->cx, om_is_float(x->dtype) || om_is_int(x->dtype), "%s: operand of dtype %s; numbers are allowed",
+             n->op->name, om_dtype_name(x->dtype));
     *out = *x;
     out->dtype = OM_I64;
     out->dim[axis] = 1;
@@ -411,10 +457,24 @@ static om_status arg_infer(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
-const om_op om_op_argmax = {.name = "argmax", .doc = "index of the largest element along axis, the first of ties, NaN largest; keepdims (default 0); i64",
-                            .kind = OM_K_REDUCE, .min_in = 1, .max_in = 1, .n_out = 1, .infer = arg_infer, .run = arg_run};
-const om_op om_op_argmin = {.name = "argmin", .doc = "index of the smallest element along axis, the first of ties, NaN smallest; keepdims (default 0); i64",
-                            .kind = OM_K_REDUCE, .min_in = 1, .max_in = 1, .n_out = 1, .infer = arg_infer, .run = arg_run};
+const om_op om_op_argmax = {
+    .name = "argmax",
+    .doc = "index of the largest element along axis, the first of ties, NaN largest; keepdims (default 0); i64",
+    .kind = OM_K_REDUCE,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .infer = arg_infer,
+    .run = arg_run};
+const om_op om_op_argmin = {
+    .name = "argmin",
+    .doc = "index of the smallest element along axis, the first of ties, NaN smallest; keepdims (default 0); i64",
+    .kind = OM_K_REDUCE,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .infer = arg_infer,
+    .run = arg_run};
 
 /* --- cumsum ------------------------------------------------------------------------------------------------------ */
 
@@ -456,17 +516,27 @@ static om_status cumsum_run(om_ctx *cx, const om_args *a) {
 static om_status cumsum_infer(om_graph *g, const om_node *n, om_type *out) {
     int axis;
     *out = *om_ty(g, om_ins(g, n)[0]);
-    OM_CHECK(g->cx, om_is_float(out->dtype) || (om_is_int(out->dtype) && out->dtype != OM_BOOL), "cumsum: operand of dtype %s; floats and integers are allowed",
-             om_dtype_name(out->dtype));
+    OM_CHECK(g->cx, om_is_float(out->dtype) || (om_is_int(out->dtype) && out->dtype != OM_BOOL),
+             "cumsum: operand of dtype %s; floats and integers are allowed", om_dtype_name(out->dtype));
     return attr_axis(g, n, out->rank, &axis);
 }
 
 static om_status cumsum_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     (void)want;
-    dx[0] = om_make(b->g, &om_op_cumsum, OM_IN(dy[0]), OM_ATTRS(OM_AI("axis", om_node_int(n, "axis", 0)), OM_AI("exclusive", om_node_int(n, "exclusive", 0)),
-                                                                OM_AI("reverse", !om_node_int(n, "reverse", 0))));
+    dx[0] = om_make(b->g, &om_op_cumsum, OM_IN(dy[0]),
+                    OM_ATTRS(OM_AI("axis", om_node_int(n, "axis", 0)),
+                             OM_AI("exclusive", om_node_int(n, "exclusive", 0)),
+                             OM_AI("reverse", !om_node_int(n, "reverse", 0))));
     return b->g->cx->status;
 }
 
-const om_op om_op_cumsum = {.name = "cumsum", .doc = "running sum of x along axis; exclusive: without the element itself; reverse: from the end",
-                            .kind = OM_K_REDUCE, .min_in = 1, .max_in = 1, .n_out = 1, .infer = cumsum_infer, .grad = cumsum_grad, .run = cumsum_run};
+const om_op om_op_cumsum = {
+    .name = "cumsum",
+    .doc = "running sum of x along axis; exclusive: without the element itself; reverse: from the end",
+    .kind = OM_K_REDUCE,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .infer = cumsum_infer,
+    .grad = cumsum_grad,
+    .run = cumsum_run};

@@ -1,24 +1,27 @@
 /* softmax.c - softmax and log-softmax along one axis, and their gradients from the result.
  *
- * y = e^(x - max) / sum, and x - max - log(sum e^(x - max)); f32 for bf16 and f16. In place is allowed: a row is read before it is
- * written. Scores of -inf give exactly 0; a row of nothing else gives NaN, as torch.
+ * y = e^(x - max) / sum, and x - max - log(sum e^(x - max)); f32 for bf16 and f16. In place is allowed: a row is read
+ * before it is written. Scores of -inf give exactly 0; a row of nothing else gives NaN, as torch.
  */
-#include "attr.h"
-#include "rows.h"
+#include "ops/attr.h"
+#include "cpu/rows.h"
 
 static void softmax_row(const om_rows_job *j, int64_t r, void *const *row, void *own) {
     (void)r, (void)own;
-    ((void (*const *)(const void *, void *, int64_t))j->arg)[om_compute_dtype(j->mat[0].dtype) == OM_F64](row[0], row[1], j->len);
+    ((void (*const *)(const void *, void *, int64_t))j->arg)[om_compute_dtype(j->mat[0].dtype) == OM_F64](
+        row[0], row[1], j->len);
 }
 static void softmax_grad_row(const om_rows_job *j, int64_t r, void *const *row, void *own) {
     (void)r, (void)own;
-    ((void (*const *)(const void *, const void *, void *, int64_t))j->arg)[om_compute_dtype(j->mat[0].dtype) == OM_F64](row[0], row[1], row[2], j->len);
+    ((void (*const *)(const void *, const void *, void *, int64_t))j->arg)[om_compute_dtype(j->mat[0].dtype) == OM_F64](
+        row[0], row[1], row[2], j->len);
 }
 
 static om_rows_job softmax_job(const om_args *a) {
     const om_tensor *x = &a->in[0];
     const int axis = (int)om_args_int(a, "axis", 0);
-    om_rows_job j = {.outer = 1, .len = x->rank ? x->dim[axis] : 1, .inner = 1, .n_mat = a->n_in + 1, .scratch = a->scratch};
+    om_rows_job j = {
+        .outer = 1, .len = x->rank ? x->dim[axis] : 1, .inner = 1, .n_mat = a->n_in + 1, .scratch = a->scratch};
     for (int i = 0; i < x->rank; i++)
         if (i < axis) j.outer *= x->dim[i];
         else if (i > axis) j.inner *= x->dim[i];
@@ -35,7 +38,8 @@ static int64_t softmax_scratch(om_ctx *cx, const om_args *a) {
     return j.n_tasks * j.task_bytes;
 }
 
-/* An inner axis of some length: tiles of neighbouring columns are read and written whole, instead of row after row with gaps. */
+/* An inner axis of some length: tiles of neighbouring columns are read and written whole, instead of row after row with
+ * gaps. */
 typedef struct cols_job {
     const om_rows_job *j;
     om_cols_fn fn;
@@ -49,7 +53,8 @@ static void cols_range(void *arg, int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; u++) {
         const int64_t o = u / c->tiles, c0 = (u - o * c->tiles) * OM_ROWS_COLS, at = (o * j->len * j->inner + c0) * e;
         const int64_t n = j->inner - c0 < OM_ROWS_COLS ? j->inner - c0 : OM_ROWS_COLS;
-        c->fn((char *)j->mat[0].data + at, (char *)j->mat[1].data + at, (char *)j->mat[j->n_mat - 1].data + at, j->len, j->inner, n);
+        c->fn((char *)j->mat[0].data + at, (char *)j->mat[1].data + at, (char *)j->mat[j->n_mat - 1].data + at, j->len,
+              j->inner, n);
     }
 }
 
@@ -81,10 +86,12 @@ static om_status softmax_infer(om_graph *g, const om_node *n, om_type *out) {
     *out = *x;
     for (int i = 0; i < n->n_in; i++) {
         const om_type *t = om_ty(g, om_ins(g, n)[i]);
-        OM_CHECK(g->cx, om_is_float(t->dtype) && t->dtype == x->dtype && t->rank == x->rank, "%s: operand %d is %s of rank %d; floats of one dtype and shape are allowed",
-                 n->op->name, i, om_dtype_name(t->dtype), t->rank);
+        OM_CHECK(g->cx, om_is_float(t->dtype) && t->dtype == x->dtype && t->rank == x->rank,
+                 "%s: operand %d is %s of rank %d; floats of one dtype and shape are allowed", n->op->name, i,
+                 om_dtype_name(t->dtype), t->rank);
         for (int k = 0; k < x->rank; k++)
-            OM_CHECK(g->cx, !attr_differs(g, t->dim[k], x->dim[k]), "%s: operands differ in size on axis %d", n->op->name, k);
+            OM_CHECK(g->cx, !attr_differs(g, t->dim[k], x->dim[k]), "%s: operands differ in size on axis %d",
+                     n->op->name, k);
     }
     if (x->rank == 0) return OM_OK; /* one element: axis 0 by courtesy */
     return attr_axis(g, n, x->rank, &axis);
@@ -92,18 +99,30 @@ static om_status softmax_infer(om_graph *g, const om_node *n, om_type *out) {
 
 static om_status softmax_grad_(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     (void)want;
-    dx[0] = om_make(b->g, om_is(n, softmax) ? &om_op_softmax_grad : &om_op_log_softmax_grad, OM_IN(dy[0], n->out), OM_ATTRS(OM_AI("axis", om_node_int(n, "axis", 0))));
+    dx[0] = om_make(b->g, om_is(n, softmax) ? &om_op_softmax_grad : &om_op_log_softmax_grad, OM_IN(dy[0], n->out),
+                    OM_ATTRS(OM_AI("axis", om_node_int(n, "axis", 0))));
     return b->g->cx->status;
 }
 static om_status second_order(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     (void)dy, (void)want, (void)dx;
-    return om_fail(b->g->cx, OM_UNSUPPORTED, "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
+    return om_fail(b->g->cx, OM_UNSUPPORTED,
+                   "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
 }
 
-#define OP_(nm, text, n_operands, places, gradient)                                                 \
-    const om_op om_op_##nm = {                                                                      \
-        .name = #nm, .doc = text, .kind = OM_K_ROW, .min_in = n_operands, .max_in = n_operands, .n_out = 1, .inplace = places, .dense = 1u << 31, \
-        .infer = softmax_infer, .grad = gradient, .scratch = softmax_scratch, .run = nm##_run,      \
+#define OP_(nm, text, n_operands, places, gradient) \
+    const om_op om_op_##nm = {                      \
+        .name = #nm,                                \
+        .doc = text,                                \
+        .kind = OM_K_ROW,                           \
+        .min_in = n_operands,                       \
+        .max_in = n_operands,                       \
+        .n_out = 1,                                 \
+        .inplace = places,                          \
+        .dense = 1u << 31,                          \
+        .infer = softmax_infer,                     \
+        .grad = gradient,                           \
+        .scratch = softmax_scratch,                 \
+        .run = nm##_run,                            \
     };
 OP_(softmax, "y = e^x / sum of e^x along axis", 1, 1, softmax_grad_)
 OP_(softmax_grad, "(dy, y): dx = (dy - sum(dy y)) y along axis", 2, 3, second_order)

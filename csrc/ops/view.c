@@ -1,13 +1,14 @@
 /* view.c - operators that only say how strides map: reshape, permute, expand, slice, flip, and two that change nothing
  * but the way of the gradient.
  *
- * A view rule gets the input tensor and the sizes of the output and sets the output's strides and offset, in elements. Of
- * valid sizes only reshape may refuse: the output's axes must split into groups, each equal in count to a run of input axes
- * that are contiguous among themselves. Axes of size 1 fit anywhere; a tensor without elements takes any strides. Sizes known
- * only at run time that turn out wrong (a slice beyond the end) are refused too, by every rule, even for a dense input.
- * Gradients: reshape and permute undo themselves, expand sums, slice writes into zeros, flip flips.
+ * A view rule gets the input tensor and the sizes of the output and sets the output's strides and offset, in elements.
+ * Of valid sizes only reshape may refuse: the output's axes must split into groups, each equal in count to a run of
+ * input axes that are contiguous among themselves. Axes of size 1 fit anywhere; a tensor without elements takes any
+ * strides. Sizes known only at run time that turn out wrong (a slice beyond the end) are refused too, by every rule,
+ * even for a dense input. Gradients: reshape and permute undo themselves, expand sums, slice writes into zeros, flip
+ * flips.
  */
-#include "attr.h"
+#include "ops/attr.h"
 
 /* --- reshape ---------------------------------------------------------------------------------------- */
 
@@ -23,7 +24,8 @@ static om_status reshape_infer(om_graph *g, const om_node *n, om_type *out) {
         char from[64], to[64];
         om_dim_print(g, a, from, sizeof from);
         om_dim_print(g, b, to, sizeof to);
-        return om_fail(g->cx, OM_INVALID, "reshape: %s elements cannot become %s; both shapes must have the same number", from, to);
+        return om_fail(g->cx, OM_INVALID,
+                       "reshape: %s elements cannot become %s; both shapes must have the same number", from, to);
     }
     return OM_OK;
 }
@@ -126,8 +128,8 @@ static om_status expand_infer(om_graph *g, const om_node *n, om_type *out) {
     for (int i = 0; i < (int)shape->n; i++) {
         out->dim[i] = shape->dims[i];
         if (i >= lead && x->dim[i - lead] != 1 && attr_differs(g, x->dim[i - lead], shape->dims[i]))
-            return om_fail(g->cx, OM_INVALID, "expand: axis %d has size %lld and cannot become %lld; only size 1 grows", i - lead,
-                           (long long)x->dim[i - lead], (long long)shape->dims[i]);
+            return om_fail(g->cx, OM_INVALID, "expand: axis %d has size %lld and cannot become %lld; only size 1 grows",
+                           i - lead, (long long)x->dim[i - lead], (long long)shape->dims[i]);
     }
     return OM_OK;
 }
@@ -152,8 +154,15 @@ static om_status expand_grad(om_builder *b, const om_node *n, const om_id *dy, c
 }
 
 const om_op om_op_expand = {
-    .name = "expand", .doc = "y = x repeated along axes of size 1 (and new leading ones) up to `shape`, as numpy broadcasts",
-    .kind = OM_K_VIEW, .min_in = 1, .max_in = 1, .n_out = 1, .infer = expand_infer, .view = expand_view, .grad = expand_grad,
+    .name = "expand",
+    .doc = "y = x repeated along axes of size 1 (and new leading ones) up to `shape`, as numpy broadcasts",
+    .kind = OM_K_VIEW,
+    .min_in = 1,
+    .max_in = 1,
+    .n_out = 1,
+    .infer = expand_infer,
+    .view = expand_view,
+    .grad = expand_grad,
 };
 
 /* --- slice ------------------------------------------------------------------------------------------ */
@@ -170,11 +179,12 @@ static om_status slice_infer(om_graph *g, const om_node *n, om_type *out) {
     OM_TRY(attr_axis(g, n, x->rank, &axis));
     om_dim start = attr_dim(n, "start", 0), end = attr_dim(n, "end", x->dim[axis]);
     int64_t step = om_node_int(n, "step", 1), s, e, d;
-    OM_CHECK(g->cx, step >= 1, "slice: step is %lld; it must be at least 1 (flip first for a negative step)", (long long)step);
+    OM_CHECK(g->cx, step >= 1, "slice: step is %lld; it must be at least 1 (flip first for a negative step)",
+             (long long)step);
     bool ks = om_dim_const(g, start, &s), ke = om_dim_const(g, end, &e), kd = om_dim_const(g, x->dim[axis], &d);
     OM_CHECK(g->cx, (!ks || s >= 0) && (!ks || !ke || s <= e) && (!ke || !kd || e <= d),
-             "slice: %lld to %lld of axis %d of size %lld; 0 <= start <= end <= size is required", ks ? (long long)s : -1,
-             ke ? (long long)e : -1, axis, kd ? (long long)d : -1);
+             "slice: %lld to %lld of axis %d of size %lld; 0 <= start <= end <= size is required",
+             ks ? (long long)s : -1, ke ? (long long)e : -1, axis, kd ? (long long)d : -1);
     *out = *x;
     out->dim[axis] = slice_size(g, start, end, step);
     return OM_OK;
@@ -268,9 +278,11 @@ static om_status straight_through_infer(om_graph *g, const om_node *n, om_type *
     const om_type *v = om_ty(g, om_ins(g, n)[0]), *x = om_ty(g, om_ins(g, n)[1]);
     OM_CHECK(g->cx, v->rank == x->rank && v->dtype == x->dtype,
              "straight_through: value is %s of rank %d, its gradient's owner %s of rank %d; "
-             "both must have the same dtype and shape", om_dtype_name(v->dtype), v->rank, om_dtype_name(x->dtype), x->rank);
+             "both must have the same dtype and shape",
+             om_dtype_name(v->dtype), v->rank, om_dtype_name(x->dtype), x->rank);
     for (int i = 0; i < v->rank; i++)
-        OM_CHECK(g->cx, !attr_differs(g, v->dim[i], x->dim[i]), "straight_through: both operands must have the same size along axis %d", i);
+        OM_CHECK(g->cx, !attr_differs(g, v->dim[i], x->dim[i]),
+                 "straight_through: both operands must have the same size along axis %d", i);
     *out = *v;
     return OM_OK;
 }
@@ -282,6 +294,13 @@ static om_status straight_through_grad(om_builder *b, const om_node *n, const om
 }
 
 const om_op om_op_straight_through = {
-    .name = "straight_through", .doc = "y = value (first operand); the gradient goes to the second", .kind = OM_K_VIEW,
-    .min_in = 2, .max_in = 2, .n_out = 1, .infer = straight_through_infer, .view = same_view, .grad = straight_through_grad,
+    .name = "straight_through",
+    .doc = "y = value (first operand); the gradient goes to the second",
+    .kind = OM_K_VIEW,
+    .min_in = 2,
+    .max_in = 2,
+    .n_out = 1,
+    .infer = straight_through_infer,
+    .view = same_view,
+    .grad = straight_through_grad,
 };

@@ -1,16 +1,21 @@
-/* list.c - see list.h. Checking costs a few comparisons per tensor; the common case (everything row-major) takes no copies. */
-#include "list.h"
+/* list.c - see list.h. Checking costs a few comparisons per tensor; the common case (everything row-major) takes no
+ * copies. */
+#include "optim/list.h"
 
 #include <stdio.h>
 
-/* One row per tensor of a parameter: where it stands in om_optim_param, and where its pointer and type go in the span. */
+/* One row per tensor of a parameter: where it stands in om_optim_param, and where its pointer and type go in the
+ * span. */
 typedef struct field { const char *name; size_t tensor, ptr, dtype; bool write; } field;
 #define FIELD(nm, text, dt, wr) {text, offsetof(om_optim_param, nm), offsetof(om_optim_span, nm), dt, wr}
 #define NO_DTYPE SIZE_MAX
 static const field fields[] = {
-    FIELD(p, "weight", offsetof(om_optim_span, tp), true),        FIELD(g, "gradient", offsetof(om_optim_span, tg), false),
-    FIELD(m, "first moment", offsetof(om_optim_span, tm), true),  FIELD(v, "second moment", offsetof(om_optim_span, tv), true),
-    FIELD(w, "master weight", NO_DTYPE, true),                    FIELD(d, "delta", offsetof(om_optim_span, td), true),
+    FIELD(p, "weight", offsetof(om_optim_span, tp), true),
+    FIELD(g, "gradient", offsetof(om_optim_span, tg), false),
+    FIELD(m, "first moment", offsetof(om_optim_span, tm), true),
+    FIELD(v, "second moment", offsetof(om_optim_span, tv), true),
+    FIELD(w, "master weight", NO_DTYPE, true),
+    FIELD(d, "delta", offsetof(om_optim_span, td), true),
 };
 enum { N_FIELDS = sizeof fields / sizeof *fields };
 
@@ -47,15 +52,16 @@ om_status om_optim_check(om_ctx *cx, const char *op, om_optim_store store, const
             OM_CHECK(cx, f > 1, "%s: parameter %d has no %s", op, index, fields[f].name);
             continue;
         }
-        OM_CHECK(cx, t->device == q->p.device, "%s: the %s of parameter %d is on device %d, its weight on %d (-1: the CPU); they must be equal",
-                 op, fields[f].name, index, t->device, q->p.device);
+        OM_CHECK(cx, t->device == q->p.device,
+                 "%s: the %s of parameter %d is on device %d, its weight on %d (-1: the CPU); they must be equal", op,
+                 fields[f].name, index, t->device, q->p.device);
         bool same = t->rank == q->p.rank;
         for (int i = 0; same && i < t->rank; i++) same = t->dim[i] == q->p.dim[i];
         if (!same) {
             char a[160], b[160];
             list_sizes_text(t, a, sizeof a), list_sizes_text(&q->p, b, sizeof b);
-            return om_fail(cx, OM_INVALID, "%s: the %s of parameter %d has sizes %s, its weight %s; they must be equal", op,
-                           fields[f].name, index, a, b);
+            return om_fail(cx, OM_INVALID, "%s: the %s of parameter %d has sizes %s, its weight %s; they must be equal",
+                           op, fields[f].name, index, a, b);
         }
         const bool is_w = fields[f].dtype == NO_DTYPE;
         const bool type_ok = is_w   ? t->dtype == (store == OM_STORE_SPLIT ? OM_I16 : OM_F32)
@@ -69,9 +75,10 @@ om_status om_optim_check(om_ctx *cx, const char *op, om_optim_store store, const
     }
     const bool has_w = q->w.dtype != OM_NODTYPE, needs_w = store == OM_STORE_MASTER || store == OM_STORE_SPLIT;
     OM_CHECK(cx, has_w == needs_w, "%s: parameter %d %s a master weight", op, index, has_w ? "must not have" : "needs");
-    OM_CHECK(cx, !((store == OM_STORE_SPLIT || store == OM_STORE_STOCHASTIC) && q->p.dtype != OM_BF16),
-             "%s: split master weights and stochastic rounding are for bf16 weights; parameter %d is %s: use an f32 master", op, index,
-             om_dtype_name(q->p.dtype));
+    OM_CHECK(
+        cx, !((store == OM_STORE_SPLIT || store == OM_STORE_STOCHASTIC) && q->p.dtype != OM_BF16),
+        "%s: split master weights and stochastic rounding are for bf16 weights; parameter %d is %s: use an f32 master",
+        op, index, om_dtype_name(q->p.dtype));
     OM_CHECK(cx, !(wide && store != OM_STORE_NEAREST), "%s: parameter %d is f64 and needs no master weight", op, index);
     return OM_OK;
 }
@@ -107,21 +114,24 @@ om_optim_span *om_optim_add(om_optim_list *l, int param, int64_t numel) {
     return s;
 }
 
-om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64_t seed, bool write_weights, const om_optim_param *ps,
-                        int n, om_optim_list *l) {
+om_status om_optim_open(om_ctx *cx, const char *op, om_optim_store store, uint64_t seed, bool write_weights,
+                        const om_optim_param *ps, int n, om_optim_list *l) {
     OM_TRY(om_optim_start(cx, op, n, l));
     for (int i = 0; i < n; i++) {
         om_optim_param q = ps[i];
         OM_TRY(om_optim_check(cx, op, store, &q, i));
         if (q.p.device != -1)
-            return om_fail(cx, OM_UNSUPPORTED, "%s: parameter %d is on CUDA device %d; these are the CPU kernels", op, i, q.p.device);
+            return om_fail(cx, OM_UNSUPPORTED, "%s: parameter %d is on CUDA device %d; these are the CPU kernels", op,
+                           i, q.p.device);
         const int64_t numel = om_numel(&q.p);
         if (!numel) continue;
         om_tensor order = q.p;
         if (!om_optim_gapless(&q.p)) {
             for (int a = 0; a < q.p.rank; a++)
                 OM_CHECK(cx, !(q.p.dim[a] > 1 && q.p.stride[a] == 0),
-                         "%s: parameter %d is an expanded tensor (stride 0 in axis %d); several elements share memory: clone it first", op, i, a);
+                         "%s: parameter %d is an expanded tensor (stride 0 in axis %d); several elements share memory: "
+                         "clone it first",
+                         op, i, a);
             om_dense_strides(&order);
         }
         om_optim_span *s = om_optim_add(l, i, numel);

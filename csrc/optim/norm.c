@@ -1,12 +1,13 @@
 /* norm.c - norms over all tensors of a list with the finiteness check in the same sweep, and scaled copies.
  *
- * Partial results are kept per block of OM_OPTIM_BLOCK elements and combined in block order, in f64: the result depends neither
- * on threads nor, for f32 and narrower elements, on overflow of squares. A sum of squares of such elements is finite exactly when
- * all of them are, so the check costs nothing; for f64 and the other norms a second look is taken only if the sum is not finite.
- * Tensors of any strides: one without gaps is read where it lies, whatever its order; others are copied first.
+ * Partial results are kept per block of OM_OPTIM_BLOCK elements and combined in block order, in f64: the result depends
+ * neither on threads nor, for f32 and narrower elements, on overflow of squares. A sum of squares of such elements is
+ * finite exactly when all of them are, so the check costs nothing; for f64 and the other norms a second look is taken
+ * only if the sum is not finite. Tensors of any strides: one without gaps is read where it lies, whatever its order;
+ * others are copied first.
  */
-#include "list.h"
-#include "kernels_isa.h"
+#include "optim/list.h"
+#include "cpu/kernels_isa.h"
 
 OM_DECLARE_ISA(struct om_optim_kernels, om_optim);
 
@@ -28,15 +29,18 @@ static double norm_join(double ord, double a, double b) {
     return a != a || a > b ? a : b; /* a NaN stays; b's NaN is returned by the comparison */
 }
 
-static double norm_root(double ord, double sum) { return ord == 2 ? sqrt(sum) : ord == INFINITY || ord == 1 ? sum : pow(sum, 1 / ord); }
+static double norm_root(double ord, double sum) {
+    return ord == 2 ? sqrt(sum) : ord == INFINITY || ord == 1 ? sum : pow(sum, 1 / ord);
+}
 
 /* One span per non-empty dst[i]: dst as p and, for axpby, src (NULL: dst itself) as g, in one order. */
-static om_status norm_open(om_ctx *cx, const char *op, const om_tensor *dst, bool write, const om_tensor *src, int n, om_optim_list *l) {
+static om_status norm_open(om_ctx *cx, const char *op, const om_tensor *dst, bool write, const om_tensor *src, int n,
+                           om_optim_list *l) {
     OM_TRY(om_optim_start(cx, op, n, l));
     for (int i = 0; i < n; i++) {
         om_tensor d = dst[i], x = src ? src[i] : d;
-        OM_CHECK(cx, om_is_float(d.dtype) && om_is_float(x.dtype), "%s: tensor %d is %s; allowed: f32, f64, bf16, f16", op, i,
-                 om_dtype_name(om_is_float(d.dtype) ? x.dtype : d.dtype));
+        OM_CHECK(cx, om_is_float(d.dtype) && om_is_float(x.dtype), "%s: tensor %d is %s; allowed: f32, f64, bf16, f16",
+                 op, i, om_dtype_name(om_is_float(d.dtype) ? x.dtype : d.dtype));
         if (d.device != -1 || x.device != -1)
             return om_fail(cx, OM_UNSUPPORTED, "%s: tensor %d is on a CUDA device; these are the CPU kernels", op, i);
         bool same = d.rank == x.rank;
@@ -114,4 +118,6 @@ om_status om_axpby(om_ctx *cx, om_tensor *dst, const om_tensor *src, int n, doub
     return om_optim_close(&l, s);
 }
 
-om_status om_scale(om_ctx *cx, om_tensor *dst, const om_tensor *src, int n, double scale) { return om_axpby(cx, dst, src, n, scale, 0); }
+om_status om_scale(om_ctx *cx, om_tensor *dst, const om_tensor *src, int n, double scale) {
+    return om_axpby(cx, dst, src, n, scale, 0);
+}

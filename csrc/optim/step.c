@@ -2,19 +2,22 @@
  *
  * Adam and SGD are one sweep: 28 bytes a parameter in f32 (read p g m v, write p m v).
  *
- * LAMB needs the norms of the weight and of the direction before it may change the weight, so each tensor is swept twice:
- *   1. moments, and the two sums of squares per block; f32 gradients become the direction     read p g m v, write m v g   28 bytes
- *   2. the weight moves by the direction times the trust ratio                                read p g,     write p        12 bytes
- * 40 bytes from memory, and no scratch of the model's size. Where the gradient cannot hold the direction (16-bit, or to be kept) sweep
- * 2 computes it again from p, m and v: 24 + 16 bytes. Consecutive small tensors form a wave that one worker sweeps twice while it is in
- * the cache, the second time backwards: then about 28 bytes come from memory. A larger tensor is a wave of its own, and workers claim pieces
- * of it. All waves are one parallel_for: who has nothing left to claim in one wave goes on with the next, and sweep 2 of a wave may be
- * claimed when its sweep 1 is done. Workers wait only for pieces that running threads hold, and only when nothing else is left, so the
- * scheme also finishes when the host runs the workers one after the other. Neither waves nor threads change a bit: sums are per block and
- * added in block order.
+ * LAMB needs the norms of the weight and of the direction before it may change the weight, so each tensor is swept
+ * twice:
+ *   1. moments, and the two sums of squares per block; f32 gradients become the direction     read p g m v, write m v g
+ *     28 bytes 2. the weight moves by the direction times the trust ratio                                read p g,    
+ *     write p        12 bytes
+ * 40 bytes from memory, and no scratch of the model's size. Where the gradient cannot hold the direction (16-bit, or to
+ * be kept) sweep 2 computes it again from p, m and v: 24 + 16 bytes. Consecutive small tensors form a wave that one
+ * worker sweeps twice while it is in the cache, the second time backwards: then about 28 bytes come from memory. A
+ * larger tensor is a wave of its own, and workers claim pieces of it. All waves are one parallel_for: who has nothing
+ * left to claim in one wave goes on with the next, and sweep 2 of a wave may be claimed when its sweep 1 is done.
+ * Workers wait only for pieces that running threads hold, and only when nothing else is left, so the scheme also
+ * finishes when the host runs the workers one after the other. Neither waves nor threads change a bit: sums are per
+ * block and added in block order.
  */
-#include "list.h"
-#include "kernels_isa.h"
+#include "optim/list.h"
+#include "cpu/kernels_isa.h"
 
 #include <sched.h>
 #include <stdatomic.h>
@@ -43,8 +46,10 @@ static void adam_block(void *arg, int i, int64_t block, const om_optim_span *s) 
     else w->k->adam_f32(s, &w->c[i].adam_f32);
 }
 
-om_status om_adam_step(om_ctx *cx, const om_adam_cfg *c, om_optim_store store, uint64_t seed, om_optim_param *ps, int n) {
-    OM_CHECK(cx, c->mode >= 0 && c->mode < OM_N_ADAM_MODES, "adam: mode %d given; allowed: 0 to %d", c->mode, OM_N_ADAM_MODES - 1);
+om_status om_adam_step(om_ctx *cx, const om_adam_cfg *c, om_optim_store store, uint64_t seed, om_optim_param *ps,
+                       int n) {
+    OM_CHECK(cx, c->mode >= 0 && c->mode < OM_N_ADAM_MODES, "adam: mode %d given; allowed: 0 to %d", c->mode,
+             OM_N_ADAM_MODES - 1);
     om_optim_list l;
     consts *k = NULL;
     om_status s = om_optim_open(cx, "adam", store, seed, true, ps, n, &l);
@@ -123,7 +128,9 @@ typedef struct lamb_run {
     int waves;
 } lamb_run;
 
-static bool lamb_grad_out(const lamb_run *r, const om_optim_span *s) { return !r->keep_grads && s->tg == (s->tp == OM_F64 ? OM_F64 : OM_F32); }
+static bool lamb_grad_out(const lamb_run *r, const om_optim_span *s) {
+    return !r->keep_grads && s->tg == (s->tp == OM_F64 ? OM_F64 : OM_F32);
+}
 
 static void lamb_direction_block(void *arg, int i, int64_t block, const om_optim_span *s) {
     const lamb_run *r = arg;
@@ -152,11 +159,13 @@ static void lamb_rates(const lamb_run *r, const lamb_wave *w) {
         for (int64_t b = r->l->first[i]; b < r->l->first[i + 1]; b++) w2 += r->sum[b][0], d2 += r->sum[b][1];
         const double rate = om_lamb_rate(&r->cfg[r->l->param[i]], w2, d2);
         /* no element exceeds its tensor's norm; NaN compares false */
-        r->move[i] = (om_lamb_move){.rate = rate, .write_weights = r->write_weights, .bounded = sqrt(w2) + fabs(rate) * sqrt(d2) < 1e38};
+        r->move[i] = (om_lamb_move){
+            .rate = rate, .write_weights = r->write_weights, .bounded = sqrt(w2) + fabs(rate) * sqrt(d2) < 1e38};
     }
 }
 
-/* Up to `piece` of the blocks that are left into [*b, *b + *n). Looks before it takes, so that the counter cannot run away. */
+/* Up to `piece` of the blocks that are left into [*b, *b + *n). Looks before it takes, so that the counter cannot run
+ * away. */
 static bool lamb_claim(atomic_llong *next, const lamb_wave *w, int64_t *b, int64_t *n) {
     if (atomic_load(next) >= w->blocks || (*b = atomic_fetch_add(next, w->piece)) >= w->blocks) return false;
     *n = w->blocks - *b < w->piece ? w->blocks - *b : w->piece;
@@ -179,7 +188,8 @@ static bool lamb_work(const lamb_run *r, lamb_wave *w) {
     return true;
 }
 
-static void lamb_worker(void *arg, int64_t begin, int64_t end) { /* the piece's bounds carry no meaning: work is claimed */
+/* the piece's bounds carry no meaning: work is claimed */
+static void lamb_worker(void *arg, int64_t begin, int64_t end) {
     (void)begin, (void)end;
     const lamb_run *r = arg;
     for (int first = 0, spin = 0; first < r->waves;) {
@@ -194,9 +204,9 @@ static void lamb_worker(void *arg, int64_t begin, int64_t end) { /* the piece's 
     }
 }
 
-/* Bytes of weight and moments of a wave: an eighth of a thread's share of the last-level cache, because gradients pass through it too, but
- * no less than a core's own cache holds; 2 MB at most (virtual machines report the host's cache, of which they own a part: larger waves
- * measured slower). */
+/* Bytes of weight and moments of a wave: an eighth of a thread's share of the last-level cache, because gradients pass
+ * through it too, but no less than a core's own cache holds; 2 MB at most (virtual machines report the host's cache, of
+ * which they own a part: larger waves measured slower). */
 static int64_t lamb_wave_bytes(int threads) {
     const long l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
     const int64_t part = l3 > 0 ? l3 / 8 / threads : 1 << 20;
@@ -204,7 +214,9 @@ static int64_t lamb_wave_bytes(int threads) {
 }
 
 static int64_t lamb_span_bytes(const om_optim_span *p) {
-    const int64_t weight = p->store == OM_STORE_MASTER ? 4 : (int64_t)om_dtype_size(p->tp) + (p->store == OM_STORE_SPLIT ? 2 : 0);
+    const int64_t weight = p->store == OM_STORE_MASTER
+                               ? 4
+                               : (int64_t)om_dtype_size(p->tp) + (p->store == OM_STORE_SPLIT ? 2 : 0);
     return p->n * (weight + (int64_t)om_dtype_size(p->tm) + (int64_t)om_dtype_size(p->tv));
 }
 
@@ -226,10 +238,11 @@ static void lamb_waves_make(lamb_run *r, int threads) {
     }
 }
 
-om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights, bool keep_grads,
-                       om_optim_param *ps, int n) {
+om_status om_lamb_step(om_ctx *cx, const om_lamb_cfg *cfg, om_optim_store store, uint64_t seed, bool write_weights,
+                       bool keep_grads, om_optim_param *ps, int n) {
     om_optim_list l;
-    lamb_run r = {.l = &l, .k = OM_PICK(om_optim), .cfg = cfg, .write_weights = write_weights, .keep_grads = keep_grads};
+    lamb_run r = {
+        .l = &l, .k = OM_PICK(om_optim), .cfg = cfg, .write_weights = write_weights, .keep_grads = keep_grads};
     om_status s = om_optim_open(cx, "lamb", store, seed, write_weights, ps, n, &l);
     if (s == OM_OK) {
         r.c = om_alloc(cx, sizeof *r.c * (size_t)(l.n + 1));

@@ -1,16 +1,20 @@
-/* accumulate.c - sums of gradients without the zeros: what autodiff writes as x + (zeros with y at some places) is written into x.
+/* accumulate.c - sums of gradients without the zeros: what autodiff writes as x + (zeros with y at some places) is
+ * written into x.
  *
- *   add(x, gather_grad(dy, idx))                     -> gather_grad(dy, idx, x)        a tied embedding: no dense (v, d) zeros
+ *   add(x, gather_grad(dy, idx))                     -> gather_grad(dy, idx, x)        a tied embedding: no dense (v,
+ *                                                    d) zeros
  *   add(x, scatter(zeros, idx, y) that adds)         -> scatter(x, idx, y)
- *   add(..., slice_put(a), slice_put(b), ...)        -> concat(a, b, ...)              the gradient of a split, when the slices tile
- *                                                                                      the axis; what else is added is added after
+ *   add(..., slice_put(a), slice_put(b), ...)        -> concat(a, b, ...)              the gradient of a split, when
+ *   the slices tile
+ *                                                                                      the axis; what else is added is
+ *                                                                                      added after
  *
- * The zeros and the sum each cost a sweep over the whole tensor; the rewritten form may work in place. A term must have no other
- * reader, and adding zero must change nothing, which holds for all but the sign of a zero.
+ * The zeros and the sum each cost a sweep over the whole tensor; the rewritten form may work in place. A term must have
+ * no other reader, and adding zero must change nothing, which holds for all but the sign of a zero.
  * Every add is tried as the top of a sum; what is made for an inner one is dead once the outer one is made.
  */
-#include "passes.h"
-#include "sabotage.h"
+#include "passes/passes.h"
+#include "graph/sabotage.h"
 
 enum { TERMS = 64 };
 
@@ -26,11 +30,14 @@ static bool plain_add(const om_graph *g, const om_node *n) {
            om_pass_same_type(om_ty(g, n->out), om_ty(g, om_ins(g, n)[1]));
 }
 
-/* Leaves of the tree of adds under v, left to right; an add read elsewhere, or of the other phase, is a leaf. False: too many. */
+/* Leaves of the tree of adds under v, left to right; an add read elsewhere, or of the other phase, is a leaf. False:
+ * too many. */
 static bool sum_collect(const om_graph *g, const uint32_t *uses, om_id v, bool top, uint8_t phase, sum *s) {
     const om_node *n = producer(g, v);
-    if (plain_add(g, n) && n->phase == phase && (top || uses[v] == 1)) /* TERMS adds make more than TERMS leaves: no need to go on down */
-        return ++s->adds < TERMS && sum_collect(g, uses, om_ins(g, n)[0], false, phase, s) && sum_collect(g, uses, om_ins(g, n)[1], false, phase, s);
+    /* TERMS adds make more than TERMS leaves: no need to go on down */
+    if (plain_add(g, n) && n->phase == phase && (top || uses[v] == 1))
+        return ++s->adds < TERMS && sum_collect(g, uses, om_ins(g, n)[0], false, phase, s) &&
+               sum_collect(g, uses, om_ins(g, n)[1], false, phase, s);
     if (s->n == TERMS) return false;
     s->term[s->n++] = v;
     return true;
@@ -41,7 +48,8 @@ static om_dim bound(const om_node *n, const char *name) {
     return !a ? -1 : a->kind == OM_ATTR_DIMS && a->n == 1 ? a->dims[0] : a->kind == OM_ATTR_INT ? a->i : -1;
 }
 
-/* Among the terms, slices that follow one another from 0 to the end of one axis: indices into terms in order; 0 = none. */
+/* Among the terms, slices that follow one another from 0 to the end of one axis: indices into terms in order; 0 =
+ * none. */
 static int sum_tiles(const om_graph *g, const uint32_t *uses, const sum *s, int *order, int *axis) {
     for (int first = 0; first < s->n; first++) {
         const om_node *f = producer(g, s->term[first]);
@@ -54,8 +62,9 @@ static int sum_tiles(const om_graph *g, const uint32_t *uses, const sum *s, int 
             int k = 0;
             for (; k < s->n; k++) {
                 const om_node *p = producer(g, s->term[k]);
-                if (!used[k] && p && om_is(p, slice_put) && uses[s->term[k]] == 1 && om_node_int(p, "axis", 0) == *axis &&
-                    om_node_int(p, "step", 1) == 1 && bound(p, "start") == at && bound(p, "end") != at)
+                if (!used[k] && p && om_is(p, slice_put) && uses[s->term[k]] == 1 &&
+                    om_node_int(p, "axis", 0) == *axis && om_node_int(p, "step", 1) == 1 && bound(p, "start") == at &&
+                    bound(p, "end") != at)
                     break;
             }
             if (k == s->n) break;
@@ -76,7 +85,8 @@ static bool adds_into_zeros(const om_graph *g, const uint32_t *uses, om_id v) {
     if (om_is(n, gather_grad)) return n->n_in < 3 || om_ins(g, n)[2] == OM_NONE;
     if (!(om_is(n, scatter_elements) || om_is(n, scatter_nd)) || om_node_int(n, "reduce", 0) != 1) return false;
     const om_node *z = producer(g, om_ins(g, n)[0]);
-    return z ? om_is(z, fill) && om_node_float(z, "value", 1) == 0 : om_pass_splat(g, om_ins(g, n)[0], &zero) && zero == 0;
+    return z ? om_is(z, fill) && om_node_float(z, "value", 1) == 0
+             : om_pass_splat(g, om_ins(g, n)[0], &zero) && zero == 0;
 }
 
 static om_status accumulate_emit(om_rewriter *r, om_id id) {
@@ -102,7 +112,8 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
         y = om_make(g, &om_op_concat, part, n_tiles, OM_ATTRS(OM_AI("axis", axis)));
     }
     for (int i = 0; i < s.n; i++) /* ordinary terms, in their order */
-        if (!done[i] && !into[i] && !(n_tiles && om_sabotage("accumulate.term"))) y = y == OM_NONE ? r->map[s.term[i]] : om_b_bin(g, &om_op_add, y, r->map[s.term[i]]);
+        if (!done[i] && !into[i] && !(n_tiles && om_sabotage("accumulate.term")))
+            y = y == OM_NONE ? r->map[s.term[i]] : om_b_bin(g, &om_op_add, y, r->map[s.term[i]]);
     for (int i = 0; i < s.n; i++) {
         if (done[i] || !into[i]) continue;
         if (y == OM_NONE) { /* nothing to add into yet: this one makes its own zeros */
@@ -115,8 +126,8 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
         else y = om_rewrite_node(r, p, OM_IN(y, r->map[in[1]], r->map[in[2]]));
     }
     r->map[n->out] = y;
-    if (y != OM_NONE && om_val(f, n->out)->name && !om_val(g, y)->name) om_val(g, y)->name = om_arena_str(&g->arena, om_val(f,
-        n->out)->name);
+    if (y != OM_NONE && om_val(f, n->out)->name && !om_val(g, y)->name)
+        om_val(g, y)->name = om_arena_str(&g->arena, om_val(f, n->out)->name);
     return g->cx->status;
 }
 
@@ -127,5 +138,5 @@ static om_status accumulate_run(om_ctx *cx, const om_graph *in, om_graph **out) 
     return s;
 }
 
-const om_pass om_pass_accumulate = {"accumulate", "gradients of gathers and splits go straight into the sum they belong to",
-                                    accumulate_run};
+const om_pass om_pass_accumulate = {
+    "accumulate", "gradients of gathers and splits go straight into the sum they belong to", accumulate_run};

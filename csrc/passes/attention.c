@@ -3,28 +3,31 @@
  *     matmul(dropout(cast(softmax(cast(where(c, matmul(q, kT) * scale + m, NEG))))), v)   ->   attention(q, k, v, mask)
  *
  * Starting at each matmul, its first operand is followed towards the inputs through dropout, casts and softmax over the
- * last axis, then through any mixture of additive masks, where() with a hiding constant, one scale, casts, and reshapes that split
- * or merge leading axes only, down to the matmul of the scores. Every value on the way must have no other reader. The mask steps
- * are replayed from the inside out on a mask tensor of their own broadcast shape, so the mask has exactly the values the
- * scores would have got. The nodes left behind are dead.
+ * last axis, then through any mixture of additive masks, where() with a hiding constant, one scale, casts, and reshapes
+ * that split or merge leading axes only, down to the matmul of the scores. Every value on the way must have no other
+ * reader. The mask steps are replayed from the inside out on a mask tensor of their own broadcast shape, so the mask
+ * has exactly the values the scores would have got. The nodes left behind are dead.
  *
- * What is the same: dropout keeps its random stream, and its logical index is the flat index of (.., h, q, k) in both forms.
- * What is not, on purpose: low-precision scores are kept in the attention operator's compute type instead of being rounded in between.
+ * What is the same: dropout keeps its random stream, and its logical index is the flat index of (.., h, q, k) in both
+ * forms. What is not, on purpose: low-precision scores are kept in the attention operator's compute type instead of
+ * being rounded in between.
  *
  * Rows without a visible key decide what a mask means. Where -inf hides, softmax gives NaN there: nan_rows.
- * A finite hiding constant of where() replaces the score, so its gradient ends there. In a row that sees a key that is so anyway: the
- * weights of the hidden ones are exactly 0. A row that sees none has equal scores everywhere and no gradient into q and k.
+ * A finite hiding constant of where() replaces the score, so its gradient ends there. In a row that sees a key that is
+ * so anyway: the weights of the hidden ones are exactly 0. A row that sees none has equal scores everywhere and no
+ * gradient into q and k.
  *   the constant is the only step    such a row gets a zero query and sees all keys, which is just that
- *   other steps stand beside it      from -1e30 on a score vanishes beside the constant, so adding it gives the same numbers, and the
- *                                    operand `frozen` ends the gradient; smaller ones are not taken
+ *   other steps stand beside it      from -1e30 on a score vanishes beside the constant, so adding it gives the same
+ *                                    numbers, and the operand `frozen` ends the gradient; smaller ones are not taken
  * Neither is needed where every row provably sees a key (causal masks) and nothing else can hide it.
  *
- * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does the grouping.
+ * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does
+ * the grouping.
  */
-#include "masks.h"
-#include "sabotage.h"
+#include "passes/masks/masks.h"
+#include "graph/sabotage.h"
 
-#include "half.h"
+#include "graph/half.h"
 
 #include <math.h>
 
@@ -116,7 +119,8 @@ static bool leading_ones(const om_type *m) {
 /* --- the match ------------------------------------------------------------------------------------------------ */
 
 /* From the value read by softmax down to the matmul of the scores. */
-static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_match *m, int depth, bool scaled, bool reshaped) {
+static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_match *m, int depth, bool scaled,
+                         bool reshaped) {
     const om_node *n = producer(g, v);
     if (!n || p->uses[v] != 1 || depth > 24) return false;
     const om_id *in = om_ins(g, n);
@@ -127,15 +131,18 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
     if (om_is(n, matmul)) {
         if (n->n_in > 2 && in[2] != OM_NONE) return false;
         const om_type *a = om_ty(g, in[0]), *b = om_ty(g, in[1]);
-        if (a->rank < 3 || a->rank != b->rank || memcmp(a->dim, b->dim, (size_t)(a->rank - 2) * sizeof *a->dim)) return false;
+        if (a->rank < 3 || a->rank != b->rank || memcmp(a->dim, b->dim, (size_t)(a->rank - 2) * sizeof *a->dim))
+            return false;
         m->q = in[0];
         m->kt = in[1];
         return true;
     }
-    if (om_is(n, cast)) return om_is_float(om_ty(g, in[0])->dtype) && match_scores(g, p, in[0], m, depth + 1, scaled, reshaped);
+    if (om_is(n, cast))
+        return om_is_float(om_ty(g, in[0])->dtype) && match_scores(g, p, in[0], m, depth + 1, scaled, reshaped);
     if (om_is(n, mul) || om_is(n, div)) {
         for (int side = 0; side < (om_is(n, mul) ? 2 : 1); side++)
-            if (scalar_of(g, in[1 - side], &x) && same_shape(om_ty(g, in[side]), t) && isfinite(x) && (om_is(n, mul) || x != 0)) {
+            if (scalar_of(g, in[1 - side], &x) && same_shape(om_ty(g, in[side]), t) && isfinite(x) &&
+                (om_is(n, mul) || x != 0)) {
                 double old = m->scale;
                 m->scale = om_is(n, mul) ? old * x : old / x;
                 if (match_scores(g, p, in[side], m, depth + 1, true, reshaped)) return true;
@@ -170,9 +177,11 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
         for (int side = 1; side < 3; side++) {
             const om_type *ct = om_ty(g, in[0]);
             if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) || !(x <= MX_HIDE)) continue;
-            if (reshaped && !leading_ones(ct) && !(ct->rank == t->rank && !memcmp(ct->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
+            if (reshaped && !leading_ones(ct) &&
+                !(ct->rank == t->rank && !memcmp(ct->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
                 continue;
-            *step = (attn_step){.kind = STEP_FILL, .mask = in[0], .hide_when = side == 2, .value = x, .dtype = t->dtype};
+            *step = (attn_step){
+                .kind = STEP_FILL, .mask = in[0], .hide_when = side == 2, .value = x, .dtype = t->dtype};
             m->n_steps++;
             if (match_scores(g, p, in[side], m, depth + 1, scaled, reshaped)) return true;
             m->n_steps = saved;
@@ -187,7 +196,8 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
     om_id v = om_ins(g, mm)[0];
     m->v = om_ins(g, mm)[1];
     const om_type *pt = om_ty(g, v), *vt = om_ty(g, m->v);
-    if (pt->rank < 3 || pt->rank != vt->rank || memcmp(pt->dim, vt->dim, (size_t)(pt->rank - 2) * sizeof *pt->dim)) return false;
+    if (pt->rank < 3 || pt->rank != vt->rank || memcmp(pt->dim, vt->dim, (size_t)(pt->rank - 2) * sizeof *pt->dim))
+        return false;
     const om_node *n;
     for (;;) { /* what stands between softmax and the matmul */
         if (!(n = producer(g, v)) || p->uses[v] != 1) return false;
@@ -208,12 +218,15 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
     if (!match_scores(g, p, scores, m, 0, false, false)) return false;
 
     const om_type *qt = om_ty(g, m->q), *kt = om_ty(g, m->kt);
-    int T = qt->dtype, C = om_compute_dtype(T); /* no step may be more or less precise than the operator's own arithmetic */
+    /* no step may be more or less precise than the operator's own arithmetic */
+    int T = qt->dtype, C = om_compute_dtype(T);
     if (kt->dtype != T || vt->dtype != T || om_ty(g, mm->out)->dtype != T || pt->dtype != T) return false;
     if (!om_is_float(T) || (st->dtype != T && st->dtype != C)) return false;
     bool weak = false; /* a score does not vanish beside the constant */
     for (int i = 0; i < m->n_steps; i++) {
-        if (m->step[i].kind == STEP_ADD && om_ty(g, m->step[i].mask)->dtype != T && om_ty(g, m->step[i].mask)->dtype != C) return false;
+        if (m->step[i].kind == STEP_ADD && om_ty(g, m->step[i].mask)->dtype != T &&
+            om_ty(g, m->step[i].mask)->dtype != C)
+            return false;
         weak |= m->step[i].kind == STEP_FILL && m->step[i].value > -1e30;
     }
     m->alone = m->n_steps == 1 && m->step[0].kind == STEP_FILL && isfinite(m->step[0].value);
@@ -222,7 +235,8 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
 
 /* --- the replacement -------------------------------------------------------------------------------------------- */
 
-/* k0 when v is k0 with each head repeated n times: reshape(expand(unsqueeze(k0, 2), (b, hk, n, t, d)), (b, hk * n, t, d)). */
+/* k0 when v is k0 with each head repeated n times: reshape(expand(unsqueeze(k0, 2), (b, hk, n, t, d)), (b, hk * n, t,
+ * d)). */
 static om_id unrepeat(const om_graph *g, om_id v) {
     const om_node *r = producer(g, v);
     if (!r || !om_is(r, reshape)) return v;
@@ -235,11 +249,13 @@ static om_id unrepeat(const om_graph *g, om_id v) {
     om_id k0 = om_ins(g, u)[0];
     const om_type *tv = om_ty(g, v), *te = om_ty(g, e), *tu = om_ty(g, u->out), *t0 = om_ty(g, k0);
     if (tv->rank != 4 || te->rank != 5 || tu->rank != 5 || t0->rank != 4) return v;
-    bool ok = tu->dim[2] == 1 && te->dim[0] == t0->dim[0] && te->dim[1] == t0->dim[1] && te->dim[3] == t0->dim[2] && te->dim[4] == t0->dim[3];
+    bool ok = tu->dim[2] == 1 && te->dim[0] == t0->dim[0] && te->dim[1] == t0->dim[1] && te->dim[3] == t0->dim[2] &&
+              te->dim[4] == t0->dim[3];
     ok &= tu->dim[0] == t0->dim[0] && tu->dim[1] == t0->dim[1] && tu->dim[3] == t0->dim[2] && tu->dim[4] == t0->dim[3];
     ok &= tv->dim[0] == t0->dim[0] && tv->dim[2] == t0->dim[2] && tv->dim[3] == t0->dim[3];
     int64_t hk, rep, h;
-    ok &= om_dim_const(g, te->dim[1], &hk) && om_dim_const(g, te->dim[2], &rep) && om_dim_const(g, tv->dim[1], &h) && h == hk * rep;
+    ok &= om_dim_const(g, te->dim[1], &hk) && om_dim_const(g, te->dim[2], &rep) && om_dim_const(g, tv->dim[1], &h) &&
+          h == hk * rep;
     return ok ? k0 : v;
 }
 
@@ -311,7 +327,8 @@ static om_id mask_of(om_rewriter *r, const attn_match *m) {
             if (mask != OM_NONE && om_ty(g, mask)->dtype == OM_BOOL)
                 mask = om_make(g, &om_op_where, OM_IN(mask, x, om_scalar(g, om_ty(g, x)->dtype, -INFINITY)), NULL, 0);
             else if (mask != OM_NONE) {
-                int dt = om_ty(g, mask)->dtype == om_ty(g, x)->dtype ? om_ty(g, x)->dtype : om_compute_dtype(om_ty(g, x)->dtype);
+                int dt = om_ty(g, mask)->dtype == om_ty(g, x)->dtype ? om_ty(g, x)->dtype
+                                                                     : om_compute_dtype(om_ty(g, x)->dtype);
                 mask = om_b_bin(g, &om_op_add, om_b_cast(g, mask, dt), om_b_cast(g, x, dt));
             } else
                 mask = x;
@@ -323,7 +340,8 @@ static om_id mask_of(om_rewriter *r, const attn_match *m) {
             mask = mask == OM_NONE ? see : om_b_bin(g, &om_op_and, mask, see);
         } else {
             int dt = mask != OM_NONE && !is_bool ? om_ty(g, mask)->dtype : s->dtype;
-            if (is_bool) mask = om_make(g, &om_op_where, OM_IN(mask, om_scalar(g, dt, 0), om_scalar(g, dt, -INFINITY)), NULL, 0);
+            if (is_bool)
+                mask = om_make(g, &om_op_where, OM_IN(mask, om_scalar(g, dt, 0), om_scalar(g, dt, -INFINITY)), NULL, 0);
             if (mask == OM_NONE) mask = om_scalar(g, dt, 0);
             mask = om_make(g, &om_op_where, OM_IN(see, mask, om_scalar(g, dt, s->value)), NULL, 0);
         }
@@ -338,7 +356,8 @@ static om_id free_blind_rows(om_graph *g, om_id see, om_id *q) {
     om_dim last = t.rank - 1;
     om_id alive = see;
     if (t.rank && t.dim[last] != 1) {
-        om_id any = om_make(g, &om_op_reduce_max, OM_IN(om_b_cast(g, see, OM_I64)), OM_ATTRS(OM_AD("axes", &last, 1), OM_AI("keepdims", 1)));
+        om_id any = om_make(g, &om_op_reduce_max, OM_IN(om_b_cast(g, see, OM_I64)),
+                            OM_ATTRS(OM_AD("axes", &last, 1), OM_AI("keepdims", 1)));
         alive = om_b_cast(g, any, OM_BOOL);
     }
     *q = om_make(g, &om_op_where, OM_IN(alive, *q, om_scalar(g, qt.dtype, 0)), NULL, 0);
@@ -360,7 +379,8 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     om_id k_old = untransposed(from, m->kt), q = r->map[m->q], v = r->map[m->v], k;
     if (k_old != OM_NONE) k = r->map[same && same_v ? unrepeat(from, k_old) : k_old];
     else k = om_b_transpose(g, r->map[m->kt], -1, -2);
-    if (same && same_v && k_old != OM_NONE && unrepeat(from, k_old) != k_old && unrepeat(from, m->v) != m->v) v = r->map[unrepeat(from, m->v)];
+    if (same && same_v && k_old != OM_NONE && unrepeat(from, k_old) != k_old && unrepeat(from, m->v) != m->v)
+        v = r->map[unrepeat(from, m->v)];
     else if (k_old != OM_NONE) k = r->map[k_old];
     if (!same) q = with_lead(g, q, lead, n_lead), k = with_lead(g, k, lead, n_lead);
     if (!same_v) v = with_lead(g, v, lead, n_lead);
@@ -388,8 +408,13 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     else if (!m->alone && !sees && fills && (finite || adds)) frozen = frozen_of(r, m);
     bool nan = m->n_steps && !m->alone;
     om_id in[7] = {q, k, v, mask, OM_NONE, OM_NONE, frozen};
-    om_attr attr[4] = {OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout), OM_AI("nan_rows", adds || finite ? 1 : 2)};
-    om_id y = om_make(g, &om_op_attention, in, frozen != OM_NONE ? 7 : mask != OM_NONE ? 4 : 3, attr, nan && mask != OM_NONE ? 4 : 3);
+    om_attr attr[4] = {OM_AI("causal", 0), OM_AF("scale", m->scale), OM_AF("dropout", m->dropout),
+                       OM_AI("nan_rows", adds || finite ? 1 : 2)};
+    om_id y = om_make(g, &om_op_attention, in,
+                      frozen != OM_NONE ? 7
+                      : mask != OM_NONE ? 4
+                                        : 3,
+                      attr, nan && mask != OM_NONE ? 4 : 3);
     om_last(g)->rng = m->dropout > 0 ? m->rng + om_sabotage("attention.stream") : 0;
     r->map[mm->out] = om_b_reshape(g, y, yt.dim, yt.rank);
     return g->cx->status;
@@ -453,6 +478,7 @@ static om_status attention_run(om_ctx *cx, const om_graph *in, om_graph **out) {
 
 const om_pass om_pass_attention = {
     .name = "attention",
-    .doc = "matmul, scale, mask, softmax, dropout, matmul become one attention node; repeated key and value heads are read once",
+    .doc = "matmul, scale, mask, softmax, dropout, matmul become one attention node; repeated key and value heads are "
+           "read once",
     .run = attention_run,
 };

@@ -1,14 +1,17 @@
-/* cse.c - common subexpressions: nodes with the same operator, operands and attributes are computed once; equal constants become one.
+/* cse.c - common subexpressions: nodes with the same operator, operands and attributes are computed once; equal
+ * constants become one.
  *
- * Nodes are visited in order, so operands are already merged when a node is looked up; a hash of (operator, operands, attributes)
- * finds candidates, a full comparison decides. Operands of commutative operators are compared in sorted order. Not merged: random
- * nodes (each has a stream of its own), host nodes, and a backward node with a forward one unless it is a view or makes its
- * result from nothing: keeping a forward value alive for backward is the recompute pass's decision.
+ * Nodes are visited in order, so operands are already merged when a node is looked up; a hash of (operator, operands,
+ * attributes) finds candidates, a full comparison decides. Operands of commutative operators are compared in sorted
+ * order. Not merged: random nodes (each has a stream of its own), host nodes, and a backward node with a forward one
+ * unless it is a view or makes its result from nothing: keeping a forward value alive for backward is the recompute
+ * pass's decision.
  */
-#include "passes.h"
-#include "sabotage.h"
+#include "passes/passes.h"
+#include "graph/sabotage.h"
 
-typedef struct cse_table { uint32_t *slot; uint32_t size; om_graph *g; } cse_table; /* node or ~constant value + 1; 0 = empty */
+/* node or ~constant value + 1; 0 = empty */
+typedef struct cse_table { uint32_t *slot; uint32_t size; om_graph *g; } cse_table;
 typedef struct cse_state { cse_table nodes, consts; } cse_state;
 
 enum { CSE_CONST_BYTES = 4096, CSE_MAX_IN = 256 };
@@ -23,8 +26,8 @@ static uint64_t cse_text(uint64_t h, const char *s) {
 }
 
 static bool cse_commutes(const om_op *op) {
-    return op == &om_op_add || op == &om_op_mul || op == &om_op_maximum || op == &om_op_minimum || op == &om_op_eq || op == &om_op_ne ||
-           op == &om_op_and || op == &om_op_or || op == &om_op_xor;
+    return op == &om_op_add || op == &om_op_mul || op == &om_op_maximum || op == &om_op_minimum || op == &om_op_eq ||
+           op == &om_op_ne || op == &om_op_and || op == &om_op_or || op == &om_op_xor;
 }
 
 static void cse_operands(const om_graph *g, const om_node *n, om_id *in) {
@@ -67,7 +70,9 @@ static bool cse_equal(const om_graph *g, const om_node *a, const om_node *b) {
         if (p->kind == OM_ATTR_INT && p->i != q->i) return false;
         if (p->kind == OM_ATTR_FLOAT && memcmp(&p->f, &q->f, 8) != 0) return false;
         if (p->kind == OM_ATTR_STR && strcmp(p->s ? p->s : "", q->s ? q->s : "") != 0) return false;
-        if (p->kind == OM_ATTR_DIMS && (p->n != q->n || (p->n && memcmp(p->dims, q->dims, p->n * sizeof *p->dims) != 0))) return false;
+        if (p->kind == OM_ATTR_DIMS &&
+            (p->n != q->n || (p->n && memcmp(p->dims, q->dims, p->n * sizeof *p->dims) != 0)))
+            return false;
     }
     return true;
 }
@@ -92,7 +97,8 @@ static om_id cse_const(cse_table *t, om_graph *g, om_id v) {
             return v;
         }
         const om_value *y = om_val(g, t->slot[k] - 1);
-        if (om_pass_same_type(&x->type, &y->type) && (!bytes || !memcmp(x->data, y->data, bytes))) return t->slot[k] - 1;
+        if (om_pass_same_type(&x->type, &y->type) && (!bytes || !memcmp(x->data, y->data, bytes)))
+            return t->slot[k] - 1;
     }
 }
 
@@ -106,7 +112,9 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
     }
     OM_TRY(om_rewrite_copy(r, id));
     const om_node *n = om_last(g);
-    if ((n->op->random && !om_sabotage("cse.random")) || n->op->kind == OM_K_HOST || n->n_in > CSE_MAX_IN || n->n_out == 0) return OM_OK;
+    if ((n->op->random && !om_sabotage("cse.random")) || n->op->kind == OM_K_HOST || n->n_in > CSE_MAX_IN ||
+        n->n_out == 0)
+        return OM_OK;
     cse_table *t = &st->nodes;
     for (uint32_t k = (uint32_t)cse_hash(g, n) & (t->size - 1);; k = (k + 1) & (t->size - 1)) {
         if (!t->slot[k]) {
@@ -123,7 +131,8 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
 static om_status cse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     uint32_t size = 64;
     while (size < 2 * in->nodes.n || size < 2 * in->values.n) size *= 2;
-    cse_state st = {{om_alloc(cx, size * sizeof(uint32_t)), size, NULL}, {om_alloc(cx, size * sizeof(uint32_t)), size, NULL}};
+    cse_state st = {{om_alloc(cx, size * sizeof(uint32_t)), size, NULL},
+                    {om_alloc(cx, size * sizeof(uint32_t)), size, NULL}};
     om_status s = st.nodes.slot && st.consts.slot ? om_rewrite(cx, in, cse_emit, &st, out) : cx->status;
     om_free(cx, st.nodes.slot);
     om_free(cx, st.consts.slot);

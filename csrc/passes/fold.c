@@ -1,12 +1,12 @@
-/* fold.c - constant folding: a node whose operands are constants, or that has none (iota, fill), is evaluated by its own kernel and
- * becomes a constant. Random and host nodes never are; results of more than 64 KiB stay computed (a causal mask of a long sequence
- * costs less to make than to keep).
+/* fold.c - constant folding: a node whose operands are constants, or that has none (iota, fill), is evaluated by its
+ * own kernel and becomes a constant. Random and host nodes never are; results of more than 64 KiB stay computed (a
+ * causal mask of a long sequence costs less to make than to keep).
  *
- * The node is copied first, so that operands and sizes are those of the new graph; when it folds, the copy is left dead. The ONNX
- * reader uses om_fold_node too, for pads and axes that exporters compute.
+ * The node is copied first, so that operands and sizes are those of the new graph; when it folds, the copy is left
+ * dead. The ONNX reader uses om_fold_node too, for pads and axes that exporters compute.
  */
-#include "passes.h"
-#include "sabotage.h"
+#include "passes/passes.h"
+#include "graph/sabotage.h"
 
 enum { FOLD_MAX_BYTES = 65536, FOLD_MAX_IN = 16, FOLD_MAX_OUT = 4 };
 
@@ -56,10 +56,12 @@ om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, o
     om_tensor in[FOLD_MAX_IN] = {0}, out[FOLD_MAX_OUT];
     int64_t bytes = 0;
     *done = false;
-    if ((n.op->random && !om_sabotage("fold.random")) || n.op->kind == OM_K_HOST || (!n.op->run && !n.op->view)) return OM_OK;
+    if ((n.op->random && !om_sabotage("fold.random")) || n.op->kind == OM_K_HOST || (!n.op->run && !n.op->view))
+        return OM_OK;
     if (n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT) return OM_OK;
     for (int i = 0; i < n.n_in; i++)
-        if (operand[i] != OM_NONE && (om_val(g, operand[i])->role != OM_CONST || !fold_tensor(g, operand[i], &in[i]))) return OM_OK;
+        if (operand[i] != OM_NONE && (om_val(g, operand[i])->role != OM_CONST || !fold_tensor(g, operand[i], &in[i])))
+            return OM_OK;
     for (int i = 0; i < n.n_out; i++)
         if (!fold_tensor(g, n.out + (om_id)i, &out[i]) || !fold_bytes(&out[i], &bytes)) return OM_OK;
     if (bytes > FOLD_MAX_BYTES || !fold_attrs(g, &n)) return OM_OK;
@@ -92,6 +94,8 @@ static om_status fold_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status fold_run(om_ctx *cx, const om_graph *in, om_graph **out) { return om_rewrite(cx, in, fold_emit, NULL, out); }
+static om_status fold_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+    return om_rewrite(cx, in, fold_emit, NULL, out);
+}
 
 const om_pass om_pass_fold = {"fold", "evaluate nodes whose operands are constants, up to 64 KiB of result", fold_run};

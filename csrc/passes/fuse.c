@@ -1,21 +1,25 @@
-/* fuse.c - chains and DAGs of elementwise nodes become one `fused` node: memory is read and written once, nothing in between.
+/* fuse.c - chains and DAGs of elementwise nodes become one `fused` node: memory is read and written once, nothing in
+ * between.
  *
- * Groups grow backwards: nodes are visited from last to first, and an elementwise node joins the group of its users when it has the group's
- * sizes (so one iteration space) and phase. The group stands where its last member, the root, stood. Therefore a value of the group
- * that others read too becomes a further output, allowed only if all those readers come after the root; a value read before the root
- * keeps its node out. With that rule no cycle can arise: operands of a group are made before the root, its outputs are read after.
- * A group is limited in operands, outputs and members so that its registers stay in L1 (strip.h).
+ * Groups grow backwards: nodes are visited from last to first, and an elementwise node joins the group of its users
+ * when it has the group's sizes (so one iteration space) and phase. The group stands where its last member, the root,
+ * stood. Therefore a value of the group that others read too becomes a further output, allowed only if all those
+ * readers come after the root; a value read before the root keeps its node out. With that rule no cycle can arise:
+ * operands of a group are made before the root, its outputs are read after. A group is limited in operands, outputs and
+ * members so that its registers stay in L1 (strip.h).
  *
- * Nothing is computed twice and results in f32 and f64 keep their bits. bf16 and f16 chains round only at casts and at memory, and where it
- * matters that all see the same number. Such a value is exact: its readers in the group get what memory would hold. Exact are
- *   - values that are stored as well: who reads the memory and who reads the register must not differ (amax of h, and h == amax);
+ * Nothing is computed twice and results in f32 and f64 keep their bits. bf16 and f16 chains round only at casts and at
+ * memory, and where it matters that all see the same number. Such a value is exact: its readers in the group get what
+ * memory would hold. Exact are
+ *   - values that are stored as well: who reads the memory and who reads the register must not differ (amax of h, and h
+ *     == amax);
  *   - operands of what jumps: comparisons, roundings, casts to integers. A step is where PyTorch's is;
  *   - a value and its clone that computes it again (om_node.again), if one of them is.
  * So what backward computes again has the bits of the forward's.
  */
-#include "passes.h"
-#include "sabotage.h"
-#include "strip.h"
+#include "passes/passes.h"
+#include "graph/sabotage.h"
+#include "cpu/strip.h"
 
 enum { FUSE_MEMBERS = 40, FUSE_OPERANDS = 16 };
 
@@ -60,7 +64,8 @@ static om_status fuse_prepare(om_ctx *cx, fuse_state *st) {
     for (om_id v = 0; v < g->values.n; v++)
         if (st->kept[v]) live_mark(g, st->live, v);
     for (om_id i = g->nodes.n; i-- > 0;)
-        for (int k = 0; st->live[i] && k < g->nodes.v[i].n_in; k++) live_mark(g, st->live, om_ins(g, &g->nodes.v[i])[k]);
+        for (int k = 0; st->live[i] && k < g->nodes.v[i].n_in; k++)
+            live_mark(g, st->live, om_ins(g, &g->nodes.v[i])[k]);
     om_id *at = om_alloc(cx, (g->values.n + 1) * sizeof *at);
     if (!at) return cx->status;
     for (int fill = 0; fill < 2; fill++) { /* count the readers of each value, then list them */
@@ -113,7 +118,8 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
                 for (int i = 0; !inside && at < 0 && i < t->n_in; i++)
                     if (p->operand[i] == v) at = i;
                 if (pass) s->arg[k] = (uint8_t)at;
-                if (pass && k == 1 && s->arg[0] != s->arg[1] && om_sabotage("fuse.swap")) s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
+                if (pass && k == 1 && s->arg[0] != s->arg[1] && om_sabotage("fuse.swap"))
+                    s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
                 else if (!inside && at < 0) {
                     if (t->n_in >= FUSE_OPERANDS) return false;
                     p->operand[t->n_in++] = v;
@@ -169,7 +175,8 @@ static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *
     if (join) { /* every other reader stands after the root of the nearest one, or is of its group */
         fuse_group *gr = &st->groups.v[join - 1];
         const om_node *root = &g->nodes.v[gr->root];
-        bool ok = gr->member.n < FUSE_MEMBERS && root->phase == n->phase && same_space(om_ty(g, root->out), om_ty(g, n->out));
+        bool ok = gr->member.n < FUSE_MEMBERS && root->phase == n->phase &&
+                  same_space(om_ty(g, root->out), om_ty(g, n->out));
         if (ok) {
             om_id *slot = OM_PUSH(cx, &gr->member);
             if (!slot) return cx->status;
@@ -195,7 +202,14 @@ static bool jumps(const om_graph *g, const om_node *n) {
     const om_pw_row *row = n->op->pw;
     if (!row) return false;
     switch (row->op) {
-    case OM_S_sign: case OM_S_floor: case OM_S_ceil: case OM_S_round: case OM_S_trunc: case OM_S_floor_div: case OM_S_mod: case OM_S_fmod: return true;
+    case OM_S_sign:
+    case OM_S_floor:
+    case OM_S_ceil:
+    case OM_S_round:
+    case OM_S_trunc:
+    case OM_S_floor_div:
+    case OM_S_mod:
+    case OM_S_fmod: return true;
     case OM_S_cast: return !om_is_float(om_ty(g, n->out)->dtype);
     default: return row->rule == OM_PW_CMP || row->rule == OM_PW_PRED;
     }
@@ -219,7 +233,8 @@ static om_status exact_find(om_ctx *cx, fuse_state *st) {
     }
     for (om_id v = 0; v < g->values.n; v++) {
         const om_id node = om_val(g, v)->node;
-        if (node != OM_NONE && g->nodes.v[node].again && again[g->nodes.v[node].again] && !om_sabotage("fuse.again")) st->exact[v] = 1;
+        if (node != OM_NONE && g->nodes.v[node].again && again[g->nodes.v[node].again] && !om_sabotage("fuse.again"))
+            st->exact[v] = 1;
     }
     om_free(cx, again);
     return OM_OK;
@@ -243,11 +258,14 @@ static om_status fuse_emit(om_rewriter *r, om_id id) {
     om_id in[OM_STRIP_IN];
     om_dim dtype[OM_STRIP_OUT];
     om_graph *g = r->to;
-    if (!program_build(st, group, gr->member.v, gr->member.n, p)) return om_fail(g->cx, OM_INTERNAL, "fuse: a program that fitted no longer does");
-    if (om_strip_print(&p->text, e->text, FUSE_TEXT) >= FUSE_TEXT) return om_fail(g->cx, OM_INTERNAL, "fuse: the text of a program is longer than %d", FUSE_TEXT);
+    if (!program_build(st, group, gr->member.v, gr->member.n, p))
+        return om_fail(g->cx, OM_INTERNAL, "fuse: a program that fitted no longer does");
+    if (om_strip_print(&p->text, e->text, FUSE_TEXT) >= FUSE_TEXT)
+        return om_fail(g->cx, OM_INTERNAL, "fuse: the text of a program is longer than %d", FUSE_TEXT);
     for (int i = 0; i < p->text.n_in; i++) in[i] = r->map[p->operand[i]];
     for (int i = 0; i < p->text.n_out; i++) dtype[i] = om_ty(r->from, p->result[i])->dtype;
-    const om_id out = om_make(g, &om_op_fused, in, p->text.n_in, OM_ATTRS(OM_AS("program", e->text), OM_AD("out_dtype", dtype, p->text.n_out)));
+    const om_id out = om_make(g, &om_op_fused, in, p->text.n_in,
+                              OM_ATTRS(OM_AS("program", e->text), OM_AD("out_dtype", dtype, p->text.n_out)));
     if (out == OM_NONE) return g->cx->status;
     om_last(g)->segment = n->segment;
     for (int i = 0; i < p->text.n_out; i++) {
@@ -282,4 +300,5 @@ static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     return s;
 }
 
-const om_pass om_pass_fuse = {.name = "fuse", .doc = "chains of elementwise nodes run in one sweep over memory", .run = fuse_run};
+const om_pass om_pass_fuse = {
+    .name = "fuse", .doc = "chains of elementwise nodes run in one sweep over memory", .run = fuse_run};

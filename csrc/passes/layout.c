@@ -1,12 +1,15 @@
 /* layout.c - attention writes its result in the order in which the next layer reads it.
  *
- *   permute(attention(q, k, v)) to (..., time, heads, size)   ->   the same of attention with seq_first = 1, whose permute back and forth simplify
- *                                                                drops; the reshape to (..., time, heads * size) after it is then a view
+ *   permute(attention(q, k, v)) to (..., time, heads, size)   ->   the same of attention with seq_first = 1, whose
+ *   permute back and forth simplify
+ *                                                                drops; the reshape to (..., time, heads * size) after
+ *                                                                it is then a view
  *
- * Without it the result is kept twice between forward and backward: as attention's gradient reads it, and copied for the layer after it. The
- * gradients of q, k and v come in that order too, as the split or the three layers before attention have them.
+ * Without it the result is kept twice between forward and backward: as attention's gradient reads it, and copied for
+ * the layer after it. The gradients of q, k and v come in that order too, as the split or the three layers before
+ * attention have them.
  */
-#include "passes.h"
+#include "passes/passes.h"
 
 static bool layout_swaps(const om_node *n) { /* heads and time, nothing else */
     const om_attr *perm = om_is(n, permute) ? om_attr_get(n->attr, n->n_attr, "perm") : NULL;
@@ -49,4 +52,5 @@ static om_status layout_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     return s;
 }
 
-const om_pass om_pass_layout = {"layout", "attention writes its result as the next layer reads it: (..., time, heads, size)", layout_run};
+const om_pass om_pass_layout = {
+    "layout", "attention writes its result as the next layer reads it: (..., time, heads, size)", layout_run};

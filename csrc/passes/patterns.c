@@ -5,11 +5,11 @@
  *     x sigmoid(x)                                        -> silu(x)
  *     x / sqrt(mean(x^2) + eps) [* w]                     -> rms_norm(x, w)     Llama, T5; w (last axis)
  *
- * A match starts at the last multiplication and looks up through definitions; operands of commutative operators match in either
- * order. Intermediate values that somebody else reads stay: only the matched result is replaced. Constants may differ from the
- * formula's by their own rounding (1e-6 relative, 1e-2 in 16-bit types).
+ * A match starts at the last multiplication and looks up through definitions; operands of commutative operators match
+ * in either order. Intermediate values that somebody else reads stay: only the matched result is replaced. Constants
+ * may differ from the formula's by their own rounding (1e-6 relative, 1e-2 in 16-bit types).
  */
-#include "passes.h"
+#include "passes/passes.h"
 
 #include <math.h>
 
@@ -65,14 +65,18 @@ static bool is_gelu(const matcher *m, om_id x, om_id t, bool *tanh_form) {
     const om_node *e = def(m, u, &om_op_erf);
     if (e) {
         *tanh_form = false;
-        return (with_number(m, om_ins(m->g, e)[0], &om_op_mul, M_SQRT1_2, &z) || with_number(m, om_ins(m->g, e)[0], &om_op_div, M_SQRT2, &z)) && z == x;
+        return (with_number(m, om_ins(m->g, e)[0], &om_op_mul, M_SQRT1_2, &z) ||
+                with_number(m, om_ins(m->g, e)[0], &om_op_div, M_SQRT2, &z)) &&
+               z == x;
     }
     const om_node *h = def(m, u, &om_op_tanh);
     *tanh_form = true;
     if (!h || !with_number(m, om_ins(m->g, h)[0], &om_op_mul, 0.7978845608028654, &z)) return false;
     const om_node *sum = def(m, z, &om_op_add);
     for (int s = 0; sum && s < 2; s++)
-        if (om_ins(m->g, sum)[s] == x && with_number(m, om_ins(m->g, sum)[1 - s], &om_op_mul, 0.044715, &w) && is_power(m, w, x, 3)) return true;
+        if (om_ins(m->g, sum)[s] == x && with_number(m, om_ins(m->g, sum)[1 - s], &om_op_mul, 0.044715, &w) &&
+            is_power(m, w, x, 3))
+            return true;
     return false;
 }
 
@@ -114,25 +118,30 @@ static om_status patterns_emit(om_rewriter *r, om_id id) {
         const om_node *sig = def(&m, b, &om_op_sigmoid);
         if (sig && om_ins(f, sig)[0] == a) y = om_b_un(r->to, &om_op_silu, r->map[a]);
         const om_type *w = om_ty(f, b);
-        if (y == OM_NONE && w->rank == 1 && is_rms(&m, a, &x, &eps) && w->dim[0] == om_ty(f, x)->dim[om_ty(f, x)->rank - 1] && same_dims(&m, n->out, x) &&
-            r->map[b] != OM_NONE)
-            y = om_make(r->to, &om_op_rms_norm, OM_IN(r->map[x], r->map[b]), OM_ATTRS(OM_AI("axis", om_ty(f, x)->rank - 1), OM_AF("eps", eps)));
+        if (y == OM_NONE && w->rank == 1 && is_rms(&m, a, &x, &eps) &&
+            w->dim[0] == om_ty(f, x)->dim[om_ty(f, x)->rank - 1] && same_dims(&m, n->out, x) && r->map[b] != OM_NONE)
+            y = om_make(r->to, &om_op_rms_norm, OM_IN(r->map[x], r->map[b]),
+                        OM_ATTRS(OM_AI("axis", om_ty(f, x)->rank - 1), OM_AF("eps", eps)));
     }
     if (y == OM_NONE && half_times(&m, n, &x, &t)) {
         if (!is_gelu(&m, x, t, &tanh_form)) { /* 0.5 * (x * t): which is which */
             om_id swap = x;
             x = t, t = swap;
         }
-        if (is_gelu(&m, x, t, &tanh_form) && same_dims(&m, n->out, x)) y = om_b_un(r->to, tanh_form ? &om_op_gelu_tanh : &om_op_gelu, r->map[x]);
+        if (is_gelu(&m, x, t, &tanh_form) && same_dims(&m, n->out, x))
+            y = om_b_un(r->to, tanh_form ? &om_op_gelu_tanh : &om_op_gelu, r->map[x]);
     }
     if (y == OM_NONE && is_rms(&m, n->out, &x, &eps))
-        y = om_make(r->to, &om_op_rms_norm, OM_IN(r->map[x]), OM_ATTRS(OM_AI("axis", om_ty(f, x)->rank - 1), OM_AF("eps", eps)));
+        y = om_make(r->to, &om_op_rms_norm, OM_IN(r->map[x]),
+                    OM_ATTRS(OM_AI("axis", om_ty(f, x)->rank - 1), OM_AF("eps", eps)));
     if (r->to->cx->status != OM_OK) return r->to->cx->status;
     if (y == OM_NONE) return om_rewrite_copy(r, id);
     r->map[n->out] = y;
     return OM_OK;
 }
 
-static om_status patterns_run(om_ctx *cx, const om_graph *in, om_graph **out) { return om_rewrite(cx, in, patterns_emit, NULL, out); }
+static om_status patterns_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+    return om_rewrite(cx, in, patterns_emit, NULL, out);
+}
 
 const om_pass om_pass_patterns = {"patterns", "gelu, silu and rms_norm spelled out become one operator", patterns_run};

@@ -1,36 +1,42 @@
-/* remat.c - what is cheap to compute again is not kept for backward: gelu from the linear layer's output that its gradient reads anyway, a
- * normalisation from its input, a cast, a dropout (its mask comes from a counter). Such values are most of what a transformer's forward leaves
- * behind, and computing them costs one sweep over memory.
+/* remat.c - what is cheap to compute again is not kept for backward: gelu from the linear layer's output that its
+ * gradient reads anyway, a normalisation from its input, a cast, a dropout (its mask comes from a counter). Such values
+ * are most of what a transformer's forward leaves behind, and computing them costs one sweep over memory.
  *
  *   kept         a forward value whose memory backward reads
  *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
- *   remat        kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway: backward reads those
+ *   remat        kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway:
+ *                backward reads those
  *
- * The first backward reader of a remat value, through views or directly, is preceded by a clone of its node (phase backward, the same random
- * stream); all backward readers take the clone. The forward value then dies in the forward. A clone only lengthens the lives of kept
- * values, and of those only until a reader of the clone. Casts of graph inputs stay: one low-precision copy of a weight serves the whole step.
- * Kernels are deterministic, so the bits are the same: node and clone share a number (om_node.again), by which fuse lets both round, or
- * neither, where they stay in registers.
+ * The first backward reader of a remat value, through views or directly, is preceded by a clone of its node (phase
+ * backward, the same random stream); all backward readers take the clone. The forward value then dies in the forward. A
+ * clone only lengthens the lives of kept values, and of those only until a reader of the clone. Casts of graph inputs
+ * stay: one low-precision copy of a weight serves the whole step. Kernels are deterministic, so the bits are the same:
+ * node and clone share a number (om_node.again), by which fuse lets both round, or neither, where they stay in
+ * registers.
  *
- * Memory level 1 (pass `layers` in place of `remat`) does the same to whole transformer layers, whatever their operators cost:
+ * Memory level 1 (pass `layers` in place of `remat`) does the same to whole transformer layers, whatever their
+ * operators cost:
  *
- *   boundary     the input of a norm whose result reaches an attention before another norm: where a layer begins. It is kept.
- *   layer        a forward node that reads a boundary, directly or not, and that a later boundary needs. The last layer is none: backward
- *                begins with it, so forgetting its values would save nothing at the peak.
+ *   boundary     the input of a norm whose result reaches an attention before another norm: where a layer begins. It is
+ *                kept.
+ *   layer        a forward node that reads a boundary, directly or not, and that a later boundary needs. The last layer
+ *                is none: backward begins with it, so forgetting its values would save nothing at the peak.
  *
- * What backward reads of a layer is computed again from the boundary before it, when backward comes to the layer; clones are made as they
- * are asked for, so what only the next boundary needs (the last product of a layer) is not computed twice. Left alone: nodes of the host,
- * and nodes that read an input which the forward overwrites. State is written from the forward's own values (the list of writes), never by
- * a clone. This is gradient checkpointing (https://arxiv.org/abs/1604.06174) at the boundaries onnxruntime-training used.
+ * What backward reads of a layer is computed again from the boundary before it, when backward comes to the layer;
+ * clones are made as they are asked for, so what only the next boundary needs (the last product of a layer) is not
+ * computed twice. Left alone: nodes of the host, and nodes that read an input which the forward overwrites. State is
+ * written from the forward's own values (the list of writes), never by a clone. This is gradient checkpointing
+ * (https://arxiv.org/abs/1604.06174) at the boundaries onnxruntime-training used.
  */
-#include "passes.h"
-#include "sabotage.h"
+#include "passes/passes.h"
+#include "graph/sabotage.h"
 
 enum { DEPTH = 4, OPERANDS = 256 };
 
 typedef struct remat {
     const om_graph *g;
-    /* per value, at the value whose memory it is: backward reads it; exists anyway; computed again; a graph input that the forward writes */
+    /* per value, at the value whose memory it is: backward reads it; exists anyway; computed again; a graph input that
+     * the forward writes */
     uint8_t *kept, *fixed, *again, *written;
     uint8_t *boundary;             /* per value; level 1 */
     uint8_t *layer;                /* per node: a layer's; level 1 */
@@ -98,7 +104,8 @@ static void remat_boundaries(remat *m, uint8_t *attends /* per value: an attenti
     }
 }
 
-static void remat_layers(remat *m, uint8_t *after /* per value: it depends on a boundary */, uint8_t *before /* a boundary depends on it */) {
+static void remat_layers(remat *m, uint8_t *after /* per value: it depends on a boundary */,
+                         uint8_t *before /* a boundary depends on it */) {
     const om_graph *g = m->g;
     for (om_id i = g->nodes.n; i-- > 0;) {
         const om_node *n = &g->nodes.v[i];
@@ -139,11 +146,12 @@ static bool remat_found(const om_rewriter *r, om_id v, om_id *found) {
     const om_node *made = remat_node(m->g, src);
     *found = r->map[v];
     return !made || made->phase != OM_FORWARD || m->fixed[src] || (m->kept[src] && !m->again[src]) ||
-           (m->layer && !m->again[src] && !remat_layer_value(m, src) && !remat_computable(m, src, DEPTH)); /* kept from now on */
+           /* kept from now on */
+           (m->layer && !m->again[src] && !remat_layer_value(m, src) && !remat_computable(m, src, DEPTH));
 }
 
-/* The value of the new graph that backward reads for the old value v, cloned now if need be, after the operands it needs: as deep as the
- * graph is, so with a stack of its own. */
+/* The value of the new graph that backward reads for the old value v, cloned now if need be, after the operands it
+ * needs: as deep as the graph is, so with a stack of its own. */
 static om_id remat_read(om_rewriter *r, om_id v) {
     remat *m = r->arg;
     om_ctx *cx = r->to->cx;
@@ -156,7 +164,9 @@ static om_id remat_read(om_rewriter *r, om_id v) {
     while (m->todo.n) {
         const om_node *n = remat_node(m->g, m->todo.v[m->todo.n - 1]);
         int k = 0;
-        if (n->n_in > OPERANDS) return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS), OM_NONE;
+        if (n->n_in > OPERANDS)
+            return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS),
+                   OM_NONE;
         for (; k < n->n_in; k++) {
             om_id x = om_ins(r->from, n)[k];
             with[k] = OM_NONE;
@@ -181,7 +191,8 @@ static om_id remat_read(om_rewriter *r, om_id v) {
 }
 
 static om_status remat_operands(om_rewriter *r, const om_node *n, om_id *with) {
-    if (n->n_in > OPERANDS) return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS);
+    if (n->n_in > OPERANDS)
+        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS);
     for (int k = 0; k < n->n_in; k++)
         with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
     return r->to->cx->status;
@@ -215,7 +226,8 @@ static om_status remat_emit(om_rewriter *r, om_id id) {
     return om_rewrite_copy_with(r, id, with);
 }
 
-/* v is handed out. Of a view of a part (keys and values inside a joint projection) a copy is; what it is a part of need not stay. */
+/* v is handed out. Of a view of a part (keys and values inside a joint projection) a copy is; what it is a part of need
+ * not stay. */
 static void remat_fix(remat *m, om_id v) {
     om_graph *g = (om_graph *)m->g; /* may intern sizes */
     om_id src = remat_source(g, v);
@@ -224,7 +236,11 @@ static void remat_fix(remat *m, om_id v) {
 
 static om_status remat_level(om_ctx *cx, const om_graph *in, int level, om_graph **out) {
     size_t n = (size_t)in->values.n + 1;
-    remat m = {.g = in, .kept = om_alloc(cx, n), .fixed = om_alloc(cx, n), .again = om_alloc(cx, n), .written = om_alloc(cx, n),
+    remat m = {.g = in,
+               .kept = om_alloc(cx, n),
+               .fixed = om_alloc(cx, n),
+               .again = om_alloc(cx, n),
+               .written = om_alloc(cx, n),
                .clone = om_alloc(cx, n * sizeof(om_id))};
     om_status s = m.kept && m.fixed && m.again && m.written && m.clone ? OM_OK : cx->status;
     if (s == OM_OK) {
@@ -261,6 +277,7 @@ static om_status remat_level(om_ctx *cx, const om_graph *in, int level, om_graph
 static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) { return remat_level(cx, in, 0, out); }
 static om_status layers_run(om_ctx *cx, const om_graph *in, om_graph **out) { return remat_level(cx, in, 1, out); }
 
-const om_pass om_pass_remat = {"remat", "what is cheap to compute again is not kept for backward: gelu, norms, casts, dropout",
-                               remat_run};
-const om_pass om_pass_layers = {"layers", "remat, and transformer layers are computed again from their inputs (memory level 1)", layers_run};
+const om_pass om_pass_remat = {
+    "remat", "what is cheap to compute again is not kept for backward: gelu, norms, casts, dropout", remat_run};
+const om_pass om_pass_layers = {
+    "layers", "remat, and transformer layers are computed again from their inputs (memory level 1)", layers_run};

@@ -1,14 +1,15 @@
 /* simplify.c - nodes that change nothing, or that two say what one can.
  *
  * Each node is copied, then looked at in the new graph, where its operands are already simplified; a rule answers with
- * the value that equals the node's result, which takes its place when the types are the same. Rules are exact for every bit pattern:
- * x + 0.0 is not x (it turns -0.0 into 0.0), x + -0.0 and x - 0.0 are. Gradients are unchanged too, so the pass may run
- * before and after they are built. Nodes left without a reader go in the next rewrite.
+ * the value that equals the node's result, which takes its place when the types are the same. Rules are exact for every
+ * bit pattern: x + 0.0 is not x (it turns -0.0 into 0.0), x + -0.0 and x - 0.0 are. Gradients are unchanged too, so the
+ * pass may run before and after they are built. Nodes left without a reader go in the next rewrite.
  */
-#include "passes.h"
+#include "passes/passes.h"
 
 static const om_node *simplify_producer(const om_graph *g, om_id v) {
-    return v != OM_NONE && om_val(g, v)->node != OM_NONE && om_val(g, v)->out == 0 ? &g->nodes.v[om_val(g, v)->node] : NULL;
+    return v != OM_NONE && om_val(g, v)->node != OM_NONE && om_val(g, v)->out == 0 ? &g->nodes.v[om_val(g, v)->node]
+                                                                                   : NULL;
 }
 static const om_attr *simplify_dims(const om_node *n, const char *name) {
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
@@ -23,7 +24,8 @@ static bool simplify_dim(om_graph *g, const om_node *n, const char *name, om_dim
 }
 static bool simplify_is(const om_graph *g, om_id v, double want, bool minus_zero) {
     double x;
-    return om_pass_splat(g, v, &x) && x == want && (want != 0 || !om_is_float(om_ty(g, v)->dtype) || !!__builtin_signbit(x) == minus_zero);
+    return om_pass_splat(g, v, &x) && x == want &&
+           (want != 0 || !om_is_float(om_ty(g, v)->dtype) || !!__builtin_signbit(x) == minus_zero);
 }
 
 static om_id simplify_reshape(om_graph *g, const om_node *n, om_id x) {
@@ -53,7 +55,8 @@ static om_id simplify_slice(om_graph *g, const om_node *n, om_id x) {
     const om_node *m = simplify_producer(g, x);
     int64_t axis = om_node_int(n, "axis", 0);
     om_dim a, c, d;
-    if (!m || m->op != n->op || om_node_int(m, "axis", 0) != axis || om_node_int(m, "step", 1) != 1 || om_node_int(n, "step", 1) != 1)
+    if (!m || m->op != n->op || om_node_int(m, "axis", 0) != axis || om_node_int(m, "step", 1) != 1 ||
+        om_node_int(n, "step", 1) != 1)
         return x;
     if (!simplify_dim(g, m, "start", 0, &a) || !simplify_dim(g, n, "start", 0, &c) ||
         !simplify_dim(g, n, "end", om_ty(g, x)->dim[axis], &d)) return x;
@@ -70,11 +73,12 @@ static om_id simplify_flip(const om_graph *g, const om_node *n, om_id x) {
 /* Does `to` hold every value of `from`? */
 static bool simplify_exact(int from, int to) {
     static const int8_t bits[OM_N_DTYPES] = {/* of integers: value bits; of floats: mantissa */
-        [OM_BOOL] = 1, [OM_U8] = 8, [OM_I8] = 7, [OM_I16] = 15, [OM_I32] = 31, [OM_I64] = 63, [OM_F16] = 11, [OM_BF16] = 8,
-            [OM_F32] = 24, [OM_F64] = 53};
+                                             [OM_BOOL] = 1, [OM_U8] = 8,   [OM_I8] = 7,   [OM_I16] = 15, [OM_I32] = 31,
+                                             [OM_I64] = 63, [OM_F16] = 11, [OM_BF16] = 8, [OM_F32] = 24, [OM_F64] = 53};
     if (from == to) return true;
     if (to == OM_BOOL || !bits[from] || !bits[to]) return false;
-    if (om_is_float(from)) return (to == OM_F64 && om_is_float(to)) || (to == OM_F32 && (from == OM_F16 || from == OM_BF16));
+    if (om_is_float(from))
+        return (to == OM_F64 && om_is_float(to)) || (to == OM_F32 && (from == OM_F16 || from == OM_BF16));
     if (to == OM_F16) return bits[from] <= 11; /* 2^15 and more are out of its range or steps; 11 bits are not */
     if (to == OM_U8) return from == OM_BOOL;
     return bits[from] <= bits[to];
@@ -137,7 +141,8 @@ static om_id simplify_rule(om_graph *g, const om_node *n) {
         double c; /* the branch never taken must not be one that would have received a gradient of zeros */
         if (!om_pass_splat(g, x, &c)) return OM_NONE;
         om_id other = om_ins(g, n)[c != 0 ? 2 : 1];
-        return om_val(g, other)->role == OM_CONST || !om_is_float(om_ty(g, other)->dtype) ? om_ins(g, n)[c != 0 ? 1 : 2] : OM_NONE;
+        return om_val(g, other)->role == OM_CONST || !om_is_float(om_ty(g, other)->dtype) ? om_ins(g, n)[c != 0 ? 1 : 2]
+                                                                                          : OM_NONE;
     }
     return OM_NONE;
 }
@@ -152,6 +157,8 @@ static om_status simplify_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status simplify_run(om_ctx *cx, const om_graph *in, om_graph **out) { return om_rewrite(cx, in, simplify_emit, NULL, out); }
+static om_status simplify_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+    return om_rewrite(cx, in, simplify_emit, NULL, out);
+}
 
 const om_pass om_pass_simplify = {"simplify", "drop or merge nodes that change nothing", simplify_run};

@@ -1,13 +1,16 @@
-/* alloc_fail.c - everything the engine does to one graph, with an allocator that fails at its k-th call, k = 1, 2, ... until nothing fails.
+/* alloc_fail.c - everything the engine does to one graph, with an allocator that fails at its k-th call, k = 1, 2, ...
+ * until nothing fails.
  *
- *     om-alloc FILE [once|after] ...       FILE: .onnx or graph text; `once` fails call k alone, `after` every call from k on
+ *     om-alloc FILE [once|after] ...       FILE: .onnx or graph text; `once` fails call k alone, `after` every call
+ *                                          from k on
  *
- * Per k: read, print and parse, verify, write ONNX, model (all forward passes), variants (gradient, joint passes, segments), plans for several
- * sizes, forward and backward through all segments. What must hold: the failing step gives OM_NOMEM with a message; every object made before
- * still works or can be freed; the same step again, with memory, succeeds and gives the bits of the run that never failed; nothing leaks.
+ * Per k: read, print and parse, verify, write ONNX, model (all forward passes), variants (gradient, joint passes,
+ * segments), plans for several sizes, forward and backward through all segments. What must hold: the failing step gives
+ * OM_NOMEM with a message; every object made before still works or can be freed; the same step again, with memory,
+ * succeeds and gives the bits of the run that never failed; nothing leaks.
  */
-#include "passes.h"
-#include "plan.h"
+#include "passes/passes.h"
+#include "run/plan.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,26 +33,28 @@ static void mem_free(void *user, void *p, size_t size) {
 }
 static const om_services services = {.alloc = mem_alloc, .free = mem_free};
 
-#define REQUIRE(cond)                                                                               \
-    do {                                                                                            \
-        if (!(cond)) {                                                                              \
-            fprintf(stderr, "alloc_fail.c:%d: %s does not hold; allocation %ld; message: %s\n", __LINE__, #cond, mem.fail, om_ctx_message(cx)); \
-            abort();                                                                                \
-        }                                                                                           \
+#define REQUIRE(cond)                                                                                            \
+    do {                                                                                                         \
+        if (!(cond)) {                                                                                           \
+            fprintf(stderr, "alloc_fail.c:%d: %s does not hold; allocation %ld; message: %s\n", __LINE__, #cond, \
+                    mem.fail, om_ctx_message(cx));                                                               \
+            abort();                                                                                             \
+        }                                                                                                        \
     } while (0)
 
 /* Runs `expr`; when the failing allocation hits it, checks the error and runs it again with memory. */
-#define STEP(expr)                                                                                  \
-    do {                                                                                            \
-        om_status step_ = (expr);                                                                   \
-        REQUIRE(step_ == cx->status);                                                               \
-        if (step_ != OM_OK) {                                                                       \
-            REQUIRE(step_ == OM_NOMEM && mem.fail && mem.calls >= mem.fail && strstr(om_ctx_message(cx), "out of memory")); \
-            om_ctx_clear(cx);                                                                       \
-            mem.fail = 0;                                                                           \
-            step_ = (expr);                                                                         \
-            REQUIRE(step_ == OM_OK);                                                                \
-        }                                                                                           \
+#define STEP(expr)                                                            \
+    do {                                                                      \
+        om_status step_ = (expr);                                             \
+        REQUIRE(step_ == cx->status);                                         \
+        if (step_ != OM_OK) {                                                 \
+            REQUIRE(step_ == OM_NOMEM && mem.fail && mem.calls >= mem.fail && \
+                    strstr(om_ctx_message(cx), "out of memory"));             \
+            om_ctx_clear(cx);                                                 \
+            mem.fail = 0;                                                     \
+            step_ = (expr);                                                   \
+            REQUIRE(step_ == OM_OK);                                          \
+        }                                                                     \
     } while (0)
 
 static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
@@ -61,10 +66,12 @@ static om_status graph_read(om_ctx *cx, const char *bytes, size_t size, bool onn
     return onnx ? om_onnx_read(cx, bytes, size, g) : om_graph_parse(cx, bytes, g);
 }
 
-/* Inputs of the w-th set of sizes, in plain memory; values depend on position alone. Integers stay in 0 .. 2: valid indices of small graphs. */
+/* Inputs of the w-th set of sizes, in plain memory; values depend on position alone. Integers stay in 0 .. 2: valid
+ * indices of small graphs. */
 static void inputs_make(const om_graph *g, int w, om_tensor *in) {
     int64_t sym[64];
-    for (uint32_t i = 0; i < g->syms.n && i < 64; i++) sym[i] = 3 + 2 * w; /* one size for all: symbols of a file may have to agree */
+    /* one size for all: symbols of a file may have to agree */
+    for (uint32_t i = 0; i < g->syms.n && i < 64; i++) sym[i] = 3 + 2 * w;
     for (uint32_t i = 0; i < g->inputs.n; i++) {
         const om_type *t = om_ty(g, g->inputs.v[i]);
         in[i] = (om_tensor){.dtype = t->dtype, .rank = t->rank, .device = -1};
@@ -93,15 +100,18 @@ static void *dense(const om_tensor *t, int i) { /* plain memory, filled for arri
     return p;
 }
 
-/* One forward and, segment by segment, its backward. An execution that failed starts anew: kernels may have written half of it. */
+/* One forward and, segment by segment, its backward. An execution that failed starts anew: kernels may have written
+ * half of it. */
 static om_status plan_run(om_ctx *cx, const om_plan *p, const om_tensor *in, uint32_t n_given, uint64_t *hash) {
     const om_graph *g = p->g;
     void *input[2 * MAX_IO] = {0}, *output[MAX_IO] = {0}, *grad[MAX_IO] = {0}, *loan[MAX_IO] = {0};
     char *arena = aligned_alloc(64, ((size_t)p->bytes.arena + 127) & ~(size_t)63);
-    om_run r = {.plan = p, .cx = cx, .seed = 5, .arena = arena, .input = input, .output = output, .grad = grad, .loan = loan};
+    om_run r = {
+        .plan = p, .cx = cx, .seed = 5, .arena = arena, .input = input, .output = output, .grad = grad, .loan = loan};
     for (uint32_t i = 0; i < g->inputs.n; i++) {
         const om_tensor *t = &p->input[i];
-        input[i] = i < n_given ? memcpy(dense(t, -1), in[i].data, (size_t)om_numel(t) * om_dtype_size(t->dtype)) : dense(t, (int)i);
+        input[i] = i < n_given ? memcpy(dense(t, -1), in[i].data, (size_t)om_numel(t) * om_dtype_size(t->dtype))
+                               : dense(t, (int)i);
     }
     for (uint32_t i = 0; i < g->outputs.n; i++) output[i] = dense(&p->output[i], -1);
     for (uint32_t i = 0; i < g->outputs.n; i++) loan[i] = dense(&p->output[i], -1);
@@ -109,11 +119,15 @@ static om_status plan_run(om_ctx *cx, const om_plan *p, const om_tensor *in, uin
     om_status s = om_run_step(&r, p->n_forward);
     for (int k = 0; k < p->n_segments && s == OM_OK; k++) s = om_run_step(&r, p->seg_end[k]);
     *hash = 1469598103934665603u;
-    for (uint32_t i = 0; i < g->outputs.n && s == OM_OK; i++) *hash = hash_bytes(*hash, output[i], (size_t)om_numel(&p->output[i]) * om_dtype_size(p->output[i].dtype));
+    for (uint32_t i = 0; i < g->outputs.n && s == OM_OK; i++)
+        *hash = hash_bytes(*hash, output[i], (size_t)om_numel(&p->output[i]) * om_dtype_size(p->output[i].dtype));
     for (uint32_t i = 0; i < g->grads.n && s == OM_OK; i++)
-        if (grad[i]) *hash = hash_bytes(*hash, grad[i], (size_t)om_numel(&p->grad[i]) * om_dtype_size(p->grad[i].dtype));
+        if (grad[i])
+            *hash = hash_bytes(*hash, grad[i], (size_t)om_numel(&p->grad[i]) * om_dtype_size(p->grad[i].dtype));
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++)
-        *hash = hash_bytes(*hash, input[g->writes.v[i].input], (size_t)om_numel(&p->input[g->writes.v[i].input]) * om_dtype_size(p->input[g->writes.v[i].input].dtype));
+        *hash = hash_bytes(*hash, input[g->writes.v[i].input],
+                           (size_t)om_numel(&p->input[g->writes.v[i].input]) *
+                               om_dtype_size(p->input[g->writes.v[i].input].dtype));
     for (uint32_t i = 0; i < g->inputs.n; i++) free(input[i]);
     for (uint32_t i = 0; i < g->outputs.n; i++) free(output[i]);
     for (uint32_t i = 0; i < g->outputs.n; i++) free(loan[i]);
@@ -162,7 +176,8 @@ static bool everything(const char *bytes, size_t size, bool onnx, uint64_t *hash
     REQUIRE(n_in <= MAX_IO && f->outputs.n <= MAX_IO && f->syms.n <= 64);
     uint8_t wanted[MAX_IO], none[MAX_IO] = {0}, arriving[MAX_IO];
     int group[MAX_IO];
-    for (uint32_t i = 0; i < n_in; i++) wanted[i] = om_is_float(om_ty(f, f->inputs.v[i])->dtype), group[i] = (int)(n_in - i) % 3;
+    for (uint32_t i = 0; i < n_in; i++)
+        wanted[i] = om_is_float(om_ty(f, f->inputs.v[i])->dtype), group[i] = (int)(n_in - i) % 3;
     memset(arriving, 1, sizeof arriving);
     for (int v = 0; v < 3; v++) { /* forward only, whole backward, three segments */
         int variant = -1;
@@ -205,13 +220,16 @@ int main(int argc, char **argv) {
         bool onnx = len > 5 && !strcmp(argv[i] + len - 5, ".onnx");
         uint64_t right, hash;
         mem.fail = 0, mem.calls = 0, mem.after = !strcmp(argv[i + 1], "after");
-        if (!everything(bytes, size, onnx, &right) || mem.live) return fprintf(stderr, "%s: %ld blocks leak without any failure\n", argv[i], mem.live), 1;
+        if (!everything(bytes, size, onnx, &right) || mem.live)
+            return fprintf(stderr, "%s: %ld blocks leak without any failure\n", argv[i], mem.live), 1;
         long n = mem.calls;
         for (long k = 1; k <= n; k++) {
             mem.fail = k, mem.calls = 0;
             bool made = everything(bytes, size, onnx, &hash);
-            if (mem.live) return fprintf(stderr, "%s: allocation %ld failing leaks %ld blocks\n", argv[i], k, mem.live), 1;
-            if (made && hash != right) return fprintf(stderr, "%s: allocation %ld failing changes the result\n", argv[i], k), 1;
+            if (mem.live)
+                return fprintf(stderr, "%s: allocation %ld failing leaks %ld blocks\n", argv[i], k, mem.live), 1;
+            if (made && hash != right)
+                return fprintf(stderr, "%s: allocation %ld failing changes the result\n", argv[i], k), 1;
         }
         printf("%s %s: %ld allocations, each failed\n", argv[i], argv[i + 1], n);
         free(bytes);

@@ -3,13 +3,16 @@
 
 #include "cuda/driver.h"
 
-#define X(field, name, params)                                                                                                \
-    _Static_assert(sizeof(CUresult) == sizeof(om_cu_result), "CUresult");                                                     \
+#define X(field, name, params)                                            \
+    _Static_assert(sizeof(CUresult) == sizeof(om_cu_result), "CUresult"); \
     om_cu_result(*check_##field) params = name;
 OM_CUDA_API(X)
 #undef X
-_Static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == 75 && CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR == 76, "attributes");
+_Static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == 75 && CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR == 76,
+               "attributes");
 _Static_assert(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == 16, "attributes");
-_Static_assert(CUDA_ERROR_NO_BINARY_FOR_GPU == 209 && CUDA_ERROR_INVALID_IMAGE == 200 && CUDA_ERROR_UNSUPPORTED_PTX_VERSION == 222, "errors");
+_Static_assert(CUDA_ERROR_NO_BINARY_FOR_GPU == 209 && CUDA_ERROR_INVALID_IMAGE == 200 &&
+                   CUDA_ERROR_UNSUPPORTED_PTX_VERSION == 222,
+               "errors");
 _Static_assert(CUDA_ERROR_ILLEGAL_ADDRESS == 700 && CUDA_ERROR_LAUNCH_FAILED == 719, "errors");
 _Static_assert(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED == 900 && CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD == 908, "errors");

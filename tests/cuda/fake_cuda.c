@@ -1,10 +1,12 @@
-/* fake_cuda.c - a libcuda.so.1 for machines without a GPU: the entry points csrc/cuda/driver.c uses, over ordinary memory.
+/* fake_cuda.c - a libcuda.so.1 for machines without a GPU: the entry points csrc/cuda/driver.c uses, over ordinary
+ * memory.
  *
- * Launches run the real kernels through csrc/cuda/host_emulation.h, at once or (fake_defer) only when fake_sync is called, so that code
- * which reads a result without waiting reads the old one. It refuses what a driver refuses: no cuInit, no or the wrong current context,
- * foreign handles, bad launch sizes, first use or legacy-stream work during a capture. And it checks what a driver cannot: every
- * address a kernel is given must lie in memory that was registered and is still alive, in the device it runs on.
- * Any call can be told to fail (fake_fail). Two streams per device; captured launches are kept by value, as in a CUDA graph.
+ * Launches run the real kernels through csrc/cuda/host_emulation.h, at once or (fake_defer) only when fake_sync is
+ * called, so that code which reads a result without waiting reads the old one. It refuses what a driver refuses: no
+ * cuInit, no or the wrong current context, foreign handles, bad launch sizes, first use or legacy-stream work during a
+ * capture. And it checks what a driver cannot: every address a kernel is given must lie in memory that was registered
+ * and is still alive, in the device it runs on. Any call can be told to fail (fake_fail). Two streams per device;
+ * captured launches are kept by value, as in a CUDA graph.
  */
 #include "cuda/host_emulation.h"
 #include "cuda/optim.cu"
@@ -16,8 +18,10 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 enum { DEVICES = 32, STREAMS = 2, MAX_OPS = 4096, MAX_RANGES = 65536, MAX_GRAPHS = 64 };
-enum { INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-       NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900, CAPTURE_IMPLICIT = 906 };
+enum {
+    INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900, CAPTURE_IMPLICIT = 906
+};
 
 #define KERNEL(name, type) EMU_KERNEL(name, type)
 #include "cuda/kernels.def"
@@ -65,10 +69,10 @@ static unsigned called(const char *name) {
     if (fault.nth && !strcmp(fault.name, name) && !--fault.nth) return fault.code;
     return 0;
 }
-#define CALLED                                                                                                                \
-    do {                                                                                                                      \
-        const unsigned injected_ = called(__func__);                                                                          \
-        if (injected_) return injected_;                                                                                      \
+#define CALLED                                       \
+    do {                                             \
+        const unsigned injected_ = called(__func__); \
+        if (injected_) return injected_;             \
     } while (0)
 
 static unsigned refuse(unsigned code, const char *why) {
@@ -107,10 +111,11 @@ PUBLIC void fake_unregister(const void *at) {
 static int memory_ok(const op *o, const char *what, const void *at, size_t size) {
     if (!at || !size || trusting) return 1;
     for (int i = 0; i < n_ranges; i++)
-        if (ranges[i].count && (ranges[i].device < 0 || ranges[i].device == o->device) && (const char *)at >= ranges[i].at &&
-            (const char *)at + size <= ranges[i].at + ranges[i].size)
+        if (ranges[i].count && (ranges[i].device < 0 || ranges[i].device == o->device) &&
+            (const char *)at >= ranges[i].at && (const char *)at + size <= ranges[i].at + ranges[i].size)
             return 1;
-    snprintf(message, sizeof message, "%s: %s (%p, %zu bytes) is not live memory of device %d", kernel_names[o->kernel], what, at, size, o->device);
+    snprintf(message, sizeof message, "%s: %s (%p, %zu bytes) is not live memory of device %d", kernel_names[o->kernel],
+             what, at, size, o->device);
     return 0;
 }
 
@@ -118,31 +123,39 @@ static size_t type_size(int t) { return t == OM_GPU_F32 ? 4 : 2; }
 
 static int op_ok(const op *o) {
     if (o->kernel == om_cuda_upload_kernel)
-        return memory_ok(o, "table", o->p.upload.to, 8 * (size_t)o->p.upload.n_word) && o->p.upload.n_word <= OM_GPU_UPLOAD / 8;
+        return memory_ok(o, "table", o->p.upload.to, 8 * (size_t)o->p.upload.n_word) &&
+               o->p.upload.n_word <= OM_GPU_UPLOAD / 8;
     if (o->kernel == om_cuda_loss_scale_kernel) {
         const om_gpu_scaling *a = &o->p.scaling;
-        return memory_ok(o, "scaler", a->scaler, sizeof *a->scaler) && memory_ok(o, "steps", a->steps, sizeof *a->steps) &&
-               memory_ok(o, "stop", a->stop, 4) && memory_ok(o, "first", a->first, 4);
+        return memory_ok(o, "scaler", a->scaler, sizeof *a->scaler) &&
+               memory_ok(o, "steps", a->steps, sizeof *a->steps) && memory_ok(o, "stop", a->stop, 4) &&
+               memory_ok(o, "first", a->first, 4);
     }
     const om_gpu_optim *g = &o->p.optim;
     const size_t n_part = g->ticket ? OM_GPU_PIECES * (size_t)g->n_chunk : g->n_chunk;
-    int ok = memory_ok(o, "spans", g->span, g->n_span * sizeof *g->span) && memory_ok(o, "chunks", g->chunk, g->n_chunk * sizeof *g->chunk) &&
-             memory_ok(o, "part", g->part, 2 * n_part * sizeof *g->part) && memory_ok(o, "rate", g->rate, g->n_span * sizeof *g->rate) &&
-             memory_ok(o, "skipped", g->skipped, n_part) && memory_ok(o, "item", g->item, 2 * n_part * sizeof *g->item) &&
-             memory_ok(o, "done", g->done, g->n_span * sizeof *g->done) && memory_ok(o, "ticket", g->ticket, 4) && memory_ok(o, "lr", g->lr, 4) && memory_ok(o, "grad_scale", g->grad_scale, 4) &&
+    int ok = memory_ok(o, "spans", g->span, g->n_span * sizeof *g->span) &&
+             memory_ok(o, "chunks", g->chunk, g->n_chunk * sizeof *g->chunk) &&
+             memory_ok(o, "part", g->part, 2 * n_part * sizeof *g->part) &&
+             memory_ok(o, "rate", g->rate, g->n_span * sizeof *g->rate) &&
+             memory_ok(o, "skipped", g->skipped, n_part) &&
+             memory_ok(o, "item", g->item, 2 * n_part * sizeof *g->item) &&
+             memory_ok(o, "done", g->done, g->n_span * sizeof *g->done) && memory_ok(o, "ticket", g->ticket, 4) &&
+             memory_ok(o, "lr", g->lr, 4) && memory_ok(o, "grad_scale", g->grad_scale, 4) &&
              memory_ok(o, "found_inf", g->found_inf, 4) && memory_ok(o, "norm_out", g->norm_out, 4) &&
-             memory_ok(o, "stop_out", g->stop_out, 4) && memory_ok(o, "scale_out", g->scale_out, 4) && memory_ok(o, "first_out", g->first_out, 4);
+             memory_ok(o, "stop_out", g->stop_out, 4) && memory_ok(o, "scale_out", g->scale_out, 4) &&
+             memory_ok(o, "first_out", g->first_out, 4);
     unsigned first = 0;
     for (unsigned i = 0; ok && i < g->n_span; i++) {
         const om_gpu_span *s = &g->span[i];
         const size_t n = (size_t)s->n;
         ok = memory_ok(o, "p", s->p, n * type_size(s->tp)) && memory_ok(o, "g", s->g, n * type_size(s->tg)) &&
              memory_ok(o, "m", s->m, n * type_size(s->tm)) && memory_ok(o, "v", s->v, n * type_size(s->tv)) &&
-             memory_ok(o, "w", s->w, n * (s->store == OM_GPU_SPLIT ? 2 : 4)) && memory_ok(o, "d", s->d, n * type_size(s->td)) &&
-             memory_ok(o, "step", s->step, 4);
+             memory_ok(o, "w", s->w, n * (s->store == OM_GPU_SPLIT ? 2 : 4)) &&
+             memory_ok(o, "d", s->d, n * type_size(s->td)) && memory_ok(o, "step", s->step, 4);
         if (ok && s->first != first) return refuse(0, "spans do not follow each other");
         first += (unsigned)((s->n + OM_GPU_BLOCK - 1) / OM_GPU_BLOCK);
-        const uintptr_t all = (uintptr_t)s->p | (uintptr_t)s->g | (uintptr_t)s->m | (uintptr_t)s->v | (uintptr_t)s->w | (uintptr_t)s->d;
+        const uintptr_t all = (uintptr_t)s->p | (uintptr_t)s->g | (uintptr_t)s->m | (uintptr_t)s->v | (uintptr_t)s->w |
+                              (uintptr_t)s->d;
         if (ok && s->aligned && all % 16) return refuse(0, "a span that is not aligned says it is");
     }
     for (unsigned c = 0; ok && o->kernel != om_cuda_chunks_kernel && c < g->n_chunk; c++)
@@ -153,8 +166,9 @@ static int op_ok(const op *o) {
 static unsigned op_run(const op *o) {
     if (!op_ok(o)) return ILLEGAL_ADDRESS;
     switch (o->kernel) {
-#define KERNEL(name, type)                                                                                                    \
-    case name##_kernel: return (unsigned)emu_run_##name((const type *)(const void *)&o->p, o->blocks, o->threads);
+#define KERNEL(name, type) \
+    case name##_kernel:    \
+        return (unsigned)emu_run_##name((const type *)(const void *)&o->p, o->blocks, o->threads);
 #include "cuda/kernels.def"
 #undef KERNEL
     }
@@ -185,7 +199,8 @@ PUBLIC int fake_calls(const char *name) {
 PUBLIC int fake_depth(void) { return depth; }
 PUBLIC void *fake_stream(int device, int n) { return &streams[device][n]; }
 PUBLIC void fake_defer(int on) { deferred = on; }
-PUBLIC unsigned fake_sync(void) { /* streams one after the other, the last first: order between streams is not promised */
+/* streams one after the other, the last first: order between streams is not promised */
+PUBLIC unsigned fake_sync(void) {
     unsigned r = 0;
     for (int d = DEVICES; d-- > 0;)
         for (int s = STREAMS; s-- > -1;) {
@@ -313,13 +328,14 @@ PUBLIC unsigned cuStreamIsCapturing(struct CUstream_st *s, unsigned *out) {
     *out = s ? (unsigned)s->capturing : 0;
     return 0;
 }
-PUBLIC unsigned cuLaunchKernel(struct CUfunc_st *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                               unsigned shared, struct CUstream_st *s, void **params, void **extra) {
+PUBLIC unsigned cuLaunchKernel(struct CUfunc_st *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                               unsigned bz, unsigned shared, struct CUstream_st *s, void **params, void **extra) {
     CALLED;
     const unsigned r = stream_check(s);
     if (r) return r;
     if (!f || f->context != stack[depth - 1]) return refuse(INVALID_HANDLE, "a kernel of another context");
-    if (!gx || gx > INT32_MAX || gy != 1 || gz != 1 || !bx || bx > OM_GPU_THREADS || by != 1 || bz != 1 || shared > 48 << 10 || !params || extra)
+    if (!gx || gx > INT32_MAX || gy != 1 || gz != 1 || !bx || bx > OM_GPU_THREADS || by != 1 || bz != 1 ||
+        shared > 48 << 10 || !params || extra)
         return refuse(INVALID_VALUE, "bad launch sizes");
     static const size_t param_size[] = {
 #define KERNEL(name, type) sizeof(type),

@@ -1,9 +1,11 @@
 /* blind.c - drives a libFuzzer target where there is no libFuzzer (gcc): mutates seeds without looking at coverage.
  *
- *     fuzz_onnx [-max_total_time=SECONDS] [-timeout=SECONDS] [-seed=N] FILE|DIRECTORY...      other options of libFuzzer are accepted and ignored
+ *     fuzz_onnx [-max_total_time=SECONDS] [-timeout=SECONDS] [-seed=N] FILE|DIRECTORY...      other options of
+ *     libFuzzer are accepted and ignored
  *
- * Files among the arguments are run as they are first. Half of the inputs are one seed changed in a few places, the others begin like one seed
- * and end like another. An input that dies, or takes more than -timeout= seconds of the processor (1), is written to ./crash-blind, or to -artifact_prefix=. The seed of the generator is printed.
+ * Files among the arguments are run as they are first. Half of the inputs are one seed changed in a few places, the
+ * others begin like one seed and end like another. An input that dies, or takes more than -timeout= seconds of the
+ * processor (1), is written to ./crash-blind, or to -artifact_prefix=. The seed of the generator is printed.
  */
 #include <dirent.h>
 #include <signal.h>
@@ -79,7 +81,8 @@ static uint64_t draw(uint64_t n) { /* xorshift64* (Vigna 2016) below n */
 }
 
 static size_t change(size_t n) {
-    static const uint8_t odd[] = {0, 1, 0x7f, 0x80, 0xff, 0x0a, 0x12, 0x22, '[', ']', '(', ')', '{', '}', '-', '9', '*', '/', ' ', '\n'};
+    static const uint8_t odd[] = {0,   1,   0x7f, 0x80, 0xff, 0x0a, 0x12, 0x22, '[', ']',
+                                  '(', ')', '{',  '}',  '-',  '9',  '*',  '/',  ' ', '\n'};
     size_t at = draw(n + 1), len = 1 + draw(draw(4) ? 8 : 256), from = draw(n + 1);
     if (at + len > n) len = n - at;
     switch (draw(7)) {
@@ -121,7 +124,8 @@ int main(int argc, char **argv) {
         if (!strncmp(argv[i], "-max_total_time=", 16)) seconds = atof(argv[i] + 16);
         else if (!strncmp(argv[i], "-timeout=", 9)) timeout = atoi(argv[i] + 9);
         else if (!strncmp(argv[i], "-seed=", 6)) state = strtoull(argv[i] + 6, NULL, 10);
-        else if (!strncmp(argv[i], "-artifact_prefix=", 17)) snprintf(crash, sizeof crash, "%scrash-blind", argv[i] + 17);
+        else if (!strncmp(argv[i], "-artifact_prefix=", 17))
+            snprintf(crash, sizeof crash, "%scrash-blind", argv[i] + 17);
         else if (argv[i][0] != '-') seed_add(argv[i]);
     }
     if (!n_seeds) return fprintf(stderr, "no seeds\n"), 1;

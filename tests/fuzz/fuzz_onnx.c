@@ -1,10 +1,11 @@
 /* fuzz_onnx.c - libFuzzer target for everything that reads bytes from outside: ONNX files and graph text.
  *
- * Input that starts with "graph" is text, anything else an ONNX file. What is read must be a valid graph (om_verify), stay one through
- * the forward passes and the gradient builder, and print to text that parses back to the same text. Every refusal must have a
- * message. Memory is limited, so allocation failures are met too; all of it must be given back. What om_onnx_write makes of a valid graph must be readable.
+ * Input that starts with "graph" is text, anything else an ONNX file. What is read must be a valid graph (om_verify),
+ * stay one through the forward passes and the gradient builder, and print to text that parses back to the same text.
+ * Every refusal must have a message. Memory is limited, so allocation failures are met too; all of it must be given
+ * back. What om_onnx_write makes of a valid graph must be readable.
  */
-#include "passes.h"
+#include "passes/passes.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -93,7 +94,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     if (fuzz_ok(cx, s)) {
         s = om_verify(g);
-        bool text_may_be_wrong = size > 5 && !memcmp(data, "graph", 5) && s == OM_INTERNAL; /* text can state wrong graphs: verify says so */
+        /* text can state wrong graphs: verify says so */
+        bool text_may_be_wrong = size > 5 && !memcmp(data, "graph", 5) && s == OM_INTERNAL;
         if (text_may_be_wrong) om_ctx_clear(cx);
         else if (fuzz_ok(cx, s)) {
             fuzz_text(cx, g);
@@ -103,7 +105,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                 memset(ones, 1, sizeof ones);
                 if (g->inputs.n <= sizeof ones && g->outputs.n <= sizeof ones) {
                     s = om_grad_build(cx, g, ones, ones, &joint);
-                    if (s == OM_INTERNAL) om_ctx_clear(cx); /* sizes that only the run can compare: the builder says so */
+                    /* sizes that only the run can compare: the builder says so */
+                    if (s == OM_INTERNAL) om_ctx_clear(cx);
                     else if (fuzz_ok(cx, s) && fuzz_ok(cx, om_verify(joint))) fuzz_text(cx, joint);
                 }
             }

@@ -9,7 +9,8 @@
 #undef KERNEL
 #define PUBLIC __attribute__((visibility("default")))
 
-static uint32_t spans_fill(om_gpu_span *span, int n, const int64_t *numel) { /* those with elements; returns how many chunks */
+/* those with elements; returns how many chunks */
+static uint32_t spans_fill(om_gpu_span *span, int n, const int64_t *numel) {
     uint32_t chunks = 0, pieces = 0;
     for (int i = 0, k = 0; i < n; i++) {
         if (!numel[i]) continue;
@@ -39,20 +40,22 @@ PUBLIC int lamb_order(int n, const int64_t *numel, int lag, uint32_t *item) {
     return bad ? -1 : tickets;
 }
 
-/* kind 0 adam, 1 sgd, 2 lamb, 3 axpby, 4 lamb in one launch: of launch[0] blocks, lag launch[1], launch[2]: the order reversed, which must hang. ptr: 6 pointers a parameter (p g m v w d). type: 5 a parameter (p g m v d).
- * h: lr b1 b2 eps wd mode bias momentum dampening nesterov max_norm keep ratio_min ratio_max a b.
- * scalar: grad_scale, found_inf, norm_out, scale_out. use_norm: the norm kernels run first and set the last three. */
-int emulate(int kind, int n, const int64_t *numel, void *const *ptr, const uint8_t *type, float *const *step, int store, uint64_t seed,
-            const double *h, float *scalar, int use_norm, const int *launch);
-PUBLIC int emulate(int kind, int n, const int64_t *numel, void *const *ptr, const uint8_t *type, float *const *step, int store, uint64_t seed,
-                   const double *h, float *scalar, int use_norm, const int *launch) {
+/* kind 0 adam, 1 sgd, 2 lamb, 3 axpby, 4 lamb in one launch: of launch[0] blocks, lag launch[1], launch[2]: the order
+ * reversed, which must hang. ptr: 6 pointers a parameter (p g m v w d). type: 5 a parameter (p g m v d). h: lr b1 b2
+ * eps wd mode bias momentum dampening nesterov max_norm keep ratio_min ratio_max a b. scalar: grad_scale, found_inf,
+ * norm_out, scale_out. use_norm: the norm kernels run first and set the last three. */
+int emulate(int kind, int n, const int64_t *numel, void *const *ptr, const uint8_t *type, float *const *step, int store,
+            uint64_t seed, const double *h, float *scalar, int use_norm, const int *launch);
+PUBLIC int emulate(int kind, int n, const int64_t *numel, void *const *ptr, const uint8_t *type, float *const *step,
+                   int store, uint64_t seed, const double *h, float *scalar, int use_norm, const int *launch) {
     uint32_t spans = 0;
     om_gpu_span *span = calloc((size_t)n + 1, sizeof *span);
     const uint32_t chunks = spans_fill(span, n, numel), parts = OM_GPU_PIECES * chunks;
     om_gpu_chunk *chunk = calloc(chunks + 1, sizeof *chunk);
     double *part = calloc(2 * parts + 2, sizeof *part), *rate = calloc((size_t)n + 1, sizeof *rate);
     uint8_t *skipped = calloc(parts + 1, 1);
-    uint32_t *item = calloc(2 * parts + 1, sizeof *item), *done = malloc(((size_t)n + 1) * sizeof *done), ticket = 12345;
+    uint32_t *item = calloc(2 * parts + 1, sizeof *item), *done = malloc(((size_t)n + 1) * sizeof *done),
+             ticket = 12345;
     memset(done, 0xee, ((size_t)n + 1) * sizeof *done);
     for (int i = 0; i < n; i++) {
         if (!numel[i]) continue;
@@ -65,13 +68,37 @@ PUBLIC int emulate(int kind, int n, const int64_t *numel, void *const *ptr, cons
         s->aligned = all % 16 == 0;
         spans++;
     }
-    om_gpu_optim o = {.span = span, .chunk = chunk, .n_span = spans, .n_chunk = chunks, .grad_scale = &scalar[0], .found_inf = &scalar[1],
-                      .seed = seed, .part = part, .skipped = skipped, .rate = rate, .div = 1, .max_norm = h[10], .norm_out = &scalar[2],
-                      .stop_out = &scalar[1], .scale_out = &scalar[3], .write_weights = 1, .keep_grads = h[11] != 0, .a = h[14], .b = h[15]};
+    om_gpu_optim o = {.span = span,
+                      .chunk = chunk,
+                      .n_span = spans,
+                      .n_chunk = chunks,
+                      .grad_scale = &scalar[0],
+                      .found_inf = &scalar[1],
+                      .seed = seed,
+                      .part = part,
+                      .skipped = skipped,
+                      .rate = rate,
+                      .div = 1,
+                      .max_norm = h[10],
+                      .norm_out = &scalar[2],
+                      .stop_out = &scalar[1],
+                      .scale_out = &scalar[3],
+                      .write_weights = 1,
+                      .keep_grads = h[11] != 0,
+                      .a = h[14],
+                      .b = h[15]};
     o.adam = (om_adam_cfg){h[0], h[1], h[2], h[3], h[4], 1.0, (int)h[5], h[6] != 0};
     o.sgd = (om_sgd_cfg){h[0], h[7], h[8], h[4], 1.0, h[9] != 0};
-    o.lamb = (om_lamb_cfg){.lr = h[0], .beta1 = h[1], .beta2 = h[2], .eps = h[3], .weight_decay = h[4], .grad_weight = 1 - h[1],
-                           .ratio_min = h[12], .ratio_max = h[13], .inv_scale = 1, .bias_correction = h[6] != 0};
+    o.lamb = (om_lamb_cfg){.lr = h[0],
+                           .beta1 = h[1],
+                           .beta2 = h[2],
+                           .eps = h[3],
+                           .weight_decay = h[4],
+                           .grad_weight = 1 - h[1],
+                           .ratio_min = h[12],
+                           .ratio_max = h[13],
+                           .inv_scale = 1,
+                           .bias_correction = h[6] != 0};
     if (kind == 4) o.item = item, o.done = done, o.ticket = &ticket, o.lag = (uint32_t)launch[1];
     int bad = emu_run_om_cuda_chunks(&o, spans, 64);
     if (use_norm) {
@@ -82,7 +109,8 @@ PUBLIC int emulate(int kind, int n, const int64_t *numel, void *const *ptr, cons
     if (kind == 0) bad |= emu_run_om_cuda_adam(&o, chunks, OM_GPU_THREADS);
     if (kind == 1) bad |= emu_run_om_cuda_sgd(&o, chunks, OM_GPU_THREADS);
     if (kind == 2)
-        bad |= emu_run_om_cuda_lamb_direction(&o, chunks, OM_GPU_THREADS) | emu_run_om_cuda_lamb_rate(&o, spans, OM_GPU_THREADS) |
+        bad |= emu_run_om_cuda_lamb_direction(&o, chunks, OM_GPU_THREADS) |
+               emu_run_om_cuda_lamb_rate(&o, spans, OM_GPU_THREADS) |
                emu_run_om_cuda_lamb_update(&o, chunks, OM_GPU_THREADS);
     if (kind == 4) {
         const uint32_t tickets = 2 * all_pieces(&o);

@@ -283,7 +283,7 @@ def test_compiles_for_every_architecture(arch, tmp_path):
     if f"sm_{arch}" not in listed:
         pytest.skip(f"this nvcc does not know sm_{arch}")
     run = subprocess.run(
-        [nvcc, "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", "-o", str(tmp_path / "a.cubin"), str(ROOT / "csrc/cuda/optim.cu")],
+        [nvcc, "-cubin", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-Xptxas", "-v", "-o", str(tmp_path / "a.cubin"), str(ROOT / "csrc/cuda/optim.cu")],
         capture_output=True,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""The optimizer operators of com.microsoft read from ONNX (csrc/onnx_optim.c), interpreted, against fp64 references."""
+"""The optimizer operators of com.microsoft read from ONNX (csrc/onnx/optim.c), interpreted, against fp64 references."""
 
 from __future__ import annotations
 

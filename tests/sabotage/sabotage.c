@@ -1,6 +1,6 @@
-/* sabotage.c - the other side of csrc/sabotage.h, part of build/sabotage.so alone. One thread at a time. */
-#include "sabotage.h"
-#include "passes.h"
+/* sabotage.c - the other side of csrc/graph/sabotage.h, part of build/sabotage.so alone. One thread at a time. */
+#include "graph/sabotage.h"
+#include "passes/passes.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -57,12 +57,14 @@ void om_sabotage_replaced(om_rewriter *r, om_id node) {
     char point[80];
     if (!sabotage_in || r->to->cx->status != OM_OK) return;
     bool same = m->op == n->op && m->n_in == n->n_in && m->n_attr == n->n_attr && n->n_out && r->map[n->out] == m->out;
-    for (int i = 0; same && i < n->n_in; i++) same = om_ins(r->from, n)[i] == OM_NONE || r->map[om_ins(r->from, n)[i]] == om_ins(r->to, m)[i];
+    for (int i = 0; same && i < n->n_in; i++)
+        same = om_ins(r->from, n)[i] == OM_NONE || r->map[om_ins(r->from, n)[i]] == om_ins(r->to, m)[i];
     snprintf(point, sizeof point, "pass.%s", sabotage_in);
     if (strcmp(point, sabotage_point) != 0 || same) return;
     uint32_t *uses = om_pass_uses(r->to->cx, r->from);
     for (int i = 0; uses && i < n->n_out; i++)
-        if (uses[n->out + (om_id)i] && om_sabotage(point)) r->map[n->out + (om_id)i] = om_sabotage_wrong(r->to, r->map[n->out + (om_id)i]);
+        if (uses[n->out + (om_id)i] && om_sabotage(point))
+            r->map[n->out + (om_id)i] = om_sabotage_wrong(r->to, r->map[n->out + (om_id)i]);
     om_free(r->to->cx, uses);
 }
 

@@ -1,0 +1,382 @@
+/* gemm.c - matrix products: choice of provider, cutting into tasks, scratch.
+ *
+ * Own kernel (kernels/gemm.k.c). One product is cut into row blocks whose packed A fits BLOCK_BYTES; each block is one
+ * parallel_for: workers first claim panels of A and pack them, wait for the packing that others have claimed, then
+ * claim tasks = (block of columns, group of rows). Nobody waits for work that no running thread holds, so the scheme
+ * also finishes when the host runs the pieces one after the other. Row groups exist only to give every thread work when
+ * C is narrow. Many products: whole products are the tasks, each worker packing for itself.
+ *
+ * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
+ * processor has one.
+ *
+ * Orientation. The kernel wants C contiguous along its columns and more columns than VL; when C is column-major, or is
+ * narrow and tall, (A B)^T = B^T A^T is computed instead: same numbers, swapped strides.
+ */
+#include "cpu/gemm.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <limits.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+enum {
+    BLOCK_BYTES = 8 << 20,       /* packed A shared by all workers: streams from L3 */
+    OWN_BLOCK_BYTES = 1 << 20,   /* packed A of a worker that has a product to itself */
+    /* rows a block should have, to pay for packing B: deeper products are cut along k instead */
+    BLOCK_ROWS = 512,
+    NARROW_ROWS = 512,           /* rows of a task whose C is summed aside: bounds the private block */
+    SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
+    PACK_CHUNK = 8,              /* panels of A packed per claim */
+};
+static const double HOST_MIN = 1e6; /* m n k: below it a call to the host costs more than it saves */
+static const double MIN_FLOPS = 4e5; /* less work than this does not pay for waking a thread */
+
+typedef struct gemm_run {
+    om_gemm_job job;
+    const om_gemm_type *t;
+    char *work;                  /* per worker */
+    int64_t work_size, panels, groups, group_rows, tasks;
+    atomic_int worker;
+    atomic_llong pack_next, packed, task_next;
+} gemm_run;
+
+static const om_gemm_type *gemm_type(int dtype) {
+    const om_gemm_kernels *k = OM_PICK(om_gemm_isa);
+    return dtype == OM_F64 ? &k->f64 : &k->f32;
+}
+
+static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+/* Bytes one worker needs to fill a column block of `rows` rows. */
+static int64_t gemm_work_size(const om_gemm_type *t, bool narrow, int64_t rows) {
+    return round_up(((int64_t)t->kc + (narrow ? rows : 0)) * t->cols * t->elem, 64);
+}
+
+/* What is computed: sizes after the choice of orientation, blocks, workers. A pure function of the arguments' form and
+ * the number of threads; of these only `workers` and `groups` depend on the threads, and they do not change any sum. */
+typedef struct gemm_plan {
+    const om_gemm_type *t;
+    int64_t m, n, k;
+    bool swap, narrow, per_product;
+    int workers;
+    int64_t block_rows, block_k, group_rows, pack_size, work_size;
+} gemm_plan;
+
+static gemm_plan gemm_plan_make(int threads, const om_gemm_args *a) {
+    const om_gemm_type *t = gemm_type(a->dtype);
+    gemm_plan p = {.t = t, .m = a->m, .n = a->n, .k = a->k, .narrow = a->dtype == OM_BF16 || a->dtype == OM_F16};
+    bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
+    p.swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
+    if (p.swap) p.m = a->n, p.n = a->m;
+    double flops = 2.0 * (double)p.m * (double)p.n * (double)(p.k ? p.k : 1), all = flops * (double)a->batch;
+    p.workers = all < MIN_FLOPS ? 1 : all / MIN_FLOPS < threads ? (int)(all / MIN_FLOPS) : threads;
+    if (p.workers < 1) p.workers = 1;
+    p.per_product = a->batch > 1 && (flops < 8 * MIN_FLOPS || a->batch >= 4 * threads || p.workers == 1);
+    bool alone = p.per_product || p.workers == 1;
+    int64_t elems = (p.per_product ? OWN_BLOCK_BYTES : BLOCK_BYTES) / t->elem,
+            want = p.m < BLOCK_ROWS ? p.m : BLOCK_ROWS;
+    p.block_k = p.k;
+    if (p.k * want > elems && !p.narrow) { /* not when C is narrow: it is rounded once, after all of k */
+        p.block_k = elems / want / t->kc * t->kc;
+        if (p.block_k < t->kc) p.block_k = t->kc;
+    }
+    int64_t rows = elems / (p.block_k > 0 ? p.block_k : 1) / t->mr * t->mr;
+    if (rows < 8 * t->mr) rows = 8 * t->mr;
+    if (p.narrow && rows > NARROW_ROWS / t->mr * t->mr) rows = NARROW_ROWS / t->mr * t->mr;
+    if (rows > p.m) rows = round_up(p.m, t->mr);
+    p.block_rows = rows;
+    int64_t col_blocks = (p.n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
+    if (!alone && col_blocks < 3 * p.workers && col_blocks > 0) groups = (3 * p.workers + col_blocks - 1) / col_blocks;
+    p.group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
+    if (p.group_rows < 4 * t->mr) p.group_rows = 4 * t->mr;
+    p.pack_size = round_up((p.block_rows / t->mr + 1) * om_gemm_panel_size(t, p.block_k) * t->elem, 64);
+    p.work_size = gemm_work_size(t, p.narrow, p.block_rows);
+    return p;
+}
+
+/* --- own kernel ------------------------------------------------------------------------------------ */
+
+static om_gemm_job gemm_job(const om_gemm_args *a, bool swap, int64_t product) {
+    int64_t es = (int64_t)om_dtype_size(a->dtype);
+    const char *pa = (const char *)a->a + (a->off_a ? a->off_a[product] : 0) * es;
+    const char *pb = (const char *)a->b + (a->off_b ? a->off_b[product] : 0) * es;
+    char *pc = (char *)a->c + (a->off_c ? a->off_c[product] : 0) * es;
+    om_gemm_job j = {.dtype = a->dtype, .m = a->m, .n = a->n, .k = a->k, .a = pa, .b = pb, .bias = a->bias, .c = pc,
+                     .rsa = a->rsa, .csa = a->csa, .rsb = a->rsb, .csb = a->csb, .rsc = a->rsc, .csc = a->csc,
+                     .alpha = a->alpha, .beta = a->beta};
+    if (swap) {
+        j.m = a->n, j.n = a->m;
+        j.a = pb, j.rsa = a->csb, j.csa = a->rsb;
+        j.b = pa, j.rsb = a->csa, j.csb = a->rsa;
+        j.rsc = a->csc, j.csc = a->rsc;
+    }
+    return j;
+}
+
+/* The part of a job that one packed block covers: rows from `row`, depth from `k`. Later depths add to C. */
+static om_gemm_job gemm_block(const gemm_plan *p, const om_gemm_job *j, int64_t row, int64_t k, void *pack) {
+    int64_t es = (int64_t)om_dtype_size(j->dtype);
+    om_gemm_job b = *j;
+    b.a = (const char *)j->a + (row * j->rsa + k * j->csa) * es;
+    b.b = (const char *)j->b + k * j->rsb * es;
+    b.c = (char *)j->c + row * j->rsc * es;
+    b.m = j->m - row < p->block_rows ? j->m - row : p->block_rows;
+    b.k = j->k - k < p->block_k ? j->k - k : p->block_k;
+    b.pa = pack;
+    if (k > 0) b.beta = 1, b.bias = NULL;
+    return b;
+}
+
+static void gemm_alone(const gemm_plan *p, const om_gemm_job *j, void *pack, void *work) {
+    for (int64_t row = 0; row < j->m; row += p->block_rows) {
+        int64_t k = 0;
+        do { /* at least once: k = 0 still writes C */
+            om_gemm_job b = gemm_block(p, j, row, k, pack);
+            p->t->pack_a(&b, 0, (b.m + p->t->mr - 1) / p->t->mr);
+            for (int64_t col = 0; col < b.n; col += p->t->cols)
+                p->t->block(&b, 0, b.m, col, b.n - col < p->t->cols ? b.n : col + p->t->cols, work);
+            k += p->block_k;
+        } while (k < j->k);
+    }
+}
+
+/* the piece's bounds carry no meaning: work is claimed */
+static void gemm_worker(void *arg, int64_t begin, int64_t end) {
+    (void)begin, (void)end;
+    gemm_run *r = arg;
+    char *work = r->work + atomic_fetch_add(&r->worker, 1) * r->work_size;
+    for (long long p; (p = atomic_fetch_add(&r->pack_next, PACK_CHUNK)) < r->panels;) {
+        int64_t to = p + PACK_CHUNK < r->panels ? p + PACK_CHUNK : r->panels;
+        r->t->pack_a(&r->job, p, to);
+        atomic_fetch_add(&r->packed, to - p);
+    }
+    for (int spin = 0; atomic_load(&r->packed) < r->panels;)
+        if (++spin > 1000) sched_yield();
+    for (long long i; (i = atomic_fetch_add(&r->task_next, 1)) < r->tasks;) {
+        int64_t col = i / r->groups * r->t->cols, col1 = col + r->t->cols < r->job.n ? col + r->t->cols : r->job.n;
+        int64_t row = i % r->groups * r->group_rows,
+                row1 = row + r->group_rows < r->job.m ? row + r->group_rows : r->job.m;
+        if (row < row1) r->t->block(&r->job, row, row1, col, col1, work);
+    }
+}
+
+typedef struct gemm_many {
+    const gemm_plan *p;
+    const om_gemm_args *a;
+    char *mem;
+    atomic_int worker;
+    atomic_llong next;
+} gemm_many;
+
+static void gemm_many_worker(void *arg, int64_t begin, int64_t end) {
+    (void)begin, (void)end;
+    gemm_many *r = arg;
+    char *mem = r->mem + atomic_fetch_add(&r->worker, 1) * (r->p->pack_size + r->p->work_size);
+    for (long long i; (i = atomic_fetch_add(&r->next, 1)) < r->a->batch;) {
+        om_gemm_job j = gemm_job(r->a, r->p->swap, i);
+        gemm_alone(r->p, &j, mem, mem + r->p->pack_size);
+    }
+}
+
+static int64_t gemm_own_scratch(const gemm_plan *p) {
+    return p->per_product || p->workers == 1 ? p->workers * (p->pack_size + p->work_size)
+                                             : p->pack_size + p->workers * p->work_size;
+}
+
+static void gemm_own(om_ctx *cx, const om_gemm_args *a, const gemm_plan *p, char *mem) {
+    if (p->per_product || p->workers == 1) {
+        gemm_many r = {.p = p, .a = a, .mem = mem};
+        if (p->workers == 1) gemm_many_worker(&r, 0, 1);
+        else om_parallel_for(cx, p->workers, 1, gemm_many_worker, &r);
+        return;
+    }
+    for (int64_t i = 0; i < a->batch; i++) {
+        om_gemm_job j = gemm_job(a, p->swap, i);
+        for (int64_t row = 0; row < j.m; row += p->block_rows) {
+            int64_t k = 0;
+            do {
+                gemm_run r = {.job = gemm_block(p, &j, row, k, mem),
+                              .t = p->t,
+                              .work = mem + p->pack_size,
+                              .work_size = p->work_size,
+                              .group_rows = p->group_rows};
+                r.panels = (r.job.m + p->t->mr - 1) / p->t->mr;
+                r.groups = (r.job.m + p->group_rows - 1) / p->group_rows;
+                r.tasks = (r.job.n + p->t->cols - 1) / p->t->cols * r.groups;
+                om_parallel_for(cx, p->workers, 1, gemm_worker, &r);
+                k += p->block_k;
+            } while (k < j.k);
+        }
+    }
+}
+
+/* --- the host's BLAS ------------------------------------------------------------------------------- */
+
+enum { FORCE_NONE, FORCE_OWN, FORCE_BLAS, FORCE_HOST };
+static int gemm_forced(void) { /* read once; a race writes the same value twice */
+    static atomic_int known;
+    int f = atomic_load(&known);
+    if (!f) {
+        const char *e = getenv("ORTMODULE_GEMM");
+        f = 1 + (e && !strcmp(e, "own")    ? FORCE_OWN
+                 : e && !strcmp(e, "blas") ? FORCE_BLAS
+                 : e && !strcmp(e, "host") ? FORCE_HOST
+                                           : FORCE_NONE);
+        atomic_store(&known, f);
+    }
+    return f - 1;
+}
+
+/* A row-major operand (rows, cols) as BLAS sees it: column-major and transposed. Fills 'N' and ld when rows are
+ * contiguous, 'T' when columns are. */
+static bool blas_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *trans, int *ld) {
+    int64_t l;
+    if ((cs == 1 || cols <= 1) && (rs >= cols || rows <= 1)) *trans = 'N', l = rows <= 1 ? cols : rs;
+    else if ((rs == 1 || rows <= 1) && (cs >= rows || cols <= 1)) *trans = 'T', l = cols <= 1 ? rows : cs;
+    else return false;
+    if (l < 1) l = 1;
+    *ld = (int)l;
+    return l <= INT_MAX;
+}
+
+typedef struct gemm_blas {
+    char ta, tb, tc;
+    int lda, ldb, ldc;
+} gemm_blas;
+
+static bool blas_operands(const om_gemm_args *a, gemm_blas *b) {
+    return blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) &&
+           blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) &&
+           blas_operand(a->m, a->n, a->rsc, a->csc, &b->tc, &b->ldc) && b->tc == 'N';
+}
+
+static bool blas_fits(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
+    if (a->dtype == OM_F32 ? !cx->sv.sgemm : a->dtype == OM_F64 ? !cx->sv.dgemm : true) return false;
+    if (a->m > INT_MAX || a->n > INT_MAX || a->k > INT_MAX || a->k == 0) return false;
+    return blas_operands(a, b);
+}
+
+/* Measured (tests/bench/bench_gemm.py). */
+static bool blas_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
+    int forced = gemm_forced();
+    if (forced == FORCE_OWN) return false;
+    if (!blas_fits(cx, a, b)) return false;
+    if (forced == FORCE_BLAS) return true;
+    return om_isa() == OM_ISA_GENERIC;
+}
+
+static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s) {
+    int m = (int)a->m, n = (int)a->n, k = (int)a->k;
+    int64_t es = (int64_t)om_dtype_size(a->dtype);
+    for (int64_t i = 0; i < a->batch; i++) {
+        const char *pa = (const char *)a->a + (a->off_a ? a->off_a[i] : 0) * es,
+                   *pb = (const char *)a->b + (a->off_b ? a->off_b[i] : 0) * es;
+        char *pc = (char *)a->c + (a->off_c ? a->off_c[i] : 0) * es;
+        int beta = a->beta;
+        if (a->bias && !beta) { /* C starts as the bias */
+            for (int64_t r = 0; r < a->m; r++) memcpy(pc + r * s->ldc * es, a->bias, (size_t)(a->n * es));
+            beta = 1;
+        } else if (a->bias) {
+            for (int64_t r = 0; r < a->m; r++)
+                for (int64_t c = 0; c < a->n; c++)
+                    if (a->dtype == OM_F32) ((float *)pc)[r * s->ldc + c] += ((const float *)a->bias)[c];
+                    else ((double *)pc)[r * s->ldc + c] += ((const double *)a->bias)[c];
+        }
+        if (a->dtype == OM_F32) {
+            float al = (float)a->alpha, be = (float)beta;
+            cx->sv.sgemm(&s->tb, &s->ta, &n, &m, &k, &al, (const float *)pb, &s->ldb, (const float *)pa, &s->lda, &be,
+                         (float *)pc, &s->ldc);
+        } else {
+            double al = a->alpha, be = beta;
+            cx->sv.dgemm(&s->tb, &s->ta, &n, &m, &k, &al, (const double *)pb, &s->ldb, (const double *)pa, &s->lda, &be,
+                         (double *)pc, &s->ldc);
+        }
+    }
+}
+
+/* --- the host's bf16 product (oneDNN inside torch) -------------------------------------------------- */
+
+static bool bf16_native(void) { /* AVX512_BF16 or AMX_BF16; read once, a race writes the same value twice */
+    static atomic_int known;
+    int n = atomic_load(&known);
+    if (!n) {
+        n = 1;
+#if defined(__x86_64__)
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        if (om_isa() == OM_ISA_AVX512) {
+            if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) n = 2;
+            if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1) n = 2;
+        }
+#endif
+        atomic_store(&known, n);
+    }
+    return n == 2;
+}
+
+static bool host_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
+    int forced = gemm_forced();
+    if (a->dtype != OM_BF16 || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0) return false;
+    if (!blas_operands(a, b)) return false;
+    return forced == FORCE_HOST || (bf16_native() && (double)a->m * (double)a->n * (double)a->k >= HOST_MIN);
+}
+
+/* How many of the products the host has done, in order. */
+static int64_t host_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s) {
+    int64_t i = 0;
+    for (; i < a->batch; i++) {
+        const char *pa = (const char *)a->a + (a->off_a ? a->off_a[i] : 0) * 2,
+                   *pb = (const char *)a->b + (a->off_b ? a->off_b[i] : 0) * 2;
+        char *pc = (char *)a->c + (a->off_c ? a->off_c[i] : 0) * 2;
+        if (!cx->sv.gemm_bf16(cx->sv.user, a->m, a->n, a->k, pa, s->ta == 'N' ? s->lda : 1, s->ta == 'N' ? 1 : s->lda,
+                              pb, s->tb == 'N' ? s->ldb : 1, s->tb == 'N' ? 1 : s->ldb, a->beta, pc, s->ldc, a->bias))
+            break;
+    }
+    return i;
+}
+
+/* --- the door -------------------------------------------------------------------------------------- */
+
+int64_t om_gemm_scratch(om_ctx *cx, const om_gemm_args *a) {
+    gemm_blas blas;
+    if (a->m <= 0 || a->n <= 0 || a->batch <= 0 || blas_chosen(cx, a, &blas) || host_chosen(cx, a, &blas)) return 0;
+    int64_t most = 0; /* a run may have fewer threads than its plan, and then cuts the work differently */
+    for (int t = om_num_threads(cx); t > 0; t--) {
+        gemm_plan p = gemm_plan_make(t, a);
+        int64_t bytes = gemm_own_scratch(&p);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {
+    if (!om_is_float(a->dtype))
+        return om_fail(cx, OM_UNSUPPORTED,
+                       "matrix product of %s: only f32, f64, bf16 and f16 have a kernel; cast the operands",
+                       om_dtype_name(a->dtype));
+    if (a->m <= 0 || a->n <= 0 || a->batch <= 0) return OM_OK;
+    gemm_blas blas;
+    if (blas_chosen(cx, a, &blas)) {
+        gemm_blas_run(cx, a, &blas);
+        return OM_OK;
+    }
+    char *mem = a->scratch, *scratch = mem;
+    om_gemm_args rest = *a;
+    if (host_chosen(cx, a, &blas)) {
+        int64_t done = host_run(cx, a, &blas);
+        if (done == a->batch) return OM_OK;
+        rest.batch -= done;
+        if (a->off_a) rest.off_a += done;
+        if (a->off_b) rest.off_b += done;
+        if (a->off_c) rest.off_c += done;
+        a = &rest;
+        mem = scratch = NULL; /* none was asked for */
+    }
+    gemm_plan p = gemm_plan_make(om_num_threads(cx), a);
+    if (!mem && !(mem = om_alloc(cx, (size_t)gemm_own_scratch(&p)))) return OM_NOMEM;
+    gemm_own(cx, a, &p, mem);
+    if (!scratch) om_free(cx, mem);
+    return OM_OK;
+}

@@ -1,0 +1,604 @@
+/* attention_type.h - the part of attention.k.c that is written once and compiled per compute type (after vec.h). */
+#ifndef OM_ATTENTION_TYPE_ONCE
+#define OM_ATTENTION_TYPE_ONCE
+enum { BR = 64, BC = 64 }; /* queries and keys of a tile: S, P and dP (16 KB each in f32) stay in L1/L2 */
+enum { TILE_HIDDEN, TILE_PLAIN, TILE_MASKED };
+
+/* First element of (batch entry b, head h). */
+static int64_t head_at(const om_tensor *t, const om_tensor *like, int64_t b, int64_t h) {
+    int64_t at = h * t->stride[t->rank - 3];
+    for (int i = like->rank - 4; i >= 0; i--) {
+        at += b % like->dim[i] * t->stride[i];
+        b /= like->dim[i];
+    }
+    return at;
+}
+
+static const void *elem(const om_tensor *t, int64_t at) {
+    int64_t size = t->dtype == OM_F64 ? 8 : t->dtype == OM_F32 ? 4 : t->dtype == OM_BOOL ? 1 : 2;
+    return (const char *)t->data + at * size;
+}
+
+/* Keys [*lo, *hi) that query i of batch entry b may see, mask tensor apart; empty is lo >= hi. */
+static void visible(const om_attn_job *j, int64_t b, int64_t i, int64_t *lo, int64_t *hi) {
+    int64_t l = 0, h = j->tk;
+    if (j->kv_start && j->kv_start[b * j->start_stride] > l) l = j->kv_start[b * j->start_stride];
+    if (j->kv_end && j->kv_end[b * j->end_stride] < h) h = j->kv_end[b * j->end_stride];
+    if (j->causal && i + j->offset + 1 < h) h = i + j->offset + 1;
+    if (j->window > 0 && i - j->window + 1 > l) l = i - j->window + 1;
+    *lo = l;
+    *hi = h;
+}
+
+/* Dropout words of one row, left to right: a block of 64 words that two tiles share is drawn once. */
+typedef struct drop_row { uint64_t block; uint32_t word[OM_PHILOX_BLOCK]; } drop_row;
+
+static void drop_words(const om_attn_job *j, drop_row *r, uint64_t first, int64_t n, uint32_t *out) {
+    while (n > 0) {
+        uint64_t block = first / OM_PHILOX_BLOCK;
+        int64_t skip = (int64_t)(first % OM_PHILOX_BLOCK),
+                take = OM_PHILOX_BLOCK - skip < n ? OM_PHILOX_BLOCK - skip : n;
+        if (skip == 0 && take == OM_PHILOX_BLOCK) {
+            om_philox_block(j->seed, j->stream, block, out);
+        } else {
+            if (r->block != block) om_philox_block(j->seed, j->stream, block, r->word);
+            r->block = block;
+            memcpy(out, r->word + skip, (size_t)take * sizeof *out);
+        }
+        first += (uint64_t)take, out += take, n -= take;
+    }
+}
+#endif
+
+/* e^x for x <= 0 (and a little above): 0 below the smallest normal number, NaN stays NaN. Error below 1.5 ulp. */
+OM_INLINE V N(vexp)(V x) {
+#if OM_VEC_BITS == 32
+    const T low = -87.3f, log2e = 1.44269504f, ln2_hi = 0.693359375f, ln2_lo = -2.12194440e-4f, magic = 0x1.8p23f;
+    enum { SHIFT = 23, BIAS = 127 };
+#else
+    const T low = -708.3, log2e = 1.4426950408889634, ln2_hi = 0x1.62e42fee00000p-1, ln2_lo = 0x1.a39ef35793c76p-33,
+            magic = 0x1.8p52;
+    enum { SHIFT = 52, BIAS = 1023 };
+#endif
+    V r = x * log2e + magic; /* the integer sits in the low bits */
+    U n = (U)r;
+    r -= magic;
+    V f = x - r * ln2_hi - r * ln2_lo;
+#if OM_VEC_BITS == 32
+    V p = f * (1.0f / 5040) + 1.0f / 720;
+#else
+    V p = f * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+    p = p * f + 1.0 / 39916800.0;
+    p = p * f + 1.0 / 3628800.0;
+    p = p * f + 1.0 / 362880.0;
+    p = p * f + 1.0 / 40320.0;
+    p = p * f + 1.0 / 5040.0;
+    p = p * f + 1.0 / 720.0;
+#endif
+    p = p * f + (T)(1.0 / 120);
+    p = p * f + (T)(1.0 / 24);
+    p = p * f + (T)(1.0 / 6);
+    p = p * f + (T)0.5;
+    p = p * f + (T)1;
+    p = p * f + (T)1;
+    p *= (V)((n + BIAS) << SHIFT); /* bits of magic above the integer are shifted out */
+    return (V)((U)p & ~(U)(I)(x < low)); /* whatever came out below `low` becomes 0 */
+}
+
+static inline int64_t N(pad)(int64_t n) { return (n + VL - 1) / VL * VL; }
+
+/* --- small products ---------------------------------------------------------------------------------- */
+
+/* c (mr, nv * VL) = or += a b; a (mr, kc) row-major, or with `flip` stored (kc, mr). */
+OM_INLINE void N(product_tile)(int mr, int nv, bool flip, int64_t kc, const T *a, int64_t lda, const T *b, int64_t ldb,
+                               T *c, int64_t ldc, bool add) {
+    V acc[OM_MR][OM_NV];
+    N(micro)(mr, nv, kc, a, flip ? 1 : lda, flip ? lda : 1, b, ldb, acc);
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v++) {
+            T *p = c + i * ldc + v * VL;
+            N(vstore)(p, add ? acc[i][v] + N(vload)(p) : acc[i][v]);
+        }
+}
+
+#define ROWS(x)                                                                                     \
+    case x:                                                                                         \
+        if (wide) N(product_tile)(x, 2, flip, kc, a, lda, b, ldb, c, ldc, add);                     \
+        else N(product_tile)(x, 1, flip, kc, a, lda, b, ldb, c, ldc, add);                          \
+        break;
+OM_INLINE void N(product_rows)(int64_t mr, bool wide, bool flip, int64_t kc, const T *a, int64_t lda, const T *b,
+                               int64_t ldb, T *c, int64_t ldc, bool add) {
+    switch (mr) {
+        ROWS(1) ROWS(2) ROWS(3)
+#if OM_MR > 4
+        ROWS(4) ROWS(5)
+#endif
+#if OM_MR > 6
+        ROWS(6) ROWS(7)
+#endif
+        ROWS(OM_MR)
+    default: break;
+    }
+}
+#undef ROWS
+
+/* c (m, n) = or += a b with n a multiple of VL: a (m, kc) row-major; b (kc, n). */
+static __attribute__((noinline)) void N(product)(int64_t m, int64_t n, int64_t kc, const T *a, int64_t lda, const T *b,
+                                                 int64_t ldb, T *c, int64_t ldc, bool add) {
+    for (int64_t j = 0; j < n; j += 2 * VL)
+        for (int64_t i = 0; i < m; i += OM_MR)
+            N(product_rows)
+            (m - i < OM_MR ? m - i : OM_MR, n - j > VL, false, kc, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc,
+             add);
+}
+
+/* c (m, n) += a^T b: a (kc, m) row-major. */
+static __attribute__((noinline)) void N(product_flip)(int64_t m, int64_t n, int64_t kc, const T *a, int64_t lda,
+                                                      const T *b, int64_t ldb, T *c, int64_t ldc) {
+    for (int64_t j = 0; j < n; j += 2 * VL)
+        for (int64_t i = 0; i < m; i += OM_MR)
+            N(product_rows)
+            (m - i < OM_MR ? m - i : OM_MR, n - j > VL, true, kc, a + i, lda, b + j, ldb, c + i * ldc + j, ldc, true);
+}
+
+/* --- moving rows between tensors and tiles -------------------------------------------------------------- */
+
+OM_INLINE void N(rows_in_as)(T *dst, int64_t ld, const void *src, int64_t n, int64_t w, int64_t rs, int64_t es, int s) {
+    for (int64_t i = 0; i < n; i++) {
+        int64_t k = 0;
+        if (es == 1)
+            for (; k + VL <= w; k += VL) N(vstore)(dst + i * ld + k, N(vget)(src, i * rs + k, s));
+        for (; k < w; k++) dst[i * ld + k] = N(get)(src, i * rs + k * es, s);
+        for (; k < ld; k++) dst[i * ld + k] = 0;
+    }
+}
+
+/* Rows [t0, t0 + n) of head `at` as (n, ld), ld >= width a multiple of VL, zeros after the width. Where the tensor
+ * already is such a matrix it is used as it stands. */
+static const T *N(rows_in)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, T *buf, int64_t *ld) {
+    int r = x->rank;
+    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
+    const void *src = elem(x, at + t0 * rs);
+    if (x->dtype == STORE_T && es == 1 && w % VL == 0) {
+        *ld = rs;
+        return src;
+    }
+    *ld = N(pad)(w);
+#if OM_VEC_BITS == 32
+    if (x->dtype == OM_BF16) N(rows_in_as)(buf, *ld, src, n, w, rs, es, OM_BF16);
+    else if (x->dtype == OM_F16) N(rows_in_as)(buf, *ld, src, n, w, rs, es, OM_F16);
+    else
+#endif
+        N(rows_in_as)(buf, *ld, src, n, w, rs, es, STORE_T);
+    return buf;
+}
+
+/* Rows [t0, t0 + n) transposed: (width, BC), zeros after n. */
+static void N(cols_in)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, T *dst) {
+    int r = x->rank;
+    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
+    const void *src = elem(x, at + t0 * rs);
+#if OM_VEC_BITS == 32
+    if (x->dtype == OM_BF16) N(pack_strip)(dst, BC, src, n, w, rs, es, OM_BF16);
+    else if (x->dtype == OM_F16) N(pack_strip)(dst, BC, src, n, w, rs, es, OM_F16);
+    else
+#endif
+        N(pack_strip)(dst, BC, src, n, w, rs, es, STORE_T);
+}
+
+OM_INLINE void N(rows_out_as)(void *dst, int64_t n, int64_t w, int64_t rs, int64_t es, const T *src, int64_t ld,
+                              int s) {
+    for (int64_t i = 0; i < n; i++)
+        if (es == 1)
+            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k, src[i * ld + k], s);
+        else
+            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k * es, src[i * ld + k], s);
+}
+
+/* (n, ld) back into rows [t0, t0 + n) of head `at`, rounded to the tensor's type. */
+static void N(rows_out)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, const T *src, int64_t ld) {
+    int r = x->rank;
+    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
+    void *dst = (void *)elem(x, at + t0 * rs);
+#if OM_VEC_BITS == 32
+    if (x->dtype == OM_BF16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_BF16);
+    else if (x->dtype == OM_F16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_F16);
+    else
+#endif
+        N(rows_out_as)(dst, n, w, rs, es, src, ld, STORE_T);
+}
+
+/* --- the mask ------------------------------------------------------------------------------------------- */
+
+/* The mask's tile (n, w) at (i0, j0) as numbers to add; *ld = 0 when all rows are equal. */
+static int N(mask_tile)(const om_attn_job *j, int64_t at, int64_t i0, int64_t n, int64_t j0, int64_t w, T *buf,
+                        int64_t *ld) {
+    const om_tensor *x = &j->mask;
+    if (x->dtype == OM_NODTYPE) return TILE_PLAIN;
+    int64_t rs = x->stride[x->rank - 2], cs = x->stride[x->rank - 1], rows = rs == 0 ? 1 : n;
+    *ld = rs == 0 ? 0 : BC;
+    bool some = false, all = true; /* something visible; nothing changed */
+    for (int64_t i = 0; i < rows; i++) {
+        T *d = buf + i * BC;
+        const void *src = elem(x, at + (i0 + i) * rs + j0 * cs);
+        int seen = 0, plain = 1;
+        if (x->dtype == OM_BOOL) {
+            const uint8_t *m = src;
+            for (int64_t k = 0; k < w; k++) {
+                int v = m[k * cs] != 0;
+                d[k] = v ? (T)0 : -(T)INFINITY;
+                seen |= v;
+                plain &= v;
+            }
+        } else {
+            for (int64_t k = 0; k < w; k++) {
+                T v = x->dtype == OM_F32    ? (T)((const float *)src)[k * cs]
+                      : x->dtype == OM_F64  ? (T)((const double *)src)[k * cs]
+                      : x->dtype == OM_BF16 ? (T)om_bf16_to_f32(((const uint16_t *)src)[k * cs])
+                                            : (T)om_f16_to_f32(((const uint16_t *)src)[k * cs]);
+                d[k] = v;
+                seen |= v != -(T)INFINITY;
+                plain &= v == 0;
+            }
+        }
+        for (int64_t k = w; k < BC; k++) d[k] = 0;
+        some |= seen;
+        all &= plain;
+    }
+    return !some ? TILE_HIDDEN : all ? TILE_PLAIN : TILE_MASKED;
+}
+
+/* x = s * scale + mask in place for one row; keys outside [lo, hi) (counted from the tile's start) become -inf. Returns
+ * the maximum. */
+OM_INLINE T N(row_scores)(T *s, int64_t w, T scale, const T *mask, int64_t lo, int64_t hi) {
+    static const I lane = {OM_LANES(+)};
+    const V none = (V){0} - (T)INFINITY;
+    V top = none;
+    bool edge = lo > 0 || hi < N(pad)(w);
+    for (int64_t k = 0; k < w; k += VL) {
+        V x = N(vload)(s + k) * scale;
+        if (mask) x += N(vload)(mask + k);
+        if (edge) {
+            I at = lane + (__typeof__(lane[0]))k;
+            x = N(pick)((at >= (__typeof__(lane[0]))lo) & (at < (__typeof__(lane[0]))hi), x, none);
+        }
+        N(vstore)(s + k, x);
+        top = N(pick)(x > top, x, top);
+    }
+    return N(vmax)(top);
+}
+
+/* --- forward ---------------------------------------------------------------------------------------------- */
+
+typedef struct N(work) { /* carved from the worker's memory */
+    T *kt, *vt;          /* K and V transposed: blocks of (width, BC) */
+    T *kr, *vr;          /* K and V as rows, where the tensor cannot be used as it stands */
+    T *q, *dy, *y;       /* one block of queries: (BR, width) */
+    T *s, *dp, *mask;    /* tiles (BR, BC) */
+    T *out;              /* (BR, width): O, or dQ */
+    T *dk, *dv;          /* sums over a head's queries: (tk, width) */
+    T *m, *l, *delta;    /* per query */
+    T *top, *fade;       /* per query: the new maximum, e^(old - new) */
+    T *p;                /* (BC): a row of P */
+    uint32_t *word;      /* (BC) */
+    drop_row *drop;      /* (BR) */
+} N(work);
+
+static int64_t N(carve)(const om_attn_job *j, bool backward, char *base, N(work) *w) {
+    int64_t at = 0, blocks = (j->tk + BC - 1) / BC, dp = N(pad)(j->d), vp = N(pad)(j->dv_size), big = dp > vp ? dp : vp;
+#define CARVE(field, type, count)                                                                   \
+    w->field = (type *)(void *)(base + at);                                                         \
+    at = (at + (int64_t)sizeof(type) * (count) + 63) & ~(int64_t)63;
+    CARVE(kt, T, blocks * BC * j->d + VL)
+    CARVE(vr, T, j->tk * vp)
+    CARVE(q, T, BR * dp)
+    CARVE(s, T, BR * BC)
+    CARVE(mask, T, BR * BC)
+    CARVE(out, T, BR * big)
+    CARVE(m, T, BR)
+    CARVE(l, T, BR)
+    CARVE(top, T, BR)
+    CARVE(fade, T, BR)
+    CARVE(word, uint32_t, BC)
+    CARVE(drop, drop_row, j->dropout > 0 ? BR : 0)
+    if (backward) {
+        CARVE(vt, T, blocks * BC * j->dv_size + VL)
+        CARVE(kr, T, j->tk * dp)
+        CARVE(dy, T, BR * vp)
+        CARVE(y, T, BR * vp)
+        CARVE(dp, T, BR * BC)
+        CARVE(dk, T, j->tk * dp)
+        CARVE(dv, T, j->tk * vp)
+        CARVE(delta, T, BR)
+        CARVE(p, T, BC)
+    }
+#undef CARVE
+    return at;
+}
+
+static int64_t N(forward_work)(const om_attn_job *j) {
+    N(work) w = {0};
+    return N(carve)(j, false, NULL, &w);
+}
+
+static int64_t N(backward_work)(const om_attn_job *j) {
+    N(work) w = {0};
+    return N(carve)(j, true, NULL, &w);
+}
+
+/* Union of what queries [i0, i0 + n) may see, as tile bounds. */
+static void N(range)(const om_attn_job *j, int64_t b, int64_t i0, int64_t n, int64_t *from, int64_t *to) {
+    int64_t lo0, hi0, lo1, hi1; /* both bounds grow with i */
+    visible(j, b, i0, &lo0, &hi0);
+    visible(j, b, i0 + n - 1, &lo1, &hi1);
+    *from = (lo0 < 0 ? 0 : lo0) / BC * BC;
+    *to = hi1;
+}
+
+static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
+    N(work) w;
+    N(carve)(j, false, memory, &w);
+    int64_t chunk = task % j->chunks, head = task / j->chunks, b = head / j->hq, h = head % j->hq,
+            kv = h / (j->hq / j->hk);
+    int64_t q_at = head_at(&j->q, &j->q, b, h), k_at = head_at(&j->k, &j->q, b, kv),
+            v_at = head_at(&j->v, &j->q, b, kv);
+    int64_t y_at = head_at(&j->y, &j->q, b, h), m_at = j->mask.dtype ? head_at(&j->mask, &j->q, b, h) : 0;
+    int64_t first = chunk * j->chunk_rows, last = first + j->chunk_rows < j->tq ? first + j->chunk_rows : j->tq,
+            vp = N(pad)(j->dv_size);
+    if (first >= last) return;
+    T scale = (T)j->scale, keep_scale = (T)om_dropout_scale(j->dropout);
+    uint32_t keep_below = om_philox_keep_below(j->dropout);
+    bool drop = j->dropout > 0;
+    int64_t from, to, ldv = 0;
+    N(range)(j, b, first, last - first, &from, &to);
+    if (to > from) {
+        for (int64_t j0 = from; j0 < to; j0 += BC)
+            N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * j->d);
+    }
+    const T *v = to > from ? N(rows_in)(&j->v, v_at, from, to - from, w.vr, &ldv) : NULL;
+    int64_t v_from = from;
+    T *lse = (T *)j->lse.data + head * j->tq;
+
+    for (int64_t i0 = first; i0 < last; i0 += BR) {
+        int64_t n = last - i0 < BR ? last - i0 : BR, ldq, ldm = 0;
+        const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq);
+        for (int64_t i = 0; i < BR; i++) w.m[i] = w.top[i] = -(T)INFINITY, w.l[i] = 0;
+        memset(w.out, 0, (size_t)(n * vp) * sizeof(T));
+        for (int64_t i = 0; drop && i < n; i++) w.drop[i].block = UINT64_MAX;
+        N(range)(j, b, i0, n, &from, &to);
+        for (int64_t j0 = from; j0 < to; j0 += BC) {
+            int64_t c = j->tk - j0 < BC ? j->tk - j0 : BC;
+            if (j0 + c > to) c = to - j0;
+            int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
+            if (tile == TILE_HIDDEN) continue;
+            N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
+            for (int64_t i = 0; i < n; i++) {
+                int64_t lo, hi;
+                visible(j, b, i0 + i, &lo, &hi);
+                lo -= j0, hi -= j0;
+                T top = N(row_scores)(w.s + i * BC, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo,
+                                      hi > c ? c : hi);
+                w.top[i] = w.m[i] > top ? w.m[i] : top;
+            }
+            /* e^(m - m'): 0 for the first tile, where m = -inf; NaN while m' is -inf, unused */
+            for (int64_t i = 0; i < n; i += VL) {
+                V top = N(vload)(w.top + i);
+                N(vstore)(w.fade + i, N(vexp)(N(vload)(w.m + i) - top));
+                N(vstore)(w.m + i, top);
+            }
+            for (int64_t i = 0; i < n; i++) {
+                T *s = w.s + i * BC, *o = w.out + i * vp, m = w.m[i], fade = w.fade[i];
+                if (m == -(T)INFINITY) { /* nothing visible so far; a NaN must still come through */
+                    for (int64_t k = 0; k < c; k++) {
+                        s[k] = s[k] != s[k] ? s[k] : 0;
+                        w.l[i] += s[k];
+                    }
+                    continue;
+                }
+                V sum = {0};
+                for (int64_t k = 0; k < c; k += VL) {
+                    V p = N(vexp)(N(vload)(s + k) - m);
+                    sum += p;
+                    N(vstore)(s + k, p);
+                }
+                if (drop) {
+                    drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
+                    for (int64_t k = 0; k < c; k++) s[k] = w.word[k] < keep_below ? s[k] * keep_scale : 0;
+                }
+                w.l[i] = w.l[i] * fade + N(vsum)(sum);
+                if (fade != 1)
+                    for (int64_t k = 0; k < vp; k += VL) N(vstore)(o + k, N(vload)(o + k) * fade);
+            }
+            N(product)(n, vp, c, w.s, BC, v + (j0 - v_from) * ldv, ldv, w.out, vp, true);
+        }
+        for (int64_t i = 0; i < n; i++) {
+            T *o = w.out + i * vp, inv = w.l[i] != 0 ? 1 / w.l[i] : j->nan_rows ? (T)NAN : 0;
+            for (int64_t k = 0; k < vp; k += VL) N(vstore)(o + k, N(vload)(o + k) * inv);
+            lse[i0 + i] = w.l[i] == 0 ? -(T)INFINITY : w.m[i] + (T)log((double)w.l[i]);
+        }
+        N(rows_out)(&j->y, y_at, i0, n, w.out, vp);
+    }
+}
+
+/* --- backward --------------------------------------------------------------------------------------------- */
+
+/* m and 1 / l of the queries whose lse is too large in magnitude to hold log l. */
+static void N(stats)(const om_attn_job *j, N(work) * w, int64_t b, int64_t m_at, int64_t i0, int64_t n, int64_t from,
+                     int64_t to, const T *q, int64_t ldq) {
+    T m[BR], l[BR];
+    int64_t ldm = 0;
+    for (int64_t i = 0; i < n; i++) m[i] = -(T)INFINITY, l[i] = 0;
+    for (int64_t j0 = from; j0 < to; j0 += BC) {
+        int64_t c = to - j0 < BC ? to - j0 : BC;
+        int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w->mask, &ldm);
+        if (tile == TILE_HIDDEN) continue;
+        N(product)(n, N(pad)(c), j->d, q, ldq, w->kt + j0 * j->d, BC, w->s, BC, false);
+        for (int64_t i = 0; i < n; i++) {
+            T *s = w->s + i * BC;
+            int64_t lo, hi;
+            visible(j, b, i0 + i, &lo, &hi);
+            T top = N(row_scores)(s, c, (T)j->scale, tile == TILE_MASKED ? w->mask + i * ldm : NULL, lo - j0,
+                                  hi - j0 > c ? c : hi - j0);
+            T max = m[i] > top ? m[i] : top;
+            if (max == -(T)INFINITY) continue;
+            V sum = {0};
+            for (int64_t k = 0; k < c; k += VL) sum += N(vexp)(N(vload)(s + k) - max);
+            l[i] = l[i] * (m[i] == max ? 1 : (T)exp((double)(m[i] - max))) + N(vsum)(sum);
+            m[i] = max;
+        }
+    }
+    for (int64_t i = 0; i < n; i++)
+        if (w->l[i] < 0) w->m[i] = m[i], w->l[i] = 1 / l[i];
+}
+
+/* dmask += one row of dS; an axis the mask does not have is summed: columns here, rows first over the tile (column). */
+static void N(dmask_row)(T *dst, T *column, int64_t col, T *ds, int64_t c) {
+    if (column) {
+        for (int64_t k = 0; k < c; k++) column[k] += ds[k];
+    } else if (col == 0) {
+        T sum = 0;
+        for (int64_t k = 0; k < c; k++) sum += ds[k];
+        *dst += sum;
+    } else {
+        for (int64_t k = 0; k < c; k++) dst[k * col] += ds[k];
+    }
+}
+
+static void N(dmask_columns)(T *dst, int64_t col, const T *column, int64_t c) {
+    T sum = 0;
+    for (int64_t k = 0; k < c; k++)
+        if (col) dst[k * col] += column[k];
+        else sum += column[k];
+    if (!col) *dst += sum;
+}
+
+static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b, int64_t h, const T *kr, int64_t ldk) {
+    N(work) w = *mem;
+    int64_t head = b * j->hq + h, dp = N(pad)(j->d), vp = N(pad)(j->dv_size);
+    int64_t q_at = head_at(&j->q, &j->q, b, h), y_at = head_at(&j->y, &j->q, b, h),
+            dy_at = head_at(&j->dy, &j->q, b, h), dq_at = head_at(&j->dq, &j->q, b, h);
+    int64_t m_at = j->mask.dtype ? head_at(&j->mask, &j->q, b, h) : 0;
+    T *dmask = j->dmask.dtype ? (T *)j->dmask.data + head_at(&j->dmask, &j->q, b, h) : NULL;
+    int64_t dm_row = j->dmask.stride[j->q.rank - 2], dm_col = j->dmask.stride[j->q.rank - 1];
+    int64_t f_at = j->frozen.dtype ? head_at(&j->frozen, &j->q, b, h) : 0, f_row = j->frozen.stride[j->q.rank - 2],
+            f_col = j->frozen.stride[j->q.rank - 1];
+    const T *lse = (const T *)j->lse.data + head * j->tq;
+    T scale = (T)j->scale, keep_scale = (T)om_dropout_scale(j->dropout);
+    uint32_t keep_below = om_philox_keep_below(j->dropout);
+    bool drop = j->dropout > 0;
+    T column[BC];
+    for (int64_t i0 = 0; i0 < j->tq; i0 += BR) {
+        int64_t n = j->tq - i0 < BR ? j->tq - i0 : BR, ldq, lddy, ldy, ldm = 0, from, to;
+        const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq), *dy = N(rows_in)(&j->dy, dy_at, i0, n, w.dy, &lddy);
+        const T *y = N(rows_in)(&j->y, y_at, i0, n, w.y, &ldy);
+        bool odd = false, blind = false; /* blind: some query saw nothing, and that is NaN */
+        for (int64_t i = 0; i < n; i++) {
+            V sum = {0};
+            for (int64_t k = 0; k < vp; k += VL) sum += N(vload)(dy + i * lddy + k) * N(vload)(y + i * ldy + k);
+            w.delta[i] = N(vsum)(sum);
+            T x = lse[i0 + i];
+            w.m[i] = x == -(T)INFINITY ? 0 : x;
+            w.l[i] = x == -(T)INFINITY ? 0 : 1; /* from here on: what exp(x - m) is multiplied by */
+            blind |= x == -(T)INFINITY && j->nan_rows;
+            if ((x < -1000 || x > 1000) && x - x == 0) w.l[i] = -1, odd = true;
+            if (drop) w.drop[i].block = UINT64_MAX;
+        }
+        memset(w.out, 0, (size_t)(n * dp) * sizeof(T));
+        N(range)(j, b, i0, n, &from, &to);
+        if (blind) from = 0, to = j->tk;
+        /* the tile holds whole rows: softmax and D anew, without the rounding of lse and y */
+        bool single = to - from <= BC;
+        if (odd && !single) N(stats)(j, &w, b, m_at, i0, n, from, to, q, ldq);
+        for (int64_t j0 = from; j0 < to; j0 += BC) {
+            int64_t c = to - j0 < BC ? to - j0 : BC;
+            int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
+            if (tile == TILE_HIDDEN && !blind) continue;
+            if (tile == TILE_HIDDEN) tile = TILE_MASKED; /* the mask's tile is all -inf */
+            N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
+            N(product)(n, N(pad)(c), j->dv_size, dy, lddy, w.vt + j0 * j->dv_size, BC, w.dp, BC, false);
+            if (dm_row == 0) memset(column, 0, sizeof column);
+            for (int64_t i = 0; i < n; i++) {
+                T *s = w.s + i * BC, *ds = w.dp + i * BC, m = w.m[i], l = w.l[i], delta = w.delta[i];
+                if (l == 0) { /* saw nothing */
+                    for (int64_t k = 0; k < BC; k++)
+                        s[k] = blind ? (T)NAN : 0, ds[k] = blind && j->nan_rows == 1 ? (T)NAN : 0;
+                    if (blind) goto scores;
+                    continue;
+                }
+                int64_t lo, hi;
+                visible(j, b, i0 + i, &lo, &hi);
+                lo -= j0, hi -= j0;
+                if (hi > c) hi = c;
+                T top = N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi);
+                if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
+                if (single) m = top, l = 1;
+                V own = {0}, total = {0};
+                for (int64_t k = 0; k < c; k += VL) {
+                    V p = N(vexp)(N(vload)(s + k) - m) * l, g = N(vload)(ds + k), kept = p;
+                    if (drop) {
+                        T f[VL];
+#pragma GCC unroll 16
+                        for (int t = 0; t < VL; t++) f[t] = w.word[k + t] < keep_below ? keep_scale : 0;
+                        kept = p * N(vload)(f);
+                        g *= N(vload)(f);
+                    }
+                    N(vstore)(s + k, kept);
+                    N(vstore)(ds + k, single ? g : p * (g - delta));
+                    if (single) {
+                        total += p;
+                        own += p * g;
+                        N(vstore)(w.p + k, p);
+                    }
+                }
+                if (single) {
+                    l = 1 / N(vsum)(total);
+                    delta = N(vsum)(own) * l;
+                    for (int64_t k = 0; k < c; k += VL) {
+                        N(vstore)(s + k, N(vload)(s + k) * l);
+                        N(vstore)(ds + k, N(vload)(w.p + k) * l * (N(vload)(ds + k) - delta));
+                    }
+                }
+            scores:
+                            if (dmask)
+                                N(dmask_row)
+                                (dmask + (i0 + i) * dm_row + j0 * dm_col, dm_row == 0 ? column : NULL, dm_col, ds, c);
+                            if (j->frozen.dtype) {
+                                const uint8_t *f = (const uint8_t *)j->frozen.data + f_at + (i0 + i) * f_row +
+                                                   j0 * f_col;
+                                for (int64_t k = 0; k < c; k++) ds[k] = f[k * f_col] ? 0 : ds[k];
+                }
+                for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(ds + k) * scale);
+            }
+            if (dmask && dm_row == 0) N(dmask_columns)(dmask + j0 * dm_col, dm_col, column, c);
+            N(product_flip)(c, vp, n, w.s, BC, dy, lddy, w.dv + j0 * vp, vp);
+            N(product_flip)(c, dp, n, w.dp, BC, q, ldq, w.dk + j0 * dp, dp);
+            N(product)(n, dp, c, w.dp, BC, kr + j0 * ldk, ldk, w.out, dp, true);
+        }
+        N(rows_out)(&j->dq, dq_at, i0, n, w.out, dp);
+    }
+}
+
+static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
+    N(work) w;
+    N(carve)(j, true, memory, &w);
+    int64_t heads = j->hk / j->task_heads, b0 = task / heads * j->task_batch, h0 = task % heads * j->task_heads,
+            group = j->hq / j->hk;
+    int64_t dp = N(pad)(j->d), vp = N(pad)(j->dv_size), ldk;
+    for (int64_t b = b0; b < b0 + j->task_batch; b++)
+        for (int64_t kv = h0; kv < h0 + j->task_heads; kv++) {
+            int64_t k_at = head_at(&j->k, &j->q, b, kv), v_at = head_at(&j->v, &j->q, b, kv);
+            for (int64_t j0 = 0; j0 < j->tk; j0 += BC) {
+                int64_t c = j->tk - j0 < BC ? j->tk - j0 : BC;
+                N(cols_in)(&j->k, k_at, j0, c, w.kt + j0 * j->d);
+                N(cols_in)(&j->v, v_at, j0, c, w.vt + j0 * j->dv_size);
+            }
+            const T *kr = N(rows_in)(&j->k, k_at, 0, j->tk, w.kr, &ldk);
+            memset(w.dk, 0, (size_t)(j->tk * dp) * sizeof(T));
+            memset(w.dv, 0, (size_t)(j->tk * vp) * sizeof(T));
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) N(backward_head)(j, &w, b, h, kr, ldk);
+            N(rows_out)(&j->dk, head_at(&j->dk, &j->q, b, kv), 0, j->tk, w.dk, dp);
+            N(rows_out)(&j->dv, head_at(&j->dv, &j->q, b, kv), 0, j->tk, w.dv, vp);
+        }
+}

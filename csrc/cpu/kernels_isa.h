@@ -1,0 +1,41 @@
+/* kernels_isa.h - how one kernel source becomes one object per instruction set.
+ *
+ * A file csrc/kernels/NAME.k.c is compiled by the Makefile once per ISA with -DOM_ISA=<isa> and that ISA's -march.
+ * It exports exactly one symbol: a const table of function pointers, named OM_ISA_NAME(om_NAME). Everything else in it
+ * is static. The rest of the engine reaches it through OM_PICK(om_NAME), chosen once by CPU features. Only pointers
+ * cross the border: no vector type in a signature, no target_clones (measured: silently wrong numbers), -Werror=psabi.
+ *
+ *   isa       -march          OM_VBYTES   notes
+ *   generic   (compiler's)    16          every machine; the reference
+ *   avx2      x86-64-v3       32          FMA, F16C
+ *   avx512    x86-64-v4       64
+ */
+#ifndef OM_KERNELS_ISA_H
+#define OM_KERNELS_ISA_H
+
+#define OM_ISA_CAT_(a, b) a##_##b
+#define OM_ISA_CAT(a, b) OM_ISA_CAT_(a, b)
+#define OM_ISA_NAME(name) OM_ISA_CAT(name, OM_ISA)
+
+#if defined(__AVX512F__)
+#define OM_VBYTES 64
+#elif defined(__AVX2__)
+#define OM_VBYTES 32
+#else
+#define OM_VBYTES 16
+#endif
+
+enum { OM_ISA_GENERIC, OM_ISA_AVX2, OM_ISA_AVX512, OM_N_ISA };
+int om_isa(void);              /* best this CPU has; ORTMODULE_ISA=generic|avx2|avx512 lowers it */
+const char *om_isa_text(void);
+
+/* In a .c file:  OM_DECLARE_ISA(struct gemm_kernels, om_gemm);  ...  OM_PICK(om_gemm)->f32(...) */
+#if defined(__x86_64__)
+#define OM_DECLARE_ISA(type, name) extern const type name##_generic, name##_avx2, name##_avx512
+#define OM_PICK(name) \
+    (om_isa() == OM_ISA_AVX512 ? &name##_avx512 : om_isa() == OM_ISA_AVX2 ? &name##_avx2 : &name##_generic)
+#else
+#define OM_DECLARE_ISA(type, name) extern const type name##_generic
+#define OM_PICK(name) (&name##_generic)
+#endif
+#endif

@@ -1,0 +1,271 @@
+/* ctx.c - the context: services, first error, memory, threads.
+ *
+ * Every allocation of the engine goes through om_alloc, so a host that counts, limits or fails allocations sees all of
+ * them. A block is preceded by 64 bytes that hold its size. om_arena hands out pieces of growing chunks and is freed
+ * whole.
+ */
+#include "graph/engine.h"
+#include "cpu/kernels_isa.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+const char *om_status_text(om_status s) {
+    static const char *const text[] = {
+#define X(name, t) t,
+        OM_STATUS_MAP(X)
+#undef X
+    };
+    return (unsigned)s < sizeof text / sizeof *text ? text[s] : "unknown status";
+}
+
+/* --- built-in services ------------------------------------------------------------------------- */
+
+static void *sv_alloc(void *user, size_t size) {
+    (void)user;
+    return aligned_alloc(64, (size + 63) & ~(size_t)63);
+}
+static void sv_free(void *user, void *p, size_t size) {
+    (void)user, (void)size;
+    free(p);
+}
+static void sv_parallel_for(void *user, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *arg) {
+    (void)user, (void)grain;
+    fn(arg, 0, n);
+}
+static int sv_num_threads(void *user) {
+    (void)user;
+    return 1;
+}
+
+om_ctx *om_ctx_new(const om_services *services) {
+    om_services sv = services ? *services : (om_services){0};
+    if (!sv.alloc || !sv.free) sv.alloc = sv_alloc, sv.free = sv_free;
+    if (!sv.parallel_for || !sv.num_threads) sv.parallel_for = sv_parallel_for, sv.num_threads = sv_num_threads;
+    om_ctx *cx = sv.alloc(sv.user, sizeof *cx);
+    if (!cx) return NULL;
+    memset(cx, 0, sizeof *cx);
+    cx->sv = sv;
+    return cx;
+}
+
+void om_ctx_free(om_ctx *cx) {
+    if (cx) cx->sv.free(cx->sv.user, cx, sizeof *cx);
+}
+
+const char *om_ctx_message(const om_ctx *cx) { return cx->message; }
+
+void om_ctx_clear(om_ctx *cx) {
+    cx->status = OM_OK;
+    cx->message[0] = 0;
+}
+
+om_status om_fail_at(om_ctx *cx, om_status s, const char *file, int line, const char *fmt, ...) {
+    if (cx->status != OM_OK) return cx->status;
+    cx->status = s;
+    va_list ap;
+    va_start(ap, fmt);
+    int n = vsnprintf(cx->message, sizeof cx->message, fmt, ap);
+    va_end(ap);
+    const char *base = strrchr(file, '/');
+    if (n >= 0 && (size_t)n < sizeof cx->message)
+        snprintf(cx->message + n, sizeof cx->message - (size_t)n, " [%s:%d]", base ? base + 1 : file, line);
+    return s;
+}
+
+void om_log(om_ctx *cx, int level, const char *fmt, ...) {
+    if (!cx->sv.log) return;
+    char buf[1024];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(buf, sizeof buf, fmt, ap);
+    va_end(ap);
+    cx->sv.log(cx->sv.user, level, buf);
+}
+
+/* --- memory ------------------------------------------------------------------------------------ */
+
+enum { OM_BLOCK_HEAD = 64 };
+
+void *om_alloc(om_ctx *cx, size_t size) {
+    size_t all = size + OM_BLOCK_HEAD;
+    char *p = all < size ? NULL : cx->sv.alloc(cx->sv.user, all);
+    if (!p) {
+        om_fail(cx, OM_NOMEM, "out of memory: %zu bytes were asked for", size);
+        return NULL;
+    }
+    memcpy(p, &all, sizeof all);
+    memset(p + OM_BLOCK_HEAD, 0, size);
+    return p + OM_BLOCK_HEAD;
+}
+
+void om_free(om_ctx *cx, void *p) {
+    if (!p) return;
+    char *head = (char *)p - OM_BLOCK_HEAD;
+    size_t all;
+    memcpy(&all, head, sizeof all);
+    cx->sv.free(cx->sv.user, head, all);
+}
+
+struct om_chunk {
+    struct om_chunk *next;
+    size_t used, cap;
+    _Alignas(64) char data[];
+};
+
+void *om_arena_alloc(om_arena *a, size_t size) {
+    size = (size + 15) & ~(size_t)15;
+    struct om_chunk *c = a->chunks;
+    if (!c || c->cap - c->used < size) {
+        size_t cap = size > 16384 ? size : 65536;
+        struct om_chunk *fresh = om_alloc(a->cx, sizeof *fresh + cap);
+        if (!fresh) return NULL;
+        fresh->cap = cap;
+        if (size > 16384 && c) { /* keep filling the current chunk */
+            fresh->next = c->next;
+            c->next = fresh;
+        } else {
+            fresh->next = c;
+            a->chunks = fresh;
+        }
+        c = fresh;
+    }
+    void *p = c->data + c->used;
+    c->used += size;
+    return p;
+}
+
+void *om_arena_copy(om_arena *a, const void *p, size_t size) {
+    void *q = om_arena_alloc(a, size);
+    if (q && size) memcpy(q, p, size);
+    return q;
+}
+
+char *om_arena_str(om_arena *a, const char *s) { return s ? om_arena_copy(a, s, strlen(s) + 1) : NULL; }
+
+void om_arena_free(om_arena *a) {
+    for (struct om_chunk *c = a->chunks, *next; c; c = next) {
+        next = c->next;
+        om_free(a->cx, c);
+    }
+    a->chunks = NULL;
+}
+
+bool om_grow(om_ctx *cx, void **v, uint32_t *cap, size_t elem) {
+    uint32_t want = *cap ? *cap * 2 : 16;
+    if (want <= *cap) {
+        om_fail(cx, OM_NOMEM, "an array of more than %u elements is not supported", *cap);
+        return false;
+    }
+    void *p = om_alloc(cx, want * elem);
+    if (!p) return false;
+    if (*cap) memcpy(p, *v, *cap * elem);
+    om_free(cx, *v);
+    *v = p;
+    *cap = want;
+    return true;
+}
+
+/* --- threads ----------------------------------------------------------------------------------- */
+
+void om_parallel_for(om_ctx *cx, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *arg) {
+    if (n <= 0) return;
+    if (n <= grain || cx->sv.num_threads(cx->sv.user) <= 1) fn(arg, 0, n);
+    else cx->sv.parallel_for(cx->sv.user, n, grain < 1 ? 1 : grain, fn, arg);
+}
+
+int om_num_threads(om_ctx *cx) {
+    int n = cx->sv.num_threads(cx->sv.user);
+    return cx->max_threads && cx->max_threads < n ? cx->max_threads : n;
+}
+
+/* --- dtypes ------------------------------------------------------------------------------------ */
+
+static const struct { const char *name; int onnx; size_t size; } dtypes[OM_N_DTYPES] = {
+#define X(NAME, nm, onnx_, bytes) [OM_##NAME] = {#nm, onnx_, bytes},
+    OM_DTYPE_MAP(X)
+#undef X
+};
+
+size_t om_dtype_size(int t) { return (unsigned)t < OM_N_DTYPES ? dtypes[t].size : 0; }
+const char *om_dtype_name(int t) { return (unsigned)t < OM_N_DTYPES ? dtypes[t].name : "?"; }
+int om_dtype_onnx(int t) { return (unsigned)t < OM_N_DTYPES ? dtypes[t].onnx : 0; }
+om_dtype om_dtype_from_name(const char *name) {
+    for (int t = 1; t < OM_N_DTYPES; t++)
+        if (!strcmp(dtypes[t].name, name)) return (om_dtype)t;
+    return OM_NODTYPE;
+}
+om_dtype om_dtype_from_onnx(int onnx) {
+    for (int t = 1; t < OM_N_DTYPES; t++)
+        if (onnx && dtypes[t].onnx == onnx) return (om_dtype)t;
+    return OM_NODTYPE;
+}
+
+/* --- tensors ----------------------------------------------------------------------------------- */
+
+bool om_is_dense(const om_tensor *t) {
+    int64_t want = 1;
+    for (int i = t->rank - 1; i >= 0; i--) {
+        if (t->dim[i] == 0) return true;
+        if (t->dim[i] != 1 && t->stride[i] != want) {
+            for (int j = 0; j < i; j++)
+                if (t->dim[j] == 0) return true;
+            return false;
+        }
+        want *= t->dim[i];
+    }
+    return true;
+}
+
+void om_dense_strides(om_tensor *t) {
+    int64_t s = 1;
+    for (int i = t->rank - 1; i >= 0; i--) {
+        t->stride[i] = s;
+        /* no such tensor has an element: om_tensor_of */
+        if (__builtin_mul_overflow(s, t->dim[i] > 0 ? t->dim[i] : 1, &s)) s = 1;
+    }
+}
+
+/* --- instruction set --------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+static bool cpu_has_f16c(void) { /* not every compiler's __builtin_cpu_supports knows the name */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+static int isa_detect(void) {
+    int best = OM_ISA_GENERIC;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c() &&
+        __builtin_cpu_supports("bmi2"))
+        best = OM_ISA_AVX2;
+    if (best == OM_ISA_AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        best = OM_ISA_AVX512;
+#endif
+    const char *e = getenv("ORTMODULE_ISA");
+    if (e && !strcmp(e, "generic")) best = OM_ISA_GENERIC;
+    if (e && !strcmp(e, "avx2") && best > OM_ISA_AVX2) best = OM_ISA_AVX2;
+    return best;
+}
+
+int om_isa(void) { /* two threads may both detect: they find the same */
+    static int isa = -1;
+    int i = __atomic_load_n(&isa, __ATOMIC_RELAXED);
+    if (i < 0) __atomic_store_n(&isa, i = isa_detect(), __ATOMIC_RELAXED);
+    return i;
+}
+
+const char *om_isa_text(void) {
+    static const char *const name[] = {"generic", "avx2", "avx512"};
+    return name[om_isa()];
+}
+
+void om_text_free(om_ctx *cx, char *text) { om_free(cx, text); }

@@ -1,0 +1,155 @@
+/* rewrite.c - graph to graph: the form every pass has.
+ *
+ * om_rewrite copies inputs, symbols, scopes and constants, then visits the live nodes of `from` in order and calls
+ * `emit` for each; emit maps the node's outputs to values of `to` (om_rewrite_copy: the same node again). Outputs,
+ * writes and gradients are carried over through the map. Dead nodes are dropped on the way, so every pass also cleans
+ * up.
+ */
+#include "graph/sabotage.h"
+
+static om_id map_get(om_rewriter *r, om_id v) {
+    if (v == OM_NONE) return OM_NONE;
+    if (r->map[v] == OM_NONE && r->from->values.v[v].role == OM_CONST) { /* constants are copied when first used */
+        const om_value *c = &r->from->values.v[v];
+        int64_t dim[OM_RANK];
+        for (int i = 0; i < c->type.rank; i++) dim[i] = c->type.dim[i];
+        r->map[v] = om_const(r->to, c->type.dtype, c->type.rank, dim, c->data);
+        if (r->map[v] != OM_NONE && c->name) om_val(r->to, r->map[v])->name = om_arena_str(&r->to->arena, c->name);
+    }
+    return r->map[v];
+}
+
+/* Values an emit function may need of operands that are constants: mapped before emit is called. */
+static om_status operands_map(om_rewriter *r, const om_node *n) {
+    for (int i = 0; i < n->n_in; i++) {
+        om_id v = om_ins(r->from, n)[i];
+        if (v != OM_NONE && map_get(r, v) == OM_NONE)
+            return r->to->cx->status != OM_OK
+                       ? r->to->cx->status
+                       : om_fail(r->to->cx, OM_INTERNAL, "rewriting: operand %d of %s was dropped", i, n->op->name);
+    }
+    return OM_OK;
+}
+
+om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_in) {
+    om_graph *g = r->to;
+    om_attr attr[64];
+    om_dim dims[512];
+    uint32_t nd = 0;
+    if (n->n_attr > 64)
+        return om_fail(g->cx, OM_UNSUPPORTED, "%s with %d attributes: at most 64", n->op->name, n->n_attr), OM_NONE;
+    for (int i = 0; i < n->n_attr; i++) {
+        attr[i] = n->attr[i];
+        if (attr[i].kind != OM_ATTR_DIMS) continue;
+        if (nd + attr[i].n > 512)
+            return om_fail(g->cx, OM_UNSUPPORTED, "%s: attribute lists of more than 512 entries", n->op->name), OM_NONE;
+        for (uint32_t k = 0; k < attr[i].n; k++) dims[nd + k] = om_dim_copy(g, r->from, n->attr[i].dims[k]);
+        attr[i].dims = dims + nd;
+        nd += attr[i].n;
+    }
+    om_id out = om_make(g, n->op, in, n_in, attr, n->n_attr);
+    if (g->cx->status != OM_OK) return OM_NONE;
+    om_node *m = om_last(g);
+    m->rng = n->rng && om_sabotage("rewrite.stream") ? 1000 : n->rng;
+    m->segment = n->segment;
+    m->again = n->again;
+    return out;
+}
+
+om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in) {
+    const om_node *n = &r->from->nodes.v[node];
+    om_graph *g = r->to;
+    g->cur_scope = n->scope;
+    g->cur_phase = n->phase;
+    om_id out = om_rewrite_node(r, n, in, n->n_in);
+    if (g->cx->status != OM_OK) return g->cx->status;
+    for (int i = 0; i < n->n_out; i++) {
+        r->map[n->out + (om_id)i] = out + (om_id)i;
+        if (r->from->values.v[n->out + (om_id)i].name)
+            om_val(g, out + (om_id)i)->name = om_arena_str(&g->arena, r->from->values.v[n->out + (om_id)i].name);
+    }
+    return OM_OK;
+}
+
+om_status om_rewrite_copy(om_rewriter *r, om_id node) {
+    const om_node *n = &r->from->nodes.v[node];
+    om_id in[256];
+    if (n->n_in > 256)
+        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
+    for (int i = 0; i < n->n_in; i++) in[i] = map_get(r, om_ins(r->from, n)[i]);
+    return om_rewrite_copy_with(r, node, in);
+}
+
+static void mark(const om_graph *g, uint8_t *live, om_id v) {
+    if (v != OM_NONE && g->values.v[v].node != OM_NONE) live[g->values.v[v].node] = 1;
+}
+
+om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out) {
+    *out = NULL;
+    om_graph *g = om_graph_new(cx);
+    om_rewriter r = {from, g, om_alloc(cx, (from->values.n + 1) * sizeof(om_id)), arg};
+    uint8_t *live = om_alloc(cx, from->nodes.n + 1);
+    om_status s = g && r.map && live ? OM_OK : cx->status;
+    if (s != OM_OK) goto done;
+    memset(r.map, 0xff, from->values.n * sizeof(om_id));
+
+    for (uint32_t i = 0; i < from->outputs.n; i++) mark(from, live, from->outputs.v[i]);
+    for (uint32_t i = 0; i < from->writes.n; i++) mark(from, live, from->writes.v[i].value);
+    for (uint32_t i = 0; i < from->grads.n; i++) mark(from, live, from->grads.v[i].value);
+    for (om_id i = from->nodes.n; i-- > 0;)
+        if (live[i])
+            for (int k = 0; k < from->nodes.v[i].n_in; k++) mark(from, live, om_ins(from, &from->nodes.v[i])[k]);
+
+    for (uint32_t i = 0; i < from->syms.n; i++) om_dim_sym(g, from->syms.v[i].name);
+    for (uint32_t i = 0; i < from->scopes.n && cx->status == OM_OK; i++) {
+        om_scope *sc = OM_PUSH(cx, &g->scopes);
+        if (sc)
+            *sc = (om_scope){om_arena_str(&g->arena, from->scopes.v[i].module),
+                             om_arena_str(&g->arena, from->scopes.v[i].file), from->scopes.v[i].line};
+    }
+    for (uint32_t i = 0; i < from->inputs.n; i++) {
+        const om_value *v = om_val(from, from->inputs.v[i]);
+        om_type t = v->type;
+        for (int k = 0; k < t.rank; k++) t.dim[k] = om_dim_copy(g, from, t.dim[k]);
+        r.map[from->inputs.v[i]] = om_input(g, v->role, v->name, &t);
+    }
+    for (uint32_t i = 0; i < from->syms.n && cx->status == OM_OK; i++)
+        om_sym_bind(g, from->syms.v[i].name, from->syms.v[i].input, from->syms.v[i].axis);
+    g->n_rng = from->n_rng;
+
+    for (om_id i = 0; i < from->nodes.n && (s = cx->status) == OM_OK; i++) {
+        if (!live[i]) continue;
+        if ((s = operands_map(&r, &from->nodes.v[i])) != OM_OK) break;
+        g->cur_scope = from->nodes.v[i].scope;
+        g->cur_phase = from->nodes.v[i].phase;
+        if ((s = emit(&r, i)) != OM_OK) break;
+        om_sabotage_replaced(&r, i);
+    }
+    if (s == OM_OK) s = cx->status;
+    for (uint32_t i = 0; i < from->outputs.n && s == OM_OK; i++) {
+        om_id *o = OM_PUSH(cx, &g->outputs);
+        if (!o) s = cx->status;
+        else if ((*o = map_get(&r, from->outputs.v[i])) == OM_NONE)
+            s = om_fail(cx, OM_INTERNAL, "rewriting: output %u was dropped", i);
+    }
+    for (uint32_t i = 0; i < from->writes.n && s == OM_OK; i++) {
+        if (om_sabotage("rewrite.write")) continue;
+        om_write *w = OM_PUSH(cx, &g->writes);
+        if (!w) s = cx->status;
+        else *w = (om_write){map_get(&r, from->writes.v[i].value), from->writes.v[i].input};
+    }
+    for (uint32_t i = 0; i < from->grads.n && s == OM_OK; i++) {
+        om_gradout *w = OM_PUSH(cx, &g->grads);
+        if (!w) s = cx->status;
+        else
+            *w = (om_gradout){om_sabotage("rewrite.grad") ? OM_NONE : map_get(&r, from->grads.v[i].value),
+                              from->grads.v[i].input};
+    }
+    if (s == OM_OK) s = cx->status;
+done:
+    om_free(cx, r.map);
+    om_free(cx, live);
+    if (s == OM_OK) *out = g;
+    else om_graph_free(g);
+    return s;
+}

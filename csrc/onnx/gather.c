@@ -1,0 +1,202 @@
+/* gather.c - gathers, scatters and reductions. Form of a rule: onnx/map.h. */
+#include "onnx/map.h"
+
+/* --- gather and scatter ------------------------------------------------------------------------------- */
+
+static om_status map_gather(om_onnx *o) {
+    om_graph *g = o->g;
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    int axis = 0;
+    OM_TRY(om_map_axis(o, INT("axis", 0), t.rank, &axis));
+    const om_onnx_val *k = om_onnx_operand(o, 1);
+    if (k->list && k->rank == 0) { /* one known index: a view, where a gather would copy */
+        om_dim i = k->list[0];
+        int64_t lo, hi, c, n;
+        om_onnx_bounds(g, i, 0, &lo, &hi);
+        if (om_dim_const(g, i, &c) && om_dim_const(g, t.dim[axis], &n))
+            ONNX_CHECK(o, c >= -n && c < n, "index %lld, but axis %d has size %lld", (long long)c, axis, (long long)n);
+        if (lo >= 0 || hi < 0) {
+            if (hi < 0) i = om_dim_add(g, i, t.dim[axis]);
+            om_id s = om_b_slice(g, x, axis, i, om_dim_add(g, i, 1), 1);
+            om_dim d[OM_RANK];
+            for (int a = 0, m = 0; a < t.rank; a++)
+                if (a != axis) d[m++] = t.dim[a];
+            SET(0, om_b_reshape(g, s, d, t.rank - 1));
+            return o->cx->status;
+        }
+    }
+    om_id idx = om_map_index(o, IN(1), t.dim[axis]);
+    SET(0, om_make(g, &om_op_gather, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
+    return o->cx->status;
+}
+
+/* ortmodule.Embedding: torch's indices are never negative; padding_idx concerns only the gradient. */
+static om_status map_embedding(om_onnx *o) {
+    om_id w = IN(0), idx = IN(1);
+    om_type t = om_map_type_of(o, w);
+    ONNX_CHECK(o, t.rank == 2, "the weight has rank %d, 2 is needed", t.rank);
+    int64_t pad = INT("padding_idx", -1), n;
+    if (om_onnx_attr(o, "padding_idx") && pad < 0 && om_dim_const(o->g, t.dim[0], &n) && pad != -1) pad += n;
+    SET(0, om_make(o->g, &om_op_gather, OM_IN(w, idx), OM_ATTRS(OM_AI("axis", 0), OM_AI("padding_idx", pad))));
+    return o->cx->status;
+}
+
+static om_status map_gather_elements(om_onnx *o) {
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    int axis = 0;
+    OM_TRY(om_map_axis(o, INT("axis", 0), t.rank, &axis));
+    om_id idx = om_map_index(o, IN(1), t.dim[axis]);
+    SET(0, om_make(o->g, &om_op_gather_elements, OM_IN(x, idx), OM_ATTRS(OM_AI("axis", axis))));
+    return o->cx->status;
+}
+
+static om_status map_reduction(om_onnx *o, int64_t *reduce) {
+    const char *how = om_onnx_str(o, "reduction", "none");
+    *reduce = !strcmp(how, "add");
+    if (!*reduce && strcmp(how, "none") != 0) REFUSE("reduction '%.40s'; none and add are supported", how);
+    return OM_OK;
+}
+
+static om_status map_scatter_elements(om_onnx *o) {
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    int axis = 0;
+    int64_t reduce = 0;
+    OM_TRY(om_map_axis(o, INT("axis", 0), t.rank, &axis));
+    OM_TRY(map_reduction(o, &reduce));
+    om_id idx = om_map_index(o, IN(1), t.dim[axis]);
+    SET(0, om_make(o->g, &om_op_scatter_elements, OM_IN(x, idx, IN(2)),
+                   OM_ATTRS(OM_AI("axis", axis), OM_AI("reduce", reduce))));
+    return o->cx->status;
+}
+
+/* Index tuples: column j of the last axis is fixed with size j. */
+static om_id map_index_nd(om_onnx *o, om_id idx, const om_type *x) {
+    om_graph *g = o->g;
+    const char *hint = om_onnx_meta(o, "index_nonneg");
+    if (FAILED || (hint && !strcmp(hint, "1")) || om_map_index_nonneg(g, idx, 0)) return FAILED ? OM_NONE : idx;
+    om_type t = *om_ty(g, idx);
+    int64_t k = 0;
+    if (t.rank >= 1 && !om_dim_const(g, t.dim[t.rank - 1], &k))
+        return om_onnx_err(o, OM_UNSUPPORTED,
+                           "the last axis of the indices must be a number, it depends on the sizes of inputs"),
+               OM_NONE;
+    if (t.rank < 1 || k < 1 || k > x->rank)
+        return om_onnx_err(o, OM_INVALID, "indices of rank %d whose last axis has size %lld, for data of rank %d",
+                           t.rank, (long long)k, x->rank), OM_NONE;
+    if (t.dtype != OM_I64 && t.dtype != OM_I32)
+        return om_onnx_err(o, OM_INVALID, "indices are %s, int64 is needed", om_dtype_name(t.dtype)), OM_NONE;
+    om_id size[OM_RANK];
+    for (int64_t j = 0; j < k; j++)
+        size[j] = om_b_reshape(g, om_onnx_dim_value(o, x->dim[j], t.dtype), (om_dim[]){1}, 1);
+    om_id sizes = k == 1 ? size[0] : om_make(g, &om_op_concat, size, (int)k, OM_ATTRS(OM_AI("axis", 0)));
+    return om_map_where(o, MAKE2(lt, idx, om_scalar(g, t.dtype, 0)), MAKE2(add, idx, sizes), idx);
+}
+
+static om_status map_gather_nd(om_onnx *o) {
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    if (INT("batch_dims", 0) != 0) REFUSE("batch_dims %lld; only 0 is supported", (long long)INT("batch_dims", 0));
+    om_id idx = map_index_nd(o, IN(1), &t);
+    SET(0, om_make(o->g, &om_op_gather_nd, OM_IN(x, idx), NULL, 0));
+    return o->cx->status;
+}
+
+static om_status map_scatter_nd(om_onnx *o) {
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    int64_t reduce = 0;
+    OM_TRY(map_reduction(o, &reduce));
+    om_id idx = map_index_nd(o, IN(1), &t);
+    SET(0, om_make(o->g, &om_op_scatter_nd, OM_IN(x, idx, IN(2)), OM_ATTRS(OM_AI("reduce", reduce))));
+    return o->cx->status;
+}
+
+/* --- reductions -------------------------------------------------------------------------------------- */
+
+static om_status map_reduce(om_onnx *o) {
+    om_graph *g = o->g;
+    const char *op = o->row->name;
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    uint32_t mask = 0;
+    bool keep = INT("keepdims", 1) != 0;
+    OM_TRY(om_map_axes(o, 1, t.rank, !INT("noop_with_empty_axes", 0), &mask));
+    om_id y;
+    if (o->row->op) {
+        y = om_map_reduce_op(o, o->row->op, x, mask, keep);
+    } else if (!strcmp(op, "ReduceL1")) {
+        y = om_map_reduce_op(o, &om_op_reduce_sum, MAKE1(abs, x), mask, keep);
+    } else if (!strcmp(op, "ReduceSumSquare")) {
+        y = om_map_reduce_op(o, &om_op_reduce_sum, MAKE2(mul, x, x), mask, keep);
+    /* sqrt has no gradient at 0; torch's norm gives 0 there. Squares leave the range of f16: wide */
+    } else if (!strcmp(op, "ReduceL2")) {
+        om_id w = om_b_cast(g, x, om_compute_dtype(t.dtype));
+        om_id s = om_map_reduce_op(o, &om_op_reduce_sum, MAKE2(mul, w, w), mask, keep), zero = om_map_like(o, w, 0),
+              none = MAKE2(eq, s, zero);
+        y = om_b_cast(g, om_map_where(o, none, zero, MAKE1(sqrt, om_map_where(o, none, om_map_like(o, w, 1), s))),
+                      t.dtype);
+    } else if (!strcmp(op, "ReduceLogSum")) {
+        y = MAKE1(log, om_map_reduce_op(o, &om_op_reduce_sum, x, mask, keep));
+    } else { /* ReduceLogSumExp: log(sum(exp(x - m))) + m, m the maximum where it is finite */
+        om_id m = om_map_reduce_op(o, &om_op_reduce_max, x, mask, true);
+        m = MAKE1(stop_grad, om_map_where(o, MAKE1(isinf, m), om_map_like(o, x, 0), m));
+        y = MAKE2(add, MAKE1(log, om_map_reduce_op(o, &om_op_reduce_sum, MAKE1(exp, MAKE2(sub, x, m)), mask, true)), m);
+        om_dim d[OM_RANK];
+        int n = 0;
+        for (int i = 0; i < t.rank; i++)
+            if (keep || !(mask >> i & 1)) d[n++] = mask >> i & 1 ? 1 : t.dim[i];
+        y = om_b_reshape(g, y, d, n);
+    }
+    if (y == x) om_onnx_alias(o, 0, 0);
+    else SET(0, y);
+    return o->cx->status;
+}
+
+static om_status map_arg(om_onnx *o) {
+    om_id x = IN(0);
+    int axis = 0;
+    OM_TRY(om_map_axis(o, INT("axis", 0), om_map_type_of(o, x).rank, &axis));
+    if (INT("select_last_index", 0)) REFUSE("select_last_index = 1 is not supported");
+    SET(0,
+        om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis), OM_AI("keepdims", INT("keepdims", 1) != 0))));
+    return o->cx->status;
+}
+
+static om_status map_softmax(om_onnx *o) {
+    om_id x = IN(0);
+    int axis = 0;
+    OM_TRY(om_map_axis(o, INT("axis", -1), om_map_type_of(o, x).rank, &axis));
+    SET(0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", axis))));
+    return o->cx->status;
+}
+
+/* --- the rows ------------------------------------------------------------------------------------------ */
+
+#define S(name) om_onnx_size_##name
+const om_onnx_op om_onnx_ops_gather[] = {
+    /* domain, operator, inputs min, max, outputs max, rule, size rule, engine operator of a shared rule */
+    {"", "Gather", 2, 2, 1, map_gather, S(gather), NULL},
+    {"", "GatherElements", 2, 2, 1, map_gather_elements, NULL, NULL},
+    {"", "GatherND", 2, 2, 1, map_gather_nd, NULL, NULL},
+    {"", "ScatterElements", 3, 3, 1, map_scatter_elements, NULL, NULL},
+    {"", "ScatterND", 3, 3, 1, map_scatter_nd, NULL, NULL},
+    {"", "ReduceSum", 1, 2, 1, map_reduce, S(reduce), &om_op_reduce_sum},
+    {"", "ReduceMean", 1, 2, 1, map_reduce, NULL, &om_op_reduce_mean},
+    {"", "ReduceMax", 1, 2, 1, map_reduce, S(reduce), &om_op_reduce_max},
+    {"", "ReduceMin", 1, 2, 1, map_reduce, S(reduce), &om_op_reduce_min},
+    {"", "ReduceProd", 1, 2, 1, map_reduce, S(reduce), &om_op_reduce_prod},
+    {"", "ReduceL1", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "ReduceL2", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "ReduceSumSquare", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "ReduceLogSum", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "ReduceLogSumExp", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "ArgMax", 1, 1, 1, map_arg, NULL, &om_op_argmax},
+    {"", "ArgMin", 1, 1, 1, map_arg, NULL, &om_op_argmin},
+    {"", "Softmax", 1, 1, 1, map_softmax, NULL, &om_op_softmax},
+    {"", "LogSoftmax", 1, 1, 1, map_softmax, NULL, &om_op_log_softmax},
+    {"ortmodule", "Embedding", 2, 2, 1, map_embedding, NULL, NULL},
+    {0},
+};

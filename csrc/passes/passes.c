@@ -1,0 +1,118 @@
+/* passes.c - running passes: the lists, verification between passes, dumps and bisection.
+ *
+ * A pass reads a graph and writes another (om_rewrite), which replaces the first. Environment:
+ *   ORTMODULE_VERIFY=1        verify after every pass (always on when built with -DOM_DEBUG)
+ *   ORTMODULE_DUMP_PASSES=1   log the text of the graph, level 3, after every pass that changed it
+ *   ORTMODULE_PASS_LIMIT=n    run only the first n passes of a list: bisects a wrong pass
+ */
+#include "passes/passes.h"
+#include "graph/sabotage.h"
+
+#include <stdlib.h>
+
+const om_pass *const om_passes[] = {
+#define PASS(name, doc) &om_pass_##name,
+#include "passes/passes.def"
+#undef PASS
+    NULL,
+};
+
+/* simplify runs again after fold and cse: both make operands equal that were not. Each pass leaves dead nodes to the
+ * next. */
+const om_pass *const om_passes_forward[] = {
+    &om_pass_attention, &om_pass_masks, &om_pass_fold,   &om_pass_simplify, &om_pass_cse, &om_pass_simplify,
+    &om_pass_patterns,  &om_pass_bias,  &om_pass_layout, &om_pass_dce,      NULL};
+#define JOINT(remat)                                                                                         \
+    {                                                                                                        \
+        &om_pass_simplify, &om_pass_fold, &om_pass_cse, &om_pass_accumulate, &om_pass_##remat, &om_pass_dce, \
+            &om_pass_fuse, NULL                                                                              \
+    }
+const om_pass *const om_passes_joint[] = JOINT(remat);
+const om_pass *const om_passes_joint_layers[] = JOINT(layers);
+
+const om_pass *om_pass_find(const char *name) {
+    for (int i = 0; om_passes[i]; i++)
+        if (!strcmp(om_passes[i]->name, name)) return om_passes[i];
+    return NULL;
+}
+
+bool om_pass_same_type(const om_type *a, const om_type *b) {
+    if (a->dtype != b->dtype || a->rank != b->rank || a->device != b->device) return false;
+    for (int i = 0; i < a->rank; i++)
+        if (a->dim[i] != b->dim[i] && !om_sabotage("same_type")) return false;
+    return true;
+}
+
+bool om_pass_splat(const om_graph *g, om_id v, double *x) {
+    const om_value *c = om_val(g, v);
+    int64_t n = 1;
+    if (c->role != OM_CONST) return false;
+    for (int i = 0; i < c->type.rank; i++) n *= c->type.dim[i];
+    size_t size = om_dtype_size(c->type.dtype);
+    if (n == 0 || size == 0) return false;
+    for (int64_t i = 1; i < n; i++)
+        if (memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0 && !om_sabotage("splat")) return false;
+    om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1},
+              to = {.data = x, .dtype = OM_F64, .device = -1};
+    return om_copy(g->cx, &from, &to) == OM_OK;
+}
+
+uint32_t *om_pass_uses(om_ctx *cx, const om_graph *g) {
+    uint32_t *n = om_alloc(cx, ((size_t)g->values.n + 1) * sizeof *n);
+    if (!n) return NULL;
+    for (om_id i = 0; i < g->operands.n; i++)
+        if (g->operands.v[i] != OM_NONE) n[g->operands.v[i]]++;
+    for (om_id i = 0; i < g->outputs.n; i++) n[g->outputs.v[i]]++;
+    for (om_id i = 0; i < g->writes.n; i++) n[g->writes.v[i].value]++;
+    for (om_id i = 0; i < g->grads.n; i++)
+        if (g->grads.v[i].value != OM_NONE) n[g->grads.v[i].value]++;
+    for (om_id i = 0; i < g->values.n; i++)
+        if (n[i] > 1 && om_sabotage("uses")) n[i] = 1;
+    return n;
+}
+
+static bool passes_env(const char *name) {
+    const char *e = getenv(name);
+    return e && *e && strcmp(e, "0") != 0;
+}
+
+static om_status passes_dump(om_ctx *cx, const om_pass *p, const om_graph *before, const om_graph *after) {
+    char *a, *b;
+    OM_TRY(om_graph_print(before, &a));
+    om_status s = om_graph_print(after, &b);
+    if (s == OM_OK && strcmp(a, b) != 0) {
+        om_log(cx, 3, "pass %s changed the graph (%u -> %u nodes):", p->name, before->nodes.n, after->nodes.n);
+        if (cx->sv.log) cx->sv.log(cx->sv.user, 3, b);
+    }
+    om_free(cx, a);
+    if (s == OM_OK) om_free(cx, b);
+    return s;
+}
+
+om_status om_passes_run(om_ctx *cx, const om_pass *const *list, om_graph **g) {
+#ifdef OM_DEBUG
+    bool verify = true;
+#else
+    bool verify = passes_env("ORTMODULE_VERIFY");
+#endif
+    bool dump = passes_env("ORTMODULE_DUMP_PASSES");
+    const char *limit = getenv("ORTMODULE_PASS_LIMIT");
+    long n = limit && *limit ? strtol(limit, NULL, 10) : -1;
+    for (int i = 0; list[i] && (n < 0 || i < n); i++) {
+        om_graph *next;
+        om_sabotage_enter(list[i]->name);
+        om_status s = list[i]->run(cx, *g, &next);
+        om_sabotage_enter(NULL);
+        OM_TRY(s);
+        if (verify && om_verify(next) != OM_OK) {
+            om_log(cx, 0, "the graph is wrong after pass %s: %s", list[i]->name, cx->message);
+            om_graph_free(next);
+            return cx->status;
+        }
+        s = dump ? passes_dump(cx, list[i], *g, next) : OM_OK;
+        om_graph_free(*g);
+        *g = next;
+        OM_TRY(s);
+    }
+    return OM_OK;
+}

@@ -1,0 +1,428 @@
+/* cuda.c - Python entry points of the optimizers on CUDA: the cuda_* functions of ortmodule._C (optim/cuda.py is their
+ * caller).
+ *
+ * All take `head` first: device ordinal, stream (address), the table in device memory, spans, chunks. Scalars that may
+ * live on the device are one-element float32 tensors there, or None. Nothing reads device memory or waits; the GIL is
+ * released around launches.
+ */
+#include "cuda/optim_host.h"
+#include "python/dlpack.h"
+
+#include <stdlib.h>
+
+extern PyMethodDef om_cuda_methods[];
+
+om_ctx *om_py_ctx(void);           /* pymodule.c: a context on torch's threads; NULL = no memory */
+PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
+
+/* --- arguments ------------------------------------------------------------------------------------- */
+
+static int cuda_count(Py_ssize_t nargs, Py_ssize_t want, const char *usage) {
+    if (nargs == want) return 0;
+    PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %s", nargs, usage);
+    return -1;
+}
+
+static int cuda_numbers(PyObject *const *args, double *const *out, int n) {
+    for (int i = 0; i < n; i++) {
+        *out[i] = PyFloat_AsDouble(args[i]);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+/* args[0..5): device, stream, table, n_span, n_chunk. *device is where the other tensors must be. */
+static int cuda_head(PyObject *const *args, om_gpu_table *t, int16_t *device) {
+    om_tensor memory = {0};
+    t->ordinal = (int)PyLong_AsLong(args[0]);
+    if (!PyErr_Occurred()) t->stream = PyLong_AsVoidPtr(args[1]);
+    if (!PyErr_Occurred()) t->n_span = (uint32_t)PyLong_AsUnsignedLong(args[3]);
+    if (!PyErr_Occurred()) t->n_chunk = (uint32_t)PyLong_AsUnsignedLong(args[4]);
+    if (PyErr_Occurred() || om_dl_import(args[2], &memory)) return -1;
+    if (memory.dtype != OM_U8 || !om_is_dense(&memory) || (uintptr_t)memory.data % 16 ||
+        (size_t)om_numel(&memory) < om_gpu_table_size(t->n_span, t->n_chunk)) {
+        PyErr_SetString(
+            PyExc_ValueError,
+            "the table must be a dense uint8 tensor, 16-byte aligned, of at least the size cuda_spans returned");
+        return -1;
+    }
+    t->memory = memory.data;
+    *device = memory.device;
+    return 0;
+}
+
+/* What om_gpu_lamb_order wrote; None: LAMB in three launches. */
+static int cuda_order(PyObject *arg, int16_t device, om_gpu_table *t) {
+    om_tensor memory = {0};
+    if (arg == Py_None) return 0;
+    if (om_dl_import(arg, &memory)) return -1;
+    if (memory.dtype != OM_U8 || !om_is_dense(&memory) || (uintptr_t)memory.data % 16 || memory.device != device ||
+        (size_t)om_numel(&memory) < om_gpu_order_size(t->n_span, t->n_chunk)) {
+        PyErr_SetString(PyExc_ValueError, "the order must be a dense uint8 tensor on the device, 16-byte aligned, of "
+                                          "at least cuda_lamb_order_size bytes");
+        return -1;
+    }
+    t->order = memory.data;
+    return 0;
+}
+
+/* The address of a one-element float32 tensor on the device; None: NULL. */
+static int cuda_scalar(PyObject *arg, int16_t device, const char *what, float **out) {
+    om_tensor t = {0};
+    *out = NULL;
+    if (arg == Py_None) return 0;
+    if (om_dl_import(arg, &t)) return -1;
+    if (t.dtype != OM_F32 || om_numel(&t) != 1 || t.device != device) {
+        PyErr_Format(PyExc_ValueError, "%s must be a float32 tensor of one element on the parameters' device", what);
+        return -1;
+    }
+    *out = t.data;
+    return 0;
+}
+
+/* args[0..9): head, lr, grad_scale, found_inf, seed */
+static int cuda_step_args(PyObject *const *args, om_gpu_table *t, int16_t *device, om_gpu_optim *o) {
+    float *lr, *scale, *found;
+    if (cuda_head(args, t, device) || cuda_scalar(args[5], *device, "lr", &lr) ||
+        cuda_scalar(args[6], *device, "grad_scale", &scale) || cuda_scalar(args[7], *device, "found_inf", &found))
+        return -1;
+    o->lr = lr, o->grad_scale = scale, o->found_inf = found;
+    o->seed = PyLong_AsUnsignedLongLongMask(args[8]);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+typedef om_status (*cuda_fn)(om_ctx *, const om_gpu_table *, om_gpu_optim);
+static PyObject *cuda_run(cuda_fn fn, const om_gpu_table *t, const om_gpu_optim *o) {
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    om_status s;
+    Py_BEGIN_ALLOW_THREADS;
+    s = fn(cx, t, *o);
+    Py_END_ALLOW_THREADS;
+    if (s != OM_OK) om_py_error(cx);
+    om_ctx_free(cx);
+    if (s != OM_OK) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* --- tables ------------------------------------------------------------------------------------------ */
+
+/* what the table on the device was made from */
+typedef struct image { uint64_t n_span, n_chunk; om_gpu_span span[]; } image;
+
+static PyObject *py_cuda_image_size(PyObject *self, PyObject *n) {
+    (void)self;
+    const Py_ssize_t count = PyLong_AsSsize_t(n);
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromSize_t(sizeof(image) + (size_t)count * sizeof(om_gpu_span));
+}
+
+static image *cuda_image(PyObject *arg, Py_ssize_t n) {
+    om_tensor t = {0};
+    if (om_dl_import(arg, &t)) return NULL;
+    if (t.dtype != OM_U8 || t.device != -1 || (size_t)om_numel(&t) < sizeof(image) + (size_t)n * sizeof(om_gpu_span)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the image must be a uint8 CPU tensor of at least cuda_image_size(number of parameters) bytes");
+        return NULL;
+    }
+    return t.data;
+}
+
+static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 10,
+                   "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers)"))
+        return NULL;
+    const Py_ssize_t n = PySequence_Size(args[2]);
+    const long store = n < 0 ? 0 : PyLong_AsLong(args[8]);
+    PyObject *name = PyErr_Occurred() ? NULL : PyUnicode_AsUTF8String(args[0]);
+    image *im = name ? cuda_image(args[1], n) : NULL;
+    if (!im || n > INT32_MAX) {
+        Py_XDECREF(name);
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "more than 2^31 parameters in one list");
+    }
+    static const struct { size_t field; const char *what; } rows[] = {
+        {offsetof(om_optim_param, p), "params"},          {offsetof(om_optim_param, g), "grads"},
+        {offsetof(om_optim_param, m), "first moments"},   {offsetof(om_optim_param, v), "second moments"},
+        {offsetof(om_optim_param, w), "masters"},
+    };
+    enum { ROWS = sizeof rows / sizeof *rows };
+    om_optim_param *ps = calloc((size_t)n + 1, sizeof *ps);
+    om_tensor *tmp = calloc((size_t)n + 1, sizeof *tmp); /* ends up holding the steps */
+    om_gpu_span *span = calloc((size_t)n + 1, sizeof *span);
+    uint8_t *odd = calloc((size_t)n + 1, 1);
+    om_ctx *cx = om_py_ctx();
+    PyObject *r = NULL, *list = NULL;
+    bool bad = !ps || !tmp || !span || !odd || !cx;
+    if (bad) PyErr_NoMemory();
+    for (int k = 0; k < ROWS && !bad; k++) {
+        if (args[2 + k] == Py_None) continue;
+        bad = om_dl_import_list(args[2 + k], n, tmp, rows[k].what);
+        for (Py_ssize_t i = 0; i < n && !bad; i++) *(om_tensor *)(void *)((char *)&ps[i] + rows[k].field) = tmp[i];
+    }
+    if (!bad && tmp) memset(tmp, 0, (size_t)n * sizeof *tmp);
+    if (!bad && args[7] != Py_None) bad = om_dl_import_list(args[7], n, tmp, "steps");
+    if (!bad) {
+        for (Py_ssize_t i = 0; i < n && !bad; i++) {
+            PyObject *number = args[9] == Py_None ? NULL : PySequence_GetItem(args[9], i);
+            ps[i].stream = 1 + (number ? PyLong_AsUnsignedLongLongMask(number) : (uint64_t)i);
+            Py_XDECREF(number);
+            bad = args[9] != Py_None && PyErr_Occurred();
+        }
+    }
+    if (!bad) {
+        uint32_t n_span = 0, n_chunk = 0;
+        int n_odd = 0;
+        const om_status s = om_gpu_spans(cx, PyBytes_AsString(name), (om_optim_store)store, ps, tmp, (int)n, span,
+                                         &n_span, &n_chunk, odd, &n_odd);
+        if (s != OM_OK) {
+            om_py_error(cx);
+        } else if ((list = PyList_New(0))) {
+            for (Py_ssize_t i = 0; list && i < n; i++) {
+                PyObject *index = odd[i] ? PyLong_FromSsize_t(i) : NULL;
+                if (odd[i] && (!index || PyList_Append(list, index))) Py_CLEAR(list);
+                Py_XDECREF(index);
+            }
+            const bool changed = im->n_span != n_span || im->n_chunk != n_chunk ||
+                                 memcmp(im->span, span, n_span * sizeof *span);
+            if (list && !n_odd && changed) {
+                im->n_span = n_span, im->n_chunk = n_chunk;
+                memcpy(im->span, span, n_span * sizeof *span);
+            }
+            if (list)
+                r = Py_BuildValue("(IInOO)", n_span, n_chunk, (Py_ssize_t)om_gpu_table_size(n_span, n_chunk),
+                                  changed ? Py_True : Py_False, list);
+        }
+    }
+    Py_XDECREF(list);
+    Py_DECREF(name);
+    if (cx) om_ctx_free(cx);
+    free(ps), free(tmp), free(span), free(odd);
+    return r;
+}
+
+static PyObject *py_cuda_upload(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 6, "cuda_upload(device, stream, table, n_span, n_chunk, image)")) return NULL;
+    om_gpu_table t = {0};
+    int16_t device;
+    if (cuda_head(args, &t, &device)) return NULL;
+    const image *im = cuda_image(args[5], t.n_span);
+    if (!im) return NULL;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    om_status s;
+    Py_BEGIN_ALLOW_THREADS;
+    s = om_gpu_upload_spans(cx, &t, im->span);
+    Py_END_ALLOW_THREADS;
+    if (s != OM_OK) om_py_error(cx);
+    om_ctx_free(cx);
+    if (s != OM_OK) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_cuda_capturing(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 2, "cuda_capturing(device, stream)")) return NULL;
+    const int ordinal = (int)PyLong_AsLong(args[0]);
+    void *stream = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[1]);
+    om_ctx *cx = PyErr_Occurred() ? NULL : om_py_ctx();
+    if (!cx) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    om_cuda *d;
+    bool yes = false;
+    om_status s = om_cuda_enter(cx, ordinal, &d);
+    if (s == OM_OK) s = om_cuda_leave(cx, d, om_cuda_capturing(cx, d, stream, &yes));
+    PyObject *r = s == OM_OK ? PyBool_FromLong(yes) : om_py_error(cx);
+    om_ctx_free(cx);
+    return r;
+}
+
+static PyObject *py_cuda_archs(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyUnicode_FromString(!om_cuda_image_size ? "" : om_cuda_archs);
+}
+
+/* --- steps ------------------------------------------------------------------------------------------- */
+
+#define HEAD "device, stream, table, n_span, n_chunk"
+#define STEP HEAD ", lr_tensor, grad_scale, found_inf, seed"
+
+static PyObject *py_cuda_adam(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 17,
+                   "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"))
+        return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    om_adam_cfg *c = &o.adam;
+    double mode, bias;
+    double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->inv_scale, &mode, &bias};
+    int16_t device;
+    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 8)) return NULL;
+    c->mode = (int)mode, c->bias_correction = bias != 0;
+    return cuda_run(om_gpu_adam, &t, &o);
+}
+
+static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 15, "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"))
+        return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    om_sgd_cfg *c = &o.sgd;
+    double nesterov;
+    double *const out[] = {&c->lr, &c->momentum, &c->dampening, &c->weight_decay, &c->inv_scale, &nesterov};
+    int16_t device;
+    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 6)) return NULL;
+    c->nesterov = nesterov != 0;
+    return cuda_run(om_gpu_sgd, &t, &o);
+}
+
+#define LAMB                                                                                                          \
+    STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, " \
+         "no_ratio, keep_grads, order"
+static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 23, "cuda_lamb(" LAMB ")")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    om_lamb_cfg *c = &o.lamb;
+    double bias, no_ratio, keep;
+    double *const out[] = {&c->lr, &c->beta1,       &c->beta2,     &c->eps,       &c->weight_decay,
+                           &c->l2, &c->grad_weight, &c->ratio_min, &c->ratio_max, &c->inv_scale,
+                           &bias,  &no_ratio,       &keep};
+    int16_t device;
+    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 13) || cuda_order(args[22], device, &t))
+        return NULL;
+    c->bias_correction = bias != 0, c->no_ratio = no_ratio != 0, o.keep_grads = keep != 0;
+    return cuda_run(om_gpu_lamb, &t, &o);
+}
+
+static PyObject *py_cuda_lamb_order_size(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 2, "cuda_lamb_order_size(n_span, n_chunk)")) return NULL;
+    const uint32_t n_span = (uint32_t)PyLong_AsUnsignedLong(args[0]),
+                   n_chunk = PyErr_Occurred() ? 0 : (uint32_t)PyLong_AsUnsignedLong(args[1]);
+    return PyErr_Occurred() ? NULL : PyLong_FromSize_t(om_gpu_order_size(n_span, n_chunk));
+}
+
+static om_status cuda_lamb_order(om_ctx *cx, const om_gpu_table *t, om_gpu_optim o) {
+    (void)o;
+    return om_gpu_lamb_order(cx, t);
+}
+
+static PyObject *py_cuda_lamb_order(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 6, "cuda_lamb_order(" HEAD ", order)")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    int16_t device;
+    return cuda_head(args, &t, &device) || cuda_order(args[5], device, &t) ? NULL : cuda_run(cuda_lamb_order, &t, &o);
+}
+
+static PyObject *py_cuda_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 5, "cuda_norm(" HEAD ")")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    int16_t device;
+    return cuda_head(args, &t, &device) ? NULL : cuda_run(om_gpu_norm, &t, &o);
+}
+
+#define FINISH "grad_scale, found_inf, norm_out, stop_out, scale_out, first_out, div, max_norm, clip"
+static PyObject *py_cuda_norm_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 14, "cuda_norm_finish(" HEAD ", " FINISH ")")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    int16_t device = 0;
+    float *scale, *found;
+    double clip;
+    double *const out[] = {&o.div, &o.max_norm, &clip};
+    if (cuda_head(args, &t, &device) || cuda_scalar(args[5], device, "grad_scale", &scale) ||
+        cuda_scalar(args[6], device, "found_inf", &found) || cuda_scalar(args[7], device, "norm_out", &o.norm_out) ||
+        cuda_scalar(args[8], device, "stop_out", &o.stop_out) ||
+        cuda_scalar(args[9], device, "scale_out", &o.scale_out) ||
+        cuda_scalar(args[10], device, "first_out", &o.first_out) || cuda_numbers(args + 11, out, 3))
+        return NULL;
+    o.grad_scale = scale, o.found_inf = found, o.clip = (int)clip;
+    return cuda_run(om_gpu_norm_finish, &t, &o);
+}
+
+#define SCALING "device, stream, scaler, counters, stop, first, automatic, window, lowest, highest"
+static PyObject *py_cuda_loss_scale(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 10, "cuda_loss_scale(" SCALING ")")) return NULL;
+    om_gpu_scaling a = {0};
+    om_tensor scaler = {0}, steps = {0};
+    float *stop, *first;
+    double automatic;
+    double *const out[] = {&automatic, &a.window, &a.lowest, &a.highest};
+    const int ordinal = (int)PyLong_AsLong(args[0]);
+    void *stream = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[1]);
+    if (PyErr_Occurred() || om_dl_import(args[2], &scaler) || om_dl_import(args[3], &steps) ||
+        cuda_scalar(args[4], scaler.device, "stop", &stop) || cuda_scalar(args[5], scaler.device, "first", &first) ||
+        cuda_numbers(args + 6, out, 4))
+        return NULL;
+    if (scaler.dtype != OM_F64 || om_numel(&scaler) * 8 != sizeof *a.scaler || steps.dtype != OM_F64 ||
+        om_numel(&steps) * 8 != sizeof *a.steps || !om_is_dense(&scaler) || !om_is_dense(&steps) ||
+        scaler.device != steps.device || !stop || !first) {
+        PyErr_Format(PyExc_ValueError,
+                     "cuda_loss_scale: the scaler must be %zu and the counters %zu float64 on one device, with stop "
+                     "and first there",
+                     sizeof *a.scaler / 8, sizeof *a.steps / 8);
+        return NULL;
+    }
+    a.scaler = scaler.data, a.steps = steps.data, a.stop = stop, a.first = first, a.automatic = automatic != 0;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    const om_status s = om_gpu_loss_scale(cx, ordinal, stream, &a);
+    if (s != OM_OK) om_py_error(cx);
+    om_ctx_free(cx);
+    if (s != OM_OK) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_cuda_axpby(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (cuda_count(nargs, 8, "cuda_axpby(" HEAD ", grad_scale, a, b)")) return NULL;
+    om_gpu_table t = {0};
+    om_gpu_optim o = {0};
+    int16_t device = 0;
+    float *scale;
+    double *const out[] = {&o.a, &o.b};
+    if (cuda_head(args, &t, &device) || cuda_scalar(args[5], device, "grad_scale", &scale) ||
+        cuda_numbers(args + 6, out, 2))
+        return NULL;
+    o.grad_scale = scale;
+    return cuda_run(om_gpu_axpby, &t, &o);
+}
+
+#define FAST(name) #name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL
+PyMethodDef om_cuda_methods[] = {
+    {"cuda_archs", py_cuda_archs, METH_NOARGS,
+     "cuda_archs(): architectures of the embedded kernels, '75 80 ...'; '' when built without nvcc."},
+    {"cuda_image_size", py_cuda_image_size, METH_O,
+     "cuda_image_size(n): bytes of the host image of a list of n parameters."},
+    {FAST(cuda_capturing), "cuda_capturing(device, stream): the stream is being captured into a CUDA graph."},
+    {FAST(cuda_spans), "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers): "
+                       "(spans, chunks, bytes of the "
+                       "device table, image changed, parameters whose tensors need one memory order first). numbers: "
+                       "what the spans' streams "
+                       "and first_out count by; None: places in the list."},
+    {FAST(cuda_upload), "cuda_upload(" HEAD ", image): writes the table."},
+    {FAST(cuda_adam), "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"},
+    {FAST(cuda_sgd), "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"},
+    {FAST(cuda_lamb), "cuda_lamb(" LAMB "): order None: in three launches."},
+    {FAST(cuda_lamb_order_size),
+     "cuda_lamb_order_size(n_span, n_chunk): bytes of the order of a list for LAMB in one launch."},
+    {FAST(cuda_lamb_order), "cuda_lamb_order(" HEAD ", order): writes it."},
+    {FAST(cuda_norm), "cuda_norm(" HEAD "): sums of squares of the gradients, for cuda_norm_finish."},
+    {FAST(cuda_norm_finish), "cuda_norm_finish(" HEAD ", " FINISH
+                             "): clip 0 LAMB's divisor, 1 torch's formula, 2 that but nothing when the norm is "
+                             "not finite; max_norm 0 with clip 0: none."},
+    {FAST(cuda_loss_scale), "cuda_loss_scale(" SCALING
+                            "): one scaled step was queued; scaler: float64 (scale, good steps), counters: float64."},
+    {FAST(cuda_axpby), "cuda_axpby(" HEAD ", grad_scale, a, b): p = a / grad_scale * g + b * p."},
+    {NULL, NULL, 0, NULL},
+};

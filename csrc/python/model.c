@@ -1,0 +1,417 @@
+/* model.c - class Model: loading, what a graph's inputs, outputs and variants are, reports. */
+#include "python/pymodule.h"
+
+#include <stdlib.h>
+
+static PyObject *model_wrap(PyTypeObject *type, om_ctx *cx, om_status s, om_model *m) {
+    if (s != OM_OK) {
+        om_py_error(cx);
+        om_ctx_free(cx);
+        return NULL;
+    }
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Model *self = (Model *)alloc(type, 0);
+    if (self) self->m = m;
+    else om_model_free(cx, m);
+    om_ctx_free(cx);
+    return (PyObject *)self;
+}
+
+static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+    static char *names[] = {"onnx", "memory_level", NULL};
+    const char *data;
+    Py_ssize_t size;
+    int level = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level)) return NULL;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    om_model *m = NULL;
+    om_status s;
+    Py_BEGIN_ALLOW_THREADS;
+    s = om_model_load(cx, data, (size_t)size, &m);
+    Py_END_ALLOW_THREADS;
+    if (m) om_model_memory_level(m, level);
+    return model_wrap(type, cx, s, m);
+}
+
+static PyObject *Model_from_text(PyObject *none, PyObject *args) {
+    (void)none;
+    const char *text;
+    if (!PyArg_ParseTuple(args, "s:from_text", &text)) return NULL;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    om_graph *g = NULL;
+    om_model *m = NULL;
+    om_status s = om_graph_parse(cx, text, &g);
+    if (s == OM_OK) s = om_model_from_graph(cx, g, &m);
+    return model_wrap(om_py_model_type, cx, s, m);
+}
+
+static void Model_dealloc(PyObject *o) {
+    Model *self = (Model *)o;
+    PyTypeObject *type = Py_TYPE(o);
+    om_ctx *cx = om_py_ctx();
+    if (cx) {
+        om_model_free(cx, self->m);
+        om_free(cx, self->profile.rows.v);
+        om_ctx_free(cx);
+    }
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(o);
+    Py_DECREF(type);
+}
+
+static const char *role_name(int role) { return role == OM_PARAM ? "param" : role == OM_BUFFER ? "buffer" : "input"; }
+
+static PyObject *Model_inputs(PyObject *o, void *closure) {
+    (void)closure;
+    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
+    PyObject *list = PyList_New((Py_ssize_t)g->inputs.n);
+    for (uint32_t i = 0; list && i < g->inputs.n; i++) {
+        const om_value *v = om_val(g, g->inputs.v[i]);
+        PyObject *row = Py_BuildValue("(sssi)", v->name ? v->name : "", role_name(v->role),
+                                      om_dtype_name(v->type.dtype), v->type.rank);
+        if (!row || PyList_SetItem(list, (Py_ssize_t)i, row)) Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* Spreads reach[v] from graph inputs to the float values computed from them through operators with a gradient. */
+static void reach_spread(const om_graph *g, uint8_t *reach) {
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        bool d = false;
+        for (int k = 0; k < n->n_in && n->op->grad; k++) d |= om_ins(g, n)[k] != OM_NONE && reach[om_ins(g, n)[k]];
+        for (int k = 0; k < n->n_out; k++)
+            reach[n->out + (om_id)k] = d && om_is_float(om_ty(g, n->out + (om_id)k)->dtype);
+    }
+}
+
+static PyObject *Model_outputs(PyObject *o, void *closure) {
+    (void)closure;
+    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
+    /* some float parameter or input reaches it through operators with a gradient */
+    uint8_t *diff = calloc(g->values.n + 1, 1);
+    if (!diff) return PyErr_NoMemory();
+    for (om_id v = 0; v < g->values.n; v++) {
+        const om_value *x = om_val(g, v);
+        if (x->input != OM_NONE) diff[v] = om_is_float(x->type.dtype) && x->role != OM_BUFFER;
+    }
+    reach_spread(g, diff);
+    PyObject *list = PyList_New((Py_ssize_t)g->outputs.n);
+    for (uint32_t i = 0; list && i < g->outputs.n; i++) {
+        const om_value *v = om_val(g, g->outputs.v[i]);
+        PyObject *row = Py_BuildValue("(ssiO)", v->name ? v->name : "", om_dtype_name(v->type.dtype), v->type.rank,
+                                      diff[g->outputs.v[i]] ? Py_True : Py_False);
+        if (!row || PyList_SetItem(list, (Py_ssize_t)i, row)) Py_CLEAR(list);
+    }
+    free(diff);
+    return list;
+}
+
+static PyObject *Model_writes(PyObject *o, void *closure) {
+    (void)closure;
+    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
+    PyObject *list = PyList_New((Py_ssize_t)g->writes.n);
+    for (uint32_t i = 0; list && i < g->writes.n; i++)
+        if (PyList_SetItem(list, (Py_ssize_t)i, PyLong_FromLong((long)g->writes.v[i].input))) Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *Model_random(PyObject *o, void *closure) {
+    (void)closure;
+    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
+    for (om_id i = 0; i < g->nodes.n; i++)
+        if (g->nodes.v[i].rng && g->nodes.v[i].op->random) Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
+static PyObject *Model_load_ms(PyObject *o, void *closure) {
+    (void)closure;
+    return PyFloat_FromDouble(om_model_load_ms(((Model *)o)->m));
+}
+
+static PyObject *Model_text(PyObject *o, PyObject *args) {
+    int variant = -1;
+    if (!PyArg_ParseTuple(args, "|i:text", &variant)) return NULL;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    char *text = NULL;
+    om_status s = om_model_text(cx, ((Model *)o)->m, variant, &text);
+    PyObject *res = s == OM_OK ? PyUnicode_FromString(text) : om_py_error(cx);
+    om_text_free(cx, text);
+    om_ctx_free(cx);
+    return res;
+}
+
+static const om_graph *graph_or_error(Model *self, int variant) {
+    const om_graph *g = om_model_graph(self->m, variant);
+    if (!g) PyErr_Format(PyExc_ValueError, "variant %d does not exist", variant);
+    return g;
+}
+
+static PyObject *Model_nodes(PyObject *o, PyObject *args) {
+    int variant = -1;
+    if (!PyArg_ParseTuple(args, "|i:nodes", &variant)) return NULL;
+    const om_graph *g = graph_or_error((Model *)o, variant);
+    PyObject *list = g ? PyList_New((Py_ssize_t)g->nodes.n) : NULL;
+    for (om_id i = 0; list && i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        const om_scope *sc = n->scope < g->scopes.n ? &g->scopes.v[n->scope] : NULL;
+        PyObject *row = Py_BuildValue("{s:s,s:s,s:z,s:z,s:i,s:i,s:i}", "op", n->op->name, "phase",
+                                      n->phase == OM_FORWARD    ? "forward"
+                                      : n->phase == OM_BACKWARD ? "backward"
+                                                                : "update",
+                                      "module", sc ? sc->module : NULL, "file", sc ? sc->file : NULL, "line",
+                                      sc ? sc->line : 0, "segment", (int)n->segment, "host_index",
+                                      n->op->kind == OM_K_HOST ? (int)om_node_int(n, "index", -1) : -1);
+        if (!row || PyList_SetItem(list, (Py_ssize_t)i, row)) Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *Model_variant(PyObject *o, PyObject *args) {
+    Model *self = (Model *)o;
+    const char *wanted, *arriving;
+    Py_ssize_t nw, na;
+    PyObject *group = Py_None;
+    if (!PyArg_ParseTuple(args, "y#y#|O:variant", &wanted, &nw, &arriving, &na, &group)) return NULL;
+    const om_graph *g = om_model_graph(self->m, -1);
+    if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n)
+        return PyErr_Format(PyExc_ValueError,
+                            "variant: %zd wanted flags for %u graph inputs, %zd arriving flags for %u outputs", nw,
+                            g->inputs.n, na, g->outputs.n);
+    int *grp = NULL;
+    if (group != Py_None) {
+        if (PySequence_Size(group) != nw)
+            return PyErr_Format(PyExc_ValueError, "variant: group must have one entry per graph input");
+        if (!(grp = calloc((size_t)nw + 1, sizeof *grp))) return PyErr_NoMemory();
+        for (Py_ssize_t i = 0; i < nw; i++) {
+            PyObject *x = PySequence_GetItem(group, i);
+            long v = x ? PyLong_AsLong(x) : -1;
+            Py_XDECREF(x);
+            if (PyErr_Occurred() || v < 0 || v > 60000) {
+                free(grp);
+                return PyErr_Occurred() ? NULL
+                                        : PyErr_Format(PyExc_ValueError, "variant: group numbers go from 0 to 60000");
+            }
+            grp[i] = (int)v;
+        }
+    }
+    om_ctx *cx = om_py_ctx();
+    int variant = -1;
+    om_status s = OM_NOMEM;
+    if (cx) {
+        Py_BEGIN_ALLOW_THREADS;
+        s = om_model_variant(cx, self->m, (const uint8_t *)wanted, (const uint8_t *)arriving, grp, &variant);
+        Py_END_ALLOW_THREADS;
+    }
+    free(grp);
+    if (!cx) return PyErr_NoMemory();
+    PyObject *res = s == OM_OK ? PyLong_FromLong(variant) : om_py_error(cx);
+    om_ctx_free(cx);
+    return res;
+}
+
+/* (part of the gradient, row of the host's table, is backward, inputs that want a gradient) */
+static PyObject *host_row(const om_node *n) {
+    const om_attr *want = om_attr_get(n->attr, n->n_attr, "want");
+    PyObject *list = PyList_New(0);
+    for (uint32_t k = 0; list && want && k < want->n; k++)
+        if (om_py_list_add(list, PyLong_FromLongLong(want->dims[k]))) Py_CLEAR(list);
+    return list ? Py_BuildValue("(iiON)", (int)om_node_int(n, "part", 0), (int)om_node_int(n, "index", -1),
+                                n->phase == OM_FORWARD ? Py_False : Py_True, list)
+                : NULL;
+}
+
+/* om_flow: (terms, {(row, place): term of the gradient of a host node's output}, {graph input: term}, outputs sharing
+ * nodes, per output) */
+static PyObject *flow_rows(const om_variant *vr) {
+    const om_flow *f = &vr->flow;
+    PyObject *terms = PyList_New(0), *host = PyDict_New(), *grads = PyDict_New(), *shares = PyList_New(0);
+    bool bad = !terms || !host || !grads || !shares;
+    for (uint32_t i = 0; i < f->terms.n && !bad; i++)
+        bad = om_py_list_add(terms, Py_BuildValue("(III)", (unsigned)f->terms.v[i].kind, (unsigned)f->terms.v[i].a,
+                                                  (unsigned)f->terms.v[i].b));
+    for (uint32_t i = 0; i < f->host.n && !bad; i++) {
+        PyObject *key = Py_BuildValue("(II)", (unsigned)f->host.v[i].row, (unsigned)f->host.v[i].place),
+                 *t = PyLong_FromUnsignedLong(f->host.v[i].term);
+        bad = !key || !t || PyDict_SetItem(host, key, t);
+        Py_XDECREF(key);
+        Py_XDECREF(t);
+    }
+    for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++) {
+        PyObject *key = PyLong_FromUnsignedLong(i), *t = PyLong_FromUnsignedLong(f->grads[i]);
+        bad = !key || !t || PyDict_SetItem(grads, key, t);
+        Py_XDECREF(key);
+        Py_XDECREF(t);
+    }
+    for (uint32_t i = 0; i < vr->g->outputs.n && !bad; i++)
+        bad = om_py_list_add(shares, PyLong_FromUnsignedLongLong(f->shares[i]));
+    if (!bad) return Py_BuildValue("(NNNN)", terms, host, grads, shares);
+    Py_XDECREF(terms);
+    Py_XDECREF(host);
+    Py_XDECREF(grads);
+    Py_XDECREF(shares);
+    return NULL;
+}
+
+static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
+    Model *self = (Model *)o;
+    int variant;
+    if (!PyArg_ParseTuple(args, "i:variant_info", &variant)) return NULL;
+    const om_graph *g = graph_or_error(self, variant);
+    if (!g) return NULL;
+    const om_variant *vr = om_model_variant_at(self->m, variant);
+    PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0),
+             *out = PyList_New(0), *by = PyList_New(0), *res = NULL;
+    om_id *source = calloc(g->values.n + 1, sizeof *source); /* value a chain of views comes from */
+    uint8_t *read = calloc(g->values.n + 1, 1);              /* backward reads its memory */
+    int bad = !grads || !rin || !rout || !host || !out || !by || !source || !read;
+    for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
+        if (vr->flow.reach[i]) bad |= om_py_list_add(out, PyLong_FromUnsignedLong(i));
+    for (om_id v = 0; v < g->values.n && !bad; v++) {
+        om_id node = om_val(g, v)->node;
+        source[v] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : v;
+    }
+    for (om_id i = 0; i < g->nodes.n && !bad; i++) {
+        const om_node *n = &g->nodes.v[i];
+        if (n->op->kind == OM_K_HOST)
+            bad |= om_py_list_add(host, host_row(n));
+        if (n->phase == OM_FORWARD) continue;
+        for (int k = 0; k < n->n_in; k++)
+            if (om_ins(g, n)[k] != OM_NONE) read[source[om_ins(g, n)[k]]] = 1;
+    }
+    for (uint32_t i = 0; i < g->grads.n && !bad; i++) {
+        om_id v = g->grads.v[i].value;
+        if (v == OM_NONE) continue;
+        read[source[v]] = 1; /* a gradient that is a forward value or an input is copied in backward */
+        om_id node = om_val(g, v)->node;
+        int seg = node == OM_NONE || g->nodes.v[node].phase == OM_FORWARD ? 0 : g->nodes.v[node].segment;
+        bad |= om_py_list_add(grads, Py_BuildValue("(Ii)", (unsigned)g->grads.v[i].input, seg));
+    }
+    for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
+        if (read[g->inputs.v[i]]) bad |= om_py_list_add(rin, PyLong_FromUnsignedLong(i));
+    for (om_id i = 0; i < g->nodes.n && !bad; i++) {
+        const om_node *n = &g->nodes.v[i];
+        for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++) {
+            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, source[om_ins(g, n)[k]]);
+            if (v && v->input != OM_NONE && v->input < vr->first_grad_in)
+                bad |= om_py_list_add(by, Py_BuildValue("(iI)", (int)n->segment, (unsigned)v->input));
+        }
+    }
+    for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
+        if (read[source[g->outputs.v[i]]]) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
+    PyObject *flow = bad ? NULL : flow_rows(vr);
+    if (flow)
+        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:N,s:d}", "segments", vr->n_segments, "grads", grads,
+                            "reads_inputs", rin, "reads_outputs", rout, "reaches", out, "reads", by, "host_nodes", host,
+                            "flow", flow, "ms", vr->ms);
+    Py_XDECREF(grads);
+    Py_XDECREF(rin);
+    Py_XDECREF(rout);
+    Py_XDECREF(host);
+    Py_XDECREF(out);
+    Py_XDECREF(by);
+    free(source);
+    free(read);
+    return res ? res : PyErr_Occurred() ? NULL : PyErr_NoMemory();
+}
+
+/* --- reports ------------------------------------------------------------------------------------ */
+
+static PyObject *plan_largest(const om_plan *p) {
+    om_live rows[512];
+    int n, call;
+    int64_t bytes;
+    om_ctx *cx = om_ctx_new(NULL);
+    om_status s = cx ? om_plan_peak(cx, p, rows, 512, &n, &call, &bytes) : OM_NOMEM;
+    om_ctx_free(cx);
+    if (s != OM_OK) return PyErr_NoMemory();
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < n; i++) {
+        const om_node *node = rows[i].node == OM_NONE ? NULL : &p->g->nodes.v[rows[i].node];
+        const om_scope *at = node && node->scope != OM_NONE ? &p->g->scopes.v[node->scope] : NULL;
+        PyObject *row = Py_BuildValue(
+            "{s:L,s:s,s:s,s:s,s:z,s:i,s:z}", "bytes", (long long)rows[i].size, "class",
+            rows[i].scratch                                                ? "scratch"
+            : rows[i].where == OM_W_OUTPUT                                 ? "output"
+            : rows[i].first < p->n_forward && rows[i].last >= p->n_forward ? "kept for backward"
+                                                                           : "temporary",
+            "op", node ? node->op->name : "copy", "phase", rows[i].first < p->n_forward ? "forward" : "backward",
+            "file", at ? at->file : NULL, "line", at ? at->line : 0, "module", at ? at->module : NULL);
+        if (om_py_list_add(list, row)) Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
+    (void)none;
+    om_plan *plans[512];
+    int n = om_model_plans(((Model *)o)->m, plans, 512);
+    int most = 0;
+    for (int i = 1; i < n; i++)
+        if (plans[i]->bytes.arena > plans[most]->bytes.arena) most = i;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < n; i++) {
+        const om_plan *p = plans[i];
+        PyObject *sizes = PyDict_New();
+        for (uint32_t k = 0; sizes && k < p->g->syms.n; k++) {
+            PyObject *v = PyLong_FromLongLong(p->sym[k]);
+            if (!v || PyDict_SetItemString(sizes, p->g->syms.v[k].name, v)) Py_CLEAR(sizes);
+            Py_XDECREF(v);
+        }
+        PyObject *largest = !sizes ? NULL : i == most ? plan_largest(p) : PyList_New(0);
+        if (!largest) Py_CLEAR(sizes);
+        PyObject *row = sizes
+                            ? Py_BuildValue("{s:i,s:N,s:d,s:L,s:{s:L,s:L,s:L},s:i,s:N}", "variant", p->variant, "sizes",
+                                            sizes, "plan_ms", p->ms, "arena_bytes", (long long)p->bytes.arena,
+                                            "peak_bytes", "activations", (long long)p->bytes.arena, "gradients",
+                                            (long long)p->bytes.grads, "outputs", (long long)p->bytes.outputs, "calls",
+                                            p->n_calls, "largest", largest)
+                            : NULL;
+        if (om_py_list_add(list, row)) Py_CLEAR(list);
+    }
+    for (int i = 0; i < n; i++) om_plan_release(((Model *)o)->m, plans[i]);
+    return list;
+}
+
+static PyObject *Model_profile(PyObject *o, PyObject *args) {
+    Model *self = (Model *)o;
+    int on;
+    if (!PyArg_ParseTuple(args, "p:profile", &on)) return NULL;
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list && i < self->profile.rows.n; i++) {
+        const struct om_profile_row *r = &self->profile.rows.v[i];
+        if (om_py_list_add(
+                list, Py_BuildValue("{s:s,s:K,s:d}", "op", r->op, "count", (unsigned long long)r->count, "ms", r->ms)))
+            Py_CLEAR(list);
+    }
+    self->profile.rows.n = 0;
+    self->profiling = on;
+    return list;
+}
+
+#define KWARGS(f) ((PyCFunction)(void (*)(void))(f))
+static PyMethodDef Model_methods[] = {
+    {"from_text", Model_from_text, METH_VARARGS | METH_STATIC, NULL},
+    {"text", Model_text, METH_VARARGS, NULL},
+    {"nodes", Model_nodes, METH_VARARGS, NULL},
+    {"variant", Model_variant, METH_VARARGS, NULL},
+    {"variant_info", Model_variant_info, METH_VARARGS, NULL},
+    {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
+    {"backward", KWARGS(om_py_backward), METH_VARARGS | METH_KEYWORDS, NULL},
+    {"plan_report", Model_plan_report, METH_NOARGS, NULL},
+    {"profile", Model_profile, METH_VARARGS, NULL},
+    {0},
+};
+static PyGetSetDef Model_getset[] = {
+    {"inputs", Model_inputs, NULL, NULL, NULL},   {"outputs", Model_outputs, NULL, NULL, NULL},
+    {"writes", Model_writes, NULL, NULL, NULL},   {"random", Model_random, NULL, NULL, NULL},
+    {"load_ms", Model_load_ms, NULL, NULL, NULL}, {0},
+};
+static PyType_Slot Model_slots[] = {{Py_tp_new, (void *)Model_new},
+                                    {Py_tp_dealloc, (void *)Model_dealloc},
+                                    {Py_tp_methods, Model_methods},
+                                    {Py_tp_getset, Model_getset},
+                                    {0}};
+PyType_Spec om_py_model_spec = {"ortmodule._C.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT, Model_slots};

@@ -1,0 +1,162 @@
+/* pymodule.c - the Python face of the engine: module ortmodule._C (documented in ortmodule/_C.pyi).
+ *
+ * abi3, no torch header: tensors come in borrowed and go out as pool blocks through DLPack's exchange API (dlpack.h);
+ * threads and BLAS of the process are found by dlsym in the libtorch_cpu that `import torch` has loaded. A missing
+ * symbol means the built-in is used. The GIL is released around everything that computes. A Run owns its context,
+ * blocks and references; dropping it at any point is safe.
+ */
+#include "python/pymodule.h"
+
+#include "python/dlpack.h"
+#include "cpu/kernels_isa.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+
+PyTypeObject *om_py_model_type, *om_py_run_type;
+
+/* --- services from torch ------------------------------------------------------------------------ */
+
+static int32_t (*torch_parallel_for_fn)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *);
+static int32_t (*torch_num_threads_fn)(uint32_t *);
+
+typedef struct pfor { void (*fn)(void *, int64_t, int64_t); void *arg; } pfor;
+static void pfor_call(int64_t begin, int64_t end, void *ctx) {
+    const pfor *p = ctx;
+    p->fn(p->arg, begin, end);
+}
+static void services_parallel_for(void *user, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t),
+                                  void *arg) {
+    (void)user;
+    pfor p = {fn, arg};
+    if (torch_parallel_for_fn(0, n, grain, pfor_call, &p)) fn(arg, 0, n); /* it failed before starting: do it here */
+}
+static int services_num_threads(void *user) {
+    (void)user;
+    uint32_t n = 1;
+    return torch_num_threads_fn(&n) ? 1 : (int)n;
+}
+
+static om_services services;
+
+static void services_fill(void) {
+    void *lib = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!lib) return;
+    *(void **)&torch_parallel_for_fn = dlsym(lib, "torch_parallel_for");
+    *(void **)&torch_num_threads_fn = dlsym(lib, "torch_get_num_threads");
+    if (torch_parallel_for_fn && torch_num_threads_fn) {
+        services.parallel_for = services_parallel_for;
+        services.num_threads = services_num_threads;
+    }
+    *(void **)&services.sgemm = dlsym(lib, "sgemm_");
+    *(void **)&services.dgemm = dlsym(lib, "dgemm_");
+    om_torch_gemm_fill(lib, &services);
+}
+
+om_ctx *om_py_ctx(void) { return om_ctx_new(&services); }
+
+/* --- errors ------------------------------------------------------------------------------------- */
+
+PyObject *om_py_error(om_ctx *cx) {
+    PyObject *type = cx->status == OM_INVALID ? PyExc_ValueError
+                     : cx->status == OM_NOMEM ? PyExc_MemoryError
+                                              : PyExc_RuntimeError;
+    PyErr_SetString(type, cx->message[0] ? cx->message : om_status_text(cx->status));
+    om_ctx_clear(cx);
+    return NULL;
+}
+
+/* --- tensors out -------------------------------------------------------------------------------- */
+
+typedef struct exported { om_dl_managed m; om_block *block; int64_t dims[2 * OM_RANK]; } exported;
+
+static void exported_delete(om_dl_managed *m) {
+    exported *e = (exported *)(void *)m;
+    om_block_put(e->block);
+    free(e);
+}
+
+PyObject *om_py_export(const om_tensor *t, void *data, om_block *block) {
+    /* what torch cannot hold makes it throw, and no exception may pass through C */
+    bool fits = om_dl_dtype_of(t->dtype).bits != 0;
+    for (int i = 0; i < t->rank; i++) fits &= t->stride[i] >= 0 && t->dim[i] >= 0;
+    if (!fits) {
+        om_block_put(block);
+        return PyErr_Format(PyExc_RuntimeError,
+                            "a %s value with %d dimensions and these strides cannot be a torch tensor",
+                            om_dtype_name(t->dtype), t->rank);
+    }
+    exported *e = calloc(1, sizeof *e);
+    if (!e) {
+        om_block_put(block);
+        return PyErr_NoMemory();
+    }
+    e->block = block;
+    for (int i = 0; i < t->rank; i++) e->dims[i] = t->dim[i], e->dims[OM_RANK + i] = t->stride[i];
+    e->m = (om_dl_managed){.version = {1, 0},
+                           .deleter = exported_delete,
+                           .tensor = {.data = data,
+                                      .device = {OM_DL_CPU, 0},
+                                      .ndim = t->rank,
+                                      .dtype = om_dl_dtype_of(t->dtype),
+                                      .shape = e->dims,
+                                      .strides = e->dims + OM_RANK}};
+    void *out = NULL;
+    if (om_dl()->to_py(&e->m, &out)) return NULL;
+    return out;
+}
+
+int om_py_list_add(PyObject *list, PyObject *item) {
+    int r = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return r;
+}
+
+/* --- module functions --------------------------------------------------------------------------- */
+
+static PyObject *py_isa(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyUnicode_FromString(om_isa_text());
+}
+
+static PyObject *py_pool_stats(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    om_pool_stats s = om_pool_state();
+    return Py_BuildValue("{s:n,s:n,s:n}", "live", (Py_ssize_t)s.live, "free", (Py_ssize_t)s.free, "peak_live",
+                         (Py_ssize_t)s.peak_live);
+}
+
+static PyObject *py_pool_trim(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyLong_FromSize_t(om_pool_trim());
+}
+
+static PyMethodDef module_methods[] = {
+    {"isa", py_isa, METH_NOARGS, NULL},
+    {"pool_stats", py_pool_stats, METH_NOARGS, NULL},
+    {"pool_trim", py_pool_trim, METH_NOARGS, NULL},
+    {0},
+};
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "ortmodule._C", NULL, -1, module_methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void) {
+    PyObject *torch = PyImport_ImportModule("torch"); /* its libraries must be mapped before symbols are looked up */
+    if (!torch) return NULL;
+    Py_DECREF(torch);
+    if (om_dl_init()) return NULL;
+    services_fill();
+    PyObject *m = PyModule_Create(&module_def);
+    om_py_model_type = (PyTypeObject *)PyType_FromSpec(&om_py_model_spec);
+    om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);
+    if (!m || !om_py_model_type || !om_py_run_type || PyModule_AddFunctions(m, om_optim_methods) ||
+        PyModule_AddFunctions(m, om_cuda_methods) || PyModule_AddFunctions(m, om_guard_methods))
+        return NULL;
+    Py_INCREF(om_py_model_type);
+    Py_INCREF(om_py_run_type);
+    if (PyModule_AddObject(m, "Model", (PyObject *)om_py_model_type) ||
+        PyModule_AddObject(m, "Run", (PyObject *)om_py_run_type))
+        return NULL;
+    return m;
+}

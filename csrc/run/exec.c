@@ -1,0 +1,110 @@
+/* exec.c - runs a slice of a plan's calls (contract: plan.h). Resolves storages to addresses, calls kernels in order,
+ * stops at host nodes. Knows nothing about threads: kernels share the host's pool through om_parallel_for.
+ */
+#include "run/plan.h"
+
+#include <stdlib.h>
+
+static void *storage_base(const om_run *r, const om_storage *s) {
+    switch (s->where) {
+    case OM_W_ARENA: return r->arena + s->offset;
+    case OM_W_INPUT: return r->input[s->index];
+    case OM_W_OUTPUT: return r->output[s->index];
+    case OM_W_GRAD: return r->grad[s->index];
+    case OM_W_LOAN: return r->loan[s->index];
+    default: return (void *)s->data;
+    }
+}
+
+om_tensor om_run_arg(const om_run *r, const om_call *c, int i) {
+    const om_parg *a = &c->arg[i];
+    om_tensor t = a->t;
+    if (a->storage == OM_NONE) return (om_tensor){0};
+    t.data = (char *)storage_base(r, &r->plan->st[a->storage]) + a->offset;
+    return t;
+}
+
+static void profile_add(om_ctx *cx, om_profile *p, const char *op, uint64_t count, double ms) {
+    for (uint32_t i = 0; i < p->rows.n; i++)
+        if (!strcmp(p->rows.v[i].op, op)) {
+            p->rows.v[i].count += count;
+            p->rows.v[i].ms += ms;
+            return;
+        }
+    struct om_profile_row *row = OM_PUSH(cx, &p->rows);
+    if (row) *row = (struct om_profile_row){op, count, ms};
+}
+
+void om_profile_merge(om_ctx *cx, om_profile *to, om_profile *from) {
+    for (uint32_t i = 0; i < from->rows.n; i++)
+        profile_add(cx, to, from->rows.v[i].op, from->rows.v[i].count, from->rows.v[i].ms);
+    from->rows.n = 0;
+}
+
+static om_status call_run(om_run *r, const om_call *c) {
+    om_tensor arg[320];
+    int n = c->n_in + c->n_out;
+    if (n > 320) return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most 320", n);
+    for (int i = 0; i < n; i++) {
+        arg[i] = om_run_arg(r, c, i);
+        if (!arg[i].data && arg[i].dtype && om_numel(&arg[i]) && c->arg[i].storage != OM_NONE)
+            return om_fail(r->cx, OM_INTERNAL, "call %d (%s) operand %d has no memory", r->pc,
+                           c->node == OM_NONE ? "copy" : r->plan->g->nodes.v[c->node].op->name, i);
+    }
+    if (c->kind == OM_CALL_COPY)
+        return c->write != OM_NONE && r->skip_writes ? OM_OK : om_copy(r->cx, &arg[0], &arg[1]);
+    const om_node *node = &r->plan->g->nodes.v[c->node];
+    om_args a = {.node = node, .attr = c->attr, .n_attr = node->n_attr, .n_in = c->n_in, .n_out = c->n_out, .in = arg,
+                 .out = arg + c->n_in, .seed = r->seed};
+    if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
+    if (node->phase == OM_UPDATE && r->skip_writes)
+        return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
+    r->cx->max_threads = r->plan->threads;
+    om_status s = node->op->run(r->cx, &a);
+    r->cx->max_threads = 0;
+    return s;
+}
+
+/* Debugging: fill arena storages with NaN bytes right after their last use, so that a stale read shows. */
+static bool poison(void) {
+    static int on = -1;
+    if (on < 0) on = getenv("ORTMODULE_POISON") != NULL;
+    return on;
+}
+
+static void poison_dead(om_run *r, int pc) {
+    for (uint32_t i = 0; i < r->plan->n_st; i++) {
+        const om_storage *s = &r->plan->st[i];
+        if (s->where == OM_W_ARENA && s->last == pc) memset(r->arena + s->offset, 0xff, (size_t)s->size);
+    }
+}
+
+om_status om_run_step(om_run *r, int stop) {
+    while (r->pc < stop) {
+        const om_call *c = &r->plan->calls[r->pc];
+        if (c->kind == OM_CALL_HOST && !r->host_pending) {
+            r->host_call = r->pc;
+            r->host_pending = true;
+            return OM_HOST;
+        }
+        r->host_pending = false;
+        if (c->kind != OM_CALL_HOST) {
+            double t0 = r->profile ? om_now_ms() : 0;
+            om_status s = call_run(r, c);
+            if (s != OM_OK) {
+                if (c->node != OM_NONE && r->cx->status == OM_OK)
+                    om_fail(r->cx, s, "%s failed", r->plan->g->nodes.v[c->node].op->name);
+                return s;
+            }
+            if (r->profile)
+                profile_add(r->cx, r->profile,
+                            c->node == OM_NONE        ? "copy"
+                            : c->kind == OM_CALL_COPY ? "view copy"
+                                                      : r->plan->g->nodes.v[c->node].op->name,
+                            1, om_now_ms() - t0);
+        }
+        if (poison()) poison_dead(r, r->pc);
+        r->pc++;
+    }
+    return OM_OK;
+}

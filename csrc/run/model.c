@@ -1,0 +1,351 @@
+/* model.c - a captured graph and what is derived from it: variants (joint graphs) and plans, each made once and cached.
+ *
+ *   load      ONNX -> graph -> om_passes_forward
+ *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint (at memory level 1 _layers)
+ *             -> segments
+ *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS leaves the cache. Who
+ *             uses it, a run or a forward in flight, still finds it; the last one to let go frees it
+ *
+ * fork: a child has one thread, so a lock that another thread held would never be given back, and what it guarded would
+ * be half done. All locks are therefore taken before a fork and given back after it, in the parent and in the child.
+ */
+#include "passes/passes.h"
+#include "run/plan.h"
+#include "graph/sabotage.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+enum { MAX_PLANS = 512, MAX_VARIANTS = 64 };
+
+struct om_model {
+    om_ctx *cx;              /* services for everything that lives as long as the model */
+    om_graph *g;
+    pthread_mutex_t lock;    /* variants, plans, cx */
+    om_variant variant[MAX_VARIANTS];
+    int n_variants;
+    om_plan *plan[MAX_PLANS];
+    int n_plans;
+    om_plan *old;            /* left the cache, still in use */
+    om_model *next, **link;  /* of all models */
+    uint64_t clock;
+    double load_ms;
+    int memory_level;
+};
+
+static pthread_mutex_t models_lock = PTHREAD_MUTEX_INITIALIZER;
+static om_model *models;
+
+static void models_fork(void) {
+    pthread_mutex_lock(&models_lock);
+    for (om_model *m = models; m; m = m->next) pthread_mutex_lock(&m->lock);
+}
+
+static void models_forked(void) {
+    for (om_model *m = models; m; m = m->next) pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&models_lock);
+}
+
+static void models_once(void) { pthread_atfork(models_fork, models_forked, models_forked); }
+
+static void model_enter(om_model *m) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, models_once);
+    pthread_mutex_lock(&models_lock);
+    m->next = models;
+    m->link = &models;
+    if (models) models->link = &m->next;
+    models = m;
+    pthread_mutex_unlock(&models_lock);
+}
+
+static void model_leave(om_model *m) {
+    pthread_mutex_lock(&models_lock);
+    *m->link = m->next;
+    if (m->next) m->next->link = m->link;
+    pthread_mutex_unlock(&models_lock);
+}
+
+/* an error of the model's context becomes the caller's */
+static om_status forward_to(om_ctx *from, om_ctx *to, om_status s) {
+    if (s == OM_OK || from == to) return s;
+    om_status r = om_fail(to, s, "%s", from->message);
+    om_ctx_clear(from);
+    return r;
+}
+
+om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
+    double t0 = om_now_ms();
+    *out = NULL;
+    om_model *m = om_alloc(cx, sizeof *m);
+    om_ctx *mine = m ? om_ctx_new(&cx->sv) : NULL;
+    if (!mine) {
+        om_free(cx, m);
+        om_graph_free(g);
+        return om_fail(cx, OM_NOMEM, "out of memory");
+    }
+    m->cx = g->cx = g->arena.cx = mine;
+    m->g = g;
+    pthread_mutex_init(&m->lock, NULL);
+    model_enter(m);
+    om_status s = om_passes_run(mine, om_passes_forward, &m->g);
+    m->load_ms = om_now_ms() - t0;
+    if (s != OM_OK) {
+        s = forward_to(mine, cx, s);
+        om_model_free(cx, m);
+        return s;
+    }
+    *out = m;
+    return OM_OK;
+}
+
+om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **out) {
+    om_graph *g = NULL;
+    *out = NULL;
+    double t0 = om_now_ms();
+    OM_TRY(om_onnx_read(cx, onnx, size, &g));
+    double read = om_now_ms() - t0;
+    OM_TRY(om_model_from_graph(cx, g, out));
+    (*out)->load_ms += read;
+    return OM_OK;
+}
+
+void om_model_free(om_ctx *cx, om_model *m) {
+    if (!m) return;
+    model_leave(m);
+    for (int i = 0; i < m->n_plans; i++) om_plan_free(m->cx, m->plan[i]);
+    for (om_plan *p = m->old, *next; p; p = next) {
+        next = p->next;
+        om_plan_free(m->cx, p);
+    }
+    for (int i = 0; i < m->n_variants; i++) {
+        om_graph_free(m->variant[i].g);
+        om_free(m->cx, m->variant[i].wanted);
+        om_free(m->cx, m->variant[i].arriving);
+        om_free(m->cx, m->variant[i].group);
+        om_flow_free(m->cx, &m->variant[i].flow);
+    }
+    om_graph_free(m->g);
+    pthread_mutex_destroy(&m->lock);
+    om_ctx_free(m->cx);
+    om_free(cx, m);
+}
+
+const om_graph *om_model_graph(const om_model *m, int variant) {
+    return variant < 0 ? m->g : variant < m->n_variants ? m->variant[variant].g : NULL;
+}
+const om_variant *om_model_variant_at(const om_model *m, int variant) {
+    return variant >= 0 && variant < m->n_variants ? &m->variant[variant] : NULL;
+}
+void om_model_memory_level(om_model *m, int level) { m->memory_level = level; }
+double om_model_load_ms(const om_model *m) { return m->load_ms; }
+
+om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text) {
+    const om_graph *g = om_model_graph(m, variant);
+    if (!g) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
+    return forward_to(m->cx, cx, om_graph_print(g, text));
+}
+
+/* --- segments: each backward node runs in the first segment that needs it, and not after the segment that hands out
+ * the gradient of a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer
+ * step in a hook) ---------------- */
+
+static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int *n_segments) {
+    int last = 0;
+    int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
+    /* last segment that may read the memory this value lies in */
+    int *until = om_alloc(cx, (g->values.n + 1) * sizeof *until);
+    if (!seg || !until) {
+        om_free(cx, seg);
+        om_free(cx, until);
+        return cx->status;
+    }
+    for (uint32_t i = 0; i < g->grads.n; i++)
+        if (group && group[g->grads.v[i].input] > last) last = group[g->grads.v[i].input];
+    for (om_id v = 0; v < g->values.n; v++) seg[v] = until[v] = last;
+    for (uint32_t i = 0; i < g->grads.n; i++) {
+        om_id v = g->grads.v[i].value;
+        int want = group ? group[g->grads.v[i].input] : 0;
+        if (v == OM_NONE) continue;
+        if (want < seg[v]) seg[v] = want < 0 ? 0 : want;
+        until[g->inputs.v[g->grads.v[i].input]] = want < 0 ? 0 : want;
+    }
+    for (om_id v = 0; v < g->values.n; v++) {
+        om_id node = om_val(g, v)->node;
+        if (node != OM_NONE && g->nodes.v[node].op->view) until[v] = until[om_ins(g, &g->nodes.v[node])[0]];
+    }
+    for (om_id i = g->nodes.n; i-- > 0;) {
+        om_node *n = &g->nodes.v[i];
+        if (n->phase == OM_FORWARD) continue;
+        int s = last;
+        for (int k = 0; k < n->n_out; k++)
+            if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
+        for (int k = 0; k < n->n_in; k++)
+            if (om_ins(g, n)[k] != OM_NONE && until[om_ins(g, n)[k]] < s && !om_sabotage("segment.until"))
+                s = until[om_ins(g, n)[k]];
+        n->segment = (uint16_t)(s < last && om_sabotage("segment") ? s + 1 : s);
+        for (int k = 0; k < n->n_in; k++) {
+            om_id v = om_ins(g, n)[k];
+            if (v != OM_NONE && s < seg[v]) seg[v] = s;
+        }
+    }
+    *n_segments = g->n_segments = g->grads.n ? last + 1 : 0;
+    om_free(cx, seg);
+    om_free(cx, until);
+    return OM_OK;
+}
+
+static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
+                               int *variant) {
+    om_ctx *cx = m->cx;
+    uint32_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
+    for (int i = 0; i < m->n_variants; i++) {
+        const om_variant *v = &m->variant[i];
+        if (!memcmp(v->wanted, wanted, n_in) && !memcmp(v->arriving, arriving, n_out) && !v->group == !group &&
+            (!group || !memcmp(v->group, group, n_in * sizeof *group))) {
+            *variant = i;
+            return OM_OK;
+        }
+    }
+    if (m->n_variants == MAX_VARIANTS)
+        return om_fail(cx, OM_UNSUPPORTED, "more than %d sets of wanted and arriving gradients for one graph",
+                       MAX_VARIANTS);
+    om_variant v = {.wanted = om_alloc(cx, n_in + 1), .arriving = om_alloc(cx, n_out + 1), .first_grad_in = n_in};
+    double t0 = om_now_ms();
+    om_status s = v.wanted && v.arriving ? OM_OK : cx->status;
+    if (s == OM_OK && group && !(v.group = om_alloc(cx, (n_in + 1) * sizeof *group))) s = cx->status;
+    if (s == OM_OK) {
+        memcpy(v.wanted, wanted, n_in);
+        memcpy(v.arriving, arriving, n_out);
+        if (group) memcpy(v.group, group, n_in * sizeof *group);
+        s = om_grad_flow(cx, m->g, wanted, arriving, &v.flow, &v.g);
+    }
+    if (s == OM_OK) s = om_passes_run(cx, m->memory_level ? om_passes_joint_layers : om_passes_joint, &v.g);
+    if (s == OM_OK) s = segments_assign(cx, v.g, group, &v.n_segments);
+    v.ms = om_now_ms() - t0;
+    if (s != OM_OK) {
+        om_graph_free(v.g);
+        om_free(cx, v.wanted);
+        om_free(cx, v.arriving);
+        om_free(cx, v.group);
+        om_flow_free(cx, &v.flow);
+        return s;
+    }
+    *variant = m->n_variants;
+    m->variant[m->n_variants++] = v;
+    return OM_OK;
+}
+
+om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
+                           int *variant) {
+    pthread_mutex_lock(&m->lock);
+    om_status s = forward_to(m->cx, cx, variant_build(m, wanted, arriving, group, variant));
+    pthread_mutex_unlock(&m->lock);
+    return s;
+}
+
+static void plan_unref(om_model *m, om_plan *p) { /* with the lock */
+    if (--p->refs) return;
+    for (om_plan **at = &m->old; *at; at = &(*at)->next)
+        if (*at == p) {
+            *at = p->next;
+            break;
+        }
+    om_plan_free(m->cx, p);
+}
+
+static void plan_evict(om_model *m, om_plan *p) {
+    p->next = m->old;
+    m->old = p;
+    plan_unref(m, p);
+}
+
+void om_plan_release(om_model *m, om_plan *plan) {
+    if (!plan) return;
+    pthread_mutex_lock(&m->lock);
+    plan_unref(m, plan);
+    pthread_mutex_unlock(&m->lock);
+}
+
+static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_plan **plan) {
+    om_ctx *cx = m->cx;
+    const om_variant *v = om_model_variant_at(m, variant);
+    if (!v) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
+    for (uint32_t i = 0; i < v->first_grad_in; i++) {
+        const om_value *x = om_val(v->g, v->g->inputs.v[i]);
+        if (in[i].dtype != x->type.dtype || in[i].rank != x->type.rank)
+            return om_fail(cx, OM_INVALID,
+                           "graph input %u (%s): %s of rank %d expected, %s of rank %d given: capture again", i,
+                           x->name ? x->name : "?", om_dtype_name(x->type.dtype), x->type.rank,
+                           om_dtype_name(in[i].dtype), in[i].rank);
+    }
+    int64_t small[512], *key = small;
+    int n = om_plan_key_size(v->g);
+    if (n > 512 && !(key = om_alloc(cx, (size_t)n * sizeof *key))) return cx->status;
+    om_plan_key(v->g, in, key);
+    om_status s = OM_OK;
+    *plan = NULL;
+    for (int i = 0; i < m->n_plans && !*plan; i++)
+        if (m->plan[i]->variant == variant && !memcmp(m->plan[i]->key, key, (size_t)n * sizeof *key))
+            *plan = m->plan[i];
+    if (key != small) om_free(cx, key);
+    if (!*plan) {
+        s = om_plan_make(cx, v->g, in, plan);
+        if (s != OM_OK) return s;
+        (*plan)->variant = variant;
+        (*plan)->refs = 1;
+        int at = m->n_plans;
+        if (at == MAX_PLANS) {
+            at = 0;
+            for (int i = 1; i < MAX_PLANS; i++)
+                if (m->plan[i]->used < m->plan[at]->used) at = i;
+            plan_evict(m, m->plan[at]);
+        } else {
+            m->n_plans++;
+        }
+        m->plan[at] = *plan;
+    }
+    (*plan)->used = ++m->clock;
+    (*plan)->refs++;
+    return s;
+}
+
+om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan) {
+    pthread_mutex_lock(&m->lock);
+    om_status s = forward_to(m->cx, cx, plan_find(m, variant, inputs, plan));
+    pthread_mutex_unlock(&m->lock);
+    return s;
+}
+
+om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial) {
+    om_plan *p = NULL;
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < m->n_plans && !p; i++)
+        if (m->plan[i]->serial == serial) p = m->plan[i];
+    for (om_plan *q = m->old; q && !p; q = q->next)
+        if (q->serial == serial) p = q;
+    if (p) {
+        p->used = ++m->clock;
+        p->refs++;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return p;
+}
+
+om_plan *om_plan_hold(om_model *m, om_plan *plan) {
+    pthread_mutex_lock(&m->lock);
+    plan->refs++;
+    pthread_mutex_unlock(&m->lock);
+    return plan;
+}
+
+int om_model_plans(om_model *m, om_plan **out, int max) {
+    pthread_mutex_lock(&m->lock);
+    int n = m->n_plans < max ? m->n_plans : max;
+    for (int i = 0; i < n; i++) {
+        out[i] = m->plan[i];
+        out[i]->refs++;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return n;
+}

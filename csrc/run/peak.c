@@ -1,0 +1,62 @@
+/* peak.c - what lies in memory when a plan needs most of it: the answer to "where does my memory go?".
+ *
+ * Counted are the arena's storages between their first and last call, and outputs to the end of the forward at least,
+ * as the host holds them. Gradients exist at the end of every backward, whatever the engine does: they are not part of
+ * the question. The arena's layout can only be larger (gaps).
+ */
+#include "run/plan.h"
+
+#include <stdlib.h>
+
+static int peak_last(const om_plan *p, const om_storage *s) {
+    if (s->where == OM_W_OUTPUT && s->last < p->n_forward) return p->n_forward - 1;
+    return s->last;
+}
+
+static bool peak_counts(const om_storage *s) {
+    return (s->where == OM_W_ARENA || s->where == OM_W_OUTPUT) && s->last >= 0 && s->size > 0;
+}
+
+static int peak_by_size(const void *a, const void *b) {
+    const om_live *x = a, *y = b;
+    return x->size != y->size ? (x->size < y->size ? 1 : -1) : x->first - y->first;
+}
+
+om_status om_plan_peak(om_ctx *cx, const om_plan *p, om_live *out, int max, int *n, int *call, int64_t *bytes) {
+    *n = *call = 0;
+    *bytes = 0;
+    int64_t *delta = om_alloc(cx, ((size_t)p->n_calls + 2) * sizeof *delta);
+    if (!delta) return cx->status;
+    for (uint32_t i = 0; i < p->n_st; i++) {
+        const om_storage *s = &p->st[i];
+        if (!peak_counts(s)) continue;
+        delta[s->first] += s->size;
+        delta[peak_last(p, s) + 1] -= s->size;
+    }
+    int64_t now = 0;
+    for (int i = 0; i < p->n_calls; i++) {
+        now += delta[i];
+        if (now > *bytes) *bytes = now, *call = i;
+    }
+    om_free(cx, delta);
+    om_live *all = om_alloc(cx, (p->n_st + 1) * sizeof *all);
+    if (!all) return cx->status;
+    int count = 0;
+    for (uint32_t i = 0; i < p->n_st; i++) {
+        const om_storage *s = &p->st[i];
+        if (!peak_counts(s) || s->first > *call || peak_last(p, s) < *call) continue;
+        const om_call *c = &p->calls[s->first];
+        bool scratch = c->scratch == i;
+        all[count++] = (om_live){.size = s->size,
+                                 .where = s->where,
+                                 .scratch = scratch,
+                                 .first = s->first,
+                                 .last = s->last,
+                                 .node = c->node};
+    }
+    qsort(all, (size_t)count, sizeof *all, peak_by_size);
+    *n = count < max ? count : max;
+    memcpy(out, all, (size_t)*n * sizeof *out);
+    om_free(cx, all);
+    return OM_OK;
+}
