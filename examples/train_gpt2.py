@@ -1,11 +1,13 @@
-"""Trains a small GPT-2 on the Python standard library's own sources, byte by byte, twice in one run: eager PyTorch and ORTModule.
+"""Trains a small GPT-2 on the Python standard library's own sources, byte by byte, twice in one run: eager PyTorch and
+ORTModule.
 
     python examples/train_gpt2.py                   # about three minutes on two cores
     python examples/train_gpt2.py --steps 20 --out /tmp/demo
 
-Both arms start from the same weights and see the same batches; their steps alternate, so a busy machine disturbs both alike. Writes
-loss.png (both curves), prints progress, times of capture, plan and first step, the coverage report and a sampled text. Memory is measured in
-two child processes of a few steps each: peak resident set above the process before its first step, minus gradients and optimizer state.
+Both arms start from the same weights and see the same batches; their steps alternate, so a busy machine disturbs both
+alike. Writes loss.png (both curves), prints progress, times of capture, plan and first step, the coverage report and a
+sampled text. Memory is measured in two child processes of a few steps each: peak resident set above the process before
+its first step, minus gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def sample(model: torch.nn.Module, prompt: str, n: int) -> str:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     p.add_argument("--steps", type=int, default=150)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--dim", type=int, default=256)
@@ -135,30 +139,45 @@ def main() -> None:
     ids = batches(data, a.batch, a.seq, a.steps, a.seed)
     arms = [Arm("eager", a), Arm("ORTModule", a)]
     n = sum(p.numel() for p in arms[0].model.parameters())
-    print(f"GPT-2, {a.layers} layers, {a.dim} wide, {n / 1e6:.1f} M parameters, dropout 0.1; {len(data) / 2**20:.1f} MiB of Python sources; "
-          f"{a.batch} x {a.seq} bytes a step; {torch.get_num_threads()} threads")
+    print(
+        f"GPT-2, {a.layers} layers, {a.dim} wide, {n / 1e6:.1f} M parameters, dropout 0.1; {len(data) / 2**20:.1f} MiB "
+        "of Python sources; "
+        f"{a.batch} x {a.seq} bytes a step; {torch.get_num_threads()} threads"
+    )
     tokens, start, shown = a.batch * a.seq, time.perf_counter(), 0.0
     for i, x in enumerate(ids):
         for arm in arms if i % 2 else arms[::-1]:
             arm.step(x)
         now = time.perf_counter() - start
         if i == 0:
-            print(f"first step: eager {arms[0].ms[0] / 1e3:.2f} s, ORTModule {arms[1].ms[0] / 1e3:.2f} s (capture and plan included)")
+            print(
+                f"first step: eager {arms[0].ms[0] / 1e3:.2f} s, ORTModule {arms[1].ms[0] / 1e3:.2f} s (capture and "
+                "plan included)"
+            )
         if now - shown >= 5 or i + 1 == len(ids):
             shown = now
             med = [sorted(arm.ms[1:] or arm.ms)[len(arm.ms[1:] or arm.ms) // 2] for arm in arms]
-            print(f"step {i + 1:4d}/{a.steps}  loss eager {arms[0].loss[-1]:.4f}  ORTModule {arms[1].loss[-1]:.4f}   "
-                  f"tokens/s eager {tokens / med[0] * 1e3:6.0f}  ORTModule {tokens / med[1] * 1e3:6.0f}   memory {rss_mib():.0f} MiB", flush=True)
+            print(
+                f"step {i + 1:4d}/{a.steps}  loss eager {arms[0].loss[-1]:.4f}  ORTModule {arms[1].loss[-1]:.4f}   "
+                f"tokens/s eager {tokens / med[0] * 1e3:6.0f}  ORTModule {tokens / med[1] * 1e3:6.0f}   memory "
+                f"{rss_mib():.0f} MiB",
+                flush=True,
+            )
     med = [sorted(arm.ms[1:])[len(arm.ms[1:]) // 2] for arm in arms]
     ratios = sorted(e / o for e, o in zip(arms[0].ms[1:], arms[1].ms[1:]))
     picture(arms, a.out / "loss.png")
-    print(f"\nstep, median: eager {med[0]:.1f} ms, ORTModule {med[1]:.1f} ms; median of the pairs' ratios {ratios[len(ratios) // 2]:.2f}x")
+    print(
+        f"\nstep, median: eager {med[0]:.1f} ms, ORTModule {med[1]:.1f} ms; median of the pairs' ratios "
+        f"{ratios[len(ratios) // 2]:.2f}x"
+    )
     mem = {}
     for arm in arms:
         argv = [sys.executable, __file__, "--memory-of", arm.name]
         for k in ("layers", "dim", "heads", "batch", "seq", "seed"):
             argv += [f"--{k}", str(getattr(a, k))]
-        mem[arm.name] = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()[-1])["step_mib"]
+        mem[arm.name] = json.loads(
+            subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        )["step_mib"]
     print(f"step memory (activations, temporaries): eager {mem['eager']:.0f} MiB, ORTModule {mem['ORTModule']:.0f} MiB")
     print("\n" + str(arms[1].model.report()))
     print(f"\nloss curves: {a.out / 'loss.png'}\nsampled from the model trained by ORTModule:\n")

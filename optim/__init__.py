@@ -1,4 +1,5 @@
-"""Optimizers and mixed precision: FusedAdam, FusedLAMB, FusedSGD, FP16_Optimizer, loss scaling, gradient clipping, learning-rate schedules.
+"""Optimizers and mixed precision: FusedAdam, FusedLAMB, FusedSGD, FP16_Optimizer, loss scaling, gradient clipping,
+learning-rate schedules.
 
 The names and formulas are those of onnxruntime.training.optim; docs/OPTIMIZERS.md says what is more and what differs.
 """

@@ -27,11 +27,12 @@ def clip_grad_norm_(
     """torch.nn.utils.clip_grad_norm_ over all gradients as one vector; returns their norm before clipping.
 
     Args:
-        loss_scale: gradients are that many times too large; they are divided by it in the same sweep, and the norm is of the result.
-        foreach: accepted for compatibility; there is one implementation.
+        loss_scale: gradients are that many times too large; they are divided by it in the same sweep, and the norm is
+        of the result. foreach: accepted for compatibility; there is one implementation.
 
-    The norm is accumulated in float64: float32 gradients never overflow it. On one CUDA device the 2-norm, the decision and the scaling
-    stay on the device. All else (sparse, complex, distributed, several devices, orders <= 0) is handed to torch.nn.utils.clip_grad_norm_.
+    The norm is accumulated in float64: float32 gradients never overflow it. On one CUDA device the 2-norm, the decision
+    and the scaling stay on the device. All else (sparse, complex, distributed, several devices, orders <= 0) is handed
+    to torch.nn.utils.clip_grad_norm_.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in params if p.grad is not None]
@@ -47,11 +48,14 @@ def clip_grad_norm_(
     norm = _C.norm(grads, float(norm_type), False)[0] / loss_scale
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            "To disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. "
+            "To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
         )
     coefficient = float(max_norm) / (norm + 1e-6)
-    factor = (coefficient if not coefficient >= 1.0 else 1.0) / loss_scale  # a NaN norm makes every gradient NaN, as in torch
+    # a NaN norm makes every gradient NaN, as in torch
+    factor = (coefficient if not coefficient >= 1.0 else 1.0) / loss_scale
     if factor != 1.0 and grads:
         _C.axpby(grads, None, factor, 0.0)
         torch.autograd.graph.increment_version(grads)

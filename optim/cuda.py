@@ -1,12 +1,13 @@
 """Lists of parameters on a CUDA device: their tables, steps, norms and scaled copies (csrc/cuda/).
 
-A list of parameters has a table of pointers in device memory. It is written anew only when a pointer, a size or a type changed, by
-kernels that carry it in their arguments; steps then take what varies from device memory (step counters, lr, grad_scale, found_inf), on
-torch's current stream. Nothing here waits for the device, and all of it may be captured in a CUDA graph: a captured step has a table of
-its own in the graph's memory, which every replay writes again.
+A list of parameters has a table of pointers in device memory. It is written anew only when a pointer, a size or a type
+changed, by kernels that carry it in their arguments; steps then take what varies from device memory (step counters, lr,
+grad_scale, found_inf), on torch's current stream. Nothing here waits for the device, and all of it may be captured in a
+CUDA graph: a captured step has a table of its own in the graph's memory, which every replay writes again.
 
-Numbers that a step both reads and changes (loss scale, counters of steps) live in a Mirror: on the host, or on the device while steps are
-decided there. Then reading them waits, and Late brings a copy that is looked at when it has arrived.
+Numbers that a step both reads and changes (loss scale, counters of steps) live in a Mirror: on the host, or on the
+device while steps are decided there. Then reading them waits, and Late brings a copy that is looked at when it has
+arrived.
 
 Only float32, bfloat16 and float16 lie on a CUDA device.
 """
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 Lists = list[list[Tensor] | None]  # params, grads, first moments, second moments, masters, step counters
 Head = tuple[int, int, Tensor, int, int]  # device, stream, table, spans, chunks: what every kernel call begins with
-Copies = list[tuple[Tensor | None, Tensor]]  # where to copy it back to after the launches (None: nowhere), copy; alive until then
+# where to copy it back to after the launches (None: nowhere), copy; alive until then
+Copies = list[tuple[Tensor | None, Tensor]]
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Late:
-    """A copy of a tensor on its way into pinned host memory: begun now, looked at later, never waited for. One at a time."""
+    """A copy of a tensor on its way into pinned host memory: begun now, looked at later, never waited for. One at a
+    time."""
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
@@ -91,8 +94,8 @@ class Table:
     def refresh(
         self, place: Place, op: str, lists: Lists, store: int, numbers: list[int] | None = None, ordered: bool = False
     ) -> tuple[Head, Copies]:
-        """Brings the table up to date, and the order if there is to be one. Also returns copies of tensors that did not lie in one memory
-        order. numbers: of the parameters."""
+        """Brings the table up to date, and the order if there is to be one. Also returns copies of tensors that did not
+        lie in one memory order. numbers: of the parameters."""
         params = lists[0]
         assert params
         size = _C.cuda_image_size(len(params))
@@ -123,8 +126,8 @@ class Table:
 
 
 def _one_order(op: str, lists: Lists, i: int) -> Copies:
-    """Replaces the tensors of parameter i that do not lie in the parameter's memory order (or, if that has gaps, in a dense one). A gradient
-    is not copied back: in another order it keeps its values, as on the CPU."""
+    """Replaces the tensors of parameter i that do not lie in the parameter's memory order (or, if that has gaps, in a
+    dense one). A gradient is not copied back: in another order it keeps its values, as on the CPU."""
     p = lists[0][i]  # type: ignore[index]
     if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
         raise ValueError(f"{op}: parameter {i} is an expanded tensor; several elements share memory: clone it first")
@@ -155,7 +158,9 @@ def scalar(value: Any, like: Tensor) -> tuple[Tensor | None, float | None]:
     if not isinstance(value, Tensor) or host.index(value) < 0:
         return None, float(value)
     if value.numel() != 1:
-        raise ValueError(f"a tensor of {value.numel()} elements given for lr, grad_scale or found_inf; it must have one")
+        raise ValueError(
+            f"a tensor of {value.numel()} elements given for lr, grad_scale or found_inf; it must have one"
+        )
     if value.dtype != torch.float32 or host.index(value) != host.index(like):
         value = value.to(device=like.device, dtype=torch.float32)
     return value, None
@@ -165,7 +170,8 @@ def scalar(value: Any, like: Tensor) -> tuple[Tensor | None, float | None]:
 
 
 class Stepper:
-    """The tables of one optimizer. An optimizer makes one when it first meets a CUDA parameter; it is not part of its state."""
+    """The tables of one optimizer. An optimizer makes one when it first meets a CUDA parameter; it is not part of its
+    state."""
 
     def __init__(self) -> None:
         self._tables: dict[Any, Table] = {}
@@ -178,17 +184,27 @@ class Stepper:
     def step(self, optimizer: FusedOptimizer, index: int, grad_scale: Any, found_inf: Any) -> None:
         """One update of the optimizer's parameters on CUDA device `index`."""
         name = type(optimizer).__name__
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and host.index(p) == index]
+        params = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and host.index(p) == index
+        ]
         wrong = next((p for p in params if p.dtype not in TYPES), None)
         if wrong is not None:
-            raise RuntimeError(f"{name} got a parameter of {wrong.dtype} on a CUDA device; allowed there: float32, bfloat16, float16")
+            raise RuntimeError(
+                f"{name} got a parameter of {wrong.dtype} on a CUDA device; allowed there: float32, bfloat16, float16"
+            )
         found, found_number = scalar(found_inf, params[0])
         if found_number:
             return
         scale, scale_number = scalar(grad_scale, params[0])
         place = Place(index)
         if place.capturing and any(not optimizer.state.get(p) for p in params):
-            raise RuntimeError(f"{name}: a parameter without state in a captured step; every replay would reset it: run one step before capturing")
+            raise RuntimeError(
+                f"{name}: a parameter without state in a captured step; every replay would reset it: run one step "
+                "before capturing"
+            )
         inv_scale = 1.0 / scale_number if scale_number is not None else 1.0
         touched: list[Tensor] = []
         scales, found = optimizer._cuda_scales(self, place, params, scale, inv_scale, found)
@@ -202,7 +218,9 @@ class Stepper:
                 head, copies = table.refresh(place, op, lists, store, ordered=optimizer.one_launch)
                 scale, inv_scale = scales[number]
                 scalars = (lr, scale, found, optimizer._seed(number, 0))
-                optimizer._cuda_launch(table, (*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale)
+                optimizer._cuda_launch(
+                    table, (*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale
+                )
                 write_back(copies)
                 touched += ps
         if touched:
@@ -211,7 +229,8 @@ class Stepper:
 
 # --- steps that the device decides about --------------------------------------------------------------
 
-LOG_HEAD, LOG_ENTRY, LOG_ENTRIES = 4, 5, 16  # om_gpu_steps: done, skipped, row, overflow; then step, param, before, after, row of each overflow
+# om_gpu_steps: done, skipped, row, overflow; then step, param, before, after, row of each overflow
+LOG_HEAD, LOG_ENTRY, LOG_ENTRIES = 4, 5, 16
 CLIP_LAMB, CLIP_TORCH, CLIP_FINITE = range(3)  # OM_GPU_CLIP_...
 
 
@@ -240,11 +259,16 @@ class Mirror:
         """The numbers on like's device. Whoever queues a kernel that changes them calls changed()."""
         if self._tensor is None or host.index(self._tensor) != place.index:
             self.get()
-            self._tensor, self._current, self._captured = host.empty(len(self._values), torch.float64, like), False, False
+            self._tensor, self._current, self._captured = (
+                host.empty(len(self._values), torch.float64, like),
+                False,
+                False,
+            )
         if not self._current:
             if place.capturing:
                 raise RuntimeError(
-                    "FP16_Optimizer: loss scale and counters that come from the host, in a captured step; every replay would set them again: "
+                    "FP16_Optimizer: loss scale and counters that come from the host, in a captured step; every replay "
+                    "would set them again: "
                     "run one step before capturing"
                 )
             self._write()
@@ -264,7 +288,8 @@ class Mirror:
 
 
 class Verdict:
-    """One pass over gradients (their norm and finiteness), and what follows from it, in four numbers that stay on the device."""
+    """One pass over gradients (their norm and finiteness), and what follows from it, in four numbers that stay on the
+    device."""
 
     def __init__(self, table: Table, place: Place, grads: list[Tensor], numbers: list[int]) -> None:
         self.stream, self.capturing = place.stream, place.capturing
@@ -289,24 +314,42 @@ def usable(tensors: Sequence[Tensor]) -> bool:
     if not tensors or not _C.cuda_archs():
         return False
     index = host.index(tensors[0])
-    return index >= 0 and all(host.index(t) == index and t.layout is torch.strided and t.dtype in TYPES and type(t) is Tensor for t in tensors)
+    return index >= 0 and all(
+        host.index(t) == index and t.layout is torch.strided and t.dtype in TYPES and type(t) is Tensor for t in tensors
+    )
 
 
-def norm(grads: Sequence[Tensor], loss_scale: float = 1.0, max_norm: float | None = None) -> tuple[Tensor, Head, Copies]:
-    """Three scalars on the device: the norm of grads / loss_scale; 1 if it is not finite, else 0; the divisor of grads that unscales
-    them and limits their norm to max_norm by torch's formula (None: no limit). Then the list's head and its dense copies."""
+def norm(
+    grads: Sequence[Tensor], loss_scale: float = 1.0, max_norm: float | None = None
+) -> tuple[Tensor, Head, Copies]:
+    """Three scalars on the device: the norm of grads / loss_scale; 1 if it is not finite, else 0; the divisor of grads
+    that unscales them and limits their norm to max_norm by torch's formula (None: no limit). Then the list's head and
+    its dense copies."""
     place = Place(host.index(grads[0]))
     head, copies = Table().refresh(place, "norm", [list(grads), list(grads), None, None, None, None], 0)
     out = host.empty(3, torch.float32, grads[0])
     _C.cuda_norm(*head)
-    _C.cuda_norm_finish(*head, None, None, out[0], out[1], out[2], None, loss_scale, max_norm or 0.0, CLIP_LAMB if max_norm is None else CLIP_TORCH)
+    _C.cuda_norm_finish(
+        *head,
+        None,
+        None,
+        out[0],
+        out[1],
+        out[2],
+        None,
+        loss_scale,
+        max_norm or 0.0,
+        CLIP_LAMB if max_norm is None else CLIP_TORCH,
+    )
     return out, head, copies
 
 
 def axpby(dst: Sequence[Tensor], src: Sequence[Tensor] | None, a: float) -> None:
     """dst = a * src, converted (src None: dst itself)."""
     place = Place(host.index(dst[0]))
-    head, copies = Table().refresh(place, "axpby", [list(dst), list(dst if src is None else src), None, None, None, None], 0)
+    head, copies = Table().refresh(
+        place, "axpby", [list(dst), list(dst if src is None else src), None, None, None, None], 0
+    )
     _C.cuda_axpby(*head, None, a, 0.0)
     write_back(copies)
 

@@ -1,20 +1,24 @@
 """FP16_Optimizer: mixed precision around any optimizer, as the same object.
 
-On a torch optimizer (ours included) the object's class becomes a subclass of its own class, so schedulers, Accelerate and isinstance keep
-working, and it gains `backward`, `clip_master_grads`, `loss_scale`, `overflow`. For every 16-bit parameter there is an f32 master
-weight: inside the state of our fused optimizers, otherwise a tensor that takes the parameter's place in param_groups while the inner
-step or state_dict runs, and only then.
+On a torch optimizer (ours included) the object's class becomes a subclass of its own class, so schedulers, Accelerate
+and isinstance keep working, and it gains `backward`, `clip_master_grads`, `loss_scale`, `overflow`. For every 16-bit
+parameter there is an f32 master weight: inside the state of our fused optimizers, otherwise a tensor that takes the
+parameter's place in param_groups while the inner step or state_dict runs, and only then.
 
     backward(loss)   scales the loss and runs autograd
-    step()           one sweep: norm and finiteness of the gradients; inf or NaN: no update, the scale halves; else gradients are unscaled
-                     on their way to the masters (or inside the fused kernel), the inner step runs, masters are rounded to the parameters
+    step()           one sweep: norm and finiteness of the gradients; inf or NaN: no update, the scale halves; else
+                     gradients are unscaled
+                     on their way to the masters (or inside the fused kernel), the inner step runs, masters are rounded
+                     to the parameters
 
-On CUDA the device decides (Verdict in cuda.py): loss scale, counters and the verdict over the gradients stay there, the inner step takes
-divisor and stop flag from there, and nothing waits. Overflows are logged there and reported here when a copy of that log has arrived. The
-inner optimizer must be able to leave a step out by itself: ours, and torch's Adam and AdamW with fused=True (not its fused SGD, whose momentum
-is garbage after a first step left out). With others the host decides, as on the CPU, and waits.
+On CUDA the device decides (Verdict in cuda.py): loss scale, counters and the verdict over the gradients stay there, the
+inner step takes divisor and stop flag from there, and nothing waits. Overflows are logged there and reported here when
+a copy of that log has arrived. The inner optimizer must be able to leave a step out by itself: ours, and torch's Adam
+and AdamW with fused=True (not its fused SGD, whose momentum is garbage after a first step left out). With others the
+host decides, as on the CPU, and waits.
 
-A script that never calls `optimizer.backward` keeps working unscaled. Wrappers of Apex, DeepSpeed and Megatron: wrappers.py.
+A script that never calls `optimizer.backward` keeps working unscaled. Wrappers of Apex, DeepSpeed and Megatron:
+wrappers.py.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ logger = logging.getLogger("ortmodule")
 
 ADVICE_AFTER = 5  # overflows in a row before advice is given
 ADVICE = (
-    "Every one of the last {n} steps overflowed. Likely causes: a learning rate too high, an input with inf or NaN, a loss computed in "
+    "Every one of the last {n} steps overflowed. Likely causes: a learning rate too high, an input with inf or NaN, a "
+    "loss computed in "
     "float16 (compute it in float32), or an epsilon that is 0 in float16 (below 6e-8). bfloat16 needs no loss scaling."
 )
 
@@ -57,7 +62,8 @@ def FP16_Optimizer(
     """Makes `optimizer` a mixed-precision optimizer and returns the same object.
 
     Args:
-        optimizer: a torch optimizer; or an Apex AMP, DeepSpeed ZeRO 1/2 or legacy Megatron optimizer, whose overflow check and norm are
+        optimizer: a torch optimizer; or an Apex AMP, DeepSpeed ZeRO 1/2 or legacy Megatron optimizer, whose overflow
+        check and norm are
             replaced by faster ones; anything else is returned as it is, with a warning.
         model: only for messages: names of parameters and modules.
         loss_scaler: DynamicLossScaler, or a number for a constant scale. Default: dynamic, 2^16, window 2000.
@@ -71,10 +77,15 @@ def FP16_Optimizer(
     if type(optimizer).__module__.startswith("accelerate.") and isinstance(inner, torch.optim.Optimizer):
         FP16_Optimizer(inner, model, loss_scaler)
         return optimizer
-    nested = [v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)] if hasattr(optimizer, "__dict__") else []
+    nested = (
+        [v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)]
+        if hasattr(optimizer, "__dict__")
+        else []
+    )
     if not isinstance(optimizer, torch.optim.Optimizer) or nested:
         warnings.warn(
-            f"Skip modifying optimizer because {type(optimizer).__module__}.{type(optimizer).__qualname__} is not one that FP16_Optimizer "
+            f"Skip modifying optimizer because {type(optimizer).__module__}.{type(optimizer).__qualname__} is not one "
+            "that FP16_Optimizer "
             "knows; it is returned unchanged.",
             UserWarning,
             stacklevel=2,
@@ -90,13 +101,16 @@ def FP16_Optimizer(
 
 @functools.cache
 def _mixed_class(cls: Any) -> Any:
-    return type(f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__})
+    return type(
+        f"FP16_{cls.__name__}", (MixedPrecision, cls), {"__module__": __name__, "__doc__": MixedPrecision.__doc__}
+    )
 
 
 def _blank(cls: Any) -> Any:
     """What a copy starts from; names of parameters and a scheduler's wrapper of step() stay behind."""
     optimizer = cls.__new__(cls)
-    optimizer.__setstate__({"state": {}, "param_groups": [], "defaults": {}})  # here torch puts the calls of hooks into the step() of cls
+    # here torch puts the calls of hooks into the step() of cls
+    optimizer.__setstate__({"state": {}, "param_groups": [], "defaults": {}})
     optimizer.__class__ = _mixed_class(cls)
     optimizer._start()
     return optimizer
@@ -115,8 +129,10 @@ class MixedPrecision(torch.optim.Optimizer):
     stochastic_rounding: bool
 
     def _start(self) -> None:
-        """What a copy begins anew: knowledge of these gradients, of these parameters' names, and what is under way on a device."""
-        self._checked: tuple[bool, list[tuple[int, int]]] | None = None  # the gradients are finite, while they are in this state
+        """What a copy begins anew: knowledge of these gradients, of these parameters' names, and what is under way on a
+        device."""
+        # the gradients are finite, while they are in this state
+        self._checked: tuple[bool, list[tuple[int, int]]] | None = None
         self._verdict: cuda.Verdict | None = None  # the same on CUDA
         self._scale: Tensor | None = None  # on CUDA: what backward() multiplied by
         self._late: cuda.Late | None = None
@@ -126,7 +142,11 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _mixed_init(self, model: torch.nn.Module | None, loss_scaler: DynamicLossScaler | float | None) -> None:
         constant = loss_scaler is not None and not isinstance(loss_scaler, DynamicLossScaler)
-        self._scaler = DynamicLossScaler(False, float(loss_scaler)) if constant else loss_scaler or DynamicLossScaler()  # type: ignore[arg-type,assignment]
+        self._scaler = (
+            DynamicLossScaler(False, float(loss_scaler))  # type: ignore[arg-type]
+            if constant
+            else loss_scaler or DynamicLossScaler()
+        )
         self._start()
         self._scaled = False  # backward() has run since the last step
         self._clip = 1.0
@@ -135,8 +155,8 @@ class MixedPrecision(torch.optim.Optimizer):
         self._reported = 0  # overflows that messages have been written about
         self._first_overflow: tuple[str, str] | None = None
         self._fused = isinstance(self, FusedOptimizer)
-        # A scheduler made before has put a wrapper of the class's step on the instance: it becomes the inner step, and what takes its
-        # place carries the mark by which schedulers recognise their wrapper.
+        # A scheduler made before has put a wrapper of the class's step on the instance: it becomes the inner step, and
+        # what takes its place carries the mark by which schedulers recognise their wrapper.
         self._inner_step = self.__dict__.pop("step", None)
         if self._inner_step is not None:
             this = weakref.ref(self)
@@ -229,7 +249,8 @@ class MixedPrecision(torch.optim.Optimizer):
         return self._first_overflow
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """(loss * loss_scale).backward(); update_master_grads is accepted for Apex's sake, gradients reach the masters in step()."""
+        """(loss * loss_scale).backward(); update_master_grads is accepted for Apex's sake, gradients reach the masters
+        in step()."""
         place = self._place()
         if place is None:
             (loss.float() * self._scaler.loss_scale).backward(retain_graph=retain_graph)
@@ -254,8 +275,8 @@ class MixedPrecision(torch.optim.Optimizer):
         return 1.0 / self._scaler.loss_scale if self._scaled else 1.0
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
-        """Limits the norm of the unscaled gradients at the next step(); no gradient is touched. Returns the norm before, -1 at overflow: where
-        the device decides a tensor there, else a number."""
+        """Limits the norm of the unscaled gradients at the next step(); no gradient is touched. Returns the norm
+        before, -1 at overflow: where the device decides a tensor there, else a number."""
         params, grads = self._grads()
         place = self._place(grads) if norm_type == 2.0 else None
         if place is not None:
@@ -319,7 +340,8 @@ class MixedPrecision(torch.optim.Optimizer):
             self._step_masters(params, grads, factor)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # for torch, at loading and copying: hooks are run by the inner step, none at overflow
+    # for torch, at loading and copying: hooks are run by the inner step, none at overflow
+    step.hooked = True  # type: ignore[attr-defined]
 
     def _call_inner_step(self) -> None:
         if self._inner_step is not None:
@@ -367,8 +389,15 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _place(self, grads: list[Tensor] | None = None) -> cuda.Place | None:
         """Where the device decides about a step; None: the host does."""
-        skips = self._fused or (isinstance(self, (torch.optim.Adam, torch.optim.AdamW)) and getattr(self, "_step_supports_amp_scaling", False))
-        if not skips or type(self._scaler).update is not DynamicLossScaler.update or (grads is not None and not cuda.usable(grads)):
+        skips = self._fused or (
+            isinstance(self, (torch.optim.Adam, torch.optim.AdamW))
+            and getattr(self, "_step_supports_amp_scaling", False)
+        )
+        if (
+            not skips
+            or type(self._scaler).update is not DynamicLossScaler.update
+            or (grads is not None and not cuda.usable(grads))
+        ):
             return None
         index = {cuda.host.index(p) for group in self.param_groups for p in group["params"]}
         return cuda.Place(index.pop()) if len(index) == 1 and -1 not in index and _C.cuda_archs() else None
@@ -381,10 +410,14 @@ class MixedPrecision(torch.optim.Optimizer):
         """Norm, flag and divisor of the gradients as they are; the pass over them is made once."""
         if self._verdict is None or not self._verdict.still_holds(place):
             number = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-            self._verdict = cuda.Verdict(self._gradients.table(place, "gradients"), place, grads, [number[id(p)] for p in params])
+            self._verdict = cuda.Verdict(
+                self._gradients.table(place, "gradients"), place, grads, [number[id(p)] for p in params]
+            )
         if self._scaled and self._scale is None:
             self._scale = self._scale_on(place)
-        self._verdict.decide(self._scale if self._scaled else None, 1.0 / self._clip if self._clip else math.inf, self._limit)
+        self._verdict.decide(
+            self._scale if self._scaled else None, 1.0 / self._clip if self._clip else math.inf, self._limit
+        )
         return self._verdict
 
     def _step_on_device(self, place: cuda.Place, params: list[Tensor], grads: list[Tensor]) -> None:
@@ -406,7 +439,16 @@ class MixedPrecision(torch.optim.Optimizer):
         if verdict and scaled:
             scaler = self._scaler
             state = scaler.state.on(place, params[0])
-            _C.cuda_loss_scale(place.index, place.stream, state, counts, verdict.stop, verdict.first, scaler.automatic_update, *scaler.rule())
+            _C.cuda_loss_scale(
+                place.index,
+                place.stream,
+                state,
+                counts,
+                verdict.stop,
+                verdict.first,
+                scaler.automatic_update,
+                *scaler.rule(),
+            )
             scaler.state.changed(place)
         else:
             counts[0].add_(1)
@@ -428,7 +470,9 @@ class MixedPrecision(torch.optim.Optimizer):
             return
         skipped = int(values[1])
         if skipped - self._reported > cuda.LOG_ENTRIES:
-            logger.warning("%d steps overflowed and were skipped; the last %d:", skipped - self._reported, cuda.LOG_ENTRIES)
+            logger.warning(
+                "%d steps overflowed and were skipped; the last %d:", skipped - self._reported, cuda.LOG_ENTRIES
+            )
         params = [p for group in self.param_groups for p in group["params"]]
         for k in range(max(self._reported, skipped - cuda.LOG_ENTRIES), skipped):
             at = cuda.LOG_HEAD + k % cuda.LOG_ENTRIES * cuda.LOG_ENTRY
@@ -459,12 +503,16 @@ class MixedPrecision(torch.optim.Optimizer):
                 for q, known in zip(group["params"], group.get("param_names", [])):
                     if q is p:
                         name, module = known, known.rpartition(".")[0] or "the model"
-        return name or f"parameter {index} of sizes {tuple(p.shape)}", module or "unknown (pass model= to FP16_Optimizer)"
+        return (
+            name or f"parameter {index} of sizes {tuple(p.shape)}",
+            module or "unknown (pass model= to FP16_Optimizer)",
+        )
 
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state over the masters, plus "fp16_optimizer": scaler, counters, masters. Plain tensors and numbers."""
+        """The inner optimizer's state over the masters, plus "fp16_optimizer": scaler, counters, masters. Plain tensors
+        and numbers."""
         with self._with_masters():
             out = super().state_dict()
         masters = [self._f32_of.get(p) for group in self.param_groups for p in group["params"]]
@@ -476,7 +524,8 @@ class MixedPrecision(torch.optim.Optimizer):
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes its own state, or a plain optimizer's: then the masters start from the parameters and the scale is left as it is."""
+        """Takes its own state, or a plain optimizer's: then the masters start from the parameters and the scale is left
+        as it is."""
         own = state_dict.get("fp16_optimizer", {})
         inner = {k: v for k, v in state_dict.items() if k != "fp16_optimizer"}
         with self._with_masters():

@@ -1,12 +1,14 @@
 """Multi-tensor optimizers: one engine call updates every parameter of a group.
 
-A parameter's f32 weight is stored in one of four ways (csrc/optim/optim.h): as the parameter itself; as an f32 master beside a 16-bit
-parameter (`master_weights=True`); split over a bfloat16 parameter and an int16 rest (`master_weights="split"`, 2 bytes less); or as a
-bfloat16 parameter rounded stochastically (`stochastic_rounding=True`, no second copy).
+A parameter's f32 weight is stored in one of four ways (csrc/optim/optim.h): as the parameter itself; as an f32 master
+beside a 16-bit parameter (`master_weights=True`); split over a bfloat16 parameter and an int16 rest
+(`master_weights="split"`, 2 bytes less); or as a bfloat16 parameter rounded stochastically (`stochastic_rounding=True`,
+no second copy).
 
-State is torch.optim's: `step`, `exp_avg`, `exp_avg_sq` (or `momentum_buffer`) per parameter, so that state dicts go both ways; each group
-also carries `step`, as onnxruntime-training's FusedAdam kept it. Loss scaling is fused: `GradScaler` hands its scale and flag over
-(`grad_scale`, `found_inf`), gradients are unscaled inside the kernel and never rewritten.
+State is torch.optim's: `step`, `exp_avg`, `exp_avg_sq` (or `momentum_buffer`) per parameter, so that state dicts go
+both ways; each group also carries `step`, as onnxruntime-training's FusedAdam kept it. Loss scaling is fused:
+`GradScaler` hands its scale and flag over (`grad_scale`, `found_inf`), gradients are unscaled inside the kernel and
+never rewritten.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class AdamWMode(enum.IntEnum):
 
 @torch.enable_grad()
 def run_closure(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-    """The closure's value. GradScaler takes no closures, so the gradients made here are not scaled and may be clipped here: Lightning does,
-    and refuses optimizers that announce unscaling of their own."""
+    """The closure's value. GradScaler takes no closures, so the gradients made here are not scaled and may be clipped
+    here: Lightning does, and refuses optimizers that announce unscaling of their own."""
     announced = getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     try:
@@ -56,10 +58,12 @@ def run_closure(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) ->
 class FusedOptimizer(torch.optim.Optimizer):
     """What the three optimizers share: collecting lists, storage of weights, loss scaling, state dicts."""
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
+    # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
+    _step_supports_amp_scaling = True
     _moments: tuple[str, ...] = ()
     one_launch = False  # see FusedLAMB
-    _swept: cuda.Head | None = None  # FP16_Optimizer, for the length of a step on CUDA: the table whose sums are those of these gradients
+    # FP16_Optimizer, for the length of a step on CUDA: the table whose sums are those of these gradients
+    _swept: cuda.Head | None = None
 
     def __init__(
         self,
@@ -75,7 +79,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if stochastic_rounding and master_weights:
             raise ValueError("stochastic_rounding replaces master weights; give one of the two")
         if moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 parameters have float64)")
+            raise ValueError(
+                f"moment_dtype={moment_dtype} given; allowed: None, float32, bfloat16, float16 (float64 parameters "
+                "have float64)"
+            )
         lr = defaults["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("lr as a tensor must have one element")
@@ -106,9 +113,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             return torch.float64
         return self.moment_dtype or torch.float32
 
-    def _check_parameter(self, p: Tensor) -> None:  # quick for an ordinary parameter: without state (SGD) it is looked at in every step
+    # quick for an ordinary parameter: without state (SGD) it is looked at in every step
+    def _check_parameter(self, p: Tensor) -> None:
         if type(p) is not torch.nn.Parameter and is_traceable_wrapper_subclass(p):
-            wrong = f"a {type(p).__name__} parameter, a wrapper of other tensors; allowed: ordinary parameters and DTensors"
+            wrong = (
+                f"a {type(p).__name__} parameter, a wrapper of other tensors; allowed: ordinary parameters and DTensors"
+            )
         elif p.dtype not in DTYPES or not (p.is_cpu or p.is_cuda):
             wrong = f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda"
         elif self.stochastic_rounding and p.dtype == torch.float16:
@@ -148,7 +158,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             if g is None or index(p) != device:
                 continue
             if g.layout is not torch.strided:
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those parameters")
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those "
+                    "parameters"
+                )
             state = self.state[p]
             if len(state) == 0:
                 self._init_state(p, state)
@@ -173,7 +186,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. A closure is called first, with gradients enabled; its value is returned.
 
-        grad_scale (float or one-element tensor attribute): gradients are that many times too large. found_inf (same): non-zero = do nothing.
+        grad_scale (float or one-element tensor attribute): gradients are that many times too large. found_inf (same):
+        non-zero = do nothing.
         """
         loss = None
         if closure is not None:
@@ -210,20 +224,32 @@ class FusedOptimizer(torch.optim.Optimizer):
         pass
 
     def _cuda_scales(
-        self, stepper: cuda.Stepper, place: cuda.Place, params: list[Tensor], scale: Tensor | None, inv_scale: float, found: Tensor | None
+        self,
+        stepper: cuda.Stepper,
+        place: cuda.Place,
+        params: list[Tensor],
+        scale: Tensor | None,
+        inv_scale: float,
+        found: Tensor | None,
     ) -> tuple[list[tuple[Tensor | None, float]], Tensor | None]:
-        """(divisor of the gradients on the device, factor known here) for each group, and the flag that stops the step."""
+        """(divisor of the gradients on the device, factor known here) for each group, and the flag that stops the
+        step."""
         return [(scale, inv_scale)] * len(self.param_groups), found
 
-    def _cuda_lists(self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> cuda.Lists:
+    def _cuda_lists(
+        self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> cuda.Lists:
         moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
         return [params, grads, *moments, self._masters(store, states), [s["step"] for s in states]]
 
-    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+    def _cuda_launch(
+        self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
+    ) -> None:
         raise NotImplementedError
 
     def _update(self, inv_scale: float) -> None:
-        collected = [self._collect(group) for group in self.param_groups]  # what is refused is refused before anything changes
+        # what is refused is refused before anything changes
+        collected = [self._collect(group) for group in self.param_groups]
         if self._leave_out(collected, inv_scale):
             return
         touched: list[Tensor] = []
@@ -241,7 +267,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return False
 
     def _update_list(
-        self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], inv_scale: float, seed: int
+        self,
+        group: dict[str, Any],
+        store: int,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Any]],
+        inv_scale: float,
+        seed: int,
     ) -> None:
         raise NotImplementedError
 
@@ -253,8 +286,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, plus `step` in each group, as onnxruntime-training's FusedAdam kept it."""
-        for group in self.param_groups:  # on CUDA the truth is on the device: steps that overflowed or were replayed count or not only there
-            steps = [self.state[p]["step"] for p in group["params"] if cuda.host.index(p) >= 0 and "step" in self.state.get(p, {})]
+        # on CUDA the truth is on the device: steps that overflowed or were replayed count or not only there
+        for group in self.param_groups:
+            steps = [
+                self.state[p]["step"]
+                for p in group["params"]
+                if cuda.host.index(p) >= 0 and "step" in self.state.get(p, {})
+            ]
             if steps:
                 group["step"] = int(max(torch.stack([s.to(steps[0].device) for s in steps]).tolist()))
         out = super().state_dict()
@@ -264,19 +302,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of these optimizers, of torch.optim's twin, or of onnxruntime-training's FusedAdam (step in the group only).
+        """Takes the state of these optimizers, of torch.optim's twin, or of onnxruntime-training's FusedAdam (step in
+        the group only).
 
-        Moments keep their precision (torch would cast them to the parameter's type) and are brought into the parameter's memory order.
-        A state that does not fit raises ValueError and changes nothing.
+        Moments keep their precision (torch would cast them to the parameter's type) and are brought into the
+        parameter's memory order. A state that does not fit raises ValueError and changes nothing.
         """
         loaded: dict[str, Any] = {}
 
-        def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:  # runs last: sees what the user's pre-hooks made of it
+        # runs last: sees what the user's pre-hooks made of it
+        def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             self._check_loaded(state)
             loaded.update(state)
 
         before = self.register_load_state_dict_pre_hook(check)
-        after = self.register_load_state_dict_post_hook(lambda _: self._take_loaded(loaded), prepend=True)  # the user's see the result
+        # the user's see the result
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_loaded(loaded), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -295,7 +336,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_loaded_state(self, what: str, state: dict[str, Any], p: Tensor) -> None:
         missing = [name for name in self._moments if state.get(name) is None]
         if missing:
-            raise ValueError(f"{what} has no {', '.join(missing)}, only {', '.join(map(str, state))}: it is incomplete, or of another optimizer")
+            raise ValueError(
+                f"{what} has no {', '.join(missing)}, only {', '.join(map(str, state))}: it is incomplete, or of "
+                "another optimizer"
+            )
         for name in (*self._moments, "momentum_buffer", "master_weight", "master_rest"):
             value = state.get(name)
             if value is None:
@@ -303,7 +347,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not isinstance(value, Tensor):
                 raise ValueError(f"{what} has a {name} that is a {type(value).__name__}; it must be a tensor")
             if value.shape != p.shape:
-                raise ValueError(f"{what} has a {name} of sizes {tuple(value.shape)}, the parameter has {tuple(p.shape)}: is it of another model?")
+                raise ValueError(
+                    f"{what} has a {name} of sizes {tuple(value.shape)}, the parameter has {tuple(p.shape)}: is it of "
+                    "another model?"
+                )
         step = state.get("step", 0)
         if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
             raise ValueError(f"{what} has a step {step!r}; it must be a number or a tensor of one element")
@@ -319,7 +366,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state = self.state[p]
                 for name, value in source.items():
                     if name != "step" and isinstance(value, Tensor) and value.shape == p.shape:
-                        dtype = {"master_weight": torch.float32, "master_rest": torch.int16}.get(name, self._moment_dtype_of(p))
+                        dtype = {"master_weight": torch.float32, "master_rest": torch.int16}.get(
+                            name, self._moment_dtype_of(p)
+                        )
                         state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
                 step = source.get("step", group.get("step", 0))
                 if self._moments or "step" in state:
@@ -329,7 +378,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.setdefault("step", max(steps, default=0))
 
     def _load_master(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Master weights of the saved state in the form this optimizer keeps; made from the parameter where there was none."""
+        """Master weights of the saved state in the form this optimizer keeps; made from the parameter where there was
+        none."""
         store = self._store_of(p)
         if "master_rest" in state and store != SPLIT:
             bits = (p.detach().view(torch.int16).to(torch.int32) << 16) + state.pop("master_rest").to(torch.int32)
@@ -344,7 +394,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._init_master(p, state)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = {k: v for k, v in self.__dict__.items() if v is None or isinstance(v, (bool, int, float, str, torch.dtype))}
+        plain = {
+            k: v for k, v in self.__dict__.items() if v is None or isinstance(v, (bool, int, float, str, torch.dtype))
+        }
         return {**plain, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -368,7 +420,8 @@ class FusedAdam(FusedOptimizer):
         moment_dtype: type of the moments; default float32 (float64 for float64 parameters).
         maximize: ascend.
 
-    The source of defaults is onnxruntime-training: eps 1e-6, mode ADAMW_TRANSFORMERS. Steps count per parameter, as in torch.optim.
+    The source of defaults is onnxruntime-training: eps 1e-6, mode ADAMW_TRANSFORMERS. Steps count per parameter, as in
+    torch.optim.
     """
 
     _moments = ("exp_avg", "exp_avg_sq")
@@ -391,7 +444,9 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         self._adam_w_mode = AdamWMode(adam_w_mode)
         _check_adam(bias_correction, betas, eps)
-        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        defaults = dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize
+        )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -402,8 +457,10 @@ class FusedAdam(FusedOptimizer):
                 if group["weight_decay"]:
                     twin = AdamWMode.ADAM_TORCH if decoupled else AdamWMode.ADAMW_TORCH
                     warnings.warn(
-                        f"the state was saved by torch.optim.{'Adam' if decoupled else 'AdamW'}, whose weight decay acts otherwise than that of "
-                        f"this FusedAdam ({self._adam_w_mode.name}); for the same curve pass adam_w_mode=AdamWMode.{twin.name}",
+                        f"the state was saved by torch.optim.{'Adam' if decoupled else 'AdamW'}, whose weight decay "
+                        "acts otherwise than that of "
+                        f"this FusedAdam ({self._adam_w_mode.name}); for the same curve pass "
+                        f"adam_w_mode=AdamWMode.{twin.name}",
                         UserWarning,
                         stacklevel=2,
                     )
@@ -430,7 +487,9 @@ class FusedAdam(FusedOptimizer):
             group["bias_correction"],
         )
 
-    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+    def _cuda_launch(
+        self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
+    ) -> None:
         decay, mode = group["weight_decay"], self._adam_w_mode
         _C.cuda_adam(*head, lr, *group["betas"], group["eps"], decay, inv_scale, mode, group["bias_correction"])
 
@@ -439,19 +498,21 @@ class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's direction, scaled per tensor by |weight| / |direction| (https://arxiv.org/abs/1904.00962).
 
     Args (as in Apex's FusedLAMB, with onnxruntime-training's clamps):
-        max_grad_norm: gradients are divided by norm / max_grad_norm when their global norm exceeds it; None or 0 = no clipping.
-        adam_w_mode: True = decay is part of the direction, False = L2 added to the gradient.
+        max_grad_norm: gradients are divided by norm / max_grad_norm when their global norm exceeds it; None or 0 = no
+        clipping. adam_w_mode: True = decay is part of the direction, False = L2 added to the gradient.
         grad_averaging: the gradient enters the first moment with 1 - beta1, or with 1.
         use_nvlamb: trust ratio also for groups without weight decay.
         ratio_min, ratio_max: clamp of the trust ratio; not applied when a norm is zero (then the ratio is 1).
-        keep_grads: by default float32 gradients hold the direction after step(), as in Apex and onnxruntime-training; True keeps them, at
+        keep_grads: by default float32 gradients hold the direction after step(), as in Apex and onnxruntime-training;
+        True keeps them, at
             the price of computing the direction twice.
 
-    one_launch (attribute, may be set at any time): on CUDA both sweeps run in one launch, the second close behind the first while the data are in
+    one_launch (attribute, may be set at any time): on CUDA both sweeps run in one launch, the second close behind the
+    first while the data are in
         the L2 cache. False (default): a launch for each sweep.
 
-    A step whose gradient norm is inf or NaN is left out as a whole when max_grad_norm is set; otherwise single elements whose direction is
-    not finite keep weight and moments.
+    A step whose gradient norm is inf or NaN is left out as a whole when max_grad_norm is set; otherwise single elements
+    whose direction is not finite keep weight and moments.
     """
 
     _moments = ("exp_avg", "exp_avg_sq")
@@ -551,19 +612,28 @@ class FusedLAMB(FusedOptimizer):
         for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
             if is_sharded(p) and not all(x.is_replicate() for x in p.placements):
                 raise RuntimeError(
-                    f"FusedLAMB: parameter {number} of sizes {tuple(p.shape)} is a DTensor placed {p.placements}, and LAMB needs the norm of the "
-                    "whole; allowed: ordinary tensors and replicated DTensors: use FusedAdam, or DistributedDataParallel instead of sharding"
+                    f"FusedLAMB: parameter {number} of sizes {tuple(p.shape)} is a DTensor placed {p.placements}, and "
+                    "LAMB needs the norm of the "
+                    "whole; allowed: ordinary tensors and replicated DTensors: use FusedAdam, or "
+                    "DistributedDataParallel instead of sharding"
                 )
 
     def _check_devices(self, devices: set[int]) -> None:
         if len(devices) > 1 and any(group["max_grad_norm"] for group in self.param_groups):
             raise RuntimeError(
-                f"FusedLAMB: parameters on devices {sorted(devices)} (-1: the CPU) and max_grad_norm set; their common norm needs one device: "
+                f"FusedLAMB: parameters on devices {sorted(devices)} (-1: the CPU) and max_grad_norm set; their common "
+                "norm needs one device: "
                 "set max_grad_norm=None and clip the gradients yourself"
             )
 
     def _cuda_scales(
-        self, stepper: cuda.Stepper, place: cuda.Place, params: list[Tensor], scale: Tensor | None, inv_scale: float, found: Tensor | None
+        self,
+        stepper: cuda.Stepper,
+        place: cuda.Place,
+        params: list[Tensor],
+        scale: Tensor | None,
+        inv_scale: float,
+        found: Tensor | None,
     ) -> tuple[list[tuple[Tensor | None, float]], Tensor | None]:
         """With max_grad_norm the norm, the clipping divisor of each group and the flag are made on the device."""
         self.last_grad_norm = None
@@ -572,16 +642,22 @@ class FusedLAMB(FusedOptimizer):
         head = self._swept
         if head is None:
             grads = [p.grad for p in params if p.grad is not None and p.grad.layout is torch.strided]
-            head, _ = stepper.table(place, "norm").refresh(place, "lamb", [grads, grads, None, None, None, None], NEAREST)
+            head, _ = stepper.table(place, "norm").refresh(
+                place, "lamb", [grads, grads, None, None, None, None], NEAREST
+            )
             _C.cuda_norm(*head)
         out = cuda.host.empty(2 + len(self.param_groups), torch.float32, params[0])
         for number, group in enumerate(self.param_groups):
             limit = group["max_grad_norm"] or 0.0
-            _C.cuda_norm_finish(*head, scale, found, out[0], out[1], out[2 + number], None, 1.0 / inv_scale, limit, cuda.CLIP_LAMB)
+            _C.cuda_norm_finish(
+                *head, scale, found, out[0], out[1], out[2 + number], None, 1.0 / inv_scale, limit, cuda.CLIP_LAMB
+            )
         self.last_grad_norm = out[0]
         return [(out[2 + number], 1.0) for number in range(len(self.param_groups))], out[1]
 
-    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
+    def _cuda_launch(
+        self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
+    ) -> None:
         _C.cuda_lamb(*head, *self._constants(group, lr, inv_scale), table.order if self.one_launch else None)
 
 
@@ -607,15 +683,25 @@ class FusedSGD(FusedOptimizer):
             raise ValueError(f"momentum={momentum} given; it must be >= 0")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize)
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
         momentum = group["momentum"]
-        fresh = [momentum != 0 and s.get("momentum_buffer") is None for s in states]  # their buffer becomes the gradient itself
+        # their buffer becomes the gradient itself
+        fresh = [momentum != 0 and s.get("momentum_buffer") is None for s in states]
         for p, state, new in zip(params, states, fresh):
             if new:
-                state["momentum_buffer"] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+                state["momentum_buffer"] = torch.zeros_like(
+                    p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format
+                )
         for first in (True, False):
             which = [i for i, new in enumerate(fresh) if new == first]
             if not which:
@@ -637,23 +723,34 @@ class FusedSGD(FusedOptimizer):
                 first,
             )
 
-    def _cuda_lists(self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> cuda.Lists:
+    def _cuda_lists(
+        self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> cuda.Lists:
         for p, state in zip(params, states):
             fresh = state.get("momentum_buffer") is None
             if fresh and group["momentum"]:
-                state["momentum_buffer"] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+                state["momentum_buffer"] = torch.zeros_like(
+                    p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format
+                )
             if "step" not in state:  # counted on the device: the first step that is not left out has no momentum yet
                 state["step"] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=p.device)
         momentum = [s["momentum_buffer"] for s in states] if group["momentum"] else None
         return [params, grads, momentum, None, self._masters(store, states), [s["step"] for s in states]]
 
-    def _cuda_launch(self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float) -> None:
-        _C.cuda_sgd(*head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"])
+    def _cuda_launch(
+        self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
+    ) -> None:
+        _C.cuda_sgd(
+            *head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"]
+        )
 
 
 def _check_adam(bias_correction: bool, betas: tuple[float, float], eps: float) -> None:
     if not isinstance(bias_correction, (bool, int)):
-        raise TypeError(f"bias_correction={bias_correction!r} given; it must be True or False (torch's third argument is betas: write betas=...)")
+        raise TypeError(
+            f"bias_correction={bias_correction!r} given; it must be True or False (torch's third argument is betas: "
+            "write betas=...)"
+        )
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)):
         raise ValueError(f"betas={betas} given; two numbers in [0, 1) are needed")
     if not eps >= 0:

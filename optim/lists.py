@@ -1,4 +1,5 @@
-"""Norms, finiteness and scaled copies over lists of tensors: the engine's kernels on CPU and CUDA, torch's foreach operators elsewhere."""
+"""Norms, finiteness and scaled copies over lists of tensors: the engine's kernels on CPU and CUDA, torch's foreach
+operators elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ def on_cpu(tensors: Sequence[Tensor]) -> bool:
     """Whether the engine's CPU kernels take all of them."""
     index = cuda.host.index
     return all(
-        t.is_cpu and index(t) < 0 and type(t) in PLAIN and t.layout is torch.strided and t.dtype in DTYPES and t.dim() <= RANK for t in tensors
+        t.is_cpu
+        and index(t) < 0
+        and type(t) in PLAIN
+        and t.layout is torch.strided
+        and t.dtype in DTYPES
+        and t.dim() <= RANK
+        for t in tensors
     )
 
 
@@ -39,12 +46,15 @@ def grad_norm(grads: Sequence[Tensor], order: float = 2.0) -> tuple[float, bool]
         return norm, not stop
     if any(is_sharded(g) for g in grads):
         return _norm_over_ranks(grads, order)
-    norm = float(torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(list(grads), order)]), order))
+    norm = float(
+        torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(list(grads), order)]), order)
+    )
     return norm, math.isfinite(norm) or not has_nonfinite(grads)
 
 
 def _norm_over_ranks(grads: Sequence[Any], order: float) -> tuple[float, bool]:
-    """grad_norm where some are DTensors: every rank gets the same answer, with one reduction per mesh and way of sharding."""
+    """grad_norm where some are DTensors: every rank gets the same answer, with one reduction per mesh and way of
+    sharding."""
     alike: dict[Any, list[Any]] = {}
     for g in grads:
         if is_sharded(g) and any(x.is_partial() for x in g.placements):
@@ -56,7 +66,9 @@ def _norm_over_ranks(grads: Sequence[Any], order: float) -> tuple[float, bool]:
         if place is not None:
             mesh, placements = place
             op = torch.distributed.ReduceOp.MAX if order == math.inf else torch.distributed.ReduceOp.SUM
-            both = torch.tensor([norm if order == math.inf else norm**order, not finite], dtype=torch.float64, device=members[0].device)
+            both = torch.tensor(
+                [norm if order == math.inf else norm**order, not finite], dtype=torch.float64, device=members[0].device
+            )
             for dim, placement in enumerate(placements):
                 if not placement.is_replicate():
                     torch.distributed.all_reduce(both, op, mesh.get_group(dim))

@@ -1,4 +1,5 @@
-"""Dynamic loss scaling with the numbers of onnxruntime-training. The arithmetic is om_loss_scale_next (csrc/optim/optim_math.h), here and on CUDA."""
+"""Dynamic loss scaling with the numbers of onnxruntime-training. The arithmetic is om_loss_scale_next
+(csrc/optim/optim_math.h), here and on CUDA."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from .cuda import Mirror
 
 
 class DynamicLossScaler:
-    """Halves the scale at an overflow, doubles it after `up_scale_window` good steps, within [min_loss_scale, max_loss_scale].
+    """Halves the scale at an overflow, doubles it after `up_scale_window` good steps, within [min_loss_scale,
+    max_loss_scale].
 
-    automatic_update False: the scale is constant (and may be set by hand). While FP16_Optimizer steps on CUDA, the scale lives there, and
-    reading it waits for the device.
+    automatic_update False: the scale is constant (and may be set by hand). While FP16_Optimizer steps on CUDA, the
+    scale lives there, and reading it waits for the device.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class DynamicLossScaler:
         if not up_scale_window > 0:
             raise ValueError(f"up_scale_window={up_scale_window} given; it must be positive")
         if not 0 < min_loss_scale <= max_loss_scale:
-            raise ValueError(f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale} given; 0 < min <= max is needed")
+            raise ValueError(
+                f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale} given; 0 < min <= max is needed"
+            )
         self.automatic_update = automatic_update
         self.up_scale_window = up_scale_window
         self.min_loss_scale = min_loss_scale
@@ -54,7 +58,8 @@ class DynamicLossScaler:
         return self.up_scale_window, self.min_loss_scale, self.max_loss_scale
 
     def update(self, all_finite: Any) -> float:
-        """Tells the outcome of a step: a bool, or an object with `all_finite` (onnxruntime-training's TrainStepInfo). Returns the new scale."""
+        """Tells the outcome of a step: a bool, or an object with `all_finite` (onnxruntime-training's TrainStepInfo).
+        Returns the new scale."""
         finite = bool(getattr(all_finite, "all_finite", all_finite))
         if self.automatic_update:
             scale, good = self.state.get()

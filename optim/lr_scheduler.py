@@ -1,6 +1,7 @@
 """Warm-up schedules of onnxruntime-training as torch schedulers: factor * initial lr, a closed form of the step.
 
-Before the end of the warm-up the factor is step / warm-up steps (the first lr is 0). `warmup` is a fraction of total_steps in [0, 1).
+Before the end of the warm-up the factor is step / warm-up steps (the first lr is 0). `warmup` is a fraction of
+total_steps in [0, 1).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class LinearWarmupLRScheduler(_WarmupLRScheduler):
 class CosineWarmupLRScheduler(_WarmupLRScheduler):
     """Linear warm-up, then max(0, (1 + cos(2 pi cycles p)) / 2) with p running from 0 to 1."""
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, cycles: float = 0.5, warmup: float = 0.002, last_epoch: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, cycles: float = 0.5, warmup: float = 0.002, last_epoch: int = -1
+    ) -> None:
         if not cycles > 0:
             raise ValueError(f"cycles={cycles} given; it must be positive")
         self.cycles = cycles
@@ -68,7 +71,13 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
     """Linear warm-up, then lr_end + (lr - lr_end) (1 - p)^power; lr_end after total_steps."""
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002, last_epoch: int = -1
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        lr_end: float = 1e-7,
+        power: float = 1.0,
+        warmup: float = 0.002,
+        last_epoch: int = -1,
     ) -> None:
         for group in optimizer.param_groups:
             base = float(group.get("initial_lr", group["lr"]))
@@ -89,9 +98,14 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
 class LinearLRScheduler(LRScheduler):
     """The on-device schedule: warm-up and total given as numbers of steps; linear decay to 0."""
 
-    def __init__(self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, last_epoch: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, last_epoch: int = -1
+    ) -> None:
         if not 0 <= warmup_step_count < total_step_count:
-            raise ValueError(f"warmup_step_count={warmup_step_count}, total_step_count={total_step_count} given; 0 <= warm-up < total is needed")
+            raise ValueError(
+                f"warmup_step_count={warmup_step_count}, total_step_count={total_step_count} given; 0 <= warm-up < "
+                "total is needed"
+            )
         self.warmup_step_count = warmup_step_count
         self.total_step_count = total_step_count
         super().__init__(optimizer, last_epoch)

@@ -1,8 +1,8 @@
 """DTensor parameters (FSDP2's fully_shard, tensor parallelism): a step works on the shards of this rank.
 
-Everything elementwise is the same on a shard as on the whole, so inside `local_shards` each DTensor of param_groups is replaced by its local
-tensor, gradient and state with it; the kernels know nothing of meshes. State that a step makes comes back as DTensors placed like their
-parameter, so that torch.distributed.checkpoint saves and reshards it.
+Everything elementwise is the same on a shard as on the whole, so inside `local_shards` each DTensor of param_groups is
+replaced by its local tensor, gradient and state with it; the kernels know nothing of meshes. State that a step makes
+comes back as DTensors placed like their parameter, so that torch.distributed.checkpoint saves and reshards it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Optimizers of Apex AMP, DeepSpeed ZeRO 1/2 and legacy Megatron-LM: their overflow check and gradient norm, replaced by one sweep.
+"""Optimizers of Apex AMP, DeepSpeed ZeRO 1/2 and legacy Megatron-LM: their overflow check and gradient norm, replaced
+by one sweep.
 
-The objects stay theirs; single methods are replaced on the instance. Recognition is by class name, so nothing is imported that the script
-has not imported. Shapes of results are those of the methods replaced (DeepSpeed: tensors since 0.14, plain values before; both accept a
-one-element tensor).
+The objects stay theirs; single methods are replaced on the instance. Recognition is by class name, so nothing is
+imported that the script has not imported. Shapes of results are those of the methods replaced (DeepSpeed: tensors since
+0.14, plain values before; both accept a one-element tensor).
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def modify_wrapper(optimizer: Any, **kwargs: Any) -> bool:
     """True when the optimizer is one of those named above (modified, or left alone with a warning)."""
     name = _class_name(optimizer)
     if name == ACCELERATE_DEEPSPEED:
-        return modify_wrapper(optimizer.optimizer, **kwargs) or _skip(f"{_class_name(optimizer.optimizer)} inside it is not known")
+        return modify_wrapper(optimizer.optimizer, **kwargs) or _skip(
+            f"{_class_name(optimizer.optimizer)} inside it is not known"
+        )
     if hasattr(optimizer, "_amp_stash"):
         return _modify_apex(optimizer)
     bases = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
@@ -89,7 +92,11 @@ def _modify_zero(optimizer: Any) -> bool:
                 (g, p)
                 for g, p in pairs
                 if not getattr(p, "ds_pipe_replicated", False)
-                and (getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False) or self.model_parallel_rank == 0)
+                and (
+                    getattr(p, "model_parallel", False)
+                    or getattr(p, "tensor_model_parallel", False)
+                    or self.model_parallel_rank == 0
+                )
             ]
         norm, _ = grad_norm([g.detach() for g, _ in pairs], order)
         device = pairs[0][0].device if pairs else getattr(self, "device", "cpu")
@@ -103,7 +110,9 @@ def _modify_zero(optimizer: Any) -> bool:
             total = total.pow(1.0 / order)
         return torch.where(total.isfinite(), total, -torch.ones_like(total)).float()
 
-    warnings.warn("DeepSpeed fp16_optimizer functions are overrided with faster implementation.", UserWarning, stacklevel=4)
+    warnings.warn(
+        "DeepSpeed fp16_optimizer functions are overrided with faster implementation.", UserWarning, stacklevel=4
+    )
     for f in (has_overflow_serial, has_overflow_partitioned_grads_serial, get_grad_norm_direct):
         setattr(optimizer, f.__name__, types.MethodType(f, optimizer))
     return True
@@ -135,7 +144,9 @@ def _modify_apex(optimizer: Any) -> bool:
         scale_into([f.grad for _, f in fresh], halves, 1.0 / float(scaler.loss_scale()))
         from apex.amp import _process_optimizer
 
-        _process_optimizer.post_backward_models_are_masters(scaler, stash.all_fp32_from_fp32_params, stash.all_fp32_from_fp32_grad_stash)
+        _process_optimizer.post_backward_models_are_masters(
+            scaler, stash.all_fp32_from_fp32_params, stash.all_fp32_from_fp32_grad_stash
+        )
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         stash = self._amp_stash
@@ -148,7 +159,9 @@ def _modify_apex(optimizer: Any) -> bool:
         for p in stash.all_fp32_from_fp16_params:
             p.grad = None
 
-    warnings.warn("Apex AMP fp16_optimizer functions are overrided with faster implementation.", UserWarning, stacklevel=4)
+    warnings.warn(
+        "Apex AMP fp16_optimizer functions are overrided with faster implementation.", UserWarning, stacklevel=4
+    )
     if _class_name(optimizer) != "apex.optimizers.fused_sgd.FusedSGD":
         optimizer._post_amp_backward = types.MethodType(post_amp_backward, optimizer)
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
@@ -171,7 +184,11 @@ def _modify_megatron(optimizer: Any, **kwargs: Any) -> bool:
 
     def check_overflow(self: Any) -> None:
         params = [p for g in [*self.fp16_groups, *self.fp32_from_fp32_groups] for p in g if p.grad is not None]
-        self.overflow = self.loss_scaler.has_overflow(params) if group is not None else has_nonfinite([p.grad.detach() for p in params])
+        self.overflow = (
+            self.loss_scaler.has_overflow(params)
+            if group is not None
+            else has_nonfinite([p.grad.detach() for p in params])
+        )
 
     def clip_master_grads(self: Any, max_norm: float, norm_type: float = 2) -> float:
         if self.overflow:
@@ -188,7 +205,9 @@ def _modify_megatron(optimizer: Any, **kwargs: Any) -> bool:
             scale_into([p.grad.detach() for p in params], None, max_norm / (norm + 1e-6))
         return norm
 
-    warnings.warn("Megatron-LM fp16_optimizer functions are overrided with faster implementation.", UserWarning, stacklevel=4)
+    warnings.warn(
+        "Megatron-LM fp16_optimizer functions are overrided with faster implementation.", UserWarning, stacklevel=4
+    )
     optimizer._check_overflow = types.MethodType(check_overflow, optimizer)
     optimizer.clip_master_grads = types.MethodType(clip_master_grads, optimizer)
     return True

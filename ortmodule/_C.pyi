@@ -1,5 +1,5 @@
-"""The C extension (csrc/python/pymodule.c). Tensors cross by DLPack's C exchange API: borrowed on the way in, blocks of the
-engine's pool with a deleter on the way out. Every call that computes releases the GIL. Failures raise RuntimeError
+"""The C extension (csrc/python/pymodule.c). Tensors cross by DLPack's C exchange API: borrowed on the way in, blocks of
+the engine's pool with a deleter on the way out. Every call that computes releases the GIL. Failures raise RuntimeError
 (ValueError for bad input) with the engine's message.
 """
 
@@ -18,37 +18,89 @@ def pool_trim() -> int:
     """Give free blocks back to the system and let peak_live start anew; returns bytes."""
 
 def guard_hash(dicts: Sequence[dict[str, Any]]) -> int:
-    """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry of the
-    dictionaries; tensors count by identity, dtype-free; about 10 ns an entry."""
+    """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry
+    of the dictionaries; tensors count by identity, dtype-free; about 10 ns an entry."""
 
 def guard_check(table: tuple[Any, ...]) -> int:
-    """Index of the first row that does not hold, or -1. Rows of four: kind, holder, key, value (csrc/python/guard.c); some 0.1 us a row.
-    An exception of the user's code in a comparison counts as a difference."""
+    """Index of the first row that does not hold, or -1. Rows of four: kind, holder, key, value (csrc/python/guard.c);
+    some 0.1 us a row. An exception of the user's code in a comparison counts as a difference."""
 
-def watch_calls(choose: Callable[[Any], bool], called: Callable[[Any, Any], object], c_called: Callable[[Any, Any], object],
-                functions: tuple[Any, ...], types: tuple[type, ...]) -> None:
-    """A profile function for this thread until watch_end: called(frame, code) for code objects that choose(code) takes (asked once each),
-    c_called(frame, function) for builtin functions among `functions` and builtin methods of objects of `types`."""
+def watch_calls(
+    choose: Callable[[Any], bool],
+    called: Callable[[Any, Any], object],
+    c_called: Callable[[Any, Any], object],
+    functions: tuple[Any, ...],
+    types: tuple[type, ...],
+) -> None:
+    """A profile function for this thread until watch_end: called(frame, code) for code objects that choose(code) takes
+    (asked once each), c_called(frame, function) for builtin functions among `functions` and builtin methods of objects
+    of `types`."""
 
 def watch_end() -> None:
     """Ends watch_calls."""
 
-def adam_step(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-              steps: Sequence[Tensor], masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, beta1: float, beta2: float,
-              eps: float, weight_decay: float, inv_scale: float, mode: int, bias_correction: bool) -> None:
-    """One Adam step over parallel lists (csrc/optim/optim.h). steps: one-element CPU tensors, counted up here. store: 0 as is, 1 f32 masters,
-    2 int16 rests of bfloat16 parameters, 3 stochastic rounding. Gradients are multiplied by inv_scale (negative: ascend). The caller
-    bumps version counters."""
+def adam_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    store: int,
+    seed: int,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    inv_scale: float,
+    mode: int,
+    bias_correction: bool,
+) -> None:
+    """One Adam step over parallel lists (csrc/optim/optim.h). steps: one-element CPU tensors, counted up here. store: 0
+    as is, 1 f32 masters, 2 int16 rests of bfloat16 parameters, 3 stochastic rounding. Gradients are multiplied by
+    inv_scale (negative: ascend). The caller bumps version counters."""
 
-def sgd_step(params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor] | None,
-             masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, momentum: float, dampening: float, weight_decay: float,
-             inv_scale: float, nesterov: bool, first: bool) -> None:
+def sgd_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor] | None,
+    masters: Sequence[Tensor] | None,
+    store: int,
+    seed: int,
+    lr: Any,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    inv_scale: float,
+    nesterov: bool,
+    first: bool,
+) -> None:
     """One SGD step; first: the momentum buffers hold nothing yet and become the gradients."""
 
-def lamb_step(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-              steps: Sequence[Tensor], masters: Sequence[Tensor] | None, store: int, seed: int, lr: Any, beta1: float, beta2: float,
-              eps: float, weight_decay: float, l2: float, grad_weight: float, ratio_min: float, ratio_max: float, inv_scale: float,
-              bias_correction: bool, no_ratio: bool, keep_grads: bool) -> None:
+def lamb_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    store: int,
+    seed: int,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    l2: float,
+    grad_weight: float,
+    ratio_min: float,
+    ratio_max: float,
+    inv_scale: float,
+    bias_correction: bool,
+    no_ratio: bool,
+    keep_grads: bool,
+) -> None:
     """One LAMB step. Gradients of the computing type become the direction unless keep_grads."""
 
 def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
@@ -57,12 +109,14 @@ def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
 def axpby(dst: Sequence[Tensor], src: Sequence[Tensor] | None, a: float, b: float) -> None:
     """dst = a * src + b * dst for each pair, converting types; src None: dst itself."""
 
-def loss_scale_next(scale: float, good: float, finite: bool, window: float, lowest: float, highest: float) -> tuple[float, float]:
+def loss_scale_next(
+    scale: float, good: float, finite: bool, window: float, lowest: float, highest: float
+) -> tuple[float, float]:
     """Dynamic loss scaling: (scale, steps without overflow since it changed) after one more step."""
 
-# The optimizers on CUDA (csrc/python/cuda.c; called by optim/cuda.py). What works on the device begins with `head`: the device's ordinal,
-# the stream's address, the table (uint8, on the device) and its numbers of spans and chunks. Scalars given as tensors have one
-# float32 element on the device. Nothing waits for the device.
+# The optimizers on CUDA (csrc/python/cuda.c; called by optim/cuda.py). What works on the device begins with `head`: the
+# device's ordinal, the stream's address, the table (uint8, on the device) and its numbers of spans and chunks. Scalars
+# given as tensors have one float32 element on the device. Nothing waits for the device.
 
 def cuda_archs() -> str:
     """Architectures of the embedded kernels ('75 80 ...'); '' when the extension was built without nvcc."""
@@ -74,24 +128,26 @@ def cuda_image_size(n: int) -> int:
     """Bytes of the host image of a list of n parameters."""
 
 def cuda_spans(*args: Any) -> tuple[int, int, int, bool, list[int]]:
-    """(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers), lists or None: brings the image (uint8, CPU) up
-    to date. numbers: of the parameters, where first_out is to be one of them; None: places in the lists.
-    Spans, chunks, bytes the table needs, whether the image changed, parameters whose tensors do not share one dense memory order (then
-    the image is left as it was)."""
+    """(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers), lists or None: brings the
+    image (uint8, CPU) up to date. numbers: of the parameters, where first_out is to be one of them; None: places in the
+    lists. Spans, chunks, bytes the table needs, whether the image changed, parameters whose tensors do not share one
+    dense memory order (then the image is left as it was)."""
 
 def cuda_upload(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, image: Tensor) -> None:
     """Writes the table on the device from the image."""
 
 def cuda_adam(*args: Any) -> None:
-    """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction): one Adam step. lr
-    is used when lr_tensor is None; gradients are multiplied by inv_scale / grad_scale."""
+    """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, inv_scale, mode,
+    bias_correction): one Adam step. lr is used when lr_tensor is None; gradients are multiplied by inv_scale /
+    grad_scale."""
 
 def cuda_sgd(*args: Any) -> None:
     """(head, lr_tensor, grad_scale, found_inf, seed, lr, momentum, dampening, weight_decay, inv_scale, nesterov)"""
 
 def cuda_lamb(*args: Any) -> None:
-    """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale,
-    bias_correction, no_ratio, keep_grads, order): order None: three launches; else what cuda_lamb_order wrote: one launch."""
+    """(head, lr_tensor, grad_scale, found_inf, seed, lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min,
+    ratio_max, inv_scale, bias_correction, no_ratio, keep_grads, order): order None: three launches; else what
+    cuda_lamb_order wrote: one launch."""
 
 def cuda_lamb_order_size(n_span: int, n_chunk: int) -> int:
     """Bytes of the order of a list, for LAMB in one launch."""
@@ -102,18 +158,44 @@ def cuda_lamb_order(device: int, stream: int, table: Tensor, n_span: int, n_chun
 def cuda_norm(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int) -> None:
     """Sums of squares of the gradients, into the table."""
 
-def cuda_norm_finish(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, found_inf: Tensor | None,
-                     norm_out: Tensor, stop_out: Tensor, scale_out: Tensor, first_out: Tensor | None, div: float, max_norm: float,
-                     clip: int) -> None:
-    """From cuda_norm's sums: the norm of the gradients / (div * grad_scale), whether to stop (found_inf, or the norm is not finite), the
-    divisor that unscales and clips (clip 0: LAMB's rule; 1: by max_norm / (norm + 1e-6); 2: the same, if the norm is finite), the number
-    of the first parameter with an inf or NaN, or -1."""
+def cuda_norm_finish(
+    device: int,
+    stream: int,
+    table: Tensor,
+    n_span: int,
+    n_chunk: int,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    norm_out: Tensor,
+    stop_out: Tensor,
+    scale_out: Tensor,
+    first_out: Tensor | None,
+    div: float,
+    max_norm: float,
+    clip: int,
+) -> None:
+    """From cuda_norm's sums: the norm of the gradients / (div * grad_scale), whether to stop (found_inf, or the norm is
+    not finite), the divisor that unscales and clips (clip 0: LAMB's rule; 1: by max_norm / (norm + 1e-6); 2: the same,
+    if the norm is finite), the number of the first parameter with an inf or NaN, or -1."""
 
-def cuda_loss_scale(device: int, stream: int, scaler: Tensor, counters: Tensor, stop: Tensor, first: Tensor, automatic: bool, window: float,
-                    lowest: float, highest: float) -> None:
-    """After a scaled step: the next loss scale (scaler: float64 scale, good steps), counters and log of overflows (om_gpu_steps)."""
+def cuda_loss_scale(
+    device: int,
+    stream: int,
+    scaler: Tensor,
+    counters: Tensor,
+    stop: Tensor,
+    first: Tensor,
+    automatic: bool,
+    window: float,
+    lowest: float,
+    highest: float,
+) -> None:
+    """After a scaled step: the next loss scale (scaler: float64 scale, good steps), counters and log of overflows
+    (om_gpu_steps)."""
 
-def cuda_axpby(device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, a: float, b: float) -> None:
+def cuda_axpby(
+    device: int, stream: int, table: Tensor, n_span: int, n_chunk: int, grad_scale: Tensor | None, a: float, b: float
+) -> None:
     """params = a / grad_scale * grads + b * params, with conversion."""
 
 class Model:
@@ -135,30 +217,44 @@ class Model:
     """A live random node exists: a seed must be drawn for each forward."""
     def text(self, variant: int = -1) -> str: ...
     def nodes(self, variant: int = -1) -> list[dict[str, Any]]:
-        """One dict per node: op, phase ('forward' | 'backward' | 'update'), module, file, line, segment, host_index (-1 if none)."""
+        """One dict per node: op, phase ('forward' | 'backward' | 'update'), module, file, line, segment, host_index (-1
+        if none)."""
     def variant(self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None) -> int:
-        """Joint graph. wanted: one byte per graph input. arriving: one byte per user output. group: per graph input, the backward
-        segment (0 runs first) in which its gradient must be complete; None = one segment."""
+        """Joint graph. wanted: one byte per graph input. arriving: one byte per user output. group: per graph input,
+        the backward segment (0 runs first) in which its gradient must be complete; None = one segment."""
     def variant_info(self, variant: int) -> dict[str, Any]:
-        """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that get a gradient
-        (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads, as
-        list of int; reads_outputs: user outputs whose data backward reads; reaches: user
+        """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that
+        get a gradient (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads,
+        as list of int; reads_outputs: user outputs whose data backward reads; reaches: user
         outputs that depend on a wanted input; reads: (backward segment, graph input whose data it reads);
-        host_nodes: list of (part, host_index, is_backward, want), part: 0, or which of the gradient nodes of that host node; want: for a
-        gradient, the node inputs (by position) whose gradients are its outputs, in order; flow: om_flow of csrc/graph/engine.h as (terms: kind, a,
-        b; (host_index, which float output): term; graph input: term; per output the outputs it shares nodes with, as bits); ms: build time."""
+        host_nodes: list of (part, host_index, is_backward, want), part: 0, or which of the gradient nodes of that host
+        node; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in order; flow:
+        om_flow of csrc/graph/engine.h as (terms: kind, a, b; (host_index, which float output): term; graph input: term;
+        per output the outputs it shares nodes with, as bits); ms: build time."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
                 write: bool = True) -> Run:
-        """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for backward.
-        write=False: leave the graph inputs of `writes` as they are (a forward run again for other output gradients)."""
-    def backward(self, variant: int, arena: Tensor, tensors: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
-                 grads: Sequence[Tensor | None], seed: int, host: Sequence[Tensor], dropped: bytes | None = None) -> Run:
-        """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be given; grads: one per
-        user output (None where it does not arrive: must match `arriving`); host: Run.host_kept() of the forward.
-        dropped: per user output, 1 when nobody else reads its memory any more, so that its gradient may take the place."""
+        """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for
+        backward. write=False: leave the graph inputs of `writes` as they are (a forward run again for other output
+        gradients)."""
+    def backward(
+        self,
+        variant: int,
+        arena: Tensor,
+        tensors: Sequence[Tensor | None],
+        outputs: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+        seed: int,
+        host: Sequence[Tensor],
+        dropped: bytes | None = None,
+    ) -> Run:
+        """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be
+        given; grads: one per user output (None where it does not arrive: must match `arriving`); host: Run.host_kept()
+        of the forward. dropped: per user output, 1 when nobody else reads its memory any more, so that its gradient may
+        take the place."""
     def plan_report(self) -> list[dict[str, Any]]:
-        """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients', 'outputs'), calls,
-        largest (of the plan with the largest arena: what lies in memory at its peak, gradients apart; empty in the others)."""
+        """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients',
+        'outputs'), calls, largest (of the plan with the largest arena: what lies in memory at its peak, gradients
+        apart; empty in the others)."""
     def profile(self, on: bool) -> list[dict[str, Any]]:
         """Switch timing of nodes on or off; returns and clears what was gathered: op, count, ms."""
 
@@ -166,21 +262,24 @@ class Run:
     """One forward or one backward in progress. Not thread-safe."""
 
     def resume(self, segment: int = -1) -> tuple[int, int, list[Tensor]] | None:
-        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, part, its inputs). The inputs are
-        strided views of engine memory, valid until the run ends (clone to keep); None where left out. Answer with host_done, then resume
-        again. In a backward the inputs are the gradients of the forward node's floating-point outputs (zeros where none
-        arrived) and the answer is one gradient per entry of `want` (variant_info, host_nodes), None = zero. A node with very many inputs
-        stops several times, once per part."""
+        """Runs until the segment is done (-1: to the end) -> None, or until a host node: (host_index, part, its
+        inputs). The inputs are strided views of engine memory, valid until the run ends (clone to keep); None where
+        left out. Answer with host_done, then resume again. In a backward the inputs are the gradients of the forward
+        node's floating-point outputs (zeros where none arrived) and the answer is one gradient per entry of `want`
+        (variant_info, host_nodes), None = zero. A node with very many inputs stops several times, once per part."""
     def host_done(self, outputs: Sequence[Tensor | None]) -> None:
-        """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as needed."""
+        """Tensors of the host node's outputs: dtype and sizes as declared, any strides; kept alive as long as
+        needed."""
     def outputs(self) -> list[Tensor]:
-        """Forward: the user outputs, each in its own block. Graph inputs that are outputs as they stand come back as copies."""
+        """Forward: the user outputs, each in its own block. Graph inputs that are outputs as they stand come back as
+        copies."""
     def arena(self) -> Tensor:
         """Forward: the state backward needs, a 1-d uint8 tensor (0 elements when there is none)."""
     def host_kept(self) -> list[Tensor]:
         """Forward: host outputs that backward reads."""
     def grads(self, segment: int) -> list[tuple[int, Tensor]]:
-        """Backward, after resume(segment): (graph input, gradient) of that segment; dtype, sizes and strides of the input."""
+        """Backward, after resume(segment): (graph input, gradient) of that segment; dtype, sizes and strides of the
+        input."""
     def plan(self) -> object:
         """Keeps the plan while it lives: a backward finds it, however many other sizes have come since."""
     plan_ms: float

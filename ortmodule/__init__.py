@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from .module import ORTModule
     from .report import Report
 
-_HOME = {"ORTModule": "module", "DebugOptions": "config", "LogLevel": "config", "CaptureError": "capture", "Report": "report"}
+_HOME = {
+    "ORTModule": "module",
+    "DebugOptions": "config",
+    "LogLevel": "config",
+    "CaptureError": "capture",
+    "Report": "report",
+}
 __all__ = ["CaptureError", "DebugOptions", "LogLevel", "ORTModule", "Report", "__version__"]
 
 

@@ -1,27 +1,32 @@
 """One captured graph on the engine, and its life inside autograd.
 
-forward   the engine computes all outputs before autograd hears of them; then a chain of K autograd.Functions is put around them:
+forward   the engine computes all outputs before autograd hears of them; then a chain of K autograd.Functions is put
+          around them:
               Link (segment K-1) -> token -> Link (K-2) -> ... -> token -> Head (segment 0) -> outputs
-          Every Function takes the tensors whose gradients its segment completes, so autograd must run Head first, then link by link,
-          and hands out gradients (hooks, DDP's all-reduce) while the rest is still to be computed. A token is an empty tensor.
-backward  Head finds the engine's state among its saved tensors, starts the engine's backward, runs segment 0 and leaves the run for the
+          Every Function takes the tensors whose gradients its segment completes, so autograd must run Head first, then
+          link by link, and hands out gradients (hooks, DDP's all-reduce) while the rest is still to be computed. A
+          token is an empty tensor.
+backward  Head finds the engine's state among its saved tensors, starts the engine's backward, runs segment 0 and leaves
+          the run for the
           Links under the number of the graph task, so that one graph may be walked by several threads at once.
 
 The engine's state (the arena) is a saved tensor: torch itself frees it, complains about a second backward, and lets
-saved_tensors_hooks move it. With retain_graph a copy is used up. What backward reads of inputs and outputs is saved too, so an
-in-place edit in between gives torch's own error; after an edit of outputs without a gradient (logits beside the loss) the forward is run
-again.
+saved_tensors_hooks move it. With retain_graph a copy is used up. What backward reads of inputs and outputs is saved
+too, so an in-place edit in between gives torch's own error; after an edit of outputs without a gradient (logits beside
+the loss) the forward is run again.
 
-After a backward that frees its state another may come from outputs that share nothing with it (two losses of two towers): the forward is
-run again, as for gradients that were not expected. Where PyTorch would have freed what they share, its error is raised.
+After a backward that frees its state another may come from outputs that share nothing with it (two losses of two
+towers): the forward is run again, as for gradients that were not expected. Where PyTorch would have freed what they
+share, its error is raised.
 
-Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When fewer arrive, zeros stand for the
-others, and inputs without a path from those that did arrive get None, as in PyTorch. When others arrive, the forward is run again, with
-the same seed, for a graph that starts from that set. Either way the prediction changes, so it happens once.
-create_graph runs the user's module in PyTorch instead.
+Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When fewer arrive,
+zeros stand for the others, and inputs without a path from those that did arrive get None, as in PyTorch. When others
+arrive, the forward is run again, with the same seed, for a graph that starts from that set. Either way the prediction
+changes, so it happens once. create_graph runs the user's module in PyTorch instead.
 
-Invariants: an output that is an input goes around the chain (a Function would claim the caller's tensor). Nothing here keeps a
-reference to a gradient after returning it (AccumulateGrad copies what others hold). A Step knows no autograd node: no cycles.
+Invariants: an output that is an input goes around the chain (a Function would claim the caller's tensor). Nothing here
+keeps a reference to a gradient after returning it (AccumulateGrad copies what others hold). A Step knows no autograd
+node: no cycles.
 """
 
 from __future__ import annotations
@@ -71,14 +76,22 @@ class Refusal(RuntimeError):
 class Variant:
     """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
 
-    through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph inputs that the
-    Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs whose data backward needs;
-    node_reads: those inputs by node.
-    others: inputs with a path from some output that is not `arriving`; the last node takes them too, in case that output is used.
+    through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph
+    inputs that the Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs
+    whose data backward needs; node_reads: those inputs by node.
+    others: inputs with a path from some output that is not `arriving`; the last node takes them too, in case that
+    output is used.
     """
 
-    def __init__(self, model: _C.Model, wanted: bytes, arriving: bytes, group: Sequence[int] | None, around: Container[int] = (),
-                 others: frozenset[int] = frozenset()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: _C.Model,
+        wanted: bytes,
+        arriving: bytes,
+        group: Sequence[int] | None,
+        around: Container[int] = (),
+        others: frozenset[int] = frozenset(),
+    ) -> None:
         self.number = model.variant(wanted, arriving, group)
         info = model.variant_info(self.number)
         self.wanted = wanted
@@ -121,15 +134,37 @@ class Variant:
 class Step:
     """One forward in flight: what its backward needs besides the saved tensors."""
 
-    __slots__ = ("aliases", "arena", "autocast", "call", "clones", "given", "graph", "hooked", "host_kept", "kinds", "live", "outs", "plan",
-                 "random_state", "regions", "seed", "tensors", "used", "variant", "versions")  # fmt: skip
+    __slots__ = (
+        "aliases",
+        "arena",
+        "autocast",
+        "call",
+        "clones",
+        "given",
+        "graph",
+        "hooked",
+        "host_kept",
+        "kinds",
+        "live",
+        "outs",
+        "plan",
+        "random_state",
+        "regions",
+        "seed",
+        "tensors",
+        "used",
+        "variant",
+        "versions",
+    )
 
     graph: Graph
     given: list[ref[Tensor] | None]  # the outputs as the user has them, where one is computed from another
     variant: Variant
     tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
-    aliases: dict[int, Tensor]  # what backward reads of them: they share the version counter, but keep the data of now if p.data is assigned
-    versions: list[tuple[int, int]] | None  # version and address of those tensors; None when they have none (inference tensors)
+    # what backward reads of them: they share the version counter, but keep the data of now if p.data is assigned
+    aliases: dict[int, Tensor]
+    # version and address of those tensors; None when they have none (inference tensors)
+    versions: list[tuple[int, int]] | None
     seed: int
     regions: Regions
     host_kept: list[Tensor]
@@ -150,17 +185,20 @@ class Call(Protocol):
     """One call of the user's module."""
 
     def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Runs it in PyTorch on aliases of its tensors. tensors: the graph inputs; clones: those it has overwritten, as they were.
+        """Runs it in PyTorch on aliases of its tensors. tensors: the graph inputs; clones: those it has overwritten, as
+        they were.
         -> user outputs, aliases of the graph inputs."""
 
 
 class _Live:
-    """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get a gradient,
-    when not all of the variant's do."""
+    """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get
+    a gradient, when not all of the variant's do."""
 
     __slots__ = ("answers", "found", "keep", "missing", "only", "run")
 
-    def __init__(self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool, missing: Missing | None = None) -> None:
+    def __init__(
+        self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool, missing: Missing | None = None
+    ) -> None:
         self.run = run
         self.missing = missing
         self.found = found
@@ -185,17 +223,24 @@ class Graph:
         self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
-        self.small = [i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)]
+        self.small = [
+            i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)
+        ]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
         if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
             raise RuntimeError("ortmodule: user inputs of a captured graph must come first")
         if len(self.model.inputs) != len(captured.inputs):
-            raise RuntimeError(f"ortmodule: the engine sees {len(self.model.inputs)} graph inputs, the capture {len(captured.inputs)}")
-        self.differentiable = [d and i not in self.around for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])]
+            raise RuntimeError(
+                f"ortmodule: the engine sees {len(self.model.inputs)} graph inputs, the capture {len(captured.inputs)}"
+            )
+        self.differentiable = [
+            d and i not in self.around for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])
+        ]
         self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
         self._current: dict[tuple[bool, ...], Variant] = {}
-        self._next: dict[tuple[bool, ...], Variant] = {}  # predictions corrected by a backward, in force once it has ended
+        # predictions corrected by a backward, in force once it has ended
+        self._next: dict[tuple[bool, ...], Variant] = {}
         self._full: dict[tuple[bool, ...], Variant] = {}
         self._variants: dict[tuple[tuple[bool, ...], bytes], Variant] = {}
         self.forward_ms = self.backward_ms = 0.0
@@ -242,7 +287,8 @@ class Graph:
         return found
 
     def _groups(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> list[int] | None:
-        """Backward segment per graph input: parameters in reverse order, a new segment after every segment_bytes; inputs last."""
+        """Backward segment per graph input: parameters in reverse order, a new segment after every segment_bytes;
+        inputs last."""
         group = [0] * len(tensors)
         segment, size = 0, 0
         for i in range(len(tensors) - 1, len(self.leaves) - 1, -1):
@@ -275,9 +321,12 @@ class Graph:
         self.forwards += 1
         return self._rebuild(outs, tensors)
 
-    def train(self, tensors: Sequence[Tensor], wanted: tuple[bool, ...], call: Call, autocast: torch.dtype | None) -> Any:
+    def train(
+        self, tensors: Sequence[Tensor], wanted: tuple[bool, ...], call: Call, autocast: torch.dtype | None
+    ) -> Any:
         """The user's output, with the chain around it."""
-        if self._next and _backward_id() == -1:  # a forward inside a backward may be a checkpoint's second: it must save what the first did
+        # a forward inside a backward may be a checkpoint's second: it must save what the first did
+        if self._next and _backward_id() == -1:
             self._current.update(self._next)
             self._next.clear()
         variant = self._current.get(wanted) or self.variant(wanted, tensors)
@@ -319,7 +368,9 @@ class Graph:
         token: Tensor | None = None
         for number in range(len(variant.nodes) - 1, 0, -1):
             token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
-        for i, out in zip(variant.through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True):
+        for i, out in zip(
+            variant.through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True
+        ):
             outs[i] = out
         if self.between:
             step.given = [None if out is None else ref(out) for out in outs]
@@ -346,8 +397,9 @@ class Graph:
                 tensors[i].copy_(clones[i])
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's batch_norm changes
-        them without telling autograd, so a step may be in flight meanwhile), other written tensors while a second run is likely."""
+        """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's
+        batch_norm changes them without telling autograd, so a step may be in flight meanwhile), other written tensors
+        while a second run is likely."""
         chosen = self.small
         large = [i for i in self.writes if i not in self.small]
         if large and (not variant.confirmed or self.reruns or sum(tensors[i].nbytes for i in large) <= _SMALL):
@@ -368,20 +420,30 @@ class Graph:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def backward(self, step: Step, arena: Tensor, outputs: Sequence[Tensor | None], grads: list[Tensor | None], keep: bool,
-                 dropped: bytes | None, arrived: bytes) -> _Live:  # fmt: skip
-        """Starts a backward over what the step's forward left. dropped: outputs whose memory may be overwritten. arrived: outputs whose
-        gradient is not a zero filled in."""
+    def backward(
+        self,
+        step: Step,
+        arena: Tensor,
+        outputs: Sequence[Tensor | None],
+        grads: list[Tensor | None],
+        keep: bool,
+        dropped: bytes | None,
+        arrived: bytes,
+    ) -> _Live:
+        """Starts a backward over what the step's forward left. dropped: outputs whose memory may be overwritten.
+        arrived: outputs whose gradient is not a zero filled in."""
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
         for i, t in step.aliases.items():
             tensors[i] = t
         state = arena.clone() if keep else arena
-        run = self.model.backward(step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept, dropped)
+        run = self.model.backward(
+            step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept, dropped
+        )
         return _Live(run, None, keep, Missing(step.variant.flow, arrived))
 
     def can_run_again(self, step: Step, arriving: bytes) -> bool:
-        """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a gradient (where eager
-        would raise, too)?"""
+        """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a
+        gradient (where eager would raise, too)?"""
         if not step.tensors or step.versions is None or step.hooked or any(i not in step.clones for i in self.writes):
             return False
         variant = self.variant_for(tuple(map(bool, step.variant.wanted)), arriving, step.tensors)
@@ -399,14 +461,17 @@ class Graph:
         return variant.grads
 
     def backward_other(self, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
-        """Backward from a set of outputs that the forward was not prepared for: runs the forward again, prepared for it."""
+        """Backward from a set of outputs that the forward was not prepared for: runs the forward again, prepared for
+        it."""
         arriving = bytes([g is not None for g in grads])
         self.check_versions(step)
         if any(i not in step.clones for i in self.writes):
             raise RuntimeError(
-                "ortmodule: gradients arrive for other outputs than in the backward passes before, and the forward has overwritten "
-                f"{[self.captured.inputs[i].name for i in self.writes]}, so it cannot be run again. Run the forward again; it will be "
-                "prepared for this set of outputs.")  # fmt: skip
+                "ortmodule: gradients arrive for other outputs than in the backward passes before, and the forward has "
+                "overwritten "
+                f"{[self.captured.inputs[i].name for i in self.writes]}, so it cannot be run again. Run the forward "
+                "again; it will be "
+                "prepared for this set of outputs.")
         wanted = tuple(map(bool, step.variant.wanted))
         variant = self.variant_for(wanted, arriving, step.tensors)
         if not step.used:
@@ -420,7 +485,9 @@ class Graph:
                 torch.set_rng_state(step.random_state)
             run = self.model.forward(variant.number, tensors, step.seed, True, False)
             self.host.drive_forward(run, regions, variant.want, tensors)
-        back = self.model.backward(variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept())
+        back = self.model.backward(
+            variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept()
+        )
         found: dict[int, Tensor | None] = {}
         answers: Answers = {}
         missing = Missing(variant.flow, arriving)
@@ -431,26 +498,32 @@ class Graph:
         return _Live(None, found, keep)
 
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> _Live:
-        """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's tensors."""
+        """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's
+        tensors."""
         if self.random or step.random_state is not None:
             raise RuntimeError(
-                "ortmodule: backward(create_graph=True) through a module with active random operations (dropout) is not possible: it is "
-                "run again in PyTorch, where other random numbers are drawn. Set their p to 0, or call eval() on them.")  # fmt: skip
+                "ortmodule: backward(create_graph=True) through a module with active random operations (dropout) is "
+                "not possible: it is "
+                "run again in PyTorch, where other random numbers are drawn. Set their p to 0, or call eval() on them.")
         self.check_versions(step)
         assert step.call is not None
         with torch.enable_grad(), autocast_as(step.autocast):
             outputs, aliases = step.call.replay(step.tensors, step.clones)
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad]
+        pairs = [
+            (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad
+        ]
         numbers = [i for i, w in enumerate(step.variant.wanted) if w]
         found: Sequence[Tensor | None] = [None] * len(numbers)
         if pairs:
             sources, incoming = zip(*pairs, strict=True)
-            found = torch.autograd.grad(sources, [aliases[i] for i in numbers], incoming, create_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                sources, [aliases[i] for i in numbers], incoming, create_graph=True, allow_unused=True
+            )
         return _Live(None, dict(zip(numbers, found, strict=True)), True)
 
     def look_between(self, step: Step, arrived: int) -> None:
-        """Says once when the gradient of an output is looked at that another output, whose gradient arrives, is computed from: the way
-        between them is the engine's, so what the user sees lacks it."""
+        """Says once when the gradient of an output is looked at that another output, whose gradient arrives, is
+        computed from: the way between them is the engine's, so what the user sees lacks it."""
         looked = 0
         for i, given in enumerate(step.given):
             out = given() if given is not None else None
@@ -459,30 +532,43 @@ class Graph:
         for i, bits in self.between.items() if looked else ():
             if arrived >> min(i, 63) & 1 and bits & looked:
                 self.between = {}
-                logger.warning("a hook or retain_grad() on an output of the module (number %d) does not see the gradient that comes from another "
-                               "output (number %d) which the module computes from it: that way is inside the engine. Compute the second from the "
-                               "first outside of the module, or put the hook on a submodule.", (bits & looked).bit_length() - 1, i)  # fmt: skip
+                logger.warning(
+                    "a hook or retain_grad() on an output of the module (number %d) does not see the gradient that "
+                    "comes from another "
+                    "output (number %d) which the module computes from it: that way is inside the engine. "
+                    "Compute the second from the "
+                    "first outside of the module, or put the hook on a submodule.",
+                    (bits & looked).bit_length() - 1,
+                    i,
+                )
                 return
 
     def check_versions(self, step: Step) -> None:
         """The forward is about to be run again: its inputs must be what they were."""
         if not step.tensors:
-            raise RuntimeError("Trying to backward through the graph a second time: the state of the forward has been freed. Specify "
-                               "retain_graph=True at the first backward.")  # fmt: skip
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the state of the forward has been freed. Specify "
+                "retain_graph=True at the first backward."
+            )
         if step.versions is None:
             return
         for i, (t, (version, address)) in enumerate(zip(step.tensors, step.versions, strict=True)):
             if i in step.clones:
                 continue
             if t.data_ptr() != address:
-                raise RuntimeError(f"the data of {self.captured.inputs[i].name} was replaced between forward and a backward that has to run the "
-                                   "forward again")  # fmt: skip
+                raise RuntimeError(
+                    f"the data of {self.captured.inputs[i].name} was replaced between forward and a backward that has "
+                    "to run the "
+                    "forward again"
+                )
             if t._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version {t._version}; expected "
-                    f"version {version} instead. (Gradients arrive for other outputs than before, or are to be differentiated again, so the "
-                    "forward has to be run again.)")  # fmt: skip
+                    f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version "
+                    f"{t._version}; expected "
+                    f"version {version} instead. (Gradients arrive for other outputs than before, or are to be "
+                    "differentiated again, so the "
+                    "forward has to be run again.)")
 
 
 def _as_viewed(t: Tensor, views: Sequence[View]) -> Tensor:
@@ -511,7 +597,8 @@ def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 
 
 def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | None, ...]:
-    """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other arguments."""
+    """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other
+    arguments."""
     variant, graph = step.variant, step.graph
     segments, inputs = variant.nodes[number]
     result: list[Tensor | None] = [None] * (head + len(inputs))
@@ -535,7 +622,8 @@ def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | Non
 
 
 def _spent(step: Step, output: int) -> bool:
-    """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations (sums, views)."""
+    """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations
+    (sums, views)."""
     return step.variant.shares[output] & step.used != 0
 
 
@@ -551,7 +639,8 @@ def _vmap_level() -> int:
 
 
 def _parts(g: Tensor, level: int) -> tuple[Sequence[Tensor], Callable[[Tensor], Tensor]] | None:
-    """A gradient of vmap as a batch of gradients, and how such a batch becomes one of vmap; None: it is none. level: of the older vmap."""
+    """A gradient of vmap as a batch of gradients, and how such a batch becomes one of vmap; None: it is none. level: of
+    the older vmap."""
     if level and torch._C._dispatch_keys(g).has(_BATCHED):
         return torch._remove_batch_dim(g, level, 1, 0).unbind(), lambda t: torch._add_batch_dim(t, 0, level)
     vmap = torch._C._functorch
@@ -581,7 +670,9 @@ def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool,
     result: dict[int, Tensor | None] = {}
     for i, all_rows in found.items():
         like = next((g for g in all_rows if g is not None), None)
-        result[i] = None if like is None else batch(torch.stack([torch.zeros_like(like) if g is None else g for g in all_rows]))
+        result[i] = (
+            None if like is None else batch(torch.stack([torch.zeros_like(like) if g is None else g for g in all_rows]))
+        )
     return _Live(None, result, keep)
 
 
@@ -591,7 +682,9 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
     grads = [g if g is None else plain(g) for g in grads]
     if step.used and any([g is not None and _spent(step, i) for i, g in enumerate(grads)]):
         _ = ctx.saved_tensors  # PyTorch's own error
-        raise RuntimeError("Trying to backward through the graph a second time: the state of the forward has been freed")
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the state of the forward has been freed"
+        )
     if torch.is_grad_enabled():
         return graph.backward_in_torch(step, grads)
     arriving = bytes([g is not None for g in grads])
@@ -600,7 +693,8 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
     try:
         saved = ctx.saved_tensors
     except RuntimeError:
-        # An output was edited that eager need not miss: it matters to the missing gradients only, or stands beside the loss (logits).
+        # An output was edited that eager need not miss: it matters to the missing gradients only, or stands beside the
+        # loss (logits).
         if not graph.can_run_again(step, arriving):
             raise
         return graph.backward_other(step, grads, keep)
@@ -659,14 +753,16 @@ def _holders_when_dropped() -> int:
                 loss.backward()
                 del view
 
-    thread = Thread(target=measure)  # the caller may be in inference mode, under saved-tensor hooks, inside a backward: a new thread is not
+    # the caller may be in inference mode, under saved-tensor hooks, inside a backward: a new thread is not
+    thread = Thread(target=measure)
     thread.start()
     thread.join()
     return seen[0] if len(seen) == 2 and seen[1] > seen[0] else -1
 
 
 def dropped_by_all(t: Tensor) -> bool:
-    """Is this saved output of a Function, just unpacked in its backward, held by nobody else (no tensor, view, array or storage)?"""
+    """Is this saved output of a Function, just unpacked in its backward, held by nobody else (no tensor, view, array or
+    storage)?"""
     return _holders(t) == _holders_when_dropped()
 
 
@@ -679,7 +775,9 @@ class Head(Function):
         ctx.step = step
         ctx.set_materialize_grads(False)
         aliases = step.aliases
-        ctx.save_for_backward(step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]])
+        ctx.save_for_backward(
+            step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]]
+        )
         step.hooked = _hooks(True) is not None
         step.arena = None
         step.outs = ()
@@ -710,7 +808,8 @@ class Head(Function):
         if not keep:
             step.used |= arrived
             step.aliases = {}
-            if all([_spent(step, i) for i in variant.through]):  # else a backward from other outputs may come: the forward is run again
+            # else a backward from other outputs may come: the forward is run again
+            if all([_spent(step, i) for i in variant.through]):
                 step.tensors, step.clones, step.call, step.plan = (), {}, None, None
             if len(variant.nodes) == 1:
                 step.regions = {}

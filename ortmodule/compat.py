@@ -3,9 +3,10 @@
     import ortmodule.compat                                         in the script, before the imports to serve
     python -m ortmodule.compat script.py arguments...               or without touching it
 
-A finder at the end of sys.meta_path answers only for the names of the table below, and only when no other finder knows them: an
-installed onnxruntime-training or torch-ort wins. The plain onnxruntime package may be installed; only its missing `training` is added.
-A process that multiprocessing starts by spawn or forkserver imports the script without this module: there the script needs the import.
+A finder at the end of sys.meta_path answers only for the names of the table below, and only when no other finder knows
+them: an installed onnxruntime-training or torch-ort wins. The plain onnxruntime package may be installed; only its
+missing `training` is added. A process that multiprocessing starts by spawn or forkserver imports the script without
+this module: there the script needs the import.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ _NAMES: dict[str, dict[str, tuple[str, str]]] = {
     "onnxruntime.training.optim.fp16_optimizer": {"FP16_Optimizer": (_OPTIM, "FP16_Optimizer")},
     "onnxruntime.training.optim.lr_scheduler": {
         n: (_OPTIM, n)
-        for n in ("ConstantWarmupLRScheduler", "CosineWarmupLRScheduler", "LinearWarmupLRScheduler", "PolyWarmupLRScheduler")
+        for n in (
+            "ConstantWarmupLRScheduler",
+            "CosineWarmupLRScheduler",
+            "LinearWarmupLRScheduler",
+            "PolyWarmupLRScheduler",
+        )
     },
     "onnxruntime.training.amp": {n: (_OPTIM, n) for n in ("DynamicLossScaler",)},
     "onnxruntime.training.amp.loss_scaler": {"DynamicLossScaler": (_OPTIM, "DynamicLossScaler")},
@@ -50,7 +56,9 @@ _NAMES: dict[str, dict[str, tuple[str, str]]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name not in _NAMES:
             return None
         is_package = any(other.startswith(name + ".") for other in _NAMES)
@@ -67,7 +75,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if below in _NAMES:
                 return importlib.import_module(below)
             if name not in names:
-                raise AttributeError(f"module {module.__name__!r} (served by ortmodule.compat) has no attribute {name!r}; it has: {', '.join(names)}")
+                raise AttributeError(
+                    f"module {module.__name__!r} (served by ortmodule.compat) has no attribute {name!r}; it has: "
+                    f"{', '.join(names)}"
+                )
             home, attribute = names[name]
             value = getattr(importlib.import_module(home), attribute)
             setattr(module, name, value)
@@ -87,7 +98,8 @@ install()
 
 
 class _Arguments(list[str]):
-    """sys.argv of the script. Processes that it spawns get it pickled before they run the script, and so import this module in time."""
+    """sys.argv of the script. Processes that it spawns get it pickled before they run the script, and so import this
+    module in time."""
 
 
 def main() -> None:
@@ -106,7 +118,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # `python -m` runs this file as __main__; the finder in sys.meta_path must be the imported module's, so that it is not added twice.
+    # `python -m` runs this file as __main__; the finder in sys.meta_path must be the imported module's, so that it is
+    # not added twice.
     from ortmodule.compat import main as run
 
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "__main__"]

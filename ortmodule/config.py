@@ -1,9 +1,10 @@
 """Settings: one table of environment variables, one parser, one printable object.
 
-An option reaches ORTModule as a keyword argument; the environment variable of the same row overrides it, so that a script can be
-steered from outside. Every value is parsed by its row; a value that does not parse raises ValueError naming the variable, what was
-given and what is allowed. A variable that starts with ORTMODULE_ and stands in no row is reported once (a typo must not pass for a
-setting), unless it is one that onnxruntime-training knew: then the report says that it has no effect here.
+An option reaches ORTModule as a keyword argument; the environment variable of the same row overrides it, so that a
+script can be steered from outside. Every value is parsed by its row; a value that does not parse raises ValueError
+naming the variable, what was given and what is allowed. A variable that starts with ORTMODULE_ and stands in no row is
+reported once (a typo must not pass for a setting), unless it is one that onnxruntime-training knew: then the report
+says that it has no effect here.
 """
 
 from __future__ import annotations
@@ -114,41 +115,103 @@ def _policy(text: str) -> bool:
 
 
 TABLE: tuple[Row, ...] = (
-    Row("STRICT", "strict", "0, 1 or engine", _strict,
-        "1: raise instead of leaving the model or a submodule to PyTorch (single operators and custom autograd.Functions may be; report() names "
-        "them). engine: raise for those, too"),
-    Row("FALLBACK_POLICY", "strict", "FALLBACK_DISABLE or another FALLBACK_* name", _policy,
-        "FALLBACK_DISABLE is STRICT=1; the other names of onnxruntime-training mean the default"),
+    Row(
+        "STRICT",
+        "strict",
+        "0, 1 or engine",
+        _strict,
+        "1: raise instead of leaving the model or a submodule to PyTorch (single operators and custom "
+        "autograd.Functions may be; report() names "
+        "them). engine: raise for those, too",
+    ),
+    Row(
+        "FALLBACK_POLICY",
+        "strict",
+        "FALLBACK_DISABLE or another FALLBACK_* name",
+        _policy,
+        "FALLBACK_DISABLE is STRICT=1; the other names of onnxruntime-training mean the default",
+    ),
     Row("DISABLE", "disable", "0 or 1", _bool, "1: run the wrapped module in PyTorch, unchanged"),
-    Row("SEGMENT_MB", "segment_mb", "a number > 0", _positive,
-        "megabytes of gradients after which backward hands them out and goes on (default 25, DDP's bucket size)"),
-    Row("MAX_CAPTURES", "max_captures", "an integer >= 1", _count,
-        "captures of one call structure before it is left to PyTorch (default 8)"),
-    Row("RECHECK", "recheck", "0 or 1", _bool,
-        "1 (default): at the 2nd, 10th, 100th... call of a capture the Python part of forward is run again, without arithmetic, and compared: state "
-        "that changes unnoticed is said, and the calls go to PyTorch. 0: never"),
-    Row("MEMORY_OPT_LEVEL", "memory_opt_level", "0, 1 or 2", _memory,
-        "1: backward computes transformer layers again from their inputs instead of keeping their values: less memory, more time, the same bits. "
-        "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)"),
+    Row(
+        "SEGMENT_MB",
+        "segment_mb",
+        "a number > 0",
+        _positive,
+        "megabytes of gradients after which backward hands them out and goes on (default 25, DDP's bucket size)",
+    ),
+    Row(
+        "MAX_CAPTURES",
+        "max_captures",
+        "an integer >= 1",
+        _count,
+        "captures of one call structure before it is left to PyTorch (default 8)",
+    ),
+    Row(
+        "RECHECK",
+        "recheck",
+        "0 or 1",
+        _bool,
+        "1 (default): at the 2nd, 10th, 100th... call of a capture the Python part of forward is run again, without "
+        "arithmetic, and compared: state "
+        "that changes unnoticed is said, and the calls go to PyTorch. 0: never",
+    ),
+    Row(
+        "MEMORY_OPT_LEVEL",
+        "memory_opt_level",
+        "0, 1 or 2",
+        _memory,
+        "1: backward computes transformer layers again from their inputs instead of keeping their values: less memory, "
+        "more time, the same bits. "
+        "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)",
+    ),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
-    Row("SAVE_ONNX_PATH", "save_path", "a directory", str, "write every captured graph there: `<prefix><class>_<n>_<mode>.onnx`"),
-    Row("ISA", "", "generic, avx2 or avx512", _one_of("generic", "avx2", "avx512"), "highest instruction set the kernels may use"),
-    Row("GEMM", "", "own, blas or host", _one_of("own", "blas", "host"), "force the matrix multiplication provider (host: PyTorch's bf16 product)"),
+    Row(
+        "SAVE_ONNX_PATH",
+        "save_path",
+        "a directory",
+        str,
+        "write every captured graph there: `<prefix><class>_<n>_<mode>.onnx`",
+    ),
+    Row(
+        "ISA",
+        "",
+        "generic, avx2 or avx512",
+        _one_of("generic", "avx2", "avx512"),
+        "highest instruction set the kernels may use",
+    ),
+    Row(
+        "GEMM",
+        "",
+        "own, blas or host",
+        _one_of("own", "blas", "host"),
+        "force the matrix multiplication provider (host: PyTorch's bf16 product)",
+    ),
     Row("PASS_LIMIT", "", "an integer", int, "run only the first n rewrites of the graph (to bisect)"),
-    Row("NO_REUSE", "", "anything", str, "when set: every value in memory of its own, nothing in place (to find memory errors)"),
+    Row(
+        "NO_REUSE",
+        "",
+        "anything",
+        str,
+        "when set: every value in memory of its own, nothing in place (to find memory errors)",
+    ),
     Row("POISON", "", "anything", str, "when set: fill memory that is not in use with NaN (to find memory errors)"),
-)  # fmt: skip
+)
 PREFIX = "ORTMODULE_"
 
-# Known to onnxruntime-training, without effect here: what they switched is always on, decided automatically, or about its own internals.
+# Known to onnxruntime-training, without effect here: what they switched is always on, decided automatically, or about
+# its own internals.
 WITHOUT_EFFECT = frozenset(
     PREFIX + name
     for name in (
-        "ONNX_OPSET_VERSION FALLBACK_RETRY SKIPCHECK_POLICY ALLOW_AUTOGRAD_CHECKPOINT ENABLE_CUSTOM_AUTOGRAD ENABLE_COMPUTE_OPTIMIZER "
-        "ENABLE_SPARSE_OPTIMIZER ENABLE_LABEL_SPARSE_OPTIMIZER ENABLE_EMBEDDING_SPARSE_OPTIMIZER PRINT_INPUT_DENSITY PRINT_MEMORY_STATS "
+        "ONNX_OPSET_VERSION FALLBACK_RETRY SKIPCHECK_POLICY ALLOW_AUTOGRAD_CHECKPOINT ENABLE_CUSTOM_AUTOGRAD "
+        "ENABLE_COMPUTE_OPTIMIZER "
+        "ENABLE_SPARSE_OPTIMIZER ENABLE_LABEL_SPARSE_OPTIMIZER ENABLE_EMBEDDING_SPARSE_OPTIMIZER PRINT_INPUT_DENSITY "
+        "PRINT_MEMORY_STATS "
         "MEMORY_OPT_CONFIG MEMORY_OPT_PROBE_RECOMPUTE_LEVEL CACHE_DIR USE_TRITON TRITON_CONFIG_FILE TRITON_DEBUG "
-        "ENABLE_TUNING MAX_TUNING_DURATION_MS TUNING_RESULTS_PATH USE_FLASH_ATTENTION USE_EFFICIENT_ATTENTION ATEN_SDPA_FALLBACK "
-        "DEEPCOPY_BEFORE_MODEL_EXPORT DO_DEEPCOPY_BEFORE_MODEL_EXPORT ENABLE_MEM_EFFICIENT_GRAD_MGMT ENABLE_ZERO_STAGE3 "
+        "ENABLE_TUNING MAX_TUNING_DURATION_MS TUNING_RESULTS_PATH USE_FLASH_ATTENTION USE_EFFICIENT_ATTENTION "
+        "ATEN_SDPA_FALLBACK "
+        "DEEPCOPY_BEFORE_MODEL_EXPORT DO_DEEPCOPY_BEFORE_MODEL_EXPORT ENABLE_MEM_EFFICIENT_GRAD_MGMT "
+        "ENABLE_ZERO_STAGE3 "
         "CONV_ALGO_SEARCH JSON_CONFIG_PATH"
     ).split()
 )
@@ -175,7 +238,9 @@ class Settings:
 _warned: set[str] = set()
 
 
-def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+def resolve(
+    options: Mapping[str, Any], debug: DebugOptions | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
     """Settings from keyword arguments, then `debug`, then the environment (which wins).
 
     Raises TypeError for an option that does not exist, ValueError for a value that is not allowed.
@@ -223,8 +288,15 @@ def resolve(options: Mapping[str, Any], debug: DebugOptions | None = None, envir
 
 def doc() -> str:
     """The table as Markdown: docs/SETTINGS.md."""
-    lines = ["# Environment variables", "",
-             "An option reaches `ORTModule(model, option=value)` as a keyword argument of the name in lower case; the variable overrides it.",
-             "Generated from the table in `ortmodule/config.py`.", "", "| variable | values | effect |", "|---|---|---|"]  # fmt: skip
+    lines = [
+        "# Environment variables",
+        "",
+        "An option reaches `ORTModule(model, option=value)` as a keyword argument of the name in lower case; the "
+        "variable overrides it.",
+        "Generated from the table in `ortmodule/config.py`.",
+        "",
+        "| variable | values | effect |",
+        "|---|---|---|",
+    ]
     lines += [f"| `{PREFIX}{row.name}` | {row.allowed} | {row.doc} |" for row in TABLE]
     return "\n".join(lines) + "\n"

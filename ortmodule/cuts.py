@@ -1,15 +1,17 @@
-"""A module with hooks on submodules: parts of its graph and the hooks between them, in the order in which PyTorch would run them.
+"""A module with hooks on submodules: parts of its graph and the hooks between them, in the order in which PyTorch would
+run them.
 
-Every part is a Graph with a chain of autograd.Functions of its own. A hook is given the tensors that one part has returned and the next one
-takes, so all that it does with them (a loss, a gradient, retain_grad, another value in their place) is between two chains, where autograd
-joins them by itself. Hooks are run by torch's own Module._call_impl, on a stand-in whose forward plays the parts of the submodule: order,
-keyword arguments, always_call, errors and full backward hooks are PyTorch's.
+Every part is a Graph with a chain of autograd.Functions of its own. A hook is given the tensors that one part has
+returned and the next one takes, so all that it does with them (a loss, a gradient, retain_grad, another value in their
+place) is between two chains, where autograd joins them by itself. Hooks are run by torch's own Module._call_impl, on a
+stand-in whose forward plays the parts of the submodule: order, keyword arguments, always_call, errors and full backward
+hooks are PyTorch's.
 
-The first call of a kind runs in PyTorch while `Effect` looks on: hooks that give other structures or sizes, or that change attributes which
-forward reads, have no place between parts.
+The first call of a kind runs in PyTorch while `Effect` looks on: hooks that give other structures or sizes, or that
+change attributes which forward reads, have no place between parts.
 
-Invariant: a hook runs as often as in PyTorch. So once hooks have run, a call is not begun again: a part that the engine turns down is
-computed operation by operation.
+Invariant: a hook runs as often as in PyTorch. So once hooks have run, a call is not begun again: a part that the engine
+turns down is computed operation by operation.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def _same_tensors(x: Any) -> list[int]:
 
 
 class Effect:
-    """What the hooks of a module did in one call: `reason` why they cannot run between parts, `changed` attributes (module, name), submodules
-    where one tensor at several places becomes several (`apart`)."""
+    """What the hooks of a module did in one call: `reason` why they cannot run between parts, `changed` attributes
+    (module, name), submodules where one tensor at several places becomes several (`apart`)."""
 
     def __init__(self, module: nn.Module, places: Sequence[guard.Place]) -> None:
         self.module = module
@@ -63,7 +65,9 @@ class Effect:
             for f in undo:
                 f()
         after = self._attributes()
-        self.changed = {k for k in before.keys() | after.keys() if k not in before or k not in after or before[k] != after[k]}
+        self.changed = {
+            k for k in before.keys() | after.keys() if k not in before or k not in after or before[k] != after[k]
+        }
         now = dict(self.module.named_parameters())
         if params.keys() != now.keys() or any(now[k] is not p for k, p in params.items()):
             self.reason = "parameters are replaced while forward runs"
@@ -91,7 +95,10 @@ class Effect:
             if same != _same_tensors(given):
                 self.apart.add(place.name)
             if form != _form(given):
-                self.reason = self.reason or f"a hook on {place.name} gives tensors of another structure or size in the place of its own"
+                self.reason = (
+                    self.reason
+                    or f"a hook on {place.name} gives tensors of another structure or size in the place of its own"
+                )
 
         def note_result(_m: Any, _args: Any, out: Any) -> None:
             note(_m, out)
@@ -116,7 +123,8 @@ class Effect:
 
 
 class _Stand:
-    """Looks like a hooked submodule to Module._call_impl, but its forward plays the parts. Hooks get the submodule itself."""
+    """Looks like a hooked submodule to Module._call_impl, but its forward plays the parts. Hooks get the submodule
+    itself."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module = module
@@ -149,7 +157,10 @@ class _Again:
 
     def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
         alias: dict[int, Tensor] = {}
-        own = [clones[i] if i in clones else alias.setdefault(id(t), t.view_as(t)) if t.requires_grad else t for i, t in enumerate(tensors)]
+        own = [
+            clones[i] if i in clones else alias.setdefault(id(t), t.view_as(t)) if t.requires_grad else t
+            for i, t in enumerate(tensors)
+        ]
         return list(self.interpreter.run(own)[0]), own
 
 
@@ -186,8 +197,16 @@ class CutGraph:
                 found[mark.module] = f"cut at {mark.module}: called in PyTorch, with its hooks"
             elif mark.kind == "enter":
                 own = self.module.get_submodule(mark.module).__dict__
-                kinds = [text for text, name in (("forward pre-hook", "_forward_pre_hooks"), ("forward hook", "_forward_hooks"),
-                                                 ("backward hook", "_backward_hooks"), ("backward pre-hook", "_backward_pre_hooks")) if own.get(name)]
+                kinds = [
+                    text
+                    for text, name in (
+                        ("forward pre-hook", "_forward_pre_hooks"),
+                        ("forward hook", "_forward_hooks"),
+                        ("backward hook", "_backward_hooks"),
+                        ("backward pre-hook", "_backward_pre_hooks"),
+                    )
+                    if own.get(name)
+                ]
                 found[mark.module] = f"cut at {mark.module}: {', '.join(kinds) or 'hooks, since removed'}"
         return list(found.values())
 
@@ -238,7 +257,10 @@ class _Run:
             values[i] = None
         if graph is None:
             return
-        tensors = [plain(values[f]) if type(f) is int else torch.tensor(values[f[0]].shape[f[1]]) for f in part.feed]  # type: ignore[index]
+        tensors = [
+            plain(values[f]) if type(f) is int else torch.tensor(values[f[0]].shape[f[1]])  # type: ignore[index]
+            for f in part.feed
+        ]
         for i in part.cloned:
             tensors[i] = tensors[i].clone()
         again = self.graph.again[k]
@@ -264,8 +286,13 @@ class _Run:
             first: dict[int, Tensor] = {}
             fits = all(first.setdefault(i, t) is t for i, t in zip(mark.order, tensors, strict=True))
         if not fits:
-            self.graph.broken = f"a hook on {mark.module} gives tensors of another structure or size in the place of its own"
-            raise RuntimeError(f"ortmodule: {self.graph.broken}, and has not done so when the module was captured. Later calls run in PyTorch.")
+            self.graph.broken = (
+                f"a hook on {mark.module} gives tensors of another structure or size in the place of its own"
+            )
+            raise RuntimeError(
+                f"ortmodule: {self.graph.broken}, and has not done so when the module was captured. Later calls run in "
+                "PyTorch."
+            )
         self.put(mark, tensors)
 
     def enter(self, k: int, mark: Mark) -> int:

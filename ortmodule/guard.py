@@ -1,16 +1,17 @@
 """Did anything change that the capture has read? Asked before every step, so the answer must cost microseconds.
 
 Two questions of different price:
-  - `Guard.fast()`: one C walk over the dictionaries of all submodules (attributes, parameters, buffers, children, hooks, config
-    objects). Equal to last time means: the same Python state and the same Parameter and buffer objects, so everything derived from
-    them (which capture, which tensors to pass) can be reused as it is.
-  - only when that changed: `Guard.structure()` (tree, types, sizes, hooks) and `Reads.hold()` (the attributes that the capture has
-    read, noted by `watch.Watch` while it ran). A Parameter replaced by another of its kind, or an attribute that no forward reads, changes
-    neither, so no new capture is made.
+  - `Guard.fast()`: one C walk over the dictionaries of all submodules (attributes, parameters, buffers, children,
+    hooks, config objects). Equal to last time means: the same Python state and the same Parameter and buffer objects,
+    so everything derived from them (which capture, which tensors to pass) can be reused as it is.
+  - only when that changed: `Guard.structure()` (tree, types, sizes, hooks) and `Reads.hold()` (the attributes that the
+    capture has read, noted by `watch.Watch` while it ran). A Parameter replaced by another of its kind, or an attribute
+    that no forward reads, changes neither, so no new capture is made.
 
-Invariant: whoever stores a fast() value stores `Guard.refs()` beside it. Entries are hashed by identity; while the objects are
-alive their addresses cannot be taken by others, so an equal hash cannot be an accident of the allocator.
-What lies outside of the modules' dictionaries (globals, closures, classes, the inside of objects) is watch.py's: `watch.Held`.
+Invariant: whoever stores a fast() value stores `Guard.refs()` beside it. Entries are hashed by identity; while the
+objects are alive their addresses cannot be taken by others, so an equal hash cannot be an accident of the allocator.
+What lies outside of the modules' dictionaries (globals, closures, classes, the inside of objects) is watch.py's:
+`watch.Held`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ from torch.nn.modules import module as nn_module
 from . import _C
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CONFIG_NAMES = ("Config", "Configuration", "Args", "Arguments", "Options", "Settings", "Params", "HParams", "Namespace")
+_CONFIG_NAMES = (
+    "Config",
+    "Configuration",
+    "Args",
+    "Arguments",
+    "Options",
+    "Settings",
+    "Params",
+    "HParams",
+    "Namespace",
+)
 _DEPTH = 3  # how deep configurations inside configurations are followed
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
@@ -48,18 +59,24 @@ def environment() -> tuple[Hashable, ...]:
 
 def global_hooks() -> bool:
     """True when hooks are registered for all modules of the process (they would have to run inside the graph)."""
-    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks or nn_module._global_backward_hooks
-                or nn_module._global_backward_pre_hooks)  # fmt: skip
+    return bool(
+        nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+        or nn_module._global_backward_hooks
+        or nn_module._global_backward_pre_hooks
+    )
 
 
 def part_of_forward(hook: object) -> bool:
-    """A hook that only hands values to the forward around it (Hugging Face collects hidden_states and attentions so): captured with it."""
+    """A hook that only hands values to the forward around it (Hugging Face collects hidden_states and attentions so):
+    captured with it."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 class Place(NamedTuple):
-    """A submodule with hooks. apart: they make several tensors of one that comes at several places (backward hooks do); early: its forward
-    hooks come before those that are part of the forward; whole: it can only be called as a whole, by PyTorch."""
+    """A submodule with hooks. apart: they make several tensors of one that comes at several places (backward hooks do);
+    early: its forward hooks come before those that are part of the forward; whole: it can only be called as a whole, by
+    PyTorch."""
 
     name: str
     apart: bool
@@ -77,10 +94,14 @@ def place_of(name: str, m: nn.Module) -> Place | None:
     backward = bool(hooks["_backward_pre_hooks"] or hooks["_backward_hooks"])
     if not (backward or any(users) or any(not part_of_forward(f) for f in hooks["_forward_pre_hooks"])):
         return None
-    # Hooks stand on one side of those that are part of the forward, and backward hooks behind all; the old kind of backward hooks looks at
-    # the node of the last operation. Else a call is right alone.
+    # Hooks stand on one side of those that are part of the forward, and backward hooks behind all; the old kind of
+    # backward hooks looks at the node of the last operation. Else a call is right alone.
     early = users != sorted(users) and not backward
-    whole = users != sorted(users, reverse=early) or bool(hooks["_backward_hooks"]) and own.get("_is_full_backward_hook") is False
+    whole = (
+        users != sorted(users, reverse=early)
+        or bool(hooks["_backward_hooks"])
+        and own.get("_is_full_backward_hook") is False
+    )
     return Place(name, backward, early, whole)
 
 
@@ -100,7 +121,10 @@ def refuse(module: nn.Module) -> str | None:
             return (f"parameter {name!r} is partitioned by DeepSpeed ZeRO-3, which gathers it by hooks on submodules. "
                     "Use ZeRO stage 1 or 2 with ORTModule")  # fmt: skip
         if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
-            return f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. Wrap the module before it is sharded"
+            return (
+                f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. "
+                "Wrap the module before it is sharded"
+            )
     return None
 
 
@@ -113,7 +137,8 @@ def _is_config(value: object) -> bool:
 
 
 def _configs(values: dict[str, Any], seen: set[int], depth: int = _DEPTH) -> Iterator[dict[str, Any]]:
-    """Dictionaries of configuration objects, and dictionaries with string keys, reachable from the entries of `values`."""
+    """Dictionaries of configuration objects, and dictionaries with string keys, reachable from the entries of
+    `values`."""
     if depth == 0:
         return
     for value in values.values():
@@ -199,7 +224,9 @@ class Reads:
         """Are they the same?"""
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
         try:
-            return all(_freeze(attributes[where].get(name, _MISSING)) == value for (where, name), value in self._values.items())
+            return all(
+                _freeze(attributes[where].get(name, _MISSING)) == value for (where, name), value in self._values.items()
+            )
         except KeyError:
             return False
 
@@ -226,8 +253,8 @@ class _Same:
 
 
 def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
-    """A snapshot: equal when a capture may not tell the difference. A tensor attribute is an input of the graph, so only its kind
-    counts; one inside a container is a constant of the graph."""
+    """A snapshot: equal when a capture may not tell the difference. A tensor attribute is an input of the graph, so
+    only its kind counts; one inside a container is a constant of the graph."""
     if type(value) is float:
         return (float, value.hex())  # -0.0 is not 0.0
     if isinstance(value, _PLAIN):

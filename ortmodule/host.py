@@ -1,15 +1,19 @@
 """Yield points: what PyTorch does between two parts of the engine's work.
 
-The engine stops at a host node (an ATen operator without a kernel of its own, a custom autograd.Function, a submodule kept in PyTorch)
-and hands over the node's inputs. `drive` answers such stops until the engine is done:
-  forward   the inputs are detached, those that are floats require grad, PyTorch computes under enable_grad and builds the node's own
-            small autograd graph, a Region; the engine gets the detached outputs. Without a backward: plain no_grad, nothing kept.
-  backward  the gradients of the outputs come in, torch.autograd.grad walks the Region, the gradients of the inputs go back (of a node
+The engine stops at a host node (an ATen operator without a kernel of its own, a custom autograd.Function, a submodule
+kept in PyTorch) and hands over the node's inputs. `drive` answers such stops until the engine is done:
+  forward   the inputs are detached, those that are floats require grad, PyTorch computes under enable_grad and builds
+            the node's own
+            small autograd graph, a Region; the engine gets the detached outputs. Without a backward: plain no_grad,
+            nothing kept.
+  backward  the gradients of the outputs come in, torch.autograd.grad walks the Region, the gradients of the inputs go
+            back (of a node
             with very many inputs in parts, from one walk).
 Regions live in the dictionary of one forward, keyed by the node, so several forwards may be in flight.
 
-Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, so its inputs are copies, except when
-they are the caller's own tensors (parameters; all of a submodule in PyTorch): those are used as they are.
+Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, so its inputs are
+copies, except when they are the caller's own tensors (parameters; all of a submodule in PyTorch): those are used as
+they are.
 """
 
 from __future__ import annotations
@@ -50,18 +54,23 @@ def _of_engine(step: Callable[..., Any], *args: Any) -> Any:
 # A host node is known by its row in the table of host operations.
 Regions = dict[int, Region]
 Want = dict[int, list[list[int]]]
-"""Per host node that takes part in a backward: the positions of its inputs that want a gradient, in parts (see csrc/ops/host.c)."""
+"""Per host node that takes part in a backward: the positions of its inputs that want a gradient, in parts (see
+csrc/ops/host.c)."""
 Answers = dict[int, dict[int, "Tensor | None"]]
-"""Per host node: gradients by position of the input, computed for all parts when the first is asked for. Lives as long as one backward."""
+"""Per host node: gradients by position of the input, computed for all parts when the first is asked for. Lives as long
+as one backward."""
 _OUTPUT, _HOST, _ANY = 1, 2, 3  # om_flow_kind
 
 
 class Flow:
-    """What the gradients of a joint graph are sums over (csrc/graph/engine.h, om_flow): to tell in a backward which of them are None."""
+    """What the gradients of a joint graph are sums over (csrc/graph/engine.h, om_flow): to tell in a backward which of
+    them are None."""
 
     __slots__ = ("grads", "host", "shares", "terms")
 
-    def __init__(self, rows: tuple[list[tuple[int, int, int]], dict[tuple[int, int], int], dict[int, int], list[int]]) -> None:
+    def __init__(
+        self, rows: tuple[list[tuple[int, int, int]], dict[tuple[int, int], int], dict[int, int], list[int]]
+    ) -> None:
         self.terms, self.host, self.grads, self.shares = rows
 
 
@@ -100,7 +109,8 @@ class Host:
         self.ms = [0.0] * len(ops)
 
     def drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor]) -> None:
-        """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph input."""
+        """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph
+        input."""
         stop = _of_engine(run.resume)
         mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
         while stop is not None:
@@ -110,9 +120,11 @@ class Host:
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = _of_engine(run.resume)
 
-    def drive_backward(self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers, missing: Missing) -> None:
-        """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward. missing: what arrives as None in
-        PyTorch does so here, and what comes back as None is noted."""
+    def drive_backward(
+        self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers, missing: Missing
+    ) -> None:
+        """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward. missing: what
+        arrives as None in PyTorch does so here, and what comes back as None is noted."""
         stop = run.resume(segment)
         while stop is not None:
             start = perf_counter()
@@ -143,8 +155,13 @@ class Host:
                 leaves.append(None)
                 continue
             mine = own.get(t.data_ptr())
-            same = mine is not None and mine.shape == t.shape and mine.dtype == t.dtype and mine.stride() == t.stride() \
-                and (mine.requires_grad or op.kind == "module")  # fmt: skip
+            same = (
+                mine is not None
+                and mine.shape == t.shape
+                and mine.dtype == t.dtype
+                and mine.stride() == t.stride()
+                and (mine.requires_grad or op.kind == "module")
+            )
             leaf = mine.detach() if same and mine is not None else t.detach().clone()
             leaves.append(leaf.requires_grad_() if place in wanted else leaf)
         with torch.enable_grad():
@@ -153,7 +170,9 @@ class Host:
         _of_engine(run.host_done, [plain(t.detach()) for t in outputs])
 
 
-def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:
+def _region_grads(
+    region: Region, wanted: list[int], grads: Sequence[Tensor | None], retain: bool
+) -> list[Tensor | None]:
     """grads: of every floating-point output, in order, None where none arrives. -> gradients of the wanted inputs."""
     floats = [t for t in region.outputs if t.is_floating_point()]
     pairs = [(t, g) for t, g in zip(floats, grads, strict=True) if g is not None and t.requires_grad]
@@ -166,7 +185,8 @@ def _region_grads(region: Region, wanted: list[int], grads: Sequence[Tensor | No
 
 
 def plain(t: Tensor) -> Tensor:
-    """The same values as memory shows them: the engine knows no negation bit, no tensor that is zero without memory, no sparse one."""
+    """The same values as memory shows them: the engine knows no negation bit, no tensor that is zero without memory, no
+    sparse one."""
     if t.layout is not torch.strided:
         t = t.to_dense()
     return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t

@@ -1,14 +1,18 @@
-"""ORTModule: an object of a dynamic subclass of the user's class, sharing the user's module's state, whose forward runs in the engine.
+"""ORTModule: an object of a dynamic subclass of the user's class, sharing the user's module's state, whose forward runs
+in the engine.
 
-forward   arguments are flattened; the guard (guard.py) says whether a known capture fits; Graph (chain.py) runs it. What is not known
-          is captured: with constant sizes first, once more with symbolic sizes at the first new shape, once more with int/float
-          arguments as inputs at their second distinct value.
-ladder    what cannot be captured or computed goes to PyTorch in the smallest piece that works: operator (done by the capture),
-          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead of the last two, strict="engine"
-          instead of all.
+forward   arguments are flattened; the guard (guard.py) says whether a known capture fits; Graph (chain.py) runs it.
+          What is not known
+          is captured: with constant sizes first, once more with symbolic sizes at the first new shape, once more with
+          int/float arguments as inputs at their second distinct value.
+ladder    what cannot be captured or computed goes to PyTorch in the smallest piece that works: operator (done by the
+          capture),
+          submodule, whole module. Every piece is counted and named in report(); strict=True raises instead of the last
+          two, strict="engine" instead of all.
 
-The wrapper's __dict__ IS the module's: parameters, buffers, children, modes, hooks and attributes are one and the same, names carry no
-prefix. Hooks of the wrapped module itself run in __call__, around the engine. The wrapper's own state is in a slot.
+The wrapper's __dict__ IS the module's: parameters, buffers, children, modes, hooks and attributes are one and the same,
+names carry no prefix. Hooks of the wrapped module itself run in __call__, around the engine. The wrapper's own state is
+in a slot.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ class _Stale(CaptureError):
     """A capture that no longer holds, though everything that is compared is as it was."""
 
     def __str__(self) -> str:
-        return f"{self.reason}{f', in submodule {self.module!r}' * bool(self.module)}{f' ({self.file}:{self.line})' * bool(self.file)}"
+        where = f", in submodule {self.module!r}" * bool(self.module) + f" ({self.file}:{self.line})" * bool(self.file)
+        return self.reason + where
 
 
 class Refused(RuntimeError):
@@ -120,10 +125,22 @@ class _Captured:
 
 
 class _Site:
-    """An _Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same and the entry's `held`
-    holds. other: a site of equal fast() for another state of what `held` compares."""
+    """An _Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same and
+    the entry's `held` holds. other: a site of equal fast() for another state of what `held` compares."""
 
-    __slots__ = ("bound", "captured", "entry", "fast", "fill", "other", "params", "params_grad", "refs", "structure", "wanted_bound")
+    __slots__ = (
+        "bound",
+        "captured",
+        "entry",
+        "fast",
+        "fill",
+        "other",
+        "params",
+        "params_grad",
+        "refs",
+        "structure",
+        "wanted_bound",
+    )
 
     def __init__(self, entry: _Entry, fast: Hashable, own: guard.Guard, like: _Site | None = None) -> None:
         """like: the site before forward assigned new tensors to buffers."""
@@ -240,7 +257,9 @@ class State:
             self.announce()
         given = flat.tensors
         if captured.symbolic and flat.scalars:
-            given = given + [torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in flat.scalars]
+            given = given + [
+                torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in flat.scalars
+            ]
         if graph.captured.rebinds:
             site = self.rebind(site, captured)
         tensors = [given[i] for i in graph.leaves]
@@ -262,17 +281,19 @@ class State:
             return self.failed(site.entry, error, args, kwargs)
 
     def rebind(self, site: _Site, captured: _Captured) -> _Site:
-        """Gives the buffers to which forward assigns new tensors one each, for the graph to write into. What was there keeps its values."""
+        """Gives the buffers to which forward assigns new tensors one each, for the graph to write into. What was there
+        keeps its values."""
         with self.lock:
             for i in captured.graph.captured.rebinds:
                 owner, _, name = captured.graph.captured.inputs[i].target.rpartition(".")
                 buffers = self.module.get_submodule(owner)._buffers
                 buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
-            return self.move(site, captured, _Site(site.entry, self.guard.fast(), self.guard, site))  # what is new is among its `bound`
+            # what is new is among its `bound`
+            return self.move(site, captured, _Site(site.entry, self.guard.fast(), self.guard, site))
 
     def move(self, site: _Site, captured: _Captured, fresh: _Site) -> _Site:
-        """`fresh` takes the place of `site`: the same captures, for the module as it is now. The sites beside it hold the tensors of before:
-        they are found anew."""
+        """`fresh` takes the place of `site`: the same captures, for the module as it is now. The sites beside it hold
+        the tensors of before: they are found anew."""
         fresh.fill = site.fill
         self.bind(fresh, captured)
         key: Any = next((k for k, s in self.sites.items() if s is site), None)
@@ -288,7 +309,10 @@ class State:
             if self.guard.fast() != site.fast:
                 graph.broken = self.follow(site)
                 if graph.broken is not None:
-                    raise RuntimeError(f"ortmodule: {graph.broken}, and had not done so when the module was captured. Later calls run in PyTorch.")
+                    raise RuntimeError(
+                        f"ortmodule: {graph.broken}, and had not done so when the module was captured. Later calls run "
+                        "in PyTorch."
+                    )
             return result
         finally:
             if graph.broken is not None and site.entry.eager is None:
@@ -296,8 +320,8 @@ class State:
                 logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, graph.broken)
 
     def follow(self, site: _Site) -> str | None:
-        """Hooks have changed the module in a call. When it is nothing that the call has read, the next one finds the same site; else what
-        that was."""
+        """Hooks have changed the module in a call. When it is nothing that the call has read, the next one finds the
+        same site; else what that was."""
         with self.lock:
             own = guard.Guard(self.module)
             reads, captured = site.entry.reads, site.captured
@@ -305,7 +329,11 @@ class State:
                 return None
             if not reads.hold(self.module):
                 return f"hooks on submodules change {', '.join(reads.changed(self.module))}, which forward reads"
-            moved = [spec.name for spec, t in zip(captured.graph.bound, site.bound, strict=True) if _lookup(self.module, spec) is not t]
+            moved = [
+                spec.name
+                for spec, t in zip(captured.graph.bound, site.bound, strict=True)
+                if _lookup(self.module, spec) is not t
+            ]
             if moved:
                 return f"hooks on submodules put other tensors in the place of {', '.join(moved)}"
             self.guard = own
@@ -336,12 +364,16 @@ class State:
                 known.append(entry)
                 if len(known) > self.settings.max_captures:
                     what = ", ".join(changing[:3]) or "attributes of modules that forward reads"
-                    entry.eager = self.eager_entry(f"{len(known)} captures of one call structure were not enough: what forward reads changes "
-                                                   f"from call to call ({what}); pass it as an argument")  # fmt: skip
+                    entry.eager = self.eager_entry(
+                        f"{len(known)} captures of one call structure were not enough: what forward reads changes "
+                        f"from call to call ({what}); pass it as an argument"
+                    )
                 if self.settings.disable:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
                 elif _holds_cache(args, kwargs):
-                    entry.eager = self.eager_entry("an argument is a generation cache, which forward edits and which grows at every call")
+                    entry.eager = self.eager_entry(
+                        "an argument is a generation cache, which forward edits and which grows at every call"
+                    )
             site = _Site(entry, fast, own)
             if len(self.sites) >= _SITE_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
@@ -356,24 +388,33 @@ class State:
         """What has changed, against the state of the module and the call that is nearest to this one."""
         if known:
             return f"changed: {', '.join(known[-1].changed(self.module)) or 'attributes'}"
-        parts = ("modules or modes", "parameters or buffers", "hooks", "argument structure or dtypes", "grad mode, autocast or default dtype",
-                 "requires_grad of arguments")  # fmt: skip
+        parts = (
+            "modules or modes",
+            "parameters or buffers",
+            "hooks",
+            "argument structure or dtypes",
+            "grad mode, autocast or default dtype",
+            "requires_grad of arguments",
+        )
         now = (*structure, *key[1:])
-        changes: list[list[str]] = [[name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries]
+        changes: list[list[str]] = [
+            [name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries
+        ]
         nearest = min(changes, key=len, default=["first call"])
         return nearest[0] if not changes else f"changed: {', '.join(nearest)}"
 
     def count(self, made: _Captured) -> None:
-        """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has many. Who captures
-        again and again should know why."""
+        """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has
+        many. Who captures again and again should know why."""
         self.every.append(made)
         if len(self.every) == _MANY_CAPTURES:
             reasons = Counter(c.why for c in self.every)
             logger.warning(
-                "%s has been captured %d times, which took %.0f s. Reasons: %s. Captures are kept, so states that come back cost nothing; "
+                "%s has been captured %d times, which took %.0f s. Reasons: %s. Captures are kept, so states that come "
+                "back cost nothing; "
                 "what changes at every step should be a tensor argument.",
                 type(self.module).__name__, len(self.every), sum(c.graph.captured.seconds for c in self.every),
-                "; ".join(f"{k}x {why}" for why, k in reasons.most_common()))  # fmt: skip
+                "; ".join(f"{k}x {why}" for why, k in reasons.most_common()))
 
     def bind(self, site: _Site, captured: _Captured) -> _Captured:
         """Makes `captured` the one that `site` uses: looks up its parameters and buffers by name."""
@@ -383,8 +424,11 @@ class State:
         site.captured = captured
         return captured
 
-    def find_captured(self, site: _Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured | None:
-        """A capture of the site's entry for these sizes and scalars, made now if need be; None: leave the call to PyTorch."""
+    def find_captured(
+        self, site: _Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Captured | None:
+        """A capture of the site's entry for these sizes and scalars, made now if need be; None: leave the call to
+        PyTorch."""
         entry = site.entry
         shapes = [t.shape for t in flat.tensors]
         with self.lock:
@@ -404,10 +448,16 @@ class State:
                     entry.symbolic or all(c.scalars != flat.scalars for c in entry.graphs))  # fmt: skip
                 self.dynamic, self.symbolic = self.dynamic or entry.dynamic, self.symbolic or entry.symbolic
             if entry.n_captures >= self.settings.max_captures:
-                self.leave(entry, CaptureError(f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
-                                               "that the model's code branches on change from call to call"))  # fmt: skip
+                self.leave(
+                    entry,
+                    CaptureError(
+                        f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
+                        "that the model's code branches on change from call to call"
+                    ),
+                )
                 return None
-            # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after some, constants.
+            # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after
+            # some, constants.
             n_general = sum(c.dynamic or c.symbolic for c in entry.graphs)
             general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
                 or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
@@ -415,7 +465,9 @@ class State:
             for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
                 entry.n_captures += 1
                 try:
-                    graph = self.capture(entry, args, kwargs, dynamic, symbolic, _image_sizes(flat, entry.graphs) if dynamic else set())
+                    graph = self.capture(
+                        entry, args, kwargs, dynamic, symbolic, _image_sizes(flat, entry.graphs) if dynamic else set()
+                    )
                 except _Skip as skip:
                     self.local.skip = str(skip)
                     return None
@@ -429,12 +481,14 @@ class State:
                 entry.graphs.insert(0, made)
                 self.count(made)
                 return self.bind(site, made)
-            # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user should see.
+            # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
+            # should see.
             self.local.failure = failure
             return None
 
     def observe(self, site: _Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call with hooks on submodules runs in PyTorch, which shows what they do; what is captured then serves the calls after it."""
+        """The first call with hooks on submodules runs in PyTorch, which shows what they do; what is captured then
+        serves the calls after it."""
         entry = site.entry
         effect = cuts.Effect(self.module, entry.places)
         result = effect.call(args, kwargs)
@@ -452,35 +506,55 @@ class State:
 
     def capture(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
                 fixed: set[tuple[int, int]]) -> Graph | cuts.CutGraph:  # fmt: skip
-        """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises CaptureError."""
+        """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Raises
+        CaptureError."""
         if any(not isinstance(p, nn.Parameter) for p in self.module.parameters()):
             raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
         if watch.busy():
             raise _Skip("called while another module is captured")
         keep = set(entry.keep)
         self.local.capturing = True
-        first: tuple[bytes, watch.Watch] | None = None  # a capture whose forward assigned numbers to attributes of objects
+        # a capture whose forward assigned numbers to attributes of objects
+        first: tuple[bytes, watch.Watch] | None = None
         undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for _ in range(_LADDER_LIMIT):
                 shadow = _shadow(self.body)
                 try:
                     with _unwrapped(shadow), watch.Watch(shadow, self.module) as seen, _undisturbed():
-                        captured = capture(shadow, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic, keep_in_torch=keep,
-                                           fixed=fixed, cut=entry.places)
+                        captured = capture(
+                            shadow,
+                            args,
+                            kwargs,
+                            dynamic=dynamic,
+                            symbolic_scalars=symbolic,
+                            keep_in_torch=keep,
+                            fixed=fixed,
+                            cut=entry.places,
+                        )
                     if entry.effect is not None:
                         cuts.check(entry.effect, seen.reads)
                     written = sorted(w for w in seen.writes if not _inside(w[0], keep))
                     if not written:
                         problems = [p for p in seen.problems if not _inside(p.module, keep)]
                         # What a kept module assigns and the code around it reads is of this call: they stay together.
-                        problems += [watch.Problem(k.rpartition(".")[0], f"reads {where}.{name}, which a module kept in PyTorch assigns", "", 0)
-                                     for where, name in sorted(seen.quiet_writes & seen.reads) for k in keep if _inside(where, {k})]
+                        problems += [
+                            watch.Problem(
+                                k.rpartition(".")[0],
+                                f"reads {where}.{name}, which a module kept in PyTorch assigns",
+                                "",
+                                0,
+                            )
+                            for where, name in sorted(seen.quiet_writes & seen.reads)
+                            for k in keep
+                            if _inside(where, {k})
+                        ]
                         if not problems and not seen.assigns and (first is None or captured.onnx == first[0]):
                             undo = []
                             break
                         if not problems and first is None:
-                            # Assigned as forward would have done. If that makes no difference to a second capture, it holds for this call too.
+                            # Assigned as forward would have done. If that makes no difference to a second capture, it
+                            # holds for this call too.
                             first = captured.onnx, seen
                             undo = [(own, dict(own)) for own, _ in seen.assigns]
                             for own, new in seen.assigns:
@@ -500,8 +574,8 @@ class State:
                         keep = _outermost(keep | {p.module for p in problems})
                         self.reasons.update({p.module: p for p in problems})
                         continue
-                    # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so that it is
-                    # written; a module that does it again and again stays there.
+                    # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so
+                    # that it is written; a module that does it again and again stays there.
                     entry.writes_seen += 1
                     if entry.writes_seen <= 2 and not self.settings.strict:
                         raise _Skip("forward assigns attributes of a module")
@@ -567,8 +641,8 @@ class State:
             made.next_check = net.FIRST if made.net is not None else -1
 
     def recheck(self, site: _Site, captured: _Captured) -> bool:
-        """Does forward still do what it did when it was captured? If not, calls of this kind go to PyTorch: something has changed that
-        nothing here sees, and may do so again."""
+        """Does forward still do what it did when it was captured? If not, calls of this kind go to PyTorch: something
+        has changed that nothing here sees, and may do so again."""
         captured.next_check = net.after(captured.calls)
         assert captured.net is not None
         with self.lock:
@@ -577,17 +651,22 @@ class State:
                 difference = captured.net.check(shadow)
         if difference is None:
             return True
-        error = _Stale(f"forward no longer does what it did when it was captured, and nothing that ORTModule compares has changed: "
-                       f"{difference.reason}", *difference[1:])
+        error = _Stale(
+            "forward no longer does what it did when it was captured, and nothing that ORTModule compares has "
+            "changed: "
+            f"{difference.reason}",
+            *difference[1:],
+        )
         self.leave(site.entry, error)
         return False
 
     def unfit(self, site: _Site, captured: _Captured, flat: FlatInputs, error: Unfit, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Any:  # fmt: skip
-        """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under its data, or a
-        dynamic capture holds for fewer sizes): looks again, and then leaves the call to PyTorch."""
+        """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under
+        its data, or a dynamic capture holds for fewer sizes): looks again, and then leaves the call to PyTorch."""
         again = getattr(self.local, "again", 0)
-        if again >= _UNFIT_LIMIT:  # not for the engine, or not for PyTorch either: then its error is the one the user should see
+        # not for the engine, or not for PyTorch either: then its error is the one the user should see
+        if again >= _UNFIT_LIMIT:
             result = self.eager(f"the engine cannot run these sizes: {error}", args, kwargs)
             if self.settings.strict:
                 raise error
@@ -606,8 +685,9 @@ class State:
             self.local.again = again
 
     def failed(self, entry: _Entry, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The engine could not run this call, and has left everything as it was: an index is out of range, memory is short, or a plan for
-        these sizes cannot be made. PyTorch either has the error that the user should see, or a result."""
+        """The engine could not run this call, and has left everything as it was: an index is out of range, memory is
+        short, or a plan for these sizes cannot be made. PyTorch either has the error that the user should see, or a
+        result."""
         reason = f"the engine failed: {str(error).partition(chr(10))[0]}"
         result = self.eager(reason, args, kwargs)
         if self.settings.strict:
@@ -662,7 +742,9 @@ class State:
         site.fill = input_skeleton(args, kwargs)[0]
         return site.fill
 
-    def replay(self, call: _Call, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+    def replay(
+        self, call: _Call, tensors: Sequence[Tensor], clones: dict[int, Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
         site = call.site
         if self.guard.fast() != site.fast:
@@ -675,7 +757,8 @@ class State:
         before = {id(tensors[i]): t for i, t in clones.items()}
         own: dict[str, Tensor] = {}
         alias: dict[int, Tensor] = {}
-        for prefix, m in self.module.named_modules(prefix="m"):  # a module under two names comes once, a tensor in two modules twice
+        # a module under two names comes once, a tensor in two modules twice
+        for prefix, m in self.module.named_modules(prefix="m"):
             for name, p in m._parameters.items():
                 if p is not None:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
@@ -696,7 +779,9 @@ class State:
 
         skeleton(out, leaf)
         if len(outputs) != graph.n_outputs:
-            raise RuntimeError(f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs} when captured")
+            raise RuntimeError(
+                f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs} when captured"
+            )
         given = [*leaves, *[torch.tensor(0)] * len(call.flat.scalars)]
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases
@@ -709,7 +794,12 @@ class State:
             self.body = self.module
             if methods:
                 given = {k: staticmethod(v) if callable(v) else v for k, v in methods.items()}
-                seen = types.new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update({"__module__": cls.__module__, **given}))
+                seen = types.new_class(
+                    cls.__name__,
+                    (cls,),
+                    {},
+                    lambda namespace: namespace.update({"__module__": cls.__module__, **given}),
+                )
                 self.body = object.__new__(seen)
                 object.__setattr__(self.body, "__dict__", self.module.__dict__)
             self.sites, self.entries = {}, {}  # captured with other methods
@@ -756,19 +846,38 @@ class State:
             for plan in plans:
                 for name, size in plan.get("peak_bytes", {}).items():
                     peak[name] = max(peak.get(name, 0), size)
-            report.graphs.append(GraphEntry(
-                nodes=whole.captured.n_nodes, engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops), dynamic=whole.captured.dynamic,
-                capture_s=whole.captured.seconds, load_s=self.load_s[id(whole)], plans=len(plans), plan_ms=sum(p["plan_ms"] for p in plans),
-                arena_bytes=max((p["arena_bytes"] for p in plans), default=0), peak_bytes=peak,
-                largest=_largest(plans), forwards=whole.forwards, backwards=max((g.backwards for g in graphs), default=0),
-                reruns=sum(g.reruns for g in graphs), why=made.why, forward_ms=sum(g.forward_ms for g in graphs),
-                backward_ms=sum(g.backward_ms for g in graphs), host_ms=sum(sum(g.host.ms) for g in graphs),
-                cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [], unchecked=made.no_net))  # fmt: skip
+            report.graphs.append(
+                GraphEntry(
+                    nodes=whole.captured.n_nodes,
+                    engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
+                    dynamic=whole.captured.dynamic,
+                    capture_s=whole.captured.seconds,
+                    load_s=self.load_s[id(whole)],
+                    plans=len(plans),
+                    plan_ms=sum(p["plan_ms"] for p in plans),
+                    arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
+                    peak_bytes=peak,
+                    largest=_largest(plans),
+                    forwards=whole.forwards,
+                    backwards=max((g.backwards for g in graphs), default=0),
+                    reruns=sum(g.reruns for g in graphs),
+                    why=made.why,
+                    forward_ms=sum(g.forward_ms for g in graphs),
+                    backward_ms=sum(g.backward_ms for g in graphs),
+                    host_ms=sum(sum(g.host.ms) for g in graphs),
+                    cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
+                    unchecked=made.no_net,
+                )
+            )
             for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
                 entry = host.get((op.name, op.file, op.line))
                 if entry is None:
                     why = self.reasons.get(op.module) if op.kind == "module" else None
-                    file, line, reason = (op.file, op.line, op.reason) if why is None else (why.file, why.line, f"{op.reason}: it {why.reason}")
+                    file, line, reason = (
+                        (op.file, op.line, op.reason)
+                        if why is None
+                        else (why.file, why.line, f"{op.reason}: it {why.reason}")
+                    )
                     host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, file, line, reason, 1, ms)
                 else:
                     entry.count += 1
@@ -780,19 +889,26 @@ class State:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs about an attempt that
-    fails is not shown (the ladder's own message says what happened)."""
+    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs about an
+    attempt that fails is not shown (the ladder's own message says what happened)."""
     thread = threading.get_ident()
 
     def others(record: logging.LogRecord) -> bool:
         return record.thread != thread or not record.name.startswith("torch.")
 
-    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name == "torch" or name.startswith("torch.")]
+    loggers = [
+        logging.getLogger(name)
+        for name in [*logging.root.manager.loggerDict]
+        if name == "torch" or name.startswith("torch.")
+    ]
     handlers = {handler for log in (logging.root, *loggers) for handler in log.handlers}
     for handler in handlers:
         handler.addFilter(others)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), contextlib.redirect_stderr(_Stderr(sys.stderr)):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+            contextlib.redirect_stderr(_Stderr(sys.stderr)),
+        ):
             yield
     finally:
         for handler in handlers:
@@ -847,7 +963,11 @@ def _named(error: BaseException) -> str:
 
 def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A Hugging Face Cache among the arguments."""
-    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for v in (*args, *kwargs.values()) for c in type(v).__mro__)
+    return any(
+        c.__name__ == "Cache" and c.__module__.startswith("transformers")
+        for v in (*args, *kwargs.values())
+        for c in type(v).__mro__
+    )
 
 
 def _largest(plans: list[dict[str, Any]]) -> list[MemoryEntry]:
@@ -868,21 +988,36 @@ def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:
 
 
 def _image_sizes(flat: FlatInputs, known: list[_Captured]) -> set[tuple[int, int]]:
-    """Sizes that stay numbers in a dynamic capture until they change: those of images but for the batch. They rarely change, and
-    as symbols they are expensive: every window, pool and convolution asks about their divisors."""
-    return {(i, axis) for i, t in enumerate(flat.tensors) if t.dim() >= 4 and t.is_floating_point() for axis in range(1, t.dim())
-            if all(c.shapes[i][axis] == t.shape[axis] for c in known)}
+    """Sizes that stay numbers in a dynamic capture until they change: those of images but for the batch. They rarely
+    change, and as symbols they are expensive: every window, pool and convolution asks about their divisors."""
+    return {
+        (i, axis)
+        for i, t in enumerate(flat.tensors)
+        if t.dim() >= 4 and t.is_floating_point()
+        for axis in range(1, t.dim())
+        if all(c.shapes[i][axis] == t.shape[axis] for c in known)
+    }
 
 
-_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-               "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")  # fmt: skip
+_CALL_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 def _shadow(module: nn.Module) -> nn.Module:
-    """The module without its own hooks (they run around the engine, in __call__): same class, same children, parameters, attributes."""
+    """The module without its own hooks (they run around the engine, in __call__): same class, same children,
+    parameters, attributes."""
     cls = type(module)
     if cls.__call__ is not nn.Module.__call__:  # what it does runs around the engine, too
-        cls = types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(__module__=cls.__module__, __call__=nn.Module.__call__))
+        cls = types.new_class(
+            cls.__name__, (cls,), {}, lambda body: body.update(__module__=cls.__module__, __call__=nn.Module.__call__)
+        )
     shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__.update({name: OrderedDict() for name in _CALL_HOOKS})
@@ -896,7 +1031,11 @@ def _unwrapped(root: nn.Module) -> Iterator[None]:
     try:
         for m in list(root.modules()):
             for name, child in m._modules.items():
-                if isinstance(child, ORTModule) and child._ortmodule.override is None and child._ortmodule.base.forward is ORTModule.forward:
+                if (
+                    isinstance(child, ORTModule)
+                    and child._ortmodule.override is None
+                    and child._ortmodule.base.forward is ORTModule.forward
+                ):
                     undo.append((m._modules, name, child))
         for children, name, child in undo:
             children[name] = child._ortmodule.body  # type: ignore[union-attr]
@@ -914,13 +1053,15 @@ def _lookup(module: nn.Module, spec: InputSpec) -> Tensor:
     except AttributeError:
         found = spec.tensor  # held by something that is no module: it is the object of the capture
     if not isinstance(found, Tensor):
-        raise CaptureError(f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now")
+        raise CaptureError(
+            f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
+        )
     return found
 
 
 class _Forward:
-    """`forward` of a wrapper class: the engine's, unless another one was assigned on the wrapper. As a data descriptor it goes before
-    a `forward` in the shared __dict__, which belongs to the wrapped module."""
+    """`forward` of a wrapper class: the engine's, unless another one was assigned on the wrapper. As a data descriptor
+    it goes before a `forward` in the shared __dict__, which belongs to the wrapped module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -938,8 +1079,8 @@ class _Forward:
 
 
 class _Assigned:
-    """A method that was assigned on the wrapper: it takes the place of the class's method there and for the forward that runs for the
-    wrapper, and leaves the wrapped module as it is."""
+    """A method that was assigned on the wrapper: it takes the place of the class's method there and for the forward
+    that runs for the wrapper, and leaves the wrapped module as it is."""
 
     def __init__(self, name: str, original: Any) -> None:
         self.name = name
@@ -984,13 +1125,18 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
     forward.__module__ = cls.__module__
     with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(module.forward)
-        parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+        parameters = [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *signature.parameters.values(),
+        ]
         forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     # A user's own attributes of these names keep their meaning: the user's methods depend on it.
     taken: dict[str, Any] = {}
     for name in _OURS:
-        theirs = name in module._modules or name in module._parameters or name in module._buffers or name in module.__dict__
+        theirs = (
+            name in module._modules or name in module._parameters or name in module._buffers or name in module.__dict__
+        )
         if name != "_ortmodule" and getattr(base, name) is getattr(ORTModule, name):
             if hasattr(cls, name):
                 taken[name] = inspect.getattr_static(cls, name)
@@ -1000,7 +1146,8 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
             _collisions.add((cls, name))
             logger.warning("%s has an attribute %r of its own, which is also one of ORTModule. %s", cls.__name__, name,
                            "The wrapper's is ORTModule's; forward sees its own" if name not in taken else
-                           f"It keeps its meaning; ORTModule's is ORTModule.{name}{'(model)' if name == 'report' else '.fget(model)'}")  # fmt: skip
+                           "It keeps its meaning; ORTModule's is "
+                           f"ORTModule.{name}{'(model)' if name == 'report' else '.fget(model)'}")
 
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(taken)
@@ -1022,11 +1169,12 @@ class ORTModule(nn.Module):
 
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
-    options: strict, disable, segment_mb, max_captures, recheck, log_level, save_path (see config.TABLE; the environment wins).
+    options: strict, disable, segment_mb, max_captures, recheck, log_level, save_path (see config.TABLE; the environment
+    wins).
 
-    The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and signature.
-    A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and its super().forward(...)
-    is the module's in the engine.
+    The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and
+    signature. A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and
+    its super().forward(...) is the module's in the engine.
     """
 
     __slots__ = ("_ortmodule",)
@@ -1040,7 +1188,9 @@ class ORTModule(nn.Module):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError("ORTModule wraps the module before torch.jit.script or torch.jit.trace, not what they return")
+            raise TypeError(
+                "ORTModule wraps the module before torch.jit.script or torch.jit.trace, not what they return"
+            )
         settings = resolve(options, debug_options)
         off = None
         if isinstance(module, nn.DataParallel):
@@ -1085,8 +1235,13 @@ class ORTModule(nn.Module):
         return self._ortmodule.report()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if callable(value) and not isinstance(value, (nn.Module, type)) and name != "forward" and name not in self.__dict__ \
-                and _is_method(type(self), name):  # fmt: skip
+        if (
+            callable(value)
+            and not isinstance(value, (nn.Module, type))
+            and name != "forward"
+            and name not in self.__dict__
+            and _is_method(type(self), name)
+        ):
             state = _state_of(self)
             if state is not None:
                 if name not in state.assigned:

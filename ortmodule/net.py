@@ -1,15 +1,18 @@
-"""The net below the guards: the Python part of forward is run again from time to time, and compared with what it did at the capture.
+"""The net below the guards: the Python part of forward is run again from time to time, and compared with what it did at
+the capture.
 
-watch.py notes what forward reads; what it cannot see (a file, a database, a counter in C) would leave a capture that is out of date. So
-right after a capture, and again at its 2nd, 10th, 100th, 1000th... call, forward runs on stand-ins: tensors of the meta device, which have
-sizes and no values, cost no arithmetic and say that they are on the CPU. A TorchFunctionMode sees every call of torch that the code makes,
-puts stand-ins in the place of real tensors (parameters and buffers are neither read nor written), and notes the function, its arguments,
-which tensors they are (parameters and buffers by name, others by number), grad mode and autocast. Two runs that note the same would have
-been captured as the same graph. The sizes and numbers are those of the capture's call, so nothing of a later call is asked for. As long as the
-notes are the same, a call is answered with what it returned the first time, which is most of what makes this cheap.
+watch.py notes what forward reads; what it cannot see (a file, a database, a counter in C) would leave a capture that is
+out of date. So right after a capture, and again at its 2nd, 10th, 100th, 1000th... call, forward runs on stand-ins:
+tensors of the meta device, which have sizes and no values, cost no arithmetic and say that they are on the CPU. A
+TorchFunctionMode sees every call of torch that the code makes, puts stand-ins in the place of real tensors (parameters
+and buffers are neither read nor written), and notes the function, its arguments, which tensors they are (parameters and
+buffers by name, others by number), grad mode and autocast. Two runs that note the same would have been captured as the
+same graph. The sizes and numbers are those of the capture's call, so nothing of a later call is asked for. As long as
+the notes are the same, a call is answered with what it returned the first time, which is most of what makes this cheap.
 
-It leaves no trace: attributes, containers, random states, caches and output are as for a capture. Submodules kept in PyTorch and custom
-autograd.Functions are not entered again: they run at every step. A forward that cannot run on stand-ins (it asks for values) has no net.
+It leaves no trace: attributes, containers, random states, caches and output are as for a capture. Submodules kept in
+PyTorch and custom autograd.Functions are not entered again: they run at every step. A forward that cannot run on
+stand-ins (it asks for values) has no net.
 """
 
 from __future__ import annotations
@@ -35,8 +38,24 @@ FIRST = 2  # call of a capture that is compared first; then the 10th, 100th, ...
 _LONG = 20_000  # calls of torch in one forward, beyond which nothing is compared
 _META = torch.device("meta")
 _MAKERS = frozenset(_device_constructors())
-_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), type(...), slice, torch.dtype, torch.device, torch.layout,
-                    torch.memory_format, torch.Size))  # fmt: skip
+_PLAIN = frozenset(
+    (
+        int,
+        float,
+        bool,
+        str,
+        bytes,
+        complex,
+        type(None),
+        type(...),
+        slice,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+    )
+)
 _AGAIN = object()
 _transforms = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_function_stack
@@ -68,23 +87,41 @@ def after(calls: int) -> int:
     return 10 if calls < 10 else 10 * calls
 
 
-def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Collection[str], kept: dict[str, list[Any]],
-         caches: list[Any]) -> tuple[Net | None, str]:  # fmt: skip
-    """A net for a capture that was just made; or None, and why. kept: what submodules kept in PyTorch have returned, on the meta device."""
+def cast(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: Collection[str],
+    kept: dict[str, list[Any]],
+    caches: list[Any],
+) -> tuple[Net | None, str]:
+    """A net for a capture that was just made; or None, and why. kept: what submodules kept in PyTorch have returned, on
+    the meta device."""
     if any(k not in kept for k in keep):
         return None, "sizes of what modules kept in PyTorch return are not known"
     try:
         net = Net(module, args, kwargs, keep, kept, caches)
     except Exception as error:
-        return None, f"forward cannot run on tensors without values ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+        return (
+            None,
+            f"forward cannot run on tensors without values ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]})",
+        )
     return (net, "") if len(net.notes) <= _LONG else (None, f"forward makes more than {_LONG} calls of torch")
 
 
 class Net:
     """What forward did at a capture."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Collection[str], kept: dict[str, list[Any]],
-                 caches: list[Any]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keep: Collection[str],
+        kept: dict[str, list[Any]],
+        caches: list[Any],
+    ) -> None:
         self._fill, flat = input_skeleton(args, kwargs)
         self._scalars = list(flat.scalars)
         self._keep = sorted(keep)
@@ -123,12 +160,21 @@ class Net:
         flags: Any = torch.compiler
         autocast_cache = torch.is_autocast_cache_enabled()
         with _lock:
-            before = flags._is_compiling_flag, flags._is_exporting_flag  # in the lock: another thread's export sets them, too
+            # in the lock: another thread's export sets them, too
+            before = flags._is_compiling_flag, flags._is_exporting_flag
             busy.add(me)
             try:
-                with _quiet(), _keep_random_state(), _silent(), _keep_attributes(module), opaque.table() as table, opaque.keep_functions(), \
-                        opaque.keep_modules(module, self._keep), _patched_torch(), \
-                        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                with (
+                    _quiet(),
+                    _keep_random_state(),
+                    _silent(),
+                    _keep_attributes(module),
+                    opaque.table() as table,
+                    opaque.keep_functions(),
+                    opaque.keep_modules(module, self._keep),
+                    _patched_torch(),
+                    torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+                ):
                     table.recorded, table.instead = self._kept, noting.left_out
                     args, kwargs = self._fill([*self._inputs, *self._scalars])
                     buffers = [(name, m, dict(m._buffers)) for name, m in module.named_modules()]
@@ -136,8 +182,15 @@ class Net:
                     with noting, refusing(is_user_file):
                         flags._is_compiling_flag = flags._is_exporting_flag = True
                         out = module(*args, **kwargs)
-                    noting.end(out, [(f"{name}.{k}", m._buffers.get(k)) for name, m, old in buffers for k in {**old, **m._buffers}
-                                     if m._buffers.get(k) is not old.get(k)])  # fmt: skip
+                    noting.end(
+                        out,
+                        [
+                            (f"{name}.{k}", m._buffers.get(k))
+                            for name, m, old in buffers
+                            for k in {**old, **m._buffers}
+                            if m._buffers.get(k) is not old.get(k)
+                        ],
+                    )
             finally:
                 flags._is_compiling_flag, flags._is_exporting_flag = before
                 torch.set_autocast_cache_enabled(autocast_cache)
@@ -271,7 +324,11 @@ class _Noting(TorchFunctionMode):
         module, at = None, ("", 0)
         frame = sys._getframe(2)
         while frame is not None and (module is None or not at[0]):  # type: ignore[redundant-expr]
-            own = getattr(frame.f_locals.get("self"), "__dict__", None) if "self" in frame.f_code.co_varnames[:1] else None
+            own = (
+                getattr(frame.f_locals.get("self"), "__dict__", None)
+                if "self" in frame.f_code.co_varnames[:1]
+                else None
+            )
             if module is None and id(own) in self._modules:
                 module = self._modules[id(own)]
             if not at[0] and is_user_file(frame.f_code.co_filename):
@@ -280,7 +337,8 @@ class _Noting(TorchFunctionMode):
         return module or "", *at
 
     def left_out(self, row: opaque.Row, tensors: list[Tensor], fill: Any) -> Any:
-        """A custom Function, or a submodule kept in PyTorch: its results are those of the first time, or of the capture."""
+        """A custom Function, or a submodule kept in PyTorch: its results are those of the first time, or of the
+        capture."""
         with torch._C.DisableTorchFunction():
             words: list[Any] = []
             given = [self._given(t, words) for t in tensors]
@@ -338,7 +396,8 @@ def _itself(t: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _lasting(out: Any) -> bool:
-    """Tensors alone: what returns anything else may have switched something (grad mode goes through a TorchFunctionMode, too)."""
+    """Tensors alone: what returns anything else may have switched something (grad mode goes through a
+    TorchFunctionMode, too)."""
     return isinstance(out, Tensor) or isinstance(out, (tuple, list)) and len(out) > 0 and all(_lasting(x) for x in out)
 
 

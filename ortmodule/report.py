@@ -1,7 +1,8 @@
 """What the engine runs of a model, what it does not and why, and what capture and planning have cost.
 
-`Report` is a snapshot: plain data (`to_dict`), readable as text (`str`). Everything that was left to PyTorch is in `host` (single
-operators, functions and submodules inside the graph) or in `eager` (whole calls), named by the user's own file and line.
+`Report` is a snapshot: plain data (`to_dict`), readable as text (`str`). Everything that was left to PyTorch is in
+`host` (single operators, functions and submodules inside the graph) or in `eager` (whole calls), named by the user's
+own file and line.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class EagerEntry:
 
 @dataclass
 class MemoryEntry:
-    """What lies in memory when the largest plan needs most, gradients apart: `count` tensors from one place of the source."""
+    """What lies in memory when the largest plan needs most, gradients apart: `count` tensors from one place of the
+    source."""
 
     kind: str  # kept for backward, temporary, output, scratch
     op: str
@@ -118,8 +120,10 @@ class Report:
         """One line."""
         seconds = sum(g.capture_s + g.load_s for g in self.graphs)
         text = (
-            f"{self.model}: {self.node_share:.0%} of {sum(g.nodes for g in self.graphs)} nodes in the engine ({self.isa}), "
-            f"{self.n_captures} capture{'s' * (self.n_captures != 1)} in {seconds:.2f} s, {self.n_plans} plan{'s' * (self.n_plans != 1)}"
+            f"{self.model}: {self.node_share:.0%} of {sum(g.nodes for g in self.graphs)} nodes in the engine "
+            f"({self.isa}), "
+            f"{self.n_captures} capture{'s' * (self.n_captures != 1)} in {seconds:.2f} s, {self.n_plans} "
+            f"plan{'s' * (self.n_plans != 1)}"
         )
         if self.host:
             text += f"; in PyTorch: {', '.join(h.name for h in self.host[:3])}{', ...' * (len(self.host) > 3)}"
@@ -132,21 +136,33 @@ class Report:
         for g in self.graphs:
             peak = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in g.peak_bytes.items())
             lines.append(
-                f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic} [{g.why}]: capture {g.capture_s:.2f} s, load {g.load_s:.3f} s, "
-                f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} backwards "
+                f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic} [{g.why}]: capture {g.capture_s:.2f} s, "
+                f"load {g.load_s:.3f} s, "
+                f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} "
+                "backwards "
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
             if g.unchecked:
                 lines.append(f"    not compared with forward later on: {g.unchecked}")
             if g.largest:
-                rows = [f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}" for e in g.largest[:_ROWS]]
+                rows = [
+                    f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}"
+                    for e in g.largest[:_ROWS]
+                ]
                 lines.append(f"    at the peak: {'; '.join(rows)}{'; ...' * (len(g.largest) > _ROWS)}")
             if g.reruns:
-                lines.append(f"    {g.reruns} forwards were run again because gradients arrived for other outputs than before")
+                lines.append(
+                    f"    {g.reruns} forwards were run again because gradients arrived for other outputs than before"
+                )
         for h in self.host:
-            lines.append(f"  in PyTorch: {h.name} x{h.count} ({h.module or 'top level'}, {h.file}:{h.line}): {h.reason}; {h.ms:.1f} ms")
+            lines.append(
+                f"  in PyTorch: {h.name} x{h.count} ({h.module or 'top level'}, {h.file}:{h.line}): {h.reason}; "
+                f"{h.ms:.1f} ms"
+            )
         for e in self.eager:
-            where = f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
+            where = (
+                f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
+            )
             lines.append(f"  whole module in PyTorch, {e.calls} calls: {e.reason}{where}")
         return "\n".join(lines)

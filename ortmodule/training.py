@@ -1,7 +1,8 @@
 """Trainer: the settings of ORTTrainer that still matter, around an ordinary PyTorch loop.
 
-Optimizer by name, frozen weights, gradient accumulation, loss scaling, a learning-rate schedule that moves with finite steps only. It is
-thin on purpose: every part is public and works alone (docs/OPTIMIZERS.md has the same loop written out).
+Optimizer by name, frozen weights, gradient accumulation, loss scaling, a learning-rate schedule that moves with finite
+steps only. It is thin on purpose: every part is public and works alone (docs/OPTIMIZERS.md has the same loop written
+out).
 """
 
 from __future__ import annotations
@@ -59,12 +60,14 @@ class TrainerOptions:
 
 
 class Trainer:
-    """train_step(*inputs) runs forward, backward and, at an accumulation boundary, the optimizer; returns the loss (detached).
+    """train_step(*inputs) runs forward, backward and, at an accumulation boundary, the optimizer; returns the loss
+    (detached).
 
     Args:
         model: called with the inputs of train_step. Wrap it in ORTModule first if wanted.
         optim_config: AdamConfig, LambConfig or SGDConfig.
-        loss_fn: loss_fn(output, *targets), or None when the model returns the loss (first element of a tuple, or `.loss`).
+        loss_fn: loss_fn(output, *targets), or None when the model returns the loss (first element of a tuple, or
+        `.loss`).
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Trainer:
         self.loss_fn = loss_fn
         self.options = options or TrainerOptions()
         if self.options.gradient_accumulation_steps < 1:
-            raise ValueError(f"gradient_accumulation_steps={self.options.gradient_accumulation_steps} given; it must be at least 1")
+            raise ValueError(
+                f"gradient_accumulation_steps={self.options.gradient_accumulation_steps} given; it must be at least 1"
+            )
         self.step = 0  # calls of train_step
         self.optimization_step = 0  # finite updates
         self.all_finite = True  # of the last update
@@ -116,7 +121,9 @@ class Trainer:
 
     def _loss(self, output: Any, targets: Iterable[Any]) -> Tensor:
         if isinstance(targets, Tensor):
-            raise TypeError("targets is a tensor; it must be a list of the arguments of loss_fn after the output: targets=[targets]")
+            raise TypeError(
+                "targets is a tensor; it must be a list of the arguments of loss_fn after the output: targets=[targets]"
+            )
         if self.loss_fn is not None:
             return self.loss_fn(output, *targets)
         if isinstance(output, Tensor):
@@ -133,7 +140,9 @@ class Trainer:
             self.all_finite = not self.optimizer.overflow  # type: ignore[attr-defined]
         else:
             grads = [p.grad for p in self._params if p.grad is not None]
-            self.all_finite = grad_norm(grads)[1] if lamb or not limit else bool(clip_grad_norm_(self._params, limit).isfinite())
+            self.all_finite = (
+                grad_norm(grads)[1] if lamb or not limit else bool(clip_grad_norm_(self._params, limit).isfinite())
+            )
             if self.all_finite:
                 self.optimizer.step()
         if self.all_finite:
@@ -160,7 +169,9 @@ class Trainer:
         self.optimization_step = state["train_step_info"]["optimization_step"]
 
 
-def _make_optimizer(params: list[Any], config: AdamConfig | LambConfig | SGDConfig, clip: bool) -> torch.optim.Optimizer:
+def _make_optimizer(
+    params: list[Any], config: AdamConfig | LambConfig | SGDConfig, clip: bool
+) -> torch.optim.Optimizer:
     if isinstance(config, SGDConfig):
         return FusedSGD(params, config.lr)
     if not isinstance(config, (AdamConfig, LambConfig)):
@@ -174,8 +185,17 @@ def _make_optimizer(params: list[Any], config: AdamConfig | LambConfig | SGDConf
     )
     if isinstance(config, LambConfig):
         limit = config.max_norm_clip if clip else None
-        return FusedLAMB(params, **common, max_grad_norm=limit, use_nvlamb=True, ratio_min=config.ratio_min, ratio_max=config.ratio_max)
+        return FusedLAMB(
+            params,
+            **common,
+            max_grad_norm=limit,
+            use_nvlamb=True,
+            ratio_min=config.ratio_min,
+            ratio_max=config.ratio_max,
+        )
     if config.weight_decay_mode not in (0, 1):
-        raise ValueError(f"weight_decay_mode={config.weight_decay_mode} given; allowed: 0 (before the update), 1 (after)")
+        raise ValueError(
+            f"weight_decay_mode={config.weight_decay_mode} given; allowed: 0 (before the update), 1 (after)"
+        )
     mode = AdamWMode.ADAMW_TRANSFORMERS if config.weight_decay_mode else AdamWMode.ADAMW_TORCH
     return FusedAdam(params, **common, adam_w_mode=mode)

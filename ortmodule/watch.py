@@ -1,20 +1,26 @@
 """What the user's Python code reads while a capture runs, what it changes, and what cannot be told.
 
-A captured graph holds for the Python state that its code has read. `Watch` is entered around a capture and notes, of this thread alone:
-  which code ran     every function of a file that is neither torch's, numpy's nor the standard library's (a profile function in C);
-                     its bytecode names the globals and closure variables it can read, and the attributes of modules and classes
-  attributes read    `__getattribute__` of nn.Module, and of the class of every object that is met, is replaced while the capture runs
+A captured graph holds for the Python state that its code has read. `Watch` is entered around a capture and notes, of
+this thread alone:
+  which code ran     every function of a file that is neither torch's, numpy's nor the standard library's (a profile
+                     function in C);
+                     its bytecode names the globals and closure variables it can read, and the attributes of modules and
+                     classes
+  attributes read    `__getattribute__` of nn.Module, and of the class of every object that is met, is replaced while
+                     the capture runs
   what is in there   lists, dictionaries, sets, arrays and objects behind a value that was read are looked into
 
 It leaves
   rows      a table for _C.guard_check: asked at every step, some 0.1 us a row (Held)
-  problems  modules that must stay in PyTorch, because they draw random numbers that are not torch's, ask for the time, read what
+  problems  modules that must stay in PyTorch, because they draw random numbers that are not torch's, ask for the time,
+            read what
             cannot be compared, or change something that outlives the call; ('' = the whole module)
   says      files and lines that print or log: that happens at the capture only
 
-An object counts when it is met from a module, a global, a closure variable or the inside of one that was met before: what forward
-makes itself is no state. Whatever the traced run has changed in such objects is put back, so no tensor of the trace stays anywhere.
-Code inside a submodule that is kept in PyTorch (`quiet`) runs at every step anyway: there, changes are put back and nothing is noted.
+An object counts when it is met from a module, a global, a closure variable or the inside of one that was met before:
+what forward makes itself is no state. Whatever the traced run has changed in such objects is put back, so no tensor of
+the trace stays anywhere. Code inside a submodule that is kept in PyTorch (`quiet`) runs at every step anyway: there,
+changes are put back and nothing is noted.
 
 Invariant: one Watch at a time in the process (`_lock`), and everything that was replaced is restored at exit.
 """
@@ -51,41 +57,121 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _C
 
-ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)  # kinds of rows, see csrc/python/guard.c
+# kinds of rows, see csrc/python/guard.c
+ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)
 
 _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array
-_REGISTRY = 8  # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
+# classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
+_REGISTRY = 8
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo",
                                                       os.path.join("fx", "experimental")))  # fmt: skip
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
 _SITE = tuple({path + os.sep for path in (os.path.dirname(os.path.dirname(_TORCH_DIR)), sysconfig.get_path("purelib"),
-                                          sysconfig.get_path("platlib"), os.path.join(_STD_DIR, "site-packages"))})  # fmt: skip
+                                          sysconfig.get_path("platlib"), os.path.join(_STD_DIR, "site-packages"))})
 _lock = threading.RLock()
 _current: Watch | None = None
 
 _ABSENT = object()
 _PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
-_ATOMS = _PLAIN | {type(...), type(NotImplemented), range, slice, object, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-                   types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
-                   types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType}  # fmt: skip
-_BELOW_TORCH = frozenset(("numpy", "sympy", "mpmath", "networkx", "filelock", "fsspec", "jinja2", "markupsafe", "typing_extensions", "optree",
-                          "packaging", "triton", "setuptools", "functorch", "torchgen"))  # fmt: skip
+_ATOMS = _PLAIN | {
+    type(...),
+    type(NotImplemented),
+    range,
+    slice,
+    object,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    types.CodeType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodWrapperType,
+}
+_BELOW_TORCH = frozenset(
+    (
+        "numpy",
+        "sympy",
+        "mpmath",
+        "networkx",
+        "filelock",
+        "fsspec",
+        "jinja2",
+        "markupsafe",
+        "typing_extensions",
+        "optree",
+        "packaging",
+        "triton",
+        "setuptools",
+        "functorch",
+        "torchgen",
+    )
+)
 _LIBRARIES = frozenset(sys.stdlib_module_names) | _BELOW_TORCH | {"torch", "ortmodule"}
-# Modules whose objects do not change, or not in a way that forward could tell: locks, loggers, types, patterns, dates, what is torch's.
-_STATELESS = frozenset(("torch", "functorch", "numpy", "builtins", "typing", "types", "abc", "inspect", "threading", "thread", "logging", "re", "sre",
-                        "datetime", "decimal", "fractions", "operator", "functools", "struct", "enum", "pathlib", "uuid", "zoneinfo", "numbers",
-                        "ortmodule", "warnings", "dataclasses", "importlib", "frozen_importlib"))  # fmt: skip
-_WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")  # of torch, what a user's object may be
+# Modules whose objects do not change, or not in a way that forward could tell: locks, loggers, types, patterns, dates,
+# what is torch's.
+_STATELESS = frozenset(
+    (
+        "torch",
+        "functorch",
+        "numpy",
+        "builtins",
+        "typing",
+        "types",
+        "abc",
+        "inspect",
+        "threading",
+        "thread",
+        "logging",
+        "re",
+        "sre",
+        "datetime",
+        "decimal",
+        "fractions",
+        "operator",
+        "functools",
+        "struct",
+        "enum",
+        "pathlib",
+        "uuid",
+        "zoneinfo",
+        "numbers",
+        "ortmodule",
+        "warnings",
+        "dataclasses",
+        "importlib",
+        "frozen_importlib",
+    )
+)
+# of torch, what a user's object may be
+_WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")
 _VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())))
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
 _OF_MODULES = frozenset(nn.Module().__dict__) | _REGISTRIES | {"forward"}
 _RANDOM = (random.Random, torch.Generator)
-_TOLD_TYPES = (random.Random, torch.Generator, io.TextIOBase, io.BufferedIOBase)  # builtin methods of their objects are of interest
-_CLOCKS = tuple(getattr(time, n) for n in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
-                                            "process_time_ns", "thread_time"))  # fmt: skip
+# builtin methods of their objects are of interest
+_TOLD_TYPES = (random.Random, torch.Generator, io.TextIOBase, io.BufferedIOBase)
+_CLOCKS = tuple(
+    getattr(time, n)
+    for n in (
+        "time",
+        "time_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "monotonic",
+        "monotonic_ns",
+        "process_time",
+        "process_time_ns",
+        "thread_time",
+    )
+)
 
 
 class Problem(NamedTuple):
@@ -117,14 +203,19 @@ class Held:
 
     def changed(self) -> list[str]:
         """Names of what is no longer as it was."""
-        return list(dict.fromkeys(name for i, name in enumerate(self.names) if _C.guard_check(self.table[4 * i : 4 * i + 4]) >= 0))
+        return list(
+            dict.fromkeys(
+                name for i, name in enumerate(self.names) if _C.guard_check(self.table[4 * i : 4 * i + 4]) >= 0
+            )
+        )
 
 
 # --- code ------------------------------------------------------------------------------------------
 
 
 class _Code(NamedTuple):
-    """What a code object names. attrs: after which global or closure variable which attributes are asked for, as chains."""
+    """What a code object names. attrs: after which global or closure variable which attributes are asked for, as
+    chains."""
 
     names: frozenset[str]
     globals: tuple[str, ...]
@@ -164,7 +255,8 @@ def _analyse(code: types.CodeType) -> _Code:
         elif root:
             bare.add(root)
 
-    for _, op, arg in ((row[0], row[-2], row[-1]) for row in dis._unpack_opargs(code.co_code)):  # type: ignore[attr-defined]
+    rows = dis._unpack_opargs(code.co_code)  # type: ignore[attr-defined]
+    for _, op, arg in ((row[0], row[-2], row[-1]) for row in rows):
         if op in _PREFIXES:
             continue
         if op in _LOADS_GLOBAL:
@@ -191,7 +283,8 @@ def _analyse(code: types.CodeType) -> _Code:
 
 
 def _is_library(path: str) -> bool:
-    """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated by them."""
+    """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated
+    by them."""
     if path.startswith((_TORCH_DIR, _OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path):
         return True
     site = next((p for p in _SITE if path.startswith(p)), None)
@@ -211,8 +304,13 @@ def _user_class(cls: type) -> bool:
 
 
 def _special_code() -> dict[Any, str]:
-    rng = "calls torch.{}, which reads the state of torch's generator itself"  # what sets it is refused at once: capture/refused.py
-    codes = {f.__code__: rng.format(f.__name__) for f in (torch.random.initial_seed, torch.random.get_rng_state) if hasattr(f, "__code__")}
+    # what sets it is refused at once: capture/refused.py
+    rng = "calls torch.{}, which reads the state of torch's generator itself"
+    codes = {
+        f.__code__: rng.format(f.__name__)
+        for f in (torch.random.initial_seed, torch.random.get_rng_state)
+        if hasattr(f, "__code__")
+    }
     codes[type(os.environ).__getitem__.__code__] = "environ"
     codes[logging.Logger.handle.__code__] = "log"
     return codes
@@ -222,14 +320,25 @@ _SPECIAL = _special_code()
 _ENVIRON = type(os.environ).__getitem__.__code__
 _GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              *(getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_")
-                               and n.endswith(("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")))))  # fmt: skip
+                               and n.endswith(("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")))))
 
 
 def _watched_functions() -> tuple[Any, ...]:
     import datetime
 
-    return (*_CLOCKS, datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today, os.urandom, builtins.print,
-            builtins.input, builtins.globals, io.open, *_GETTERS)  # fmt: skip
+    return (
+        *_CLOCKS,
+        datetime.datetime.now,
+        datetime.datetime.utcnow,
+        datetime.datetime.today,
+        datetime.date.today,
+        os.urandom,
+        builtins.print,
+        builtins.input,
+        builtins.globals,
+        io.open,
+        *_GETTERS,
+    )
 
 
 # --- what was met ----------------------------------------------------------------------------------
@@ -282,16 +391,19 @@ def _unchanged(v: Any, old: list[Any]) -> bool:
 
 
 class Watch:
-    """See the file's head. Modules are known by their __dict__: the tracer puts other objects over the same __dict__ in their place."""
+    """See the file's head. Modules are known by their __dict__: the tracer puts other objects over the same __dict__ in
+    their place."""
 
     def __init__(self, module: nn.Module, known_as: nn.Module | None = None) -> None:
-        """known_as: the module that the user's code may reach by a global or closure variable, when `module` stands for it. It shares its
-        tables of parameters and buffers, in which the export puts tensors of the trace: no state to be noted or put back."""
+        """known_as: the module that the user's code may reach by a global or closure variable, when `module` stands for
+        it. It shares its tables of parameters and buffers, in which the export puts tensors of the trace: no state to
+        be noted or put back."""
         self._root = module
         self._names = {id(m.__dict__): name for name, m in module.named_modules()}
         if known_as is not None:
             self._names.setdefault(id(known_as.__dict__), "")
-        self._tables = {id(d) for m in module.modules() for d in (m._parameters, m._buffers, m._modules)}  # the export's to change and to restore
+        # the export's to change and to restore
+        self._tables = {id(d) for m in module.modules() for d in (m._parameters, m._buffers, m._modules)}
         self._classes_of = {name: type(m) for name, m in module.named_modules()}
         self._attributes = {name: dict(m.__dict__) for name, m in module.named_modules()}
         self._keep: list[Any] = [m.__dict__ for m in module.modules()]
@@ -344,7 +456,10 @@ class Watch:
         try:
             numpy = sys.modules.get("numpy")
             self._numpy_state = _numpy_state(numpy)
-            randoms: tuple[Any, ...] = (*_RANDOM, *([numpy.random.RandomState, numpy.random.Generator] if numpy else []))
+            randoms: tuple[Any, ...] = (
+                *_RANDOM,
+                *([numpy.random.RandomState, numpy.random.Generator] if numpy else []),
+            )
             self._random_types = randoms
             self._put = nn.Module.__setattr__
             nn.Module.__getattribute__ = self._module_getattribute()  # type: ignore[method-assign, assignment]
@@ -413,7 +528,13 @@ class Watch:
             own = get(obj, "__dict__")
             where = names.get(id(own))
             if where is not None:
-                if self._active and (where, name) not in reads and name not in _REGISTRIES and not self.quiet and ident() == me:
+                if (
+                    self._active
+                    and (where, name) not in reads
+                    and name not in _REGISTRIES
+                    and not self.quiet
+                    and ident() == me
+                ):
                     reads.add((where, name))
                     self._module_read(where, own, obj, name, value)
             elif self._active and id(own) in self._dict_owner and ident() == me:
@@ -429,14 +550,20 @@ class Watch:
 
         def setattribute(obj: Any, name: str, value: Any) -> None:
             where = names.get(id(get(obj, "__dict__")))
-            if where is not None and ident() == me and name not in obj._buffers and not _of_torch(sys._getframe(1).f_code.co_filename):
+            if (
+                where is not None
+                and ident() == me
+                and name not in obj._buffers
+                and not _of_torch(sys._getframe(1).f_code.co_filename)
+            ):
                 (self.quiet_writes if self.quiet else self.writes).add((where, name))
             put(obj, name, value)
 
         return setattribute
 
     def _module_read(self, where: str, own: dict[str, Any], obj: Any, name: str, value: Any) -> None:
-        """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads' business."""
+        """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads'
+        business."""
         if name in own:
             fresh = self._attributes[where].get(name, _ABSENT) is not value
             if name not in _OF_MODULES and type(value) not in _PLAIN and not isinstance(value, Tensor) and not fresh:
@@ -456,10 +583,13 @@ class Watch:
                     return
                 if _user_class(base):
                     space = self._space(base)
-                    self._row((NO_ITEM if type(space) is dict else UNMAPPED, space, name, None), f"{base.__qualname__}.{name}")
+                    self._row(
+                        (NO_ITEM if type(space) is dict else UNMAPPED, space, name, None), f"{base.__qualname__}.{name}"
+                    )
 
     def _space(self, cls: type) -> Any:
-        """The class's dictionary, always by the same object: the one behind vars(cls), which is asked in a third of the time."""
+        """The class's dictionary, always by the same object: the one behind vars(cls), which is asked in a third of the
+        time."""
         space = self._spaces.get(cls)
         if space is None:
             view = vars(cls)
@@ -473,7 +603,9 @@ class Watch:
         own = self._space(cls)
         value = own[name]
         self._row((ITEM if type(own) is dict else MAPPED, own, name, value), f"{cls.__qualname__}.{name}")
-        if type(value) not in _ATOMS and (cls not in self._classes or self._classes[cls][1].get(name, _ABSENT) is value):
+        if type(value) not in _ATOMS and (
+            cls not in self._classes or self._classes[cls][1].get(name, _ABSENT) is value
+        ):
             self._discover(value, token, f"{cls.__qualname__}.{name}")
 
     def _watch_class(self, cls: type, token: Any) -> None:
@@ -515,7 +647,10 @@ class Watch:
 
     def _reads_itself(self, cls: type) -> bool:
         """The class has a __getattribute__ of its own, which reads whatever it likes."""
-        return any(isinstance(self._patched.get(base, vars(base).get("__getattribute__")), types.FunctionType) for base in cls.__mro__)
+        return any(
+            isinstance(self._patched.get(base, vars(base).get("__getattribute__")), types.FunctionType)
+            for base in cls.__mro__
+        )
 
     def _object_read(self, obj: Any, name: str, value: Any) -> None:
         key = id(obj), name
@@ -632,8 +767,13 @@ class Watch:
         elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
             if t.__module__.partition(".")[0] not in _STATELESS:
                 self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
-        elif (t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview) and not hasattr(t, "__get__"):
-            self._problem(token, f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared")
+        elif (t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview) and not hasattr(
+            t, "__get__"
+        ):
+            self._problem(
+                token,
+                f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared",
+            )
 
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
         met = self._met.get(id(v))
@@ -646,7 +786,9 @@ class Watch:
         if id(v) in self._tables:
             return
         if len(v) > _MANY:
-            self._problem(token, f"reads {name}, a {type(v).__name__} of {len(v)} elements: too many to compare at every step")
+            self._problem(
+                token, f"reads {name}, a {type(v).__name__} of {len(v)} elements: too many to compare at every step"
+            )
             return
         old = self._meet(v, token, name)
         if not self.quiet:
@@ -778,7 +920,10 @@ class Watch:
                 self._discover(value, key, what)
                 if isinstance(value, type):
                     self._follow(value, known.chains.get(name, ()), key)
-                elif getattr(value, "__self__", None) is not None and "numpy.random" in type(value.__self__).__module__ + ".":
+                elif (
+                    getattr(value, "__self__", None) is not None
+                    and "numpy.random" in type(value.__self__).__module__ + "."
+                ):
                     self._numpy.add(key)
         for name in known.imports:
             module = sys.modules.get(name)
@@ -811,7 +956,8 @@ class Watch:
         if self.quiet:
             return
         by = frame.f_back
-        while by is not None and by.f_code.co_filename.startswith(_TRACER):  # the export passes every call of torch through its own
+        # the export passes every call of torch through its own
+        while by is not None and by.f_code.co_filename.startswith(_TRACER):
             by = by.f_back
         where, user = self._reader(by)
         if special == "environ":
@@ -826,7 +972,8 @@ class Watch:
             at: types.FrameType | None = frame
             while at is not None and f"{os.sep}logging{os.sep}" in at.f_code.co_filename:
                 at = at.f_back
-            if at is not None and not _is_library(at.f_code.co_filename) and not _once(frame):  # not what torch logs of itself
+            # not what torch logs of itself
+            if at is not None and not _is_library(at.f_code.co_filename) and not _once(frame):
                 self.says.setdefault((at.f_code.co_filename, at.f_lineno), "logs")
         elif user is not None:
             self._problem_at(where, special.format(code.co_name), user)
@@ -886,8 +1033,13 @@ class Watch:
             path = frame.f_code.co_filename
             if not _is_library(path):
                 return self._module_at(frame), frame
-            if not _in_std(path) and not path.startswith("<frozen") and f"{os.sep}torch{os.sep}backends{os.sep}" not in path \
-                    or f"{os.sep}logging{os.sep}" in path or path.endswith(("warnings.py", "threading.py")):
+            if (
+                not _in_std(path)
+                and not path.startswith("<frozen")
+                and f"{os.sep}torch{os.sep}backends{os.sep}" not in path
+                or f"{os.sep}logging{os.sep}" in path
+                or path.endswith(("warnings.py", "threading.py"))
+            ):
                 return "", None
             frame = frame.f_back
         return "", None
@@ -908,7 +1060,9 @@ class Watch:
             places = self._ran_in[token]
             code = self._ran[token]
         for where in places:
-            self.problems.append(Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0))
+            self.problems.append(
+                Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0)
+            )
 
     def _stop(self, reason: str) -> None:
         """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
@@ -974,18 +1128,24 @@ class Watch:
             self._changed(self._numpy or {""}, "draws random numbers of numpy.random")
 
     def _plain_changes(self, met: _Met) -> dict[str, Any]:
-        """Attributes of an object that were assigned numbers or strings (transformers' config.problem_type), when nothing else was."""
+        """Attributes of an object that were assigned numbers or strings (transformers' config.problem_type), when
+        nothing else was."""
         if self.quiet or id(met.value) not in self._own_dicts:
             return {}
         old = dict(zip(met.copy[::2], met.copy[1::2], strict=True))
         new = {k: v for k, v in met.value.items() if old.get(k, _ABSENT) is not v}
-        ok = all(type(v) in _PLAIN and (k not in old or type(old[k]) in _PLAIN) for k, v in new.items()) and old.keys() <= met.value.keys()
+        ok = (
+            all(type(v) in _PLAIN and (k not in old or type(old[k]) in _PLAIN) for k, v in new.items())
+            and old.keys() <= met.value.keys()
+        )
         return new if ok else {}
 
     def assigned(self) -> list[Problem]:
         """`assigns` as problems."""
         before, self.problems = self.problems, []
-        self._changed(self._assigned, f"assigns {', '.join(sorted({k for _, new in self.assigns for k in new}))} of an object")
+        self._changed(
+            self._assigned, f"assigns {', '.join(sorted({k for _, new in self.assigns for k in new}))} of an object"
+        )
         found, self.problems = self.problems, before
         return found
 
@@ -1028,7 +1188,8 @@ class Watch:
                 self._cells(code, values)
 
     def _cells(self, code: types.CodeType, values: dict[str, Any]) -> bool:
-        """Rows for the cells of the function that was called with these values in its closure. Cells that were assigned are put back."""
+        """Rows for the cells of the function that was called with these values in its closure. Cells that were assigned
+        are put back."""
         stores = _stores_free(code)
         for f in self._functions.get(id(code), ()):
             cells = dict(zip(code.co_freevars, f.__closure__ or (), strict=True))
@@ -1081,7 +1242,11 @@ def _cell(c: Any) -> Any:
 
 def _stores_free(code: types.CodeType) -> set[str]:
     """Closure variables that the code assigns."""
-    return {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars}
+    return {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+    }
 
 
 def _first_user(frame: types.FrameType | None) -> types.FrameType | None:

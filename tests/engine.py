@@ -70,7 +70,8 @@ def _num_threads(_user):
 _services = Services(parallel_for=_parallel_for, num_threads=_num_threads)
 
 
-_owners: dict[int, int] = {}  # users of a context: itself and its graphs. A garbage collector may finalise them in any order.
+# users of a context: itself and its graphs. A garbage collector may finalise them in any order.
+_owners: dict[int, int] = {}
 
 
 def _release(ctx: int) -> None:
@@ -187,8 +188,9 @@ def _count(text: str, word: str) -> int:
 
 def run(text: str | Graph, inputs: list[torch.Tensor], wanted: list[int] | None = None, dys: list[torch.Tensor | None] | None = None,
         seed: int = 0, passes: tuple[str, ...] = ()) -> tuple[list, list]:
-    """Forward (and, with dys, backward) of a graph. inputs: one per graph input in order; wanted: 0/1 per input (default: all floats);
-    dys: one per output, None = does not arrive. Returns (outputs + writes, gradients of the wanted inputs in order)."""
+    """Forward (and, with dys, backward) of a graph. inputs: one per graph input in order; wanted: 0/1 per input
+    (default: all floats); dys: one per output, None = does not arrive. Returns (outputs + writes, gradients of the
+    wanted inputs in order)."""
     g = Graph.parse(text) if isinstance(text, str) else text
     src = g.text()
     n_out, n_write = _count(src, "output"), _count(src, "write")

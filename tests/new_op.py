@@ -1,6 +1,8 @@
-"""Writes the skeletons of a new operator: `make new-op NAME=foo` -> csrc/ops/foo.c, tests/ops/test_foo.py and a row in csrc/ops.def.
+"""Writes the skeletons of a new operator: `make new-op NAME=foo` -> csrc/ops/foo.c, tests/ops/test_foo.py and a row in
+csrc/ops.def.
 
-The skeleton compiles and computes y = x; its test fails until the reference is filled in, so nothing half-done can pass unseen.
+The skeleton compiles and computes y = x; its test fails until the reference is filled in, so nothing half-done can pass
+unseen.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def main() -> None:
     (ROOT / f"tests/ops/test_{name}.py").write_text(T.format(n=name))
     table.write_text(table.read_text().rstrip("\n") + f"\n\n/* ops/{name}.c */\nOP({name})\n")
     print(f"csrc/ops/{name}.c        type rule, gradient, kernel (now: y = x)\ntests/ops/test_{name}.py  write the eager reference\n"
-          f"csrc/graph/ops.def             row added: say what it means\nthen: make check-op OP={name}; ONNX spelling: csrc/onnx/map.h; ATen spelling: "
+          f"csrc/graph/ops.def             row added: say what it means\nthen: make check-op OP={name}; ONNX spelling: "
+          "csrc/onnx/map.h; ATen spelling: "
           "ortmodule/capture/ops_*.py")
 
 

@@ -1,7 +1,8 @@
-"""Runs a captured ONNX file in PyTorch, node by node, differentiably: an oracle for the capture that knows nothing of the engine.
+"""Runs a captured ONNX file in PyTorch, node by node, differentiably: an oracle for the capture that knows nothing of
+the engine.
 
-Standard operators are written from their definition in the ONNX specification, the ortmodule ones from docs/ONNX.md. Autograd of PyTorch
-then gives gradients of the *file*, to be compared with gradients of the module it came from.
+Standard operators are written from their definition in the ONNX specification, the ortmodule ones from docs/ONNX.md.
+Autograd of PyTorch then gives gradients of the *file*, to be compared with gradients of the module it came from.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     check("softmax", [x], lambda x: torch.softmax(x, 1), "axis=1")
 
-runs the operator through the engine's interpreter in fp64 (1e-10 relative to the largest element), with random output gradients, then with
-strided, sliced and (where they broadcast) expanded operands, then in fp32 and on request bf16/f16, where the error against fp64 must stay
-within `factor` times eager's own (plus one unit in the last place of the result). How well eager does depends on the processor that its kernels
-were chosen for; operators that add many products say how many (`terms`): rounding errors of a sum walk at random, half a unit times the root
-of its length, and that much is allowed whatever eager's error is.
+runs the operator through the engine's interpreter in fp64 (1e-10 relative to the largest element), with random output
+gradients, then with strided, sliced and (where they broadcast) expanded operands, then in fp32 and on request bf16/f16,
+where the error against fp64 must stay within `factor` times eager's own (plus one unit in the last place of the
+result). How well eager does depends on the processor that its kernels were chosen for; operators that add many products
+say how many (`terms`): rounding errors of a sum walk at random, half a unit times the root of its length, and that much
+is allowed whatever eager's error is.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def close(got: torch.Tensor | None, want: torch.Tensor | None, tol: float, what:
 def check(op: str, inputs: Sequence[torch.Tensor | None], ref: Callable, attrs: str = "", n_out: int = 1, n_check: int | None = None,
           grad: bool | Sequence[bool] = True, tol: float = 1e-10, strides: bool = True, low: Sequence[torch.dtype] = (torch.float32,),
           factor: float = 2.0, graph: str | None = None, terms: int = 0) -> None:
-    """inputs: fp64 (and integer / bool) tensors, None = left out. ref returns the first n_check (default n_out) outputs. grad: False, or
-    which inputs get a gradient (default: all floats). graph: text with {t0}, {t1}... as input types instead of the single node."""
+    """inputs: fp64 (and integer / bool) tensors, None = left out. ref returns the first n_check (default n_out)
+    outputs. grad: False, or which inputs get a gradient (default: all floats). graph: text with {t0}, {t1}... as input
+    types instead of the single node."""
     n_check = n_out if n_check is None else n_check
     fl = [t is not None and t.is_floating_point() for t in inputs]
     wanted = [f and (grad if isinstance(grad, bool) else g) for f, g in zip(fl, fl if isinstance(grad, bool) else grad)]

@@ -1,5 +1,6 @@
-"""Every allocation fails once: reading, passes, gradients, plans and runs give an error, leak nothing, and succeed with the same bits when
-repeated (tests/alloc/alloc_fail.c says what is checked after each). make asan runs the same under ASAN."""
+"""Every allocation fails once: reading, passes, gradients, plans and runs give an error, leak nothing, and succeed with
+the same bits when repeated (tests/alloc/alloc_fail.c says what is checked after each). make asan runs the same under
+ASAN."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The capture against eager PyTorch. Two judges that are not ours: onnxruntime runs the captured file's inference part (function bodies
-included) in float32, and onnx_torch runs it node by node in float64 with PyTorch's autograd, so that outputs, gradients, write-backs and
-every size and type the file declares are compared with the module at 1e-10.
+"""The capture against eager PyTorch. Two judges that are not ours: onnxruntime runs the captured file's inference part
+(function bodies included) in float32, and onnx_torch runs it node by node in float64 with PyTorch's autograd, so that
+outputs, gradients, write-backs and every size and type the file declares are compared with the module at 1e-10.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def check(
     tolerance: float = 1e-10,
     **how: Any,
 ) -> Captured:
-    """Captures the module in float64 and compares the file, run by onnx_torch, with the module: outputs, gradients by random output
-    gradients, buffers and inputs after the call. Then the same in float32 in onnxruntime, outputs only. other: (args, kwargs) of
-    different sizes for a dynamic capture."""
+    """Captures the module in float64 and compares the file, run by onnx_torch, with the module: outputs, gradients by
+    random output gradients, buffers and inputs after the call. Then the same in float32 in onnxruntime, outputs only.
+    other: (args, kwargs) of different sizes for a dynamic capture."""
     kwargs = kwargs or {}
     wide = copy.deepcopy(module).double()
     wargs, wkwargs = double(args), double(kwargs)

@@ -1,6 +1,6 @@
-"""Operators outside of the usual transformer, in the wrapper and beside eager PyTorch in fp64: outputs and gradients at 1e-10, at three sizes
-(captured with constants, then with symbols). The third entry of a row names what PyTorch runs: nothing for operators of the engine; a
-region, listed in the report with file and line, for the rest.
+"""Operators outside of the usual transformer, in the wrapper and beside eager PyTorch in fp64: outputs and gradients at
+1e-10, at three sizes (captured with constants, then with symbols). The third entry of a row names what PyTorch runs:
+nothing for operators of the engine; a region, listed in the report with file and line, for the rest.
 """
 
 from __future__ import annotations

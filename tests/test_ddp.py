@@ -1,7 +1,8 @@
 """DistributedDataParallel(ORTModule(model)) with four gloo processes against the same training in eager PyTorch.
 
-Each case trains a few steps in all processes twice, eager and wrapped, on different data per rank, and compares parameters at 1e-10.
-The overlap case logs when all-reduces start: with several segments the first starts before the engine has finished its backward.
+Each case trains a few steps in all processes twice, eager and wrapped, on different data per rank, and compares
+parameters at 1e-10. The overlap case logs when all-reduces start: with several segments the first starts before the
+engine has finished its backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Operators where they are easily got wrong: whole numbers, nothing at all, NaN, ties, powers of the base, lazy signs, edits in place."""
+"""Operators where they are easily got wrong: whole numbers, nothing at all, NaN, ties, powers of the base, lazy signs,
+edits in place."""
 
 from __future__ import annotations
 
@@ -250,7 +251,7 @@ def test_tensors_of_a_number():
     """The number is the number: factories take it at different places."""
     x = torch.randn(2, 3, dtype=F64)
     w = same(lambda x: (x * x.new_full((3,), 2.5), x.new_full((1,), 2.5, dtype=torch.int64), x.new_full((2, 3), True), x.new_full((), 7),
-                        x.new_full((2,), torch.tensor(3.5)), x + torch.full((3,), 4), torch.full_like(x, -1), torch.fill(x, 6.0)), x)  # fmt: skip
+                        x.new_full((2,), torch.tensor(3.5)), x + torch.full((3,), 4), torch.full_like(x, -1), torch.fill(x, 6.0)), x)
     assert not w.report().host and not w.report().eager, str(w.report())
 
 

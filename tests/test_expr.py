@@ -1,4 +1,5 @@
-"""Size expressions: equal polynomials are one om_dim, printing parses back, evaluation agrees with Python's integers."""
+"""Size expressions: equal polynomials are one om_dim, printing parses back, evaluation agrees with Python's
+integers."""
 
 import ctypes as C
 
@@ -84,7 +85,8 @@ def test_what_64_bits_do_not_hold_is_said(text):
 
 @pytest.mark.parametrize("text, value", [("s0*4611686018427387904 - 4611686018427387904*s0", 0), ("Mod(0 - 9223372036854775807 - s0, 0 - 1)", 0),
                                          ("Mod(0 - 9223372036854775807 - 1, 3)", 1), ("Mod(0 - 9223372036854775807 - 1, 0 - 1)", 0),
-                                         ("(0 - 9223372036854775807)//(0 - 1)", 2**63 - 1), ("(s0 - 8)//(0 - 1)", 1)])  # fmt: skip
+                                         # fmt: skip
+                                         ("(0 - 9223372036854775807)//(0 - 1)", 2**63 - 1), ("(s0 - 8)//(0 - 1)", 1)])
 def test_at_the_ends_of_64_bits(text, value):
     d = Dims()
     assert d.eval(d.parse(text)) == value

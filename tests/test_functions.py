@@ -1,5 +1,5 @@
-"""Custom autograd.Functions and custom operators inside a module: the user's backward runs, whatever way `apply` is reached, and what it
-says (None, not differentiable, edits in place) means what it means in PyTorch."""
+"""Custom autograd.Functions and custom operators inside a module: the user's backward runs, whatever way `apply` is
+reached, and what it says (None, not differentiable, edits in place) means what it means in PyTorch."""
 
 from __future__ import annotations
 
@@ -439,7 +439,8 @@ def test_backward_after_backward(kind, order):
                 error = str(e)[:60]
             found.append((error, [x.grad, *[p.grad for p in model.parameters()]]))
         assert found[0][0] == found[1][0], found
-        for a, b in zip(found[0][1], found[1][1], strict=True) if not found[0][0] else ():  # what an error leaves behind is anybody's guess
+        # what an error leaves behind is anybody's guess
+        for a, b in zip(found[0][1], found[1][1], strict=True) if not found[0][0] else ():
             assert (a is None) == (b is None), found
             if a is not None:
                 torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)

@@ -1,8 +1,9 @@
 """Random histories of user actions: the wrapped model and its eager twin do the same things in the same order.
 
-After every action both must have given the same values (1e-10 relative, fp64) or have raised an error of the same class; after the
-history all parameters, gradients and buffers are compared. Outputs stay in flight, backwards come late, out of order, twice or never;
-parameters, inputs and outputs are edited in between; modes, attributes, hooks and requires_grad flip.
+After every action both must have given the same values (1e-10 relative, fp64) or have raised an error of the same
+class; after the history all parameters, gradients and buffers are compared. Outputs stay in flight, backwards come
+late, out of order, twice or never; parameters, inputs and outputs are edited in between; modes, attributes, hooks and
+requires_grad flip.
 """
 
 from __future__ import annotations
@@ -212,8 +213,9 @@ def play(history: list[tuple[Any, ...]]) -> Any:
         before = [None if p.grad is None else p.grad.clone() for p in twins[0].model.parameters()]
         (mine, my_error), (theirs, their_error) = (do(t, action, tuple(args)) for t in twins)
         if their_error is None and "has to be run again" in str(my_error):
-            # Gradients came for other outputs than before, after an edit of something that only the forward reads: the one case in
-            # which the wrapper refuses what eager can do. Nothing may have been touched. Start over from equal states.
+            # Gradients came for other outputs than before, after an edit of something that only the forward reads: the
+            # one case in which the wrapper refuses what eager can do. Nothing may have been touched. Start over from
+            # equal states.
             compare([p.grad for p in twins[0].model.parameters()], before, f"{what}: gradients after a refusal")
             for t in twins:
                 t.flying.clear()
@@ -223,7 +225,8 @@ def play(history: list[tuple[Any, ...]]) -> Any:
         assert type(my_error) is type(their_error), f"{what}: {my_error!r} against {their_error!r}"
         compare(mine, theirs, what)
         if their_error is not None:
-            # The wrapper checks a segment at once, eager node by node: it may stop earlier, and never leaves a gradient half done.
+            # The wrapper checks a segment at once, eager node by node: it may stop earlier, and never leaves a gradient
+            # half done.
             for p, q, old in zip(twins[0].model.parameters(), twins[1].model.parameters(), before, strict=True):
                 unchanged = p.grad is None if old is None else p.grad is not None and torch.equal(p.grad, old)
                 if not unchanged:

@@ -1,5 +1,5 @@
-"""Hooks on submodules, against eager PyTorch in fp64: what they see is a live part of the autograd graph, they run as often and in the same
-order, and what stands between them stays in the engine."""
+"""Hooks on submodules, against eager PyTorch in fp64: what they see is a live part of the autograd graph, they run as
+often and in the same order, and what stands between them stays in the engine."""
 
 from __future__ import annotations
 

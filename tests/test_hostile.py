@@ -1,4 +1,5 @@
-"""Files made to hurt: each is refused by name or read, within a bound of time and of stack. The small ones are seeds of the fuzzer too."""
+"""Files made to hurt: each is refused by name or read, within a bound of time and of stack. The small ones are seeds of
+the fuzzer too."""
 
 from __future__ import annotations
 

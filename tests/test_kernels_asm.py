@@ -1,6 +1,8 @@
-"""The inner loops of hot kernels, disassembled: full-width vector registers, no scalar arithmetic, no gather, nothing spilled in the products.
+"""The inner loops of hot kernels, disassembled: full-width vector registers, no scalar arithmetic, no gather, nothing
+spilled in the products.
 
-A compiler that stops vectorising a loop gives the same results, only four to sixteen times slower: no other test would say so.
+A compiler that stops vectorising a loop gives the same results, only four to sixteen times slower: no other test would
+say so.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SCALAR = re.compile(r"v?(add|sub|mul|div|max|min|sqrt|fn?m(add|sub)\d*)s[sd]\b")
 
 @cache
 def loops(path: Path) -> dict[str, list[list[str]]]:
-    """Innermost loops by function (clones of one function together): instructions between a backward jump and its target."""
+    """Innermost loops by function (clones of one function together): instructions between a backward jump and its
+    target."""
     out = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True).stdout
     found: dict[str, list[list[str]]] = {}
     for part in re.split(r"\n(?=[0-9a-f]+ <)", out):
@@ -49,7 +52,8 @@ def loops(path: Path) -> dict[str, list[list[str]]]:
                 spans.append((at[int(jump[1], 16)], i))
         inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
         bodies = [[text for _, text in code[a : b + 1]] for a, b in inner]
-        found.setdefault(head[1], []).extend(b for b in bodies if not any(re.match(r"jmp|ret", text) for text in b))  # else blocks moved about
+        # else blocks moved about
+        found.setdefault(head[1], []).extend(b for b in bodies if not any(re.match(r"jmp|ret", text) for text in b))
     return found
 
 

@@ -1,7 +1,7 @@
 """Passes `attention` and `masks`: what they recognise, and that no number changes.
 
-Three oracles, none of them the passes' own: the same graph without the passes (node by node, fp64), attention written out in torch, and
-for random mask formulas a torch tensor built beside the graph text by the same random choices.
+Three oracles, none of them the passes' own: the same graph without the passes (node by node, fp64), attention written
+out in torch, and for random mask formulas a torch tensor built beside the graph text by the same random choices.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def attentions(text: str) -> list[dict[str, Any]]:
 
 
 def close(a: Tensor | None, b: Tensor | None, tol: float = 1e-10, floor: float = 0.0) -> None:
-    """Equal within tol of the largest element. floor: magnitude below which a value is rounding noise (a gradient that is 0 in theory)."""
+    """Equal within tol of the largest element. floor: magnitude below which a value is rounding noise (a gradient that
+    is 0 in theory)."""
     assert (a is None) == (b is None)
     if a is None or b is None or not a.numel():
         return
@@ -107,7 +108,8 @@ def paddings(b: int, t: int) -> list[Tensor]:
     return [torch.ones(b, t, dtype=torch.long), right, right.flip(1), rand, full]
 
 
-# --- Hugging Face architectures -------------------------------------------------------------------------------------------
+# --- Hugging Face architectures
+# -------------------------------------------------------------------------------------------
 
 B, T = 3, 13
 SMALL = dict(hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -170,7 +172,8 @@ ENCODER_DECODER = {
 
 @pytest.mark.parametrize("name", list(ENCODER_DECODER))
 def test_encoder_decoder(name: str) -> None:
-    """Padding reaches the encoder's and the cross attention; the decoder's own is causal, with T5's position bias beside."""
+    """Padding reaches the encoder's and the cross attention; the decoder's own is causal, with T5's position bias
+    beside."""
     ids, own = torch.randint(1, 97, (B, T)), torch.randint(1, 97, (B, 7))
     module = ENCODER_DECODER[name]()
     module.decoder.config.use_cache = False
@@ -213,7 +216,8 @@ def test_whole_pipeline(name: str) -> None:
     case.check([ids, paddings(B, T)[4]])
 
 
-# Additive finfo.min masks: a row without visible keys is the mean of all values, so padding must not be taken apart from causality.
+# Additive finfo.min masks: a row without visible keys is the mean of all values, so padding must not be taken apart
+# from causality.
 ADDITIVE: dict[str, tuple[Callable[[], nn.Module], bool, dict[str, Any], str | None]] = {
     "gpt2-eager": (hf("GPT2Model", "GPT2Config", vocab_size=97, n_embd=28, n_layer=2, n_head=2, n_positions=64, use_cache=False, **EAGER),
                    False, CAUSAL, None),
@@ -240,7 +244,8 @@ def test_additive(name: str) -> None:
         case.check([ids] if am is None else [ids, am], grads=am is None or bool((am[:, 0] == 0).any()))
 
 
-# --- torch's own modules -----------------------------------------------------------------------------------------------------
+# --- torch's own modules
+# -----------------------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -268,7 +273,8 @@ def test_transformer_encoder(causal: bool, padded: bool) -> None:
         case.check([x] if am is None else [x, am == 0])
 
 
-# --- attention written out ---------------------------------------------------------------------------------------------------
+# --- attention written out
+# ---------------------------------------------------------------------------------------------------
 
 
 class Written(nn.Module):
@@ -379,7 +385,8 @@ def test_repeated_heads_are_read_once() -> None:
     close(case.run(case.passed, [q, k, v], grads=False)[0][0], Repeat()(q, k, v))
 
 
-# --- odd masks: never taken for what they are not --------------------------------------------------------------------------------
+# --- odd masks: never taken for what they are not
+# --------------------------------------------------------------------------------
 
 
 def _hide(visible: Tensor, number: float) -> Tensor:
@@ -469,7 +476,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.nan_to_num(e / e.sum(-1, keepdim=True)) @ v
 
 
-# --- rows whose keys are all hidden: numbers and gradients are those of the graph that attention replaces ----------------------------
+# --- rows whose keys are all hidden: numbers and gradients are those of the graph that attention replaces
+# ----------------------------
 
 LOWEST32 = torch.finfo(torch.float32).min
 HIDING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -506,7 +514,8 @@ class Hidden(nn.Module):
 @pytest.mark.parametrize("t", [7, 70], ids=["one tile", "two tiles"])
 @pytest.mark.parametrize("name", list(HIDING))
 def test_hidden_rows(name: str, t: int) -> None:
-    """Every form of mask, where all rows see something, where some see nothing, where a sample sees nothing, where all is hidden."""
+    """Every form of mask, where all rows see something, where some see nothing, where a sample sees nothing, where all
+    is hidden."""
     gen = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, t, 5, generator=gen, dtype=torch.float64, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, t, t, generator=gen, dtype=torch.float64, requires_grad=True)
@@ -529,7 +538,8 @@ def test_hidden_rows(name: str, t: int) -> None:
                                        msg=lambda m, where=f"{kind} {what}": f"{where}: {m}")
 
 
-# --- random formulas -------------------------------------------------------------------------------------------------------------
+# --- random formulas
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Formula:
@@ -702,7 +712,8 @@ def test_random_formulas(form: str, block: int) -> None:
 
 
 def test_size_that_only_the_run_knows() -> None:
-    """A mask whose key axis is not provably the keys' length: the rewritten graph must refuse another length, not misread it."""
+    """A mask whose key axis is not provably the keys' length: the rewritten graph must refuse another length, not
+    misread it."""
     text = """graph {
       sym B = q[0]
       sym T = q[2]

@@ -1,4 +1,5 @@
-"""memory_opt_level=1: transformer layers are computed again in backward. The bits stay, the memory goes (csrc/passes/remat.c)."""
+"""memory_opt_level=1: transformer layers are computed again in backward. The bits stay, the memory goes
+(csrc/passes/remat.c)."""
 
 from __future__ import annotations
 
@@ -25,17 +26,20 @@ def gpt2(**kw: Any) -> nn.Module:
 
 def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
-                                                                intermediate_size=4 * WIDTH, vocab_size=VOCAB))  # fmt: skip
+                                                                # fmt: skip
+                                                                intermediate_size=4 * WIDTH, vocab_size=VOCAB))
 
 
 def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
-                                                                  intermediate_size=3 * WIDTH, vocab_size=VOCAB))  # fmt: skip
+                                                                  # fmt: skip
+                                                                  intermediate_size=3 * WIDTH, vocab_size=VOCAB))
 
 
 def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=LAYERS, d_model=WIDTH, d_kv=16, num_heads=HEADS, d_ff=4 * WIDTH,
-                                                                         vocab_size=VOCAB, decoder_start_token_id=0))  # fmt: skip
+                                                                         # fmt: skip
+                                                                         vocab_size=VOCAB, decoder_start_token_id=0))
 
 
 def vit() -> nn.Module:
@@ -52,7 +56,8 @@ def padded() -> Tensor:
     return (torch.arange(48)[None] < torch.arange(48, 0, -6)[:, None]).long()
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {  # and what level 1 may take of level 0's arena
+# and what level 1 may take of level 0's arena
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
     "gpt2": (gpt2, {"input_ids": ids(), "labels": ids()}, 0.5),
     "gpt2-no-cache": (lambda: gpt2(use_cache=False), {"input_ids": ids(), "labels": ids()}, 0.5),
     "bert-padded": (bert, {"input_ids": ids(), "labels": ids(1), "attention_mask": padded()}, 0.5),
@@ -118,7 +123,8 @@ def test_accumulation_and_order() -> None:
 
 
 class Block(nn.Module):
-    """An attention layer with a BatchNorm, a buffer that it reads and then overwrites, and optionally a function of the user's."""
+    """An attention layer with a BatchNorm, a buffer that it reads and then overwrites, and optionally a function of the
+    user's."""
 
     def __init__(self, width: int, user: bool) -> None:
         super().__init__()
@@ -217,7 +223,8 @@ TEXT = """graph {
 
 
 def layer_graph() -> None:
-    """The first layer is computed again from x, but not what reads c: it is overwritten before backward runs. The second layer is the last."""
+    """The first layer is computed again from x, but not what reads c: it is overwritten before backward runs. The
+    second layer is the last."""
     g = engine.Graph.parse(TEXT).grad([1, 1, 1, 1, 0], [1])
     gen = torch.Generator().manual_seed(0)
     ins = [torch.randn(s, generator=gen, dtype=torch.float64) for s in [(2, 5, 6), (6, 6), (6,), (6,), (6,), (2, 5, 6)]]

@@ -1,8 +1,10 @@
-"""Whole models, five training steps beside eager PyTorch in fp64: every output, gradient and buffer at 1e-10 relative to its largest element.
+"""Whole models, five training steps beside eager PyTorch in fp64: every output, gradient and buffer at 1e-10 relative
+to its largest element.
 
-Hugging Face code drops to fp32 in places even for fp64 models (norms, rotary angles, softmax, losses); the fixture `all_fp64` keeps these in fp64 on
-both sides, so that the comparison is exact. The loss is a fixed random weighting of all floating-point outputs: no gradient of ones, nothing
-cancels. Dropout is off but in test_dropout_replay, which replays the engine's own keep-masks in eager.
+Hugging Face code drops to fp32 in places even for fp64 models (norms, rotary angles, softmax, losses); the fixture
+`all_fp64` keeps these in fp64 on both sides, so that the comparison is exact. The loss is a fixed random weighting of
+all floating-point outputs: no gradient of ones, nothing cancels. Dropout is off but in test_dropout_replay, which
+replays the engine's own keep-masks in eager.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def loss_of(out: Any) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor, what: str, tol: float = TOL, summed: float = 0.0) -> None:
-    """Equal up to tol of the largest element. summed: size of the terms that `b` is a sum of, for sums that cancel (see largest_grad)."""
+    """Equal up to tol of the largest element. summed: size of the terms that `b` is a sum of, for sums that cancel (see
+    largest_grad)."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype} against {b.shape} {b.dtype}"
     if not b.is_floating_point():
         assert torch.equal(a, b), what
@@ -79,8 +82,9 @@ def same(a: Tensor, b: Tensor, what: str, tol: float = TOL, summed: float = 0.0)
 
 
 def largest_grad(model: nn.Module) -> float:
-    """Some gradients are zero but for rounding: a bias of the key projection moves all scores of a row alike, which softmax does not see, so
-    its gradient is a sum of thousands of terms that cancel. Their size is that of the other gradients, their rounding 2**-53 of it each."""
+    """Some gradients are zero but for rounding: a bias of the key projection moves all scores of a row alike, which
+    softmax does not see, so its gradient is a sum of thousands of terms that cancel. Their size is that of the other
+    gradients, their rounding 2**-53 of it each."""
     return max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
 
 
@@ -193,8 +197,8 @@ def test_labelled_loss(name: str) -> None:
 
 
 def test_many_shapes_one_more_capture() -> None:
-    """A hundred sizes: equal to eager at each, one capture more than the first, plans in milliseconds. Length 1 takes one more, whatever the
-    batch: Hugging Face's attention asks whether the length is above 1."""
+    """A hundred sizes: equal to eager at each, one capture more than the first, plans in milliseconds. Length 1 takes
+    one more, whatever the batch: Hugging Face's attention asks whether the length is above 1."""
     torch.manual_seed(0)
     g = torch.Generator().manual_seed(5)
     eager = bert().double().train()
@@ -212,7 +216,8 @@ def test_many_shapes_one_more_capture() -> None:
     report = ours.report()
     assert report.n_captures <= 2, str(report)
     plans = [p["plan_ms"] for c in ours._ortmodule.every for p in c.graph.model.plan_report()]
-    assert len(plans) >= 50 and sorted(plans)[len(plans) // 2] < 20, plans  # the median: single plans wait for a loaded machine
+    # the median: single plans wait for a loaded machine
+    assert len(plans) >= 50 and sorted(plans)[len(plans) // 2] < 20, plans
     for b in (3, 1, 5):
         step(b, 1)
     assert ours.report().n_captures <= 3, str(ours.report())
@@ -407,7 +412,8 @@ def test_same_seed_same_bits() -> None:
 
 
 def compare_fp32(ours: ORTModule, eager: nn.Module, exact: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
-    """fp32: error of each gradient against `exact` (fp64, of the same parameters) within twice eager fp32's own (plus rounding of the result)."""
+    """fp32: error of each gradient against `exact` (fp64, of the same parameters) within twice eager fp32's own (plus
+    rounding of the result)."""
     for m in (eager, ours):
         loss_of(m(**batch)).backward()
     for (name, p), e in zip(ours.named_parameters(), eager.parameters(), strict=True):
@@ -431,8 +437,8 @@ REPLAY = {"gpt2": (lambda: gpt2(p=0.1), HF["gpt2"][1]), "bert-padded": (lambda: 
 
 
 def replay_dropout(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[int]:
-    """From here on eager PyTorch drops what the engine drops in a step of that seed. Streams are numbered in call order from 1; the result
-    gives the numbers that were not used."""
+    """From here on eager PyTorch drops what the engine drops in a step of that seed. Streams are numbered in call order
+    from 1; the result gives the numbers that were not used."""
     import engine
 
     streams = iter(range(1, 1000))

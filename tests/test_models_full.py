@@ -1,9 +1,9 @@
-"""Models as Hugging Face configures them by default, at full width and depth: five steps of fp64 gradients at 1e-10, fp32 error within
-twice eager's own.
+"""Models as Hugging Face configures them by default, at full width and depth: five steps of fp64 gradients at 1e-10,
+fp32 error within twice eager's own.
 
-Sequences are short (the parameters' sizes are what differs from test_models.py). Two exceptions to "default", for memory and time: Llama's 7 B
-parameters become one layer and a small vocabulary at the default width, ViT's image is 64 pixels wide instead of 224.
-One model stays in `make test`, the others are `make test-full`. Peak about 5 GB.
+Sequences are short (the parameters' sizes are what differs from test_models.py). Two exceptions to "default", for
+memory and time: Llama's 7 B parameters become one layer and a small vocabulary at the default width, ViT's image is 64
+pixels wide instead of 224. One model stays in `make test`, the others are `make test-full`. Peak about 5 GB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_models import compare_dropout_replay, compare_fp32, compare_step, ids, leaves, loss_of, same, stay_fp64, transformers
+from test_models import (
+    compare_dropout_replay,
+    compare_fp32,
+    compare_step,
+    ids,
+    leaves,
+    loss_of,
+    same,
+    stay_fp64,
+    transformers,
+)
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
@@ -89,7 +99,8 @@ def test_default_size(name: str) -> None:
             with torch.no_grad():
                 for n, p in model.named_parameters():
                     if n in expected:
-                        p.sub_(expected[n], alpha=1e-3 / summed)  # a small step: gradients of a diverging model agree no further than its condition
+                        # a small step: gradients of a diverging model agree no further than its condition
+                        p.sub_(expected[n], alpha=1e-3 / summed)
         assert ours.report().node_share == 1.0, str(ours.report())
         del model, ours, want, got, found, expected
     eager, batch = single

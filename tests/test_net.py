@@ -1,4 +1,5 @@
-"""State that nothing watches: forward is run again on tensors without values at the 2nd, 10th, 100th... call, and what differs is said."""
+"""State that nothing watches: forward is run again on tensors without values at the 2nd, 10th, 100th... call, and what
+differs is said."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ def mask(n: int) -> Tensor:
 
 
 class Everything(nn.Module):
-    """What could leave a trace: state of batch norm, buffers assigned, casts of weights, caches, tensors made from values, output."""
+    """What could leave a trace: state of batch norm, buffers assigned, casts of weights, caches, tensors made from
+    values, output."""
 
     kept: Any = None
 

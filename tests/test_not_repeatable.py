@@ -1,5 +1,5 @@
-"""What forward asks of PyTorch and a graph cannot repeat (capture/refused.py): the same numbers as eager over several steps, and the reason named.
-Also outputs that share memory with an input or another output."""
+"""What forward asks of PyTorch and a graph cannot repeat (capture/refused.py): the same numbers as eager over several
+steps, and the reason named. Also outputs that share memory with an input or another output."""
 
 import copy
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def by_leaf(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("rule", "reason"), [
     (by_hook, "register_hook"), (by_retain, "retain_grad"), (by_seed, "random generator"), (by_seed_bound_early, "random generator"),
-    (by_fork, "random generator"), (by_grad, "Tensor.grad"), (by_version, "_version"), (by_leaf, "is_leaf")])  # fmt: skip
+    (by_fork, "random generator"), (by_grad, "Tensor.grad"), (by_version, "_version"), (by_leaf, "is_leaf")])
 def test_the_module_that_asks_stays_in_pytorch(rule: Callable[..., Any], reason: str) -> None:
     """A submodule kept in PyTorch has tensors of its own: what asks about tensors takes the whole module with it."""
     report = steps(rule).report()

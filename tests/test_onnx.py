@@ -1,6 +1,6 @@
-"""ONNX import: every operator of docs/ONNX.md as a one-node model, with fixed and with symbolic sizes, against onnxruntime (or onnx's
-reference evaluator where onnxruntime has no kernel); compositions also by their gradients, against eager PyTorch in fp64; shape
-subgraphs leave no nodes; broken files give a message."""
+"""ONNX import: every operator of docs/ONNX.md as a one-node model, with fixed and with symbolic sizes, against
+onnxruntime (or onnx's reference evaluator where onnxruntime has no kernel); compositions also by their gradients,
+against eager PyTorch in fp64; shape subgraphs leave no nodes; broken files give a message."""
 
 from __future__ import annotations
 
@@ -527,7 +527,8 @@ def test_batch_norm_writes() -> None:
 # --- sizes ---------------------------------------------------------------------------------------------
 
 def shape_model() -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """x (b, t, 12) -> heads (b, 3, t, 4) by a Shape/Gather/Concat subgraph, a causal mask by Range, a Slice to t - 1."""
+    """x (b, t, 12) -> heads (b, 3, t, 4) by a Shape/Gather/Concat subgraph, a causal mask by Range, a Slice to t -
+    1."""
     n = helper.make_node
     nodes = [n("Shape", ["x"], ["shape"]), n("Gather", ["shape", "zero"], ["b"]), n("Gather", ["shape", "one"], ["t"]),
              n("Unsqueeze", ["b", "ax0"], ["b1"]), n("Unsqueeze", ["t", "ax0"], ["t1"]), n("Concat", ["b1", "t1", "three", "minus"], ["to"], axis=0),
@@ -553,7 +554,8 @@ def test_shape_subgraphs_vanish() -> None:
 
 
 def test_computed_pads() -> None:
-    """As torch's exporter writes them: lists are reshaped to rank 2, reversed and transposed; the reader evaluates what is constant."""
+    """As torch's exporter writes them: lists are reshaped to rank 2, reversed and transposed; the reader evaluates what
+    is constant."""
     n = helper.make_node
     nodes = [n("Reshape", ["p", "two"], ["p2"]), n("Slice", ["p2", "last", "first", "ax", "last"], ["r"]), n("Transpose", ["r"], ["t"], perm=[1, 0]),
              n("Reshape", ["t", "flat"], ["pads"]), n("Pad", ["x", "pads"], ["y"])]
@@ -578,7 +580,8 @@ def test_dim_param_expressions_and_symbol_input() -> None:
 
 
 def test_negative_index_only_where_needed() -> None:
-    """A constant index is fixed at import; argmax and Range need nothing; an unknown one is wrapped; index_nonneg says not to."""
+    """A constant index is fixed at import; argmax and Range need nothing; an unknown one is wrapped; index_nonneg says
+    not to."""
     def text(nodes: list[onnx.NodeProto], inputs: dict[str, Any]) -> str:
         return Graph.onnx(build(nodes, inputs, ["y"], types={"y": (TensorProto.FLOAT, None)}).SerializeToString()).text()
 
@@ -676,8 +679,8 @@ def test_truncated_and_flipped_bytes() -> None:
 
 
 def test_every_allocation_may_fail() -> None:
-    """Reading, cleaning, differentiating, printing, parsing and writing with an allocator that fails at its k-th call: a message, and
-    every block given back."""
+    """Reading, cleaning, differentiating, printing, parsing and writing with an allocator that fails at its k-th call:
+    a message, and every block given back."""
     libc = C.CDLL(None)
     libc.aligned_alloc.restype, libc.aligned_alloc.argtypes = C.c_void_p, [C.c_size_t, C.c_size_t]
     libc.free.argtypes = [C.c_void_p]

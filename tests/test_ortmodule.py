@@ -1,4 +1,5 @@
-"""ORTModule against eager PyTorch in fp64: every scenario runs both and compares outputs, gradients and buffers at 1e-10 relative.
+"""ORTModule against eager PyTorch in fp64: every scenario runs both and compares outputs, gradients and buffers at
+1e-10 relative.
 
 Sizes are different primes and output gradients are random, so that a transposed or dropped term cannot hide.
 """
@@ -891,7 +892,7 @@ def test_outputs_that_hugging_face_collects_by_hooks(kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=37, vocab_size=101,
-                                     hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation="eager")  # fmt: skip
+                                     hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation="eager")
     eager = transformers.BertForMaskedLM(config).train()
     ours = ORTModule(copy.deepcopy(eager))
     ids = torch.randint(0, 101, (2, 9))
@@ -1148,7 +1149,8 @@ def test_checkpoint_and_saved_tensor_hooks():
 
 
 def test_prediction_stays_while_checkpoints_compute_again():
-    """Which outputs receive gradients is learnt from the first backward, in which checkpoints still compute the other forwards again."""
+    """Which outputs receive gradients is learnt from the first backward, in which checkpoints still compute the other
+    forwards again."""
     from torch.utils.checkpoint import checkpoint
 
     class Both(nn.Module):
@@ -1308,7 +1310,8 @@ def test_hugging_face_output_and_generate():
     assert type(ours.past_key_values) is type(theirs.past_key_values)
     close(ours.past_key_values.layers[0].keys.detach(), theirs.past_key_values.layers[0].keys.detach())
     for (name, a), (_, b) in zip(w.named_parameters(), eager.named_parameters(), strict=True):
-        assert (a.grad - b.grad).abs().max() <= 1e-6 * b.grad.abs().max(), name  # the model computes its loss in float32
+        # the model computes its loss in float32
+        assert (a.grad - b.grad).abs().max() <= 1e-6 * b.grad.abs().max(), name
     w.eval(), eager.eval()
     settings = dict(max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(ids))
     assert torch.equal(w.generate(ids, **settings), eager.generate(ids, **settings))

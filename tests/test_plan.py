@@ -1,7 +1,8 @@
 """The planner and executor against the interpreter, which has no planner: same graph, same kernels, so the same bits.
 
-Random graphs (hypothesis) of views, pointwise, reductions, products, outputs that are views or inputs, write-backs read by backward; run with
-reuse and in-place, with no reuse, and with dead memory filled with NaN bytes. Overlaps are checked by code that shares nothing with plan.c.
+Random graphs (hypothesis) of views, pointwise, reductions, products, outputs that are views or inputs, write-backs read
+by backward; run with reuse and in-place, with no reuse, and with dead memory filled with NaN bytes. Overlaps are
+checked by code that shares nothing with plan.c.
 """
 
 import os
@@ -90,7 +91,8 @@ def random_graph(seed: int, writes: bool = True) -> tuple[str, list[torch.Tensor
 
 
 def planned(text: str, ins: list[torch.Tensor], dys: list[torch.Tensor | None], group=None, seed: int = 3):
-    """(outputs, buffer s afterwards, gradients by input) through _C.Model. Who has a gradient changes the parameter at once."""
+    """(outputs, buffer s afterwards, gradients by input) through _C.Model. Who has a gradient changes the parameter at
+    once."""
     model = _C.Model.from_text(text)
     n = len(model.inputs)
     mine = [t.clone(memory_format=torch.preserve_format) for t in ins]
@@ -127,8 +129,9 @@ def compare(seed: int, group=None) -> None:
         dys = [None if d is None else d.t().contiguous().t() for d in dys]
     want, want_g = engine.run(oracle(), ins, [1, 1, 1, 0], dys, seed=3)
     got, s_after, got_g = planned(text, ins, dys, group)
-    # Where a row is longer than one step of a kernel, sums and products add in an order that depends on strides: operands are views in a
-    # plan and dense copies in the interpreter. The largest difference seen is 4e-16 of the largest element.
+    # Where a row is longer than one step of a kernel, sums and products add in an order that depends on strides:
+    # operands are views in a plan and dense copies in the interpreter. The largest difference seen is 4e-16 of the
+    # largest element.
     equal = torch.equal if ins[2].numel() < 30 else lambda a, b: bool((a - b).abs().max() <= 1e-14 * b.abs().max())
     for i in range(n_out):
         assert equal(got[i], want[i]), f"output {i}\n{text}"
@@ -177,9 +180,11 @@ WRITTEN = {  # what a buffer becomes, of itself: views of it, some of which over
 
 @pytest.mark.parametrize("way", WRITTEN)
 def test_written_with_a_view_of_itself(way: str) -> None:
-    """Backward reads the buffers, so the plan saves them; what is written back are views of what it saved. `t` is given a view of s."""
+    """Backward reads the buffers, so the plan saves them; what is written back are views of what it saved. `t` is given
+    a view of s."""
     text = (f"graph {{\n input x: f64[3, 3]\n buffer s: f64[3, 3]\n buffer t: f64[3, 3]\n input i: i64[3]\n {WRITTEN[way]}\n"
-            " u = flip(s) {axes=[1]}\n p = mul(x, s)\n q = mul(p, t)\n y = sin(q)\n output y\n write v -> s\n write u -> t\n}")  # fmt: skip
+            " u = flip(s) {axes=[1]}\n p = mul(x, s)\n q = mul(p, t)\n y = sin(q)\n output y\n write v -> s\n write u "
+            "-> t\n}")
     x, s, t, i = torch.ones(3, 3).double(), torch.arange(9.0).double().view(3, 3), torch.rand(3, 3).double(), torch.tensor([2, 0, 1])
     rows = {"flip": s.flip(0), "transpose": s.t(), "rows": s[i], "shift": torch.cat([s[:1], s[:2]]), "last": s[2:].expand(3, 3),
             "roll": s.roll(1, 0), "itself": s, "other": t.t()}  # fmt: skip
@@ -194,7 +199,8 @@ def test_written_with_a_view_of_itself(way: str) -> None:
 
 
 def test_every_size_is_in_the_key() -> None:
-    """Sizes that are values of inputs: those of one call must not be taken for another's, whatever their sums and products."""
+    """Sizes that are values of inputs: those of one call must not be taken for another's, whatever their sums and
+    products."""
     text = ("graph {\n sym a = value of n\n sym b = value of k\n input n: i64[]\n input k: i64[]\n x = fill() {shape=[a], value=1.0, dtype=f64}\n"
             " z = fill() {shape=[b], value=2.0, dtype=f64}\n output x\n output z\n}")  # fmt: skip
     model = _C.Model.from_text(text)
@@ -215,8 +221,8 @@ def test_arena_truth(knob):
 
 
 def test_plans_in_use_outlive_the_cache() -> None:
-    """More shapes than the cache holds while one run waits: it ends well, and so does a backward whose plan is held; the state of a forward
-    whose plan nobody held is refused."""
+    """More shapes than the cache holds while one run waits: it ends well, and so does a backward whose plan is held;
+    the state of a forward whose plan nobody held is refused."""
     model = _C.Model.from_text("graph {\n sym s = x[0]\n input x: f64[s]\n y = tanh(x)\n output y\n}")
     v = model.variant(bytes([1]), bytes([1]), None)
     x = torch.linspace(-1, 1, 7, dtype=torch.float64)

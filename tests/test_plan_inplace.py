@@ -1,7 +1,7 @@
 """Every operator that may compute its result where an operand lies does so, beside the interpreter, which never does.
 
-All the ways in which the operands of the result's size can be one and the same value are tried: an operator that reads one of them out of order
-must not be given its memory through another.
+All the ways in which the operands of the result's size can be one and the same value are tried: an operator that reads
+one of them out of order must not be given its memory through another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def ops_in_place() -> dict[str, Op]:
     return found
 
 
-# A, B, C: operands of the result's size. v: a vector, i: its length of indices, j: indices of the result's size, k: as i, one a row; l, e: one a row
+# A, B, C: operands of the result's size. v: a vector, i: its length of indices, j: indices of the result's size, k: as
+# i, one a row; l, e: one a row
 ROWS = {
     "gather_grad": ["A, i, B) {axis=0, shape=[N, N]", "A, i, B) {axis=1, shape=[N, N], padding_idx=1"],
     "scatter_elements": ["A, j, B) {axis=0, reduce=1", "A, j, B) {axis=1, reduce=0"],

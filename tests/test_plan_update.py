@@ -1,4 +1,5 @@
-"""Update nodes in a plan: the interpreter's bits, in the memory of the weights where that is allowed and only there (rules: csrc/run/plan.h)."""
+"""Update nodes in a plan: the interpreter's bits, in the memory of the weights where that is allowed and only there
+(rules: csrc/run/plan.h)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def scalars(op: str) -> str:
 
 
 def random_graph(seed: int) -> tuple[str, list[torch.Tensor]]:
-    """Steps over random groups, some of them sharing tensors, reading each other's results, views of weights; random outputs and writes."""
+    """Steps over random groups, some of them sharing tensors, reading each other's results, views of weights; random
+    outputs and writes."""
     r = random.Random(seed)
     gen = torch.Generator().manual_seed(seed)
     shape = r.choice([(3, 5), (4, 4), (1,), (0, 3), (70, 300)])
@@ -51,7 +53,7 @@ def random_graph(seed: int) -> tuple[str, list[torch.Tensor]]:
         op = r.choice(list(STEPS))
         takes, makes = STEPS[op]
         groups = [{k: r.choice([v for v in names if v[0] in (k, "y") or r.random() < 0.1] or inputs) if r.random() < 0.3 else
-                   f"{k if k != 'h' else '_'}{r.randrange(len(inputs) // 4)}" for k in takes} for _ in range(r.randint(1, 3))]  # fmt: skip
+                   f"{k if k != 'h' else '_'}{r.randrange(len(inputs) // 4)}" for k in takes} for _ in range(r.randint(1, 3))]
         operands = [g[k] if g[k][0] != "_" else "_" for g in groups for k in takes]
         outs = [f"{k}_{n}_{i}" for i, _ in enumerate(groups) for k in makes]
         if op == "lamb_step":

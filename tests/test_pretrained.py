@@ -1,4 +1,5 @@
-"""A real pretrained model (all-MiniLM-L6-v2, from PyPI) fine-tunes with ORTModule exactly as in eager, on real sentences."""
+"""A real pretrained model (all-MiniLM-L6-v2, from PyPI) fine-tunes with ORTModule exactly as in eager, on real
+sentences."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def test_fine_tunes_as_in_eager() -> None:
     torch.manual_seed(0)
-    eager, ours = Similarity().double().eval(), ORTModule(Similarity().double().eval())  # eval: dropout off, gradients on
+    # eval: dropout off, gradients on
+    eager, ours = Similarity().double().eval(), ORTModule(Similarity().double().eval())
     data, losses = batch(torch.float64), []
     opts = [torch.optim.AdamW(m.parameters(), lr=2e-5) for m in (eager, ours)]
     for step in range(3):

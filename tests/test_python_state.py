@@ -1,7 +1,8 @@
-"""Python state that forward reads or changes: an ORTModule trains as eager PyTorch does, whatever the state is (docs/SEMANTICS.md).
+"""Python state that forward reads or changes: an ORTModule trains as eager PyTorch does, whatever the state is
+(docs/SEMANTICS.md).
 
-A case builds the same module twice, once wrapped, runs both for some steps and changes the state before every step. Everything the
-state consists of belongs to the case, so that the two do not share what forward changes."""
+A case builds the same module twice, once wrapped, runs both for some steps and changes the state before every step.
+Everything the state consists of belongs to the case, so that the two do not share what forward changes."""
 
 from __future__ import annotations
 
@@ -665,7 +666,8 @@ def test_whisper_spec_augment_follows_numpy() -> None:
 
 
 def test_a_method_that_the_capture_itself_replaces() -> None:
-    """nn.TransformerEncoder.forward is another function while it is traced: what holds is the one that stands there afterwards."""
+    """nn.TransformerEncoder.forward is another function while it is traced: what holds is the one that stands there
+    afterwards."""
     model = ORTModule(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 1))
     for _ in range(3):
         model(torch.randn(2, 3, 4)).sum().backward()

@@ -131,7 +131,8 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("chain", ELEMENTWISE)
 def test_computed_again_with_the_same_bits(chain: str, reader: str, dtype: str) -> None:
-    """Backward asks where the largest element is, of values that it computes again from h: in registers, beside a maximum from memory."""
+    """Backward asks where the largest element is, of values that it computes again from h: in registers, beside a
+    maximum from memory."""
     made, f = ELEMENTWISE[chain]
     taken, g = READERS[reader]
     text = f"graph {{\n input x: {dtype}[8, 16]\n param w: {dtype}[8, 16]\n h = concat(x, w) {{axis=1}}\n {made}\n {taken}\n output m\n}}"
@@ -149,7 +150,8 @@ def test_computed_again_with_the_same_bits(chain: str, reader: str, dtype: str) 
 def test_computed_again_beside_what_was_kept() -> None:
     """exp(y - q) where q was made of the rounded y: half a unit of y at 200 is a quarter of e's value."""
     text = ("graph {\n input x: bf16[8, 16]\n param w: bf16[8, 16]\n h = concat(x, w) {axis=1}\n y = mul(h, h)\n"
-            " r = reduce_max(y) {axes=[1], keepdims=1}\n q = floor(r)\n d = sub(y, q)\n e = exp(d)\n m = reduce_sum(e) {axes=[1], keepdims=0}\n"
+            " r = reduce_max(y) {axes=[1], keepdims=1}\n q = floor(r)\n d = sub(y, q)\n e = exp(d)\n m = reduce_sum(e) "
+            "{axes=[1], keepdims=0}\n"
             " output m\n output q\n}")  # fmt: skip
     x, w = (rand(8, 16) * 4).bfloat16(), (rand(8, 16).flip(0) * 5).bfloat16().requires_grad_()
     y = torch.cat([x, w], 1).square()
@@ -165,7 +167,8 @@ def test_steps_are_where_pytorch_has_them(dtype: torch.dtype) -> None:
     """A comparison, a rounding: of the number that its dtype holds, not of the longer one in a register."""
     name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     text = (f"graph {{\n input x: {name}[4096]\n input t: {name}[]\n a = mul(x, x)\n c = gt(a, t)\n y = where(c, x, a)\n b = mul(a, x)\n"
-            f" z = floor(b)\n i = cast(b) {{to=i64}}\n u = mul(b, x)\n v = isinf(u)\n output y\n output z\n output i\n output v\n}}")  # fmt: skip
+            f" z = floor(b)\n i = cast(b) {{to=i64}}\n u = mul(b, x)\n v = isinf(u)\n output y\n output z\n output i\n "
+            "output v\n}")
     x, t = (rand(4096) * 4).to(dtype), torch.tensor(1.0, dtype=dtype)
     x[:64] *= 64
     got, _ = engine.run(text, [x, t], passes=("fuse",))

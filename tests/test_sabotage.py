@@ -1,9 +1,11 @@
-"""Do the tests see? One thing is broken at a time (csrc/graph/sabotage.h, build/sabotage.so) and the rows that answer for it must fail.
+"""Do the tests see? One thing is broken at a time (csrc/graph/sabotage.h, build/sabotage.so) and the rows that answer
+for it must fail.
 
-Operators: the rows are those of tests/ops, recorded from their calls of opcheck.check. Rows with the same backward graph form one group;
-every float value of that backward graph and every gradient a rule returns is made slightly wrong in turn, and some row of the group must
-notice in plain fp64. Passes, planner, segments, streams: a point of sabotage.h and the tests that answer for it. An occurrence that changes
-neither the graph nor the plan (what it broke is dead) is not counted.
+Operators: the rows are those of tests/ops, recorded from their calls of opcheck.check. Rows with the same backward
+graph form one group; every float value of that backward graph and every gradient a rule returns is made slightly wrong
+in turn, and some row of the group must notice in plain fp64. Passes, planner, segments, streams: a point of sabotage.h
+and the tests that answer for it. An occurrence that changes neither the graph nor the plan (what it broke is dead) is
+not counted.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def notices(f: Callable[[], object]) -> bool:
     return False
 
 
-# --- operators ---------------------------------------------------------------------------------------------------------
+# --- operators
+# ---------------------------------------------------------------------------------------------------------
 
 
 def calls(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -160,7 +163,8 @@ def test_gradients(family: str) -> None:
     assert not unseen, "\n".join(unseen)
 
 
-# --- everything else ---------------------------------------------------------------------------------------------------
+# --- everything else
+# ---------------------------------------------------------------------------------------------------
 
 
 def plans(first: int, n: int, group: bool = False) -> Callable[[], None]:

@@ -1,5 +1,5 @@
-"""Sizes that change from call to call, 0 and 1 among them, against eager PyTorch: a capture that does not hold for them is made again or the call
-left to PyTorch, and nobody sees an exception that PyTorch does not raise."""
+"""Sizes that change from call to call, 0 and 1 among them, against eager PyTorch: a capture that does not hold for them
+is made again or the call left to PyTorch, and nobody sees an exception that PyTorch does not raise."""
 
 from __future__ import annotations
 

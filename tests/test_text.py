@@ -1,5 +1,5 @@
-"""Graph text: printing parses back byte for byte, says the same thing to the interpreter, and errors name line and column. Passes
-that clean up: what each does to a small graph, and what it must leave alone."""
+"""Graph text: printing parses back byte for byte, says the same thing to the interpreter, and errors name line and
+column. Passes that clean up: what each does to a small graph, and what it must leave alone."""
 
 from __future__ import annotations
 

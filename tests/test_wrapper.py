@@ -1,4 +1,5 @@
-"""What a user does with the wrapper beside training: errors, DataParallel, subclasses, assigned methods. Always against eager PyTorch."""
+"""What a user does with the wrapper beside training: errors, DataParallel, subclasses, assigned methods. Always against
+eager PyTorch."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ INDICES = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", list(INDICES))
 def test_an_index_out_of_range_is_pytorchs_error(name, grad):
-    """The engine says it in its own words; the user's `except IndexError` must go on working, and state must not be written twice."""
+    """The engine says it in its own words; the user's `except IndexError` must go on working, and state must not be
+    written twice."""
     function, layer, values = INDICES[name]
     eager = Calls(function, layer() if layer else None)
     w = ORTModule(copy.deepcopy(eager))

@@ -1,11 +1,13 @@
-"""Random user programs: a module and what a script does with it, made from a grammar, run as they are and with ORTModule around the module.
+"""Random user programs: a module and what a script does with it, made from a grammar, run as they are and with
+ORTModule around the module.
 
     python tests/user_programs.py FIRST LAST [--without feature,...] [--only feature,...] [--keep-going] [--show]
 
-A program is source text: statements of a forward over (rows, 4) tensors `h` and `g`, lines of its constructor, and steps of a script.
-Every statement stands for itself, so a failing program is made smaller by leaving statements out. The text is executed in a namespace
-of its own for each side, so globals, logs and hooks are two sets. Both sides write down what they see (results, gradients with None,
-buffers, logs, types of errors) and the two lists must be equal: numbers within 1e-9 in fp64.
+A program is source text: statements of a forward over (rows, 4) tensors `h` and `g`, lines of its constructor, and
+steps of a script. Every statement stands for itself, so a failing program is made smaller by leaving statements out.
+The text is executed in a namespace of its own for each side, so globals, logs and hooks are two sets. Both sides write
+down what they see (results, gradients with None, buffers, logs, types of errors) and the two lists must be equal:
+numbers within 1e-9 in fp64.
 
 A feature names a group of productions (see GRAMMAR); `base` is always there.
 """
@@ -27,7 +29,8 @@ from torch import Tensor
 
 TOLERANCE = 1e-9
 
-# feature -> statements of forward. One line each, or several with \n; what a production needs in the constructor stands after "||".
+# feature -> statements of forward. One line each, or several with \n; what a production needs in the constructor stands
+# after "||".
 GRAMMAR: dict[str, list[str]] = {
     "base": [
         "h = torch.tanh(self.first(h))",
@@ -85,8 +88,10 @@ GRAMMAR: dict[str, list[str]] = {
     "buffers": [
         "self.count += 1\nh = h * self.count||self.register_buffer('count', torch.tensor(0))",
         "self.steps = self.steps + 1||self.register_buffer('steps', torch.tensor(0))",
-        "self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))\nh = h - self.mean||self.register_buffer('mean', torch.zeros(4))",
-        "self.last = h.detach().sum(0)\nh = h + 0.1 * self.last||self.register_buffer('last', torch.zeros(4), persistent=False)",
+        "self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))\nh = h - self.mean||self.register_buffer('mean', "
+        "torch.zeros(4))",
+        "self.last = h.detach().sum(0)\nh = h + 0.1 * self.last||self.register_buffer('last', torch.zeros(4), "
+        "persistent=False)",
         "h = self.norm(h)||self.norm = nn.BatchNorm1d(4)",
         "h = h + self.queue.sum(0)\nself.queue = torch.roll(self.queue, 1, 0)\nself.queue[0] = h.detach().sum(0)"
         "||self.register_buffer('queue', torch.zeros(3, 4))",
@@ -154,25 +159,35 @@ GRAMMAR: dict[str, list[str]] = {
         "h = self.gru(h[None])[0][0]||self.gru = nn.GRU(4, 4, batch_first=True)",
     ],
     "rebind": [
-        "old = self.state\nself.state = h.detach().mean(0)\nh = h + old * self.state||self.register_buffer('state', torch.ones(4))",
-        "self.state = self.state + 1\nself.state.mul_(0.5)\nh = h * self.state||self.register_buffer('state', torch.ones(4))",
+        "old = self.state\nself.state = h.detach().mean(0)\nh = h + old * self.state||self.register_buffer('state', "
+        "torch.ones(4))",
+        "self.state = self.state + 1\nself.state.mul_(0.5)\nh = h * self.state||self.register_buffer('state', "
+        "torch.ones(4))",
         "h = h + self.state\nself.state.copy_(g.detach().sum(0))||self.register_buffer('state', torch.ones(4))",
         "self.state[x.shape[0] % 4] = 2.0\nh = h * self.state||self.register_buffer('state', torch.ones(4))",
         "self.held.state.add_(1)\nh = h * self.held.state||self.held = Holder()",
     ],
     "hooks": [
-        "h = self.hooked(h)||self.hooked = nn.Linear(4, 4)\nself.hooked.register_forward_hook(lambda m, a, out: out * 2)",
-        "h = self.looked(h)||self.looked = nn.Linear(4, 4)\nself.looked.register_forward_hook(lambda m, a, out: LOG.append(tuple(out.shape)))",
-        "h = self.before(h)||self.before = nn.Linear(4, 4)\nself.before.register_forward_pre_hook(lambda m, a: (a[0] + 1,))",
-        "h = self.back(h)||self.back = nn.Linear(4, 4)\nself.back.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))",
+        "h = self.hooked(h)||self.hooked = nn.Linear(4, 4)\nself.hooked.register_forward_hook(lambda m, a, out: out * "
+        "2)",
+        "h = self.looked(h)||self.looked = nn.Linear(4, 4)\nself.looked.register_forward_hook(lambda m, a, out: "
+        "LOG.append(tuple(out.shape)))",
+        "h = self.before(h)||self.before = nn.Linear(4, 4)\nself.before.register_forward_pre_hook(lambda m, a: (a[0] + "
+        "1,))",
+        "h = self.back(h)||self.back = nn.Linear(4, 4)\nself.back.register_full_backward_hook(lambda m, gi, go: (gi[0] "
+        "* 2,))",
         "h = h * 1\nif h.requires_grad:\n    h.register_hook(lambda grad: grad * 3)",
         "h = h * 1\nif h.requires_grad:\n    h.retain_grad()\n    LOG.append(tuple(h.shape))",
         "h = self.feature(h)||self.feature = nn.Linear(4, 4)\nself.feature.register_forward_hook(keep_feature)",
-        "h = self.deep(h)||self.deep = nn.Sequential(nn.Linear(4, 4), nn.Tanh())\nself.deep[0].register_forward_hook(keep_feature)",
-        "h = self.named(a=h)||self.named = Named()\nself.named.register_forward_pre_hook(lambda m, a, k: (a, {'a': k['a'] * 2}), with_kwargs=True)",
-        "h = self.pre(h)||self.pre = nn.Linear(4, 4)\nself.pre.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,))",
+        "h = self.deep(h)||self.deep = nn.Sequential(nn.Linear(4, 4), "
+        "nn.Tanh())\nself.deep[0].register_forward_hook(keep_feature)",
+        "h = self.named(a=h)||self.named = Named()\nself.named.register_forward_pre_hook(lambda m, a, k: (a, {'a': "
+        "k['a'] * 2}), with_kwargs=True)",
+        "h = self.pre(h)||self.pre = nn.Linear(4, 4)\nself.pre.register_full_backward_pre_hook(lambda m, go: (go[0] * "
+        "2,))",
         "h = self.tracked(h)||self.tracked = nn.Linear(4, 4)\nself.tracked.register_forward_hook("
-        "lambda m, a, out: out.register_hook(lambda grad: LOG.append(grad.clone())) and None if out.requires_grad else None)",
+        "lambda m, a, out: out.register_hook(lambda grad: LOG.append(grad.clone())) and None if out.requires_grad else "
+        "None)",
         "h = self.weighted(h)||self.weighted = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
     ],
     "functions": ["h = Reverse.apply(h)", "h = Two.apply(h, g)[0]", "h = Reverse.apply(self.first(h)) + g"],
@@ -353,7 +368,7 @@ class Program:
         lines = [s.partition("||") for s in self.forward]
         init = dict.fromkeys(line for _, _, needs in lines for line in needs.splitlines())
         return SOURCE.format(seed=self.seed, result=self.result, init="\n".join(" " * 8 + line for line in init),
-                             forward="\n".join(" " * 8 + line for text, _, _ in lines for line in text.splitlines()))  # fmt: skip
+                             forward="\n".join(" " * 8 + line for text, _, _ in lines for line in text.splitlines()))
 
     def text(self) -> str:
         body = self.source()
@@ -525,18 +540,20 @@ def compare(p: Program, share: list[int] | None = None) -> str | None:
         share[0] += n
         share[1] += n + sum(e.calls for e in report.eager)
     for (what, mine), (other, theirs) in zip(ours.notes, eager.notes, strict=False):
-        # Cases that are known: gradients for other outputs than before after an edit, which the wrapper refuses by name; and an edit
-        # of what eager has saved, which makes no difference to a captured graph.
+        # Cases that are known: gradients for other outputs than before after an edit, which the wrapper refuses by
+        # name; and an edit of what eager has saved, which makes no difference to a captured graph.
         if what == "stopped" or what != other and "modified by an inplace operation" in str(getattr(eager, "error", "")):
             return None
         if what != other:
             error = getattr(ours, "error", None)
             if what.endswith("error") and "has to be run again" in str(error):
                 return None
-            # A third: what a Function keeps for backward is not known, so a second backward through it is one without its graph.
+            # A third: what a Function keeps for backward is not known, so a second backward through it is one without
+            # its graph.
             if what.endswith("error") and "backward through the graph a second time" in str(error) and ours.model.report().host:
                 return None
-            # A fourth: buffers that forward assigns are written in place, so a backward that waits for the old ones fails.
+            # A fourth: buffers that forward assigns are written in place, so a backward that waits for the old ones
+            # fails.
             if "modified by an inplace operation" in str(error) and any(f"self.{b} =" in s for s in p.forward for b in ("state", "queue", "last")):
                 return None
             return f"{what} against {other}: {error if error is not None else getattr(eager, 'error', None)!r}"

@@ -1,4 +1,5 @@
-"""Capture: a module and one call's arguments -> an ONNX training graph and what is needed to run it in the module's place.
+"""Capture: a module and one call's arguments -> an ONNX training graph and what is needed to run it in the module's
+place.
 
     export.py       torch.export, training IR                       (the only file that touches torch.export)
     functional.py   in-place edits and views become values
@@ -33,13 +34,24 @@ from .opaque import without_values
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
-__all__ = ["CaptureError", "Captured", "CutCaptured", "FlatInputs", "HostOp", "InputSpec", "capture", "capture_error", "flatten_inputs"]
+__all__ = [
+    "CaptureError",
+    "Captured",
+    "CutCaptured",
+    "FlatInputs",
+    "HostOp",
+    "InputSpec",
+    "capture",
+    "capture_error",
+    "flatten_inputs",
+]
 
 
 @dataclass
 class InputSpec:
-    """One graph input. leaf: index into the flattened user leaves (FlatInputs.tensors, then .scalars). target: fully qualified name.
-    tensor: the object itself for kind 'const_attr' (a tensor that is neither parameter nor buffer). dims: sizes, as in the ONNX file."""
+    """One graph input. leaf: index into the flattened user leaves (FlatInputs.tensors, then .scalars). target: fully
+    qualified name. tensor: the object itself for kind 'const_attr' (a tensor that is neither parameter nor buffer).
+    dims: sizes, as in the ONNX file."""
 
     name: str
     kind: Literal["user", "param", "buffer", "const_attr"]
@@ -53,12 +65,13 @@ class InputSpec:
 class Captured:
     """A captured module.
 
-    onnx: the graph (docs/ONNX.md). inputs: in the order of the graph inputs. rebuild: tensor outputs -> what the user's forward returns,
-    a fresh object each time. passthrough: output index -> graph input index where an output is that input itself.
-    writes: graph input index per write-back; write-backs follow the user outputs. host_ops: rows for nodes with `host_index`.
-    fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this graph. fixed_scalars: int/float leaves whose
-    value the graph depends on (all of them unless captured with symbolic_scalars). rebinds: graph inputs that are buffers to which forward
-    assigns new tensors; the graph writes into them. between: output -> outputs (bits) that it is computed from.
+    onnx: the graph (docs/ONNX.md). inputs: in the order of the graph inputs. rebuild: tensor outputs -> what the user's
+    forward returns, a fresh object each time. passthrough: output index -> graph input index where an output is that
+    input itself. writes: graph input index per write-back; write-backs follow the user outputs. host_ops: rows for
+    nodes with `host_index`. fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this
+    graph. fixed_scalars: int/float leaves whose value the graph depends on (all of them unless captured with
+    symbolic_scalars). rebinds: graph inputs that are buffers to which forward assigns new tensors; the graph writes
+    into them. between: output -> outputs (bits) that it is computed from.
     """
 
     onnx: bytes
@@ -76,26 +89,48 @@ class Captured:
     fixed_scalars: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     between: dict[int, int] = field(default_factory=dict)
-    kept: dict[str, list[Any]] = field(default_factory=dict)  # what submodules kept in PyTorch returned, as tensors without values
+    # what submodules kept in PyTorch returned, as tensors without values
+    kept: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False, symbolic_scalars: bool = False,
-            keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = (), cut: tuple[Place, ...] = ()) -> Captured:
-    """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they were.
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic: bool = False,
+    symbolic_scalars: bool = False,
+    keep_in_torch: Collection[str] = (),
+    fixed: Collection[tuple[int, int]] = (),
+    cut: tuple[Place, ...] = (),
+) -> Captured:
+    """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they
+    were.
 
-    dynamic: sizes of all tensor arguments are symbols, but for `fixed`, pairs of tensor leaf and axis. symbolic_scalars: int and float
-    arguments are graph inputs (0-d int64, float64) instead of constants. keep_in_torch: fully qualified names of submodules that stay
-    outside the graph. cut: submodules whose hooks run between parts of it (the result is a CutCaptured). Grad mode and autocast are the
-    caller's. Raises CaptureError with the innermost submodule, file and line.
+    dynamic: sizes of all tensor arguments are symbols, but for `fixed`, pairs of tensor leaf and axis.
+    symbolic_scalars: int and float arguments are graph inputs (0-d int64, float64) instead of constants. keep_in_torch:
+    fully qualified names of submodules that stay outside the graph. cut: submodules whose hooks run between parts of it
+    (the result is a CutCaptured). Grad mode and autocast are the caller's. Raises CaptureError with the innermost
+    submodule, file and line.
     """
     started = time.perf_counter()
-    exported = export_module(module, args, kwargs, dynamic=dynamic, symbolic_scalars=symbolic_scalars, keep_in_torch=keep_in_torch,
-                             fixed=fixed, cut=cut)
+    exported = export_module(
+        module,
+        args,
+        kwargs,
+        dynamic=dynamic,
+        symbolic_scalars=symbolic_scalars,
+        keep_in_torch=keep_in_torch,
+        fixed=fixed,
+        cut=cut,
+    )
     program = functionalize(exported)
     if exported.table.marks:
         if exported.rebinds:
             raise CaptureError(f"forward assigns to the buffer {exported.rebinds[0]} while submodules have hooks")
-        return _capture_parts(program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started)
+        return _capture_parts(
+            program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started
+        )
     keep_unknown_sizes(program, exported)
     rebuild = _outputs(program, exported)
     try:
@@ -106,24 +141,44 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     flat = flatten_inputs(args, kwargs)
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
     return Captured(
-        onnx=onnx_bytes, inputs=specs, n_user_outputs=len(program.outputs), rebuild=rebuild,
-        passthrough={i: index[n] for i, n in program.passthrough.items() if n in index}, views=_views(program, index),
-        writes=[index[n] for n, _ in program.writes], host_ops=host_ops, seconds=time.perf_counter() - started,
-        n_nodes=len(builder.graph.node), dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars, kept=without_values(exported.table),
-        rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds], between=_between(program))
+        onnx=onnx_bytes,
+        inputs=specs,
+        n_user_outputs=len(program.outputs),
+        rebuild=rebuild,
+        passthrough={i: index[n] for i, n in program.passthrough.items() if n in index},
+        views=_views(program, index),
+        writes=[index[n] for n, _ in program.writes],
+        host_ops=host_ops,
+        seconds=time.perf_counter() - started,
+        n_nodes=len(builder.graph.node),
+        dynamic=dynamic,
+        fits=fits,
+        fixed_scalars=fixed_scalars,
+        kept=without_values(exported.table),
+        rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],
+        between=_between(program),
+    )
 
 
 @dataclass
 class CutCaptured(Captured):
-    """A captured module in parts. captured: per part, None where it computes nothing. inputs: of the whole, the first slots."""
+    """A captured module in parts. captured: per part, None where it computes nothing. inputs: of the whole, the first
+    slots."""
 
     cut: cuts.Split | None = None
     captured: list[Captured | None] = field(default_factory=list)
     interpreters: list[cuts.Interpreter] = field(default_factory=list)
 
 
-def _capture_parts(program: Program, exported: Exported, name: str, flat: FlatInputs, dynamic: bool, symbolic_scalars: bool,
-                   started: float) -> CutCaptured:  # fmt: skip
+def _capture_parts(
+    program: Program,
+    exported: Exported,
+    name: str,
+    flat: FlatInputs,
+    dynamic: bool,
+    symbolic_scalars: bool,
+    started: float,
+) -> CutCaptured:
     rebuild = _outputs(program, exported)
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
     try:
@@ -132,8 +187,17 @@ def _capture_parts(program: Program, exported: Exported, name: str, flat: FlatIn
         raise CaptureError(str(e)) from e
     captured: list[Captured | None] = []
     interpreters: list[cuts.Interpreter] = []
-    specs = [InputSpec(s.target or f"input_{s.leaf}", cast(Any, s.kind), s.leaf, s.target, s.tensor if s.kind == "const_attr" else None)
-             for s, _ in program.inputs if s.kind != "constant"]  # fmt: skip
+    specs = [
+        InputSpec(
+            s.target or f"input_{s.leaf}",
+            cast(Any, s.kind),
+            s.leaf,
+            s.target,
+            s.tensor if s.kind == "const_attr" else None,
+        )
+        for s, _ in program.inputs
+        if s.kind != "constant"
+    ]
     for part in cut.parts:
         p = part.program
         if part.empty:
@@ -147,15 +211,42 @@ def _capture_parts(program: Program, exported: Exported, name: str, flat: FlatIn
         except UnsupportedError as e:
             raise CaptureError(str(e)) from e
         own, index = _inputs(p, builder)
-        captured.append(Captured(
-            onnx=onnx_bytes, inputs=own, n_user_outputs=n_outputs, rebuild=list, passthrough={}, views={}, writes=[index[n] for n, _ in p.writes],
-            host_ops=host_ops, seconds=0.0, n_nodes=len(builder.graph.node), dynamic=dynamic, fits=lambda _: True))  # fmt: skip
+        captured.append(
+            Captured(
+                onnx=onnx_bytes,
+                inputs=own,
+                n_user_outputs=n_outputs,
+                rebuild=list,
+                passthrough={},
+                views={},
+                writes=[index[n] for n, _ in p.writes],
+                host_ops=host_ops,
+                seconds=0.0,
+                n_nodes=len(builder.graph.node),
+                dynamic=dynamic,
+                fits=lambda _: True,
+            )
+        )
         interpreters.append(cuts.Interpreter(p, exported.table))
     made = [c for c in captured if c is not None]
     return CutCaptured(
-        onnx=b"".join(c.onnx for c in made), inputs=specs, n_user_outputs=len(cut.outputs), rebuild=rebuild, passthrough={}, views={}, writes=[],
-        host_ops=[op for c in made for op in c.host_ops], seconds=time.perf_counter() - started, n_nodes=sum(c.n_nodes for c in made),
-        dynamic=dynamic, fits=fits, fixed_scalars=fixed_scalars, cut=cut, captured=captured, interpreters=interpreters)
+        onnx=b"".join(c.onnx for c in made),
+        inputs=specs,
+        n_user_outputs=len(cut.outputs),
+        rebuild=rebuild,
+        passthrough={},
+        views={},
+        writes=[],
+        host_ops=[op for c in made for op in c.host_ops],
+        seconds=time.perf_counter() - started,
+        n_nodes=sum(c.n_nodes for c in made),
+        dynamic=dynamic,
+        fits=fits,
+        fixed_scalars=fixed_scalars,
+        cut=cut,
+        captured=captured,
+        interpreters=interpreters,
+    )
 
 
 def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[Node, int]]:
@@ -166,12 +257,16 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
         if source.kind == "constant":
             continue
         if source.tensor is not None and source.tensor.is_neg():
-            raise CaptureError(f"{source.target}: torch negates it lazily (imag of a conjugate); call resolve_neg() on it")
+            raise CaptureError(
+                f"{source.target}: torch negates it lazily (imag of a conjugate); call resolve_neg() on it"
+            )
         index[node] = len(specs)
         v = builder.inputs[names[len(specs)]]
         dims = tuple(d if isinstance(d, int) else builder.sizes.text(d) for d in v.shape)
         kind: Any = source.kind
-        specs.append(InputSpec(v.name, kind, source.leaf, source.target, source.tensor if kind == "const_attr" else None, dims))
+        specs.append(
+            InputSpec(v.name, kind, source.leaf, source.target, source.tensor if kind == "const_attr" else None, dims)
+        )
     return specs, index
 
 
@@ -191,7 +286,10 @@ def _between(program: Program) -> dict[int, int]:
 
 def _views(program: Program, index: dict[Node, int]) -> dict[int, tuple[int, int, list[View]]]:
     place = {out: i for i, out in reversed([*enumerate(program.outputs)]) if isinstance(out, Node)}
-    return {i: (index.get(node, -1), place.get(node, -1) if node not in index else -1, views) for i, (node, views) in program.views.items()}
+    return {
+        i: (index.get(node, -1), place.get(node, -1) if node not in index else -1, views)
+        for i, (node, views) in program.views.items()
+    }
 
 
 def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], Any]:
@@ -227,14 +325,17 @@ def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], A
         return fill
 
     def rebuild(tensors: list[Tensor]) -> Any:
-        return fill([x if kind == "value" else tensors[x] if kind == "tensor" else tensors[x].item() for kind, x in slots])
+        return fill(
+            [x if kind == "value" else tensors[x] if kind == "tensor" else tensors[x].item() for kind, x in slots]
+        )
 
     return rebuild
 
 
 def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool,
                 symbolic: bool) -> tuple[Callable[[FlatInputs], bool], list[int]]:
-    """What the trace took for granted about sizes and numbers, as one compiled expression: it is asked at every step."""
+    """What the trace took for granted about sizes and numbers, as one compiled expression: it is asked at every
+    step."""
     n = len(flat.tensors)
     held = {s.leaf: node.val for s, node in program.inputs if s.kind == "user"}
     fixed = [i for i in range(len(flat.scalars)) if not symbolic or isinstance(held.get(n + i, 0), int)]
@@ -275,7 +376,9 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
     for symbol, (lo, hi) in exported.ranges.items():
         if symbol in name and (lo > 0 or hi < _UNBOUNDED):
             terms.append(f"{lo} <= {name[symbol]} <= {hi}" if hi < _UNBOUNDED else f"{name[symbol]} >= {lo}")
-    terms += [f"({_python(g, name)})" for g in exported.guards if g.free_symbols and all(s in name for s in g.free_symbols)]
+    terms += [
+        f"({_python(g, name)})" for g in exported.guards if g.free_symbols and all(s in name for s in g.free_symbols)
+    ]
     body = "\n    ".join(["t, c = f.tensors, f.scalars", *lines, f"return {' and '.join(terms) or 'True'}"])
     space: dict[str, Any] = {**known, "math": math}
     exec(f"def fits(f):\n    {body}\n", space)  # our own text: names above, and expressions printed by sympy

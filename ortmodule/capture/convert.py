@@ -1,13 +1,13 @@
 """Pure nodes -> ONNX: one table, a row per ATen operator, written so that the meaning for training is equal.
 
-A row is a function (c, n, *arguments in the order of the ATen schema, defaults filled in) that emits nodes and returns the result.
-What PyTorch does silently is written out: type promotion and autocast become Cast nodes (the recorded type of a result is the rule),
-floor division, gradients at kinks (Where instead of Clip), negative indices. What has no row stays one node, org.pytorch.aten::ATen,
-with a row in the table of host calls, so no operator is missing.
+A row is a function (c, n, *arguments in the order of the ATen schema, defaults filled in) that emits nodes and returns
+the result. What PyTorch does silently is written out: type promotion and autocast become Cast nodes (the recorded type
+of a result is the rule), floor division, gradients at kinks (Where instead of Clip), negative indices. What has no row
+stays one node, org.pytorch.aten::ATen, with a row in the table of host calls, so no operator is missing.
 
-Floats. ONNX attributes are float32. Where a double does not fit, the node's metadata holds it in full: `f64:<attribute>`.
-Low precision. x * 0.044715 in bf16 is computed by torch in float32 and rounded once; a factor that bf16 cannot hold is therefore
-applied in float32 between two Casts.
+Floats. ONNX attributes are float32. Where a double does not fit, the node's metadata holds it in full:
+`f64:<attribute>`. Low precision. x * 0.044715 in bf16 is computed by torch in float32 and rounded once; a factor that
+bf16 cannot hold is therefore applied in float32 between two Casts.
 """
 
 from __future__ import annotations
@@ -34,17 +34,31 @@ CONCAT_MAX = 256  # operands of one concat in the engine
 F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
 _LOW = (torch.bfloat16, torch.float16)
 
-# The trace gives these operators a result of one operand's type where PyTorch's kernels raise. Refused here, so that PyTorch runs and raises.
+# The trace gives these operators a result of one operand's type where PyTorch's kernels raise. Refused here, so that
+# PyTorch runs and raises.
 _NORMS = {"aten::layer_norm", "aten::group_norm", "aten::batch_norm"}
-_ONE_TYPE = {"aten::linear", "aten::mm", "aten::bmm", "aten::matmul", "aten::mv", "aten::dot", "aten::addmm", "aten::baddbmm", "aten::addmv",
-             "aten::scaled_dot_product_attention", *_NORMS}
+_ONE_TYPE = {
+    "aten::linear",
+    "aten::mm",
+    "aten::bmm",
+    "aten::matmul",
+    "aten::mv",
+    "aten::dot",
+    "aten::addmm",
+    "aten::baddbmm",
+    "aten::addmv",
+    "aten::scaled_dot_product_attention",
+    *_NORMS,
+}
 
-_SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "aten::gather"}  # gradients may be asked to be sparse
+# gradients may be asked to be sparse
+_SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "aten::gather"}
 
 
 @dataclass
 class HostOp:
-    """A node that PyTorch runs. call: takes the node's tensor inputs in order, is differentiable. reason: why it is not in the engine."""
+    """A node that PyTorch runs. call: takes the node's tensor inputs in order, is differentiable. reason: why it is not
+    in the engine."""
 
     kind: Literal["aten", "python_op", "module"]
     call: Callable[[list[Tensor]], Tensor | tuple[Tensor, ...]]
@@ -101,7 +115,8 @@ class Converter:
         return self.cast(self.v(x), dtype) if isinstance(x, Node) else self.scalar(x, dtype)
 
     def symbolic(self, e: Any) -> Val:
-        """A symbolic number as a 0-d value: int64 for sizes, float64 for what was computed from them or read from a float argument."""
+        """A symbolic number as a 0-d value: int64 for sizes, float64 for what was computed from them or read from a
+        float argument."""
         e = expr_of(e)
         item = self.program.item_of.get(e)
         if item is not None:
@@ -175,7 +190,9 @@ class Converter:
     def squeeze(self, v: Val, axes: Sequence[int]) -> Val:
         if not axes:
             return v
-        return self.b.op("Squeeze", [v, self.axes(axes)], v.dtype, tuple(d for i, d in enumerate(v.shape) if i not in axes))
+        return self.b.op(
+            "Squeeze", [v, self.axes(axes)], v.dtype, tuple(d for i, d in enumerate(v.shape) if i not in axes)
+        )
 
     def transpose(self, v: Val, perm: Sequence[int]) -> Val:
         if list(perm) == list(range(v.rank)):
@@ -206,7 +223,9 @@ class Converter:
         shape = (*v.shape[:axis], size, *v.shape[axis + 1 :])
         if start == 0 and step == 1 and v.shape[axis] == size:
             return v
-        return self.b.op("Slice", [v, self.b.dims([start]), self.b.dims([end]), self.axes([axis]), self.axes([step])], v.dtype, shape)
+        return self.b.op(
+            "Slice", [v, self.b.dims([start]), self.b.dims([end]), self.axes([axis]), self.axes([step])], v.dtype, shape
+        )
 
     def concat(self, parts: Sequence[Val], axis: int) -> Val:
         while len(parts) > 1:
@@ -220,10 +239,13 @@ class Converter:
         for p in parts:
             total = total + p.shape[axis]
         first = parts[0]
-        return self.b.op("Concat", parts, first.dtype, (*first.shape[:axis], expr_of(total), *first.shape[axis + 1 :]), axis=axis)
+        return self.b.op(
+            "Concat", parts, first.dtype, (*first.shape[:axis], expr_of(total), *first.shape[axis + 1 :]), axis=axis
+        )
 
     def no_negative(self, v: Val) -> Val:
-        """The node just made takes its indices as they are: one below 0 is an error, where ONNX counts it from the end."""
+        """The node just made takes its indices as they are: one below 0 is an error, where ONNX counts it from the
+        end."""
         note = self.b.graph.node[-1].metadata_props.add()
         note.key, note.value = "index_nonneg", "1"
         return v
@@ -318,8 +340,12 @@ class Converter:
         if not isinstance(target, str) and target._schema.name in _SPARSE and self.exported.grad_mode:
             given = dict(zip((a.name for a in target._schema.arguments), bound(n), strict=True))
             if given.get("sparse") or given.get("sparse_grad"):
-                raise CaptureError(f"{target._schema.name}: its gradient is sparse, which only PyTorch's autograd can hand to the parameter",
-                                   "", *n.src[1:])
+                raise CaptureError(
+                    f"{target._schema.name}: its gradient is sparse, which only PyTorch's autograd can hand to the "
+                    "parameter",
+                    "",
+                    *n.src[1:],
+                )
         f = TABLE.get(target if isinstance(target, str) else _key(target))
         reason = "no row in the operator table"
         if f is not None:
@@ -355,7 +381,8 @@ class Converter:
             self.values[n] = self.b.ops("PythonOp", ins, types, "com.microsoft", name=r.name, host_index=host)
 
     def aten(self, n: Node, reason: str) -> None:
-        """One torch operator as it is. Sizes among its arguments that the input tensors do not show travel as extra inputs."""
+        """One torch operator as it is. Sizes among its arguments that the input tensors do not show travel as extra
+        inputs."""
         ins: list[Val] = []
         vals = bound(n)
         dtype = n.val.dtype if isinstance(n.val, Tensor) else None
@@ -400,9 +427,16 @@ class Converter:
         host = len(self.host_ops)
         self.host_ops.append(HostOp("aten", call, str(target).replace("aten.", "aten::"), module, file, line, reason))
         outs = [n.val] if isinstance(n.val, Tensor) else [t for t in n.val if isinstance(t, Tensor)]
-        values = self.b.ops("ATen", ins, [(t.dtype, shape_of(t)) for t in outs], "org.pytorch.aten", operator=target._schema.name,
-                            overload_name="" if target._overloadname == "default" else target._overloadname,
-                            arguments=json.dumps([p[0] for p in parts]), host_index=host)
+        values = self.b.ops(
+            "ATen",
+            ins,
+            [(t.dtype, shape_of(t)) for t in outs],
+            "org.pytorch.aten",
+            operator=target._schema.name,
+            overload_name="" if target._overloadname == "default" else target._overloadname,
+            arguments=json.dumps([p[0] for p in parts]),
+            host_index=host,
+        )
         self.values[n] = values[0] if isinstance(n.val, Tensor) else values
 
     def natural_dtype(self, n: Node) -> torch.dtype | None:
@@ -417,7 +451,8 @@ class Converter:
             return n.val.dtype  # type: ignore[no-any-return]
         try:
             with mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
-                return n.target(*[val(a) for a in n.args], **{k: val(a) for k, a in n.kwargs.items()}).dtype  # type: ignore[no-any-return]
+                args, kwargs = [val(a) for a in n.args], {k: val(a) for k, a in n.kwargs.items()}
+                return n.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
         except RuntimeError:
             return None
 
@@ -442,7 +477,9 @@ def _key(target: Any) -> str:
     if k is None:
         space, _, name = target._schema.name.partition("::")
         over = target._overloadname
-        k = _keys[target] = (name if space == "aten" else f"{space}::{name}") + ("" if over in ("", "default") else f".{over}")
+        k = _keys[target] = (name if space == "aten" else f"{space}::{name}") + (
+            "" if over in ("", "default") else f".{over}"
+        )
     return k
 
 
@@ -458,12 +495,16 @@ def bound(n: Node) -> list[Any]:
 
 
 def broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
-    """numpy broadcasting of sizes; two different expressions are taken as equal (the export has proved it), numbers first."""
+    """numpy broadcasting of sizes; two different expressions are taken as equal (the export has proved it), numbers
+    first."""
     if a == b:
         return a
     n = max(len(a), len(b))
     a, b = (1,) * (n - len(a)) + a, (1,) * (n - len(b)) + b
-    return tuple(y if x == 1 else x if y == 1 or isinstance(x, int) else y if isinstance(y, int) else x for x, y in zip(a, b, strict=True))
+    return tuple(
+        y if x == 1 else x if y == 1 or isinstance(x, int) else y if isinstance(y, int) else x
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def convert(program: Program, exported: Exported, name: str) -> tuple[bytes, list[HostOp], Builder]:

@@ -1,18 +1,23 @@
 """Cuts: hooks on submodules see live tensors, because the graph ends before them and a new one begins behind them.
 
-while exporting   the hooks of a submodule rest. At the places where its forward pre-hooks and its forward hooks would run, the tensors among
-                  (args, kwargs) or the result pass through a mark, ortmodule_capture::cut(Tensor[] xs, int index) -> Tensor[], which gives
-                  stand-ins of the same kind.
-afterwards        the list of pure nodes is split at the marks into parts. Each part becomes an ONNX graph of its own; what crosses a mark is
+while exporting   the hooks of a submodule rest. At the places where its forward pre-hooks and its forward hooks would
+                  run, the tensors among
+                  (args, kwargs) or the result pass through a mark, ortmodule_capture::cut(Tensor[] xs, int index) ->
+                  Tensor[], which gives stand-ins of the same kind.
+afterwards        the list of pure nodes is split at the marks into parts. Each part becomes an ONNX graph of its own;
+                  what crosses a mark is
                   an output of one part and an input of others. ../cuts.py runs parts and hooks in turn.
 
 A mark is of a kind:
   enter, exit     around the forward of a hooked submodule
-  call            a submodule that stays in PyTorch, with hooks on it or inside of it: it is called there, on live tensors
-  sync            a tensor that a hook has seen is edited in place: the new value is copied into it (functional.py puts these)
+  call            a submodule that stays in PyTorch, with hooks on it or inside of it: it is called there, on live
+                  tensors
+  sync            a tensor that a hook has seen is edited in place: the new value is copied into it (functional.py puts
+                  these)
 
-Invariants: write-backs of buffers are made at the end of the part that computes them, so a hook finds the state that it would find in
-PyTorch, and a later part reads what the hook leaves. What no part can stand for is a CaptureError: then the module runs in PyTorch.
+Invariants: write-backs of buffers are made at the end of the part that computes them, so a hook finds the state that it
+would find in PyTorch, and a later part reads what the hook leaves. What no part can stand for is a CaptureError: then
+the module runs in PyTorch.
 """
 
 from __future__ import annotations
@@ -53,8 +58,9 @@ class CutError(opaque.OpaqueError):
 
 @dataclass
 class Mark:
-    """One cut. fill: values of the operands -> what the hooks are given; order: place of every tensor in flatten_inputs' order of that ->
-    operand; grad, autocast: what PyTorch would run the hooks under; partner: index of the exit of an enter. Slots are known after the split."""
+    """One cut. fill: values of the operands -> what the hooks are given; order: place of every tensor in
+    flatten_inputs' order of that -> operand; grad, autocast: what PyTorch would run the hooks under; partner: index of
+    the exit of an enter. Slots are known after the split."""
 
     kind: str
     module: str
@@ -71,8 +77,9 @@ class Mark:
 
 @dataclass
 class Part:
-    """The nodes between two marks. feed: per input of its graph the slot, or the (slot, axis) whose size it is; outputs: slots; cloned: inputs
-    that are edited in place later; drop: slots that nobody needs once this part begins."""
+    """The nodes between two marks. feed: per input of its graph the slot, or the (slot, axis) whose size it is;
+    outputs: slots; cloned: inputs that are edited in place later; drop: slots that nobody needs once this part
+    begins."""
 
     program: Program
     feed: list[int | tuple[int, int]] = field(default_factory=list)
@@ -100,8 +107,8 @@ torch.fx.node.has_side_effect(CUT)
 
 
 def _leaves(x: Any, share: bool) -> tuple[list[Tensor], Fill, list[int], Any]:
-    """Tensors of an object, leaves -> an equal object, which tensor stands at every place, structure key. share: one leaf for a tensor
-    that is met twice."""
+    """Tensors of an object, leaves -> an equal object, which tensor stands at every place, structure key. share: one
+    leaf for a tensor that is met twice."""
     tensors: list[Tensor] = []
     seen: dict[int, int] = {}
 
@@ -132,7 +139,10 @@ def _add(mark: Mark, tensors: list[Tensor]) -> list[Tensor]:
             raise CutError("hooks run inside of a checkpoint, and again when it is computed again")
         frame = frame.f_back
     if sum(m.kind in ("enter", "call") for m in table.marks) >= MOST:
-        raise CaptureError(f"submodules with hooks are called more than {MOST} times: that many cuts would cost more than the engine gains")
+        raise CaptureError(
+            f"submodules with hooks are called more than {MOST} times: that many cuts would cost more than the engine "
+            "gains"
+        )
     table.marks.append(mark)
     outs: list[Tensor] = CUT(tensors or [torch.zeros(())], len(table.marks) - 1)
     return outs
@@ -157,7 +167,9 @@ def _exit(place: Place, out: Any) -> Any:
     return fill(_add(Mark("exit", place.name, fill, order, key), tensors))
 
 
-def _call(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(
+    fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A kept submodule: the results' kinds are recorded ones, or those of a run on fake tensors."""
     tensors, fill, order, _ = _leaves((args, kwargs), True)
     results = opaque.kept_results(fqn, forward)
@@ -191,7 +203,9 @@ def silent(root: nn.Module) -> Iterator[None]:
         hooks = {name: m.__dict__[name] for name in opaque._HOOKS if m.__dict__.get(name)}
         if hooks:
             undo.append((m.__dict__, hooks))
-            m.__dict__.update({name: OrderedDict((k, f) for k, f in own.items() if part_of_forward(f)) for name, own in hooks.items()})
+            m.__dict__.update(
+                {name: OrderedDict((k, f) for k, f in own.items() if part_of_forward(f)) for name, own in hooks.items()}
+            )
     try:
         yield
     finally:
@@ -220,16 +234,19 @@ def marked(root: nn.Module, places: tuple[Place, ...], keep: list[str]) -> Itera
                 def leave(_m: Any, _args: Any, out: Any, place: Place = place) -> Any:
                     return _exit(place, out) if opaque.exporting() else None
 
-                after, own = d["_forward_hooks"], [("cut", leave)]  # silent: after are those that are part of the forward
+                # silent: after are those that are part of the forward
+                after, own = d["_forward_hooks"], [("cut", leave)]
                 d.update(_forward_pre_hooks=OrderedDict([("cut", enter), *d["_forward_pre_hooks"].items()]),
                          _forward_pre_hooks_with_kwargs={**d["_forward_pre_hooks_with_kwargs"], "cut": True},
-                         _forward_hooks=OrderedDict([*own, *after.items()] if place.early else [*after.items(), *own]))  # fmt: skip
+                         _forward_hooks=OrderedDict([*own, *after.items()] if place.early else [*after.items(), *own]))
             for fqn in live:
                 m = root.get_submodule(fqn)
                 d = m.__dict__
                 undo.append((d, {}, d.get("forward", none)))
 
-                def call(*args: Any, _fqn: str = fqn, _m: nn.Module = m, _forward: Any = m.forward, **kwargs: Any) -> Any:
+                def call(
+                    *args: Any, _fqn: str = fqn, _m: nn.Module = m, _forward: Any = m.forward, **kwargs: Any
+                ) -> Any:
                     return _call(_fqn, _m, _forward, args, kwargs) if opaque.exporting() else _forward(*args, **kwargs)
 
                 d["forward"] = call
@@ -253,8 +270,11 @@ def check(program: Any, module: nn.Module, table: opaque.Table) -> None:
             t = program.constants[spec.target]
             users = [n for p in program.graph.nodes if p.name == spec.arg.name for n in p.users]
             if id(t) not in known and any(n.target is not torch.ops.aten.lift_fresh_copy.default for n in users):
-                raise CaptureError("forward reads a tensor that is no attribute of a module: hooks on submodules may have put it there, and so "
-                                   "take part in what forward returns")  # fmt: skip
+                raise CaptureError(
+                    "forward reads a tensor that is no attribute of a module: hooks on submodules may have put it "
+                    "there, and so "
+                    "take part in what forward returns"
+                )
     if table.open:
         raise CaptureError(f"an error inside of {table.marks[table.open[-1]].module} is caught by the code around it")
 
@@ -263,7 +283,8 @@ def check(program: Any, module: nn.Module, table: opaque.Table) -> None:
 
 
 class Split(NamedTuple):
-    """parts[k] ends at marks[k]. n_slots: values in a run: first those of program.inputs but constants, in their order; outputs: slots."""
+    """parts[k] ends at marks[k]. n_slots: values in a run: first those of program.inputs but constants, in their order;
+    outputs: slots."""
 
     parts: list[Part]
     marks: list[Mark]
@@ -281,7 +302,13 @@ def split(program: Program, exported: Exported) -> Split:
     for s, n in program.inputs:
         if s.kind != "constant":
             slot[n] = len(slot)
-    seen = {i for n in program.nodes if n.target is CUT for i in n.args[0] if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
+    seen = {
+        i
+        for n in program.nodes
+        if n.target is CUT
+        for i in n.args[0]
+        if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point
+    }
     groups: list[list[Node]] = [[]]
     cuts: list[Node] = []
     end = Node(CUT, ([], -1), {}, (), ("", "", 0))
@@ -399,7 +426,9 @@ def split(program: Program, exported: Exported) -> Split:
         p.inputs = named
         ordered = sorted(named, key=lambda s: (order[s[0].kind], s[0].leaf))
         part.feed = [n.args[0] if n not in slot else slot[n] for s, n in ordered if s.kind != "constant"]
-        part.cloned = [i for i, f in enumerate(part.feed) if f in edited and not any(slot.get(t) == f for t, _ in p.writes)]
+        part.cloned = [
+            i for i, f in enumerate(part.feed) if f in edited and not any(slot.get(t) == f for t, _ in p.writes)
+        ]
         part.drop = [slot[n] for n, until in last.items() if until == k - 1 and slot[n] >= len(source_of)]
     return Split(parts, marks, n_slots, outputs)
 
@@ -413,8 +442,8 @@ def _levels(group: list[Node], seen: set[Node]) -> list[list[Node]]:
 
 
 class _Cones:
-    """Values that depend on nothing that is trained or changed (masks, positions): a later part computes them again, so that the engine
-    sees what they are."""
+    """Values that depend on nothing that is trained or changed (masks, positions): a later part computes them again, so
+    that the engine sees what they are."""
 
     def __init__(self, program: Program, source_of: dict[Node, Any]) -> None:
         self.rank = {n: i for i, n in enumerate(program.nodes)}
@@ -438,7 +467,12 @@ class _Cones:
                 source = self.source_of[i]
                 if source.kind == "constant":
                     continue
-                if source.kind != "user" or i in self.written or not isinstance(i.val, Tensor) or i.val.dtype.is_floating_point:
+                if (
+                    source.kind != "user"
+                    or i in self.written
+                    or not isinstance(i.val, Tensor)
+                    or i.val.dtype.is_floating_point
+                ):
                     return None
                 continue
             inner = self.cone(i)
@@ -469,7 +503,9 @@ def _sizes(p: Program, program: Program, slot: dict[Node, int]) -> None:
     needed |= {s for out in p.outputs for s in _symbols(out.val if isinstance(out, Node) else out)}
     for _, n in p.inputs:
         needed |= _symbols(n.val)
-    known = {d for _, n in p.inputs if isinstance(n.val, Tensor) for d in shape_of(n.val) if getattr(d, "is_Symbol", False)}
+    known = {
+        d for _, n in p.inputs if isinstance(n.val, Tensor) for d in shape_of(n.val) if getattr(d, "is_Symbol", False)
+    }
     known |= {expr_of(n.val) for _, n in p.inputs if not isinstance(n.val, Tensor)}
     for s in sorted(needed - known - p.item_of.keys(), key=str):
         if free_unbacked_symbols(s):  # that of x[mask]: regions.py keeps what has it
@@ -505,13 +541,16 @@ class _Through(torch.autograd.Function):
         return None, grads[0]
 
 
-def _batch_norm(x: Tensor, w: Any, b: Any, mean: Tensor, var: Tensor, _training: bool, momentum: float, eps: float, *_: Any) -> Any:
+def _batch_norm(
+    x: Tensor, w: Any, b: Any, mean: Tensor, var: Tensor, _training: bool, momentum: float, eps: float, *_: Any
+) -> Any:
     mean, var = mean.detach().clone(), var.detach().clone()
     return torch.nn.functional.batch_norm(x, mean, var, w, b, True, momentum, eps), mean, var
 
 
 class Interpreter:
-    """A part, operation by operation in PyTorch: when its gradients are to be differentiated, and when the engine turns its tensors down."""
+    """A part, operation by operation in PyTorch: when its gradients are to be differentiated, and when the engine turns
+    its tensors down."""
 
     def __init__(self, program: Program, table: opaque.Table) -> None:
         inputs = [n for s, n in program.inputs if s.kind != "constant"]
@@ -530,7 +569,9 @@ class Interpreter:
         size: dict[Any, Any] = {}
         for n, t in zip(self.inputs, tensors, strict=True):
             if isinstance(n.val, Tensor):
-                size.update((d, got) for d, got in zip(shape_of(n.val), t.shape, strict=True) if getattr(d, "is_Symbol", False))
+                size.update(
+                    (d, got) for d, got in zip(shape_of(n.val), t.shape, strict=True) if getattr(d, "is_Symbol", False)
+                )
             else:
                 size[expr_of(n.val)] = t.item()
 
@@ -539,18 +580,25 @@ class Interpreter:
                 return value[a]
             if isinstance(a, (torch.SymInt, torch.SymFloat)):
                 e = sympify(a.node.expr)
-                size.update((s, value[self.item_of[s]].item()) for s in e.free_symbols if s not in size and s in self.item_of)
+                size.update(
+                    (s, value[self.item_of[s]].item()) for s in e.free_symbols if s not in size and s in self.item_of
+                )
                 r = e.subs(size)
                 return int(r) if r.is_integer else float(r)
             return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         for n, target, args, kwargs, grad, autocast, val in self.steps:
-            with torch.set_grad_enabled(grad and torch.is_grad_enabled()), torch.autocast("cpu", dtype=self.low, enabled=autocast):
+            with (
+                torch.set_grad_enabled(grad and torch.is_grad_enabled()),
+                torch.autocast("cpu", dtype=self.low, enabled=autocast),
+            ):
                 if target is opaque.HOST:
                     made: Any = self.rows[args[1]].call([of(x) for x in args[0]])
                     value[n] = (made,) if isinstance(made, Tensor) else made
                 elif isinstance(target, str):
-                    value[n] = self.named(target, of(list(val.shape)) if isinstance(val, Tensor) else [], [of(a) for a in args])
+                    value[n] = self.named(
+                        target, of(list(val.shape)) if isinstance(val, Tensor) else [], [of(a) for a in args]
+                    )
                     if isinstance(val, Tensor):
                         value[n] = value[n].to(val.dtype)
                 else:

@@ -1,12 +1,13 @@
-"""torch.export, and nothing else of the package touches it: a module and its arguments -> training IR with a plain description.
+"""torch.export, and nothing else of the package touches it: a module and its arguments -> training IR with a plain
+description.
 
-The module is wrapped so that the export sees flat tensors only: the wrapper rebuilds the arguments from leaves, calls the module
-and flattens the result into a skeleton that leaves through a box (attributes set on modules while tracing are restored by the
-export). The IR is non-strict training IR: one node per ATen call as the user's code made it, in the user's grad mode and under the
-user's autocast, not decomposed.
+The module is wrapped so that the export sees flat tensors only: the wrapper rebuilds the arguments from leaves, calls
+the module and flattens the result into a skeleton that leaves through a box (attributes set on modules while tracing
+are restored by the export). The IR is non-strict training IR: one node per ATen call as the user's code made it, in the
+user's grad mode and under the user's autocast, not decomposed.
 
-The user's model and process are left as they were: random states of torch, numpy and Python, tensors held as plain attributes
-(the export edits those for real), and everything that is patched while tracing.
+The user's model and process are left as they were: random states of torch, numpy and Python, tensors held as plain
+attributes (the export edits those for real), and everything that is patched while tracing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _lock = threading.RLock()
 
 
 class CaptureError(Exception):
-    """The module could not be captured. reason: why; module: innermost user submodule ('' = the whole); file, line: user's source."""
+    """The module could not be captured. reason: why; module: innermost user submodule ('' = the whole); file, line:
+    user's source."""
 
     def __init__(self, reason: str, module: str = "", file: str = "", line: int = 0) -> None:
         where = f" in submodule '{module}'" if module else ""
@@ -58,7 +60,8 @@ class CaptureError(Exception):
 
 @dataclass
 class Source:
-    """A placeholder of the exported graph. leaf: index into the flattened user leaves. tensor: the object, for all but user inputs."""
+    """A placeholder of the exported graph. leaf: index into the flattened user leaves. tensor: the object, for all but
+    user inputs."""
 
     kind: str  # 'user' | 'param' | 'buffer' | 'const_attr' | 'constant'
     target: str = ""
@@ -68,8 +71,8 @@ class Source:
 
 @dataclass
 class Exported:
-    """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order; rebuild: from
-    values of the slots. rebinds: buffers to which forward assigns a new tensor."""
+    """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order;
+    rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -86,7 +89,9 @@ class Exported:
 class _Wrapper(nn.Module):
     """Flat leaves in, flat tuple of leaves out."""
 
-    def __init__(self, module: nn.Module, fill: Fill, n_tensors: int, float_leaves: Collection[int], box: dict[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, fill: Fill, n_tensors: int, float_leaves: Collection[int], box: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.m = module
         self._fill = fill
@@ -95,7 +100,8 @@ class _Wrapper(nn.Module):
         self.training = module.training
 
     def forward(self, *leaves: Any) -> Any:
-        # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules expect.
+        # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules
+        # expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
         args, kwargs = self._fill(values)
         given = _contents((args, kwargs))
@@ -126,9 +132,12 @@ class _Wrapper(nn.Module):
         return tuple(flat)
 
 
-def _write_assigned(modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]], given: list[Tensor]) -> list[str]:
-    """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would lose it. -> names of
-    those buffers: before every run they get a tensor of their own, so that who holds the old one keeps the old values."""
+def _write_assigned(
+    modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]], given: list[Tensor]
+) -> list[str]:
+    """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would
+    lose it. -> names of those buffers: before every run they get a tensor of their own, so that who holds the old one
+    keeps the old values."""
     writes: list[tuple[Tensor, Tensor]] = []
     names: list[str] = []
     owners = Counter(id(b) for _, _, before, _ in modules for b in before.values() if b is not None)
@@ -148,7 +157,8 @@ def _write_assigned(modules: list[tuple[str, nn.Module, dict[str, Tensor | None]
             names.append(f"{fqn}.{name}".lstrip("."))
         if any(p.requires_grad != wanted for p, wanted in params):
             raise CaptureError("forward changes requires_grad of a parameter", fqn)
-    values = [new.clone() for _, new in writes] if len(writes) > 1 else [new for _, new in writes]  # two may have changed places
+    # two may have changed places
+    values = [new.clone() for _, new in writes] if len(writes) > 1 else [new for _, new in writes]
     for (old, _), value in zip(writes, values, strict=True):
         old.copy_(value)
     return names
@@ -172,8 +182,8 @@ def _keep_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]:
-    """Restores attributes of the modules: which there are, what they refer to, and the contents of tensors held as plain
-    attributes (of buffers too when `registered`, for a real run)."""
+    """Restores attributes of the modules: which there are, what they refer to, and the contents of tensors held as
+    plain attributes (of buffers too when `registered`, for a real run)."""
     modules = list(root.modules())
     before = [(m, dict(m.__dict__)) for m in modules]
     copies: list[tuple[Tensor, Tensor]] = []
@@ -207,8 +217,9 @@ def _differs(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def _patched_torch() -> Iterator[None]:
-    """Two places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares values (the
-    engine finds causality itself); the recurrent layers' fake kernels unroll the sequence, which fixes its length."""
+    """Two places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares
+    values (the engine finds causality itself); the recurrent layers' fake kernels unroll the sequence, which fixes its
+    length."""
     import torch.nn.modules.transformer as transformer
 
     detect = transformer._detect_is_causal_mask
@@ -240,13 +251,14 @@ def _patched_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _light() -> Iterator[None]:
-    """A quarter of the tracing time goes into two things that nobody reads: source lines of the frames inside torch in every node's stack
-    trace, and Python code for graph modules that the next pass of the export rewrites."""
+    """A quarter of the tracing time goes into two things that nobody reads: source lines of the frames inside torch in
+    every node's stack trace, and Python code for graph modules that the next pass of the export rewrites."""
     extract, recompile = torch_traceback._extract_symbolized_tb, fx.GraphModule.recompile
 
     def users(frames: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list([(f["filename"], f["line"], f["name"], "") for f in reversed(frames[skip:])
-                                                 if is_user_file(f["filename"])])  # fmt: skip
+        return traceback.StackSummary.from_list(
+            [(f["filename"], f["line"], f["name"], "") for f in reversed(frames[skip:]) if is_user_file(f["filename"])]
+        )
 
     def once(gm: fx.GraphModule) -> Any:
         return None if "_code" in gm.__dict__ else recompile(gm)
@@ -282,8 +294,8 @@ def is_user_file(path: str) -> bool:
 
 
 def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
-    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code; after the trace, those of
-    the node at hand."""
+    """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code; after the
+    trace, those of the node at hand."""
     if isinstance(error, CaptureError):
         return error
     names = {id(m): fqn for fqn, m in root.named_modules()}
@@ -323,11 +335,19 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
 # --- export ---------------------------------------------------------------------------------------
 
 
-def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = False,
-                  symbolic_scalars: bool = False, keep_in_torch: Collection[str] = (), fixed: Collection[tuple[int, int]] = (),
-                  cut: tuple[Any, ...] = ()) -> Exported:
-    """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic capture. cut: the
-    cuts.Places of hooks."""
+def export_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic: bool = False,
+    symbolic_scalars: bool = False,
+    keep_in_torch: Collection[str] = (),
+    fixed: Collection[tuple[int, int]] = (),
+    cut: tuple[Any, ...] = (),
+) -> Exported:
+    """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic
+    capture. cut: the cuts.Places of hooks."""
     keep = sorted(keep_in_torch)
     with _lock, _quiet(), _keep_random_state():
         try:
@@ -342,13 +362,16 @@ def export_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
         try:
             with opaque.table() as table:
-                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, ones_are_symbols=False)
+                return _export(
+                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, ones_are_symbols=False
+                )
         except Exception:
             raise error from None
 
 
 def _example(t: Tensor) -> Tensor:
-    """The export wants leaf tensors and edits user inputs in place for real when the module does: give it a stand-in."""
+    """The export wants leaf tensors and edits user inputs in place for real when the module does: give it a
+    stand-in."""
     return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
 
 
@@ -405,24 +428,64 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     shapes: Any = None
     if dynamic or symbolic_scalars:
         auto = Dim.AUTO
-        shapes = {"leaves": tuple(
-            ({d: auto for d, size in enumerate(x.shape) if (ones_are_symbols or size != 1) and (i, d) not in fixed} if dynamic else None)
-            if isinstance(x, Tensor) else Dim.DYNAMIC if type(x) is int else None for i, x in enumerate(leaves))}
-    with _keep_attributes(module), opaque.keep_functions(), cuts.marked(module, cut, keep) as rest, opaque.keep_modules(module, rest), \
-            _patched_torch(), _light(), fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        shapes = {
+            "leaves": tuple(
+                (
+                    {
+                        d: auto
+                        for d, size in enumerate(x.shape)
+                        if (ones_are_symbols or size != 1) and (i, d) not in fixed
+                    }
+                    if dynamic
+                    else None
+                )
+                if isinstance(x, Tensor)
+                else Dim.DYNAMIC
+                if type(x) is int
+                else None
+                for i, x in enumerate(leaves)
+            )
+        }
+    with (
+        _keep_attributes(module),
+        opaque.keep_functions(),
+        cuts.marked(module, cut, keep) as rest,
+        opaque.keep_modules(module, rest),
+        _patched_torch(),
+        _light(),
+        fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+    ):
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)
     if cut:
         cuts.check(program, module, table)
     if keep and not dynamic and box["structure"] != _structure(result):
-        raise CaptureError(f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns something else")
-    return Exported(program.graph_module, _sources(module, program, leaves), box["rebuild"], table, torch.is_grad_enabled(),
-                    torch.is_autocast_enabled("cpu"), _ranges(program), _guards(program), leaves, box["rebinds"])
+        raise CaptureError(
+            f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns "
+            "something else"
+        )
+    return Exported(
+        program.graph_module,
+        _sources(module, program, leaves),
+        box["rebuild"],
+        table,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        _ranges(program),
+        _guards(program),
+        leaves,
+        box["rebinds"],
+    )
 
 
 def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, Source]:
     canonical = {id(p): fqn for fqn, p in [*module.named_buffers(), *module.named_parameters()]}
-    plain = {id(t): f"{fqn}.{k}".lstrip(".") for fqn, m in module.named_modules() for k, t in m.__dict__.items() if isinstance(t, Tensor)}
+    plain = {
+        id(t): f"{fqn}.{k}".lstrip(".")
+        for fqn, m in module.named_modules()
+        for k, t in m.__dict__.items()
+        if isinstance(t, Tensor)
+    }
     users = {n.name: list(n.users) for n in program.graph.nodes if n.op == "placeholder"}
     sources: dict[str, Source] = {}
     n_user = 0
@@ -445,15 +508,26 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
             else:
                 sources[name] = Source("const_attr", target, tensor=_original(t))
         else:
-            raise CaptureError(f"an input of kind {spec.kind.name} ({target or name}) has no meaning in a training graph")
+            raise CaptureError(
+                f"an input of kind {spec.kind.name} ({target or name}) has no meaning in a training graph"
+            )
     return sources
 
 
 def _original(t: Tensor) -> Tensor:
-    """The export holds tensors that the code reaches in other ways (closures, globals, lists of a module) by an alias without gradient;
-    the object itself is found by its memory."""
-    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and x is not t and x.dtype == t.dtype and x.shape == t.shape
-             and x.layout == torch.strided and x.data_ptr() == t.data_ptr() and x.stride() == t.stride()]
+    """The export holds tensors that the code reaches in other ways (closures, globals, lists of a module) by an alias
+    without gradient; the object itself is found by its memory."""
+    found = [
+        x
+        for x in gc.get_objects()
+        if type(x) in (Tensor, nn.Parameter)
+        and x is not t
+        and x.dtype == t.dtype
+        and x.shape == t.shape
+        and x.layout == torch.strided
+        and x.data_ptr() == t.data_ptr()
+        and x.stride() == t.stride()
+    ]
     return next((x for x in found if x.requires_grad and x.is_leaf), found[0] if found else t)
 
 

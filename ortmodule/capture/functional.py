@@ -1,17 +1,21 @@
-"""In-place operations and views become values: exported training IR -> a flat list of pure nodes plus a list of write-backs.
+"""In-place operations and views become values: exported training IR -> a flat list of pure nodes plus a list of
+write-backs.
 
 Every tensor of the IR is a V: a base and a chain of views down from it. A base has a current value and a version.
-  read   V.version != base.version: the value is derived again through the chain, in the grad mode of each view's creation.
-  write  the operation without its underscore gives a new value of the view, cast to its dtype; it is scattered up the chain into a
+  read   V.version != base.version: the value is derived again through the chain, in the grad mode of each view's
+         creation.
+  write  the operation without its underscore gives a new value of the view, cast to its dtype; it is scattered up the
+         chain into a
          new value of the base; the version goes up.
-At the end the inputs whose version is above zero are the write-backs. Written by hand here, not by run_decompositions: that takes
-seconds on a 12-layer model and rewrites dropout and batch_norm.
+At the end the inputs whose version is above zero are the write-backs. Written by hand here, not by run_decompositions:
+that takes seconds on a 12-layer model and rewrites dropout and batch_norm.
 
-Grad modes: regions under no_grad come as sub-graphs and are inlined; what leaves one is wrapped in STOP. A write under no_grad, or
-through a detached view, keeps the gradient of the old value: base := THROUGH(new, old).
+Grad modes: regions under no_grad come as sub-graphs and are inlined; what leaves one is wrapped in STOP. A write under
+no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old).
 
-Invariants: the list is in topological order and free of dead nodes; nodes have no side effects; a node's `val` is the fake tensor (or
-tuple of them) that the export recorded or, for nodes made here, that the operation gives on fake tensors.
+Invariants: the list is in topological order and free of dead nodes; nodes have no side effects; a node's `val` is the
+fake tensor (or tuple of them) that the export recorded or, for nodes made here, that the operation gives on fake
+tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +33,32 @@ from .opaque import CUT
 aten = torch.ops.aten
 
 # Targets of nodes that are no ATen call.
-INPUT, STOP, THROUGH, COPY, FILL, BATCH_NORM = "input", "stop_gradient", "straight_through", "copy", "fill", "batch_norm_train"
+INPUT, STOP, THROUGH, COPY, FILL, BATCH_NORM = (
+    "input",
+    "stop_gradient",
+    "straight_through",
+    "copy",
+    "fill",
+    "batch_norm_train",
+)
 
 
 class Node:
-    """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src: (module, file, line);
-    grad: made in grad mode; autocast: made under autocast."""
+    """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src:
+    (module, file, line); grad: made in grad mode; autocast: made under autocast."""
 
     __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped")
 
-    def __init__(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any, src: tuple[str, str, int], grad: bool = True,
-                 autocast: bool = False) -> None:
+    def __init__(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        val: Any,
+        src: tuple[str, str, int],
+        grad: bool = True,
+        autocast: bool = False,
+    ) -> None:
         self.target = target
         self.args = args
         self.kwargs = kwargs
@@ -64,9 +83,9 @@ def _nodes_in(args: Any) -> Iterator[Node]:
 
 
 class Program:
-    """The pure graph. inputs: (source, INPUT node) of every placeholder that is used; outputs: tensors or sizes of the user's result;
-    passthrough: output index -> INPUT node when the output is that input itself; views: output index -> (INPUT node or another output, the
-    views that lead from it to this output); writes: (INPUT node, new value)."""
+    """The pure graph. inputs: (source, INPUT node) of every placeholder that is used; outputs: tensors or sizes of the
+    user's result; passthrough: output index -> INPUT node when the output is that input itself; views: output index ->
+    (INPUT node or another output, the views that lead from it to this output); writes: (INPUT node, new value)."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -80,7 +99,8 @@ class Program:
 
 
 class View(NamedTuple):
-    """One view, to be made again from a tensor of PyTorch's. item: which result of a view with several, or -1; grad: made in grad mode."""
+    """One view, to be made again from a tensor of PyTorch's. item: which result of a view with several, or -1; grad:
+    made in grad mode."""
 
     target: Any
     args: tuple[Any, ...]  # after the first
@@ -103,12 +123,14 @@ class _Base:
 
 
 class _V:
-    """A tensor name of the IR. view: the Node that derives it from its parent (its first argument is replaced when derived again);
-    item: which result of a view with several results."""
+    """A tensor name of the IR. view: the Node that derives it from its parent (its first argument is replaced when
+    derived again); item: which result of a view with several results."""
 
     __slots__ = ("base", "parent", "view", "item", "node", "version")
 
-    def __init__(self, base: _Base, node: Node, parent: _V | None = None, view: Node | None = None, item: int = -1) -> None:
+    def __init__(
+        self, base: _Base, node: Node, parent: _V | None = None, view: Node | None = None, item: int = -1
+    ) -> None:
         self.base = base
         self.parent = parent
         self.view = view
@@ -123,14 +145,52 @@ def _is_float(val: Any) -> bool:
     return isinstance(val, Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex)
 
 
-_SKIP = {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
-         "_functional_assert_async", "_functional_assert_scalar"}
+_SKIP = {
+    "_assert_scalar",
+    "_assert_async",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_functional_assert_async",
+    "_functional_assert_scalar",
+}
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-_RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "_reshape_alias",
-             "ravel", "atleast_1d", "atleast_2d", "atleast_3d"}
-_SAME = {"alias", "detach", "contiguous", "to", "_to_copy", "lift", "lift_fresh", "type_as", "positive", "resolve_conj", "resolve_neg",
-         "expand", "expand_as", "broadcast_to", "pin_memory", "requires_grad_", *_DROPOUTS}
+_RESHAPES = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+    "_reshape_alias",
+    "ravel",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+}
+_SAME = {
+    "alias",
+    "detach",
+    "contiguous",
+    "to",
+    "_to_copy",
+    "lift",
+    "lift_fresh",
+    "type_as",
+    "positive",
+    "resolve_conj",
+    "resolve_neg",
+    "expand",
+    "expand_as",
+    "broadcast_to",
+    "pin_memory",
+    "requires_grad_",
+    *_DROPOUTS,
+}
 
 
 class _Functionalizer:
@@ -259,7 +319,9 @@ class _Functionalizer:
     def sync(self, base: _Base) -> None:
         """An edit of what a hook has seen: the tensor that the hook had gets the new value."""
         if base.held is None or any(b.views for b in base.kin if b is not base):
-            raise CaptureError("an edit in place of what a hook on a submodule has seen, of which there are other views")
+            raise CaptureError(
+                "an edit in place of what a hook on a submodule has seen, of which there are other views"
+            )
         new, held = base.node, base.held
         if base.input is not None:
             base.flushed = base.version
@@ -279,7 +341,10 @@ class _Functionalizer:
             return self.make("reshape_to", (new,), {}, val)
         if name in _SAME:
             if tuple(new.val.shape) != tuple(val.shape):
-                raise self.fail(f"{name}: an in-place write into an expanded view (several elements share one place); clone it first")
+                raise self.fail(
+                    f"{name}: an in-place write into an expanded view (several elements share one place); clone it "
+                    "first"
+                )
             return new
         if name in ("transpose", "swapaxes", "swapdims"):
             d = list(a.values())
@@ -292,9 +357,13 @@ class _Functionalizer:
             dims = [d % val.dim() for d in a["dims"]]
             return self.make(aten.permute.default, (new, [dims.index(i) for i in range(len(dims))]), {}, val)
         if name == "slice":
-            return self.make(aten.slice_scatter.default, (parent, new, a["dim"], a["start"], a["end"], a["step"]), {}, val)
+            return self.make(
+                aten.slice_scatter.default, (parent, new, a["dim"], a["start"], a["end"], a["step"]), {}, val
+            )
         if name == "narrow":
-            return self.make(aten.slice_scatter.default, (parent, new, a["dim"], a["start"], a["start"] + a["length"], 1), {}, val)
+            return self.make(
+                aten.slice_scatter.default, (parent, new, a["dim"], a["start"], a["start"] + a["length"], 1), {}, val
+            )
         if name == "select":
             return self.make(aten.select_scatter.default, (parent, new, a["dim"], a["index"]), {}, val)
         if name == "diagonal":
@@ -307,7 +376,9 @@ class _Functionalizer:
             end = start + view.val[v.item].shape[dim]
             if isinstance(start, int) and isinstance(end, int):
                 return self.make(aten.slice_scatter.default, (parent, new, dim, start, end, 1), {}, val)
-        raise self.fail(f"{name}: an in-place write through this view has no functional form here; clone the view before writing")
+        raise self.fail(
+            f"{name}: an in-place write through this view has no functional form here; clone the view before writing"
+        )
 
     # --- the walk
 
@@ -423,7 +494,9 @@ class _Functionalizer:
             return
         kwargs = {k: self.arg(a, env) for k, a in node.kwargs.items()}
         if name == "instance_norm" and node.args[3] is not None and node.args[5]:
-            raise self.fail("instance_norm: training with running statistics is not supported; use track_running_stats=False")
+            raise self.fail(
+                "instance_norm: training with running statistics is not supported; use track_running_stats=False"
+            )
         args = tuple([self.arg(a, env) for a in node.args])
         made = self.make(target, args, kwargs, val)
         if isinstance(val, Tensor):
@@ -449,9 +522,9 @@ class _Functionalizer:
         env[node] = items
 
     def aliases(self, node: fx.Node, val: Tensor) -> bool:
-        """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always. Three exceptions:
-        detach (a view to us), recorded constants (do not share their storage with their views), dropout that drops nothing (is its
-        input, but is recorded as a copy)."""
+        """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always.
+        Three exceptions: detach (a view to us), recorded constants (do not share their storage with their views),
+        dropout that drops nothing (is its input, but is recorded as a copy)."""
         target, of = node.target, node.args[0]
         assert isinstance(of, fx.Node)
         name = _name(target)
@@ -507,8 +580,10 @@ class _Functionalizer:
             pure = _without_out(target) if written[0] == "out" else _pure(target)
             if pure is None:
                 raise self.fail(f"{target}: no functional form; use the operation without the underscore")
-            full = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | given  # exported code omits defaults
-            names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}  # dropout_ has self, dropout input
+            # exported code omits defaults
+            full = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | given
+            # dropout_ has self, dropout input
+            names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}
             takes = [(a, full[names[a.name]]) for a in pure._schema.arguments if names.get(a.name) in full]
             args = tuple([self.arg(x, env) for a, x in takes if not a.kwarg_only])
             new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
@@ -532,7 +607,9 @@ class _Functionalizer:
                 p.outputs.append(out)
             else:
                 p.outputs.append(v)
-        self.find_views([x.v if isinstance(x, _Held) else x for x in result], {b.input for s, b in held if s.kind != "constant"})
+        self.find_views(
+            [x.v if isinstance(x, _Held) else x for x in result], {b.input for s, b in held if s.kind != "constant"}
+        )
         for source, base in held:
             if base.version > base.flushed and source.kind != "constant":
                 assert base.input is not None
@@ -551,10 +628,12 @@ class _Functionalizer:
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
 
     def find_views(self, result: list[Any], inputs: Collection[Node | None]) -> None:
-        """Outputs that share memory with an input or with another output, so that who edits one in place sees it in the other."""
+        """Outputs that share memory with an input or with another output, so that who edits one in place sees it in the
+        other."""
         p = self.program
         others = {out: i for i, out in reversed([*enumerate(p.outputs)]) if isinstance(out, Node)}
-        # The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that PyTorch has.
+        # The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that PyTorch
+        # has.
         whole = {out for out in others if isinstance(out.val, Tensor) and out.val.is_contiguous()}
         for i, out in enumerate(p.outputs):
             if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
@@ -564,7 +643,8 @@ class _Functionalizer:
             node = out
             while True:
                 item = -1
-                if v is not None and v.parent is not None:  # edits may lie between: the chain of views knows, the nodes do not
+                # edits may lie between: the chain of views knows, the nodes do not
+                if v is not None and v.parent is not None:
                     assert v.view is not None
                     made, item, v = v.view, v.item, v.parent
                     source: Any = v.base.input if v.parent is None and v.base.input is not None else self.read(v)
@@ -616,7 +696,11 @@ def _name(target: Any) -> str:
 
 
 def _one_memory(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    )
 
 
 def _view_again(node: Node, item: int) -> View | None:
@@ -625,7 +709,9 @@ def _view_again(node: Node, item: int) -> View | None:
         return View(aten.detach.default, (), {}, -1, True)
     rest = [*node.args[1:], *node.kwargs.values()]
     flat = [y for x in rest for y in (x if isinstance(x, (list, tuple)) else [x])]
-    if not isinstance(node.target, torch._ops.OpOverload) or any(isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat):
+    if not isinstance(node.target, torch._ops.OpOverload) or any(
+        isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat
+    ):
         return None
     return View(node.target, node.args[1:], node.kwargs, item, node.grad)
 
@@ -652,8 +738,8 @@ def _bound(node: Node) -> dict[str, Any]:
 
 
 def _pure(target: Any) -> Any:
-    """The operation that returns what the in-place one writes: of the same name and the same arguments, whatever the overload is called
-    (pow_.Scalar is pow.Tensor_Scalar)."""
+    """The operation that returns what the in-place one writes: of the same name and the same arguments, whatever the
+    overload is called (pow_.Scalar is pow.Tensor_Scalar)."""
     name = _name(target)
     if not name.endswith("_") and not name.startswith("__i"):
         return None
@@ -662,8 +748,13 @@ def _pure(target: Any) -> Any:
     if packet is None or len(target._schema.returns) != 1:
         return None
     want = [str(a.type) for a in target._schema.arguments]
-    found = [op for op in (getattr(packet, o) for o in packet.overloads())
-             if not op._schema.is_mutable and [str(a.type) for a in op._schema.arguments] == want and len(op._schema.returns) == 1]
+    found = [
+        op
+        for op in (getattr(packet, o) for o in packet.overloads())
+        if not op._schema.is_mutable
+        and [str(a.type) for a in op._schema.arguments] == want
+        and len(op._schema.returns) == 1
+    ]
     same = [op for op in found if op._overloadname == target._overloadname]
     return (same or found or [None])[0]
 

@@ -1,12 +1,13 @@
 """Builds one ONNX ModelProto: typed values, nodes, constants, sizes as expressions.
 
-A Val is a name with element type and sizes; a size is an int or a sympy expression over the symbols of the export. Expressions are
-written twice, as the contract of docs/ONNX.md asks: as text in every dim_param, and as Shape/Gather/arithmetic nodes wherever ONNX
-needs a size as a tensor. Symbols are renamed s0, s1, ... in the order in which the graph inputs show them; a symbol that no input
-shows alone is expressed by one that it shows in a product (2*s -> t, s = t//2).
+A Val is a name with element type and sizes; a size is an int or a sympy expression over the symbols of the export.
+Expressions are written twice, as the contract of docs/ONNX.md asks: as text in every dim_param, and as
+Shape/Gather/arithmetic nodes wherever ONNX needs a size as a tensor. Symbols are renamed s0, s1, ... in the order in
+which the graph inputs show them; a symbol that no input shows alone is expressed by one that it shows in a product (2*s
+-> t, s = t//2).
 
-Invariants: values are defined once and have a value_info; equal small constants are one initialiser (parameters never are: they are
-graph inputs); nodes carry the module, file and line that were current when they were made.
+Invariants: values are defined once and have a value_info; equal small constants are one initialiser (parameters never
+are: they are graph inputs); nodes carry the module, file and line that were current when they were made.
 """
 
 from __future__ import annotations
@@ -25,9 +26,16 @@ OPSET, IR_VERSION = 23, 10
 DOMAINS = {"": OPSET, "com.microsoft": 1, "org.pytorch.aten": 1, "ortmodule": 1}
 
 ONNX_TYPE = {
-    torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16, torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32,
-    torch.int16: TensorProto.INT16, torch.int8: TensorProto.INT8, torch.uint8: TensorProto.UINT8, torch.bool: TensorProto.BOOL,
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
 }
 
 
@@ -67,11 +75,13 @@ class Sizes:
 
     def __init__(self) -> None:
         self.names: dict[Any, str] = {}
-        self.at: dict[str, tuple[str, int]] = {}  # symbol name -> (graph input, axis); axis -1: the value of that 0-d input
+        # symbol name -> (graph input, axis); axis -1: the value of that 0-d input
+        self.at: dict[str, tuple[str, int]] = {}
         self.replaced: dict[Any, Any] = {}
 
     def bind(self, inputs: Iterable[tuple[str, Sequence[Any]]]) -> None:
-        """Names every symbol that a size of an input, or a 0-d integer input (given as a size list [-1, symbol]), tells."""
+        """Names every symbol that a size of an input, or a 0-d integer input (given as a size list [-1, symbol]),
+        tells."""
         rest: list[tuple[str, int, Any]] = []
         for name, dims in inputs:
             for axis, d in enumerate(dims):
@@ -120,7 +130,9 @@ class Sizes:
                     text += " + " + self._text(t, 1)
             return self._paren(text, level > 0)
         if isinstance(e, sympy.Mul):
-            return self._paren("*".join(self._text(a, 2) for a in sorted(e.args, key=lambda a: (a.is_Integer, str(a)))), level > 1)
+            return self._paren(
+                "*".join(self._text(a, 2) for a in sorted(e.args, key=lambda a: (a.is_Integer, str(a)))), level > 1
+            )
         if isinstance(e, sympy.Pow) and e.exp.is_Integer and int(e.exp) > 0:
             return self._paren("*".join([self._text(e.base, 2)] * int(e.exp)), level > 1)
         if kind in ("FloorDiv", "CleanDiv"):
@@ -211,7 +223,9 @@ class Builder:
 
     # --- nodes
 
-    def _node(self, op: str, ins: Sequence[Val | None], outs: Sequence[Val], attrs: dict[str, Any], domain: str) -> None:
+    def _node(
+        self, op: str, ins: Sequence[Val | None], outs: Sequence[Val], attrs: dict[str, Any], domain: str
+    ) -> None:
         n = self.graph.node.add()
         n.op_type = op
         n.domain = domain
@@ -225,7 +239,8 @@ class Builder:
         for key, x in attrs.items():
             if x is not None:
                 _attribute(n.attribute.add(), key, x)
-                if type(x) is float and float(np.float32(x)) != x:  # attributes are float32; the full double stands beside
+                # attributes are float32; the full double stands beside
+                if type(x) is float and float(np.float32(x)) != x:
                     e = n.metadata_props.add()
                     e.key, e.value = f"f64:{key}", repr(x)
         module, file, line = self.source
@@ -234,15 +249,29 @@ class Builder:
                 e = n.metadata_props.add()
                 e.key, e.value = key, text
 
-    def op(self, op: str, ins: Sequence[Val | None], dtype: torch.dtype, shape: tuple[Any, ...], domain: str = "", **attrs: Any) -> Val:
+    def op(
+        self,
+        op: str,
+        ins: Sequence[Val | None],
+        dtype: torch.dtype,
+        shape: tuple[Any, ...],
+        domain: str = "",
+        **attrs: Any,
+    ) -> Val:
         """A node with one output."""
         v = Val(self.fresh(op.lower()), dtype, shape)
         self._node(op, ins, [v], attrs, domain)
         self._info(self.graph.value_info.add(), v)
         return v
 
-    def ops(self, op: str, ins: Sequence[Val | None], types: Sequence[tuple[torch.dtype, tuple[Any, ...]]], domain: str = "",
-            **attrs: Any) -> list[Val]:
+    def ops(
+        self,
+        op: str,
+        ins: Sequence[Val | None],
+        types: Sequence[tuple[torch.dtype, tuple[Any, ...]]],
+        domain: str = "",
+        **attrs: Any,
+    ) -> list[Val]:
         """A node with several outputs."""
         outs = [Val(self.fresh(op.lower()), d, s) for d, s in types]
         self._node(op, ins, outs, attrs, domain)
@@ -315,7 +344,8 @@ class Builder:
         raise UnsupportedError(f"a size computed as {e} (only + - * // % min max)")
 
     def prune(self) -> None:
-        """Drops nodes and initialisers that nothing uses; rows leave some behind (an empty part of a concatenation, say)."""
+        """Drops nodes and initialisers that nothing uses; rows leave some behind (an empty part of a concatenation,
+        say)."""
         used = {o.name for o in self.graph.output}
         dead: list[int] = []
         for i in range(len(self.graph.node) - 1, -1, -1):

@@ -1,7 +1,8 @@
-"""Inference meaning of the ortmodule operators in standard ONNX, as model-local functions, so that onnxruntime runs a captured file.
+"""Inference meaning of the ortmodule operators in standard ONNX, as model-local functions, so that onnxruntime runs a
+captured file.
 
-An operator whose nodes in one graph need different bodies (label smoothing with and without, say) gets none: the file stays valid, and
-only runtimes that know the operator run it. The engine reads the operators, never the bodies.
+An operator whose nodes in one graph need different bodies (label smoothing with and without, say) gets none: the file
+stays valid, and only runtimes that know the operator run it. The engine reads the operators, never the bodies.
 """
 
 from __future__ import annotations
@@ -128,9 +129,12 @@ def _cross_entropy(nodes: list[onnx.NodeProto]) -> str | None:
             return None
         ins = "x, labels, weight" if weighted == {True} else "x, labels"
         return (f"CrossEntropy <ignore_index, label_smoothing, reduction> ({ins}) => (loss) {{\n"
-                f"loss = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> ({ins}) }}")
+                "loss = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> "
+                f"({ins}) }}")
     if smooth == {True} and weighted == {False} and len(reductions) == 1 and reductions < {b"mean", b"sum"}:
-        return _SMOOTH.format(smooth="smooth = Div (total, n_counted)" if reductions == {b"mean"} else "smooth = Identity (total)")
+        return _SMOOTH.format(
+            smooth="smooth = Div (total, n_counted)" if reductions == {b"mean"} else "smooth = Identity (total)"
+        )
     return None
 
 
@@ -155,8 +159,12 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
         "Remainder": _REMAINDER.format(name="Remainder", tail="y = Where (turn, m_y, m)"),
-        "FloorDiv": _REMAINDER.format(name="FloorDiv", tail="r = Where (turn, m_y, m)\n whole = Sub (a, r)\n q = Div (whole, b)\n"
-                                      " near = Round (q)\n plain = Div (a, b)\n none = Equal (b, zero)\n y = Where (none, plain, near)"),
+        "FloorDiv": _REMAINDER.format(
+            name="FloorDiv",
+            tail="r = Where (turn, m_y, m)\n whole = Sub (a, r)\n q = Div (whole, b)\n"
+            " near = Round (q)\n plain = Div (a, b)\n none = Equal (b, zero)\n y = Where "
+            "(none, plain, near)",
+        ),
         "CrossEntropy": _cross_entropy(used.get("CrossEntropy", [])) if "CrossEntropy" in used else None,
         "Attention": _attention(used["Attention"]) if "Attention" in used else None,
     }

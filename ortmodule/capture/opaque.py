@@ -1,16 +1,18 @@
 """What stays PyTorch's inside a captured graph: custom autograd.Functions and submodules kept outside.
 
-torch.export would trace through both, and the backward a user wrote, or the hooks on a module, would be lost without a word. So
-while an export runs, the code of `Function.apply` (bound early or late, it is one function) and `forward` of kept submodules are
-replaced by one opaque operator, ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which the tracer records as a single node.
-`index` is the row of the capture's table; the row knows how to rebuild the Python call from tensors.
+torch.export would trace through both, and the backward a user wrote, or the hooks on a module, would be lost without a
+word. So while an export runs, the code of `Function.apply` (bound early or late, it is one function) and `forward` of
+kept submodules are replaced by one opaque operator, ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which
+the tracer records as a single node. `index` is the row of the capture's table; the row knows how to rebuild the Python
+call from tensors.
 
-The types of the results: a Function's forward is run on the fake tensors of the trace. A kept module often is kept because it
-cannot run on fake tensors; then sizes come from a recording of the real module made before the export (static captures only).
+The types of the results: a Function's forward is run on the fake tensors of the trace. A kept module often is kept
+because it cannot run on fake tensors; then sizes come from a recording of the real module made before the export
+(static captures only).
 
-Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are reproducible; other
-threads never notice; Functions by which PyTorch traces are left alone, but for reentrant checkpointing, which is inlined (recomputation
-is the engine's own decision).
+Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are
+reproducible; other threads never notice; Functions by which PyTorch traces are left alone, but for reentrant
+checkpointing, which is inlined (recomputation is the engine's own decision).
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ class Row:
 @dataclass
 class Table:
     rows: list[Row] = field(default_factory=list)
-    recorded: dict[str, list[Any]] = field(default_factory=dict)  # fqn of a kept module -> its results, in order of calls
+    # fqn of a kept module -> its results, in order of calls
+    recorded: dict[str, list[Any]] = field(default_factory=dict)
     n_calls: dict[str, int] = field(default_factory=dict)
-    marks: list[Any] = field(default_factory=list)  # cuts.Mark, by the index of its node; open: enters without an exit yet
+    # cuts.Mark, by the index of its node; open: enters without an exit yet
+    marks: list[Any] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
-    instead: Callable[[Row, list[Tensor], Fill], Any] | None = None  # answers opaque calls, outside of a capture (net.py)
+    # answers opaque calls, outside of a capture (net.py)
+    instead: Callable[[Row, list[Tensor], Fill], Any] | None = None
 
 
 _tables: list[Table] = []
@@ -82,7 +87,11 @@ CUT = torch.ops.ortmodule_capture.cut.default
 
 def _autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The user's autocast as it is now, to be entered again when the call runs."""
-    on, dtype, cache = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    on, dtype, cache = (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
     return lambda: torch.autocast("cpu", dtype=dtype, enabled=on, cache_enabled=cache)
 
 
@@ -117,7 +126,9 @@ def _results(out: Any) -> tuple[list[Tensor], Fill]:
     return tensors, fill
 
 
-def _as_call(run: Callable[..., Any], fill: Fill, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> Call:
+def _as_call(
+    run: Callable[..., Any], fill: Fill, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Call:
     def call(tensors: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
         args, kwargs = fill(tensors)
         with autocast():
@@ -226,22 +237,36 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _record(row, tensors, fill)
 
 
-# References to `MyFunction.apply` are taken early: at module level, in __init__, by import. They all are bound methods of one Python
-# function, so its code is what has to be another one while an export runs.
+# References to `MyFunction.apply` are taken early: at module level, in __init__, by import. They all are bound methods
+# of one Python function, so its code is what has to be another one while an export runs.
 _live = Function.__dict__["apply"].__func__
 _apply = types.FunctionType(_live.__code__, _live.__globals__, _live.__name__, _live.__defaults__, _live.__closure__)
 _apply.__kwdefaults__ = _live.__kwdefaults__
 _exporting: list[int] = []  # threads, innermost export last
 
 # Parts of PyTorch whose Functions belong to tracing itself, or only pass tensors through.
-_MACHINERY = ("torch._dynamo.", "torch._export.", "torch._functorch.", "torch._higher_order_ops.", "torch._inductor.", "torch._library.",
-              "torch._prims_common.", "torch._subclasses.", "torch.autograd.", "torch.distributed.fsdp.", "torch.distributed.tensor.",
-              "torch.nested.", "torch.nn.modules._functions.BackwardHookFunction", "torch.utils.checkpoint.")  # fmt: skip
+_MACHINERY = (
+    "torch._dynamo.",
+    "torch._export.",
+    "torch._functorch.",
+    "torch._higher_order_ops.",
+    "torch._inductor.",
+    "torch._library.",
+    "torch._prims_common.",
+    "torch._subclasses.",
+    "torch.autograd.",
+    "torch.distributed.fsdp.",
+    "torch.distributed.tensor.",
+    "torch.nested.",
+    "torch.nn.modules._functions.BackwardHookFunction",
+    "torch.utils.checkpoint.",
+)
 
 
 class _Code:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        __class__  # type: ignore[name-defined]  # noqa: B018  (a free variable, as in the original: code is exchanged only for code with as many)
+        # a free variable, as in the original: code is exchanged only for code with as many
+        __class__  # type: ignore[name-defined]  # noqa: B018
         from ortmodule.capture.opaque import _applied
 
         return _applied(cls, args, kwargs)
@@ -284,7 +309,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 
 
 def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> tuple[dict[str, list[Any]], Any]:
-    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used. Also its own result."""
+    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used.
+    Also its own result."""
     notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
     given: dict[str, list[tuple[Tensor, Any]]] = {}
 
@@ -300,7 +326,9 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
     handles = []
     for fqn in keep:
         m = root.get_submodule(fqn)
-        handles.append(m.register_forward_pre_hook(lambda _m, args, kwargs, fqn=fqn: before(fqn, args, kwargs), with_kwargs=True))
+        handles.append(
+            m.register_forward_pre_hook(lambda _m, args, kwargs, fqn=fqn: before(fqn, args, kwargs), with_kwargs=True)
+        )
         handles.append(m.register_forward_hook(lambda _m, _args, out, fqn=fqn: after(fqn, out)))
     try:
         with quiet():
@@ -315,8 +343,8 @@ _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that i
 
 
 def kept_results(fqn: str, forward: Callable[..., Any]) -> Callable[[list[Tensor], Any], tuple[Any, bool]]:
-    """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its (args, kwargs), and gives
-    what it returns: as recorded (True), or on those tensors, which are fake."""
+    """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its
+    (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake."""
     table, autocast = _tables[-1], _autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
@@ -334,9 +362,13 @@ def kept_results(fqn: str, forward: Callable[..., Any]) -> Callable[[list[Tensor
     return results
 
 
-def _module_node(fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _module_node(
+    fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     tensors, fill = _split(args, kwargs)
-    if torch.is_grad_enabled() and any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules()):
+    if torch.is_grad_enabled() and any(
+        isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules()
+    ):
         raise OpaqueError(f"{fqn} asks for sparse gradients, which only PyTorch's autograd can hand to its parameters")
     names = [name for name, _ in module.named_parameters()]
     params: list[Tensor] = [p for _, p in module.named_parameters()]
@@ -370,7 +402,9 @@ def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
             had, before, forward = "forward" in own, own.get("forward"), module.forward
             hooks = {name: own[name] for name in _HOOKS if own.get(name)}
 
-            def restore(own: dict[str, Any] = own, had: bool = had, before: Any = before, hooks: dict[str, Any] = hooks) -> None:
+            def restore(
+                own: dict[str, Any] = own, had: bool = had, before: Any = before, hooks: dict[str, Any] = hooks
+            ) -> None:
                 own.update(hooks)
                 if had:
                     own["forward"] = before
@@ -378,9 +412,13 @@ def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
                     own.pop("forward", None)
 
             undo.append(restore)
-            own.update({name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks})
+            own.update(
+                {name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks}
+            )
 
-            def forward_node(*args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any) -> Any:
+            def forward_node(
+                *args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any
+            ) -> Any:
                 return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
 
             forward_node.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]

@@ -19,8 +19,8 @@ def _exact(x: Any, dtype: torch.dtype) -> bool:
 
 
 def arithmetic(c: Converter, op: str, x: Any, y: Any, dtype: torch.dtype) -> Val:
-    """op(x, y) in the recorded type of the result. Numbers that a low precision cannot hold: products take them in float32, sums and
-    powers take them rounded, as torch does."""
+    """op(x, y) in the recorded type of the result. Numbers that a low precision cannot hold: products take them in
+    float32, sums and powers take them rounded, as torch does."""
     if dtype in _LOW and op in ("Mul", "Div") and not _exact(y, dtype):
         return c.cast(c.op2(op, c.num(x, F32), c.num(y, F32)), dtype)
     return c.op2(op, c.num(x, dtype), c.num(y, dtype))
@@ -85,8 +85,8 @@ def _remainder(c: Converter, x: Val, y: Val) -> Val:
 
 
 def _floor_div(c: Converter, x: Val, y: Val) -> Val:
-    """Rounds towards minus infinity. Integers: the truncated quotient, less 1 where signs differ and something is left; no difference of
-    the operands, which could overflow."""
+    """Rounds towards minus infinity. Integers: the truncated quotient, less 1 where signs differ and something is left;
+    no difference of the operands, which could overflow."""
     if x.dtype.is_floating_point:
         return c.b.op("FloorDiv", [x, y], x.dtype, broadcast(x.shape, y.shape), "ortmodule")
     q, zero = c.op2("Div", x, y), c.scalar(0, x.dtype)
@@ -197,9 +197,25 @@ def fmax(c: Converter, n: Node, x: Node, y: Node) -> Val:
 
 # --- one operand ----------------------------------------------------------------------------------
 
-_UNARY = {"neg": "Neg", "abs": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "reciprocal": "Reciprocal", "tanh": "Tanh",
-          "sigmoid": "Sigmoid", "erf": "Erf", "sin": "Sin", "cos": "Cos", "relu": "Relu", "sign": "Sign", "sgn": "Sign", "floor": "Floor",
-          "ceil": "Ceil", "round": "Round"}
+_UNARY = {
+    "neg": "Neg",
+    "abs": "Abs",
+    "exp": "Exp",
+    "log": "Log",
+    "sqrt": "Sqrt",
+    "reciprocal": "Reciprocal",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+    "erf": "Erf",
+    "sin": "Sin",
+    "cos": "Cos",
+    "relu": "Relu",
+    "sign": "Sign",
+    "sgn": "Sign",
+    "floor": "Floor",
+    "ceil": "Ceil",
+    "round": "Round",
+}
 
 
 def _unary(onnx_op: str) -> Any:
@@ -275,7 +291,8 @@ def log_base(c: Converter, n: Node, x: Node) -> Val:
     return c.cast(c.b.op("StraightThrough", [exact, y], y.dtype, y.shape, "ortmodule"), v.dtype)
 
 
-# Kinks are written as Where: its gradient is what torch gives at the boundary, which differs from Clip's, Max's and Min's.
+# Kinks are written as Where: its gradient is what torch gives at the boundary, which differs from Clip's, Max's and
+# Min's.
 
 
 @row("clamp", "clip", "clamp.Tensor", "clamp_min", "clamp_max", "clamp_min.Tensor", "clamp_max.Tensor")
@@ -415,7 +432,9 @@ def _truth(c: Converter, x: Any) -> Val:
 
 
 for _name, _op in {"and": "And", "or": "Or", "xor": "Xor"}.items():
-    row(f"__{_name}__.Tensor", f"__{_name}__.Scalar", f"bitwise_{_name}.Tensor", f"bitwise_{_name}.Scalar")(_logical(_op, f"Bitwise{_op}"))
+    row(f"__{_name}__.Tensor", f"__{_name}__.Scalar", f"bitwise_{_name}.Tensor", f"bitwise_{_name}.Scalar")(
+        _logical(_op, f"Bitwise{_op}")
+    )
     row(f"logical_{_name}")(_logical(_op, None))
 
 
@@ -458,7 +477,9 @@ def nan_to_num(c: Converter, n: Node, x: Node, nan: Any, pos: Any, neg: Any) -> 
     out = c.where(_test(c, "IsNaN", v), c.scalar(nan or 0.0, v.dtype), v)
     inf = c.scalar(math.inf, v.dtype)
     out = c.where(c.compare("Equal", v, inf), c.scalar(big.max if pos is None else pos, v.dtype), out)
-    return c.where(c.compare("Equal", v, c.scalar(-math.inf, v.dtype)), c.scalar(big.min if neg is None else neg, v.dtype), out)
+    return c.where(
+        c.compare("Equal", v, c.scalar(-math.inf, v.dtype)), c.scalar(big.min if neg is None else neg, v.dtype), out
+    )
 
 
 @row("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
@@ -541,7 +562,14 @@ def argmax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
         for d in v.shape:
             numel = numel * d
         v, dim, keep = c.reshape(v, (expr_of(numel),)), 0, False
-    return c.b.op("ArgMax" if "argmax" in str(n.target) else "ArgMin", [v], I64, shape_of(n.val), axis=dim % v.rank, keepdims=int(keep))
+    return c.b.op(
+        "ArgMax" if "argmax" in str(n.target) else "ArgMin",
+        [v],
+        I64,
+        shape_of(n.val),
+        axis=dim % v.rank,
+        keepdims=int(keep),
+    )
 
 
 @row("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
@@ -551,7 +579,8 @@ def any_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False) -> 
     v = c.cast(c.num(x, BOOL), I64)
     found = n.target._schema.name == "aten::any"
     out = c.reduce("ReduceMax" if found else "ReduceMin", v, _axes(dim), bool(keep))
-    if found and not all(isinstance(d, int) and d > 0 for d in v.shape):  # the maximum of nothing is the lowest integer, not False
+    # the maximum of nothing is the lowest integer, not False
+    if found and not all(isinstance(d, int) and d > 0 for d in v.shape):
         out = c.op2("Max", out, c.b.constant(0, I64))
     return c.cast(out, BOOL)
 
@@ -585,8 +614,20 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
     return c.op2("Div", total, divisor), mean if keep else c.squeeze(mean, axes)
 
 
-@row("var.dim", "var.correction", "var", "std.dim", "std.correction", "std", "var_mean.correction", "std_mean.correction", "var_mean.dim",
-     "std_mean.dim", "var_mean", "std_mean")
+@row(
+    "var.dim",
+    "var.correction",
+    "var",
+    "std.dim",
+    "std.correction",
+    "std",
+    "var_mean.correction",
+    "std_mean.correction",
+    "var_mean.dim",
+    "std_mean.dim",
+    "var_mean",
+    "std_mean",
+)
 def var(c: Converter, n: Node, x: Node, *args: Any) -> Any:
     over, name = n.target._overloadname, n.target._schema.name
     if over in ("", "default"):
@@ -666,8 +707,11 @@ def outer(c: Converter, n: Node, a: Node, b: Node) -> Val:
 
 
 def _contract(c: Converter, a: Val, la: str, b: Val, lb: str, out: str) -> Val:
-    """Two operands, every label once per operand: transpose, flatten to (batch, rows, sum) x (batch, sum, cols), multiply, restore."""
-    size = dict(zip(lb, b.shape, strict=True)) | {s: d for s, d in zip(la, a.shape, strict=True) if d != 1 or s not in lb}
+    """Two operands, every label once per operand: transpose, flatten to (batch, rows, sum) x (batch, sum, cols),
+    multiply, restore."""
+    size = dict(zip(lb, b.shape, strict=True)) | {
+        s: d for s, d in zip(la, a.shape, strict=True) if d != 1 or s not in lb
+    }
     both = [s for s in la if s in lb]
     a = c.expand(a, tuple(size[s] if s in both else d for s, d in zip(la, a.shape, strict=True)))
     b = c.expand(b, tuple(size[s] if s in both else d for s, d in zip(lb, b.shape, strict=True)))
@@ -688,7 +732,10 @@ def _contract(c: Converter, a: Val, la: str, b: Val, lb: str, out: str) -> Val:
 
     a = c.transpose(a, [la.index(s) for s in [*batch, *rows, *summed]])
     b = c.transpose(b, [lb.index(s) for s in [*batch, *summed, *cols]])
-    y = c.matmul(c.reshape(a, (*shape(batch), numel(rows), numel(summed))), c.reshape(b, (*shape(batch), numel(summed), numel(cols))))
+    y = c.matmul(
+        c.reshape(a, (*shape(batch), numel(rows), numel(summed))),
+        c.reshape(b, (*shape(batch), numel(summed), numel(cols))),
+    )
     order = [*batch, *rows, *cols]
     y = c.reshape(y, shape(order))
     return c.transpose(y, [order.index(s) for s in out])
@@ -704,8 +751,8 @@ def _sum_out(c: Converter, v: Val, labels: str, kept: str) -> tuple[Val, str]:
 
 @row("einsum")
 def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_path: Any) -> Val:
-    """From left to right, two operands at a time. Dots become labels of their own, aligned at the right; a label twice in one operand is
-    its diagonal."""
+    """From left to right, two operands at a time. Dots become labels of their own, aligned at the right; a label twice
+    in one operand is its diagonal."""
     dtype = n.val.dtype
     left, arrow, out = equation.replace(" ", "").partition("->")
     values = [c.num(x, dtype) for x in operands]

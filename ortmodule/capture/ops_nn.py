@@ -1,4 +1,5 @@
-"""Rows of the operator table for layers: normalisations, softmax, dropout, attention, losses, embeddings, convolutions, pools."""
+"""Rows of the operator table for layers: normalisations, softmax, dropout, attention, losses, embeddings, convolutions,
+pools."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def _like(c: Converter, w: Node | None, size: int, value: float, dtype: torch.dt
 
 
 @row("layer_norm")
-def layer_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None, b: Node | None, eps: float, *_: Any) -> Val:
+def layer_norm(
+    c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None, b: Node | None, eps: float, *_: Any
+) -> Val:
     v = c.num(x, n.val.dtype)
     shape = tuple(expr_of(d) for d in dims)
     scale = c.fill(1, v.dtype, shape) if w is None else c.num(w, v.dtype)
@@ -27,12 +30,21 @@ def layer_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | No
 
 
 @row("native_layer_norm")
-def native_layer_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None, b: Node | None, eps: float) -> list[Any]:
+def native_layer_norm(
+    c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None, b: Node | None, eps: float
+) -> list[Any]:
     v = c.num(x, n.val[0].dtype)
     if c.reads(n, 1) or c.reads(n, 2):
         raise NotHere("layer norm whose statistics are used")
     scale = c.fill(1, v.dtype, tuple(expr_of(d) for d in dims)) if w is None else c.num(w, v.dtype)
-    y = c.b.op("LayerNormalization", [v, scale, None if b is None else c.num(b, v.dtype)], v.dtype, v.shape, axis=-len(dims), epsilon=eps)
+    y = c.b.op(
+        "LayerNormalization",
+        [v, scale, None if b is None else c.num(b, v.dtype)],
+        v.dtype,
+        v.shape,
+        axis=-len(dims),
+        epsilon=eps,
+    )
     return [y, None, None]
 
 
@@ -52,8 +64,19 @@ def group_norm(c: Converter, n: Node, x: Node, groups: int, w: Node | None, b: N
 
 
 @row("instance_norm")
-def instance_norm(c: Converter, n: Node, x: Node, w: Node | None, b: Node | None, mean: Any, var: Any, use_input: bool, _m: float,
-                  eps: float, *_: Any) -> Val:
+def instance_norm(
+    c: Converter,
+    n: Node,
+    x: Node,
+    w: Node | None,
+    b: Node | None,
+    mean: Any,
+    var: Any,
+    use_input: bool,
+    _m: float,
+    eps: float,
+    *_: Any,
+) -> Val:
     v = c.num(x, n.val.dtype)
     if not use_input:
         return batch_norm(c, n, x, w, b, mean, var, False, _m, eps)
@@ -61,8 +84,18 @@ def instance_norm(c: Converter, n: Node, x: Node, w: Node | None, b: Node | None
     return c.b.op("InstanceNormalization", [v, scale, bias], v.dtype, v.shape, epsilon=eps)
 
 
-def _batch_norm(c: Converter, dtype: torch.dtype, x: Node, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float,
-                eps: float) -> list[Val]:
+def _batch_norm(
+    c: Converter,
+    dtype: torch.dtype,
+    x: Node,
+    w: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> list[Val]:
     """Statistics and weights keep their own type (float32 beside a bfloat16 input)."""
     v = c.num(x, dtype)
     own = next((c.v(t).dtype for t in (w, b, mean, var) if t is not None), v.dtype)
@@ -73,14 +106,26 @@ def _batch_norm(c: Converter, dtype: torch.dtype, x: Node, w: Any, b: Any, mean:
 
 
 @row("batch_norm")
-def batch_norm(c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float,
-               *_: Any) -> Val:
+def batch_norm(
+    c: Converter,
+    n: Node,
+    x: Node,
+    w: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *_: Any,
+) -> Val:
     return _batch_norm(c, n.val.dtype, x, w, b, mean, var, bool(training) or mean is None, momentum, eps)[0]
 
 
 @row(BATCH_NORM)
-def batch_norm_train(c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, _t: bool, momentum: float, eps: float,
-                     *_: Any) -> Any:
+def batch_norm_train(
+    c: Converter, n: Node, x: Node, w: Any, b: Any, mean: Any, var: Any, _t: bool, momentum: float, eps: float, *_: Any
+) -> Any:
     return _batch_norm(c, n.val[0].dtype, x, w, b, mean, var, True, momentum, eps)
 
 
@@ -157,8 +202,18 @@ def _lead(c: Converter, v: Val, batch: tuple[Any, ...]) -> Val:
 
 
 @row("scaled_dot_product_attention")
-def attention(c: Converter, n: Node, q: Node, k: Node, v: Node, mask: Node | None, p: float, causal: bool, scale: float | None,
-              gqa: bool) -> Val:
+def attention(
+    c: Converter,
+    n: Node,
+    q: Node,
+    k: Node,
+    v: Node,
+    mask: Node | None,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Val:
     dtype = n.val.dtype
     tq, tk, tv = c.num(q, dtype), c.num(k, dtype), c.num(v, dtype)
     out = shape_of(n.val)
@@ -168,7 +223,10 @@ def attention(c: Converter, n: Node, q: Node, k: Node, v: Node, mask: Node | Non
     heads = tq.shape[-3] if tq.rank > 2 else 1
     if not gqa:
         one = [t.rank > 2 and t.shape[-3] == 1 and heads != 1 for t in (tk, tv)]
-        tk, tv = (c.expand(t, (*t.shape[:-3], heads, *t.shape[-2:])) if wide else t for t, wide in zip((tk, tv), one, strict=True))
+        tk, tv = (
+            c.expand(t, (*t.shape[:-3], heads, *t.shape[-2:])) if wide else t
+            for t, wide in zip((tk, tv), one, strict=True)
+        )
     m = None
     if mask is not None:
         m = c.v(mask)
@@ -219,7 +277,9 @@ def reduced(c: Converter, v: Val, reduction: int) -> Val:
 
 
 @row("cross_entropy_loss")
-def cross_entropy(c: Converter, n: Node, x: Node, y: Node, w: Node | None, reduction: int, ignore: int, smoothing: float) -> Val:
+def cross_entropy(
+    c: Converter, n: Node, x: Node, y: Node, w: Node | None, reduction: int, ignore: int, smoothing: float
+) -> Val:
     dtype = n.val.dtype
     v, labels = c.num(x, dtype), c.v(y)
     weight = None if w is None else c.num(w, dtype)
@@ -241,7 +301,9 @@ def _soft_cross_entropy(c: Converter, v: Val, target: Val, weight: Val | None, r
     if smoothing:
         if not isinstance(classes, int):
             raise NotHere("label smoothing over a symbolic number of classes")
-        target = c.op2("Add", c.op2("Mul", target, c.scalar(1 - smoothing, v.dtype)), c.scalar(smoothing / classes, v.dtype))
+        target = c.op2(
+            "Add", c.op2("Mul", target, c.scalar(1 - smoothing, v.dtype)), c.scalar(smoothing / classes, v.dtype)
+        )
     if weight is not None:
         target = c.op2("Mul", target, c.reshape(weight, (classes, *[1] * (v.rank - 1 - axis))))
     loss = c.neg(c.reduce("ReduceSum", c.op2("Mul", c.un("LogSoftmax", v, axis=axis), target), [axis], False))
@@ -255,8 +317,14 @@ def nll_loss(c: Converter, n: Node, x: Node, y: Node, w: Node | None, reduction:
     if v.rank == 1:
         raise NotHere("nll_loss of one sample without a batch axis")
     shape = labels.shape if reduction == 0 else ()
-    return c.b.op("NegativeLogLikelihoodLoss", [v, labels, None if w is None else c.num(w, dtype)], dtype, shape, ignore_index=int(ignore),
-                  reduction=_REDUCTION[reduction])
+    return c.b.op(
+        "NegativeLogLikelihoodLoss",
+        [v, labels, None if w is None else c.num(w, dtype)],
+        dtype,
+        shape,
+        ignore_index=int(ignore),
+        reduction=_REDUCTION[reduction],
+    )
 
 
 @row("mse_loss")
@@ -318,7 +386,9 @@ def _per_axis(x: Any, k: int) -> list[int]:
 
 
 @row("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding")
-def conv(c: Converter, n: Node, x: Node, w: Node, b: Node | None, stride: Any, padding: Any, dilation: Any, groups: int) -> Val:
+def conv(
+    c: Converter, n: Node, x: Node, w: Node, b: Node | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Val:
     dtype = n.val.dtype
     v, weight = c.num(x, dtype), c.num(w, dtype)
     k = weight.rank - 2
@@ -333,12 +403,28 @@ def conv(c: Converter, n: Node, x: Node, w: Node, b: Node | None, stride: Any, p
     else:
         pads = _per_axis(padding, k) * 2
     shape = shape_of(n.val)
-    y = c.b.op("Conv", [v, weight, None if b is None else c.num(b, dtype)], dtype, (1, *shape) if alone else shape, kernel_shape=kernel,
-               strides=_per_axis(stride, k), pads=pads, dilations=dil, group=groups)
+    y = c.b.op(
+        "Conv",
+        [v, weight, None if b is None else c.num(b, dtype)],
+        dtype,
+        (1, *shape) if alone else shape,
+        kernel_shape=kernel,
+        strides=_per_axis(stride, k),
+        pads=pads,
+        dilations=dil,
+        group=groups,
+    )
     return c.squeeze(y, [0]) if alone else y
 
 
-@row("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "max_pool1d_with_indices", "max_pool3d_with_indices")
+@row(
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "max_pool2d_with_indices",
+    "max_pool1d_with_indices",
+    "max_pool3d_with_indices",
+)
 def max_pool(c: Converter, n: Node, x: Node, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
     """With indices only as long as nobody reads them."""
     v = c.v(x)

@@ -36,14 +36,47 @@ def fill(c: Converter, n: Node, value: Any) -> Val:
     return c.fill(value, n.val.dtype, shape_of(n.val))
 
 
-@row("clone", "contiguous", "alias", "lift", "lift_fresh", "lift_fresh_copy", "to.dtype", "to.device", "to.dtype_layout", "to.other",
-     "to.prim_Device", "to.prim_dtype", "to.prim_other", "_to_copy", "type_as", "positive", "resolve_conj", "resolve_neg", "pin_memory")
+@row(
+    "clone",
+    "contiguous",
+    "alias",
+    "lift",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "to.dtype",
+    "to.device",
+    "to.dtype_layout",
+    "to.other",
+    "to.prim_Device",
+    "to.prim_dtype",
+    "to.prim_other",
+    "_to_copy",
+    "type_as",
+    "positive",
+    "resolve_conj",
+    "resolve_neg",
+    "pin_memory",
+)
 def to(c: Converter, n: Node, x: Node, *_: Any) -> Val:
     return c.cast(c.v(x), n.val.dtype)
 
 
-@row("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten.using_ints", "unflatten.int", "ravel", "reshape_to",
-     "_reshape_alias", "view_copy", "atleast_1d", "atleast_2d", "atleast_3d")
+@row(
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "view_as",
+    "reshape_as",
+    "flatten.using_ints",
+    "unflatten.int",
+    "ravel",
+    "reshape_to",
+    "_reshape_alias",
+    "view_copy",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+)
 def reshape(c: Converter, n: Node, x: Node, *_: Any) -> Val:
     return c.reshape(c.v(x), shape_of(n.val))
 
@@ -145,7 +178,11 @@ def select(c: Converter, n: Node, x: Node, dim: int, index: Any) -> Val:
     dim %= v.rank
     index = expr_of(index)
     if isinstance(index, int) and index < 0:
-        start, end = (index + v.shape[dim], index + v.shape[dim] + 1) if isinstance(v.shape[dim], int) else (index, index + 1 or INT_MAX)
+        start, end = (
+            (index + v.shape[dim], index + v.shape[dim] + 1)
+            if isinstance(v.shape[dim], int)
+            else (index, index + 1 or INT_MAX)
+        )
     else:
         start, end = index, expr_of(index + 1)
     return c.squeeze(c.slice(v, dim, start, end, 1, 1), [dim])
@@ -196,8 +233,17 @@ def select_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, index: A
     return c.concat(parts, dim)
 
 
-@row("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections", "tensor_split.indices", "unbind.int",
-     "unsafe_chunk", "unsafe_split.Tensor")
+@row(
+    "split.Tensor",
+    "split_with_sizes",
+    "split.sizes",
+    "chunk",
+    "tensor_split.sections",
+    "tensor_split.indices",
+    "unbind.int",
+    "unsafe_chunk",
+    "unsafe_split.Tensor",
+)
 def split(c: Converter, n: Node, x: Node, *rest: Any) -> list[Val]:
     v = c.v(x)
     name = n.target._schema.name
@@ -279,7 +325,9 @@ def _flipped(c: Converter, v: Val, axes: Sequence[int]) -> Val:
     m = len(axes)
     if not m:
         return v
-    return c.b.op("Slice", [v, c.axes([-1] * m), c.axes([-INT_MAX] * m), c.axes(axes), c.axes([-1] * m)], v.dtype, v.shape)
+    return c.b.op(
+        "Slice", [v, c.axes([-1] * m), c.axes([-INT_MAX] * m), c.axes(axes), c.axes([-1] * m)], v.dtype, v.shape
+    )
 
 
 @row("flip")
@@ -295,7 +343,10 @@ def _edges(c: Converter, v: Val, axis: int, lo: Any, hi: Any, mode: str) -> Val:
         return c.slice(v, axis, start, expr_of(start + length), 1, length)
 
     if mode == "replicate":
-        wide = [c.expand(part(at, 1), (*v.shape[:axis], k, *v.shape[axis + 1 :])) for at, k in ((0, lo), (expr_of(size - 1), hi))]
+        wide = [
+            c.expand(part(at, 1), (*v.shape[:axis], k, *v.shape[axis + 1 :]))
+            for at, k in ((0, lo), (expr_of(size - 1), hi))
+        ]
     elif mode == "reflect":
         wide = [_flipped(c, part(1, lo), [axis]), _flipped(c, part(expr_of(size - 1 - hi), hi), [axis])]
     else:
@@ -303,12 +354,25 @@ def _edges(c: Converter, v: Val, axis: int, lo: Any, hi: Any, mode: str) -> Val:
     return c.concat([*wide[:1] * (lo != 0), v, *wide[1:] * (hi != 0)], axis)
 
 
-@row("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
-     "replication_pad3d", "_pad_circular")
+@row(
+    "constant_pad_nd",
+    "pad",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "_pad_circular",
+)
 def pad(c: Converter, n: Node, x: Node, pads: Sequence[Any], *rest: Any) -> Val:
     v = c.v(x)
     name = n.target._schema.name.removeprefix("aten::")
-    mode = rest[0] if name == "pad" else {"ref": "reflect", "rep": "replicate", "_pa": "circular"}.get(name[:3], "constant")
+    mode = (
+        rest[0]
+        if name == "pad"
+        else {"ref": "reflect", "rep": "replicate", "_pa": "circular"}.get(name[:3], "constant")
+    )
     lo, hi = [0] * v.rank, [0] * v.rank
     for i in range(len(pads) // 2):
         lo[v.rank - 1 - i], hi[v.rank - 1 - i] = expr_of(pads[2 * i]), expr_of(pads[2 * i + 1])
@@ -367,7 +431,11 @@ def _on_diagonal(c: Converter, v: Val, offset: int, dim1: int, dim2: int, length
     start = offset if offset >= 0 else expr_of(-offset * cols)
     places = c.range(length)
     places = c.op2("Mul", places, c.num(expr_of(cols + 1), I64) if isinstance(cols, int) else c.symbolic(cols + 1))
-    places = places if start == 0 else c.op2("Add", places, c.b.constant(start, I64) if isinstance(start, int) else c.symbolic(start))
+    places = (
+        places
+        if start == 0
+        else c.op2("Add", places, c.b.constant(start, I64) if isinstance(start, int) else c.symbolic(start))
+    )
     return c.reshape(w, (*lead, expr_of(rows * cols))), places, perm
 
 
@@ -433,8 +501,14 @@ def pixel_shuffle(c: Converter, n: Node, x: Node, r: int) -> Val:
     return c.reshape(c.transpose(c.reshape(v, (*lead, *parts)), [*range(k), *[k + p for p in perm]]), out)
 
 
-@row("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec", "upsample_nearest1d", "upsample_nearest2d",
-     "upsample_nearest3d")
+@row(
+    "upsample_nearest1d.vec",
+    "upsample_nearest2d.vec",
+    "upsample_nearest3d.vec",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+)
 def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -> Val:
     """Whole factors repeat elements; otherwise one index per row, in torch's own float32 arithmetic."""
     v, out = c.v(x), shape_of(n.val)
@@ -453,7 +527,13 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
             raise NotHere("nearest resampling of a symbolic size by a broken factor")
         ratio = torch.tensor(_ratio(given[axis - 2], size, new), dtype=torch.float32)
         index = (torch.arange(new, dtype=torch.float32) * ratio).floor().long().clamp(max=size - 1)
-        v = c.b.op("Gather", [v, c.b.tensor(index, "nearest")], v.dtype, (*v.shape[:axis], new, *v.shape[axis + 1 :]), axis=axis)
+        v = c.b.op(
+            "Gather",
+            [v, c.b.tensor(index, "nearest")],
+            v.dtype,
+            (*v.shape[:axis], new, *v.shape[axis + 1 :]),
+            axis=axis,
+        )
     return v
 
 
@@ -469,8 +549,14 @@ def _ratio(factor: float | None, size: int, new: int) -> float:
     return 1 / factor if factor else size / new
 
 
-@row("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec", "upsample_linear1d", "upsample_bilinear2d",
-     "upsample_trilinear3d")
+@row(
+    "upsample_linear1d.vec",
+    "upsample_bilinear2d.vec",
+    "upsample_trilinear3d.vec",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+)
 def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
     """Axis after axis: neighbours below and above every sampling point, and the weight between them."""
     v, out = c.v(x), shape_of(n.val)
@@ -503,7 +589,9 @@ def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *
 @row("arange", "arange.start", "arange.start_step")
 def arange(c: Converter, n: Node, *args: Any) -> Val:
     name = n.target._overloadname
-    start, end, step = (0, args[0], 1) if name in ("", "default") else (args[0], args[1], 1) if name == "start" else args[:3]
+    start, end, step = (
+        (0, args[0], 1) if name in ("", "default") else (args[0], args[1], 1) if name == "start" else args[:3]
+    )
     size, dtype = shape_of(n.val)[0], n.val.dtype
     v = c.range(size)
     if all(isinstance(a, (int, torch.SymInt)) for a in (start, end, step)):
@@ -610,7 +698,8 @@ def scatter(c: Converter, n: Node, x: Node, dim: int, index: Node, src: Any, *re
         if s.shape != i.shape:
             for a in range(s.rank):
                 s = c.slice(s, a, 0, i.shape[a], 1, i.shape[a])
-            s = c.b.op("Reshape", [s, c.b.dims(i.shape)], s.dtype, i.shape)  # to readers the slice is min(size, index size) long
+            # to readers the slice is min(size, index size) long
+            s = c.b.op("Reshape", [s, c.b.dims(i.shape)], s.dtype, i.shape)
     else:
         s = c.fill(src, v.dtype, i.shape)
     y = c.b.op("ScatterElements", [v, i, s], v.dtype, v.shape, axis=dim % max(v.rank, 1), reduction=how)
@@ -665,21 +754,26 @@ def index(c: Converter, n: Node, x: Node, indices: Sequence[Node | None]) -> Val
     where, shape = _stacked(c, tensors)
     rest = w.shape[len(axes) :]
     out = c.b.op("GatherND", [w, where], v.dtype, (*shape, *rest))
-    if axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0:  # adjacent: the result stands where the indices stood
+    # adjacent: the result stands where the indices stood
+    if axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0:
         k, a = len(shape), axes[0]
         out = c.transpose(out, [*range(k, k + a), *range(k), *range(k + a, out.rank)])
     return out
 
 
 @row("index_put", "_unsafe_index_put")
-def index_put(c: Converter, n: Node, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Val:
+def index_put(
+    c: Converter, n: Node, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False
+) -> Val:
     v, new = c.v(x), c.cast(c.v(values), c.v(x).dtype)
     if len(indices) == 1 and indices[0] is not None and c.v(indices[0]).dtype == BOOL and not accumulate:
         mask = c.v(indices[0])
         if new.rank and not (new.rank <= v.rank - mask.rank or all(d == 1 for d in new.shape)):
             raise NotHere("writing a list of values under a boolean mask")
         mask = c.unsqueeze(mask, list(range(mask.rank, v.rank)))
-        return c.expand(c.where(mask, new if new.rank <= v.rank - c.v(indices[0]).rank else c.reshape(new, ()), v), v.shape)
+        return c.expand(
+            c.where(mask, new if new.rank <= v.rank - c.v(indices[0]).rank else c.reshape(new, ()), v), v.shape
+        )
     axes, tensors = _advanced(c, v, indices)
     front = [*axes, *(a for a in range(v.rank) if a not in axes)]
     w = c.transpose(v, front)

@@ -1,12 +1,14 @@
-"""What forward may ask of PyTorch that a graph cannot repeat: refused by name, so that the module that asks stays in PyTorch.
+"""What forward may ask of PyTorch that a graph cannot repeat: refused by name, so that the module that asks stays in
+PyTorch.
 
-A trace answers such questions once, and on stand-ins: a hook on an intermediate tensor would be put on a tensor of the trace and never
-run, a seed would be set when the model is captured and not again, `weight.grad is None` would hold for ever. torch.export notices none
-of it. So while the user's forward is traced
+A trace answers such questions once, and on stand-ins: a hook on an intermediate tensor would be put on a tensor of the
+trace and never run, a seed would be set when the model is captured and not again, `weight.grad is None` would hold for
+ever. torch.export notices none of it. So while the user's forward is traced
   - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads;
-  - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses a new state;
-  - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without ORTModule. Installed
-    packages, which mean the same by both answers, hear True: what they do then can be traced.
+  - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
+    a new state;
+  - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without
+    ORTModule. Installed packages, which mean the same by both answers, hear True: what they do then can be traced.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class NotRepeatable(Exception):
-    """Raised in the line of the user's forward that asks; the capture turns it into a CaptureError with module, file and line. whole: a
-    submodule kept in PyTorch could not answer either, since it is called with tensors of its own; only the whole module can."""
+    """Raised in the line of the user's forward that asks; the capture turns it into a CaptureError with module, file
+    and line. whole: a submodule kept in PyTorch could not answer either, since it is called with tensors of its own;
+    only the whole module can."""
 
     def __init__(self, reason: str, whole: bool = False) -> None:
         super().__init__(reason)
@@ -43,7 +46,10 @@ _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
 _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole module can answer
     Tensor.register_hook: (f"forward calls Tensor.register_hook: {_HOOK}", False),
-    Tensor.register_post_accumulate_grad_hook: (f"forward calls Tensor.register_post_accumulate_grad_hook: {_HOOK}", True),
+    Tensor.register_post_accumulate_grad_hook: (
+        f"forward calls Tensor.register_post_accumulate_grad_hook: {_HOOK}",
+        True,
+    ),
     Tensor.retain_grad: ("forward calls Tensor.retain_grad: the tensor would be one of the trace", False),
     torch.autograd.grad: ("forward calls torch.autograd.grad: what it differentiates is a trace", True),
     Tensor.backward: ("forward calls backward: what it differentiates is a trace", True),
@@ -80,7 +86,8 @@ def _asking(above: int) -> str:
 
 
 class _Generator:
-    """torch's default generator in the eyes of torch.random: its state can be read, not set, by the thread that captures."""
+    """torch's default generator in the eyes of torch.random: its state can be read, not set, by the thread that
+    captures."""
 
     def __init__(self, inner: torch.Generator) -> None:
         self._inner = inner
@@ -88,15 +95,19 @@ class _Generator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
-            raise NotRepeatable("forward sets the state of torch's random generator (manual_seed, seed, set_rng_state or fork_rng)")
+            raise NotRepeatable(
+                "forward sets the state of torch's random generator (manual_seed, seed, set_rng_state or fork_rng)"
+            )
         return getattr(self._inner, name)
 
 
 # --- whether this is a trace ----------------------------------------------------------------------
 
-_INSTALLED = tuple({os.path.realpath(path) + os.sep for name in ("purelib", "platlib") if (path := sysconfig.get_paths().get(name))}
-                   | {os.path.dirname(os.path.dirname(os.path.realpath(torch.__file__))) + os.sep}
-                   | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep})  # fmt: skip
+_INSTALLED = tuple(
+    {os.path.realpath(path) + os.sep for name in ("purelib", "platlib") if (path := sysconfig.get_paths().get(name))}
+    | {os.path.dirname(os.path.dirname(os.path.realpath(torch.__file__))) + os.sep}
+    | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep}
+)
 
 
 @functools.cache
@@ -120,7 +131,8 @@ def _is_exporting() -> bool:
 
 @contextlib.contextmanager
 def _honest_flags() -> Iterator[None]:
-    """Gives the two functions other code, so that references taken earlier (`from torch.compiler import is_compiling`) answer so, too."""
+    """Gives the two functions other code, so that references taken earlier (`from torch.compiler import is_compiling`)
+    answer so, too."""
     asked: list[tuple[Any, types.CodeType]] = [(torch.compiler.is_compiling, _is_compiling.__code__),
                                                (torch.compiler.is_exporting, _is_exporting.__code__)]
     before = [f.__code__ for f, _ in asked]
@@ -138,15 +150,30 @@ def _honest_flags() -> Iterator[None]:
 
 
 def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """nn.TransformerEncoder.forward: in eval mode without gradients PyTorch drops padding and returns zeros in its place, if the mask's
-    values allow it. A trace takes the other way."""
+    """nn.TransformerEncoder.forward: in eval mode without gradients PyTorch drops padding and returns zeros in its
+    place, if the mask's values allow it. A trace takes the other way."""
 
-    def forward(self: Any, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if (src_key_padding_mask is not None and mask is None and getattr(self, "use_nested_tensor", False) and not self.layers[0].training
-                and torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
-                and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters()))):  # fmt: skip
-            raise NotRepeatable("nn.TransformerEncoder in eval mode drops padding (nested tensors) as the mask's values allow; "
-                                "enable_nested_tensor=False keeps it in the graph")  # fmt: skip
+    def forward(
+        self: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            src_key_padding_mask is not None
+            and mask is None
+            and getattr(self, "use_nested_tensor", False)
+            and not self.layers[0].training
+            and torch.backends.mha.get_fastpath_enabled()
+            and not torch.is_autocast_enabled()
+            and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters()))
+        ):
+            raise NotRepeatable(
+                "nn.TransformerEncoder in eval mode drops padding (nested tensors) as the mask's values allow; "
+                "enable_nested_tensor=False keeps it in the graph"
+            )
         return original(self, src, mask, src_key_padding_mask, *args, **kwargs)
 
     return forward

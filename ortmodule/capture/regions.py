@@ -1,12 +1,13 @@
-"""Parts of a program whose sizes depend on data (x[mask], nonzero, masked_select) become one node each that PyTorch runs.
+"""Parts of a program whose sizes depend on data (x[mask], nonzero, masked_select) become one node each that PyTorch
+runs.
 
-The engine plans with sizes that are known before it starts. A size that only the data tells has a symbol of its own (torch calls it
-unbacked): all operations that make, take or ask for such a size are gathered, symbol by symbol, together with what lies between them, and
-leave the program as one host node whose own results have known sizes again (a sum, a mean, an indexed write). PyTorch runs the
-operations one by one and differentiates them.
+The engine plans with sizes that are known before it starts. A size that only the data tells has a symbol of its own
+(torch calls it unbacked): all operations that make, take or ask for such a size are gathered, symbol by symbol,
+together with what lies between them, and leave the program as one host node whose own results have known sizes again (a
+sum, a mean, an indexed write). PyTorch runs the operations one by one and differentiates them.
 
-Invariants: a region is convex (nothing outside of it lies between two of its nodes), so the program stays in topological order. A result of
-unknown size that the module returns or stores cannot be kept this way: CaptureError.
+Invariants: a region is convex (nothing outside of it lies between two of its nodes), so the program stays in
+topological order. A result of unknown size that the module returns or stores cannot be kept this way: CaptureError.
 """
 
 from __future__ import annotations
@@ -95,7 +96,11 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     inside = set(region)
     src = next((n.src for n in region if n.src[1]), region[0].src)
     used = {i for n in program.nodes if n not in inside for i in n.inputs()}
-    kept = {n for n in program.outputs if isinstance(n, Node)} | {n for _, n in program.writes} | set(program.item_of.values())
+    kept = (
+        {n for n in program.outputs if isinstance(n, Node)}
+        | {n for _, n in program.writes}
+        | set(program.item_of.values())
+    )
     outputs = [n for n in region if n in used | kept and isinstance(n.val, Tensor)]
     for n in region:
         if isinstance(n.target, str) and n.target not in _NAMED or n.target is opaque.HOST:
@@ -104,15 +109,25 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
         if free_unbacked_symbols(n.val):
             raise CaptureError(f"{n.target}: a result whose size depends on data is returned or stored", *n.src)
     inputs = list(dict.fromkeys(i for n in region for i in n.inputs() if i not in inside))
-    mode = next(v.fake_mode for n in [*region, *inputs] for v in (n.val if isinstance(n.val, (list, tuple)) else [n.val])
-                if hasattr(v, "fake_mode"))
+    mode = next(
+        v.fake_mode
+        for n in [*region, *inputs]
+        for v in (n.val if isinstance(n.val, (list, tuple)) else [n.val])
+        if hasattr(v, "fake_mode")
+    )
     numbers: dict[Any, int] = {}  # symbol -> input that holds its value
     for s in sorted({s for n in region for s in _all_symbols(n)}, key=str):
         node = program.item_of.get(s)
         if node is None and not str(s).startswith("u"):
             with mode:
                 val = torch.empty((), dtype=torch.int64)
-            node = Node(torch.ops.aten.scalar_tensor.default, (mode.shape_env.create_symintnode(s, hint=None),), {"dtype": torch.int64}, val, src)
+            node = Node(
+                torch.ops.aten.scalar_tensor.default,
+                (mode.shape_env.create_symintnode(s, hint=None),),
+                {"dtype": torch.int64},
+                val,
+                src,
+            )
             inputs.append(node)
             program.nodes.insert(0, node)
         if node is None or node in inside:
@@ -122,9 +137,17 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
         numbers[s] = inputs.index(node)
     items = {s: n for s, n in program.item_of.items() if n in inside}
     table = exported.table
-    names = list(dict.fromkeys(str(n.target).replace("aten.", "aten::") for n in region if isinstance(n.target, torch._ops.OpOverload)))
+    names = list(
+        dict.fromkeys(
+            str(n.target).replace("aten.", "aten::") for n in region if isinstance(n.target, torch._ops.OpOverload)
+        )
+    )
     call = _caller(region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
-    table.rows.append(opaque.Row("aten", " ".join(names[:3]) + " ..." * (len(names) > 3), call, _never, "sizes that depend on data", src[0]))
+    table.rows.append(
+        opaque.Row(
+            "aten", " ".join(names[:3]) + " ..." * (len(names) > 3), call, _never, "sizes that depend on data", src[0]
+        )
+    )
     host = Node(opaque.HOST, (inputs, len(table.rows) - 1), {}, tuple([n.val for n in outputs]), src)
     for i, n in enumerate(outputs):  # the nodes stay what others refer to; they now read the host node's results
         n.target, n.args, n.kwargs = operator.getitem, (host, i), {}
@@ -151,10 +174,17 @@ def _never(_xs: list[Tensor]) -> list[Tensor]:
     raise AssertionError("a region is made after the trace")
 
 
-def _caller(region: list[Node], inputs: list[Node], outputs: list[Node], numbers: dict[Any, int], items: dict[Any, Node],
-            low: torch.dtype) -> opaque.Call:
+def _caller(
+    region: list[Node],
+    inputs: list[Node],
+    outputs: list[Node],
+    numbers: dict[Any, int],
+    items: dict[Any, Node],
+    low: torch.dtype,
+) -> opaque.Call:
     """The region as a function of its tensors."""
-    steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]  # as they are now: outputs change their meaning
+    # as they are now: outputs change their meaning
+    steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]
 
     def call(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         value: dict[Node, Any] = dict(zip(inputs, tensors, strict=True))
@@ -176,7 +206,10 @@ def _caller(region: list[Node], inputs: list[Node], outputs: list[Node], numbers
             return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         for n, target, args, kwargs, grad, autocast, val in steps:
-            with torch.set_grad_enabled(grad and torch.is_grad_enabled()), torch.autocast("cpu", dtype=low, enabled=autocast):
+            with (
+                torch.set_grad_enabled(grad and torch.is_grad_enabled()),
+                torch.autocast("cpu", dtype=low, enabled=autocast),
+            ):
                 if isinstance(target, str):
                     made: Any = _NAMED[target]([of(d) for d in val.shape], *map(of, args)).to(val.dtype)
                 else:

@@ -1,16 +1,21 @@
 """Flattening of what goes into and comes out of a module: tensors become numbered slots, the rest a skeleton.
 
-A captured graph knows only flat lists of tensors. Arguments and results of real modules are nested containers, dataclasses,
-Hugging Face ModelOutputs and caches, with None and Python numbers in between. Two walks are kept in the same order:
+A captured graph knows only flat lists of tensors. Arguments and results of real modules are nested containers,
+dataclasses, Hugging Face ModelOutputs and caches, with None and Python numbers in between. Two walks are kept in the
+same order:
 
-* flatten_inputs runs at every step. It yields the tensors, the int/float leaves, and a hashable key of everything else that a
-  capture bakes in (container types and lengths, names, None, bools, strings, dtypes, ranks). Nothing is built but three lists.
-* skeleton runs once per capture. It turns an object into a function `fill(leaves)` that builds an equal fresh object from new leaves.
-  Objects are rebuilt by __new__ plus their items plus __dict__, so no class has to be registered anywhere and no __init__ runs.
+* flatten_inputs runs at every step. It yields the tensors, the int/float leaves, and a hashable key of everything else
+that a
+  capture bakes in (container types and lengths, names, None, bools, strings, dtypes, ranks). Nothing is built but three
+  lists.
+* skeleton runs once per capture. It turns an object into a function `fill(leaves)` that builds an equal fresh object
+from new leaves.
+  Objects are rebuilt by __new__ plus their items plus __dict__, so no class has to be registered anywhere and no
+  __init__ runs.
 
-Invariants: both walks visit leaves in the same order (keyword arguments by name; __dict__ in insertion order); a leaf that occurs
-twice as the same object keeps its identity in the filled copy; objects that hold no leaf are constants, shared, not copied, except
-plain containers and caches, which callers are free to edit.
+Invariants: both walks visit leaves in the same order (keyword arguments by name; __dict__ in insertion order); a leaf
+that occurs twice as the same object keeps its identity in the filled copy; objects that hold no leaf are constants,
+shared, not copied, except plain containers and caches, which callers are free to edit.
 """
 
 from __future__ import annotations
@@ -63,8 +68,15 @@ def _state(x: object) -> dict[str, Any] | None:
     if isinstance(x, _ATOMS) or _is_config(x):
         return None
     state = getattr(x, "__dict__", None)
-    slots = [s for c in type(x).__mro__ for s in ([c.__dict__["__slots__"]] if isinstance(c.__dict__.get("__slots__"), str)
-                                                  else c.__dict__.get("__slots__", ()))]
+    slots = [
+        s
+        for c in type(x).__mro__
+        for s in (
+            [c.__dict__["__slots__"]]
+            if isinstance(c.__dict__.get("__slots__"), str)
+            else c.__dict__.get("__slots__", ())
+        )
+    ]
     if slots and not isinstance(x, (tuple, list, dict, set, frozenset)):
         state = dict(state or {})
         state.update({s: getattr(x, s) for s in slots if s != "__dict__" and s != "__weakref__" and hasattr(x, s)})
@@ -77,9 +89,18 @@ class _Bare:
 
 @functools.cache
 def _is_bare(cls: type) -> bool:
-    """Whether there is nothing in an object of this class but its __dict__ and slots (no memory of a C type: random.Random, iterators)."""
-    slots = [s for c in cls.__mro__ for s in ([c.__dict__["__slots__"]] if isinstance(c.__dict__.get("__slots__"), str)
-                                              else c.__dict__.get("__slots__", ())) if s not in ("__dict__", "__weakref__")]
+    """Whether there is nothing in an object of this class but its __dict__ and slots (no memory of a C type:
+    random.Random, iterators)."""
+    slots = [
+        s
+        for c in cls.__mro__
+        for s in (
+            [c.__dict__["__slots__"]]
+            if isinstance(c.__dict__.get("__slots__"), str)
+            else c.__dict__.get("__slots__", ())
+        )
+        if s not in ("__dict__", "__weakref__")
+    ]
     return cls.__basicsize__ <= _Bare.__basicsize__ + 8 * len(slots) and cls.__itemsize__ == 0
 
 
@@ -128,7 +149,9 @@ def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key:
         for y in items:
             if not isinstance(y, (int, float, str, bytes, complex, enum.Enum, type(None))):
                 raise Unreadable(f"a {t.__name__} of {type(y).__name__}")
-        key.append(tuple((type(y), y) for y in items) if t is collections.deque else frozenset((type(y), y) for y in items))
+        key.append(
+            tuple((type(y), y) for y in items) if t is collections.deque else frozenset((type(y), y) for y in items)
+        )
         return
     if t is functools.partial:
         inner: tuple[list[Tensor], list[int | float]] = [], []  # no leaves: the skeleton takes a partial as it is
@@ -172,12 +195,17 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
 
 
 def unreadable(x: Any) -> str | None:
-    """Why this object, met in a result, cannot be given again at the next call: it is used up, or hides tensors. None when it can."""
+    """Why this object, met in a result, cannot be given again at the next call: it is used up, or hides tensors. None
+    when it can."""
     if isinstance(x, (Iterator, types.CoroutineType)):
         return f"forward returns a {type(x).__name__}"
     if isinstance(x, (nn.Module, type, types.ModuleType, int, float, str, bytes, list, tuple, dict)):
         return None
-    if not isinstance(x, (types.FunctionType, types.MethodType, functools.partial, set, frozenset)) and _state(x) is not None and _is_bare(type(x)):  # type: ignore[arg-type]
+    if (
+        not isinstance(x, (types.FunctionType, types.MethodType, functools.partial, set, frozenset))
+        and _state(x) is not None
+        and _is_bare(type(x))  # type: ignore[arg-type]
+    ):
         return None
     todo, seen = [x], {id(x)}
     while todo and len(seen) < 1000:
@@ -186,7 +214,11 @@ def unreadable(x: Any) -> str | None:
             return f"forward returns a {type(x).__name__} that holds a tensor"
         if isinstance(y, (nn.Module, type, types.ModuleType, str, bytes)):
             continue
-        inner = [y.__closure__, y.__defaults__, y.__kwdefaults__] if isinstance(y, types.FunctionType) else gc.get_referents(y)
+        inner = (
+            [y.__closure__, y.__defaults__, y.__kwdefaults__]
+            if isinstance(y, types.FunctionType)
+            else gc.get_referents(y)
+        )
         todo += [z for z in inner if id(z) not in seen and not seen.add(id(z))]  # type: ignore[func-returns-value]
     return None
 
@@ -360,7 +392,8 @@ def _set_state(new: Any, names: list[tuple[str, _Part]], leaves: list[Any]) -> N
 
 
 def input_skeleton(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fill, FlatInputs]:
-    """fill(leaves) -> (args, kwargs), where leaves are the tensors followed by the int/float leaves, as flatten_inputs orders them."""
+    """fill(leaves) -> (args, kwargs), where leaves are the tensors followed by the int/float leaves, as flatten_inputs
+    orders them."""
     flat = flatten_inputs(args, kwargs)
     tensors = iter(range(len(flat.tensors)))
     scalars = iter(range(len(flat.tensors), len(flat.tensors) + len(flat.scalars)))

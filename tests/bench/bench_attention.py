@@ -1,6 +1,6 @@
 # ruff: noqa: I001 - bench_gemm finds the engine and fixes the thread count
-"""Milliseconds of attention forward and backward on one thread: the engine's kernel and torch's scaled_dot_product_attention,
-interleaved, CPU time of the thread, best of n.
+"""Milliseconds of attention forward and backward on one thread: the engine's kernel and torch's
+scaled_dot_product_attention, interleaved, CPU time of the thread, best of n.
 
     python tests/bench/bench_attention.py [B,H,T,D,causal,dropout ...]
 """

@@ -1,4 +1,5 @@
-"""GFLOP/s of matrix products on one thread: the engine's packed kernel and torch's BLAS, interleaved, CPU time of the thread, best of n.
+"""GFLOP/s of matrix products on one thread: the engine's packed kernel and torch's BLAS, interleaved, CPU time of the
+thread, best of n.
 
 python tests/bench/bench_gemm.py                 the shapes of GPT-2, BERT and small models
 python tests/bench/bench_gemm.py 512,768,50257   M,K,N: forward X W^T, input gradient G W, weight gradient G^T X

@@ -4,9 +4,10 @@
     python tests/bench/bench_models.py gpt2-124m  # one
     python tests/bench/bench_models.py --list
 
-A step is forward + loss + backward + AdamW(fused). First step and step memory come from a child process per arm: peak resident set above the
-process before its first step, minus 12 bytes per trained parameter (gradient and two moments, which nobody can save here). Rows are appended
-to tests/bench/history.csv with the machine's facts. Targets are printed beside what was reached.
+A step is forward + loss + backward + AdamW(fused). First step and step memory come from a child process per arm: peak
+resident set above the process before its first step, minus 12 bytes per trained parameter (gradient and two moments,
+which nobody can save here). Rows are appended to tests/bench/history.csv with the machine's facts. Targets are printed
+beside what was reached.
 """
 
 from __future__ import annotations

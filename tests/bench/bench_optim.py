@@ -1,11 +1,12 @@
 """Optimizers against torch's: time per step, bytes per parameter, GB/s, share of copy bandwidth.
 
-    python tests/bench/bench_optim.py [--list gpt2|bert|tiny] [--threads 1,2] [--rounds 7] [--half] [--csv tests/bench/history_optim.csv]
+    python tests/bench/bench_optim.py [--list gpt2|bert|tiny] [--threads 1,2] [--rounds 7] [--half] [--csv
+    tests/bench/history_optim.csv]
 
-All contenders (DeepSpeed's CPU optimizer where DeepSpeed is installed) run interleaved in one process on the same parameters and gradients,
-each with its own state; the figure is the median over rounds, ratios are medians of per-round ratios against FusedAdam. "copy_" is torch's
-over as many floats as the list has (8 bytes each): what the memory can do. GB/s count the bytes an update must move, not those that a
-contender happens to move.
+All contenders (DeepSpeed's CPU optimizer where DeepSpeed is installed) run interleaved in one process on the same
+parameters and gradients, each with its own state; the figure is the median over rounds, ratios are medians of per-round
+ratios against FusedAdam. "copy_" is torch's over as many floats as the list has (8 bytes each): what the memory can do.
+GB/s count the bytes an update must move, not those that a contender happens to move.
 """
 
 from __future__ import annotations

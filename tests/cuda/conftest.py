@@ -1,5 +1,5 @@
-"""A CUDA device made of ordinary memory: fake_cuda.c takes libcuda.so.1's place, and the optimizers' seam (ortmodule.optim.cuda.host)
-says that every tensor lies on device 0 unless a test placed it elsewhere."""
+"""A CUDA device made of ordinary memory: fake_cuda.c takes libcuda.so.1's place, and the optimizers' seam
+(ortmodule.optim.cuda.host) says that every tensor lies on device 0 unless a test placed it elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten
 
 
 class Late:
-    """ortmodule.optim.cuda.Late: the copy is made when the device has come there, which the host learns from sync() only."""
+    """ortmodule.optim.cuda.Late: the copy is made when the device has come there, which the host learns from sync()
+    only."""
 
     def __init__(self, gpu: Gpu, source: torch.Tensor) -> None:
         self.gpu, self.source = gpu, source

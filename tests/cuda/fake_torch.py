@@ -1,7 +1,8 @@
-"""torch.cuda on the fake device, as far as tests/gpu uses it: so that its code runs before it meets a GPU. Tensors "on cuda" are ordinary ones.
+"""torch.cuda on the fake device, as far as tests/gpu uses it: so that its code runs before it meets a GPU. Tensors "on
+cuda" are ordinary ones.
 
-Clocks show the host's time. A graph holds this project's launches only: torch's own operations inside a capture run at once. Memory is not
-checked (gradients that autograd makes are not registered).
+Clocks show the host's time. A graph holds this project's launches only: torch's own operations inside a capture run at
+once. Memory is not checked (gradients that autograd makes are not registered).
 """
 
 from __future__ import annotations

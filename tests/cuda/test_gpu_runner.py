@@ -1,5 +1,5 @@
-"""tests/gpu on a machine without a GPU: all of it runs on the fake device, what needs torch.cuda on stand-ins (fake_torch.py); the runner says
-what is missing."""
+"""tests/gpu on a machine without a GPU: all of it runs on the fake device, what needs torch.cuda on stand-ins
+(fake_torch.py); the runner says what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The optimizers' CUDA path, Python to kernels, on the fake device: against the CPU kernels (which are tested against fp64) and torch."""
+"""The optimizers' CUDA path, Python to kernels, on the fake device: against the CPU kernels (which are tested against
+fp64) and torch."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def test_lamb_changes_between_one_launch_and_three(gpu):
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_nothing_is_read_before_the_device_is_done(gpu, maker):
-    """Launches are only queued: whoever looked at a norm or a flag in between would see the old one; and reading any value is an error."""
+    """Launches are only queued: whoever looked at a norm or a flag in between would see the old one; and reading any
+    value is an error."""
     ours, theirs = make(gpu)
     a, b = MAKERS[maker](ours), MAKERS[maker](theirs)
     give(gpu, ours, theirs, 0)
@@ -183,7 +185,8 @@ def test_nothing_is_read_before_the_device_is_done(gpu, maker):
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_captured_steps_replay(gpu, maker):
-    """A captured step reads lr, counters and gradients at replay; eager steps between replays do not disturb it, nor it them."""
+    """A captured step reads lr, counters and gradients at replay; eager steps between replays do not disturb it, nor it
+    them."""
     ours, theirs = make(gpu)
     a, b = MAKERS[maker](ours), MAKERS[maker](theirs)
     lr = torch.tensor(1e-2)
@@ -445,7 +448,8 @@ def test_fp16_optimizer_beside_the_cpu(gpu, inner, dtype, caplog):
 
 
 def test_fp16_optimizer_reports_late_and_never_waits(gpu, caplog):
-    """Nothing that step() queued has run when it returns; the message comes with the first step() after the device has got there."""
+    """Nothing that step() queued has run when it returns; the message comes with the first step() after the device has
+    got there."""
     ours, theirs = make(gpu, torch.float16)
     names = torch.nn.Module()
     for i, p in enumerate(ours):
@@ -558,7 +562,8 @@ def test_fp16_optimizer_state_moves_between_host_and_device(gpu):
 
 
 def test_clipping_unscaled_gradients(gpu):
-    """Without backward(): clipped by the norm at that moment; not at all when that is not finite, and then the step is not left out."""
+    """Without backward(): clipped by the norm at that moment; not at all when that is not finite, and then the step is
+    not left out."""
     ours, theirs = make(gpu)
     a, b = FP16_Optimizer(FusedSGD(ours, 0.1)), FP16_Optimizer(torch.optim.SGD(theirs, 0.1))
     for step in range(4):
@@ -694,7 +699,7 @@ def test_grad_scaler_protocol_with_odd_scalars(gpu):
 
 
 OPENING = ["cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
-           "cuCtxPushCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuCtxPopCurrent_v2", "cuStreamIsCapturing"]  # fmt: skip
+           "cuCtxPushCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuCtxPopCurrent_v2", "cuStreamIsCapturing"]
 devices = iter(range(8, 32))
 
 

@@ -1,4 +1,5 @@
-"""Writes the seeds of fuzz_onnx.c: the models of test_onnx.py, small hostile files, a few graphs as text.    python tests/fuzz/seeds.py FOLDER"""
+"""Writes the seeds of fuzz_onnx.c: the models of test_onnx.py, small hostile files, a few graphs as text.    python
+tests/fuzz/seeds.py FOLDER"""
 
 from __future__ import annotations
 

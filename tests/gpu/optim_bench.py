@@ -1,8 +1,9 @@
 """Optimizer steps on a GPU: ms, bytes that must move, share of the measured copy bandwidth, beside torch's.
 
-Median of event-timed steps; contenders run interleaved; the lists are far larger than the cache. `host` is the time step() takes to return,
-`graph` the replay of a captured step. Bytes a parameter of LAMB in one launch are those of tensors that fit the L2 cache between the sweeps: a share
-of copy bandwidth far below the others' says that they did not."""
+Median of event-timed steps; contenders run interleaved; the lists are far larger than the cache. `host` is the time
+step() takes to return, `graph` the replay of a captured step. Bytes a parameter of LAMB in one launch are those of
+tensors that fit the L2 cache between the sweeps: a share of copy bandwidth far below the others' says that they did
+not."""
 
 from __future__ import annotations
 
@@ -167,6 +168,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for r in rows:
         target = "" if r["target_ms"] is None else f"target {r['target_ms']} ms {r['verdict']}"
         print(
-            f"{r['list']:11s} {r['arm']:42s} {r['ms']:8.3f} ms (min {r['min_ms']:.3f}, host {r['host_ms']:.3f}) {r['bytes_per_param']:3.0f} B/param "
+            f"{r['list']:11s} {r['arm']:42s} {r['ms']:8.3f} ms (min {r['min_ms']:.3f}, host {r['host_ms']:.3f}) "
+            f"{r['bytes_per_param']:3.0f} B/param "
             f"{r['GB_per_s']:7.0f} GB/s {r['share_of_copy']:5.2f} of copy ({r['copy_GB_per_s']:.0f}) {target}"
         )

@@ -1,5 +1,5 @@
-"""The optimizers on a GPU against fp64 formulas, torch.optim and themselves. run("cuda") on a GPU; tests/cuda runs the part that needs no
-torch.cuda with device "cpu" on the fake device."""
+"""The optimizers on a GPU against fp64 formulas, torch.optim and themselves. run("cuda") on a GPU; tests/cuda runs the
+part that needs no torch.cuda with device "cpu" on the fake device."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def one_optimizer(name: str, store: str, shapes: list[tuple[int, ...]], unaligne
             for key, m in zip(("exp_avg", "exp_avg_sq") if "sgd" not in name else ("momentum_buffer",), moments[i]):
                 if key in opt.state[p]:
                     m = torch.as_tensor(np.asarray(m)).reshape(p.shape)
-                    biggest = float(np.abs(grads[i]).max()) if key != "exp_avg_sq" else 0.0  # the first moment's terms may cancel
+                    # the first moment's terms may cancel
+                    biggest = float(np.abs(grads[i]).max()) if key != "exp_avg_sq" else 0.0
                     terms = max(float(m.abs().max()), (1 - H["b1"]) * biggest, 1e-30)
                     e = float((opt.state[p][key].double().cpu() - m).abs().max()) / terms
                     if not e <= 1e-5:
@@ -224,7 +225,8 @@ def clipping(device: str) -> str:
 
 
 def fp16_optimizer(inner: str, device: str) -> str:
-    """Against AdamW over f32 twins of the weights, with gradients scaled by hand; the second step overflows and must leave no trace."""
+    """Against AdamW over f32 twins of the weights, with gradients scaled by hand; the second step overflows and must
+    leave no trace."""
     ours = params_of(ODD, torch.float16, device, False)
     theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
     ways: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -397,7 +399,8 @@ def no_waiting() -> str:
 
 
 def mixed_never_waits() -> str:
-    """backward(), clip_master_grads() and step() of FP16_Optimizer behind a long kernel, the second of three overflowing; then the message."""
+    """backward(), clip_master_grads() and step() of FP16_Optimizer behind a long kernel, the second of three
+    overflowing; then the message."""
     ours = params_of(ODD, torch.float16, "cuda", False)
     others = params_of(ODD, torch.float16, "cuda", False)
     opts = [FP16_Optimizer(FusedLAMB(ours)), FP16_Optimizer(torch.optim.AdamW(others, fused=True))]
@@ -437,7 +440,8 @@ def mixed_never_waits() -> str:
 
 
 def mixed_graph() -> str:
-    """A whole mixed-precision step, backward() included, in one CUDA graph beside an eager twin; the third batch overflows."""
+    """A whole mixed-precision step, backward() included, in one CUDA graph beside an eager twin; the third batch
+    overflows."""
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -475,8 +479,8 @@ def mixed_graph() -> str:
 
 
 def lamb_repeated() -> str:
-    """LAMB in one launch, many times from the same state beside other work: always the same bits (a sweep that came before its data, or
-    read an old copy of them, would differ), and the numbers of LAMB in three launches."""
+    """LAMB in one launch, many times from the same state beside other work: always the same bits (a sweep that came
+    before its data, or read an old copy of them, would differ), and the numbers of LAMB in three launches."""
     start = params_of(RACES, torch.float32, "cuda", False)
     side, busy = torch.cuda.Stream(), torch.randn(1 << 24, device="cuda")
     results: list[list[torch.Tensor]] = []

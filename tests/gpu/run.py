@@ -1,9 +1,12 @@
-"""Every CUDA check and benchmark of this project, on a machine with a GPU, from a checkout and a wheel (no compiler, no network, no pip).
+"""Every CUDA check and benchmark of this project, on a machine with a GPU, from a checkout and a wheel (no compiler, no
+network, no pip).
 
-    python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part optim-correct] [--part optim-bench] [--out DIR]
+    python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part optim-correct] [--part
+    optim-bench] [--out DIR]
 
-Each part takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and PART.csv. The exit status is
-0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run on. Benchmarks that miss a target are marked, not failed.
+Each part takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and
+PART.csv. The exit status is 0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run
+on. Benchmarks that miss a target are marked, not failed.
 """
 
 from __future__ import annotations

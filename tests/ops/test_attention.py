@@ -1,4 +1,5 @@
-"""attention and attention_grad against softmax(q k^T) v written out in eager PyTorch: masks of every form, grouped heads, dropout, strides."""
+"""attention and attention_grad against softmax(q k^T) v written out in eager PyTorch: masks of every form, grouped
+heads, dropout, strides."""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ def test_mask_of_hidden_tiles() -> None:
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "-1e4", "two lowest"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
-    """bool and -inf: output and gradient 0. Finite values are arithmetic: the mean of v over all keys, and its true gradient."""
+    """bool and -inf: output and gradient 0. Finite values are arithmetic: the mean of v over all keys, and its true
+    gradient."""
     q, k, v = [t.to(dtype) for t in qkv(2, 2, 1, 71, 131, 5, 3)]
     see = torch.rand(2, 1, 71, 131, generator=torch.Generator().manual_seed(5)) > 0.3
     see[0, 0, 3], see[1, 0, 64:] = False, False
@@ -182,7 +184,8 @@ def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
     hi = see if kind == "bool" else full
     dy = rand(2, 2, 71, 3).to(dtype)
     xs = [t.double().requires_grad_() for t in (q, k, v)]
-    if kind == "lowest":  # the sum with a score rounds to the lowest number itself: in exact arithmetic all such scores are equal
+    # the sum with a score rounds to the lowest number itself: in exact arithmetic all such scores are equal
+    if kind == "lowest":
         s = xs[0] @ xs[1].transpose(-1, -2) * 5**-0.5
         some = see.any(-1, keepdim=True)
         want = torch.softmax(torch.where(see, s, torch.where(some, torch.tensor(-INF).double(), s - s.detach())), -1) @ xs[2]
@@ -280,7 +283,8 @@ def test_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("t,d,causal", [(61, 16, 1), (131, 16, 0), (293, 64, 1), (257, 32, 0)])
 def test_error(t: int, d: int, causal: int) -> None:
-    """Root mean square error of y, dq, dk, dv in fp32 against fp64: at most twice that of the definition in eager fp32."""
+    """Root mean square error of y, dq, dk, dv in fp32 against fp64: at most twice that of the definition in eager
+    fp32."""
     xs, dy = [x.float() for x in qkv(2, 3, 3, t, t, d, d)], rand(2, 3, t, d).float()
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -309,11 +313,13 @@ def test_error(t: int, d: int, causal: int) -> None:
         ("input q: f32[5, 7]\n input k: f32[5, 7]\n input v: f32[5, 7]\n y, l = attention(q, k, v)", "at least 3"),
         ("input q: f32[1, 2, 5, 7]\n input k: f64[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n y, l = attention(q, k, v)", "one dtype"),
         (
-            "input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: i64[5, 5]\n y, l = attention(q, k, v, m)",
+            "input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: i64[5, 5]\n y, "
+            "l = attention(q, k, v, m)",
             "bool or a float",
         ),
         (
-            "input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: bool[5, 4]\n y, l = attention(q, k, v, m)",
+            "input q: f32[1, 2, 5, 7]\n input k: f32[1, 2, 5, 7]\n input v: f32[1, 2, 5, 7]\n input m: bool[5, 4]\n y, "
+            "l = attention(q, k, v, m)",
             "axis 1 of the mask",
         ),
     ],

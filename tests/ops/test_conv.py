@@ -1,4 +1,5 @@
-"""Convolution and its gradients against eager PyTorch: 1 to 3 axes, groups, strides, padding, dilation, every path of the kernel."""
+"""Convolution and its gradients against eager PyTorch: 1 to 3 axes, groups, strides, padding, dilation, every path of
+the kernel."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_same_bits_for_any_number_of_threads() -> None:
 )
 def test_refused(node: str, words: list[str]) -> None:
     text = (
-        f"graph {{\n input x: f64[2, 4, 7, 5]\n input w: f64[6, 3, 3, 3]\n input v: f64[6, 4, 3, 3]\n input u: f64[6, 4, 9, 3]\n input z: f64[5]\n"
+        f"graph {{\n input x: f64[2, 4, 7, 5]\n input w: f64[6, 3, 3, 3]\n input v: f64[6, 4, 3, 3]\n input u: f64[6, "
+        "4, 9, 3]\n input z: f64[5]\n"
         f" y = {node}\n output y\n}}"
     )
     with pytest.raises(engine.EngineError) as e:

@@ -1,4 +1,5 @@
-"""Dropout: the mask is a function of (seed, stream, logical index) alone, the gradient uses the same one, the rate is right."""
+"""Dropout: the mask is a function of (seed, stream, logical index) alone, the gradient uses the same one, the rate is
+right."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def run(x: torch.Tensor, p: float, seed: int = 1, rng: int = 3, dy: torch.Tensor
 
 
 def philox(seed: int, stream: int, index: int) -> int:
-    """Philox4x32-10 written from its definition (Salmon et al., 2011), word of one element as csrc/cpu/philox.h maps it."""
+    """Philox4x32-10 written from its definition (Salmon et al., 2011), word of one element as csrc/cpu/philox.h maps
+    it."""
     m = 0xFFFFFFFF
     counter = index // 64 * 16 + index % 16
     c, k = [counter & m, counter >> 32, stream & m, stream >> 32], [seed & m, seed >> 32]

@@ -1,4 +1,5 @@
-"""The fuse pass and the `fused` operator: fused graphs give the bits of unfused ones, groups are what the rule says, programs round-trip."""
+"""The fuse pass and the `fused` operator: fused graphs give the bits of unfused ones, groups are what the rule says,
+programs round-trip."""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ def test_broken_programs_are_refused(program: str, words: str) -> None:
 
 
 def test_random_graphs() -> None:
-    """Random DAGs of elementwise operators, broadcasts, reductions and views: same bits fused and not, forward and backward."""
+    """Random DAGs of elementwise operators, broadcasts, reductions and views: same bits fused and not, forward and
+    backward."""
     gen = torch.Generator().manual_seed(3)
 
     def pick(n: int) -> int:

@@ -67,7 +67,8 @@ def test_embedding(padding_idx: int) -> None:
 
 
 def test_frequent_row_is_accurate() -> None:
-    """One row that occurs 40,000 times: the blocked sum keeps fp32 near its last place, and threads do not change a bit."""
+    """One row that occurs 40,000 times: the blocked sum keeps fp32 near its last place, and threads do not change a
+    bit."""
     i = torch.zeros(40009, dtype=torch.int64)
     dy = torch.rand(40009, 3, generator=torch.Generator().manual_seed(1))
     text = "graph {\n input dy: f32[40009, 3]\n input i: i64[40009]\n y = gather_grad(dy, i) {axis=0, shape=[2, 3], padding_idx=-1}\n output y\n}"
@@ -113,12 +114,14 @@ def test_elements(shape: tuple[int, ...], axis: int, idx: tuple[int, ...]) -> No
 def test_set_keeps_the_last() -> None:
     i = torch.tensor([2, 0, 2, 2, 0])
     (y,), _ = engine.run(
-        "graph {\n input x: f64[3]\n input i: i64[5]\n input s: f64[5]\n y = scatter_elements(x, i, s) {axis=0, reduce=0}\n output y\n}",
+        "graph {\n input x: f64[3]\n input i: i64[5]\n input s: f64[5]\n y = scatter_elements(x, i, s) {axis=0, "
+        "reduce=0}\n output y\n}",
         [torch.zeros(3, dtype=torch.float64), i, torch.arange(5.0, dtype=torch.float64)],
     )
     assert y.tolist() == [4, 0, 3]
     (y,), _ = engine.run(
-        "graph {\n input x: f64[3]\n input i: i64[5, 1]\n input s: f64[5]\n y = scatter_nd(x, i, s) {reduce=0}\n output y\n}",
+        "graph {\n input x: f64[3]\n input i: i64[5, 1]\n input s: f64[5]\n y = scatter_nd(x, i, s) {reduce=0}\n "
+        "output y\n}",
         [torch.zeros(3, dtype=torch.float64), i[:, None].clone(), torch.arange(5.0, dtype=torch.float64)],
     )
     assert y.tolist() == [4, 0, 3]
@@ -191,7 +194,8 @@ def test_integers(dtype: torch.dtype) -> None:
 def test_out_of_range(node: str, bad: int) -> None:
     i = torch.tensor([3, 10, bad, 4, bad])
     text = (
-        f"graph {{\n input x: f64[11, 3]\n input i: i64[5]\n input j: i64[5, 3]\n input k: i64[5, 1]\n input s: f64[5, 3]\n y = {node}\n output y\n}}"
+        f"graph {{\n input x: f64[11, 3]\n input i: i64[5]\n input j: i64[5, 3]\n input k: i64[5, 1]\n input s: f64[5, "
+        f"3]\n y = {node}\n output y\n}}"
     )
     with pytest.raises(engine.EngineError) as e:
         engine.run(text, [rand(11, 3), i, i[:, None].expand(5, 3), i[:, None].clone(), rand(5, 3)])

@@ -1,4 +1,5 @@
-"""Operators that may write over an operand: the plan, which lets them, gives what the interpreter gives, which never does."""
+"""Operators that may write over an operand: the plan, which lets them, gives what the interpreter gives, which never
+does."""
 
 from __future__ import annotations
 

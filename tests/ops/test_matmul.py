@@ -1,4 +1,5 @@
-"""matmul: forward, gradients, strides, empty sizes, batch broadcasting and exactness across thread counts, against eager PyTorch."""
+"""matmul: forward, gradients, strides, empty sizes, batch broadcasting and exactness across thread counts, against
+eager PyTorch."""
 
 from __future__ import annotations
 

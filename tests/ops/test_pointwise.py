@@ -1,4 +1,5 @@
-"""Elementwise operators against eager PyTorch: values, gradients, broadcasting, dtypes, special values, in-place-free strides."""
+"""Elementwise operators against eager PyTorch: values, gradients, broadcasting, dtypes, special values, in-place-free
+strides."""
 
 from __future__ import annotations
 
@@ -51,14 +52,16 @@ def test_sizes(shape: tuple[int, ...]) -> None:
     check("mul", [rand(*shape), rand(*shape, shift=1.0)], torch.mul)
 
 
-# Where PyTorch's vector kernels differ from one processor to the next (gelu of inf is inf or NaN): the formula in scalar fp64.
+# Where PyTorch's vector kernels differ from one processor to the next (gelu of inf is inf or NaN): the formula in
+# scalar fp64.
 FORMULA = {"gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
            "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))}
 
 
 @pytest.mark.parametrize("op", UNARY | POSITIVE)
 def test_special_values(op: str) -> None:
-    """NaN, infinities, signed zeros, subnormals in f32: as fp64 rounded; finite results within 4 units in the last place of the exact ones."""
+    """NaN, infinities, signed zeros, subnormals in f32: as fp64 rounded; finite results within 4 units in the last
+    place of the exact ones."""
     for x in (SPECIAL, rand(3001, scale=4.0).float(), rand(3001, scale=30.0).float()):
         got, eager, exact = node(op, x), {**UNARY, **POSITIVE}[op](x), {**UNARY, **POSITIVE}[op](x.double())
         if op in FORMULA:
@@ -69,7 +72,8 @@ def test_special_values(op: str) -> None:
         ok = want.isfinite() & exact.isfinite()
         ulp = torch.finfo(torch.float32).eps * exact.abs().clamp_min(1e-36)
         err, own = ((got.double() - exact).abs() / ulp)[ok], ((eager.double() - exact).abs() / ulp)[ok].nan_to_num(0, 0, 0)
-        if op.startswith("gelu"):  # 1 + erf and 1 + tanh cancel far below 0, in the reference too: error relative to x there
+        # 1 + erf and 1 + tanh cancel far below 0, in the reference too: error relative to x there
+        if op.startswith("gelu"):
             err = torch.minimum(err, (got.double() - exact).abs()[ok] / (2**-24 * x.double().abs()[ok] + 1e-37))
         assert (err <= torch.clamp_min(2 * own, 4)).all(), (op, err.max(), x[ok][err.argmax()])
 

@@ -1,4 +1,5 @@
-"""Reductions against eager PyTorch: any axes and strides, empty axes, ties, NaN, accuracy of long sums, independence of threads."""
+"""Reductions against eager PyTorch: any axes and strides, empty axes, ties, NaN, accuracy of long sums, independence of
+threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""View operators against eager PyTorch: values, gradients, strides, empty and size-1 axes, and what they must refuse."""
+"""View operators against eager PyTorch: values, gradients, strides, empty and size-1 axes, and what they must
+refuse."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def test_straight_through() -> None:
 
 @pytest.mark.parametrize("chain", range(40))
 def test_chains(chain: int) -> None:
-    """Random chains of views: each meets the strides the ones before left behind. The gradient runs the chain backwards."""
+    """Random chains of views: each meets the strides the ones before left behind. The gradient runs the chain
+    backwards."""
     gen = torch.Generator().manual_seed(chain)
 
     def pick(n: int) -> int:

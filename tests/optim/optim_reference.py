@@ -1,4 +1,5 @@
-"""fp64 references written from the formulas of onnxruntime-training, torch and the LAMB paper, one tensor at a time, in numpy."""
+"""fp64 references written from the formulas of onnxruntime-training, torch and the LAMB paper, one tensor at a time, in
+numpy."""
 
 from __future__ import annotations
 

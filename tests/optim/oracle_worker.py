@@ -1,4 +1,5 @@
-"""Runs under a Python that has onnxruntime-training 1.19.2 (numpy and onnx, no torch): its CPU operators and Python rules on given arrays.
+"""Runs under a Python that has onnxruntime-training 1.19.2 (numpy and onnx, no torch): its CPU operators and Python
+rules on given arrays.
 
     oracle_worker.py input.npz output.npz
 """
@@ -55,7 +56,8 @@ def clip(g, limit):
 
 
 def models(lists):
-    """name -> (model bytes, feeds, results): graphs of tensors with the operators inside, to be run by another engine as they are."""
+    """name -> (model bytes, feeds, results): graphs of tensors with the operators inside, to be run by another engine
+    as they are."""
     n = len(lists["p"])
     flat = {f"{k}{i}": x for k in "pgmv" for i, x in enumerate(lists[k])}
     make = {k: helper.make_node("SequenceConstruct", [f"{k}{i}" for i in range(n)], [k]) for k in "pgmv"}

@@ -1,4 +1,5 @@
-"""Runs a script in fresh processes: one, or several ranks that find each other through the environment (gloo, accelerate, DeepSpeed)."""
+"""Runs a script in fresh processes: one, or several ranks that find each other through the environment (gloo,
+accelerate, DeepSpeed)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_with(package: str, tested: str) -> str:
-    """A Python that has the package: this one, or the one named by ORTMODULE_<PACKAGE>; the test is skipped where there is none."""
+    """A Python that has the package: this one, or the one named by ORTMODULE_<PACKAGE>; the test is skipped where there
+    is none."""
     variable = f"ORTMODULE_{package.upper()}"
     found = os.environ.get(variable) or (sys.executable if importlib.util.find_spec(package) else None)
     return found or pytest.skip(f"{package} is not installed (tested with {tested}): install it here, or let {variable} name a Python that has it")

@@ -1,5 +1,5 @@
-"""The CUDA optimizer kernels, run on the host by csrc/cuda/host_emulation.h, against the CPU kernels (which are tested against fp64);
-and compiled by nvcc for every architecture where there is an nvcc."""
+"""The CUDA optimizer kernels, run on the host by csrc/cuda/host_emulation.h, against the CPU kernels (which are tested
+against fp64); and compiled by nvcc for every architecture where there is an nvcc."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ H = dict(lr=0.013, b1=0.87, b2=0.983, eps=1e-3, wd=0.11)
 
 
 class Emulated:
-    """csrc/cuda/optim.cu as a library of its own; blocks one after the other, or `threads` of them at once on host threads."""
+    """csrc/cuda/optim.cu as a library of its own; blocks one after the other, or `threads` of them at once on host
+    threads."""
 
     def __init__(self, home: Path, *flags: str) -> None:
         compiler = shutil.which("gcc") or shutil.which("cc")
@@ -200,7 +201,8 @@ def test_lamb_in_one_launch_leaves_a_stopped_step_alone(emulate, home, threads):
 
 
 def test_a_wrong_order_of_lambs_tickets_is_noticed(home):
-    """What the argument that it cannot hang rests on: with the second sweep's tickets first, the emulation finds a block waiting for ever."""
+    """What the argument that it cannot hang rests on: with the second sweep's tickets first, the emulation finds a
+    block waiting for ever."""
     alone = Emulated(home)
     p, g, m, v, w, steps = lamb_state(0)
     with pytest.raises(RuntimeError, match="waited for ever"):
@@ -209,7 +211,8 @@ def test_a_wrong_order_of_lambs_tickets_is_noticed(home):
 
 @pytest.mark.parametrize("lag", [0, 1, 3, 7, 1000])
 def test_order_of_lambs_tickets(emulate, lag):
-    """Against the rule written out: pieces of the first sweep in order; a span's second sweep, backwards, once `lag` more were handed out."""
+    """Against the rule written out: pieces of the first sweep in order; a span's second sweep, backwards, once `lag`
+    more were handed out."""
     gen = torch.Generator().manual_seed(lag)
     numel = [1, 0, 5, 4096, 4097, 16384, 16385, 99999, *torch.randint(0, 40000, (40,), generator=gen).tolist(), 1]
     spans, pieces, chunks = [], [], 0

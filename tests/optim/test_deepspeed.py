@@ -1,6 +1,7 @@
 """FP16_Optimizer on the optimizers of an installed DeepSpeed, on the CPU over gloo with two ranks.
 
-DeepSpeed is not among the requirements: set ORTMODULE_DEEPSPEED to a Python that has it (tested with 0.19.8), or install it here.
+DeepSpeed is not among the requirements: set ORTMODULE_DEEPSPEED to a Python that has it (tested with 0.19.8), or
+install it here.
 """
 
 from __future__ import annotations

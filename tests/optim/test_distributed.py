@@ -1,4 +1,5 @@
-"""Two gloo ranks: DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2 (DTensors), against one process with the whole batch."""
+"""Two gloo ranks: DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2 (DTensors), against one process with the
+whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The optimizers inside the libraries people train with: Hugging Face Trainer, Accelerate, Lightning, Megatron-core; each in a process of its own.
+"""The optimizers inside the libraries people train with: Hugging Face Trainer, Accelerate, Lightning, Megatron-core;
+each in a process of its own.
 
 Oracle: the same script with torch.optim; and an uninterrupted run, whose bits a resumed one must give.
 """
@@ -64,7 +65,8 @@ def run(make, folder, resume=None, **more):
     transformers.Trainer(model, args, train_dataset=rows, optimizers=(opt, schedule)).train(resume_from_checkpoint=resume)
     return flat(model)
 
-# bf16: a difference in the last bit of a weight moves a bfloat16 activation by 2^-8 of itself; measured 3.4e-4 after 8 steps
+# bf16: a difference in the last bit of a weight moves a bfloat16 activation by 2^-8 of itself; measured 3.4e-4 after 8
+# steps
 for more, tolerance, names in (({}, 2e-5, ["FusedAdam", "FusedLAMB"]), ({"bf16": True}, 2e-3, ["FP16_Optimizer(FusedAdam)"])):
     for i, name in enumerate(names):
         make, oracle = OURS[name]

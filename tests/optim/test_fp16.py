@@ -123,7 +123,8 @@ def test_clip_master_grads(inner, dtype):
 
 
 def test_what_changes_after_clipping_is_seen():
-    """An inf that comes after clip_master_grads() is an overflow; the next backward() knows nothing of a norm clipped before it."""
+    """An inf that comes after clip_master_grads() is an overflow; the next backward() knows nothing of a norm clipped
+    before it."""
     p = torch.nn.Parameter(torch.ones(3))
     opt = FP16_Optimizer(torch.optim.SGD([p], 1.0), loss_scaler=4.0)
     opt.backward(p.sum())

@@ -350,7 +350,8 @@ def test_same_bits_whatever_the_threads():
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set(isa):
-    """The formula and norm tests again in a process held to one instruction set (what the machine lacks falls back to less)."""
+    """The formula and norm tests again in a process held to one instruction set (what the machine lacks falls back to
+    less)."""
     if os.environ.get("ORTMODULE_ISA"):
         pytest.skip("already inside")
     names = "test_adam or test_lamb or test_norm or test_axpby or test_conversions or test_stochastic"

@@ -1,4 +1,5 @@
-"""The ends of the range: 50 M elements, thousands of tiny unaligned tensors, mixed types in one group, and every allocation failing once."""
+"""The ends of the range: 50 M elements, thousands of tiny unaligned tensors, mixed types in one group, and every
+allocation failing once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ H = dict(lr=0.013, b1=0.87, b2=0.983, eps=1e-3, wd=0.11)
 
 @pytest.mark.parametrize("kind", ["adam", "lamb", "sgd", "norm"])
 def test_50_million_elements(kind):
-    """The tensor is one period repeated: so is the result (LAMB's trust ratio does not change with the number of periods)."""
+    """The tensor is one period repeated: so is the result (LAMB's trust ratio does not change with the number of
+    periods)."""
     period, times = 100003, 500
     gen = torch.Generator().manual_seed(0)
     base = [torch.randn(period, generator=gen) for _ in range(3)]
@@ -58,7 +60,8 @@ MAKERS = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_thousands_of_tiny_unaligned_tensors_of_mixed_types(maker):
-    """Views into one buffer per type at odd offsets, sizes 0 to 7, f32, f64, bf16 and f16 in one group, moments in f32 (f64 for f64)."""
+    """Views into one buffer per type at odd offsets, sizes 0 to 7, f32, f64, bf16 and f16 in one group, moments in f32
+    (f64 for f64)."""
     types = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     gen = torch.Generator().manual_seed(0)
     buffers = {t: torch.randn(12001, generator=gen, dtype=torch.float64).to(t) for t in types}
@@ -117,7 +120,8 @@ class Sgd(C.Structure):
 
 @pytest.mark.parametrize("kind", ["adam", "sgd", "lamb", "norm", "axpby"])
 def test_every_allocation_failing_once(kind):
-    """Tensors with gaps need temporaries, so there is something to allocate: no crash, no leak, and nothing written before it fails."""
+    """Tensors with gaps need temporaries, so there is something to allocate: no crash, no leak, and nothing written
+    before it fails."""
     libc = C.CDLL(None)
     libc.aligned_alloc.restype = C.c_void_p
     libc.free.argtypes = [C.c_void_p]
@@ -200,8 +204,8 @@ POOLS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lamb_gives_the_same_bits_from_any_pool(dtype):
-    """Waves of small tensors, tensors cut into pieces, and their order among the workers change nothing; a pool that runs the workers one
-    after the other finishes."""
+    """Waves of small tensors, tensors cut into pieces, and their order among the workers change nothing; a pool that
+    runs the workers one after the other finishes."""
     gen = torch.Generator().manual_seed(0)
     sizes = [40009, 3, 700001, *[1000] * 50, 16384, 16385, 1, 300007, 65536]
     start = [[torch.randn(n, generator=gen).to(dtype), torch.randn(n, generator=gen).to(dtype), torch.zeros(n), torch.rand(n, generator=gen)]

@@ -89,7 +89,8 @@ def test_sgd_and_update_signal(update):
 
 
 def lamb(given, extra=None, mixed=(), **attrs):
-    """given: [w, g, m, v] per group; mixed: indices with a 16-bit copy. Returns (step, per group [w, g, m, v, w16 or None])."""
+    """given: [w, g, m, v] per group; mixed: indices with a 16-bit copy. Returns (step, per group [w, g, m, v, w16 or
+    None])."""
     inputs = {"lr": LR, "step": STEP, **(extra or {})}
     names = [k if k in inputs else "" for k in ("update", "scale", "norm", "lr", "step")]
     outputs = ["step1"]
@@ -109,7 +110,7 @@ def test_lamb_with_settings_per_group():
     given = groups(n)
     rng = np.random.default_rng(0)
     each = [dict(b1=a, b2=b, wd=w, eps=e) for a, b, w, e in zip(
-        rng.choice([0.5, 0.75], n), rng.choice([0.875, 0.9375], n), rng.choice([0.0, 0.125], n), rng.choice([2**-10, 2**-6], n))]  # fmt: skip
+        rng.choice([0.5, 0.75], n), rng.choice([0.875, 0.9375], n), rng.choice([0.0, 0.125], n), rng.choice([2**-10, 2**-6], n))]
     limit = [float(x) for x in rng.choice([0.25, 1.0], n)]
     attrs = dict(alpha=[e["b1"] for e in each], beta=[e["b2"] for e in each], epsilon=[e["eps"] for e in each], max_norm_clip=limit)
     attrs["lambda"] = [e["wd"] for e in each]
@@ -151,7 +152,7 @@ def test_a_model_that_scales_checks_clips_and_updates_itself():
     take, outputs = elements("g", n)
     names = list(inputs)
     nodes = [*make, node("InplaceClipGradNorm", ["g"], ["G"], max_norm=0.5), *take, node("ReduceAllL2", names, ["norm"]),
-             node("IsAllFinite", names, ["ok"]), node("InPlaceAccumulatorV2", ["g0", "g4", "over"], ["done", "sum"])]  # fmt: skip
+             node("IsAllFinite", names, ["ok"]), node("InPlaceAccumulatorV2", ["g0", "g4", "over"], ["done", "sum"])]
     for overwrite in (False, True):
         got = run(nodes, {**inputs, "over": torch.tensor([overwrite])}, ["norm", "ok", "done", "sum", *outputs])
         norm = math.sqrt(sum(float((x**2).sum()) for x in inputs.values()))
@@ -209,7 +210,8 @@ def test_write_and_read_back():
         "adamw_step": (["lr", "step", "ok", *names], "alpha=0.75, beta=0.875, weight_decay=0.125, adam_mode=1"),
         "sgd_step": (["lr", "_", *[f"{k}{i}" for i in range(n) for k in "pg"]], ""),
         "lamb_step": (["ok", "_", "norm", "lr", "step", *[x for i in range(n) for x in (f"p{i}", f"g{i}", f"m{i}", f"v{i}", "_")]],
-                      "alpha=0.75, beta=0.875, epsilon=0.0009765625, lambda=0.125, ratio_max=3.0, max_norm_clip=0.5"),  # lists hold float32
+                      # lists hold float32
+                      "alpha=0.75, beta=0.875, epsilon=0.0009765625, lambda=0.125, ratio_max=3.0, max_norm_clip=0.5"),
     }  # fmt: skip
     short = {torch.float64: "f64", torch.float32: "f32", torch.int64: "i64"}
     lines = [f"input {k}: {short[x.dtype]}[{', '.join(map(str, x.shape))}]" for k, x in inputs.items()]

@@ -1,4 +1,5 @@
-"""The update operators of the graph (csrc/ops/optimizer.c) through the interpreter, against fp64 references, in f64 and strided."""
+"""The update operators of the graph (csrc/ops/optimizer.c) through the interpreter, against fp64 references, in f64 and
+strided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""FusedAdam, FusedLAMB, FusedSGD as torch optimizers: curves, state dicts both ways, schedulers, GradScaler, clipping, odd groups."""
+"""FusedAdam, FusedLAMB, FusedSGD as torch optimizers: curves, state dicts both ways, schedulers, GradScaler, clipping,
+odd groups."""
 
 from __future__ import annotations
 
@@ -212,7 +213,8 @@ def test_lamb_leaves_out_a_step_whose_norm_is_not_finite():
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_grad_scaler(maker):
-    """The scaler hands over scale and flag: same weights as without it, overflowed steps left out, gradients not rewritten."""
+    """The scaler hands over scale and flag: same weights as without it, overflowed steps left out, gradients not
+    rewritten."""
     a, b = net(), net()
     plain, fused = MAKERS[maker](a.parameters()), MAKERS[maker](b.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -333,7 +335,8 @@ def test_closure_and_hooks():
 @pytest.mark.parametrize("limit", [0.1, 1e6])
 def test_clip_grad_norm(order, limit):
     torch.manual_seed(0)
-    ps = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 17), (5,), ()) + ((0,),) * (order != math.inf)]  # torch refuses inf of nothing
+    # torch refuses inf of nothing
+    ps = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 17), (5,), ()) + ((0,),) * (order != math.inf)]
     qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
     for p, q in zip(ps, qs):
         p.grad = torch.randn_like(p)

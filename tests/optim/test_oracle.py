@@ -1,7 +1,8 @@
 """Against onnxruntime-training 1.19.2 itself: its CPU optimizer operators, loss scaler and schedules.
 
-It does not install beside torch of today: give a separate environment's Python (`pip install onnxruntime-training==1.19.2 onnx numpy`) in
-ORTMODULE_ORACLE. LambOptimizer and FusedAdam of that release need a GPU: their formulas are checked against fp64 (test_kernels.py).
+It does not install beside torch of today: give a separate environment's Python (`pip install
+onnxruntime-training==1.19.2 onnx numpy`) in ORTMODULE_ORACLE. LambOptimizer and FusedAdam of that release need a GPU:
+their formulas are checked against fp64 (test_kernels.py).
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def test_adamw_operator(data, theirs, mode):
 @pytest.mark.parametrize("update", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "clip", "accumulate"])
 def test_the_same_file_in_both_engines(data, name, update):
-    """Models with AdamWOptimizer, SGDOptimizerV2, InplaceClipGradNorm, InPlaceAccumulatorV2: the bytes onnxruntime ran, read here."""
+    """Models with AdamWOptimizer, SGDOptimizerV2, InplaceClipGradNorm, InPlaceAccumulatorV2: the bytes onnxruntime ran,
+    read here."""
     _, out = data
     key = f"{name}_{update}"
     feeds = [torch.from_numpy(out[f"feed_{key}_{k}"]) for k in out[f"feeds_{key}"]]

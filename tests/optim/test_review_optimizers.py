@@ -39,7 +39,8 @@ def same(a, b):
 
 
 def test_load_hooks_see_and_change_what_is_loaded():
-    """torch's documented way to adapt a checkpoint is a pre-hook: what it returns is loaded, and post-hooks see the result."""
+    """torch's documented way to adapt a checkpoint is a pre-hook: what it returns is loaded, and post-hooks see the
+    result."""
     model = net(torch.bfloat16)
     saved_by, opt = FusedAdam(model.parameters()), FusedAdam(net(torch.bfloat16).parameters())
     train(model, saved_by)
@@ -96,7 +97,8 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
 
 
 def test_the_groups_step_follows_torchs_state():
-    """torch keeps steps with the parameters, onnxruntime-training with the group: what was loaded from one can be saved for the other."""
+    """torch keeps steps with the parameters, onnxruntime-training with the group: what was loaded from one can be saved
+    for the other."""
     model = net()
     theirs, ours = torch.optim.AdamW(model.parameters()), FusedAdam(net().parameters())
     train(model, theirs, 4)
@@ -232,7 +234,8 @@ def test_a_loss_scaler_resumes_its_count():
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
 def test_torchs_argument_order_is_noticed(cls):
-    """AdamW(params, lr, betas) written with these classes: the third argument is bias_correction, as in the originals."""
+    """AdamW(params, lr, betas) written with these classes: the third argument is bias_correction, as in the
+    originals."""
     p = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(TypeError, match=r"bias_correction=\(0.9, 0.95\).*betas="):
         cls([p], 1e-3, (0.9, 0.95))
@@ -297,7 +300,8 @@ def test_stochastic_rounding_of_float16_is_refused():
 
 
 def test_stochastic_rounding_draws_anew_every_step():
-    """Steps of a quarter of the distance to the next bfloat16: with the same draw every time three quarters would never move."""
+    """Steps of a quarter of the distance to the next bfloat16: with the same draw every time three quarters would never
+    move."""
     p = torch.nn.Parameter(torch.ones(4001, dtype=torch.bfloat16))
     opt = FusedSGD([p], 1.0, stochastic_rounding=True)
     p.grad = torch.full((4001,), -(2**-9), dtype=torch.bfloat16)

@@ -1,4 +1,5 @@
-"""What torch promises of its optimizers: schedulers, GradScaler, hooks, copies, checkpoints; every state dict loads or is refused with a reason."""
+"""What torch promises of its optimizers: schedulers, GradScaler, hooks, copies, checkpoints; every state dict loads or
+is refused with a reason."""
 
 from __future__ import annotations
 
