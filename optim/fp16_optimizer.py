@@ -142,11 +142,10 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _mixed_init(self, model: torch.nn.Module | None, loss_scaler: DynamicLossScaler | float | None) -> None:
         constant = loss_scaler is not None and not isinstance(loss_scaler, DynamicLossScaler)
-        self._scaler = (
-            DynamicLossScaler(False, float(loss_scaler))  # type: ignore[arg-type]
-            if constant
-            else loss_scaler or DynamicLossScaler()
-        )
+        if constant:
+            self._scaler = DynamicLossScaler(False, float(loss_scaler))  # type: ignore[arg-type]
+        else:
+            self._scaler = loss_scaler or DynamicLossScaler()  # type: ignore[assignment]
         self._start()
         self._scaled = False  # backward() has run since the last step
         self._clip = 1.0
