@@ -18,7 +18,7 @@ import pytest
 
 import engine
 
-KERNELS = Path(engine.ROOT) / "build" / "kernels"
+BUILD = Path(engine.ROOT) / "build"
 REGISTER = {"avx2": "%ymm", "avx512": "%zmm"}
 HOT = {
     "gemm": ["tile_full_f32", "tile_full_f64"],
@@ -62,10 +62,9 @@ def object_of(family: str, isa: str) -> Path:
         pytest.skip("the AVX kernels are built on x86_64 only")
     if not shutil.which("objdump"):
         pytest.skip("objdump (binutils) is not installed")
-    path = KERNELS / f"{family}.{isa}.o"
-    if not path.exists():
-        pytest.skip(f"{path} is not built: make lib")
-    return path
+    found = list(BUILD.glob(f"[co]*/kernels/{family}.{isa}.o"))
+    assert len(found) == 1, f"{family}.{isa}.o: {found or 'not built'} (make lib)"
+    return found[0]
 
 
 @pytest.mark.parametrize("isa", REGISTER)

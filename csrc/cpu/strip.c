@@ -1,215 +1,22 @@
-/* strip.c - strip programs: their text, their types, compilation to instructions and registers, and the run over
- * tensors.
+/* strip.c - strip programs on the CPU: compilation to instructions and registers, and the run over tensors.
  *
- * Compilation is cheap (a microsecond or two) and happens at each call of a kernel: what is uniform and what is
- * contiguous is only known with the tensors in hand. It lowers each statement to one instruction plus conversions, in
- * SSA form, then assigns registers in one sweep: a value's register is free again after its last use, so an instruction
- * may overwrite an operand that dies with it.
+ * Both are done once per plan, from dtypes, sizes and strides: each statement becomes one instruction plus conversions,
+ * in SSA form, then registers are assigned in one sweep: a value's register is free again after its last use, so an
+ * instruction may overwrite an operand that dies with it. A run puts addresses in and starts.
  *
  * In-place. An output may share memory with an operand of equal size (the plan's in-place). Writing an output straight
  * to memory is then right only if no operand is read by a later instruction; otherwise it is computed in a register and
  * stored at the strip's end.
  */
-#include "cpu/philox.h"
 #include "cpu/strip.h"
+#include "cpu/cpu.h"
+#include "cpu/philox.h"
 
-#include <math.h>
-#include <stdio.h>
-
-#define FLT OM_PW_FLT
-#define TRIG OM_PW_TRIG
 #define NUM OM_PW_NUM
 #define CMP OM_PW_CMP
 #define PRED OM_PW_PRED
-#define LOG OM_PW_LOG
-#define SEL OM_PW_SEL
 #define CAST OM_PW_CAST
 #define DRAW OM_PW_DRAW
-const om_pw_row om_pw_rows[] = {
-#define PW(name, arity, rule, fx, ix, grad, doc) {#name, OM_S_##name, arity, rule},
-#include "ops/pointwise.def"
-#undef PW
-};
-enum { N_ROWS = sizeof om_pw_rows / sizeof *om_pw_rows };
-
-/* --- text -------------------------------------------------------------------------------------------- */
-
-static int row_find(const char *name, size_t len) {
-    for (int i = 0; i < N_ROWS; i++)
-        if (om_pw_rows[i].name[0] == *name && !strncmp(om_pw_rows[i].name, name, len) && !om_pw_rows[i].name[len])
-            return i;
-    return -1;
-}
-
-static int dtype_find(const char *name, size_t len) {
-    char buf[16];
-    if (len >= sizeof buf) return OM_NODTYPE;
-    memcpy(buf, name, len);
-    buf[len] = 0;
-    return om_dtype_from_name(buf);
-}
-
-static const char *spaces_skip(const char *s) {
-    while (*s == ' ') s++;
-    return s;
-}
-
-/* Reads one value number below `limit`; false when there is none. */
-static bool value_read(const char **s, int limit, uint8_t *v) {
-    const char *p = spaces_skip(*s);
-    long x = 0;
-    if (*p < '0' || *p > '9') return false;
-    for (; *p >= '0' && *p <= '9'; p++)
-        if ((x = x * 10 + (*p - '0')) > OM_STRIP_VALUES) return false;
-    if (x >= limit) return false;
-    *v = (uint8_t)x;
-    *s = p;
-    return true;
-}
-
-static const char *digits_read(const char *s, uint64_t *x) {
-    for (*x = 0; *s >= '0' && *s <= '9'; s++) *x = *x * 10 + (uint64_t)(*s - '0');
-    return s;
-}
-
-/* A double whatever the host's locale: digits with a point, exact up to 2^53 and 22 places, or an integer times 2^-k as
- * 5404319552844595p54. */
-static double number_read(const char *s, const char **end) {
-    uint64_t m, k;
-    const char *e = digits_read(s, &m);
-    double unit = 1;
-    if (*e == '.')
-        for (e++; *e >= '0' && *e <= '9'; e++, unit *= 10) m = m * 10 + (uint64_t)(*e - '0');
-    else if (*e == 'p' && e > s) {
-        e = digits_read(e + 1, &k);
-        *end = e;
-        return ldexp((double)m, -(int)k);
-    }
-    *end = e;
-    return (double)m / unit;
-}
-
-/* Of x in [0, 1]: the shortest decimal that reads back, else the exact form. */
-static void number_text(double x, char buf[40]) {
-    const char *end;
-    for (int digits = 1; digits <= 15; digits++) {
-        snprintf(buf, 40, "%.*f", digits, x);
-        buf[1] = '.';
-        if (number_read(buf, &end) == x) return;
-    }
-    int e = 0;
-    const double m = frexp(x, &e);
-    snprintf(buf, 40, "%llup%d", (unsigned long long)ldexp(m, 53), 53 - e);
-}
-
-#define BAD(s, ...) return om_fail(cx, OM_INVALID, "fused: program at \"%.24s\": " __VA_ARGS__)
-
-om_status om_strip_parse(om_ctx *cx, const char *text, int n_in, om_strip_text *out) {
-    memset(out, 0, offsetof(om_strip_text, stmt));
-    out->n_in = n_in;
-    if (n_in > OM_STRIP_IN) return om_fail(cx, OM_UNSUPPORTED, "fused: %d operands; at most %d", n_in, OM_STRIP_IN);
-    for (const char *s = text; *(s = spaces_skip(s));) {
-        const int limit = n_in + out->n_stmt;
-        const size_t word = strcspn(s, ": ;");
-        if (word == 3 && !strncmp(s, "out", 3)) {
-            for (s += 3; out->n_out < OM_STRIP_OUT && value_read(&s, limit, &out->out[out->n_out]);) out->n_out++;
-            s = spaces_skip(s);
-            if (*s || !out->n_out)
-                BAD(s, "out takes 1 to %d value numbers below %d and ends the program", s, OM_STRIP_OUT, limit);
-            break;
-        }
-        if (limit >= OM_STRIP_VALUES) BAD(s, "more than %d values", s, OM_STRIP_VALUES);
-        om_strip_stmt *st = &out->stmt[out->n_stmt];
-        *st = (om_strip_stmt){0};
-        const int row = row_find(s, word);
-        if (row < 0 || s[word] != ':') BAD(s, "no pointwise operator; a statement is op:dtype values", s);
-        st->op = (uint8_t)row;
-        const char *t = s + word + 1;
-        const size_t len = strcspn(t, "! ;");
-        if ((st->dtype = (uint8_t)dtype_find(t, len)) == OM_NODTYPE) BAD(t, "no dtype", t);
-        t += len;
-        if ((st->exact = *t == '!')) t++;
-        while (st->n_arg < 3 && value_read(&t, limit, &st->arg[st->n_arg])) st->n_arg++;
-        for (t = spaces_skip(t); *t == 'p' || *t == 'r'; t = spaces_skip(t)) {
-            const char *from = t, *end = NULL;
-            if (!strncmp(t, "p=", 2)) st->p = number_read(from += 2, &end);
-            else if (!strncmp(t, "rng=", 4)) end = digits_read(from += 4, &st->rng);
-            if (!end || end == from) BAD(t, "p=<number> or rng=<integer> expected", t);
-            t = end;
-        }
-        if (*t && *t != ';') BAD(t, "values below %d, then ';', expected", t, limit);
-        if (st->n_arg != om_pw_rows[row].arity)
-            BAD(s, "%s takes %d values, %d given", s, om_pw_rows[row].name, om_pw_rows[row].arity, st->n_arg);
-        out->n_stmt++;
-        s = *t ? t + 1 : t;
-    }
-    if (!out->n_stmt) return om_fail(cx, OM_INVALID, "fused: the program is empty");
-    if (!out->n_out) out->out[out->n_out++] = (uint8_t)(n_in + out->n_stmt - 1);
-    return OM_OK;
-}
-
-size_t om_strip_print(const om_strip_text *t, char *buf, size_t size) {
-    size_t at = 0;
-#define PUT(...) at += (size_t)snprintf(at < size ? buf + at : NULL, at < size ? size - at : 0, __VA_ARGS__)
-    for (int i = 0; i < t->n_stmt; i++) {
-        const om_strip_stmt *s = &t->stmt[i];
-        PUT("%s%s:%s%s", i ? ";" : "", om_pw_rows[s->op].name, om_dtype_name(s->dtype), s->exact ? "!" : "");
-        for (int k = 0; k < s->n_arg; k++) PUT(" %d", s->arg[k]);
-        if (s->op == OM_S_dropout) {
-            char p[40];
-            number_text(s->p, p);
-            PUT(" p=%s rng=%llu", p, (unsigned long long)s->rng);
-        }
-    }
-    if (t->n_out != 1 || t->out[0] != t->n_in + t->n_stmt - 1) {
-        PUT(";out");
-        for (int i = 0; i < t->n_out; i++) PUT(" %d", t->out[i]);
-    }
-#undef PUT
-    return at;
-}
-
-/* --- types ------------------------------------------------------------------------------------------- */
-
-om_status om_strip_types(om_ctx *cx, const om_strip_text *t, const uint8_t *in_dtype, uint8_t *vtype) {
-    memcpy(vtype, in_dtype, (size_t)t->n_in);
-    for (int i = 0; i < t->n_stmt; i++) {
-        const om_strip_stmt *s = &t->stmt[i];
-        const om_pw_row *row = &om_pw_rows[s->op];
-        const int a = vtype[s->arg[0]], b = s->n_arg > 1 ? vtype[s->arg[1]] : a,
-                  c = s->n_arg > 2 ? vtype[s->arg[2]] : b;
-        const char *want = NULL;
-        int result = a;
-        switch (row->rule) {
-        case FLT: case TRIG: case DRAW: want = om_is_float(a) && a == b ? NULL : "floats of one dtype"; break;
-        case NUM: want = (om_is_float(a) || om_is_int(a)) && a == b ? NULL : "numbers of one dtype"; break;
-        case CMP:
-            want = (om_is_float(a) || om_is_int(a)) && a == b ? NULL : "numbers of one dtype";
-            result = OM_BOOL;
-            break;
-        case PRED: want = om_is_float(a) ? NULL : "floats"; result = OM_BOOL; break;
-        case LOG: want = om_is_int(a) && a == b ? NULL : "bool or integers of one dtype"; break;
-        case SEL:
-            want = a == OM_BOOL && b == c && (om_is_float(b) || om_is_int(b)) ? NULL
-                                                                              : "a bool and two numbers of one dtype";
-            result = b;
-            break;
-        default:
-            want = (om_is_float(a) || om_is_int(a)) && (om_is_float(s->dtype) || om_is_int(s->dtype)) ? NULL
-                                                                                                      : "numbers";
-            result = s->dtype;
-        }
-        if (want)
-            return om_fail(cx, OM_INVALID, "%s: operands of dtype %s, %s, %s; it takes %s: cast first", row->name,
-                           om_dtype_name(a), s->n_arg > 1 ? om_dtype_name(b) : "-",
-                           s->n_arg > 2 ? om_dtype_name(c) : "-", want);
-        if (s->dtype != result)
-            return om_fail(cx, OM_INVALID, "%s: result declared %s, but its operands give %s", row->name,
-                           om_dtype_name(s->dtype), om_dtype_name(result));
-        vtype[t->n_in + i] = s->dtype;
-    }
-    return OM_OK;
-}
 
 /* --- compilation --------------------------------------------------------------------------------------- */
 
@@ -329,14 +136,14 @@ static void registers_assign(om_strip_prog *p) {
 }
 
 om_status om_strip_compile(om_ctx *cx, const om_strip_text *t, const uint8_t *in_dtype, const bool *uniform,
-                           om_strip_prog *p) {
+                           om_strip_room *room, om_strip_prog *p) {
     uint8_t vtype[OM_STRIP_VALUES], at[OM_STRIP_VALUES] = {0}, uses[OM_STRIP_VALUES] = {0};
     compiler c = {cx, p, false};
     OM_TRY(om_strip_types(cx, t, in_dtype, vtype));
+    *p = (om_strip_prog){.cls = room->cls, .reg = room->reg, .insn = room->insn, .draw = room->draw};
     p->n_in = (uint16_t)t->n_in;
     p->n_out = (uint16_t)t->n_out;
     p->n_val = (uint16_t)t->n_in;
-    p->n_insn = p->n_draw = 0;
     p->cost = 2;
     for (int i = 0; i < t->n_in; i++) {
         p->in_dtype[i] = in_dtype[i];
@@ -407,11 +214,29 @@ static span tensor_span(const om_tensor *t) {
     return s;
 }
 
-om_status om_strip_run(om_ctx *cx, const om_strip_prog *p, const om_tensor *in, om_tensor *out, uint64_t seed) {
-    om_strip_job j = {.prog = p, .seed = seed, .total = 1};
+/* Everything of a run but addresses and seed. */
+typedef struct strip_prep {
+    om_strip_prog prog;
+    om_strip_job job;
+    om_strip_arg *arg; /* operands, then outputs */
+    int64_t n_strips, grain;
+} strip_prep;
+
+static bool prog_keep(om_arena *mem, om_strip_prog *p) {
+    p->cls = om_arena_copy(mem, p->cls, p->n_val * sizeof *p->cls);
+    p->reg = om_arena_copy(mem, p->reg, p->n_val * sizeof *p->reg);
+    p->insn = om_arena_copy(mem, p->insn, p->n_insn * sizeof *p->insn);
+    p->draw = om_arena_copy(mem, p->draw, p->n_draw * sizeof *p->draw);
+    return p->cls && p->reg && p->insn && p->draw;
+}
+
+static om_status job_prepare(om_ctx *cx, const om_strip_prog *p, const om_tensor *in, const om_tensor *out,
+                             strip_prep *prep) {
+    om_strip_job *j = &prep->job;
     const om_tensor *shape = &out[0];
     const int n_arg = p->n_in + p->n_out;
     int64_t stride[OM_STRIP_IN + OM_STRIP_OUT][OM_RANK] = {{0}};
+    *j = (om_strip_job){.prog = p, .total = 1};
 
     for (int k = 0; k < n_arg; k++) {
         const om_tensor *t = k < p->n_in ? &in[k] : &out[k - p->n_in];
@@ -427,63 +252,102 @@ om_status om_strip_run(om_ctx *cx, const om_strip_prog *p, const om_tensor *in, 
                            k < p->n_in ? "operand" : "output", k < p->n_in ? k : k - p->n_in, t->rank, shape->rank);
     }
     for (int i = 0; i < shape->rank; i++) { /* axes of size 1 vanish, contiguous neighbours merge */
-        if (shape->dim[i] == 0) return OM_OK;
+        if (shape->dim[i] == 0) return OM_OK; /* no strip */
         if (shape->dim[i] == 1) continue;
-        bool merge = j.rank > 0;
+        bool merge = j->rank > 0;
         for (int k = 0; merge && k < n_arg; k++) {
-            const om_strip_arg *a = k < p->n_in ? &j.in[k] : &j.out[k - p->n_in];
-            merge = a->stride[j.rank - 1] == stride[k][i] * shape->dim[i];
+            const om_strip_arg *a = &prep->arg[k];
+            merge = a->stride[j->rank - 1] == stride[k][i] * shape->dim[i];
         }
-        if (!merge) j.dim[j.rank++] = 1;
-        j.dim[j.rank - 1] *= shape->dim[i];
-        j.total *= shape->dim[i];
-        for (int k = 0; k < n_arg; k++)
-            (k < p->n_in ? &j.in[k] : &j.out[k - p->n_in])->stride[j.rank - 1] = stride[k][i];
+        if (!merge) j->dim[j->rank++] = 1;
+        j->dim[j->rank - 1] *= shape->dim[i];
+        j->total *= shape->dim[i];
+        for (int k = 0; k < n_arg; k++) prep->arg[k].stride[j->rank - 1] = stride[k][i];
     }
-    if (!j.rank) j.dim[j.rank++] = 1; /* one element */
+    if (!j->rank) j->dim[j->rank++] = 1; /* one element */
 
-    const int last = j.rank - 1;
+    const int last = j->rank - 1;
     const int64_t room = OM_STRIP_BYTES / (p->elem_bytes ? p->elem_bytes : 1) / OM_STRIP_UNIT * OM_STRIP_UNIT;
-    j.strip = room < OM_STRIP_MAX ? room : OM_STRIP_MAX;
-    j.flat = j.rank > 1 && j.dim[last] < ROW_MIN;
-    int64_t n_strips;
-    if (j.flat) {
-        n_strips = (j.total + j.strip - 1) / j.strip;
+    j->strip = room < OM_STRIP_MAX ? room : OM_STRIP_MAX;
+    j->flat = j->rank > 1 && j->dim[last] < ROW_MIN;
+    if (j->flat) {
+        prep->n_strips = (j->total + j->strip - 1) / j->strip;
     } else {
-        j.per_row = (j.dim[last] + j.strip - 1) / j.strip;
-        j.strip = ((j.dim[last] + j.per_row - 1) / j.per_row + OM_STRIP_UNIT - 1) / OM_STRIP_UNIT * OM_STRIP_UNIT;
-        n_strips = j.total / j.dim[last] * j.per_row;
+        j->per_row = (j->dim[last] + j->strip - 1) / j->strip;
+        j->strip = ((j->dim[last] + j->per_row - 1) / j->per_row + OM_STRIP_UNIT - 1) / OM_STRIP_UNIT * OM_STRIP_UNIT;
+        prep->n_strips = j->total / j->dim[last] * j->per_row;
     }
 
     for (int k = 0; k < n_arg; k++) {
         const bool is_in = k < p->n_in;
         const om_tensor *t = is_in ? &in[k] : &out[k - p->n_in];
-        om_strip_arg *a = is_in ? &j.in[k] : &j.out[k - p->n_in];
-        a->data = t->data;
+        om_strip_arg *a = &prep->arg[k];
         a->size = (uint8_t)om_dtype_size(t->dtype);
         bool line = true; /* one stride over the whole flat index */
-        for (int i = 0; i < last; i++) line &= a->stride[i] == a->stride[i + 1] * j.dim[i + 1];
+        for (int i = 0; i < last; i++) line &= a->stride[i] == a->stride[i + 1] * j->dim[i + 1];
         const int cls = is_in ? p->cls[k] : p->cls[p->out_val[k - p->n_in]];
         if (is_in && p->uniform[k]) a->how = OM_STRIP_UNIFORM;
-        else if (j.flat && !line) a->how = OM_STRIP_WALK;
+        else if (j->flat && !line) a->how = OM_STRIP_WALK;
         else if (a->stride[last] == 1 && t->dtype != OM_BF16 && t->dtype != OM_F16 && a->size == class_size[cls])
             a->how = OM_STRIP_DIRECT;
         else a->how = OM_STRIP_MOVE;
     }
     for (int k = 0; k < p->n_out; k++) {
-        if (j.out[k].how != OM_STRIP_DIRECT) continue;
         bool ok = p->out_val[k] >= p->n_in;
         for (int i = 0; i < k; i++) ok &= p->out_val[i] != p->out_val[k];
-        if (ok && !p->direct[k]) {
-            const span o = tensor_span(&out[k]);
-            for (int i = 0; i < p->n_in; i++) {
-                const span s = tensor_span(&in[i]);
-                ok &= s.hi <= o.lo || o.hi <= s.lo;
-            }
-        }
-        if (!ok) j.out[k].how = OM_STRIP_MOVE;
+        om_strip_arg *o = &prep->arg[p->n_in + k];
+        if (!ok && o->how == OM_STRIP_DIRECT) o->how = OM_STRIP_MOVE;
     }
-    const int64_t grain = 400000 / (p->cost * j.strip + 1) + 1; /* about 20 us a piece */
-    om_parallel_for(cx, n_strips, grain, run_strips, &j);
+    prep->grain = 400000 / (p->cost * j->strip + 1) + 1; /* about 20 us a piece */
     return OM_OK;
+}
+
+om_status om_cpu_prepare_strip(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    om_strip_text t;
+    uint8_t dtype[OM_STRIP_IN];
+    bool uniform[OM_STRIP_IN];
+    for (int i = 0; i < a->n_in; i++) {
+        dtype[i] = a->in[i].dtype;
+        uniform[i] = om_numel(&a->in[i]) == 1;
+    }
+    om_strip_room room;
+    strip_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!p) return cx->status;
+    OM_TRY(om_strip_of_node(cx, a->node, a->attr, a->out[0].dtype, &t));
+    OM_TRY(om_strip_compile(cx, &t, dtype, uniform, &room, &p->prog));
+    p->arg = om_arena_alloc(mem, (size_t)(a->n_in + a->n_out) * sizeof *p->arg);
+    if (!p->arg || !prog_keep(mem, &p->prog)) return cx->status;
+    *prep = p;
+    return job_prepare(cx, &p->prog, a->in, a->out, p);
+}
+
+om_status om_cpu_run_strip(om_ctx *cx, const om_args *a) {
+    const strip_prep *prep = a->prep;
+    const om_strip_prog *p = &prep->prog;
+    om_strip_arg arg[OM_STRIP_IN + OM_STRIP_OUT], *out = arg + p->n_in;
+    if (!prep->n_strips) return OM_OK;
+    memcpy(arg, prep->arg, (size_t)(p->n_in + p->n_out) * sizeof *arg);
+    for (int k = 0; k < p->n_in; k++) arg[k].data = a->in[k].data;
+    for (int k = 0; k < p->n_out; k++) {
+        out[k].data = a->out[k].data;
+        if (p->direct[k] || out[k].how != OM_STRIP_DIRECT) continue;
+        const span o = tensor_span(&a->out[k]);
+        for (int i = 0; i < p->n_in; i++) {
+            const span s = tensor_span(&a->in[i]);
+            if (s.hi > o.lo && o.hi > s.lo) out[k].how = OM_STRIP_MOVE;
+        }
+    }
+    om_strip_job j = prep->job;
+    j.seed = a->seed;
+    j.in = arg;
+    j.out = out;
+    om_parallel_for(cx, prep->n_strips, prep->grain, run_strips, &j);
+    return OM_OK;
+}
+
+bool om_strip_fits(const om_strip_text *t, const uint8_t *in_dtype, const bool *uniform) {
+    om_ctx quiet = {.status = OM_OK}; /* "too large" is an answer here, not a failure */
+    om_strip_room room;
+    om_strip_prog p;
+    return om_strip_compile(&quiet, t, in_dtype, uniform, &room, &p) == OM_OK;
 }

@@ -12,29 +12,17 @@
  * Iteration: axes that are contiguous for all tensors are merged. A long innermost axis is cut into strips; otherwise
  * strips run over the flat index and operands that do not follow it are gathered. Strips are independent, one
  * parallel_for runs them all.
- *
- * Text. The attribute `program` of `fused` holds statements separated by ';'. Operands are numbered from 0, statements
- * go on from
- * there:      <op>:<result dtype>[!] <value> <value> ... [p=<float>] [rng=<stream>]    one statement
- *             out <value> <value> ...                                                 last; absent = the last
- *                                                                                     statement's value
- * e.g.        add:f32 0 1;gelu:f32 2;cast:bf16 3;out 2 4
- * Intermediate bf16 and f16 values stay in float: only memory, a cast and a `!` round them.
  */
-#ifndef OM_STRIP_H
-#define OM_STRIP_H
+#ifndef OM_CPU_STRIP_H
+#define OM_CPU_STRIP_H
 
-#include "graph/engine.h"
+#include "ops/strip.h"
 #include "cpu/kernels_isa.h"
 
 enum { OM_STRIP_F, OM_STRIP_D, OM_STRIP_I, OM_STRIP_B, OM_STRIP_CLASSES };
 
 enum {
-    OM_STRIP_IN = 24,          /* most operands */
-    OM_STRIP_OUT = 8,          /* most outputs */
-    OM_STRIP_VALUES = 160,     /* most values */
     OM_STRIP_INSNS = 160,
-    OM_STRIP_DRAWS = 8,        /* most dropouts */
     OM_STRIP_BYTES = 28 << 10, /* registers of one thread: on its stack, in L1 */
     /* elements of a strip, at most; always a multiple of OM_STRIP_UNIT unless it is a row's end */
     OM_STRIP_MAX = 1024,
@@ -43,15 +31,12 @@ enum {
 };
 
 /* Instructions: the rows of pointwise.def, then conversions. */
-typedef enum om_strip_op {
-#define PW(name, arity, rule, fx, ix, grad, doc) OM_S_##name,
-#include "ops/pointwise.def"
-#undef PW
-    OM_S_to_f, OM_S_to_d, OM_S_to_i, OM_S_to_b,                    /* from the instruction's class */
+enum {
+    OM_S_to_f = OM_N_PW, OM_S_to_d, OM_S_to_i, OM_S_to_b,          /* from the instruction's class */
     OM_S_round_bf16, OM_S_round_f16,                               /* class F */
     OM_S_wrap_i32, OM_S_wrap_i16, OM_S_wrap_i8, OM_S_wrap_u8,      /* class I */
     OM_N_S
-} om_strip_op;
+};
 
 typedef struct om_insn {
     uint8_t op, cls;       /* kernel = table[op][cls]; cls is the class of the operands (of x and y for where) */
@@ -68,11 +53,19 @@ typedef struct om_strip_prog {
     bool uniform[OM_STRIP_IN];       /* operand is one element: filled once per thread; its register is never reused */
     /* out_val may be computed straight into the output's memory, even when that is an operand's */
     bool direct[OM_STRIP_OUT];
+    uint8_t *cls;                    /* per value */
+    uint16_t *reg;                   /* per value: its register starts at reg * strip length bytes */
+    om_insn *insn;
+    om_strip_draw *draw;
+} om_strip_prog;
+
+/* Where a program lies while it is compiled. */
+typedef struct om_strip_room {
     uint8_t cls[OM_STRIP_VALUES];
-    uint16_t reg[OM_STRIP_VALUES];   /* register: starts at reg * strip length bytes */
+    uint16_t reg[OM_STRIP_VALUES];
     om_insn insn[OM_STRIP_INSNS];
     om_strip_draw draw[OM_STRIP_DRAWS];
-} om_strip_prog;
+} om_strip_room;
 
 /* --- building (strip.c) ---------------------------------------------------------------------------- */
 
@@ -80,35 +73,10 @@ static inline int om_strip_class(int dtype) {
     return dtype == OM_BOOL ? OM_STRIP_B : dtype == OM_F64 ? OM_STRIP_D : om_is_float(dtype) ? OM_STRIP_F : OM_STRIP_I;
 }
 
-enum { OM_PW_FLT, OM_PW_TRIG, OM_PW_NUM, OM_PW_CMP, OM_PW_PRED, OM_PW_LOG, OM_PW_SEL, OM_PW_CAST, OM_PW_DRAW };
-/* om_op.pw of a pointwise operator */
-typedef struct om_pw_row { const char *name; uint8_t op, arity, rule; } om_pw_row;
-extern const om_pw_row om_pw_rows[];
-
-typedef struct om_strip_stmt {
-    uint8_t op, n_arg, dtype; /* om_strip_op below OM_S_to_f; result dtype */
-    bool exact;               /* readers get what memory would hold, rounded to dtype */
-    uint8_t arg[3];
-    double p;
-    uint64_t rng;
-} om_strip_stmt;
-
-/* Statements of one node; om_strip_compile turns them into a program. */
-typedef struct om_strip_text {
-    int n_in, n_stmt, n_out;
-    uint8_t out[OM_STRIP_OUT];
-    om_strip_stmt stmt[OM_STRIP_VALUES];
-} om_strip_text;
-
-om_status om_strip_parse(om_ctx *cx, const char *text, int n_in, om_strip_text *out);
-/* Writes at most `size` bytes; returns the length needed (as snprintf). */
-size_t om_strip_print(const om_strip_text *t, char *buf, size_t size);
-/* dtype of every value given those of the operands; checks the rules. vtype has room for OM_STRIP_VALUES. */
-om_status om_strip_types(om_ctx *cx, const om_strip_text *t, const uint8_t *in_dtype, uint8_t *vtype);
+/* The program lies in `room`. OM_UNSUPPORTED: too large. */
 om_status om_strip_compile(om_ctx *cx, const om_strip_text *t, const uint8_t *in_dtype, const bool *uniform,
-                           om_strip_prog *p);
-/* Runs it: operands broadcast to out[0]'s dimensions, which all outputs have. */
-om_status om_strip_run(om_ctx *cx, const om_strip_prog *p, const om_tensor *in, om_tensor *out, uint64_t seed);
+                           om_strip_room *room, om_strip_prog *p);
+bool om_strip_fits(const om_strip_text *t, const uint8_t *in_dtype, const bool *uniform);
 
 /* --- running (kernels/strip.k.c) ------------------------------------------------------------------- */
 
@@ -130,7 +98,7 @@ typedef struct om_strip_job {
     bool flat;                  /* strips over the flat index, else over the innermost axis */
     int64_t dim[OM_RANK], total;
     int64_t strip, per_row;     /* elements of a strip; strips per row (not flat) */
-    om_strip_arg in[OM_STRIP_IN], out[OM_STRIP_OUT];
+    const om_strip_arg *in, *out;
 } om_strip_job;
 
 struct om_strip_kernels {

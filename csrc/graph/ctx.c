@@ -5,11 +5,8 @@
  * whole.
  */
 #include "graph/engine.h"
-#include "cpu/kernels_isa.h"
+#include "graph/device.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,6 +47,7 @@ om_ctx *om_ctx_new(const om_services *services) {
     if (!cx) return NULL;
     memset(cx, 0, sizeof *cx);
     cx->sv = sv;
+    cx->device = &om_device_cpu;
     return cx;
 }
 
@@ -228,44 +226,6 @@ void om_dense_strides(om_tensor *t) {
         /* no such tensor has an element: om_tensor_of */
         if (__builtin_mul_overflow(s, t->dim[i] > 0 ? t->dim[i] : 1, &s)) s = 1;
     }
-}
-
-/* --- instruction set --------------------------------------------------------------------------- */
-
-#if defined(__x86_64__)
-static bool cpu_has_f16c(void) { /* not every compiler's __builtin_cpu_supports knows the name */
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-#endif
-
-static int isa_detect(void) {
-    int best = OM_ISA_GENERIC;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c() &&
-        __builtin_cpu_supports("bmi2"))
-        best = OM_ISA_AVX2;
-    if (best == OM_ISA_AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        best = OM_ISA_AVX512;
-#endif
-    const char *e = getenv("ORTMODULE_ISA");
-    if (e && !strcmp(e, "generic")) best = OM_ISA_GENERIC;
-    if (e && !strcmp(e, "avx2") && best > OM_ISA_AVX2) best = OM_ISA_AVX2;
-    return best;
-}
-
-int om_isa(void) { /* two threads may both detect: they find the same */
-    static int isa = -1;
-    int i = __atomic_load_n(&isa, __ATOMIC_RELAXED);
-    if (i < 0) __atomic_store_n(&isa, i = isa_detect(), __ATOMIC_RELAXED);
-    return i;
-}
-
-const char *om_isa_text(void) {
-    static const char *const name[] = {"generic", "avx2", "avx512"};
-    return name[om_isa()];
 }
 
 void om_text_free(om_ctx *cx, char *text) { om_free(cx, text); }

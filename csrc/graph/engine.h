@@ -29,6 +29,7 @@ struct om_ctx {
     char message[1024];
     /* 0: no limit. A run lowers om_num_threads to what its plan counted on when it sized scratch */
     int max_threads;
+    const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
 };
 
 /* Records the first failure and returns `s`. Message: operator, given, allowed, remedy. */
@@ -156,7 +157,6 @@ typedef struct om_node {
     uint64_t rng;
     /* one number for a node and for the clone that computes it again (passes/remat.c); 0 = none */
     om_id again;
-    void *prep;              /* what the operator prepared once for this node (strip program); graph arena */
 } om_node;
 
 /* When the forward's values are there, UPDATE nodes included, `value` is stored into graph input `input`: of the old
@@ -234,31 +234,25 @@ typedef struct om_args { /* what a kernel gets */
     const om_tensor *in; /* left-out operand: dtype OM_NODTYPE */
     /* dense row-major unless the plan says otherwise; never overlaps an input, except allowed in-place */
     om_tensor *out;
-    void *scratch;       /* op->scratch bytes, 64-byte aligned, uninitialised */
+    const void *prep;    /* what the row's `prepare` made of these sizes */
+    void *scratch;       /* as many bytes as the row's `scratch` said, 64-byte aligned, uninitialised */
     uint64_t seed;       /* of this forward; with node->rng it keys Philox */
 } om_args;
-typedef om_status (*om_kernel)(om_ctx *cx, const om_args *a);
-
 typedef struct om_builder om_builder;
 
 typedef struct om_op {
     const char *name;   /* snake_case, as in the text dump */
+    uint16_t id;        /* OM_OP_<name>: its place in om_ops and in every device's table */
     const char *doc;    /* one line: y = f(x), shapes, attributes */
     uint8_t kind;
     int8_t min_in, max_in; /* max_in -1: any number */
     int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
     uint32_t optional;  /* bit j: operand j < min_in may be left out (operands >= min_in always may) */
-    /* bit j: output 0 may take the storage of input j (same size; of input j, element i of y needs only element i).
-     * Inputs that have the bit may all lie there; one that has not never does: it is read when y is partly written */
-    uint32_t inplace;
     /* Operators that change state: the operand whose new value output `out` is (same type), or -1. Where the graph
      * writes the output back to that operand, a plan computes it in the operand's own memory. Nodes of such an operator
      * are of phase UPDATE. */
     int (*state)(const om_node *n, int out);
-    /* bit j: input j must be dense row-major (bit 31: all inputs); the plan copies when it is not */
-    uint32_t dense;
     bool random;        /* reads node->rng */
-    bool device_only_meta; /* result depends on types alone (iota, fill): a constant once sizes are known */
 
     /* Types of the outputs; sets node->n_out's types in out[]. `n` has op, attr, n_in, n_out filled. */
     om_status (*infer)(om_graph *g, const om_node *n, om_type *out);
@@ -268,15 +262,20 @@ typedef struct om_op {
      * Built with om_make & friends; dx[j] must have input j's shape and dtype. NULL = not differentiable (all dx
      * zero). */
     om_status (*grad)(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx);
-    int64_t (*scratch)(om_ctx *cx, const om_args *a); /* bytes; called with data pointers NULL */
-    om_kernel run;
-    const void *pw;     /* POINTWISE: its strip program (cpu/strip.h) */
+    const struct om_pw_row *pw; /* POINTWISE: its row of ops/pointwise.def (ops/strip.h) */
 } om_op;
 
-/* Every operator, one row each in ops.def: OP(name) -> `extern const om_op om_op_name`. */
+/* Every operator, one row each in ops.def: OP(name) -> `extern const om_op om_op_name` and its number OM_OP_name. */
 #define OP(name) extern const om_op om_op_##name;
 #include "graph/ops.def"
 #undef OP
+enum {
+#define OP(name) OM_OP_##name,
+#include "graph/ops.def"
+#undef OP
+    OM_N_OPS
+};
+#define OM_OP(nm) .name = #nm, .id = OM_OP_##nm
 extern const om_op *const om_ops[]; /* NULL-terminated */
 const om_op *om_op_find(const char *name);
 #define om_is(n, opname) ((n)->op == &om_op_##opname)

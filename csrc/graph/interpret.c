@@ -5,6 +5,7 @@
  * meet the strides they would meet in a plan.
  */
 #include "graph/engine.h"
+#include "graph/device.h"
 #include "graph/exec.h"
 
 #include <stdio.h>
@@ -16,28 +17,26 @@ om_status om_tensor_alloc(om_ctx *cx, om_tensor *t) {
     return t->data ? OM_OK : cx->status;
 }
 
-static bool wants_dense(const om_op *op, int i) { return (op->dense >> (i & 31) & 1) || op->dense >> 31; }
-
 enum { FENCE = 64, FENCE_BYTE = 0xa5 };
 
-/* Scratch is asked for as a plan does it, before any operand has memory, and fenced: an operator that asks for less
- * than it uses is found here. */
-static om_status eval_run(om_ctx *cx, om_args *a) {
+/* As a plan does it: scratch is asked for and the call is prepared before any operand has memory. Scratch is fenced: an
+ * operator that asks for less than it uses is found here. */
+static om_status eval_run(om_ctx *cx, const om_row *row, om_args *a, om_arena *mem) {
     om_tensor in[256], out[64];
-    if (!a->node->op->scratch) return a->node->op->run(cx, a);
     if (a->n_out > 64)
         return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most 64", a->node->op->name, a->n_out);
     for (int i = 0; i < a->n_in; i++) in[i] = a->in[i], in[i].data = NULL;
     for (int i = 0; i < a->n_out; i++) out[i] = a->out[i], out[i].data = NULL;
     om_args sizes = *a;
     sizes.in = in, sizes.out = out;
-    int64_t bytes = a->node->op->scratch(cx, &sizes);
+    int64_t bytes = row->scratch(cx, &sizes);
     if (cx->status != OM_OK) return cx->status;
-    if (bytes <= 0) return a->node->op->run(cx, a);
+    OM_TRY(row->prepare(cx, mem, &sizes, &a->prep));
+    if (bytes <= 0) return row->run(cx, a);
     unsigned char *scratch = a->scratch = om_alloc(cx, (size_t)bytes + FENCE);
     if (!scratch) return cx->status;
     memset(scratch + bytes, FENCE_BYTE, FENCE);
-    om_status s = a->node->op->run(cx, a);
+    om_status s = row->run(cx, a);
     for (int i = 0; i < FENCE && s == OM_OK; i++)
         if (scratch[bytes + i] != FENCE_BYTE)
             s = om_fail(cx, OM_INTERNAL, "%s wrote past its scratch of %lld bytes", a->node->op->name,
@@ -50,13 +49,14 @@ static om_status eval_run(om_ctx *cx, om_args *a) {
 om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in,
                        om_tensor *out, uint64_t seed) {
     (void)g;
+    const om_row *row = om_row_of(&om_device_cpu, n->op);
     om_tensor ins[256];
     bool copied[256] = {0};
     om_status s = OM_OK;
     if (n->n_in > 256) return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
     for (int i = 0; i < n->n_in; i++) {
         ins[i] = in[i];
-        if (s == OM_OK && in[i].dtype && wants_dense(n->op, i) && !om_is_dense(&in[i])) {
+        if (s == OM_OK && in[i].dtype && om_row_dense(row, i) && !om_is_dense(&in[i])) {
             s = om_tensor_alloc(cx, &ins[i]);
             copied[i] = s == OM_OK;
             if (s == OM_OK) s = om_copy(cx, &in[i], &ins[i]);
@@ -86,8 +86,10 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
         if (s == OM_OK) s = om_copy(cx, &v, &out[0]);
         if (src.data != ins[0].data) om_free(cx, src.data);
     } else if (s == OM_OK) {
-        if (!n->op->run) s = om_fail(cx, OM_UNSUPPORTED, "%s has no kernel: only the host can run it", n->op->name);
-        if (s == OM_OK) s = eval_run(cx, &a);
+        om_arena mem = {.cx = cx};
+        if (!row->run) s = om_fail(cx, OM_UNSUPPORTED, "%s has no kernel: only the host can run it", n->op->name);
+        if (s == OM_OK) s = eval_run(cx, row, &a, &mem);
+        om_arena_free(&mem);
     }
     for (int i = 0; i < n->n_in; i++)
         if (copied[i]) om_free(cx, ins[i].data);

@@ -65,6 +65,16 @@ static inline om_status attr_axis(om_graph *g, const om_node *n, int rank, int *
     return OM_OK;
 }
 
+/* Attribute `axes` as bits, all of them when absent. In a type rule and in a kernel. */
+static inline uint32_t attr_axes_mask(const om_attr *attr, int n_attr, int rank) {
+    const om_attr *a = om_attr_get(attr, n_attr, "axes");
+    uint32_t mask = 0;
+    if (!a || a->kind != OM_ATTR_DIMS) return (1u << rank) - 1;
+    for (uint32_t i = 0; i < a->n; i++)
+        if (a->dims[i] >= 0 && a->dims[i] < rank) mask |= 1u << a->dims[i];
+    return mask;
+}
+
 /* Both known and different: certainly an error. Sizes that only the run knows are checked by kernels. */
 static inline bool attr_differs(const om_graph *g, om_dim a, om_dim b) {
     int64_t x, y;

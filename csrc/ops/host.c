@@ -86,7 +86,7 @@ static om_status host_grad_build(om_builder *b, const om_node *n, const om_id *d
 }
 
 const om_op om_op_host = {
-    .name = "host",
+    OM_OP(host),
     .kind = OM_K_HOST,
     .min_in = 0,
     .max_in = -1,
@@ -96,7 +96,7 @@ const om_op om_op_host = {
     .grad = host_grad_build,
 };
 const om_op om_op_host_grad = {
-    .name = "host_grad",
+    OM_OP(host_grad),
     .kind = OM_K_HOST,
     .min_in = 0,
     .max_in = -1,

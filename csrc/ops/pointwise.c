@@ -1,12 +1,12 @@
-/* pointwise.c - every elementwise operator: types, gradients and the run, generated from pointwise.def, and `fused`.
+/* pointwise.c - every elementwise operator: types and gradients, generated from pointwise.def, and `fused`.
  *
- * A plain node is run as a strip program of one statement (strip.h); `fused` carries its program as text. Types: the
+ * A plain node is a strip program of one statement (strip.h); `fused` carries its program as text. Types: the
  * operands share a dtype, comparisons give bool, shapes broadcast as in numpy. Gradients are built from the same
  * operators, read as little as they can (tanh reads its result, gelu its operand), follow torch's conventions where a
  * derivative does not exist, and undo broadcasting by om_b_sum_to. clamp is maximum and minimum here: at a tie the
  * gradient is shared, where torch's clamp passes all of it; an importer that wants torch's writes where(x < lo, lo, x).
  */
-#include "cpu/strip.h"
+#include "ops/strip.h"
 
 #include <math.h>
 
@@ -193,20 +193,6 @@ static om_status broadcast(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
-static om_status text_of(om_ctx *cx, const om_node *n, const om_attr *attr, int dtype, om_strip_text *t) {
-    const om_pw_row *row = n->op->pw;
-    if (!row) return om_strip_parse(cx, om_attr_str(attr, n->n_attr, "program", ""), n->n_in, t);
-    t->n_in = n->n_in;
-    t->n_stmt = t->n_out = 1;
-    t->out[0] = (uint8_t)n->n_in;
-    t->stmt[0] = (om_strip_stmt){.op = row->op, .n_arg = row->arity, .dtype = (uint8_t)dtype, .arg = {0, 1, 2}};
-    if (row->op == OM_S_dropout) {
-        t->stmt[0].p = om_attr_float(attr, n->n_attr, "p", 0.5);
-        t->stmt[0].rng = n->rng;
-    }
-    return OM_OK;
-}
-
 static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_pw_row *row = n->op->pw;
     uint8_t dtype[OM_STRIP_IN], vtype[OM_STRIP_VALUES];
@@ -226,7 +212,7 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
         const double p = row->op == OM_S_dropout ? om_node_float(n, "p", 0.5) : 0;
         OM_CHECK(g->cx, p >= 0 && p <= 1, "dropout: p = %g; it is a probability, 0 to 1", p);
     }
-    OM_TRY(text_of(g->cx, n, n->attr, result, &t));
+    OM_TRY(om_strip_of_node(g->cx, n, n->attr, result, &t));
     OM_TRY(om_strip_types(g->cx, &t, dtype, vtype));
     OM_TRY(broadcast(g, n, &out[0]));
     if (!row)
@@ -245,49 +231,31 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
-static om_status pointwise_run(om_ctx *cx, const om_args *a) {
-    om_strip_text t;
-    om_strip_prog p;
-    uint8_t dtype[OM_STRIP_IN];
-    bool uniform[OM_STRIP_IN];
-    for (int i = 0; i < a->n_in; i++) {
-        dtype[i] = a->in[i].dtype;
-        uniform[i] = om_numel(&a->in[i]) == 1;
-    }
-    OM_TRY(text_of(cx, a->node, a->attr, a->out[0].dtype, &t));
-    OM_TRY(om_strip_compile(cx, &t, dtype, uniform, &p));
-    return om_strip_run(cx, &p, a->in, a->out, a->seed);
-}
-
 /* --- the operators ------------------------------------------------------------------------------------------- */
 
 #define PW(nm, arity, rule, fx, ix, gradient, text)                       \
     const om_op om_op_##nm = {                                            \
-        .name = #nm,                                                      \
+        OM_OP(nm),                                                       \
         .doc = text,                                                      \
         .kind = OM_S_##nm == OM_S_dropout ? OM_K_RANDOM : OM_K_POINTWISE, \
         .min_in = arity,                                                  \
         .max_in = arity,                                                  \
         .n_out = 1,                                                       \
-        .inplace = (1u << arity) - 1,                                     \
         .random = OM_S_##nm == OM_S_dropout,                              \
         .infer = pointwise_infer,                                         \
         .grad = gradient,                                                 \
-        .run = pointwise_run,                                             \
         .pw = &om_pw_rows[OM_S_##nm],                                     \
     };
 #include "ops/pointwise.def"
 #undef PW
 
 const om_op om_op_fused = {
-    .name = "fused",
+    OM_OP(fused),
     .doc = "(x0, x1, ...) program, out_dtype: a chain of pointwise operators in one sweep (strip.h)",
     .kind = OM_K_POINTWISE,
     .min_in = 1,
     .max_in = OM_STRIP_IN,
     .n_out = -1,
-    .inplace = (1u << OM_STRIP_IN) - 1,
     .infer = pointwise_infer,
     .grad = second_order,
-    .run = pointwise_run,
 };

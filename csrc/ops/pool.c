@@ -1,16 +1,11 @@
 /* pool.c - max, average and adaptive average pooling over the last 1 to 3 axes, and their gradients.
  *
- * An output element owns a window: per axis an interval of input positions (with a step, for a dilated maximum). The
- * intervals depend on one axis each, so they are worked out once per call into small tables; planes (all leading axes)
- * are independent and split among threads. Gradients add into the input plane window by window, in order:
- * deterministic. Rules are torch's: ceil mode drops a last window that would start beyond input and left padding;
+ * An output element owns a window: per axis an interval of input positions (with a step, for a dilated maximum). Rules
+ * are torch's: ceil mode drops a last window that would start beyond input and left padding;
  * padding never wins a maximum (-inf) and NaN always does; the average divides by the window clipped to the padded
- * input (count_include_pad) or to the input. f32 and f64 as they are, bf16 and f16 through a row buffer in f32.
+ * input (count_include_pad) or to the input.
  */
 #include "ops/attr.h"
-#include "graph/half.h"
-
-#include <math.h>
 
 enum { POOL_AXES = 3 };
 
@@ -90,204 +85,7 @@ static om_status pool_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
-/* --- windows --------------------------------------------------------------------------------------------- */
-
-/* input positions lo, lo + step, ... < hi; padded: length with padding */
-typedef struct window { int64_t lo, hi, padded; } window;
-
-typedef struct pool_job {
-    int64_t in[POOL_AXES], out[POOL_AXES], step[POOL_AXES]; /* missing leading axes have size 1 */
-    int64_t planes, in_size, out_size;
-    window *win[POOL_AXES];                                 /* out[i] entries each, in scratch */
-    bool include_pad;
-    const char *x;
-    char *y;
-    int64_t *idx;
-    int dtype;
-    float *wide;                                            /* half types: (planes, in_size) in scratch for gradients */
-} pool_job;
-
-static int64_t pool_tables(const om_tensor *y, int axes) {
-    int64_t n = 0;
-    for (int i = 0; i < axes; i++) n += y->dim[y->rank - axes + i];
-    return ((n + POOL_AXES) * (int64_t)sizeof(window) + 63) & ~(int64_t)63;
-}
-
-static void pool_sizes(pool_job *j, const om_tensor *x, const om_tensor *y, int axes, void *scratch) {
-    window *w = scratch;
-    j->planes = j->in_size = j->out_size = 1;
-    j->dtype = x->dtype;
-    for (int i = 0; i < x->rank - axes; i++) j->planes *= x->dim[i];
-    for (int i = 0; i < POOL_AXES; i++) {
-        int axis = i - (POOL_AXES - axes);
-        j->in[i] = axis < 0 ? 1 : x->dim[x->rank - axes + axis];
-        j->out[i] = axis < 0 ? 1 : y->dim[y->rank - axes + axis];
-        j->step[i] = 1;
-        j->in_size *= j->in[i];
-        j->out_size *= j->out[i];
-        j->win[i] = w;
-        w[0] = (window){0, 1, 1};
-        w += j->out[i] > 0 ? j->out[i] : 1;
-    }
-}
-
-static int64_t pool_attr(const om_args *a, const char *name, int axis, int64_t dflt) {
-    int count;
-    const int64_t *v = attr_values(a, name, &count);
-    return v ? v[count == 1 ? 0 : axis] : dflt;
-}
-
-static void pool_windows(pool_job *j, const om_args *a, int axes) {
-    for (int axis = 0; axis < axes; axis++) {
-        int i = POOL_AXES - axes + axis;
-        int64_t k = pool_attr(a, "kernel", axis, 1), s = pool_attr(a, "stride", axis, k),
-                p = pool_attr(a, "pad", axis, 0);
-        int64_t d = j->step[i] = pool_attr(a, "dilation", axis, 1);
-        for (int64_t o = 0; o < j->out[i]; o++) {
-            int64_t lo = o * s - p, hi = lo + d * (k - 1) + 1, most = j->in[i] + p;
-            window *w = &j->win[i][o];
-            w->padded = (hi < most ? hi : most) - lo;
-            w->lo = lo < 0 ? lo + (-lo + d - 1) / d * d : lo;
-            w->hi = hi < j->in[i] ? hi : j->in[i];
-        }
-    }
-}
-
-static void adaptive_windows(pool_job *j) {
-    for (int i = 0; i < POOL_AXES; i++)
-        for (int64_t o = 0; o < j->out[i]; o++) {
-            window *w = &j->win[i][o];
-            w->lo = o * j->in[i] / j->out[i];
-            w->hi = ((o + 1) * j->in[i] + j->out[i] - 1) / j->out[i];
-            w->padded = w->hi - w->lo;
-        }
-}
-
-/* --- kernels ------------------------------------------------------------------------------------------------ */
-
-#define SAME(x) (x)
-#define FOR_WINDOW(j, o, i, body)                                                                   \
-    for (int64_t i##0 = o[0]->lo; i##0 < o[0]->hi; i##0 += (j)->step[0])                            \
-        for (int64_t i##1 = o[1]->lo; i##1 < o[1]->hi; i##1 += (j)->step[1]) {                      \
-            const int64_t i##_row = (i##0 * (j)->in[1] + i##1) * (j)->in[2];                        \
-            for (int64_t i##2 = o[2]->lo; i##2 < o[2]->hi; i##2 += (j)->step[2]) body               \
-        }
-#define FOR_OUTPUT(j, o, at, ...)                                                                   \
-    for (int64_t o##0 = 0, at = 0; o##0 < (j)->out[0]; o##0++)                                      \
-        for (int64_t o##1 = 0; o##1 < (j)->out[1]; o##1++)                                          \
-            for (int64_t o##2 = 0; o##2 < (j)->out[2]; o##2++, at++) {                              \
-                const window *const o[POOL_AXES] = {&(j)->win[0][o##0], &(j)->win[1][o##1], &(j)->win[2][o##2]}; \
-                __VA_ARGS__                                                                         \
-            }
-
-static int64_t pool_count(const pool_job *j, const window *const *o) {
-    if (j->include_pad) return o[0]->padded * o[1]->padded * o[2]->padded;
-    return (o[0]->hi - o[0]->lo) * (o[1]->hi - o[1]->lo) * (o[2]->hi - o[2]->lo);
-}
-
-#define POOL(S, T, W, LOAD, STORE)                                                      \
-    static void max_pool_##S(void *arg, int64_t begin, int64_t end) {                   \
-        const pool_job *j = arg;                                                        \
-        for (int64_t p = begin; p < end; p++) {                                         \
-            const T *x = (const T *)j->x + p * j->in_size;                              \
-            T *y = (T *)j->y + p * j->out_size;                                         \
-            int64_t *idx = j->idx + p * j->out_size;                                    \
-            FOR_OUTPUT(j, o, at, {                                                      \
-                W best = -(W)INFINITY;                                                  \
-                int64_t where = (o[0]->lo * j->in[1] + o[1]->lo) * j->in[2] + o[2]->lo; \
-                FOR_WINDOW(j, o, i, {                                                   \
-                    const W v = LOAD(x[i_row + i2]);                                    \
-                    if (v > best || v != v) {                                           \
-                        best = v;                                                       \
-                        where = i_row + i2;                                             \
-                    }                                                                   \
-                })                                                                      \
-                y[at] = (T)STORE(best);                                                 \
-                idx[at] = where;                                                        \
-            })                                                                          \
-        }                                                                               \
-    }                                                                                   \
-    static void avg_pool_##S(void *arg, int64_t begin, int64_t end) {                   \
-        const pool_job *j = arg;                                                        \
-        for (int64_t p = begin; p < end; p++) {                                         \
-            const T *x = (const T *)j->x + p * j->in_size;                              \
-            T *y = (T *)j->y + p * j->out_size;                                         \
-            FOR_OUTPUT(j, o, at, {                                                      \
-                W sum = 0;                                                              \
-                FOR_WINDOW(j, o, i, { sum += LOAD(x[i_row + i2]); })                    \
-                y[at] = (T)STORE(sum / (W)pool_count(j, o));                            \
-            })                                                                          \
-        }                                                                               \
-    }                                                                                   \
-    static W *grad_plane_##S(const pool_job *j, int64_t p) {                            \
-        W *dx = sizeof(T) == sizeof(W) ? (W *)(void *)((T *)j->y + p * j->in_size)      \
-                                       : (W *)(void *)(j->wide + p * j->in_size);       \
-        memset(dx, 0, (size_t)j->in_size * sizeof(W));                                  \
-        return dx;                                                                      \
-    }                                                                                   \
-    static void grad_store_##S(const pool_job *j, int64_t p, const W *dx) {             \
-        if (sizeof(T) == sizeof(W)) return;                                             \
-        T *to = (T *)j->y + p * j->in_size;                                             \
-        for (int64_t i = 0; i < j->in_size; i++) to[i] = (T)STORE(dx[i]);               \
-    }                                                                                   \
-    static void max_pool_grad_##S(void *arg, int64_t begin, int64_t end) {              \
-        const pool_job *j = arg;                                                        \
-        for (int64_t p = begin; p < end; p++) {                                         \
-            const T *dy = (const T *)j->x + p * j->out_size;                            \
-            const int64_t *idx = j->idx + p * j->out_size;                              \
-            W *dx = grad_plane_##S(j, p);                                               \
-            for (int64_t i = 0; i < j->out_size; i++) dx[idx[i]] += LOAD(dy[i]);        \
-            grad_store_##S(j, p, dx);                                                   \
-        }                                                                               \
-    }                                                                                   \
-    static void avg_pool_grad_##S(void *arg, int64_t begin, int64_t end) {              \
-        const pool_job *j = arg;                                                        \
-        for (int64_t p = begin; p < end; p++) {                                         \
-            const T *dy = (const T *)j->x + p * j->out_size;                            \
-            W *dx = grad_plane_##S(j, p);                                               \
-            FOR_OUTPUT(j, o, at, {                                                      \
-                const W g = LOAD(dy[at]) / (W)pool_count(j, o);                         \
-                FOR_WINDOW(j, o, i, { dx[i_row + i2] += g; })                           \
-            })                                                                          \
-            grad_store_##S(j, p, dx);                                                   \
-        }                                                                               \
-    }
-POOL(f32, float, float, SAME, SAME)
-POOL(f64, double, double, SAME, SAME)
-POOL(bf16, uint16_t, float, om_bf16_to_f32, om_f32_to_bf16)
-POOL(f16, uint16_t, float, om_f16_to_f32, om_f32_to_f16)
-
-typedef void (*pool_fn)(void *, int64_t, int64_t);
-#define POOL_ROW(name) {[OM_F32] = name##_f32, [OM_F64] = name##_f64, [OM_BF16] = name##_bf16, [OM_F16] = name##_f16}
-static const pool_fn pool_max[] = POOL_ROW(max_pool), pool_avg[] = POOL_ROW(avg_pool),
-                     pool_max_grad[] = POOL_ROW(max_pool_grad), pool_avg_grad[] = POOL_ROW(avg_pool_grad);
-
-static void pool_parallel(om_ctx *cx, pool_job *j, const pool_fn *fn) {
-    om_parallel_for(cx, j->planes, 1 + 16384 / (j->in_size + j->out_size + 1), fn[j->dtype], j);
-}
-
 /* --- operators ------------------------------------------------------------------------------------------------ */
-
-static int pool_axes(const om_args *a, const char *attr) {
-    int count;
-    attr_values(a, attr, &count);
-    return count;
-}
-
-static int64_t max_pool_scratch(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->out[0], pool_axes(a, "kernel"));
-}
-
-static om_status max_pool_run(om_ctx *cx, const om_args *a) {
-    pool_job j = {.x = a->in[0].data, .y = a->out[0].data, .idx = a->out[1].data};
-    int axes = pool_axes(a, "kernel");
-    if (!om_numel(&a->out[0])) return OM_OK;
-    pool_sizes(&j, &a->in[0], &a->out[0], axes, a->scratch);
-    pool_windows(&j, a, axes);
-    pool_parallel(cx, &j, pool_max);
-    return OM_OK;
-}
 
 static om_status max_pool_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     (void)want;
@@ -300,9 +98,9 @@ static om_status max_pool_grad_build(om_builder *b, const om_node *n, const om_i
 }
 
 const om_op om_op_max_pool = {
-    .name = "max_pool", .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 2, .dense = 1u,
+    OM_OP(max_pool), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 2,
     .doc = "(x) -> y, idx (flat position in the pooled axes of x); kernel stride pad dilation ceil over the last axes",
-    .infer = max_pool_infer, .grad = max_pool_grad_build, .scratch = max_pool_scratch, .run = max_pool_run,
+    .infer = max_pool_infer, .grad = max_pool_grad_build,
 };
 
 static om_status max_pool_grad_infer(om_graph *g, const om_node *n, om_type *out) {
@@ -316,32 +114,9 @@ static om_status max_pool_grad_infer(om_graph *g, const om_node *n, om_type *out
     return pool_grad_infer(g, n, out);
 }
 
-static int64_t wide_bytes(const om_tensor *dx) { return om_dtype_size(dx->dtype) == 2 ? 4 * om_numel(dx) : 0; }
-
-static int64_t max_pool_grad_scratch(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->in[0], (int)om_args_int(a, "axes", a->in[0].rank - 2)) + wide_bytes(&a->out[0]);
-}
-
-static om_status max_pool_grad_run(om_ctx *cx, const om_args *a) {
-    const int axes = (int)om_args_int(a, "axes", a->in[0].rank - 2);
-    pool_job j = {.x = a->in[0].data, .y = a->out[0].data, .idx = a->in[1].data};
-    if (!om_numel(&a->out[0])) return OM_OK;
-    pool_sizes(&j, &a->out[0], &a->in[0], axes, a->scratch);
-    j.wide = (float *)((char *)a->scratch + pool_tables(&a->in[0], axes));
-    for (int64_t i = 0, n = om_numel(&a->in[0]); i < n; i++)
-        OM_CHECK(cx, j.idx[i] >= 0 && j.idx[i] < j.in_size,
-                 "max_pool_grad: index %lld at position %lld; 0 to %lld are allowed", (long long)j.idx[i], (long long)i,
-                 (long long)j.in_size - 1);
-    pool_parallel(cx, &j, pool_max_grad);
-    return OM_OK;
-}
-
 const om_op om_op_max_pool_grad = {
-    .name = "max_pool_grad", .kind = OM_K_CONV, .min_in = 2, .max_in = 2, .n_out = 1, .dense = 1u << 31,
+    OM_OP(max_pool_grad), .kind = OM_K_CONV, .min_in = 2, .max_in = 2, .n_out = 1,
     .doc = "(dy, idx) -> dx of `shape`; axes = how many last axes were pooled", .infer = max_pool_grad_infer,
-    .scratch = max_pool_grad_scratch,
-    .run = max_pool_grad_run,
 };
 
 static om_status avg_pool_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
@@ -355,55 +130,19 @@ static om_status avg_pool_grad_build(om_builder *b, const om_node *n, const om_i
     return OM_OK;
 }
 
-static om_status avg_run(om_ctx *cx, const om_args *a, bool grad, const char *attr) {
-    const om_tensor *x = grad ? &a->out[0] : &a->in[0], *y = grad ? &a->in[0] : &a->out[0];
-    const bool adaptive = attr == NULL;
-    const int axes = adaptive ? pool_axes(a, "size") : pool_axes(a, attr);
-    pool_job j = {
-        .x = a->in[0].data, .y = a->out[0].data, .include_pad = !adaptive && om_args_int(a, "count_include_pad", 1)};
-    if (!om_numel(&a->out[0])) return OM_OK;
-    pool_sizes(&j, x, y, axes, a->scratch);
-    j.wide = (float *)((char *)a->scratch + pool_tables(y, axes));
-    if (adaptive) adaptive_windows(&j);
-    else pool_windows(&j, a, axes);
-    pool_parallel(cx, &j, grad ? pool_avg_grad : pool_avg);
-    return OM_OK;
-}
-
-static om_status avg_pool_run(om_ctx *cx, const om_args *a) { return avg_run(cx, a, false, "kernel"); }
-static om_status avg_pool_grad_run(om_ctx *cx, const om_args *a) { return avg_run(cx, a, true, "kernel"); }
-static om_status adaptive_run(om_ctx *cx, const om_args *a) { return avg_run(cx, a, false, NULL); }
-static om_status adaptive_grad_run(om_ctx *cx, const om_args *a) { return avg_run(cx, a, true, NULL); }
-
-static int64_t avg_pool_grad_scratch(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->in[0], pool_axes(a, "kernel")) + wide_bytes(&a->out[0]);
-}
-static int64_t adaptive_scratch(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->out[0], pool_axes(a, "size"));
-}
-static int64_t adaptive_grad_scratch(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->in[0], pool_axes(a, "size")) + wide_bytes(&a->out[0]);
-}
-
 const om_op om_op_avg_pool = {
-    .name = "avg_pool", .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1, .dense = 1u,
+    OM_OP(avg_pool), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1,
     .doc = "mean over windows of the last axes; kernel stride pad ceil count_include_pad(1)",
-    .infer = avg_pool_infer, .grad = avg_pool_grad_build, .scratch = max_pool_scratch, .run = avg_pool_run,
+    .infer = avg_pool_infer, .grad = avg_pool_grad_build,
 };
 const om_op om_op_avg_pool_grad = {
-    .name = "avg_pool_grad",
+    OM_OP(avg_pool_grad),
     .kind = OM_K_CONV,
     .min_in = 1,
     .max_in = 1,
     .n_out = 1,
-    .dense = 1u,
     .doc = "(dy) -> dx of `shape`; the attributes of avg_pool",
     .infer = pool_grad_infer,
-    .scratch = avg_pool_grad_scratch,
-    .run = avg_pool_grad_run,
 };
 
 static om_status adaptive_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
@@ -416,28 +155,22 @@ static om_status adaptive_grad_build(om_builder *b, const om_node *n, const om_i
 }
 
 const om_op om_op_adaptive_avg_pool = {
-    .name = "adaptive_avg_pool",
+    OM_OP(adaptive_avg_pool),
     .kind = OM_K_CONV,
     .min_in = 1,
     .max_in = 1,
     .n_out = 1,
-    .dense = 1u,
     .doc =
         "mean over `size` windows that cover the last axes: window i of n over [floor(i in / n), ceil((i + 1) in / n))",
     .infer = adaptive_infer,
     .grad = adaptive_grad_build,
-    .scratch = adaptive_scratch,
-    .run = adaptive_run,
 };
 const om_op om_op_adaptive_avg_pool_grad = {
-    .name = "adaptive_avg_pool_grad",
+    OM_OP(adaptive_avg_pool_grad),
     .kind = OM_K_CONV,
     .min_in = 1,
     .max_in = 1,
     .n_out = 1,
-    .dense = 1u,
     .doc = "(dy) -> dx of `shape`; size as in adaptive_avg_pool",
     .infer = pool_grad_infer,
-    .scratch = adaptive_grad_scratch,
-    .run = adaptive_grad_run,
 };

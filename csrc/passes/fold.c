@@ -6,6 +6,7 @@
  * dead. The ONNX reader uses om_fold_node too, for pads and axes that exporters compute.
  */
 #include "passes/passes.h"
+#include "graph/device.h"
 #include "graph/sabotage.h"
 
 enum { FOLD_MAX_BYTES = 65536, FOLD_MAX_IN = 16, FOLD_MAX_OUT = 4 };
@@ -56,7 +57,8 @@ om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, o
     om_tensor in[FOLD_MAX_IN] = {0}, out[FOLD_MAX_OUT];
     int64_t bytes = 0;
     *done = false;
-    if ((n.op->random && !om_sabotage("fold.random")) || n.op->kind == OM_K_HOST || (!n.op->run && !n.op->view))
+    if ((n.op->random && !om_sabotage("fold.random")) || n.op->kind == OM_K_HOST ||
+        (!om_row_of(&om_device_cpu, n.op)->run && !n.op->view))
         return OM_OK;
     if (n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT) return OM_OK;
     for (int i = 0; i < n.n_in; i++)

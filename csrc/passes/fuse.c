@@ -19,7 +19,8 @@
  */
 #include "passes/passes.h"
 #include "graph/sabotage.h"
-#include "cpu/strip.h"
+#include "graph/device.h"
+#include "ops/strip.h"
 
 enum { FUSE_MEMBERS = 40, FUSE_OPERANDS = 16 };
 
@@ -145,21 +146,20 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
 }
 
 /* Do its registers fit? Compiled with nothing uniform: what is uniform is known at the run. */
-static bool program_fits(const fuse_state *st, const fuse_program *p, om_strip_prog *prog) {
+static bool program_fits(const fuse_state *st, const fuse_program *p) {
     uint8_t dtype[OM_STRIP_IN];
     bool uniform[OM_STRIP_IN];
-    om_ctx quiet = {.status = OM_OK}; /* "too large" is an answer here, not a failure */
     for (int i = 0; i < p->text.n_in; i++) {
         dtype[i] = om_ty(st->g, p->operand[i])->dtype;
         uniform[i] = true; /* the worst case: keeps its register */
     }
-    return om_strip_compile(&quiet, &p->text, dtype, uniform, prog) == OM_OK;
+    return st->g->cx->device->strip_fits(&p->text, dtype, uniform);
 }
 
 /* Where node u will stand: its group's root. */
 static om_id place(const fuse_state *st, om_id u) { return st->group[u] ? st->groups.v[st->group[u] - 1].root : u; }
 
-static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *p, om_strip_prog *prog) {
+static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *p) {
     const om_graph *g = st->g;
     const om_node *n = &g->nodes.v[id];
     if (!n->op->pw || n->n_out != 1) return OM_OK;
@@ -182,7 +182,7 @@ static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *
             if (!slot) return cx->status;
             *slot = id;
             st->group[id] = join;
-            if (program_build(st, join, gr->member.v, gr->member.n, p) && program_fits(st, p, prog)) return OM_OK;
+            if (program_build(st, join, gr->member.v, gr->member.n, p) && program_fits(st, p)) return OM_OK;
             gr->member.n--;
             st->group[id] = 0;
         }
@@ -279,11 +279,10 @@ static om_status fuse_emit(om_rewriter *r, om_id id) {
 static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     fuse_state st = {.g = in};
     fuse_program *p = om_alloc(cx, sizeof *p);
-    om_strip_prog *prog = om_alloc(cx, sizeof *prog);
     char *text = om_alloc(cx, FUSE_TEXT);
-    om_status s = p && prog && text ? fuse_prepare(cx, &st) : cx->status;
+    om_status s = p && text ? fuse_prepare(cx, &st) : cx->status;
     for (om_id i = in->nodes.n; s == OM_OK && i-- > 0;)
-        if (st.live[i]) s = group_join(cx, &st, i, p, prog);
+        if (st.live[i]) s = group_join(cx, &st, i, p);
     if (s == OM_OK) s = exact_find(cx, &st);
     if (s == OM_OK) s = om_rewrite(cx, in, fuse_emit, &(fuse_emitter){&st, p, text}, out);
     for (uint32_t i = 0; i < st.groups.n; i++) om_free(cx, st.groups.v[i].member.v);
@@ -295,7 +294,6 @@ static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_free(cx, st.kept);
     om_free(cx, st.exact);
     om_free(cx, text);
-    om_free(cx, prog);
     om_free(cx, p);
     return s;
 }

@@ -8,7 +8,7 @@
 #include <Python.h>
 
 #include "run/plan.h"
-#include "cpu/pool.h"
+#include "cpu/blocks.h"
 
 om_ctx *om_py_ctx(void);           /* a context on torch's threads; NULL = no memory */
 PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */

@@ -54,13 +54,20 @@ static om_status call_run(om_run *r, const om_call *c) {
     if (c->kind == OM_CALL_COPY)
         return c->write != OM_NONE && r->skip_writes ? OM_OK : om_copy(r->cx, &arg[0], &arg[1]);
     const om_node *node = &r->plan->g->nodes.v[c->node];
-    om_args a = {.node = node, .attr = c->attr, .n_attr = node->n_attr, .n_in = c->n_in, .n_out = c->n_out, .in = arg,
-                 .out = arg + c->n_in, .seed = r->seed};
+    om_args a = {.node = node,
+                 .prep = c->prep,
+                 .attr = c->attr,
+                 .n_attr = node->n_attr,
+                 .n_in = c->n_in,
+                 .n_out = c->n_out,
+                 .in = arg,
+                 .out = arg + c->n_in,
+                 .seed = r->seed};
     if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
     r->cx->max_threads = r->plan->threads;
-    om_status s = node->op->run(r->cx, &a);
+    om_status s = c->row->run(r->cx, &a);
     r->cx->max_threads = 0;
     return s;
 }

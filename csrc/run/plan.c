@@ -164,6 +164,11 @@ static om_status plan_node(planner *pl, om_id id) {
     if (n->op->view) return plan_view(pl, id, attr);
     if (n->op->kind == OM_K_POINTWISE) OM_TRY(operands_fit(pl, n));
 
+    const bool host = n->op->kind == OM_K_HOST;
+    const om_row *row = om_row_of(pl->p->device, n->op);
+    if (!host && !row->run)
+        return om_fail(pl->cx, OM_UNSUPPORTED, "%s: device %s has no kernel for it", n->op->name,
+                       pl->p->device->name);
     om_tensor in[256] = {0}, out[64];
     place ins[256];
     if (n->n_in > 256) return om_fail(pl->cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
@@ -171,14 +176,14 @@ static om_status plan_node(planner *pl, om_id id) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE) continue;
         ins[i] = pl->val[v];
-        bool dense = (n->op->dense >> (i & 31) & 1) || n->op->dense >> 31;
-        if (dense && !om_is_dense(&ins[i].t) && !om_sabotage("plan.dense"))
+        if (!host && om_row_dense(row, i) && !om_is_dense(&ins[i].t) && !om_sabotage("plan.dense"))
             OM_TRY(dense_copy(pl, &pl->val[v], &ins[i]));
         in[i] = ins[i].t;
     }
-    om_call *c = call_new(pl, n->op->kind == OM_K_HOST ? OM_CALL_HOST : OM_CALL_RUN, id, n->n_in, n->n_out);
+    om_call *c = call_new(pl, host ? OM_CALL_HOST : OM_CALL_RUN, id, n->n_in, n->n_out);
     if (!c) return pl->cx->status;
     c->attr = attr;
+    c->row = host ? NULL : row;
     for (int i = 0; i < n->n_in; i++)
         c->arg[i] = om_ins(g, n)[i] == OM_NONE ? (om_parg){.storage = OM_NONE} : arg_of(&ins[i]);
     for (int i = 0; i < n->n_out; i++) {
@@ -189,12 +194,10 @@ static om_status plan_node(planner *pl, om_id id) {
         c->arg[n->n_in + i] = arg_of(o);
         out[i] = o->t;
     }
-    if (c->kind == OM_CALL_RUN && !n->op->run)
-        return om_fail(pl->cx, OM_UNSUPPORTED, "%s has no kernel", n->op->name);
-    if (n->op->scratch) {
+    if (!host) {
         om_args a = {
             .node = n, .attr = attr, .n_attr = n->n_attr, .n_in = n->n_in, .n_out = n->n_out, .in = in, .out = out};
-        int64_t bytes = n->op->scratch(pl->cx, &a);
+        int64_t bytes = row->scratch(pl->cx, &a);
         if (pl->cx->status != OM_OK) return pl->cx->status;
         if (bytes < 0 || bytes > OM_ADDRESSES)
             return om_fail(pl->cx, OM_NOMEM, "%s at these sizes needs more memory than the address space has",
@@ -455,10 +458,9 @@ static void in_place(planner *pl) {
     for (uint32_t i = 0; i < pl->calls.n; i++) {
         om_call *c = &pl->calls.v[i];
         if (c->kind != OM_CALL_RUN || !c->n_out) continue;
-        uint32_t mask = pl->g->nodes.v[c->node].op->inplace;
         om_parg *out = &c->arg[c->n_in];
         for (int j = 0; j < c->n_in && j < 32; j++) {
-            if (!(mask >> j & 1) || c->arg[j].storage == OM_NONE) continue;
+            if (!om_row_inplace(c->row, j) || c->arg[j].storage == OM_NONE) continue;
             uint32_t from = root(pl, c->arg[j].storage), to = root(pl, out->storage);
             om_storage *sf = &pl->st.v[from], *so = &pl->st.v[to];
             bool loan = sf->where == OM_W_OUTPUT && so->where == OM_W_ARENA && (int)i >= pl->p->n_forward;
@@ -472,7 +474,7 @@ static void in_place(planner *pl) {
             bool clash = false;
             for (int k = 0; k < c->n_in; k++)
                 clash |= k != j && c->arg[k].storage != OM_NONE && root(pl, c->arg[k].storage) == from &&
-                         (k >= 32 || !(mask >> k & 1) || !same_layout(&c->arg[k], out));
+                         (!om_row_inplace(c->row, k) || !same_layout(&c->arg[k], out));
             for (int k = c->n_in + 1; k < c->n_in + c->n_out; k++) clash |= root(pl, c->arg[k].storage) == from;
             if (clash && !om_sabotage("plan.clash")) continue;
             if (loan) {
@@ -607,6 +609,22 @@ static void bytes_count(planner *pl) {
     }
 }
 
+/* What each call needs to know but addresses is worked out once, when layouts and storages are settled. */
+static om_status calls_prepare(planner *pl) {
+    om_tensor in[256], out[64];
+    for (uint32_t i = 0; i < pl->calls.n; i++) {
+        om_call *c = &pl->calls.v[i];
+        if (c->kind != OM_CALL_RUN) continue;
+        for (int k = 0; k < c->n_in; k++) in[k] = c->arg[k].storage == OM_NONE ? (om_tensor){0} : c->arg[k].t;
+        for (int k = 0; k < c->n_out; k++) out[k] = c->arg[c->n_in + k].t;
+        const om_node *n = &pl->g->nodes.v[c->node];
+        om_args a = {.node = n, .attr = c->attr, .n_attr = n->n_attr, .n_in = c->n_in, .n_out = c->n_out};
+        a.in = in, a.out = out;
+        OM_TRY(c->row->prepare(pl->cx, &pl->p->mem, &a, &c->prep));
+    }
+    return OM_OK;
+}
+
 static om_status grad_segments(planner *pl) {
     const om_graph *g = pl->g;
     /* the segment in which the value exists; arriving gradients: the first */
@@ -627,6 +645,7 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     om_plan *p = om_alloc(cx, sizeof *p);
     if (!p) return cx->status;
     p->g = g;
+    p->device = cx->device;
     p->mem.cx = cx;
     p->serial = __atomic_add_fetch(&serial, 1, __ATOMIC_RELAXED);
     p->threads = om_num_threads(cx);
@@ -660,6 +679,7 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
         lifetimes(&pl);
         if (!pl.no_reuse) in_place(&pl);
         s = offsets(&pl);
+        if (s == OM_OK) s = calls_prepare(&pl);
     }
     if (s == OM_OK) {
         reads_note(&pl);

@@ -45,6 +45,7 @@
 #ifndef OM_PLAN_H
 #define OM_PLAN_H
 
+#include "graph/device.h"
 #include "graph/exec.h"
 
 typedef enum om_where { OM_W_ARENA, OM_W_INPUT, OM_W_OUTPUT, OM_W_GRAD, OM_W_LOAN, OM_W_CONST } om_where;
@@ -70,6 +71,8 @@ typedef struct om_call {
     uint8_t kind;
     uint16_t n_in, n_out;
     om_id node;                /* OM_NONE for copies the planner added */
+    const om_row *row;         /* RUN: how the plan's device computes it */
+    const void *prep;          /* what the row prepared for these sizes */
     om_id write;               /* COPY that is a write-back: its graph input; else OM_NONE */
     const om_attr *attr;
     om_parg *arg;              /* n_in + n_out */
@@ -81,6 +84,7 @@ typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads, loans; } om_
 
 struct om_plan {
     const om_graph *g;
+    const om_device *device;
     om_arena mem;
     int variant;
     uint64_t serial;           /* unique in the process */

@@ -1,5 +1,5 @@
-/* pool.h - blocks that a host may hold: outputs, gradients, arenas. Kept when they come back, so that a step after the
- * first touches no fresh page (measured on GPT-2's gradients: 429 -> 30 ms a step).
+/* blocks.h - blocks that a host may hold: outputs, gradients, arenas. Kept when they come back, so that a step after
+ * the first touches no fresh page (measured on GPT-2's gradients: 429 -> 30 ms a step).
  *
  * A block is handed out whole. Small ones (< 64 KiB) come from malloc. Larger ones are mapped, 2 MiB-aligned and
  * advised for huge pages, and kept in a free list searched best-fit with at most a quarter of waste. What is mapped

@@ -1,0 +1,137 @@
+/* blocks.c - see pool.h. One lock, one array of free blocks: a few hundred entries, searched linearly. The lock is held
+ * over a fork, so that the child finds it free and the list whole. */
+#include "cpu/blocks.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20 };
+
+static struct {
+    pthread_mutex_t lock;
+    om_block **free;
+    size_t n, cap;
+    om_pool_stats st;
+    uint64_t clock;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void pool_fork(void) { pthread_mutex_lock(&pool.lock); }
+static void pool_forked(void) { pthread_mutex_unlock(&pool.lock); }
+static void pool_once(void) { pthread_atfork(pool_fork, pool_forked, pool_forked); }
+
+static size_t round_up(size_t x, size_t to) { return (x + to - 1) & ~(to - 1); }
+
+static void *map(size_t size) {
+    size_t slack = size >= HUGE_PAGE ? HUGE_PAGE : 0;
+    char *p = mmap(NULL, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    if (slack) { /* cut down to an aligned piece */
+        size_t lead = (size_t)(-(uintptr_t)p & (HUGE_PAGE - 1));
+        if (lead) munmap(p, lead);
+        if (slack - lead) munmap(p + lead + size, slack - lead);
+        p += lead;
+        madvise(p, size & ~(size_t)(HUGE_PAGE - 1), MADV_HUGEPAGE);
+    }
+    return p;
+}
+
+static void unmap_at(size_t i) {
+    om_block *b = pool.free[i];
+    pool.st.free -= b->cap;
+    munmap(b->data, b->cap);
+    free(b);
+    pool.free[i] = pool.free[--pool.n];
+}
+
+static om_block *take(size_t size) { /* best fit, at most a quarter of waste */
+    size_t best = SIZE_MAX;
+    for (size_t i = 0; i < pool.n; i++)
+        if (pool.free[i]->cap >= size && pool.free[i]->cap <= size + size / 4 &&
+            (best == SIZE_MAX || pool.free[i]->cap < pool.free[best]->cap))
+            best = i;
+    if (best == SIZE_MAX) return NULL;
+    om_block *b = pool.free[best];
+    pool.free[best] = pool.free[--pool.n];
+    pool.st.free -= b->cap;
+    return b;
+}
+
+static void make_room(size_t size) {
+    size_t limit = pool.st.live + size > pool.st.peak_live ? pool.st.live + size : pool.st.peak_live;
+    while (pool.n && pool.st.live + pool.st.free + size > limit) {
+        size_t old = 0;
+        for (size_t i = 1; i < pool.n; i++)
+            if (pool.free[i]->stamp < pool.free[old]->stamp) old = i;
+        unmap_at(old);
+    }
+}
+
+om_block *om_block_get(size_t size) {
+    size_t cap = size < SMALL ? round_up(size ? size : 1, 64) : round_up(size, SMALL);
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (cap < size) return NULL;
+    pthread_once(&once, pool_once);
+    pthread_mutex_lock(&pool.lock);
+    om_block *b = size < SMALL ? NULL : take(cap);
+    if (!b) {
+        if (size >= SMALL) make_room(cap);
+        b = malloc(sizeof *b);
+        if (b) b->data = size < SMALL ? aligned_alloc(64, cap) : map(cap);
+        if (b && !b->data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
+            while (pool.n) unmap_at(pool.n - 1);
+            b->data = map(cap);
+        }
+        if (b && !b->data) {
+            free(b);
+            b = NULL;
+        }
+        if (b) b->cap = cap;
+    }
+    if (b) {
+        b->size = size;
+        pool.st.live += b->cap;
+        if (pool.st.live > pool.st.peak_live) pool.st.peak_live = pool.st.live;
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return b;
+}
+
+void om_block_put(om_block *b) {
+    if (!b) return;
+    pthread_mutex_lock(&pool.lock);
+    pool.st.live -= b->cap;
+    b->stamp = ++pool.clock;
+    int keep = b->cap >= SMALL;
+    if (keep && pool.n == pool.cap) {
+        size_t cap = pool.cap ? pool.cap * 2 : 256;
+        om_block **p = realloc(pool.free, cap * sizeof *p);
+        if (p) pool.free = p, pool.cap = cap;
+        else keep = 0;
+    }
+    if (keep) {
+        pool.free[pool.n++] = b;
+        pool.st.free += b->cap;
+    } else {
+        if (b->cap >= SMALL) munmap(b->data, b->cap);
+        else free(b->data);
+        free(b);
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+om_pool_stats om_pool_state(void) {
+    pthread_mutex_lock(&pool.lock);
+    om_pool_stats s = pool.st;
+    pthread_mutex_unlock(&pool.lock);
+    return s;
+}
+
+size_t om_pool_trim(void) {
+    pthread_mutex_lock(&pool.lock);
+    size_t bytes = pool.st.free;
+    while (pool.n) unmap_at(pool.n - 1);
+    pool.st.peak_live = pool.st.live;
+    pthread_mutex_unlock(&pool.lock);
+    return bytes;
+}

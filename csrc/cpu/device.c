@@ -1,0 +1,28 @@
+/* device.c - the CPU as a device: its table of operators, generated from cpu.def and ops/pointwise.def. */
+#include "cpu/cpu.h"
+#include "cpu/strip.h"
+
+int64_t om_cpu_scratch_none(om_ctx *cx, const om_args *a) {
+    (void)cx, (void)a;
+    return 0;
+}
+
+om_status om_cpu_prepare_none(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    (void)cx, (void)mem, (void)a, (void)prep;
+    return OM_OK;
+}
+
+#define IN(j) 1u << (j)
+#define ALL OM_ALL
+static const om_row rows[OM_N_OPS] = {
+#define ROW(op, dense, inplace, scratch, prepare, run) \
+    [OM_OP_##op] = {dense, inplace, om_cpu_scratch_##scratch, om_cpu_prepare_##prepare, om_cpu_run_##run},
+#include "cpu/cpu.def"
+#undef ROW
+#define PW(op, arity, rule, fx, ix, grad, doc) \
+    [OM_OP_##op] = {0, (1u << arity) - 1, om_cpu_scratch_none, om_cpu_prepare_strip, om_cpu_run_strip},
+#include "ops/pointwise.def"
+#undef PW
+};
+
+const om_device om_device_cpu = {.name = "cpu", .rows = rows, .strip_fits = om_strip_fits};

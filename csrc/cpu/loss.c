@@ -1,0 +1,172 @@
+/* loss.c - ops/loss.c on the CPU: every logit is read once, and in the gradient written once. Row losses are summed in
+ * row order, in double: the same bits for any number of threads.
+ */
+#include "cpu/cpu.h"
+#include "cpu/loss.h"
+#include "ops/attr.h"
+#include "ops/loss.h"
+#include "graph/half.h"
+
+#include <math.h>
+
+static double float_at(const om_tensor *t, int64_t element) {
+    switch (t->dtype) {
+    case OM_F64: return ((const double *)t->data)[element];
+    case OM_F32: return ((const float *)t->data)[element];
+    case OM_BF16: return om_bf16_to_f32(((const uint16_t *)t->data)[element]);
+    default: return om_f16_to_f32(((const uint16_t *)t->data)[element]);
+    }
+}
+
+static void float_put(om_tensor *t, int64_t element, double x) {
+    switch (t->dtype) {
+    case OM_F64: ((double *)t->data)[element] = x; break;
+    case OM_F32: ((float *)t->data)[element] = (float)x; break;
+    case OM_BF16: ((uint16_t *)t->data)[element] = om_f32_to_bf16((float)x); break;
+    default: ((uint16_t *)t->data)[element] = om_f32_to_f16((float)x);
+    }
+}
+
+/* --- what both need ------------------------------------------------------------------------------------ */
+
+typedef struct loss_job {
+    const om_tensor *x, *labels, *g;  /* (n, c), (n), gradient: forward: NULL */
+    const om_tensor *lse_in;
+    om_tensor *lse_out, *dx;
+    const struct om_loss_type *k;
+    const void *weight;               /* (c) compute type, or NULL */
+    double *row_loss, *row_weight;    /* (n) forward */
+    double smoothing, weight_sum, scale; /* scale: of the gradient, all but g_i */
+    int64_t ignore, n, c;
+    bool per_row;                     /* g has n entries */
+} loss_job;
+
+static int64_t label_at(const loss_job *j, int64_t i) {
+    int64_t at = i * j->labels->stride[0];
+    return j->labels->dtype == OM_I64 ? ((const int64_t *)j->labels->data)[at] : ((const int32_t *)j->labels->data)[at];
+}
+
+static double weight_at(const loss_job *j, int64_t c) {
+    return !j->weight ? 1 : j->x->dtype == OM_F64 ? ((const double *)j->weight)[c] : ((const float *)j->weight)[c];
+}
+
+static int64_t weight_bytes(const om_tensor *x, const om_tensor *w) {
+    return w->dtype ? ((x->dtype == OM_F64 ? 8 : 4) * x->dim[1] + 63) & ~(int64_t)63 : 0;
+}
+
+/* Reads attributes, checks every label, converts the weights into `memory`. */
+static om_status loss_prepare(om_ctx *cx, const om_args *a, int first, char *memory, loss_job *j) {
+    const om_tensor *x = j->x = &a->in[first], *w = a->n_in > first + 2 ? &a->in[first + 2] : NULL;
+    j->labels = &a->in[first + 1];
+    j->n = x->dim[0];
+    j->c = x->dim[1];
+    j->k = &OM_PICK(om_loss)->type[x->dtype];
+    j->ignore = attr_value(a, "ignore_index", -100);
+    j->smoothing = om_args_float(a, "label_smoothing", 0);
+    OM_CHECK(cx, j->labels->dim[0] == j->n, "%s: %lld labels for %lld rows of logits", a->node->op->name,
+             (long long)j->labels->dim[0], (long long)j->n);
+    for (int64_t i = 0; i < j->n; i++) {
+        int64_t y = label_at(j, i);
+        if (y != j->ignore && (y < 0 || y >= j->c))
+            return om_fail(cx, OM_INVALID, "%s: label %lld in row %lld; 0 to %lld or ignore_index %lld are allowed",
+                           a->node->op->name, (long long)y, (long long)i, (long long)j->c - 1, (long long)j->ignore);
+    }
+    j->weight_sum = (double)j->c;
+    if (w && w->dtype) {
+        OM_CHECK(cx, w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name,
+                 (long long)w->dim[0], (long long)j->c);
+        om_tensor to = {.data = memory,
+                        .dtype = (uint8_t)om_compute_dtype(x->dtype),
+                        .rank = 1,
+                        .device = -1,
+                        .dim = {j->c},
+                        .stride = {1}};
+        OM_TRY(om_copy(cx, w, &to));
+        j->weight = memory;
+        j->weight_sum = 0;
+        for (int64_t c = 0; c < j->c; c++) j->weight_sum += weight_at(j, c);
+    }
+    return OM_OK;
+}
+
+/* --- forward --------------------------------------------------------------------------------------------- */
+
+int64_t om_cpu_scratch_cross_entropy(om_ctx *cx, const om_args *a) {
+    (void)cx;
+    return 16 * a->in[0].dim[0] + (a->n_in > 2 ? weight_bytes(&a->in[0], &a->in[2]) : 0);
+}
+
+static void cross_entropy_range(void *arg, int64_t begin, int64_t end) {
+    const loss_job *j = arg;
+    const int64_t size = (int64_t)om_dtype_size(j->x->dtype), sx = j->x->stride[1] * size;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t y = label_at(j, i);
+        const char *x = (const char *)j->x->data + i * j->x->stride[0] * size;
+        j->row_loss[i] = j->row_weight[i] = 0;
+        if (y == j->ignore) {
+            float_put(j->lse_out, i, 0);
+            continue;
+        }
+        double lse = j->k->lse(x, sx, j->c), w = j->row_weight[i] = weight_at(j, y);
+        float_put(j->lse_out, i, lse);
+        j->row_loss[i] = w * (lse - float_at(j->x, i * j->x->stride[0] + y * j->x->stride[1]));
+        if (j->smoothing > 0)
+            j->row_loss[i] = (1 - j->smoothing) * j->row_loss[i] +
+                             j->smoothing / (double)j->c * j->k->smooth(x, sx, j->c, lse, j->weight);
+    }
+}
+
+om_status om_cpu_run_cross_entropy(om_ctx *cx, const om_args *a) {
+    loss_job j = {.lse_out = &a->out[1], .row_loss = a->scratch};
+    int64_t n = a->in[0].dim[0], reduction = om_args_int(a, "reduction", OM_LOSS_MEAN);
+    j.row_weight = j.row_loss + n;
+    OM_TRY(loss_prepare(cx, a, 0, (char *)(j.row_weight + n), &j));
+    om_parallel_for(cx, n, 1 + 32768 / (j.c + 1), cross_entropy_range, &j);
+    double sum = 0, denom = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += j.row_loss[i];
+        denom += j.row_weight[i];
+        if (reduction == OM_LOSS_NONE) float_put(&a->out[0], i, j.row_loss[i]);
+    }
+    if (reduction != OM_LOSS_NONE) float_put(&a->out[0], 0, reduction == OM_LOSS_MEAN ? sum / denom : sum);
+    float_put(&a->out[2], 0, denom);
+    return OM_OK;
+}
+
+/* --- gradient --------------------------------------------------------------------------------------------- */
+
+int64_t om_cpu_scratch_cross_entropy_grad(om_ctx *cx, const om_args *a) {
+    (void)cx;
+    return weight_bytes(&a->in[1], &a->in[3]);
+}
+
+static void cross_entropy_grad_range(void *arg, int64_t begin, int64_t end) {
+    const loss_job *j = arg;
+    const int64_t size = (int64_t)om_dtype_size(j->x->dtype), sx = j->x->stride[1] * size;
+    const double e = j->smoothing;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t y = label_at(j, i), at = i * j->c;
+        char *dx = (char *)j->dx->data + at * size;
+        if (y == j->ignore) {
+            memset(dx, 0, (size_t)(j->c * size));
+            continue;
+        }
+        double g = j->scale * float_at(j->g, j->per_row ? i * j->g->stride[0] : 0), lse = float_at(j->lse_in, i);
+        double hit = (1 - e) * weight_at(j, y), each = e / (double)j->c;
+        double all = hit + each * j->weight_sum;
+        double xy = float_at(j->x, i * j->x->stride[0] + y * j->x->stride[1]); /* dx may overwrite x */
+        j->k->grad((const char *)j->x->data + i * j->x->stride[0] * size, sx, j->c, lse, g * all, g * each, j->weight,
+                   dx);
+        float_put(j->dx, at + y, g * (all * exp(xy - lse) - (each * weight_at(j, y) + hit)));
+    }
+}
+
+om_status om_cpu_run_cross_entropy_grad(om_ctx *cx, const om_args *a) {
+    loss_job j = {.g = &a->in[0], .lse_in = &a->in[4], .dx = &a->out[0], .scale = 1};
+    OM_TRY(loss_prepare(cx, a, 1, a->scratch, &j));
+    int64_t reduction = om_args_int(a, "reduction", OM_LOSS_MEAN);
+    j.per_row = reduction == OM_LOSS_NONE;
+    if (reduction == OM_LOSS_MEAN) j.scale = 1 / float_at(&a->in[5], 0);
+    om_parallel_for(cx, j.n, 1 + 32768 / (j.c + 1), cross_entropy_grad_range, &j);
+    return OM_OK;
+}

@@ -1,0 +1,47 @@
+/* device.h - the boundary between what an operator means and how a device computes it.
+ *
+ * ops/ says what operators mean and computes nothing. A device is a table: one om_row per operator and a few functions.
+ * The CPU's (cpu/device.c, cpu/cpu.def) is complete: it is also the oracle of every other device, and what folds
+ * constants. A context has one device, a plan is made for one device and asks it three things of a call:
+ *
+ *     scratch(args)         bytes of working memory                    once per plan; data pointers are NULL
+ *     prepare(args) -> prep what depends on sizes, strides, dtypes     once per plan; data pointers are NULL
+ *                           and attributes alone: a compiled strip
+ *                           program, axes looked up by name
+ *     run(args, prep)       the work                                   every step; looks nothing up
+ */
+#ifndef OM_DEVICE_H
+#define OM_DEVICE_H
+
+#include "graph/engine.h"
+
+typedef struct om_row {
+    /* bit j: input j must be dense row-major, the plan copies when it is not (OM_ALL: every input) */
+    uint32_t dense;
+    /* bit j: output 0 may take the storage of input j (same size; of input j, element i of y needs only element i).
+     * Inputs that have the bit may all lie there; one that has not never does: it is read when y is partly written */
+    uint32_t inplace;
+    int64_t (*scratch)(om_ctx *cx, const om_args *a);
+    /* *prep: made in `mem`, of the plan's life; what `run` finds in a->prep */
+    om_status (*prepare)(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep);
+    om_status (*run)(om_ctx *cx, const om_args *a); /* NULL: the device cannot */
+} om_row;
+#define OM_ALL UINT32_MAX
+
+static inline bool om_row_dense(const om_row *r, int i) { return r->dense == OM_ALL || (i < 32 && r->dense >> i & 1); }
+static inline bool om_row_inplace(const om_row *r, int i) { return i < 32 && r->inplace >> i & 1; }
+
+struct om_strip_text;
+
+typedef struct om_device {
+    const char *name;
+    const om_row *rows; /* by om_op.id */
+    /* May this chain of elementwise statements run as one node? in_dtype and uniform (one element) per operand. */
+    bool (*strip_fits)(const struct om_strip_text *t, const uint8_t *in_dtype, const bool *uniform);
+} om_device;
+
+extern const om_device om_device_cpu;
+
+static inline const om_row *om_row_of(const om_device *d, const om_op *op) { return &d->rows[op->id]; }
+
+#endif
