@@ -1098,7 +1098,7 @@ class Watch:
             if t._version != version:
                 with torch.no_grad(), _disable_current_modes():
                     t.detach().copy_(old)
-                self._tensors[id(t)] = t, t._version, old
+                torch._C._autograd._unsafe_set_version_counter((t,), (version,))  # a backward may be waiting
         for space, name, old, at, token in self._globals.values():
             if space.get(name, _ABSENT) is not old:
                 if old is _ABSENT:

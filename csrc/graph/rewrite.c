@@ -3,7 +3,7 @@
  * om_rewrite copies inputs, symbols, scopes and constants, then visits the live nodes of `from` in order and calls
  * `emit` for each; emit maps the node's outputs to values of `to` (om_rewrite_copy: the same node again). Outputs,
  * writes and gradients are carried over through the map. Dead nodes are dropped on the way, so every pass also cleans
- * up.
+ * up; host nodes with an effect (attribute of ops/host.c) are never dead.
  */
 #include "graph/sabotage.h"
 
@@ -97,7 +97,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
     for (uint32_t i = 0; i < from->writes.n; i++) mark(from, live, from->writes.v[i].value);
     for (uint32_t i = 0; i < from->grads.n; i++) mark(from, live, from->grads.v[i].value);
     for (om_id i = from->nodes.n; i-- > 0;)
-        if (live[i])
+        if (live[i] || (live[i] = om_is(&from->nodes.v[i], host) && om_node_int(&from->nodes.v[i], "effect", 0)))
             for (int k = 0; k < from->nodes.v[i].n_in; k++) mark(from, live, om_ins(from, &from->nodes.v[i])[k]);
 
     for (uint32_t i = 0; i < from->syms.n; i++) om_dim_sym(g, from->syms.v[i].name);

@@ -1,5 +1,4 @@
-/* dce.c - dead code: om_rewrite visits live nodes only, so copying is enough. Host nodes whose results nobody reads go
- * too: they have no side effects. */
+/* dce.c - dead code: om_rewrite visits live nodes only, so copying is enough. */
 #include "passes/passes.h"
 
 static om_status dce_run(om_ctx *cx, const om_graph *in, om_graph **out) {

@@ -197,8 +197,9 @@ def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
             if registered or t._version != version:  # batch_norm updates its statistics without a new version
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(t):  # a backward may be waiting
+                with torch.no_grad():
                     t.detach().copy_(old)
+                torch._C._autograd._unsafe_set_version_counter((t,), (version,))  # a backward may be waiting
         for m, attrs in before:
             if m.__dict__.keys() != attrs.keys() or any(m.__dict__[k] is not v for k, v in attrs.items()):
                 m.__dict__.clear()

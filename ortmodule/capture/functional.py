@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from .export import CaptureError, Exported, Source, source_of
-from .opaque import CUT
+from .opaque import CUT, HOST
 
 aten = torch.ops.aten
 
@@ -616,6 +616,7 @@ class _Functionalizer:
                 self.check_unshared(source, [s for s, _ in held])
                 p.writes.append((base.input, base.node))
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
+        live += [n for n in p.nodes if n.target is HOST]  # what a user wrote runs, whoever reads its results
         live += list(p.passthrough.values()) + list(p.item_of.values())
         live += list(p.flushes) + [n for pairs in p.flushes.values() for pair in pairs for n in pair]
         while live:

@@ -81,6 +81,8 @@ def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
 
 torch.library.register_fake("ortmodule_capture::host", _host_fake, lib=_lib)
 HOST = torch.ops.ortmodule_capture.host.default
+# what a user wrote runs, also where nobody reads its result
+torch.fx.node.has_side_effect(HOST)
 _lib.define("cut(Tensor[] xs, int index) -> Tensor[]")  # see cuts.py
 CUT = torch.ops.ortmodule_capture.cut.default
 
