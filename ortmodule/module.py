@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 
 from . import _C, cuts, guard, net, watch
 from .capture import CaptureError, CutCaptured, FlatInputs, InputSpec, capture, capture_error, flatten_inputs
+from .capture.opaque import Changed
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .config import DebugOptions, Settings, resolve
@@ -279,6 +280,10 @@ class State:
             return self.call(args, kwargs)
         except Failed as error:
             return self.failed(site.entry, error, args, kwargs)
+        except Changed as error:
+            site.entry.eager = self.eager_entry(error.reason)
+            logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, error.reason)
+            raise
 
     def rebind(self, site: _Site, captured: _Captured) -> _Site:
         """Gives the buffers to which forward assigns new tensors one each, for the graph to write into. What was there

@@ -172,12 +172,13 @@ def _call(
 ) -> Any:
     """A kept submodule: the results' kinds are recorded ones, or those of a run on fake tensors."""
     tensors, fill, order, _ = _leaves((args, kwargs), True)
-    results = opaque.kept_results(fqn, forward)
+    results = opaque.kept_results(fqn, module, forward)
     back: dict[str, Any] = {}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         with silent(module):
-            out, _ = results(xs, fill(xs))
+            out, _, _ = results(xs, fill(xs))
+        opaque.form_of(fqn, out)
         real, back["fill"], mark.order, mark.key = _leaves(out, True)
         return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
 

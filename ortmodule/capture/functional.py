@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from .export import CaptureError, Exported, Source, source_of
-from .opaque import CUT, HOST
+from .opaque import CUT, HOST, SHARES, Expected
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ class View(NamedTuple):
 
 
 class _Base:
-    __slots__ = ("node", "version", "input", "flushed", "held", "kin", "views")
+    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "views")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
@@ -118,6 +118,7 @@ class _Base:
         self.flushed = 0  # the version that its write-back before a cut has written
         self.held: Node | None = None  # a hook has seen this value, and may keep the tensor
         self.kin: set[_Base] = set()  # values that are the same tensor, unless a hook has put another in its place
+        self.hosts: list[Expected] = []  # opaque calls that were given, or have returned, memory of this value
         self.views = False
         self.input = node if is_input else None
 
@@ -262,6 +263,10 @@ class _Functionalizer:
         return self.use(v.node)
 
     def write(self, v: _V, new: Node) -> None:
+        for expected in v.base.hosts:
+            expected.edited = True
+            if expected.shares:
+                raise self.fail(f"what is kept in PyTorch {SHARES}")
         old = v.base.node
         keeps_gradient = not self.grad
         cur, value = v, new
@@ -520,6 +525,11 @@ class _Functionalizer:
             else:
                 items.append(_V(_Base(item), item))
         env[node] = items
+        if target is HOST:
+            xs, index = cast("tuple[list[fx.Node], int]", node.args)
+            for v in (*[env[x] for x in xs], *items):
+                if isinstance(v, _V):
+                    v.base.hosts.append(self.exported.table.rows[index].expected)
 
     def aliases(self, node: fx.Node, val: Tensor) -> bool:
         """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always.

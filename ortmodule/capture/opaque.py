@@ -23,9 +23,9 @@ import inspect
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..guard import part_of_forward
 from ..watch import quiet
-from .skeleton import Fill, skeleton
+from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
 
 
 class OpaqueError(Exception):
     """An opaque call that cannot be kept as a node; the message is the reason."""
+
+
+class Changed(RuntimeError):
+    """What was kept in PyTorch has run and returns what the captured code around it cannot take."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"ortmodule: {reason}. Later calls run in PyTorch.")
+        self.reason = reason
+
+
+@dataclass
+class Expected:
+    """What the captured code around an opaque call takes for granted of its result."""
+
+    form: Hashable = None
+    # it shares memory with an argument, with what the module holds, or within itself; and: the code around edits such
+    # memory in place, which a graph does on values of its own
+    shares: bool = False
+    edited: bool = False
 
 
 @dataclass
@@ -52,6 +71,7 @@ class Row:
     call: Call
     meta: Callable[[list[Tensor]], list[Tensor]]  # results on fake tensors
     reason: str
+    expected: Expected = field(default_factory=Expected)
     module: str = ""
     rebuild: Fill | None = None  # tensor results -> what the Python call returns; known after meta ran
     silent: list[int] = field(default_factory=list)  # results marked as not differentiable; known after meta ran
@@ -60,8 +80,8 @@ class Row:
 @dataclass
 class Table:
     rows: list[Row] = field(default_factory=list)
-    # fqn of a kept module -> its results, in order of calls
-    recorded: dict[str, list[Any]] = field(default_factory=dict)
+    # fqn of a kept module -> its results, in order of calls, and whether they share memory
+    recorded: dict[str, list[tuple[Any, bool]]] = field(default_factory=dict)
     n_calls: dict[str, int] = field(default_factory=dict)
     # cuts.Mark, by the index of its node; open: enters without an exit yet
     marks: list[Any] = field(default_factory=list)
@@ -70,6 +90,8 @@ class Table:
     instead: Callable[[Row, list[Tensor], Fill], Any] | None = None
 
 
+_PLAIN = frozenset((bool, str, bytes, complex))
+SHARES = "returns memory of its arguments or of its own, which the code around it edits in place"
 _tables: list[Table] = []
 _lib: Any = torch.library.Library("ortmodule_capture", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("host(Tensor[] xs, int index) -> Tensor[]")
@@ -128,16 +150,65 @@ def _results(out: Any) -> tuple[list[Tensor], Fill]:
     return tensors, fill
 
 
+def form_of(name: str, out: Any) -> Hashable:
+    """What a result is besides its tensors. Values that the code around it could read are refused: they would be those
+    of the capture for ever."""
+    try:
+        flat = flatten_inputs((out,), {})
+    except Unreadable as e:
+        raise OpaqueError(f"{name}, kept in PyTorch, returns {e}") from None
+    plain = [type(x) for x in flat.scalars] + [k for k in cast(Iterable[Any], flat.key) if k in _PLAIN]
+    if plain:
+        kind = f"an {plain[0].__name__}" if plain[0] is int else f"a {plain[0].__name__}"
+        raise OpaqueError(f"{name}, kept in PyTorch, returns {kind}, which the code around it may read")
+    return flat.key
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module and those inside of it hold, also in lists and dicts."""
+    for m in module.modules():
+        for x in m.__dict__.values():
+            for y in x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(y, Tensor):
+                    yield y
+
+
+def _share(outs: Iterable[Tensor], given: Iterable[Tensor], module: nn.Module | None) -> bool:
+    """Whether results of a call lie in memory that somebody else knows, too."""
+    memory = {t.untyped_storage()._cdata for t in (*given, *(_tensors_of(module) if module is not None else ()))}
+    for t in outs:
+        where = t.untyped_storage()._cdata
+        if where in memory:
+            return True
+        memory.add(where)
+    return False
+
+
 def _as_call(
-    run: Callable[..., Any], fill: Fill, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    name: str,
+    run: Callable[..., Any],
+    fill: Fill,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    expected: Expected,
+    module: nn.Module | None = None,
 ) -> Call:
     def call(tensors: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
         args, kwargs = fill(tensors)
         with autocast():
             out = run(*args, **kwargs)
-        if isinstance(out, Tensor):
-            return out
-        return tuple(_results(out)[0])
+        try:
+            now = form_of(name, out)
+        except OpaqueError as e:
+            raise Changed(f"{e}, and did not when the module was captured") from None
+        if now != expected.form:
+            raise Changed(
+                f"{name}, kept in PyTorch, returns a result of another structure, dtype or rank than when the module "
+                f"was captured"
+            )
+        outs = (out,) if isinstance(out, Tensor) else tuple(_results(out)[0])
+        if expected.edited and _share(outs, tensors, module):
+            raise Changed(f"{name}, kept in PyTorch, {SHARES}, and did not when the module was captured")
+        return out if isinstance(out, Tensor) else outs or (torch.zeros(()),)
 
     return call
 
@@ -152,14 +223,15 @@ def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
     return row.rebuild([y.detach() if i in row.silent else y for i, y in enumerate(outs)])
 
 
-def without_values(table: Table) -> dict[str, list[Any]]:
+def without_values(table: Table) -> dict[str, list[tuple[Any, bool]]]:
     """What kept submodules returned, on the meta device."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[tuple[Any, bool]]] = {}
     for fqn, results in table.recorded.items():
         found[fqn] = []
-        for result in results:
+        for result, shares in results:
             tensors, rebuild = _results(result)
-            found[fqn].append(rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]))
+            bare = rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors])
+            found[fqn].append((bare, shares))
     return found
 
 
@@ -230,12 +302,16 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 out = cls.forward(ctx, *a, **k)
         if ctx.dirty or edits.found:
             raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place")
+        expected.form = form_of(name, out)
         outs, row.rebuild = _results(out)
+        expected.shares = _share(outs, xs, None)
         row.silent = [i for i, y in enumerate(outs) if any(y is t for t in ctx.silent)]
-        return outs
+        return outs or [torch.zeros(())]
 
-    row = Row("python_op", f"{cls.__qualname__}.apply", _as_call(functools.partial(_apply, cls), fill, autocast), meta,
-              "custom autograd.Function: its backward is the user's Python code")
+    expected, name = Expected(), f"{cls.__qualname__}.apply"
+    call = _as_call(name, functools.partial(_apply, cls), fill, autocast, expected)
+    reason = "custom autograd.Function: its backward is the user's Python code"
+    row = Row("python_op", name, call, meta, reason, expected)
     return _record(row, tensors, fill)
 
 
@@ -310,18 +386,21 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
           "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")
 
 
-def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> tuple[dict[str, list[Any]], Any]:
-    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used.
-    Also its own result."""
-    notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
+def record_results(
+    root: nn.Module, keep: Collection[str], run: Callable[[], Any]
+) -> tuple[dict[str, list[tuple[Any, bool]]], Any]:
+    """Runs the model once in PyTorch and notes what the kept submodules return, and whether that shares memory; of
+    tensors sizes and dtypes are all that is used. Also its own result."""
+    notes: dict[str, list[tuple[Any, bool]]] = {fqn: [] for fqn in keep}
     given: dict[str, list[tuple[Tensor, Any]]] = {}
 
     def before(fqn: str, args: Any, kwargs: Any) -> None:
         given[fqn] = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
 
     def after(fqn: str, out: Any) -> None:
-        notes[fqn].append(out)
-        for t, was in given.pop(fqn):
+        taken = given.pop(fqn)
+        notes[fqn].append((out, _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))))
+        for t, was in taken:
             if not torch.equal(t, was) if isinstance(was, Tensor) else t._version != was:
                 raise OpaqueError(_EDITS.format(fqn))
 
@@ -344,22 +423,26 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
 _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
 
 
-def kept_results(fqn: str, forward: Callable[..., Any]) -> Callable[[list[Tensor], Any], tuple[Any, bool]]:
+def kept_results(
+    fqn: str, module: nn.Module, forward: Callable[..., Any]
+) -> Callable[[list[Tensor], Any], tuple[Any, bool, bool]]:
     """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its
-    (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake."""
+    (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake; and whether that
+    shares memory."""
     table, autocast = _tables[-1], _autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
 
-    def results(xs: list[Tensor], given: Any) -> tuple[Any, bool]:
+    def results(xs: list[Tensor], given: Any) -> tuple[Any, bool, bool]:
         recorded = table.recorded.get(fqn)
         if recorded is not None:
-            return recorded[turn], True
+            out, shares = recorded[turn]
+            return out, True, shares
         with torch.no_grad(), autocast(), quiet(), Edits(xs) as edits:
             out = forward(*given[0], **given[1])
         if edits.found:
             raise OpaqueError(_EDITS.format(fqn))
-        return out, False
+        return out, False, _share(_results(out)[0], xs, module)
 
     return results
 
@@ -375,7 +458,7 @@ def _module_node(
     names = [name for name, _ in module.named_parameters()]
     params: list[Tensor] = [p for _, p in module.named_parameters()]
     n = len(tensors)
-    results = kept_results(fqn, forward)
+    results, expected = kept_results(fqn, module, forward), Expected()
 
     def run(*a: Any, own: dict[str, Tensor], **k: Any) -> Any:
         return torch.func.functional_call(module, own, a, k)
@@ -385,11 +468,15 @@ def _module_node(
         return a, {**k, "own": dict(zip(names, leaves[n:], strict=True))}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
-        out, recorded = results(xs[:n], fill(xs[:n]))
+        out, recorded, expected.shares = results(xs[:n], fill(xs[:n]))
+        expected.form = form_of(fqn, out)
         outs, row.rebuild = _results(out)
-        return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs] if recorded else outs
+        if recorded:
+            outs = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs]
+        return outs or [torch.zeros(())]
 
-    row = Row("module", fqn, _as_call(run, fill_call, _autocast_state()), meta, "submodule kept in PyTorch", module=fqn)
+    call = _as_call(fqn, run, fill_call, _autocast_state(), expected, module)
+    row = Row("module", fqn, call, meta, "submodule kept in PyTorch", expected, module=fqn)
     return _record(row, tensors + params, fill_call)
 
 

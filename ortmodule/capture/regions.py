@@ -145,7 +145,12 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     call = _caller(region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
     table.rows.append(
         opaque.Row(
-            "aten", " ".join(names[:3]) + " ..." * (len(names) > 3), call, _never, "sizes that depend on data", src[0]
+            "aten",
+            " ".join(names[:3]) + " ..." * (len(names) > 3),
+            call,
+            _never,
+            "sizes that depend on data",
+            module=src[0],
         )
     )
     host = Node(opaque.HOST, (inputs, len(table.rows) - 1), {}, tuple([n.val for n in outputs]), src)
