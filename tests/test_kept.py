@@ -189,3 +189,30 @@ class TellsIn(Net):
 
 def test_values_that_a_function_returns() -> None:
     beside_eager(TellsIn(""))
+
+
+class Balanced(nn.Module):
+    """Numbers read from tensors are numbers: no gradient comes back from them, and arithmetic on them is in double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.a(x).square().mean(), self.b(x).square().mean()
+        again = sum(v for v in (one * two).reshape(1).tolist())
+        return one / one.item() + two / two.item() ** 0.5 + one.clamp(max=again * 3) * again
+
+
+def test_no_gradient_through_numbers() -> None:
+    torch.manual_seed(0)
+    eager = Balanced().double()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for _ in range(3):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        for m in (eager, wrapped):
+            m.zero_grad()
+            m(x).backward()
+        for p, q in zip(wrapped.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+    assert sum(g.forwards for g in wrapped.report().graphs) == 3

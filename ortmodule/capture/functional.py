@@ -458,7 +458,12 @@ class _Functionalizer:
             self.cut(node, env)
         elif not isinstance(val, Tensor) and _name(target) in ("item", "_local_scalar_dense"):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                self.program.item_of[val.node.expr] = self.arg(node.args[0], env)
+                read = self.arg(node.args[0], env)
+                if _is_float(read.val):  # a number in Python: a double, and no gradient comes back from it
+                    read = self.make(STOP, (read,), {}, read.val)
+                    if read.val.dtype != torch.float64:
+                        read = self.run(aten.to.dtype, (read, torch.float64), {})
+                self.program.item_of[val.node.expr] = read
             env[node] = val
         elif isinstance(val, _NUMBERS) or val is None and not target._schema.is_mutable:
             env[node] = val
