@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from . import _C, cuts, guard, net, watch
+from . import _C, cuts, guard, net, patches, watch
+from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
@@ -41,9 +41,6 @@ _FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
 _GENERAL_LIMIT = 3  # symbolic captures of one call structure
 _UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
-_transforms = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing = torch._C._get_tracing_state
 _check = _C.guard_check
 
 
@@ -135,13 +132,13 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
             return _eager(state, "an argument is a nested tensor", args, kwargs)
         if t.is_neg():
             return _eager(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
-    if forward_ad._current_level >= 0:
+    if private.forward_ad._current_level >= 0:
         return _eager(state, "called inside forward-mode differentiation", args, kwargs)
-    if _transforms() is not None or _dispatch_modes() or _tracing():
+    if private.transforms() is not None or private.dispatch_modes() or private.tracing():
         return _eager(state, "called inside a function transform or while PyTorch traces", args, kwargs)
     if guard.global_hooks():
         return _eager(state, "hooks for all modules of the process are registered", args, kwargs)
-    if (state.capturing or net.busy) and threading.get_ident() in state.capturing | net.busy:
+    if patches.threads and threading.get_ident() in patches.threads:  # part of what is captured, or compared
         return state.body.forward(*args, **kwargs)
     env = guard.environment()
     fast = state.guard.fast()
@@ -309,10 +306,10 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     functools caches that forward has met. Raises CaptureError."""
     if any(not isinstance(p, nn.Parameter) for p in state.module.parameters()):
         raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
-    if watch.busy():
-        raise _Skip("called while another module is captured")
+    lacking = private.lacks("capture") or (private.lacks("hooks") if entry.places else None)
+    if lacking is not None:
+        raise CaptureError(lacking)
     keep = set(entry.keep)
-    state.capturing.add(threading.get_ident())
     # a capture whose forward assigned numbers to attributes of objects
     first: tuple[bytes, watch.Watch] | None = None
     undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -393,7 +390,6 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         else:
             raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
     finally:
-        state.capturing.discard(threading.get_ident())
         _restore(undo)
     for op in captured.host_ops if state.settings.strict else ():
         if op.kind == "module" or state.settings.strict == "engine":
@@ -433,6 +429,8 @@ def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, .
         made.no_net = "ORTMODULE_RECHECK is 0"
     elif isinstance(made.graph, cuts.CutGraph):
         made.no_net = "hooks on submodules take part"
+    elif private.lacks("net"):
+        made.no_net = private.lacks("net") or ""
     else:
         shadow = shadow_of(state.body)
         with unwrapped(shadow):
@@ -630,6 +628,7 @@ def report(state: State) -> Report:
                 entry.count += 1
                 entry.ms += ms
     report.host = list(host.values())
+    report.missing = private.missing()
     report.eager = [e for e in state.eager_entries.values() if e.calls]
     return report
 
@@ -639,8 +638,8 @@ def report(state: State) -> Report:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs about an
-    attempt that fails is not shown (the ladder's own message says what happened)."""
+    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs and prints
+    about an attempt that fails is not shown (the ladder's own message says what happened)."""
     thread = threading.get_ident()
 
     def others(record: logging.LogRecord) -> bool:
@@ -651,28 +650,24 @@ def _undisturbed() -> Iterator[None]:
         for name in [*logging.root.manager.loggerDict]
         if name == "torch" or name.startswith("torch.")
     ]
-    handlers = {handler for log in (logging.root, *loggers) for handler in log.handlers}
-    for handler in handlers:
-        handler.addFilter(others)
-    try:
-        with (
-            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-            contextlib.redirect_stderr(_Stderr(sys.stderr)),
-        ):
-            yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(others)
+    with contextlib.ExitStack() as ends:
+        for handler in {handler for log in (logging.root, *loggers) for handler in log.handlers}:
+            handler.addFilter(others)
+            ends.callback(handler.removeFilter, others)
+        ends.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
+        yield
 
 
 class _Stderr:
     """sys.stderr without the half-made graph that torch.export prints there when it fails."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, thread: int) -> None:
         self.inner = inner
+        self.thread = thread
 
     def write(self, text: str) -> int:
-        if sys._getframe(1).f_code.co_filename.endswith(_EXPORTER):
+        if threading.get_ident() == self.thread and sys._getframe(1).f_code.co_filename.endswith(_EXPORTER):
             return len(text)
         return int(self.inner.write(text))
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from . import guard
+from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
 from .ladder import call, report
 from .report import Report
@@ -161,7 +162,9 @@ class ORTModule(nn.Module):
                 "ORTModule wraps the module before torch.jit.script or torch.jit.trace, not what they return"
             )
         settings = resolve(options, debug_options)
-        off = None
+        off = private.lacks("call")
+        if off is not None and settings.strict:
+            raise RuntimeError(f"ORTModule does not work here: {off}")
         if isinstance(module, nn.DataParallel):
             off = _PARALLEL
             if settings.strict:
@@ -229,8 +232,7 @@ class ORTModule(nn.Module):
         for name, value in assigned.items():
             setattr(self, name, value)
         self._ortmodule.override = override
-        if isinstance(module, nn.DataParallel):
-            self._ortmodule.off = _PARALLEL
+        self._ortmodule.off = _PARALLEL if isinstance(module, nn.DataParallel) else private.lacks("call")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ORTModule:
         make, args, state = self.__reduce_ex__(2)

@@ -20,11 +20,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import cuts, guard, net, watch
+from . import cuts, guard, net, patches, watch
 from .capture import CaptureError, FlatInputs, InputSpec
 from .chain import Graph
 from .config import Settings
+from .patches import Patch
 from .report import EagerEntry
+from .torch_private import HOOK_TABLES
 
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
 
@@ -52,6 +54,11 @@ class Entry:
         self.failures = 0  # runs of the engine that PyTorch had to repeat
         self.left: list[list[torch.Size]] = []  # sizes for which the engine has turned down every capture: PyTorch's
         self.why = "first call"  # what no other entry stood for
+
+    def holds(self, module: nn.Module) -> bool:
+        """Is the state that the captures have read as it was? `reads` compares attributes by their place and content,
+        so they may be another module's; `held` compares objects, and is asked at every call."""
+        return (self.reads is None or self.reads.hold(module)) and self.held.hold()
 
     def changed(self, module: nn.Module) -> list[str]:
         """Names of what differs from the state that the captures hold for."""
@@ -136,7 +143,6 @@ class State:
         self.every: list[GuardedGraph] = []
         self.load_s: dict[int, float] = {}
         self.lock = threading.RLock()
-        self.capturing: set[int] = set()  # threads that capture this module
         self.announced = False
         self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
         self.told: set[tuple[str, int]] = set()
@@ -153,7 +159,7 @@ class State:
             own = self.guard = guard.Guard(self.module)
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])
-            entry = next((e for e in known if (e.reads is None or e.reads.hold(self.module)) and e.held.hold()), None)
+            entry = next((e for e in known if e.holds(self.module)), None)
             if entry is None:
                 entry = Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
@@ -287,17 +293,6 @@ class State:
         return entry
 
 
-_CALL_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-
-
 def shadow_of(module: nn.Module) -> nn.Module:
     """The module without its own hooks (they run around the engine, in __call__): same class, same children,
     parameters, attributes."""
@@ -308,26 +303,21 @@ def shadow_of(module: nn.Module) -> nn.Module:
         )
     shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
-    shadow.__dict__.update({name: OrderedDict() for name in _CALL_HOOKS})
+    shadow.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})
     return shadow
 
 
 @contextlib.contextmanager
 def unwrapped(root: nn.Module) -> Iterator[None]:
     """While root is captured, wrappers inside it give place to what they wrap: they are part of its graph."""
-    undo: list[tuple[dict[str, Any], str, Any, State]] = []
-    try:
-        for m in list(root.modules()):
-            for name, child in m._modules.items():
-                state = getattr(child, "_ortmodule", None)
-                if isinstance(state, State) and state.override is None and not state.own_forward:
-                    undo.append((m._modules, name, child, state))
-        for children, name, _, state in undo:
-            children[name] = state.body
+    rows: list[Patch] = []
+    for m in list(root.modules()):
+        for name, child in m._modules.items():
+            state = getattr(child, "_ortmodule", None)
+            if isinstance(state, State) and state.override is None and not state.own_forward:
+                rows.append(Patch(m._modules, name, state.body))
+    with patches.scope(), patches.replaced(*rows):
         yield
-    finally:
-        for children, name, child, _ in undo:
-            children[name] = child
 
 
 def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
