@@ -6,10 +6,7 @@ import pytest
 import torch
 
 import engine
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+from opcheck import rand
 
 
 def joint(text: str, wanted: list[int], remat: bool) -> engine.Graph:

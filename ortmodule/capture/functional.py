@@ -27,7 +27,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from .export import CaptureError, Exported, Source, source_of
+from .. import torch_private as private
+from ..errors import CaptureError
+from . import marks
+from .export import Exported, Source, source_of
 from .opaque import CUT, HOST, SHARES, Expected
 
 aten = torch.ops.aten
@@ -330,9 +333,7 @@ class _Functionalizer:
         new, held = base.node, base.held
         if base.input is not None:
             base.flushed = base.version
-        from .cuts import sync_mark
-
-        row = sync_mark(self.exported.table, self.grad)
+        row = marks.sync_mark(self.exported.table, self.grad)
         made = self.flush(self.make(CUT, ([held, new], row), {}, (held.val,)))
         base.node = base.held = self.make(operator.getitem, (made, 0), {}, held.val)
 
@@ -440,15 +441,15 @@ class _Functionalizer:
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         target: Any = node.target
         val = node.meta.get("val")
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, private.HigherOrderOperator):
             self.region(node, env)
         elif target is operator.getitem:
             of, at = cast("tuple[fx.Node, int]", node.args)
             items = env[of]
             env[node] = items[at] if isinstance(items, (list, tuple)) else val
-        elif target is torch._C._set_grad_enabled:
+        elif target is private.set_grad_enabled:
             self.set_grad(bool(node.args[0]))
-        elif not isinstance(target, torch._ops.OpOverload):
+        elif not isinstance(target, private.OpOverload):
             if isinstance(val, Tensor):
                 raise self.fail(f"{target}: not an operator the capture knows")
             env[node] = val
@@ -551,7 +552,7 @@ class _Functionalizer:
         if of.op == "placeholder" and of.name.startswith("c_"):
             returns = cast(Any, target)._schema.returns
             return name != "lift_fresh_copy" and bool(returns) and returns[0].alias_info is not None
-        return bool(val.untyped_storage()._cdata == of.meta["val"].untyped_storage()._cdata)
+        return bool(private.storage_of(val) == private.storage_of(of.meta["val"]))
 
     def batch_norm(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
         """Training batch_norm writes the running statistics, though its schema does not say so."""
@@ -706,7 +707,7 @@ class _Held:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, private.OpOverload):
         return target._schema.name.partition("::")[2]
     return str(target)
 
@@ -715,7 +716,7 @@ def _one_memory(a: Any, b: Any) -> bool:
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
-        and bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+        and bool(private.storage_of(a) == private.storage_of(b))
     )
 
 
@@ -725,7 +726,7 @@ def _view_again(node: Node, item: int) -> View | None:
         return View(aten.detach.default, (), {}, -1, True)
     rest = [*node.args[1:], *node.kwargs.values()]
     flat = [y for x in rest for y in (x if isinstance(x, (list, tuple)) else [x])]
-    if not isinstance(node.target, torch._ops.OpOverload) or any(
+    if not isinstance(node.target, private.OpOverload) or any(
         isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat
     ):
         return None
@@ -740,7 +741,7 @@ def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 def _writes(node: fx.Node) -> bool:
     t = node.target
-    if not isinstance(t, torch._ops.OpOverload):
+    if not isinstance(t, private.OpOverload):
         return False
     return bool(t._schema.is_mutable) or t is aten.batch_norm.default
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -30,9 +29,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import patches
+from .. import torch_private as private
 from ..guard import part_of_forward
+from ..patches import Patch, replaced
+from ..torch_private import HOOK_TABLES
 from ..watch import quiet
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
@@ -83,7 +85,7 @@ class Table:
     # fqn of a kept module -> its results, in order of calls, and whether they share memory
     recorded: dict[str, list[tuple[Any, bool]]] = field(default_factory=dict)
     n_calls: dict[str, int] = field(default_factory=dict)
-    # cuts.Mark, by the index of its node; open: enters without an exit yet
+    # marks.Mark, by the index of its node; open: enters without an exit yet
     marks: list[Any] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     # answers opaque calls, outside of a capture (net.py)
@@ -92,24 +94,31 @@ class Table:
 
 _PLAIN = frozenset((bool, str, bytes, complex))
 SHARES = "returns memory of its arguments or of its own, which the code around it edits in place"
-_tables: list[Table] = []
 _lib: Any = torch.library.Library("ortmodule_capture", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("host(Tensor[] xs, int index) -> Tensor[]")
 
 
+def current_table() -> Table:
+    """Of the capture that this thread is in."""
+    scope = patches.here()
+    if scope is None or scope.table is None:
+        raise RuntimeError("ortmodule: an opaque operator outside of a capture")
+    return scope.table
+
+
 def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
-    return [torch.empty_like(y) for y in _tables[-1].rows[index].meta(xs)]
+    return [torch.empty_like(y) for y in current_table().rows[index].meta(xs)]
 
 
 torch.library.register_fake("ortmodule_capture::host", _host_fake, lib=_lib)
 HOST = torch.ops.ortmodule_capture.host.default
 # what a user wrote runs, also where nobody reads its result
 torch.fx.node.has_side_effect(HOST)
-_lib.define("cut(Tensor[] xs, int index) -> Tensor[]")  # see cuts.py
+_lib.define("cut(Tensor[] xs, int index) -> Tensor[]")  # see marks.py
 CUT = torch.ops.ortmodule_capture.cut.default
 
 
-def _autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The user's autocast as it is now, to be entered again when the call runs."""
     on, dtype, cache = (
         torch.is_autocast_enabled("cpu"),
@@ -214,7 +223,7 @@ def _as_call(
 
 
 def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
-    table = _tables[-1]
+    table = current_table()
     if table.instead is not None:
         return table.instead(row, tensors, fill)
     table.rows.append(row)
@@ -260,12 +269,12 @@ class _MetaContext:
         self.dirty = bool(tensors)
 
 
-class Edits(TorchDispatchMode):
+class Edits(private.DispatchMode):  # type: ignore[misc]
     """Notices whether one of these tensors is written to."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.memory = {t.untyped_storage()._cdata for t in tensors}
+        self.memory = {private.storage_of(t) for t in tensors}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,12 +282,12 @@ class Edits(TorchDispatchMode):
             for arg, x in zip(func._schema.arguments, args, strict=False):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     for t in x if isinstance(x, (list, tuple)) else (x,):
-                        self.found |= isinstance(t, Tensor) and t.untyped_storage()._cdata in self.memory
+                        self.found |= isinstance(t, Tensor) and private.storage_of(t) in self.memory
         return func(*args, **(kwargs or {}))
 
 
 def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch._C._are_functorch_transforms_active():
+    if private.transforms() is not None:
         raise OpaqueError(f"{cls.__qualname__}.apply is called inside a function transform (vmap, grad)")
     new_style = cls.setup_context is not Function.setup_context
     if new_style:  # such a Function is given its defaults, and everything by position
@@ -289,7 +298,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     direct = {id(x) for x in args if isinstance(x, Tensor)}
     tensors = [x if id(x) in direct else x.detach() for x in tensors]  # autograd does not see tensors inside of lists
     needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
-    autocast = _autocast_state()
+    autocast = autocast_state()
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
@@ -317,10 +326,14 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 # References to `MyFunction.apply` are taken early: at module level, in __init__, by import. They all are bound methods
 # of one Python function, so its code is what has to be another one while an export runs.
-_live = Function.__dict__["apply"].__func__
-_apply = types.FunctionType(_live.__code__, _live.__globals__, _live.__name__, _live.__defaults__, _live.__closure__)
-_apply.__kwdefaults__ = _live.__kwdefaults__
-_exporting: list[int] = []  # threads, innermost export last
+def _copy(f: types.FunctionType) -> types.FunctionType:
+    made = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    made.__kwdefaults__ = f.__kwdefaults__
+    return made
+
+
+_live = private.function_apply
+_apply: Any = None if _live is None else _copy(_live)
 
 # Parts of PyTorch whose Functions belong to tracing itself, or only pass tensors through.
 _MACHINERY = (
@@ -352,7 +365,8 @@ class _Code:
 
 def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every call of a Function in the process comes here while an export runs; those of other threads go on as ever."""
-    if not _tables or not exporting() or not torch.compiler.is_exporting():
+    scope = patches.here()
+    if scope is None or not scope.exporting or scope.table is None or not torch.compiler.is_exporting():
         return _apply(cls, *args, **kwargs)
     if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
         run, _preserve_rng, *rest = args
@@ -364,26 +378,18 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def exporting() -> bool:
     """Is it this thread that exports? What is patched meanwhile is to look the same to the others."""
-    return _exporting[-1:] == [threading.get_ident()]
+    scope = patches.here()
+    return scope is not None and scope.exporting
 
 
 @contextlib.contextmanager
 def keep_functions() -> Iterator[None]:
-    """Functions become opaque nodes, whatever reference to `apply` they are called by. Under the lock of the export."""
-    _exporting.append(threading.get_ident())
-    _live.__code__ = _Code.__dict__["apply"].__code__
-    try:
+    """Functions become opaque nodes, whatever reference to `apply` they are called by."""
+    with patches.scope(exporting=True), replaced(Patch(_live, "__code__", _Code.__dict__["apply"].__code__)):
         yield
-    finally:
-        _exporting.pop()
-        if not _exporting:
-            _live.__code__ = _apply.__code__
 
 
 # --- submodules kept in PyTorch -------------------------------------------------------------------
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-          "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")
 
 
 def record_results(
@@ -429,7 +435,7 @@ def kept_results(
     """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its
     (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake; and whether that
     shares memory."""
-    table, autocast = _tables[-1], _autocast_state()
+    table, autocast = current_table(), autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
 
@@ -475,55 +481,40 @@ def _module_node(
             outs = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs]
         return outs or [torch.zeros(())]
 
-    call = _as_call(fqn, run, fill_call, _autocast_state(), expected, module)
+    call = _as_call(fqn, run, fill_call, autocast_state(), expected, module)
     row = Row("module", fqn, call, meta, "submodule kept in PyTorch", expected, module=fqn)
     return _record(row, tensors + params, fill_call)
 
 
-@contextlib.contextmanager
-def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
+def without_hooks(module: nn.Module) -> list[Patch]:
+    """Its hooks rest, but for those that are part of the forward."""
+    own = module.__dict__
+    return [
+        Patch(own, name, OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)))
+        for name in HOOK_TABLES
+        if own.get(name)
+    ]
+
+
+def keep_modules(root: nn.Module, keep: Collection[str]) -> contextlib.AbstractContextManager[None]:
     """The named submodules become opaque nodes; their hooks rest while the export runs and fire in the real call."""
-    undo: list[Callable[[], None]] = []
-    try:
-        for fqn in keep:
-            module = root.get_submodule(fqn)
-            own = module.__dict__
-            had, before, forward = "forward" in own, own.get("forward"), module.forward
-            hooks = {name: own[name] for name in _HOOKS if own.get(name)}
+    rows: list[Patch] = []
+    for fqn in keep:
+        module = root.get_submodule(fqn)
 
-            def restore(
-                own: dict[str, Any] = own, had: bool = had, before: Any = before, hooks: dict[str, Any] = hooks
-            ) -> None:
-                own.update(hooks)
-                if had:
-                    own["forward"] = before
-                else:
-                    own.pop("forward", None)
+        def forward_node(
+            *args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = module.forward, **kwargs: Any
+        ) -> Any:
+            return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
 
-            undo.append(restore)
-            own.update(
-                {name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks}
-            )
-
-            def forward_node(
-                *args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any
-            ) -> Any:
-                return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
-
-            forward_node.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-            own["forward"] = forward_node
-        yield
-    finally:
-        for f in reversed(undo):
-            f()
+        forward_node.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        rows += [*without_hooks(module), Patch(module.__dict__, "forward", forward_node)]
+    return replaced(*rows)
 
 
 @contextlib.contextmanager
 def table() -> Iterator[Table]:
     """The table of opaque calls of one capture."""
-    t = Table()
-    _tables.append(t)
-    try:
-        yield t
-    finally:
-        _tables.pop()
+    with patches.scope(table=Table()) as scope:
+        assert scope.table is not None
+        yield scope.table
