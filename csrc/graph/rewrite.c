@@ -5,6 +5,7 @@
  * writes and gradients are carried over through the map. Dead nodes are dropped on the way, so every pass also cleans
  * up.
  */
+#include "graph/facts.h"
 #include "graph/sabotage.h"
 
 static om_id map_get(om_rewriter *r, om_id v) {
@@ -80,10 +81,6 @@ om_status om_rewrite_copy(om_rewriter *r, om_id node) {
     return om_rewrite_copy_with(r, node, in);
 }
 
-static void mark(const om_graph *g, uint8_t *live, om_id v) {
-    if (v != OM_NONE && g->values.v[v].node != OM_NONE) live[g->values.v[v].node] = 1;
-}
-
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out) {
     *out = NULL;
     om_graph *g = om_graph_new(cx);
@@ -93,13 +90,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
     if (s != OM_OK) goto done;
     memset(r.map, 0xff, from->values.n * sizeof(om_id));
 
-    for (uint32_t i = 0; i < from->outputs.n; i++) mark(from, live, from->outputs.v[i]);
-    for (uint32_t i = 0; i < from->writes.n; i++) mark(from, live, from->writes.v[i].value);
-    for (uint32_t i = 0; i < from->grads.n; i++) mark(from, live, from->grads.v[i].value);
-    for (om_id i = from->nodes.n; i-- > 0;)
-        if (live[i])
-            for (int k = 0; k < from->nodes.v[i].n_in; k++) mark(from, live, om_ins(from, &from->nodes.v[i])[k]);
-
+    om_nodes_live(from, live);
     for (uint32_t i = 0; i < from->syms.n; i++) om_dim_sym(g, from->syms.v[i].name);
     for (uint32_t i = 0; i < from->scopes.n && cx->status == OM_OK; i++) {
         om_scope *sc = OM_PUSH(cx, &g->scopes);

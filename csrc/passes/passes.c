@@ -57,20 +57,6 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x) {
     return om_copy(g->cx, &from, &to) == OM_OK;
 }
 
-uint32_t *om_pass_uses(om_ctx *cx, const om_graph *g) {
-    uint32_t *n = om_alloc(cx, ((size_t)g->values.n + 1) * sizeof *n);
-    if (!n) return NULL;
-    for (om_id i = 0; i < g->operands.n; i++)
-        if (g->operands.v[i] != OM_NONE) n[g->operands.v[i]]++;
-    for (om_id i = 0; i < g->outputs.n; i++) n[g->outputs.v[i]]++;
-    for (om_id i = 0; i < g->writes.n; i++) n[g->writes.v[i].value]++;
-    for (om_id i = 0; i < g->grads.n; i++)
-        if (g->grads.v[i].value != OM_NONE) n[g->grads.v[i].value]++;
-    for (om_id i = 0; i < g->values.n; i++)
-        if (n[i] > 1 && om_sabotage("uses")) n[i] = 1;
-    return n;
-}
-
 static bool passes_env(const char *name) {
     const char *e = getenv(name);
     return e && *e && strcmp(e, "0") != 0;

@@ -9,6 +9,7 @@
  * in either order. Intermediate values that somebody else reads stay: only the matched result is replaced. Constants
  * may differ from the formula's by their own rounding (1e-6 relative, 1e-2 in 16-bit types).
  */
+#include "graph/facts.h"
 #include "passes/passes.h"
 
 #include <math.h>
@@ -16,9 +17,8 @@
 typedef struct matcher { const om_graph *g; double tol; } matcher;
 
 static const om_node *def(const matcher *m, om_id v, const om_op *op) {
-    if (v == OM_NONE || om_val(m->g, v)->node == OM_NONE) return NULL;
-    const om_node *n = &m->g->nodes.v[om_val(m->g, v)->node];
-    return n->op == op ? n : NULL;
+    const om_node *n = om_maker(m->g, v);
+    return n && n->op == op ? n : NULL;
 }
 
 static bool number(const matcher *m, om_id v, double want) {

@@ -255,6 +255,11 @@ static PyObject *flow_rows(const om_variant *vr) {
     return NULL;
 }
 
+/* Its memory: a gradient that is a forward value or an input is copied in backward. */
+static bool backward_reads(const om_facts *f, om_id v) {
+    return om_read_after_forward(f, v) || f->root_held[f->root[v]] & OM_HELD_GRAD;
+}
+
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     int variant;
@@ -264,43 +269,33 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     const om_variant *vr = om_model_variant_at(self->m, variant);
     PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0),
              *out = PyList_New(0), *by = PyList_New(0), *res = NULL;
-    om_id *source = calloc(g->values.n + 1, sizeof *source); /* value a chain of views comes from */
-    uint8_t *read = calloc(g->values.n + 1, 1);              /* backward reads its memory */
-    int bad = !grads || !rin || !rout || !host || !out || !by || !source || !read;
+    const om_facts *f = vr->facts;
+    int bad = !grads || !rin || !rout || !host || !out || !by;
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
         if (vr->flow.reach[i]) bad |= om_py_list_add(out, PyLong_FromUnsignedLong(i));
-    for (om_id v = 0; v < g->values.n && !bad; v++) {
-        om_id node = om_val(g, v)->node;
-        source[v] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : v;
-    }
     for (om_id i = 0; i < g->nodes.n && !bad; i++) {
         const om_node *n = &g->nodes.v[i];
-        if (n->op->kind == OM_K_HOST)
-            bad |= om_py_list_add(host, host_row(n));
-        if (n->phase == OM_FORWARD) continue;
-        for (int k = 0; k < n->n_in; k++)
-            if (om_ins(g, n)[k] != OM_NONE) read[source[om_ins(g, n)[k]]] = 1;
+        if (n->op->kind == OM_K_HOST) bad |= om_py_list_add(host, host_row(n));
     }
     for (uint32_t i = 0; i < g->grads.n && !bad; i++) {
         om_id v = g->grads.v[i].value;
         if (v == OM_NONE) continue;
-        read[source[v]] = 1; /* a gradient that is a forward value or an input is copied in backward */
-        om_id node = om_val(g, v)->node;
-        int seg = node == OM_NONE || g->nodes.v[node].phase == OM_FORWARD ? 0 : g->nodes.v[node].segment;
+        const om_node *n = om_maker(g, v);
+        int seg = !n || n->phase == OM_FORWARD ? 0 : n->segment;
         bad |= om_py_list_add(grads, Py_BuildValue("(Ii)", (unsigned)g->grads.v[i].input, seg));
     }
     for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
-        if (read[g->inputs.v[i]]) bad |= om_py_list_add(rin, PyLong_FromUnsignedLong(i));
+        if (backward_reads(f, g->inputs.v[i])) bad |= om_py_list_add(rin, PyLong_FromUnsignedLong(i));
     for (om_id i = 0; i < g->nodes.n && !bad; i++) {
         const om_node *n = &g->nodes.v[i];
         for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++) {
-            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, source[om_ins(g, n)[k]]);
+            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, f->root[om_ins(g, n)[k]]);
             if (v && v->input != OM_NONE && v->input < vr->first_grad_in)
                 bad |= om_py_list_add(by, Py_BuildValue("(iI)", (int)n->segment, (unsigned)v->input));
         }
     }
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
-        if (read[source[g->outputs.v[i]]]) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
+        if (backward_reads(f, g->outputs.v[i])) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
     PyObject *flow = bad ? NULL : flow_rows(vr);
     if (flow)
         res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:N,s:d}", "segments", vr->n_segments, "grads", grads,
@@ -312,8 +307,6 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Py_XDECREF(host);
     Py_XDECREF(out);
     Py_XDECREF(by);
-    free(source);
-    free(read);
     return res ? res : PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 

@@ -110,6 +110,15 @@ om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **ou
     return OM_OK;
 }
 
+static void variant_free(om_ctx *cx, om_variant *v) {
+    om_free(cx, v->facts);
+    om_graph_free(v->g);
+    om_free(cx, v->wanted);
+    om_free(cx, v->arriving);
+    om_free(cx, v->group);
+    om_flow_free(cx, &v->flow);
+}
+
 void om_model_free(om_ctx *cx, om_model *m) {
     if (!m) return;
     model_leave(m);
@@ -119,11 +128,7 @@ void om_model_free(om_ctx *cx, om_model *m) {
         om_plan_free(m->cx, p);
     }
     for (int i = 0; i < m->n_variants; i++) {
-        om_graph_free(m->variant[i].g);
-        om_free(m->cx, m->variant[i].wanted);
-        om_free(m->cx, m->variant[i].arriving);
-        om_free(m->cx, m->variant[i].group);
-        om_flow_free(m->cx, &m->variant[i].flow);
+        variant_free(m->cx, &m->variant[i]);
     }
     om_graph_free(m->g);
     pthread_mutex_destroy(&m->lock);
@@ -150,10 +155,10 @@ om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text)
  * the gradient of a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer
  * step in a hook) ---------------- */
 
-static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int *n_segments) {
+static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, const int *group, int *n_segments) {
     int last = 0;
     int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
-    /* last segment that may read the memory this value lies in */
+    /* at roots: last segment that may read what lies there */
     int *until = om_alloc(cx, (g->values.n + 1) * sizeof *until);
     if (!seg || !until) {
         om_free(cx, seg);
@@ -170,19 +175,16 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
         if (want < seg[v]) seg[v] = want < 0 ? 0 : want;
         until[g->inputs.v[g->grads.v[i].input]] = want < 0 ? 0 : want;
     }
-    for (om_id v = 0; v < g->values.n; v++) {
-        om_id node = om_val(g, v)->node;
-        if (node != OM_NONE && g->nodes.v[node].op->view) until[v] = until[om_ins(g, &g->nodes.v[node])[0]];
-    }
     for (om_id i = g->nodes.n; i-- > 0;) {
         om_node *n = &g->nodes.v[i];
         if (n->phase == OM_FORWARD) continue;
         int s = last;
         for (int k = 0; k < n->n_out; k++)
             if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
-        for (int k = 0; k < n->n_in; k++)
-            if (om_ins(g, n)[k] != OM_NONE && until[om_ins(g, n)[k]] < s && !om_sabotage("segment.until"))
-                s = until[om_ins(g, n)[k]];
+        for (int k = 0; k < n->n_in; k++) {
+            const om_id v = om_ins(g, n)[k];
+            if (v != OM_NONE && until[root[v]] < s && !om_sabotage("segment.until")) s = until[root[v]];
+        }
         n->segment = (uint16_t)(s < last && om_sabotage("segment") ? s + 1 : s);
         for (int k = 0; k < n->n_in; k++) {
             om_id v = om_ins(g, n)[k];
@@ -221,14 +223,11 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         s = om_grad_flow(cx, m->g, wanted, arriving, &v.flow, &v.g);
     }
     if (s == OM_OK) s = om_passes_run(cx, m->memory_level ? om_passes_joint_layers : om_passes_joint, &v.g);
-    if (s == OM_OK) s = segments_assign(cx, v.g, group, &v.n_segments);
+    if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
+    if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, group, &v.n_segments);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {
-        om_graph_free(v.g);
-        om_free(cx, v.wanted);
-        om_free(cx, v.arriving);
-        om_free(cx, v.group);
-        om_flow_free(cx, &v.flow);
+        variant_free(cx, &v);
         return s;
     }
     *variant = m->n_variants;
@@ -290,7 +289,7 @@ static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_pla
             *plan = m->plan[i];
     if (key != small) om_free(cx, key);
     if (!*plan) {
-        s = om_plan_make(cx, v->g, in, plan);
+        s = om_plan_make(cx, v->facts, in, plan);
         if (s != OM_OK) return s;
         (*plan)->variant = variant;
         (*plan)->refs = 1;

@@ -46,6 +46,7 @@
 #define OM_PLAN_H
 
 #include "graph/exec.h"
+#include "graph/facts.h"
 
 typedef enum om_where { OM_W_ARENA, OM_W_INPUT, OM_W_OUTPUT, OM_W_GRAD, OM_W_LOAN, OM_W_CONST } om_where;
 
@@ -114,8 +115,8 @@ typedef struct om_arena_head { /* first bytes of every arena */
 } om_arena_head;
 #define OM_ARENA_MAGIC 0x31414e4552414d4full /* "OMARENA1" */
 
-/* `in`: per graph input that is not an arriving gradient. */
-om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_plan **out);
+/* For the graph of the facts. `in`: per graph input that is not an arriving gradient. */
+om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, om_plan **out);
 void om_plan_free(om_ctx *cx, om_plan *p);
 int om_plan_key_size(const om_graph *g);
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key);
@@ -161,6 +162,7 @@ double om_now_ms(void);
 /* --- model (model.c) ---------------------------------------------------------------------------- */
 typedef struct om_variant {
     om_graph *g;
+    om_facts *facts;           /* of g */
     uint8_t *wanted, *arriving;
     int *group;
     int n_segments;
