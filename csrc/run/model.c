@@ -1,8 +1,8 @@
 /* model.c - a captured graph and what is derived from it: variants (joint graphs) and plans, each made once and cached.
  *
  *   load      ONNX -> graph -> om_passes_forward
- *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint (at memory level 1 _layers)
- *             -> segments
+ *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint, or _joint_layers, by what
+ *             is to be computed again -> segments
  *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS leaves the cache. Who
  *             uses it, a run or a forward in flight, still finds it; the last one to let go frees it
  *
@@ -30,7 +30,6 @@ struct om_model {
     om_model *next, **link;  /* of all models */
     uint64_t clock;
     double load_ms;
-    int memory_level;
 };
 
 static pthread_mutex_t models_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -142,7 +141,6 @@ const om_graph *om_model_graph(const om_model *m, int variant) {
 const om_variant *om_model_variant_at(const om_model *m, int variant) {
     return variant >= 0 && variant < m->n_variants ? &m->variant[variant] : NULL;
 }
-void om_model_memory_level(om_model *m, int level) { m->memory_level = level; }
 double om_model_load_ms(const om_model *m) { return m->load_ms; }
 
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text) {
@@ -197,22 +195,37 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, con
     return OM_OK;
 }
 
+static bool variant_is(const om_model *m, const om_variant *v, const uint8_t *wanted, const uint8_t *arriving,
+                       const int *group, om_recompute again) {
+    const size_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
+    const bool gradients = !memcmp(v->wanted, wanted, n_in) && !memcmp(v->arriving, arriving, n_out);
+    const bool segments = !v->group == !group && (!group || !memcmp(v->group, group, n_in * sizeof *group));
+    return gradients && segments && v->again == again;
+}
+
 static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                               int *variant) {
+                               om_recompute again, int *variant) {
+    static const om_pass *const *const joint[OM_N_RECOMPUTE] = {
+        [OM_RECOMPUTE_CHEAP] = om_passes_joint,
+        [OM_RECOMPUTE_LAYERS] = om_passes_joint_layers,
+    };
     om_ctx *cx = m->cx;
     uint32_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
-    for (int i = 0; i < m->n_variants; i++) {
-        const om_variant *v = &m->variant[i];
-        if (!memcmp(v->wanted, wanted, n_in) && !memcmp(v->arriving, arriving, n_out) && !v->group == !group &&
-            (!group || !memcmp(v->group, group, n_in * sizeof *group))) {
+    if ((unsigned)again >= OM_N_RECOMPUTE)
+        return om_fail(cx, OM_INVALID, "a variant that computes again what %d says: 0 (cheap) and 1 (layers) are defined",
+                       (int)again);
+    for (int i = 0; i < m->n_variants; i++)
+        if (variant_is(m, &m->variant[i], wanted, arriving, group, again)) {
             *variant = i;
             return OM_OK;
         }
-    }
     if (m->n_variants == MAX_VARIANTS)
-        return om_fail(cx, OM_UNSUPPORTED, "more than %d sets of wanted and arriving gradients for one graph",
+        return om_fail(cx, OM_UNSUPPORTED, "more than %d sets of wanted and arriving gradients and memory levels for one graph",
                        MAX_VARIANTS);
-    om_variant v = {.wanted = om_alloc(cx, n_in + 1), .arriving = om_alloc(cx, n_out + 1), .first_grad_in = n_in};
+    om_variant v = {.wanted = om_alloc(cx, n_in + 1),
+                    .arriving = om_alloc(cx, n_out + 1),
+                    .again = again,
+                    .first_grad_in = n_in};
     double t0 = om_now_ms();
     om_status s = v.wanted && v.arriving ? OM_OK : cx->status;
     if (s == OM_OK && group && !(v.group = om_alloc(cx, (n_in + 1) * sizeof *group))) s = cx->status;
@@ -222,7 +235,7 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         if (group) memcpy(v.group, group, n_in * sizeof *group);
         s = om_grad_flow(cx, m->g, wanted, arriving, &v.flow, &v.g);
     }
-    if (s == OM_OK) s = om_passes_run(cx, m->memory_level ? om_passes_joint_layers : om_passes_joint, &v.g);
+    if (s == OM_OK) s = om_passes_run(cx, joint[again], &v.g);
     if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
     if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, group, &v.n_segments);
     v.ms = om_now_ms() - t0;
@@ -236,9 +249,9 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
 }
 
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                           int *variant) {
+                           om_recompute again, int *variant) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, variant_build(m, wanted, arriving, group, variant));
+    om_status s = forward_to(m->cx, cx, variant_build(m, wanted, arriving, group, again, variant));
     pthread_mutex_unlock(&m->lock);
     return s;
 }

@@ -165,6 +165,7 @@ typedef struct om_variant {
     om_facts *facts;           /* of g */
     uint8_t *wanted, *arriving;
     int *group;
+    om_recompute again;        /* wanted, arriving, group and this are the key */
     int n_segments;
     om_id first_grad_in;       /* graph inputs from here on are arriving gradients */
     om_flow flow;
