@@ -219,7 +219,9 @@ class Model:
     def nodes(self, variant: int = -1) -> list[dict[str, Any]]:
         """One dict per node: op, phase ('forward' | 'backward' | 'update'), module, file, line, segment, host_index (-1
         if none)."""
-    def variant(self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None, memory_level: int = ...) -> int:
+    def variant(
+        self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None, memory_level: int = ...
+    ) -> int:
         """Joint graph. wanted: one byte per graph input. arriving: one byte per user output. group: per graph input,
         the backward segment (0 runs first) in which its gradient must be complete; None = one segment. memory_level: 0,
         what is cheap is computed again in backward instead of kept; 1, transformer layers as well; default: the

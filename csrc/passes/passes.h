@@ -19,7 +19,4 @@ const om_pass *om_pass_find(const char *name);   /* NULL when unknown */
 bool om_pass_splat(const om_graph *g, om_id v, double *x);
 /* Same dtype, rank, device and sizes. */
 bool om_pass_same_type(const om_type *a, const om_type *b);
-/* Evaluates a node of g whose operands are (replaced by) the constants in[]: new constants in out[] and *done, or *done
- * = false when it is random, of the host, too large, or of sizes known only at run time. */
-om_status om_fold_node(om_graph *g, const om_node *n, const om_id *in, om_id *out, bool *done);
 #endif
