@@ -6,9 +6,9 @@
  * lives of kept values, and of those only until a reader of the clone. What nobody in the backward asks for is not
  * computed, whatever its flag.
  *
- * Kernels are deterministic, so the bits are the same: node and clone share a number (om_node.again), by which fuse lets
- * both round, or neither, where they stay in registers. State is written from the forward's own values (the list of
- * writes), never by a clone.
+ * Kernels are deterministic, so the bits are the same: node and clone share a number (om_node.again), by which fuse
+ * lets both round, or neither, where they stay in registers. State is written from the forward's own values (the list
+ * of writes), never by a clone.
  */
 #include "passes/passes.h"
 #include "passes/remat.h"

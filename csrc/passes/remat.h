@@ -1,7 +1,7 @@
 /* remat.h - what backward computes again instead of keeping it: first decided, then done.
  *
- * A decision is one flag per value of a joint graph. 1: backward computes the value again from what it is made of. 0: it
- * is kept, whoever in the backward (or among the values computed again) reads it. Flags are set where memory is
+ * A decision is one flag per value of a joint graph. 1: backward computes the value again from what it is made of. 0:
+ * it is kept, whoever in the backward (or among the values computed again) reads it. Flags are set where memory is
  * (om_facts.root), never at a view of it.
  *
  * A policy decides (remat_choose.c); it is given the graph and its facts and sets flags. om_remat_apply (remat.c) takes

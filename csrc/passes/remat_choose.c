@@ -1,8 +1,8 @@
 /* remat_choose.c - which values backward computes again (remat.h): the policies, one row each at the end.
  *
- * cheap (memory level 0). Gelu comes from the linear layer's output that its gradient reads anyway, a normalisation from
- * its input, a cast, a dropout (its mask comes from a counter). Such values are most of what a transformer's forward
- * leaves behind, and computing them costs one sweep over memory.
+ * cheap (memory level 0). Gelu comes from the linear layer's output that its gradient reads anyway, a normalisation
+ * from its input, a cast, a dropout (its mask comes from a counter). Such values are most of what a transformer's
+ * forward leaves behind, and computing them costs one sweep over memory.
  *
  *   kept         a forward value whose memory backward reads
  *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
@@ -18,9 +18,9 @@
  *   layer        a forward node that reads a boundary, directly or not, and that a later boundary needs. The last layer
  *                is none: backward begins with it, so forgetting its values would save nothing at the peak.
  *
- * What backward reads of a layer is computed again from the boundary before it. Left alone: nodes of the host, and nodes
- * that read an input which the forward overwrites. This is gradient checkpointing (https://arxiv.org/abs/1604.06174) at
- * the boundaries onnxruntime-training used.
+ * What backward reads of a layer is computed again from the boundary before it. Left alone: nodes of the host, and
+ * nodes that read an input which the forward overwrites. This is gradient checkpointing
+ * (https://arxiv.org/abs/1604.06174) at the boundaries onnxruntime-training used.
  *
  * Either way the wanted values come first; then, from the last node to the first, what they need that nobody keeps is
  * flagged too. So what only the next boundary needs (the last product of a layer) is not computed twice.

@@ -212,7 +212,7 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
     om_ctx *cx = m->cx;
     uint32_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
     if ((unsigned)again >= OM_N_RECOMPUTE)
-        return om_fail(cx, OM_INVALID, "a variant that computes again what %d says: 0 (cheap) and 1 (layers) are defined",
+        return om_fail(cx, OM_INVALID, "a variant that computes %d again: 0 (what is cheap) and 1 (layers) are defined",
                        (int)again);
     for (int i = 0; i < m->n_variants; i++)
         if (variant_is(m, &m->variant[i], wanted, arriving, group, again)) {
@@ -220,8 +220,8 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
             return OM_OK;
         }
     if (m->n_variants == MAX_VARIANTS)
-        return om_fail(cx, OM_UNSUPPORTED, "more than %d sets of wanted and arriving gradients and memory levels for one graph",
-                       MAX_VARIANTS);
+        return om_fail(cx, OM_UNSUPPORTED,
+                       "more than %d sets of wanted and arriving gradients and memory levels for one graph", MAX_VARIANTS);
     om_variant v = {.wanted = om_alloc(cx, n_in + 1),
                     .arriving = om_alloc(cx, n_out + 1),
                     .again = again,
