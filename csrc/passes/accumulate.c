@@ -131,12 +131,9 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
     return g->cx->status;
 }
 
-static om_status accumulate_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_accumulate(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_facts *facts = om_facts_new(cx, in);
     om_status s = facts ? om_rewrite(cx, in, accumulate_emit, facts, out) : cx->status;
     om_free(cx, facts);
     return s;
 }
-
-const om_pass om_pass_accumulate = {
-    "accumulate", "gradients of gathers and splits go straight into the sum they belong to", accumulate_run};

@@ -24,10 +24,11 @@
  * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does
  * the grouping.
  */
-#include "passes/masks/masks.h"
 #include "graph/facts.h"
 #include "graph/half.h"
 #include "graph/sabotage.h"
+#include "passes/masks/masks.h"
+#include "passes/passes.h"
 
 #include <math.h>
 
@@ -439,7 +440,7 @@ static om_status attn_node(om_rewriter *r, om_id id) {
     return make_attention(r, n, &m);
 }
 
-static om_status attention_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_attention(om_ctx *cx, const om_graph *in, om_graph **out) {
     *out = NULL;
     om_facts *facts = om_facts_new(cx, in);
     attn_pass p = {facts, false};
@@ -455,10 +456,3 @@ static om_status attention_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     if (st == OM_OK) *out = g;
     return st;
 }
-
-const om_pass om_pass_attention = {
-    .name = "attention",
-    .doc = "matmul, scale, mask, softmax, dropout, matmul become one attention node; repeated key and value heads are "
-           "read once",
-    .run = attention_run,
-};

@@ -30,11 +30,9 @@ static om_status bias_emit(om_rewriter *r, om_id id) {
     return om_rewrite_copy(r, id);
 }
 
-static om_status bias_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_bias(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_facts *facts = om_facts_new(cx, in);
     om_status s = facts ? om_rewrite(cx, in, bias_emit, facts, out) : cx->status;
     om_free(cx, facts);
     return s;
 }
-
-const om_pass om_pass_bias = {"bias", "matmul + bias vector becomes one matmul", bias_run};

@@ -128,7 +128,7 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
     }
 }
 
-static om_status cse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_cse(om_ctx *cx, const om_graph *in, om_graph **out) {
     uint32_t size = 64;
     while (size < 2 * in->nodes.n || size < 2 * in->values.n) size *= 2;
     cse_state st = {{om_alloc(cx, size * sizeof(uint32_t)), size, NULL},
@@ -138,5 +138,3 @@ static om_status cse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_free(cx, st.consts.slot);
     return s;
 }
-
-const om_pass om_pass_cse = {"cse", "compute equal nodes once", cse_run};

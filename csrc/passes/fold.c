@@ -95,8 +95,6 @@ static om_status fold_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status fold_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_fold(om_ctx *cx, const om_graph *in, om_graph **out) {
     return om_rewrite(cx, in, fold_emit, NULL, out);
 }
-
-const om_pass om_pass_fold = {"fold", "evaluate nodes whose operands are constants, up to 64 KiB of result", fold_run};

@@ -245,7 +245,7 @@ static om_status fuse_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_fuse(om_ctx *cx, const om_graph *in, om_graph **out) {
     fuse_state st = {.g = in};
     fuse_program *p = om_alloc(cx, sizeof *p);
     om_strip_prog *prog = om_alloc(cx, sizeof *prog);
@@ -265,6 +265,3 @@ static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_free(cx, p);
     return s;
 }
-
-const om_pass om_pass_fuse = {
-    .name = "fuse", .doc = "chains of elementwise nodes run in one sweep over memory", .run = fuse_run};

@@ -49,12 +49,9 @@ static om_status layout_emit(om_rewriter *r, om_id id) {
     return g->cx->status;
 }
 
-static om_status layout_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_layout(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_facts *facts = om_facts_new(cx, in);
     om_status s = facts ? om_rewrite(cx, in, layout_emit, facts, out) : cx->status;
     om_free(cx, facts);
     return s;
 }
-
-const om_pass om_pass_layout = {
-    "layout", "attention writes its result as the next layer reads it: (..., time, heads, size)", layout_run};

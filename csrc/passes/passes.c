@@ -10,6 +10,10 @@
 
 #include <stdlib.h>
 
+#define PASS(name, doc) const om_pass om_pass_##name = {#name, doc, om_pass_run_##name};
+#include "passes/passes.def"
+#undef PASS
+
 const om_pass *const om_passes[] = {
 #define PASS(name, doc) &om_pass_##name,
 #include "passes/passes.def"
@@ -17,15 +21,32 @@ const om_pass *const om_passes[] = {
     NULL,
 };
 
-/* simplify runs again after fold and cse: both make operands equal that were not. Each pass leaves dead nodes to the
- * next. */
+/* --- the pipelines: each pass leaves dead nodes to the next ----------------------------------------- */
+
 const om_pass *const om_passes_forward[] = {
-    &om_pass_attention, &om_pass_masks, &om_pass_fold,   &om_pass_simplify, &om_pass_cse, &om_pass_simplify,
-    &om_pass_patterns,  &om_pass_bias,  &om_pass_layout, &om_pass_dce,      NULL};
-#define JOINT(remat)                                                                                         \
-    {                                                                                                        \
-        &om_pass_simplify, &om_pass_fold, &om_pass_cse, &om_pass_accumulate, &om_pass_##remat, &om_pass_dce, \
-            &om_pass_fuse, NULL                                                                              \
+    &om_pass_attention,
+    &om_pass_masks,
+    &om_pass_fold,
+    &om_pass_simplify,
+    &om_pass_cse,
+    &om_pass_simplify, /* again: fold and cse made operands equal that were not */
+    &om_pass_patterns,
+    &om_pass_bias,
+    &om_pass_layout,
+    &om_pass_dce,
+    NULL,
+};
+
+#define JOINT(again)           \
+    {                          \
+        &om_pass_simplify,     \
+        &om_pass_fold,         \
+        &om_pass_cse,          \
+        &om_pass_accumulate,   \
+        &om_pass_##again,      \
+        &om_pass_dce,          \
+        &om_pass_fuse,         \
+        NULL,                  \
     }
 const om_pass *const om_passes_joint[] = JOINT(remat);
 const om_pass *const om_passes_joint_layers[] = JOINT(layers);

@@ -4,7 +4,9 @@
 
 #include "graph/engine.h"
 
-#define PASS(name, doc) extern const om_pass om_pass_##name;
+#define PASS(name, doc)              \
+    extern const om_pass om_pass_##name; \
+    om_status om_pass_run_##name(om_ctx *cx, const om_graph *in, om_graph **out);
 #include "passes/passes.def"
 #undef PASS
 

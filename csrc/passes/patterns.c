@@ -116,8 +116,6 @@ static om_status patterns_emit(om_rewriter *r, om_id id) {
     return om_rewrite_copy(r, id);
 }
 
-static om_status patterns_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_patterns(om_ctx *cx, const om_graph *in, om_graph **out) {
     return om_rewrite(cx, in, patterns_emit, NULL, out);
 }
-
-const om_pass om_pass_patterns = {"patterns", "gelu, silu and rms_norm spelled out become one operator", patterns_run};

@@ -145,14 +145,9 @@ static om_status remat_by(om_ctx *cx, const om_graph *in, om_recompute policy, o
     return s;
 }
 
-static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_remat(om_ctx *cx, const om_graph *in, om_graph **out) {
     return remat_by(cx, in, OM_RECOMPUTE_CHEAP, out);
 }
-static om_status layers_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_layers(om_ctx *cx, const om_graph *in, om_graph **out) {
     return remat_by(cx, in, OM_RECOMPUTE_LAYERS, out);
 }
-
-const om_pass om_pass_remat = {
-    "remat", "what is cheap to compute again is not kept for backward: gelu, norms, casts, dropout", remat_run};
-const om_pass om_pass_layers = {
-    "layers", "remat, and transformer layers are computed again from their inputs (memory level 1)", layers_run};

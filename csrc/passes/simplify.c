@@ -154,8 +154,6 @@ static om_status simplify_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status simplify_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_simplify(om_ctx *cx, const om_graph *in, om_graph **out) {
     return om_rewrite(cx, in, simplify_emit, NULL, out);
 }
-
-const om_pass om_pass_simplify = {"simplify", "drop or merge nodes that change nothing", simplify_run};

@@ -549,7 +549,7 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     return r->to->cx->status;
 }
 
-static om_status masks_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_masks(om_ctx *cx, const om_graph *in, om_graph **out) {
     masks *s = om_alloc(cx, sizeof *s); /* its hash tables are too large for a stack */
     if (!s) return cx->status;
     om_graph *g = NULL;
@@ -566,10 +566,3 @@ static om_status masks_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     *out = st == OM_OK ? g : NULL;
     return st;
 }
-
-const om_pass om_pass_masks = {
-    .name = "masks",
-    .doc = "causal, window and padding masks of attention as attributes and a small mask instead of a tensor over all "
-           "scores",
-    .run = masks_run,
-};
