@@ -8,6 +8,8 @@
 #include "graph/facts.h"
 #include "passes/passes.h"
 
+enum { SIMPLIFY_PARTS = 64 /* of a concat that is looked at */ };
+
 static const om_attr *simplify_dims(const om_node *n, const char *name) {
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
     return a && a->kind == OM_ATTR_DIMS ? a : NULL;
@@ -91,10 +93,10 @@ static om_id simplify_cast(om_graph *g, const om_node *n, om_id x) {
 }
 
 static om_id simplify_concat(om_graph *g, const om_node *n) {
-    om_id in[64];
+    om_id in[SIMPLIFY_PARTS];
     int k = 0;
     int64_t axis = om_node_int(n, "axis", 0);
-    if (n->n_in > 64) return OM_NONE;
+    if (n->n_in > SIMPLIFY_PARTS) return OM_NONE;
     for (int i = 0; i < n->n_in; i++) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE || om_ty(g, v)->dim[axis] != 0) in[k++] = v;
