@@ -71,7 +71,8 @@ static int sum_tiles(const om_facts *facts, const sum *s, int *order, int *axis)
             order[n++] = k;
             at = bound(om_maker(g, s->term[k]), "end");
         }
-        if ((at == size || om_sabotage("accumulate.tiles")) && n > 1) return n;
+        const bool whole = at == size;
+        if (n > 1 && (whole || om_sabotage("accumulate.tiles"))) return n;
     }
     return 0;
 }
@@ -111,9 +112,11 @@ static om_status accumulate_emit(om_rewriter *r, om_id id) {
         }
         y = om_make(g, &om_op_concat, part, n_tiles, OM_ATTRS(OM_AI("axis", axis)));
     }
-    for (int i = 0; i < s.n; i++) /* ordinary terms, in their order */
-        if (!done[i] && !into[i] && !(n_tiles && om_sabotage("accumulate.term")))
-            y = y == OM_NONE ? r->map[s.term[i]] : om_b_bin(g, &om_op_add, y, r->map[s.term[i]]);
+    for (int i = 0; i < s.n; i++) { /* ordinary terms, in their order */
+        const bool ordinary = !done[i] && !into[i];
+        if (!ordinary || (n_tiles && om_sabotage("accumulate.term"))) continue;
+        y = y == OM_NONE ? r->map[s.term[i]] : om_b_bin(g, &om_op_add, y, r->map[s.term[i]]);
+    }
     for (int i = 0; i < s.n; i++) {
         if (done[i] || !into[i]) continue;
         if (y == OM_NONE) { /* nothing to add into yet: this one makes its own zeros */

@@ -112,9 +112,8 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
     }
     OM_TRY(om_rewrite_copy(r, id));
     const om_node *n = om_last(g);
-    if ((n->op->random && !om_sabotage("cse.random")) || n->op->kind == OM_K_HOST || n->n_in > OM_MAX_IN ||
-        n->n_out == 0)
-        return OM_OK;
+    const bool fits = n->op->kind != OM_K_HOST && n->n_in <= OM_MAX_IN && n->n_out > 0, draws = n->op->random;
+    if (!fits || (draws && !om_sabotage("cse.random"))) return OM_OK;
     cse_table *t = &st->nodes;
     for (uint32_t k = (uint32_t)cse_hash(g, n) & (t->size - 1);; k = (k + 1) & (t->size - 1)) {
         if (!t->slot[k]) {

@@ -57,8 +57,8 @@ om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, o
     om_tensor in[OM_FOLD_IN] = {0}, out[OM_FOLD_OUT];
     int64_t bytes = 0;
     *done = false;
-    if ((n.op->random && !om_sabotage("fold.random")) || n.op->kind == OM_K_HOST || (!n.op->run && !n.op->view))
-        return OM_OK;
+    const bool runs = n.op->kind != OM_K_HOST && (n.op->run || n.op->view), draws = n.op->random;
+    if (!runs || (draws && !om_sabotage("fold.random"))) return OM_OK;
     if (n.n_in > OM_FOLD_IN || n.n_out > OM_FOLD_OUT) return OM_OK;
     for (int i = 0; i < n.n_in; i++)
         if (operand[i] != OM_NONE && (om_val(g, operand[i])->role != OM_CONST || !fold_tensor(g, operand[i], &in[i])))

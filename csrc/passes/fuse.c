@@ -85,8 +85,8 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
                 for (int i = 0; !inside && at < 0 && i < t->n_in; i++)
                     if (p->operand[i] == v) at = i;
                 if (pass) s->arg[k] = (uint8_t)at;
-                if (pass && k == 1 && s->arg[0] != s->arg[1] && om_sabotage("fuse.swap"))
-                    s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
+                const bool second = pass && k == 1 && s->arg[0] != s->arg[1];
+                if (second && om_sabotage("fuse.swap")) s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
                 else if (!inside && at < 0) {
                     if (t->n_in >= FUSE_OPERANDS) return false;
                     p->operand[t->n_in++] = v;
@@ -202,8 +202,9 @@ static om_status exact_find(om_ctx *cx, fuse_state *st) {
     }
     for (om_id v = 0; v < g->values.n; v++) {
         const om_id node = om_val(g, v)->node;
-        if (node != OM_NONE && g->nodes.v[node].again && again[g->nodes.v[node].again] && !om_sabotage("fuse.again"))
-            st->exact[v] = 1;
+        const om_id twin = node == OM_NONE ? 0 : g->nodes.v[node].again; /* the number of both; 0: there is none */
+        const bool either = twin && again[twin];
+        if (either && !om_sabotage("fuse.again")) st->exact[v] = 1;
     }
     om_free(cx, again);
     return OM_OK;

@@ -59,8 +59,10 @@ const om_pass *om_pass_find(const char *name) {
 
 bool om_pass_same_type(const om_type *a, const om_type *b) {
     if (a->dtype != b->dtype || a->rank != b->rank || a->device != b->device) return false;
-    for (int i = 0; i < a->rank; i++)
-        if (a->dim[i] != b->dim[i] && !om_sabotage("same_type")) return false;
+    for (int i = 0; i < a->rank; i++) {
+        const bool differs = a->dim[i] != b->dim[i];
+        if (differs && !om_sabotage("same_type")) return false;
+    }
     return true;
 }
 
@@ -71,8 +73,10 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x) {
     for (int i = 0; i < c->type.rank; i++) n *= c->type.dim[i];
     size_t size = om_dtype_size(c->type.dtype);
     if (n == 0 || size == 0) return false;
-    for (int64_t i = 1; i < n; i++)
-        if (memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0 && !om_sabotage("splat")) return false;
+    for (int64_t i = 1; i < n; i++) {
+        const bool differs = memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0;
+        if (differs && !om_sabotage("splat")) return false;
+    }
     om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1},
               to = {.data = x, .dtype = OM_F64, .device = -1};
     return om_copy(g->cx, &from, &to) == OM_OK;

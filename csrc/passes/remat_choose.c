@@ -114,8 +114,8 @@ static void layers_extend(choice *c, uint8_t *after /* per value: it depends on 
             after[n->out + (om_id)k] = follows;
             ahead |= before[n->out + (om_id)k];
         }
-        const bool able = n->phase == OM_FORWARD && n->op->kind != OM_K_HOST;
-        c->layer[i] = able && follows && ahead && (!stale || om_sabotage("layers.written"));
+        const bool between = follows && ahead && n->phase == OM_FORWARD && n->op->kind != OM_K_HOST;
+        c->layer[i] = between && (!stale || om_sabotage("layers.written"));
     }
 }
 

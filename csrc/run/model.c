@@ -181,9 +181,11 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, con
             if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
         for (int k = 0; k < n->n_in; k++) {
             const om_id v = om_ins(g, n)[k];
-            if (v != OM_NONE && until[root[v]] < s && !om_sabotage("segment.until")) s = until[root[v]];
+            const bool ends = v != OM_NONE && until[root[v]] < s;
+            if (ends && !om_sabotage("segment.until")) s = until[root[v]];
         }
-        n->segment = (uint16_t)(s < last && om_sabotage("segment") ? s + 1 : s);
+        const bool early = s < last;
+        n->segment = (uint16_t)(early && om_sabotage("segment") ? s + 1 : s);
         for (int k = 0; k < n->n_in; k++) {
             om_id v = om_ins(g, n)[k];
             if (v != OM_NONE && s < seg[v]) seg[v] = s;
@@ -221,7 +223,8 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         }
     if (m->n_variants == MAX_VARIANTS)
         return om_fail(cx, OM_UNSUPPORTED,
-                       "more than %d sets of wanted and arriving gradients and memory levels for one graph", MAX_VARIANTS);
+                       "more than %d sets of wanted and arriving gradients and memory levels for one graph",
+                       MAX_VARIANTS);
     om_variant v = {.wanted = om_alloc(cx, n_in + 1),
                     .arriving = om_alloc(cx, n_out + 1),
                     .again = again,
