@@ -244,9 +244,9 @@ static om_status map_host(om_onnx *o) {
 
 const om_onnx_op om_onnx_ops_host[] = {
     /* domain, operator, inputs min, max, outputs max, rule, size rule, engine operator of a shared rule */
-    {"com.microsoft", "PythonOp", 0, -1, 64, map_host, NULL, NULL},
-    {"org.pytorch.aten", "ATen", 0, -1, 64, map_host, NULL, NULL},
-    {"ortmodule", "PyModule", 0, -1, 64, map_host, NULL, NULL},
+    {"com.microsoft", "PythonOp", 0, -1, OM_MAX_OUT, map_host, NULL, NULL},
+    {"org.pytorch.aten", "ATen", 0, -1, OM_MAX_OUT, map_host, NULL, NULL},
+    {"ortmodule", "PyModule", 0, -1, OM_MAX_OUT, map_host, NULL, NULL},
     {0},
 };
 

@@ -17,12 +17,19 @@ static PyObject *model_wrap(PyTypeObject *type, om_ctx *cx, om_status s, om_mode
     return (PyObject *)self;
 }
 
+static bool level_known(int level) {
+    if (level >= 0 && level < OM_N_RECOMPUTE) return true;
+    PyErr_Format(PyExc_ValueError, "memory_level=%d is not allowed; give 0 or 1", level);
+    return false;
+}
+
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     static char *names[] = {"onnx", "memory_level", NULL};
     const char *data;
     Py_ssize_t size;
     int level = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level) || !level_known(level))
+        return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     om_model *m = NULL;
@@ -30,8 +37,9 @@ static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     Py_BEGIN_ALLOW_THREADS;
     s = om_model_load(cx, data, (size_t)size, &m);
     Py_END_ALLOW_THREADS;
-    if (m) om_model_memory_level(m, level);
-    return model_wrap(type, cx, s, m);
+    PyObject *self = model_wrap(type, cx, s, m);
+    if (self) ((Model *)self)->level = level;
+    return self;
 }
 
 static PyObject *Model_from_text(PyObject *none, PyObject *args) {
@@ -174,7 +182,9 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     const char *wanted, *arriving;
     Py_ssize_t nw, na;
     PyObject *group = Py_None;
-    if (!PyArg_ParseTuple(args, "y#y#|O:variant", &wanted, &nw, &arriving, &na, &group)) return NULL;
+    int level = self->level;
+    if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) || !level_known(level))
+        return NULL;
     const om_graph *g = om_model_graph(self->m, -1);
     if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n)
         return PyErr_Format(PyExc_ValueError,
@@ -202,7 +212,8 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     om_status s = OM_NOMEM;
     if (cx) {
         Py_BEGIN_ALLOW_THREADS;
-        s = om_model_variant(cx, self->m, (const uint8_t *)wanted, (const uint8_t *)arriving, grp, &variant);
+        s = om_model_variant(cx, self->m, (const uint8_t *)wanted, (const uint8_t *)arriving, grp,
+                             (om_recompute)level, &variant);
         Py_END_ALLOW_THREADS;
     }
     free(grp);
@@ -255,6 +266,11 @@ static PyObject *flow_rows(const om_variant *vr) {
     return NULL;
 }
 
+/* Its memory: a gradient that is a forward value or an input is copied in backward. */
+static bool backward_reads(const om_facts *f, om_id v) {
+    return om_read_after_forward(f, v) || f->root_held[f->root[v]] & OM_HELD_GRAD;
+}
+
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     int variant;
@@ -264,43 +280,33 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     const om_variant *vr = om_model_variant_at(self->m, variant);
     PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0),
              *out = PyList_New(0), *by = PyList_New(0), *res = NULL;
-    om_id *source = calloc(g->values.n + 1, sizeof *source); /* value a chain of views comes from */
-    uint8_t *read = calloc(g->values.n + 1, 1);              /* backward reads its memory */
-    int bad = !grads || !rin || !rout || !host || !out || !by || !source || !read;
+    const om_facts *f = vr->facts;
+    int bad = !grads || !rin || !rout || !host || !out || !by;
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
         if (vr->flow.reach[i]) bad |= om_py_list_add(out, PyLong_FromUnsignedLong(i));
-    for (om_id v = 0; v < g->values.n && !bad; v++) {
-        om_id node = om_val(g, v)->node;
-        source[v] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : v;
-    }
     for (om_id i = 0; i < g->nodes.n && !bad; i++) {
         const om_node *n = &g->nodes.v[i];
-        if (n->op->kind == OM_K_HOST)
-            bad |= om_py_list_add(host, host_row(n));
-        if (n->phase == OM_FORWARD) continue;
-        for (int k = 0; k < n->n_in; k++)
-            if (om_ins(g, n)[k] != OM_NONE) read[source[om_ins(g, n)[k]]] = 1;
+        if (n->op->kind == OM_K_HOST) bad |= om_py_list_add(host, host_row(n));
     }
     for (uint32_t i = 0; i < g->grads.n && !bad; i++) {
         om_id v = g->grads.v[i].value;
         if (v == OM_NONE) continue;
-        read[source[v]] = 1; /* a gradient that is a forward value or an input is copied in backward */
-        om_id node = om_val(g, v)->node;
-        int seg = node == OM_NONE || g->nodes.v[node].phase == OM_FORWARD ? 0 : g->nodes.v[node].segment;
+        const om_node *n = om_maker(g, v);
+        int seg = !n || n->phase == OM_FORWARD ? 0 : n->segment;
         bad |= om_py_list_add(grads, Py_BuildValue("(Ii)", (unsigned)g->grads.v[i].input, seg));
     }
     for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
-        if (read[g->inputs.v[i]]) bad |= om_py_list_add(rin, PyLong_FromUnsignedLong(i));
+        if (backward_reads(f, g->inputs.v[i])) bad |= om_py_list_add(rin, PyLong_FromUnsignedLong(i));
     for (om_id i = 0; i < g->nodes.n && !bad; i++) {
         const om_node *n = &g->nodes.v[i];
         for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++) {
-            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, source[om_ins(g, n)[k]]);
+            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, f->root[om_ins(g, n)[k]]);
             if (v && v->input != OM_NONE && v->input < vr->first_grad_in)
                 bad |= om_py_list_add(by, Py_BuildValue("(iI)", (int)n->segment, (unsigned)v->input));
         }
     }
     for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
-        if (read[source[g->outputs.v[i]]]) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
+        if (backward_reads(f, g->outputs.v[i])) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
     PyObject *flow = bad ? NULL : flow_rows(vr);
     if (flow)
         res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:N,s:d}", "segments", vr->n_segments, "grads", grads,
@@ -312,8 +318,6 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Py_XDECREF(host);
     Py_XDECREF(out);
     Py_XDECREF(by);
-    free(source);
-    free(read);
     return res ? res : PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 

@@ -16,7 +16,13 @@ PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
 PyObject *om_py_export(const om_tensor *t, void *data, om_block *block);
 int om_py_list_add(PyObject *list, PyObject *item); /* takes the item */
 
-typedef struct Model { PyObject_HEAD om_model *m; om_profile profile; bool profiling; } Model;
+typedef struct Model {
+    PyObject_HEAD
+    om_model *m;
+    om_profile profile;
+    bool profiling;
+    int level;                 /* om_recompute of variants that are asked for without one */
+} Model;
 typedef struct Run {
     PyObject_HEAD
     Model *model;

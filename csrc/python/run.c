@@ -351,7 +351,7 @@ static PyObject *Run_host_done(PyObject *o, PyObject *args) {
     if (!self->r.host_pending) return PyErr_Format(PyExc_RuntimeError, "host_done: no host node is due");
     const om_call *c = &self->r.plan->calls[self->r.host_call];
     const char *name = self->r.plan->g->nodes.v[c->node].op->name;
-    om_tensor got[64];
+    om_tensor got[OM_MAX_OUT];
     if (om_dl_import_list(outs, c->n_out, got, "host outputs")) return NULL;
     for (int i = 0; i < c->n_out; i++) {
         om_tensor want = om_run_arg(&self->r, c, c->n_in + i);
