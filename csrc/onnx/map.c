@@ -197,8 +197,8 @@ om_id om_map_index(om_onnx *o, om_id idx, om_dim size) {
 
 /* --- the host ---------------------------------------------------------------------------------------- */
 
-/* ATen, PythonOp, PyModule: PyTorch computes it. Output types come from the file. The last two run what a user wrote, so
- * they run whether or not their results are read. */
+/* ATen, PythonOp, PyModule: PyTorch computes it. Output types come from the file. The last two run what a user wrote,
+ * so they run whether or not their results are read. */
 static om_status map_host(om_onnx *o) {
     om_graph *g = o->g;
     int n_out = (int)o->node->n_output, n_attr = 4;
