@@ -132,9 +132,12 @@ void om_ctx_clear(om_ctx *cx);
 om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **out);
 void om_model_free(om_ctx *cx, om_model *m);
 
-/* What backward computes again instead of keeping it, for variants built after the call. 0 (the default): what costs
- * one sweep over memory. 1: whole transformer layers as well, each from its input. The gradients have the same bits. */
-void om_model_memory_level(om_model *m, int level);
+/* What backward computes again instead of keeping it (csrc/passes/remat_choose.c). The gradients have the same bits. */
+typedef enum om_recompute {
+    OM_RECOMPUTE_CHEAP,  /* memory level 0: what costs one sweep over memory */
+    OM_RECOMPUTE_LAYERS, /* memory level 1: whole transformer layers as well, each from its input */
+    OM_N_RECOMPUTE
+} om_recompute;
 
 /* Text of a graph: variant < 0 is the forward graph; caller frees with om_text_free. */
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text);
@@ -145,9 +148,10 @@ void om_text_free(om_ctx *cx, char *text);
  *   arriving  one byte per user output: non-zero = backward will be given its gradient
  *   group     one int per graph input, or NULL: backward segment in which its gradient must be complete
  *             (0 = first to finish); NULL = one segment.
- * *variant is small and stable for the life of the model. */
+ *   again     what backward computes again
+ * Others of these are another variant beside the first. *variant is small and stable for the life of the model. */
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                           int *variant);
+                           om_recompute again, int *variant);
 
 /* --- what a graph takes and gives --------------------------------------------------------------- */
 

@@ -187,7 +187,7 @@ static void trainer_make(trainer *t, const char *path) {
     *(float *)t->dy[0].data = 1;
     arriving[0] = 1;
     memset(t->dropped, 1, (size_t)t->n_out); /* nobody reads an output after the backward has begun */
-    check(t->cx, path, om_model_variant(t->cx, t->model, wanted, arriving, NULL, &t->variant));
+    check(t->cx, path, om_model_variant(t->cx, t->model, wanted, arriving, NULL, OM_RECOMPUTE_CHEAP, &t->variant));
     if (!om_model_needs(t->model, t->variant)->n_segments) fail(path, "has no parameter to train");
     free(wanted);
     free(arriving);

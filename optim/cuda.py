@@ -212,7 +212,7 @@ class Stepper:
             sign = -1.0 if group["maximize"] else 1.0
             lr, lr_number = scalar(group["lr"], params[0])
             for store, (ps, grads, states) in optimizer._collect(group, index).items():
-                lists = optimizer._cuda_lists(group, store, ps, grads, states)
+                lists = optimizer._lists(group, store, ps, grads, states)
                 op = name.removeprefix("Fused").lower()
                 table = self.table(place, (number, store))
                 head, copies = table.refresh(place, op, lists, store, ordered=optimizer.one_launch)

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ortmodule import _C
+from ortmodule import torch_private as private
 
 from . import cuda
 from .lists import DTYPES
@@ -60,6 +60,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # torch.amp.GradScaler sets grad_scale and found_inf instead of rewriting the gradients
     _step_supports_amp_scaling = True
+    _kernel = ""  # _C has <kernel>_step and cuda_<kernel>
     _moments: tuple[str, ...] = ()
     one_launch = False  # see FusedLAMB
     # FP16_Optimizer, for the length of a step on CUDA: the table whose sums are those of these gradients
@@ -115,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # quick for an ordinary parameter: without state (SGD) it is looked at in every step
     def _check_parameter(self, p: Tensor) -> None:
-        if type(p) is not torch.nn.Parameter and is_traceable_wrapper_subclass(p):
+        if type(p) is not torch.nn.Parameter and private.is_wrapper(p):
             wrong = (
                 f"a {type(p).__name__} parameter, a wrapper of other tensors; allowed: ordinary parameters and DTensors"
             )
@@ -129,10 +130,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         raise ValueError(f"{type(self).__name__} got {wrong}")
 
+    def _zeros(self, p: Tensor) -> Tensor:
+        return torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
         self._check_parameter(p)
         for moment in self._moments:
-            state[moment] = torch.zeros_like(p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format)
+            state[moment] = self._zeros(p)
         if self._moments:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
@@ -179,6 +183,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         if store == MASTER:
             return [s["master_weight"] for s in states]
         return [s["master_rest"] for s in states] if store == SPLIT else None
+
+    # --- what both kernels are given --------------------------------------------------------------
+
+    def _lists(
+        self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> cuda.Lists:
+        """Parameters, gradients, two moments, masters, step counters."""
+        moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
+        return [params, grads, *moments, self._masters(store, states), [s["step"] for s in states]]
+
+    def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
+        """The numbers of a group, in the order of the kernels' arguments."""
+        raise NotImplementedError
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -236,16 +253,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         step."""
         return [(scale, inv_scale)] * len(self.param_groups), found
 
-    def _cuda_lists(
-        self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
-    ) -> cuda.Lists:
-        moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
-        return [params, grads, *moments, self._masters(store, states), [s["step"] for s in states]]
-
     def _cuda_launch(
         self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
     ) -> None:
-        raise NotImplementedError
+        getattr(_C, f"cuda_{self._kernel}")(*head, *self._constants(group, lr, inv_scale))
+
+    # --- on the CPU --------------------------------------------------------------------------------
 
     def _update(self, inv_scale: float) -> None:
         # what is refused is refused before anything changes
@@ -276,7 +289,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         inv_scale: float,
         seed: int,
     ) -> None:
-        raise NotImplementedError
+        *lists, masters, steps = self._lists(group, store, params, grads, states)
+        constants = self._constants(group, group["lr"], inv_scale)
+        getattr(_C, f"{self._kernel}_step")(*lists, steps, masters, store, seed, *constants)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients become None, unless both set_grad_none (constructor) and set_to_none are False: then zero."""
@@ -424,6 +439,7 @@ class FusedAdam(FusedOptimizer):
     torch.optim.
     """
 
+    _kernel = "adam"
     _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -466,32 +482,9 @@ class FusedAdam(FusedOptimizer):
                     )
                 group["decoupled_weight_decay"] = decoupled
 
-    def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
-        beta1, beta2 = group["betas"]
-        _C.adam_step(
-            params,
-            grads,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [s["step"] for s in states],
-            self._masters(store, states),
-            store,
-            seed,
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            inv_scale,
-            self._adam_w_mode,
-            group["bias_correction"],
-        )
-
-    def _cuda_launch(
-        self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
-    ) -> None:
+    def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
         decay, mode = group["weight_decay"], self._adam_w_mode
-        _C.cuda_adam(*head, lr, *group["betas"], group["eps"], decay, inv_scale, mode, group["bias_correction"])
+        return (lr, *group["betas"], group["eps"], decay, inv_scale, mode, group["bias_correction"])
 
 
 class FusedLAMB(FusedOptimizer):
@@ -515,6 +508,7 @@ class FusedLAMB(FusedOptimizer):
     whose direction is not finite keep weight and moments.
     """
 
+    _kernel = "lamb"
     _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -577,17 +571,7 @@ class FusedLAMB(FusedOptimizer):
         limit = group["max_grad_norm"]
         if limit and self.last_grad_norm is not None and self.last_grad_norm > limit:
             inv_scale *= limit / self.last_grad_norm
-        _C.lamb_step(
-            params,
-            grads,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [s["step"] for s in states],
-            self._masters(store, states),
-            store,
-            seed,
-            *self._constants(group, group["lr"], inv_scale),
-        )
+        super()._update_list(group, store, params, grads, states, inv_scale, seed)
 
     def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]
@@ -664,6 +648,8 @@ class FusedLAMB(FusedOptimizer):
 class FusedSGD(FusedOptimizer):
     """torch.optim.SGD: momentum, dampening, Nesterov, weight decay as L2; state dicts go both ways."""
 
+    _kernel = "sgd"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -693,56 +679,39 @@ class FusedSGD(FusedOptimizer):
         )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
+    def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
+        names = ("momentum", "dampening", "weight_decay")
+        return (lr, *[group[name] for name in names], inv_scale, group["nesterov"])
+
+    def _make_momentum(self, group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> list[bool]:
+        """Makes the buffers that are missing. -> which those are."""
+        missing = [s.get("momentum_buffer") is None for s in states]
+        for p, state, new in zip(params, states, missing):
+            if new and group["momentum"] != 0:
+                state["momentum_buffer"] = self._zeros(p)
+        return missing
+
     def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
-        momentum = group["momentum"]
-        # their buffer becomes the gradient itself
-        fresh = [momentum != 0 and s.get("momentum_buffer") is None for s in states]
-        for p, state, new in zip(params, states, fresh):
-            if new:
-                state["momentum_buffer"] = torch.zeros_like(
-                    p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format
-                )
-        for first in (True, False):
+        fresh = [new and group["momentum"] != 0 for new in self._make_momentum(group, params, states)]
+        constants = self._constants(group, group["lr"], inv_scale)
+        for first in (True, False):  # the first buffers become the gradient itself
             which = [i for i, new in enumerate(fresh) if new == first]
             if not which:
                 continue
             chosen = [states[i] for i in which]
-            _C.sgd_step(
-                [params[i] for i in which],
-                [grads[i] for i in which],
-                [s["momentum_buffer"] for s in chosen] if momentum else None,
-                self._masters(store, chosen),
-                store,
-                seed + (0 if first else 1),
-                group["lr"],
-                momentum,
-                group["dampening"],
-                group["weight_decay"],
-                inv_scale,
-                group["nesterov"],
-                first,
-            )
+            momentum = [s["momentum_buffer"] for s in chosen] if group["momentum"] else None
+            lists = [params[i] for i in which], [grads[i] for i in which], momentum, self._masters(store, chosen)
+            _C.sgd_step(*lists, store, seed + (0 if first else 1), *constants, first)
 
-    def _cuda_lists(
+    def _lists(
         self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> cuda.Lists:
-        for p, state in zip(params, states):
-            fresh = state.get("momentum_buffer") is None
-            if fresh and group["momentum"]:
-                state["momentum_buffer"] = torch.zeros_like(
-                    p, dtype=self._moment_dtype_of(p), memory_format=torch.preserve_format
-                )
-            if "step" not in state:  # counted on the device: the first step that is not left out has no momentum yet
-                state["step"] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=p.device)
+        """On CUDA steps are counted on the device: the first one that is not left out has no momentum yet."""
+        for p, state, new in zip(params, states, self._make_momentum(group, params, states)):
+            if "step" not in state:
+                state["step"] = torch.full((), 0.0 if new else 1.0, dtype=torch.float32, device=p.device)
         momentum = [s["momentum_buffer"] for s in states] if group["momentum"] else None
         return [params, grads, momentum, None, self._masters(store, states), [s["step"] for s in states]]
-
-    def _cuda_launch(
-        self, table: cuda.Table, head: tuple[Any, ...], group: dict[str, Any], lr: float, inv_scale: float
-    ) -> None:
-        _C.cuda_sgd(
-            *head, lr, group["momentum"], group["dampening"], group["weight_decay"], inv_scale, group["nesterov"]
-        )
 
 
 def _check_adam(bias_correction: bool, betas: tuple[float, float], eps: float) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ortmodule import _C
+from ortmodule import torch_private as private
 
 from . import cuda
 from .shards import PLAIN, is_sharded, local, local_as
@@ -47,7 +48,7 @@ def grad_norm(grads: Sequence[Tensor], order: float = 2.0) -> tuple[float, bool]
     if any(is_sharded(g) for g in grads):
         return _norm_over_ranks(grads, order)
     norm = float(
-        torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(list(grads), order)]), order)
+        torch.linalg.vector_norm(torch.stack([n.double() for n in private.foreach_norm(list(grads), order)]), order)
     )
     return norm, math.isfinite(norm) or not has_nonfinite(grads)
 
@@ -118,6 +119,6 @@ def scale_into(dst: Sequence[Tensor], src: Sequence[Tensor] | None, factor: floa
         torch.autograd.graph.increment_version(list(dst))
         return
     if src is not None:
-        torch._foreach_copy_(list(dst), list(src))
+        private.foreach_copy(list(dst), list(src))
     if factor != 1.0:
-        torch._foreach_mul_(list(dst), factor)
+        private.foreach_mul(list(dst), factor)

@@ -202,7 +202,7 @@ class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 
     def __init__(self, onnx: bytes, memory_level: int = 0) -> None:
-        """memory_level 1: transformer layers are computed again in backward instead of kept."""
+        """memory_level: of variants that are asked for without one."""
     @staticmethod
     def from_text(text: str) -> Model:
         """From the text form of the internal graph (tests)."""
@@ -219,9 +219,13 @@ class Model:
     def nodes(self, variant: int = -1) -> list[dict[str, Any]]:
         """One dict per node: op, phase ('forward' | 'backward' | 'update'), module, file, line, segment, host_index (-1
         if none)."""
-    def variant(self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None) -> int:
+    def variant(
+        self, wanted: bytes, arriving: bytes, group: Sequence[int] | None = None, memory_level: int = ...
+    ) -> int:
         """Joint graph. wanted: one byte per graph input. arriving: one byte per user output. group: per graph input,
-        the backward segment (0 runs first) in which its gradient must be complete; None = one segment."""
+        the backward segment (0 runs first) in which its gradient must be complete; None = one segment. memory_level: 0,
+        what is cheap is computed again in backward instead of kept; 1, transformer layers as well; default: the
+        model's. Another of these is another variant, beside the first."""
     def variant_info(self, variant: int) -> dict[str, Any]:
         """segments: int (backward segments; 0 when there is no backward); grads: list of (graph input, segment) that
         get a gradient (wanted inputs without a path are absent); reads_inputs: graph inputs whose data backward reads,

@@ -33,34 +33,29 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from math import prod
-from threading import Thread, get_ident
+from threading import Thread
 from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, Variable
+from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import _C
+from . import torch_private as private
 from .capture import Captured
 from .capture.functional import View
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, plain
 
 logger = logging.getLogger("ortmodule")
 
-_keep_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", get_ident)
-_backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1 outside of any backward
 _SEED_END = 2**63 - 1
-_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-_hooks: Callable[[bool], object] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
-_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 _SMALL = 4 << 20  # bytes copied without a second thought
 _SMALL_BUFFER = 1 << 13  # elements
 
@@ -324,7 +319,7 @@ class Graph:
     ) -> Any:
         """The user's output, with the chain around it."""
         # a forward inside a backward may be a checkpoint's second: it must save what the first did
-        if self._next and _backward_id() == -1:
+        if self._next and not private.in_backward():
             self._current.update(self._next)
             self._next.clear()
         variant = self._current.get(wanted) or self.variant(wanted, tensors)
@@ -520,7 +515,7 @@ class Graph:
         looked = 0
         for i, given in enumerate(step.given):
             out = given() if given is not None else None
-            if out is not None and i < 63 and (out._backward_hooks or out.retains_grad) and not out.is_leaf:
+            if out is not None and i < 63 and (private.tensor_hooks(out) or out.retains_grad) and not out.is_leaf:
                 looked |= 1 << i
         for i, bits in self.between.items() if looked else ():
             if arrived >> min(i, 63) & 1 and bits & looked:
@@ -624,33 +619,14 @@ def _drop(step: Step, task: int) -> None:
     step.live.pop(task, None)
 
 
-def _vmap_level() -> int:
-    """Of the older vmap, which torch.autograd.grad(is_grads_batched=True) runs a backward under; 0 outside."""
-    level = int(torch._C._vmapmode_increment_nesting())
-    torch._C._vmapmode_decrement_nesting()
-    return level - 1
-
-
-def _parts(g: Tensor, level: int) -> tuple[Sequence[Tensor], Callable[[Tensor], Tensor]] | None:
-    """A gradient of vmap as a batch of gradients, and how such a batch becomes one of vmap; None: it is none. level: of
-    the older vmap."""
-    if level and torch._C._dispatch_keys(g).has(_BATCHED):
-        return torch._remove_batch_dim(g, level, 1, 0).unbind(), lambda t: torch._add_batch_dim(t, 0, level)
-    vmap = torch._C._functorch
-    if not vmap.is_batchedtensor(g):
-        return None
-    inner, own = vmap.get_unwrapped(g), vmap.maybe_get_level(g)
-    return inner.unbind(vmap.maybe_get_bdim(g)), lambda t: vmap._add_batch_dim(t, 0, own)
-
-
 def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool, level: int) -> _Live | None:
     """A backward for each of a batch, when the gradients that arrive are tensors of vmap."""
-    parts = [None if g is None else _parts(g, level) for g in grads]
+    parts = [None if g is None else private.batch_of(g, level) for g in grads]
     held = [p for p in parts if p is not None]
     if not held:
         return None
     rows, batch = held[0]
-    if level > 1 or any(_parts(p[0][0], 0) is not None for p in held if len(p[0])):
+    if level > 1 or any(private.batch_of(p[0][0], 0) is not None for p in held if len(p[0])):
         raise RuntimeError("ortmodule: a backward under more than one vmap is not possible")
     variant = step.variant
     found: dict[int, list[Tensor | None]] = {i: [] for _, inputs in variant.nodes for i in inputs}
@@ -712,7 +688,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Liv
 
 def _holders(t: Tensor) -> int:
     storage = t.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
+    count: int = private.storage_use_count(private.storage_of(t))
     return count + sys.getrefcount(storage)  # somebody may hold the storage object itself
 
 
@@ -756,7 +732,8 @@ def _holders_when_dropped() -> int:
 def dropped_by_all(t: Tensor) -> bool:
     """Is this saved output of a Function, just unpacked in its backward, held by nobody else (no tensor, view, array or
     storage)?"""
-    return _holders(t) == _holders_when_dropped()
+    none = _holders_when_dropped() if private.has("storage_use_count") else -1
+    return none >= 0 and _holders(t) == none
 
 
 class Head(Function):
@@ -771,7 +748,7 @@ class Head(Function):
         ctx.save_for_backward(
             step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]]
         )
-        step.hooked = _hooks(True) is not None
+        step.hooked = private.saved_hooks(True) is not None
         step.arena = None
         step.outs = ()
         return tuple([outs[i] for i in variant.through])
@@ -789,15 +766,16 @@ class Head(Function):
                 arrived |= 1 << min(i, 63)
         if graph.between:
             graph.look_between(step, arrived)
-        keep = _keep_graph()
-        level = _vmap_level()
-        live = _begin_batched(ctx, step, incoming, keep, level) if level or _transform() is not None else None
+        private.refuse_batches(grads)
+        keep = private.keep_graph()
+        level = private.vmap_level()
+        live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
         live = live or _begin(ctx, step, incoming, keep)
         result = _give(step, live, 0, 2)
         if len(variant.nodes) > 1:
-            task = _task_id()
+            task = private.task_id()
             step.live[task] = live
-            Variable._execution_engine.queue_callback(lambda: _drop(step, task))
+            private.queue_callback(lambda: _drop(step, task))
         if not keep:
             step.used |= arrived
             step.aliases, step.state = {}, None
@@ -826,7 +804,7 @@ class Link(Function):
     def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         start = perf_counter()
         step: Step = ctx.step
-        live = step.live[_task_id()]
+        live = step.live[private.task_id()]
         if live.found is None:
             _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
         result = _give(step, live, ctx.number, 3)

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
+from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
-from .capture.cuts import Interpreter, Mark
+from .capture.cuts import Interpreter
+from .capture.marks import Mark
 from .chain import Graph, Refusal, Unfit
 from .host import Failed, plain
 
@@ -315,7 +317,7 @@ class _Run:
         stand = _Stand(module, forward)
         try:
             with nullcontext() if mark.grad else torch.no_grad(), mark.autocast():
-                result = nn.Module._call_impl(stand, *given[0], **given[1])  # type: ignore[arg-type]
+                result = private.call_impl(stand, *given[0], **given[1])
             self.take(end, out, result)
         finally:
             stand.forward = None  # autograd may keep the stand-in

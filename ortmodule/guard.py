@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from . import _C
+from . import torch_private as private
+from .torch_private import HOOKS
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONFIG_NAMES = (
     "Config",
     "Configuration",
@@ -59,12 +59,9 @@ def environment() -> tuple[Hashable, ...]:
 
 def global_hooks() -> bool:
     """True when hooks are registered for all modules of the process (they would have to run inside the graph)."""
-    return bool(
-        nn_module._global_forward_hooks
-        or nn_module._global_forward_pre_hooks
-        or nn_module._global_backward_hooks
-        or nn_module._global_backward_pre_hooks
-    )
+    of = private.global_hooks
+    return bool(of._global_forward_hooks or of._global_forward_pre_hooks or of._global_backward_hooks
+                or of._global_backward_pre_hooks)  # fmt: skip
 
 
 def part_of_forward(hook: object) -> bool:
@@ -87,7 +84,7 @@ class Place(NamedTuple):
 def place_of(name: str, m: nn.Module) -> Place | None:
     """Where the hooks of a submodule make cuts; None when it has none."""
     own = m.__dict__
-    hooks = {h: list(own.get(h, {}).values()) for h in _HOOKS}
+    hooks = {h: list(own.get(h, {}).values()) for h in HOOKS}
     if not any(hooks.values()):
         return None
     users = [not part_of_forward(f) for f in hooks["_forward_hooks"]]
@@ -152,7 +149,7 @@ def _configs(values: dict[str, Any], seen: set[int], depth: int = _DEPTH) -> Ite
             yield from _configs(inner, seen, depth - 1)
 
 
-_INNER = frozenset(("_parameters", "_buffers", "_modules", *_HOOKS))
+_INNER = frozenset(("_parameters", "_buffers", "_modules", *HOOKS))
 
 
 class Guard:
@@ -166,7 +163,7 @@ class Guard:
             d = m.__dict__
             dicts += (d, d["_modules"], d["_parameters"], d["_buffers"])
             if m is not module:
-                dicts += [d[h] for h in _HOOKS if d.get(h) is not None]
+                dicts += [d[h] for h in HOOKS if d.get(h) is not None]
             attributes = {k: v for k, v in d.items() if k not in _INNER}
             inner = list(_configs(attributes, seen))
             dicts += inner

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import torch_private as private
+
 if TYPE_CHECKING:
     from . import _C
     from .capture import HostOp
@@ -189,7 +191,7 @@ def plain(t: Tensor) -> Tensor:
     sparse one."""
     if t.layout is not torch.strided:
         t = t.to_dense()
-    return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
+    return t.resolve_neg().clone() if t.is_neg() or private.is_zero(t) else t
 
 
 def _given(inputs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -21,23 +21,25 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
+from . import frames
+from . import torch_private as private
 from .capture import capture_error, flatten_inputs, opaque
-from .capture.export import _keep_attributes, _keep_random_state, _lock, _patched_torch, _quiet, is_user_file
+from .capture.export import keep_attributes, keep_random_state, patched_torch, without_warnings
 from .capture.refused import refusing
 from .capture.skeleton import Unreadable, input_skeleton
+from .frames import is_user_file
+from .patches import Patch, only_here, replaced
 
 FIRST = 2  # call of a capture that is compared first; then the 10th, 100th, ...
 _LONG = 20_000  # calls of torch in one forward, beyond which nothing is compared
 _META = torch.device("meta")
-_MAKERS = frozenset(_device_constructors())
 _PLAIN = frozenset(
     (
         int,
@@ -57,11 +59,7 @@ _PLAIN = frozenset(
     )
 )
 _AGAIN = object()
-_transforms = torch._C._functorch.peek_interpreter_stack
-_modes = torch._C._len_torch_function_stack
 _grad = torch.is_grad_enabled
-
-busy: set[int] = set()  # threads that run a forward on stand-ins
 
 
 def _answers() -> dict[Any, Any]:
@@ -127,7 +125,7 @@ class Net:
         self._keep = sorted(keep)
         self._kept = kept
         self._caches = caches
-        self._n_modes = _modes()
+        self._n_modes = private.function_modes()
         self.results: list[tuple[list[Tensor], Any, list[int]]] = []  # of custom Functions
         self.notes: list[tuple[Any, ...]] = []
         self.returned: list[Any] = []  # by each call; _AGAIN: to be called again
@@ -141,7 +139,7 @@ class Net:
 
     def check(self, module: nn.Module) -> Difference | None:
         """Runs forward again; the first difference."""
-        if _modes() != self._n_modes:  # the caller's own, which may change what is called
+        if private.function_modes() != self._n_modes:  # the caller's own, which may change what is called
             return None
         again = _Noting(module, self, True)
         try:
@@ -155,49 +153,45 @@ class Net:
         return again.difference
 
     def _run(self, module: nn.Module, noting: _Noting) -> None:
-        me = threading.get_ident()
         misses = [c.cache_info().misses for c in self._caches]
-        flags: Any = torch.compiler
         autocast_cache = torch.is_autocast_cache_enabled()
-        with _lock:
-            # in the lock: another thread's export sets them, too
-            before = flags._is_compiling_flag, flags._is_exporting_flag
-            busy.add(me)
-            try:
+        try:
+            with (
+                opaque.table() as table,
+                without_warnings(),
+                keep_random_state(),
+                _silent(),
+                keep_attributes(module),
+                opaque.keep_functions(),
+                opaque.keep_modules(module, self._keep),
+                patched_torch(),
+                torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+            ):
+                table.recorded, table.instead = self._kept, noting.left_out
+                args, kwargs = self._fill([*self._inputs, *self._scalars])
+                buffers = [(name, m, dict(m._buffers)) for name, m in module.named_modules()]
+                torch.set_autocast_cache_enabled(False)  # it would keep stand-ins of weights
                 with (
-                    _quiet(),
-                    _keep_random_state(),
-                    _silent(),
-                    _keep_attributes(module),
-                    opaque.table() as table,
-                    opaque.keep_functions(),
-                    opaque.keep_modules(module, self._keep),
-                    _patched_torch(),
-                    torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-                ):
-                    table.recorded, table.instead = self._kept, noting.left_out
-                    args, kwargs = self._fill([*self._inputs, *self._scalars])
-                    buffers = [(name, m, dict(m._buffers)) for name, m in module.named_modules()]
-                    torch.set_autocast_cache_enabled(False)  # it would keep stand-ins of weights
-                    with noting, refusing(is_user_file):
-                        flags._is_compiling_flag = flags._is_exporting_flag = True
-                        out = module(*args, **kwargs)
-                    noting.end(
-                        out,
-                        [
-                            (f"{name}.{k}", m._buffers.get(k))
-                            for name, m, old in buffers
-                            for k in {**old, **m._buffers}
-                            if m._buffers.get(k) is not old.get(k)
-                        ],
-                    )
-            finally:
-                flags._is_compiling_flag, flags._is_exporting_flag = before
-                torch.set_autocast_cache_enabled(autocast_cache)
-                busy.discard(me)
-                for c, n in zip(self._caches, misses, strict=True):
-                    if c.cache_info().misses != n:
-                        c.cache_clear()
+                    noting,
+                    refusing(is_user_file),
+                    replaced(Patch(private.compiler, "_is_compiling_flag", True),
+                             Patch(private.compiler, "_is_exporting_flag", True)),
+                ):  # fmt: skip
+                    out = module(*args, **kwargs)
+                noting.end(
+                    out,
+                    [
+                        (f"{name}.{k}", m._buffers.get(k))
+                        for name, m, old in buffers
+                        for k in {**old, **m._buffers}
+                        if m._buffers.get(k) is not old.get(k)
+                    ],
+                )
+        finally:
+            torch.set_autocast_cache_enabled(autocast_cache)
+            for c, n in zip(self._caches, misses, strict=True):
+                if c.cache_info().misses != n:
+                    c.cache_clear()
 
 
 class _Noting(TorchFunctionMode):
@@ -206,11 +200,12 @@ class _Noting(TorchFunctionMode):
     def __init__(self, module: nn.Module, net: Net, again: bool) -> None:
         super().__init__()
         self._net = net
+        self._makers = frozenset(private.makers())
         self._again = again
         self.n = 0  # notes
         self._count = 0  # of numbered tensors
         self.difference: Difference | None = None
-        self._modules = {id(m.__dict__): name for name, m in module.named_modules()}
+        self._modules = frames.names_of(module)
         self._words: dict[int, str] = {}  # by id: what a tensor is called
         self._alive: list[Tensor] = []
         self._paused = False
@@ -230,7 +225,7 @@ class _Noting(TorchFunctionMode):
             words.append(k)
             given[k] = self._given(x, words)
         name = func.__name__
-        if func in _MAKERS or given.get("device") is not None:
+        if func in self._makers or given.get("device") is not None:
             given["device"] = _META
         elif func is Tensor.to or func is Tensor.cpu:
             args = [_META if isinstance(x, str) else x for x in args]
@@ -253,7 +248,8 @@ class _Noting(TorchFunctionMode):
         out = func(*args, **given)
         self._numbered(out)
         if not self._again:
-            net.returned[at], net.counts[at] = out if _transforms() is None and _lasting(out) else _AGAIN, self._count
+            net.returned[at] = out if private.transforms() is None and _lasting(out) else _AGAIN
+            net.counts[at] = self._count
         return out
 
     def _given(self, x: Any, words: list[Any]) -> Any:
@@ -321,25 +317,15 @@ class _Noting(TorchFunctionMode):
 
     def _place(self) -> tuple[str, str, int]:
         """The innermost module, and the innermost line of the user's."""
-        module, at = None, ("", 0)
-        frame = sys._getframe(2)
-        while frame is not None and (module is None or not at[0]):  # type: ignore[redundant-expr]
-            own = (
-                getattr(frame.f_locals.get("self"), "__dict__", None)
-                if "self" in frame.f_code.co_varnames[:1]
-                else None
-            )
-            if module is None and id(own) in self._modules:
-                module = self._modules[id(own)]
-            if not at[0] and is_user_file(frame.f_code.co_filename):
-                at = frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back  # type: ignore[assignment]
-        return module or "", *at
+        at = list(frames.outwards(sys._getframe(2)))
+        user = next((f for f in at if is_user_file(f.f_code.co_filename)), None)
+        where = (user.f_code.co_filename, user.f_lineno) if user is not None else ("", 0)
+        return frames.module_at(at, self._modules) or "", *where
 
     def left_out(self, row: opaque.Row, tensors: list[Tensor], fill: Any) -> Any:
         """A custom Function, or a submodule kept in PyTorch: its results are those of the first time, or of the
         capture."""
-        with torch._C.DisableTorchFunction():
+        with private.NoTorchFunction():
             words: list[Any] = []
             given = [self._given(t, words) for t in tensors]
             self._given(fill([None] * len(tensors)), words)
@@ -354,7 +340,7 @@ class _Noting(TorchFunctionMode):
                 outs, row.rebuild, row.silent = self._net.results[self._n_left_out]
             self._n_left_out += row.kind != "module"
             assert row.rebuild is not None
-            with torch._C.DisableTorchFunction():
+            with private.NoTorchFunction():
                 fresh = [torch.empty_like(t, requires_grad=False) for t in outs]
             self._alive += fresh
             self._words.update((id(t), f"{row.name} {self.n} {i}") for i, t in enumerate(fresh))
@@ -408,22 +394,14 @@ def _text(note: tuple[Any, ...]) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _silent() -> contextlib.AbstractContextManager[None]:
     """What forward prints and logs was said when it was captured."""
     me = threading.get_ident()
-    handle = logging.Logger.handle
-
-    def others(self: logging.Logger, record: logging.LogRecord) -> None:
-        if threading.get_ident() != me:
-            handle(self, record)
-
-    logging.Logger.handle = others  # type: ignore[method-assign]
-    try:
-        with contextlib.redirect_stdout(_Others(sys.stdout, me)), contextlib.redirect_stderr(_Others(sys.stderr, me)):
-            yield
-    finally:
-        logging.Logger.handle = handle  # type: ignore[method-assign]
+    return replaced(
+        Patch(logging.Logger, "handle", only_here(lambda self, record: None, logging.Logger.handle)),
+        Patch(sys, "stdout", _Others(sys.stdout, me)),
+        Patch(sys, "stderr", _Others(sys.stderr, me)),
+    )
 
 
 class _Others:

@@ -85,6 +85,7 @@ class Report:
     host: list[HostEntry] = field(default_factory=list)
     eager: list[EagerEntry] = field(default_factory=list)
     isa: str = ""
+    missing: list[str] = field(default_factory=list)  # names of PyTorch, and what happens without them
 
     @property
     def node_share(self) -> float:
@@ -165,4 +166,5 @@ class Report:
                 f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
             )
             lines.append(f"  whole module in PyTorch, {e.calls} calls: {e.reason}{where}")
+        lines += [f"  {text}" for text in self.missing]
         return "\n".join(lines)

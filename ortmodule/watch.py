@@ -22,7 +22,7 @@ what forward makes itself is no state. Whatever the traced run has changed in su
 the trace stays anywhere. Code inside a submodule that is kept in PyTorch (`quiet`) runs at every step anyway: there,
 changes are put back and nothing is noted.
 
-Invariant: one Watch at a time in the process (`_lock`), and everything that was replaced is restored at exit.
+Invariant: a Watch is a scope (patches.py): one at a time among all threads, and what was replaced is restored at exit.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _C
+from . import _C, frames, patches
+from . import torch_private as private
+from .errors import CaptureError
+from .frames import OWN_DIR, TORCH_DIR
 
 # kinds of rows, see csrc/python/guard.c
 ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)
@@ -64,17 +66,12 @@ _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array
 # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _REGISTRY = 8
-_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
-_OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TRACER = tuple(os.path.join(_TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo",
+_TRACER = tuple(os.path.join(TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo",
                                                       os.path.join("fx", "experimental")))  # fmt: skip
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
-_SITE = tuple({path + os.sep for path in (os.path.dirname(os.path.dirname(_TORCH_DIR)), sysconfig.get_path("purelib"),
+_SITE = tuple({path + os.sep for path in (os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"),
                                           sysconfig.get_path("platlib"), os.path.join(_STD_DIR, "site-packages"))})
-_lock = threading.RLock()
-_current: Watch | None = None
-
-_ABSENT = object()
+_ABSENT = patches.ABSENT
 _PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
 _ATOMS = _PLAIN | {
     type(...),
@@ -285,7 +282,7 @@ def _analyse(code: types.CodeType) -> _Code:
 def _is_library(path: str) -> bool:
     """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated
     by them."""
-    if path.startswith((_TORCH_DIR, _OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path):
+    if path.startswith((TORCH_DIR, OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path):
         return True
     site = next((p for p in _SITE if path.startswith(p)), None)
     return site is not None and path[len(site):].partition(os.sep)[0].removesuffix(".py") in _BELOW_TORCH
@@ -319,8 +316,7 @@ def _special_code() -> dict[Any, str]:
 _SPECIAL = _special_code()
 _ENVIRON = type(os.environ).__getitem__.__code__
 _GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
-                             *(getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_")
-                               and n.endswith(("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")))))
+                             *private.switches()))
 
 
 def _watched_functions() -> tuple[Any, ...]:
@@ -399,7 +395,7 @@ class Watch:
         it. It shares its tables of parameters and buffers, in which the export puts tensors of the trace: no state to
         be noted or put back."""
         self._root = module
-        self._names = {id(m.__dict__): name for name, m in module.named_modules()}
+        self._names = frames.names_of(module)
         if known_as is not None:
             self._names.setdefault(id(known_as.__dict__), "")
         # the export's to change and to restore
@@ -422,11 +418,11 @@ class Watch:
         self._met: dict[int, _Met] = {}  # containers, and dictionaries of objects
         self._objects: dict[int, Any] = {}  # objects whose attributes are watched
         self._object_reads: set[tuple[int, str]] = set()
-        self._no_methods: set[int] = set()  # ids of code objects that are no methods of modules
+        self._no_methods: dict[int, types.CodeType] = {}  # code that is no method of a module, by id
         self._spaces: dict[type, Any] = {}
         self._dict_owner: dict[int, str] = {}  # of modules outside of the tree
         self._contents: dict[int, str] = {}  # met containers whose contents count
-        self._patched: dict[type, Any] = {}
+        self._patched: dict[type, Any] = {}  # -> its own __getattribute__ from before
         self._classes: dict[type, tuple[Any, Any, str]] = {}  # -> token, dictionary before, name
         self._attribute_names: set[str] = set()
         self._functions: dict[int, list[types.FunctionType]] = {}
@@ -446,14 +442,12 @@ class Watch:
         self._seen_quietly: set[int] = set()
         self._alive: list[Any] = []
         self._closures_read: set[Any] = set()
-        self._outer: Watch | None = None
 
     # --- entering and leaving ----------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
-        global _current
-        _lock.acquire()
-        try:
+        with contextlib.ExitStack() as ends:
+            self._scope = ends.enter_context(patches.scope(watch=self))
             numpy = sys.modules.get("numpy")
             self._numpy_state = _numpy_state(numpy)
             randoms: tuple[Any, ...] = (
@@ -462,21 +456,17 @@ class Watch:
             )
             self._random_types = randoms
             self._put = nn.Module.__setattr__
-            nn.Module.__getattribute__ = self._module_getattribute()  # type: ignore[method-assign, assignment]
-            nn.Module.__setattr__ = self._module_setattr()  # type: ignore[method-assign, assignment]
-            self._outer, _current = _current, self
-        except BaseException:
-            self._leave()
-            raise
+            ends.callback(self._patched.clear)
+            self._scope.replace(nn.Module, "__getattribute__", self._module_getattribute())
+            self._scope.replace(nn.Module, "__setattr__", self._module_setattr())
+            self._ends = ends.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._leave()
+        with self._ends:  # the lock is held until what was changed is put back
+            self._scope.ends.close()  # what was replaced
             self.settle()
             self._finish()
-        finally:
-            _lock.release()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -500,19 +490,6 @@ class Watch:
                 elif profile is not None:
                     sys.setprofile(profile)
             self.settle()
-
-    def _leave(self) -> None:
-        global _current
-        if "__getattribute__" in nn.Module.__dict__:
-            del nn.Module.__getattribute__
-            nn.Module.__setattr__ = self._put  # type: ignore[method-assign]
-        for cls, own in self._patched.items():
-            if own is _ABSENT:
-                type.__delattr__(cls, "__getattribute__")
-            else:
-                type.__setattr__(cls, "__getattribute__", own)
-        self._patched.clear()
-        _current = self._outer
 
     # --- attributes --------------------------------------------------------------------------------
 
@@ -639,7 +616,7 @@ class Watch:
             return value
 
         try:
-            type.__setattr__(cls, "__getattribute__", getattribute)
+            self._scope.replace(cls, "__getattribute__", getattribute)
         except TypeError:
             return False
         self._patched[cls] = own
@@ -704,7 +681,7 @@ class Watch:
         self._alive.append(v)
         if isinstance(v, Tensor):
             if t is Tensor and id(v) not in self._tensors and v.layout is torch.strided and v.device.type != "meta":
-                with _disable_current_modes():
+                with private.without_modes():
                     self._tensors[id(v)] = v, v._version, v.detach().clone()
         elif isinstance(v, nn.Module):
             if id(v.__dict__) not in self._names:
@@ -1013,19 +990,7 @@ class Watch:
 
     def _module_at(self, frame: types.FrameType | None) -> str:
         """The innermost module whose code is running."""
-        while frame is not None:
-            code = frame.f_code
-            if id(code) not in self._no_methods:
-                owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
-                if not isinstance(owner, nn.Module):
-                    self._no_methods.add(id(code))
-                    self._alive.append(code)
-                else:
-                    where = self._names.get(id(object.__getattribute__(owner, "__dict__")))
-                    if where is not None:
-                        return where
-            frame = frame.f_back
-        return ""
+        return frames.module_at(frames.outwards(frame), self._names, self._no_methods) or ""
 
     def _reader(self, frame: types.FrameType | None) -> tuple[str, types.FrameType | None]:
         """The user's frame that called into the standard library here (None: torch or logging did), and its module."""
@@ -1066,8 +1031,6 @@ class Watch:
 
     def _stop(self, reason: str) -> None:
         """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
-        from .capture.export import CaptureError
-
         user = _first_user(sys._getframe(1))
         problem = Problem("", reason, user.f_code.co_filename if user else "", user.f_lineno if user else 0)
         self.problems.append(problem)
@@ -1096,9 +1059,9 @@ class Watch:
                 self._changed(tokens, f"draws random numbers of {name}")
         for t, version, old in self._tensors.values():
             if t._version != version:
-                with torch.no_grad(), _disable_current_modes():
+                with torch.no_grad(), private.without_modes():
                     t.detach().copy_(old)
-                self._tensors[id(t)] = t, t._version, old
+                private.set_version((t,), (version,))  # a backward may be waiting
         for space, name, old, at, token in self._globals.values():
             if space.get(name, _ABSENT) is not old:
                 if old is _ABSENT:
@@ -1210,7 +1173,7 @@ class Watch:
 
 
 def _of_torch(path: str) -> bool:
-    return path.startswith((_TORCH_DIR, _OWN_DIR))
+    return path.startswith((TORCH_DIR, OWN_DIR))
 
 
 def _vars(obj: Any) -> dict[str, Any] | None:
@@ -1304,8 +1267,8 @@ def _set_generator_state(g: Any, state: Any) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What runs inside is run again at every step: its reads need no rows. What it changes is put back all the same."""
-    watch = _current
-    if watch is None or threading.get_ident() != watch._thread:
+    watch = _here()
+    if watch is None:
         yield
         return
     watch.settle()
@@ -1320,10 +1283,10 @@ def quiet() -> Iterator[None]:
 
 def running() -> contextlib.AbstractContextManager[None]:
     """To be entered around the traced forward; at its end, before anything else is put back, what it changed is."""
-    watch = _current
-    return watch.running() if watch is not None and threading.get_ident() == watch._thread else contextlib.nullcontext()
+    watch = _here()
+    return watch.running() if watch is not None else contextlib.nullcontext()
 
 
-def busy() -> bool:
-    """Is a capture under way on this thread?"""
-    return _current is not None and _current._thread == threading.get_ident()
+def _here() -> Watch | None:
+    scope = patches.here()
+    return scope.watch if scope is not None else None

@@ -21,6 +21,16 @@ import engine
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float64: 2.0**-52}
 
 
+def rand(
+    *shape: int, per_axis: int = 1, seed: int | None = None, scale: float = 1.0, shift: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
+    """Normal numbers that are a function of the shape: `sum(shape) + per_axis * len(shape)` is the seed, unless one is
+    given. Tests whose shapes are alike choose another per_axis."""
+    g = torch.Generator().manual_seed(sum(shape) + per_axis * len(shape) if seed is None else seed)
+    return (torch.randn(shape, dtype=torch.float64, generator=g) * scale + shift).to(dtype)
+
+
 def text_of(op: str, inputs: Sequence[torch.Tensor | None], attrs: str, n_out: int) -> str:
     lines, args = ["graph {"], []
     for i, t in enumerate(inputs):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ortmodule import ORTModule, guard
-from ortmodule.capture import cuts, opaque
+from ortmodule.capture import marks, opaque
 
 
 class Reverse(Function):
@@ -239,7 +239,7 @@ def test_kept_and_hooked_modules_in_other_threads_are_not_disturbed():
     model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
     expected = model(x)
     places = (guard.Place("1", False, False, False),)
-    with opaque.table(), opaque.keep_functions(), cuts.marked(model, places, []), opaque.keep_modules(model, ["0"]):
+    with opaque.table(), opaque.keep_functions(), marks.marked(model, places, []), opaque.keep_modules(model, ["0"]):
         seen: list[Tensor] = []
         thread = threading.Thread(target=lambda: seen.append(model(x)))
         thread.start()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from ortmodule import ORTModule
-from ortmodule.capture import cuts
+from ortmodule.capture import marks
 
 
 @pytest.fixture(autouse=True)
@@ -569,7 +569,7 @@ def test_checkpoint_runs_hooks_twice() -> None:
 
 
 def test_too_many(monkeypatch: Any) -> None:
-    monkeypatch.setattr(cuts, "MOST", 2)
+    monkeypatch.setattr(marks, "MOST", 2)
 
     def install(model: Any, log: Log) -> None:
         for m in model.layers:

@@ -16,7 +16,7 @@ from engine import Ctx, EngineError, Graph, lib, run
 
 lib.om_onnx_read.argtypes = [C.c_void_p, C.c_char_p, C.c_size_t, C.POINTER(C.c_void_p)]
 lib.om_model_from_graph.argtypes = [C.c_void_p, C.c_void_p, C.POINTER(C.c_void_p)]
-lib.om_model_variant.argtypes = [C.c_void_p] * 6
+lib.om_model_variant.argtypes = [C.c_void_p] * 5 + [C.c_int, C.c_void_p]
 lib.om_model_free.argtypes = [C.c_void_p] * 2
 MIN = "(0 - 9223372036854775807 - 1)"
 
@@ -129,7 +129,7 @@ def test_long_chain(name: str) -> None:
     cx.check(lib.om_graph_parse(cx.p, "\n".join([*lines, f"output {p}", "}"]).encode(), C.byref(g)))
     cx.check(lib.om_model_from_graph(cx.p, g, C.byref(m)))
     try:
-        cx.check(lib.om_model_variant(cx.p, m, b"\0\1\1", b"\1", None, C.byref(v)))
+        cx.check(lib.om_model_variant(cx.p, m, b"\0\1\1", b"\1", None, 0, C.byref(v)))
     finally:
         lib.om_model_free(cx.p, m)
     assert time.process_time() - t < 5  # 1 s

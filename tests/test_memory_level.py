@@ -242,6 +242,36 @@ def test_layers_of_a_graph() -> None:
     layer_graph()
 
 
+def test_levels_of_one_model_side_by_side() -> None:
+    """What is computed again is part of what a variant is asked by: the model's own level is only the default."""
+    _C = pytest.importorskip("ortmodule._C")
+    model, wanted = _C.Model.from_text(TEXT), bytes([1, 1, 1, 1, 0])
+    first = model.variant(wanted, b"\1")
+    layers = model.variant(wanted, b"\1", None, 1)
+    assert layers != first and model.variant(wanted, b"\1", None, 0) == first == model.variant(wanted, b"\1")
+    assert model.variant(wanted, b"\1", None, 1) == layers
+    assert model.text(layers).count("backward") > model.text(first).count("backward")
+    gen = torch.Generator().manual_seed(0)
+    ins = [torch.randn(s, generator=gen, dtype=torch.float64) for s in [(2, 5, 6), (6, 6), (6,), (6,), (6,)]]
+    dy = torch.randn(2, 5, 6, generator=gen, dtype=torch.float64)
+    results = []
+    for v in (first, layers, first):
+        mine = [t.clone() for t in ins]
+        run = model.forward(v, mine, 3)
+        assert run.resume() is None
+        outs, info = run.outputs(), model.variant_info(v)
+        reads = [t if i in info["reads_inputs"] else None for i, t in enumerate(mine)]
+        back = model.backward(v, run.arena(), reads, [o if i in info["reads_outputs"] else None for i, o in enumerate(outs)], [dy], 3, [])
+        assert back.resume() is None
+        results.append([outs[0].clone(), mine[4], *[g for _, g in back.grads(0)]])
+    assert len(results[0]) == 6
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for level in (-1, 2):
+        with pytest.raises(ValueError, match=f"memory_level={level} is not allowed; give 0 or 1"):
+            model.variant(wanted, b"\1", None, level)
+
+
 def test_option(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="memory_opt_level=3 is not allowed"):
         ORTModule(nn.Linear(2, 2), memory_opt_level=3)

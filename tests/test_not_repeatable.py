@@ -2,6 +2,7 @@
 steps, and the reason named. Also outputs that share memory with an input or another output."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +248,106 @@ def test_looking_between_outputs_is_said_once(caplog: pytest.LogCaptureFixture) 
         loss.backward()
         assert (said in caplog.text) == look
     assert caplog.text.count(said) == 1
+
+
+class Draws(nn.Module):
+    """Kept in PyTorch for its randomness; what it does besides is as much part of forward as its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return self.linear(x) * random.random()
+
+
+class Counted(torch.autograd.Function):
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Counted.runs += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.last = Draws(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draws(x)
+        Counted.apply(x)
+        return self.last(x)
+
+
+def test_what_a_user_wrote_runs_whoever_reads_its_result() -> None:
+    torch.manual_seed(0)
+    eager = Unread()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for step in range(4):
+        x, runs = torch.randn(2 + step, 3), []
+        for m in (eager, wrapped):
+            random.seed(step)
+            before = Counted.runs
+            m(x).sum().backward()
+            runs.append((m.draws.calls, m.draws.seen.item(), Counted.runs - before, random.random()))
+        assert runs[0] == runs[1]
+    assert wrapped.draws.linear.weight.grad is None
+
+
+class EditsPlainTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.plain = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.plain.add_(1)
+        return h * self.plain
+
+
+def test_a_capture_leaves_versions_to_a_backward_that_waits() -> None:
+    """With a hook the first call runs in PyTorch and is captured behind that: its graph holds the tensors that the
+    capture edits and puts back."""
+    torch.manual_seed(0)
+    eager = EditsPlainTensor()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for m in (eager, wrapped):
+        m.linear.register_forward_hook(lambda module, args, out: None)
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        for m in (eager, wrapped):
+            m.zero_grad()
+            m(x).sum().backward()
+        assert torch.equal(eager.plain, wrapped.plain)
+        torch.testing.assert_close(wrapped.linear.weight.grad, eager.linear.weight.grad)
+
+
+class UnreadOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.last = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gru(x[None])
+        return self.last(x)
+
+
+def test_errors_of_unread_operators_are_not_raised() -> None:
+    """Stated in docs/SEMANTICS.md: what is PyTorch's own and read by nobody is not computed."""
+    eager = UnreadOperator()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    wrapped(torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="sequence length"):
+        eager(torch.randn(0, 3))
+    assert wrapped(torch.randn(0, 3)).shape == (0, 3)

@@ -18,8 +18,19 @@ _C = pytest.importorskip("ortmodule._C")
 
 
 class Op(C.Structure):
-    _fields_ = [("name", C.c_char_p), ("doc", C.c_char_p), ("kind", C.c_uint8), ("min_in", C.c_int8), ("max_in", C.c_int8), ("n_out", C.c_int8),
-                ("optional", C.c_uint32), ("inplace", C.c_uint32), ("state", C.c_void_p)]  # fmt: skip
+    _fields_ = [("name", C.c_char_p), ("id", C.c_uint16), ("doc", C.c_char_p), ("kind", C.c_uint8), ("min_in", C.c_int8), ("max_in", C.c_int8),
+                ("n_out", C.c_int8), ("optional", C.c_uint32), ("state", C.c_void_p)]  # fmt: skip
+
+
+class Row(C.Structure):
+    _fields_ = [("dense", C.c_uint32), ("inplace", C.c_uint32), ("scratch", C.c_void_p), ("prepare", C.c_void_p), ("run", C.c_void_p)]
+
+
+class Device(C.Structure):
+    _fields_ = [("name", C.c_char_p), ("rows", C.POINTER(Row))]
+
+
+CPU = Device.in_dll(engine.lib, "om_device_cpu")
 
 
 def ops_in_place() -> dict[str, Op]:
@@ -27,7 +38,8 @@ def ops_in_place() -> dict[str, Op]:
     table, found, i = (C.POINTER(Op) * 4096).in_dll(engine.lib, "om_ops"), {}, 0
     while table[i]:
         op = table[i].contents
-        if op.inplace and not op.state:
+        assert op.id == i
+        if CPU.rows[i].inplace and not op.state:
             found[op.name.decode()] = op
         i += 1
     return found

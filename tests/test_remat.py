@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes as C
+import random
+
 import pytest
+import test_facts
 import torch
+from test_plan_fuzz import graph as random_graph
 
 import engine
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+from opcheck import rand
 
 
 def joint(text: str, wanted: list[int], remat: bool) -> engine.Graph:
@@ -178,3 +180,142 @@ def test_steps_are_where_pytorch_has_them(dtype: torch.dtype) -> None:
         ok = torch.isfinite(want.double()) & torch.isfinite(b)
         assert torch.equal(mine[ok].double(), want[ok].double())
     assert torch.equal(got[3], (b * x).isinf())
+
+
+# --- any legal set of flags
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Joint:
+    """A graph with gradients, to which flags are applied (csrc/passes/remat.h)."""
+
+    def __init__(self, g: engine.Graph) -> None:
+        self.g, self.f, self.owner = g, test_facts.facts(g), g.owner
+        engine._owners[self.owner] += 1  # a garbage collector may take g first
+        first, node = (C.addressof(p.contents) for p in (self.f.users.first, self.f.users.node))
+        self.values = (node - first) // 4 - 1
+
+    def __del__(self) -> None:
+        engine.lib.om_free(C.c_void_p(self.owner), C.byref(self.f))
+        engine._release(self.owner)
+
+    def illegal(self, v: int) -> str | None:
+        why = engine.lib.om_remat_illegal
+        why.restype, why.argtypes = C.c_char_p, [C.c_void_p, C.c_uint32]
+        said = why(C.byref(self.f), v)
+        return said.decode() if said else None
+
+    def apply(self, flags: set[int]) -> engine.Graph:
+        out = C.c_void_p()
+        again = bytes(int(v in flags) for v in range(self.values))
+        self.g.cx.check(engine.lib.om_remat_apply(self.g.cx.p, C.byref(self.f), again, C.byref(out)))
+        return engine.Graph(self.g.cx, out)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_any_legal_set_gives_the_same_bits(block: int) -> None:
+    """All values that may be flagged, about half of them, a tenth: node by node, and (f64, f32 keep their bits there)
+    fused."""
+    longer = 0
+    for seed in range(block * 30, block * 30 + 30):
+        r = random.Random(seed)
+        text, ins, n_out, dtype = random_graph(seed)
+        base = engine.run(text, ins, seed=3)[0]
+        if not all(torch.isfinite(t).all() for t in base):
+            continue
+        dys = [torch.randn(o.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(o.dtype) for o in base[:n_out]]
+        wanted = [1, 1, 1] + [0] * (len(ins) - 3)
+        joint = Joint(engine.Graph.parse(text).grad(wanted, [1] * n_out).apply("simplify", "cse", "dce"))
+        n, nodes = len(base) + 3, joint.g.text().count(" = ")
+        legal = [v for v in range(joint.values) if not joint.illegal(v)]
+        want = joint.g.run([*ins, *dys], n, 3)
+        for share in (1.0, 0.5, 0.1):
+            g = joint.apply({v for v in legal if r.random() < share}).verify()
+            longer += g.text().count(" = ") > nodes
+            for fused in range(1 + (dtype == "f64")):
+                if fused:
+                    g.apply("dce", "fuse").verify()
+                for a, b in zip(g.run([*ins, *dys], n, 3), want, strict=True):
+                    assert (a is None) == (b is None), (seed, share)
+                    assert a is None or b is None or torch.equal(a.nan_to_num(7), b.nan_to_num(7)), (seed, share, fused, text)
+    assert longer > 20
+
+
+def test_an_illegal_flag_is_refused_by_name() -> None:
+    text = """graph {
+      input x: f64[4, 5]
+      param w: f64[5, 5]
+      param s: f64[5]
+      buffer m: f64[5]
+      buffer q: f64[5]
+      h = matmul(x, w, _)
+      d = dropout(h) {p=0.5} rng=7
+      r = permute(d) {perm=[1, 0]}
+      t = tanh(r)
+      u = permute(t) {perm=[1, 0]}
+      y, m1, q1, mean, rstd = batch_norm(u, s, s, m, q) {training=1}
+      c = add(y, m)
+      z = mul(c, c)
+      a, b, e, f, i = batch_norm(z, s, s, _, _) {training=1}
+      output a
+      write m1 -> m
+      write q1 -> q
+    }"""
+    joint = Joint(engine.Graph.parse(text).grad([0, 1, 1, 0, 0], [1]))
+    names = "x w s m q h d r t u y m1 q1 mean rstd c z a b e f i".split()
+    assert [line.split(" = ")[0].strip() for line in joint.g.text().splitlines() if " = " in line][:3] == ["h", "d", "r"]
+    state, old = "a write stores it", "computed from what the forward overwrites"
+    refused = {"x": "graph input", "w": "graph input", "s": "graph input", "m": "graph input", "q": "graph input", "r": "is a view", "u": "is a view",
+               "y": old, "m1": state, "q1": state, "mean": old, "rstd": old, "c": old}  # fmt: skip
+    last = None
+    for v in range(joint.values):
+        why = joint.illegal(v)
+        name = names[v] if v < len(names) else None
+        assert (name not in refused) == (why is None) if name else why, (v, name, why)
+        if why is None:
+            assert joint.apply({v}).verify()
+            continue
+        with pytest.raises(engine.EngineError, match="cannot be computed again in backward: ") as error:
+            joint.apply({v})
+        assert why in str(error.value) and refused.get(name or "", "") in why
+        assert name is None or str(error.value).startswith(f"{name} (output ")
+        last = why
+    assert last == "it is a value of the backward"
+    assert "0 of batch_norm" in str(pytest.raises(engine.EngineError, joint.apply, {names.index("y")}).value)
+
+
+def test_random_without_a_stream_and_the_host_are_refused() -> None:
+    text = """graph {
+      input x: f64[4]
+      d = dropout(x) {p=0.5}
+      k = host(d) {index=0, out_dtype=[2], shape0=[4], diff=0}
+      g = dropout(k) {p=0}
+      output g
+    }"""
+    joint = Joint(engine.Graph.parse(text))
+    assert [joint.illegal(v) for v in range(1, 4)] == ["it is random and has no stream", "the host computes it", None]
+
+
+def test_an_update_reads_the_forward() -> None:
+    """A graph that updates has no backward: nothing is computed again for it, and it may not be flagged."""
+    _C = pytest.importorskip("ortmodule._C")
+    text = """graph {
+      input x: f64[4, 4]
+      input on: bool[]
+      buffer w: f64[4, 4]
+      buffer u: f64[4, 4]
+      a = matmul(x, x, _)
+      b = tanh(a)
+      e = accumulate(w, b, on) update
+      f = accumulate(u, a, on) update
+      write e -> w
+      write f -> u
+    }"""
+    model = _C.Model.from_text(text)
+    x, w, u = rand(4, 4), torch.zeros(4, 4, dtype=torch.float64), torch.ones(4, 4, dtype=torch.float64)
+    run = model.forward(model.variant(bytes(4), b""), [x, torch.tensor(False), w, u], 0)
+    assert run.resume() is None
+    torch.testing.assert_close(w, (x @ x).tanh(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(u, 1 + x @ x, rtol=1e-12, atol=1e-12)
+    joint = Joint(engine.Graph.parse(text))
+    assert [joint.illegal(v) for v in range(4, 8)] == [None, None, "it is an update", "it is an update"]

@@ -556,6 +556,9 @@ def compare(p: Program, share: list[int] | None = None) -> str | None:
             # fails.
             if "modified by an inplace operation" in str(error) and any(f"self.{b} =" in s for s in p.forward for b in ("state", "queue", "last")):
                 return None
+            # A fifth: PyTorch's own operators whose results nobody reads are not run.
+            if what == "result" and "sequence length to be larger than 0" in str(getattr(eager, "error", "")):
+                return None
             return f"{what} against {other}: {error if error is not None else getattr(eager, 'error', None)!r}"
         difference = differs(mine, theirs)
         if difference:

@@ -143,6 +143,10 @@ typedef struct om_scope { /* where in the user's source a node comes from */
  * in a repeated forward; a graph has them or BACKWARD nodes, not both. */
 typedef enum om_phase { OM_FORWARD, OM_BACKWARD, OM_UPDATE } om_phase;
 
+/* What a node may have at most, so that arrays for it may stand on a stack: operands, outputs, both together,
+ * attributes, entries of all its attribute lists together. */
+enum { OM_MAX_IN = 256, OM_MAX_OUT = 64, OM_MAX_ARGS = OM_MAX_IN + OM_MAX_OUT, OM_MAX_ATTR = 64, OM_MAX_DIMS = 512 };
+
 typedef struct om_node {
     const struct om_op *op;
     /* in: offset into graph->operands (OM_NONE operand = left out); out: first output value, consecutive */

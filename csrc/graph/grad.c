@@ -63,10 +63,11 @@ static void flow_node(grad_state *st, const om_node *n, om_id before, uint32_t t
 static om_status grad_node(grad_state *st, om_id id) {
     om_graph *g = st->g;
     om_node n = g->nodes.v[id]; /* a copy: the rule appends nodes, which may move the array */
-    om_id dy[64], dx[256], in[256];
-    bool want[256], any = false, arrives = false;
-    if (n.n_in > 256 || n.n_out > 64)
-        return om_fail(g->cx, OM_UNSUPPORTED, "gradient of %s with %d operands", n.op->name, n.n_in);
+    om_id dy[OM_MAX_OUT], dx[OM_MAX_IN], in[OM_MAX_IN];
+    bool want[OM_MAX_IN], any = false, arrives = false;
+    if (n.n_in > OM_MAX_IN || n.n_out > OM_MAX_OUT)
+        return om_fail(g->cx, OM_UNSUPPORTED, "gradient of %s with %d operands and %d outputs: at most %d and %d",
+                       n.op->name, n.n_in, n.n_out, OM_MAX_IN, OM_MAX_OUT);
     uint32_t term = 0, places = 0;
     for (int i = 0; i < n.n_out; i++) {
         om_id v = n.out + (om_id)i;

@@ -125,9 +125,10 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
     if (!attrs_copy(g, &node, attr, n_attr)) return OM_NONE;
     const om_attr *dts = om_attr_get(node.attr, n_attr, "out_dtype");
     int n_out = op->n_out >= 0 ? op->n_out : dts ? (int)dts->n : 0;
-    if (n_out > 64) return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most 64", op->name, n_out), OM_NONE;
+    if (n_out > OM_MAX_OUT)
+        return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most %d", op->name, n_out, OM_MAX_OUT), OM_NONE;
     node.n_out = (uint16_t)n_out;
-    om_type ty[64] = {0};
+    om_type ty[OM_MAX_OUT] = {0};
     for (int i = 0; i < n_out; i++) ty[i].device = -1;
     if (op->infer(g, &node, ty) != OM_OK || cx->status != OM_OK) {
         if (cx->status == OM_OK) om_fail(cx, OM_INTERNAL, "%s: its type rule failed without a message", op->name);

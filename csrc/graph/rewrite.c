@@ -3,8 +3,9 @@
  * om_rewrite copies inputs, symbols, scopes and constants, then visits the live nodes of `from` in order and calls
  * `emit` for each; emit maps the node's outputs to values of `to` (om_rewrite_copy: the same node again). Outputs,
  * writes and gradients are carried over through the map. Dead nodes are dropped on the way, so every pass also cleans
- * up.
+ * up; host nodes with an effect (attribute of ops/host.c) are never dead.
  */
+#include "graph/facts.h"
 #include "graph/sabotage.h"
 
 static om_id map_get(om_rewriter *r, om_id v) {
@@ -33,16 +34,19 @@ static om_status operands_map(om_rewriter *r, const om_node *n) {
 
 om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_in) {
     om_graph *g = r->to;
-    om_attr attr[64];
-    om_dim dims[512];
+    om_attr attr[OM_MAX_ATTR];
+    om_dim dims[OM_MAX_DIMS];
     uint32_t nd = 0;
-    if (n->n_attr > 64)
-        return om_fail(g->cx, OM_UNSUPPORTED, "%s with %d attributes: at most 64", n->op->name, n->n_attr), OM_NONE;
+    if (n->n_attr > OM_MAX_ATTR)
+        return om_fail(g->cx, OM_UNSUPPORTED, "%s with %d attributes: at most %d", n->op->name, n->n_attr, OM_MAX_ATTR),
+               OM_NONE;
     for (int i = 0; i < n->n_attr; i++) {
         attr[i] = n->attr[i];
         if (attr[i].kind != OM_ATTR_DIMS) continue;
-        if (nd + attr[i].n > 512)
-            return om_fail(g->cx, OM_UNSUPPORTED, "%s: attribute lists of more than 512 entries", n->op->name), OM_NONE;
+        if (nd + attr[i].n > OM_MAX_DIMS)
+            return om_fail(g->cx, OM_UNSUPPORTED, "%s: attribute lists of more than %d entries", n->op->name,
+                           OM_MAX_DIMS),
+                   OM_NONE;
         for (uint32_t k = 0; k < attr[i].n; k++) dims[nd + k] = om_dim_copy(g, r->from, n->attr[i].dims[k]);
         attr[i].dims = dims + nd;
         nd += attr[i].n;
@@ -73,15 +77,11 @@ om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in) {
 
 om_status om_rewrite_copy(om_rewriter *r, om_id node) {
     const om_node *n = &r->from->nodes.v[node];
-    om_id in[256];
-    if (n->n_in > 256)
-        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
+    om_id in[OM_MAX_IN];
+    if (n->n_in > OM_MAX_IN)
+        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OM_MAX_IN);
     for (int i = 0; i < n->n_in; i++) in[i] = map_get(r, om_ins(r->from, n)[i]);
     return om_rewrite_copy_with(r, node, in);
-}
-
-static void mark(const om_graph *g, uint8_t *live, om_id v) {
-    if (v != OM_NONE && g->values.v[v].node != OM_NONE) live[g->values.v[v].node] = 1;
 }
 
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out) {
@@ -93,13 +93,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
     if (s != OM_OK) goto done;
     memset(r.map, 0xff, from->values.n * sizeof(om_id));
 
-    for (uint32_t i = 0; i < from->outputs.n; i++) mark(from, live, from->outputs.v[i]);
-    for (uint32_t i = 0; i < from->writes.n; i++) mark(from, live, from->writes.v[i].value);
-    for (uint32_t i = 0; i < from->grads.n; i++) mark(from, live, from->grads.v[i].value);
-    for (om_id i = from->nodes.n; i-- > 0;)
-        if (live[i])
-            for (int k = 0; k < from->nodes.v[i].n_in; k++) mark(from, live, om_ins(from, &from->nodes.v[i])[k]);
-
+    om_nodes_live(from, live);
     for (uint32_t i = 0; i < from->syms.n; i++) om_dim_sym(g, from->syms.v[i].name);
     for (uint32_t i = 0; i < from->scopes.n && cx->status == OM_OK; i++) {
         om_scope *sc = OM_PUSH(cx, &g->scopes);

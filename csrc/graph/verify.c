@@ -108,7 +108,8 @@ static om_status verify_node(om_graph *g, om_id id) {
     om_ctx *cx = g->cx;
     VERIFY(g, id, n->op && n->op->infer, "no operator");
     VERIFY(g, id, n->in <= g->operands.n && n->n_in <= g->operands.n - n->in, "operands out of range");
-    VERIFY(g, id, n->out <= g->values.n && n->n_out <= g->values.n - n->out && n->n_out <= 64, "outputs out of range");
+    VERIFY(g, id, n->out <= g->values.n && n->n_out <= g->values.n - n->out && n->n_out <= OM_MAX_OUT,
+           "outputs out of range");
     VERIFY(g, id, n->n_in >= n->op->min_in && (n->op->max_in < 0 || n->n_in <= n->op->max_in), "%d operands", n->n_in);
     VERIFY(g, id, n->op->n_out < 0 || n->n_out == n->op->n_out, "%d outputs", n->n_out);
     VERIFY(g, id, n->scope == OM_NONE || n->scope < g->scopes.n, "scope %u of %u", n->scope, g->scopes.n);
@@ -132,7 +133,7 @@ static om_status verify_node(om_graph *g, om_id id) {
     }
     if (n->op->random && (om_node_float(n, "p", 0) > 0 || om_node_float(n, "dropout", 0) > 0))
         VERIFY(g, id, n->rng != 0, "random, but it has no stream");
-    om_type t[64] = {0};
+    om_type t[OM_MAX_OUT] = {0};
     om_node copy = *n;
     for (int i = 0; i < copy.n_out; i++) t[i].device = -1;
     if (copy.op->infer(g, &copy, t) != OM_OK || cx->status != OM_OK) { /* its message first, then where */

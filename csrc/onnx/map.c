@@ -197,13 +197,14 @@ om_id om_map_index(om_onnx *o, om_id idx, om_dim size) {
 
 /* --- the host ---------------------------------------------------------------------------------------- */
 
-/* ATen, PythonOp, PyModule: PyTorch computes it. Output types come from the file. */
+/* ATen, PythonOp, PyModule: PyTorch computes it. Output types come from the file. The last two run what a user wrote,
+ * so they run whether or not their results are read. */
 static om_status map_host(om_onnx *o) {
     om_graph *g = o->g;
-    int n_out = (int)o->node->n_output, n_attr = 3;
+    int n_out = (int)o->node->n_output, n_attr = 4;
     om_id *in = om_arena_alloc(&o->tmp, ((size_t)o->n_in + 1) * sizeof *in);
     om_type *t = om_arena_alloc(&o->tmp, (size_t)n_out * sizeof *t);
-    om_attr *attr = om_arena_alloc(&o->tmp, ((size_t)n_out + 3) * sizeof *attr);
+    om_attr *attr = om_arena_alloc(&o->tmp, ((size_t)n_out + 4) * sizeof *attr);
     om_dim *dtype = om_arena_alloc(&o->tmp, (size_t)n_out * sizeof *dtype);
     bool float_in = false, float_out = false;
     if (!in || !t || !attr || !dtype) return o->cx->status;
@@ -232,6 +233,7 @@ static om_status map_host(om_onnx *o) {
     attr[0] = OM_AI("index", index);
     attr[1] = OM_AD("out_dtype", dtype, n_out);
     attr[2] = OM_AI("diff", INT("diff", float_in && float_out));
+    attr[3] = OM_AI("effect", strcmp(o->node->op_type, "ATen") != 0);
     om_id y = om_make(g, &om_op_host, in, o->n_in, attr, n_attr);
     for (int k = 0; k < n_out; k++)
         if (om_onnx_wants(o, k)) SET(k, y == OM_NONE ? y : y + (om_id)k);
@@ -242,9 +244,9 @@ static om_status map_host(om_onnx *o) {
 
 const om_onnx_op om_onnx_ops_host[] = {
     /* domain, operator, inputs min, max, outputs max, rule, size rule, engine operator of a shared rule */
-    {"com.microsoft", "PythonOp", 0, -1, 64, map_host, NULL, NULL},
-    {"org.pytorch.aten", "ATen", 0, -1, 64, map_host, NULL, NULL},
-    {"ortmodule", "PyModule", 0, -1, 64, map_host, NULL, NULL},
+    {"com.microsoft", "PythonOp", 0, -1, OM_MAX_OUT, map_host, NULL, NULL},
+    {"org.pytorch.aten", "ATen", 0, -1, OM_MAX_OUT, map_host, NULL, NULL},
+    {"ortmodule", "PyModule", 0, -1, OM_MAX_OUT, map_host, NULL, NULL},
     {0},
 };
 

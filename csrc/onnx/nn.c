@@ -69,29 +69,21 @@ static om_status map_group_norm(om_onnx *o) {
 }
 
 /* ortmodule.BatchNorm: x, weight?, bias?, running_mean?, running_var? -> y, new_mean, new_var; torch's momentum and
- * variance. */
+ * variance. The standard's BatchNormalization says the same with other names, but in training it mixes running
+ * statistics with momentum on the old value and with the population variance: then only y can be had. */
 static om_status map_batch_norm(om_onnx *o) {
+    const bool standard = !*o->row->domain;
+    const int64_t training = INT(standard ? "training_mode" : "training", 0);
+    const double momentum = standard ? 0.1 : FLT("momentum", 0.1), eps = FLT(standard ? "epsilon" : "eps", 1e-5);
     om_id in[5];
-    for (int i = 0; i < 5; i++) in[i] = IN(i);
-    om_id y = om_make(o->g, &om_op_batch_norm, in, 5,
-                      OM_ATTRS(OM_AI("training", INT("training", 0)), OM_AF("momentum", FLT("momentum", 0.1)),
-                               OM_AF("eps", FLT("eps", 1e-5))));
-    SET(0, y);
-    SET(1, y == OM_NONE ? y : y + 1);
-    SET(2, y == OM_NONE ? y : y + 2);
-    return o->cx->status;
-}
-
-/* The standard's: running statistics are mixed with momentum on the old value, and with the population variance. */
-static om_status map_batch_normalization(om_onnx *o) {
-    om_id in[5];
-    int64_t training = INT("training_mode", 0);
-    if (training && (om_onnx_wants(o, 1) || om_onnx_wants(o, 2)))
+    if (standard && training && (om_onnx_wants(o, 1) || om_onnx_wants(o, 2)))
         REFUSE("running statistics of BatchNormalization in training mode follow another rule than torch's; write "
                "ortmodule.BatchNorm");
     for (int i = 0; i < 5; i++) in[i] = IN(i);
-    SET(0, om_make(o->g, &om_op_batch_norm, in, 5, OM_ATTRS(OM_AI("training", training != 0), OM_AF("momentum", 0.1),
-                                                            OM_AF("eps", FLT("epsilon", 1e-5)))));
+    om_id y = om_make(o->g, &om_op_batch_norm, in, 5,
+                      OM_ATTRS(OM_AI("training", standard ? training != 0 : training), OM_AF("momentum", momentum),
+                               OM_AF("eps", eps)));
+    for (int k = 0; k < (standard ? 1 : 3); k++) SET(k, y == OM_NONE ? y : y + (om_id)k);
     return o->cx->status;
 }
 
@@ -160,14 +152,6 @@ static om_status map_fused_matmul(om_onnx *o) {
     return o->cx->status;
 }
 
-static om_id map_attention_node(om_onnx *o, om_id q, om_id k, om_id v, om_id mask, double scale, double dropout) {
-    bool causal = INT("is_causal", 0) != 0;
-    om_id y = om_make(o->g, &om_op_attention, (om_id[]){q, k, v, mask}, 4,
-                      OM_ATTRS(OM_AI("causal", causal), OM_AF("scale", scale), OM_AF("dropout", dropout)));
-    if (dropout > 0) om_map_random(o);
-    return y;
-}
-
 static om_status map_attention_scale(om_onnx *o, om_id q, double *scale) {
     om_type t = om_map_type_of(o, q);
     int64_t d;
@@ -181,36 +165,34 @@ static om_status map_attention_scale(om_onnx *o, om_id q, double *scale) {
     return OM_OK;
 }
 
-/* ortmodule.Attention */
+/* ortmodule.Attention, which knows dropout, and ai.onnx Attention: (b, h, t, d), or (b, t, h*d) with the numbers of
+ * heads as attributes. */
 static om_status map_attention(om_onnx *o) {
-    om_id q = IN(0), k = IN(1), v = IN(2), mask = IN(3);
-    double scale;
-    OM_TRY(map_attention_scale(o, q, &scale));
-    SET(0, map_attention_node(o, q, k, v, mask, scale, FLT("dropout_p", 0)));
-    return o->cx->status;
-}
-
-/* ai.onnx Attention: (b, h, t, d), or (b, t, h*d) with the numbers of heads as attributes. */
-static om_status map_attention23(om_onnx *o) {
     om_graph *g = o->g;
-    om_id in[3], mask = IN(3);
-    bool flat = om_map_type(o, 0).rank == 3;
+    const bool standard = !*o->row->domain;
+    const double dropout = standard ? 0 : FLT("dropout_p", 0);
+    om_id in[4];
+    const bool flat = standard && om_map_type(o, 0).rank == 3;
     for (int i = 0; i < 3; i++) {
         in[i] = IN(i);
         om_type t = om_map_type_of(o, in[i]);
         if (FAILED) return o->cx->status;
-        ONNX_CHECK(o, t.rank == (flat ? 3 : 4), "operand %d has rank %d", i, t.rank);
+        ONNX_CHECK(o, !standard || t.rank == (flat ? 3 : 4), "operand %d has rank %d", i, t.rank);
         if (!flat) continue;
         int64_t heads = INT(i ? "kv_num_heads" : "q_num_heads", 0);
         ONNX_CHECK(o, heads > 0, "q_num_heads and kv_num_heads are needed for operands of rank 3");
         om_dim d[4] = {t.dim[0], t.dim[1], heads, om_dim_div(g, t.dim[2], heads)};
         in[i] = om_b_transpose(g, om_b_reshape(g, in[i], d, 4), 1, 2);
     }
-    if (om_onnx_has(o, 4) || om_onnx_has(o, 5) || FLT("softcap", 0) != 0)
+    in[3] = IN(3);
+    if (standard && (om_onnx_has(o, 4) || om_onnx_has(o, 5) || FLT("softcap", 0) != 0))
         REFUSE("past keys and values and softcap are not supported");
-    double scale;
+    double scale = 0;
     OM_TRY(map_attention_scale(o, in[0], &scale));
-    om_id y = map_attention_node(o, in[0], in[1], in[2], mask, scale, 0);
+    om_id y = om_make(g, &om_op_attention, in, 4,
+                      OM_ATTRS(OM_AI("causal", INT("is_causal", 0) != 0), OM_AF("scale", scale),
+                               OM_AF("dropout", dropout)));
+    if (dropout > 0) om_map_random(o);
     if (flat && y != OM_NONE) {
         om_type t = *om_ty(g, y);
         om_dim d[3] = {t.dim[0], t.dim[2], om_dim_mul(g, t.dim[1], t.dim[3])};
@@ -391,20 +373,26 @@ static om_status map_conv(om_onnx *o) {
     return o->cx->status;
 }
 
+/* What both pools say, and `more`. */
+static om_id map_pool_node(om_onnx *o, const om_op *op, om_id x, const map_window *m, om_attr more) {
+    om_dim k[3], s[3], p[3];
+    return om_make(o->g, op, OM_IN(x),
+                   OM_ATTRS(om_map_dims_attr("kernel", m->kernel, m->spatial, o->g, k),
+                            om_map_dims_attr("stride", m->stride, m->spatial, o->g, s),
+                            om_map_dims_attr("pad", m->lo, m->spatial, o->g, p), OM_AI("ceil", INT("ceil_mode", 0)),
+                            more));
+}
+
 static om_status map_max_pool(om_onnx *o) {
     om_graph *g = o->g;
     om_id x = IN(0);
     om_type t = om_map_type_of(o, x);
     map_window m;
-    om_dim k[3], s[3], p[3], d[3];
+    om_dim d[3];
     if (FAILED) return o->cx->status;
     OM_TRY(map_window_of(o, &t, NULL, &m));
     x = map_window_pad(o, x, &m, -INFINITY);
-    om_id y = om_make(g, &om_op_max_pool, OM_IN(x), OM_ATTRS(om_map_dims_attr("kernel", m.kernel, m.spatial, g, k),
-                                                             om_map_dims_attr("stride", m.stride, m.spatial, g, s),
-                                                                 om_map_dims_attr("pad", m.lo, m.spatial, g, p),
-                                                            om_map_dims_attr("dilation", m.dilation, m.spatial, g, d),
-                                                                OM_AI("ceil", INT("ceil_mode", 0))));
+    om_id y = map_pool_node(o, &om_op_max_pool, x, &m, om_map_dims_attr("dilation", m.dilation, m.spatial, g, d));
     SET(0, y);
     if (om_onnx_wants(o, 1) && !FAILED) { /* ONNX counts over the whole tensor, the engine within one plane */
         if (INT("storage_order", 0) || x != IN(0)) REFUSE("Indices with storage_order or asymmetric pads");
@@ -418,11 +406,9 @@ static om_status map_max_pool(om_onnx *o) {
 }
 
 static om_status map_avg_pool(om_onnx *o) {
-    om_graph *g = o->g;
     om_id x = IN(0);
     om_type t = om_map_type_of(o, x);
     map_window m;
-    om_dim k[3], s[3], p[3];
     int64_t count = INT("count_include_pad", 0) != 0;
     if (FAILED) return o->cx->status;
     OM_TRY(map_window_of(o, &t, NULL, &m));
@@ -432,11 +418,7 @@ static om_status map_avg_pool(om_onnx *o) {
             REFUSE("asymmetric pads need count_include_pad = 1 and ceil_mode = 0");
     }
     x = map_window_pad(o, x, &m, 0);
-    SET(0, om_make(g, &om_op_avg_pool, OM_IN(x), OM_ATTRS(om_map_dims_attr("kernel", m.kernel, m.spatial, g, k),
-                                                          om_map_dims_attr("stride", m.stride, m.spatial, g, s),
-                                                              om_map_dims_attr("pad", m.lo, m.spatial, g, p),
-                                                                    OM_AI("ceil", INT("ceil_mode", 0)),
-                                                                        OM_AI("count_include_pad", count))));
+    SET(0, map_pool_node(o, &om_op_avg_pool, x, &m, OM_AI("count_include_pad", count)));
     return o->cx->status;
 }
 
@@ -471,10 +453,10 @@ const om_onnx_op om_onnx_ops_nn[] = {
     {"", "SimplifiedLayerNormalization", 2, 2, 2, map_layer_norm, NULL, &om_op_rms_norm},
     {"", "GroupNormalization", 3, 3, 1, map_group_norm, NULL, NULL},
     {"", "InstanceNormalization", 3, 3, 1, map_group_norm, NULL, NULL},
-    {"", "BatchNormalization", 5, 5, 3, map_batch_normalization, NULL, NULL},
+    {"", "BatchNormalization", 5, 5, 3, map_batch_norm, NULL, NULL},
     {"", "MatMul", 2, 2, 1, map_matmul, NULL, NULL},
     {"", "Gemm", 2, 3, 1, map_gemm, NULL, NULL},
-    {"", "Attention", 3, 6, 1, map_attention23, NULL, NULL},
+    {"", "Attention", 3, 6, 1, map_attention, NULL, NULL},
     {"", "Dropout", 1, 3, 2, map_dropout, NULL, NULL},
     {"", "SoftmaxCrossEntropyLoss", 2, 3, 2, map_cross_entropy, NULL, NULL},
     {"", "NegativeLogLikelihoodLoss", 2, 3, 1, map_nll, NULL, NULL},

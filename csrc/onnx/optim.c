@@ -11,7 +11,7 @@
 
 #define IN(i) om_onnx_in(o, (i))
 
-enum { OPTIM_OUT = 64, OPTIM_IN = 192 }; /* outputs an engine node may have; operands of a reduction */
+enum { OPTIM_OUT = OM_MAX_OUT, OPTIM_IN = 192 }; /* outputs an engine node may have; operands of a reduction */
 
 static om_status map_sequence_construct(om_onnx *o) {
     om_id *v = om_arena_alloc(&o->tmp, ((size_t)o->n_in + 1) * sizeof *v);

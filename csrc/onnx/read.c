@@ -12,7 +12,7 @@
  * the bytes that are there. Nodes must stand in topological order, as ONNX demands.
  */
 #include "onnx/onnx.h"
-#include "passes/passes.h"
+#include "passes/fold.h"
 
 #include <ctype.h>
 #include <stdarg.h>

@@ -6,8 +6,8 @@
  * host_grad: the same index; its inputs are the gradients of the host node's outputs (floats only, in order; zeros
  * where none arrives), its outputs the gradients of the host node's inputs listed in `want`. A module kept in PyTorch
  * may have hundreds of parameters, a node has at most 64 outputs: then there are several host_grad nodes, part = 0, 1,
- * ..., and the host answers all from one computation. There is no kernel; a host node that a plan would run by itself
- * is an error.
+ * ..., and the host answers all from one computation. effect = 1: it runs what a user wrote, so it is never dead code
+ * (graph/rewrite.c). There is no kernel; a host node that a plan would run by itself is an error.
  */
 #include "ops/attr.h"
 
@@ -91,7 +91,7 @@ const om_op om_op_host = {
     .min_in = 0,
     .max_in = -1,
     .n_out = -1,
-    .doc = "(x, ...) -> whatever the host's table says; index out_dtype shape<i> diff",
+    .doc = "(x, ...) -> whatever the host's table says; index out_dtype shape<i> diff effect",
     .infer = host_infer,
     .grad = host_grad_build,
 };

@@ -24,10 +24,11 @@
  * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does
  * the grouping.
  */
-#include "passes/masks/masks.h"
-#include "graph/sabotage.h"
-
+#include "graph/facts.h"
 #include "graph/half.h"
+#include "graph/sabotage.h"
+#include "passes/masks/masks.h"
+#include "passes/passes.h"
 
 #include <math.h>
 
@@ -53,16 +54,11 @@ typedef struct attn_match {
 } attn_match;
 
 typedef struct attn_pass {
-    uint32_t *uses;      /* per value: readers among live nodes, outputs and writes */
+    const om_facts *facts;
     bool changed;
 } attn_pass;
 
 /* --- what values are ---------------------------------------------------------------------------------------- */
-
-static const om_node *producer(const om_graph *g, om_id v) {
-    om_id n = om_val(g, v)->node;
-    return n == OM_NONE || om_val(g, v)->out != 0 ? NULL : &g->nodes.v[n];
-}
 
 /* v as one number, whatever its shape. */
 static bool scalar_of(const om_graph *g, om_id v, double *x) {
@@ -80,7 +76,7 @@ static bool scalar_of(const om_graph *g, om_id v, double *x) {
             default: return false;
             }
         }
-        const om_node *n = producer(g, v);
+        const om_node *n = om_maker(g, v);
         if (!n) return false;
         if (om_is(n, fill)) {
             double f = om_node_float(n, "value", 0);
@@ -121,8 +117,8 @@ static bool leading_ones(const om_type *m) {
 /* From the value read by softmax down to the matmul of the scores. */
 static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_match *m, int depth, bool scaled,
                          bool reshaped) {
-    const om_node *n = producer(g, v);
-    if (!n || p->uses[v] != 1 || depth > 24) return false;
+    const om_node *n = om_maker(g, v);
+    if (!n || !om_used_once_live(p->facts, v) || depth > 24) return false;
     const om_id *in = om_ins(g, n);
     const om_type *t = om_ty(g, v);
     double x;
@@ -200,7 +196,7 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
         return false;
     const om_node *n;
     for (;;) { /* what stands between softmax and the matmul */
-        if (!(n = producer(g, v)) || p->uses[v] != 1) return false;
+        if (!(n = om_maker(g, v)) || !om_used_once_live(p->facts, v)) return false;
         if (om_is(n, softmax)) break;
         if (om_is(n, dropout) && m->dropout == 0) {
             m->dropout = om_node_float(n, "p", 0);
@@ -238,13 +234,13 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
 /* k0 when v is k0 with each head repeated n times: reshape(expand(unsqueeze(k0, 2), (b, hk, n, t, d)), (b, hk * n, t,
  * d)). */
 static om_id unrepeat(const om_graph *g, om_id v) {
-    const om_node *r = producer(g, v);
+    const om_node *r = om_maker(g, v);
     if (!r || !om_is(r, reshape)) return v;
     om_id e = om_ins(g, r)[0];
-    const om_node *x = producer(g, e);
-    if (x && om_is(x, copy)) e = om_ins(g, x)[0], x = producer(g, e);
+    const om_node *x = om_maker(g, e);
+    if (x && om_is(x, copy)) e = om_ins(g, x)[0], x = om_maker(g, e);
     if (!x || !om_is(x, expand)) return v;
-    const om_node *u = producer(g, om_ins(g, x)[0]);
+    const om_node *u = om_maker(g, om_ins(g, x)[0]);
     if (!u || !om_is(u, reshape)) return v;
     om_id k0 = om_ins(g, u)[0];
     const om_type *tv = om_ty(g, v), *te = om_ty(g, e), *tu = om_ty(g, u->out), *t0 = om_ty(g, k0);
@@ -261,7 +257,7 @@ static om_id unrepeat(const om_graph *g, om_id v) {
 
 /* kT's transpose: what kT was made from, when it was made by swapping the last two axes. */
 static om_id untransposed(const om_graph *g, om_id kt) {
-    const om_node *n = producer(g, kt);
+    const om_node *n = om_maker(g, kt);
     if (!n || !om_is(n, permute)) return OM_NONE;
     const om_attr *a = om_attr_get(n->attr, n->n_attr, "perm");
     int rank = om_ty(g, kt)->rank;
@@ -444,41 +440,19 @@ static om_status attn_node(om_rewriter *r, om_id id) {
     return make_attention(r, n, &m);
 }
 
-static om_status attention_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_attention(om_ctx *cx, const om_graph *in, om_graph **out) {
     *out = NULL;
-    attn_pass p = {om_alloc(cx, (in->values.n + 1) * sizeof *p.uses), false};
-    uint8_t *live = om_alloc(cx, in->nodes.n + 1);
+    om_facts *facts = om_facts_new(cx, in);
+    attn_pass p = {facts, false};
     om_graph *g = NULL;
-    om_status st = p.uses && live ? OM_OK : cx->status;
-    if (st == OM_OK) {
-        for (uint32_t i = 0; i < in->outputs.n; i++) p.uses[in->outputs.v[i]]++;
-        for (uint32_t i = 0; i < in->writes.n; i++) p.uses[in->writes.v[i].value]++;
-        for (uint32_t i = 0; i < in->grads.n; i++)
-            if (in->grads.v[i].value != OM_NONE) p.uses[in->grads.v[i].value]++;
-        for (om_id i = in->nodes.n; i-- > 0;) {
-            const om_node *n = &in->nodes.v[i];
-            for (int k = 0; k < n->n_out; k++) live[i] |= p.uses[n->out + (om_id)k] != 0;
-            if (!live[i]) continue;
-            for (int k = 0; k < n->n_in; k++)
-                if (om_ins(in, n)[k] != OM_NONE) p.uses[om_ins(in, n)[k]]++;
-        }
-        st = om_rewrite(cx, in, attn_node, &p, &g);
-    }
+    om_status st = facts ? om_rewrite(cx, in, attn_node, &p, &g) : cx->status;
     if (st == OM_OK && p.changed) { /* once more, to drop what the matches left behind */
         om_graph *clean = NULL;
         st = om_rewrite(cx, g, om_rewrite_copy, NULL, &clean);
         om_graph_free(g);
         g = clean;
     }
-    om_free(cx, p.uses);
-    om_free(cx, live);
+    om_free(cx, facts);
     if (st == OM_OK) *out = g;
     return st;
 }
-
-const om_pass om_pass_attention = {
-    .name = "attention",
-    .doc = "matmul, scale, mask, softmax, dropout, matmul become one attention node; repeated key and value heads are "
-           "read once",
-    .run = attention_run,
-};

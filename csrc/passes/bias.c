@@ -2,18 +2,19 @@
  * product: the bias then rides in the product's epilogue. This is how a captured Linear (Transpose, MatMul, Add)
  * becomes one product; the transposition stays a view.
  */
+#include "graph/facts.h"
 #include "passes/passes.h"
 
 static om_status bias_emit(om_rewriter *r, om_id id) {
     const om_graph *f = r->from;
     const om_node *n = &f->nodes.v[id];
-    const uint32_t *uses = r->arg;
+    const om_facts *facts = r->arg;
     om_graph *g = r->to;
     for (int side = 0; om_is(n, add) && side < 2; side++) {
         om_id p = om_ins(f, n)[side], c = om_ins(f, n)[1 - side];
         const om_type *pt = om_ty(f, p), *ct = om_ty(f, c);
-        const om_node *m = om_val(f, p)->node == OM_NONE ? NULL : &f->nodes.v[om_val(f, p)->node];
-        if (!m || !om_is(m, matmul) || uses[p] != 1 || (m->n_in == 3 && om_ins(f, m)[2] != OM_NONE) ||
+        const om_node *m = om_maker(f, p);
+        if (!m || !om_is(m, matmul) || !om_used_once(facts, p) || (m->n_in == 3 && om_ins(f, m)[2] != OM_NONE) ||
             m->phase != n->phase)
             continue;
         if (ct->rank != 1 || ct->dtype != pt->dtype || ct->dim[0] != pt->dim[pt->rank - 1] ||
@@ -29,11 +30,9 @@ static om_status bias_emit(om_rewriter *r, om_id id) {
     return om_rewrite_copy(r, id);
 }
 
-static om_status bias_run(om_ctx *cx, const om_graph *in, om_graph **out) {
-    uint32_t *uses = om_pass_uses(cx, in);
-    om_status s = uses ? om_rewrite(cx, in, bias_emit, uses, out) : cx->status;
-    om_free(cx, uses);
+om_status om_pass_run_bias(om_ctx *cx, const om_graph *in, om_graph **out) {
+    om_facts *facts = om_facts_new(cx, in);
+    om_status s = facts ? om_rewrite(cx, in, bias_emit, facts, out) : cx->status;
+    om_free(cx, facts);
     return s;
 }
-
-const om_pass om_pass_bias = {"bias", "matmul + bias vector becomes one matmul", bias_run};

@@ -14,7 +14,7 @@
 typedef struct cse_table { uint32_t *slot; uint32_t size; om_graph *g; } cse_table;
 typedef struct cse_state { cse_table nodes, consts; } cse_state;
 
-enum { CSE_CONST_BYTES = 4096, CSE_MAX_IN = 256 };
+enum { CSE_CONST_BYTES = 4096 };
 
 static uint64_t cse_mix(uint64_t h, uint64_t x) {
     h = (h ^ x) * 0x9e3779b97f4a7c15u;
@@ -39,7 +39,7 @@ static void cse_operands(const om_graph *g, const om_node *n, om_id *in) {
 }
 
 static uint64_t cse_hash(const om_graph *g, const om_node *n) {
-    om_id in[CSE_MAX_IN];
+    om_id in[OM_MAX_IN];
     uint64_t h = cse_text(1, n->op->name);
     cse_operands(g, n, in);
     for (int i = 0; i < n->n_in; i++) h = cse_mix(h, in[i]);
@@ -58,7 +58,7 @@ static uint64_t cse_hash(const om_graph *g, const om_node *n) {
 }
 
 static bool cse_equal(const om_graph *g, const om_node *a, const om_node *b) {
-    om_id x[CSE_MAX_IN], y[CSE_MAX_IN];
+    om_id x[OM_MAX_IN], y[OM_MAX_IN];
     if (a->op != b->op || a->n_in != b->n_in || a->n_out != b->n_out || a->n_attr != b->n_attr) return false;
     if (a->phase != b->phase && a->op->kind != OM_K_VIEW && a->op->kind != OM_K_CREATE) return false;
     cse_operands(g, a, x);
@@ -112,9 +112,8 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
     }
     OM_TRY(om_rewrite_copy(r, id));
     const om_node *n = om_last(g);
-    if ((n->op->random && !om_sabotage("cse.random")) || n->op->kind == OM_K_HOST || n->n_in > CSE_MAX_IN ||
-        n->n_out == 0)
-        return OM_OK;
+    const bool fits = n->op->kind != OM_K_HOST && n->n_in <= OM_MAX_IN && n->n_out > 0, draws = n->op->random;
+    if (!fits || (draws && !om_sabotage("cse.random"))) return OM_OK;
     cse_table *t = &st->nodes;
     for (uint32_t k = (uint32_t)cse_hash(g, n) & (t->size - 1);; k = (k + 1) & (t->size - 1)) {
         if (!t->slot[k]) {
@@ -128,7 +127,7 @@ static om_status cse_emit(om_rewriter *r, om_id id) {
     }
 }
 
-static om_status cse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_cse(om_ctx *cx, const om_graph *in, om_graph **out) {
     uint32_t size = 64;
     while (size < 2 * in->nodes.n || size < 2 * in->values.n) size *= 2;
     cse_state st = {{om_alloc(cx, size * sizeof(uint32_t)), size, NULL},
@@ -138,5 +137,3 @@ static om_status cse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
     om_free(cx, st.consts.slot);
     return s;
 }
-
-const om_pass om_pass_cse = {"cse", "compute equal nodes once", cse_run};

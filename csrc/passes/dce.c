@@ -1,9 +1,6 @@
-/* dce.c - dead code: om_rewrite visits live nodes only, so copying is enough. Host nodes whose results nobody reads go
- * too: they have no side effects. */
+/* dce.c - dead code: om_rewrite visits live nodes only, so copying is enough. */
 #include "passes/passes.h"
 
-static om_status dce_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_dce(om_ctx *cx, const om_graph *in, om_graph **out) {
     return om_rewrite(cx, in, om_rewrite_copy, NULL, out);
 }
-
-const om_pass om_pass_dce = {"dce", "drop nodes that no output, write-back or gradient needs", dce_run};

@@ -3,13 +3,14 @@
  * causal mask of a long sequence costs less to make than to keep).
  *
  * The node is copied first, so that operands and sizes are those of the new graph; when it folds, the copy is left
- * dead. The ONNX reader uses om_fold_node too, for pads and axes that exporters compute.
+ * dead.
  */
-#include "passes/passes.h"
 #include "graph/device.h"
 #include "graph/sabotage.h"
+#include "passes/fold.h"
+#include "passes/passes.h"
 
-enum { FOLD_MAX_BYTES = 65536, FOLD_MAX_IN = 16, FOLD_MAX_OUT = 4 };
+enum { FOLD_MAX_BYTES = 65536 };
 
 /* The tensor of a value whose sizes are numbers; false otherwise. */
 static bool fold_tensor(const om_graph *g, om_id v, om_tensor *t) {
@@ -54,13 +55,13 @@ static om_attr *fold_concrete(om_arena *a, const om_graph *g, const om_node *n) 
 om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, om_id *result, bool *done) {
     om_ctx *cx = g->cx;
     const om_node n = *node; /* making constants does not move nodes, but be sure */
-    om_tensor in[FOLD_MAX_IN] = {0}, out[FOLD_MAX_OUT];
+    om_tensor in[OM_FOLD_IN] = {0}, out[OM_FOLD_OUT];
     int64_t bytes = 0;
     *done = false;
-    if ((n.op->random && !om_sabotage("fold.random")) || n.op->kind == OM_K_HOST ||
-        (!om_row_of(&om_device_cpu, n.op)->run && !n.op->view))
-        return OM_OK;
-    if (n.n_in > FOLD_MAX_IN || n.n_out > FOLD_MAX_OUT) return OM_OK;
+    const bool runs = n.op->kind != OM_K_HOST && (om_row_of(&om_device_cpu, n.op)->run || n.op->view);
+    const bool draws = n.op->random;
+    if (!runs || (draws && !om_sabotage("fold.random"))) return OM_OK;
+    if (n.n_in > OM_FOLD_IN || n.n_out > OM_FOLD_OUT) return OM_OK;
     for (int i = 0; i < n.n_in; i++)
         if (operand[i] != OM_NONE && (om_val(g, operand[i])->role != OM_CONST || !fold_tensor(g, operand[i], &in[i])))
             return OM_OK;
@@ -88,7 +89,7 @@ om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, o
 
 static om_status fold_emit(om_rewriter *r, om_id id) {
     OM_TRY(om_rewrite_copy(r, id));
-    om_id out[FOLD_MAX_OUT];
+    om_id out[OM_FOLD_OUT];
     bool done;
     const om_node *n = om_last(r->to);
     OM_TRY(om_fold_node(r->to, n, om_ins(r->to, n), out, &done));
@@ -96,8 +97,6 @@ static om_status fold_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status fold_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_fold(om_ctx *cx, const om_graph *in, om_graph **out) {
     return om_rewrite(cx, in, fold_emit, NULL, out);
 }
-
-const om_pass om_pass_fold = {"fold", "evaluate nodes whose operands are constants, up to 64 KiB of result", fold_run};

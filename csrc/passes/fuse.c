@@ -17,10 +17,11 @@
  *   - a value and its clone that computes it again (om_node.again), if one of them is.
  * So what backward computes again has the bits of the forward's.
  */
-#include "passes/passes.h"
-#include "graph/sabotage.h"
 #include "graph/device.h"
+#include "graph/facts.h"
+#include "graph/sabotage.h"
 #include "ops/strip.h"
+#include "passes/passes.h"
 
 enum { FUSE_MEMBERS = 40, FUSE_OPERANDS = 16 };
 
@@ -31,10 +32,8 @@ typedef struct fuse_group {
 
 typedef struct fuse_state {
     const om_graph *g;
-    uint8_t *live;          /* per node */
-    uint32_t *group;        /* per node: group index + 1; 0 = none */
-    om_id *first_use, *use; /* per value: range of live user nodes */
-    uint8_t *kept;          /* per value: output, write or gradient of the graph */
+    om_facts *facts;
+    uint32_t *group;        /* per node: group index + 1; 0 = none, or dead */
     uint8_t *exact;         /* per value: as memory would hold it */
     OM_VEC(fuse_group) groups;
 } fuse_state;
@@ -44,45 +43,13 @@ typedef struct fuse_program { /* the text of a group and what goes in and out */
     om_id operand[OM_STRIP_IN], result[OM_STRIP_OUT];
 } fuse_program;
 
-static void live_mark(const om_graph *g, uint8_t *live, om_id v) {
-    if (v != OM_NONE && om_val(g, v)->node != OM_NONE) live[om_val(g, v)->node] = 1;
-}
-
 static om_status fuse_prepare(om_ctx *cx, fuse_state *st) {
     const om_graph *g = st->g;
-    st->live = om_alloc(cx, g->nodes.n + 1);
+    st->facts = om_facts_new(cx, g);
     st->group = om_alloc(cx, (g->nodes.n + 1) * sizeof *st->group);
-    st->first_use = om_alloc(cx, (g->values.n + 2) * sizeof *st->first_use);
-    st->use = om_alloc(cx, (g->operands.n + 1) * sizeof *st->use);
-    st->kept = om_alloc(cx, g->values.n + 1);
     st->exact = om_alloc(cx, g->values.n + 1);
-    if (!st->live || !st->group || !st->first_use || !st->use || !st->kept || !st->exact) return cx->status;
+    if (!st->facts || !st->group || !st->exact) return cx->status;
     memset(st->exact, 1, g->values.n); /* until it is known: what fits so fits */
-    for (uint32_t i = 0; i < g->outputs.n; i++) st->kept[g->outputs.v[i]] = 1;
-    for (uint32_t i = 0; i < g->writes.n; i++) st->kept[g->writes.v[i].value] = 1;
-    for (uint32_t i = 0; i < g->grads.n; i++)
-        if (g->grads.v[i].value != OM_NONE) st->kept[g->grads.v[i].value] = 1;
-    for (om_id v = 0; v < g->values.n; v++)
-        if (st->kept[v]) live_mark(g, st->live, v);
-    for (om_id i = g->nodes.n; i-- > 0;)
-        for (int k = 0; st->live[i] && k < g->nodes.v[i].n_in; k++)
-            live_mark(g, st->live, om_ins(g, &g->nodes.v[i])[k]);
-    om_id *at = om_alloc(cx, (g->values.n + 1) * sizeof *at);
-    if (!at) return cx->status;
-    for (int fill = 0; fill < 2; fill++) { /* count the readers of each value, then list them */
-        for (om_id i = 0; i < g->nodes.n; i++)
-            for (int k = 0; st->live[i] && k < g->nodes.v[i].n_in; k++) {
-                const om_id v = om_ins(g, &g->nodes.v[i])[k];
-                if (v == OM_NONE) continue;
-                if (fill) st->use[at[v]++] = i;
-                else st->first_use[v + 1]++;
-            }
-        for (om_id v = 0; !fill && v < g->values.n; v++) {
-            at[v] = st->first_use[v];
-            st->first_use[v + 1] += st->first_use[v];
-        }
-    }
-    om_free(cx, at);
     return OM_OK;
 }
 
@@ -119,8 +86,8 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
                 for (int i = 0; !inside && at < 0 && i < t->n_in; i++)
                     if (p->operand[i] == v) at = i;
                 if (pass) s->arg[k] = (uint8_t)at;
-                if (pass && k == 1 && s->arg[0] != s->arg[1] && om_sabotage("fuse.swap"))
-                    s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
+                const bool second = pass && k == 1 && s->arg[0] != s->arg[1];
+                if (second && om_sabotage("fuse.swap")) s->arg[1] = s->arg[0], s->arg[0] = (uint8_t)at;
                 else if (!inside && at < 0) {
                     if (t->n_in >= FUSE_OPERANDS) return false;
                     p->operand[t->n_in++] = v;
@@ -132,11 +99,10 @@ static bool program_build(const fuse_state *st, uint32_t group, const om_id *lis
     int draws = 0;
     for (int i = 0; i < t->n_stmt; i++) {
         draws += t->stmt[i].op == OM_S_dropout;
-        bool out = st->kept[value[i]] || i == t->n_stmt - 1;
-        for (om_id u = st->first_use[value[i]]; u < st->first_use[value[i] + 1]; u++) {
-            bool inside = st->group[st->use[u]] == group;
-            out |= !inside;
-        }
+        bool out = st->facts->held[value[i]] || i == t->n_stmt - 1;
+        const om_span users = om_users(st->facts, value[i]);
+        for (uint32_t u = 0; u < users.n; u++)
+            out |= st->facts->live[users.node[u]] && st->group[users.node[u]] != group;
         if (!out) continue;
         if (t->n_out >= OM_STRIP_OUT) return false;
         p->result[t->n_out] = value[i];
@@ -163,14 +129,14 @@ static om_status group_join(om_ctx *cx, fuse_state *st, om_id id, fuse_program *
     const om_graph *g = st->g;
     const om_node *n = &g->nodes.v[id];
     if (!n->op->pw || n->n_out != 1) return OM_OK;
-    const om_id first = st->first_use[n->out], end = st->first_use[n->out + 1];
+    const om_span users = om_users(st->facts, n->out);
     om_id nearest = OM_NONE; /* the reader that comes first */
     uint32_t join = 0;
-    for (om_id u = first; u < end; u++) {
-        const om_id at = place(st, st->use[u]);
-        if (at >= nearest) continue;
+    for (uint32_t u = 0; u < users.n; u++) {
+        const om_id at = place(st, users.node[u]);
+        if (at >= nearest || !st->facts->live[users.node[u]]) continue;
         nearest = at;
-        join = st->group[st->use[u]];
+        join = st->group[users.node[u]];
     }
     if (join) { /* every other reader stands after the root of the nearest one, or is of its group */
         fuse_group *gr = &st->groups.v[join - 1];
@@ -224,17 +190,21 @@ static om_status exact_find(om_ctx *cx, fuse_state *st) {
     if (!again) return cx->status;
     for (om_id v = 0; v < g->values.n; v++) {
         const om_id node = om_val(g, v)->node;
-        if (node == OM_NONE || !st->live[node] || !om_is_half(om_ty(g, v)->dtype)) continue;
-        bool exact = st->kept[v] || !st->group[node];
-        for (om_id u = st->first_use[v]; u < st->first_use[v + 1] && !exact; u++)
-            exact = st->group[st->use[u]] != st->group[node] || jumps(g, &g->nodes.v[st->use[u]]);
+        if (node == OM_NONE || !st->facts->live[node] || !om_is_half(om_ty(g, v)->dtype)) continue;
+        const om_span users = om_users(st->facts, v);
+        bool exact = st->facts->held[v] || !st->group[node];
+        for (uint32_t u = 0; u < users.n && !exact; u++) {
+            const om_id by = users.node[u];
+            exact = st->facts->live[by] && (st->group[by] != st->group[node] || jumps(g, &g->nodes.v[by]));
+        }
         st->exact[v] = exact && !om_sabotage("fuse.exact");
         if (st->exact[v]) again[g->nodes.v[node].again] = 1;
     }
     for (om_id v = 0; v < g->values.n; v++) {
         const om_id node = om_val(g, v)->node;
-        if (node != OM_NONE && g->nodes.v[node].again && again[g->nodes.v[node].again] && !om_sabotage("fuse.again"))
-            st->exact[v] = 1;
+        const om_id twin = node == OM_NONE ? 0 : g->nodes.v[node].again; /* the number of both; 0: there is none */
+        const bool either = twin && again[twin];
+        if (either && !om_sabotage("fuse.again")) st->exact[v] = 1;
     }
     om_free(cx, again);
     return OM_OK;
@@ -276,27 +246,21 @@ static om_status fuse_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status fuse_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_fuse(om_ctx *cx, const om_graph *in, om_graph **out) {
     fuse_state st = {.g = in};
     fuse_program *p = om_alloc(cx, sizeof *p);
     char *text = om_alloc(cx, FUSE_TEXT);
     om_status s = p && text ? fuse_prepare(cx, &st) : cx->status;
     for (om_id i = in->nodes.n; s == OM_OK && i-- > 0;)
-        if (st.live[i]) s = group_join(cx, &st, i, p);
+        if (st.facts->live[i]) s = group_join(cx, &st, i, p);
     if (s == OM_OK) s = exact_find(cx, &st);
     if (s == OM_OK) s = om_rewrite(cx, in, fuse_emit, &(fuse_emitter){&st, p, text}, out);
     for (uint32_t i = 0; i < st.groups.n; i++) om_free(cx, st.groups.v[i].member.v);
     om_free(cx, st.groups.v);
-    om_free(cx, st.live);
+    om_free(cx, st.facts);
     om_free(cx, st.group);
-    om_free(cx, st.first_use);
-    om_free(cx, st.use);
-    om_free(cx, st.kept);
     om_free(cx, st.exact);
     om_free(cx, text);
     om_free(cx, p);
     return s;
 }
-
-const om_pass om_pass_fuse = {
-    .name = "fuse", .doc = "chains of elementwise nodes run in one sweep over memory", .run = fuse_run};

@@ -9,6 +9,7 @@
  * the layer after it. The gradients of q, k and v come in that order too, as the split or the three layers before
  * attention have them.
  */
+#include "graph/facts.h"
 #include "passes/passes.h"
 
 static bool layout_swaps(const om_node *n) { /* heads and time, nothing else */
@@ -21,12 +22,18 @@ static bool layout_swaps(const om_node *n) { /* heads and time, nothing else */
     return true;
 }
 
+static bool layout_wanted(const om_facts *f, om_id v) { /* somebody reads it the other way round */
+    const om_span u = om_users(f, v);
+    for (uint32_t i = 0; i < u.n; i++)
+        if (layout_swaps(&f->g->nodes.v[u.node[i]])) return true;
+    return false;
+}
+
 static om_status layout_emit(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id];
-    const uint8_t *swapped = r->arg;
     om_graph *g = r->to;
     OM_TRY(om_rewrite_copy(r, id));
-    if (!om_is(n, attention) || !swapped[n->out] || om_node_int(n, "seq_first", 0)) return OM_OK;
+    if (!om_is(n, attention) || !layout_wanted(r->arg, n->out) || om_node_int(n, "seq_first", 0)) return OM_OK;
     om_node *m = om_last(g);
     om_attr *attr = om_arena_alloc(&g->arena, (m->n_attr + 1u) * sizeof *attr);
     om_type out[2];
@@ -42,15 +49,9 @@ static om_status layout_emit(om_rewriter *r, om_id id) {
     return g->cx->status;
 }
 
-static om_status layout_run(om_ctx *cx, const om_graph *in, om_graph **out) {
-    uint8_t *swapped = om_alloc(cx, (size_t)in->values.n + 1);
-    if (!swapped) return cx->status;
-    for (om_id i = 0; i < in->nodes.n; i++)
-        if (layout_swaps(&in->nodes.v[i])) swapped[om_ins(in, &in->nodes.v[i])[0]] = 1;
-    om_status s = om_rewrite(cx, in, layout_emit, swapped, out);
-    om_free(cx, swapped);
+om_status om_pass_run_layout(om_ctx *cx, const om_graph *in, om_graph **out) {
+    om_facts *facts = om_facts_new(cx, in);
+    om_status s = facts ? om_rewrite(cx, in, layout_emit, facts, out) : cx->status;
+    om_free(cx, facts);
     return s;
 }
-
-const om_pass om_pass_layout = {
-    "layout", "attention writes its result as the next layer reads it: (..., time, heads, size)", layout_run};

@@ -10,6 +10,10 @@
 
 #include <stdlib.h>
 
+#define PASS(name, doc) const om_pass om_pass_##name = {#name, doc, om_pass_run_##name};
+#include "passes/passes.def"
+#undef PASS
+
 const om_pass *const om_passes[] = {
 #define PASS(name, doc) &om_pass_##name,
 #include "passes/passes.def"
@@ -17,15 +21,32 @@ const om_pass *const om_passes[] = {
     NULL,
 };
 
-/* simplify runs again after fold and cse: both make operands equal that were not. Each pass leaves dead nodes to the
- * next. */
+/* --- the pipelines: each pass leaves dead nodes to the next ----------------------------------------- */
+
 const om_pass *const om_passes_forward[] = {
-    &om_pass_attention, &om_pass_masks, &om_pass_fold,   &om_pass_simplify, &om_pass_cse, &om_pass_simplify,
-    &om_pass_patterns,  &om_pass_bias,  &om_pass_layout, &om_pass_dce,      NULL};
-#define JOINT(remat)                                                                                         \
-    {                                                                                                        \
-        &om_pass_simplify, &om_pass_fold, &om_pass_cse, &om_pass_accumulate, &om_pass_##remat, &om_pass_dce, \
-            &om_pass_fuse, NULL                                                                              \
+    &om_pass_attention,
+    &om_pass_masks,
+    &om_pass_fold,
+    &om_pass_simplify,
+    &om_pass_cse,
+    &om_pass_simplify, /* again: fold and cse made operands equal that were not */
+    &om_pass_patterns,
+    &om_pass_bias,
+    &om_pass_layout,
+    &om_pass_dce,
+    NULL,
+};
+
+#define JOINT(again)           \
+    {                          \
+        &om_pass_simplify,     \
+        &om_pass_fold,         \
+        &om_pass_cse,          \
+        &om_pass_accumulate,   \
+        &om_pass_##again,      \
+        &om_pass_dce,          \
+        &om_pass_fuse,         \
+        NULL,                  \
     }
 const om_pass *const om_passes_joint[] = JOINT(remat);
 const om_pass *const om_passes_joint_layers[] = JOINT(layers);
@@ -38,8 +59,10 @@ const om_pass *om_pass_find(const char *name) {
 
 bool om_pass_same_type(const om_type *a, const om_type *b) {
     if (a->dtype != b->dtype || a->rank != b->rank || a->device != b->device) return false;
-    for (int i = 0; i < a->rank; i++)
-        if (a->dim[i] != b->dim[i] && !om_sabotage("same_type")) return false;
+    for (int i = 0; i < a->rank; i++) {
+        const bool differs = a->dim[i] != b->dim[i];
+        if (differs && !om_sabotage("same_type")) return false;
+    }
     return true;
 }
 
@@ -50,25 +73,13 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x) {
     for (int i = 0; i < c->type.rank; i++) n *= c->type.dim[i];
     size_t size = om_dtype_size(c->type.dtype);
     if (n == 0 || size == 0) return false;
-    for (int64_t i = 1; i < n; i++)
-        if (memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0 && !om_sabotage("splat")) return false;
+    for (int64_t i = 1; i < n; i++) {
+        const bool differs = memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0;
+        if (differs && !om_sabotage("splat")) return false;
+    }
     om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1},
               to = {.data = x, .dtype = OM_F64, .device = -1};
     return om_copy(g->cx, &from, &to) == OM_OK;
-}
-
-uint32_t *om_pass_uses(om_ctx *cx, const om_graph *g) {
-    uint32_t *n = om_alloc(cx, ((size_t)g->values.n + 1) * sizeof *n);
-    if (!n) return NULL;
-    for (om_id i = 0; i < g->operands.n; i++)
-        if (g->operands.v[i] != OM_NONE) n[g->operands.v[i]]++;
-    for (om_id i = 0; i < g->outputs.n; i++) n[g->outputs.v[i]]++;
-    for (om_id i = 0; i < g->writes.n; i++) n[g->writes.v[i].value]++;
-    for (om_id i = 0; i < g->grads.n; i++)
-        if (g->grads.v[i].value != OM_NONE) n[g->grads.v[i].value]++;
-    for (om_id i = 0; i < g->values.n; i++)
-        if (n[i] > 1 && om_sabotage("uses")) n[i] = 1;
-    return n;
 }
 
 static bool passes_env(const char *name) {

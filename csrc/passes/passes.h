@@ -4,7 +4,9 @@
 
 #include "graph/engine.h"
 
-#define PASS(name, doc) extern const om_pass om_pass_##name;
+#define PASS(name, doc)              \
+    extern const om_pass om_pass_##name; \
+    om_status om_pass_run_##name(om_ctx *cx, const om_graph *in, om_graph **out);
 #include "passes/passes.def"
 #undef PASS
 
@@ -19,9 +21,4 @@ const om_pass *om_pass_find(const char *name);   /* NULL when unknown */
 bool om_pass_splat(const om_graph *g, om_id v, double *x);
 /* Same dtype, rank, device and sizes. */
 bool om_pass_same_type(const om_type *a, const om_type *b);
-/* Per value: how many operands, outputs, writes and gradients name it. om_free it. */
-uint32_t *om_pass_uses(om_ctx *cx, const om_graph *g);
-/* Evaluates a node of g whose operands are (replaced by) the constants in[]: new constants in out[] and *done, or *done
- * = false when it is random, of the host, too large, or of sizes known only at run time. */
-om_status om_fold_node(om_graph *g, const om_node *n, const om_id *in, om_id *out, bool *done);
 #endif

@@ -1,139 +1,60 @@
-/* remat.c - what is cheap to compute again is not kept for backward: gelu from the linear layer's output that its
- * gradient reads anyway, a normalisation from its input, a cast, a dropout (its mask comes from a counter). Such values
- * are most of what a transformer's forward leaves behind, and computing them costs one sweep over memory.
+/* remat.c - backward computes again what a set of flags says (remat.h), and the passes that do what a policy wants.
  *
- *   kept         a forward value whose memory backward reads
- *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
- *   remat        kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway:
- *                backward reads those
+ * The first backward reader of a flagged value, through views or directly, is preceded by a clone of its node (phase
+ * backward, the same random stream), after clones of what that needs and is flagged; all later backward readers take
+ * the clone, also of the node's other outputs. The forward value then dies in the forward. A clone only lengthens the
+ * lives of kept values, and of those only until a reader of the clone. What nobody in the backward asks for is not
+ * computed, whatever its flag.
  *
- * The first backward reader of a remat value, through views or directly, is preceded by a clone of its node (phase
- * backward, the same random stream); all backward readers take the clone. The forward value then dies in the forward. A
- * clone only lengthens the lives of kept values, and of those only until a reader of the clone. Casts of graph inputs
- * stay: one low-precision copy of a weight serves the whole step. Kernels are deterministic, so the bits are the same:
- * node and clone share a number (om_node.again), by which fuse lets both round, or neither, where they stay in
- * registers.
- *
- * Memory level 1 (pass `layers` in place of `remat`) does the same to whole transformer layers, whatever their
- * operators cost:
- *
- *   boundary     the input of a norm whose result reaches an attention before another norm: where a layer begins. It is
- *                kept.
- *   layer        a forward node that reads a boundary, directly or not, and that a later boundary needs. The last layer
- *                is none: backward begins with it, so forgetting its values would save nothing at the peak.
- *
- * What backward reads of a layer is computed again from the boundary before it, when backward comes to the layer;
- * clones are made as they are asked for, so what only the next boundary needs (the last product of a layer) is not
- * computed twice. Left alone: nodes of the host, and nodes that read an input which the forward overwrites. State is
- * written from the forward's own values (the list of writes), never by a clone. This is gradient checkpointing
- * (https://arxiv.org/abs/1604.06174) at the boundaries onnxruntime-training used.
+ * Kernels are deterministic, so the bits are the same: node and clone share a number (om_node.again), by which fuse
+ * lets both round, or neither, where they stay in registers. State is written from the forward's own values (the list
+ * of writes), never by a clone.
  */
 #include "passes/passes.h"
-#include "graph/sabotage.h"
+#include "passes/remat.h"
 
-enum { DEPTH = 4, OPERANDS = 256 };
+#include <stdio.h>
 
 typedef struct remat {
-    const om_graph *g;
-    /* per value, at the value whose memory it is: backward reads it; exists anyway; computed again; a graph input that
-     * the forward writes */
-    uint8_t *kept, *fixed, *again, *written;
-    uint8_t *boundary;             /* per value; level 1 */
-    uint8_t *layer;                /* per node: a layer's; level 1 */
+    const om_facts *f;
+    const uint8_t *again;
     om_id *clone;                  /* per old value: its clone in the new graph, OM_NONE before */
     OM_VEC(om_id) todo;            /* remat_read: values to be cloned, each needed by the one before */
 } remat;
 
-static const om_node *remat_node(const om_graph *g, om_id v) {
-    om_id n = om_val(g, v)->node;
-    return n == OM_NONE ? NULL : &g->nodes.v[n];
-}
+/* --- what may be flagged ---------------------------------------------------------------------------- */
 
-/* The value whose memory v lies in. */
-static om_id remat_source(const om_graph *g, om_id v) {
-    const om_node *n;
-    while ((n = remat_node(g, v)) && n->op->view) v = om_ins(g, n)[0];
-    return v;
-}
-
-static bool remat_cheap(const om_node *n) {
-    return n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) || om_is(n, dropout);
-}
-
-static bool remat_computable(const remat *m, om_id v, int depth) {
-    const om_graph *g = m->g;
-    v = remat_source(g, v);
-    const om_node *n = remat_node(g, v);
-    if (!n) return !m->written[v] || om_sabotage("remat.written");
-    if (n->phase != OM_FORWARD) return false;
-    if (m->kept[v] || m->fixed[v] || om_sabotage("remat.computable")) return true;
-    if (depth == 0 || v != n->out || !remat_cheap(n)) return false;
-    for (int k = 0; k < n->n_in; k++)
-        if (om_ins(g, n)[k] != OM_NONE && !remat_computable(m, om_ins(g, n)[k], depth - 1)) return false;
-    return true;
-}
-
-static bool remat_wanted(const remat *m, const om_node *n) {
-    const om_graph *g = m->g;
-    if (n->phase != OM_FORWARD || n->op->view || !remat_cheap(n) || !m->kept[n->out]) return false;
-    bool act = false;
+const char *om_remat_illegal(const om_facts *f, om_id v) {
+    const om_graph *g = f->g;
+    const om_node *n = om_maker(g, v);
+    if (!n) return "no node computes it: it is a graph input or a constant";
+    if (n->phase != OM_FORWARD) return n->phase == OM_UPDATE ? "it is an update" : "it is a value of the backward";
+    if (n->op->view) return "it is a view: the flag belongs to the value whose memory it is";
+    if (n->op->kind == OM_K_HOST) return "the host computes it";
+    const bool draws = n->op->random && (om_node_float(n, "p", 0) > 0 || om_node_float(n, "dropout", 0) > 0);
+    if (draws && !n->rng) return "it is random and has no stream";
+    if (f->held[v] & OM_HELD_WRITE) return "a write stores it: state is computed once";
     for (int k = 0; k < n->n_in; k++) {
-        om_id v = om_ins(g, n)[k];
-        if (v == OM_NONE) continue;
-        if (!remat_computable(m, v, DEPTH)) return false;
-        act |= remat_node(g, remat_source(g, v)) != NULL;
+        const om_id in = om_ins(g, n)[k] == OM_NONE ? OM_NONE : f->root[om_ins(g, n)[k]];
+        for (uint32_t i = 0; i < g->writes.n && in != OM_NONE; i++)
+            if (g->inputs.v[g->writes.v[i].input] == in) return "it is computed from what the forward overwrites";
     }
-    return act;
+    return NULL;
 }
 
-/* --- layers ---------------------------------------------------------------------------------------- */
-
-static bool remat_is_norm(const om_node *n) { return om_is(n, layer_norm) || om_is(n, rms_norm); }
-
-static void remat_boundaries(remat *m, uint8_t *attends /* per value: an attention reads it before a norm does */) {
-    const om_graph *g = m->g;
-    for (om_id i = g->nodes.n; i-- > 0;) {
-        const om_node *n = &g->nodes.v[i];
-        if (n->phase != OM_FORWARD) continue;
-        bool hit = om_is(n, attention) || om_is(n, softmax);
-        for (int k = 0; k < n->n_out; k++) hit |= attends[n->out + (om_id)k];
-        if (hit && remat_is_norm(n)) m->boundary[remat_source(g, om_ins(g, n)[0])] = 1;
-        if (!hit || remat_is_norm(n)) continue;
-        for (int k = 0; k < n->n_in; k++)
-            if (om_ins(g, n)[k] != OM_NONE) attends[om_ins(g, n)[k]] = 1;
+static om_status remat_check(om_ctx *cx, const om_facts *f, const uint8_t *again) {
+    const om_graph *g = f->g;
+    for (om_id v = 0; v < g->values.n; v++) {
+        const char *why = again[v] ? om_remat_illegal(f, v) : NULL;
+        if (!why) continue;
+        const om_value *x = om_val(g, v);
+        const om_node *n = om_maker(g, v);
+        char number[16];
+        snprintf(number, sizeof number, "v%u", v);
+        return om_fail(cx, OM_INVALID, "%s (output %d of %s) cannot be computed again in backward: %s; leave it kept",
+                       x->name ? x->name : number, x->out, n ? n->op->name : "none", why);
     }
-}
-
-static void remat_layers(remat *m, uint8_t *after /* per value: it depends on a boundary */,
-                         uint8_t *before /* a boundary depends on it */) {
-    const om_graph *g = m->g;
-    for (om_id i = g->nodes.n; i-- > 0;) {
-        const om_node *n = &g->nodes.v[i];
-        bool needed = false;
-        for (int k = 0; k < n->n_out; k++) needed |= before[n->out + (om_id)k] || m->boundary[n->out + (om_id)k];
-        for (int k = 0; k < n->n_in && needed && n->phase == OM_FORWARD; k++)
-            if (om_ins(g, n)[k] != OM_NONE) before[om_ins(g, n)[k]] = 1;
-    }
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        const om_node *n = &g->nodes.v[i];
-        bool follows = false, ahead = false, able = n->phase == OM_FORWARD && n->op->kind != OM_K_HOST;
-        for (int k = 0; k < n->n_in; k++) {
-            om_id v = om_ins(g, n)[k];
-            if (v == OM_NONE) continue;
-            follows |= after[v] || m->boundary[remat_source(g, v)];
-            able &= !m->written[remat_source(g, v)] || om_sabotage("layers.written");
-        }
-        for (int k = 0; k < n->n_out; k++) {
-            after[n->out + (om_id)k] = follows;
-            ahead |= before[n->out + (om_id)k];
-        }
-        m->layer[i] = able && follows && ahead;
-    }
-}
-
-static bool remat_layer_value(const remat *m, om_id v) { /* made inside a layer and not where the next begins */
-    om_id n = om_val(m->g, v)->node;
-    return m->layer && n != OM_NONE && m->layer[n] && !m->boundary[v];
+    return OM_OK;
 }
 
 /* --- rewriting ------------------------------------------------------------------------------------- */
@@ -142,12 +63,8 @@ static bool remat_layer_value(const remat *m, om_id v) { /* made inside a layer 
 static bool remat_found(const om_rewriter *r, om_id v, om_id *found) {
     const remat *m = r->arg;
     if ((*found = m->clone[v]) != OM_NONE) return true;
-    om_id src = remat_source(m->g, v);
-    const om_node *made = remat_node(m->g, src);
     *found = r->map[v];
-    return !made || made->phase != OM_FORWARD || m->fixed[src] || (m->kept[src] && !m->again[src]) ||
-           /* kept from now on */
-           (m->layer && !m->again[src] && !remat_layer_value(m, src) && !remat_computable(m, src, DEPTH));
+    return !m->again[m->f->root[v]];
 }
 
 /* The value of the new graph that backward reads for the old value v, cloned now if need be, after the operands it
@@ -155,17 +72,17 @@ static bool remat_found(const om_rewriter *r, om_id v, om_id *found) {
 static om_id remat_read(om_rewriter *r, om_id v) {
     remat *m = r->arg;
     om_ctx *cx = r->to->cx;
-    om_id found, with[OPERANDS];
+    om_id found, with[OM_MAX_IN];
     if (remat_found(r, v, &found)) return found;
     m->todo.n = 0;
     om_id *todo = OM_PUSH(cx, &m->todo);
     if (!todo) return OM_NONE;
     *todo = v;
     while (m->todo.n) {
-        const om_node *n = remat_node(m->g, m->todo.v[m->todo.n - 1]);
+        const om_node *n = om_maker(r->from, m->todo.v[m->todo.n - 1]);
         int k = 0;
-        if (n->n_in > OPERANDS)
-            return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS),
+        if (n->n_in > OM_MAX_IN)
+            return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OM_MAX_IN),
                    OM_NONE;
         for (; k < n->n_in; k++) {
             om_id x = om_ins(r->from, n)[k];
@@ -190,94 +107,47 @@ static om_id remat_read(om_rewriter *r, om_id v) {
     return m->clone[v];
 }
 
-static om_status remat_operands(om_rewriter *r, const om_node *n, om_id *with) {
-    if (n->n_in > OPERANDS)
-        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OPERANDS);
-    for (int k = 0; k < n->n_in; k++)
-        with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
-    return r->to->cx->status;
-}
-
-static om_status remat_layers_find(om_ctx *cx, remat *m) {
-    size_t n = (size_t)m->g->values.n + 1;
-    uint8_t *attends = om_alloc(cx, n), *after = om_alloc(cx, n), *before = om_alloc(cx, n);
-    m->boundary = om_alloc(cx, n);
-    m->layer = om_alloc(cx, (size_t)m->g->nodes.n + 1);
-    om_status s = attends && after && before && m->boundary && m->layer ? OM_OK : cx->status;
-    if (s == OM_OK) {
-        remat_boundaries(m, attends);
-        remat_layers(m, after, before);
-        for (om_id v = 0; v < m->g->values.n; v++) {
-            if (m->kept[v] && remat_layer_value(m, v)) m->again[v] = 1;
-            if (m->boundary[v]) m->kept[v] = 1, m->again[v] = 0;
-        }
-    }
-    om_free(cx, attends);
-    om_free(cx, after);
-    om_free(cx, before);
-    return s;
-}
-
 static om_status remat_emit(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id];
-    om_id with[OPERANDS];
-    if (n->phase == OM_FORWARD) return om_rewrite_copy(r, id);
-    OM_TRY(remat_operands(r, n, with));
+    om_id with[OM_MAX_IN];
+    if (n->phase != OM_BACKWARD) return om_rewrite_copy(r, id);
+    if (n->n_in > OM_MAX_IN)
+        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OM_MAX_IN);
+    for (int k = 0; k < n->n_in; k++)
+        with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
+    if (r->to->cx->status != OM_OK) return r->to->cx->status;
     return om_rewrite_copy_with(r, id, with);
 }
 
-/* v is handed out. Of a view of a part (keys and values inside a joint projection) a copy is; what it is a part of need
- * not stay. */
-static void remat_fix(remat *m, om_id v) {
-    om_graph *g = (om_graph *)m->g; /* may intern sizes */
-    om_id src = remat_source(g, v);
-    if (om_dim_numel(g, om_ty(g, v)) == om_dim_numel(g, om_ty(g, src))) m->fixed[src] = 1;
-}
-
-static om_status remat_level(om_ctx *cx, const om_graph *in, int level, om_graph **out) {
-    size_t n = (size_t)in->values.n + 1;
-    remat m = {.g = in,
-               .kept = om_alloc(cx, n),
-               .fixed = om_alloc(cx, n),
-               .again = om_alloc(cx, n),
-               .written = om_alloc(cx, n),
-               .clone = om_alloc(cx, n * sizeof(om_id))};
-    om_status s = m.kept && m.fixed && m.again && m.written && m.clone ? OM_OK : cx->status;
-    if (s == OM_OK) {
-        memset(m.clone, 0xff, n * sizeof(om_id));
-        for (om_id i = 0; i < in->nodes.n; i++) {
-            const om_node *x = &in->nodes.v[i];
-            if (x->phase == OM_FORWARD) continue;
-            for (int k = 0; k < x->n_in; k++)
-                if (om_ins(in, x)[k] != OM_NONE) m.kept[remat_source(in, om_ins(in, x)[k])] = 1;
-        }
-        for (uint32_t i = 0; i < in->outputs.n; i++) remat_fix(&m, in->outputs.v[i]);
-        for (uint32_t i = 0; i < in->writes.n; i++) {
-            remat_fix(&m, in->writes.v[i].value);
-            m.written[in->inputs.v[in->writes.v[i].input]] = 1;
-        }
-        for (uint32_t i = 0; i < in->grads.n; i++)
-            if (in->grads.v[i].value != OM_NONE) remat_fix(&m, in->grads.v[i].value);
-        for (om_id i = 0; i < in->nodes.n; i++)
-            if (remat_wanted(&m, &in->nodes.v[i])) m.again[in->nodes.v[i].out] = 1;
-    }
-    if (s == OM_OK && level > 0) s = remat_layers_find(cx, &m);
-    if (s == OM_OK) s = om_rewrite(cx, in, remat_emit, &m, out);
+om_status om_remat_apply(om_ctx *cx, const om_facts *f, const uint8_t *again, om_graph **out) {
+    const size_t bytes = ((size_t)f->g->values.n + 1) * sizeof(om_id);
+    *out = NULL;
+    OM_TRY(remat_check(cx, f, again));
+    remat m = {.f = f, .again = again, .clone = om_alloc(cx, bytes)};
+    if (!m.clone) return cx->status;
+    memset(m.clone, 0xff, bytes);
+    om_status s = om_rewrite(cx, f->g, remat_emit, &m, out);
     om_free(cx, m.todo.v);
-    om_free(cx, m.boundary);
-    om_free(cx, m.layer);
-    om_free(cx, m.kept);
-    om_free(cx, m.fixed);
-    om_free(cx, m.again);
-    om_free(cx, m.written);
     om_free(cx, m.clone);
     return s;
 }
 
-static om_status remat_run(om_ctx *cx, const om_graph *in, om_graph **out) { return remat_level(cx, in, 0, out); }
-static om_status layers_run(om_ctx *cx, const om_graph *in, om_graph **out) { return remat_level(cx, in, 1, out); }
+/* --- the passes ------------------------------------------------------------------------------------- */
 
-const om_pass om_pass_remat = {
-    "remat", "what is cheap to compute again is not kept for backward: gelu, norms, casts, dropout", remat_run};
-const om_pass om_pass_layers = {
-    "layers", "remat, and transformer layers are computed again from their inputs (memory level 1)", layers_run};
+static om_status remat_by(om_ctx *cx, const om_graph *in, om_recompute policy, om_graph **out) {
+    om_facts *f = om_facts_new(cx, in);
+    uint8_t *again = om_alloc(cx, (size_t)in->values.n + 1);
+    om_status s = f && again ? OM_OK : cx->status;
+    if (s == OM_OK) s = om_remat_policies[policy].choose(cx, &(om_remat_ask){in, f}, again);
+    if (s == OM_OK) s = om_remat_apply(cx, f, again, out);
+    om_free(cx, again);
+    om_free(cx, f);
+    return s;
+}
+
+om_status om_pass_run_remat(om_ctx *cx, const om_graph *in, om_graph **out) {
+    return remat_by(cx, in, OM_RECOMPUTE_CHEAP, out);
+}
+om_status om_pass_run_layers(om_ctx *cx, const om_graph *in, om_graph **out) {
+    return remat_by(cx, in, OM_RECOMPUTE_LAYERS, out);
+}

@@ -5,12 +5,11 @@
  * bit pattern: x + 0.0 is not x (it turns -0.0 into 0.0), x + -0.0 and x - 0.0 are. Gradients are unchanged too, so the
  * pass may run before and after they are built. Nodes left without a reader go in the next rewrite.
  */
+#include "graph/facts.h"
 #include "passes/passes.h"
 
-static const om_node *simplify_producer(const om_graph *g, om_id v) {
-    return v != OM_NONE && om_val(g, v)->node != OM_NONE && om_val(g, v)->out == 0 ? &g->nodes.v[om_val(g, v)->node]
-                                                                                   : NULL;
-}
+enum { SIMPLIFY_PARTS = 64 /* of a concat that is looked at */ };
+
 static const om_attr *simplify_dims(const om_node *n, const char *name) {
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
     return a && a->kind == OM_ATTR_DIMS ? a : NULL;
@@ -29,14 +28,14 @@ static bool simplify_is(const om_graph *g, om_id v, double want, bool minus_zero
 }
 
 static om_id simplify_reshape(om_graph *g, const om_node *n, om_id x) {
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     const om_attr *shape = simplify_dims(n, "shape");
     if (!m || m->op != n->op || !shape) return x;
     return om_b_reshape(g, om_ins(g, m)[0], shape->dims, (int)shape->n);
 }
 
 static om_id simplify_permute(om_graph *g, const om_node *n, om_id x) {
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     const om_attr *p = simplify_dims(n, "perm"), *q = m && m->op == n->op ? simplify_dims(m, "perm") : NULL;
     int perm[OM_RANK];
     for (uint32_t i = 0; p && i < p->n; i++) perm[i] = (int)(q ? q->dims[p->dims[i]] : p->dims[i]);
@@ -44,7 +43,7 @@ static om_id simplify_permute(om_graph *g, const om_node *n, om_id x) {
 }
 
 static om_id simplify_expand(om_graph *g, const om_node *n, om_id x) {
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     const om_attr *shape = simplify_dims(n, "shape");
     if (!m || m->op != n->op || !shape) return x;
     return om_b_expand(g, om_ins(g, m)[0], shape->dims, (int)shape->n);
@@ -52,7 +51,7 @@ static om_id simplify_expand(om_graph *g, const om_node *n, om_id x) {
 
 /* x[a:b][c:d] = x[a+c : a+d] */
 static om_id simplify_slice(om_graph *g, const om_node *n, om_id x) {
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     int64_t axis = om_node_int(n, "axis", 0);
     om_dim a, c, d;
     if (!m || m->op != n->op || om_node_int(m, "axis", 0) != axis || om_node_int(m, "step", 1) != 1 ||
@@ -64,7 +63,7 @@ static om_id simplify_slice(om_graph *g, const om_node *n, om_id x) {
 }
 
 static om_id simplify_flip(const om_graph *g, const om_node *n, om_id x) {
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     const om_attr *p = simplify_dims(n, "axes"), *q = m && m->op == n->op ? simplify_dims(m, "axes") : NULL;
     if (p && p->n == 0) return x;
     return q && p && p->n == q->n && !memcmp(p->dims, q->dims, p->n * sizeof *p->dims) ? om_ins(g, m)[0] : OM_NONE;
@@ -85,7 +84,7 @@ static bool simplify_exact(int from, int to) {
 }
 
 static om_id simplify_cast(om_graph *g, const om_node *n, om_id x) {
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     int to = om_ty(g, n->out)->dtype;
     if (!m || m->op != n->op) return x;
     om_id from = om_ins(g, m)[0];
@@ -94,10 +93,10 @@ static om_id simplify_cast(om_graph *g, const om_node *n, om_id x) {
 }
 
 static om_id simplify_concat(om_graph *g, const om_node *n) {
-    om_id in[64];
+    om_id in[SIMPLIFY_PARTS];
     int k = 0;
     int64_t axis = om_node_int(n, "axis", 0);
-    if (n->n_in > 64) return OM_NONE;
+    if (n->n_in > SIMPLIFY_PARTS) return OM_NONE;
     for (int i = 0; i < n->n_in; i++) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE || om_ty(g, v)->dim[axis] != 0) in[k++] = v;
@@ -119,7 +118,7 @@ static bool simplify_no_pad(const om_node *n) {
 static om_id simplify_rule(om_graph *g, const om_node *n) {
     if (n->n_out != 1 || n->n_in == 0) return OM_NONE;
     om_id x = om_ins(g, n)[0], y = n->n_in > 1 ? om_ins(g, n)[1] : OM_NONE;
-    const om_node *m = simplify_producer(g, x);
+    const om_node *m = om_maker(g, x);
     if (om_is(n, reshape)) return simplify_reshape(g, n, x);
     if (om_is(n, permute)) return simplify_permute(g, n, x);
     if (om_is(n, expand)) return simplify_expand(g, n, x);
@@ -157,8 +156,6 @@ static om_status simplify_emit(om_rewriter *r, om_id id) {
     return OM_OK;
 }
 
-static om_status simplify_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_simplify(om_ctx *cx, const om_graph *in, om_graph **out) {
     return om_rewrite(cx, in, simplify_emit, NULL, out);
 }
-
-const om_pass om_pass_simplify = {"simplify", "drop or merge nodes that change nothing", simplify_run};

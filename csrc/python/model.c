@@ -17,12 +17,19 @@ static PyObject *model_wrap(PyTypeObject *type, om_ctx *cx, om_status s, om_mode
     return (PyObject *)self;
 }
 
+static bool level_known(int level) {
+    if (level >= 0 && level < OM_N_RECOMPUTE) return true;
+    PyErr_Format(PyExc_ValueError, "memory_level=%d is not allowed; give 0 or 1", level);
+    return false;
+}
+
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     static char *names[] = {"onnx", "memory_level", NULL};
     const char *data;
     Py_ssize_t size;
     int level = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level) || !level_known(level))
+        return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     om_model *m = NULL;
@@ -30,8 +37,9 @@ static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     Py_BEGIN_ALLOW_THREADS;
     s = om_model_load(cx, data, (size_t)size, &m);
     Py_END_ALLOW_THREADS;
-    if (m) om_model_memory_level(m, level);
-    return model_wrap(type, cx, s, m);
+    PyObject *self = model_wrap(type, cx, s, m);
+    if (self) ((Model *)self)->level = level;
+    return self;
 }
 
 static PyObject *Model_from_text(PyObject *none, PyObject *args) {
@@ -149,7 +157,9 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     const char *wanted, *arriving;
     Py_ssize_t nw, na;
     PyObject *group = Py_None;
-    if (!PyArg_ParseTuple(args, "y#y#|O:variant", &wanted, &nw, &arriving, &na, &group)) return NULL;
+    int level = self->level;
+    if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) || !level_known(level))
+        return NULL;
     const om_graph *g = om_model_graph(self->m, -1);
     if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n)
         return PyErr_Format(PyExc_ValueError,
@@ -177,7 +187,8 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     om_status s = OM_NOMEM;
     if (cx) {
         Py_BEGIN_ALLOW_THREADS;
-        s = om_model_variant(cx, self->m, (const uint8_t *)wanted, (const uint8_t *)arriving, grp, &variant);
+        s = om_model_variant(cx, self->m, (const uint8_t *)wanted, (const uint8_t *)arriving, grp,
+                             (om_recompute)level, &variant);
         Py_END_ALLOW_THREADS;
     }
     free(grp);

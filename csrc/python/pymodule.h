@@ -26,7 +26,11 @@ int om_py_params(PyObject *const *lists, struct om_optim_param *ps, Py_ssize_t n
 /* None, or NULL with the failure raised; frees the context. */
 PyObject *om_py_done(om_ctx *cx, om_status s);
 
-typedef struct Model { PyObject_HEAD om_model *m; } Model;
+typedef struct Model {
+    PyObject_HEAD
+    om_model *m;
+    int level;                 /* om_recompute of variants that are asked for without one */
+} Model;
 typedef struct State { PyObject_HEAD Model *model; om_state *s; } State;
 typedef struct Run {
     PyObject_HEAD

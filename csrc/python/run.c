@@ -119,7 +119,7 @@ static PyObject *Run_host_done(PyObject *o, PyObject *args) {
     PyObject *outs;
     if (!PyArg_ParseTuple(args, "O:host_done", &outs)) return NULL;
     const om_host_stop *stop = om_run_host(self->r);
-    om_tensor got[64];
+    om_tensor got[OM_MAX_OUT];
     if (stop && om_dl_import_list(outs, stop->n_out, got, "host outputs")) return NULL;
     if (om_run_answer(self->r, got) != OM_OK) return om_py_error(self->cx);
     Py_RETURN_NONE;

@@ -27,9 +27,10 @@ om_tensor om_run_arg(const om_run *r, const om_call *c, int i) {
 }
 
 static om_status call_run(om_run *r, const om_call *c) {
-    om_tensor arg[320];
+    om_tensor arg[OM_MAX_ARGS];
     int n = c->n_in + c->n_out;
-    if (n > 320) return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most 320", n);
+    if (n > OM_MAX_ARGS)
+        return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, OM_MAX_ARGS);
     for (int i = 0; i < n; i++) {
         arg[i] = om_run_arg(r, c, i);
         if (!arg[i].data && arg[i].dtype && om_numel(&arg[i]) && c->arg[i].storage != OM_NONE)

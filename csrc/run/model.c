@@ -1,8 +1,8 @@
 /* model.c - a captured graph and what is derived from it: variants (joint graphs) and plans, each made once and cached.
  *
  *   load      ONNX -> graph -> om_passes_forward
- *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint (at memory level 1 _layers)
- *             -> segments
+ *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint, or _joint_layers, by what
+ *             is to be computed again -> segments
  *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS leaves the cache. Who
  *             uses it, a run or a forward in flight, still finds it; the last one to let go frees it
  *
@@ -30,7 +30,6 @@ struct om_model {
     om_model *next, **link;  /* of all models */
     uint64_t clock;
     double load_ms;
-    int memory_level;
     uint8_t *differentiable; /* per user output */
     bool profiling;
     struct { uint64_t count; double ms; } profile[OM_N_PROFILE];
@@ -115,6 +114,15 @@ om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **ou
     return OM_OK;
 }
 
+static void variant_free(om_ctx *cx, om_variant *v) {
+    om_free(cx, v->facts);
+    om_graph_free(v->g);
+    om_free(cx, v->wanted);
+    om_free(cx, v->arriving);
+    om_free(cx, v->group);
+    om_flow_free(cx, &v->flow);
+}
+
 void om_model_free(om_ctx *cx, om_model *m) {
     if (!m) return;
     model_leave(m);
@@ -124,11 +132,7 @@ void om_model_free(om_ctx *cx, om_model *m) {
         om_plan_free(m->cx, p);
     }
     for (int i = 0; i < m->n_variants; i++) {
-        om_graph_free(m->variant[i].g);
-        om_free(m->cx, m->variant[i].wanted);
-        om_free(m->cx, m->variant[i].arriving);
-        om_free(m->cx, m->variant[i].group);
-        om_flow_free(m->cx, &m->variant[i].flow);
+        variant_free(m->cx, &m->variant[i]);
     }
     om_graph_free(m->g);
     om_free(m->cx, m->differentiable);
@@ -143,7 +147,6 @@ const om_graph *om_model_graph(const om_model *m, int variant) {
 const om_variant *om_model_variant_at(const om_model *m, int variant) {
     return variant >= 0 && variant < m->n_variants ? &m->variant[variant] : NULL;
 }
-void om_model_memory_level(om_model *m, int level) { m->memory_level = level; }
 double om_model_load_ms(const om_model *m) { return m->load_ms; }
 
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text) {
@@ -156,10 +159,10 @@ om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text)
  * the gradient of a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer
  * step in a hook) ---------------- */
 
-static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int *n_segments) {
+static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, const int *group, int *n_segments) {
     int last = 0;
     int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
-    /* last segment that may read the memory this value lies in */
+    /* at roots: last segment that may read what lies there */
     int *until = om_alloc(cx, (g->values.n + 1) * sizeof *until);
     if (!seg || !until) {
         om_free(cx, seg);
@@ -176,20 +179,19 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
         if (want < seg[v]) seg[v] = want < 0 ? 0 : want;
         until[g->inputs.v[g->grads.v[i].input]] = want < 0 ? 0 : want;
     }
-    for (om_id v = 0; v < g->values.n; v++) {
-        om_id node = om_val(g, v)->node;
-        if (node != OM_NONE && g->nodes.v[node].op->view) until[v] = until[om_ins(g, &g->nodes.v[node])[0]];
-    }
     for (om_id i = g->nodes.n; i-- > 0;) {
         om_node *n = &g->nodes.v[i];
         if (n->phase == OM_FORWARD) continue;
         int s = last;
         for (int k = 0; k < n->n_out; k++)
             if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
-        for (int k = 0; k < n->n_in; k++)
-            if (om_ins(g, n)[k] != OM_NONE && until[om_ins(g, n)[k]] < s && !om_sabotage("segment.until"))
-                s = until[om_ins(g, n)[k]];
-        n->segment = (uint16_t)(s < last && om_sabotage("segment") ? s + 1 : s);
+        for (int k = 0; k < n->n_in; k++) {
+            const om_id v = om_ins(g, n)[k];
+            const bool ends = v != OM_NONE && until[root[v]] < s;
+            if (ends && !om_sabotage("segment.until")) s = until[root[v]];
+        }
+        const bool early = s < last;
+        n->segment = (uint16_t)(early && om_sabotage("segment") ? s + 1 : s);
         for (int k = 0; k < n->n_in; k++) {
             om_id v = om_ins(g, n)[k];
             if (v != OM_NONE && s < seg[v]) seg[v] = s;
@@ -201,22 +203,38 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const int *group, int 
     return OM_OK;
 }
 
+static bool variant_is(const om_model *m, const om_variant *v, const uint8_t *wanted, const uint8_t *arriving,
+                       const int *group, om_recompute again) {
+    const size_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
+    const bool gradients = !memcmp(v->wanted, wanted, n_in) && !memcmp(v->arriving, arriving, n_out);
+    const bool segments = !v->group == !group && (!group || !memcmp(v->group, group, n_in * sizeof *group));
+    return gradients && segments && v->again == again;
+}
+
 static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                               int *variant) {
+                               om_recompute again, int *variant) {
+    static const om_pass *const *const joint[OM_N_RECOMPUTE] = {
+        [OM_RECOMPUTE_CHEAP] = om_passes_joint,
+        [OM_RECOMPUTE_LAYERS] = om_passes_joint_layers,
+    };
     om_ctx *cx = m->cx;
     uint32_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
-    for (int i = 0; i < m->n_variants; i++) {
-        const om_variant *v = &m->variant[i];
-        if (!memcmp(v->wanted, wanted, n_in) && !memcmp(v->arriving, arriving, n_out) && !v->group == !group &&
-            (!group || !memcmp(v->group, group, n_in * sizeof *group))) {
+    if ((unsigned)again >= OM_N_RECOMPUTE)
+        return om_fail(cx, OM_INVALID, "a variant that computes %d again: 0 (what is cheap) and 1 (layers) are defined",
+                       (int)again);
+    for (int i = 0; i < m->n_variants; i++)
+        if (variant_is(m, &m->variant[i], wanted, arriving, group, again)) {
             *variant = i;
             return OM_OK;
         }
-    }
     if (m->n_variants == MAX_VARIANTS)
-        return om_fail(cx, OM_UNSUPPORTED, "more than %d sets of wanted and arriving gradients for one graph",
+        return om_fail(cx, OM_UNSUPPORTED,
+                       "more than %d sets of wanted and arriving gradients and memory levels for one graph",
                        MAX_VARIANTS);
-    om_variant v = {.wanted = om_alloc(cx, n_in + 1), .arriving = om_alloc(cx, n_out + 1), .first_grad_in = n_in};
+    om_variant v = {.wanted = om_alloc(cx, n_in + 1),
+                    .arriving = om_alloc(cx, n_out + 1),
+                    .again = again,
+                    .first_grad_in = n_in};
     double t0 = om_now_ms();
     om_status s = v.wanted && v.arriving ? OM_OK : cx->status;
     if (s == OM_OK && group && !(v.group = om_alloc(cx, (n_in + 1) * sizeof *group))) s = cx->status;
@@ -226,16 +244,13 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         if (group) memcpy(v.group, group, n_in * sizeof *group);
         s = om_grad_flow(cx, m->g, wanted, arriving, &v.flow, &v.g);
     }
-    if (s == OM_OK) s = om_passes_run(cx, m->memory_level ? om_passes_joint_layers : om_passes_joint, &v.g);
-    if (s == OM_OK) s = segments_assign(cx, v.g, group, &v.n_segments);
+    if (s == OM_OK) s = om_passes_run(cx, joint[again], &v.g);
+    if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
+    if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, group, &v.n_segments);
     if (s == OM_OK) s = om_needs_make(cx, &v);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {
-        om_graph_free(v.g);
-        om_free(cx, v.wanted);
-        om_free(cx, v.arriving);
-        om_free(cx, v.group);
-        om_flow_free(cx, &v.flow);
+        variant_free(cx, &v);
         return s;
     }
     *variant = m->n_variants;
@@ -244,9 +259,9 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
 }
 
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                           int *variant) {
+                           om_recompute again, int *variant) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, variant_build(m, wanted, arriving, group, variant));
+    om_status s = forward_to(m->cx, cx, variant_build(m, wanted, arriving, group, again, variant));
     pthread_mutex_unlock(&m->lock);
     return s;
 }
@@ -297,7 +312,7 @@ static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_pla
             *plan = m->plan[i];
     if (key != small) om_free(cx, key);
     if (!*plan) {
-        s = om_plan_make(cx, v->g, in, plan);
+        s = om_plan_make(cx, v->facts, in, plan);
         if (s != OM_OK) return s;
         (*plan)->variant = variant;
         (*plan)->refs = 1;

@@ -35,15 +35,14 @@ static int read_order(const void *a, const void *b) {
     return segment ? segment : (x->input > y->input) - (x->input < y->input);
 }
 
-/* source: per value, where its views begin. */
-static om_status reads_find(om_ctx *cx, om_variant *v, const om_id *source) {
+static om_status reads_find(om_ctx *cx, om_variant *v) {
     om_graph *g = v->g;
     OM_VEC(om_needs_read) all = {0};
     for (om_id i = 0; i < g->nodes.n; i++) {
         const om_node *n = &g->nodes.v[i];
         for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++) {
             const om_id in = om_ins(g, n)[k];
-            const om_value *x = in == OM_NONE ? NULL : om_val(g, source[in]);
+            const om_value *x = in == OM_NONE ? NULL : om_val(g, v->facts->root[in]);
             if (!x || x->input == OM_NONE || x->input >= v->first_grad_in) continue;
             om_needs_read *row = OM_PUSH(cx, &all);
             if (row) *row = (om_needs_read){(int)n->segment, (int)x->input};
@@ -80,48 +79,34 @@ static om_status host_find(om_ctx *cx, om_variant *v) {
     return OM_OK;
 }
 
+/* Its memory: a gradient that is a forward value or an input is copied in the backward. */
+static bool backward_reads(const om_facts *f, om_id v) {
+    return om_read_after_forward(f, v) || f->root_held[f->root[v]] & OM_HELD_GRAD;
+}
+
 om_status om_needs_make(om_ctx *cx, om_variant *v) {
     om_graph *g = v->g;
     om_arena *mem = &g->arena;
     int *segment = om_arena_alloc(mem, (g->inputs.n + 1) * sizeof *segment);
     int *at = om_arena_alloc(mem, (g->inputs.n + 1) * sizeof *at);
     uint8_t *in = om_arena_alloc(mem, g->inputs.n + 1), *out = om_arena_alloc(mem, g->outputs.n + 1);
-    om_id *source = om_alloc(cx, (g->values.n + 1) * sizeof *source);
-    uint8_t *read = om_alloc(cx, g->values.n + 1); /* per source: backward reads its memory */
-    if (!segment || !at || !in || !out || !source || !read) {
-        om_free(cx, source);
-        om_free(cx, read);
-        return cx->status;
-    }
-    for (om_id i = 0; i < g->values.n; i++) {
-        const om_id node = om_val(g, i)->node;
-        source[i] = node != OM_NONE && g->nodes.v[node].op->view ? source[om_ins(g, &g->nodes.v[node])[0]] : i;
-    }
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        const om_node *n = &g->nodes.v[i];
-        for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++)
-            if (om_ins(g, n)[k] != OM_NONE) read[source[om_ins(g, n)[k]]] = 1;
-    }
+    if (!segment || !at || !in || !out) return cx->status;
     for (uint32_t i = 0; i < g->inputs.n; i++) segment[i] = at[i] = -1;
     for (uint32_t i = 0; i < g->grads.n; i++) {
-        const om_id value = g->grads.v[i].value, input = g->grads.v[i].input;
-        if (value == OM_NONE) continue;
-        const om_id node = om_val(g, value)->node;
-        read[source[value]] = 1;
-        segment[input] = node == OM_NONE || g->nodes.v[node].phase == OM_FORWARD ? 0 : g->nodes.v[node].segment;
-        at[input] = (int)i;
+        const om_gradout *o = &g->grads.v[i];
+        if (o->value == OM_NONE) continue;
+        const om_node *n = om_maker(g, o->value);
+        segment[o->input] = !n || n->phase == OM_FORWARD ? 0 : n->segment;
+        at[o->input] = (int)i;
     }
-    for (uint32_t i = 0; i < v->first_grad_in; i++) in[i] = read[source[g->inputs.v[i]]];
-    for (uint32_t i = 0; i < g->outputs.n; i++) out[i] = read[source[g->outputs.v[i]]];
+    for (uint32_t i = 0; i < v->first_grad_in; i++) in[i] = backward_reads(v->facts, g->inputs.v[i]);
+    for (uint32_t i = 0; i < g->outputs.n; i++) out[i] = backward_reads(v->facts, g->outputs.v[i]);
     v->grad_at = at;
     v->needs = (om_needs){.n_segments = v->n_segments,
                           .grad_segment = segment,
                           .reads_input = in,
                           .reads_output = out,
                           .reaches = v->flow.reach};
-    om_status s = reads_find(cx, v, source);
-    if (s == OM_OK) s = host_find(cx, v);
-    om_free(cx, source);
-    om_free(cx, read);
-    return s;
+    OM_TRY(reads_find(cx, v));
+    return host_find(cx, v);
 }

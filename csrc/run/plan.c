@@ -8,8 +8,8 @@
  *                blocks
  *   4. offsets   largest storage first, into the smallest gap among those placed that live at the same time
  */
-#include "run/plan.h"
 #include "graph/sabotage.h"
+#include "run/plan.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -25,9 +25,7 @@ typedef struct planner {
     OM_VEC(om_storage) st;
     OM_VEC(om_call) calls;
     place *val;            /* per value */
-    om_id *source;         /* per value: the value whose storage it lies in (itself, or where its views begin) */
-    /* per value, with update nodes: the last of them that reads it, OM_NONE: it is needed to the end */
-    om_id *old_until;
+    const om_facts *f;     /* a value's storage is its root's */
     uint32_t *alias;       /* storage -> storage that took over its place (in-place); itself otherwise; grown with st */
     uint32_t alias_cap;
     bool no_reuse;
@@ -101,22 +99,12 @@ static om_status plan_view(planner *pl, om_id id, const om_attr *attr) {
     return OM_OK;
 }
 
-/* Where values lie, and how long update nodes need what graph inputs hold. */
-static void sources_find(planner *pl) {
-    const om_graph *g = pl->g;
-    for (om_id v = 0; v < g->values.n; v++) {
-        om_id node = om_val(g, v)->node;
-        pl->source[v] = node != OM_NONE && g->nodes.v[node].op->view ? pl->source[om_ins(g, &g->nodes.v[node])[0]] : v;
-    }
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        const om_node *n = &g->nodes.v[i];
-        for (int k = 0; k < n->n_in && n->phase == OM_UPDATE; k++)
-            if (om_ins(g, n)[k] != OM_NONE) pl->old_until[pl->source[om_ins(g, n)[k]]] = i;
-    }
-    for (uint32_t i = 0; i < g->outputs.n && !om_sabotage("plan.state_output"); i++)
-        pl->old_until[pl->source[g->outputs.v[i]]] = OM_NONE;
-    for (uint32_t i = 0; i < g->writes.n && !om_sabotage("plan.state_write"); i++)
-        pl->old_until[pl->source[g->writes.v[i].value]] = OM_NONE;
+/* Is update node `id` the last to need what graph input v held before the run? */
+static bool needed_until(const planner *pl, om_id v, om_id id) {
+    const uint8_t held = pl->f->root_held[v];
+    const bool handed_out = held & OM_HELD_OUTPUT, stored = held & OM_HELD_WRITE;
+    if ((handed_out && !om_sabotage("plan.state_output")) || (stored && !om_sabotage("plan.state_write"))) return false;
+    return om_last_holder(pl->f, v, OM_UPDATE) == id;
 }
 
 /* Output k of an update node: may it be computed in the memory of the graph input that it is written back to?
@@ -131,10 +119,10 @@ static bool state_in_place(const planner *pl, om_id id, int k, om_id *input) {
     for (uint32_t i = 0; i < g->writes.n; i++)
         if (g->writes.v[i].input == *input) writes += g->writes.v[i].value == n->out + (om_id)k ? 1 : 2;
     if ((writes != 1 && !om_sabotage("plan.state_writes")) ||
-        (pl->old_until[in[j]] != id && !om_sabotage("plan.state_until")))
+        (!needed_until(pl, in[j], id) && !om_sabotage("plan.state_until")))
         return false;
     for (int i = 0; i < n->n_in; i++)
-        if (i != j && in[i] != OM_NONE && pl->source[in[i]] == in[j] && !om_sabotage("plan.state_operand"))
+        if (i != j && in[i] != OM_NONE && pl->f->root[in[i]] == in[j] && !om_sabotage("plan.state_operand"))
             return false;
     return om_is_dense(&pl->val[in[j]].t);
 }
@@ -242,40 +230,20 @@ static om_status values_place(planner *pl, const om_tensor *in) {
     return OM_OK;
 }
 
-/* A written input that backward reads is copied into the arena first, and every use reads the copy. */
+/* A written input that backward reads, or hands out as a gradient as it is, is copied into the arena first, and every
+ * use reads the copy. */
 static om_status written_inputs_save(planner *pl) {
     const om_graph *g = pl->g;
-    if (!g->writes.n || !g->grads.n) return OM_OK;
-    uint8_t *written = om_alloc(pl->cx, g->values.n + 1); /* values that alias a written input */
-    if (!written) return pl->cx->status;
-    om_status s = OM_OK;
-    for (uint32_t i = 0; i < g->writes.n; i++) written[g->inputs.v[g->writes.v[i].input]] = 1;
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        const om_node *n = &g->nodes.v[i];
-        for (int k = 0; k < n->n_in; k++) {
-            om_id v = om_ins(g, n)[k];
-            if (v == OM_NONE || !written[v]) continue;
-            if (n->op->view && k == 0) written[n->out] = 1;
-            else if (n->phase == OM_BACKWARD) written[v] = 2;
-        }
-        if (n->op->view && n->phase == OM_BACKWARD && written[n->out]) written[n->out] = 2;
-    }
-    for (uint32_t i = 0; i < g->grads.n; i++) /* handed out in backward as it is */
-        if (g->grads.v[i].value != OM_NONE && written[g->grads.v[i].value]) written[g->grads.v[i].value] = 2;
-    for (om_id i = g->nodes.n; i-- > 0;) { /* back from views to the input itself */
-        const om_node *n = &g->nodes.v[i];
-        if (n->op->view && written[n->out] == 2 && written[om_ins(g, n)[0]]) written[om_ins(g, n)[0]] = 2;
-    }
-    for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
-        om_id v = g->inputs.v[g->writes.v[i].input];
-        if (written[v] != 2 || om_sabotage("plan.save")) continue;
+    for (uint32_t i = 0; i < g->writes.n && g->grads.n; i++) {
+        const om_id v = g->inputs.v[g->writes.v[i].input];
+        const bool needed = om_last_holder(pl->f, v, OM_BACKWARD) != OM_NONE || pl->f->root_held[v] & OM_HELD_GRAD;
+        const bool saved = pl->st.v[pl->val[v].st].where != OM_W_INPUT; /* for another write to it */
+        if (!needed || saved || om_sabotage("plan.save")) continue;
         place from = pl->val[v], to;
-        s = dense_copy(pl, &from, &to);
+        OM_TRY(dense_copy(pl, &from, &to));
         pl->val[v] = to;
-        written[v] = 1;
     }
-    om_free(pl->cx, written);
-    return s;
+    return OM_OK;
 }
 
 /* May `v`'s storage become a block of its own with layout `want`? It must own the whole storage and be computed in the
@@ -331,7 +299,7 @@ static om_status calls_make(planner *pl) {
 /* An update has computed it there: it lies where the input does, and is neither the input nor a view of it. */
 static bool written_in_place(const planner *pl, const om_write *w) {
     const om_id to = pl->g->inputs.v[w->input];
-    return pl->val[w->value].st == pl->val[to].st && pl->source[w->value] != to;
+    return pl->val[w->value].st == pl->val[to].st && pl->f->root[w->value] != to;
 }
 
 static om_status writes_place(planner *pl) {
@@ -369,7 +337,7 @@ static om_status backward_make(planner *pl) {
 
     /* The last segment that reads a storage, decided on nodes before the calls exist: per value, noted at the value its
      * views come from. A returned gradient is itself a use in its segment. */
-    const om_id *source = pl->source;
+    const om_id *source = pl->f->root;
     int *last_seg = om_alloc(pl->cx, (g->values.n + 1) * sizeof *last_seg);
     om_status s = last_seg ? OM_OK : pl->cx->status;
     for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++) {
@@ -635,16 +603,15 @@ static om_status grad_segments(planner *pl) {
     const om_graph *g = pl->g;
     /* the segment in which the value exists; arriving gradients: the first */
     for (uint32_t i = 0; i < g->grads.n; i++) {
-        om_id v = g->grads.v[i].value;
-        om_id node = v == OM_NONE ? OM_NONE : om_val(g, v)->node;
-        pl->p->grad_segment[i] = v == OM_NONE                                              ? -1
-                                 : node == OM_NONE || g->nodes.v[node].phase == OM_FORWARD ? 0
-                                                                                           : g->nodes.v[node].segment;
+        const om_id v = g->grads.v[i].value;
+        const om_node *n = om_maker(g, v);
+        pl->p->grad_segment[i] = v == OM_NONE ? -1 : !n || n->phase == OM_FORWARD ? 0 : n->segment;
     }
     return OM_OK;
 }
 
-om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_plan **out) {
+om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, om_plan **out) {
+    const om_graph *g = facts->g;
     double t0 = om_now_ms();
     *out = NULL;
     om_plan *p = om_alloc(cx, sizeof *p);
@@ -653,11 +620,9 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     p->device = cx->device;
     p->mem.cx = cx;
     p->threads = p->device->workers(cx);
-    planner pl = {.cx = cx, .g = g, .p = p, .no_reuse = getenv("ORTMODULE_NO_REUSE") != NULL};
+    planner pl = {.cx = cx, .g = g, .p = p, .f = facts, .no_reuse = getenv("ORTMODULE_NO_REUSE") != NULL};
     om_arena *m = &p->mem;
     pl.val = om_alloc(cx, (g->values.n + 1) * sizeof *pl.val);
-    pl.source = om_alloc(cx, (g->values.n + 1) * sizeof *pl.source);
-    pl.old_until = om_alloc(cx, (g->values.n + 1) * sizeof *pl.old_until);
     p->sym = om_arena_alloc(m, (g->syms.n + 1) * sizeof *p->sym);
     p->input = om_arena_alloc(m, (g->inputs.n + 1) * sizeof *p->input);
     p->output = om_arena_alloc(m, (g->outputs.n + 1) * sizeof *p->output);
@@ -669,7 +634,6 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
     if (s == OM_OK) s = om_syms_bind(cx, g, in, p->sym);
     if (s == OM_OK) om_plan_key(g, in, p->key);
     if (s == OM_OK) s = grad_segments(&pl);
-    if (s == OM_OK) sources_find(&pl);
     if (s == OM_OK) s = values_place(&pl, in);
     if (s == OM_OK) s = calls_make(&pl);
     if (s == OM_OK) s = writes_place(&pl);
@@ -695,8 +659,6 @@ om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_pl
         else if (!p->device->host_memory) s = constants_upload(cx, p);
     }
     om_free(cx, pl.val);
-    om_free(cx, pl.source);
-    om_free(cx, pl.old_until);
     om_free(cx, pl.alias);
     om_free(cx, pl.st.v);
     om_free(cx, pl.calls.v);

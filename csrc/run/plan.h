@@ -47,6 +47,7 @@
 
 #include "graph/device.h"
 #include "graph/exec.h"
+#include "graph/facts.h"
 
 typedef enum om_where { OM_W_ARENA, OM_W_INPUT, OM_W_OUTPUT, OM_W_GRAD, OM_W_LOAN, OM_W_CONST } om_where;
 
@@ -110,8 +111,8 @@ struct om_plan {
     double ms;                 /* time planning took */
 };
 
-/* `in`: per graph input that is not an arriving gradient. */
-om_status om_plan_make(om_ctx *cx, const om_graph *g, const om_tensor *in, om_plan **out);
+/* For the graph of the facts. `in`: per graph input that is not an arriving gradient. */
+om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, om_plan **out);
 void om_plan_free(om_ctx *cx, om_plan *p);
 int om_plan_key_size(const om_graph *g);
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key);
@@ -160,8 +161,10 @@ double om_now_ms(void);
 /* --- model (model.c) ---------------------------------------------------------------------------- */
 typedef struct om_variant {
     om_graph *g;
+    om_facts *facts;           /* of g */
     uint8_t *wanted, *arriving;
     int *group;
+    om_recompute again;        /* wanted, arriving, group and this are the key */
     int n_segments;
     om_id first_grad_in;       /* graph inputs from here on are arriving gradients */
     om_flow flow;

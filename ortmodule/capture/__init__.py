@@ -8,6 +8,7 @@ place.
     skeleton.py     flattening of arguments and results
     regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
+    marks.py        where hooks on submodules would run, while tracing
     cuts.py         submodules with hooks: the graph in parts
 
 Nothing of the user's model is copied: parameters and buffers are graph inputs, named by their fully qualified name.
@@ -24,10 +25,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from .. import torch_private as private
+from ..errors import CaptureError
 from ..guard import Place
-from . import cuts
+from . import cuts, marks, ops_math, ops_nn, ops_shape  # noqa: F401  their rows register themselves
 from .convert import HostOp, convert
-from .export import CaptureError, Exported, capture_error, export_module
+from .export import Exported, capture_error, export_module
 from .functional import STOP, Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import without_values
@@ -183,7 +186,7 @@ def _capture_parts(
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
     try:
         cut = cuts.split(program, exported)
-    except cuts.CutError as e:
+    except marks.CutError as e:
         raise CaptureError(str(e)) from e
     captured: list[Captured | None] = []
     interpreters: list[cuts.Interpreter] = []
@@ -391,9 +394,7 @@ _UNBOUNDED = 2**62
 
 def _python(e: Any, name: dict[Any, str]) -> str:
     """A relation or size as Python text over the given names."""
-    from torch.utils._sympy.printers import PythonPrinter
-
-    class Printer(PythonPrinter):
+    class Printer(private.SizePrinter):  # type: ignore[misc]
         def _print_Symbol(self, symbol: Any) -> str:
             return name[symbol]
 

@@ -23,8 +23,9 @@ import onnx
 import torch
 from torch import Tensor
 
+from ..errors import CaptureError
 from . import opaque
-from .export import CaptureError, Exported
+from .export import Exported
 from .functional import Node, Program
 from .onnx_build import ONNX_TYPE, Builder, UnsupportedError, Val, expr_of, shape_of
 from .onnx_functions import functions
@@ -512,7 +513,3 @@ def convert(program: Program, exported: Exported, name: str) -> tuple[bytes, lis
     c = Converter(program, exported, name)
     onnx_bytes = c.go()
     return onnx_bytes, c.host_ops, c.b
-
-
-# Rows register themselves on import.
-from . import ops_math, ops_nn, ops_shape  # noqa: E402, F401

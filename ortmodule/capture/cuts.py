@@ -1,19 +1,7 @@
 """Cuts: hooks on submodules see live tensors, because the graph ends before them and a new one begins behind them.
 
-while exporting   the hooks of a submodule rest. At the places where its forward pre-hooks and its forward hooks would
-                  run, the tensors among
-                  (args, kwargs) or the result pass through a mark, ortmodule_capture::cut(Tensor[] xs, int index) ->
-                  Tensor[], which gives stand-ins of the same kind.
-afterwards        the list of pure nodes is split at the marks into parts. Each part becomes an ONNX graph of its own;
-                  what crosses a mark is
-                  an output of one part and an input of others. ../cuts.py runs parts and hooks in turn.
-
-A mark is of a kind:
-  enter, exit     around the forward of a hooked submodule
-  call            a submodule that stays in PyTorch, with hooks on it or inside of it: it is called there, on live
-                  tensors
-  sync            a tensor that a hook has seen is edited in place: the new value is copied into it (functional.py puts
-                  these)
+The list of pure nodes is split at the marks (marks.py) into parts. Each part becomes an ONNX graph of its own; what
+crosses a mark is an output of one part and an input of others. ../cuts.py runs parts and hooks in turn.
 
 Invariants: write-backs of buffers are made at the end of the part that computes them, so a hook finds the state that it
 would find in PyTorch, and a later part reads what the hook leaves. What no part can stand for is a CaptureError: then
@@ -22,57 +10,23 @@ the module runs in PyTorch.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sympy import sympify
-from torch import Tensor, nn
-from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+from torch import Tensor
 
-from ..guard import Place, part_of_forward
+from .. import torch_private as private
 from . import opaque
-from .export import CaptureError, Source
+from .export import Exported, Source
 from .functional import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
+from .marks import CutError, Mark
 from .onnx_build import expr_of, shape_of
 from .opaque import CUT
-from .skeleton import Fill, flatten_inputs, skeleton
 
-if TYPE_CHECKING:
-    from .export import Exported
-
-MOST = 64  # calls of hooked submodules in one forward; more parts than that are not worth having
-_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _CONE = 64  # nodes computed again in a later part rather than handed over
-
-
-class CutError(opaque.OpaqueError):
-    """The hooks cannot be given what PyTorch would give them; the message is the reason."""
-
-
-@dataclass
-class Mark:
-    """One cut. fill: values of the operands -> what the hooks are given; order: place of every tensor in
-    flatten_inputs' order of that -> operand; grad, autocast: what PyTorch would run the hooks under; partner: index of
-    the exit of an enter. Slots are known after the split."""
-
-    kind: str
-    module: str
-    fill: Fill
-    order: list[int]
-    key: Any = None
-    grad: bool = True
-    autocast: Any = None
-    partner: int = -1
-    meta: Callable[[list[Tensor]], list[Tensor]] | None = None
-    operands: list[int] = field(default_factory=list)
-    results: list[int | None] = field(default_factory=list)
 
 
 @dataclass
@@ -90,193 +44,6 @@ class Part:
     @property
     def empty(self) -> bool:
         return not self.outputs and not self.program.writes
-
-
-# --- marks ----------------------------------------------------------------------------------------
-
-
-def _fake(xs: list[Tensor], index: int) -> list[Tensor]:
-    meta = opaque._tables[-1].marks[index].meta
-    return [torch.empty_like(x) for x in (xs if meta is None else meta(xs))]
-
-
-torch.library.register_fake("ortmodule_capture::cut", _fake, lib=opaque._lib)
-# What leaves a mark requires a gradient when what entered it did: forward may ask.
-torch.library.register_autograd("ortmodule_capture::cut", lambda ctx, grads: (grads, None), lib=opaque._lib)
-torch.fx.node.has_side_effect(CUT)
-
-
-def _leaves(x: Any, share: bool) -> tuple[list[Tensor], Fill, list[int], Any]:
-    """Tensors of an object, leaves -> an equal object, which tensor stands at every place, structure key. share: one
-    leaf for a tensor that is met twice."""
-    tensors: list[Tensor] = []
-    seen: dict[int, int] = {}
-
-    def leaf(t: Any) -> int | None:
-        if isinstance(t, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise CutError("a size is handed to a hooked submodule or returned by it")
-        if not isinstance(t, Tensor):
-            return None
-        if share and id(t) in seen:
-            return seen[id(t)]
-        seen[id(t)] = len(tensors)
-        tensors.append(t)
-        return len(tensors) - 1
-
-    fill = skeleton(x, leaf, share=share)
-    flat = flatten_inputs((x,), {})
-    order = [seen.get(id(t), -1) for t in flat.tensors] if share else list(range(len(tensors)))
-    if -1 in order or len(order) != len(flat.tensors):
-        raise CutError("a hooked submodule takes or returns tensors inside of an object that cannot be rebuilt")
-    return tensors, fill, order, flat.key
-
-
-def _add(mark: Mark, tensors: list[Tensor]) -> list[Tensor]:
-    table = opaque._tables[-1]
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            raise CutError("hooks run inside of a checkpoint, and again when it is computed again")
-        frame = frame.f_back
-    if sum(m.kind in ("enter", "call") for m in table.marks) >= MOST:
-        raise CaptureError(
-            f"submodules with hooks are called more than {MOST} times: that many cuts would cost more than the engine "
-            "gains"
-        )
-    table.marks.append(mark)
-    outs: list[Tensor] = CUT(tensors or [torch.zeros(())], len(table.marks) - 1)
-    return outs
-
-
-def _enter(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    table = opaque._tables[-1]
-    tensors, fill, order, key = _leaves((args, kwargs), not place.apart)
-    index = len(table.marks)
-    outs = _add(Mark("enter", place.name, fill, order, key, torch.is_grad_enabled(), opaque._autocast_state()), tensors)
-    table.open.append(index)
-    result: tuple[Any, Any] = fill(outs)
-    return result
-
-
-def _exit(place: Place, out: Any) -> Any:
-    table = opaque._tables[-1]
-    if not table.open or table.marks[table.open[-1]].module != place.name:
-        raise CutError(f"an error inside of {place.name} is caught by the code around it")
-    table.marks[table.open.pop()].partner = len(table.marks)
-    tensors, fill, order, key = _leaves(out, not place.apart)
-    return fill(_add(Mark("exit", place.name, fill, order, key), tensors))
-
-
-def _call(
-    fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """A kept submodule: the results' kinds are recorded ones, or those of a run on fake tensors."""
-    tensors, fill, order, _ = _leaves((args, kwargs), True)
-    results = opaque.kept_results(fqn, forward)
-    back: dict[str, Any] = {}
-
-    def meta(xs: list[Tensor]) -> list[Tensor]:
-        with silent(module):
-            out, _ = results(xs, fill(xs))
-        real, back["fill"], mark.order, mark.key = _leaves(out, True)
-        return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
-
-    mark = Mark("call", fqn, fill, order, None, torch.is_grad_enabled(), opaque._autocast_state(), meta=meta)
-    outs = _add(mark, tensors)
-    return back["fill"](outs)
-
-
-def sync_mark(table: opaque.Table, grad: bool) -> int:
-    """The row of a mark where a tensor gets the value that an edit in place has given it."""
-    table.marks.append(Mark("sync", "", lambda leaves: leaves, [], grad=grad))
-    return len(table.marks) - 1
-
-
-# --- modules while they are traced ----------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def silent(root: nn.Module) -> Iterator[None]:
-    """No hook of a submodule fires, but for those that are part of the forward."""
-    undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for m in root.modules():
-        hooks = {name: m.__dict__[name] for name in opaque._HOOKS if m.__dict__.get(name)}
-        if hooks:
-            undo.append((m.__dict__, hooks))
-            m.__dict__.update(
-                {name: OrderedDict((k, f) for k, f in own.items() if part_of_forward(f)) for name, own in hooks.items()}
-            )
-    try:
-        yield
-    finally:
-        for d, hooks in undo:
-            d.update(hooks)
-
-
-@contextlib.contextmanager
-def marked(root: nn.Module, places: tuple[Place, ...], keep: list[str]) -> Iterator[list[str]]:
-    """Marks in the place of hooks. Gives the kept submodules that have none, which are somebody else's to keep."""
-    live = {k for k in keep if any(p.name == k or p.name.startswith(k + ".") for p in places)}
-    undo: list[tuple[dict[str, Any], dict[str, Any], Any]] = []
-    none = object()
-    with silent(root) if places else contextlib.nullcontext():
-        try:
-            for place in places:
-                if any(place.name == k or place.name.startswith(k + ".") for k in keep):
-                    continue
-                m = root.get_submodule(place.name)
-                d = m.__dict__
-                undo.append((d, {name: d[name] for name in opaque._HOOKS if name in d}, none))
-
-                def enter(_m: Any, args: Any, kwargs: Any, place: Place = place) -> Any:
-                    return _enter(place, args, kwargs) if opaque.exporting() else None
-
-                def leave(_m: Any, _args: Any, out: Any, place: Place = place) -> Any:
-                    return _exit(place, out) if opaque.exporting() else None
-
-                # silent: after are those that are part of the forward
-                after, own = d["_forward_hooks"], [("cut", leave)]
-                d.update(_forward_pre_hooks=OrderedDict([("cut", enter), *d["_forward_pre_hooks"].items()]),
-                         _forward_pre_hooks_with_kwargs={**d["_forward_pre_hooks_with_kwargs"], "cut": True},
-                         _forward_hooks=OrderedDict([*own, *after.items()] if place.early else [*after.items(), *own]))
-            for fqn in live:
-                m = root.get_submodule(fqn)
-                d = m.__dict__
-                undo.append((d, {}, d.get("forward", none)))
-
-                def call(
-                    *args: Any, _fqn: str = fqn, _m: nn.Module = m, _forward: Any = m.forward, **kwargs: Any
-                ) -> Any:
-                    return _call(_fqn, _m, _forward, args, kwargs) if opaque.exporting() else _forward(*args, **kwargs)
-
-                d["forward"] = call
-            yield [k for k in keep if k not in live]
-        finally:
-            for d, hooks, forward in reversed(undo):
-                d.update(hooks)
-                if hooks:
-                    continue
-                if forward is none:
-                    d.pop("forward", None)
-                else:
-                    d["forward"] = forward
-
-
-def check(program: Any, module: nn.Module, table: opaque.Table) -> None:
-    """What hooks leave behind is not among what the trace took for a constant, and every call has an end."""
-    known = {id(t) for m in module.modules() for t in m.__dict__.values() if isinstance(t, Tensor)}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.CONSTANT_TENSOR:
-            t = program.constants[spec.target]
-            users = [n for p in program.graph.nodes if p.name == spec.arg.name for n in p.users]
-            if id(t) not in known and any(n.target is not torch.ops.aten.lift_fresh_copy.default for n in users):
-                raise CaptureError(
-                    "forward reads a tensor that is no attribute of a module: hooks on submodules may have put it "
-                    "there, and so "
-                    "take part in what forward returns"
-                )
-    if table.open:
-        raise CaptureError(f"an error inside of {table.marks[table.open[-1]].module} is caught by the code around it")
 
 
 # --- splitting ------------------------------------------------------------------------------------
@@ -458,7 +225,7 @@ class _Cones:
         return self.known[n]
 
     def _cone(self, n: Node) -> list[Node] | None:
-        if n.target is opaque.HOST or n.target is CUT or isinstance(n.target, torch._ops.OpOverload) and (
+        if n.target is opaque.HOST or n.target is CUT or isinstance(n.target, private.OpOverload) and (
                 torch.Tag.nondeterministic_seeded in n.target.tags or n.target.namespace != "aten"):  # fmt: skip
             return None
         found: dict[Node, None] = {}
@@ -485,9 +252,9 @@ class _Cones:
 
 def _symbols(x: Any) -> set[Any]:
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return set(free_symbols(x))
+        return set(private.free_symbols(x))
     if isinstance(x, Tensor):
-        return {s for d in x.shape if isinstance(d, torch.SymInt) for s in free_symbols(d)}
+        return {s for d in x.shape if isinstance(d, torch.SymInt) for s in private.free_symbols(d)}
     if isinstance(x, (list, tuple)):
         return {s for y in x for s in _symbols(y)}
     return set()
@@ -508,7 +275,7 @@ def _sizes(p: Program, program: Program, slot: dict[Node, int]) -> None:
     }
     known |= {expr_of(n.val) for _, n in p.inputs if not isinstance(n.val, Tensor)}
     for s in sorted(needed - known - p.item_of.keys(), key=str):
-        if free_unbacked_symbols(s):  # that of x[mask]: regions.py keeps what has it
+        if private.free_unbacked_symbols(s):  # that of x[mask]: regions.py keeps what has it
             continue
         for source, n in program.inputs:
             if source.kind != "user":

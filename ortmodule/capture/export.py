@@ -13,13 +13,13 @@ attributes (the export edits those for real), and everything that is patched whi
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
-import os
 import random
 import sys
-import threading
 import traceback
+import types
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -27,35 +27,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as fx_config
-import torch.utils._traceback as torch_traceback
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
+from .. import frames, patches
+from .. import torch_private as private
+from ..errors import CaptureError
+from ..frames import is_user_file
+from ..patches import Patch, only_here, replaced
 from ..watch import quiet, running
-from . import opaque
+from . import marks, opaque
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
 
-_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
-_OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PREFIX = "m."  # the user's module inside the wrapper
-_lock = threading.RLock()
-
-
-class CaptureError(Exception):
-    """The module could not be captured. reason: why; module: innermost user submodule ('' = the whole); file, line:
-    user's source."""
-
-    def __init__(self, reason: str, module: str = "", file: str = "", line: int = 0) -> None:
-        where = f" in submodule '{module}'" if module else ""
-        at = f" ({file}:{line})" if file else ""
-        super().__init__(f"capture failed{where}{at}: {reason}")
-        self.reason = reason
-        self.module = module
-        self.file = file
-        self.line = line
 
 
 @dataclass
@@ -141,7 +127,7 @@ def _write_assigned(
     writes: list[tuple[Tensor, Tensor]] = []
     names: list[str] = []
     owners = Counter(id(b) for _, _, before, _ in modules for b in before.values() if b is not None)
-    memory = {x.untyped_storage()._cdata for x in given}
+    memory = {private.storage_of(x) for x in given}
     for fqn, module, before, params in modules:
         for name in {**before, **module._buffers}:
             old, new = before.get(name), module._buffers.get(name)
@@ -149,7 +135,7 @@ def _write_assigned(
                 continue
             if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype or new.requires_grad:
                 raise CaptureError(f"forward assigns another kind of tensor to the buffer self.{name}", fqn)
-            if new.untyped_storage()._cdata in memory:
+            if private.storage_of(new) in memory:
                 raise CaptureError(f"forward assigns an argument, or a view of one, to the buffer self.{name}", fqn)
             if owners[id(old)] > 1:
                 raise CaptureError(f"forward assigns to the buffer self.{name}, which other modules hold, too", fqn)
@@ -168,7 +154,7 @@ def _write_assigned(
 
 
 @contextlib.contextmanager
-def _keep_random_state() -> Iterator[None]:
+def keep_random_state() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     try:
@@ -181,7 +167,7 @@ def _keep_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]:
+def keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]:
     """Restores attributes of the modules: which there are, what they refer to, and the contents of tensors held as
     plain attributes (of buffers too when `registered`, for a real run)."""
     modules = list(root.modules())
@@ -197,8 +183,9 @@ def _keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
             if registered or t._version != version:  # batch_norm updates its statistics without a new version
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(t):  # a backward may be waiting
+                with torch.no_grad():
                     t.detach().copy_(old)
+                private.set_version((t,), (version,))  # a backward may be waiting
         for m, attrs in before:
             if m.__dict__.keys() != attrs.keys() or any(m.__dict__[k] is not v for k, v in attrs.items()):
                 m.__dict__.clear()
@@ -215,65 +202,64 @@ def _differs(a: Any, b: Any) -> bool:
     return len(a) != len(b) or any(x is not y for x, y in zip(a, b, strict=True))
 
 
-@contextlib.contextmanager
-def _patched_torch() -> Iterator[None]:
+def patched_torch() -> contextlib.AbstractContextManager[None]:
     """Two places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares
     values (the engine finds causality itself); the recurrent layers' fake kernels unroll the sequence, which fixes its
     length."""
-    import torch.nn.modules.transformer as transformer
+    rows: list[Patch] = []
+    if private.has("transformer"):
+        detect = private.transformer._detect_is_causal_mask
 
-    detect = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    aten = torch.ops.aten
-    recurrent = [aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]
-    before = [op.py_kernels.get(key) for op in recurrent]
+        def never_looks(mask: Any, is_causal: Any = None, size: Any = None) -> bool:
+            return is_causal is True
 
-    def types_only(x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-                   bidirectional: bool, batch_first: bool) -> Any:
-        state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-        out = x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))
-        return (out, *[torch.empty_like(s) for s in state])
-
-    try:
-        for op in recurrent:
-            op._dispatch_cache.clear()
-            op.py_kernels[key] = types_only
-        yield
-    finally:
-        transformer._detect_is_causal_mask = detect
-        for op, kernel in zip(recurrent, before, strict=True):
-            op._dispatch_cache.clear()
-            op.py_kernels.pop(key, None)
-            if kernel is not None:
-                op.py_kernels[key] = kernel
+        rows.append(Patch(private.transformer, "_detect_is_causal_mask", only_here(never_looks, detect)))
+    if private.has("composite_kernel"):
+        aten, key = torch.ops.aten, private.composite_kernel
+        for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
+            before = op.py_kernels.get(key) or functools.partial(_recurrent, op)
+            rows += [Patch(op.py_kernels, key, only_here(_types_only, before)),
+                     Patch(op, "_dispatch_cache", {})]  # filled from the kernels, for all keys
+    return replaced(*rows)
 
 
-@contextlib.contextmanager
-def _light() -> Iterator[None]:
+def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the operator does without a kernel in Python."""
+    return op._op_dk(private.composite_kernel, *args, **kwargs)
+
+
+def _types_only(x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+                bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
+    state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    out = x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))
+    return (out, *[torch.empty_like(s) for s in state])
+
+
+def _light() -> contextlib.AbstractContextManager[None]:
     """A quarter of the tracing time goes into two things that nobody reads: source lines of the frames inside torch in
     every node's stack trace, and Python code for graph modules that the next pass of the export rewrites."""
-    extract, recompile = torch_traceback._extract_symbolized_tb, fx.GraphModule.recompile
+    rows: list[Patch] = []
+    if private.has("trace_lines"):
+        rows.append(Patch(private.trace_lines, "_extract_symbolized_tb",
+                          only_here(_users_lines, private.trace_lines._extract_symbolized_tb)))
+    if private.has("graph_code"):
+        recompile = fx.GraphModule.recompile
 
-    def users(frames: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list(
-            [(f["filename"], f["line"], f["name"], "") for f in reversed(frames[skip:]) if is_user_file(f["filename"])]
-        )
+        def once(gm: fx.GraphModule) -> Any:
+            return None if "_code" in gm.__dict__ else recompile(gm)
 
-    def once(gm: fx.GraphModule) -> Any:
-        return None if "_code" in gm.__dict__ else recompile(gm)
+        rows.append(Patch(fx.GraphModule, "recompile", only_here(once, recompile)))
+    return replaced(*rows)
 
-    torch_traceback._extract_symbolized_tb = users
-    fx.GraphModule.recompile = once  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch_traceback._extract_symbolized_tb = extract
-        fx.GraphModule.recompile = recompile  # type: ignore[method-assign]
+
+def _users_lines(found: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
+    return traceback.StackSummary.from_list(
+        [(f["filename"], f["line"], f["name"], "") for f in reversed(found[skip:]) if is_user_file(f["filename"])]
+    )
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     log = logging.getLogger("torch.export")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -288,48 +274,40 @@ def _quiet() -> Iterator[None]:
 # --- where an error comes from --------------------------------------------------------------------
 
 
-def is_user_file(path: str) -> bool:
-    """Neither torch's nor this package's."""
-    return not path.startswith((_TORCH_DIR, _OWN_DIR, "<"))
-
-
 def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
     """Names the innermost submodule whose forward is on the traceback, and the innermost line of user code; after the
-    trace, those of the node at hand."""
+    trace, those of the node at hand. Of the exceptions behind each other the one that was raised deepest tells."""
     if isinstance(error, CaptureError):
         return error
-    names = {id(m): fqn for fqn, m in root.named_modules()}
-    module, file, line, depth = "", "", 0, -1
+    names = frames.names_of(root)
     chain: list[BaseException] = []
     e: BaseException | None = error
     while e is not None and e not in chain:
         chain.append(e)
         e = e.__cause__ or e.__context__
-    for e in chain:
-        at: list[Any]
-        tb, n, found, at = e.__traceback__, 0, "", ["", 0]
-        while tb is not None:
-            frame = tb.tb_frame
-            if frame.f_code.co_filename.startswith(_OWN_DIR):
-                sources = [getattr(frame.f_locals.get(k), "src", None) for k in ("node", "self")]
-                found, *at = next((s for s in sources if type(s) is tuple), (found, *at))
-            owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-            base = getattr(type(owner), "get_base", None)
-            if base is not None:
-                with contextlib.suppress(Exception):  # a proxy that was not finished
-                    owner = owner.get_base()  # type: ignore[union-attr]
-            if isinstance(owner, nn.Module) and id(owner) in names:
-                found = names[id(owner)]
-            if is_user_file(frame.f_code.co_filename):
-                at = [frame.f_code.co_filename, tb.tb_lineno]
-            n, tb = n + 1, tb.tb_next
-        if n > depth:
-            depth, module, (file, line) = n, found, at
+    deepest = max((frames.raised_in(e) for e in chain), key=len)  # innermost frame first
+    module: str | None = None
+    at: tuple[str, int] | None = None
+    for frame, number in deepest:
+        source = _source_at(frame)
+        if module is None:
+            module = frames.module_at([frame], names) if source is None else source[0]
+        if at is None and (source is not None or is_user_file(frame.f_code.co_filename)):
+            at = (frame.f_code.co_filename, number) if source is None else source[1:]
+    file, line = at or ("", 0)
     text = str(error).strip()
     first = next((s.strip() for s in text.splitlines() if s.strip()), "")
     if isinstance(error, NotRepeatable):
-        return CaptureError(first, "" if error.whole else module, file, line)
-    return CaptureError(f"{type(error).__name__}: {first}", module, file, line)
+        return CaptureError(first, "" if error.whole else module or "", file, line)
+    return CaptureError(f"{type(error).__name__}: {first}", module or "", file, line)
+
+
+def _source_at(frame: types.FrameType) -> tuple[str, str, int] | None:
+    """The source of the node that a function of this package works on."""
+    if not frame.f_code.co_filename.startswith(frames.OWN_DIR):
+        return None
+    sources = [getattr(frame.f_locals.get(k), "src", None) for k in ("node", "self")]
+    return next((s for s in sources if type(s) is tuple), None)
 
 
 # --- export ---------------------------------------------------------------------------------------
@@ -349,7 +327,10 @@ def export_module(
     """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic
     capture. cut: the cuts.Places of hooks."""
     keep = sorted(keep_in_torch)
-    with _lock, _quiet(), _keep_random_state():
+    lacking = private.lacks("capture")
+    if lacking is not None:
+        raise CaptureError(lacking)
+    with patches.scope(), without_warnings(), keep_random_state():
         try:
             with opaque.table() as table:
                 return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut)
@@ -400,8 +381,6 @@ def _structure(out: Any) -> Any:
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
             keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], cut: tuple[Any, ...],
             ones_are_symbols: bool = True) -> Exported:  # fmt: skip
-    from . import cuts
-
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
     leaves: list[Any] = [_example(t) for t in flat.tensors]
@@ -416,9 +395,9 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         fill = lambda values: inner([*values, *constants])  # noqa: E731
     if keep and not dynamic:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_keep_attributes(module, registered=True))
+            stack.enter_context(keep_attributes(module, registered=True))
             if cut:
-                stack.enter_context(cuts.silent(module))
+                stack.enter_context(marks.silent(module))
                 stack.enter_context(quiet())
             real = [t.detach().clone().requires_grad_(t.requires_grad) for t in flat.tensors]
             inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
@@ -447,18 +426,18 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             )
         }
     with (
-        _keep_attributes(module),
+        keep_attributes(module),
         opaque.keep_functions(),
-        cuts.marked(module, cut, keep) as rest,
+        marks.marked(module, cut, keep) as rest,
         opaque.keep_modules(module, rest),
-        _patched_torch(),
+        patched_torch(),
         _light(),
-        fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),
     ):
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
                                       prefer_deferred_runtime_asserts_over_guards=False)
     if cut:
-        cuts.check(program, module, table)
+        marks.check(program, module, table)
     if keep and not dynamic and box["structure"] != _structure(result):
         raise CaptureError(
             f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns "

@@ -27,8 +27,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from .export import CaptureError, Exported, Source, source_of
-from .opaque import CUT
+from .. import torch_private as private
+from ..errors import CaptureError
+from . import marks
+from .export import Exported, Source, source_of
+from .opaque import CUT, HOST, SHARES, Expected
 
 aten = torch.ops.aten
 
@@ -110,7 +113,7 @@ class View(NamedTuple):
 
 
 class _Base:
-    __slots__ = ("node", "version", "input", "flushed", "held", "kin", "views")
+    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "views")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
@@ -118,6 +121,7 @@ class _Base:
         self.flushed = 0  # the version that its write-back before a cut has written
         self.held: Node | None = None  # a hook has seen this value, and may keep the tensor
         self.kin: set[_Base] = set()  # values that are the same tensor, unless a hook has put another in its place
+        self.hosts: list[Expected] = []  # opaque calls that were given, or have returned, memory of this value
         self.views = False
         self.input = node if is_input else None
 
@@ -262,6 +266,10 @@ class _Functionalizer:
         return self.use(v.node)
 
     def write(self, v: _V, new: Node) -> None:
+        for expected in v.base.hosts:
+            expected.edited = True
+            if expected.shares:
+                raise self.fail(f"what is kept in PyTorch {SHARES}")
         old = v.base.node
         keeps_gradient = not self.grad
         cur, value = v, new
@@ -325,9 +333,7 @@ class _Functionalizer:
         new, held = base.node, base.held
         if base.input is not None:
             base.flushed = base.version
-        from .cuts import sync_mark
-
-        row = sync_mark(self.exported.table, self.grad)
+        row = marks.sync_mark(self.exported.table, self.grad)
         made = self.flush(self.make(CUT, ([held, new], row), {}, (held.val,)))
         base.node = base.held = self.make(operator.getitem, (made, 0), {}, held.val)
 
@@ -435,15 +441,15 @@ class _Functionalizer:
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         target: Any = node.target
         val = node.meta.get("val")
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, private.HigherOrderOperator):
             self.region(node, env)
         elif target is operator.getitem:
             of, at = cast("tuple[fx.Node, int]", node.args)
             items = env[of]
             env[node] = items[at] if isinstance(items, (list, tuple)) else val
-        elif target is torch._C._set_grad_enabled:
+        elif target is private.set_grad_enabled:
             self.set_grad(bool(node.args[0]))
-        elif not isinstance(target, torch._ops.OpOverload):
+        elif not isinstance(target, private.OpOverload):
             if isinstance(val, Tensor):
                 raise self.fail(f"{target}: not an operator the capture knows")
             env[node] = val
@@ -453,7 +459,12 @@ class _Functionalizer:
             self.cut(node, env)
         elif not isinstance(val, Tensor) and _name(target) in ("item", "_local_scalar_dense"):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                self.program.item_of[val.node.expr] = self.arg(node.args[0], env)
+                read = self.arg(node.args[0], env)
+                if _is_float(read.val):  # a number in Python: a double, and no gradient comes back from it
+                    read = self.make(STOP, (read,), {}, read.val)
+                    if read.val.dtype != torch.float64:
+                        read = self.run(aten.to.dtype, (read, torch.float64), {})
+                self.program.item_of[val.node.expr] = read
             env[node] = val
         elif isinstance(val, _NUMBERS) or val is None and not target._schema.is_mutable:
             env[node] = val
@@ -520,6 +531,11 @@ class _Functionalizer:
             else:
                 items.append(_V(_Base(item), item))
         env[node] = items
+        if target is HOST:
+            xs, index = cast("tuple[list[fx.Node], int]", node.args)
+            for v in (*[env[x] for x in xs], *items):
+                if isinstance(v, _V):
+                    v.base.hosts.append(self.exported.table.rows[index].expected)
 
     def aliases(self, node: fx.Node, val: Tensor) -> bool:
         """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always.
@@ -536,7 +552,7 @@ class _Functionalizer:
         if of.op == "placeholder" and of.name.startswith("c_"):
             returns = cast(Any, target)._schema.returns
             return name != "lift_fresh_copy" and bool(returns) and returns[0].alias_info is not None
-        return bool(val.untyped_storage()._cdata == of.meta["val"].untyped_storage()._cdata)
+        return bool(private.storage_of(val) == private.storage_of(of.meta["val"]))
 
     def batch_norm(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
         """Training batch_norm writes the running statistics, though its schema does not say so."""
@@ -616,6 +632,7 @@ class _Functionalizer:
                 self.check_unshared(source, [s for s, _ in held])
                 p.writes.append((base.input, base.node))
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
+        live += [n for n in p.nodes if n.target is HOST]  # what a user wrote runs, whoever reads its results
         live += list(p.passthrough.values()) + list(p.item_of.values())
         live += list(p.flushes) + [n for pairs in p.flushes.values() for pair in pairs for n in pair]
         while live:
@@ -690,7 +707,7 @@ class _Held:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, private.OpOverload):
         return target._schema.name.partition("::")[2]
     return str(target)
 
@@ -699,7 +716,7 @@ def _one_memory(a: Any, b: Any) -> bool:
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
-        and bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+        and bool(private.storage_of(a) == private.storage_of(b))
     )
 
 
@@ -709,7 +726,7 @@ def _view_again(node: Node, item: int) -> View | None:
         return View(aten.detach.default, (), {}, -1, True)
     rest = [*node.args[1:], *node.kwargs.values()]
     flat = [y for x in rest for y in (x if isinstance(x, (list, tuple)) else [x])]
-    if not isinstance(node.target, torch._ops.OpOverload) or any(
+    if not isinstance(node.target, private.OpOverload) or any(
         isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat
     ):
         return None
@@ -724,7 +741,7 @@ def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 def _writes(node: fx.Node) -> bool:
     t = node.target
-    if not isinstance(t, torch._ops.OpOverload):
+    if not isinstance(t, private.OpOverload):
         return False
     return bool(t._schema.is_mutable) or t is aten.batch_norm.default
 

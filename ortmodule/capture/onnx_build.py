@@ -350,7 +350,7 @@ class Builder:
         dead: list[int] = []
         for i in range(len(self.graph.node) - 1, -1, -1):
             node = self.graph.node[i]
-            if used.isdisjoint(node.output):
+            if used.isdisjoint(node.output) and node.op_type not in ("PyModule", "PythonOp"):
                 dead.append(i)
             else:
                 used.update(node.input)

@@ -20,27 +20,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import patches
+from .. import torch_private as private
 from ..guard import part_of_forward
+from ..patches import Patch, replaced
+from ..torch_private import HOOK_TABLES
 from ..watch import quiet
-from .skeleton import Fill, skeleton
+from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
 
 
 class OpaqueError(Exception):
     """An opaque call that cannot be kept as a node; the message is the reason."""
+
+
+class Changed(RuntimeError):
+    """What was kept in PyTorch has run and returns what the captured code around it cannot take."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"ortmodule: {reason}. Later calls run in PyTorch.")
+        self.reason = reason
+
+
+@dataclass
+class Expected:
+    """What the captured code around an opaque call takes for granted of its result."""
+
+    form: Hashable = None
+    # it shares memory with an argument, with what the module holds, or within itself; and: the code around edits such
+    # memory in place, which a graph does on values of its own
+    shares: bool = False
+    edited: bool = False
 
 
 @dataclass
@@ -52,6 +73,7 @@ class Row:
     call: Call
     meta: Callable[[list[Tensor]], list[Tensor]]  # results on fake tensors
     reason: str
+    expected: Expected = field(default_factory=Expected)
     module: str = ""
     rebuild: Fill | None = None  # tensor results -> what the Python call returns; known after meta ran
     silent: list[int] = field(default_factory=list)  # results marked as not differentiable; known after meta ran
@@ -60,32 +82,43 @@ class Row:
 @dataclass
 class Table:
     rows: list[Row] = field(default_factory=list)
-    # fqn of a kept module -> its results, in order of calls
-    recorded: dict[str, list[Any]] = field(default_factory=dict)
+    # fqn of a kept module -> its results, in order of calls, and whether they share memory
+    recorded: dict[str, list[tuple[Any, bool]]] = field(default_factory=dict)
     n_calls: dict[str, int] = field(default_factory=dict)
-    # cuts.Mark, by the index of its node; open: enters without an exit yet
+    # marks.Mark, by the index of its node; open: enters without an exit yet
     marks: list[Any] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     # answers opaque calls, outside of a capture (net.py)
     instead: Callable[[Row, list[Tensor], Fill], Any] | None = None
 
 
-_tables: list[Table] = []
+_PLAIN = frozenset((bool, str, bytes, complex))
+SHARES = "returns memory of its arguments or of its own, which the code around it edits in place"
 _lib: Any = torch.library.Library("ortmodule_capture", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("host(Tensor[] xs, int index) -> Tensor[]")
 
 
+def current_table() -> Table:
+    """Of the capture that this thread is in."""
+    scope = patches.here()
+    if scope is None or scope.table is None:
+        raise RuntimeError("ortmodule: an opaque operator outside of a capture")
+    return scope.table
+
+
 def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
-    return [torch.empty_like(y) for y in _tables[-1].rows[index].meta(xs)]
+    return [torch.empty_like(y) for y in current_table().rows[index].meta(xs)]
 
 
 torch.library.register_fake("ortmodule_capture::host", _host_fake, lib=_lib)
 HOST = torch.ops.ortmodule_capture.host.default
-_lib.define("cut(Tensor[] xs, int index) -> Tensor[]")  # see cuts.py
+# what a user wrote runs, also where nobody reads its result
+torch.fx.node.has_side_effect(HOST)
+_lib.define("cut(Tensor[] xs, int index) -> Tensor[]")  # see marks.py
 CUT = torch.ops.ortmodule_capture.cut.default
 
 
-def _autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The user's autocast as it is now, to be entered again when the call runs."""
     on, dtype, cache = (
         torch.is_autocast_enabled("cpu"),
@@ -126,22 +159,71 @@ def _results(out: Any) -> tuple[list[Tensor], Fill]:
     return tensors, fill
 
 
+def form_of(name: str, out: Any) -> Hashable:
+    """What a result is besides its tensors. Values that the code around it could read are refused: they would be those
+    of the capture for ever."""
+    try:
+        flat = flatten_inputs((out,), {})
+    except Unreadable as e:
+        raise OpaqueError(f"{name}, kept in PyTorch, returns {e}") from None
+    plain = [type(x) for x in flat.scalars] + [k for k in cast(Iterable[Any], flat.key) if k in _PLAIN]
+    if plain:
+        kind = f"an {plain[0].__name__}" if plain[0] is int else f"a {plain[0].__name__}"
+        raise OpaqueError(f"{name}, kept in PyTorch, returns {kind}, which the code around it may read")
+    return flat.key
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module and those inside of it hold, also in lists and dicts."""
+    for m in module.modules():
+        for x in m.__dict__.values():
+            for y in x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(y, Tensor):
+                    yield y
+
+
+def _share(outs: Iterable[Tensor], given: Iterable[Tensor], module: nn.Module | None) -> bool:
+    """Whether results of a call lie in memory that somebody else knows, too."""
+    memory = {t.untyped_storage()._cdata for t in (*given, *(_tensors_of(module) if module is not None else ()))}
+    for t in outs:
+        where = t.untyped_storage()._cdata
+        if where in memory:
+            return True
+        memory.add(where)
+    return False
+
+
 def _as_call(
-    run: Callable[..., Any], fill: Fill, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    name: str,
+    run: Callable[..., Any],
+    fill: Fill,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    expected: Expected,
+    module: nn.Module | None = None,
 ) -> Call:
     def call(tensors: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
         args, kwargs = fill(tensors)
         with autocast():
             out = run(*args, **kwargs)
-        if isinstance(out, Tensor):
-            return out
-        return tuple(_results(out)[0])
+        try:
+            now = form_of(name, out)
+        except OpaqueError as e:
+            raise Changed(f"{e}, and did not when the module was captured") from None
+        if now != expected.form:
+            raise Changed(
+                f"{name}, kept in PyTorch, returns a result of another structure, dtype or rank than when the module "
+                f"was captured"
+            )
+        outs = (out,) if isinstance(out, Tensor) else tuple(_results(out)[0])
+        if expected.edited and _share(outs, tensors, module):
+            raise Changed(f"{name}, kept in PyTorch, {SHARES}, and did not when the module was captured")
+        return out if isinstance(out, Tensor) else outs or (torch.zeros(()),)
 
     return call
 
 
 def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
-    table = _tables[-1]
+    table = current_table()
     if table.instead is not None:
         return table.instead(row, tensors, fill)
     table.rows.append(row)
@@ -150,14 +232,15 @@ def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
     return row.rebuild([y.detach() if i in row.silent else y for i, y in enumerate(outs)])
 
 
-def without_values(table: Table) -> dict[str, list[Any]]:
+def without_values(table: Table) -> dict[str, list[tuple[Any, bool]]]:
     """What kept submodules returned, on the meta device."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[tuple[Any, bool]]] = {}
     for fqn, results in table.recorded.items():
         found[fqn] = []
-        for result in results:
+        for result, shares in results:
             tensors, rebuild = _results(result)
-            found[fqn].append(rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]))
+            bare = rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors])
+            found[fqn].append((bare, shares))
     return found
 
 
@@ -186,12 +269,12 @@ class _MetaContext:
         self.dirty = bool(tensors)
 
 
-class Edits(TorchDispatchMode):
+class Edits(private.DispatchMode):  # type: ignore[misc]
     """Notices whether one of these tensors is written to."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.memory = {t.untyped_storage()._cdata for t in tensors}
+        self.memory = {private.storage_of(t) for t in tensors}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,12 +282,12 @@ class Edits(TorchDispatchMode):
             for arg, x in zip(func._schema.arguments, args, strict=False):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     for t in x if isinstance(x, (list, tuple)) else (x,):
-                        self.found |= isinstance(t, Tensor) and t.untyped_storage()._cdata in self.memory
+                        self.found |= isinstance(t, Tensor) and private.storage_of(t) in self.memory
         return func(*args, **(kwargs or {}))
 
 
 def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch._C._are_functorch_transforms_active():
+    if private.transforms() is not None:
         raise OpaqueError(f"{cls.__qualname__}.apply is called inside a function transform (vmap, grad)")
     new_style = cls.setup_context is not Function.setup_context
     if new_style:  # such a Function is given its defaults, and everything by position
@@ -215,7 +298,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     direct = {id(x) for x in args if isinstance(x, Tensor)}
     tensors = [x if id(x) in direct else x.detach() for x in tensors]  # autograd does not see tensors inside of lists
     needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
-    autocast = _autocast_state()
+    autocast = autocast_state()
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
@@ -228,21 +311,29 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 out = cls.forward(ctx, *a, **k)
         if ctx.dirty or edits.found:
             raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place")
+        expected.form = form_of(name, out)
         outs, row.rebuild = _results(out)
+        expected.shares = _share(outs, xs, None)
         row.silent = [i for i, y in enumerate(outs) if any(y is t for t in ctx.silent)]
-        return outs
+        return outs or [torch.zeros(())]
 
-    row = Row("python_op", f"{cls.__qualname__}.apply", _as_call(functools.partial(_apply, cls), fill, autocast), meta,
-              "custom autograd.Function: its backward is the user's Python code")
+    expected, name = Expected(), f"{cls.__qualname__}.apply"
+    call = _as_call(name, functools.partial(_apply, cls), fill, autocast, expected)
+    reason = "custom autograd.Function: its backward is the user's Python code"
+    row = Row("python_op", name, call, meta, reason, expected)
     return _record(row, tensors, fill)
 
 
 # References to `MyFunction.apply` are taken early: at module level, in __init__, by import. They all are bound methods
 # of one Python function, so its code is what has to be another one while an export runs.
-_live = Function.__dict__["apply"].__func__
-_apply = types.FunctionType(_live.__code__, _live.__globals__, _live.__name__, _live.__defaults__, _live.__closure__)
-_apply.__kwdefaults__ = _live.__kwdefaults__
-_exporting: list[int] = []  # threads, innermost export last
+def _copy(f: types.FunctionType) -> types.FunctionType:
+    made = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    made.__kwdefaults__ = f.__kwdefaults__
+    return made
+
+
+_live = private.function_apply
+_apply: Any = None if _live is None else _copy(_live)
 
 # Parts of PyTorch whose Functions belong to tracing itself, or only pass tensors through.
 _MACHINERY = (
@@ -274,7 +365,8 @@ class _Code:
 
 def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every call of a Function in the process comes here while an export runs; those of other threads go on as ever."""
-    if not _tables or not exporting() or not torch.compiler.is_exporting():
+    scope = patches.here()
+    if scope is None or not scope.exporting or scope.table is None or not torch.compiler.is_exporting():
         return _apply(cls, *args, **kwargs)
     if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
         run, _preserve_rng, *rest = args
@@ -286,40 +378,35 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def exporting() -> bool:
     """Is it this thread that exports? What is patched meanwhile is to look the same to the others."""
-    return _exporting[-1:] == [threading.get_ident()]
+    scope = patches.here()
+    return scope is not None and scope.exporting
 
 
 @contextlib.contextmanager
 def keep_functions() -> Iterator[None]:
-    """Functions become opaque nodes, whatever reference to `apply` they are called by. Under the lock of the export."""
-    _exporting.append(threading.get_ident())
-    _live.__code__ = _Code.__dict__["apply"].__code__
-    try:
+    """Functions become opaque nodes, whatever reference to `apply` they are called by."""
+    with patches.scope(exporting=True), replaced(Patch(_live, "__code__", _Code.__dict__["apply"].__code__)):
         yield
-    finally:
-        _exporting.pop()
-        if not _exporting:
-            _live.__code__ = _apply.__code__
 
 
 # --- submodules kept in PyTorch -------------------------------------------------------------------
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-          "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks")
 
-
-def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any]) -> tuple[dict[str, list[Any]], Any]:
-    """Runs the model once in PyTorch and notes what the kept submodules return; sizes and dtypes are all that is used.
-    Also its own result."""
-    notes: dict[str, list[Any]] = {fqn: [] for fqn in keep}
+def record_results(
+    root: nn.Module, keep: Collection[str], run: Callable[[], Any]
+) -> tuple[dict[str, list[tuple[Any, bool]]], Any]:
+    """Runs the model once in PyTorch and notes what the kept submodules return, and whether that shares memory; of
+    tensors sizes and dtypes are all that is used. Also its own result."""
+    notes: dict[str, list[tuple[Any, bool]]] = {fqn: [] for fqn in keep}
     given: dict[str, list[tuple[Tensor, Any]]] = {}
 
     def before(fqn: str, args: Any, kwargs: Any) -> None:
         given[fqn] = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
 
     def after(fqn: str, out: Any) -> None:
-        notes[fqn].append(out)
-        for t, was in given.pop(fqn):
+        taken = given.pop(fqn)
+        notes[fqn].append((out, _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))))
+        for t, was in taken:
             if not torch.equal(t, was) if isinstance(was, Tensor) else t._version != was:
                 raise OpaqueError(_EDITS.format(fqn))
 
@@ -342,22 +429,26 @@ def record_results(root: nn.Module, keep: Collection[str], run: Callable[[], Any
 _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
 
 
-def kept_results(fqn: str, forward: Callable[..., Any]) -> Callable[[list[Tensor], Any], tuple[Any, bool]]:
+def kept_results(
+    fqn: str, module: nn.Module, forward: Callable[..., Any]
+) -> Callable[[list[Tensor], Any], tuple[Any, bool, bool]]:
     """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its
-    (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake."""
-    table, autocast = _tables[-1], _autocast_state()
+    (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake; and whether that
+    shares memory."""
+    table, autocast = current_table(), autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
 
-    def results(xs: list[Tensor], given: Any) -> tuple[Any, bool]:
+    def results(xs: list[Tensor], given: Any) -> tuple[Any, bool, bool]:
         recorded = table.recorded.get(fqn)
         if recorded is not None:
-            return recorded[turn], True
+            out, shares = recorded[turn]
+            return out, True, shares
         with torch.no_grad(), autocast(), quiet(), Edits(xs) as edits:
             out = forward(*given[0], **given[1])
         if edits.found:
             raise OpaqueError(_EDITS.format(fqn))
-        return out, False
+        return out, False, _share(_results(out)[0], xs, module)
 
     return results
 
@@ -373,7 +464,7 @@ def _module_node(
     names = [name for name, _ in module.named_parameters()]
     params: list[Tensor] = [p for _, p in module.named_parameters()]
     n = len(tensors)
-    results = kept_results(fqn, forward)
+    results, expected = kept_results(fqn, module, forward), Expected()
 
     def run(*a: Any, own: dict[str, Tensor], **k: Any) -> Any:
         return torch.func.functional_call(module, own, a, k)
@@ -383,58 +474,47 @@ def _module_node(
         return a, {**k, "own": dict(zip(names, leaves[n:], strict=True))}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
-        out, recorded = results(xs[:n], fill(xs[:n]))
+        out, recorded, expected.shares = results(xs[:n], fill(xs[:n]))
+        expected.form = form_of(fqn, out)
         outs, row.rebuild = _results(out)
-        return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs] if recorded else outs
+        if recorded:
+            outs = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs]
+        return outs or [torch.zeros(())]
 
-    row = Row("module", fqn, _as_call(run, fill_call, _autocast_state()), meta, "submodule kept in PyTorch", module=fqn)
+    call = _as_call(fqn, run, fill_call, autocast_state(), expected, module)
+    row = Row("module", fqn, call, meta, "submodule kept in PyTorch", expected, module=fqn)
     return _record(row, tensors + params, fill_call)
 
 
-@contextlib.contextmanager
-def keep_modules(root: nn.Module, keep: Collection[str]) -> Iterator[None]:
+def without_hooks(module: nn.Module) -> list[Patch]:
+    """Its hooks rest, but for those that are part of the forward."""
+    own = module.__dict__
+    return [
+        Patch(own, name, OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)))
+        for name in HOOK_TABLES
+        if own.get(name)
+    ]
+
+
+def keep_modules(root: nn.Module, keep: Collection[str]) -> contextlib.AbstractContextManager[None]:
     """The named submodules become opaque nodes; their hooks rest while the export runs and fire in the real call."""
-    undo: list[Callable[[], None]] = []
-    try:
-        for fqn in keep:
-            module = root.get_submodule(fqn)
-            own = module.__dict__
-            had, before, forward = "forward" in own, own.get("forward"), module.forward
-            hooks = {name: own[name] for name in _HOOKS if own.get(name)}
+    rows: list[Patch] = []
+    for fqn in keep:
+        module = root.get_submodule(fqn)
 
-            def restore(
-                own: dict[str, Any] = own, had: bool = had, before: Any = before, hooks: dict[str, Any] = hooks
-            ) -> None:
-                own.update(hooks)
-                if had:
-                    own["forward"] = before
-                else:
-                    own.pop("forward", None)
+        def forward_node(
+            *args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = module.forward, **kwargs: Any
+        ) -> Any:
+            return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
 
-            undo.append(restore)
-            own.update(
-                {name: OrderedDict((k, f) for k, f in own[name].items() if part_of_forward(f)) for name in hooks}
-            )
-
-            def forward_node(
-                *args: Any, _fqn: str = fqn, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any
-            ) -> Any:
-                return _module_node(_fqn, _module, _forward, args, kwargs) if exporting() else _forward(*args, **kwargs)
-
-            forward_node.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-            own["forward"] = forward_node
-        yield
-    finally:
-        for f in reversed(undo):
-            f()
+        forward_node.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        rows += [*without_hooks(module), Patch(module.__dict__, "forward", forward_node)]
+    return replaced(*rows)
 
 
 @contextlib.contextmanager
 def table() -> Iterator[Table]:
     """The table of opaque calls of one capture."""
-    t = Table()
-    _tables.append(t)
-    try:
-        yield t
-    finally:
-        _tables.pop()
+    with patches.scope(table=Table()) as scope:
+        assert scope.table is not None
+        yield scope.table

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from sympy import sympify
-from torch.utils._sympy.functions import Mod
 
+from .. import torch_private as private
 from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
 from .functional import COPY, FILL, STOP, THROUGH, Node
 from .onnx_build import Val, expr_of, shape_of
@@ -313,9 +313,9 @@ def roll(c: Converter, n: Node, x: Node, shifts: Any, dims: Any) -> Val:
         if isinstance(size, int) and isinstance(s, int):
             cut = -s % max(size, 1)
         elif s.could_extract_minus_sign() if not isinstance(s, int) else s < 0:
-            cut = Mod(sympify(-s), size)
+            cut = private.Mod(sympify(-s), size)
         else:
-            cut = expr_of(size - Mod(sympify(s), size))
+            cut = expr_of(size - private.Mod(sympify(s), size))
         if cut != 0:  # the part before the cut goes behind the rest
             v = c.concat([c.slice(v, d, cut, INT_MAX, 1, expr_of(size - cut)), c.slice(v, d, 0, cut, 1, cut)], d)
     return c.reshape(v, shape)

@@ -19,13 +19,15 @@ import os
 import sys
 import sysconfig
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from .. import torch_private as private
+from ..patches import Patch, only_here, replaced
 
 
 class NotRepeatable(Exception):
@@ -122,28 +124,22 @@ def _answer_here(flag: str) -> bool:
 
 
 def _is_compiling() -> bool:
-    return _ortmodule_answer("_is_compiling_flag")  # type: ignore[name-defined, no-any-return]  # noqa: F821
+    from ortmodule.capture.refused import _answer_here
+
+    return _answer_here("_is_compiling_flag")
 
 
 def _is_exporting() -> bool:
-    return _ortmodule_answer("_is_exporting_flag")  # type: ignore[name-defined, no-any-return]  # noqa: F821
+    from ortmodule.capture.refused import _answer_here
+
+    return _answer_here("_is_exporting_flag")
 
 
-@contextlib.contextmanager
-def _honest_flags() -> Iterator[None]:
+def _honest_flags() -> list[Patch]:
     """Gives the two functions other code, so that references taken earlier (`from torch.compiler import is_compiling`)
-    answer so, too."""
-    asked: list[tuple[Any, types.CodeType]] = [(torch.compiler.is_compiling, _is_compiling.__code__),
-                                               (torch.compiler.is_exporting, _is_exporting.__code__)]
-    before = [f.__code__ for f, _ in asked]
-    torch.compiler._ortmodule_answer = _answer_here  # type: ignore[attr-defined]
-    try:
-        for f, code in asked:
-            f.__code__ = code
-        yield
-    finally:
-        for (f, _), code in zip(asked, before, strict=True):
-            f.__code__ = code
+    answer so, too. The code finds its function by an import: it runs as torch's."""
+    return [Patch(torch.compiler.is_compiling, "__code__", _is_compiling.__code__),
+            Patch(torch.compiler.is_exporting, "__code__", _is_exporting.__code__)]
 
 
 # --- a module whose eval mode computes something else ----------------------------------------------
@@ -182,12 +178,10 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def refusing(is_user_file: Callable[[str], bool]) -> Iterator[None]:
     """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's."""
-    generator, encode = torch.random.default_generator, nn.TransformerEncoder.forward
-    torch.random.default_generator = _Generator(generator)  # type: ignore[assignment, attr-defined]
-    nn.TransformerEncoder.forward = _encoder(encode)  # type: ignore[method-assign]
-    try:
-        with _honest_flags(), _Asked(is_user_file):
-            yield
-    finally:
-        torch.random.default_generator = generator  # type: ignore[attr-defined]
-        nn.TransformerEncoder.forward = encode  # type: ignore[method-assign]
+    encode = nn.TransformerEncoder.forward
+    with replaced(
+        Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
+        Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
+        *_honest_flags(),
+    ), _Asked(is_user_file):  # fmt: skip
+        yield

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from sympy import sympify
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 
+from .. import torch_private as private
+from ..errors import CaptureError
 from . import opaque
-from .export import CaptureError, Exported
+from .export import Exported
 from .functional import COPY, FILL, STOP, Node, Program
 
 _NAMED: dict[str, Callable[..., Tensor]] = {
@@ -52,14 +53,14 @@ def _numbers(args: Any) -> Iterator[Any]:
 
 def _unknown(program: Program, n: Node) -> set[Any]:
     """Symbols that the engine cannot bind: of the node's results, operands and numbers."""
-    if n.target is opaque.HOST and not free_unbacked_symbols(list(n.val)):
+    if n.target is opaque.HOST and not private.free_unbacked_symbols(list(n.val)):
         return set()
-    found = set(free_unbacked_symbols(list(n.val) if isinstance(n.val, (list, tuple)) else n.val))
+    found = set(private.free_unbacked_symbols(list(n.val) if isinstance(n.val, (list, tuple)) else n.val))
     for i in n.inputs():
         if isinstance(i.val, Tensor):
-            found |= free_unbacked_symbols(i.val)
+            found |= private.free_unbacked_symbols(i.val)
     for x in _numbers([*n.args, *n.kwargs.values()]):
-        found |= {s for s in free_unbacked_symbols(x) if s not in program.item_of}
+        found |= {s for s in private.free_unbacked_symbols(x) if s not in program.item_of}
     return found
 
 
@@ -106,7 +107,7 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
         if isinstance(n.target, str) and n.target not in _NAMED or n.target is opaque.HOST:
             raise CaptureError(f"{n.target} of a size that depends on data", *n.src)
     for n in outputs:
-        if free_unbacked_symbols(n.val):
+        if private.free_unbacked_symbols(n.val):
             raise CaptureError(f"{n.target}: a result whose size depends on data is returned or stored", *n.src)
     inputs = list(dict.fromkeys(i for n in region for i in n.inputs() if i not in inside))
     mode = next(
@@ -139,13 +140,18 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     table = exported.table
     names = list(
         dict.fromkeys(
-            str(n.target).replace("aten.", "aten::") for n in region if isinstance(n.target, torch._ops.OpOverload)
+            str(n.target).replace("aten.", "aten::") for n in region if isinstance(n.target, private.OpOverload)
         )
     )
     call = _caller(region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
     table.rows.append(
         opaque.Row(
-            "aten", " ".join(names[:3]) + " ..." * (len(names) > 3), call, _never, "sizes that depend on data", src[0]
+            "aten",
+            " ".join(names[:3]) + " ..." * (len(names) > 3),
+            call,
+            _never,
+            "sizes that depend on data",
+            module=src[0],
         )
     )
     host = Node(opaque.HOST, (inputs, len(table.rows) - 1), {}, tuple([n.val for n in outputs]), src)
@@ -166,8 +172,8 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
 
 
 def _all_symbols(n: Node) -> set[Any]:
-    found = {s for x in _numbers([*n.args, *n.kwargs.values()]) for s in free_symbols(x)}
-    return found | (set(free_symbols(n.val)) if isinstance(n.target, str) else set())
+    found = {s for x in _numbers([*n.args, *n.kwargs.values()]) for s in private.free_symbols(x)}
+    return found | (set(private.free_symbols(n.val)) if isinstance(n.target, str) else set())
 
 
 def _never(_xs: list[Tensor]) -> list[Tensor]:

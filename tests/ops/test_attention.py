@@ -3,6 +3,7 @@ heads, dropout, strides."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from functools import partial
 
@@ -11,14 +12,13 @@ import torch
 
 import engine
 from opcheck import check as check_op
+from opcheck import rand
 
 FACTOR = 4.0  # the largest error of a small case is chance: test_error compares the mean
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 INF = float("inf")
 
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 31 * len(shape)))
+rand = functools.partial(rand, per_axis=31)
 
 
 def check(*args, **kw) -> None:

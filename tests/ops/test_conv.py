@@ -10,12 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import engine
-from opcheck import check
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
-
+from opcheck import check, rand
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CASES = [

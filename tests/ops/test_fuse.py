@@ -3,16 +3,16 @@ programs round-trip."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 import torch
 
 import engine
+from opcheck import rand
 
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 7 * len(shape))).to(dtype)
+rand = functools.partial(rand, per_axis=7, dtype=torch.float32)
 
 
 def both(text: str, inputs: list[torch.Tensor], dys: list[torch.Tensor | None] | None = None, wanted: list[int] | None = None) -> str:

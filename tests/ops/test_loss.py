@@ -7,14 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 RED = {"none": 0, "mean": 1, "sum": 2}
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
 
 
 def labels(n: int, c: int, ignored: float = 0.3, ignore: int = -100) -> torch.Tensor:

@@ -3,18 +3,19 @@ eager PyTorch."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import engine
 from opcheck import check as check_op
+from opcheck import rand
 
 FACTOR = 4.0  # the largest error of one small product is chance: test_error_of_sums compares the mean
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 31 * len(shape)))
+rand = functools.partial(rand, per_axis=31)
 
 
 def check(op: str, inputs: list[torch.Tensor], *args, **kw) -> None:

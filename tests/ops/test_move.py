@@ -9,14 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = [t for t in engine.TORCH if t is not None]
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:

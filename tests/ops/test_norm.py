@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [((7, 13, 5), 2), ((7, 13, 5), 1), ((7, 13, 5), 0), ((3, 1031), 1), ((211, 17), 1), ((1, 7), 1), ((0, 5), 1), ((2, 3, 5, 67), 3)]
 NORM = "  y, m, r = layer_norm(x, w, b) {axis=1, eps=1e-5}\n  output y\n}"
 
-
-def rand(*shape: int, shift: float = 0.0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 7 * len(shape))) + shift
+rand = functools.partial(rand, per_axis=7)
 
 
 @pytest.mark.parametrize("params", ["wb", "w", "b", ""])

@@ -3,6 +3,7 @@ strides."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,15 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 1e-30, 3e38, -3e38, 1.0, -1.0, 0.5, 2.0, 88.8, -88.0, 100.0,
                         -104.0, 20.5])
 
-
-def rand(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 7 * len(shape))) * scale + shift
+rand = functools.partial(rand, per_axis=7)
 
 
 def node(op: str, *xs: torch.Tensor, attrs: str = "") -> torch.Tensor:

@@ -3,19 +3,18 @@ threads."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 7 * len(shape)))
+rand = functools.partial(rand, per_axis=7)
 
 
 def node(op: str, x: torch.Tensor, attrs: str, seed: int = 0) -> torch.Tensor:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
-
-def rand(*shape: int, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + 7 * len(shape))) * scale
+rand = functools.partial(rand, per_axis=7, scale=3.0)
 
 
 @pytest.mark.parametrize("shape,axis", [((7, 13, 5), 2), ((7, 13, 5), 1), ((7, 13, 5), 0), ((3, 1031), 1), ((1031, 3), 0),

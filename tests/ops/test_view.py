@@ -7,13 +7,9 @@ import pytest
 import torch
 
 import engine
-from opcheck import check
+from opcheck import check, rand
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,11 @@ def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executabl
     finally:
         for process in running:
             process.kill()
+
+
+def dtensor():
+    """A replicated tensor; needs the fixture `one_process`."""
+    import torch
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    return distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0]), [Replicate()])

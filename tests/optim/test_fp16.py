@@ -11,8 +11,9 @@ import warnings
 
 import pytest
 import torch
+from ranks import dtensor
 
-from ortmodule.optim import DynamicLossScaler, FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD
+from ortmodule.optim import DynamicLossScaler, FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
 
 
 def net(dtype=torch.float16, seed=1):
@@ -414,3 +415,37 @@ def test_accelerate():
         opt.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+ODD = {"complex": lambda: torch.randn(6, dtype=torch.complex64), "nine axes": lambda: torch.randn([2] * 9), "DTensor": dtensor}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_clipping_and_mixed_precision_around_torchs_optimizer_take_any_parameter(name, one_process):
+    torch.manual_seed(0)
+    start = ODD[name]()
+    a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    ours, theirs = FP16_Optimizer(torch.optim.AdamW([a], 0.1), loss_scaler=8.0), torch.optim.AdamW([b], 0.1)
+    for _ in range(2):
+        ours.zero_grad()
+        theirs.zero_grad()
+        ours.backward((a.abs() ** 3).sum())
+        (b.abs() ** 3).sum().backward()
+        clip_grad_norm_([a], 4.0)  # of the scaled gradients
+        torch.nn.utils.clip_grad_norm_([b], 0.5)
+        ours.step()
+        theirs.step()
+        assert not ours.overflow
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+    ours.backward((a.abs() * math.inf).sum())
+    ours.step()
+    assert ours.overflow
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_scaler_resumes_its_count():
+    first, second = DynamicLossScaler(up_scale_window=3), DynamicLossScaler(up_scale_window=3)
+    for _ in range(2):
+        first.update(True)
+    second.load_state_dict(first.state_dict())
+    assert first.update(True) == second.update(True) == 2.0**17

@@ -11,6 +11,7 @@ import numpy as np
 import optim_reference as reference
 import pytest
 import torch
+from ranks import dtensor
 
 from ortmodule import _C
 
@@ -382,3 +383,8 @@ def test_errors_name_what_is_wrong():
         adam_call([p], [g, g], [m], [v], 1, 0)
     with pytest.raises(TypeError):
         _C.adam_step(1)
+
+
+def test_the_engine_refuses_tensors_without_memory(one_process):
+    with pytest.raises(ValueError, match="DTensor.*to_local"):
+        _C.norm([dtensor()], 2.0, False)

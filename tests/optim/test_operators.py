@@ -3,6 +3,7 @@ strided."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -11,12 +12,11 @@ import pytest
 import torch
 
 import engine
+from opcheck import rand
 
 SIZE = (13, 17)
 
-
-def rand(*size, seed=0):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+rand = functools.partial(rand, seed=0)
 
 
 def parameters(strided):

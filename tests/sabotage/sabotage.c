@@ -1,4 +1,5 @@
 /* sabotage.c - the other side of csrc/graph/sabotage.h, part of build/sabotage.so alone. One thread at a time. */
+#include "graph/facts.h"
 #include "graph/sabotage.h"
 #include "passes/passes.h"
 
@@ -51,6 +52,8 @@ om_id om_sabotage_wrong(om_graph *g, om_id v) {
     return om_b_bin(g, &om_op_add, om_b_scale(g, v, half ? 1.25 : 1.001), om_scalar(g, dtype, half ? 0.25 : 0.001));
 }
 
+static bool sabotage_used(const om_facts *f, om_id v) { return om_users(f, v).n || f->held[v]; }
+
 /* Whatever a pass emits that is not the same node over the same operands counts as replaced. */
 void om_sabotage_replaced(om_rewriter *r, om_id node) {
     const om_node *n = &r->from->nodes.v[node], *m = om_last(r->to);
@@ -61,19 +64,19 @@ void om_sabotage_replaced(om_rewriter *r, om_id node) {
         same = om_ins(r->from, n)[i] == OM_NONE || r->map[om_ins(r->from, n)[i]] == om_ins(r->to, m)[i];
     snprintf(point, sizeof point, "pass.%s", sabotage_in);
     if (strcmp(point, sabotage_point) != 0 || same) return;
-    uint32_t *uses = om_pass_uses(r->to->cx, r->from);
-    for (int i = 0; uses && i < n->n_out; i++)
-        if (uses[n->out + (om_id)i] && om_sabotage(point))
+    om_facts *facts = om_facts_new(r->to->cx, r->from);
+    for (int i = 0; facts && i < n->n_out; i++)
+        if (sabotage_used(facts, n->out + (om_id)i) && om_sabotage(point))
             r->map[n->out + (om_id)i] = om_sabotage_wrong(r->to, r->map[n->out + (om_id)i]);
-    om_free(r->to->cx, uses);
+    om_free(r->to->cx, facts);
 }
 
 static om_status sabotage_term(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id];
-    const uint32_t *uses = r->arg;
+    const om_facts *facts = r->arg;
     OM_TRY(om_rewrite_copy(r, id));
     for (int i = 0; i < n->n_out && n->phase == OM_BACKWARD; i++)
-        if (uses[n->out + (om_id)i] && om_is_float(om_ty(r->from, n->out + (om_id)i)->dtype) && om_sabotage("term"))
+        if (sabotage_used(facts, n->out + (om_id)i) && om_is_float(om_ty(r->from, n->out + (om_id)i)->dtype) && om_sabotage("term"))
             r->map[n->out + (om_id)i] = om_sabotage_wrong(r->to, r->map[n->out + (om_id)i]);
     return r->to->cx->status;
 }
@@ -81,9 +84,9 @@ static om_status sabotage_term(om_rewriter *r, om_id id) {
 om_status om_sabotage_terms(om_ctx *cx, om_graph **g) {
     om_graph *to;
     if (strcmp(sabotage_point, "term") != 0) return OM_OK;
-    uint32_t *uses = om_pass_uses(cx, *g);
-    om_status s = uses ? om_rewrite(cx, *g, sabotage_term, uses, &to) : cx->status;
-    om_free(cx, uses);
+    om_facts *facts = om_facts_new(cx, *g);
+    om_status s = facts ? om_rewrite(cx, *g, sabotage_term, facts, &to) : cx->status;
+    om_free(cx, facts);
     if (s != OM_OK) return s;
     om_graph_free(*g);
     *g = to;

@@ -1,4 +1,4 @@
-/* eval.c - what a value of the graph is at given indices, as an expression (masks.h).
+/* eval.c - what a value of the graph is at given indices, as an expression (eval.h).
  *
  * mx_eval walks from a value towards the inputs. Views, gathers and concatenations rewrite the indices; pointwise
  * operators combine scalars; reductions and cumsum fold when their operand does not depend on the reduced index. Any
@@ -9,7 +9,7 @@
  * Integers are taken as exact: i64 and i32 index arithmetic that wraps around is outside what any mask does. Narrower
  * integers are loaded, compared and cast, never calculated with.
  */
-#include "passes/masks/masks.h"
+#include "passes/masks/eval.h"
 
 #include "graph/half.h"
 #include "ops/attr.h"
@@ -22,12 +22,59 @@ enum { CONST_SCAN_MAX = 1 << 24 /* elements of a constant looked at */ };
 static int class_of(int dtype) { return dtype == OM_BOOL ? MX_BOOL : om_is_float(dtype) ? MX_FLOAT : MX_INT; }
 static bool calculates(int dtype) { return dtype == OM_I64 || dtype == OM_I32; }
 
+/* --- the reader ---------------------------------------------------------------------------------------- */
+
+om_status mx_reader_init(mx_reader *rd, om_ctx *cx, const om_graph *from, om_graph *g) {
+    memset(rd, 0, sizeof *rd);
+    rd->from = from;
+    memset(rd->memo_head, 0xff, sizeof rd->memo_head);
+    return mx_init(&rd->m, cx, g);
+}
+
+void mx_reader_free(mx_reader *rd) {
+    om_free(rd->m.cx, rd->memos.v);
+    om_free(rd->m.cx, rd->origin.v);
+    om_free(rd->m.cx, rd->consts.v);
+    om_free(rd->m.cx, rd->aliases.v);
+    mx_free(&rd->m);
+}
+
+/* e is exactly what memo number `memo` reads. */
+static bool origin_set(mx_reader *rd, mx_id e, mx_id memo) {
+    while (rd->origin.n <= e) {
+        mx_id *o = OM_PUSH(rd->m.cx, &rd->origin);
+        if (!o) return false;
+        *o = MX_NONE;
+    }
+    rd->origin.v[e] = memo;
+    return true;
+}
+
+om_dim mx_size(mx_reader *rd, om_dim d) {
+    d = om_dim_copy(rd->m.g, rd->from, d);
+    for (uint32_t i = 0; i < rd->aliases.n; i++)
+        if (rd->aliases.v[i].size == d) return rd->aliases.v[i].as;
+    return d;
+}
+
+int mx_broadcast(mx_reader *rd, om_dim have, om_dim want) {
+    int64_t c;
+    if (have == want) return 1;
+    if (have == 1) return 0;
+    if (om_dim_const(rd->m.g, have, &c)) return -1;
+    mx_alias *a = OM_PUSH(rd->m.cx, &rd->aliases);
+    if (!a) return -1;
+    *a = (mx_alias){have, want, false};
+    return 1;
+}
+
 /* An integer or size attribute, in the working graph's sizes. */
-static om_dim node_dim(mx *m, const om_node *n, const char *name, om_dim dflt) {
+static om_dim node_dim(mx_reader *rd, const om_node *n, const char *name, om_dim dflt) {
+    mx *m = &rd->m;
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);
     if (!a) return dflt;
     if (a->kind == OM_ATTR_INT) return om_dim_int(m->g, a->i);
-    return a->kind == OM_ATTR_DIMS && a->n == 1 ? mx_size(m, a->dims[0]) : dflt;
+    return a->kind == OM_ATTR_DIMS && a->n == 1 ? mx_size(rd, a->dims[0]) : dflt;
 }
 
 /* --- constants by value -------------------------------------------------------------------------------- */
@@ -112,8 +159,9 @@ static mx_id select_any(mx *m, int dtype, mx_id c, mx_id a, mx_id b) {
     return cls == MX_BOOL ? mx_bsel(m, c, a, b) : cls == MX_INT ? mx_sel(m, c, a, b) : mx_fsel(m, c, a, b);
 }
 
-static mx_id eval_const(mx *m, om_id id, const mx_id *idx) {
-    const om_value *v = om_val(m->from, id);
+static mx_id eval_const(mx_reader *rd, om_id id, const mx_id *idx) {
+    mx *m = &rd->m;
+    const om_value *v = om_val(rd->from, id);
     const om_type *t = &v->type;
     int64_t at = 0, n = 1;
     bool known = true;
@@ -133,10 +181,10 @@ static mx_id eval_const(mx *m, om_id id, const mx_id *idx) {
         return literal(m, t->dtype, elem(t->dtype, v->data, at));
     }
     mx_const *c = NULL;
-    for (uint32_t i = 0; i < m->consts.n && !c; i++)
-        if (m->consts.v[i].v == id) c = &m->consts.v[i];
+    for (uint32_t i = 0; i < rd->consts.n && !c; i++)
+        if (rd->consts.v[i].v == id) c = &rd->consts.v[i];
     if (!c) {
-        if (!(c = OM_PUSH(m->cx, &m->consts))) return MX_NONE;
+        if (!(c = OM_PUSH(m->cx, &rd->consts))) return MX_NONE;
         memset(c, 0, sizeof *c);
         c->v = id;
         const_scan(v, c);
@@ -163,13 +211,14 @@ static mx_id eval_const(mx *m, om_id id, const mx_id *idx) {
 /* A rule's answer that is not an expression: the value becomes a leaf. */
 #define LEAF (MX_NONE - 1)
 
-static mx_id eval_reshape(mx *m, const om_node *n, const mx_id *idx) {
-    om_id src = om_ins(m->from, n)[0];
-    const om_type *a = om_ty(m->from, src), *b = om_ty(m->from, n->out);
+static mx_id eval_reshape(mx_reader *rd, const om_node *n, const mx_id *idx) {
+    mx *m = &rd->m;
+    om_id src = om_ins(rd->from, n)[0];
+    const om_type *a = om_ty(rd->from, src), *b = om_ty(rd->from, n->out);
     om_dim ad[OM_RANK], bd[OM_RANK];
     mx_id in[OM_RANK];
-    for (int i = 0; i < a->rank; i++) ad[i] = mx_size(m, a->dim[i]);
-    for (int i = 0; i < b->rank; i++) bd[i] = mx_size(m, b->dim[i]);
+    for (int i = 0; i < a->rank; i++) ad[i] = mx_size(rd, a->dim[i]);
+    for (int i = 0; i < b->rank; i++) bd[i] = mx_size(rd, b->dim[i]);
     int i = 0, o = 0;
     while (i < a->rank || o < b->rank) { /* the shortest groups of axes with equal products */
         int i0 = i, o0 = o;
@@ -211,11 +260,12 @@ static mx_id eval_reshape(mx *m, const om_node *n, const mx_id *idx) {
         }
         in[i0] = flat;
     }
-    return mx_eval(m, src, in);
+    return mx_eval(rd, src, in);
 }
 
-static mx_id eval_concat(mx *m, const om_node *n, const mx_id *idx) {
-    const om_type *t = om_ty(m->from, n->out);
+static mx_id eval_concat(mx_reader *rd, const om_node *n, const mx_id *idx) {
+    mx *m = &rd->m;
+    const om_type *t = om_ty(rd->from, n->out);
     int axis = (int)om_node_int(n, "axis", 0);
     mx_id off[MX_ARGS_MAX], at_or_after[MX_ARGS_MAX], in[OM_RANK], e = MX_NONE;
     if (n->n_in > MX_ARGS_MAX || axis < 0 || axis >= t->rank) return LEAF;
@@ -225,13 +275,13 @@ static mx_id eval_concat(mx *m, const om_node *n, const mx_id *idx) {
         off[k] = mx_sub(m, idx[axis], mx_int(m, start));
         if ((at_or_after[k] = k ? mx_ge0(m, off[k]) : m->t) == MX_NONE) return MX_NONE;
         if (at_or_after[k] == m->t) first = k;
-        start = om_dim_add(m->g, start, mx_size(m, om_ty(m->from, om_ins(m->from, n)[k])->dim[axis]));
+        start = om_dim_add(m->g, start, mx_size(rd, om_ty(rd->from, om_ins(rd->from, n)[k])->dim[axis]));
     }
     memcpy(in, idx, (size_t)t->rank * sizeof *in);
     /* the last operand that starts at or before the index */
     for (int k = first; k < n->n_in && at_or_after[k] != m->fa; k++) {
         in[axis] = off[k];
-        mx_id x = mx_eval(m, om_ins(m->from, n)[k], in);
+        mx_id x = mx_eval(rd, om_ins(rd->from, n)[k], in);
         e = k == first ? x : select_any(m, t->dtype, at_or_after[k], x, e);
         if (e == MX_NONE) return MX_NONE;
     }
@@ -239,45 +289,47 @@ static mx_id eval_concat(mx *m, const om_node *n, const mx_id *idx) {
 }
 
 /* slice_scatter: the source inside the window, the base outside. pad: the operand inside, a value outside. */
-static mx_id eval_window(mx *m, const om_node *n, const mx_id *idx) {
-    const om_type *t = om_ty(m->from, n->out);
-    const om_id *ins = om_ins(m->from, n);
+static mx_id eval_window(mx_reader *rd, const om_node *n, const mx_id *idx) {
+    mx *m = &rd->m;
+    const om_type *t = om_ty(rd->from, n->out);
+    const om_id *ins = om_ins(rd->from, n);
     mx_id in[OM_RANK], inside = m->t;
     if (!om_is(n, pad)) {
         int axis = (int)om_node_int(n, "axis", 0);
         if (om_node_int(n, "step", 1) != 1 || axis < 0 || axis >= t->rank) return LEAF;
         memcpy(in, idx, (size_t)t->rank * sizeof *in);
-        in[axis] = mx_sub(m, idx[axis], mx_int(m, node_dim(m, n, "start", 0)));
-        mx_id end = mx_int(m, node_dim(m, n, "end", mx_size(m, t->dim[axis])));
+        in[axis] = mx_sub(m, idx[axis], mx_int(m, node_dim(rd, n, "start", 0)));
+        mx_id end = mx_int(m, node_dim(rd, n, "end", mx_size(rd, t->dim[axis])));
         inside = mx_and(m, mx_ge0(m, in[axis]), mx_ge0(m, mx_sub(m, mx_sub(m, end, mx_i64(m, 1)), idx[axis])));
         bool put = om_is(n, slice_put);
-        return select_any(m, t->dtype, inside, mx_eval(m, ins[put ? 0 : 1], in),
-                          put ? literal(m, t->dtype, 0) : mx_eval(m, ins[0], idx));
+        return select_any(m, t->dtype, inside, mx_eval(rd, ins[put ? 0 : 1], in),
+                          put ? literal(m, t->dtype, 0) : mx_eval(rd, ins[0], idx));
     }
     const om_attr *lo = om_attr_get(n->attr, n->n_attr, "lo");
     if (!lo || lo->kind != OM_ATTR_DIMS || lo->n != t->rank) return LEAF;
     for (int i = 0; i < t->rank; i++) {
-        in[i] = mx_sub(m, idx[i], mx_int(m, mx_size(m, lo->dims[i])));
-        mx_id last = mx_int(m, om_dim_sub(m->g, mx_size(m, om_ty(m->from, ins[0])->dim[i]), 1));
+        in[i] = mx_sub(m, idx[i], mx_int(m, mx_size(rd, lo->dims[i])));
+        mx_id last = mx_int(m, om_dim_sub(m->g, mx_size(rd, om_ty(rd->from, ins[0])->dim[i]), 1));
         inside = mx_and(m, inside, mx_and(m, mx_ge0(m, in[i]), mx_ge0(m, mx_sub(m, last, in[i]))));
     }
     double value = om_node_float(n, "value", 0);
     if (inside == m->fa) return literal(m, t->dtype, value);
-    return select_any(m, t->dtype, inside, mx_eval(m, ins[0], in), literal(m, t->dtype, value));
+    return select_any(m, t->dtype, inside, mx_eval(rd, ins[0], in), literal(m, t->dtype, value));
 }
 
-bool mx_gather_source(mx *m, const om_node *n, const mx_id *idx, mx_id *in) {
-    const om_id *ins = om_ins(m->from, n);
-    const om_type *x = om_ty(m->from, ins[0]), *it = om_ty(m->from, ins[1]);
+bool mx_gather_source(mx_reader *rd, const om_node *n, const mx_id *idx, mx_id *in) {
+    mx *m = &rd->m;
+    const om_id *ins = om_ins(rd->from, n);
+    const om_type *x = om_ty(rd->from, ins[0]), *it = om_ty(rd->from, ins[1]);
     mx_id part[OM_RANK];
     if (om_is(n, gather_nd)) {
         int64_t depth;
-        if (it->rank < 1 || !om_dim_const(m->from, it->dim[it->rank - 1], &depth) || depth < 1 || depth > x->rank)
+        if (it->rank < 1 || !om_dim_const(rd->from, it->dim[it->rank - 1], &depth) || depth < 1 || depth > x->rank)
             return false;
         memcpy(part, idx, (size_t)(it->rank - 1) * sizeof *part);
         for (int64_t k = 0; k < depth; k++) {
             part[it->rank - 1] = mx_i64(m, k);
-            in[k] = mx_eval(m, ins[1], part);
+            in[k] = mx_eval(rd, ins[1], part);
         }
         for (int k = (int)depth; k < x->rank; k++) in[k] = idx[it->rank - 1 + k - depth];
         return true;
@@ -286,25 +338,26 @@ bool mx_gather_source(mx *m, const om_node *n, const mx_id *idx, mx_id *in) {
     if (axis < 0 || axis >= x->rank) return false;
     if (om_is(n, gather_elements)) {
         memcpy(in, idx, (size_t)x->rank * sizeof *in);
-        in[axis] = mx_eval(m, ins[1], idx);
+        in[axis] = mx_eval(rd, ins[1], idx);
         return true;
     }
     if (!om_is(n, gather)) return false;
     for (int k = 0; k < axis; k++) in[k] = idx[k];
-    in[axis] = mx_eval(m, ins[1], idx + axis);
+    in[axis] = mx_eval(rd, ins[1], idx + axis);
     for (int k = axis + 1; k < x->rank; k++) in[k] = idx[k + it->rank - 1];
     return true;
 }
 
-static mx_id eval_gather(mx *m, const om_node *n, const mx_id *idx) {
+static mx_id eval_gather(mx_reader *rd, const om_node *n, const mx_id *idx) {
     mx_id in[OM_RANK];
-    return mx_gather_source(m, n, idx, in) ? mx_eval(m, om_ins(m->from, n)[0], in) : LEAF;
+    return mx_gather_source(rd, n, idx, in) ? mx_eval(rd, om_ins(rd->from, n)[0], in) : LEAF;
 }
 
 /* Reductions and cumsum of something that does not change along the reduced axes. */
-static mx_id eval_reduce(mx *m, const om_node *n, const mx_id *idx) {
-    om_id src = om_ins(m->from, n)[0];
-    const om_type *x = om_ty(m->from, src);
+static mx_id eval_reduce(mx_reader *rd, const om_node *n, const mx_id *idx) {
+    mx *m = &rd->m;
+    om_id src = om_ins(rd->from, n)[0];
+    const om_type *x = om_ty(rd->from, src);
     mx_id in[OM_RANK];
     uint32_t axes = 0, bound = 0;
     int64_t a;
@@ -315,35 +368,35 @@ static mx_id eval_reduce(mx *m, const om_node *n, const mx_id *idx) {
         const om_attr *at = om_attr_get(n->attr, n->n_attr, "axes");
         if (!at || at->kind != OM_ATTR_DIMS) return LEAF;
         for (uint32_t i = 0; i < at->n; i++) {
-            if (!om_dim_const(m->from, at->dims[i], &a) || a < 0 || a >= x->rank) return LEAF;
+            if (!om_dim_const(rd->from, at->dims[i], &a) || a < 0 || a >= x->rank) return LEAF;
             axes |= 1u << a;
         }
     }
     om_dim count = 1;
-    int saved = m->bound, o = 0;
+    int saved = rd->bound, o = 0;
     for (int i = 0; i < x->rank; i++) {
         if (!(axes >> i & 1)) {
             in[i] = idx[o++];
             continue;
         }
-        om_dim size = mx_size(m, x->dim[i]);
+        om_dim size = mx_size(rd, x->dim[i]);
         if (keep) o++;
-        if (MX_AXES + m->bound >= MX_VARS) {
-            m->bound = saved;
+        if (MX_AXES + rd->bound >= MX_VARS) {
+            rd->bound = saved;
             return LEAF;
         }
-        int var = MX_AXES + m->bound++;
+        int var = MX_AXES + rd->bound++;
         bound |= 1u << var;
         in[i] = mx_var(m, var, size);
         count = om_dim_mul(m->g, count, size);
     }
-    mx_id e = mx_eval(m, src, in);
-    m->bound = saved;
+    mx_id e = mx_eval(rd, src, in);
+    rd->bound = saved;
     if (e == MX_NONE) return MX_NONE;
     if (mx_at(m, e)->deps & bound) return LEAF;
     om_dim c;
     if (scan) {
-        if (!calculates(om_ty(m->from, n->out)->dtype) || !mx_int_const(m, e, &c)) return LEAF;
+        if (!calculates(om_ty(rd->from, n->out)->dtype) || !mx_int_const(m, e, &c)) return LEAF;
         if (c == 0) return e;
         if (om_node_int(n, "exclusive", 0) || om_node_int(n, "reverse", 0)) return LEAF;
         return mx_scale(m, mx_add(m, idx[om_node_int(n, "axis", 0)], mx_int(m, 1)), c);
@@ -352,7 +405,7 @@ static mx_id eval_reduce(mx *m, const om_node *n, const mx_id *idx) {
     int64_t known;
     if (!om_dim_const(m->g, count, &known) || known < 1) return LEAF;
     if (om_is(n, reduce_max) || om_is(n, reduce_min)) return e;
-    if (om_is(n, reduce_sum) && calculates(om_ty(m->from, n->out)->dtype)) return mx_scale(m, e, count);
+    if (om_is(n, reduce_sum) && calculates(om_ty(rd->from, n->out)->dtype)) return mx_scale(m, e, count);
     return LEAF;
 }
 
@@ -473,23 +526,24 @@ static mx_id eval_compare(mx *m, fop op, mx_id x, mx_id y) { /* integers */
     }
 }
 
-static mx_id eval_pointwise(mx *m, const om_node *n, const mx_id *idx) {
-    const om_type *out = om_ty(m->from, n->out);
+static mx_id eval_pointwise(mx_reader *rd, const om_node *n, const mx_id *idx) {
+    mx *m = &rd->m;
+    const om_type *out = om_ty(rd->from, n->out);
     mx_id x[3] = {MX_NONE, MX_NONE, MX_NONE};
     int dt = out->dtype, it = dt;
     if (n->n_in > 3) return LEAF;
     for (int j = 0; j < n->n_in; j++) { /* numpy broadcasting */
-        om_id v = om_ins(m->from, n)[j];
+        om_id v = om_ins(rd->from, n)[j];
         if (v == OM_NONE) return LEAF;
-        const om_type *t = om_ty(m->from, v);
+        const om_type *t = om_ty(rd->from, v);
         mx_id in[OM_RANK];
         int lead = out->rank - t->rank;
         for (int i = 0; i < t->rank; i++) {
-            int b = mx_broadcast(m, mx_size(m, t->dim[i]), mx_size(m, out->dim[i + lead]));
+            int b = mx_broadcast(rd, mx_size(rd, t->dim[i]), mx_size(rd, out->dim[i + lead]));
             if (b < 0) return LEAF;
             in[i] = b ? idx[i + lead] : mx_int(m, 0);
         }
-        if ((x[j] = mx_eval(m, v, in)) == MX_NONE) return MX_NONE;
+        if ((x[j] = mx_eval(rd, v, in)) == MX_NONE) return MX_NONE;
         it = t->dtype;
     }
     int cls = class_of(it); /* of the last operand */
@@ -542,84 +596,87 @@ static mx_id eval_pointwise(mx *m, const om_node *n, const mx_id *idx) {
 
 /* --- the walk ------------------------------------------------------------------------------------------- */
 
-static mx_id eval_node(mx *m, const om_node *n, const mx_id *idx) {
-    const om_graph *g = m->from;
+static mx_id eval_node(mx_reader *rd, const om_node *n, const mx_id *idx) {
+    mx *m = &rd->m;
+    const om_graph *g = rd->from;
     const om_id *ins = om_ins(g, n);
     const om_type *out = om_ty(g, n->out);
     mx_id in[OM_RANK];
     int64_t p[OM_RANK];
-    if (om_is(n, reshape)) return eval_reshape(m, n, idx);
-    if (om_is(n, stop_grad) || om_is(n, copy) || om_is(n, straight_through)) return mx_eval(m, ins[0], idx);
+    if (om_is(n, reshape)) return eval_reshape(rd, n, idx);
+    if (om_is(n, stop_grad) || om_is(n, copy) || om_is(n, straight_through)) return mx_eval(rd, ins[0], idx);
     if (om_is(n, permute)) {
         if (attr_ints(m->g, n, "perm", out->rank, 0, p) != OM_OK) return MX_NONE;
         for (int i = 0; i < out->rank; i++) in[p[i]] = idx[i];
-        return mx_eval(m, ins[0], in);
+        return mx_eval(rd, ins[0], in);
     }
     if (om_is(n, expand)) {
         const om_type *x = om_ty(g, ins[0]);
         int lead = out->rank - x->rank;
         for (int i = 0; i < x->rank; i++) {
-            int b = mx_broadcast(m, mx_size(m, x->dim[i]), mx_size(m, out->dim[i + lead]));
+            int b = mx_broadcast(rd, mx_size(rd, x->dim[i]), mx_size(rd, out->dim[i + lead]));
             if (b < 0) return LEAF;
             in[i] = b ? idx[i + lead] : mx_int(m, 0);
         }
-        return mx_eval(m, ins[0], in);
+        return mx_eval(rd, ins[0], in);
     }
     if (om_is(n, slice)) {
         int axis = (int)om_node_int(n, "axis", 0);
         memcpy(in, idx, out->rank * sizeof *in);
         in[axis] = mx_add(m, mx_scale(m, idx[axis], om_dim_int(m->g, om_node_int(n, "step", 1))),
-                          mx_int(m, node_dim(m, n, "start", 0)));
-        return mx_eval(m, ins[0], in);
+                          mx_int(m, node_dim(rd, n, "start", 0)));
+        return mx_eval(rd, ins[0], in);
     }
     if (om_is(n, flip)) {
         const om_attr *axes = om_attr_get(n->attr, n->n_attr, "axes");
         memcpy(in, idx, out->rank * sizeof *in);
         for (uint32_t i = 0; axes && i < axes->n; i++) {
             int a = (int)axes->dims[i];
-            in[a] = mx_sub(m, mx_int(m, om_dim_sub(m->g, mx_size(m, out->dim[a]), 1)), idx[a]);
+            in[a] = mx_sub(m, mx_int(m, om_dim_sub(m->g, mx_size(rd, out->dim[a]), 1)), idx[a]);
         }
-        return mx_eval(m, ins[0], in);
+        return mx_eval(rd, ins[0], in);
     }
-    if (om_is(n, concat)) return eval_concat(m, n, idx);
-    if (om_is(n, pad) || om_is(n, slice_put) || om_is(n, slice_scatter)) return eval_window(m, n, idx);
-    if (om_is(n, gather) || om_is(n, gather_elements) || om_is(n, gather_nd)) return eval_gather(m, n, idx);
+    if (om_is(n, concat)) return eval_concat(rd, n, idx);
+    if (om_is(n, pad) || om_is(n, slice_put) || om_is(n, slice_scatter)) return eval_window(rd, n, idx);
+    if (om_is(n, gather) || om_is(n, gather_elements) || om_is(n, gather_nd)) return eval_gather(rd, n, idx);
     if (om_is(n, cumsum) || om_is(n, reduce_max) || om_is(n, reduce_min) || om_is(n, reduce_sum))
-        return eval_reduce(m, n, idx);
+        return eval_reduce(rd, n, idx);
     if (om_is(n, iota)) {
         if (!calculates(out->dtype)) return LEAF;
-        return mx_add(m, mx_scale(m, idx[0], node_dim(m, n, "step", 1)), mx_int(m, node_dim(m, n, "start", 0)));
+        return mx_add(m, mx_scale(m, idx[0], node_dim(rd, n, "step", 1)), mx_int(m, node_dim(rd, n, "start", 0)));
     }
     if (om_is(n, fill)) {
         const om_attr *a = om_attr_get(n->attr, n->n_attr, "value");
-        if (a && a->kind == OM_ATTR_DIMS) return calculates(out->dtype) ? mx_int(m, node_dim(m, n, "value", 0)) : LEAF;
+        if (a && a->kind == OM_ATTR_DIMS) return calculates(out->dtype) ? mx_int(m, node_dim(rd, n, "value", 0)) : LEAF;
         return literal(m, out->dtype, mx_round(out->dtype, om_node_float(n, "value", 0)));
     }
     if (om_is(n, trilu)) { /* keep j - i >= k, or j - i <= k */
-        mx_id d = mx_sub(m, mx_sub(m, idx[out->rank - 1], idx[out->rank - 2]), mx_int(m, node_dim(m, n, "k", 0)));
+        mx_id d = mx_sub(m, mx_sub(m, idx[out->rank - 1], idx[out->rank - 2]), mx_int(m, node_dim(rd, n, "k", 0)));
         mx_id keep = om_node_int(n, "upper", 0) ? mx_ge0(m, d) : mx_ge0(m, mx_scale(m, d, om_dim_int(m->g, -1)));
-        return select_any(m, out->dtype, keep, mx_eval(m, ins[0], idx), literal(m, out->dtype, 0));
+        return select_any(m, out->dtype, keep, mx_eval(rd, ins[0], idx), literal(m, out->dtype, 0));
     }
-    if (n->op->kind == OM_K_POINTWISE && !n->op->random && n->n_out == 1) return eval_pointwise(m, n, idx);
+    if (n->op->kind == OM_K_POINTWISE && !n->op->random && n->n_out == 1) return eval_pointwise(rd, n, idx);
     return LEAF;
 }
 
 /* e is all of v and v is no larger than e: every axis of v is a variable of e, or has size 1. */
-static bool is_origin(mx *m, om_id v, const mx_id *idx, mx_id e) {
-    const om_type *t = om_ty(m->from, v);
+static bool is_origin(mx_reader *rd, om_id v, const mx_id *idx, mx_id e) {
+    mx *m = &rd->m;
+    const om_type *t = om_ty(rd->from, v);
     uint32_t seen = 0;
     for (int i = 0; i < t->rank; i++) {
         if (t->dim[i] == 1) continue;
         const mx_node *x = mx_at(m, idx[i]);
-        if (x->kind != MX_VAR || x->w[0] >= MX_AXES || (seen >> x->w[0] & 1) || x->w[1] != mx_size(m, t->dim[i]))
+        if (x->kind != MX_VAR || x->w[0] >= MX_AXES || (seen >> x->w[0] & 1) || x->w[1] != mx_size(rd, t->dim[i]))
             return false;
         seen |= 1u << x->w[0];
     }
-    return seen == mx_at(m, e)->deps && om_val(m->from, v)->role != OM_CONST;
+    return seen == mx_at(m, e)->deps && om_val(rd->from, v)->role != OM_CONST;
 }
 
-mx_id mx_eval(mx *m, om_id v, const mx_id *idx) {
-    const om_value *val = om_val(m->from, v);
+mx_id mx_eval(mx_reader *rd, om_id v, const mx_id *idx) {
+    mx *m = &rd->m;
+    const om_value *val = om_val(rd->from, v);
     int rank = val->type.rank;
     uint32_t h = (v + 1) * 2654435761u;
     for (int i = 0; i < rank; i++) {
@@ -627,34 +684,34 @@ mx_id mx_eval(mx *m, om_id v, const mx_id *idx) {
         h = (h ^ idx[i]) * 2654435761u;
     }
     h ^= h >> 15;
-    for (uint32_t k = m->memo_head[h & 4095]; k != MX_NONE; k = m->memos.v[k].next) {
-        const mx_memo *c = &m->memos.v[k];
+    for (uint32_t k = rd->memo_head[h & 4095]; k != MX_NONE; k = rd->memos.v[k].next) {
+        const mx_memo *c = &rd->memos.v[k];
         if (c->hash == h && c->v == v && !memcmp(c->idx, idx, (size_t)rank * sizeof *idx)) return c->e;
     }
-    if (m->depth >= MX_DEPTH_MAX || m->cx->status != OM_OK) return MX_NONE;
-    m->depth++;
+    if (rd->depth >= MX_DEPTH_MAX || m->cx->status != OM_OK) return MX_NONE;
+    rd->depth++;
     mx_id e = LEAF;
     om_dim size = 0;
     if (val->role == OM_CONST) {
-        e = eval_const(m, v, idx);
+        e = eval_const(rd, v, idx);
     } else if (val->node != OM_NONE) {
-        const om_node *n = &m->from->nodes.v[val->node];
-        if (val->out == 0) e = eval_node(m, n, idx);
+        const om_node *n = &rd->from->nodes.v[val->node];
+        if (val->out == 0) e = eval_node(rd, n, idx);
     } else if (rank == 0 && calculates(val->type.dtype)) { /* an integer argument that names a size */
-        for (uint32_t s = 0; s < m->from->syms.n; s++)
-            if (m->from->syms.v[s].axis < 0 && m->from->syms.v[s].input == val->input && val->input != OM_NONE)
-                size = om_dim_sym(m->g, m->from->syms.v[s].name), e = mx_int(m, size);
+        for (uint32_t s = 0; s < rd->from->syms.n; s++)
+            if (rd->from->syms.v[s].axis < 0 && rd->from->syms.v[s].input == val->input && val->input != OM_NONE)
+                size = om_dim_sym(m->g, rd->from->syms.v[s].name), e = mx_int(m, size);
     }
-    m->depth--;
+    rd->depth--;
     if (e == LEAF) e = mx_load(m, v, idx, rank, class_of(val->type.dtype));
-    mx_memo *c = e == MX_NONE ? NULL : OM_PUSH(m->cx, &m->memos);
+    mx_memo *c = e == MX_NONE ? NULL : OM_PUSH(m->cx, &rd->memos);
     if (!c) return MX_NONE;
-    *c = (mx_memo){v, e, h, m->memo_head[h & 4095], om_arena_copy(&m->arena, idx, (size_t)rank * sizeof *idx)};
+    *c = (mx_memo){v, e, h, rd->memo_head[h & 4095], om_arena_copy(&m->arena, idx, (size_t)rank * sizeof *idx)};
     if (rank && !c->idx) {
-        m->memos.n--;
+        rd->memos.n--;
         return MX_NONE;
     }
-    m->memo_head[h & 4095] = m->memos.n - 1;
-    if (m->origin.v[e] == MX_NONE && is_origin(m, v, idx, e)) m->origin.v[e] = m->memos.n - 1;
-    return e;
+    rd->memo_head[h & 4095] = rd->memos.n - 1;
+    const bool first = mx_origin(rd, e) == MX_NONE && is_origin(rd, v, idx, e);
+    return !first || origin_set(rd, e, rd->memos.n - 1) ? e : MX_NONE;
 }

@@ -1,4 +1,4 @@
-/* expr.c - the algebra of scalar expressions over index variables (masks.h has the forms).
+/* expr.c - the algebra of scalar expressions over index variables (expr.h has the forms).
  *
  * Expressions are hash-consed: a constructor looks for an equal node first, so == on ids is structural equality. Each
  * constructor returns a normal form:
@@ -10,7 +10,7 @@
  * polynomial over size symbols, whose sign comes from interval arithmetic with sizes >= 0 (and >= 1 for the size of a
  * variable that occurs: otherwise there is no element to speak of). Unknown is always an answer.
  */
-#include "passes/masks/masks.h"
+#include "passes/masks/expr.h"
 
 #include "graph/half.h"
 
@@ -55,22 +55,18 @@ static mx_id mx_put(mx *m, int kind, int cls, double f, const int64_t *w, int n)
     for (int i = first; first >= 0 && i < n; i += step) deps |= m->nodes.v[w[i]].deps;
     const int64_t *words = n ? om_arena_copy(&m->arena, w, (size_t)n * 8) : NULL;
     if (n && !words) return MX_NONE;
-    mx_id *o = OM_PUSH(m->cx, &m->origin);
-    mx_node *x = o ? OM_PUSH(m->cx, &m->nodes) : NULL;
+    mx_node *x = OM_PUSH(m->cx, &m->nodes);
     if (!x) return MX_NONE;
-    *o = MX_NONE;
     *x = (mx_node){(uint8_t)kind, (uint8_t)cls, (uint16_t)n, deps, h, m->head[h & 4095], words, f};
     return m->head[h & 4095] = m->nodes.n - 1;
 }
 
-om_status mx_init(mx *m, om_ctx *cx, const om_graph *from, om_graph *g) {
+om_status mx_init(mx *m, om_ctx *cx, om_graph *g) {
     memset(m, 0, sizeof *m);
     m->cx = cx;
-    m->from = from;
     m->g = g;
     m->arena.cx = cx;
     memset(m->head, 0xff, sizeof m->head);
-    memset(m->memo_head, 0xff, sizeof m->memo_head);
     m->t = mx_put(m, MX_TRUE, MX_BOOL, 0, NULL, 0);
     m->fa = mx_put(m, MX_FALSE, MX_BOOL, 0, NULL, 0);
     return cx->status;
@@ -78,29 +74,7 @@ om_status mx_init(mx *m, om_ctx *cx, const om_graph *from, om_graph *g) {
 
 void mx_free(mx *m) {
     om_free(m->cx, m->nodes.v);
-    om_free(m->cx, m->memos.v);
-    om_free(m->cx, m->origin.v);
-    om_free(m->cx, m->consts.v);
-    om_free(m->cx, m->aliases.v);
     om_arena_free(&m->arena);
-}
-
-om_dim mx_size(mx *m, om_dim d) {
-    d = om_dim_copy(m->g, m->from, d);
-    for (uint32_t i = 0; i < m->aliases.n; i++)
-        if (m->aliases.v[i].size == d) return m->aliases.v[i].as;
-    return d;
-}
-
-int mx_broadcast(mx *m, om_dim have, om_dim want) {
-    int64_t c;
-    if (have == want) return 1;
-    if (have == 1) return 0;
-    if (om_dim_const(m->g, have, &c)) return -1;
-    mx_alias *a = OM_PUSH(m->cx, &m->aliases);
-    if (!a) return -1;
-    *a = (mx_alias){have, want, false};
-    return 1;
 }
 
 mx_id mx_var(mx *m, int var, om_dim size) {
@@ -674,7 +648,7 @@ mx_id mx_subst(mx *m, mx_id e, int var, mx_id by) {
 
 /* --- text, for the debug log --------------------------------------------------------------------------- */
 
-static size_t mx_text(const mx *m, mx_id e, char *buf, size_t size) {
+static size_t mx_text(const mx *m, const om_graph *names, mx_id e, char *buf, size_t size) {
     static const char *const name[] = {
         [MX_TRUE] = "true", [MX_FALSE] = "false", [MX_GE0] = "ge0", [MX_EQ0] = "eq0", [MX_NE0] = "ne0",
         [MX_NOT] = "not",   [MX_AND] = "and",     [MX_OR] = "or",   [MX_B2I] = "int", [MX_DIV] = "div",
@@ -686,7 +660,7 @@ static size_t mx_text(const mx *m, mx_id e, char *buf, size_t size) {
         int w_ = snprintf(n < size ? buf + n : NULL, n < size ? size - n : 0, __VA_ARGS__);         \
         n += w_ > 0 ? (size_t)w_ : 0;                                                               \
     } while (0)
-#define SUB(x) n += mx_text(m, (mx_id)(x), n < size ? buf + n : NULL, n < size ? size - n : 0)
+#define SUB(x) n += mx_text(m, names, (mx_id)(x), n < size ? buf + n : NULL, n < size ? size - n : 0)
     if (e == MX_NONE) {
         PUT("?");
         return n;
@@ -713,7 +687,7 @@ static size_t mx_text(const mx *m, mx_id e, char *buf, size_t size) {
         PUT(", %s)", d);
         return n;
     case MX_LOAD: {
-        const om_value *v = om_val(m->from, (om_id)x->w[0]);
+        const om_value *v = om_val(names, (om_id)x->w[0]);
         PUT("v%u%s%s[", (unsigned)x->w[0], v->name ? ":" : "", v->name ? v->name : "");
         for (int i = 1; i < x->n; i++) {
             SUB(x->w[i]);
@@ -735,7 +709,7 @@ static size_t mx_text(const mx *m, mx_id e, char *buf, size_t size) {
 #undef SUB
 }
 
-void mx_print(const mx *m, mx_id e, char *buf, size_t size) {
+void mx_print(const mx *m, const om_graph *names, mx_id e, char *buf, size_t size) {
     if (size) buf[0] = 0;
-    mx_text(m, e, buf, size);
+    mx_text(m, names, e, buf, size);
 }

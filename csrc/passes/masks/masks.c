@@ -1,6 +1,6 @@
 /* masks.c - pass `masks`: what an attention node's mask says, in the node's attributes instead of in a tensor.
  *
- * The mask operand is evaluated as a formula over the indices of a score (masks.h) and split at its top-level AND
+ * The mask operand is evaluated as a formula over the indices of a score (eval.h) and split at its top-level AND
  * (bool) or sum (additive). Terms:
  *   k <= q + c                  -> causal, causal_offset
  *   k >= q - w + 1              -> window = w
@@ -26,13 +26,15 @@
  */
 #include "passes/masks/masks.h"
 #include "graph/sabotage.h"
+#include "passes/masks/eval.h"
+#include "passes/passes.h"
 
 #include <math.h>
 
 typedef struct masks_emitted { mx_id e; om_id value; uint8_t rank, dtype; } masks_emitted;
 
 typedef struct masks {
-    mx m;
+    mx_reader rd;
     om_rewriter *r;         /* while a node is rewritten */
     bool started, changed;
     int rank;               /* of the scores of the node at hand */
@@ -61,7 +63,7 @@ static om_id masks_emit(masks *s, mx_id e);
 
 /* Brings v, whose axis i is variable var[i] or (var[i] < 0) has size 1, to the rank and axis order of the scores. */
 static om_id masks_align(masks *s, om_id v, int rank, const int *var) {
-    om_graph *g = s->m.g;
+    om_graph *g = s->rd.m.g;
     int perm[OM_RANK], n = 0;
     om_dim dim[OM_RANK];
     for (int i = 0; i < rank; i++)
@@ -80,7 +82,7 @@ static om_id masks_align(masks *s, om_id v, int rank, const int *var) {
 
 /* Element idx of an old value as a tensor: a view, where the indices are provably valid everywhere. */
 static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     om_graph *g = m->g;
     om_id v = s->r->map[old];
     if (v == OM_NONE) return masks_fail(s);
@@ -88,7 +90,7 @@ static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
     uint32_t seen = 0;
     for (int i = 0; i < rank; i++) {
         mx_lin l;
-        om_dim size = mx_size(m, om_ty(m->from, old)->dim[i]), count = 1;
+        om_dim size = mx_size(&s->rd, om_ty(s->rd.from, old)->dim[i]), count = 1;
         var[i] = -1;
         if (size == 1) continue;
         mx_lin_get(m, idx[i], &l);
@@ -98,9 +100,9 @@ static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
             if (seen >> var[i] & 1) return masks_fail(s); /* a diagonal */
             seen |= 1u << var[i];
             if (l.c == 0 && count == size) {
-                om_dim plain = om_dim_copy(g, m->from, om_ty(m->from, old)->dim[i]);
-                for (uint32_t a = 0; a < m->aliases.n; a++) /* the reshape below compares them at run time */
-                    if (m->aliases.v[a].size == plain) m->aliases.v[a].checked = true;
+                om_dim plain = om_dim_copy(g, s->rd.from, om_ty(s->rd.from, old)->dim[i]);
+                for (uint32_t a = 0; a < s->rd.aliases.n; a++) /* the reshape below compares them at run time */
+                    if (s->rd.aliases.v[a].size == plain) s->rd.aliases.v[a].checked = true;
                 continue;
             }
         } else if (l.n != 0) {
@@ -116,12 +118,12 @@ static om_id masks_emit_load(masks *s, om_id old, const mx_id *idx) {
 
 /* A value gathered with plain indices (mask[batch_idx, k_idx]) is a view of what it was gathered from. */
 static om_id masks_emit_gathered(masks *s, const mx_memo *o) {
-    const om_value *val = om_val(s->m.from, o->v);
+    const om_value *val = om_val(s->rd.from, o->v);
     mx_id in[OM_RANK];
     if (val->node == OM_NONE) return OM_NONE;
-    const om_node *n = &s->m.from->nodes.v[val->node];
-    om_id v = mx_gather_source(&s->m, n, o->idx, in) ? om_ins(s->m.from, n)[0] : OM_NONE;
-    for (int i = 0; v != OM_NONE && i < om_ty(s->m.from, v)->rank; i++)
+    const om_node *n = &s->rd.from->nodes.v[val->node];
+    om_id v = mx_gather_source(&s->rd, n, o->idx, in) ? om_ins(s->rd.from, n)[0] : OM_NONE;
+    for (int i = 0; v != OM_NONE && i < om_ty(s->rd.from, v)->rank; i++)
         if (in[i] == MX_NONE) v = OM_NONE;
     if (v != OM_NONE) v = masks_emit_load(s, v, in);
     s->failed = false; /* the gathered tensor itself is there */
@@ -129,7 +131,7 @@ static om_id masks_emit_gathered(masks *s, const mx_memo *o) {
 }
 
 static om_id masks_emit_sum(masks *s, const mx_node *x) { /* an integer sum: i64 */
-    om_graph *g = s->m.g;
+    om_graph *g = s->rd.m.g;
     int64_t c;
     if (!om_dim_const(g, x->w[0], &c)) return masks_fail(s);
     om_id sum = OM_NONE;
@@ -152,11 +154,11 @@ static om_id masks_emit_sum(masks *s, const mx_node *x) { /* an integer sum: i64
 }
 
 static om_id masks_emit_new(masks *s, mx_id e) {
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     om_graph *g = m->g;
     mx_node x = *mx_at(m, e);
-    if (m->origin.v[e] != MX_NONE) { /* the graph already computes it */
-        mx_memo o = m->memos.v[m->origin.v[e]];
+    if (mx_origin(&s->rd, e) != MX_NONE) { /* the graph already computes it */
+        mx_memo o = s->rd.memos.v[mx_origin(&s->rd, e)];
         if (s->r->map[o.v] != OM_NONE) {
             om_id v = masks_emit_gathered(s, &o);
             if (v == OM_NONE) v = masks_emit_load(s, o.v, o.idx);
@@ -220,14 +222,14 @@ static om_id masks_emit_new(masks *s, mx_id e) {
  * expression. */
 static om_id masks_emit(masks *s, mx_id e) {
     if (s->failed) return OM_NONE;
-    int dtype = mx_at(&s->m, e)->cls == MX_FLOAT ? s->dtype : 0;
+    int dtype = mx_at(&s->rd.m, e)->cls == MX_FLOAT ? s->dtype : 0;
     for (uint32_t i = 0; i < s->done.n; i++) {
         const masks_emitted *d = &s->done.v[i];
         if (d->e == e && d->rank == s->rank && d->dtype == dtype) return d->value;
     }
     om_id v = masks_emit_new(s, e);
     if (v == OM_NONE) return OM_NONE;
-    masks_emitted *d = OM_PUSH(s->m.cx, &s->done);
+    masks_emitted *d = OM_PUSH(s->rd.m.cx, &s->done);
     if (!d) return OM_NONE;
     *d = (masks_emitted){e, v, (uint8_t)s->rank, (uint8_t)dtype};
     return v;
@@ -237,7 +239,7 @@ static om_id masks_emit(masks *s, mx_id e) {
 
 /* p as k <= q + c (1) or k >= q + c (-1); 0: neither. */
 static int masks_diagonal(masks *s, mx_id p, int64_t *c) {
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     mx_lin l;
     if (mx_at(m, p)->kind != MX_GE0) return 0;
     mx_lin_get(m, (mx_id)mx_at(m, p)->w[0], &l);
@@ -257,7 +259,7 @@ static int masks_diagonal(masks *s, mx_id p, int64_t *c) {
 }
 
 static void masks_add_bool(masks *s, masks_split *p, mx_id cond) {
-    mx_node x = *mx_at(&s->m, cond);
+    mx_node x = *mx_at(&s->rd.m, cond);
     int64_t one = cond, c = 0;
     int n = x.kind == MX_AND ? x.n : 1;
     const int64_t *w = x.kind == MX_AND ? x.w : &one;
@@ -270,14 +272,14 @@ static void masks_add_bool(masks *s, masks_split *p, mx_id cond) {
             p->width = p->window && p->width < 1 - c ? p->width : 1 - c;
             p->window = true;
         } else {
-            p->rest = mx_and(&s->m, p->rest, (mx_id)w[i]);
+            p->rest = mx_and(&s->rd.m, p->rest, (mx_id)w[i]);
         }
     }
 }
 
 /* Does every row have a key k for which cond holds? */
 static bool masks_row_sees(masks *s, mx_id cond) {
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     if (cond == m->t) return true;
     if (cond == MX_NONE) return false;
     int kv = s->rank - 1;
@@ -291,23 +293,23 @@ bool om_mask_rows_see(om_rewriter *r, om_id cond, bool visible_when, const om_di
     masks *s = om_alloc(cx, sizeof *s);
     bool sees = false;
     if (!s) return false;
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     s->rank = rank;
     memcpy(s->size, size, (size_t)rank * sizeof *size);
-    if (mx_init(m, cx, r->from, r->to) == OM_OK) {
+    if (mx_reader_init(&s->rd, cx, r->from, r->to) == OM_OK) {
         const om_type *t = om_ty(r->from, cond);
         mx_id idx[OM_RANK];
         int lead = rank - t->rank;
         bool fits = lead >= 0;
         for (int i = 0; i < t->rank && fits; i++) {
-            int b = mx_broadcast(m, mx_size(m, t->dim[i]), size[i + lead]);
+            int b = mx_broadcast(&s->rd, mx_size(&s->rd, t->dim[i]), size[i + lead]);
             fits = b >= 0;
             idx[i] = b > 0 ? mx_var(m, i + lead, size[i + lead]) : mx_int(m, 0);
         }
-        mx_id e = fits ? mx_eval(m, cond, idx) : MX_NONE;
-        sees = masks_row_sees(s, visible_when ? e : mx_not(m, e)) && m->aliases.n == 0;
+        mx_id e = fits ? mx_eval(&s->rd, cond, idx) : MX_NONE;
+        sees = masks_row_sees(s, visible_when ? e : mx_not(m, e)) && s->rd.aliases.n == 0;
     }
-    mx_free(m);
+    mx_reader_free(&s->rd);
     om_free(cx, s);
     return sees;
 }
@@ -341,7 +343,7 @@ static bool masks_moderate_value(const om_graph *g, om_id v, int depth) {
 bool om_mask_moderate(const om_graph *g, om_id v) { return masks_moderate_value(g, v, 0); }
 
 static bool masks_moderate(const masks *s, mx_id e) {
-    const mx_node *x = mx_at(&s->m, e);
+    const mx_node *x = mx_at(&s->rd.m, e);
     switch (x->kind) {
     case MX_FLT: return fabs(x->f) < 1e4;
     case MX_FSEL: return masks_moderate(s, (mx_id)x->w[1]) && masks_moderate(s, (mx_id)x->w[2]);
@@ -349,7 +351,7 @@ static bool masks_moderate(const masks *s, mx_id e) {
         for (int i = 0; i < x->n; i++)
             if (!masks_moderate(s, (mx_id)x->w[i])) return false;
         return true;
-    case MX_LOAD: return masks_moderate_value(s->m.from, (om_id)x->w[0], 0);
+    case MX_LOAD: return masks_moderate_value(s->rd.from, (om_id)x->w[0], 0);
     default: return false;
     }
 }
@@ -357,7 +359,7 @@ static bool masks_moderate(const masks *s, mx_id e) {
 /* One summand of an additive mask as (cond ? rest : hidden): cond_inf where -inf hides, cond_fin where a finite number
  * does. */
 static void masks_gates(masks *s, mx_id e, mx_id *cond_inf, mx_id *cond_fin, mx_id *rest) {
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     *cond_inf = *cond_fin = m->t;
     for (;;) {
         mx_node x = *mx_at(m, e);
@@ -377,7 +379,7 @@ static void masks_gates(masks *s, mx_id e, mx_id *cond_inf, mx_id *cond_fin, mx_
 
 /* The formula of an additive mask, taken apart. false: nothing can be said. */
 static bool masks_split_add(masks *s, mx_id e, masks_split *p) {
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     mx_node x = *mx_at(m, e);
     int64_t one = e;
     int n = x.kind == MX_FADD ? x.n : 1;
@@ -419,21 +421,20 @@ static bool masks_split_add(masks *s, mx_id e, masks_split *p) {
 /* Leaves the node as it is, and forgets what was assumed for its sake. */
 static om_status masks_give_up(om_rewriter *r, om_id id) {
     masks *s = r->arg;
-    mx *m = &s->m;
     if (r->to->cx->status != OM_OK) return r->to->cx->status;
     bool unchecked = false;
-    for (uint32_t i = 0; i < m->aliases.n; i++) unchecked |= !m->aliases.v[i].checked;
+    for (uint32_t i = 0; i < s->rd.aliases.n; i++) unchecked |= !s->rd.aliases.v[i].checked;
     if (unchecked) {
-        mx_free(m);
+        mx_reader_free(&s->rd);
         s->done.n = 0;
-        OM_TRY(mx_init(m, r->to->cx, r->from, r->to));
+        OM_TRY(mx_reader_init(&s->rd, r->to->cx, r->from, r->to));
     }
     return om_rewrite_copy(r, id);
 }
 
 static bool masks_all_checked(const masks *s) {
-    for (uint32_t i = 0; i < s->m.aliases.n; i++)
-        if (!s->m.aliases.v[i].checked) return false;
+    for (uint32_t i = 0; i < s->rd.aliases.n; i++)
+        if (!s->rd.aliases.v[i].checked) return false;
     return true;
 }
 
@@ -443,12 +444,12 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     const om_graph *from = r->from;
     const om_node *n = &from->nodes.v[id];
     masks *s = r->arg;
-    mx *m = &s->m;
+    mx *m = &s->rd.m;
     enum { MASK = 3 };
     if (!om_is(n, attention) || n->n_in <= MASK || om_ins(from, n)[MASK] == OM_NONE) return om_rewrite_copy(r, id);
     if (!s->started) {
         s->started = true;
-        OM_TRY(mx_init(m, r->to->cx, from, r->to));
+        OM_TRY(mx_reader_init(&s->rd, r->to->cx, from, r->to));
     }
     s->r = r;
     s->failed = false;
@@ -457,20 +458,20 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     s->rank = qt->rank;
     s->dtype = mt->dtype;
     if (mt->rank > s->rank || s->rank < 2) return masks_give_up(r, id);
-    for (int i = 0; i < s->rank - 1; i++) s->size[i] = mx_size(m, qt->dim[i]);
-    s->size[s->rank - 1] = mx_size(m, kt->dim[s->rank - 2]);
+    for (int i = 0; i < s->rank - 1; i++) s->size[i] = mx_size(&s->rd, qt->dim[i]);
+    s->size[s->rank - 1] = mx_size(&s->rd, kt->dim[s->rank - 2]);
 
     mx_id idx[OM_RANK];
     uint32_t axes = 0; /* of the scores that the operand really has */
     int lead = s->rank - mt->rank;
     for (int i = 0; i < mt->rank; i++) {
-        om_dim have = mx_size(m, mt->dim[i]), want = s->size[i + lead];
-        int b = mx_broadcast(m, have, want);
+        om_dim have = mx_size(&s->rd, mt->dim[i]), want = s->size[i + lead];
+        int b = mx_broadcast(&s->rd, have, want);
         if (b < 0) return masks_give_up(r, id);
         if (have != 1) axes |= 1u << (i + lead);
         idx[i] = b ? mx_var(m, i + lead, want) : mx_int(m, 0);
     }
-    mx_id e = mx_eval(m, mask, idx);
+    mx_id e = mx_eval(&s->rd, mask, idx);
     if (e == MX_NONE) return masks_give_up(r, id);
 
     bool was_causal = om_node_int(n, "causal", 0) != 0;
@@ -486,7 +487,7 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     if (p.rest == MX_NONE) return masks_give_up(r, id);
 
     char text[512];
-    mx_print(m, e, text, sizeof text);
+    mx_print(m, s->rd.from, e, text, sizeof text);
     om_log(m->cx, 3, "masks: node %u: %s", id, text);
 
     if (p.causal && om_sabotage("masks.offset")) p.offset++;
@@ -506,12 +507,13 @@ static om_status masks_node(om_rewriter *r, om_id id) {
             want = p.rest == m->t ? p.add
                                   : mx_fadd(m, p.add, mx_fsel(m, p.rest, mx_flt(m, 0), mx_flt(m, -INFINITY)), s->dtype);
         uint32_t deps = want == MX_NONE ? 0 : mx_at(m, want)->deps;
-        bool free = want != MX_NONE && want != e && (m->origin.v[want] != MX_NONE || mx_at(m, want)->kind == MX_LOAD);
+        bool free = want != MX_NONE && want != e &&
+                    (mx_origin(&s->rd, want) != MX_NONE || mx_at(m, want)->kind == MX_LOAD);
         if (deps && (deps & ~axes) == 0 && (deps != axes || free)) {
             om_id v = masks_emit(s, want);
             if (v != OM_NONE) operand = v, smaller = true;
             else /* what was emitted on the way is dead, and with it its checks */
-                for (uint32_t i = 0; i < m->aliases.n; i++) m->aliases.v[i].checked = false;
+                for (uint32_t i = 0; i < s->rd.aliases.n; i++) s->rd.aliases.v[i].checked = false;
         }
     }
     if (m->cx->status != OM_OK) return m->cx->status;
@@ -547,7 +549,7 @@ static om_status masks_node(om_rewriter *r, om_id id) {
     return r->to->cx->status;
 }
 
-static om_status masks_run(om_ctx *cx, const om_graph *in, om_graph **out) {
+om_status om_pass_run_masks(om_ctx *cx, const om_graph *in, om_graph **out) {
     masks *s = om_alloc(cx, sizeof *s); /* its hash tables are too large for a stack */
     if (!s) return cx->status;
     om_graph *g = NULL;
@@ -558,16 +560,9 @@ static om_status masks_run(om_ctx *cx, const om_graph *in, om_graph **out) {
         om_graph_free(g);
         g = clean;
     }
-    if (s->started) mx_free(&s->m);
+    if (s->started) mx_reader_free(&s->rd);
     om_free(cx, s->done.v);
     om_free(cx, s);
     *out = st == OM_OK ? g : NULL;
     return st;
 }
-
-const om_pass om_pass_masks = {
-    .name = "masks",
-    .doc = "causal, window and padding masks of attention as attributes and a small mask instead of a tensor over all "
-           "scores",
-    .run = masks_run,
-};

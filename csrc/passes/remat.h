@@ -1,0 +1,37 @@
+/* remat.h - what backward computes again instead of keeping it: first decided, then done.
+ *
+ * A decision is one flag per value of a joint graph. 1: backward computes the value again from what it is made of. 0:
+ * it is kept, whoever in the backward (or among the values computed again) reads it. Flags are set where memory is
+ * (om_facts.root), never at a view of it.
+ *
+ * A policy decides (remat_choose.c); it is given the graph and its facts and sets flags. om_remat_apply (remat.c) takes
+ * any set of legal flags, whoever has set them, and clones nodes; the results have the same bits with every set.
+ * Illegal is a flag at
+ *   - what no forward node computes: graph inputs, constants, values of the backward, updates;
+ *   - a view: the flag belongs to the value it is a view of;
+ *   - the result of a host node: the host is not asked twice;
+ *   - the result of a random node that has no stream, so would draw other numbers;
+ *   - what a write stores (running statistics of a BatchNorm): state is computed once;
+ *   - what is computed from a graph input that the forward overwrites.
+ */
+#ifndef OM_REMAT_H
+#define OM_REMAT_H
+
+#include "graph/facts.h"
+
+typedef struct om_remat_ask { /* what a policy may look at */
+    const om_graph *g;
+    const om_facts *f;
+} om_remat_ask;
+
+typedef struct om_remat_policy {
+    const char *name;
+    om_status (*choose)(om_ctx *cx, const om_remat_ask *ask, uint8_t *again); /* again: per value, zeroed */
+} om_remat_policy;
+extern const om_remat_policy om_remat_policies[OM_N_RECOMPUTE]; /* by om_recompute */
+
+/* NULL: value v may be flagged; else why not. */
+const char *om_remat_illegal(const om_facts *f, om_id v);
+/* OM_INVALID, naming the value, when a flag is illegal. */
+om_status om_remat_apply(om_ctx *cx, const om_facts *f, const uint8_t *again, om_graph **out);
+#endif

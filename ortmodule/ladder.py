@@ -1,0 +1,740 @@
+"""The ladder: one call of an ORTModule, from the captured graph that fits down to PyTorch.
+
+call      arguments are flattened; the state (state.py) says whether a known capture fits; Graph (chain.py) runs it.
+capture   what is not known is captured: with constant sizes first, once more with symbolic sizes at the first new
+          shape, once more with int/float arguments as inputs at their second distinct value.
+steps     what cannot be captured or computed goes to PyTorch in the smallest piece that works: operator (done by the
+          capture), submodule, whole module. Every piece is counted and named in report(); strict=True raises instead of
+          the last two, strict="engine" instead of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _C, cuts, guard, net, patches, watch
+from . import torch_private as private
+from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture.opaque import Changed
+from .capture.skeleton import Unreadable, input_skeleton, skeleton
+from .chain import Graph, Refusal, Unfit
+from .host import Failed
+from .report import GraphEntry, HostEntry, MemoryEntry, Report
+from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
+
+logger = logging.getLogger("ortmodule")
+
+_EXPORTER = os.path.join("torch", "export", "_trace.py")
+_LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
+_MANY_CAPTURES = 16  # of one module, before a warning
+_FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
+_GENERAL_LIMIT = 3  # symbolic captures of one call structure
+_UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
+_PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
+_check = _C.guard_check
+
+
+class _Skip(Exception):
+    """This call runs in PyTorch, the next may not have to."""
+
+
+class _Stale(CaptureError):
+    """A capture that no longer holds, though everything that is compared is as it was."""
+
+    def __str__(self) -> str:
+        where = f", in submodule {self.module!r}" * bool(self.module) + f" ({self.file}:{self.line})" * bool(self.file)
+        return self.reason + where
+
+
+class Left(NamedTuple):
+    """A call for which there is no capture, and why. failure: the calls of its kind stay in PyTorch, once it has been
+    seen that PyTorch can run them."""
+
+    reason: str
+    failure: CaptureError | None = None
+
+
+class ModuleCall(NamedTuple):
+    """One call, so that PyTorch can repeat it (chain.Call)."""
+
+    state: State
+    site: Site
+    flat: FlatInputs
+    fill: Callable[[list[Any]], Any]
+
+    def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
+        site, state = self.site, self.state
+        if state.guard.fast() != site.fast:
+            raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
+        graph = site.captured.graph if site.captured is not None else None
+        assert isinstance(graph, Graph)
+        leaves = [t.view_as(t) if t.requires_grad else t for t in self.flat.tensors]
+        args, kwargs = self.fill([*leaves, *self.flat.scalars])
+        holder = _Holder(state.body)
+        before = {id(tensors[i]): t for i, t in clones.items()}
+        own: dict[str, Tensor] = {}
+        alias: dict[int, Tensor] = {}
+        # a module under two names comes once, a tensor in two modules twice
+        for prefix, m in state.module.named_modules(prefix="m"):
+            for name, p in m._parameters.items():
+                if p is not None:
+                    own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
+            for name, b in m._buffers.items():
+                if b is not None:
+                    own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
+        out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
+        outputs: list[Tensor | None] = []
+        seen: dict[int, int] = {}
+
+        def leaf(x: Any) -> int | None:
+            if not isinstance(x, Tensor):
+                return None
+            if id(x) not in seen:
+                seen[id(x)] = len(outputs)
+                outputs.append(x)
+            return seen[id(x)]
+
+        skeleton(out, leaf)
+        if len(outputs) != graph.n_outputs:
+            raise RuntimeError(
+                f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs} when captured"
+            )
+        given = [*leaves, *[torch.tensor(0)] * len(self.flat.scalars)]
+        aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
+        return outputs, aliases
+
+
+def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int = 0) -> Any:
+    """The wrapper's forward. turned_down: how often the engine has seen the sizes of this call and refused them."""
+    if state.off is not None:
+        return _eager(state, state.off, args, kwargs)
+    try:
+        flat = flatten_inputs(args, kwargs)
+    except Exception as error:  # also a list that holds itself
+        return _eager(state, f"among the arguments is {error}" if isinstance(error, Unreadable) else
+                      f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
+    leaves, _, structure = flat
+    for t in leaves:
+        if type(t) not in _PLAIN_TYPES:
+            return _eager(state, f"an argument is a {type(t).__name__}", args, kwargs)
+        if t.is_nested:
+            return _eager(state, "an argument is a nested tensor", args, kwargs)
+        if t.is_neg():
+            return _eager(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
+    if private.forward_ad._current_level >= 0:
+        return _eager(state, "called inside forward-mode differentiation", args, kwargs)
+    if private.transforms() is not None or private.dispatch_modes() or private.tracing():
+        return _eager(state, "called inside a function transform or while PyTorch traces", args, kwargs)
+    if guard.global_hooks():
+        return _eager(state, "hooks for all modules of the process are registered", args, kwargs)
+    if patches.threads and threading.get_ident() in patches.threads:  # part of what is captured, or compared
+        return state.body.forward(*args, **kwargs)
+    env = guard.environment()
+    fast = state.guard.fast()
+    key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
+    site = state.sites.get(key)
+    while site is not None and _check(site.entry.held.table) >= 0:
+        site = site.other
+    if site is None or [p.requires_grad for p in site.params] != site.params_grad:
+        try:
+            site = state.find_site(key, structure, env, args, kwargs)
+        except Refused:
+            raise
+        except Exception as error:
+            if state.settings.strict:
+                raise
+            return _eager(state, f"the state of the module cannot be read: {_named(error)}", args, kwargs)
+    if site.entry.eager is not None:
+        site.entry.eager.calls += 1
+        return state.body.forward(*args, **kwargs)
+    captured = site.captured
+    if captured is None or not captured.fits(flat):
+        if site.entry.places and site.entry.effect is None:
+            return _observe(state, site, flat, args, kwargs)
+        found = _new_graph(state, site, flat, args, kwargs)
+        if isinstance(found, Left):
+            return _eager_site(state, site, found, args, kwargs)
+        captured = found
+    captured.calls += 1
+    if captured.calls == captured.next_check and not _recheck(state, site, captured):
+        return call(state, args, kwargs, turned_down)
+    return _run(state, site, captured, flat, env, args, kwargs, turned_down)
+
+
+def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env: tuple[Any, ...],
+         args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int) -> Any:  # fmt: skip
+    graph = captured.graph
+    if not state.announced and graph.forwards:
+        _announce(state)
+    given = flat.tensors
+    if captured.symbolic and flat.scalars:
+        given = given + [
+            torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in flat.scalars
+        ]
+    if graph.captured.rebinds:
+        site = state.rebind(site, captured)
+    tensors = [given[i] for i in graph.leaves]
+    wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
+    tensors += site.bound
+    if isinstance(graph, cuts.CutGraph):
+        return _play(state, site, graph, tensors, env)
+    try:
+        if not env[0] or True not in wanted:
+            return graph.infer(tensors)
+        if site.fill is None:
+            site.fill = input_skeleton(args, kwargs)[0]
+        return graph.train(tensors, wanted, ModuleCall(state, site, flat, site.fill), env[2])
+    except Unfit as error:
+        return _unfit(state, site, captured, flat, error, args, kwargs, turned_down)
+    except Refusal as error:
+        _leave(state, site.entry, CaptureError(f"the engine refuses the graph: {str(error).partition(chr(10))[0]}"))
+        return call(state, args, kwargs, turned_down)
+    except Failed as error:
+        return _failed(state, site.entry, error, args, kwargs)
+    except Changed as error:
+        site.entry.eager = state.eager_entry(error.reason)
+        logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, error.reason)
+        raise
+
+
+def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
+    """A call with hooks on submodules, which may change the module."""
+    try:
+        result = graph.play(tensors, env[2])
+        if state.guard.fast() != site.fast:
+            graph.broken = state.follow(site)
+            if graph.broken is not None:
+                raise RuntimeError(
+                    f"ortmodule: {graph.broken}, and had not done so when the module was captured. Later calls run "
+                    "in PyTorch."
+                )
+        return result
+    finally:
+        if graph.broken is not None and site.entry.eager is None:
+            site.entry.eager = state.eager_entry(graph.broken)
+            logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, graph.broken)
+
+
+# --- nothing fits ------------------------------------------------------------------------------------
+
+
+def _new_graph(
+    state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> GuardedGraph | Left:
+    """A capture of the site's entry for these sizes and scalars, made now if need be."""
+    entry = site.entry
+    shapes = [t.shape for t in flat.tensors]
+    with state.lock:
+        if shapes in entry.left:
+            return Left("the engine cannot run these sizes")
+        known = state.find_graph(site, flat)
+        if known is not None:
+            return known
+        why = entry.why
+        if entry.graphs:
+            why = " and ".join(["sizes of arguments"] * all(c.shapes != shapes for c in entry.graphs)
+                               + ["int or float arguments"] * all(c.scalars != flat.scalars for c in entry.graphs))
+            why = f"changed: {why or 'sizes or numbers that forward branches on'}"
+            entry.dynamic = entry.dynamic or all(c.shapes != shapes for c in entry.graphs)
+            entry.symbolic = bool(flat.scalars) and not entry.no_symbolic and (
+                entry.symbolic or all(c.scalars != flat.scalars for c in entry.graphs))  # fmt: skip
+            state.dynamic, state.symbolic = state.dynamic or entry.dynamic, state.symbolic or entry.symbolic
+        if entry.n_captures >= state.settings.max_captures:
+            reason = (
+                f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
+                "that the model's code branches on change from call to call"
+            )
+            _leave(state, entry, CaptureError(reason))
+            return Left(reason)
+        # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after
+        # some, constants.
+        n_general = sum(c.dynamic or c.symbolic for c in entry.graphs)
+        general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
+            or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
+        general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
+        for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
+            entry.n_captures += 1
+            fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
+            try:
+                graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed)
+            except _Skip as skip:
+                return Left(str(skip))
+            except Exception as error:
+                failure = capture_error(state.module, error)
+                if symbolic:
+                    entry.no_symbolic, entry.symbolic = True, False
+                continue
+            made = GuardedGraph(graph, flat, dynamic, symbolic, why)
+            _cast_net(state, made, entry, args, kwargs, caches)
+            entry.graphs.insert(0, made)
+            _count(state, made)
+            return state.bind(site, made)
+        # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
+        # should see.
+        return Left(failure.reason, failure)
+
+
+def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first call with hooks on submodules runs in PyTorch, which shows what they do; what is captured then
+    serves the calls after it."""
+    entry = site.entry
+    effect = cuts.Effect(state.module, entry.places)
+    result = effect.call(args, kwargs)
+    with state.lock:
+        if entry.effect is None and entry.eager is None and guard.places(state.module) == entry.places:
+            entry.effect = effect
+            entry.places = tuple([p._replace(apart=p.apart or p.name in effect.apart) for p in entry.places])
+            if effect.reason is not None:
+                _leave(state, entry, CaptureError(effect.reason))
+            else:
+                found = _new_graph(state, site, flat, args, kwargs)
+                if isinstance(found, Left) and found.failure is not None:
+                    _leave(state, entry, found.failure)
+    return result
+
+
+def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
+             fixed: set[tuple[int, int]]) -> tuple[Graph | cuts.CutGraph, list[Any]]:  # fmt: skip
+    """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Also the
+    functools caches that forward has met. Raises CaptureError."""
+    if any(not isinstance(p, nn.Parameter) for p in state.module.parameters()):
+        raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
+    lacking = private.lacks("capture") or (private.lacks("hooks") if entry.places else None)
+    if lacking is not None:
+        raise CaptureError(lacking)
+    keep = set(entry.keep)
+    # a capture whose forward assigned numbers to attributes of objects
+    first: tuple[bytes, watch.Watch] | None = None
+    undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for _ in range(_LADDER_LIMIT):
+            shadow = shadow_of(state.body)
+            try:
+                with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, _undisturbed():
+                    captured = capture(
+                        shadow,
+                        args,
+                        kwargs,
+                        dynamic=dynamic,
+                        symbolic_scalars=symbolic,
+                        keep_in_torch=keep,
+                        fixed=fixed,
+                        cut=entry.places,
+                    )
+                if entry.effect is not None:
+                    cuts.check(entry.effect, seen.reads)
+                written = sorted(w for w in seen.writes if not _inside(w[0], keep))
+                if not written:
+                    problems = [p for p in seen.problems if not _inside(p.module, keep)]
+                    # What a kept module assigns and the code around it reads is of this call: they stay together.
+                    problems += [
+                        watch.Problem(
+                            k.rpartition(".")[0],
+                            f"reads {where}.{name}, which a module kept in PyTorch assigns",
+                            "",
+                            0,
+                        )
+                        for where, name in sorted(seen.quiet_writes & seen.reads)
+                        for k in keep
+                        if _inside(where, {k})
+                    ]
+                    if not problems and not seen.assigns and (first is None or captured.onnx == first[0]):
+                        undo = []
+                        break
+                    if not problems and first is None:
+                        # Assigned as forward would have done. If that makes no difference to a second capture, it
+                        # holds for this call too.
+                        first = captured.onnx, seen
+                        undo = [(own, dict(own)) for own, _ in seen.assigns]
+                        for own, new in seen.assigns:
+                            own.update(new)
+                        continue
+                    if not problems:
+                        entry.writes_seen += 1
+                        if not seen.assigns and entry.writes_seen <= 2 and not state.settings.strict:
+                            raise _Skip("forward assigns attributes of an object that it reads")
+                        assert first is not None
+                        problems = (seen if seen.assigns else first[1]).assigned()
+                    _restore(undo)
+                    undo, first = [], None
+                    whole = next((p for p in problems if not p.module), problems[0])
+                    if state.settings.strict or not whole.module:
+                        raise CaptureError(whole.reason, whole.module, whole.file, whole.line)
+                    keep = _outermost(keep | {p.module for p in problems})
+                    state.reasons.update({p.module: p for p in problems})
+                    continue
+                # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so
+                # that it is written; a module that does it again and again stays there.
+                entry.writes_seen += 1
+                if entry.writes_seen <= 2 and not state.settings.strict:
+                    raise _Skip("forward assigns attributes of a module")
+                where, name = written[0]
+                raise CaptureError(f"forward assigns self.{name}", where)
+            except _Skip:
+                raise
+            except Exception as raised:
+                error = capture_error(shadow, raised)
+                name = error.module
+                while name in keep:
+                    name = name.rpartition(".")[0]
+                if state.settings.strict or not name:
+                    raise error from raised
+                keep = _outermost(keep | {name})
+        else:
+            raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
+    finally:
+        _restore(undo)
+    for op in captured.host_ops if state.settings.strict else ():
+        if op.kind == "module" or state.settings.strict == "engine":
+            raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+    start = perf_counter()
+    graph: Graph | cuts.CutGraph
+    try:
+        if isinstance(captured, CutCaptured):
+            for number, part in enumerate(c for c in captured.captured if c is not None):
+                _save(state, part.onnx, f"_part{number}")
+            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, state.settings.memory_opt_level)
+        else:
+            _save(state, captured.onnx)
+            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level)
+    except Exception as error:
+        raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
+    for i in graph.writes:
+        spec = captured.inputs[i]
+        if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
+            raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
+    entry.keep = keep
+    reads = {r for r in seen.reads if not _inside(r[0], keep)}
+    if entry.reads is None:
+        entry.reads = guard.Reads(state.module, reads)
+    else:
+        entry.reads.add(state.module, reads)
+    entry.held.add(seen.rows)
+    _tell(state, seen)
+    state.load_s[id(graph)] = perf_counter() - start
+    return graph, seen.caches()
+
+
+def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any],
+              caches: list[Any]) -> None:  # fmt: skip
+    """Notes what forward does now, to see later whether it still does."""
+    if not state.settings.recheck:
+        made.no_net = "ORTMODULE_RECHECK is 0"
+    elif isinstance(made.graph, cuts.CutGraph):
+        made.no_net = "hooks on submodules take part"
+    elif private.lacks("net"):
+        made.no_net = private.lacks("net") or ""
+    else:
+        shadow = shadow_of(state.body)
+        with unwrapped(shadow):
+            made.net, made.no_net = net.cast(shadow, args, kwargs, entry.keep, made.graph.captured.kept, caches)
+        made.next_check = net.FIRST if made.net is not None else -1
+
+
+def _recheck(state: State, site: Site, captured: GuardedGraph) -> bool:
+    """Does forward still do what it did when it was captured? If not, calls of this kind go to PyTorch: something
+    has changed that nothing here sees, and may do so again."""
+    captured.next_check = net.after(captured.calls)
+    assert captured.net is not None
+    with state.lock:
+        shadow = shadow_of(state.body)
+        with unwrapped(shadow):
+            difference = captured.net.check(shadow)
+    if difference is None:
+        return True
+    error = _Stale(
+        "forward no longer does what it did when it was captured, and nothing that ORTModule compares has "
+        "changed: "
+        f"{difference.reason}",
+        *difference[1:],
+    )
+    _leave(state, site.entry, error)
+    return False
+
+
+def _unfit(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, error: Unfit, args: tuple[Any, ...],
+           kwargs: dict[str, Any], turned_down: int) -> Any:  # fmt: skip
+    """The engine found that the tensors are not those of the capture (a parameter's dtype or size was changed under
+    its data, or a dynamic capture holds for fewer sizes): looks again, and then leaves the call to PyTorch."""
+    # not for the engine, or not for PyTorch either: then its error is the one the user should see
+    if turned_down >= _UNFIT_LIMIT:
+        result = _eager(state, f"the engine cannot run these sizes: {error}", args, kwargs)
+        if state.settings.strict:
+            raise error
+        site.entry.left.append([t.shape for t in flat.tensors])
+        return result
+    with state.lock:
+        state.sites = {k: s for k, s in state.sites.items() if s is not site}
+        site.captured = None
+        own = guard.Guard(state.module)
+        if own.structure() == site.structure:
+            captured.refused.append([t.shape for t in flat.tensors])
+    return call(state, args, kwargs, turned_down + 1)
+
+
+def _failed(state: State, entry: Entry, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The engine could not run this call, and has left everything as it was: an index is out of range, memory is
+    short, or a plan for these sizes cannot be made. PyTorch either has the error that the user should see, or a
+    result."""
+    reason = f"the engine failed: {str(error).partition(chr(10))[0]}"
+    result = _eager(state, reason, args, kwargs)
+    if state.settings.strict:
+        raise error
+    entry.failures += 1
+    if entry.failures == 1:
+        logger.warning("%s ran in PyTorch: %s", type(state.module).__name__, reason)
+    if entry.failures == _FAILURES:
+        _leave(state, entry, CaptureError(reason))
+    return result
+
+
+# --- PyTorch instead ---------------------------------------------------------------------------------
+
+
+def _eager(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """This call in PyTorch."""
+    state.eager_entry(reason).calls += 1
+    return state.body.forward(*args, **kwargs)
+
+
+def _leave(state: State, entry: Entry, error: CaptureError) -> None:
+    """All calls of this kind in PyTorch from now on."""
+    if state.settings.strict:
+        raise error
+    entry.eager = state.eager_entry(error.reason, error.module, error.file, error.line)
+    logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, error)
+
+
+def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that could not be captured. It is left to PyTorch for good only when PyTorch can run it."""
+    failure = left.failure
+    if failure is None:
+        return _eager(state, left.reason, args, kwargs)
+    result = state.body.forward(*args, **kwargs)
+    if state.settings.strict:
+        raise failure
+    shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
+    if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
+        site.entry.left.append(shapes)
+        state.eager_entry(failure.reason, failure.module, failure.file, failure.line).calls += 1
+        return result
+    _leave(state, site.entry, failure)
+    assert site.entry.eager is not None
+    site.entry.eager.calls += 1
+    return result
+
+
+# --- telling -----------------------------------------------------------------------------------------
+
+
+def _count(state: State, made: GuardedGraph) -> None:
+    """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has
+    many. Who captures again and again should know why."""
+    state.every.append(made)
+    if len(state.every) == _MANY_CAPTURES:
+        reasons = Counter(c.why for c in state.every)
+        logger.warning(
+            "%s has been captured %d times, which took %.0f s. Reasons: %s. Captures are kept, so states that come "
+            "back cost nothing; "
+            "what changes at every step should be a tensor argument.",
+            type(state.module).__name__, len(state.every), sum(c.graph.captured.seconds for c in state.every),
+            "; ".join(f"{k}x {why}" for why, k in reasons.most_common()))
+
+
+def _tell(state: State, seen: watch.Watch) -> None:
+    """Output of forward that the engine does not repeat."""
+    for (file, line), does in seen.says.items():
+        if (file, line) not in state.told:
+            state.told.add((file, line))
+            logger.warning("%s: forward %s (%s:%d). In the engine it does so only when it is captured.",
+                           type(state.module).__name__, does, file, line)
+
+
+def _save(state: State, onnx: bytes, part: str = "") -> None:
+    path = state.settings.save_path
+    if path is None:
+        return
+    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
+    name = f"{state.settings.save_prefix}{type(state.module).__name__}_{len(state.every)}_{mode}{part}.onnx"
+    try:
+        os.makedirs(path, exist_ok=True)
+        with open(os.path.join(path, name), "wb") as file:
+            file.write(onnx)
+    except OSError as error:
+        logger.warning("the captured graph cannot be saved: %s", error)
+
+
+def _announce(state: State) -> None:
+    """One line, after the first step."""
+    state.announced = True
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    told = report(state)
+    logger.log(logging.WARNING if told.eager else logging.INFO, "%s", told.headline())
+
+
+def report(state: State) -> Report:
+    report = Report(type(state.module).__name__, isa=_C.isa())
+    host: dict[tuple[str, str, int], HostEntry] = {}
+    for made in state.every:
+        whole = made.graph
+        graphs = whole.loaded if isinstance(whole, cuts.CutGraph) else [whole]
+        plans = [plan for g in graphs for plan in g.model.plan_report()]
+        peak: dict[str, int] = {}
+        for plan in plans:
+            for name, size in plan.get("peak_bytes", {}).items():
+                peak[name] = max(peak.get(name, 0), size)
+        report.graphs.append(
+            GraphEntry(
+                nodes=whole.captured.n_nodes,
+                engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
+                dynamic=whole.captured.dynamic,
+                capture_s=whole.captured.seconds,
+                load_s=state.load_s[id(whole)],
+                plans=len(plans),
+                plan_ms=sum(p["plan_ms"] for p in plans),
+                arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
+                peak_bytes=peak,
+                largest=_largest(plans),
+                forwards=whole.forwards,
+                backwards=max((g.backwards for g in graphs), default=0),
+                reruns=sum(g.reruns for g in graphs),
+                why=made.why,
+                forward_ms=sum(g.forward_ms for g in graphs),
+                backward_ms=sum(g.backward_ms for g in graphs),
+                host_ms=sum(sum(g.host.ms) for g in graphs),
+                cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
+                unchecked=made.no_net,
+            )
+        )
+        for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
+            entry = host.get((op.name, op.file, op.line))
+            if entry is None:
+                why = state.reasons.get(op.module) if op.kind == "module" else None
+                file, line, reason = (
+                    (op.file, op.line, op.reason)
+                    if why is None
+                    else (why.file, why.line, f"{op.reason}: it {why.reason}")
+                )
+                host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, file, line, reason, 1, ms)
+            else:
+                entry.count += 1
+                entry.ms += ms
+    report.host = list(host.values())
+    report.missing = private.missing()
+    report.eager = [e for e in state.eager_entries.values() if e.calls]
+    return report
+
+
+# --- small things ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs and prints
+    about an attempt that fails is not shown (the ladder's own message says what happened)."""
+    thread = threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not record.name.startswith("torch.")
+
+    loggers = [
+        logging.getLogger(name)
+        for name in [*logging.root.manager.loggerDict]
+        if name == "torch" or name.startswith("torch.")
+    ]
+    with contextlib.ExitStack() as ends:
+        for handler in {handler for log in (logging.root, *loggers) for handler in log.handlers}:
+            handler.addFilter(others)
+            ends.callback(handler.removeFilter, others)
+        ends.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
+        yield
+
+
+class _Stderr:
+    """sys.stderr without the half-made graph that torch.export prints there when it fails."""
+
+    def __init__(self, inner: Any, thread: int) -> None:
+        self.inner = inner
+        self.thread = thread
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self.thread and sys._getframe(1).f_code.co_filename.endswith(_EXPORTER):
+            return len(text)
+        return int(self.inner.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _restore(undo: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for own, old in undo:
+        own.clear()
+        own.update(old)
+
+
+def _inside(name: str, keep: Collection[str]) -> bool:
+    """Is the module of this name one of `keep`, or in one?"""
+    return any(name == k or name.startswith(k + ".") for k in keep)
+
+
+def _outermost(names: set[str]) -> set[str]:
+    return {n for n in names if not _inside(n.rpartition(".")[0], names)}
+
+
+class _Holder(nn.Module):
+    """Calls a module's forward without its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.m = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.m.forward(*args, **kwargs)
+
+
+def _named(error: BaseException) -> str:
+    first = next((s.strip() for s in str(error).splitlines() if s.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _largest(plans: list[dict[str, Any]]) -> list[MemoryEntry]:
+    """Of the plan that needs most: what lies in memory at its peak, gathered by kind and place."""
+    found: dict[tuple[str, str, str, int], MemoryEntry] = {}
+    for row in max(plans, key=lambda p: p["arena_bytes"], default={"largest": []})["largest"]:
+        key = row["class"], row["op"], row["file"] or "", row["line"]
+        entry = found.setdefault(key, MemoryEntry(*key, 0, 0))
+        entry.count += 1
+        entry.bytes += row["bytes"]
+    return sorted(found.values(), key=lambda e: -e.bytes)
+
+
+def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:
+    """From what is wanted to what is always possible."""
+    tries = [(dynamic, symbolic), (dynamic, False), (False, False)]
+    return list(dict.fromkeys(tries))
+
+
+def _image_sizes(flat: FlatInputs, known: list[GuardedGraph]) -> set[tuple[int, int]]:
+    """Sizes that stay numbers in a dynamic capture until they change: those of images but for the batch. They rarely
+    change, and as symbols they are expensive: every window, pool and convolution asks about their divisors."""
+    return {
+        (i, axis)
+        for i, t in enumerate(flat.tensors)
+        if t.dim() >= 4 and t.is_floating_point()
+        for axis in range(1, t.dim())
+        if all(c.shapes[i][axis] == t.shape[axis] for c in known)
+    }

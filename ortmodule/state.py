@@ -1,0 +1,343 @@
+"""What an ORTModule knows besides its module, and the look-up: which captured graph fits a call?
+
+look-up   a call's key (guard.fast(), structure of the arguments, environment, which arguments require a gradient) leads
+          to a Site: an Entry with the parameters and buffers of this moment. The Entry has the captures of one state of
+          the module and one structure of arguments; each says itself for which sizes and numbers it holds.
+change    a new key is compared by what the captures have read (guard.Reads, watch.Held): an Entry may serve many keys.
+
+Nothing here captures or runs anything: ladder.py does, when no capture fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from . import cuts, guard, net, patches, watch
+from .capture import CaptureError, FlatInputs, InputSpec
+from .chain import Graph
+from .config import Settings
+from .patches import Patch
+from .report import EagerEntry
+from .torch_private import HOOK_TABLES
+
+_SITE_LIMIT = 64  # states of one module remembered with their tensors
+
+
+class Refused(RuntimeError):
+    """The module must not be wrapped: it would train wrongly."""
+
+
+class Entry:
+    """All captures for one state of the module, one argument structure and one environment."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GuardedGraph] = []
+        self.eager: EagerEntry | None = None
+        self.dynamic = False  # a second shape has been seen
+        self.symbolic = False  # a second value of an int/float argument has been seen
+        self.no_symbolic = False  # ... but it cannot be an input
+        self.n_captures = 0
+        self.keep: set[str] = set()
+        self.places: tuple[guard.Place, ...] = ()  # submodules with hooks
+        self.effect: cuts.Effect | None = None  # of those hooks, once a call has been watched
+        self.reads: guard.Reads | None = None  # the attributes of modules that the captures hold for
+        self.held = watch.Held()  # the rest of the Python state
+        self.writes_seen = 0
+        self.failures = 0  # runs of the engine that PyTorch had to repeat
+        self.left: list[list[torch.Size]] = []  # sizes for which the engine has turned down every capture: PyTorch's
+        self.why = "first call"  # what no other entry stood for
+
+    def holds(self, module: nn.Module) -> bool:
+        """Is the state that the captures have read as it was? `reads` compares attributes by their place and content,
+        so they may be another module's; `held` compares objects, and is asked at every call."""
+        return (self.reads is None or self.reads.hold(module)) and self.held.hold()
+
+    def changed(self, module: nn.Module) -> list[str]:
+        """Names of what differs from the state that the captures hold for."""
+        return [*(self.reads.changed(module) if self.reads is not None else ()), *self.held.changed()]
+
+
+class GuardedGraph:
+    """A graph, and for which calls it holds."""
+
+    def __init__(self, graph: Graph | cuts.CutGraph, flat: FlatInputs, dynamic: bool, symbolic: bool, why: str) -> None:
+        self.graph = graph
+        self.why = why
+        self.dynamic = dynamic
+        self.symbolic = symbolic
+        self.shapes = [t.shape for t in flat.tensors]
+        self.scalars = list(flat.scalars)
+        self.refused: list[list[torch.Size]] = []  # sizes the engine turned down
+        self.net: net.Net | None = None
+        self.no_net = ""  # why there is none
+        self.calls = 0
+        self.next_check = -1  # call at which the net looks again
+
+    def fits(self, flat: FlatInputs) -> bool:
+        shapes = [t.shape for t in flat.tensors]
+        if self.refused and shapes in self.refused:
+            return False
+        if self.dynamic or self.symbolic:
+            return self.graph.captured.fits(flat)
+        return self.shapes == shapes and self.scalars == flat.scalars
+
+
+class Site:
+    """An Entry with this moment's parameters and buffers: valid as long as the guard's fast() value is the same and
+    the entry's `held` holds. other: a site of equal fast() for another state of what `held` compares."""
+
+    __slots__ = (
+        "bound",
+        "captured",
+        "entry",
+        "fast",
+        "fill",
+        "other",
+        "params",
+        "params_grad",
+        "refs",
+        "structure",
+        "wanted_bound",
+    )
+
+    def __init__(self, entry: Entry, fast: Hashable, own: guard.Guard, like: Site | None = None) -> None:
+        """like: the site before forward assigned new tensors to buffers."""
+        self.entry = entry
+        self.other: Site | None = None
+        self.fast = fast
+        self.structure: Hashable = own.structure() if like is None else like.structure
+        self.refs: list[tuple[Any, ...]] = own.refs() if like is None else like.refs
+        self.params = own.params
+        self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
+        self.captured: GuardedGraph | None = None  # the one used last
+        self.bound: list[Tensor] = []  # its parameters, buffers and constants
+        self.wanted_bound: tuple[bool, ...] = ()
+        self.fill: Callable[[list[Any]], Any] | None = None
+
+class State:
+    """What an ORTModule knows besides its module."""
+
+    def __init__(self, module: nn.Module, settings: Settings, base: type[nn.Module], own_forward: bool) -> None:
+        """base: the wrapper's class, without the module's; own_forward: it has a forward of its own."""
+        self.module = module
+        self.settings = settings
+        self.body = module  # whose forward runs: the module, seen with the methods that were assigned on the wrapper
+        self.override: Callable[..., Any] | None = None  # forward assigned on the wrapper
+        self.assigned: dict[str, Any] = {}  # other methods
+        self.base = base
+        self.own_forward = own_forward
+        self.off: str | None = None  # why every call runs in PyTorch
+        self.sites: dict[Hashable, Site] = {}
+        self.entries: dict[tuple[Any, ...], list[Entry]] = {}
+        self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
+        self.guard = guard.Guard(module)
+        self.eager_entries: dict[str, EagerEntry] = {}
+        self.every: list[GuardedGraph] = []
+        self.load_s: dict[int, float] = {}
+        self.lock = threading.RLock()
+        self.announced = False
+        self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
+        self.told: set[tuple[str, int]] = set()
+
+    # --- look-up -----------------------------------------------------------------------------------
+
+    def find_site(self, key: tuple[Any, ...], structure: Hashable, env: tuple[Any, ...], args: tuple[Any, ...],
+                  kwargs: dict[str, Any]) -> Site:  # fmt: skip
+        """Something changed (or this is the first call): what do we know about the state the module is in now?"""
+        with self.lock:
+            reason = guard.refuse(self.module)
+            if reason is not None:
+                raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
+            own = self.guard = guard.Guard(self.module)
+            fast, tree = own.fast(), own.structure()
+            known = self.entries.get((tree, structure, env, key[3]), [])
+            entry = next((e for e in known if e.holds(self.module)), None)
+            if entry is None:
+                entry = Entry()
+                entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
+                entry.why = self.why(tree, key, known)
+                changing = sorted({name for e in known for name in e.changed(self.module)})
+                entry.places = guard.places(self.module)
+                entry.keep = {place.name for place in entry.places if place.whole}
+                known = self.entries.setdefault((tree, structure, env, key[3]), known)
+                known.append(entry)
+                if len(known) > self.settings.max_captures:
+                    what = ", ".join(changing[:3]) or "attributes of modules that forward reads"
+                    entry.eager = self.eager_entry(
+                        f"{len(known)} captures of one call structure were not enough: what forward reads changes "
+                        f"from call to call ({what}); pass it as an argument"
+                    )
+                if self.settings.disable:
+                    entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
+                elif _holds_cache(args, kwargs):
+                    entry.eager = self.eager_entry(
+                        "an argument is a generation cache, which forward edits and which grows at every call"
+                    )
+            site = Site(entry, fast, own)
+            if len(self.sites) >= _SITE_LIMIT:
+                self.sites.pop(next(iter(self.sites)))
+            other = self.sites.get((fast, structure, env, key[3]))
+            while other is not None and other.entry is entry:
+                other = other.other
+            site.other = other
+            self.sites[fast, structure, env, key[3]] = site
+            return site
+
+    def why(self, structure: Any, key: tuple[Any, ...], known: list[Entry]) -> str:
+        """What has changed, against the state of the module and the call that is nearest to this one."""
+        if known:
+            return f"changed: {', '.join(known[-1].changed(self.module)) or 'attributes'}"
+        parts = (
+            "modules or modes",
+            "parameters or buffers",
+            "hooks",
+            "argument structure or dtypes",
+            "grad mode, autocast or default dtype",
+            "requires_grad of arguments",
+        )
+        now = (*structure, *key[1:])
+        changes: list[list[str]] = [
+            [name for name, a, b in zip(parts, (*old[0], *old[1:]), now, strict=True) if a != b] for old in self.entries
+        ]
+        nearest = min(changes, key=len, default=["first call"])
+        return nearest[0] if not changes else f"changed: {', '.join(nearest)}"
+    def bind(self, site: Site, captured: GuardedGraph) -> GuardedGraph:
+        """Makes `captured` the one that `site` uses: looks up its parameters and buffers by name."""
+        bound = [tensor_of(self.module, spec) for spec in captured.graph.bound]
+        site.bound = bound
+        site.wanted_bound = tuple([t.requires_grad for t in bound])
+        site.captured = captured
+        return captured
+
+
+    def find_graph(self, site: Site, flat: FlatInputs) -> GuardedGraph | None:
+        """The capture of the site's entry that holds for these sizes and numbers."""
+        found = next((known for known in site.entry.graphs if known.fits(flat)), None)
+        return None if found is None else self.bind(site, found)
+
+    # --- what a call changes -----------------------------------------------------------------------
+
+    def rebind(self, site: Site, captured: GuardedGraph) -> Site:
+        """Gives the buffers to which forward assigns new tensors one each, for the graph to write into. What was there
+        keeps its values."""
+        with self.lock:
+            for i in captured.graph.captured.rebinds:
+                owner, _, name = captured.graph.captured.inputs[i].target.rpartition(".")
+                buffers = self.module.get_submodule(owner)._buffers
+                buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
+            # what is new is among its `bound`
+            return self.move(site, captured, Site(site.entry, self.guard.fast(), self.guard, site))
+
+    def move(self, site: Site, captured: GuardedGraph, fresh: Site) -> Site:
+        """`fresh` takes the place of `site`: the same captures, for the module as it is now. The sites beside it hold
+        the tensors of before: they are found anew."""
+        fresh.fill = site.fill
+        self.bind(fresh, captured)
+        key: Any = next((k for k, s in self.sites.items() if s is site), None)
+        if key is not None:
+            del self.sites[key]
+            self.sites[(fresh.fast, *key[1:])] = fresh
+        return fresh
+
+    def follow(self, site: Site) -> str | None:
+        """Hooks have changed the module in a call. When it is nothing that the call has read, the next one finds the
+        same site; else what that was."""
+        with self.lock:
+            own = guard.Guard(self.module)
+            reads, captured = site.entry.reads, site.captured
+            if reads is None or captured is None or own.structure() != site.structure:
+                return None
+            if not reads.hold(self.module):
+                return f"hooks on submodules change {', '.join(reads.changed(self.module))}, which forward reads"
+            moved = [
+                spec.name
+                for spec, t in zip(captured.graph.bound, site.bound, strict=True)
+                if tensor_of(self.module, spec) is not t
+            ]
+            if moved:
+                return f"hooks on submodules put other tensors in the place of {', '.join(moved)}"
+            self.guard = own
+            self.move(site, captured, Site(site.entry, own.fast(), own))
+            return None
+
+    def assign(self, methods: dict[str, Any]) -> None:
+        """These methods stand on the wrapper in place of the class's."""
+        with self.lock:
+            self.assigned = methods
+            cls = type(self.module)
+            self.body = self.module
+            if methods:
+                given = {k: staticmethod(v) if callable(v) else v for k, v in methods.items()}
+                seen = types.new_class(
+                    cls.__name__,
+                    (cls,),
+                    {},
+                    lambda namespace: namespace.update({"__module__": cls.__module__, **given}),
+                )
+                self.body = object.__new__(seen)
+                object.__setattr__(self.body, "__dict__", self.module.__dict__)
+            self.sites, self.entries = {}, {}  # captured with other methods
+
+    def eager_entry(self, reason: str, module: str = "", file: str = "", line: int = 0) -> EagerEntry:
+        entry = self.eager_entries.get(reason)
+        if entry is None:
+            entry = self.eager_entries[reason] = EagerEntry(reason, module, file, line)
+        return entry
+
+
+def shadow_of(module: nn.Module) -> nn.Module:
+    """The module without its own hooks (they run around the engine, in __call__): same class, same children,
+    parameters, attributes."""
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__:  # what it does runs around the engine, too
+        cls = types.new_class(
+            cls.__name__, (cls,), {}, lambda body: body.update(__module__=cls.__module__, __call__=nn.Module.__call__)
+        )
+    shadow: nn.Module = object.__new__(cls)
+    shadow.__dict__.update(module.__dict__)
+    shadow.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})
+    return shadow
+
+
+@contextlib.contextmanager
+def unwrapped(root: nn.Module) -> Iterator[None]:
+    """While root is captured, wrappers inside it give place to what they wrap: they are part of its graph."""
+    rows: list[Patch] = []
+    for m in list(root.modules()):
+        for name, child in m._modules.items():
+            state = getattr(child, "_ortmodule", None)
+            if isinstance(state, State) and state.override is None and not state.own_forward:
+                rows.append(Patch(m._modules, name, state.body))
+    with patches.scope(), patches.replaced(*rows):
+        yield
+
+
+def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
+    """The tensor that a graph input names, as it is now."""
+    owner, _, name = spec.target.rpartition(".")
+    try:
+        found = getattr(module.get_submodule(owner), name)
+    except AttributeError:
+        found = spec.tensor  # held by something that is no module: it is the object of the capture
+    if not isinstance(found, Tensor):
+        raise CaptureError(
+            f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
+        )
+    return found
+
+
+def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A Hugging Face Cache among the arguments."""
+    return any(
+        c.__name__ == "Cache" and c.__module__.startswith("transformers")
+        for v in (*args, *kwargs.values())
+        for c in type(v).__mro__
+    )

@@ -1,0 +1,306 @@
+"""Every name of PyTorch that is not public and that this package uses: where it is, and what happens without it.
+
+The rest of the package asks here (`private.keep_graph()`): a name is looked for at its first use, probed, and kept.
+What is missing, or does not do what is expected of it, is logged once and shown in `model.report()`, and
+  instead   stands in its place, where there is something: more memory or time, never another result;
+  need      names what cannot be without it: "call" (what a call means cannot be told: all calls stay in PyTorch),
+            "capture" (nothing can be captured), "hooks" (modules with hooks on submodules stay in PyTorch), "net" (no
+            capture is compared with forward later on). Whoever does one of these asks `lacks` first.
+
+Not listed: paths of files in a traceback, attributes by which a name is only shown, and the tables `_parameters`,
+`_buffers` and `_modules` of a module, which every subclass of nn.Module meets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import types
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger("ortmodule")
+
+_ABSENT = object()
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Tables of an nn.Module: of hooks that a call fires, and with what is noted beside them."""
+
+
+class Row(NamedTuple):
+    """One use of private names. field: what it is called here; its value is what the first name stands for, or, with
+    `owner`, the object that has the first name (for what is read again at each use, or replaced)."""
+
+    field: str
+    names: tuple[str, ...]
+    without: str
+    instead: Any = None
+    need: str = ""
+    owner: bool = False
+    works: Callable[[Any], bool] = lambda _: True
+
+
+def _foreach_norm(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    return [torch.linalg.vector_norm(t, order) for t in tensors]
+
+
+def _foreach_copy(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+    for d, s in zip(dst, src):
+        d.copy_(s)
+
+
+def _foreach_mul(dst: Sequence[Tensor], factor: float) -> None:
+    for d in dst:
+        d.mul_(factor)
+
+
+def _all_hook_tables(cls: type[nn.Module]) -> bool:
+    tables = {k for k, v in cls().__dict__.items() if isinstance(v, dict) and "hook" in k and "state_dict" not in k}
+    return tables == set(HOOK_TABLES)
+
+
+def _has_code(f: Any) -> bool:
+    return isinstance(f, types.FunctionType) and not f.__closure__
+
+
+_C = "torch._C."
+_MODULE = "torch.nn.modules.module."
+_VMAP = "torch._C._functorch."
+TABLE: tuple[Row, ...] = (
+    # --- what kind of call is it
+    Row("transforms", (_VMAP + "peek_interpreter_stack",), "a call inside of vmap or grad cannot be told", need="call"),
+    Row("dispatch_modes", (_C + "_len_torch_dispatch_stack",), "a call that PyTorch traces cannot be told",
+        need="call"),
+    Row("tracing", (_C + "_get_tracing_state",), "torch.jit.is_tracing is asked, a little slower",
+        instead=lambda: torch.jit.is_tracing()),  # type: ignore[no-untyped-call]
+    Row("forward_ad", ("torch.autograd.forward_ad._current_level",), "forward-mode differentiation cannot be told",
+        need="call", owner=True, works=lambda m: m._current_level >= -1),
+    Row("global_hooks", (_MODULE + "_global_forward_hooks", _MODULE + "_global_forward_pre_hooks",
+                         _MODULE + "_global_backward_hooks", _MODULE + "_global_backward_pre_hooks"),
+        "hooks for all modules of the process cannot be told", need="call", owner=True),
+    Row("hook_tables", ("torch.nn.Module",), "a module's tables of hooks are others than those that are known here",
+        need="call", works=_all_hook_tables),
+    Row("version", ("torch.Tensor._version",), "edits in place cannot be told", need="call"),
+    # --- backward
+    Row("keep_graph", ("torch._C._autograd._get_current_graph_task_keep_graph",),
+        "every backward works on a copy of what its forward kept: more memory and time", instead=lambda: True),
+    Row("task_id", (_C + "_current_graph_task_id",),
+        "several threads in one backward, and a forward inside of a backward (checkpoint), are told by their thread",
+        instead=get_ident),
+    Row("saved_hooks", ("torch._C._autograd._top_saved_tensors_default_hooks",),
+        "the memory of an output is never lent to its gradient: more memory", instead=lambda _: True),
+    Row("storage_use_count", (_C + "_storage_Use_Count",),
+        "the memory of an output is never lent to its gradient: more memory"),
+    Row("vmap_nesting", (_C + "_vmapmode_increment_nesting", _C + "_vmapmode_decrement_nesting",
+                         _C + "_dispatch_keys", "torch._remove_batch_dim",
+                         "torch._add_batch_dim"),
+        "torch.autograd.grad(is_grads_batched=True) through the module is an error"),
+    Row("functorch", (_VMAP + "is_batchedtensor", _VMAP + "get_unwrapped", _VMAP + "maybe_get_level",
+                      _VMAP + "maybe_get_bdim", _VMAP + "_add_batch_dim"),
+        "torch.func.vmap over a backward through the module is an error", owner=True),
+    Row("queue_callback", ("torch.autograd.Variable._execution_engine.queue_callback",),
+        "what a backward has left unfinished is kept as long as its graph", instead=lambda _: None),
+    Row("tensor_hooks", ("torch.Tensor._backward_hooks.__get__",),
+        "a hook on an output that misses the way through another output is not warned of", instead=lambda _: None),
+    Row("is_zero", ("torch.Tensor._is_zerotensor",), "zeros without memory are told by their address",
+        instead=lambda t: t.numel() > 0 and t.layout is torch.strided and t.data_ptr() == 0),
+    # --- hooks on submodules
+    Row("call_impl", ("torch.nn.Module._call_impl", "torch.nn.Module._get_backward_hooks",
+                      "torch.nn.Module._get_backward_pre_hooks"),
+        "hooks cannot be run as PyTorch runs them", need="hooks"),
+    # --- capture
+    Row("without_modes", ("torch.utils._python_dispatch._disable_current_modes",), "tensors of the module's state "
+        "cannot be read while it is traced", need="capture"),
+    Row("function_apply", ("torch.autograd.Function.apply.__func__",), "custom autograd.Functions would be traced "
+        "through, and their backward lost", need="capture",
+        works=lambda f: isinstance(f, types.FunctionType) and f.__code__.co_freevars == ("__class__",)),
+    Row("compiler", ("torch.compiler._is_compiling_flag", "torch.compiler._is_exporting_flag"), "code that asks "
+        "whether it is compiled would be answered as if by torch.compile", need="capture", owner=True,
+        works=lambda m: _has_code(m.is_compiling) and _has_code(m.is_exporting)),
+    Row("random", ("torch.random.default_generator",), "a seed that forward sets would not be noticed",
+        need="capture", owner=True),
+    Row("OpOverload", ("torch._ops.OpOverload", "torch.ops.aten.add.Tensor._schema",
+                       "torch.ops.aten.add.Tensor._overloadname"),
+        "operators of the trace cannot be read", need="capture"),
+    Row("HigherOrderOperator", ("torch._ops.HigherOrderOperator",), "operators of the trace cannot be read",
+        need="capture"),
+    Row("set_grad_enabled", (_C + "_set_grad_enabled",), "torch.no_grad in forward cannot be read from the trace",
+        need="capture"),
+    Row("DispatchMode", ("torch.utils._python_dispatch.TorchDispatchMode",), "edits in place inside of a custom "
+        "Function cannot be told", need="capture", instead=object),
+    Row("free_symbols", ("torch.fx.experimental.symbolic_shapes.free_symbols",), "sizes cannot be read",
+        need="capture"),
+    Row("free_unbacked_symbols", ("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",), "sizes that "
+        "depend on data cannot be read", need="capture"),
+    Row("Mod", ("torch.utils._sympy.functions.Mod",), "sizes cannot be read", need="capture"),
+    Row("SizePrinter", ("torch.utils._sympy.printers.PythonPrinter",), "conditions on sizes cannot be asked",
+        need="capture", instead=object),
+    Row("ShapeEnv", ("torch.fx.experimental.symbolic_shapes.ShapeEnv",), "what the trace took for granted about "
+        "sizes cannot be read", need="capture", works=lambda cls: hasattr(cls(), "guards")),
+    Row("FakeTensor", ("torch._subclasses.fake_tensor.FakeTensor",), "what the trace took for granted about sizes "
+        "cannot be read", need="capture", works=lambda cls: "fake_mode" in cls.__annotations__),
+    Row("storage_address", ("torch.UntypedStorage._cdata.__get__",), "tensors that share memory cannot be told",
+        need="capture"),
+    Row("set_version", ("torch._C._autograd._unsafe_set_version_counter",), "a tensor that a trace has written and "
+        "that is put back counts as changed: a backward that waits for it raises PyTorch's error",
+        instead=lambda tensors, versions: None),
+    Row("size_config", ("torch.fx.experimental._config.backed_size_oblivious",), "sizes of 0 and 1 have captures of "
+        "their own", owner=True, works=lambda m: callable(m.patch)),
+    Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
+    Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
+        works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),
+    Row("transformer", ("torch.nn.modules.transformer._detect_is_causal_mask",), "layers of nn.Transformer that are "
+        "given a mask stay in PyTorch", owner=True),
+    Row("composite_kernel", ("torch._C.DispatchKey.CompositeImplicitAutograd",
+                             "torch.ops.aten.lstm.input.py_kernels", "torch.ops.aten.lstm.input._dispatch_cache",
+                             "torch.ops.aten.lstm.input._op_dk"),
+        "LSTM, GRU and RNN are unrolled: more nodes, and a capture for each length"),
+    # --- the net
+    Row("NoTorchFunction", (_C + "DisableTorchFunction",), "calls of torch cannot be told apart", need="net"),
+    Row("function_modes", (_C + "_len_torch_function_stack",), "modes of the caller cannot be told", need="net"),
+    Row("makers", ("torch.utils._device._device_constructors",), "functions that make tensors cannot be told",
+        need="net"),
+    # --- optimizers
+    Row("foreach_norm", ("torch._foreach_norm",), "norms of lists are computed one by one", instead=_foreach_norm),
+    Row("foreach_copy", ("torch._foreach_copy_",), "lists are copied one by one", instead=_foreach_copy),
+    Row("foreach_mul", ("torch._foreach_mul_",), "lists are scaled one by one", instead=_foreach_mul),
+    Row("is_wrapper", ("torch.utils._python_dispatch.is_traceable_wrapper_subclass",), "wrappers of tensors are told "
+        "by __tensor_flatten__", instead=lambda t: hasattr(t, "__tensor_flatten__")),
+)  # fmt: skip
+_ROWS = {row.field: row for row in TABLE}
+_missing: dict[str, str] = {}  # field -> which name
+
+
+def _look_up(path: str) -> tuple[Any, Any]:
+    """What a dotted name stands for (_ABSENT: nothing), and who has it."""
+    parts = path.split(".")
+    at: Any = torch
+    for i, part in enumerate(parts[1:], 2):
+        found = getattr(at, part, _ABSENT)
+        if found is _ABSENT and isinstance(at, types.ModuleType) and i < len(parts):
+            with contextlib.suppress(ImportError):
+                found = importlib.import_module(".".join(parts[:i]))
+        if found is _ABSENT:
+            return _ABSENT, at
+        owner, at = at, found
+    return at, owner
+
+
+def __getattr__(field: str) -> Any:
+    row = _ROWS.get(field)
+    if row is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {field!r}")
+    value, lost = row.instead, ""
+    found = owner = _ABSENT
+    for name in reversed(row.names):
+        found, owner = _look_up(name)
+        if found is _ABSENT:
+            lost = name
+    if not lost:
+        value = owner if row.owner else found
+        try:
+            lost = "" if row.works(value) else row.names[0]
+        except Exception:
+            lost = row.names[0]
+        value = row.instead if lost else value
+    if lost:
+        _missing[field] = lost
+        logger.warning("%s", _sentence(row))
+    globals()[field] = value
+    return value
+
+
+def forget() -> None:
+    """Every name is looked for again at its next use."""
+    for field in _ROWS:
+        globals().pop(field, None)
+    _missing.clear()
+
+
+def _get(field: str) -> Any:
+    return globals()[field] if field in globals() else __getattr__(field)
+
+
+def has(field: str) -> bool:
+    """Is there what the row stands for, and not only something in its place?"""
+    _get(field)
+    return field not in _missing
+
+
+def _sentence(row: Row) -> str:
+    kept = {"call": "all calls stay in PyTorch", "capture": "nothing is captured, all calls stay in PyTorch",
+            "hooks": "modules with hooks on submodules stay in PyTorch",
+            "net": "captures are not compared with forward later on"}  # fmt: skip
+    ends = f": {kept[row.need]}" if row.need else ""
+    return f"this PyTorch ({torch.__version__}) has no {_missing[row.field]}, or another one: {row.without}{ends}"
+
+
+def lacks(need: str) -> str | None:
+    """Why this cannot be done here: the first name that it needs and that is missing."""
+    return next((_sentence(row) for row in TABLE if row.need == need and not has(row.field)), None)
+
+
+def missing() -> list[str]:
+    """A line for each row that is missing something."""
+    return [_sentence(row) for row in TABLE if not has(row.field)]
+
+
+# --- several names together -----------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Is this thread inside of a backward? Without the name: never."""
+    return has("task_id") and _get("task_id")() != -1
+
+
+def switches() -> list[Callable[[], Any]]:
+    """Functions that tell switches of PyTorch's libraries: as many as there are."""
+    ends = ("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")
+    return [getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_") and n.endswith(ends)]
+
+
+def storage_of(t: Tensor) -> int:
+    """Which storage a tensor looks into; equal for tensors that share memory, also for those without values."""
+    address: int = _get("storage_address")(t.untyped_storage())
+    return address
+
+
+def vmap_level() -> int:
+    """Of the older vmap, which torch.autograd.grad(is_grads_batched=True) runs a backward under; 0 outside."""
+    if not has("vmap_nesting"):
+        return 0
+    level = int(torch._C._vmapmode_increment_nesting())
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
+
+
+def batch_of(g: Tensor, level: int) -> tuple[Sequence[Tensor], Callable[[Tensor], Tensor]] | None:
+    """A gradient of vmap as a batch of gradients, and how such a batch becomes one of vmap; None: it is none. level: of
+    the older vmap."""
+    if level and torch._C._dispatch_keys(g).has("Batched"):
+        return torch._remove_batch_dim(g, level, 1, 0).unbind(), lambda t: torch._add_batch_dim(t, 0, level)
+    if not has("functorch"):
+        return None
+    vmap = torch._C._functorch
+    if not vmap.is_batchedtensor(g):
+        return None
+    inner, own = vmap.get_unwrapped(g), vmap.maybe_get_level(g)
+    return inner.unbind(vmap.maybe_get_bdim(g)), lambda t: vmap._add_batch_dim(t, 0, own)
+
+
+def refuse_batches(grads: Sequence[Tensor | None]) -> None:
+    """Where batches cannot be taken apart, gradients that are batches are an error by name."""
+    if has("vmap_nesting") and has("functorch"):
+        return
+    row = _ROWS["functorch" if has("vmap_nesting") else "vmap_nesting"]
+    for g in grads:
+        try:
+            _ = g is None or g.data_ptr()
+        except RuntimeError as error:
+            raise RuntimeError(f"ortmodule: {_sentence(row)}") from error

@@ -1,0 +1,218 @@
+"""What is kept in PyTorch (modules, custom Functions) and the captured code around it: whatever passes between the two
+besides the values of tensors is as in eager, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+
+class Kept(nn.Module):
+    """Stays in PyTorch for its randomness; `how` says what it returns."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.last = how, 0, None
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        factor = 1 + random.random()
+        match self.how:
+            case "nothing":
+                return None
+            case "number":
+                return x * factor, factor
+            case "flag":
+                return x * factor, factor > 1.5
+            case "text":
+                return x * factor, str(factor)
+            case "itself":
+                return x
+            case "view":
+                return x.view(-1)
+            case "part":
+                return x[0]
+            case "list":
+                return [x]
+            case "twice":
+                y = x * factor
+                return y, y.view(-1)
+            case "held":
+                self.last = x * factor
+                return self.last
+            case "either":
+                return (x * factor, None) if factor < 1.7 else (x * factor, x.sum())
+        return x * factor
+
+
+class Net(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.kept, self.last = nn.Linear(4, 4), Kept(how), nn.Linear(4, 4)
+
+
+class Reads(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        out = self.kept(h)
+        if out is None:
+            return self.last(h)
+        y, more = out
+        if isinstance(more, str):
+            return self.last(y) * float(more)
+        if more is None:
+            return self.last(y)
+        return self.last(y) * (more if not isinstance(more, bool) else 2 if more else 3)
+
+
+class Edits(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.kept(h)
+        other = h
+        if isinstance(y, tuple):
+            y, other = y
+        if isinstance(y, list):
+            y = y[0]
+        y.add_(1)
+        return self.last(h) * 2 + other.sum() + (0 if self.kept.last is None else self.kept.last.sum())
+
+
+def beside_eager(eager: nn.Module, steps: int = 5) -> ORTModule:
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for step in range(steps):
+        x = torch.randn(5, 4)
+        for m in (eager, wrapped):
+            random.seed(step)
+            m.zero_grad()
+            m.out = m(x.clone())  # type: ignore[assignment]
+            m.out.sum().backward()
+        torch.testing.assert_close(wrapped.out, eager.out)
+        for (name, p), q in zip(wrapped.named_parameters(), eager.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad)
+        assert wrapped.kept.calls == eager.kept.calls
+    return wrapped
+
+
+@pytest.mark.parametrize("how", ["number", "flag", "text"])
+def test_values_that_the_code_around_reads(how: str) -> None:
+    """They were those of the capture for ever."""
+    wrapped = beside_eager(Reads(how))
+    assert any("kept in PyTorch, returns a" in e.reason for e in wrapped.report().eager)
+
+
+def test_a_module_that_returns_nothing_runs() -> None:
+    wrapped = beside_eager(Reads("nothing"))
+    assert wrapped.report().graphs and [h.name for h in wrapped.report().host] == ["kept"]
+
+
+@pytest.mark.parametrize("how", ["itself", "view", "part", "list", "twice", "held"])
+def test_edits_in_place_of_memory_that_both_know(how: str) -> None:
+    wrapped = beside_eager(Edits(how))
+    assert not wrapped.report().graphs
+
+
+def test_edits_in_place_of_a_fresh_result_stay_in_the_engine() -> None:
+    wrapped = beside_eager(Edits("fresh"))
+    assert sum(g.forwards for g in wrapped.report().graphs) >= 3  # `calls` is looked at for two steps
+
+
+class Sometimes(nn.Module):
+    """A layer that is left out now and then and gives back what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() > 0.7 else x * 2
+
+
+class LeavesOut(Net):
+    def __init__(self) -> None:
+        super().__init__("")
+        self.kept = Sometimes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.kept(h)
+        y += 1
+        return self.last(h) + y
+
+
+@pytest.mark.parametrize(("make", "reason"), [(LeavesOut, "returns memory of its arguments"), (lambda: Reads("either"), "another structure")])
+def test_a_result_of_another_kind_is_an_error_once(make: Callable[[], nn.Module], reason: str) -> None:
+    """The kept module has run by then; later calls run in PyTorch."""
+    torch.manual_seed(0)
+    eager = make()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    x, said = torch.randn(5, 4), 0
+    for step in range(8):
+        random.seed(step + 1)
+        want = eager(x)
+        random.seed(step + 1)
+        try:
+            torch.testing.assert_close(wrapped(x), want)
+        except RuntimeError as e:
+            assert re.search(reason, str(e)) and "Later calls run in PyTorch" in str(e)
+            said += 1
+    assert said == 1
+
+
+class Tells(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return x * 2, random.random()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
+        return grad * 2
+
+
+class TellsIn(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, factor = Tells.apply(self.first(x))
+        self.kept.calls += 0
+        return self.last(y) * factor
+
+
+def test_values_that_a_function_returns() -> None:
+    beside_eager(TellsIn(""))
+
+
+class Balanced(nn.Module):
+    """Numbers read from tensors are numbers: no gradient comes back from them, and arithmetic on them is in double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.a(x).square().mean(), self.b(x).square().mean()
+        again = sum(v for v in (one * two).reshape(1).tolist())
+        return one / one.item() + two / two.item() ** 0.5 + one.clamp(max=again * 3) * again
+
+
+def test_no_gradient_through_numbers() -> None:
+    torch.manual_seed(0)
+    eager = Balanced().double()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for _ in range(3):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        for m in (eager, wrapped):
+            m.zero_grad()
+            m(x).backward()
+        for p, q in zip(wrapped.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+    assert sum(g.forwards for g in wrapped.report().graphs) == 3
