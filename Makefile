@@ -100,7 +100,7 @@ endif
 $(B)/cuda/image.o: $(FATBIN)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_FATBIN='"$(FATBIN)"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o   # for tests, by ctypes
@@ -137,6 +137,13 @@ $(B)/om-opt: $(TOOLS) $(B)/libom.a
 
 $(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/tools/onnx_write.o $(B)/libom.a   # fails every allocation once (tests/test_alloc.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/tools/onnx_write.o $(B)/libom.a $(PBC) $(LIBS) -o $@
+$(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of its own (tests/test_device.py)
+	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
+
+# the example sees one header of the engine's
+$(B)/train_mlp: examples/train_mlp.c csrc/ortmodule.h $(B)/libom.a
+	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
+	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S  ?= 60

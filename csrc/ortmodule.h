@@ -1,20 +1,31 @@
-/* ortmodule.h - the public face of the engine: load a training graph, plan it, run it.
+/* ortmodule.h - the public face of the engine and its manual: load a training graph, run it forward and backward.
  *
- * Life of a step (see docs/ARCHITECTURE.md for the picture):
+ * Life of a step (docs/ARCHITECTURE.md has the picture, examples/train_mlp.c a whole training loop):
  *
  *     om_model_load      ONNX bytes -> forward graph, simplified                      once per capture
  *     om_model_variant   + gradients for the wanted inputs, given which outputs
  *                          will receive a gradient                                    once per (wanted, arriving) set
- *     om_plan_get        + concrete sizes -> order, storage, kernel calls             once per shape, milliseconds,
- *                        cached
- *     om_run_*           one forward, one backward                                    every step
+ *     om_run_forward     + concrete sizes -> plan: order, storage, kernel calls       planned once per set of sizes, in
+ *                          milliseconds, and cached; then it is one forward           every step
+ *     om_run_backward    one backward over what a forward left                        every step
+ *
+ *     forward                                          backward
+ *       om_run_forward(cx, m, variant, inputs, ..)       om_run_backward(cx, state, arena, .., grads, .., &run)
+ *       om_run_resume(run, 0)       -> OM_OK             om_run_resume(run, segment)    -> OM_OK
+ *       om_run_output(run, i, ..)   per output           om_run_grad(run, input, ..)    per gradient of the segment
+ *       om_run_state(run, ..)       for a backward       om_run_free(run)
+ *       om_run_free(run)
  *
  * Errors: every function that can fail returns om_status; the first failure leaves a sentence with
- * operator, what was given, what is allowed and the remedy in the context (om_ctx_message).
- * Nothing here exits, aborts or longjmps.
+ * operator, what was given, what is allowed and the remedy in the context (om_ctx_message), and later ones do not
+ * replace it: clear it (om_ctx_clear) before the next call. Nothing here exits, aborts or longjmps.
  *
- * Threads: an om_model may be used from several threads at once (om_plan_get locks); an om_ctx and an
- * om_run belong to one thread at a time.
+ * Threads: an om_model may be used from several threads at once (what it caches is locked); an om_ctx and an
+ * om_run by one thread at a time, whichever; an om_state and what is asked of a model are only read.
+ *
+ * Memory: what the host gives (tensors, bytes, names) is borrowed, for the call or, where said, for the life of a run.
+ * What the engine gives in an om_block is the host's from then on. Objects are freed by the function named after them,
+ * before the model they come from.
  */
 #ifndef ORTMODULE_H
 #define ORTMODULE_H
@@ -94,10 +105,20 @@ typedef struct om_services {
     void (*log)(void *user, int level, const char *text);              /* level 0 error .. 3 debug */
 } om_services;
 
-typedef struct om_ctx om_ctx;     /* services + error message + counters */
+typedef struct om_ctx om_ctx;     /* services + error message */
 typedef struct om_model om_model; /* a captured graph and everything derived from it */
-typedef struct om_plan om_plan;   /* one variant for one set of sizes; owned by its model */
 typedef struct om_run om_run;     /* one forward or one backward in progress */
+typedef struct om_state om_state; /* of a forward that has ended: what its backward needs beside the arena */
+
+/* Memory that the engine hands over: outputs, gradients, arenas. It belongs to whoever has it, is 64-byte aligned, and
+ * is given back once, from any thread, at any time after the run, also after the model is gone. From the host's
+ * services.alloc when there is one, else from a pool that keeps what comes back for the next step. */
+typedef struct om_block {
+    void *data;
+    size_t size;
+    const struct om_device *device; /* whose memory it is */
+} om_block;
+void om_block_put(om_block *b); /* NULL is fine */
 
 om_ctx *om_ctx_new(const om_services *services); /* NULL services = built-ins; NULL result = no memory */
 void om_ctx_free(om_ctx *cx);
@@ -132,15 +153,111 @@ void om_text_free(om_ctx *cx, char *text);
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
                            om_recompute again, int *variant);
 
-/* Concrete sizes come from the tensors given for the graph inputs (data is not read, except 0-d integer
- * inputs that name a size). Checks dtype and rank against the capture. */
-om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan);
+/* --- what a graph takes and gives --------------------------------------------------------------- */
 
-/* Ends the use of a plan that om_plan_get (or om_model_plan_by_serial, om_model_plans) has given; once each. It may
- * stay cached. */
-void om_plan_release(om_model *m, om_plan *plan);
+/* INPUT: given anew in every call; PARAM, BUFFER: the host's state. The others are values inside of a graph. */
+typedef enum om_role { OM_ACT, OM_INPUT, OM_PARAM, OM_BUFFER, OM_CONST, OM_GRAD_IN } om_role;
 
-/* --- run: csrc/run/plan.h holds the contract of memory and control --------------------------------- */
+typedef struct om_io {
+    const char *name;       /* "" when the file gives none; the model's */
+    uint8_t role;           /* of an input; outputs: OM_ACT */
+    uint8_t dtype, rank;
+    int64_t dim[OM_RANK];   /* -1: no number of the graph's, known when tensors arrive */
+    bool written;           /* a forward writes a new value into the tensor given for this input */
+    /* input: may be wanted; output: computed from a parameter or float input through operators with a gradient */
+    bool differentiable;
+} om_io;
+
+int om_model_inputs(const om_model *m); /* how many; user outputs: */
+int om_model_outputs(const om_model *m);
+om_io om_model_input(const om_model *m, int i);
+om_io om_model_output(const om_model *m, int i);
+bool om_model_random(const om_model *m); /* it draws random numbers: give each forward a seed of its own */
+
+/* What a variant needs and gives. Everything lives as long as the model. */
+typedef struct om_needs_read { int segment, input; } om_needs_read;
+typedef struct om_needs_host { /* a node of the host's: see om_host_stop */
+    int index, part;
+    bool backward;
+    int n_want;
+    const int64_t *want;          /* backward: the node's inputs, by position, whose gradients are its outputs */
+} om_needs_host;
+typedef struct om_needs {
+    int n_segments;               /* of the backward; 0: there is none */
+    const int *grad_segment;      /* per graph input: the segment that returns its gradient; -1: it has none */
+    const uint8_t *reads_input;   /* per graph input: a backward must be given it as the forward was */
+    const uint8_t *reads_output;  /* per user output: the same */
+    const uint8_t *reaches;       /* per user output: computed from a wanted input */
+    int n_reads, n_host;
+    const om_needs_read *reads;   /* which segment reads which input; sorted, each once */
+    const om_needs_host *host;
+} om_needs;
+
+const om_needs *om_model_needs(const om_model *m, int variant); /* NULL: there is no such variant */
+
+/* --- run ------------------------------------------------------------------------------------------
+ * csrc/run/plan.h holds the contract of memory and control: which byte lies where, when control returns. */
+
+/* Starts a forward. inputs: one tensor per graph input, of the dtype and rank of the capture; any sizes that fit it,
+ * any strides. Their memory is read (and, for written inputs, written) until the run is freed. write false: inputs that
+ * would be written keep their values; for a forward that is repeated. cx: of this run until it is freed; its message
+ * tells of every failure below. */
+om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, uint64_t seed, bool write,
+                         om_run **run);
+
+/* Forward: runs to the end (segment is not looked at). Backward: to the end of that segment, and of those before it;
+ * -1: of all. OM_OK: it is there. OM_HOST: a node of the host's is due (om_run_host); answer it, then resume. Anything
+ * else: this run can only be freed. */
+om_status om_run_resume(om_run *run, int segment);
+
+/* A host node: what a capture left to its host (an ATen region, a Python function). */
+typedef struct om_host_stop {
+    int index;              /* attribute `index` of the node: a row of the host's own table */
+    int part;               /* a gradient with very many results stops several times: which of them this is */
+    bool backward;          /* the gradient of the node: inputs are the gradients of its float outputs, zeros where none
+                               arrived; outputs the gradients of its inputs `want` (om_needs_host) */
+    int n_in, n_out;
+    const om_tensor *in;    /* dtype OM_NODTYPE: left out; strides are not negative; memory until the run is freed */
+    const om_tensor *out;   /* what is to be answered: dtype and sizes; may be written right there */
+} om_host_stop;
+
+const om_host_stop *om_run_host(const om_run *run); /* until the answer; NULL: none is due */
+/* outputs: n_out tensors, any strides, copied; dtype OM_NODTYPE: zeros; data as in stop->out: it is there already. */
+om_status om_run_answer(om_run *run, const om_tensor *outputs);
+
+/* When the forward has ended, once each: the i-th user output, dense, in a block of its own that becomes the host's.
+ * An output that is an input comes back as a copy. */
+om_status om_run_output(om_run *run, int i, om_tensor *t, om_block **block);
+
+/* When the forward of a variant with a backward has ended, once: what the backward needs. Both become the host's. The
+ * arena may be kept elsewhere meanwhile and come back at another address, aligned to 64 bytes. The state is small,
+ * keeps the plan, and may serve any number of backwards, each of which uses up the arena it is given (so keep a copy of
+ * that for a second one). Without om_run_state a forward leaves nothing behind. */
+om_status om_run_state(om_run *run, om_state **state, om_block **arena);
+void om_state_free(om_state *state); /* NULL is fine */
+
+/* Starts a backward over what a forward left.
+ *   arena     the forward's, arena_size bytes of it; overwritten; the host's, as long as the run lives
+ *   inputs    one per graph input: those that needs->reads_input names, as the forward had them (another layout is
+ *             copied); others may be left out (dtype OM_NODTYPE). NULL: all are
+ *   outputs   one per user output, in the same way: reads_output
+ *   grads     one per user output: its gradient where `arriving` of the variant says so, else OM_NODTYPE
+ *   dropped   one byte per user output, or NULL: nobody else reads its memory any more, so that its gradient may take
+ *             the place */
+om_status om_run_backward(om_ctx *cx, const om_state *state, void *arena, size_t arena_size, const om_tensor *inputs,
+                          const om_tensor *outputs, const om_tensor *grads, const uint8_t *dropped, om_run **run);
+
+/* When its segment has run, once each: the gradient of a graph input (needs->grad_segment), with the input's sizes and
+ * dtype, and its strides where these leave no gaps, in a block that becomes the host's. */
+om_status om_run_grad(om_run *run, int input, om_tensor *t, om_block **block);
+
+const om_needs *om_run_needs(const om_run *run); /* of its variant */
+void om_run_free(om_run *run); /* NULL is fine; at any point: what was not handed over is given back */
+
+/* Times every call of an operator from now on, or no more. What was gathered since the last call goes to rows, one per
+ * operator that has run, at most max of them; returns how many there are. */
+typedef struct om_profile_row { const char *op; uint64_t count; double ms; } om_profile_row;
+int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max);
 
 #ifdef __cplusplus
 }

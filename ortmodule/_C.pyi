@@ -235,26 +235,9 @@ class Model:
         node; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in order; flow:
         om_flow of csrc/graph/engine.h as (terms: kind, a, b; (host_index, which float output): term; graph input: term;
         per output the outputs it shares nodes with, as bits); ms: build time."""
-    def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, train: bool = True,
-                write: bool = True) -> Run:
-        """Plans (cached) and starts a forward. tensors: one per graph input, in order. train=False: keep nothing for
-        backward. write=False: leave the graph inputs of `writes` as they are (a forward run again for other output
-        gradients)."""
-    def backward(
-        self,
-        variant: int,
-        arena: Tensor,
-        tensors: Sequence[Tensor | None],
-        outputs: Sequence[Tensor | None],
-        grads: Sequence[Tensor | None],
-        seed: int,
-        host: Sequence[Tensor],
-        dropped: bytes | None = None,
-    ) -> Run:
-        """Starts a backward over the state a forward left. tensors / outputs: only those variant_info names need be
-        given; grads: one per user output (None where it does not arrive: must match `arriving`); host: Run.host_kept()
-        of the forward. dropped: per user output, 1 when nobody else reads its memory any more, so that its gradient may
-        take the place."""
+    def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, write: bool = True) -> Run:
+        """Plans (cached) and starts a forward. tensors: one per graph input, in order. write=False: leave the graph
+        inputs that a forward overwrites as they are (a forward run again for other output gradients)."""
     def plan_report(self) -> list[dict[str, Any]]:
         """Per cached plan: variant, sizes, plan_ms, arena_bytes, peak_bytes by class ('activations', 'gradients',
         'outputs'), calls, largest (of the plan with the largest arena: what lies in memory at its peak, gradients
@@ -277,14 +260,24 @@ class Run:
     def outputs(self) -> list[Tensor]:
         """Forward: the user outputs, each in its own block. Graph inputs that are outputs as they stand come back as
         copies."""
-    def arena(self) -> Tensor:
-        """Forward: the state backward needs, a 1-d uint8 tensor (0 elements when there is none)."""
-    def host_kept(self) -> list[Tensor]:
-        """Forward: host outputs that backward reads."""
+    def state(self) -> tuple[State, Tensor]:
+        """Forward with a backward, once: what that needs. The tensor (1-d uint8) is the arena: keep it as you like, it
+        may come back at another address."""
     def grads(self, segment: int) -> list[tuple[int, Tensor]]:
         """Backward, after resume(segment): (graph input, gradient) of that segment; dtype, sizes and strides of the
         input."""
-    def plan(self) -> object:
-        """Keeps the plan while it lives: a backward finds it, however many other sizes have come since."""
-    plan_ms: float
-    """Time this call spent planning (0 when cached)."""
+
+class State:
+    """What a forward leaves beside its arena. Keeps the plan; may serve any number of backwards."""
+
+    def backward(
+        self,
+        arena: Tensor,
+        tensors: Sequence[Tensor | None],
+        outputs: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+        dropped: bytes | None = None,
+    ) -> Run:
+        """Starts a backward; the arena is used up. tensors / outputs: only those variant_info names need be given;
+        grads: one per user output (None where it does not arrive: must match `arriving`); dropped: per user output, 1
+        when nobody else reads its memory any more, so that its gradient may take the place."""

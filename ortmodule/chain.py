@@ -10,10 +10,10 @@ backward  Head finds the engine's state among its saved tensors, starts the engi
           the run for the
           Links under the number of the graph task, so that one graph may be walked by several threads at once.
 
-The engine's state (the arena) is a saved tensor: torch itself frees it, complains about a second backward, and lets
-saved_tensors_hooks move it. With retain_graph a copy is used up. What backward reads of inputs and outputs is saved
-too, so an in-place edit in between gives torch's own error; after an edit of outputs without a gradient (logits beside
-the loss) the forward is run again.
+The arena is a saved tensor: torch itself frees it, complains about a second backward, and lets saved_tensors_hooks move
+it; what the engine knows of it (_C.State) stays with the step as long. With retain_graph a copy is used up. What
+backward reads of inputs and outputs is saved too, so an in-place edit in between gives torch's own error; after an edit
+of outputs without a gradient (logits beside the loss) the forward is run again.
 
 After a backward that frees its state another may come from outputs that share nothing with it (two losses of two
 towers): the forward is run again, as for gradients that were not expected. Where PyTorch would have freed what they
@@ -138,14 +138,13 @@ class Step:
         "given",
         "graph",
         "hooked",
-        "host_kept",
         "kinds",
         "live",
         "outs",
-        "plan",
         "random_state",
         "regions",
         "seed",
+        "state",
         "tensors",
         "used",
         "variant",
@@ -162,12 +161,11 @@ class Step:
     versions: list[tuple[int, int]] | None
     seed: int
     regions: Regions
-    host_kept: list[Tensor]
     clones: dict[int, Tensor]  # graph inputs that a forward overwrites, as they were before
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
     kinds: list[tuple[torch.Size, torch.dtype]]  # of the user outputs
     live: dict[int, _Live]
-    plan: object  # while it lives, the engine finds the plan of this forward
+    state: _C.State | None  # what the engine knows of the arena: lives as long as the saved arena does
     hooked: bool  # saved tensors went through hooks: who holds them cannot be told
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
@@ -303,7 +301,7 @@ class Graph:
         """The user's output, without anything for a backward."""
         start = perf_counter()
         before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
-        run = self._start(self.plain, tensors, self._seed(), False)
+        run = self._start(self.plain, tensors, self._seed())
         try:
             self.host.drive_forward(run, {}, {}, tensors)
         except Failed as error:
@@ -340,7 +338,7 @@ class Graph:
         step.autocast = autocast
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = torch.get_rng_state() if self.host.ops else None
-        run = self._start(variant, tensors, seed, True)
+        run = self._start(variant, tensors, seed)
         try:
             self.host.drive_forward(run, step.regions, variant.want, tensors)
         except Failed as error:
@@ -353,9 +351,7 @@ class Graph:
         step.aliases = {i: clones[i] if i in clones else tensors[i].detach() for i in variant.reads}
         step.versions = _versions(tensors)
         every = run.outputs()
-        step.arena = run.arena()
-        step.host_kept = run.host_kept()
-        step.plan = run.plan()
+        step.state, step.arena = run.state()
         outs: list[Tensor | None] = list(every)
         step.outs = tuple(every)
         step.kinds = [(t.shape, t.dtype) for t in every]
@@ -373,9 +369,9 @@ class Graph:
         self.forwards += 1
         return self._rebuild(outs, tensors)
 
-    def _start(self, variant: Variant, tensors: Sequence[Tensor], seed: int, train: bool) -> _C.Run:
+    def _start(self, variant: Variant, tensors: Sequence[Tensor], seed: int) -> _C.Run:
         try:
-            return self.model.forward(variant.number, tensors, seed, train)
+            return self.model.forward(variant.number, tensors, seed)
         except ValueError as error:
             raise Unfit(str(error)) from error
         except RuntimeError as error:
@@ -430,10 +426,8 @@ class Graph:
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
         for i, t in step.aliases.items():
             tensors[i] = t
-        state = arena.clone() if keep else arena
-        run = self.model.backward(
-            step.variant.number, state, tensors, outputs, grads, step.seed, step.host_kept, dropped
-        )
+        assert step.state is not None
+        run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped)
         return _Live(run, None, keep, Missing(step.variant.flow, arrived))
 
     def can_run_again(self, step: Step, arriving: bytes) -> bool:
@@ -478,11 +472,10 @@ class Graph:
         with torch.no_grad(), random, autocast_as(step.autocast):
             if step.random_state is not None:
                 torch.set_rng_state(step.random_state)
-            run = self.model.forward(variant.number, tensors, step.seed, True, False)
+            run = self.model.forward(variant.number, tensors, step.seed, write=False)
             self.host.drive_forward(run, regions, variant.want, tensors)
-        back = self.model.backward(
-            variant.number, run.arena(), tensors, run.outputs(), grads, step.seed, run.host_kept()
-        )
+        state, arena = run.state()
+        back = state.backward(arena, tensors, run.outputs(), grads)
         found: dict[int, Tensor | None] = {}
         answers: Answers = {}
         missing = Missing(variant.flow, arriving)
@@ -785,13 +778,12 @@ class Head(Function):
             private.queue_callback(lambda: _drop(step, task))
         if not keep:
             step.used |= arrived
-            step.aliases = {}
+            step.aliases, step.state = {}, None
             # else a backward from other outputs may come: the forward is run again
             if all([_spent(step, i) for i in variant.through]):
-                step.tensors, step.clones, step.call, step.plan = (), {}, None, None
+                step.tensors, step.clones, step.call = (), {}, None
             if len(variant.nodes) == 1:
                 step.regions = {}
-                step.host_kept = []
         graph.backward_ms += (perf_counter() - start) * 1e3
         graph.backwards += 1
         return result

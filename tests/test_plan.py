@@ -99,10 +99,10 @@ def planned(text: str, ins: list[torch.Tensor], dys: list[torch.Tensor | None], 
     v = model.variant(bytes([1, 1, 1, 0]), bytes(int(d is not None) for d in dys), group)
     run = model.forward(v, mine, seed)
     assert run.resume() is None
-    outs, arena = run.outputs(), run.arena()
+    outs, (state, arena) = run.outputs(), run.state()
     info = model.variant_info(v)
     given = [mine[i] if i in info["reads_inputs"] else None for i in range(n)]
-    back = model.backward(v, arena, given, [o if i in info["reads_outputs"] else None for i, o in enumerate(outs)], dys, seed, run.host_kept())
+    back = state.backward(arena, given, [o if i in info["reads_outputs"] else None for i, o in enumerate(outs)], dys)
     grads: dict[int, torch.Tensor] = {}
     kept = [o.clone() for o in outs]
     for s in range(info["segments"]):
@@ -193,7 +193,8 @@ def test_written_with_a_view_of_itself(way: str) -> None:
     run = model.forward(v, mine, 0)
     assert run.resume() is None
     assert torch.equal(mine[1], rows[way]) and torch.equal(mine[2], s.flip(1))
-    back = model.backward(v, run.arena(), mine, run.outputs(), [torch.ones_like(x)])
+    state, arena = run.state()
+    back = state.backward(arena, mine, run.outputs(), [torch.ones_like(x)])
     assert back.resume() is None
     torch.testing.assert_close(dict(back.grads(0))[0], (x * s * t).cos() * s * t)
 
@@ -221,15 +222,15 @@ def test_arena_truth(knob):
 
 
 def test_plans_in_use_outlive_the_cache() -> None:
-    """More shapes than the cache holds while one run waits: it ends well, and so does a backward whose plan is held;
-    the state of a forward whose plan nobody held is refused."""
+    """More shapes than the cache holds while one run waits: it ends well, and so does a backward from the state of
+    another; an arena that is not that state's is refused."""
     model = _C.Model.from_text("graph {\n sym s = x[0]\n input x: f64[s]\n y = tanh(x)\n output y\n}")
     v = model.variant(bytes([1]), bytes([1]), None)
     x = torch.linspace(-1, 1, 7, dtype=torch.float64)
     first = model.forward(v, [x], 0)
     done = model.forward(v, [x], 0)
     assert done.resume() is None
-    outs, arena, held = done.outputs(), done.arena(), done.plan()
+    outs, (state, arena) = done.outputs(), done.state()
     del done
     for n in range(8, 8 + 600):
         assert model.forward(v, [torch.zeros(n, dtype=torch.float64)], 0).resume() is None
@@ -237,12 +238,15 @@ def test_plans_in_use_outlive_the_cache() -> None:
     assert first.resume() is None
     assert torch.equal(first.outputs()[0], x.tanh())
     del first
-    back = model.backward(v, arena, [x], outs, [torch.ones(7, dtype=torch.float64)])
+    dy = torch.ones(7, dtype=torch.float64)
+    for wrong in (torch.zeros(64, dtype=torch.uint8), arena.to(torch.int8), torch.cat([arena, arena, arena])[: arena.numel() + 1]):
+        if wrong.dtype != torch.uint8 or wrong.shape != arena.shape:
+            with pytest.raises(ValueError, match="not the state of a forward of this graph and variant"):
+                state.backward(wrong, [x], outs, [dy])
+    back = state.backward(arena, [x], outs, [dy])
+    del state, model
     assert back.resume() is None
     torch.testing.assert_close(back.grads(0)[0][1], 1 - x.tanh() ** 2)
-    del back, held
-    with pytest.raises(ValueError, match="older than the plan cache"):
-        model.backward(v, arena, [x], outs, [torch.ones(7, dtype=torch.float64)])
 
 
 def test_sizes_in_flight() -> None:

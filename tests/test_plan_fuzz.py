@@ -162,11 +162,11 @@ def planned(text: str, ins: list[torch.Tensor], dys: list[torch.Tensor | None], 
     v = model.variant(bytes(wanted), bytes(int(d is not None) for d in dys), group)
     run = model.forward(v, mine, 3)
     assert run.resume() is None
-    outs, arena, info = run.outputs(), run.arena(), model.variant_info(v)
+    outs, (state, arena), info = run.outputs(), run.state(), model.variant_info(v)
     kept, after = [o.clone() for o in outs], [t.clone() for t in mine]
     reads = [i in info["reads_outputs"] for i in range(len(outs))]
     given = [t if i in info["reads_inputs"] else None for i, t in enumerate(mine)]
-    back = model.backward(v, arena, given, [o if r else None for o, r in zip(outs, reads)], dys, 3, run.host_kept(), bytes(reads) if drop else None)
+    back = state.backward(arena, given, [o if r else None for o, r in zip(outs, reads)], dys, bytes(reads) if drop else None)
     grads = {}
     for s in range(info["segments"]):
         assert back.resume(s) is None

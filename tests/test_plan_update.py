@@ -78,7 +78,7 @@ def run_plan(text: str, ins: list[torch.Tensor]) -> tuple[list[torch.Tensor], li
     """(outputs, inputs afterwards, model)"""
     model = _C.Model.from_text(text)
     mine = [t.clone(memory_format=torch.preserve_format) for t in ins]
-    run = model.forward(model.variant(bytes(len(ins)), bytes(len(model.outputs))), mine, 0, False)
+    run = model.forward(model.variant(bytes(len(ins)), bytes(len(model.outputs))), mine, 0)
     assert run.resume() is None
     return run.outputs(), mine, model
 
@@ -145,7 +145,7 @@ def test_step_read_from_onnx(op: str) -> None:
     model = _C.Model(data)
     mine = [x.clone() for x in ins]
     where = [x.data_ptr() for x in mine]
-    assert model.forward(model.variant(bytes(len(ins)), b""), mine, 0, False).resume() is None
+    assert model.forward(model.variant(bytes(len(ins)), b""), mine, 0).resume() is None
     assert model.plan_report()[0]["arena_bytes"] < 8 * SIZE
     assert where == [x.data_ptr() for x in mine] and not torch.equal(mine[3], ins[3])
     assert all(torch.equal(mine[to], x) for to, x in zip(model.writes, want))
@@ -164,7 +164,7 @@ def test_old_values_still_to_be_had(extra: str) -> None:
 def test_forward_is_not_repeated() -> None:
     text, ins = one_step("sgd_step")
     model = _C.Model.from_text(text)
-    run = model.forward(model.variant(bytes(len(ins)), b""), ins, 0, False, False)
+    run = model.forward(model.variant(bytes(len(ins)), b""), ins, 0, write=False)
     with pytest.raises(ValueError, match="cannot be repeated"):
         run.resume()
 

@@ -84,7 +84,7 @@ static om_status attention_job(om_ctx *cx, const om_args *a, const om_tensor *qk
                   *win = om_attr_get(a->attr, a->n_attr, "window");
     j->offset = off ? off->kind == OM_ATTR_DIMS ? off->dims[0] : off->i : 0; /* a size expression or an integer */
     j->window = win ? win->kind == OM_ATTR_DIMS ? win->dims[0] : win->i : 0;
-    j->seed = a->seed, j->stream = a->node ? a->node->rng : 0;
+    j->seed = a->scalars ? a->scalars->seed : 0, j->stream = a->node ? a->node->rng : 0;
     return OM_OK;
 }
 

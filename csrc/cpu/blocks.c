@@ -1,16 +1,25 @@
-/* blocks.c - see pool.h. One lock, one array of free blocks: a few hundred entries, searched linearly. The lock is held
- * over a fork, so that the child finds it free and the list whole. */
+/* blocks.c - see blocks.h. One lock, one array of free blocks: a few hundred entries, searched linearly. The lock is
+ * held over a fork, so that the child finds it free and the list whole. */
 #include "cpu/blocks.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20 };
+enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20, HOST_HEAD = 128 };
+
+typedef struct block {
+    om_block b;
+    size_t cap;
+    uint64_t stamp;
+    void (*host_free)(void *user, void *p, size_t size); /* the host's: one piece with its data, HOST_HEAD before it */
+    void *user;
+} block;
+_Static_assert(sizeof(block) <= HOST_HEAD, "a block of the host's lies before its data");
 
 static struct {
     pthread_mutex_t lock;
-    om_block **free;
+    block **free;
     size_t n, cap;
     om_pool_stats st;
     uint64_t clock;
@@ -37,21 +46,21 @@ static void *map(size_t size) {
 }
 
 static void unmap_at(size_t i) {
-    om_block *b = pool.free[i];
+    block *b = pool.free[i];
     pool.st.free -= b->cap;
-    munmap(b->data, b->cap);
+    munmap(b->b.data, b->cap);
     free(b);
     pool.free[i] = pool.free[--pool.n];
 }
 
-static om_block *take(size_t size) { /* best fit, at most a quarter of waste */
+static block *take(size_t size) { /* best fit, at most a quarter of waste */
     size_t best = SIZE_MAX;
     for (size_t i = 0; i < pool.n; i++)
         if (pool.free[i]->cap >= size && pool.free[i]->cap <= size + size / 4 &&
             (best == SIZE_MAX || pool.free[i]->cap < pool.free[best]->cap))
             best = i;
     if (best == SIZE_MAX) return NULL;
-    om_block *b = pool.free[best];
+    block *b = pool.free[best];
     pool.free[best] = pool.free[--pool.n];
     pool.st.free -= b->cap;
     return b;
@@ -67,29 +76,29 @@ static void make_room(size_t size) {
     }
 }
 
-om_block *om_block_get(size_t size) {
+static block *pool_get(size_t size) {
     size_t cap = size < SMALL ? round_up(size ? size : 1, 64) : round_up(size, SMALL);
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (cap < size) return NULL;
     pthread_once(&once, pool_once);
     pthread_mutex_lock(&pool.lock);
-    om_block *b = size < SMALL ? NULL : take(cap);
+    block *b = size < SMALL ? NULL : take(cap);
     if (!b) {
         if (size >= SMALL) make_room(cap);
         b = malloc(sizeof *b);
-        if (b) b->data = size < SMALL ? aligned_alloc(64, cap) : map(cap);
-        if (b && !b->data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
+        void *data = !b ? NULL : size < SMALL ? aligned_alloc(64, cap) : map(cap);
+        if (b && !data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
             while (pool.n) unmap_at(pool.n - 1);
-            b->data = map(cap);
+            data = map(cap);
         }
-        if (b && !b->data) {
+        if (data) {
+            *b = (block){.b.data = data, .cap = cap};
+        } else {
             free(b);
             b = NULL;
         }
-        if (b) b->cap = cap;
     }
     if (b) {
-        b->size = size;
         pool.st.live += b->cap;
         if (pool.st.live > pool.st.peak_live) pool.st.peak_live = pool.st.live;
     }
@@ -97,15 +106,14 @@ om_block *om_block_get(size_t size) {
     return b;
 }
 
-void om_block_put(om_block *b) {
-    if (!b) return;
+static void pool_put(block *b) {
     pthread_mutex_lock(&pool.lock);
     pool.st.live -= b->cap;
     b->stamp = ++pool.clock;
     int keep = b->cap >= SMALL;
     if (keep && pool.n == pool.cap) {
         size_t cap = pool.cap ? pool.cap * 2 : 256;
-        om_block **p = realloc(pool.free, cap * sizeof *p);
+        block **p = realloc(pool.free, cap * sizeof *p);
         if (p) pool.free = p, pool.cap = cap;
         else keep = 0;
     }
@@ -113,11 +121,36 @@ void om_block_put(om_block *b) {
         pool.free[pool.n++] = b;
         pool.st.free += b->cap;
     } else {
-        if (b->cap >= SMALL) munmap(b->data, b->cap);
-        else free(b->data);
+        if (b->cap >= SMALL) munmap(b->b.data, b->cap);
+        else free(b->b.data);
         free(b);
     }
     pthread_mutex_unlock(&pool.lock);
+}
+
+static block *host_get(om_ctx *cx, size_t size) {
+    const size_t cap = round_up(size, 64) + HOST_HEAD;
+    block *b = cap < size ? NULL : cx->sv.alloc(cx->sv.user, cap);
+    if (b)
+        *b = (block){.b.data = (char *)b + HOST_HEAD, .cap = cap, .host_free = cx->sv.free, .user = cx->sv.user};
+    return b;
+}
+
+om_block *om_cpu_block_get(om_ctx *cx, size_t size) {
+    block *b = cx->host_alloc ? host_get(cx, size) : pool_get(size);
+    if (!b) {
+        om_fail(cx, OM_NOMEM, "out of memory: a block of %zu bytes was asked for", size);
+        return NULL;
+    }
+    b->b.size = size;
+    b->b.device = &om_device_cpu;
+    return &b->b;
+}
+
+void om_cpu_block_put(om_block *block_) {
+    block *b = (block *)(void *)block_;
+    if (b->host_free) b->host_free(b->user, b, b->cap);
+    else pool_put(b);
 }
 
 om_pool_stats om_pool_state(void) {

@@ -5,15 +5,15 @@
  * advised for huge pages, and kept in a free list searched best-fit with at most a quarter of waste. What is mapped
  * never exceeds the highest volume that was live at one time: before a new block is mapped, free blocks that do not fit
  * are given back, oldest first. Thread-safe.
+ *
+ * A host with an allocator of its own (services.alloc) gets its blocks from there instead, each by one call.
  */
 #ifndef OM_POOL_H
 #define OM_POOL_H
-#include <stddef.h>
-#include <stdint.h>
+#include "graph/device.h"
 
-typedef struct om_block { void *data; size_t size, cap; uint64_t stamp; } om_block;
-om_block *om_block_get(size_t size); /* 64-byte aligned, contents undefined; NULL when memory is out */
-void om_block_put(om_block *b);      /* NULL is fine */
+om_block *om_cpu_block_get(om_ctx *cx, size_t size); /* the CPU's om_device.block_get */
+void om_cpu_block_put(om_block *b);
 typedef struct om_pool_stats { size_t live, free, peak_live; } om_pool_stats;
 om_pool_stats om_pool_state(void);
 /* gives every free block back, and what is live now counts as the highest volume; bytes */

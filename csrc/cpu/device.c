@@ -1,4 +1,5 @@
 /* device.c - the CPU as a device: its table of operators, generated from cpu.def and ops/pointwise.def. */
+#include "cpu/blocks.h"
 #include "cpu/cpu.h"
 #include "cpu/strip.h"
 
@@ -25,4 +26,39 @@ static const om_row rows[OM_N_OPS] = {
 #undef PW
 };
 
-const om_device om_device_cpu = {.name = "cpu", .rows = rows, .strip_fits = om_strip_fits};
+static om_status cpu_fill(om_ctx *cx, void *to, size_t size) {
+    (void)cx;
+    if (size) memset(to, 0, size);
+    return OM_OK;
+}
+
+static om_status cpu_move(om_ctx *cx, void *to, const void *from, size_t size) {
+    (void)cx;
+    if (size) memcpy(to, from, size);
+    return OM_OK;
+}
+
+static om_status cpu_begin(om_ctx *cx, int workers) {
+    cx->max_threads = workers;
+    return OM_OK;
+}
+
+static om_status cpu_end(om_ctx *cx, om_status s) {
+    cx->max_threads = 0;
+    return s;
+}
+
+const om_device om_device_cpu = {.name = "cpu",
+                                 .host_memory = true,
+                                 .rows = rows,
+                                 .strip_fits = om_strip_fits,
+                                 .block_get = om_cpu_block_get,
+                                 .block_put = om_cpu_block_put,
+                                 .copy = om_copy,
+                                 .fill = cpu_fill,
+                                 .upload = cpu_move,
+                                 .download = cpu_move,
+                                 .workers = om_num_threads,
+                                 .begin = cpu_begin,
+                                 .end = cpu_end,
+                                 .run_slice = om_run_slice_rows};

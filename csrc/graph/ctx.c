@@ -41,12 +41,14 @@ static int sv_num_threads(void *user) {
 
 om_ctx *om_ctx_new(const om_services *services) {
     om_services sv = services ? *services : (om_services){0};
-    if (!sv.alloc || !sv.free) sv.alloc = sv_alloc, sv.free = sv_free;
+    const bool host_alloc = sv.alloc && sv.free;
+    if (!host_alloc) sv.alloc = sv_alloc, sv.free = sv_free;
     if (!sv.parallel_for || !sv.num_threads) sv.parallel_for = sv_parallel_for, sv.num_threads = sv_num_threads;
     om_ctx *cx = sv.alloc(sv.user, sizeof *cx);
     if (!cx) return NULL;
     memset(cx, 0, sizeof *cx);
     cx->sv = sv;
+    cx->host_alloc = host_alloc;
     cx->device = &om_device_cpu;
     return cx;
 }

@@ -33,14 +33,32 @@ static inline bool om_row_inplace(const om_row *r, int i) { return i < 32 && r->
 
 struct om_strip_text;
 
+/* Everything run/ does with memory or work goes through these. Addresses are the device's: where host_memory is false
+ * the host only passes them on. */
 typedef struct om_device {
     const char *name;
     const om_row *rows; /* by om_op.id */
+    bool host_memory;   /* its memory is the host's: constants are read where they lie, and so are scalars */
     /* May this chain of elementwise statements run as one node? in_dtype and uniform (one element) per operand. */
     bool (*strip_fits)(const struct om_strip_text *t, const uint8_t *in_dtype, const bool *uniform);
+    /* A block of its memory, contents undefined, block->device set; NULL: memory is out (recorded) */
+    om_block *(*block_get)(om_ctx *cx, size_t size);
+    void (*block_put)(om_block *b); /* om_block_put; any thread, any time */
+    om_status (*copy)(om_ctx *cx, const om_tensor *src, om_tensor *dst);  /* any strides, converts; within the device */
+    om_status (*fill)(om_ctx *cx, void *to, size_t size);                 /* with zero bytes */
+    om_status (*upload)(om_ctx *cx, void *to, const void *from, size_t size);   /* from the host's memory */
+    om_status (*download)(om_ctx *cx, void *to, const void *from, size_t size); /* to it; waits for what is queued */
+    int (*workers)(om_ctx *cx); /* how many may share a call now: scratch is sized by it */
+    /* Around the calls between two stops of a run, on the thread that resumes it. workers: what the plan counted on.
+     * end gets what run_slice said and returns that, or a failure of its own. */
+    om_status (*begin)(om_ctx *cx, int workers);
+    om_status (*end)(om_ctx *cx, om_status s);
+    om_status (*run_slice)(om_run *r, int from, int to); /* calls [from, to) of the run's plan; none is the host's */
 } om_device;
 
 extern const om_device om_device_cpu;
+/* run_slice of devices whose rows are called one by one from the host (run/exec.c) */
+om_status om_run_slice_rows(om_run *r, int from, int to);
 
 static inline const om_row *om_row_of(const om_device *d, const om_op *op) { return &d->rows[op->id]; }
 

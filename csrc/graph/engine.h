@@ -29,6 +29,7 @@ struct om_ctx {
     char message[1024];
     /* 0: no limit. A run lowers om_num_threads to what its plan counted on when it sized scratch */
     int max_threads;
+    bool host_alloc;       /* services.alloc is the host's own */
     const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
 };
 
@@ -107,8 +108,6 @@ typedef struct om_type {
     int16_t device;     /* -1 CPU */
     om_dim dim[OM_RANK];
 } om_type;
-
-typedef enum om_role { OM_ACT, OM_INPUT, OM_PARAM, OM_BUFFER, OM_CONST, OM_GRAD_IN } om_role;
 
 typedef struct om_value {
     om_type type;
@@ -230,6 +229,12 @@ typedef enum om_kind {
     OM_K_RANDOM, OM_K_CONV, OM_K_CREATE, OM_K_HOST
 } om_kind;
 
+/* What the calls of a run share and its plan does not fix: one small block, in the device's memory. */
+typedef struct om_scalars {
+    uint64_t seed;       /* of this forward; with node->rng it keys Philox */
+    int64_t sym[];       /* values of the graph's symbols */
+} om_scalars;
+
 typedef struct om_args { /* what a kernel gets */
     const om_node *node;
     /* node->attr with every size replaced by its value (all DIMS entries >= 0 or plain negative ints) */
@@ -240,7 +245,7 @@ typedef struct om_args { /* what a kernel gets */
     om_tensor *out;
     const void *prep;    /* what the row's `prepare` made of these sizes */
     void *scratch;       /* as many bytes as the row's `scratch` said, 64-byte aligned, uninitialised */
-    uint64_t seed;       /* of this forward; with node->rng it keys Philox */
+    const om_scalars *scalars; /* of this run */
 } om_args;
 typedef struct om_builder om_builder;
 

@@ -62,6 +62,7 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
             if (s == OM_OK) s = om_copy(cx, &in[i], &ins[i]);
         }
     }
+    const om_scalars scalars = {.seed = seed};
     om_args a = {.node = n,
                  .attr = attr,
                  .n_attr = n->n_attr,
@@ -69,7 +70,7 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
                  .n_out = n->n_out,
                  .in = ins,
                  .out = out,
-                 .seed = seed};
+                 .scalars = &scalars};
     if (s == OM_OK && n->op->view) {
         om_tensor v = out[0];
         int64_t offset = 0;

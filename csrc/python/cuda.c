@@ -5,31 +5,14 @@
  * live on the device are one-element float32 tensors there, or None. Nothing reads device memory or waits; the GIL is
  * released around launches.
  */
+#include "python/pymodule.h"
+
 #include "cuda/optim_host.h"
 #include "python/dlpack.h"
 
 #include <stdlib.h>
 
-extern PyMethodDef om_cuda_methods[];
-
-om_ctx *om_py_ctx(void);           /* pymodule.c: a context on torch's threads; NULL = no memory */
-PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
-
 /* --- arguments ------------------------------------------------------------------------------------- */
-
-static int cuda_count(Py_ssize_t nargs, Py_ssize_t want, const char *usage) {
-    if (nargs == want) return 0;
-    PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %s", nargs, usage);
-    return -1;
-}
-
-static int cuda_numbers(PyObject *const *args, double *const *out, int n) {
-    for (int i = 0; i < n; i++) {
-        *out[i] = PyFloat_AsDouble(args[i]);
-        if (PyErr_Occurred()) return -1;
-    }
-    return 0;
-}
 
 /* args[0..5): device, stream, table, n_span, n_chunk. *device is where the other tensors must be. */
 static int cuda_head(PyObject *const *args, om_gpu_table *t, int16_t *device) {
@@ -99,10 +82,7 @@ static PyObject *cuda_run(cuda_fn fn, const om_gpu_table *t, const om_gpu_optim 
     Py_BEGIN_ALLOW_THREADS;
     s = fn(cx, t, *o);
     Py_END_ALLOW_THREADS;
-    if (s != OM_OK) om_py_error(cx);
-    om_ctx_free(cx);
-    if (s != OM_OK) return NULL;
-    Py_RETURN_NONE;
+    return om_py_done(cx, s);
 }
 
 /* --- tables ------------------------------------------------------------------------------------------ */
@@ -130,8 +110,8 @@ static image *cuda_image(PyObject *arg, Py_ssize_t n) {
 
 static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 10,
-                   "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers)"))
+    if (om_py_count(nargs, 10,
+                    "cuda_spans(op, image, params, grads, exp_avgs, exp_avg_sqs, masters, steps, store, numbers)"))
         return NULL;
     const Py_ssize_t n = PySequence_Size(args[2]);
     const long store = n < 0 ? 0 : PyLong_AsLong(args[8]);
@@ -141,12 +121,6 @@ static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t
         Py_XDECREF(name);
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "more than 2^31 parameters in one list");
     }
-    static const struct { size_t field; const char *what; } rows[] = {
-        {offsetof(om_optim_param, p), "params"},          {offsetof(om_optim_param, g), "grads"},
-        {offsetof(om_optim_param, m), "first moments"},   {offsetof(om_optim_param, v), "second moments"},
-        {offsetof(om_optim_param, w), "masters"},
-    };
-    enum { ROWS = sizeof rows / sizeof *rows };
     om_optim_param *ps = calloc((size_t)n + 1, sizeof *ps);
     om_tensor *tmp = calloc((size_t)n + 1, sizeof *tmp); /* ends up holding the steps */
     om_gpu_span *span = calloc((size_t)n + 1, sizeof *span);
@@ -155,11 +129,7 @@ static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t
     PyObject *r = NULL, *list = NULL;
     bool bad = !ps || !tmp || !span || !odd || !cx;
     if (bad) PyErr_NoMemory();
-    for (int k = 0; k < ROWS && !bad; k++) {
-        if (args[2 + k] == Py_None) continue;
-        bad = om_dl_import_list(args[2 + k], n, tmp, rows[k].what);
-        for (Py_ssize_t i = 0; i < n && !bad; i++) *(om_tensor *)(void *)((char *)&ps[i] + rows[k].field) = tmp[i];
-    }
+    if (!bad) bad = om_py_params(args + 2, ps, n, tmp);
     if (!bad && tmp) memset(tmp, 0, (size_t)n * sizeof *tmp);
     if (!bad && args[7] != Py_None) bad = om_dl_import_list(args[7], n, tmp, "steps");
     if (!bad) {
@@ -203,7 +173,7 @@ static PyObject *py_cuda_spans(PyObject *self, PyObject *const *args, Py_ssize_t
 
 static PyObject *py_cuda_upload(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 6, "cuda_upload(device, stream, table, n_span, n_chunk, image)")) return NULL;
+    if (om_py_count(nargs, 6, "cuda_upload(device, stream, table, n_span, n_chunk, image)")) return NULL;
     om_gpu_table t = {0};
     int16_t device;
     if (cuda_head(args, &t, &device)) return NULL;
@@ -215,15 +185,12 @@ static PyObject *py_cuda_upload(PyObject *self, PyObject *const *args, Py_ssize_
     Py_BEGIN_ALLOW_THREADS;
     s = om_gpu_upload_spans(cx, &t, im->span);
     Py_END_ALLOW_THREADS;
-    if (s != OM_OK) om_py_error(cx);
-    om_ctx_free(cx);
-    if (s != OM_OK) return NULL;
-    Py_RETURN_NONE;
+    return om_py_done(cx, s);
 }
 
 static PyObject *py_cuda_capturing(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 2, "cuda_capturing(device, stream)")) return NULL;
+    if (om_py_count(nargs, 2, "cuda_capturing(device, stream)")) return NULL;
     const int ordinal = (int)PyLong_AsLong(args[0]);
     void *stream = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[1]);
     om_ctx *cx = PyErr_Occurred() ? NULL : om_py_ctx();
@@ -249,8 +216,8 @@ static PyObject *py_cuda_archs(PyObject *self, PyObject *none) {
 
 static PyObject *py_cuda_adam(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 17,
-                   "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"))
+    if (om_py_count(nargs, 17,
+                    "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"))
         return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
@@ -258,14 +225,14 @@ static PyObject *py_cuda_adam(PyObject *self, PyObject *const *args, Py_ssize_t 
     double mode, bias;
     double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->inv_scale, &mode, &bias};
     int16_t device;
-    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 8)) return NULL;
+    if (cuda_step_args(args, &t, &device, &o) || om_py_numbers(args + 9, out, 8)) return NULL;
     c->mode = (int)mode, c->bias_correction = bias != 0;
     return cuda_run(om_gpu_adam, &t, &o);
 }
 
 static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 15, "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"))
+    if (om_py_count(nargs, 15, "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"))
         return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
@@ -273,7 +240,7 @@ static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t n
     double nesterov;
     double *const out[] = {&c->lr, &c->momentum, &c->dampening, &c->weight_decay, &c->inv_scale, &nesterov};
     int16_t device;
-    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 6)) return NULL;
+    if (cuda_step_args(args, &t, &device, &o) || om_py_numbers(args + 9, out, 6)) return NULL;
     c->nesterov = nesterov != 0;
     return cuda_run(om_gpu_sgd, &t, &o);
 }
@@ -283,7 +250,7 @@ static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t n
          "no_ratio, keep_grads, order"
 static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 23, "cuda_lamb(" LAMB ")")) return NULL;
+    if (om_py_count(nargs, 23, "cuda_lamb(" LAMB ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     om_lamb_cfg *c = &o.lamb;
@@ -292,7 +259,7 @@ static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t 
                            &c->l2, &c->grad_weight, &c->ratio_min, &c->ratio_max, &c->inv_scale,
                            &bias,  &no_ratio,       &keep};
     int16_t device;
-    if (cuda_step_args(args, &t, &device, &o) || cuda_numbers(args + 9, out, 13) || cuda_order(args[22], device, &t))
+    if (cuda_step_args(args, &t, &device, &o) || om_py_numbers(args + 9, out, 13) || cuda_order(args[22], device, &t))
         return NULL;
     c->bias_correction = bias != 0, c->no_ratio = no_ratio != 0, o.keep_grads = keep != 0;
     return cuda_run(om_gpu_lamb, &t, &o);
@@ -300,7 +267,7 @@ static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *py_cuda_lamb_order_size(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 2, "cuda_lamb_order_size(n_span, n_chunk)")) return NULL;
+    if (om_py_count(nargs, 2, "cuda_lamb_order_size(n_span, n_chunk)")) return NULL;
     const uint32_t n_span = (uint32_t)PyLong_AsUnsignedLong(args[0]),
                    n_chunk = PyErr_Occurred() ? 0 : (uint32_t)PyLong_AsUnsignedLong(args[1]);
     return PyErr_Occurred() ? NULL : PyLong_FromSize_t(om_gpu_order_size(n_span, n_chunk));
@@ -313,7 +280,7 @@ static om_status cuda_lamb_order(om_ctx *cx, const om_gpu_table *t, om_gpu_optim
 
 static PyObject *py_cuda_lamb_order(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 6, "cuda_lamb_order(" HEAD ", order)")) return NULL;
+    if (om_py_count(nargs, 6, "cuda_lamb_order(" HEAD ", order)")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     int16_t device;
@@ -322,7 +289,7 @@ static PyObject *py_cuda_lamb_order(PyObject *self, PyObject *const *args, Py_ss
 
 static PyObject *py_cuda_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 5, "cuda_norm(" HEAD ")")) return NULL;
+    if (om_py_count(nargs, 5, "cuda_norm(" HEAD ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     int16_t device;
@@ -332,7 +299,7 @@ static PyObject *py_cuda_norm(PyObject *self, PyObject *const *args, Py_ssize_t 
 #define FINISH "grad_scale, found_inf, norm_out, stop_out, scale_out, first_out, div, max_norm, clip"
 static PyObject *py_cuda_norm_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 14, "cuda_norm_finish(" HEAD ", " FINISH ")")) return NULL;
+    if (om_py_count(nargs, 14, "cuda_norm_finish(" HEAD ", " FINISH ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     int16_t device = 0;
@@ -343,7 +310,7 @@ static PyObject *py_cuda_norm_finish(PyObject *self, PyObject *const *args, Py_s
         cuda_scalar(args[6], device, "found_inf", &found) || cuda_scalar(args[7], device, "norm_out", &o.norm_out) ||
         cuda_scalar(args[8], device, "stop_out", &o.stop_out) ||
         cuda_scalar(args[9], device, "scale_out", &o.scale_out) ||
-        cuda_scalar(args[10], device, "first_out", &o.first_out) || cuda_numbers(args + 11, out, 3))
+        cuda_scalar(args[10], device, "first_out", &o.first_out) || om_py_numbers(args + 11, out, 3))
         return NULL;
     o.grad_scale = scale, o.found_inf = found, o.clip = (int)clip;
     return cuda_run(om_gpu_norm_finish, &t, &o);
@@ -352,7 +319,7 @@ static PyObject *py_cuda_norm_finish(PyObject *self, PyObject *const *args, Py_s
 #define SCALING "device, stream, scaler, counters, stop, first, automatic, window, lowest, highest"
 static PyObject *py_cuda_loss_scale(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 10, "cuda_loss_scale(" SCALING ")")) return NULL;
+    if (om_py_count(nargs, 10, "cuda_loss_scale(" SCALING ")")) return NULL;
     om_gpu_scaling a = {0};
     om_tensor scaler = {0}, steps = {0};
     float *stop, *first;
@@ -362,7 +329,7 @@ static PyObject *py_cuda_loss_scale(PyObject *self, PyObject *const *args, Py_ss
     void *stream = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[1]);
     if (PyErr_Occurred() || om_dl_import(args[2], &scaler) || om_dl_import(args[3], &steps) ||
         cuda_scalar(args[4], scaler.device, "stop", &stop) || cuda_scalar(args[5], scaler.device, "first", &first) ||
-        cuda_numbers(args + 6, out, 4))
+        om_py_numbers(args + 6, out, 4))
         return NULL;
     if (scaler.dtype != OM_F64 || om_numel(&scaler) * 8 != sizeof *a.scaler || steps.dtype != OM_F64 ||
         om_numel(&steps) * 8 != sizeof *a.steps || !om_is_dense(&scaler) || !om_is_dense(&steps) ||
@@ -377,22 +344,19 @@ static PyObject *py_cuda_loss_scale(PyObject *self, PyObject *const *args, Py_ss
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     const om_status s = om_gpu_loss_scale(cx, ordinal, stream, &a);
-    if (s != OM_OK) om_py_error(cx);
-    om_ctx_free(cx);
-    if (s != OM_OK) return NULL;
-    Py_RETURN_NONE;
+    return om_py_done(cx, s);
 }
 
 static PyObject *py_cuda_axpby(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (cuda_count(nargs, 8, "cuda_axpby(" HEAD ", grad_scale, a, b)")) return NULL;
+    if (om_py_count(nargs, 8, "cuda_axpby(" HEAD ", grad_scale, a, b)")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
     int16_t device = 0;
     float *scale;
     double *const out[] = {&o.a, &o.b};
     if (cuda_head(args, &t, &device) || cuda_scalar(args[5], device, "grad_scale", &scale) ||
-        cuda_numbers(args + 6, out, 2))
+        om_py_numbers(args + 6, out, 2))
         return NULL;
     o.grad_scale = scale;
     return cuda_run(om_gpu_axpby, &t, &o);

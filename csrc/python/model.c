@@ -61,7 +61,6 @@ static void Model_dealloc(PyObject *o) {
     om_ctx *cx = om_py_ctx();
     if (cx) {
         om_model_free(cx, self->m);
-        om_free(cx, self->profile.rows.v);
         om_ctx_free(cx);
     }
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(o);
@@ -72,47 +71,26 @@ static const char *role_name(int role) { return role == OM_PARAM ? "param" : rol
 
 static PyObject *Model_inputs(PyObject *o, void *closure) {
     (void)closure;
-    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
-    PyObject *list = PyList_New((Py_ssize_t)g->inputs.n);
-    for (uint32_t i = 0; list && i < g->inputs.n; i++) {
-        const om_value *v = om_val(g, g->inputs.v[i]);
-        PyObject *row = Py_BuildValue("(sssi)", v->name ? v->name : "", role_name(v->role),
-                                      om_dtype_name(v->type.dtype), v->type.rank);
-        if (!row || PyList_SetItem(list, (Py_ssize_t)i, row)) Py_CLEAR(list);
+    const om_model *m = ((Model *)o)->m;
+    PyObject *list = PyList_New(om_model_inputs(m));
+    for (int i = 0; list && i < om_model_inputs(m); i++) {
+        const om_io io = om_model_input(m, i);
+        PyObject *row = Py_BuildValue("(sssi)", io.name, role_name(io.role), om_dtype_name(io.dtype), (int)io.rank);
+        if (!row || PyList_SetItem(list, i, row)) Py_CLEAR(list);
     }
     return list;
 }
 
-/* Spreads reach[v] from graph inputs to the float values computed from them through operators with a gradient. */
-static void reach_spread(const om_graph *g, uint8_t *reach) {
-    for (om_id i = 0; i < g->nodes.n; i++) {
-        const om_node *n = &g->nodes.v[i];
-        bool d = false;
-        for (int k = 0; k < n->n_in && n->op->grad; k++) d |= om_ins(g, n)[k] != OM_NONE && reach[om_ins(g, n)[k]];
-        for (int k = 0; k < n->n_out; k++)
-            reach[n->out + (om_id)k] = d && om_is_float(om_ty(g, n->out + (om_id)k)->dtype);
-    }
-}
-
 static PyObject *Model_outputs(PyObject *o, void *closure) {
     (void)closure;
-    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
-    /* some float parameter or input reaches it through operators with a gradient */
-    uint8_t *diff = calloc(g->values.n + 1, 1);
-    if (!diff) return PyErr_NoMemory();
-    for (om_id v = 0; v < g->values.n; v++) {
-        const om_value *x = om_val(g, v);
-        if (x->input != OM_NONE) diff[v] = om_is_float(x->type.dtype) && x->role != OM_BUFFER;
+    const om_model *m = ((Model *)o)->m;
+    PyObject *list = PyList_New(om_model_outputs(m));
+    for (int i = 0; list && i < om_model_outputs(m); i++) {
+        const om_io io = om_model_output(m, i);
+        PyObject *row = Py_BuildValue("(ssiO)", io.name, om_dtype_name(io.dtype), (int)io.rank,
+                                      io.differentiable ? Py_True : Py_False);
+        if (!row || PyList_SetItem(list, i, row)) Py_CLEAR(list);
     }
-    reach_spread(g, diff);
-    PyObject *list = PyList_New((Py_ssize_t)g->outputs.n);
-    for (uint32_t i = 0; list && i < g->outputs.n; i++) {
-        const om_value *v = om_val(g, g->outputs.v[i]);
-        PyObject *row = Py_BuildValue("(ssiO)", v->name ? v->name : "", om_dtype_name(v->type.dtype), v->type.rank,
-                                      diff[g->outputs.v[i]] ? Py_True : Py_False);
-        if (!row || PyList_SetItem(list, (Py_ssize_t)i, row)) Py_CLEAR(list);
-    }
-    free(diff);
     return list;
 }
 
@@ -127,10 +105,7 @@ static PyObject *Model_writes(PyObject *o, void *closure) {
 
 static PyObject *Model_random(PyObject *o, void *closure) {
     (void)closure;
-    const om_graph *g = om_model_graph(((Model *)o)->m, -1);
-    for (om_id i = 0; i < g->nodes.n; i++)
-        if (g->nodes.v[i].rng && g->nodes.v[i].op->random) Py_RETURN_TRUE;
-    Py_RETURN_FALSE;
+    return PyBool_FromLong(om_model_random(((Model *)o)->m));
 }
 
 static PyObject *Model_load_ms(PyObject *o, void *closure) {
@@ -224,14 +199,19 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
 }
 
 /* (part of the gradient, row of the host's table, is backward, inputs that want a gradient) */
-static PyObject *host_row(const om_node *n) {
-    const om_attr *want = om_attr_get(n->attr, n->n_attr, "want");
+static PyObject *host_row(const om_needs_host *h) {
     PyObject *list = PyList_New(0);
-    for (uint32_t k = 0; list && want && k < want->n; k++)
-        if (om_py_list_add(list, PyLong_FromLongLong(want->dims[k]))) Py_CLEAR(list);
-    return list ? Py_BuildValue("(iiON)", (int)om_node_int(n, "part", 0), (int)om_node_int(n, "index", -1),
-                                n->phase == OM_FORWARD ? Py_False : Py_True, list)
-                : NULL;
+    for (int k = 0; list && k < h->n_want; k++)
+        if (om_py_list_add(list, PyLong_FromLongLong(h->want[k]))) Py_CLEAR(list);
+    return list ? Py_BuildValue("(iiON)", h->part, h->index, h->backward ? Py_True : Py_False, list) : NULL;
+}
+
+/* the numbers of what is not 0 */
+static PyObject *marked(const uint8_t *mark, int n) {
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < n; i++)
+        if (mark[i] && om_py_list_add(list, PyLong_FromLong(i))) Py_CLEAR(list);
+    return list;
 }
 
 /* om_flow: (terms, {(row, place): term of the gradient of a host node's output}, {graph input: term}, outputs sharing
@@ -266,59 +246,30 @@ static PyObject *flow_rows(const om_variant *vr) {
     return NULL;
 }
 
-/* Its memory: a gradient that is a forward value or an input is copied in backward. */
-static bool backward_reads(const om_facts *f, om_id v) {
-    return om_read_after_forward(f, v) || f->root_held[f->root[v]] & OM_HELD_GRAD;
-}
-
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     int variant;
-    if (!PyArg_ParseTuple(args, "i:variant_info", &variant)) return NULL;
-    const om_graph *g = graph_or_error(self, variant);
-    if (!g) return NULL;
+    if (!PyArg_ParseTuple(args, "i:variant_info", &variant) || !graph_or_error(self, variant)) return NULL;
     const om_variant *vr = om_model_variant_at(self->m, variant);
-    PyObject *grads = PyList_New(0), *rin = PyList_New(0), *rout = PyList_New(0), *host = PyList_New(0),
-             *out = PyList_New(0), *by = PyList_New(0), *res = NULL;
-    const om_facts *f = vr->facts;
-    int bad = !grads || !rin || !rout || !host || !out || !by;
-    for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
-        if (vr->flow.reach[i]) bad |= om_py_list_add(out, PyLong_FromUnsignedLong(i));
-    for (om_id i = 0; i < g->nodes.n && !bad; i++) {
-        const om_node *n = &g->nodes.v[i];
-        if (n->op->kind == OM_K_HOST) bad |= om_py_list_add(host, host_row(n));
-    }
-    for (uint32_t i = 0; i < g->grads.n && !bad; i++) {
-        om_id v = g->grads.v[i].value;
-        if (v == OM_NONE) continue;
-        const om_node *n = om_maker(g, v);
-        int seg = !n || n->phase == OM_FORWARD ? 0 : n->segment;
-        bad |= om_py_list_add(grads, Py_BuildValue("(Ii)", (unsigned)g->grads.v[i].input, seg));
-    }
-    for (uint32_t i = 0; i < vr->first_grad_in && !bad; i++)
-        if (backward_reads(f, g->inputs.v[i])) bad |= om_py_list_add(rin, PyLong_FromUnsignedLong(i));
-    for (om_id i = 0; i < g->nodes.n && !bad; i++) {
-        const om_node *n = &g->nodes.v[i];
-        for (int k = 0; k < n->n_in && n->phase != OM_FORWARD; k++) {
-            const om_value *v = om_ins(g, n)[k] == OM_NONE ? NULL : om_val(g, f->root[om_ins(g, n)[k]]);
-            if (v && v->input != OM_NONE && v->input < vr->first_grad_in)
-                bad |= om_py_list_add(by, Py_BuildValue("(iI)", (int)n->segment, (unsigned)v->input));
-        }
-    }
-    for (uint32_t i = 0; i < g->outputs.n && !bad; i++)
-        if (backward_reads(f, g->outputs.v[i])) bad |= om_py_list_add(rout, PyLong_FromUnsignedLong(i));
-    PyObject *flow = bad ? NULL : flow_rows(vr);
-    if (flow)
-        res = Py_BuildValue("{s:i,s:O,s:O,s:O,s:O,s:O,s:O,s:N,s:d}", "segments", vr->n_segments, "grads", grads,
-                            "reads_inputs", rin, "reads_outputs", rout, "reaches", out, "reads", by, "host_nodes", host,
-                            "flow", flow, "ms", vr->ms);
+    if (!vr) return PyErr_Format(PyExc_ValueError, "variant %d does not exist", variant);
+    const om_needs *needs = &vr->needs;
+    const int n_in = om_model_inputs(self->m), n_out = om_model_outputs(self->m);
+    PyObject *grads = PyList_New(0), *reads = PyList_New(0), *host = PyList_New(0);
+    bool bad = !grads || !reads || !host;
+    for (int i = 0; i < n_in && !bad; i++)
+        if (needs->grad_segment[i] >= 0) bad = om_py_list_add(grads, Py_BuildValue("(ii)", i, needs->grad_segment[i]));
+    for (int i = 0; i < needs->n_reads && !bad; i++)
+        bad = om_py_list_add(reads, Py_BuildValue("(ii)", needs->reads[i].segment, needs->reads[i].input));
+    for (int i = 0; i < needs->n_host && !bad; i++) bad = om_py_list_add(host, host_row(&needs->host[i]));
+    if (!bad)
+        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:d}", "segments", needs->n_segments, "grads", grads,
+                             "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
+                             marked(needs->reads_output, n_out), "reaches", marked(needs->reaches, n_out), "reads",
+                             reads, "host_nodes", host, "flow", flow_rows(vr), "ms", vr->ms);
     Py_XDECREF(grads);
-    Py_XDECREF(rin);
-    Py_XDECREF(rout);
+    Py_XDECREF(reads);
     Py_XDECREF(host);
-    Py_XDECREF(out);
-    Py_XDECREF(by);
-    return res ? res : PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    return NULL;
 }
 
 /* --- reports ------------------------------------------------------------------------------------ */
@@ -380,18 +331,15 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
 }
 
 static PyObject *Model_profile(PyObject *o, PyObject *args) {
-    Model *self = (Model *)o;
+    om_profile_row rows[512];
     int on;
     if (!PyArg_ParseTuple(args, "p:profile", &on)) return NULL;
+    const int n = om_model_profile(((Model *)o)->m, on, rows, 512);
     PyObject *list = PyList_New(0);
-    for (uint32_t i = 0; list && i < self->profile.rows.n; i++) {
-        const struct om_profile_row *r = &self->profile.rows.v[i];
-        if (om_py_list_add(
-                list, Py_BuildValue("{s:s,s:K,s:d}", "op", r->op, "count", (unsigned long long)r->count, "ms", r->ms)))
+    for (int i = 0; list && i < n && i < 512; i++)
+        if (om_py_list_add(list, Py_BuildValue("{s:s,s:K,s:d}", "op", rows[i].op, "count",
+                                               (unsigned long long)rows[i].count, "ms", rows[i].ms)))
             Py_CLEAR(list);
-    }
-    self->profile.rows.n = 0;
-    self->profiling = on;
     return list;
 }
 
@@ -403,15 +351,17 @@ static PyMethodDef Model_methods[] = {
     {"variant", Model_variant, METH_VARARGS, NULL},
     {"variant_info", Model_variant_info, METH_VARARGS, NULL},
     {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
-    {"backward", KWARGS(om_py_backward), METH_VARARGS | METH_KEYWORDS, NULL},
     {"plan_report", Model_plan_report, METH_NOARGS, NULL},
     {"profile", Model_profile, METH_VARARGS, NULL},
     {0},
 };
 static PyGetSetDef Model_getset[] = {
-    {"inputs", Model_inputs, NULL, NULL, NULL},   {"outputs", Model_outputs, NULL, NULL, NULL},
-    {"writes", Model_writes, NULL, NULL, NULL},   {"random", Model_random, NULL, NULL, NULL},
-    {"load_ms", Model_load_ms, NULL, NULL, NULL}, {0},
+    {"inputs", Model_inputs, NULL, NULL, NULL},
+    {"outputs", Model_outputs, NULL, NULL, NULL},
+    {"writes", Model_writes, NULL, NULL, NULL},
+    {"random", Model_random, NULL, NULL, NULL},
+    {"load_ms", Model_load_ms, NULL, NULL, NULL},
+    {0},
 };
 static PyType_Slot Model_slots[] = {{Py_tp_new, (void *)Model_new},
                                     {Py_tp_dealloc, (void *)Model_dealloc},

@@ -18,14 +18,6 @@ static om_ctx *optim_ctx(void) {
     return cx;
 }
 
-/* None, or NULL with the failure raised; frees the context. */
-static PyObject *optim_done(om_ctx *cx, om_status s) {
-    if (s != OM_OK) om_py_error(cx);
-    om_ctx_free(cx);
-    if (s != OM_OK) return NULL;
-    Py_RETURN_NONE;
-}
-
 /* --- arguments ------------------------------------------------------------------------------------- */
 
 static Py_ssize_t optim_len(PyObject *seq, const char *what) {
@@ -35,27 +27,17 @@ static Py_ssize_t optim_len(PyObject *seq, const char *what) {
     return -1;
 }
 
-/* The numbers args[0..n) into the doubles that follow; 0-d tensors are fine. */
-static int optim_numbers(PyObject *const *args, double *const *out, int n) {
-    for (int i = 0; i < n; i++) {
-        *out[i] = PyFloat_AsDouble(args[i]);
-        if (PyErr_Occurred()) return -1;
+int om_py_params(PyObject *const *lists, om_optim_param *ps, Py_ssize_t n, om_tensor *tmp) {
+    static const struct { size_t field; const char *what; } rows[OM_PY_PARAMS] = {
+        {offsetof(om_optim_param, p), "params"},        {offsetof(om_optim_param, g), "grads"},
+        {offsetof(om_optim_param, m), "first moments"}, {offsetof(om_optim_param, v), "second moments"},
+        {offsetof(om_optim_param, w), "masters"},
+    };
+    for (int k = 0; k < OM_PY_PARAMS; k++) {
+        if (!lists[k] || lists[k] == Py_None) continue;
+        if (om_dl_import_list(lists[k], n, tmp, rows[k].what)) return -1;
+        for (Py_ssize_t i = 0; i < n; i++) *(om_tensor *)(void *)((char *)&ps[i] + rows[k].field) = tmp[i];
     }
-    return 0;
-}
-
-static int optim_count(Py_ssize_t nargs, Py_ssize_t want, const char *usage) {
-    if (nargs == want) return 0;
-    PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %s", nargs, usage);
-    return -1;
-}
-
-/* Where member `field` of every parameter comes from: a list of tensors, or None = left out. */
-static int optim_field(PyObject *seq, om_optim_param *ps, Py_ssize_t n, size_t field, om_tensor *tmp,
-                       const char *what) {
-    if (seq == Py_None) return 0;
-    if (om_dl_import_list(seq, n, tmp, what)) return -1;
-    for (Py_ssize_t i = 0; i < n; i++) *(om_tensor *)(void *)((char *)&ps[i] + field) = tmp[i];
     return 0;
 }
 
@@ -113,12 +95,7 @@ static int step_args_read(step_args *a, PyObject *params, PyObject *grads, PyObj
         return -1;
     }
     for (Py_ssize_t i = 0; i < a->n; i++) a->ps[i].stream = (uint64_t)i + 1;
-    if (optim_field(params, a->ps, a->n, offsetof(om_optim_param, p), a->tmp, "params") ||
-        optim_field(grads, a->ps, a->n, offsetof(om_optim_param, g), a->tmp, "grads") ||
-        optim_field(m, a->ps, a->n, offsetof(om_optim_param, m), a->tmp, "first moments") ||
-        (v && optim_field(v, a->ps, a->n, offsetof(om_optim_param, v), a->tmp, "second moments")) ||
-        optim_field(masters, a->ps, a->n, offsetof(om_optim_param, w), a->tmp, "masters"))
-        return -1;
+    if (om_py_params((PyObject *[]){params, grads, m, v, masters}, a->ps, a->n, a->tmp)) return -1;
     return steps ? optim_steps(steps, a->ps, a->n, a->tmp) : 0;
 }
 
@@ -131,7 +108,7 @@ static void step_args_free(step_args *a) {
 
 static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(nargs, 16,
+    if (om_py_count(nargs, 16,
                     "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, "
                     "eps, weight_decay, "
                     "inv_scale, mode, bias_correction)"))
@@ -142,7 +119,7 @@ static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t 
     double *const out[] = {&c.lr, &c.beta1, &c.beta2, &c.eps, &c.weight_decay, &c.inv_scale, &mode, &bias};
     om_ctx *cx = NULL;
     PyObject *r = NULL;
-    if (!optim_numbers(args + 8, out, 8) &&
+    if (!om_py_numbers(args + 8, out, 8) &&
         !step_args_read(&a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]) &&
         (cx = optim_ctx())) {
         om_status s;
@@ -151,7 +128,7 @@ static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t 
         s = om_adam_step(cx, &c, a.store, a.seed, a.ps, (int)a.n);
         if (s == OM_OK) optim_steps_write(a.tmp, a.ps, a.n);
         Py_END_ALLOW_THREADS;
-        r = optim_done(cx, s);
+        r = om_py_done(cx, s);
     }
     step_args_free(&a);
     return r;
@@ -159,7 +136,7 @@ static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(nargs, 13,
+    if (om_py_count(nargs, 13,
                     "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, "
                     "weight_decay, inv_scale, "
                     "nesterov, first)"))
@@ -170,7 +147,7 @@ static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t n
     double *const out[] = {&c.lr, &c.momentum, &c.dampening, &c.weight_decay, &c.inv_scale, &nesterov, &first};
     om_ctx *cx = NULL;
     PyObject *r = NULL;
-    if (!optim_numbers(args + 6, out, 7) &&
+    if (!om_py_numbers(args + 6, out, 7) &&
         !step_args_read(&a, args[0], args[1], args[2], NULL, NULL, args[3], args[4], args[5]) && (cx = optim_ctx())) {
         om_status s;
         c.nesterov = nesterov != 0;
@@ -178,7 +155,7 @@ static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t n
         Py_BEGIN_ALLOW_THREADS;
         s = om_sgd_step(cx, &c, a.store, a.seed, a.ps, (int)a.n);
         Py_END_ALLOW_THREADS;
-        r = optim_done(cx, s);
+        r = om_py_done(cx, s);
     }
     step_args_free(&a);
     return r;
@@ -186,7 +163,7 @@ static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t n
 
 static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(nargs, 21,
+    if (om_py_count(nargs, 21,
                     "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, "
                     "eps, weight_decay, l2, "
                     "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads)"))
@@ -199,7 +176,7 @@ static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t 
     om_ctx *cx = NULL;
     om_lamb_cfg *each = NULL;
     PyObject *r = NULL;
-    if (!optim_numbers(args + 8, out, 13) &&
+    if (!om_py_numbers(args + 8, out, 13) &&
         !step_args_read(&a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]) &&
         (cx = optim_ctx())) {
         om_status s = OM_NOMEM;
@@ -213,7 +190,7 @@ static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t 
             Py_END_ALLOW_THREADS;
             om_free(cx, each);
         }
-        r = optim_done(cx, s);
+        r = om_py_done(cx, s);
     }
     step_args_free(&a);
     return r;
@@ -221,7 +198,7 @@ static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *py_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(nargs, 3, "norm(tensors, ord, per_tensor)")) return NULL;
+    if (om_py_count(nargs, 3, "norm(tensors, ord, per_tensor)")) return NULL;
     const double ord = PyFloat_AsDouble(args[1]);
     const int want_each = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[2]);
     const Py_ssize_t n = want_each < 0 ? -1 : optim_len(args[0], "tensors");
@@ -239,7 +216,7 @@ static PyObject *py_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs
         Py_BEGIN_ALLOW_THREADS;
         s = om_norm(cx, x, (int)n, ord, &norm, &finite, each);
         Py_END_ALLOW_THREADS;
-        PyObject *done = optim_done(cx, s), *list = NULL;
+        PyObject *done = om_py_done(cx, s), *list = NULL;
         Py_XDECREF(done);
         if (done && want_each && (list = PyList_New(n))) {
             for (Py_ssize_t i = 0; list && i < n; i++) {
@@ -258,10 +235,10 @@ static PyObject *py_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 static PyObject *py_axpby(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(nargs, 4, "axpby(dst, src, a, b)")) return NULL;
+    if (om_py_count(nargs, 4, "axpby(dst, src, a, b)")) return NULL;
     double a = 0, b = 0;
     double *const out[] = {&a, &b};
-    const Py_ssize_t n = optim_numbers(args + 2, out, 2) ? -1 : optim_len(args[0], "dst");
+    const Py_ssize_t n = om_py_numbers(args + 2, out, 2) ? -1 : optim_len(args[0], "dst");
     if (n < 0) return NULL;
     om_tensor *dst = calloc((size_t)n + 1, sizeof *dst), *src = calloc((size_t)n + 1, sizeof *src);
     om_ctx *cx = NULL;
@@ -275,7 +252,7 @@ static PyObject *py_axpby(PyObject *self, PyObject *const *args, Py_ssize_t narg
         Py_BEGIN_ALLOW_THREADS;
         s = om_axpby(cx, dst, has_src ? src : NULL, (int)n, a, b);
         Py_END_ALLOW_THREADS;
-        r = optim_done(cx, s);
+        r = om_py_done(cx, s);
     }
     free(dst);
     free(src);
@@ -284,11 +261,11 @@ static PyObject *py_axpby(PyObject *self, PyObject *const *args, Py_ssize_t narg
 
 static PyObject *py_loss_scale_next(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (optim_count(nargs, 6, "loss_scale_next(scale, good, finite, window, lowest, highest)")) return NULL;
+    if (om_py_count(nargs, 6, "loss_scale_next(scale, good, finite, window, lowest, highest)")) return NULL;
     om_loss_scale s;
     double finite, window, lowest, highest;
     double *const out[] = {&s.scale, &s.good, &finite, &window, &lowest, &highest};
-    if (optim_numbers(args, out, 6)) return NULL;
+    if (om_py_numbers(args, out, 6)) return NULL;
     s = om_loss_scale_next(s, finite != 0, window, lowest, highest);
     return Py_BuildValue("(dd)", s.scale, s.good);
 }

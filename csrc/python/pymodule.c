@@ -8,12 +8,13 @@
 #include "python/pymodule.h"
 
 #include "python/dlpack.h"
+#include "cpu/blocks.h"
 #include "cpu/kernels_isa.h"
 
 #include <dlfcn.h>
 #include <stdlib.h>
 
-PyTypeObject *om_py_model_type, *om_py_run_type;
+PyTypeObject *om_py_model_type, *om_py_run_type, *om_py_state_type;
 
 /* --- services from torch ------------------------------------------------------------------------ */
 
@@ -76,7 +77,7 @@ static void exported_delete(om_dl_managed *m) {
     free(e);
 }
 
-PyObject *om_py_export(const om_tensor *t, void *data, om_block *block) {
+PyObject *om_py_export(const om_tensor *t, om_block *block) {
     /* what torch cannot hold makes it throw, and no exception may pass through C */
     bool fits = om_dl_dtype_of(t->dtype).bits != 0;
     for (int i = 0; i < t->rank; i++) fits &= t->stride[i] >= 0 && t->dim[i] >= 0;
@@ -95,7 +96,7 @@ PyObject *om_py_export(const om_tensor *t, void *data, om_block *block) {
     for (int i = 0; i < t->rank; i++) e->dims[i] = t->dim[i], e->dims[OM_RANK + i] = t->stride[i];
     e->m = (om_dl_managed){.version = {1, 0},
                            .deleter = exported_delete,
-                           .tensor = {.data = data,
+                           .tensor = {.data = t->data,
                                       .device = {OM_DL_CPU, 0},
                                       .ndim = t->rank,
                                       .dtype = om_dl_dtype_of(t->dtype),
@@ -110,6 +111,29 @@ int om_py_list_add(PyObject *list, PyObject *item) {
     int r = item ? PyList_Append(list, item) : -1;
     Py_XDECREF(item);
     return r;
+}
+
+/* --- arguments ---------------------------------------------------------------------------------- */
+
+int om_py_count(Py_ssize_t nargs, Py_ssize_t want, const char *usage) {
+    if (nargs == want) return 0;
+    PyErr_Format(PyExc_TypeError, "%zd arguments given, expected %s", nargs, usage);
+    return -1;
+}
+
+int om_py_numbers(PyObject *const *args, double *const *out, int n) {
+    for (int i = 0; i < n; i++) {
+        *out[i] = PyFloat_AsDouble(args[i]);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+PyObject *om_py_done(om_ctx *cx, om_status s) {
+    if (s != OM_OK) om_py_error(cx);
+    om_ctx_free(cx);
+    if (s != OM_OK) return NULL;
+    Py_RETURN_NONE;
 }
 
 /* --- module functions --------------------------------------------------------------------------- */
@@ -150,13 +174,16 @@ PyMODINIT_FUNC PyInit__C(void) {
     PyObject *m = PyModule_Create(&module_def);
     om_py_model_type = (PyTypeObject *)PyType_FromSpec(&om_py_model_spec);
     om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);
-    if (!m || !om_py_model_type || !om_py_run_type || PyModule_AddFunctions(m, om_optim_methods) ||
+    om_py_state_type = (PyTypeObject *)PyType_FromSpec(&om_py_state_spec);
+    if (!m || !om_py_model_type || !om_py_run_type || !om_py_state_type || PyModule_AddFunctions(m, om_optim_methods) ||
         PyModule_AddFunctions(m, om_cuda_methods) || PyModule_AddFunctions(m, om_guard_methods))
         return NULL;
     Py_INCREF(om_py_model_type);
     Py_INCREF(om_py_run_type);
+    Py_INCREF(om_py_state_type);
     if (PyModule_AddObject(m, "Model", (PyObject *)om_py_model_type) ||
-        PyModule_AddObject(m, "Run", (PyObject *)om_py_run_type))
+        PyModule_AddObject(m, "Run", (PyObject *)om_py_run_type) ||
+        PyModule_AddObject(m, "State", (PyObject *)om_py_state_type))
         return NULL;
     return m;
 }

@@ -1,5 +1,7 @@
-/* exec.c - runs a slice of a plan's calls (contract: plan.h). Resolves storages to addresses, calls kernels in order,
- * stops at host nodes. Knows nothing about threads: kernels share the host's pool through om_parallel_for.
+/* exec.c - runs a plan's calls (contract: plan.h). om_run_step cuts them into slices at the host's nodes and gives each
+ * to the plan's device; om_run_slice_rows is what a device does with a slice whose operators the host calls one by one:
+ * it resolves storages to addresses and calls the rows in order. Knows nothing about threads: kernels share the host's
+ * pool through om_parallel_for.
  */
 #include "run/plan.h"
 
@@ -24,27 +26,11 @@ om_tensor om_run_arg(const om_run *r, const om_call *c, int i) {
     return t;
 }
 
-static void profile_add(om_ctx *cx, om_profile *p, const char *op, uint64_t count, double ms) {
-    for (uint32_t i = 0; i < p->rows.n; i++)
-        if (!strcmp(p->rows.v[i].op, op)) {
-            p->rows.v[i].count += count;
-            p->rows.v[i].ms += ms;
-            return;
-        }
-    struct om_profile_row *row = OM_PUSH(cx, &p->rows);
-    if (row) *row = (struct om_profile_row){op, count, ms};
-}
-
-void om_profile_merge(om_ctx *cx, om_profile *to, om_profile *from) {
-    for (uint32_t i = 0; i < from->rows.n; i++)
-        profile_add(cx, to, from->rows.v[i].op, from->rows.v[i].count, from->rows.v[i].ms);
-    from->rows.n = 0;
-}
-
 static om_status call_run(om_run *r, const om_call *c) {
-    om_tensor arg[320];
+    om_tensor arg[OM_MAX_ARGS];
     int n = c->n_in + c->n_out;
-    if (n > 320) return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most 320", n);
+    if (n > OM_MAX_ARGS)
+        return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, OM_MAX_ARGS);
     for (int i = 0; i < n; i++) {
         arg[i] = om_run_arg(r, c, i);
         if (!arg[i].data && arg[i].dtype && om_numel(&arg[i]) && c->arg[i].storage != OM_NONE)
@@ -52,7 +38,7 @@ static om_status call_run(om_run *r, const om_call *c) {
                            c->node == OM_NONE ? "copy" : r->plan->g->nodes.v[c->node].op->name, i);
     }
     if (c->kind == OM_CALL_COPY)
-        return c->write != OM_NONE && r->skip_writes ? OM_OK : om_copy(r->cx, &arg[0], &arg[1]);
+        return c->write != OM_NONE && r->skip_writes ? OM_OK : r->plan->device->copy(r->cx, &arg[0], &arg[1]);
     const om_node *node = &r->plan->g->nodes.v[c->node];
     om_args a = {.node = node,
                  .prep = c->prep,
@@ -62,14 +48,11 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .n_out = c->n_out,
                  .in = arg,
                  .out = arg + c->n_in,
-                 .seed = r->seed};
+                 .scalars = r->scalars};
     if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
-    r->cx->max_threads = r->plan->threads;
-    om_status s = c->row->run(r->cx, &a);
-    r->cx->max_threads = 0;
-    return s;
+    return c->row->run(r->cx, &a);
 }
 
 /* Debugging: fill arena storages with NaN bytes right after their last use, so that a stale read shows. */
@@ -86,32 +69,40 @@ static void poison_dead(om_run *r, int pc) {
     }
 }
 
-om_status om_run_step(om_run *r, int stop) {
-    while (r->pc < stop) {
+static void profile_add(om_run *r, const om_call *c, double ms) {
+    om_profile_row *row = &r->profile[c->node == OM_NONE        ? OM_PROFILE_COPY
+                                      : c->kind == OM_CALL_COPY ? OM_PROFILE_VIEW_COPY
+                                                                : r->plan->g->nodes.v[c->node].op->id];
+    row->count++;
+    row->ms += ms;
+}
+
+om_status om_run_slice_rows(om_run *r, int from, int to) {
+    for (r->pc = from; r->pc < to; r->pc++) {
         const om_call *c = &r->plan->calls[r->pc];
-        if (c->kind == OM_CALL_HOST && !r->host_pending) {
-            r->host_call = r->pc;
-            r->host_pending = true;
-            return OM_HOST;
+        double t0 = r->profile ? om_now_ms() : 0;
+        om_status s = call_run(r, c);
+        if (s != OM_OK) {
+            if (c->node != OM_NONE && r->cx->status == OM_OK)
+                om_fail(r->cx, s, "%s failed", r->plan->g->nodes.v[c->node].op->name);
+            return s;
         }
-        r->host_pending = false;
-        if (c->kind != OM_CALL_HOST) {
-            double t0 = r->profile ? om_now_ms() : 0;
-            om_status s = call_run(r, c);
-            if (s != OM_OK) {
-                if (c->node != OM_NONE && r->cx->status == OM_OK)
-                    om_fail(r->cx, s, "%s failed", r->plan->g->nodes.v[c->node].op->name);
-                return s;
-            }
-            if (r->profile)
-                profile_add(r->cx, r->profile,
-                            c->node == OM_NONE        ? "copy"
-                            : c->kind == OM_CALL_COPY ? "view copy"
-                                                      : r->plan->g->nodes.v[c->node].op->name,
-                            1, om_now_ms() - t0);
-        }
+        if (r->profile) profile_add(r, c, om_now_ms() - t0);
         if (poison()) poison_dead(r, r->pc);
-        r->pc++;
     }
     return OM_OK;
+}
+
+om_status om_run_step(om_run *r, int stop) {
+    const om_plan *p = r->plan;
+    int to = r->pc;
+    while (to < stop && p->calls[to].kind != OM_CALL_HOST) to++;
+    if (to > r->pc) {
+        om_status s = p->device->begin(r->cx, p->threads);
+        if (s == OM_OK) s = p->device->end(r->cx, p->device->run_slice(r, r->pc, to));
+        if (s != OM_OK) return s;
+        r->pc = to;
+    }
+    r->host_due = to < stop;
+    return r->host_due ? OM_HOST : OM_OK;
 }

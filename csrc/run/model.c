@@ -30,6 +30,9 @@ struct om_model {
     om_model *next, **link;  /* of all models */
     uint64_t clock;
     double load_ms;
+    uint8_t *differentiable; /* per user output */
+    bool profiling;
+    struct { uint64_t count; double ms; } profile[OM_N_PROFILE];
 };
 
 static pthread_mutex_t models_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -83,11 +86,13 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
         om_graph_free(g);
         return om_fail(cx, OM_NOMEM, "out of memory");
     }
+    mine->device = cx->device;
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
     model_enter(m);
     om_status s = om_passes_run(mine, om_passes_forward, &m->g);
+    if (s == OM_OK) s = om_outputs_differentiable(mine, m->g, &m->differentiable);
     m->load_ms = om_now_ms() - t0;
     if (s != OM_OK) {
         s = forward_to(mine, cx, s);
@@ -130,6 +135,7 @@ void om_model_free(om_ctx *cx, om_model *m) {
         variant_free(m->cx, &m->variant[i]);
     }
     om_graph_free(m->g);
+    om_free(m->cx, m->differentiable);
     pthread_mutex_destroy(&m->lock);
     om_ctx_free(m->cx);
     om_free(cx, m);
@@ -241,6 +247,7 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
     if (s == OM_OK) s = om_passes_run(cx, joint[again], &v.g);
     if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
     if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, group, &v.n_segments);
+    if (s == OM_OK) s = om_needs_make(cx, &v);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {
         variant_free(cx, &v);
@@ -332,21 +339,6 @@ om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inp
     return s;
 }
 
-om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial) {
-    om_plan *p = NULL;
-    pthread_mutex_lock(&m->lock);
-    for (int i = 0; i < m->n_plans && !p; i++)
-        if (m->plan[i]->serial == serial) p = m->plan[i];
-    for (om_plan *q = m->old; q && !p; q = q->next)
-        if (q->serial == serial) p = q;
-    if (p) {
-        p->used = ++m->clock;
-        p->refs++;
-    }
-    pthread_mutex_unlock(&m->lock);
-    return p;
-}
-
 om_plan *om_plan_hold(om_model *m, om_plan *plan) {
     pthread_mutex_lock(&m->lock);
     plan->refs++;
@@ -361,6 +353,70 @@ int om_model_plans(om_model *m, om_plan **out, int max) {
         out[i] = m->plan[i];
         out[i]->refs++;
     }
+    pthread_mutex_unlock(&m->lock);
+    return n;
+}
+
+/* --- what a graph takes and gives --------------------------------------------------------------- */
+
+int om_model_inputs(const om_model *m) { return (int)m->g->inputs.n; }
+int om_model_outputs(const om_model *m) { return (int)m->g->outputs.n; }
+
+static om_io io_of(const om_graph *g, om_id id) {
+    const om_value *v = om_val(g, id);
+    om_io io = {.name = v->name ? v->name : "", .role = v->role, .dtype = v->type.dtype, .rank = v->type.rank};
+    for (int k = 0; k < v->type.rank; k++)
+        if (!om_dim_const(g, v->type.dim[k], &io.dim[k])) io.dim[k] = -1;
+    return io;
+}
+
+om_io om_model_input(const om_model *m, int i) {
+    om_io io = io_of(m->g, m->g->inputs.v[i]);
+    for (uint32_t k = 0; k < m->g->writes.n; k++) io.written |= m->g->writes.v[k].input == (om_id)i;
+    io.differentiable = om_is_float(io.dtype);
+    return io;
+}
+
+om_io om_model_output(const om_model *m, int i) {
+    om_io io = io_of(m->g, m->g->outputs.v[i]);
+    io.role = OM_ACT;
+    io.differentiable = m->differentiable[i];
+    return io;
+}
+
+bool om_model_random(const om_model *m) {
+    for (om_id i = 0; i < m->g->nodes.n; i++)
+        if (m->g->nodes.v[i].rng && m->g->nodes.v[i].op->random) return true;
+    return false;
+}
+
+const om_needs *om_model_needs(const om_model *m, int variant) {
+    const om_variant *v = om_model_variant_at(m, variant);
+    return v ? &v->needs : NULL;
+}
+
+/* --- profile ------------------------------------------------------------------------------------ */
+
+bool om_model_profiling(const om_model *m) { return m->profiling; }
+
+void om_model_profile_add(om_model *m, om_profile_row *rows) {
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < OM_N_PROFILE; i++) m->profile[i].count += rows[i].count, m->profile[i].ms += rows[i].ms;
+    pthread_mutex_unlock(&m->lock);
+    memset(rows, 0, OM_N_PROFILE * sizeof *rows);
+}
+
+int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max) {
+    int n = 0;
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < OM_N_PROFILE; i++) {
+        if (!m->profile[i].count) continue;
+        const char *op = i == OM_PROFILE_COPY ? "copy" : i == OM_PROFILE_VIEW_COPY ? "view copy" : om_ops[i]->name;
+        if (n < max) rows[n] = (om_profile_row){op, m->profile[i].count, m->profile[i].ms};
+        n++;
+    }
+    memset(m->profile, 0, sizeof m->profile);
+    m->profiling = on;
     pthread_mutex_unlock(&m->lock);
     return n;
 }

@@ -222,7 +222,7 @@ static om_status values_place(planner *pl, const om_tensor *in) {
             pl->p->input[x->input] = o->t;
             o->st = storage_new(pl, OM_W_INPUT, 0, x->input);
         } else if (x->role == OM_CONST) {
-            o->st = storage_new(pl, OM_W_CONST, 0, 0);
+            o->st = storage_new(pl, OM_W_CONST, bytes_of(&o->t), 0);
             if (o->st != OM_NONE) pl->st.v[o->st].data = x->data;
         }
         if (pl->cx->status != OM_OK) return pl->cx->status;
@@ -493,10 +493,10 @@ static om_status offsets(planner *pl) {
             ord[n++] = (order){(s->size + ALIGN - 1) & ~(int64_t)(ALIGN - 1), i, s->first};
     }
     qsort(ord, n, sizeof *ord, by_size);
-    int64_t top = sizeof(om_arena_head);
+    int64_t top = 0;
     for (uint32_t i = 0; i < n; i++) {
         om_storage *s = &pl->st.v[ord[i].st];
-        int64_t size = ord[i].size, at = sizeof(om_arena_head), best = -1, best_gap = INT64_MAX;
+        int64_t size = ord[i].size, at = 0, best = -1, best_gap = INT64_MAX;
         if (pl->no_reuse) {
             s->offset = top;
             if ((top += size) > OM_ADDRESSES) break;
@@ -535,7 +535,7 @@ int om_plan_key_size(const om_graph *g) {
 }
 
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key) {
-    *key++ = om_num_threads(g->cx); /* scratch is sized by it */
+    *key++ = g->cx->device->workers(g->cx); /* scratch is sized by it */
     for (uint32_t i = 0; i < g->inputs.n; i++) {
         if (om_val(g, g->inputs.v[i])->role == OM_GRAD_IN) continue;
         for (int k = 0; k < om_ty(g, g->inputs.v[i])->rank; k++) {
@@ -548,20 +548,6 @@ void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key) {
         if (s->axis >= 0) continue;
         const om_tensor *t = s->input == OM_NONE ? NULL : &in[s->input];
         *key++ = t && t->dtype == OM_I64 && t->data && !om_sabotage("plan.key_value") ? *(const int64_t *)t->data : 0;
-    }
-}
-
-static void reads_note(planner *pl) {
-    om_plan *p = pl->p;
-    for (uint32_t i = 0; i < pl->calls.n; i++) {
-        const om_call *c = &pl->calls.v[i];
-        for (int k = 0; k < c->n_in; k++) {
-            if (c->arg[k].storage == OM_NONE) continue;
-            const om_storage *s = &pl->st.v[c->arg[k].storage];
-            bool back = (int)i >= p->n_forward;
-            if (s->where == OM_W_INPUT) p->input_read[s->index] |= back ? 2 : 1;
-            if (s->where == OM_W_OUTPUT && back) p->output_read[s->index] = 1;
-        }
     }
 }
 
@@ -593,6 +579,26 @@ static om_status calls_prepare(planner *pl) {
     return OM_OK;
 }
 
+/* Constants that calls read, side by side in one block of the device's. */
+static om_status constants_upload(om_ctx *cx, om_plan *p) {
+    int64_t size = 0;
+    for (uint32_t i = 0; i < p->n_st; i++) {
+        om_storage *s = &p->st[i];
+        if (s->where != OM_W_CONST || s->last < 0) continue;
+        s->offset = size;
+        size += (s->size + ALIGN - 1) & ~(int64_t)(ALIGN - 1);
+    }
+    if (!(p->constants = p->device->block_get(cx, (size_t)size))) return cx->status;
+    for (uint32_t i = 0; i < p->n_st; i++) {
+        om_storage *s = &p->st[i];
+        if (s->where != OM_W_CONST || s->last < 0) continue;
+        void *to = (char *)p->constants->data + s->offset;
+        OM_TRY(p->device->upload(cx, to, s->data, (size_t)s->size));
+        s->data = to;
+    }
+    return OM_OK;
+}
+
 static om_status grad_segments(planner *pl) {
     const om_graph *g = pl->g;
     /* the segment in which the value exists; arriving gradients: the first */
@@ -606,7 +612,6 @@ static om_status grad_segments(planner *pl) {
 
 om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, om_plan **out) {
     const om_graph *g = facts->g;
-    static uint64_t serial;
     double t0 = om_now_ms();
     *out = NULL;
     om_plan *p = om_alloc(cx, sizeof *p);
@@ -614,8 +619,7 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
     p->g = g;
     p->device = cx->device;
     p->mem.cx = cx;
-    p->serial = __atomic_add_fetch(&serial, 1, __ATOMIC_RELAXED);
-    p->threads = om_num_threads(cx);
+    p->threads = p->device->workers(cx);
     planner pl = {.cx = cx, .g = g, .p = p, .f = facts, .no_reuse = getenv("ORTMODULE_NO_REUSE") != NULL};
     om_arena *m = &p->mem;
     pl.val = om_alloc(cx, (g->values.n + 1) * sizeof *pl.val);
@@ -624,8 +628,6 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
     p->output = om_arena_alloc(m, (g->outputs.n + 1) * sizeof *p->output);
     p->grad = om_arena_alloc(m, (g->grads.n + 1) * sizeof *p->grad);
     p->grad_segment = om_arena_alloc(m, (g->grads.n + 1) * sizeof *p->grad_segment);
-    p->input_read = om_arena_alloc(m, g->inputs.n + 1);
-    p->output_read = om_arena_alloc(m, g->outputs.n + 1);
     p->n_key = om_plan_key_size(g);
     p->key = om_arena_alloc(m, (size_t)(p->n_key + 1) * sizeof *p->key);
     om_status s = cx->status;
@@ -646,7 +648,6 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
         if (s == OM_OK) s = calls_prepare(&pl);
     }
     if (s == OM_OK) {
-        reads_note(&pl);
         bytes_count(&pl);
         for (uint32_t i = 0; i < pl.st.n; i++) /* storages that live in another's place are no more */
             if (pl.alias[i] != i) pl.st.v[i].first = pl.st.v[i].last = -1;
@@ -655,6 +656,7 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
         p->n_calls = (int)pl.calls.n;
         p->n_st = pl.st.n;
         if (!p->calls || !p->st) s = cx->status;
+        else if (!p->device->host_memory) s = constants_upload(cx, p);
     }
     om_free(cx, pl.val);
     om_free(cx, pl.alias);
@@ -668,6 +670,7 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
 
 void om_plan_free(om_ctx *cx, om_plan *p) {
     if (!p) return;
+    om_block_put(p->constants);
     om_arena_free(&p->mem);
     om_free(cx, p);
 }

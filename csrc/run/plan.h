@@ -12,9 +12,9 @@
  * SPACE. Every value lies in one storage; views share their source's. A storage is in one of:
  *
  *     ARENA    one block per forward in flight, at a fixed offset. Offsets only: the block may come back at another
- *              address (save_on_cpu). It begins with an om_arena_head that names plan and seed, so the block alone IS
- *              the state of a forward, and a host can keep it as a saved tensor: freed, checked and refused a second
- *              time by the host's rules.
+ *              address (save_on_cpu). What the host must know of it (plan, seed, size) is an om_state beside it: the
+ *              host never reads the arena. So a host can keep the block as a saved tensor, freed, checked and refused a
+ *              second time by its own rules, and the om_state as long.
  *     INPUT    a tensor of the host (parameter, buffer, user tensor, arriving gradient): borrowed for one call, any
  *              strides.
  *     OUTPUT   a block of its own that the host owns when the forward has ended: what a user can hold is never in the
@@ -24,7 +24,7 @@
  *     LOAN     a value of the backward that may overwrite an output nobody reads any more (the gradient of the logits
  *              over the logits). The host knows whether the user has dropped the output: then that block is lent, else
  *              another one. Taken when first written, free after the last use.
- *     CONST    in the graph.
+ *     CONST    in the graph; where the device's memory is not the host's, in a block of the plan's.
  *
  * Rules the planner keeps and tests/test_plan.py checks with code of its own:
  *   - two ARENA storages whose lifetimes [first call, last call] meet do not overlap;
@@ -57,7 +57,7 @@ typedef struct om_storage {
     uint8_t where;
     /* INPUT: graph input; OUTPUT: user output; GRAD: entry of graph->grads; LOAN: user output */
     uint32_t index;
-    const void *data;          /* CONST */
+    const void *data;          /* CONST: in the device's memory */
 } om_storage;
 
 typedef enum om_call_kind { OM_CALL_RUN, OM_CALL_COPY /* in[0] -> out[0] */, OM_CALL_HOST } om_call_kind;
@@ -83,16 +83,16 @@ typedef struct om_call {
 /* kept: arena bytes alive between forward and backward */
 typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads, loans; } om_plan_bytes;
 
+typedef struct om_plan om_plan;
 struct om_plan {
     const om_graph *g;
     const om_device *device;
     om_arena mem;
     int variant;
-    uint64_t serial;           /* unique in the process */
     uint64_t used;             /* clock of the model's cache */
     int refs;                  /* the cache's and every user's; freed at 0 (under the model's lock) */
     struct om_plan *next;      /* of the plans that have left the cache and are still in use */
-    int threads;               /* om_num_threads when scratch was sized; a run uses at most so many */
+    int threads;               /* the device's workers when scratch was sized; a run uses at most so many */
     int64_t *key;              /* threads, sizes and strides of the inputs, values that are sizes; n_key entries */
     int n_key;
     int64_t *sym;
@@ -106,18 +106,10 @@ struct om_plan {
     om_tensor *output;         /* per user output: dense */
     om_tensor *grad;           /* per graph->grads entry; dtype OM_NODTYPE when absent */
     int *grad_segment;         /* per graph->grads entry */
-    uint8_t *input_read;       /* per graph input: 1 forward, 2 backward reads it */
-    uint8_t *output_read;      /* per user output: backward reads it */
+    om_block *constants;       /* where the device's memory is not the host's */
     om_plan_bytes bytes;
     double ms;                 /* time planning took */
 };
-
-typedef struct om_arena_head { /* first bytes of every arena */
-    uint64_t magic, serial, seed;
-    int64_t size;
-    uint64_t pad[4];
-} om_arena_head;
-#define OM_ARENA_MAGIC 0x31414e4552414d4full /* "OMARENA1" */
 
 /* For the graph of the facts. `in`: per graph input that is not an arriving gradient. */
 om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, om_plan **out);
@@ -135,30 +127,33 @@ typedef struct om_live {
 } om_live;
 om_status om_plan_peak(om_ctx *cx, const om_plan *p, om_live *out, int max, int *n, int *call, int64_t *bytes);
 
-/* --- running ------------------------------------------------------------------------------------
- * The host fills the bases, then steps. om_run_step returns OM_OK when `stop` is reached, OM_HOST with run->host_call
- * set when calls[run->host_call] is the host's to do: it reads om_run_arg()s, writes the outputs, calls om_run_step
- * again. */
+/* --- running: step.c owns the blocks of a run, exec.c does its calls ----------------------------- */
+
+/* rows of a profile: operators by id, copies the planner added */
+enum { OM_PROFILE_COPY = OM_N_OPS, OM_PROFILE_VIEW_COPY, OM_N_PROFILE };
+
 struct om_run {
-    const om_plan *plan;
+    om_model *model;
+    om_plan *plan;             /* held */
     om_ctx *cx;
-    uint64_t seed;
+    const om_scalars *scalars; /* in the device's memory */
     char *arena;               /* plan->bytes.arena bytes, 64-byte aligned */
     void **input;              /* per graph input: data or NULL when not needed */
     void **output;             /* per user output */
     void **grad;               /* per graph->grads entry */
     void **loan;               /* per user output */
-    int pc, host_call;
-    bool host_pending;
-    bool skip_writes;          /* a repeated forward must not update buffers twice */
-    struct om_profile *profile; /* or NULL */
+    int pc;
+    bool backward, skip_writes, host_due, done, state_taken;
+    om_profile_row *profile;   /* OM_N_PROFILE rows, or NULL */
+    /* blocks the run owns: NULL once handed over, or when the memory is somebody else's */
+    om_block *scalar_block, *arena_block, **output_block, **grad_block, **loan_block;
+    OM_VEC(om_block *) temp;   /* copies of what was given in another layout */
+    om_host_stop stop;         /* when host_due */
+    om_tensor *stop_arg;       /* its tensors */
+    uint64_t seed;
 };
-typedef struct om_profile { /* per operator name: filled when asked for */
-    OM_VEC(struct om_profile_row { const char *op; uint64_t count; double ms; }) rows;
-} om_profile;
 
-void om_profile_merge(om_ctx *cx, om_profile *to, om_profile *from); /* and empties `from` */
-
+/* Calls up to `stop` or the next one of the host's: OM_HOST, run->host_due, and calls[run->pc] is it. */
 om_status om_run_step(om_run *r, int stop);
 om_tensor om_run_arg(const om_run *r, const om_call *c, int i);
 double om_now_ms(void);
@@ -173,15 +168,28 @@ typedef struct om_variant {
     int n_segments;
     om_id first_grad_in;       /* graph inputs from here on are arriving gradients */
     om_flow flow;
+    om_needs needs;            /* in g's arena; so is */
+    const int *grad_at;        /* per graph input: entry of g->grads, -1: none */
     double ms;
 } om_variant;
 
 om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out); /* takes the graph */
 const om_graph *om_model_graph(const om_model *m, int variant);         /* -1: forward */
 const om_variant *om_model_variant_at(const om_model *m, int variant);
-/* to be released; NULL when it was evicted and nobody used it */
-om_plan *om_model_plan_by_serial(om_model *m, uint64_t serial);
+
+/* Concrete sizes come from the tensors given for the graph inputs (data is not read, except 0-d integer inputs that
+ * name a size: theirs is in the host's memory). Checks dtype and rank against the capture. */
+om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan);
+/* Ends the use of a plan that om_plan_get, om_plan_hold or om_model_plans has given; once each. It may stay cached. */
+void om_plan_release(om_model *m, om_plan *plan);
 om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
+bool om_model_profiling(const om_model *m);
+void om_model_profile_add(om_model *m, om_profile_row *rows);           /* and empties them */
+
+/* needs.c */
+om_status om_needs_make(om_ctx *cx, om_variant *v);                     /* fills v->needs and v->grad_at */
+/* per user output: it depends on a float parameter or input through operators with a gradient; om_free */
+om_status om_outputs_differentiable(om_ctx *cx, const om_graph *g, uint8_t **out);
 double om_model_load_ms(const om_model *m);
 /* up to max plans, to be released; returns how many */
 int om_model_plans(om_model *m, om_plan **out, int max);

@@ -5,7 +5,7 @@
  *                                          from k on
  *
  * Per k: read, print and parse, verify, write ONNX, model (all forward passes), variants (gradient, joint passes,
- * segments), plans for several sizes, forward and backward through all segments. What must hold: the failing step gives
+ * segments), plans for several sizes, forward and backward through all segments (om_run_*). What must hold: the failing step gives
  * OM_NOMEM with a message; every object made before still works or can be freed; the same step again, with memory,
  * succeeds and gives the bits of the run that never failed; nothing leaks.
  */
@@ -100,39 +100,70 @@ static void *dense(const om_tensor *t, int i) { /* plain memory, filled for arri
     return p;
 }
 
-/* One forward and, segment by segment, its backward. An execution that failed starts anew: kernels may have written
- * half of it. */
-static om_status plan_run(om_ctx *cx, const om_plan *p, const om_tensor *in, uint32_t n_given, uint64_t *hash) {
-    const om_graph *g = p->g;
-    void *input[2 * MAX_IO] = {0}, *output[MAX_IO] = {0}, *grad[MAX_IO] = {0}, *loan[MAX_IO] = {0};
-    char *arena = aligned_alloc(64, ((size_t)p->bytes.arena + 127) & ~(size_t)63);
-    om_run r = {
-        .plan = p, .cx = cx, .seed = 5, .arena = arena, .input = input, .output = output, .grad = grad, .loan = loan};
-    for (uint32_t i = 0; i < g->inputs.n; i++) {
-        const om_tensor *t = &p->input[i];
-        input[i] = i < n_given ? memcpy(dense(t, -1), in[i].data, (size_t)om_numel(t) * om_dtype_size(t->dtype))
-                               : dense(t, (int)i);
+static uint64_t hash_tensor(uint64_t h, const om_tensor *t) {
+    return hash_bytes(h, t->data, (size_t)om_numel(t) * om_dtype_size(t->dtype));
+}
+
+/* What a host does with a forward: outputs (which it keeps), state. */
+static om_status forward_take(om_run *r, int n_out, om_tensor *out, om_block **block, om_state **state,
+                              om_block **arena) {
+    OM_TRY(om_run_resume(r, 0));
+    for (int i = 0; i < n_out; i++) OM_TRY(om_run_output(r, i, &out[i], &block[i]));
+    return om_run_needs(r)->n_segments ? om_run_state(r, state, arena) : OM_OK;
+}
+
+static om_status backward_take(om_run *r, uint32_t n_in, uint64_t *hash) {
+    const om_needs *needs = om_run_needs(r);
+    for (int k = 0; k < needs->n_segments; k++) {
+        OM_TRY(om_run_resume(r, k));
+        for (uint32_t i = 0; i < n_in; i++) {
+            om_tensor t;
+            om_block *b;
+            if (needs->grad_segment[i] != k) continue;
+            OM_TRY(om_run_grad(r, (int)i, &t, &b));
+            *hash = hash_tensor(*hash, &t);
+            om_block_put(b);
+        }
     }
-    for (uint32_t i = 0; i < g->outputs.n; i++) output[i] = dense(&p->output[i], -1);
-    for (uint32_t i = 0; i < g->outputs.n; i++) loan[i] = dense(&p->output[i], -1);
-    for (uint32_t i = 0; i < g->grads.n; i++) grad[i] = p->grad[i].dtype ? dense(&p->grad[i], -1) : NULL;
-    om_status s = om_run_step(&r, p->n_forward);
-    for (int k = 0; k < p->n_segments && s == OM_OK; k++) s = om_run_step(&r, p->seg_end[k]);
+    return OM_OK;
+}
+
+/* One forward and, segment by segment, its backward through ortmodule.h alone, which gives away the outputs it reads.
+ * An execution that failed starts anew: kernels may have written half of it. */
+static om_status step_run(om_ctx *cx, om_model *m, int variant, const uint8_t *arriving, const om_tensor *in,
+                          uint32_t n_in, uint64_t *hash) {
+    om_tensor mine[MAX_IO], out[MAX_IO], dy[MAX_IO] = {0};
+    om_block *block[MAX_IO] = {0}, *arena = NULL;
+    om_run *r = NULL;
+    om_state *state = NULL;
+    const int n_out = om_model_outputs(m);
+    for (uint32_t i = 0; i < n_in; i++) {
+        mine[i] = in[i];
+        mine[i].data = memcpy(dense(&in[i], -1), in[i].data, (size_t)om_numel(&in[i]) * om_dtype_size(in[i].dtype));
+    }
     *hash = 1469598103934665603u;
-    for (uint32_t i = 0; i < g->outputs.n && s == OM_OK; i++)
-        *hash = hash_bytes(*hash, output[i], (size_t)om_numel(&p->output[i]) * om_dtype_size(p->output[i].dtype));
-    for (uint32_t i = 0; i < g->grads.n && s == OM_OK; i++)
-        if (grad[i])
-            *hash = hash_bytes(*hash, grad[i], (size_t)om_numel(&p->grad[i]) * om_dtype_size(p->grad[i].dtype));
-    for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++)
-        *hash = hash_bytes(*hash, input[g->writes.v[i].input],
-                           (size_t)om_numel(&p->input[g->writes.v[i].input]) *
-                               om_dtype_size(p->input[g->writes.v[i].input].dtype));
-    for (uint32_t i = 0; i < g->inputs.n; i++) free(input[i]);
-    for (uint32_t i = 0; i < g->outputs.n; i++) free(output[i]);
-    for (uint32_t i = 0; i < g->outputs.n; i++) free(loan[i]);
-    for (uint32_t i = 0; i < g->grads.n; i++) free(grad[i]);
-    free(arena);
+    om_status s = om_run_forward(cx, m, variant, mine, 5, true, &r);
+    if (s == OM_OK) s = forward_take(r, n_out, out, block, &state, &arena);
+    om_run_free(r);
+    r = NULL;
+    for (int i = 0; i < n_out && s == OM_OK; i++) *hash = hash_tensor(*hash, &out[i]);
+    for (int i = 0; i < n_out && s == OM_OK && state; i++) {
+        if (!arriving[i] || !om_is_float(out[i].dtype)) continue;
+        dy[i] = out[i];
+        for (int k = 0; k < dy[i].rank; k++) /* laid out backwards: it must be copied */
+            dy[i].stride[k] = k ? dy[i].stride[k - 1] * dy[i].dim[k - 1] : 1;
+        dy[i].data = dense(&dy[i], (int)n_in + i);
+    }
+    if (s == OM_OK && state)
+        s = om_run_backward(cx, state, arena->data, arena->size, mine, out, dy, arriving, &r);
+    if (s == OM_OK && state) s = backward_take(r, n_in, hash);
+    om_run_free(r);
+    om_state_free(state);
+    om_block_put(arena);
+    for (uint32_t i = 0; i < n_in && s == OM_OK; i++)
+        if (om_model_input(m, (int)i).written) *hash = hash_tensor(*hash, &mine[i]);
+    for (uint32_t i = 0; i < n_in; i++) free(mine[i].data);
+    for (int i = 0; i < n_out; i++) om_block_put(block[i]), free(dy[i].data);
     return s;
 }
 
@@ -190,7 +221,7 @@ static bool everything(const char *bytes, size_t size, bool onnx, uint64_t *hash
             uint64_t h;
             inputs_make(f, w, in);
             STEP(om_plan_get(cx, m, variant, in, &p));
-            STEP(plan_run(cx, p, in, n_in, &h));
+            STEP(step_run(cx, m, variant, v ? arriving : none, in, n_in, &h));
             *hash = hash_bytes(*hash, &h, sizeof h);
             STEP(om_plan_get(cx, m, variant, in, &same));
             REQUIRE(p == same);

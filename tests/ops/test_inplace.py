@@ -64,11 +64,11 @@ def test_in_place(name: str) -> None:
     v = model.variant(bytes(int(t.is_floating_point()) for t in ins), b"\x01", None)
     run = model.forward(v, ins, 0)
     assert run.resume() is None
-    outs, arena, info = run.outputs(), run.arena(), model.variant_info(v)
+    outs, (state, arena), info = run.outputs(), run.state(), model.variant_info(v)
     torch.testing.assert_close(outs[0], y[0], rtol=1e-12, atol=0)
     given = [t if i in info["reads_inputs"] else None for i, t in enumerate(ins)]
     kept = [t if i in info["reads_outputs"] else None for i, t in enumerate(outs)]
-    back = model.backward(v, arena, given, kept, dys, 0, run.host_kept())
+    back = state.backward(arena, given, kept, dys)
     grads: dict[int, torch.Tensor] = {}
     for segment in range(info["segments"]):
         assert back.resume(segment) is None
