@@ -226,6 +226,18 @@ typedef enum om_kind {
     OM_K_RANDOM, OM_K_CONV, OM_K_CREATE, OM_K_HOST
 } om_kind;
 
+/* The index or label that a call could not use. A kernel returns no error from its middle, where a device that runs
+ * behind its host has nobody to return to: it notes the fault, goes on without touching memory outside of its tensors,
+ * and whoever runs the call looks afterwards (om_fault_fail). Of several, the one at the smallest position is kept, so
+ * it is the same whatever the number of threads. */
+typedef enum om_fault_kind { OM_FAULT_NONE, OM_FAULT_INDEX, OM_FAULT_LABEL } om_fault_kind;
+typedef struct om_fault {
+    int kind, busy;      /* busy: a thread is writing */
+    int64_t value;       /* what was found, */
+    int64_t position;    /* counted in row-major order of the operand; */
+    int64_t limit;       /* 0 to limit - 1 are allowed */
+} om_fault;
+
 typedef struct om_args { /* what a kernel gets */
     const om_node *node;
     /* node->attr with every size replaced by its value (all DIMS entries >= 0 or plain negative ints) */
@@ -237,7 +249,9 @@ typedef struct om_args { /* what a kernel gets */
     const void *prep;    /* what the row's `prepare` made of these sizes */
     void *scratch;       /* as many bytes as the row's `scratch` said, 64-byte aligned, uninitialised */
     uint64_t seed;       /* of this forward; with node->rng it keys Philox */
+    om_fault *fault;     /* of this run; never NULL where a kernel runs */
 } om_args;
+enum { OM_MAX_IN = 256, OM_MAX_OUT = 64 }; /* operands and outputs that a call of a kernel may have */
 typedef struct om_builder om_builder;
 
 typedef struct om_op {
@@ -341,6 +355,9 @@ om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_i
  * copied. */
 om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in,
                        om_tensor *out, uint64_t seed);
+/* OM_OK when nothing was noted; else the error, with the operator and where in the user's source it comes from, and the
+ * fault is forgotten. `attr`: the call's. */
+om_status om_fault_fail(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, om_fault *f);
 /* Runs a whole graph node by node, every value in its own memory: no planner, no reuse, no in-place. The oracle of
  * plan.c and what the operator tests run. in: one per g->inputs. out: one per g->outputs, then writes, then grads
  * (absent gradient: dtype OM_NODTYPE); data allocated with om_alloc, the caller frees. */

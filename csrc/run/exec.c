@@ -42,9 +42,10 @@ void om_profile_merge(om_ctx *cx, om_profile *to, om_profile *from) {
 }
 
 static om_status call_run(om_run *r, const om_call *c) {
-    om_tensor arg[320];
+    enum { MOST = OM_MAX_IN + OM_MAX_OUT };
+    om_tensor arg[MOST];
     int n = c->n_in + c->n_out;
-    if (n > 320) return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most 320", n);
+    if (n > MOST) return om_fail(r->cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, MOST);
     for (int i = 0; i < n; i++) {
         arg[i] = om_run_arg(r, c, i);
         if (!arg[i].data && arg[i].dtype && om_numel(&arg[i]) && c->arg[i].storage != OM_NONE)
@@ -62,14 +63,15 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .n_out = c->n_out,
                  .in = arg,
                  .out = arg + c->n_in,
-                 .seed = r->seed};
+                 .seed = r->seed,
+                 .fault = &r->fault};
     if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
     r->cx->max_threads = r->plan->threads;
     om_status s = c->row->run(r->cx, &a);
     r->cx->max_threads = 0;
-    return s;
+    return s == OM_OK ? om_fault_fail(r->cx, r->plan->g, node, c->attr, &r->fault) : s;
 }
 
 /* Debugging: fill arena storages with NaN bytes right after their last use, so that a stale read shows. */

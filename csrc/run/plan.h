@@ -147,6 +147,7 @@ struct om_run {
     void **output;             /* per user output */
     void **grad;               /* per graph->grads entry */
     void **loan;               /* per user output */
+    om_fault fault;            /* what a call has noted; looked at after each one: nothing later runs */
     int pc, host_call;
     bool host_pending;
     bool skip_writes;          /* a repeated forward must not update buffers twice */
