@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import new_op
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,3 +134,10 @@ def test_runs_look_nothing_up() -> None:
     assert {p.name: found for p in files if (found := looked_up(p.read_text()))} == {}
     text = "static int f(int a) {\n    return attr_value(a, 1);\n}\nint om_cpu_run_x(int a) { return f(a); }\n"
     assert looked_up(text) == ["f: attr_value"]
+
+
+def test_capture_has_the_rows_of_pointwise_def() -> None:
+    """Stale? .venv/bin/python tests/new_op.py TABLE=1"""
+    assert new_op.TABLE.read_text() == new_op.table()
+    rows = re.findall(r"^PW\((\w+)", new_op.ROWS.read_text(), re.M)
+    assert [m[1] for m in new_op.ROW.finditer(new_op.ROWS.read_text())] == rows  # every row is read

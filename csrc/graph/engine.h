@@ -257,7 +257,7 @@ typedef struct om_builder om_builder;
 typedef struct om_op {
     const char *name;   /* snake_case, as in the text dump */
     uint16_t id;        /* OM_OP_<name>: its place in om_ops and in every device's table */
-    const char *doc;    /* one line: y = f(x), shapes, attributes */
+    const char *doc;    /* of its row in ops.def: (operands) attributes -> results */
     uint8_t kind;
     int8_t min_in, max_in; /* max_in -1: any number */
     int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
@@ -276,20 +276,22 @@ typedef struct om_op {
      * Built with om_make & friends; dx[j] must have input j's shape and dtype. NULL = not differentiable (all dx
      * zero). */
     om_status (*grad)(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx);
-    const struct om_pw_row *pw; /* POINTWISE: its row of ops/pointwise.def (ops/strip.h) */
+    const struct om_pw_row *pw; /* POINTWISE: its row of pointwise.def (ops/strip.h) */
 } om_op;
 
-/* Every operator, one row each in ops.def: OP(name) -> `extern const om_op om_op_name` and its number OM_OP_name. */
-#define OP(name) extern const om_op om_op_##name;
+/* Every operator, one row each in ops.def: OP(name, doc) -> `extern const om_op om_op_name`, its number OM_OP_name. */
+#define OP(name, doc)                                                                               \
+    extern const om_op om_op_##name;                                                                \
+    extern const char om_doc_##name[];
 #include "graph/ops.def"
 #undef OP
 enum {
-#define OP(name) OM_OP_##name,
+#define OP(name, doc) OM_OP_##name,
 #include "graph/ops.def"
 #undef OP
     OM_N_OPS
 };
-#define OM_OP(nm) .name = #nm, .id = OM_OP_##nm
+#define OM_OP(nm) .name = #nm, .id = OM_OP_##nm, .doc = om_doc_##nm
 extern const om_op *const om_ops[]; /* NULL-terminated */
 const om_op *om_op_find(const char *name);
 #define om_is(n, opname) ((n)->op == &om_op_##opname)
