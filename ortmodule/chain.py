@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from math import prod
@@ -584,6 +584,29 @@ def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=dtype is not None, dtype=dtype or torch.bfloat16)
 
 
+class _Spared:
+    """A hook on a tensor that is not called for a gradient that does not arrive: PyTorch does not get to the tensor
+    then, but here it does, on the way of another."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        return None if grad is None else self.hook(grad)
+
+
+def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
+    """The last n of a Function's results go to its last n tensors."""
+    for (node, _), grad in zip(ctx.next_functions[-n:], result[-n:], strict=True):
+        leaf = getattr(node, "variable", None) if grad is None else None
+        hooks: dict[int, Any] = (private.tensor_hooks(leaf) if leaf is not None else None) or {}
+        for key, hook in [*hooks.items()]:
+            if type(hook) is not _Spared:
+                hooks[key] = _Spared(hook)
+
+
 def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | None, ...]:
     """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other
     arguments."""
@@ -772,6 +795,8 @@ class Head(Function):
         live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
         live = live or _begin(ctx, step, incoming, keep)
         result = _give(step, live, 0, 2)
+        if type(None) in map(type, result[2:]):
+            _spare_hooks(ctx, result, len(result) - 2)
         if len(variant.nodes) > 1:
             task = private.task_id()
             step.live[task] = live
@@ -808,5 +833,7 @@ class Link(Function):
         if live.found is None:
             _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
         result = _give(step, live, ctx.number, 3)
+        if type(None) in map(type, result[3:]):
+            _spare_hooks(ctx, result, len(result) - 3)
         step.graph.backward_ms += (perf_counter() - start) * 1e3
         return result

@@ -232,7 +232,8 @@ class State:
             for i in captured.graph.captured.rebinds:
                 owner, _, name = captured.graph.captured.inputs[i].target.rpartition(".")
                 buffers = self.module.get_submodule(owner)._buffers
-                buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
+                with torch.inference_mode(False):  # what other calls save for backward
+                    buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
             # what is new is among its `bound`
             return self.move(site, captured, Site(site.entry, self.guard.fast(), self.guard, site))
 

@@ -604,3 +604,29 @@ def test_forward_mode():
         a, b = [torch.autograd.forward_ad.unpack_dual(k(dual)).tangent for k in (eager, w)]
     torch.testing.assert_close(b, a)
     assert [e.calls for e in w.report().eager] == [1]
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_hooks_of_tensors_without_a_gradient_are_not_called() -> None:
+    seen: list[list[float]] = [[], []]
+    for number, make in enumerate((lambda: TwoOutputs(), lambda: ORTModule(TwoOutputs()))):
+        torch.manual_seed(0)
+        m = make()
+        x = torch.ones(2, 3, requires_grad=True)
+        for p in (m.first.weight, m.second.weight):
+            p.register_hook(lambda grad, number=number: seen[number].append(float(grad.sum())))
+            removed = p.register_hook(lambda grad: grad * 3)
+            p.register_hook(lambda grad: grad * 2)
+        removed.remove()
+        m(x)[1].sum().backward()
+        m(x)[0].sum().backward()
+        seen[number] += [float(p.grad.sum()) for p in (m.first.weight, m.second.weight)]
+    assert seen[0] == seen[1]
