@@ -201,8 +201,8 @@ lint: venv   ## ruff and mypy
 	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py
 	$(VENV)/bin/mypy
 
-new-op: venv   ## skeletons of a new operator: make new-op NAME=foo
-	@$(PY) tests/new_op.py $(NAME)
+new-op: venv   ## a new operator: make new-op NAME=foo EXPR='C in x' GRAD='from DY, Y, IN(0)' DOC='y = ...', or KIND=kernel
+	@$(PY) tests/new_op.py $(foreach v,NAME KIND EXPR GRAD DOC ONNX ATEN,'$(v)=$($(v))')
 
 check-op: $(B)/libom.so   ## build and test one operator family: make check-op OP=softmax
 	$(PY) -m pytest -q tests/ops/test_$(OP).py

@@ -424,7 +424,10 @@ class Watch:
         self._contents: dict[int, str] = {}  # met containers whose contents count
         self._patched: dict[type, Any] = {}  # -> its own __getattribute__ from before
         self._classes: dict[type, tuple[Any, Any, str]] = {}  # -> token, dictionary before, name
-        self._attribute_names: set[str] = set()
+        # of code that ran, in the graph and (quiet) in what is kept in PyTorch; classes whose attributes of these names
+        # are compared
+        self._attribute_names: tuple[set[str], set[str]] = set(), set()
+        self._watched: set[tuple[type, bool]] = set()
         self._functions: dict[int, list[types.FunctionType]] = {}
         self._closures: dict[tuple[int, tuple[int, ...]], tuple[types.CodeType, dict[str, Any]]] = {}
         self._inner: set[int] = set()  # ids of code objects that executed code makes functions of
@@ -587,12 +590,16 @@ class Watch:
 
     def _watch_class(self, cls: type, token: Any) -> None:
         """Attributes that executed code names are compared, wherever they stand on the class or its bases."""
+        quiet = self.quiet > 0
         for base in cls.__mro__:
-            if base in self._classes or not _user_class(base):
+            if (base, quiet) in self._watched or not _user_class(base):
                 continue
+            self._watched.add((base, quiet))
             own = vars(base)
-            self._classes[base] = token, {k: v for k, v in own.items() if k != "__getattribute__"}, base.__qualname__
-            for name in self._attribute_names:
+            if base not in self._classes:
+                known = {k: v for k, v in own.items() if k != "__getattribute__"}
+                self._classes[base] = token, known, base.__qualname__
+            for name in self._attribute_names[quiet]:
                 if name in own:
                     self._mapped(base, name, token)
 
@@ -842,7 +849,7 @@ class Watch:
             return
         where = self._module_at(frame)
         cls = self._classes_of[where]
-        if cls not in self._classes:
+        if (cls, self.quiet > 0) not in self._watched:
             self._watch_class(cls, cls)
         key = id(code)
         ran_in = self._ran_in.get(key)
@@ -870,8 +877,9 @@ class Watch:
         known = _analyse(code)
         key = id(code)
         self._inner.update(id(c) for c in code.co_consts if type(c) is types.CodeType)
-        new = known.names - self._attribute_names
-        self._attribute_names |= new
+        names = self._attribute_names[self.quiet > 0]
+        new = known.names - names
+        names |= new
         for cls, (token, _, _) in list(self._classes.items()):
             own = vars(cls)
             for name in new:
@@ -1069,13 +1077,14 @@ class Watch:
                 else:
                     space[name] = old
                 self._changed({token}, f"assigns global {name} ({at})")
+        names = self._attribute_names[False] | self._attribute_names[True]
         for cls, (token, old, name) in self._classes.items():
             own = vars(cls)
-            for k in [k for k in own if k not in old and k in self._attribute_names and k != "__getattribute__"]:
+            for k in [k for k in own if k not in old and k in names and k != "__getattribute__"]:
                 type.__delattr__(cls, k)
                 self._changed({token}, f"assigns {name}.{k}")
             for k, v in old.items():
-                if k in self._attribute_names and own.get(k, _ABSENT) is not v:
+                if k in names and own.get(k, _ABSENT) is not v:
                     type.__setattr__(cls, k, v)
                     self._changed({token}, f"assigns {name}.{k}")
         for obj, name, old, what, token in self._slots:

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from onnx import helper, numpy_helper
 from torch import Tensor
 
+from ortmodule.capture.elementwise import PLAIN
+
 DTYPE = {1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16,
          11: torch.float64, 16: torch.bfloat16}
 
@@ -95,9 +97,7 @@ def _int_div(x: Tensor, y: Tensor) -> Tensor:
 
 
 SIMPLE: dict[str, Callable[..., Any]] = {
-    "Neg": torch.neg, "Abs": torch.abs, "Exp": torch.exp, "Log": torch.log, "Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal,
-    "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Erf": torch.erf, "Sin": torch.sin, "Cos": torch.cos, "Relu": torch.relu,
-    "Sign": torch.sign, "Floor": torch.floor, "Ceil": torch.ceil, "Round": torch.round, "Not": torch.logical_not, "IsNaN": torch.isnan,
+    **{onnx: getattr(torch, aten) for aten, onnx in PLAIN.items()}, "Floor": torch.floor, "Ceil": torch.ceil, "Round": torch.round, "Not": torch.logical_not, "IsNaN": torch.isnan,
     "IsInf": torch.isinf, "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _int_div, "Pow": torch.pow, "Max": torch.maximum,
     "Min": torch.minimum, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor, "BitwiseNot": torch.bitwise_not, "Equal": torch.eq, "Less": torch.lt,

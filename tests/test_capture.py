@@ -20,6 +20,7 @@ from onnx_torch import Graph
 from torch import Tensor, nn
 
 from ortmodule.capture import Captured, CaptureError, capture, flatten_inputs
+from ortmodule.capture.elementwise import PLAIN
 
 onnxruntime = pytest.importorskip("onnxruntime")
 transformers = pytest.importorskip("transformers")
@@ -434,6 +435,7 @@ ONE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (u(5, 7),),
     ),
     "powers": (lambda x, i: (x**2, x**3, x**1, i**2, x.pow(4)), (r(5, 7), k(9, 5))),
+    "rows of pointwise.def": (lambda x: tuple(getattr(torch, aten)(x) for aten in PLAIN), (u(5, 7),)),
     "activations": (
         lambda x: (
             F.silu(x),

@@ -698,3 +698,35 @@ def test_the_module_reached_by_a_global(name):
 
 
 NAMED: list[nn.Module] = []
+
+
+class Chooses(nn.Module):
+    """Stays in PyTorch; what is around it runs there once, too, before it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else x
+
+
+class AroundChooses(nn.Module):
+    factor = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chooses = Chooses()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chooses(x * type(self).factor)
+
+
+def test_class_attributes_around_what_is_kept_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = ORTModule(AroundChooses())
+    x = torch.ones(2, 3)
+    for _ in range(2):
+        wrapped(x)
+    assert wrapped.report().graphs
+    monkeypatch.setattr(AroundChooses, "factor", 2.0)
+    assert torch.equal(wrapped(x), wrapped.module(x))

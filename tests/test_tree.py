@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import new_op
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,11 +81,63 @@ def test_headers_make_no_circle() -> None:
 
 
 def test_only_python_knows_python() -> None:
-    wrong = [p.name for p in SOURCES if room(p) != "python" and re.search(r"#\s*include <Python\.h>|\bPyObject\b", p.read_text())]
+    wrong = [
+        p.name
+        for p in SOURCES
+        if room(p) != "python" and re.search(r"#\s*include <Python\.h>|\bPyObject\b", p.read_text())
+    ]
     assert not wrong
 
 
 def test_lines_have_at_most_120_columns() -> None:
-    files = [*SOURCES, *(p for d in ("ortmodule", "optim") for p in (ROOT / d).rglob("*.py*") if p.suffix in (".py", ".pyi"))]
-    wrong = [f"{p.relative_to(ROOT)}:{i}" for p in files for i, line in enumerate(p.read_text().splitlines(), 1) if len(line) > 120]
+    files = [
+        *SOURCES,
+        *(p for d in ("ortmodule", "optim") for p in (ROOT / d).rglob("*.py*") if p.suffix in (".py", ".pyi")),
+    ]
+    wrong = [
+        f"{p.relative_to(ROOT)}:{i}"
+        for p in files
+        for i, line in enumerate(p.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
     assert not wrong
+
+
+FUNCTION = re.compile(r"^\w[\w ]*?[ *](\w+)\((?:[^;{}]*?)\) \{(.*?)(?:^\}|\}$)", re.M | re.S)
+LOOKUP = re.compile(
+    r"\bom_(?:args_int|args_float|attr_|node_|is\()|\battr_(?:value|axes_mask|number)|\bnode->op\b(?!->name)"
+)
+
+
+def functions(text: str) -> dict[str, str]:
+    return {m[1]: m[2] for m in FUNCTION.finditer(text)}
+
+
+def looked_up(text: str) -> list[str]:
+    """Look-ups in om_cpu_run_* functions of a file and in what they call there."""
+    bodies = functions(text)
+    seen, todo = set(), [name for name in bodies if name.startswith("om_cpu_run_")]
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += [word for word in set(re.findall(r"\b\w+\b", bodies[name])) if word in bodies]
+    return sorted(f"{name}: {m[0]}" for name in seen for m in LOOKUP.finditer(bodies[name]))
+
+
+def test_runs_look_nothing_up() -> None:
+    """What attributes say is read once per plan, by `scratch` and `prepare`; a run has addresses (graph/device.h)."""
+    files = [*sorted((CSRC / "cpu").glob("*.c")), CSRC / "optim/ops.c"]
+    defined = {name for p in files for name in functions(p.read_text()) if name.startswith("om_cpu_run_")}
+    named = set(re.findall(r"^ROW\(.*\b(\w+)\)$", (CSRC / "cpu/cpu.def").read_text(), re.M))
+    assert {f"om_cpu_run_{name}" for name in named} == defined
+    assert {p.name: found for p in files if (found := looked_up(p.read_text()))} == {}
+    text = "static int f(int a) {\n    return attr_value(a, 1);\n}\nint om_cpu_run_x(int a) { return f(a); }\n"
+    assert looked_up(text) == ["f: attr_value"]
+
+
+def test_capture_has_the_rows_of_pointwise_def() -> None:
+    """Stale? .venv/bin/python tests/new_op.py TABLE=1"""
+    assert new_op.TABLE.read_text() == new_op.table()
+    rows = re.findall(r"^PW\((\w+)", new_op.ROWS.read_text(), re.M)
+    assert [m[1] for m in new_op.ROW.finditer(new_op.ROWS.read_text())] == rows  # every row is read

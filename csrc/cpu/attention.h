@@ -10,7 +10,22 @@
 #include "graph/engine.h"
 #include "cpu/kernels_isa.h"
 
+typedef struct om_attn_form {            /* what sizes, strides and attributes decide: once per plan */
+    int64_t batch, hq, hk, tq, tk, d, dv_size;
+    double scale, dropout;
+    bool causal;
+    int nan_rows;                        /* a query that sees nothing gives NaN; 1: into its scores too, 2: not there */
+    /* key j visible to query i: j <= i + offset (causal), j > i - window (window > 0) */
+    int64_t offset, window;
+    uint64_t stream;
+    int64_t start_stride, end_stride;
+    int64_t chunks, chunk_rows;          /* forward: a task is chunk_rows queries of one head */
+    /* backward: a task is so many batch entries x kv heads (all that share a dmask) */
+    int64_t task_batch, task_heads;
+} om_attn_form;
+
 typedef struct om_attn_job {
+    const om_attn_form *f;
     /* mask: dtype OM_NODTYPE = none; y, lse: outputs of forward, inputs of backward */
     om_tensor q, k, v, mask, y, lse;
     /* backward; dmask in the compute type, broadcast as mask; OM_NODTYPE = not wanted */
@@ -18,23 +33,13 @@ typedef struct om_attn_job {
     /* backward; bool, broadcast as mask: scores without a gradient; OM_NODTYPE = none */
     om_tensor frozen;
     const int64_t *kv_start, *kv_end;    /* per batch entry, or NULL */
-    int64_t start_stride, end_stride;
-    int64_t batch, hq, hk, tq, tk, d, dv_size;
-    double scale, dropout;
-    bool causal;
-    int nan_rows;                        /* a query that sees nothing gives NaN; 1: into its scores too, 2: not there */
-    /* key j visible to query i: j <= i + offset (causal), j > i - window (window > 0) */
-    int64_t offset, window;
-    uint64_t seed, stream;
-    int64_t chunks, chunk_rows;          /* forward: a task is chunk_rows queries of one head */
-    /* backward: a task is so many batch entries x kv heads (all that share a dmask) */
-    int64_t task_batch, task_heads;
+    uint64_t seed;
 } om_attn_job;
 
 typedef struct om_attn_type {            /* one compute type of one instruction set */
     int rows;                            /* queries in a tile */
-    int64_t (*forward_work)(const om_attn_job *j); /* bytes of private memory per worker */
-    int64_t (*backward_work)(const om_attn_job *j);
+    int64_t (*forward_work)(const om_attn_form *f); /* bytes of private memory per worker */
+    int64_t (*backward_work)(const om_attn_form *f);
     void (*forward)(const om_attn_job *j, int64_t task, void *work);
     void (*backward)(const om_attn_job *j, int64_t task, void *work);
 } om_attn_type;

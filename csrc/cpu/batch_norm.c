@@ -5,6 +5,7 @@
  */
 #include "cpu/cpu.h"
 #include "cpu/batch_norm.h"
+#include "cpu/copy.h"
 
 #include <math.h>
 
@@ -21,37 +22,62 @@ typedef struct norm_job {
 
 enum { NORM_VECTORS = 6 };
 
+typedef struct norm_prep { /* once per plan: a job without addresses */
+    norm_job j;
+    double momentum;
+    bool running;          /* running statistics are given */
+    int64_t grain;
+} norm_prep;
+
 int64_t om_cpu_scratch_batch_norm(om_ctx *cx, const om_args *a) {
     (void)cx;
     return NORM_VECTORS * 8 * a->in[a->node->op == &om_op_batch_norm_grad].dim[1];
 }
 
-static void norm_setup(norm_job *j, const om_tensor *x, double *scratch) {
-    j->n = x->dim[0];
-    j->c = x->dim[1];
-    j->inner = 1;
-    j->f64 = x->dtype == OM_F64;
-    for (int i = 2; i < x->rank; i++) j->inner *= x->dim[i];
-    j->k = &OM_PICK(om_batch_norm)->type[x->dtype];
+static void norm_at(norm_job *j, double *scratch) {
     double **v[NORM_VECTORS] = {&j->mean, &j->rstd, &j->a, &j->b, &j->s, &j->t};
     for (int i = 0; i < NORM_VECTORS; i++) *v[i] = scratch + i * j->c;
 }
 
 /* Per-channel numbers to and from double; a left-out operand gives `dflt` everywhere. */
-static om_status channel_read(om_ctx *cx, const om_args *a, int operand, int64_t c, double dflt, double *to) {
-    for (int64_t i = 0; i < c; i++) to[i] = dflt;
-    if (operand >= a->n_in || !a->in[operand].dtype) return OM_OK;
-    om_tensor t = {.data = to, .dtype = OM_F64, .rank = 1, .device = -1, .dim = {c}, .stride = {1}};
-    return om_copy(cx, &a->in[operand], &t);
+static void channel_read(const om_args *a, int operand, int64_t c, double dflt, double *to) {
+    const om_tensor *t = operand < a->n_in && a->in[operand].dtype ? &a->in[operand] : NULL;
+    if (t) OM_PICK(om_copy)->convert[t->dtype][OM_F64](t->data, t->stride[0] * (int64_t)om_dtype_size(t->dtype),
+                                                       (char *)to, sizeof *to, c);
+    else for (int64_t i = 0; i < c; i++) to[i] = dflt;
 }
-static om_status channel_write(om_ctx *cx, double *from, om_tensor *to) {
-    om_tensor t = {.data = from, .dtype = OM_F64, .rank = 1, .device = -1, .dim = {to->dim[0]}, .stride = {1}};
-    return om_copy(cx, &t, to);
+static void channel_write(const double *from, const om_tensor *to) {
+    OM_PICK(om_copy)->convert[OM_F64][to->dtype]((const char *)from, sizeof *from, to->data,
+                                                 to->stride[0] * (int64_t)om_dtype_size(to->dtype), to->dim[0]);
 }
 
 static int64_t norm_grain(const norm_job *j) {
     int64_t g = 1 + 16384 / (j->n * j->inner + 1);
     return j->inner == 1 && g < 64 ? 64 : g; /* rows: whole cache lines of neighbouring channels */
+}
+
+om_status om_cpu_prepare_batch_norm(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const bool grad = om_is(a->node, batch_norm_grad);
+    const om_tensor *x = &a->in[grad];
+    norm_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    p->j = (norm_job){.k = &OM_PICK(om_batch_norm)->type[x->dtype],
+                      .n = x->dim[0],
+                      .c = x->dim[1],
+                      .inner = 1,
+                      .eps = om_args_float(a, "eps", 1e-5),
+                      .batch = om_args_int(a, "training", 0) != 0,
+                      .f64 = x->dtype == OM_F64};
+    for (int i = 2; i < x->rank; i++) p->j.inner *= x->dim[i];
+    p->momentum = om_args_float(a, "momentum", 0.1);
+    p->running = !grad && a->n_in > 3 && a->in[3].dtype;
+    p->grain = norm_grain(&p->j);
+    for (int i = grad ? 2 : 1; i < a->n_in; i++)
+        OM_CHECK(cx, !a->in[i].dtype || a->in[i].dim[0] == p->j.c, "%s: operand %d has %lld entries for %lld channels",
+                 a->node->op->name, i, (long long)a->in[i].dim[0], (long long)p->j.c);
+    OM_CHECK(cx, grad || !p->j.batch || p->j.n * p->j.inner != 1 || p->j.c == 0,
+             "batch_norm: %lld value per channel; training needs more than one", (long long)(p->j.n * p->j.inner));
+    return OM_OK;
 }
 
 /* To the compute type and back. */
@@ -82,42 +108,38 @@ static void norm_forward_range(void *arg, int64_t c0, int64_t c1) {
 }
 
 om_status om_cpu_run_batch_norm(om_ctx *cx, const om_args *a) {
-    const om_tensor *x = &a->in[0];
-    norm_job j = {.x = x->data,
-                  .y = a->out[0].data,
-                  .eps = om_args_float(a, "eps", 1e-5),
-                  .batch = om_args_int(a, "training", 0) != 0};
-    norm_setup(&j, x, a->scratch);
+    const norm_prep *p = a->prep;
+    norm_job j = p->j;
+    j.x = a->in[0].data, j.y = a->out[0].data;
+    norm_at(&j, a->scratch);
     const int64_t count = j.n * j.inner;
-    const double m = om_args_float(a, "momentum", 0.1);
-    OM_CHECK(cx, !j.batch || count != 1 || j.c == 0, "batch_norm: %lld value per channel; training needs more than one",
-             (long long)count);
-    OM_TRY(channel_read(cx, a, 1, j.c, 1, j.a));
-    OM_TRY(channel_read(cx, a, 2, j.c, 0, j.b));
+    const double m = p->momentum;
+    channel_read(a, 1, j.c, 1, j.a);
+    channel_read(a, 2, j.c, 0, j.b);
     if (!j.batch) {
-        OM_TRY(channel_read(cx, a, 3, j.c, 0, j.mean));
-        OM_TRY(channel_read(cx, a, 4, j.c, 1, j.s));
+        channel_read(a, 3, j.c, 0, j.mean);
+        channel_read(a, 4, j.c, 1, j.s);
     }
-    om_parallel_for(cx, j.c, norm_grain(&j), norm_forward_range, &j);
-    OM_TRY(channel_write(cx, j.mean, &a->out[3]));
-    OM_TRY(channel_write(cx, j.rstd, &a->out[4]));
+    om_parallel_for(cx, j.c, p->grain, norm_forward_range, &j);
+    channel_write(j.mean, &a->out[3]);
+    channel_write(j.rstd, &a->out[4]);
     if (j.batch) {
-        const bool running = a->n_in > 3 && a->in[3].dtype;
-        OM_TRY(channel_read(cx, a, 3, j.c, 0, j.a));
-        OM_TRY(channel_read(cx, a, 4, j.c, 0, j.b));
+        channel_read(a, 3, j.c, 0, j.a);
+        channel_read(a, 4, j.c, 0, j.b);
         for (int64_t c = 0; c < j.c; c++) {
             double unbiased = j.s[c] * ((double)count / (double)(count - 1));
-            if (running && !count) { /* as torch: of nothing, nothing is learned */
+            if (p->running && !count) { /* as torch: of nothing, nothing is learned */
                 j.mean[c] = j.a[c];
                 j.s[c] = j.b[c];
                 continue;
             }
-            j.mean[c] = running ? (1 - m) * j.a[c] + m * j.mean[c] : j.mean[c];
-            j.s[c] = running ? (1 - m) * j.b[c] + m * unbiased : unbiased;
+            j.mean[c] = p->running ? (1 - m) * j.a[c] + m * j.mean[c] : j.mean[c];
+            j.s[c] = p->running ? (1 - m) * j.b[c] + m * unbiased : unbiased;
         }
     }
-    OM_TRY(channel_write(cx, j.mean, &a->out[1]));
-    return channel_write(cx, j.s, &a->out[2]);
+    channel_write(j.mean, &a->out[1]);
+    channel_write(j.s, &a->out[2]);
+    return OM_OK;
 }
 
 /* --- gradient ------------------------------------------------------------------------------------------ */
@@ -138,13 +160,15 @@ static void norm_grad_range(void *arg, int64_t c0, int64_t c1) {
 }
 
 om_status om_cpu_run_batch_norm_grad(om_ctx *cx, const om_args *a) {
-    const om_tensor *x = &a->in[1];
-    norm_job j = {.x = x->data, .dy = a->in[0].data, .y = a->out[0].data, .batch = om_args_int(a, "training", 0) != 0};
-    norm_setup(&j, x, a->scratch);
-    OM_TRY(channel_read(cx, a, 2, j.c, 1, j.a));
-    OM_TRY(channel_read(cx, a, 3, j.c, 0, j.mean));
-    OM_TRY(channel_read(cx, a, 4, j.c, 1, j.rstd));
-    om_parallel_for(cx, j.c, norm_grain(&j), norm_grad_range, &j);
-    OM_TRY(channel_write(cx, j.t, &a->out[1]));
-    return channel_write(cx, j.s, &a->out[2]);
+    const norm_prep *p = a->prep;
+    norm_job j = p->j;
+    j.x = a->in[1].data, j.dy = a->in[0].data, j.y = a->out[0].data;
+    norm_at(&j, a->scratch);
+    channel_read(a, 2, j.c, 1, j.a);
+    channel_read(a, 3, j.c, 0, j.mean);
+    channel_read(a, 4, j.c, 1, j.rstd);
+    om_parallel_for(cx, j.c, p->grain, norm_grad_range, &j);
+    channel_write(j.t, &a->out[1]);
+    channel_write(j.s, &a->out[2]);
+    return OM_OK;
 }

@@ -7,56 +7,51 @@
  *   - when the destination runs along one axis and the source along another, tiles are transposed in registers;
  *   - everything else, and every conversion, is a strided line.
  * The work is cut into items (outer index, piece of the innermost axis), split among threads. Offsets advance by
- * additions; divisions happen once per item range. Overlapping source and destination are not supported.
+ * additions; divisions happen once per item range. Overlapping source and destination are not supported. What sizes and
+ * strides decide is a job, made once per plan where an operator has one to keep it in; om_copy makes it anew.
  */
 #include "cpu/copy.h"
-#include "graph/engine.h"
 
 enum { COPY_PIECE = 1 << 14, /* elements of a line done at once by one thread */
        COPY_TILE = 64 };     /* elements of the source's run in one transposed strip */
 
-typedef struct copy_job {
-    int n_outer;                                    /* axes 0..n_outer-1 are walked by odometer */
-    /* bytes; axis n_outer = line; with tile: axis n_outer + 1 = the other */
-    int64_t dim[OM_RANK], ss[OM_RANK], ds[OM_RANK];
-    int64_t piece, n_pieces;
+typedef struct copy_run {
+    const om_copy_job *j;
     const char *src;
     char *dst;
-    om_copy_line line;
-    om_copy_tile tile;
-    int64_t size;                                   /* bytes of an element, when tile is set */
-} copy_job;
+} copy_run;
 
 static void copy_range(void *arg, int64_t begin, int64_t end) {
-    const copy_job *j = arg;
+    const copy_run *r = arg;
+    const om_copy_job *j = r->j;
+    const om_copy_axis *axis = j->axis, *line = &axis[j->n_outer], *other = line + 1; /* other: with tile */
     int64_t at[OM_RANK], rest = begin / j->n_pieces, p = begin % j->n_pieces, so = 0, d = 0;
-    const int L = j->n_outer;
-    for (int i = L - 1; i >= 0; i--) {
-        at[i] = rest % j->dim[i];
-        rest /= j->dim[i];
-        so += at[i] * j->ss[i];
-        d += at[i] * j->ds[i];
+    for (int i = j->n_outer - 1; i >= 0; i--) {
+        at[i] = rest % axis[i].n;
+        rest /= axis[i].n;
+        so += at[i] * axis[i].src;
+        d += at[i] * axis[i].dst;
     }
     for (int64_t item = begin; item < end; item++) {
-        int64_t i0 = p * j->piece, n = j->dim[L] - i0 < j->piece ? j->dim[L] - i0 : j->piece;
-        const char *s = j->src + so + i0 * j->ss[L];
-        char *t = j->dst + d + i0 * j->ds[L];
+        int64_t i0 = p * j->piece, n = line->n - i0 < j->piece ? line->n - i0 : j->piece;
+        const char *s = r->src + so + i0 * line->src;
+        char *t = r->dst + d + i0 * line->dst;
         if (!j->tile) {
-            j->line(s, j->ss[L], t, j->ds[L], n);
+            j->line(s, line->src, t, line->dst, n);
         } else { /* line axis: contiguous in src; the other, contiguous in dst, in strips that stay in L1 */
-            for (int64_t b = 0; b < j->dim[L + 1]; b += COPY_TILE) {
-                int64_t nb = j->dim[L + 1] - b < COPY_TILE ? j->dim[L + 1] - b : COPY_TILE;
-                j->tile(s + b * j->ss[L + 1], j->ss[L + 1], t + b * j->size, j->ds[L], n, nb);
+            for (int64_t b = 0; b < other->n; b += COPY_TILE) {
+                int64_t nb = other->n - b < COPY_TILE ? other->n - b : COPY_TILE;
+                j->tile(s + b * other->src, other->src, t + b * j->size, line->dst, n, nb);
             }
         }
         if (++p < j->n_pieces) continue;
         p = 0;
-        for (int i = L - 1; i >= 0; i--) {
-            so += j->ss[i];
-            d += j->ds[i];
-            if (++at[i] < j->dim[i]) break;
-            so -= j->ss[i] * j->dim[i];
-            d -= j->ds[i] * j->dim[i];
+        for (int i = j->n_outer - 1; i >= 0; i--) {
+            so += axis[i].src;
+            d += axis[i].dst;
+            if (++at[i] < axis[i].n) break;
+            so -= axis[i].src * axis[i].n;
+            d -= axis[i].dst * axis[i].n;
             at[i] = 0;
         }
     }
@@ -66,17 +61,20 @@ static int copy_log2(int64_t size) {
     return size == 1 ? 0 : size == 2 ? 1 : size == 4 ? 2 : size == 8 ? 3 : size == 16 ? 4 : -1;
 }
 
-static void copy_swap(copy_job *j, int a, int b) {
-#define SWAP(v) do { int64_t t_ = (v)[a]; (v)[a] = (v)[b]; (v)[b] = t_; } while (0)
-    SWAP(j->dim);
-    SWAP(j->ss);
-    SWAP(j->ds);
-#undef SWAP
+static void copy_swap(om_copy_axis *a, om_copy_axis *b) {
+    const om_copy_axis t = *a;
+    *a = *b;
+    *b = t;
 }
 
 static int64_t copy_abs(int64_t x) { return x < 0 ? -x : x; }
 
-om_status om_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
+/* a belongs outside b: the larger destination stride, then the larger source stride */
+static bool copy_outer(const om_copy_axis *a, const om_copy_axis *b) {
+    return a->dst > b->dst || (a->dst == b->dst && copy_abs(a->src) >= copy_abs(b->src));
+}
+
+om_status om_copy_prepare(om_ctx *cx, const om_tensor *src, const om_tensor *dst, om_copy_axis *axis, om_copy_job *j) {
     bool same = src->rank == dst->rank;
     for (int i = 0; i < src->rank && same; i++) same = src->dim[i] == dst->dim[i];
     if (!same)
@@ -88,74 +86,84 @@ om_status om_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
         return om_fail(cx, OM_UNSUPPORTED, "copy from %s to %s: only numbers can be copied", om_dtype_name(src->dtype),
                        om_dtype_name(dst->dtype));
 
+    *j = (om_copy_job){.axis = axis};
     if (om_numel(src) == 0) return OM_OK;
-    copy_job j = {.src = src->data, .dst = dst->data};
     int nd = 0;
     for (int i = 0; i < src->rank; i++) {
         if (src->dim[i] == 1) continue;
-        j.dim[nd] = src->dim[i];
-        j.ss[nd] = src->stride[i] * from;
-        j.ds[nd] = dst->stride[i] * to;
-        if (j.ds[nd] < 0) {
-            j.src += j.ss[nd] * (j.dim[nd] - 1);
-            j.dst += j.ds[nd] * (j.dim[nd] - 1);
-            j.ss[nd] = -j.ss[nd];
-            j.ds[nd] = -j.ds[nd];
+        om_copy_axis x = {src->dim[i], src->stride[i] * from, dst->stride[i] * to};
+        if (x.dst < 0) {
+            j->src_at += x.src * (x.n - 1);
+            j->dst_at += x.dst * (x.n - 1);
+            x.src = -x.src;
+            x.dst = -x.dst;
         }
-        nd++;
+        axis[nd++] = x;
     }
-    for (int i = 1; i < nd; i++) /* insertion sort: largest destination stride outermost */
-        for (int p = i;
-             p > 0 && (j.ds[p - 1] < j.ds[p] || (j.ds[p - 1] == j.ds[p] && copy_abs(j.ss[p - 1]) < copy_abs(j.ss[p])));
-             p--)
-            copy_swap(&j, p - 1, p);
+    for (int i = 1; i < nd; i++) /* insertion sort */
+        for (int p = i; p > 0 && !copy_outer(&axis[p - 1], &axis[p]); p--) copy_swap(&axis[p - 1], &axis[p]);
     int m = 0; /* merge */
     for (int i = 1; i < nd; i++) {
-        if (j.ds[m] == j.ds[i] * j.dim[i] && j.ss[m] == j.ss[i] * j.dim[i]) {
-            j.dim[m] *= j.dim[i];
-        } else {
-            m++;
-            j.dim[m] = j.dim[i];
-        }
-        j.ss[m] = j.ss[i];
-        j.ds[m] = j.ds[i];
+        om_copy_axis *a = &axis[m], *b = &axis[i];
+        if (a->dst == b->dst * b->n && a->src == b->src * b->n) *a = (om_copy_axis){a->n * b->n, b->src, b->dst};
+        else axis[++m] = *b;
     }
     nd = nd ? m + 1 : 0;
-    if (!nd) j.dim[nd] = 1, j.ss[nd] = from, j.ds[nd] = to, nd = 1;
+    if (!nd) axis[nd++] = (om_copy_axis){1, from, to};
 
     int64_t total = 1;
-    for (int i = 0; i < nd; i++) total *= j.dim[i];
-    int64_t size = from;
-    j.n_outer = nd - 1;
+    for (int i = 0; i < nd; i++) total *= axis[i].n;
+    j->size = from;
+    j->n_outer = nd - 1;
     if (src->dtype != dst->dtype) {
-        j.line = k->convert[src->dtype][dst->dtype];
+        j->line = k->convert[src->dtype][dst->dtype];
     } else {
-        int64_t run = j.ss[nd - 1] == size && j.ds[nd - 1] == size ? j.dim[nd - 1] * size : 0;
+        const om_copy_axis *last = &axis[nd - 1];
+        int64_t run = last->src == from && last->dst == from ? last->n * from : 0;
         if (nd > 1 && run && copy_log2(run) >= 0) { /* a short run is one bigger element */
-            total /= j.dim[nd - 1];
-            size = run;
+            total /= last->n;
+            j->size = run;
             nd--;
-            j.n_outer = nd - 1;
+            last--;
+            j->n_outer = nd - 1;
         }
-        j.line = k->move[copy_log2(size)];
-        if (j.ds[nd - 1] == size && j.ss[nd - 1] != size && j.dim[nd - 1] >= 8 && nd < OM_RANK)
+        j->line = k->move[copy_log2(j->size)];
+        if (last->dst == j->size && last->src != j->size && last->n >= 8 && nd < OM_RANK)
             for (int i = 0; i < nd - 1; i++)
-                if (j.ss[i] == size && j.dim[i] >= 8) { /* src runs along i, dst along nd - 1 */
-                    for (int p = i; p < nd - 2; p++) copy_swap(&j, p, p + 1);
-                    j.tile = k->tile[copy_log2(size)];
-                    j.n_outer = nd - 2;
+                if (axis[i].src == j->size && axis[i].n >= 8) { /* src runs along i, dst along nd - 1 */
+                    for (int p = i; p < nd - 2; p++) copy_swap(&axis[p], &axis[p + 1]);
+                    j->tile = k->tile[copy_log2(j->size)];
+                    j->n_outer = nd - 2;
                     break;
                 }
     }
-    const int L = j.n_outer;
-    j.size = size;
-    j.piece = j.tile ? COPY_TILE : COPY_PIECE;
-    if (j.piece > j.dim[L]) j.piece = j.dim[L];
-    j.n_pieces = (j.dim[L] + j.piece - 1) / j.piece;
-    int64_t items = j.n_pieces;
-    for (int i = 0; i < L; i++) items *= j.dim[i];
-    int64_t per_item = total / items > 0 ? total / items : 1;
-    int64_t grain = 2 * COPY_PIECE / per_item;
-    om_parallel_for(cx, items, grain < 1 ? 1 : grain, copy_range, &j);
+    j->n_axis = nd;
+    const om_copy_axis *line = &axis[j->n_outer];
+    j->piece = j->tile ? COPY_TILE : COPY_PIECE;
+    if (j->piece > line->n) j->piece = line->n;
+    j->n_pieces = (line->n + j->piece - 1) / j->piece;
+    j->items = j->n_pieces;
+    for (int i = 0; i < j->n_outer; i++) j->items *= axis[i].n;
+    int64_t per_item = total / j->items > 0 ? total / j->items : 1;
+    j->grain = 2 * COPY_PIECE / per_item;
+    if (j->grain < 1) j->grain = 1;
+    return OM_OK;
+}
+
+bool om_copy_keep(om_arena *mem, om_copy_job *j) {
+    return (j->axis = om_arena_copy(mem, j->axis, (size_t)j->n_axis * sizeof *j->axis));
+}
+
+void om_copy_run(om_ctx *cx, const om_copy_job *j, const void *src, void *dst) {
+    if (!j->items) return;
+    copy_run r = {j, (const char *)src + j->src_at, (char *)dst + j->dst_at};
+    om_parallel_for(cx, j->items, j->grain, copy_range, &r);
+}
+
+om_status om_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
+    om_copy_axis axis[OM_RANK];
+    om_copy_job j;
+    OM_TRY(om_copy_prepare(cx, src, dst, axis, &j));
+    om_copy_run(cx, &j, src->data, dst->data);
     return OM_OK;
 }

@@ -4,7 +4,7 @@
 #define OM_COPY_H
 
 #include "cpu/kernels_isa.h"
-#include "ortmodule.h"
+#include "graph/engine.h"
 
 enum { OM_COPY_SIZES = 5 }; /* element sizes 1, 2, 4, 8, 16 bytes: index = log2 */
 
@@ -19,5 +19,26 @@ struct om_copy_kernels {
     om_copy_line convert[OM_N_DTYPES][OM_N_DTYPES]; /* [from][to], torch's rules */
 };
 OM_DECLARE_ISA(struct om_copy_kernels, om_copy);
+
+/* --- om_copy in two steps: once per plan, and every step ------------------------------------------------ */
+
+typedef struct om_copy_axis { int64_t n, src, dst; } om_copy_axis; /* strides in bytes */
+
+typedef struct om_copy_job {            /* everything but addresses */
+    /* axes [0, n_outer) are walked by odometer; axis n_outer = line; with tile: axis n_outer + 1 = the other */
+    const om_copy_axis *axis;
+    int n_axis, n_outer;
+    int64_t src_at, dst_at;             /* where the first element lies, bytes */
+    int64_t size;                       /* bytes of an element, when tile is set */
+    int64_t piece, n_pieces;            /* elements of a line done at once by one thread */
+    int64_t items, grain;               /* 0 items: nothing to copy */
+    om_copy_line line;
+    om_copy_tile tile;
+} om_copy_job;
+
+/* src and dst: sizes, strides and dtypes; j->axis becomes `axis` (OM_RANK entries of the caller's). */
+om_status om_copy_prepare(om_ctx *cx, const om_tensor *src, const om_tensor *dst, om_copy_axis *axis, om_copy_job *j);
+bool om_copy_keep(om_arena *mem, om_copy_job *j); /* moves its axes to `mem` */
+void om_copy_run(om_ctx *cx, const om_copy_job *j, const void *src, void *dst);
 
 #endif

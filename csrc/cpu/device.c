@@ -1,4 +1,4 @@
-/* device.c - the CPU as a device: its table of operators, generated from cpu.def and ops/pointwise.def. */
+/* device.c - the CPU as a device: its table of operators, generated from cpu.def and graph/pointwise.def. */
 #include "cpu/blocks.h"
 #include "cpu/cpu.h"
 #include "cpu/strip.h"
@@ -20,9 +20,9 @@ static const om_row rows[OM_N_OPS] = {
     [OM_OP_##op] = {dense, inplace, om_cpu_scratch_##scratch, om_cpu_prepare_##prepare, om_cpu_run_##run},
 #include "cpu/cpu.def"
 #undef ROW
-#define PW(op, arity, rule, fx, ix, grad, doc) \
+#define PW(op, arity, rule, fx, ix, grad, ...) \
     [OM_OP_##op] = {0, (1u << arity) - 1, om_cpu_scratch_none, om_cpu_prepare_strip, om_cpu_run_strip},
-#include "ops/pointwise.def"
+#include "graph/pointwise.def"
 #undef PW
 };
 

@@ -1,6 +1,7 @@
 /* gather.c - ops/gather.c on the CPU.
  *
- * Every index is checked before it is used; one outside is an error that names it, its position and what is allowed.
+ * Every index is checked before it is used; one outside is noted as a fault (cpu/fault.h) and stands for row 0, or is
+ * passed over. Sizes, strides and the cut into pieces are worked out once per plan; a run reads indices and addresses.
  * No atomics, and the same bits whatever the number of threads:
  *   - gather, gather_nd: indices become row offsets, then rows are copied in parallel.
  *   - gather_grad, scatter_nd: the rows to write are sorted, stably, by target (counting sort, or merge sort where
@@ -10,17 +11,38 @@
  */
 #include "cpu/cpu.h"
 #include "cpu/copy.h"
+#include "cpu/fault.h"
 #include "cpu/gather_rows.h"
 #include "graph/half.h"
 #include "cpu/walk.h"
 
-static int64_t index_at(const om_tensor *idx, int64_t element) {
-    return idx->dtype == OM_I64 ? ((const int64_t *)idx->data)[element] : ((const int32_t *)idx->data)[element];
+typedef struct index_list { /* a dense operand of indices into an axis of `limit` entries */
+    int64_t count, limit;
+    bool wide;              /* i64 */
+} index_list;
+
+static index_list index_list_of(const om_tensor *idx, int64_t limit) {
+    return (index_list){om_numel(idx), limit, idx->dtype == OM_I64};
 }
 
-static om_status index_fail(om_ctx *cx, const om_args *a, int64_t value, int64_t position, int64_t allowed) {
-    return om_fail(cx, OM_INVALID, "%s: index %lld at position %lld is out of range; 0 to %lld are allowed",
-                   a->node->op->name, (long long)value, (long long)position, (long long)allowed - 1);
+static int64_t index_read(const void *idx, bool wide, int64_t i) {
+    return wide ? ((const int64_t *)idx)[i] : ((const int32_t *)idx)[i];
+}
+
+/* to[i] = index i times `scale`; one outside counts as 0. False: there are no entries to name. */
+static bool index_scaled(const om_args *a, const index_list *x, int64_t scale, int64_t *to) {
+    const void *idx = a->in[1].data;
+    bool good = true;
+    for (int64_t i = 0; i < x->count; i++) {
+        int64_t v = index_read(idx, x->wide, i);
+        if (!om_index_fits(v, x->limit)) {
+            if (good) om_fault_note(a->fault, OM_FAULT_INDEX, v, i, x->limit);
+            good = false;
+            v = 0;
+        }
+        to[i] = v * scale;
+    }
+    return good || x->limit > 0;
 }
 
 static int size_log2(int64_t size) { return size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0; }
@@ -35,6 +57,8 @@ typedef struct rows_job {
     int size_log2;
     om_walk outer, inner;    /* x's axes before and after the gathered ones, in bytes; inner without its last axis */
     int64_t n_last, s_last;  /* last inner axis */
+    int64_t items, grain;
+    om_copy_line line;
     bool dense_row;
 } rows_job;
 
@@ -42,7 +66,6 @@ static void rows_range(void *arg, int64_t begin, int64_t end) {
     const rows_job *j = arg;
     om_walk outer = j->outer, inner = j->inner;
     const int64_t size = (int64_t)1 << j->size_log2;
-    om_copy_line line = OM_PICK(om_copy)->move[j->size_log2];
     walk_seek(&outer, begin / j->count);
     int64_t k = begin % j->count, n_lines = walk_count(&inner);
     for (int64_t i = begin; i < end; i++) {
@@ -58,7 +81,7 @@ static void rows_range(void *arg, int64_t begin, int64_t end) {
         } else {
             walk_seek(&inner, 0);
             for (int64_t l = 0; l < n_lines; l++, walk_next(&inner))
-                line(x + inner.off[0], j->s_last, y + l * j->n_last * size, size, j->n_last);
+                j->line(x + inner.off[0], j->s_last, y + l * j->n_last * size, size, j->n_last);
         }
         if (++k == j->count) {
             k = 0;
@@ -68,36 +91,43 @@ static void rows_range(void *arg, int64_t begin, int64_t end) {
 }
 
 /* y (outer, count, inner) = rows of x; axes [0, n_outer) and [first_inner, rank) of x are kept. */
-static void rows_copy(om_ctx *cx, const om_tensor *x, int n_outer, int first_inner, const int64_t *offset,
-                      int64_t count, om_tensor *y) {
-    int64_t size = (int64_t)om_dtype_size(x->dtype);
-    rows_job j = {
-        .x = x->data, .y = y->data, .offset = offset, .count = count, .row_size = size, .size_log2 = size_log2(size)};
-    if (!om_numel(y)) return;
-    j.outer.rank = n_outer;
-    j.outer.n = j.inner.n = 1;
-    for (int i = 0; i < n_outer; i++) {
-        j.outer.dim[i] = x->dim[i];
-        j.outer.stride[0][i] = x->stride[i] * size;
-    }
-    j.dense_row = true;
-    j.n_last = 1;
+static om_status rows_prepare(om_ctx *cx, om_arena *mem, const om_tensor *x, int n_outer, int first_inner,
+                              int64_t count, const om_tensor *y, rows_job *j) {
+    const int64_t size = (int64_t)om_dtype_size(x->dtype);
+    om_walk_axis *axis = om_arena_alloc(mem, (size_t)(n_outer + x->rank - first_inner + 1) * sizeof *axis);
+    if (!axis) return cx->status;
+    *j = (rows_job){.count = count,
+                    .row_size = size,
+                    .size_log2 = size_log2(size),
+                    .outer = {.rank = n_outer, .n = 1, .axis = axis},
+                    .inner = {.n = 1, .axis = axis + n_outer},
+                    .n_last = 1,
+                    .line = OM_PICK(om_copy)->move[size_log2(size)],
+                    .dense_row = true};
+    for (int i = 0; i < n_outer; i++) *axis++ = (om_walk_axis){x->dim[i], {x->stride[i] * size}};
+    if (!om_numel(y)) return OM_OK;
     int last = -1;
     for (int i = x->rank - 1; i >= first_inner; i--) {
         if (x->dim[i] == 1) continue;
-        j.dense_row &= x->stride[i] * size == j.row_size;
-        j.row_size *= x->dim[i];
+        j->dense_row &= x->stride[i] * size == j->row_size;
+        j->row_size *= x->dim[i];
         if (last < 0) last = i;
     }
     if (last >= 0) {
-        j.n_last = x->dim[last];
-        j.s_last = x->stride[last] * size;
-        for (int i = first_inner; i < last; i++) {
-            j.inner.dim[j.inner.rank] = x->dim[i];
-            j.inner.stride[0][j.inner.rank++] = x->stride[i] * size;
-        }
+        j->n_last = x->dim[last];
+        j->s_last = x->stride[last] * size;
+        for (int i = first_inner; i < last; i++)
+            axis[j->inner.rank++] = (om_walk_axis){x->dim[i], {x->stride[i] * size}};
     }
-    om_parallel_for(cx, walk_count(&j.outer) * count, 1 + 65536 / j.row_size, rows_range, &j);
+    j->items = walk_count(&j->outer) * count;
+    j->grain = 1 + 65536 / j->row_size;
+    return OM_OK;
+}
+
+static void rows_copy(om_ctx *cx, const rows_job *form, const om_args *a) {
+    rows_job j = *form;
+    j.x = a->in[0].data, j.y = a->out[0].data, j.offset = a->scratch;
+    om_parallel_for(cx, j.items, j.grain, rows_range, &j);
 }
 
 /* --- rows by target: gather_grad, scatter_nd ------------------------------------------------------------ */
@@ -148,6 +178,7 @@ typedef struct put_job {
     bool zero;
     bool add;
     om_sum_rows_fn sum;
+    int64_t items, grain;
 } put_job;
 
 /* Items: (outer, piece, target). */
@@ -186,51 +217,77 @@ static void put_range(void *arg, int64_t begin, int64_t end) {
     }
 }
 
-static void put_run(om_ctx *cx, put_job *j, int64_t outer) {
+/* How the rows are shared out; j->t.count: all sources. */
+static void put_prepare(om_ctx *cx, put_job *j, int64_t outer) {
     /* few targets: cut rows too, so that every thread gets a share */
     const int64_t share = j->n_targets * outer > 0
                               ? (4 * om_num_threads(cx) + j->n_targets * outer - 1) / (j->n_targets * outer)
                               : 1;
     j->piece = (j->row_size / share + 511) & ~(int64_t)511;
     if (share == 1 || j->piece > j->row_size || j->piece == 0) j->piece = j->row_size;
-    j->n_pieces = (j->row_size + j->piece - 1) / j->piece;
-    int64_t items = outer * j->n_pieces * j->n_targets,
-            work = outer * (j->t.count + (j->zero ? j->n_targets : 0)) * j->row_size;
-    int64_t per_item = work / (items ? items : 1) + 1;
-    om_parallel_for(cx, items, 1 + 65536 / per_item, put_range, j);
+    j->n_pieces = j->piece ? (j->row_size + j->piece - 1) / j->piece : 0;
+    j->items = outer * j->n_pieces * j->n_targets;
+    const int64_t work = outer * (j->t.count + (j->zero ? j->n_targets : 0)) * j->row_size;
+    j->grain = 1 + 65536 / (work / (j->items ? j->items : 1) + 1);
 }
 
-/* The output may lie where an operand lies that is read at other places too: then that one is read from a copy, which
- * the caller frees. */
-static om_status source_apart(om_ctx *cx, const om_tensor *src, const om_tensor *y, om_tensor *own) {
-    *own = *src;
-    if (src->data != y->data || !om_numel(src)) return OM_OK;
-    om_dense_strides(own);
-    own->data = om_alloc(cx, (size_t)om_numel(src) * om_dtype_size(src->dtype));
-    return own->data ? om_copy(cx, src, own) : cx->status;
+/* scratch: order, target, room for the sort */
+static void put_at(put_job *j, const void *src, const om_args *a) {
+    j->src = src, j->y = a->out[0].data;
+    j->t.order = a->scratch, j->t.target = j->t.order + j->t.count;
+}
+
+/* What an operator that adds to an operand, or writes into it, begins with: a copy of it, where the plan has not laid
+ * both into one place. */
+typedef struct base_copy { om_copy_job job; } base_copy;
+
+static om_status base_prepare(om_ctx *cx, om_arena *mem, const om_tensor *base, const om_tensor *y, base_copy *b) {
+    om_copy_axis axis[OM_RANK];
+    OM_TRY(om_copy_prepare(cx, base, y, axis, &b->job));
+    return !b->job.items || om_copy_keep(mem, &b->job) ? OM_OK : cx->status;
+}
+
+static void base_run(om_ctx *cx, const base_copy *b, const om_tensor *base, const om_tensor *y) {
+    if (base->data != y->data) om_copy_run(cx, &b->job, base->data, y->data);
 }
 
 /* --- gather ------------------------------------------------------------------------------------------- */
+
+typedef struct gather_prep {
+    index_list idx;
+    int64_t stride; /* bytes between entries of the axis */
+    rows_job rows;
+} gather_prep;
 
 int64_t om_cpu_scratch_gather(om_ctx *cx, const om_args *a) {
     (void)cx;
     return 8 * om_numel(&a->in[1]);
 }
 
-om_status om_cpu_run_gather(om_ctx *cx, const om_args *a) {
+om_status om_cpu_prepare_gather(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
     const om_tensor *x = &a->in[0], *idx = &a->in[1];
-    int axis = (int)om_args_int(a, "axis", 0);
-    int64_t *offset = a->scratch, count = om_numel(idx), stride = x->stride[axis] * (int64_t)om_dtype_size(x->dtype);
-    for (int64_t i = 0; i < count; i++) {
-        int64_t v = index_at(idx, i);
-        if (v < 0 || v >= x->dim[axis]) return index_fail(cx, a, v, i, x->dim[axis]);
-        offset[i] = v * stride;
-    }
-    rows_copy(cx, x, axis, axis + 1, offset, count, &a->out[0]);
+    const int axis = (int)om_args_int(a, "axis", 0);
+    gather_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    p->idx = index_list_of(idx, x->dim[axis]);
+    p->stride = x->stride[axis] * (int64_t)om_dtype_size(x->dtype);
+    return rows_prepare(cx, mem, x, axis, axis + 1, p->idx.count, &a->out[0], &p->rows);
+}
+
+om_status om_cpu_run_gather(om_ctx *cx, const om_args *a) {
+    const gather_prep *p = a->prep;
+    if (index_scaled(a, &p->idx, p->stride, a->scratch)) rows_copy(cx, &p->rows, a);
     return OM_OK;
 }
 
 /* --- gather_grad ---------------------------------------------------------------------------------------- */
+
+typedef struct gather_grad_prep {
+    index_list idx;
+    put_job put;
+    base_copy base;
+    int64_t padding;
+} gather_grad_prep;
 
 int64_t om_cpu_scratch_gather_grad(om_ctx *cx, const om_args *a) {
     (void)cx;
@@ -238,39 +295,45 @@ int64_t om_cpu_scratch_gather_grad(om_ctx *cx, const om_args *a) {
     return 16 * count + targets_extra(count, a->out[0].dim[om_args_int(a, "axis", 0)]);
 }
 
-om_status om_cpu_run_gather_grad(om_ctx *cx, const om_args *a) {
-    const om_tensor *dy = &a->in[0], *idx = &a->in[1];
-    om_tensor *y = &a->out[0];
-    int axis = (int)om_args_int(a, "axis", 0);
+om_status om_cpu_prepare_gather_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const om_tensor *dy = &a->in[0], *idx = &a->in[1], *y = &a->out[0];
+    const int axis = (int)om_args_int(a, "axis", 0);
     const bool base = a->n_in > 2 && a->in[2].dtype;
-    int64_t padding = om_args_int(a, "padding_idx", -1), count = om_numel(idx), outer = 1,
-            size = (int64_t)om_dtype_size(dy->dtype);
-    put_job j = {.src = dy->data,
-                 .n_src = count,
-                 .y = y->data,
-                 .n_targets = y->dim[axis],
-                 .row_size = size,
-                 .size = size,
-                 .zero = !base,
-                 .add = true,
-                 .sum = OM_PICK(om_gather)->sum[dy->dtype]};
+    const int64_t size = (int64_t)om_dtype_size(dy->dtype);
+    int64_t outer = 1;
+    gather_grad_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    p->idx = index_list_of(idx, y->dim[axis]);
+    p->padding = om_args_int(a, "padding_idx", -1);
+    p->put = (put_job){.t = {.count = p->idx.count},
+                       .n_src = p->idx.count,
+                       .n_targets = y->dim[axis],
+                       .row_size = size,
+                       .size = size,
+                       .zero = !base,
+                       .add = true,
+                       .sum = OM_PICK(om_gather)->sum[dy->dtype]};
     for (int i = 0; i < axis; i++) outer *= y->dim[i];
-    for (int i = axis + 1; i < y->rank; i++) j.row_size *= y->dim[i];
-    j.t = (targets){.order = a->scratch, .target = (int64_t *)a->scratch + count, .count = count};
-    for (int64_t i = 0; i < count; i++) {
-        int64_t v = j.t.target[i] = index_at(idx, i);
-        if (v < 0 || v >= j.n_targets) return index_fail(cx, a, v, i, j.n_targets);
-    }
-    if (!om_numel(y)) return OM_OK;
-    if (base && a->in[2].data != y->data) OM_TRY(om_copy(cx, &a->in[2], y));
-    targets_sort(&j.t, j.n_targets, j.t.target + count);
-    if (padding >= 0 && padding < j.n_targets) { /* its sources count as not there */
+    for (int i = axis + 1; i < y->rank; i++) p->put.row_size *= y->dim[i];
+    put_prepare(cx, &p->put, outer);
+    return base ? base_prepare(cx, mem, &a->in[2], y, &p->base) : OM_OK;
+}
+
+om_status om_cpu_run_gather_grad(om_ctx *cx, const om_args *a) {
+    const gather_grad_prep *p = a->prep;
+    put_job j = p->put;
+    put_at(&j, a->in[0].data, a);
+    index_scaled(a, &p->idx, 1, j.t.target);
+    if (!j.items) return OM_OK;
+    if (!j.zero) base_run(cx, &p->base, &a->in[2], &a->out[0]);
+    targets_sort(&j.t, j.n_targets, j.t.target + j.t.count);
+    if (om_index_fits(p->padding, j.n_targets)) { /* its sources count as not there */
         int64_t k = 0;
-        for (int64_t i = 0; i < count; i++)
-            if (j.t.target[j.t.order[i]] != padding) j.t.order[k++] = j.t.order[i];
+        for (int64_t i = 0; i < p->idx.count; i++)
+            if (j.t.target[j.t.order[i]] != p->padding) j.t.order[k++] = j.t.order[i];
         j.t.count = k;
     }
-    put_run(cx, &j, outer);
+    om_parallel_for(cx, j.items, j.grain, put_range, &j);
     return OM_OK;
 }
 
@@ -279,14 +342,16 @@ om_status om_cpu_run_gather_grad(om_ctx *cx, const om_args *a) {
 typedef struct elements_job {
     const char *idx, *src;     /* src: read; y: written */
     char *y;
-    /* axes but `axis` and the last; [0] addressed tensor (axis stride 0), [1] idx, [2] the other */
+    om_fault *fault;
+    /* axes but `axis` and the last; [0] addressed tensor, [1] idx, [2] the other, [3] position in idx */
     om_walk w;
     int64_t rows, cols, limit; /* along axis, along the last axis (1 when axis is the last), allowed indices */
     int64_t a_axis, a_col, i_row, i_col, o_row, o_col; /* strides of addressed, idx, other; bytes */
+    int64_t p_row, p_col;      /* of positions */
     int64_t piece, n_pieces;   /* columns per item */
+    int64_t items, grain;
     int size_log2, dtype;
     bool wide, scatter, add;   /* wide: i64 indices */
-    int bad;                   /* set when an index is out of range */
 } elements_job;
 
 #define ADD_AS(T)                                                                                   \
@@ -328,10 +393,10 @@ static inline void element_set(int size_log2, char *to, const char *from) {
 }
 
 static void elements_range(void *arg, int64_t begin, int64_t end) {
-    elements_job *j = arg;
+    const elements_job *j = arg;
     om_walk w = j->w;
     walk_seek(&w, begin / j->n_pieces);
-    int64_t p = begin % j->n_pieces, bad = 0;
+    int64_t p = begin % j->n_pieces;
     for (int64_t item = begin; item < end; item++) {
         int64_t c0 = p * j->piece, c1 = c0 + j->piece < j->cols ? c0 + j->piece : j->cols;
         for (int64_t r = 0; r < j->rows; r++) {
@@ -343,8 +408,8 @@ static void elements_range(void *arg, int64_t begin, int64_t end) {
                 int32_t v32;
                 if (j->wide) memcpy(&v, ix, 8);
                 else memcpy(&v32, ix, 4), v = v32;
-                if (v < 0 || v >= j->limit) {
-                    bad = 1;
+                if (!om_index_fits(v, j->limit)) {
+                    om_fault_note(j->fault, OM_FAULT_INDEX, v, w.off[3] + r * j->p_row + c * j->p_col, j->limit);
                 } else if (!j->scatter) {
                     element_set(j->size_log2, y, s + v * j->a_axis);
                 } else if (j->add) {
@@ -361,12 +426,11 @@ static void elements_range(void *arg, int64_t begin, int64_t end) {
             walk_next(&w);
         }
     }
-    if (bad) __atomic_store_n(&j->bad, 1, __ATOMIC_RELAXED);
 }
 
 /* gather: other = addressed[idx]; scatter: addressed[idx] = other */
-static om_status elements_run(om_ctx *cx, const om_args *a, const om_tensor *addressed, const om_tensor *other,
-                              bool scatter, bool add) {
+static om_status elements_prepare(om_ctx *cx, om_arena *mem, const om_args *a, const om_tensor *addressed,
+                                  const om_tensor *other, bool scatter, elements_job *j) {
     const om_tensor *idx = &a->in[1];
     const int axis = (int)om_args_int(a, "axis", 0), r = idx->rank, last = r - 1;
     const int64_t size = (int64_t)om_dtype_size(other->dtype), isize = (int64_t)om_dtype_size(idx->dtype);
@@ -374,86 +438,83 @@ static om_status elements_run(om_ctx *cx, const om_args *a, const om_tensor *add
         OM_CHECK(cx, i == axis || idx->dim[i] <= addressed->dim[i],
                  "%s: indices have size %lld along axis %d, data only %lld", a->node->op->name, (long long)idx->dim[i],
                  i, (long long)addressed->dim[i]);
+    *j = (elements_job){.rows = idx->dim[axis],
+                        .cols = 1,
+                        .limit = addressed->dim[axis],
+                        .a_axis = addressed->stride[axis] * size,
+                        .i_row = idx->stride[axis] * isize,
+                        .o_row = other->stride[axis] * size,
+                        .size_log2 = size_log2(size),
+                        .dtype = other->dtype,
+                        .wide = idx->dtype == OM_I64,
+                        .scatter = scatter,
+                        .add = scatter && om_args_int(a, "reduce", 0) == 1};
     if (!om_numel(idx)) return OM_OK;
-    elements_job j = {.idx = idx->data,
-                      .src = scatter ? other->data : addressed->data,
-                      .y = scatter ? addressed->data : other->data,
-                      .rows = idx->dim[axis],
-                      .cols = 1,
-                      .limit = addressed->dim[axis],
-                      .a_axis = addressed->stride[axis] * size,
-                      .i_row = idx->stride[axis] * isize,
-                      .o_row = other->stride[axis] * size,
-                      .size_log2 = size_log2(size),
-                      .dtype = other->dtype,
-                      .wide = idx->dtype == OM_I64,
-                      .scatter = scatter,
-                      .add = add};
-    j.w.n = 3;
+    om_tensor place = *idx; /* strides of positions */
+    om_dense_strides(&place);
+    om_walk_axis *w = om_arena_alloc(mem, (size_t)r * sizeof *w);
+    if (!(j->w.axis = w)) return cx->status;
+    j->w.n = 4;
+    j->p_row = place.stride[axis];
     for (int i = 0; i < r; i++) {
         if (i == axis) continue;
-        if (i == last) {
-            j.cols = idx->dim[i];
-            j.a_col = addressed->stride[i] * size;
-            j.i_col = idx->stride[i] * isize;
-            j.o_col = other->stride[i] * size;
-            continue;
-        }
-        int k = j.w.rank++;
-        j.w.dim[k] = idx->dim[i];
-        j.w.stride[0][k] = addressed->stride[i] * size;
-        j.w.stride[1][k] = idx->stride[i] * isize;
-        j.w.stride[2][k] = other->stride[i] * size;
+        const om_walk_axis x = {idx->dim[i], {addressed->stride[i] * size, idx->stride[i] * isize,
+                                              other->stride[i] * size, place.stride[i]}};
+        if (i == last)
+            j->cols = x.dim, j->a_col = x.stride[0], j->i_col = x.stride[1], j->o_col = x.stride[2],
+            j->p_col = x.stride[3];
+        else w[j->w.rank++] = x;
     }
-    j.piece = j.cols < 256 ? j.cols : 256;
-    j.n_pieces = (j.cols + j.piece - 1) / j.piece;
-    om_parallel_for(cx, walk_count(&j.w) * j.n_pieces, 1 + 16384 / (j.rows * j.piece), elements_range, &j);
-    if (!j.bad) return OM_OK;
-    om_walk all = {.rank = r, .n = 1}; /* slow way, to name the first one */
-    for (int i = 0; i < r; i++) {
-        all.dim[i] = idx->dim[i];
-        all.stride[0][i] = idx->stride[i];
-    }
-    walk_seek(&all, 0);
-    for (int64_t i = 0, n = walk_count(&all); i < n; i++, walk_next(&all)) {
-        int64_t v = index_at(idx, all.off[0]);
-        if (v < 0 || v >= j.limit) return index_fail(cx, a, v, i, j.limit);
-    }
-    return om_fail(cx, OM_INTERNAL, "%s: an index changed while it was read", a->node->op->name);
+    j->piece = j->cols < 256 ? j->cols : 256;
+    j->n_pieces = (j->cols + j->piece - 1) / j->piece;
+    j->items = walk_count(&j->w) * j->n_pieces;
+    j->grain = 1 + 16384 / (j->rows * j->piece);
+    return OM_OK;
+}
+
+static void elements_run(om_ctx *cx, const om_args *a, const elements_job *form, const void *src) {
+    elements_job j = *form;
+    j.idx = a->in[1].data, j.src = src, j.y = a->out[0].data, j.fault = a->fault;
+    om_parallel_for(cx, j.items, j.grain, elements_range, &j);
+}
+
+om_status om_cpu_prepare_gather_elements(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    elements_job *j = om_arena_alloc(mem, sizeof *j);
+    if (!(*prep = j)) return cx->status;
+    return elements_prepare(cx, mem, a, &a->in[0], &a->out[0], false, j);
 }
 
 om_status om_cpu_run_gather_elements(om_ctx *cx, const om_args *a) {
-    return elements_run(cx, a, &a->in[0], &a->out[0], false, false);
+    elements_run(cx, a, a->prep, a->in[0].data);
+    return OM_OK;
+}
+
+typedef struct scatter_prep {
+    base_copy base;
+    elements_job job;
+} scatter_prep;
+
+om_status om_cpu_prepare_scatter_elements(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    scatter_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    OM_TRY(base_prepare(cx, mem, &a->in[0], &a->out[0], &p->base));
+    return elements_prepare(cx, mem, a, &a->out[0], &a->in[2], true, &p->job);
 }
 
 om_status om_cpu_run_scatter_elements(om_ctx *cx, const om_args *a) {
-    om_tensor src;
-    OM_TRY(source_apart(cx, &a->in[2], &a->out[0], &src));
-    om_status s = a->out[0].data != a->in[0].data ? om_copy(cx, &a->in[0], &a->out[0]) : OM_OK;
-    if (s == OM_OK) s = elements_run(cx, a, &a->out[0], &src, true, om_args_int(a, "reduce", 0) == 1);
-    if (src.data != a->in[2].data) om_free(cx, src.data);
-    return s;
+    const scatter_prep *p = a->prep;
+    base_run(cx, &p->base, &a->in[0], &a->out[0]);
+    elements_run(cx, a, &p->job, a->in[2].data);
+    return OM_OK;
 }
 
 /* --- gather_nd, scatter_nd ---------------------------------------------------------------------------------- */
 
-/* to[i] = sum over j < k of idx[i][j] * stride[j]; checks every index against x's sizes */
-static om_status nd_offsets(om_ctx *cx, const om_args *a, const om_tensor *x, const int64_t *stride, int64_t *to,
-                            int64_t *count) {
-    const om_tensor *idx = &a->in[1];
-    int64_t k = idx->dim[idx->rank - 1];
-    *count = 1;
-    for (int i = 0; i < idx->rank - 1; i++) *count *= idx->dim[i];
-    for (int64_t i = 0; i < *count; i++) {
-        to[i] = 0;
-        for (int64_t d = 0; d < k; d++) {
-            int64_t v = index_at(idx, i * k + d);
-            if (v < 0 || v >= x->dim[d]) return index_fail(cx, a, v, i * k + d, x->dim[d]);
-            to[i] += v * stride[d];
-        }
-    }
-    return OM_OK;
-}
+typedef struct nd_index {
+    int64_t count, k;         /* tuples, and how long each is */
+    bool wide;
+    int64_t limit[OM_RANK], stride[OM_RANK];
+} nd_index;
 
 static int64_t nd_count(const om_args *a) {
     int64_t c = 1;
@@ -461,19 +522,64 @@ static int64_t nd_count(const om_args *a) {
     return c;
 }
 
+/* Into the first axes of x; strides by the caller. */
+static nd_index nd_index_of(const om_args *a, const om_tensor *x) {
+    const om_tensor *idx = &a->in[1];
+    nd_index n = {.count = nd_count(a), .k = idx->dim[idx->rank - 1], .wide = idx->dtype == OM_I64};
+    for (int64_t d = 0; d < n.k; d++) n.limit[d] = x->dim[d];
+    return n;
+}
+
+/* to[i] = sum over d < k of index[i][d] * stride[d]; one outside counts as 0. False: there are no entries to name. */
+static bool nd_offsets(const om_args *a, const nd_index *n, int64_t *to) {
+    const void *idx = a->in[1].data;
+    bool good = true, some = true;
+    for (int64_t d = 0; d < n->k; d++) some &= n->limit[d] > 0;
+    for (int64_t i = 0; i < n->count; i++) {
+        to[i] = 0;
+        for (int64_t d = 0; d < n->k; d++) {
+            int64_t v = index_read(idx, n->wide, i * n->k + d);
+            if (om_index_fits(v, n->limit[d])) {
+                to[i] += v * n->stride[d];
+            } else {
+                if (good) om_fault_note(a->fault, OM_FAULT_INDEX, v, i * n->k + d, n->limit[d]);
+                good = false;
+            }
+        }
+    }
+    return good || some;
+}
+
+typedef struct gather_nd_prep {
+    nd_index idx;
+    rows_job rows;
+} gather_nd_prep;
+
 int64_t om_cpu_scratch_gather_nd(om_ctx *cx, const om_args *a) {
     (void)cx;
     return 8 * nd_count(a);
 }
 
-om_status om_cpu_run_gather_nd(om_ctx *cx, const om_args *a) {
+om_status om_cpu_prepare_gather_nd(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
     const om_tensor *x = &a->in[0];
-    int64_t stride[OM_RANK], count;
-    for (int i = 0; i < x->rank; i++) stride[i] = x->stride[i] * (int64_t)om_dtype_size(x->dtype);
-    OM_TRY(nd_offsets(cx, a, x, stride, a->scratch, &count));
-    rows_copy(cx, x, 0, (int)a->in[1].dim[a->in[1].rank - 1], a->scratch, count, &a->out[0]);
+    gather_nd_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    p->idx = nd_index_of(a, x);
+    for (int64_t d = 0; d < p->idx.k; d++) p->idx.stride[d] = x->stride[d] * (int64_t)om_dtype_size(x->dtype);
+    return rows_prepare(cx, mem, x, 0, (int)p->idx.k, p->idx.count, &a->out[0], &p->rows);
+}
+
+om_status om_cpu_run_gather_nd(om_ctx *cx, const om_args *a) {
+    const gather_nd_prep *p = a->prep;
+    if (nd_offsets(a, &p->idx, a->scratch)) rows_copy(cx, &p->rows, a);
     return OM_OK;
 }
+
+typedef struct scatter_nd_prep {
+    nd_index idx;
+    put_job put;
+    base_copy base;
+} scatter_nd_prep;
 
 static int64_t nd_targets(const om_args *a) {
     int64_t n = 1, k = a->in[1].dim[a->in[1].rank - 1];
@@ -487,28 +593,36 @@ int64_t om_cpu_scratch_scatter_nd(om_ctx *cx, const om_args *a) {
     return 16 * count + targets_extra(count, nd_targets(a));
 }
 
+om_status om_cpu_prepare_scatter_nd(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const om_tensor *y = &a->out[0];
+    const int64_t size = (int64_t)om_dtype_size(y->dtype);
+    scatter_nd_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    p->idx = nd_index_of(a, y);
+    p->put = (put_job){.t = {.count = p->idx.count},
+                       .n_src = p->idx.count,
+                       .n_targets = 1,
+                       .row_size = size,
+                       .size = size,
+                       .add = om_args_int(a, "reduce", 0) == 1,
+                       .sum = OM_PICK(om_gather)->sum[y->dtype]};
+    for (int64_t d = p->idx.k - 1; d >= 0; d--) {
+        p->idx.stride[d] = p->put.n_targets;
+        p->put.n_targets *= y->dim[d];
+    }
+    for (int64_t d = p->idx.k; d < y->rank; d++) p->put.row_size *= y->dim[d];
+    put_prepare(cx, &p->put, 1);
+    return base_prepare(cx, mem, &a->in[0], y, &p->base);
+}
+
 om_status om_cpu_run_scatter_nd(om_ctx *cx, const om_args *a) {
-    om_tensor *y = &a->out[0];
-    int64_t size = (int64_t)om_dtype_size(y->dtype), count = nd_count(a), stride[OM_RANK], row = 1;
-    int k = (int)a->in[1].dim[a->in[1].rank - 1];
-    bool add = om_args_int(a, "reduce", 0) == 1;
-    for (int i = k - 1; i >= 0; i--) {
-        stride[i] = row;
-        row *= y->dim[i];
-    }
-    put_job j = {.n_src = count, .y = y->data, .n_targets = row, .row_size = size, .size = size, .add = add,
-                 .sum = OM_PICK(om_gather)->sum[y->dtype]};
-    j.t = (targets){.order = a->scratch, .target = (int64_t *)a->scratch + count, .count = count};
-    OM_TRY(nd_offsets(cx, a, y, stride, j.t.target, &count));
-    for (int i = k; i < y->rank; i++) j.row_size *= y->dim[i];
-    om_tensor src;
-    OM_TRY(source_apart(cx, &a->in[2], y, &src));
-    om_status s = y->data != a->in[0].data ? om_copy(cx, &a->in[0], y) : OM_OK;
-    if (s == OM_OK && om_numel(y) && count) {
-        j.src = src.data;
-        targets_sort(&j.t, j.n_targets, j.t.target + count);
-        put_run(cx, &j, 1);
-    }
-    if (src.data != a->in[2].data) om_free(cx, src.data);
-    return s;
+    const scatter_nd_prep *p = a->prep;
+    put_job j = p->put;
+    put_at(&j, a->in[2].data, a);
+    nd_offsets(a, &p->idx, j.t.target);
+    base_run(cx, &p->base, &a->in[0], &a->out[0]);
+    if (!j.items || !j.t.count) return OM_OK;
+    targets_sort(&j.t, j.n_targets, j.t.target + j.t.count);
+    om_parallel_for(cx, j.items, j.grain, put_range, &j);
+    return OM_OK;
 }

@@ -55,69 +55,76 @@ static int64_t gemm_work_size(const om_gemm_type *t, bool narrow, int64_t rows) 
     return round_up(((int64_t)t->kc + (narrow ? rows : 0)) * t->cols * t->elem, 64);
 }
 
-/* What is computed: sizes after the choice of orientation, blocks, workers. A pure function of the arguments' form and
- * the number of threads; of these only `workers` and `groups` depend on the threads, and they do not change any sum. */
-typedef struct gemm_plan {
-    const om_gemm_type *t;
-    int64_t m, n, k;
-    bool swap, narrow, per_product;
-    int workers;
-    int64_t block_rows, block_k, group_rows, pack_size, work_size;
-} gemm_plan;
+static int64_t gemm_own_scratch(const om_gemm_how *p) {
+    return p->per_product || p->workers == 1 ? p->workers * (p->pack_size + p->work_size)
+                                             : p->pack_size + p->workers * p->work_size;
+}
 
-static gemm_plan gemm_plan_make(int threads, const om_gemm_args *a) {
-    const om_gemm_type *t = gemm_type(a->dtype);
-    gemm_plan p = {.t = t, .m = a->m, .n = a->n, .k = a->k, .narrow = a->dtype == OM_BF16 || a->dtype == OM_F16};
+static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p) {
+    const om_gemm_type *t = p->t = gemm_type(a->dtype);
+    p->m = a->m, p->n = a->n, p->k = a->k, p->narrow = om_is_half(a->dtype);
     bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
-    p.swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
-    if (p.swap) p.m = a->n, p.n = a->m;
-    double flops = 2.0 * (double)p.m * (double)p.n * (double)(p.k ? p.k : 1), all = flops * (double)a->batch;
-    p.workers = all < MIN_FLOPS ? 1 : all / MIN_FLOPS < threads ? (int)(all / MIN_FLOPS) : threads;
-    if (p.workers < 1) p.workers = 1;
-    p.per_product = a->batch > 1 && (flops < 8 * MIN_FLOPS || a->batch >= 4 * threads || p.workers == 1);
-    bool alone = p.per_product || p.workers == 1;
-    int64_t elems = (p.per_product ? OWN_BLOCK_BYTES : BLOCK_BYTES) / t->elem,
-            want = p.m < BLOCK_ROWS ? p.m : BLOCK_ROWS;
-    p.block_k = p.k;
-    if (p.k * want > elems && !p.narrow) { /* not when C is narrow: it is rounded once, after all of k */
-        p.block_k = elems / want / t->kc * t->kc;
-        if (p.block_k < t->kc) p.block_k = t->kc;
+    p->swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
+    if (p->swap) p->m = a->n, p->n = a->m;
+    double flops = 2.0 * (double)p->m * (double)p->n * (double)(p->k ? p->k : 1), all = flops * (double)a->batch;
+    p->workers = all < MIN_FLOPS ? 1 : all / MIN_FLOPS < threads ? (int)(all / MIN_FLOPS) : threads;
+    if (p->workers < 1) p->workers = 1;
+    p->per_product = a->batch > 1 && (flops < 8 * MIN_FLOPS || a->batch >= 4 * threads || p->workers == 1);
+    bool alone = p->per_product || p->workers == 1;
+    int64_t elems = (p->per_product ? OWN_BLOCK_BYTES : BLOCK_BYTES) / t->elem,
+            want = p->m < BLOCK_ROWS ? p->m : BLOCK_ROWS;
+    p->block_k = p->k;
+    if (p->k * want > elems && !p->narrow) { /* not when C is narrow: it is rounded once, after all of k */
+        p->block_k = elems / want / t->kc * t->kc;
+        if (p->block_k < t->kc) p->block_k = t->kc;
     }
-    int64_t rows = elems / (p.block_k > 0 ? p.block_k : 1) / t->mr * t->mr;
+    int64_t rows = elems / (p->block_k > 0 ? p->block_k : 1) / t->mr * t->mr;
     if (rows < 8 * t->mr) rows = 8 * t->mr;
-    if (p.narrow && rows > NARROW_ROWS / t->mr * t->mr) rows = NARROW_ROWS / t->mr * t->mr;
-    if (rows > p.m) rows = round_up(p.m, t->mr);
-    p.block_rows = rows;
-    int64_t col_blocks = (p.n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
-    if (!alone && col_blocks < 3 * p.workers && col_blocks > 0) groups = (3 * p.workers + col_blocks - 1) / col_blocks;
-    p.group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
-    if (p.group_rows < 4 * t->mr) p.group_rows = 4 * t->mr;
-    p.pack_size = round_up((p.block_rows / t->mr + 1) * om_gemm_panel_size(t, p.block_k) * t->elem, 64);
-    p.work_size = gemm_work_size(t, p.narrow, p.block_rows);
-    return p;
+    if (p->narrow && rows > NARROW_ROWS / t->mr * t->mr) rows = NARROW_ROWS / t->mr * t->mr;
+    if (rows > p->m) rows = round_up(p->m, t->mr);
+    p->block_rows = rows;
+    int64_t col_blocks = (p->n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
+    if (!alone && col_blocks < 3 * p->workers && col_blocks > 0)
+        groups = (3 * p->workers + col_blocks - 1) / col_blocks;
+    p->group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
+    if (p->group_rows < 4 * t->mr) p->group_rows = 4 * t->mr;
+    p->pack_size = round_up((p->block_rows / t->mr + 1) * om_gemm_panel_size(t, p->block_k) * t->elem, 64);
+    p->work_size = gemm_work_size(t, p->narrow, p->block_rows);
 }
 
 /* --- own kernel ------------------------------------------------------------------------------------ */
 
+/* Where product number `product` lies. */
+typedef struct gemm_place { const char *a, *b; char *c; } gemm_place;
+static gemm_place gemm_place_of(const om_gemm_args *a, int64_t product) {
+    int64_t oa = 0, ob = 0, oc = 0;
+    for (int i = a->n_axis - 1; i >= 0; i--) {
+        const om_gemm_axis *x = &a->axis[i];
+        const int64_t at = i ? product % x->n : product;
+        if (i) product /= x->n;
+        oa += at * x->a, ob += at * x->b, oc += at * x->c;
+    }
+    const int64_t es = (int64_t)om_dtype_size(a->dtype);
+    return (gemm_place){(const char *)a->a + oa * es, (const char *)a->b + ob * es, (char *)a->c + oc * es};
+}
+
 static om_gemm_job gemm_job(const om_gemm_args *a, bool swap, int64_t product) {
-    int64_t es = (int64_t)om_dtype_size(a->dtype);
-    const char *pa = (const char *)a->a + (a->off_a ? a->off_a[product] : 0) * es;
-    const char *pb = (const char *)a->b + (a->off_b ? a->off_b[product] : 0) * es;
-    char *pc = (char *)a->c + (a->off_c ? a->off_c[product] : 0) * es;
-    om_gemm_job j = {.dtype = a->dtype, .m = a->m, .n = a->n, .k = a->k, .a = pa, .b = pb, .bias = a->bias, .c = pc,
+    const gemm_place at = gemm_place_of(a, product);
+    om_gemm_job j = {.dtype = a->dtype, .m = a->m, .n = a->n, .k = a->k,
+                     .a = at.a, .b = at.b, .bias = a->bias, .c = at.c,
                      .rsa = a->rsa, .csa = a->csa, .rsb = a->rsb, .csb = a->csb, .rsc = a->rsc, .csc = a->csc,
                      .alpha = a->alpha, .beta = a->beta};
     if (swap) {
         j.m = a->n, j.n = a->m;
-        j.a = pb, j.rsa = a->csb, j.csa = a->rsb;
-        j.b = pa, j.rsb = a->csa, j.csb = a->rsa;
+        j.a = at.b, j.rsa = a->csb, j.csa = a->rsb;
+        j.b = at.a, j.rsb = a->csa, j.csb = a->rsa;
         j.rsc = a->csc, j.csc = a->rsc;
     }
     return j;
 }
 
 /* The part of a job that one packed block covers: rows from `row`, depth from `k`. Later depths add to C. */
-static om_gemm_job gemm_block(const gemm_plan *p, const om_gemm_job *j, int64_t row, int64_t k, void *pack) {
+static om_gemm_job gemm_block(const om_gemm_how *p, const om_gemm_job *j, int64_t row, int64_t k, void *pack) {
     int64_t es = (int64_t)om_dtype_size(j->dtype);
     om_gemm_job b = *j;
     b.a = (const char *)j->a + (row * j->rsa + k * j->csa) * es;
@@ -130,7 +137,7 @@ static om_gemm_job gemm_block(const gemm_plan *p, const om_gemm_job *j, int64_t 
     return b;
 }
 
-static void gemm_alone(const gemm_plan *p, const om_gemm_job *j, void *pack, void *work) {
+static void gemm_alone(const om_gemm_how *p, const om_gemm_job *j, void *pack, void *work) {
     for (int64_t row = 0; row < j->m; row += p->block_rows) {
         int64_t k = 0;
         do { /* at least once: k = 0 still writes C */
@@ -164,7 +171,7 @@ static void gemm_worker(void *arg, int64_t begin, int64_t end) {
 }
 
 typedef struct gemm_many {
-    const gemm_plan *p;
+    const om_gemm_how *p;
     const om_gemm_args *a;
     char *mem;
     atomic_int worker;
@@ -181,19 +188,15 @@ static void gemm_many_worker(void *arg, int64_t begin, int64_t end) {
     }
 }
 
-static int64_t gemm_own_scratch(const gemm_plan *p) {
-    return p->per_product || p->workers == 1 ? p->workers * (p->pack_size + p->work_size)
-                                             : p->pack_size + p->workers * p->work_size;
-}
-
-static void gemm_own(om_ctx *cx, const om_gemm_args *a, const gemm_plan *p, char *mem) {
+/* The products from `first` on. */
+static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, int64_t first, char *mem) {
     if (p->per_product || p->workers == 1) {
-        gemm_many r = {.p = p, .a = a, .mem = mem};
+        gemm_many r = {.p = p, .a = a, .mem = mem, .next = first};
         if (p->workers == 1) gemm_many_worker(&r, 0, 1);
         else om_parallel_for(cx, p->workers, 1, gemm_many_worker, &r);
         return;
     }
-    for (int64_t i = 0; i < a->batch; i++) {
+    for (int64_t i = first; i < a->batch; i++) {
         om_gemm_job j = gemm_job(a, p->swap, i);
         for (int64_t row = 0; row < j.m; row += p->block_rows) {
             int64_t k = 0;
@@ -242,39 +245,29 @@ static bool blas_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, cha
     return l <= INT_MAX;
 }
 
-typedef struct gemm_blas {
-    char ta, tb, tc;
-    int lda, ldb, ldc;
-} gemm_blas;
-
-static bool blas_operands(const om_gemm_args *a, gemm_blas *b) {
+static bool blas_operands(const om_gemm_args *a, om_gemm_how *b) {
+    char tc;
     return blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) &&
            blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) &&
-           blas_operand(a->m, a->n, a->rsc, a->csc, &b->tc, &b->ldc) && b->tc == 'N';
+           blas_operand(a->m, a->n, a->rsc, a->csc, &tc, &b->ldc) && tc == 'N';
 }
 
-static bool blas_fits(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
+/* Measured (tests/bench/bench_gemm.py). */
+static bool blas_chosen(om_ctx *cx, const om_gemm_args *a, om_gemm_how *b) {
+    int forced = gemm_forced();
+    if (forced == FORCE_OWN || (forced != FORCE_BLAS && om_isa() != OM_ISA_GENERIC)) return false;
     if (a->dtype == OM_F32 ? !cx->sv.sgemm : a->dtype == OM_F64 ? !cx->sv.dgemm : true) return false;
     if (a->m > INT_MAX || a->n > INT_MAX || a->k > INT_MAX || a->k == 0) return false;
     return blas_operands(a, b);
 }
 
-/* Measured (tests/bench/bench_gemm.py). */
-static bool blas_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
-    int forced = gemm_forced();
-    if (forced == FORCE_OWN) return false;
-    if (!blas_fits(cx, a, b)) return false;
-    if (forced == FORCE_BLAS) return true;
-    return om_isa() == OM_ISA_GENERIC;
-}
-
-static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s) {
+static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *s) {
     int m = (int)a->m, n = (int)a->n, k = (int)a->k;
     int64_t es = (int64_t)om_dtype_size(a->dtype);
     for (int64_t i = 0; i < a->batch; i++) {
-        const char *pa = (const char *)a->a + (a->off_a ? a->off_a[i] : 0) * es,
-                   *pb = (const char *)a->b + (a->off_b ? a->off_b[i] : 0) * es;
-        char *pc = (char *)a->c + (a->off_c ? a->off_c[i] : 0) * es;
+        const gemm_place at = gemm_place_of(a, i);
+        const void *pa = at.a, *pb = at.b;
+        char *pc = at.c;
         int beta = a->beta;
         if (a->bias && !beta) { /* C starts as the bias */
             for (int64_t r = 0; r < a->m; r++) memcpy(pc + r * s->ldc * es, a->bias, (size_t)(a->n * es));
@@ -287,12 +280,10 @@ static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s)
         }
         if (a->dtype == OM_F32) {
             float al = (float)a->alpha, be = (float)beta;
-            cx->sv.sgemm(&s->tb, &s->ta, &n, &m, &k, &al, (const float *)pb, &s->ldb, (const float *)pa, &s->lda, &be,
-                         (float *)pc, &s->ldc);
+            cx->sv.sgemm(&s->tb, &s->ta, &n, &m, &k, &al, pb, &s->ldb, pa, &s->lda, &be, (float *)pc, &s->ldc);
         } else {
             double al = a->alpha, be = beta;
-            cx->sv.dgemm(&s->tb, &s->ta, &n, &m, &k, &al, (const double *)pb, &s->ldb, (const double *)pa, &s->lda, &be,
-                         (double *)pc, &s->ldc);
+            cx->sv.dgemm(&s->tb, &s->ta, &n, &m, &k, &al, pb, &s->ldb, pa, &s->lda, &be, (double *)pc, &s->ldc);
         }
     }
 }
@@ -316,7 +307,7 @@ static bool bf16_native(void) { /* AVX512_BF16 or AMX_BF16; read once, a race wr
     return n == 2;
 }
 
-static bool host_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
+static bool host_chosen(om_ctx *cx, const om_gemm_args *a, om_gemm_how *b) {
     int forced = gemm_forced();
     if (a->dtype != OM_BF16 || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0) return false;
     if (!blas_operands(a, b)) return false;
@@ -324,14 +315,13 @@ static bool host_chosen(om_ctx *cx, const om_gemm_args *a, gemm_blas *b) {
 }
 
 /* How many of the products the host has done, in order. */
-static int64_t host_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s) {
+static int64_t host_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *s) {
     int64_t i = 0;
     for (; i < a->batch; i++) {
-        const char *pa = (const char *)a->a + (a->off_a ? a->off_a[i] : 0) * 2,
-                   *pb = (const char *)a->b + (a->off_b ? a->off_b[i] : 0) * 2;
-        char *pc = (char *)a->c + (a->off_c ? a->off_c[i] : 0) * 2;
-        if (!cx->sv.gemm_bf16(cx->sv.user, a->m, a->n, a->k, pa, s->ta == 'N' ? s->lda : 1, s->ta == 'N' ? 1 : s->lda,
-                              pb, s->tb == 'N' ? s->ldb : 1, s->tb == 'N' ? 1 : s->ldb, a->beta, pc, s->ldc, a->bias))
+        const gemm_place at = gemm_place_of(a, i);
+        if (!cx->sv.gemm_bf16(cx->sv.user, a->m, a->n, a->k, at.a, s->ta == 'N' ? s->lda : 1,
+                              s->ta == 'N' ? 1 : s->lda, at.b, s->tb == 'N' ? s->ldb : 1, s->tb == 'N' ? 1 : s->ldb,
+                              a->beta, at.c, s->ldc, a->bias))
             break;
     }
     return i;
@@ -339,44 +329,38 @@ static int64_t host_run(om_ctx *cx, const om_gemm_args *a, const gemm_blas *s) {
 
 /* --- the door -------------------------------------------------------------------------------------- */
 
-int64_t om_gemm_scratch(om_ctx *cx, const om_gemm_args *a) {
-    gemm_blas blas;
-    if (a->m <= 0 || a->n <= 0 || a->batch <= 0 || blas_chosen(cx, a, &blas) || host_chosen(cx, a, &blas)) return 0;
-    int64_t most = 0; /* a run may have fewer threads than its plan, and then cuts the work differently */
-    for (int t = om_num_threads(cx); t > 0; t--) {
-        gemm_plan p = gemm_plan_make(t, a);
-        int64_t bytes = gemm_own_scratch(&p);
-        if (bytes > most) most = bytes;
-    }
-    return most;
-}
+enum { GEMM_NOTHING, GEMM_OWN, GEMM_BLAS, GEMM_HOST };
 
-om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {
+om_status om_gemm_prepare(om_ctx *cx, const om_gemm_args *a, om_gemm_how *how) {
     if (!om_is_float(a->dtype))
         return om_fail(cx, OM_UNSUPPORTED,
                        "matrix product of %s: only f32, f64, bf16 and f16 have a kernel; cast the operands",
                        om_dtype_name(a->dtype));
+    *how = (om_gemm_how){.provider = GEMM_NOTHING};
     if (a->m <= 0 || a->n <= 0 || a->batch <= 0) return OM_OK;
-    gemm_blas blas;
-    if (blas_chosen(cx, a, &blas)) {
-        gemm_blas_run(cx, a, &blas);
+    how->provider = blas_chosen(cx, a, how) ? GEMM_BLAS : host_chosen(cx, a, how) ? GEMM_HOST : GEMM_OWN;
+    if (how->provider != GEMM_BLAS) gemm_own_prepare(om_num_threads(cx), a, how); /* the host may turn products down */
+    if (how->provider == GEMM_OWN) how->scratch = gemm_own_scratch(how);
+    return OM_OK;
+}
+
+om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how) {
+    if (how->provider == GEMM_NOTHING) return OM_OK;
+    if (how->provider == GEMM_BLAS) {
+        gemm_blas_run(cx, a, how);
         return OM_OK;
     }
-    char *mem = a->scratch, *scratch = mem;
-    om_gemm_args rest = *a;
-    if (host_chosen(cx, a, &blas)) {
-        int64_t done = host_run(cx, a, &blas);
-        if (done == a->batch) return OM_OK;
-        rest.batch -= done;
-        if (a->off_a) rest.off_a += done;
-        if (a->off_b) rest.off_b += done;
-        if (a->off_c) rest.off_c += done;
-        a = &rest;
-        mem = scratch = NULL; /* none was asked for */
-    }
-    gemm_plan p = gemm_plan_make(om_num_threads(cx), a);
-    if (!mem && !(mem = om_alloc(cx, (size_t)gemm_own_scratch(&p)))) return OM_NOMEM;
-    gemm_own(cx, a, &p, mem);
-    if (!scratch) om_free(cx, mem);
+    int64_t first = 0;
+    if (how->provider == GEMM_HOST && (first = host_run(cx, a, how)) == a->batch) return OM_OK;
+    char *own = NULL, *mem = how->provider == GEMM_OWN ? a->scratch : NULL; /* none was asked for */
+    if (!mem && !(mem = own = om_alloc(cx, (size_t)gemm_own_scratch(how)))) return OM_NOMEM;
+    gemm_own(cx, a, how, first, mem);
+    om_free(cx, own);
     return OM_OK;
+}
+
+om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {
+    om_gemm_how how;
+    OM_TRY(om_gemm_prepare(cx, a, &how));
+    return om_gemm_run(cx, a, &how);
 }

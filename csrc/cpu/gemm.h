@@ -2,13 +2,17 @@
  *
  * Two providers: the engine's packed kernel (kernels/gemm.k.c) and the BLAS of the host process. Which one runs, and
  * how the work is cut, depends only on sizes, strides' form, dtype and instruction set, never on values or timing, and
- * the sums run in one order whatever the number of threads: same inputs, same bits.
+ * the sums run in one order whatever the number of threads: same inputs, same bits. So both are decided once per plan
+ * (om_gemm_prepare); om_gemm_run is given addresses and starts.
  */
 #ifndef OM_GEMM_H
 #define OM_GEMM_H
 
 #include "graph/engine.h"
 #include "cpu/kernels_isa.h"
+
+/* Many products: an odometer of axes, the last one running fastest. Strides in elements. */
+typedef struct om_gemm_axis { int64_t n, a, b, c; } om_gemm_axis;
 
 typedef struct om_gemm_args {
     int dtype;                       /* of A, B, C and bias: f32, f64, bf16, f16; sums run in om_compute_dtype */
@@ -22,16 +26,31 @@ typedef struct om_gemm_args {
     double alpha;
     int beta;                        /* 0: C is only written (it may hold NaN); 1: C is added to */
     const void *bias;                /* (n), added once; NULL = none */
-    int64_t batch;                   /* how many products */
-    const int64_t *off_a, *off_b, *off_c; /* per product: offset in elements; NULL = all 0 */
-    /* om_gemm_scratch bytes, 64-byte aligned; NULL: taken from and given back to the context */
+    int64_t batch;                   /* how many products: of the axes' n; without axes they lie in one place */
+    int n_axis;
+    const om_gemm_axis *axis;
+    /* om_gemm_how.scratch bytes, 64-byte aligned; NULL: taken from and given back to the context */
     void *scratch;
 } om_gemm_args;
 
-om_status om_gemm(om_ctx *cx, const om_gemm_args *a);
+/* Who computes it, and what is computed: sizes after the choice of orientation, blocks, workers. A pure function of the
+ * arguments' form and the number of threads; of these only `workers` and `group_rows` depend on the threads, and they
+ * do not change any sum. A run may have fewer threads than are counted on here. */
+typedef struct om_gemm_how {
+    uint8_t provider;
+    bool swap, narrow, per_product;
+    char ta, tb;                     /* the host's: how it sees A and B, */
+    int lda, ldb, ldc;               /* and their leading dimensions */
+    int workers;
+    const struct om_gemm_type *t;
+    int64_t m, n, k, block_rows, block_k, group_rows, pack_size, work_size;
+    int64_t scratch;                 /* bytes om_gemm_run wants */
+} om_gemm_how;
 
-/* Bytes om_gemm wants; reads sizes, strides, dtype and batch only. */
-int64_t om_gemm_scratch(om_ctx *cx, const om_gemm_args *a);
+/* Reads sizes, strides, dtype and batch, and whether there is a bias; no operand needs memory yet. */
+om_status om_gemm_prepare(om_ctx *cx, const om_gemm_args *a, om_gemm_how *how);
+om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how);
+om_status om_gemm(om_ctx *cx, const om_gemm_args *a); /* both */
 
 /* --- inside: what gemm.c and the kernel share ------------------------------------------------------ */
 

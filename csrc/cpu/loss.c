@@ -1,7 +1,10 @@
 /* loss.c - ops/loss.c on the CPU: every logit is read once, and in the gradient written once. Row losses are summed in
- * row order, in double: the same bits for any number of threads.
+ * row order, in double: the same bits for any number of threads. A label out of range is noted as a fault and its row
+ * counts as ignored. Attributes and sizes are read once per plan.
  */
 #include "cpu/cpu.h"
+#include "cpu/copy.h"
+#include "cpu/fault.h"
 #include "cpu/loss.h"
 #include "ops/attr.h"
 #include "ops/loss.h"
@@ -29,6 +32,7 @@ static void float_put(om_tensor *t, int64_t element, double x) {
 
 /* --- what both need ------------------------------------------------------------------------------------ */
 
+/* Made once per plan; a run copies it and puts the operands in. */
 typedef struct loss_job {
     const om_tensor *x, *labels, *g;  /* (n, c), (n), gradient: forward: NULL */
     const om_tensor *lse_in;
@@ -37,8 +41,10 @@ typedef struct loss_job {
     const void *weight;               /* (c) compute type, or NULL */
     double *row_loss, *row_weight;    /* (n) forward */
     double smoothing, weight_sum, scale; /* scale: of the gradient, all but g_i */
-    int64_t ignore, n, c;
-    bool per_row;                     /* g has n entries */
+    int64_t ignore, n, c, grain;
+    uint8_t reduction;
+    bool weighted;
+    om_fault *fault;
 } loss_job;
 
 static int64_t label_at(const loss_job *j, int64_t i) {
@@ -54,39 +60,50 @@ static int64_t weight_bytes(const om_tensor *x, const om_tensor *w) {
     return w->dtype ? ((x->dtype == OM_F64 ? 8 : 4) * x->dim[1] + 63) & ~(int64_t)63 : 0;
 }
 
-/* Reads attributes, checks every label, converts the weights into `memory`. */
-static om_status loss_prepare(om_ctx *cx, const om_args *a, int first, char *memory, loss_job *j) {
-    const om_tensor *x = j->x = &a->in[first], *w = a->n_in > first + 2 ? &a->in[first + 2] : NULL;
-    j->labels = &a->in[first + 1];
-    j->n = x->dim[0];
-    j->c = x->dim[1];
-    j->k = &OM_PICK(om_loss)->type[x->dtype];
-    j->ignore = attr_value(a, "ignore_index", -100);
-    j->smoothing = om_args_float(a, "label_smoothing", 0);
-    OM_CHECK(cx, j->labels->dim[0] == j->n, "%s: %lld labels for %lld rows of logits", a->node->op->name,
-             (long long)j->labels->dim[0], (long long)j->n);
-    for (int64_t i = 0; i < j->n; i++) {
-        int64_t y = label_at(j, i);
-        if (y != j->ignore && (y < 0 || y >= j->c))
-            return om_fail(cx, OM_INVALID, "%s: label %lld in row %lld; 0 to %lld or ignore_index %lld are allowed",
-                           a->node->op->name, (long long)y, (long long)i, (long long)j->c - 1, (long long)j->ignore);
-    }
+/* The label of row i; one out of range is noted (*noted: one of this range was) and counts as to be ignored. */
+static int64_t label_checked(const loss_job *j, int64_t i, bool *noted) {
+    const int64_t y = label_at(j, i);
+    if (y == j->ignore || om_index_fits(y, j->c)) return y;
+    if (!*noted) om_fault_note(j->fault, OM_FAULT_LABEL, y, i, j->c);
+    *noted = true;
+    return j->ignore;
+}
+
+/* logits, labels, weight? are operands `first` and on */
+static om_status loss_prepare(om_ctx *cx, om_arena *mem, const om_args *a, int first, const void **prep) {
+    const om_tensor *x = &a->in[first], *labels = x + 1, *w = a->n_in > first + 2 ? x + 2 : NULL;
+    loss_job *j = om_arena_alloc(mem, sizeof *j);
+    if (!(*prep = j)) return cx->status;
+    *j = (loss_job){.k = &OM_PICK(om_loss)->type[x->dtype],
+                    .smoothing = om_args_float(a, "label_smoothing", 0),
+                    .scale = 1,
+                    .ignore = attr_value(a, "ignore_index", -100),
+                    .n = x->dim[0],
+                    .c = x->dim[1],
+                    .reduction = (uint8_t)om_args_int(a, "reduction", OM_LOSS_MEAN),
+                    .weighted = w && w->dtype};
     j->weight_sum = (double)j->c;
-    if (w && w->dtype) {
-        OM_CHECK(cx, w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name,
-                 (long long)w->dim[0], (long long)j->c);
-        om_tensor to = {.data = memory,
-                        .dtype = (uint8_t)om_compute_dtype(x->dtype),
-                        .rank = 1,
-                        .device = -1,
-                        .dim = {j->c},
-                        .stride = {1}};
-        OM_TRY(om_copy(cx, w, &to));
-        j->weight = memory;
-        j->weight_sum = 0;
-        for (int64_t c = 0; c < j->c; c++) j->weight_sum += weight_at(j, c);
-    }
+    j->grain = 1 + 32768 / (j->c + 1);
+    OM_CHECK(cx, labels->dim[0] == j->n, "%s: %lld labels for %lld rows of logits", a->node->op->name,
+             (long long)labels->dim[0], (long long)j->n);
+    OM_CHECK(cx, !j->weighted || w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name,
+             (long long)(w ? w->dim[0] : 0), (long long)j->c);
     return OM_OK;
+}
+
+/* Puts the operands in and converts the weights into `memory`. */
+static void loss_begin(const om_args *a, int first, char *memory, loss_job *j) {
+    const om_tensor *w = &a->in[first + 2];
+    j->x = &a->in[first];
+    j->labels = &a->in[first + 1];
+    j->fault = a->fault;
+    if (!j->weighted) return;
+    const int wide = om_compute_dtype(j->x->dtype);
+    OM_PICK(om_copy)->convert[w->dtype][wide](w->data, w->stride[0] * (int64_t)om_dtype_size(w->dtype), memory,
+                                              (int64_t)om_dtype_size(wide), j->c);
+    j->weight = memory;
+    j->weight_sum = 0;
+    for (int64_t c = 0; c < j->c; c++) j->weight_sum += weight_at(j, c);
 }
 
 /* --- forward --------------------------------------------------------------------------------------------- */
@@ -99,8 +116,9 @@ int64_t om_cpu_scratch_cross_entropy(om_ctx *cx, const om_args *a) {
 static void cross_entropy_range(void *arg, int64_t begin, int64_t end) {
     const loss_job *j = arg;
     const int64_t size = (int64_t)om_dtype_size(j->x->dtype), sx = j->x->stride[1] * size;
+    bool noted = false;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t y = label_at(j, i);
+        const int64_t y = label_checked(j, i, &noted);
         const char *x = (const char *)j->x->data + i * j->x->stride[0] * size;
         j->row_loss[i] = j->row_weight[i] = 0;
         if (y == j->ignore) {
@@ -116,19 +134,23 @@ static void cross_entropy_range(void *arg, int64_t begin, int64_t end) {
     }
 }
 
+om_status om_cpu_prepare_cross_entropy(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return loss_prepare(cx, mem, a, 0, prep);
+}
+
 om_status om_cpu_run_cross_entropy(om_ctx *cx, const om_args *a) {
-    loss_job j = {.lse_out = &a->out[1], .row_loss = a->scratch};
-    int64_t n = a->in[0].dim[0], reduction = om_args_int(a, "reduction", OM_LOSS_MEAN);
-    j.row_weight = j.row_loss + n;
-    OM_TRY(loss_prepare(cx, a, 0, (char *)(j.row_weight + n), &j));
-    om_parallel_for(cx, n, 1 + 32768 / (j.c + 1), cross_entropy_range, &j);
+    loss_job j = *(const loss_job *)a->prep;
+    j.lse_out = &a->out[1];
+    j.row_loss = a->scratch, j.row_weight = j.row_loss + j.n;
+    loss_begin(a, 0, (char *)(j.row_weight + j.n), &j);
+    om_parallel_for(cx, j.n, j.grain, cross_entropy_range, &j);
     double sum = 0, denom = 0;
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < j.n; i++) {
         sum += j.row_loss[i];
         denom += j.row_weight[i];
-        if (reduction == OM_LOSS_NONE) float_put(&a->out[0], i, j.row_loss[i]);
+        if (j.reduction == OM_LOSS_NONE) float_put(&a->out[0], i, j.row_loss[i]);
     }
-    if (reduction != OM_LOSS_NONE) float_put(&a->out[0], 0, reduction == OM_LOSS_MEAN ? sum / denom : sum);
+    if (j.reduction != OM_LOSS_NONE) float_put(&a->out[0], 0, j.reduction == OM_LOSS_MEAN ? sum / denom : sum);
     float_put(&a->out[2], 0, denom);
     return OM_OK;
 }
@@ -144,14 +166,16 @@ static void cross_entropy_grad_range(void *arg, int64_t begin, int64_t end) {
     const loss_job *j = arg;
     const int64_t size = (int64_t)om_dtype_size(j->x->dtype), sx = j->x->stride[1] * size;
     const double e = j->smoothing;
+    const int64_t step = j->reduction == OM_LOSS_NONE ? j->g->stride[0] : 0; /* one gradient a row, or for all */
+    bool noted = false;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t y = label_at(j, i), at = i * j->c;
+        const int64_t y = label_checked(j, i, &noted), at = i * j->c;
         char *dx = (char *)j->dx->data + at * size;
         if (y == j->ignore) {
             memset(dx, 0, (size_t)(j->c * size));
             continue;
         }
-        double g = j->scale * float_at(j->g, j->per_row ? i * j->g->stride[0] : 0), lse = float_at(j->lse_in, i);
+        double g = j->scale * float_at(j->g, i * step), lse = float_at(j->lse_in, i);
         double hit = (1 - e) * weight_at(j, y), each = e / (double)j->c;
         double all = hit + each * j->weight_sum;
         double xy = float_at(j->x, i * j->x->stride[0] + y * j->x->stride[1]); /* dx may overwrite x */
@@ -161,12 +185,15 @@ static void cross_entropy_grad_range(void *arg, int64_t begin, int64_t end) {
     }
 }
 
+om_status om_cpu_prepare_cross_entropy_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return loss_prepare(cx, mem, a, 1, prep);
+}
+
 om_status om_cpu_run_cross_entropy_grad(om_ctx *cx, const om_args *a) {
-    loss_job j = {.g = &a->in[0], .lse_in = &a->in[4], .dx = &a->out[0], .scale = 1};
-    OM_TRY(loss_prepare(cx, a, 1, a->scratch, &j));
-    int64_t reduction = om_args_int(a, "reduction", OM_LOSS_MEAN);
-    j.per_row = reduction == OM_LOSS_NONE;
-    if (reduction == OM_LOSS_MEAN) j.scale = 1 / float_at(&a->in[5], 0);
-    om_parallel_for(cx, j.n, 1 + 32768 / (j.c + 1), cross_entropy_grad_range, &j);
+    loss_job j = *(const loss_job *)a->prep;
+    j.g = &a->in[0], j.lse_in = &a->in[4], j.dx = &a->out[0];
+    loss_begin(a, 1, a->scratch, &j);
+    if (j.reduction == OM_LOSS_MEAN) j.scale = 1 / float_at(&a->in[5], 0);
+    om_parallel_for(cx, j.n, j.grain, cross_entropy_grad_range, &j);
     return OM_OK;
 }

@@ -1,12 +1,11 @@
 /* matmul.c - ops/matmul.c on the CPU.
  *
  * Any strides: transposition is a view and costs nothing here. When b has no batch, the leading axes of a and y that
- * are evenly spaced become rows of one product; the rest is a list of products with offsets (gemm.h).
+ * are evenly spaced become rows of one product; the rest are products along axes (gemm.h). All of it is worked out once
+ * per plan; a run puts addresses in.
  */
 #include "cpu/cpu.h"
 #include "cpu/gemm.h"
-
-/* --- kernel ----------------------------------------------------------------------------------------- */
 
 /* Axes [0, last] of t as one evenly spaced axis: its stride; false when they are not. */
 static bool matmul_flatten(const om_tensor *t, int last, int64_t *stride) {
@@ -22,15 +21,15 @@ static bool matmul_flatten(const om_tensor *t, int last, int64_t *stride) {
     return true;
 }
 
-/* How the node maps to products; offsets (3 * batch entries, or NULL when they are not wanted) are filled in. */
-static om_status matmul_args(om_ctx *cx, const om_args *ar, om_gemm_args *g, int64_t *offsets) {
+/* How the node maps to products; g->axis is `axis` (OM_RANK entries), its neighbours merged. */
+static om_status matmul_args(om_ctx *cx, const om_args *ar, om_gemm_args *g, om_gemm_axis *axis) {
     const om_tensor *a = &ar->in[0], *b = &ar->in[1], *y = &ar->out[0];
     const om_tensor *bias = ar->n_in > 2 && ar->in[2].dtype != OM_NODTYPE ? &ar->in[2] : NULL;
     int ra = a->rank, rb = b->rank, ry = y->rank;
     *g = (om_gemm_args){.dtype = a->dtype, .m = a->dim[ra - 2], .n = b->dim[rb - 1], .k = a->dim[ra - 1],
-                        .a = a->data, .rsa = a->stride[ra - 2], .csa = a->stride[ra - 1],
-                        .b = b->data, .rsb = b->stride[rb - 2], .csb = b->stride[rb - 1],
-                        .c = y->data, .rsc = y->stride[ry - 2], .csc = y->stride[ry - 1], .alpha = 1, .batch = 1};
+                        .rsa = a->stride[ra - 2], .csa = a->stride[ra - 1],
+                        .rsb = b->stride[rb - 2], .csb = b->stride[rb - 1],
+                        .rsc = y->stride[ry - 2], .csc = y->stride[ry - 1], .alpha = 1, .batch = 1, .axis = axis};
     OM_CHECK(cx, b->dim[rb - 2] == g->k, "matmul: a has %lld columns, b has %lld rows; they must be equal",
              (long long)g->k, (long long)b->dim[rb - 2]);
     OM_CHECK(cx, y->dim[ry - 2] == g->m && y->dim[ry - 1] == g->n,
@@ -39,7 +38,7 @@ static om_status matmul_args(om_ctx *cx, const om_args *ar, om_gemm_args *g, int
     if (bias) {
         OM_CHECK(cx, bias->dim[0] == g->n, "matmul: bias has %lld entries, y has %lld columns", (long long)bias->dim[0],
                  (long long)g->n);
-        g->bias = bias->data;
+        g->bias = bias; /* that there is one decides how the work is cut; a run puts its address here */
     }
     int nb = ry - 2;
     int64_t plain = 1, dim[OM_RANK], sa[OM_RANK], sb[OM_RANK]; /* of the batch axes; plain: entries b really has */
@@ -66,37 +65,52 @@ static om_status matmul_args(om_ctx *cx, const om_args *ar, om_gemm_args *g, int
             return OM_OK;
         }
     }
-    if (!offsets) return OM_OK;
-    for (int64_t p = 0; p < g->batch; p++) {
-        int64_t rest = p, oa = 0, ob = 0, oc = 0;
-        for (int i = nb - 1; i >= 0; i--) {
-            int64_t at = rest % dim[i];
-            rest /= dim[i];
-            oa += at * sa[i], ob += at * sb[i], oc += at * y->stride[i];
-        }
-        offsets[p] = oa, offsets[g->batch + p] = ob, offsets[2 * g->batch + p] = oc;
+    for (int i = 0; i < nb; i++) {
+        if (dim[i] == 1) continue;
+        om_gemm_axis x = {dim[i], sa[i], sb[i], y->stride[i]}, *p = g->n_axis ? &axis[g->n_axis - 1] : NULL;
+        if (p && p->a == x.a * x.n && p->b == x.b * x.n && p->c == x.c * x.n) x.n *= p->n, *p = x;
+        else axis[g->n_axis++] = x;
     }
-    g->off_a = offsets, g->off_b = offsets + g->batch, g->off_c = offsets + 2 * g->batch;
     return OM_OK;
 }
 
-static int64_t matmul_offset_bytes(const om_gemm_args *g) {
-    return g->batch > 1 ? (3 * g->batch * (int64_t)sizeof(int64_t) + 63) & ~(int64_t)63 : 0;
+typedef struct matmul_prep {
+    om_gemm_args g;
+    om_gemm_how how;
+    om_gemm_axis axis[]; /* g.n_axis */
+} matmul_prep;
+
+static om_status matmul_decide(om_ctx *cx, const om_args *ar, om_gemm_args *g, om_gemm_axis *axis, om_gemm_how *how) {
+    OM_TRY(matmul_args(cx, ar, g, axis));
+    return om_gemm_prepare(cx, g, how);
 }
 
 int64_t om_cpu_scratch_matmul(om_ctx *cx, const om_args *ar) {
     om_gemm_args g;
-    if (matmul_args(cx, ar, &g, NULL) != OM_OK) return 0;
-    /* no operand has memory yet, and how the work is cut depends on there being a bias */
-    if (ar->n_in > 2 && ar->in[2].dtype) g.bias = &g;
-    return matmul_offset_bytes(&g) + om_gemm_scratch(cx, &g);
+    om_gemm_axis axis[OM_RANK];
+    om_gemm_how how;
+    return matmul_decide(cx, ar, &g, axis, &how) == OM_OK ? how.scratch : 0;
+}
+
+om_status om_cpu_prepare_matmul(om_ctx *cx, om_arena *mem, const om_args *ar, const void **prep) {
+    om_gemm_args g;
+    om_gemm_axis axis[OM_RANK];
+    om_gemm_how how;
+    OM_TRY(matmul_decide(cx, ar, &g, axis, &how));
+    const size_t bytes = (size_t)g.n_axis * sizeof *axis;
+    matmul_prep *p = om_arena_alloc(mem, sizeof *p + bytes);
+    if (!p) return cx->status;
+    *p = (matmul_prep){.g = g, .how = how};
+    p->g.axis = memcpy(p->axis, axis, bytes);
+    *prep = p;
+    return OM_OK;
 }
 
 om_status om_cpu_run_matmul(om_ctx *cx, const om_args *ar) {
-    om_gemm_args g;
-    OM_TRY(matmul_args(cx, ar, &g, NULL));
-    int64_t head = matmul_offset_bytes(&g);
-    if (head) OM_TRY(matmul_args(cx, ar, &g, ar->scratch));
-    g.scratch = ar->scratch ? (char *)ar->scratch + head : NULL;
-    return om_gemm(cx, &g);
+    const matmul_prep *p = ar->prep;
+    om_gemm_args g = p->g;
+    g.a = ar->in[0].data, g.b = ar->in[1].data, g.c = ar->out[0].data;
+    if (g.bias) g.bias = ar->in[2].data;
+    g.scratch = ar->scratch;
+    return om_gemm_run(cx, &g, &p->how);
 }

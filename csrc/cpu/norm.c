@@ -1,7 +1,7 @@
 /* norm.c - ops/norm.c on the CPU.
  *
  * The gradients of the weights are summed per task during the one sweep over the rows, then over the tasks in order, in
- * double: deterministic whatever the number of threads.
+ * double: deterministic whatever the number of threads. Tasks and their memory are laid out once per plan.
  */
 #include "cpu/cpu.h"
 #include "cpu/copy.h"
@@ -11,7 +11,8 @@
 enum { GRAD_TASKS = 32, STRIP = 512 };
 
 typedef struct norm_arg {
-    const om_tensor *w, *b;  /* NULL = left out */
+    const void *w, *b;       /* NULL = left out */
+    uint8_t w_dtype, b_dtype; /* OM_NODTYPE = left out */
     void *mean, *rstd;       /* (rows) of the compute type; mean NULL for rms_norm */
     double eps;
     int wide;                /* compute dtype */
@@ -19,9 +20,13 @@ typedef struct norm_arg {
     int64_t w_at, b_at, dw_at, db_at; /* places in the task's own memory; -1 = none */
 } norm_arg;
 
-static const om_tensor *operand(const om_args *a, int i) {
-    return i < a->n_in && a->in[i].dtype != OM_NODTYPE ? &a->in[i] : NULL;
-}
+typedef struct norm_prep {
+    om_rows_job j;
+    norm_arg n;
+} norm_prep;
+
+static uint8_t operand_dtype(const om_args *a, int i) { return i < a->n_in ? a->in[i].dtype : OM_NODTYPE; }
+static void *operand_data(const om_args *a, int i) { return i < a->n_in ? a->in[i].data : NULL; }
 
 static int64_t place(om_rows_job *j, const norm_arg *n) {
     const int64_t at = j->extra;
@@ -30,14 +35,16 @@ static int64_t place(om_rows_job *j, const norm_arg *n) {
 }
 
 /* rows x len of the normalised matrix; `grad`: room for dw and, unless rms, db */
-static void norm_setup(const om_args *a, const om_tensor *x, const om_tensor *w, const om_tensor *b, bool grad,
-                       bool rms, om_rows_job *j, norm_arg *n) {
+static void norm_setup(const om_args *a, const om_tensor *x, int w_dtype, int b_dtype, bool grad, bool rms,
+                       norm_prep *p) {
     const int axis = (int)om_args_int(a, "axis", 0);
-    *j = (om_rows_job){.outer = 1, .len = 1, .inner = 1, .scratch = a->scratch, .arg = n};
+    om_rows_job *j = &p->j;
+    norm_arg *n = &p->n;
+    *j = (om_rows_job){.outer = 1, .len = 1, .inner = 1};
     for (int i = 0; i < x->rank; i++) *(i < axis ? &j->outer : &j->len) *= x->dim[i];
     const int wide = om_compute_dtype(x->dtype);
-    *n = (norm_arg){.w = w,
-                    .b = b,
+    *n = (norm_arg){.w_dtype = (uint8_t)w_dtype,
+                    .b_dtype = (uint8_t)b_dtype,
                     .eps = om_args_float(a, "eps", 1e-5),
                     .wide = wide,
                     .e = (int64_t)om_dtype_size(wide),
@@ -46,27 +53,27 @@ static void norm_setup(const om_args *a, const om_tensor *x, const om_tensor *w,
                     .dw_at = -1,
                     .db_at = -1};
     n->pitch = (j->len * n->e + 63) / 64 * 64;
-    if (w && w->dtype != wide) n->w_at = place(j, n);
-    if (b && b->dtype != wide) n->b_at = place(j, n);
+    if (w_dtype && w_dtype != wide) n->w_at = place(j, n);
+    if (b_dtype && b_dtype != wide) n->b_at = place(j, n);
     if (grad) n->dw_at = place(j, n);
     if (grad && !rms) n->db_at = place(j, n);
 }
 
-static void weight_convert(const om_tensor *w, const norm_arg *n, char *to, int64_t len) {
-    OM_PICK(om_copy)->convert[w->dtype][n->wide](w->data, (int64_t)om_dtype_size(w->dtype), to, n->e, len);
+static void weight_convert(const void *w, int dtype, const norm_arg *n, char *to, int64_t len) {
+    OM_PICK(om_copy)->convert[dtype][n->wide](w, (int64_t)om_dtype_size(dtype), to, n->e, len);
 }
 
 static void weights_load(const om_rows_job *j, int64_t task, void *own) { /* once per task */
     const norm_arg *n = j->arg;
     char *m = own;
     (void)task;
-    if (n->w_at >= 0) weight_convert(n->w, n, m + n->w_at, j->len);
-    if (n->b_at >= 0) weight_convert(n->b, n, m + n->b_at, j->len);
+    if (n->w_at >= 0) weight_convert(n->w, n->w_dtype, n, m + n->w_at, j->len);
+    if (n->b_at >= 0) weight_convert(n->b, n->b_dtype, n, m + n->b_at, j->len);
     if (n->dw_at >= 0) memset(m + n->dw_at, 0, (size_t)n->pitch);
     if (n->db_at >= 0) memset(m + n->db_at, 0, (size_t)n->pitch);
 }
 
-static const void *weight(const om_tensor *w, int64_t at, char *own) { return at >= 0 ? own + at : w ? w->data : NULL; }
+static const void *weight(const void *w, int64_t at, char *own) { return at >= 0 ? own + at : w; }
 static void *of_row(void *p, const norm_arg *n, int64_t r) { return (char *)p + r * n->e; }
 static int table(const norm_arg *n) { return n->wide == OM_F64; }
 
@@ -83,32 +90,41 @@ static void rms_norm_row(const om_rows_job *j, int64_t r, void *const *row, void
                                          j->len);
 }
 
-static void forward_setup(const om_args *a, om_rows_job *j, norm_arg *n) {
+static void forward_setup(const om_args *a, norm_prep *p) {
     const bool rms = om_is(a->node, rms_norm);
-    norm_setup(a, &a->in[0], operand(a, 1), rms ? NULL : operand(a, 2), false, rms, j, n);
-    n->mean = rms ? NULL : a->out[1].data;
-    n->rstd = a->out[rms ? 1 : 2].data;
+    norm_setup(a, &a->in[0], operand_dtype(a, 1), rms ? OM_NODTYPE : operand_dtype(a, 2), false, rms, p);
+    om_rows_job *j = &p->j;
     j->n_mat = 2;
-    j->mat[0] = (om_rows_mat){a->in[0].data, a->in[0].dtype, false};
-    j->mat[1] = (om_rows_mat){a->out[0].data, a->out[0].dtype, true};
+    j->mat[0] = (om_rows_mat){NULL, a->in[0].dtype, false};
+    j->mat[1] = (om_rows_mat){NULL, a->out[0].dtype, true};
     j->row = rms ? rms_norm_row : layer_norm_row;
     j->begin = weights_load;
     om_rows_prepare(j, OM_ROWS_TASKS);
 }
 
 int64_t om_cpu_scratch_norm(om_ctx *cx, const om_args *a) {
-    om_rows_job j;
-    norm_arg n;
+    norm_prep p;
     (void)cx;
-    forward_setup(a, &j, &n);
-    return j.n_tasks * j.task_bytes;
+    forward_setup(a, &p);
+    return p.j.n_tasks * p.j.task_bytes;
+}
+
+om_status om_cpu_prepare_norm(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    norm_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    forward_setup(a, p);
+    return OM_OK;
 }
 
 om_status om_cpu_run_norm(om_ctx *cx, const om_args *a) {
-    om_rows_job j;
-    norm_arg n;
-    forward_setup(a, &j, &n);
-    if (j.outer > 0) om_rows_run(cx, &j);
+    norm_prep p = *(const norm_prep *)a->prep;
+    p.j.arg = &p.n;
+    om_rows_at(&p.j, a);
+    p.n.w = operand_data(a, 1);
+    p.n.b = operand_data(a, 2);
+    p.n.mean = a->out[1].data;
+    p.n.rstd = a->out[a->n_out - 1].data; /* of rms_norm, output 1 */
+    if (p.j.outer > 0) om_rows_run(cx, &p.j);
     return OM_OK;
 }
 
@@ -127,26 +143,31 @@ static void rms_norm_grad_row(const om_rows_job *j, int64_t r, void *const *row,
                                               n->dw_at >= 0 ? (char *)own + n->dw_at : NULL, j->len);
 }
 
-static void backward_setup(const om_args *a, om_rows_job *j, norm_arg *n) {
+static void backward_setup(const om_args *a, norm_prep *p) {
     const bool rms = om_is(a->node, rms_norm_grad), params = om_args_int(a, "params", 1);
-    norm_setup(a, &a->in[1], operand(a, 2), NULL, params, rms, j, n);
-    n->mean = rms ? NULL : a->in[3].data;
-    n->rstd = a->in[rms ? 3 : 4].data;
+    norm_setup(a, &a->in[1], operand_dtype(a, 2), OM_NODTYPE, params, rms, p);
+    om_rows_job *j = &p->j;
     j->n_mat = 3;
-    j->mat[0] = (om_rows_mat){a->in[0].data, a->in[0].dtype, false};
-    j->mat[1] = (om_rows_mat){a->in[1].data, a->in[1].dtype, false};
-    j->mat[2] = (om_rows_mat){a->out[0].data, a->out[0].dtype, true};
+    j->mat[0] = (om_rows_mat){NULL, a->in[0].dtype, false};
+    j->mat[1] = (om_rows_mat){NULL, a->in[1].dtype, false};
+    j->mat[2] = (om_rows_mat){NULL, a->out[0].dtype, true};
     j->row = rms ? rms_norm_grad_row : layer_norm_grad_row;
     j->begin = weights_load;
     om_rows_prepare(j, params ? GRAD_TASKS : OM_ROWS_TASKS);
 }
 
 int64_t om_cpu_scratch_norm_grad(om_ctx *cx, const om_args *a) {
-    om_rows_job j;
-    norm_arg n;
+    norm_prep p;
     (void)cx;
-    backward_setup(a, &j, &n);
-    return j.n_tasks * j.task_bytes;
+    backward_setup(a, &p);
+    return p.j.n_tasks * p.j.task_bytes;
+}
+
+om_status om_cpu_prepare_norm_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    norm_prep *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    backward_setup(a, p);
+    return OM_OK;
 }
 
 /* The tasks' partial sums at `at` into a weight gradient. */
@@ -162,17 +183,22 @@ static void partials_sum(const om_rows_job *j, const norm_arg *n, int64_t at, om
 }
 
 om_status om_cpu_run_norm_grad(om_ctx *cx, const om_args *a) {
-    om_rows_job j;
-    norm_arg n;
-    backward_setup(a, &j, &n);
-    if (j.len == 0) return OM_OK; /* every result is empty, and there may be no scratch */
-    if (j.outer == 0 && n.dw_at >= 0) { /* no rows: gradients of the weights are zero */
+    norm_prep p = *(const norm_prep *)a->prep;
+    const om_rows_job *j = &p.j;
+    const norm_arg *n = &p.n;
+    p.j.arg = n;
+    om_rows_at(&p.j, a);
+    p.n.w = operand_data(a, 2);
+    p.n.mean = a->in[3].data;
+    p.n.rstd = a->in[a->n_in - 1].data; /* of rms_norm_grad, operand 3 */
+    if (j->len == 0) return OM_OK; /* every result is empty, and there may be no scratch */
+    if (j->outer == 0 && n->dw_at >= 0) { /* no rows: gradients of the weights are zero */
         for (int i = 1; i < a->n_out; i++)
             memset(a->out[i].data, 0, (size_t)om_numel(&a->out[i]) * om_dtype_size(a->out[i].dtype));
         return OM_OK;
     }
-    if (j.outer > 0) om_rows_run(cx, &j);
-    if (n.dw_at >= 0) partials_sum(&j, &n, n.dw_at, &a->out[1]);
-    if (n.db_at >= 0) partials_sum(&j, &n, n.db_at, &a->out[2]);
+    if (j->outer > 0) om_rows_run(cx, &p.j);
+    if (n->dw_at >= 0) partials_sum(j, n, n->dw_at, &a->out[1]);
+    if (n->db_at >= 0) partials_sum(j, n, n->db_at, &a->out[2]);
     return OM_OK;
 }

@@ -1,10 +1,12 @@
 /* pool.c - ops/pool.c on the CPU.
  *
- * Windows are intervals that depend on one axis each, so they are worked out once per call into small tables; planes
+ * Windows are intervals that depend on one axis each, so they are worked out once per plan into small tables; planes
  * (all leading axes) are independent and split among threads. Gradients add into the input plane window by window, in
- * order: deterministic. f32 and f64 as they are, bf16 and f16 through a row buffer in f32.
+ * order: deterministic. f32 and f64 as they are, bf16 and f16 through a row buffer in f32. An index of max_pool_grad
+ * that is out of range is noted as a fault and passed over.
  */
 #include "cpu/cpu.h"
+#include "cpu/fault.h"
 #include "graph/half.h"
 #include "ops/attr.h"
 
@@ -17,28 +19,24 @@ enum { POOL_AXES = 3 };
 /* input positions lo, lo + step, ... < hi; padded: length with padding */
 typedef struct window { int64_t lo, hi, padded; } window;
 
-typedef struct pool_job {
+typedef struct pool_job pool_job;
+typedef void (*pool_fn)(void *, int64_t, int64_t);
+struct pool_job { /* made once per plan; a run copies it and puts the addresses in */
     int64_t in[POOL_AXES], out[POOL_AXES], step[POOL_AXES]; /* missing leading axes have size 1 */
-    int64_t planes, in_size, out_size;
-    window *win[POOL_AXES];                                 /* out[i] entries each, in scratch */
+    int64_t planes, in_size, out_size, grain;               /* of a plane */
+    window *win[POOL_AXES];                                 /* out[i] entries each; NULL: none is asked for */
     bool include_pad;
+    pool_fn fn;
     const char *x;
     char *y;
     int64_t *idx;
-    int dtype;
+    om_fault *fault;
     float *wide;                                            /* half types: (planes, in_size) in scratch for gradients */
-} pool_job;
+};
 
-static int64_t pool_tables(const om_tensor *y, int axes) {
-    int64_t n = 0;
-    for (int i = 0; i < axes; i++) n += y->dim[y->rank - axes + i];
-    return ((n + POOL_AXES) * (int64_t)sizeof(window) + 63) & ~(int64_t)63;
-}
-
-static void pool_sizes(pool_job *j, const om_tensor *x, const om_tensor *y, int axes, void *scratch) {
-    window *w = scratch;
-    j->planes = j->in_size = j->out_size = 1;
-    j->dtype = x->dtype;
+/* x: the tensor that windows read, y: the one with an element for each */
+static void pool_sizes(pool_job *j, const om_tensor *x, const om_tensor *y, int axes) {
+    *j = (pool_job){.planes = 1, .in_size = 1, .out_size = 1};
     for (int i = 0; i < x->rank - axes; i++) j->planes *= x->dim[i];
     for (int i = 0; i < POOL_AXES; i++) {
         int axis = i - (POOL_AXES - axes);
@@ -47,10 +45,17 @@ static void pool_sizes(pool_job *j, const om_tensor *x, const om_tensor *y, int 
         j->step[i] = 1;
         j->in_size *= j->in[i];
         j->out_size *= j->out[i];
-        j->win[i] = w;
-        w[0] = (window){0, 1, 1};
-        w += j->out[i] > 0 ? j->out[i] : 1;
     }
+    j->grain = 1 + 16384 / (j->in_size + j->out_size + 1);
+}
+
+static om_status pool_tables(om_ctx *cx, om_arena *mem, pool_job *j) {
+    for (int i = 0; i < POOL_AXES; i++) {
+        j->win[i] = om_arena_alloc(mem, (size_t)(j->out[i] > 0 ? j->out[i] : 1) * sizeof *j->win[i]);
+        if (!j->win[i]) return cx->status;
+        j->win[i][0] = (window){0, 1, 1};
+    }
+    return OM_OK;
 }
 
 static int64_t pool_attr(const om_args *a, const char *name, int axis, int64_t dflt) {
@@ -158,7 +163,9 @@ static int64_t pool_count(const pool_job *j, const window *const *o) {
             const T *dy = (const T *)j->x + p * j->out_size;                            \
             const int64_t *idx = j->idx + p * j->out_size;                              \
             W *dx = grad_plane_##S(j, p);                                               \
-            for (int64_t i = 0; i < j->out_size; i++) dx[idx[i]] += LOAD(dy[i]);        \
+            for (int64_t i = 0; i < j->out_size; i++)                                   \
+                if (om_index_fits(idx[i], j->in_size)) dx[idx[i]] += LOAD(dy[i]);       \
+                else om_fault_note(j->fault, OM_FAULT_INDEX, idx[i], p * j->out_size + i, j->in_size); \
             grad_store_##S(j, p, dx);                                                   \
         }                                                                               \
     }                                                                                   \
@@ -179,14 +186,9 @@ POOL(f64, double, double, SAME, SAME)
 POOL(bf16, uint16_t, float, om_bf16_to_f32, om_f32_to_bf16)
 POOL(f16, uint16_t, float, om_f16_to_f32, om_f32_to_f16)
 
-typedef void (*pool_fn)(void *, int64_t, int64_t);
 #define POOL_ROW(name) {[OM_F32] = name##_f32, [OM_F64] = name##_f64, [OM_BF16] = name##_bf16, [OM_F16] = name##_f16}
 static const pool_fn pool_max[] = POOL_ROW(max_pool), pool_avg[] = POOL_ROW(avg_pool),
                      pool_max_grad[] = POOL_ROW(max_pool_grad), pool_avg_grad[] = POOL_ROW(avg_pool_grad);
-
-static void pool_parallel(om_ctx *cx, pool_job *j, const pool_fn *fn) {
-    om_parallel_for(cx, j->planes, 1 + 16384 / (j->in_size + j->out_size + 1), fn[j->dtype], j);
-}
 
 static int pool_axes(const om_args *a, const char *attr) {
     int count;
@@ -194,76 +196,65 @@ static int pool_axes(const om_args *a, const char *attr) {
     return count;
 }
 
-int64_t om_cpu_scratch_max_pool(om_ctx *cx, const om_args *a) {
+static int64_t wide_bytes(const om_tensor *dx) { return om_is_half(dx->dtype) ? 4 * om_numel(dx) : 0; }
+
+int64_t om_cpu_scratch_pool_grad(om_ctx *cx, const om_args *a) {
     (void)cx;
-    return pool_tables(&a->out[0], pool_axes(a, "kernel"));
+    return wide_bytes(&a->out[0]);
 }
 
-om_status om_cpu_run_max_pool(om_ctx *cx, const om_args *a) {
-    pool_job j = {.x = a->in[0].data, .y = a->out[0].data, .idx = a->out[1].data};
-    int axes = pool_axes(a, "kernel");
-    if (!om_numel(&a->out[0])) return OM_OK;
-    pool_sizes(&j, &a->in[0], &a->out[0], axes, a->scratch);
-    pool_windows(&j, a, axes);
-    pool_parallel(cx, &j, pool_max);
-    return OM_OK;
-}
-
-static int64_t wide_bytes(const om_tensor *dx) { return om_dtype_size(dx->dtype) == 2 ? 4 * om_numel(dx) : 0; }
-
-int64_t om_cpu_scratch_max_pool_grad(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->in[0], (int)om_args_int(a, "axes", a->in[0].rank - 2)) + wide_bytes(&a->out[0]);
-}
-
-om_status om_cpu_run_max_pool_grad(om_ctx *cx, const om_args *a) {
-    const int axes = (int)om_args_int(a, "axes", a->in[0].rank - 2);
-    pool_job j = {.x = a->in[0].data, .y = a->out[0].data, .idx = a->in[1].data};
-    if (!om_numel(&a->out[0])) return OM_OK;
-    pool_sizes(&j, &a->out[0], &a->in[0], axes, a->scratch);
-    j.wide = (float *)((char *)a->scratch + pool_tables(&a->in[0], axes));
-    for (int64_t i = 0, n = om_numel(&a->in[0]); i < n; i++)
-        OM_CHECK(cx, j.idx[i] >= 0 && j.idx[i] < j.in_size,
-                 "max_pool_grad: index %lld at position %lld; 0 to %lld are allowed", (long long)j.idx[i], (long long)i,
-                 (long long)j.in_size - 1);
-    pool_parallel(cx, &j, pool_max_grad);
-    return OM_OK;
-}
-
-static om_status avg_run(om_ctx *cx, const om_args *a, bool grad, const char *attr) {
+/* The windows that `fn` sees; adaptive: their number is given, not their form. */
+static om_status pool_prepare(om_ctx *cx, om_arena *mem, const om_args *a, const pool_fn *fn, bool grad, bool adaptive,
+                              const void **prep) {
     const om_tensor *x = grad ? &a->out[0] : &a->in[0], *y = grad ? &a->in[0] : &a->out[0];
-    const bool adaptive = attr == NULL;
-    const int axes = adaptive ? pool_axes(a, "size") : pool_axes(a, attr);
-    pool_job j = {
-        .x = a->in[0].data, .y = a->out[0].data, .include_pad = !adaptive && om_args_int(a, "count_include_pad", 1)};
-    if (!om_numel(&a->out[0])) return OM_OK;
-    pool_sizes(&j, x, y, axes, a->scratch);
-    j.wide = (float *)((char *)a->scratch + pool_tables(y, axes));
-    if (adaptive) adaptive_windows(&j);
-    else pool_windows(&j, a, axes);
-    pool_parallel(cx, &j, grad ? pool_avg_grad : pool_avg);
+    const int axes = pool_axes(a, adaptive ? "size" : "kernel");
+    pool_job *j = om_arena_alloc(mem, sizeof *j);
+    if (!(*prep = j)) return cx->status;
+    pool_sizes(j, x, y, axes);
+    j->fn = fn[x->dtype];
+    j->include_pad = !adaptive && om_args_int(a, "count_include_pad", 1);
+    OM_TRY(pool_tables(cx, mem, j));
+    if (adaptive) adaptive_windows(j);
+    else pool_windows(j, a, axes);
     return OM_OK;
 }
 
-om_status om_cpu_run_avg_pool(om_ctx *cx, const om_args *a) { return avg_run(cx, a, false, "kernel"); }
-
-om_status om_cpu_run_avg_pool_grad(om_ctx *cx, const om_args *a) { return avg_run(cx, a, true, "kernel"); }
-
-om_status om_cpu_run_adaptive_avg_pool(om_ctx *cx, const om_args *a) { return avg_run(cx, a, false, NULL); }
-
-om_status om_cpu_run_adaptive_avg_pool_grad(om_ctx *cx, const om_args *a) { return avg_run(cx, a, true, NULL); }
-
-int64_t om_cpu_scratch_avg_pool_grad(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->in[0], pool_axes(a, "kernel")) + wide_bytes(&a->out[0]);
+om_status om_cpu_prepare_max_pool(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return pool_prepare(cx, mem, a, pool_max, false, false, prep);
 }
 
-int64_t om_cpu_scratch_adaptive_avg_pool(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->out[0], pool_axes(a, "size"));
+om_status om_cpu_prepare_avg_pool(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return pool_prepare(cx, mem, a, pool_avg, false, false, prep);
 }
 
-int64_t om_cpu_scratch_adaptive_avg_pool_grad(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return pool_tables(&a->in[0], pool_axes(a, "size")) + wide_bytes(&a->out[0]);
+om_status om_cpu_prepare_avg_pool_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return pool_prepare(cx, mem, a, pool_avg_grad, true, false, prep);
 }
+
+om_status om_cpu_prepare_adaptive_avg_pool(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return pool_prepare(cx, mem, a, pool_avg, false, true, prep);
+}
+
+om_status om_cpu_prepare_adaptive_avg_pool_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return pool_prepare(cx, mem, a, pool_avg_grad, true, true, prep);
+}
+
+om_status om_cpu_prepare_max_pool_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    pool_job *j = om_arena_alloc(mem, sizeof *j);
+    if (!(*prep = j)) return cx->status;
+    pool_sizes(j, &a->out[0], &a->in[0], (int)om_args_int(a, "axes", a->in[0].rank - 2));
+    j->fn = pool_max_grad[a->out[0].dtype];
+    return OM_OK;
+}
+
+static om_status pool_run(om_ctx *cx, const om_args *a, int64_t *idx) {
+    pool_job j = *(const pool_job *)a->prep;
+    if (!om_numel(&a->out[0])) return OM_OK;
+    j.x = a->in[0].data, j.y = a->out[0].data, j.idx = idx, j.wide = a->scratch, j.fault = a->fault;
+    om_parallel_for(cx, j.planes, j.grain, j.fn, &j);
+    return OM_OK;
+}
+
+om_status om_cpu_run_pool(om_ctx *cx, const om_args *a) { return pool_run(cx, a, NULL); }
+om_status om_cpu_run_max_pool(om_ctx *cx, const om_args *a) { return pool_run(cx, a, a->out[1].data); }
+om_status om_cpu_run_max_pool_grad(om_ctx *cx, const om_args *a) { return pool_run(cx, a, a->in[1].data); }

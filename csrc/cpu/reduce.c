@@ -6,7 +6,7 @@
  *   col   a strip of outputs at a time (the kept axis with the smallest stride), adding row after row.
  * When there are few outputs the reduced index space is cut into `blocks` blocks whose number depends on the sizes
  * alone; their partial results go to scratch and are combined in order, so the result never depends on the number of
- * threads. Floats accumulate in double.
+ * threads. Floats accumulate in double. Axes, blocks and the way are settled once per plan; a run puts addresses in.
  */
 #include "cpu/cpu.h"
 #include "cpu/reduce.h"
@@ -23,6 +23,7 @@ typedef struct red_job {
     int load_dtype, out_dtype;
     int64_t kdim[OM_RANK], kin[OM_RANK], kout[OM_RANK]; /* size, stride of x, stride of y (elements) */
     int64_t rdim[OM_RANK], rin[OM_RANK];
+    int64_t groups, grain;             /* what a block consists of; of groups * blocks units */
     /* outputs, elements of each, blocks of the reduced space, strips of the last kept axis */
     int64_t n_out, count, blocks, strips;
     const char *x;
@@ -33,9 +34,9 @@ typedef struct red_job {
 
 typedef union red_acc { double f; int64_t i; } red_acc;
 
-static red_acc red_unit(const red_job *j) {
-    const bool f = j->cls != OM_STRIP_I;
-    switch (j->op) {
+static red_acc red_unit(int op, int cls) {
+    const bool f = cls != OM_STRIP_I;
+    switch (op) {
     case OM_RED_PROD: return f ? (red_acc){.f = 1} : (red_acc){.i = 1};
     case OM_RED_MAX: return f ? (red_acc){.f = -INFINITY} : (red_acc){.i = INT64_MIN};
     case OM_RED_MIN: return f ? (red_acc){.f = INFINITY} : (red_acc){.i = INT64_MAX};
@@ -144,7 +145,7 @@ static void red_units(void *arg, int64_t begin, int64_t end) {
             first = rest * j->kdim[last] + c0;
             stride = j->kout[last];
         }
-        for (int64_t i = 0; i < n; i++) acc[i] = red_unit(j);
+        for (int64_t i = 0; i < n; i++) acc[i] = red_unit(j->op, j->cls);
         if (r0 < r1) {
             if (j->cols) red_cols(j, j->x + offset_of(first, j->n_kept, j->kdim, j->kin) * j->x_size, n, r0, r1, acc);
             else red_row(j, first, r0, r1, acc);
@@ -163,29 +164,30 @@ static int64_t red_blocks(int64_t n_out, int64_t count) {
     return n < 1 ? 1 : n > 32 ? 32 : n;
 }
 
-int64_t om_cpu_scratch_reduce(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    const int64_t n_in = om_numel(&a->in[0]), n_out = om_numel(&a->out[0]);
-    const int64_t blocks = red_blocks(n_out, n_out ? n_in / n_out : 0);
-    return blocks > 1 ? blocks * n_out * (int64_t)sizeof(red_acc) : 0;
+static int64_t red_scratch(const red_job *j) {
+    return j->blocks > 1 ? j->blocks * j->n_out * (int64_t)sizeof(red_acc) : 0;
 }
 
-static om_status reduce(om_ctx *cx, const om_args *a, int op, bool mean) {
+static const struct { const om_op *op; uint8_t red; bool mean; } red_ops[] = {
+    {&om_op_reduce_sum, OM_RED_SUM, false}, {&om_op_reduce_mean, OM_RED_SUM, true},
+    {&om_op_reduce_max, OM_RED_MAX, false}, {&om_op_reduce_min, OM_RED_MIN, false},
+    {&om_op_reduce_prod, OM_RED_PROD, false},
+};
+
+/* Everything but addresses. */
+static red_job red_job_of(const om_args *a) {
     const om_tensor *x = &a->in[0], *y = &a->out[0];
     const uint32_t mask = attr_axes_mask(a->attr, a->n_attr, x->rank);
     const bool keep = om_args_int(a, "keepdims", 0);
-    red_job j = {.op = op,
-                 .mean = mean,
-                 .is_bool = x->dtype == OM_BOOL,
+    red_job j = {.is_bool = x->dtype == OM_BOOL,
                  .load_dtype = x->dtype,
                  .out_dtype = y->dtype,
-                 .x = x->data,
-                 .y = y->data,
                  .n_out = 1,
                  .count = 1,
                  .x_size = (int64_t)om_dtype_size(x->dtype),
-                 .y_size = (int64_t)om_dtype_size(y->dtype),
-                 .part = a->scratch};
+                 .y_size = (int64_t)om_dtype_size(y->dtype)};
+    for (size_t i = 0; i < sizeof red_ops / sizeof *red_ops; i++)
+        if (red_ops[i].op == a->node->op) j.op = red_ops[i].red, j.mean = red_ops[i].mean;
     if (j.is_bool) j.load_dtype = OM_U8;
     j.cls = om_strip_class(j.load_dtype);
     int o = 0;
@@ -205,7 +207,7 @@ static om_status reduce(om_ctx *cx, const om_args *a, int op, bool mean) {
             else j.kdim[j.n_kept] = d, j.kin[j.n_kept] = sx, j.kout[j.n_kept++] = sy;
         }
     }
-    if (j.n_out == 0) return OM_OK;
+    if (j.n_out == 0) return j; /* no group */
     /* nothing to reduce: one element (or none) per output */
     if (!j.n_red) j.rdim[0] = j.count, j.rin[0] = 1, j.n_red = 1;
     /* the reduced axis with the smallest stride goes last: the order of addition is free, but fixed */
@@ -218,31 +220,45 @@ static om_status reduce(om_ctx *cx, const om_args *a, int op, bool mean) {
     j.blocks = red_blocks(j.n_out, j.count);
     const int k = j.n_kept - 1, r = j.n_red - 1;
     j.cols = j.n_kept && (llabs(j.kin[k]) < llabs(j.rin[r]) || j.count < 24);
-    int64_t groups = j.n_out, unit = (j.count + j.blocks - 1) / j.blocks + 8;
+    int64_t unit = (j.count + j.blocks - 1) / j.blocks + 8;
+    j.groups = j.n_out;
     if (j.cols) {
         j.strips = (j.kdim[k] + STRIP - 1) / STRIP;
-        groups = j.n_out / j.kdim[k] * j.strips;
+        j.groups = j.n_out / j.kdim[k] * j.strips;
         unit *= j.kdim[k] < STRIP ? j.kdim[k] : STRIP;
     }
-    om_parallel_for(cx, groups * j.blocks, 65536 / unit + 1, red_units, &j);
+    j.grain = 65536 / unit + 1;
+    return j;
+}
+
+int64_t om_cpu_scratch_reduce(om_ctx *cx, const om_args *a) {
+    (void)cx;
+    const red_job j = red_job_of(a);
+    return red_scratch(&j);
+}
+
+om_status om_cpu_prepare_reduce(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const red_job j = red_job_of(a);
+    *prep = om_arena_copy(mem, &j, sizeof j);
+    return *prep ? OM_OK : cx->status;
+}
+
+om_status om_cpu_run_reduce(om_ctx *cx, const om_args *a) {
+    red_job j = *(const red_job *)a->prep;
+    j.x = a->in[0].data, j.y = a->out[0].data, j.part = a->scratch;
+    om_parallel_for(cx, j.groups * j.blocks, j.grain, red_units, &j);
     if (j.blocks > 1) {
         const red_acc *part = (const red_acc *)j.part;
         for (int64_t i = 0; i < j.n_out; i++) {
-            red_acc acc = red_unit(&j);
+            red_acc acc = red_unit(j.op, j.cls);
             for (int64_t b = 0; b < j.blocks; b++)
-                OM_PICK(om_reduce)->row[op][j.cls == OM_STRIP_I ? OM_STRIP_I : OM_STRIP_D](&part[b * j.n_out + i], 1,
-                                                                                           &acc);
+                OM_PICK(om_reduce)->row[j.op][j.cls == OM_STRIP_I ? OM_STRIP_I : OM_STRIP_D](&part[b * j.n_out + i], 1,
+                                                                                             &acc);
             red_store(&j, &acc, 1, j.y + offset_of(i, j.n_kept, j.kdim, j.kout) * j.y_size, 1);
         }
     }
     return OM_OK;
 }
-
-om_status om_cpu_run_reduce_sum(om_ctx *cx, const om_args *a) { return reduce(cx, a, OM_RED_SUM, false); }
-om_status om_cpu_run_reduce_mean(om_ctx *cx, const om_args *a) { return reduce(cx, a, OM_RED_SUM, true); }
-om_status om_cpu_run_reduce_max(om_ctx *cx, const om_args *a) { return reduce(cx, a, OM_RED_MAX, false); }
-om_status om_cpu_run_reduce_min(om_ctx *cx, const om_args *a) { return reduce(cx, a, OM_RED_MIN, false); }
-om_status om_cpu_run_reduce_prod(om_ctx *cx, const om_args *a) { return reduce(cx, a, OM_RED_PROD, false); }
 
 /* --- argmax, argmin: lines along one axis ------------------------------------------------------------------- */
 
@@ -252,17 +268,23 @@ typedef struct line_job { /* lines of x along one axis: x and y addressed by the
     const char *x;
     char *y;
     int64_t x_size, y_size;
+    int64_t lines, grain;
     int load_dtype, cls, op, out_dtype;
     bool exclusive, reverse;
 } line_job;
 
-static void line_setup(line_job *j, const om_tensor *x, const om_tensor *y, int axis, bool y_has_axis) {
-    *j = (line_job){.x = x->data,
-                    .y = y->data,
-                    .len = x->dim[axis],
+/* Everything but addresses; `work`: elements of lines that are worth a thread. */
+static om_status line_prepare(om_ctx *cx, om_arena *mem, const om_args *a, bool y_has_axis, int64_t work,
+                              line_job **job) {
+    const om_tensor *x = &a->in[0], *y = &a->out[0];
+    const int axis = (int)om_args_int(a, "axis", 0);
+    line_job *j = *job = om_arena_alloc(mem, sizeof *j);
+    if (!j) return cx->status;
+    *j = (line_job){.len = x->dim[axis],
                     .lx = x->stride[axis],
                     .x_size = (int64_t)om_dtype_size(x->dtype),
                     .y_size = (int64_t)om_dtype_size(y->dtype),
+                    .lines = 1,
                     .load_dtype = x->dtype == OM_BOOL ? OM_U8 : x->dtype,
                     .out_dtype = y->dtype};
     j->cls = om_strip_class(j->load_dtype);
@@ -272,13 +294,17 @@ static void line_setup(line_job *j, const om_tensor *x, const om_tensor *y, int 
         j->dim[j->n] = x->dim[i];
         j->sx[j->n] = x->stride[i];
         j->sy[j->n++] = y->stride[y_has_axis || i < axis ? i : i - 1];
+        j->lines *= x->dim[i];
     }
+    j->grain = work / (j->len + 1) + 1;
+    return OM_OK;
 }
 
-static int64_t line_count(const line_job *j) {
-    int64_t n = 1;
-    for (int i = 0; i < j->n; i++) n *= j->dim[i];
-    return n;
+static om_status line_run(om_ctx *cx, const om_args *a, void (*fn)(void *, int64_t, int64_t)) {
+    line_job j = *(const line_job *)a->prep;
+    j.x = a->in[0].data, j.y = a->out[0].data;
+    om_parallel_for(cx, j.lines, j.grain, fn, &j);
+    return OM_OK;
 }
 
 static void arg_lines(void *arg, int64_t begin, int64_t end) {
@@ -286,8 +312,7 @@ static void arg_lines(void *arg, int64_t begin, int64_t end) {
     _Alignas(64) char buf[CHUNK * 8];
     for (int64_t u = begin; u < end; u++) {
         const char *x = j->x + offset_of(u, j->n, j->dim, j->sx) * j->x_size;
-        const red_job unit = {.op = j->op, .cls = j->cls};
-        red_acc best = red_unit(&unit);
+        red_acc best = red_unit(j->op, j->cls);
         int64_t at = 0;
         bool nan = false;
         /* a chunk is searched only if it improves on those before it */
@@ -308,14 +333,15 @@ static void arg_lines(void *arg, int64_t begin, int64_t end) {
     }
 }
 
-om_status om_cpu_run_arg(om_ctx *cx, const om_args *a) {
-    const bool keep = om_args_int(a, "keepdims", 0);
-    line_job j;
-    line_setup(&j, &a->in[0], &a->out[0], (int)om_args_int(a, "axis", 0), keep);
-    j.op = om_is(a->node, argmax) ? OM_RED_MAX : OM_RED_MIN;
-    om_parallel_for(cx, line_count(&j), 32768 / (j.len + 1) + 1, arg_lines, &j);
+om_status om_cpu_prepare_arg(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    line_job *j;
+    OM_TRY(line_prepare(cx, mem, a, om_args_int(a, "keepdims", 0), 32768, &j));
+    j->op = om_is(a->node, argmax) ? OM_RED_MAX : OM_RED_MIN;
+    *prep = j;
     return OM_OK;
 }
+
+om_status om_cpu_run_arg(om_ctx *cx, const om_args *a) { return line_run(cx, a, arg_lines); }
 
 /* --- cumsum ------------------------------------------------------------------------------------------------------ */
 
@@ -345,11 +371,13 @@ static void cumsum_lines(void *arg, int64_t begin, int64_t end) {
     }
 }
 
-om_status om_cpu_run_cumsum(om_ctx *cx, const om_args *a) {
-    line_job j;
-    line_setup(&j, &a->in[0], &a->out[0], (int)om_args_int(a, "axis", 0), true);
-    j.exclusive = om_args_int(a, "exclusive", 0);
-    j.reverse = om_args_int(a, "reverse", 0);
-    om_parallel_for(cx, line_count(&j), 16384 / (j.len + 1) + 1, cumsum_lines, &j);
+om_status om_cpu_prepare_cumsum(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    line_job *j;
+    OM_TRY(line_prepare(cx, mem, a, true, 16384, &j));
+    j->exclusive = om_args_int(a, "exclusive", 0);
+    j->reverse = om_args_int(a, "reverse", 0);
+    *prep = j;
     return OM_OK;
 }
+
+om_status om_cpu_run_cumsum(om_ctx *cx, const om_args *a) { return line_run(cx, a, cumsum_lines); }

@@ -26,6 +26,12 @@ void om_rows_prepare(om_rows_job *j, int64_t most_tasks) {
     for (int k = 0; k < j->n_mat; k++) j->task_bytes += row_bytes(j, k);
 }
 
+void om_rows_at(om_rows_job *j, const om_args *a) {
+    for (int k = 0; k < j->n_mat - 1; k++) j->mat[k].data = a->in[k].data;
+    j->mat[j->n_mat - 1].data = a->out[0].data;
+    j->scratch = a->scratch;
+}
+
 static void tasks_run(void *arg, int64_t begin, int64_t end) {
     const om_rows_job *j = arg;
     const int64_t rows = j->outer * j->inner;

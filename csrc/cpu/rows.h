@@ -28,7 +28,7 @@ struct om_rows_kernels {
 };
 OM_DECLARE_ISA(struct om_rows_kernels, om_rows);
 
-/* --- sharing rows among threads (ops/rows.c) -------------------------------------------------------- */
+/* --- sharing rows among threads (cpu/rows.c) -------------------------------------------------------- */
 
 /* Up to 3 matrices of the same sizes, dense: row (o, i) of (outer, len, inner) starts at o * len * inner + i with
  * stride inner. */
@@ -36,6 +36,7 @@ enum { OM_ROWS_MATS = 3, OM_ROWS_TASKS = 64 };
 
 typedef struct om_rows_mat { void *data; int dtype; bool out; } om_rows_mat;
 
+/* A row makes one once per plan; a run copies it and puts in the addresses (om_rows_at). */
 typedef struct om_rows_job {
     int64_t outer, len, inner;
     int n_mat;
@@ -52,6 +53,8 @@ typedef struct om_rows_job {
 
 /* from sizes and dtypes alone: also what the operators' scratch rules call */
 void om_rows_prepare(om_rows_job *j, int64_t most_tasks);
+/* matrices: the first operands, then output 0 */
+void om_rows_at(om_rows_job *j, const om_args *a);
 void om_rows_run(om_ctx *cx, om_rows_job *j);
 
 #endif

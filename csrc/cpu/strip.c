@@ -41,7 +41,11 @@ static int op_cost(int op, int cls) { /* about 1/20 ns an element */
     case OM_S_pow: return cls == OM_STRIP_D ? 500 : 40;
     case OM_S_mod: case OM_S_fmod: case OM_S_floor_div: return 150;
     case OM_S_div: case OM_S_sqrt: case OM_S_rsqrt: case OM_S_reciprocal: return cls == OM_STRIP_I ? 60 : 3;
-    default: return 2;
+    case OM_S_floor: case OM_S_ceil: case OM_S_round: case OM_S_trunc: return 2;
+    default: /* a function of floats that nobody has measured */
+        if (op < OM_N_PW && om_pw_rows[op].rule == OM_PW_FLT && om_pw_rows[op].arity == 1)
+            return cls == OM_STRIP_D ? 250 : 20;
+        return 2;
     }
 }
 

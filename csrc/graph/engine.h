@@ -235,6 +235,18 @@ typedef struct om_scalars {
     int64_t sym[];       /* values of the graph's symbols */
 } om_scalars;
 
+/* The index or label that a call could not use. A kernel returns no error from its middle, where a device that runs
+ * behind its host has nobody to return to: it notes the fault, goes on without touching memory outside of its tensors,
+ * and whoever runs the call looks afterwards (om_fault_fail). Of several, the one at the smallest position is kept, so
+ * it is the same whatever the number of threads. */
+typedef enum om_fault_kind { OM_FAULT_NONE, OM_FAULT_INDEX, OM_FAULT_LABEL } om_fault_kind;
+typedef struct om_fault {
+    int kind, busy;      /* busy: a thread is writing */
+    int64_t value;       /* what was found, */
+    int64_t position;    /* counted in row-major order of the operand; */
+    int64_t limit;       /* 0 to limit - 1 are allowed */
+} om_fault;
+
 typedef struct om_args { /* what a kernel gets */
     const om_node *node;
     /* node->attr with every size replaced by its value (all DIMS entries >= 0 or plain negative ints) */
@@ -246,13 +258,14 @@ typedef struct om_args { /* what a kernel gets */
     const void *prep;    /* what the row's `prepare` made of these sizes */
     void *scratch;       /* as many bytes as the row's `scratch` said, 64-byte aligned, uninitialised */
     const om_scalars *scalars; /* of this run */
+    om_fault *fault;     /* of this run; never NULL where a kernel runs */
 } om_args;
 typedef struct om_builder om_builder;
 
 typedef struct om_op {
     const char *name;   /* snake_case, as in the text dump */
     uint16_t id;        /* OM_OP_<name>: its place in om_ops and in every device's table */
-    const char *doc;    /* one line: y = f(x), shapes, attributes */
+    const char *doc;    /* of its row in ops.def: (operands) attributes -> results */
     uint8_t kind;
     int8_t min_in, max_in; /* max_in -1: any number */
     int8_t n_out;       /* outputs; -1: host operators, the length of attribute out_dtype */
@@ -271,20 +284,22 @@ typedef struct om_op {
      * Built with om_make & friends; dx[j] must have input j's shape and dtype. NULL = not differentiable (all dx
      * zero). */
     om_status (*grad)(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx);
-    const struct om_pw_row *pw; /* POINTWISE: its row of ops/pointwise.def (ops/strip.h) */
+    const struct om_pw_row *pw; /* POINTWISE: its row of pointwise.def (ops/strip.h) */
 } om_op;
 
-/* Every operator, one row each in ops.def: OP(name) -> `extern const om_op om_op_name` and its number OM_OP_name. */
-#define OP(name) extern const om_op om_op_##name;
+/* Every operator, one row each in ops.def: OP(name, doc) -> `extern const om_op om_op_name`, its number OM_OP_name. */
+#define OP(name, doc)                                                                               \
+    extern const om_op om_op_##name;                                                                \
+    extern const char om_doc_##name[];
 #include "graph/ops.def"
 #undef OP
 enum {
-#define OP(name) OM_OP_##name,
+#define OP(name, doc) OM_OP_##name,
 #include "graph/ops.def"
 #undef OP
     OM_N_OPS
 };
-#define OM_OP(nm) .name = #nm, .id = OM_OP_##nm
+#define OM_OP(nm) .name = #nm, .id = OM_OP_##nm, .doc = om_doc_##nm
 extern const om_op *const om_ops[]; /* NULL-terminated */
 const om_op *om_op_find(const char *name);
 #define om_is(n, opname) ((n)->op == &om_op_##opname)
@@ -350,6 +365,9 @@ om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_i
  * copied. */
 om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in,
                        om_tensor *out, uint64_t seed);
+/* OM_OK when nothing was noted; else the error, with the operator and where in the user's source it comes from, and the
+ * fault is forgotten. `attr`: the call's. */
+om_status om_fault_fail(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, om_fault *f);
 /* Runs a whole graph node by node, every value in its own memory: no planner, no reuse, no in-place. The oracle of
  * plan.c and what the operator tests run. in: one per g->inputs. out: one per g->outputs, then writes, then grads
  * (absent gradient: dtype OM_NODTYPE); data allocated with om_alloc, the caller frees. */

@@ -8,8 +8,12 @@
 
 #include <stdio.h>
 
+#define OP(name, doc) const char om_doc_##name[] = doc;
+#include "graph/ops.def"
+#undef OP
+
 const om_op *const om_ops[] = {
-#define OP(name) &om_op_##name,
+#define OP(name, doc) &om_op_##name,
 #include "graph/ops.def"
 #undef OP
     NULL,

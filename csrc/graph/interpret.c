@@ -22,9 +22,9 @@ enum { FENCE = 64, FENCE_BYTE = 0xa5 };
 /* As a plan does it: scratch is asked for and the call is prepared before any operand has memory. Scratch is fenced: an
  * operator that asks for less than it uses is found here. */
 static om_status eval_run(om_ctx *cx, const om_row *row, om_args *a, om_arena *mem) {
-    om_tensor in[256], out[64];
-    if (a->n_out > 64)
-        return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most 64", a->node->op->name, a->n_out);
+    om_tensor in[OM_MAX_IN], out[OM_MAX_OUT];
+    if (a->n_out > OM_MAX_OUT)
+        return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most %d", a->node->op->name, a->n_out, OM_MAX_OUT);
     for (int i = 0; i < a->n_in; i++) in[i] = a->in[i], in[i].data = NULL;
     for (int i = 0; i < a->n_out; i++) out[i] = a->out[i], out[i].data = NULL;
     om_args sizes = *a;
@@ -46,14 +46,30 @@ static om_status eval_run(om_ctx *cx, const om_row *row, om_args *a, om_arena *m
     return s;
 }
 
+om_status om_fault_fail(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, om_fault *f) {
+    const om_fault x = *f;
+    if (!x.kind) return OM_OK;
+    *f = (om_fault){0};
+    const om_scope *s = g && n->scope < g->scopes.n ? &g->scopes.v[n->scope] : NULL;
+    char at[512] = "", allowed[64] = "none is allowed: there are no entries";
+    if (s && s->file) snprintf(at, sizeof at, " (%s:%d)", s->file, s->line);
+    if (x.limit > 0) snprintf(allowed, sizeof allowed, "0 to %lld", (long long)x.limit - 1);
+    if (x.kind == OM_FAULT_LABEL)
+        return om_fail(cx, OM_INVALID, "%s: label %lld in row %lld; %s or ignore_index %lld are allowed%s", n->op->name,
+                       (long long)x.value, (long long)x.position, allowed,
+                       (long long)om_attr_int(attr, n->n_attr, "ignore_index", -100), at);
+    return om_fail(cx, OM_INVALID, "%s: index %lld at position %lld is out of range; %s%s%s", n->op->name,
+                   (long long)x.value, (long long)x.position, allowed, x.limit > 0 ? " are allowed" : "", at);
+}
+
 om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om_attr *attr, const om_tensor *in,
                        om_tensor *out, uint64_t seed) {
-    (void)g;
     const om_row *row = om_row_of(&om_device_cpu, n->op);
-    om_tensor ins[256];
-    bool copied[256] = {0};
+    om_tensor ins[OM_MAX_IN];
+    bool copied[OM_MAX_IN] = {0};
     om_status s = OM_OK;
-    if (n->n_in > 256) return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
+    if (n->n_in > OM_MAX_IN)
+        return om_fail(cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OM_MAX_IN);
     for (int i = 0; i < n->n_in; i++) {
         ins[i] = in[i];
         if (s == OM_OK && in[i].dtype && om_row_dense(row, i) && !om_is_dense(&in[i])) {
@@ -63,6 +79,7 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
         }
     }
     const om_scalars scalars = {.seed = seed};
+    om_fault fault = {0};
     om_args a = {.node = n,
                  .attr = attr,
                  .n_attr = n->n_attr,
@@ -70,7 +87,8 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
                  .n_out = n->n_out,
                  .in = ins,
                  .out = out,
-                 .scalars = &scalars};
+                 .scalars = &scalars,
+                 .fault = &fault};
     if (s == OM_OK && n->op->view) {
         om_tensor v = out[0];
         int64_t offset = 0;
@@ -90,6 +108,7 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
         om_arena mem = {.cx = cx};
         if (!row->run) s = om_fail(cx, OM_UNSUPPORTED, "%s has no kernel: only the host can run it", n->op->name);
         if (s == OM_OK) s = eval_run(cx, row, &a, &mem);
+        if (s == OM_OK) s = om_fault_fail(cx, g, n, attr, &fault);
         om_arena_free(&mem);
     }
     for (int i = 0; i < n->n_in; i++)
@@ -177,9 +196,9 @@ om_status om_interpret(om_ctx *cx, const om_graph *g, const om_tensor *in, uint6
     }
     for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++) {
         const om_node *n = &g->nodes.v[i];
-        om_tensor ins[256] = {0};
+        om_tensor ins[OM_MAX_IN] = {0};
         const om_attr *attr = NULL;
-        for (int k = 0; k < n->n_in && k < 256; k++)
+        for (int k = 0; k < n->n_in && k < OM_MAX_IN; k++)
             if (om_ins(g, n)[k] != OM_NONE) ins[k] = val[om_ins(g, n)[k]];
         s = om_attrs_concrete(&arena, g, n, sym, &attr);
         if (s == OM_OK) s = om_eval_node(cx, g, n, attr, ins, &val[n->out], seed);

@@ -1,4 +1,5 @@
-/* elementwise.c - elementwise operators of ONNX. Form of a rule: onnx/map.h. */
+/* elementwise.c - elementwise operators of ONNX: those that are a row of pointwise.def, and those with rules of their
+ * own. Form of a rule: onnx/map.h. */
 #include "onnx/map.h"
 
 static om_status map_unary(om_onnx *o) {
@@ -138,26 +139,9 @@ static om_status map_cast(om_onnx *o) {
 /* --- the rows ------------------------------------------------------------------------------------------ */
 
 #define S(name) om_onnx_size_##name
-#define UNARY(onnx, engine) {"", onnx, 1, 1, 1, map_unary, NULL, &om_op_##engine}
 #define BINARY(onnx, engine) {"", onnx, 2, 2, 1, map_binary, NULL, &om_op_##engine}
-const om_onnx_op om_onnx_ops_elementwise[] = {
+const om_onnx_op om_onnx_ops_elementwise[] = { /* what is more than a row of pointwise.def says */
     /* domain, operator, inputs min, max, outputs max, rule, size rule, engine operator of a shared rule */
-    UNARY("Exp", exp),
-    UNARY("Log", log),
-    UNARY("Sqrt", sqrt),
-    UNARY("Reciprocal", reciprocal),
-    UNARY("Tanh", tanh),
-    UNARY("Sigmoid", sigmoid),
-    UNARY("Erf", erf),
-    UNARY("Sin", sin),
-    UNARY("Cos", cos),
-    UNARY("Relu", relu),
-    UNARY("Softplus", softplus),
-    UNARY("Sign", sign),
-    UNARY("Floor", floor),
-    UNARY("Ceil", ceil),
-    UNARY("Round", round),
-    UNARY("IsNaN", isnan),
     {"", "Neg", 1, 1, 1, map_unary, S(neg), &om_op_neg},
     {"", "Abs", 1, 1, 1, map_unary, S(abs), &om_op_abs},
     {"", "Not", 1, 1, 1, map_unary, S(not ), &om_op_not},
@@ -205,5 +189,14 @@ const om_onnx_op om_onnx_ops_elementwise[] = {
     {"ortmodule", "FloorDiv", 2, 2, 1, map_binary, NULL, &om_op_floor_div},
     {"ortmodule", "Remainder", 2, 2, 1, map_binary, NULL, &om_op_mod},
     {"ortmodule", "StraightThrough", 2, 2, 1, map_binary, NULL, &om_op_straight_through},
+    {0},
+};
+
+/* Rows of pointwise.def that are one ONNX operator. This table is searched last: a row of another one does more. */
+const om_onnx_op om_onnx_ops_pointwise[] = {
+#define PW(nm, arity, rule, fx, ix, grad, onnx, aten, doc) \
+    {"", onnx, arity, arity, 1, arity == 1 ? map_unary : map_binary, NULL, &om_op_##nm},
+#include "graph/pointwise.def"
+#undef PW
     {0},
 };

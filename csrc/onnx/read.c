@@ -528,6 +528,7 @@ static om_id read_scope(om_onnx *o) {
 
 static const om_onnx_op *read_row(const char *domain, const char *name) {
     if (!strcmp(domain, "ai.onnx")) domain = "";
+    if (!*name) return NULL; /* so rows that are no ONNX operator are called */
     for (int i = 0; om_onnx_tables[i]; i++)
         for (const om_onnx_op *r = om_onnx_tables[i]; r->name; r++)
             if (!strcmp(r->name, name) && !strcmp(r->domain, domain)) return r;

@@ -146,8 +146,6 @@ static om_status attention_grad_rule(om_builder *b, const om_node *n, const om_i
 
 const om_op om_op_attention = {
     OM_OP(attention),
-    .doc = "y, lse = softmax(q k^T scale + mask) v; q (..., hq, tq, d), k v (..., hk, tk, .), mask?, kv_start?, "
-           "kv_end?, frozen?",
     .kind = OM_K_ATTENTION,
     .min_in = 3,
     .max_in = 7,
@@ -159,8 +157,6 @@ const om_op om_op_attention = {
 
 const om_op om_op_attention_grad = {
     OM_OP(attention_grad),
-    .doc = "dq, dk, dv, dmask from (dy, q, k, v, mask?, y, lse, kv_start?, kv_end?, frozen?); dmask has no element "
-           "unless want_dmask",
     .kind = OM_K_ATTENTION,
     .min_in = 7,
     .max_in = 10,

@@ -65,8 +65,6 @@ const om_op om_op_batch_norm = {
     .min_in = 1,
     .max_in = 5,
     .n_out = 5,
-    .doc = "(x (n, c, ...), weight?, bias?, running_mean?, running_var?) training momentum eps -> y, new_mean, "
-           "new_var, mean, rstd",
     .infer = batch_norm_infer,
     .grad = batch_norm_grad_build,
 };
@@ -98,6 +96,5 @@ const om_op om_op_batch_norm_grad = {
     .max_in = 5,
     .n_out = 3,
     .optional = 1u << 2,
-    .doc = "(dy, x, weight?, mean, rstd) training -> dx, dw, db",
     .infer = batch_norm_grad_infer,
 };

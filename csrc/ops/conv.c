@@ -117,13 +117,10 @@ const om_op om_op_conv = {
     .min_in = 2,
     .max_in = 3,
     .n_out = 1,
-    .doc = "(x (n, c, ...), w (o, c / groups, ...), bias (o)?) -> (n, o, ...); stride, pad (begin, or begins then "
-           "ends), dilation, groups",
     .infer = conv_infer,
     .grad = conv_grad_build,
 };
 const om_op om_op_conv_grad = {
     OM_OP(conv_grad), .kind = OM_K_CONV, .min_in = 3, .max_in = 3, .n_out = 3,
-    .doc = "(dy, x, w) -> dx, dw, db of conv with the same attributes; want[i] = 0: output i has no elements",
     .infer = conv_grad_infer,
 };

@@ -42,7 +42,6 @@ static om_status gather_grad_build(om_builder *b, const om_node *n, const om_id 
 
 const om_op om_op_gather = {
     OM_OP(gather), .kind = OM_K_GATHER, .min_in = 2, .max_in = 2, .n_out = 1,
-    .doc = "y = x[..., idx, ...] along axis; padding_idx (-1 none): that row gets no gradient",
     .infer = gather_infer, .grad = gather_grad_build,
 };
 
@@ -89,8 +88,6 @@ const om_op om_op_gather_grad = {
     .min_in = 2,
     .max_in = 3,
     .n_out = 1,
-    .doc = "base (third operand; left out: zeros of `shape`) with the rows of dy added at idx along axis; nothing is "
-           "added at padding_idx",
     .infer = gather_grad_infer,
 };
 
@@ -130,7 +127,6 @@ static om_status gather_elements_grad(om_builder *b, const om_node *n, const om_
 
 const om_op om_op_gather_elements = {
     OM_OP(gather_elements), .kind = OM_K_GATHER, .min_in = 2, .max_in = 2, .n_out = 1,
-    .doc = "y[i][j][k] = x[idx[i][j][k]][j][k] for axis 0, and so on: torch.gather",
     .infer = gather_elements_infer, .grad = gather_elements_grad,
 };
 
@@ -172,7 +168,6 @@ static om_status scatter_elements_grad(om_builder *b, const om_node *n, const om
 
 const om_op om_op_scatter_elements = {
     OM_OP(scatter_elements), .kind = OM_K_SCATTER, .min_in = 3, .max_in = 3, .n_out = 1,
-    .doc = "y = x; then y[idx[i][j][k]][j][k] = (reduce 1: +=) src[i][j][k] for axis 0, and so on",
     .infer = scatter_elements_infer, .grad = scatter_elements_grad,
 };
 
@@ -216,7 +211,6 @@ const om_op om_op_gather_nd = {
     .min_in = 2,
     .max_in = 2,
     .n_out = 1,
-    .doc = "y = x[idx[..., 0], ..., idx[..., k-1]]",
     .infer = gather_nd_infer,
     .grad = gather_nd_grad,
 };
@@ -254,7 +248,6 @@ const om_op om_op_scatter_nd = {
     .min_in = 3,
     .max_in = 3,
     .n_out = 1,
-    .doc = "y = x; then y[idx[..., 0], ..., idx[..., k-1]] = (reduce 1: +=) src",
     .infer = scatter_nd_infer,
     .grad = scatter_nd_grad,
 };

@@ -91,7 +91,6 @@ const om_op om_op_host = {
     .min_in = 0,
     .max_in = -1,
     .n_out = -1,
-    .doc = "(x, ...) -> whatever the host's table says; index out_dtype shape<i> diff effect",
     .infer = host_infer,
     .grad = host_grad_build,
 };
@@ -101,7 +100,5 @@ const om_op om_op_host_grad = {
     .min_in = 0,
     .max_in = -1,
     .n_out = -1,
-    .doc = "(dy, ...) -> gradients of inputs `want` of the host node with the same index; index part want out_dtype "
-           "shape<i>",
     .infer = host_infer,
 };

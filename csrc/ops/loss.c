@@ -69,8 +69,6 @@ const om_op om_op_cross_entropy = {
     .min_in = 2,
     .max_in = 3,
     .n_out = 3,
-    .doc = "(logits (n, c), labels (n), weight (c)?) -> loss, lse (n), denom: torch's cross_entropy; reduction 0 none, "
-           "1 mean, 2 sum",
     .infer = cross_entropy_infer,
     .grad = cross_entropy_grad_build,
 };
@@ -90,6 +88,5 @@ const om_op om_op_cross_entropy_grad = {
     .max_in = 6,
     .n_out = 1,
     .optional = 1u << 3,
-    .doc = "(dloss, logits, labels, weight?, lse, denom) -> dlogits, may overwrite the logits",
     .infer = cross_entropy_grad_infer,
 };

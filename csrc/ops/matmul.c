@@ -91,7 +91,6 @@ static om_status matmul_grad(om_builder *bl, const om_node *n, const om_id *dy, 
 
 const om_op om_op_matmul = {
     OM_OP(matmul),
-    .doc = "y = a b + bias: a (..., m, k), b (..., k, n), bias (n); batch axes broadcast",
     .kind = OM_K_GEMM,
     .min_in = 2,
     .max_in = 3,

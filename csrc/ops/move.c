@@ -24,7 +24,7 @@ static om_status copy_grad(om_builder *b, const om_node *n, const om_id *dy, con
 }
 
 const om_op om_op_copy = {
-    OM_OP(copy), .doc = "y = x, dense", .kind = OM_K_GATHER, .min_in = 1, .max_in = 1, .n_out = 1,
+    OM_OP(copy), .kind = OM_K_GATHER, .min_in = 1, .max_in = 1, .n_out = 1,
     .infer = same_infer, .grad = copy_grad,
 };
 
@@ -64,7 +64,6 @@ static om_status concat_grad(om_builder *b, const om_node *n, const om_id *dy, c
 
 const om_op om_op_concat = {
     OM_OP(concat),
-    .doc = "y = the operands one after another along axis",
     .kind = OM_K_GATHER,
     .min_in = 1,
     .max_in = -1,
@@ -110,7 +109,7 @@ static om_status pad_grad(om_builder *b, const om_node *n, const om_id *dy, cons
 }
 
 const om_op om_op_pad = {
-    OM_OP(pad), .doc = "y = x with lo[i] and hi[i] elements of `value` added around axis i; negative numbers crop",
+    OM_OP(pad),
     .kind = OM_K_GATHER, .min_in = 1, .max_in = 1, .n_out = 1, .infer = pad_infer, .grad = pad_grad,
 };
 
@@ -160,7 +159,6 @@ static om_status slice_put_grad(om_builder *b, const om_node *n, const om_id *dy
 
 const om_op om_op_slice_put = {
     OM_OP(slice_put),
-    .doc = "y = zeros of `shape` with x at start:end:step along axis: the gradient of slice",
     .kind = OM_K_SCATTER,
     .min_in = 1,
     .max_in = 1,
@@ -192,7 +190,6 @@ static om_status slice_scatter_grad(om_builder *b, const om_node *n, const om_id
 
 const om_op om_op_slice_scatter = {
     OM_OP(slice_scatter),
-    .doc = "y = x with src (second operand) written at start:end:step along axis",
     .kind = OM_K_SCATTER,
     .min_in = 2,
     .max_in = 2,
@@ -217,7 +214,6 @@ static om_status trilu_grad(om_builder *b, const om_node *n, const om_id *dy, co
 
 const om_op om_op_trilu = {
     OM_OP(trilu),
-    .doc = "y = x with zeros below (upper) or above (lower) the k-th diagonal of the last two axes",
     .kind = OM_K_GATHER,
     .min_in = 1,
     .max_in = 1,
@@ -239,7 +235,6 @@ static om_status iota_infer(om_graph *g, const om_node *n, om_type *out) {
 
 const om_op om_op_iota = {
     OM_OP(iota),
-    .doc = "y[i] = start + step * i; shape (one size), dtype",
     .kind = OM_K_CREATE,
     .min_in = 0,
     .max_in = 0,
@@ -257,7 +252,6 @@ static om_status fill_infer(om_graph *g, const om_node *n, om_type *out) {
 
 const om_op om_op_fill = {
     OM_OP(fill),
-    .doc = "y = value everywhere; shape, dtype",
     .kind = OM_K_CREATE,
     .min_in = 0,
     .max_in = 0,

@@ -80,7 +80,6 @@ static om_status second_order(om_builder *b, const om_node *n, const om_id *dy, 
 
 const om_op om_op_layer_norm = {
     OM_OP(layer_norm),
-    .doc = "(x, w?, b?) axis eps: y = (x - mean) rstd w + b over axes >= axis; mean and rstd in the compute dtype",
     .kind = OM_K_ROW,
     .min_in = 1,
     .max_in = 3,
@@ -90,7 +89,6 @@ const om_op om_op_layer_norm = {
 };
 const om_op om_op_rms_norm = {
     OM_OP(rms_norm),
-    .doc = "(x, w?) axis eps: y = x rstd w, rstd = 1 / sqrt(mean of x^2 + eps) over axes >= axis",
     .kind = OM_K_ROW,
     .min_in = 1,
     .max_in = 2,
@@ -100,7 +98,6 @@ const om_op om_op_rms_norm = {
 };
 const om_op om_op_layer_norm_grad = {
     OM_OP(layer_norm_grad),
-    .doc = "(dy, x, w?, mean, rstd) axis params: dx, dw, db; params = 0: dw and db are empty",
     .kind = OM_K_ROW,
     .min_in = 5,
     .max_in = 5,
@@ -111,7 +108,6 @@ const om_op om_op_layer_norm_grad = {
 };
 const om_op om_op_rms_norm_grad = {
     OM_OP(rms_norm_grad),
-    .doc = "(dy, x, w?, rstd) axis params: dx, dw; params = 0: dw is empty",
     .kind = OM_K_ROW,
     .min_in = 4,
     .max_in = 4,

@@ -54,6 +54,7 @@ UNARY(gelu_grad_, BIN(gelu_grad, DY, IN(0)))
 UNARY(gelu_tanh_grad_, BIN(gelu_tanh_grad, DY, IN(0)))
 UNARY(softplus_grad, WHERE(BIN(gt, IN(0), NUMBER(Y, 20)), DY, BIN(mul, DY, UN(sigmoid, IN(0)))))
 UNARY(cast_grad, om_is_float(om_ty(b->g, Y)->dtype) ? om_b_cast(b->g, DY, om_ty(b->g, IN(0))->dtype) : OM_NONE)
+UNARY(asinh_grad, BIN(div, DY, UN(sqrt, BIN(add, BIN(mul, IN(0), IN(0)), NUMBER(Y, 1)))))
 
 GRAD(second_order) {
     (void)dy, (void)want, (void)dx;
@@ -233,10 +234,9 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
 
 /* --- the operators ------------------------------------------------------------------------------------------- */
 
-#define PW(nm, arity, rule, fx, ix, gradient, text)                       \
+#define PW(nm, arity, rule, fx, ix, gradient, ...)                        \
     const om_op om_op_##nm = {                                            \
-        OM_OP(nm),                                                       \
-        .doc = text,                                                      \
+        OM_OP(nm),                                                        \
         .kind = OM_S_##nm == OM_S_dropout ? OM_K_RANDOM : OM_K_POINTWISE, \
         .min_in = arity,                                                  \
         .max_in = arity,                                                  \
@@ -246,12 +246,11 @@ static om_status pointwise_infer(om_graph *g, const om_node *n, om_type *out) {
         .grad = gradient,                                                 \
         .pw = &om_pw_rows[OM_S_##nm],                                     \
     };
-#include "ops/pointwise.def"
+#include "graph/pointwise.def"
 #undef PW
 
 const om_op om_op_fused = {
     OM_OP(fused),
-    .doc = "(x0, x1, ...) program, out_dtype: a chain of pointwise operators in one sweep (strip.h)",
     .kind = OM_K_POINTWISE,
     .min_in = 1,
     .max_in = OM_STRIP_IN,

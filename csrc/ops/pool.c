@@ -99,7 +99,6 @@ static om_status max_pool_grad_build(om_builder *b, const om_node *n, const om_i
 
 const om_op om_op_max_pool = {
     OM_OP(max_pool), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 2,
-    .doc = "(x) -> y, idx (flat position in the pooled axes of x); kernel stride pad dilation ceil over the last axes",
     .infer = max_pool_infer, .grad = max_pool_grad_build,
 };
 
@@ -116,7 +115,7 @@ static om_status max_pool_grad_infer(om_graph *g, const om_node *n, om_type *out
 
 const om_op om_op_max_pool_grad = {
     OM_OP(max_pool_grad), .kind = OM_K_CONV, .min_in = 2, .max_in = 2, .n_out = 1,
-    .doc = "(dy, idx) -> dx of `shape`; axes = how many last axes were pooled", .infer = max_pool_grad_infer,
+    .infer = max_pool_grad_infer,
 };
 
 static om_status avg_pool_grad_build(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
@@ -132,7 +131,6 @@ static om_status avg_pool_grad_build(om_builder *b, const om_node *n, const om_i
 
 const om_op om_op_avg_pool = {
     OM_OP(avg_pool), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1,
-    .doc = "mean over windows of the last axes; kernel stride pad ceil count_include_pad(1)",
     .infer = avg_pool_infer, .grad = avg_pool_grad_build,
 };
 const om_op om_op_avg_pool_grad = {
@@ -141,7 +139,6 @@ const om_op om_op_avg_pool_grad = {
     .min_in = 1,
     .max_in = 1,
     .n_out = 1,
-    .doc = "(dy) -> dx of `shape`; the attributes of avg_pool",
     .infer = pool_grad_infer,
 };
 
@@ -160,8 +157,6 @@ const om_op om_op_adaptive_avg_pool = {
     .min_in = 1,
     .max_in = 1,
     .n_out = 1,
-    .doc =
-        "mean over `size` windows that cover the last axes: window i of n over [floor(i in / n), ceil((i + 1) in / n))",
     .infer = adaptive_infer,
     .grad = adaptive_grad_build,
 };
@@ -171,6 +166,5 @@ const om_op om_op_adaptive_avg_pool_grad = {
     .min_in = 1,
     .max_in = 1,
     .n_out = 1,
-    .doc = "(dy) -> dx of `shape`; size as in adaptive_avg_pool",
     .infer = pool_grad_infer,
 };

@@ -98,10 +98,9 @@ static om_status prod_grad(om_builder *b, const om_node *n, const om_id *dy, con
     return g->cx->status;
 }
 
-#define REDUCE(nm, text, grad_) \
+#define REDUCE(nm, grad_)             \
     const om_op om_op_reduce_##nm = { \
         OM_OP(reduce_##nm),           \
-        .doc = text,                  \
         .kind = OM_K_REDUCE,          \
         .min_in = 1,                  \
         .max_in = 1,                  \
@@ -109,13 +108,11 @@ static om_status prod_grad(om_builder *b, const om_node *n, const om_id *dy, con
         .infer = reduce_infer,        \
         .grad = grad_,                \
     };
-REDUCE(sum, "sum of x over axes (absent: all); keepdims (default 0); x's dtype, bool: any", sum_grad)
-REDUCE(mean, "mean of x over axes (absent: all); keepdims (default 0); NaN of nothing", mean_grad)
-REDUCE(max, "maximum of x over axes; NaN wins; -inf (smallest integer) of nothing; gradient shared among ties",
-       extremum_grad)
-REDUCE(min, "minimum of x over axes; NaN wins; inf (largest integer) of nothing; gradient shared among ties",
-       extremum_grad)
-REDUCE(prod, "product of x over axes; keepdims (default 0); bool: all", prod_grad)
+REDUCE(sum, sum_grad)
+REDUCE(mean, mean_grad)
+REDUCE(max, extremum_grad)
+REDUCE(min, extremum_grad)
+REDUCE(prod, prod_grad)
 
 /* --- argmax, argmin -------------------------------------------------------------------------------------------- */
 
@@ -136,7 +133,6 @@ static om_status arg_infer(om_graph *g, const om_node *n, om_type *out) {
 
 const om_op om_op_argmax = {
     OM_OP(argmax),
-    .doc = "index of the largest element along axis, the first of ties, NaN largest; keepdims (default 0); i64",
     .kind = OM_K_REDUCE,
     .min_in = 1,
     .max_in = 1,
@@ -144,7 +140,6 @@ const om_op om_op_argmax = {
     .infer = arg_infer,};
 const om_op om_op_argmin = {
     OM_OP(argmin),
-    .doc = "index of the smallest element along axis, the first of ties, NaN smallest; keepdims (default 0); i64",
     .kind = OM_K_REDUCE,
     .min_in = 1,
     .max_in = 1,
@@ -172,7 +167,6 @@ static om_status cumsum_grad(om_builder *b, const om_node *n, const om_id *dy, c
 
 const om_op om_op_cumsum = {
     OM_OP(cumsum),
-    .doc = "running sum of x along axis; exclusive: without the element itself; reverse: from the end",
     .kind = OM_K_REDUCE,
     .min_in = 1,
     .max_in = 1,

@@ -34,10 +34,9 @@ static om_status second_order(om_builder *b, const om_node *n, const om_id *dy, 
                    "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
 }
 
-#define OP_(nm, text, n_operands, gradient) \
+#define OP_(nm, n_operands, gradient)               \
     const om_op om_op_##nm = {                      \
         OM_OP(nm),                                  \
-        .doc = text,                                \
         .kind = OM_K_ROW,                           \
         .min_in = n_operands,                       \
         .max_in = n_operands,                       \
@@ -45,7 +44,7 @@ static om_status second_order(om_builder *b, const om_node *n, const om_id *dy, 
         .infer = softmax_infer,                     \
         .grad = gradient,                           \
     };
-OP_(softmax, "y = e^x / sum of e^x along axis", 1, softmax_grad_)
-OP_(softmax_grad, "(dy, y): dx = (dy - sum(dy y)) y along axis", 2, second_order)
-OP_(log_softmax, "y = x - log(sum of e^x) along axis", 1, softmax_grad_)
-OP_(log_softmax_grad, "(dy, y): dx = dy - e^y sum(dy) along axis", 2, second_order)
+OP_(softmax, 1, softmax_grad_)
+OP_(softmax_grad, 2, second_order)
+OP_(log_softmax, 1, softmax_grad_)
+OP_(log_softmax_grad, 2, second_order)

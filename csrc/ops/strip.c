@@ -14,8 +14,8 @@
 #define CAST OM_PW_CAST
 #define DRAW OM_PW_DRAW
 const om_pw_row om_pw_rows[] = {
-#define PW(name, arity, rule, fx, ix, grad, doc) {#name, OM_S_##name, arity, rule},
-#include "ops/pointwise.def"
+#define PW(name, arity, rule, fx, ix, grad, onnx, aten, doc) {#name, OM_S_##name, arity, rule, onnx},
+#include "graph/pointwise.def"
 #undef PW
 };
 enum { N_ROWS = sizeof om_pw_rows / sizeof *om_pw_rows };

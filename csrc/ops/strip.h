@@ -25,15 +25,15 @@ enum {
 
 /* The rows of pointwise.def by number. */
 enum {
-#define PW(name, arity, rule, fx, ix, grad, doc) OM_S_##name,
-#include "ops/pointwise.def"
+#define PW(name, arity, rule, fx, ix, grad, ...) OM_S_##name,
+#include "graph/pointwise.def"
 #undef PW
     OM_N_PW
 };
 
 enum { OM_PW_FLT, OM_PW_TRIG, OM_PW_NUM, OM_PW_CMP, OM_PW_PRED, OM_PW_LOG, OM_PW_SEL, OM_PW_CAST, OM_PW_DRAW };
-/* om_op.pw of a pointwise operator */
-typedef struct om_pw_row { const char *name; uint8_t op, arity, rule; } om_pw_row;
+/* om_op.pw of a pointwise operator; onnx "": none is this operator */
+typedef struct om_pw_row { const char *name; uint8_t op, arity, rule; const char *onnx; } om_pw_row;
 extern const om_pw_row om_pw_rows[];
 
 typedef struct om_strip_stmt {

@@ -67,7 +67,7 @@ static om_status reshape_grad(om_builder *b, const om_node *n, const om_id *dy, 
 }
 
 const om_op om_op_reshape = {
-    OM_OP(reshape), .doc = "y = x's elements in row-major order with dimensions `shape`", .kind = OM_K_VIEW,
+    OM_OP(reshape), .kind = OM_K_VIEW,
     .min_in = 1, .max_in = 1, .n_out = 1, .infer = reshape_infer, .view = reshape_view, .grad = reshape_grad,
 };
 
@@ -111,7 +111,7 @@ static om_status permute_grad(om_builder *b, const om_node *n, const om_id *dy, 
 }
 
 const om_op om_op_permute = {
-    OM_OP(permute), .doc = "y's axis i is x's axis perm[i]", .kind = OM_K_VIEW,
+    OM_OP(permute), .kind = OM_K_VIEW,
     .min_in = 1, .max_in = 1, .n_out = 1, .infer = permute_infer, .view = permute_view, .grad = permute_grad,
 };
 
@@ -155,7 +155,6 @@ static om_status expand_grad(om_builder *b, const om_node *n, const om_id *dy, c
 
 const om_op om_op_expand = {
     OM_OP(expand),
-    .doc = "y = x repeated along axes of size 1 (and new leading ones) up to `shape`, as numpy broadcasts",
     .kind = OM_K_VIEW,
     .min_in = 1,
     .max_in = 1,
@@ -212,7 +211,7 @@ static om_status slice_grad(om_builder *b, const om_node *n, const om_id *dy, co
 }
 
 const om_op om_op_slice = {
-    OM_OP(slice), .doc = "y = x[start:end:step] along axis, 0 <= start <= end <= size, step >= 1", .kind = OM_K_VIEW,
+    OM_OP(slice), .kind = OM_K_VIEW,
     .min_in = 1, .max_in = 1, .n_out = 1, .infer = slice_infer, .view = slice_view, .grad = slice_grad,
 };
 
@@ -251,7 +250,7 @@ static om_status flip_grad(om_builder *b, const om_node *n, const om_id *dy, con
 }
 
 const om_op om_op_flip = {
-    OM_OP(flip), .doc = "y = x with the order along `axes` reversed", .kind = OM_K_VIEW,
+    OM_OP(flip), .kind = OM_K_VIEW,
     .min_in = 1, .max_in = 1, .n_out = 1, .infer = flip_infer, .view = flip_view, .grad = flip_grad,
 };
 
@@ -270,7 +269,7 @@ static bool same_view(const om_args *a, const om_tensor *in, om_tensor *out, int
 }
 
 const om_op om_op_stop_grad = {
-    OM_OP(stop_grad), .doc = "y = x; no gradient passes", .kind = OM_K_VIEW, .min_in = 1, .max_in = 1, .n_out = 1,
+    OM_OP(stop_grad), .kind = OM_K_VIEW, .min_in = 1, .max_in = 1, .n_out = 1,
     .infer = same_infer, .view = same_view,
 };
 
@@ -295,7 +294,6 @@ static om_status straight_through_grad(om_builder *b, const om_node *n, const om
 
 const om_op om_op_straight_through = {
     OM_OP(straight_through),
-    .doc = "y = value (first operand); the gradient goes to the second",
     .kind = OM_K_VIEW,
     .min_in = 2,
     .max_in = 2,

@@ -1,9 +1,9 @@
-/* ops.c - ops/optimizer.c on the CPU: the lists of tensors of a node become one multi-tensor call of this room. */
+/* ops.c - ops/optimizer.c on the CPU: the lists of tensors of a node become one multi-tensor call of this room.
+ * Attributes are read once per plan; learning rate, step and flags are operands, read at every step. */
+#include "cpu/copy.h"
 #include "cpu/cpu.h"
 #include "ops/attr.h"
 #include "optim/optim.h"
-
-/* --- kernels ------------------------------------------------------------------------------------------- */
 
 static bool update_given(const om_args *a, int i) { return i < a->n_in && a->in[i].dtype != OM_NODTYPE; }
 
@@ -11,29 +11,40 @@ static bool update_flag(const om_args *a, int i, bool dflt) {
     return update_given(a, i) ? *(const uint8_t *)a->in[i].data != 0 : dflt;
 }
 
-static om_status update_number(om_ctx *cx, const om_args *a, int i, double dflt, double *x) {
-    *x = dflt;
-    if (!update_given(a, i)) return OM_OK;
-    om_tensor t = {.data = x, .dtype = OM_F64, .rank = a->in[i].rank, .device = -1};
-    memcpy(t.dim, a->in[i].dim, sizeof t.dim);
-    om_dense_strides(&t);
-    return om_copy(cx, &a->in[i], &t);
+static double update_number(const om_args *a, int i, double dflt) { /* of an operand with one element */
+    double x = dflt;
+    if (update_given(a, i)) OM_PICK(om_copy)->convert[a->in[i].dtype][OM_F64](a->in[i].data, 0, (char *)&x, 0, 1);
+    return x;
 }
 
 static om_status update_pass(om_ctx *cx, const om_tensor *from, om_tensor *to) {
     return from->data == to->data ? OM_OK : om_copy(cx, from, to);
 }
 
+static om_status update_keep(om_ctx *cx, om_arena *mem, const void *x, size_t size, const void **prep) {
+    *prep = om_arena_copy(mem, x, size);
+    return *prep ? OM_OK : cx->status;
+}
+
+/* --- adamw, sgd -------------------------------------------------------------------------------------------- */
+
+om_status om_cpu_prepare_adamw(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const om_adam_cfg c = {.inv_scale = 1,
+                           .beta1 = om_args_float(a, "alpha", 0.9),
+                           .beta2 = om_args_float(a, "beta", 0.999),
+                           .eps = om_args_float(a, "epsilon", 1e-8),
+                           .weight_decay = om_args_float(a, "weight_decay", 1e-2),
+                           .mode = om_args_int(a, "adam_mode", 0) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
+                           .bias_correction = om_args_int(a, "correct_bias", 1) != 0};
+    return update_keep(cx, mem, &c, sizeof c, prep);
+}
+
 om_status om_cpu_run_adamw(om_ctx *cx, const om_args *a) {
     const int n = (a->n_in - 3) / 4;
-    om_optim_param q[64] = {0};
-    double step;
-    om_adam_cfg c = {.inv_scale = 1, .beta1 = om_args_float(a, "alpha", 0.9), .beta2 = om_args_float(a, "beta", 0.999),
-                     .eps = om_args_float(a, "epsilon", 1e-8), .weight_decay = om_args_float(a, "weight_decay", 1e-2),
-                     .mode = om_args_int(a, "adam_mode", 0) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
-                     .bias_correction = om_args_int(a, "correct_bias", 1) != 0};
-    OM_TRY(update_number(cx, a, 0, 0, &c.lr));
-    OM_TRY(update_number(cx, a, 1, 0, &step));
+    om_optim_param q[OM_MAX_OUT] = {0};
+    om_adam_cfg c = *(const om_adam_cfg *)a->prep;
+    const double step = update_number(a, 1, 0);
+    c.lr = update_number(a, 0, 0);
     for (int k = 0; k < n; k++) {
         const om_tensor *in = &a->in[3 + 4 * k], *out = &a->out[3 * k];
         for (int i = 0; i < 3; i++) OM_TRY(update_pass(cx, &in[i ? i + 1 : 0], &a->out[3 * k + i]));
@@ -44,9 +55,8 @@ om_status om_cpu_run_adamw(om_ctx *cx, const om_args *a) {
 
 om_status om_cpu_run_sgd(om_ctx *cx, const om_args *a) {
     const int n = (a->n_in - 2) / 2;
-    om_optim_param q[64] = {0};
-    om_sgd_cfg c = {.inv_scale = 1};
-    OM_TRY(update_number(cx, a, 0, 0, &c.lr));
+    om_optim_param q[OM_MAX_OUT] = {0};
+    const om_sgd_cfg c = {.inv_scale = 1, .lr = update_number(a, 0, 0)};
     for (int k = 0; k < n; k++) {
         OM_TRY(update_pass(cx, &a->in[2 + 2 * k], &a->out[k]));
         q[k] = (om_optim_param){.p = a->out[k], .g = a->in[3 + 2 * k]};
@@ -54,26 +64,36 @@ om_status om_cpu_run_sgd(om_ctx *cx, const om_args *a) {
     return update_flag(a, 1, true) ? om_sgd_step(cx, &c, OM_STORE_NEAREST, 0, q, n) : OM_OK;
 }
 
+/* --- lamb --------------------------------------------------------------------------------------------------- */
+
+typedef struct lamb_prep {
+    om_lamb_cfg c;
+    double max_norm; /* 0: no clipping */
+} lamb_prep;
+
+om_status om_cpu_prepare_lamb(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const double beta1 = om_args_float(a, "alpha", 0.9);
+    const lamb_prep p = {.c = {.beta1 = beta1,
+                               .beta2 = om_args_float(a, "beta", 0.999),
+                               .eps = om_args_float(a, "epsilon", 1e-6),
+                               .weight_decay = om_args_float(a, "lambda", 0),
+                               .grad_weight = 1 - beta1,
+                               .ratio_min = om_args_float(a, "ratio_min", -INFINITY),
+                               .ratio_max = om_args_float(a, "ratio_max", INFINITY),
+                               .bias_correction = om_args_int(a, "do_bias_correction", 1) != 0},
+                         .max_norm = update_given(a, 2) ? om_args_float(a, "max_norm_clip", 1.0) : 0};
+    return update_keep(cx, mem, &p, sizeof p, prep);
+}
+
 om_status om_cpu_run_lamb(om_ctx *cx, const om_args *a) {
+    const lamb_prep *p = a->prep;
     const int n = (a->n_in - 5) / 5;
     const bool update = update_flag(a, 0, true);
-    const double beta1 = om_args_float(a, "alpha", 0.9);
-    om_lamb_cfg c = {.beta1 = beta1,
-                     .beta2 = om_args_float(a, "beta", 0.999),
-                     .eps = om_args_float(a, "epsilon", 1e-6),
-                     .weight_decay = om_args_float(a, "lambda", 0),
-                     .grad_weight = 1 - beta1,
-                     .ratio_min = om_args_float(a, "ratio_min", -INFINITY),
-                     .ratio_max = om_args_float(a, "ratio_max", INFINITY),
-                     .bias_correction = om_args_int(a, "do_bias_correction", 1) != 0};
-    om_lamb_cfg each[64];
-    om_optim_param q[64] = {0};
-    double norm, scale, step;
-    OM_TRY(update_number(cx, a, 1, 1, &scale));
-    OM_TRY(update_number(cx, a, 2, 0, &norm));
-    OM_TRY(update_number(cx, a, 3, 0, &c.lr));
-    OM_TRY(update_number(cx, a, 4, 0, &step));
-    c.inv_scale = om_lamb_inv_scale(scale, norm, update_given(a, 2) ? om_args_float(a, "max_norm_clip", 1.0) : 0);
+    om_lamb_cfg c = p->c, each[OM_MAX_OUT];
+    om_optim_param q[OM_MAX_OUT] = {0};
+    const double step = update_number(a, 4, 0);
+    c.lr = update_number(a, 3, 0);
+    c.inv_scale = om_lamb_inv_scale(update_number(a, 1, 1), update_number(a, 2, 0), p->max_norm);
     *(int64_t *)a->out[0].data = (int64_t)step + update;
     for (int k = 0; k < n; k++) {
         om_tensor *out = &a->out[1 + 5 * k];
@@ -91,20 +111,32 @@ om_status om_cpu_run_lamb(om_ctx *cx, const om_args *a) {
     return OM_OK;
 }
 
+/* --- lists ---------------------------------------------------------------------------------------------------- */
+
+om_status om_cpu_prepare_clip(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    const double max_norm = om_args_float(a, "max_norm", 1.0);
+    return update_keep(cx, mem, &max_norm, sizeof max_norm, prep);
+}
+
 om_status om_cpu_run_clip(om_ctx *cx, const om_args *a) {
-    double norm;
-    OM_TRY(update_number(cx, a, 1, 0, &norm));
-    const double f = om_args_float(a, "max_norm", 1.0) / (norm + 1e-6);
+    const double f = *(const double *)a->prep / (update_number(a, 1, 0) + 1e-6);
     return om_scale(cx, &a->out[0], &a->in[0], 1, f < 1 || f != f ? f : 1);
 }
 
-om_status om_cpu_run_all(om_ctx *cx, const om_args *a) {
+om_status om_cpu_run_l2_norm(om_ctx *cx, const om_args *a) {
     double norm;
     bool finite;
     OM_TRY(om_norm(cx, a->in, a->n_in, 2, &norm, &finite, NULL));
-    if (om_is(a->node, all_finite)) *(uint8_t *)a->out[0].data = finite;
-    else if (a->out[0].dtype == OM_F64) *(double *)a->out[0].data = norm;
+    if (a->out[0].dtype == OM_F64) *(double *)a->out[0].data = norm;
     else *(float *)a->out[0].data = (float)norm;
+    return OM_OK;
+}
+
+om_status om_cpu_run_all_finite(om_ctx *cx, const om_args *a) {
+    double norm;
+    bool finite;
+    OM_TRY(om_norm(cx, a->in, a->n_in, 2, &norm, &finite, NULL));
+    *(uint8_t *)a->out[0].data = finite;
     return OM_OK;
 }
 

@@ -48,11 +48,13 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .n_out = c->n_out,
                  .in = arg,
                  .out = arg + c->n_in,
-                 .scalars = r->scalars};
+                 .scalars = r->scalars,
+                 .fault = &r->fault};
     if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
-    return c->row->run(r->cx, &a);
+    om_status s = c->row->run(r->cx, &a);
+    return s == OM_OK ? om_fault_fail(r->cx, r->plan->g, node, c->attr, &r->fault) : s;
 }
 
 /* Debugging: fill arena storages with NaN bytes right after their last use, so that a stale read shows. */

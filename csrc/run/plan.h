@@ -142,6 +142,7 @@ struct om_run {
     void **output;             /* per user output */
     void **grad;               /* per graph->grads entry */
     void **loan;               /* per user output */
+    om_fault fault;            /* what a call has noted; looked at after each one: nothing later runs */
     int pc;
     bool backward, skip_writes, host_due, done, state_taken;
     om_profile_row *profile;   /* OM_N_PROFILE rows, or NULL */

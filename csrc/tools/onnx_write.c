@@ -10,6 +10,7 @@
  * operator's name.
  */
 #include "onnx/onnx.h"
+#include "ops/strip.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -759,6 +760,7 @@ static void rule_accumulate(writer *w, const char *onnx) {
     write_output(w, out_name(w, 0));
 }
 
+/* What is not simply the ONNX operator that a row of pointwise.def names. */
 static const write_row rows[] = {
     {&om_op_adamw_step, "AdamWOptimizer", rule_sequences},
     {&om_op_sgd_step, "SGDOptimizerV2", rule_sequences},
@@ -782,25 +784,6 @@ static const write_row rows[] = {
     {&om_op_iota, "Range", rule_iota},
     {&om_op_fill, "ConstantOfShape", rule_fill},
     {&om_op_cast, "Cast", rule_cast},
-    {&om_op_neg, "Neg", rule_same},
-    {&om_op_abs, "Abs", rule_same},
-    {&om_op_exp, "Exp", rule_same},
-    {&om_op_log, "Log", rule_same},
-    {&om_op_sqrt, "Sqrt", rule_same},
-    {&om_op_reciprocal, "Reciprocal", rule_same},
-    {&om_op_tanh, "Tanh", rule_same},
-    {&om_op_sigmoid, "Sigmoid", rule_same},
-    {&om_op_erf, "Erf", rule_same},
-    {&om_op_sin, "Sin", rule_same},
-    {&om_op_cos, "Cos", rule_same},
-    {&om_op_relu, "Relu", rule_same},
-    {&om_op_softplus, "Softplus", rule_same},
-    {&om_op_sign, "Sign", rule_same},
-    {&om_op_floor, "Floor", rule_same},
-    {&om_op_ceil, "Ceil", rule_same},
-    {&om_op_round, "Round", rule_same},
-    {&om_op_isnan, "IsNaN", rule_same},
-    {&om_op_isinf, "IsInf", rule_same},
     {&om_op_not, "Not", rule_logic},
     {&om_op_expm1, "Sub", rule_expm1},
     {&om_op_log1p, "Log", rule_log1p},
@@ -809,22 +792,10 @@ static const write_row rows[] = {
     {&om_op_gelu, "Gelu", rule_gelu},
     {&om_op_gelu_tanh, "Gelu", rule_gelu},
     {&om_op_trunc, "Where", rule_trunc},
-    {&om_op_add, "Add", rule_same},
-    {&om_op_sub, "Sub", rule_same},
-    {&om_op_mul, "Mul", rule_same},
-    {&om_op_div, "Div", rule_same},
-    {&om_op_pow, "Pow", rule_same},
-    {&om_op_maximum, "Max", rule_same},
-    {&om_op_minimum, "Min", rule_same},
     {&om_op_floor_div, "Div", rule_floor_div},
     {&om_op_mod, "Mod", rule_mod},
     {&om_op_fmod, "Mod", rule_fmod},
-    {&om_op_eq, "Equal", rule_same},
     {&om_op_ne, "Not", rule_ne},
-    {&om_op_lt, "Less", rule_same},
-    {&om_op_le, "LessOrEqual", rule_same},
-    {&om_op_gt, "Greater", rule_same},
-    {&om_op_ge, "GreaterOrEqual", rule_same},
     {&om_op_and, "And", rule_logic},
     {&om_op_or, "Or", rule_logic},
     {&om_op_xor, "Xor", rule_logic},
@@ -951,8 +922,10 @@ static om_status write_graph(writer *w) {
         if (w->n->phase == OM_BACKWARD) continue;
         size_t r = 0, n = sizeof rows / sizeof *rows;
         while (r < n && rows[r].op != w->n->op) r++;
-        if (r == n) return write_refuse(w, "it exists only inside the engine"), w->cx->status;
-        rows[r].rule(w, rows[r].onnx);
+        const om_pw_row *pw = w->n->op->pw;
+        if (r < n) rows[r].rule(w, rows[r].onnx);
+        else if (pw && *pw->onnx) rule_same(w, pw->onnx);
+        else return write_refuse(w, "it exists only inside the engine"), w->cx->status;
     }
     w->n = NULL;
     om_strmap given = {.cx = w->cx};

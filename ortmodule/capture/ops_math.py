@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, row
+from .elementwise import PLAIN
 from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import diagonal_of
@@ -197,25 +198,7 @@ def fmax(c: Converter, n: Node, x: Node, y: Node) -> Val:
 
 # --- one operand ----------------------------------------------------------------------------------
 
-_UNARY = {
-    "neg": "Neg",
-    "abs": "Abs",
-    "exp": "Exp",
-    "log": "Log",
-    "sqrt": "Sqrt",
-    "reciprocal": "Reciprocal",
-    "tanh": "Tanh",
-    "sigmoid": "Sigmoid",
-    "erf": "Erf",
-    "sin": "Sin",
-    "cos": "Cos",
-    "relu": "Relu",
-    "sign": "Sign",
-    "sgn": "Sign",
-    "floor": "Floor",
-    "ceil": "Ceil",
-    "round": "Round",
-}
+_UNARY = PLAIN | {"sgn": "Sign", "floor": "Floor", "ceil": "Ceil", "round": "Round"}
 
 
 def _unary(onnx_op: str) -> Any:

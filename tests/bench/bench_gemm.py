@@ -45,10 +45,20 @@ class Gemm(C.Structure):
         ("beta", C.c_int),
         ("bias", PTR),
         ("batch", I64),
-        ("off_a", PTR),
-        ("off_b", PTR),
-        ("off_c", PTR),
+        ("n_axis", C.c_int),
+        ("axis", PTR),
         ("scratch", PTR),
+    ]
+
+
+class How(C.Structure):
+    _fields_ = [
+        ("flags", C.c_char * 6),
+        ("ld", C.c_int * 3),
+        ("workers", C.c_int),
+        ("type", PTR),
+        ("sizes", I64 * 8),
+        ("scratch", I64),
     ]
 
 
@@ -70,14 +80,15 @@ def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -
         alpha=1.0,
         batch=1,
     )
-    engine.lib.om_gemm_scratch.restype = I64
-    scratch = torch.empty(max(64, engine.lib.om_gemm_scratch(cx.p, C.byref(g))) + 64, dtype=torch.uint8)
+    how = How()
+    cx.check(engine.lib.om_gemm_prepare(cx.p, C.byref(g), C.byref(how)))
+    scratch = torch.empty(how.scratch + 128, dtype=torch.uint8)
     g.scratch = (scratch.data_ptr() + 63) & ~63
     keep = (a, b, c, scratch)
 
     def call() -> None:
         assert keep
-        cx.check(engine.lib.om_gemm(cx.p, C.byref(g)))
+        cx.check(engine.lib.om_gemm_run(cx.p, C.byref(g), C.byref(how)))
 
     return call
 

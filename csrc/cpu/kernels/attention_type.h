@@ -21,11 +21,11 @@ static const void *elem(const om_tensor *t, int64_t at) {
 
 /* Keys [*lo, *hi) that query i of batch entry b may see, mask tensor apart; empty is lo >= hi. */
 static void visible(const om_attn_job *j, int64_t b, int64_t i, int64_t *lo, int64_t *hi) {
-    int64_t l = 0, h = j->tk;
-    if (j->kv_start && j->kv_start[b * j->start_stride] > l) l = j->kv_start[b * j->start_stride];
-    if (j->kv_end && j->kv_end[b * j->end_stride] < h) h = j->kv_end[b * j->end_stride];
-    if (j->causal && i + j->offset + 1 < h) h = i + j->offset + 1;
-    if (j->window > 0 && i - j->window + 1 > l) l = i - j->window + 1;
+    int64_t l = 0, h = j->f->tk;
+    if (j->kv_start && j->kv_start[b * j->f->start_stride] > l) l = j->kv_start[b * j->f->start_stride];
+    if (j->kv_end && j->kv_end[b * j->f->end_stride] < h) h = j->kv_end[b * j->f->end_stride];
+    if (j->f->causal && i + j->f->offset + 1 < h) h = i + j->f->offset + 1;
+    if (j->f->window > 0 && i - j->f->window + 1 > l) l = i - j->f->window + 1;
     *lo = l;
     *hi = h;
 }
@@ -39,9 +39,9 @@ static void drop_words(const om_attn_job *j, drop_row *r, uint64_t first, int64_
         int64_t skip = (int64_t)(first % OM_PHILOX_BLOCK),
                 take = OM_PHILOX_BLOCK - skip < n ? OM_PHILOX_BLOCK - skip : n;
         if (skip == 0 && take == OM_PHILOX_BLOCK) {
-            om_philox_block(j->seed, j->stream, block, out);
+            om_philox_block(j->seed, j->f->stream, block, out);
         } else {
-            if (r->block != block) om_philox_block(j->seed, j->stream, block, r->word);
+            if (r->block != block) om_philox_block(j->seed, j->f->stream, block, r->word);
             r->block = block;
             memcpy(out, r->word + skip, (size_t)take * sizeof *out);
         }
@@ -286,13 +286,14 @@ typedef struct N(work) { /* carved from the worker's memory */
     drop_row *drop;      /* (BR) */
 } N(work);
 
-static int64_t N(carve)(const om_attn_job *j, bool backward, char *base, N(work) *w) {
-    int64_t at = 0, blocks = (j->tk + BC - 1) / BC, dp = N(pad)(j->d), vp = N(pad)(j->dv_size), big = dp > vp ? dp : vp;
+static int64_t N(carve)(const om_attn_form *f, bool backward, char *base, N(work) *w) {
+    int64_t at = 0, blocks = (f->tk + BC - 1) / BC, dp = N(pad)(f->d), vp = N(pad)(f->dv_size),
+            big = dp > vp ? dp : vp;
 #define CARVE(field, type, count)                                                                   \
     w->field = (type *)(void *)(base + at);                                                         \
     at = (at + (int64_t)sizeof(type) * (count) + 63) & ~(int64_t)63;
-    CARVE(kt, T, blocks * BC * j->d + VL)
-    CARVE(vr, T, j->tk * vp)
+    CARVE(kt, T, blocks * BC * f->d + VL)
+    CARVE(vr, T, f->tk * vp)
     CARVE(q, T, BR * dp)
     CARVE(s, T, BR * BC)
     CARVE(mask, T, BR * BC)
@@ -302,15 +303,15 @@ static int64_t N(carve)(const om_attn_job *j, bool backward, char *base, N(work)
     CARVE(top, T, BR)
     CARVE(fade, T, BR)
     CARVE(word, uint32_t, BC)
-    CARVE(drop, drop_row, j->dropout > 0 ? BR : 0)
+    CARVE(drop, drop_row, f->dropout > 0 ? BR : 0)
     if (backward) {
-        CARVE(vt, T, blocks * BC * j->dv_size + VL)
-        CARVE(kr, T, j->tk * dp)
+        CARVE(vt, T, blocks * BC * f->dv_size + VL)
+        CARVE(kr, T, f->tk * dp)
         CARVE(dy, T, BR * vp)
         CARVE(y, T, BR * vp)
         CARVE(dp, T, BR * BC)
-        CARVE(dk, T, j->tk * dp)
-        CARVE(dv, T, j->tk * vp)
+        CARVE(dk, T, f->tk * dp)
+        CARVE(dv, T, f->tk * vp)
         CARVE(delta, T, BR)
         CARVE(p, T, BC)
     }
@@ -318,14 +319,14 @@ static int64_t N(carve)(const om_attn_job *j, bool backward, char *base, N(work)
     return at;
 }
 
-static int64_t N(forward_work)(const om_attn_job *j) {
+static int64_t N(forward_work)(const om_attn_form *f) {
     N(work) w = {0};
-    return N(carve)(j, false, NULL, &w);
+    return N(carve)(f, false, NULL, &w);
 }
 
-static int64_t N(backward_work)(const om_attn_job *j) {
+static int64_t N(backward_work)(const om_attn_form *f) {
     N(work) w = {0};
-    return N(carve)(j, true, NULL, &w);
+    return N(carve)(f, true, NULL, &w);
 }
 
 /* Union of what queries [i0, i0 + n) may see, as tile bounds. */
@@ -339,27 +340,28 @@ static void N(range)(const om_attn_job *j, int64_t b, int64_t i0, int64_t n, int
 
 static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
     N(work) w;
-    N(carve)(j, false, memory, &w);
-    int64_t chunk = task % j->chunks, head = task / j->chunks, b = head / j->hq, h = head % j->hq,
-            kv = h / (j->hq / j->hk);
+    N(carve)(j->f, false, memory, &w);
+    int64_t chunk = task % j->f->chunks, head = task / j->f->chunks, b = head / j->f->hq, h = head % j->f->hq,
+            kv = h / (j->f->hq / j->f->hk);
     int64_t q_at = head_at(&j->q, &j->q, b, h), k_at = head_at(&j->k, &j->q, b, kv),
             v_at = head_at(&j->v, &j->q, b, kv);
     int64_t y_at = head_at(&j->y, &j->q, b, h), m_at = j->mask.dtype ? head_at(&j->mask, &j->q, b, h) : 0;
-    int64_t first = chunk * j->chunk_rows, last = first + j->chunk_rows < j->tq ? first + j->chunk_rows : j->tq,
-            vp = N(pad)(j->dv_size);
+    int64_t first = chunk * j->f->chunk_rows,
+            last = first + j->f->chunk_rows < j->f->tq ? first + j->f->chunk_rows : j->f->tq,
+            vp = N(pad)(j->f->dv_size);
     if (first >= last) return;
-    T scale = (T)j->scale, keep_scale = (T)om_dropout_scale(j->dropout);
-    uint32_t keep_below = om_philox_keep_below(j->dropout);
-    bool drop = j->dropout > 0;
+    T scale = (T)j->f->scale, keep_scale = (T)om_dropout_scale(j->f->dropout);
+    uint32_t keep_below = om_philox_keep_below(j->f->dropout);
+    bool drop = j->f->dropout > 0;
     int64_t from, to, ldv = 0;
     N(range)(j, b, first, last - first, &from, &to);
     if (to > from) {
         for (int64_t j0 = from; j0 < to; j0 += BC)
-            N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * j->d);
+            N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * j->f->d);
     }
     const T *v = to > from ? N(rows_in)(&j->v, v_at, from, to - from, w.vr, &ldv) : NULL;
     int64_t v_from = from;
-    T *lse = (T *)j->lse.data + head * j->tq;
+    T *lse = (T *)j->lse.data + head * j->f->tq;
 
     for (int64_t i0 = first; i0 < last; i0 += BR) {
         int64_t n = last - i0 < BR ? last - i0 : BR, ldq, ldm = 0;
@@ -369,11 +371,11 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
         for (int64_t i = 0; drop && i < n; i++) w.drop[i].block = UINT64_MAX;
         N(range)(j, b, i0, n, &from, &to);
         for (int64_t j0 = from; j0 < to; j0 += BC) {
-            int64_t c = j->tk - j0 < BC ? j->tk - j0 : BC;
+            int64_t c = j->f->tk - j0 < BC ? j->f->tk - j0 : BC;
             if (j0 + c > to) c = to - j0;
             int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
             if (tile == TILE_HIDDEN) continue;
-            N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
+            N(product)(n, N(pad)(c), j->f->d, q, ldq, w.kt + j0 * j->f->d, BC, w.s, BC, false);
             for (int64_t i = 0; i < n; i++) {
                 int64_t lo, hi;
                 visible(j, b, i0 + i, &lo, &hi);
@@ -404,7 +406,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
                     N(vstore)(s + k, p);
                 }
                 if (drop) {
-                    drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
+                    drop_words(j, &w.drop[i], (uint64_t)((head * j->f->tq + i0 + i) * j->f->tk + j0), c, w.word);
                     for (int64_t k = 0; k < c; k++) s[k] = w.word[k] < keep_below ? s[k] * keep_scale : 0;
                 }
                 w.l[i] = w.l[i] * fade + N(vsum)(sum);
@@ -414,7 +416,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
             N(product)(n, vp, c, w.s, BC, v + (j0 - v_from) * ldv, ldv, w.out, vp, true);
         }
         for (int64_t i = 0; i < n; i++) {
-            T *o = w.out + i * vp, inv = w.l[i] != 0 ? 1 / w.l[i] : j->nan_rows ? (T)NAN : 0;
+            T *o = w.out + i * vp, inv = w.l[i] != 0 ? 1 / w.l[i] : j->f->nan_rows ? (T)NAN : 0;
             for (int64_t k = 0; k < vp; k += VL) N(vstore)(o + k, N(vload)(o + k) * inv);
             lse[i0 + i] = w.l[i] == 0 ? -(T)INFINITY : w.m[i] + (T)log((double)w.l[i]);
         }
@@ -434,12 +436,12 @@ static void N(stats)(const om_attn_job *j, N(work) * w, int64_t b, int64_t m_at,
         int64_t c = to - j0 < BC ? to - j0 : BC;
         int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w->mask, &ldm);
         if (tile == TILE_HIDDEN) continue;
-        N(product)(n, N(pad)(c), j->d, q, ldq, w->kt + j0 * j->d, BC, w->s, BC, false);
+        N(product)(n, N(pad)(c), j->f->d, q, ldq, w->kt + j0 * j->f->d, BC, w->s, BC, false);
         for (int64_t i = 0; i < n; i++) {
             T *s = w->s + i * BC;
             int64_t lo, hi;
             visible(j, b, i0 + i, &lo, &hi);
-            T top = N(row_scores)(s, c, (T)j->scale, tile == TILE_MASKED ? w->mask + i * ldm : NULL, lo - j0,
+            T top = N(row_scores)(s, c, (T)j->f->scale, tile == TILE_MASKED ? w->mask + i * ldm : NULL, lo - j0,
                                   hi - j0 > c ? c : hi - j0);
             T max = m[i] > top ? m[i] : top;
             if (max == -(T)INFINITY) continue;
@@ -476,7 +478,7 @@ static void N(dmask_columns)(T *dst, int64_t col, const T *column, int64_t c) {
 
 static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b, int64_t h, const T *kr, int64_t ldk) {
     N(work) w = *mem;
-    int64_t head = b * j->hq + h, dp = N(pad)(j->d), vp = N(pad)(j->dv_size);
+    int64_t head = b * j->f->hq + h, dp = N(pad)(j->f->d), vp = N(pad)(j->f->dv_size);
     int64_t q_at = head_at(&j->q, &j->q, b, h), y_at = head_at(&j->y, &j->q, b, h),
             dy_at = head_at(&j->dy, &j->q, b, h), dq_at = head_at(&j->dq, &j->q, b, h);
     int64_t m_at = j->mask.dtype ? head_at(&j->mask, &j->q, b, h) : 0;
@@ -484,13 +486,13 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
     int64_t dm_row = j->dmask.stride[j->q.rank - 2], dm_col = j->dmask.stride[j->q.rank - 1];
     int64_t f_at = j->frozen.dtype ? head_at(&j->frozen, &j->q, b, h) : 0, f_row = j->frozen.stride[j->q.rank - 2],
             f_col = j->frozen.stride[j->q.rank - 1];
-    const T *lse = (const T *)j->lse.data + head * j->tq;
-    T scale = (T)j->scale, keep_scale = (T)om_dropout_scale(j->dropout);
-    uint32_t keep_below = om_philox_keep_below(j->dropout);
-    bool drop = j->dropout > 0;
+    const T *lse = (const T *)j->lse.data + head * j->f->tq;
+    T scale = (T)j->f->scale, keep_scale = (T)om_dropout_scale(j->f->dropout);
+    uint32_t keep_below = om_philox_keep_below(j->f->dropout);
+    bool drop = j->f->dropout > 0;
     T column[BC];
-    for (int64_t i0 = 0; i0 < j->tq; i0 += BR) {
-        int64_t n = j->tq - i0 < BR ? j->tq - i0 : BR, ldq, lddy, ldy, ldm = 0, from, to;
+    for (int64_t i0 = 0; i0 < j->f->tq; i0 += BR) {
+        int64_t n = j->f->tq - i0 < BR ? j->f->tq - i0 : BR, ldq, lddy, ldy, ldm = 0, from, to;
         const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq), *dy = N(rows_in)(&j->dy, dy_at, i0, n, w.dy, &lddy);
         const T *y = N(rows_in)(&j->y, y_at, i0, n, w.y, &ldy);
         bool odd = false, blind = false; /* blind: some query saw nothing, and that is NaN */
@@ -501,13 +503,13 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
             T x = lse[i0 + i];
             w.m[i] = x == -(T)INFINITY ? 0 : x;
             w.l[i] = x == -(T)INFINITY ? 0 : 1; /* from here on: what exp(x - m) is multiplied by */
-            blind |= x == -(T)INFINITY && j->nan_rows;
+            blind |= x == -(T)INFINITY && j->f->nan_rows;
             if ((x < -1000 || x > 1000) && x - x == 0) w.l[i] = -1, odd = true;
             if (drop) w.drop[i].block = UINT64_MAX;
         }
         memset(w.out, 0, (size_t)(n * dp) * sizeof(T));
         N(range)(j, b, i0, n, &from, &to);
-        if (blind) from = 0, to = j->tk;
+        if (blind) from = 0, to = j->f->tk;
         /* the tile holds whole rows: softmax and D anew, without the rounding of lse and y */
         bool single = to - from <= BC;
         if (odd && !single) N(stats)(j, &w, b, m_at, i0, n, from, to, q, ldq);
@@ -516,14 +518,14 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
             int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
             if (tile == TILE_HIDDEN && !blind) continue;
             if (tile == TILE_HIDDEN) tile = TILE_MASKED; /* the mask's tile is all -inf */
-            N(product)(n, N(pad)(c), j->d, q, ldq, w.kt + j0 * j->d, BC, w.s, BC, false);
-            N(product)(n, N(pad)(c), j->dv_size, dy, lddy, w.vt + j0 * j->dv_size, BC, w.dp, BC, false);
+            N(product)(n, N(pad)(c), j->f->d, q, ldq, w.kt + j0 * j->f->d, BC, w.s, BC, false);
+            N(product)(n, N(pad)(c), j->f->dv_size, dy, lddy, w.vt + j0 * j->f->dv_size, BC, w.dp, BC, false);
             if (dm_row == 0) memset(column, 0, sizeof column);
             for (int64_t i = 0; i < n; i++) {
                 T *s = w.s + i * BC, *ds = w.dp + i * BC, m = w.m[i], l = w.l[i], delta = w.delta[i];
                 if (l == 0) { /* saw nothing */
                     for (int64_t k = 0; k < BC; k++)
-                        s[k] = blind ? (T)NAN : 0, ds[k] = blind && j->nan_rows == 1 ? (T)NAN : 0;
+                        s[k] = blind ? (T)NAN : 0, ds[k] = blind && j->f->nan_rows == 1 ? (T)NAN : 0;
                     if (blind) goto scores;
                     continue;
                 }
@@ -532,7 +534,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                 lo -= j0, hi -= j0;
                 if (hi > c) hi = c;
                 T top = N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi);
-                if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->tq + i0 + i) * j->tk + j0), c, w.word);
+                if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->f->tq + i0 + i) * j->f->tk + j0), c, w.word);
                 if (single) m = top, l = 1;
                 V own = {0}, total = {0};
                 for (int64_t k = 0; k < c; k += VL) {
@@ -582,23 +584,24 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
 
 static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
     N(work) w;
-    N(carve)(j, true, memory, &w);
-    int64_t heads = j->hk / j->task_heads, b0 = task / heads * j->task_batch, h0 = task % heads * j->task_heads,
-            group = j->hq / j->hk;
-    int64_t dp = N(pad)(j->d), vp = N(pad)(j->dv_size), ldk;
-    for (int64_t b = b0; b < b0 + j->task_batch; b++)
-        for (int64_t kv = h0; kv < h0 + j->task_heads; kv++) {
+    N(carve)(j->f, true, memory, &w);
+    int64_t heads = j->f->hk / j->f->task_heads, b0 = task / heads * j->f->task_batch,
+            h0 = task % heads * j->f->task_heads,
+            group = j->f->hq / j->f->hk;
+    int64_t dp = N(pad)(j->f->d), vp = N(pad)(j->f->dv_size), ldk;
+    for (int64_t b = b0; b < b0 + j->f->task_batch; b++)
+        for (int64_t kv = h0; kv < h0 + j->f->task_heads; kv++) {
             int64_t k_at = head_at(&j->k, &j->q, b, kv), v_at = head_at(&j->v, &j->q, b, kv);
-            for (int64_t j0 = 0; j0 < j->tk; j0 += BC) {
-                int64_t c = j->tk - j0 < BC ? j->tk - j0 : BC;
-                N(cols_in)(&j->k, k_at, j0, c, w.kt + j0 * j->d);
-                N(cols_in)(&j->v, v_at, j0, c, w.vt + j0 * j->dv_size);
+            for (int64_t j0 = 0; j0 < j->f->tk; j0 += BC) {
+                int64_t c = j->f->tk - j0 < BC ? j->f->tk - j0 : BC;
+                N(cols_in)(&j->k, k_at, j0, c, w.kt + j0 * j->f->d);
+                N(cols_in)(&j->v, v_at, j0, c, w.vt + j0 * j->f->dv_size);
             }
-            const T *kr = N(rows_in)(&j->k, k_at, 0, j->tk, w.kr, &ldk);
-            memset(w.dk, 0, (size_t)(j->tk * dp) * sizeof(T));
-            memset(w.dv, 0, (size_t)(j->tk * vp) * sizeof(T));
+            const T *kr = N(rows_in)(&j->k, k_at, 0, j->f->tk, w.kr, &ldk);
+            memset(w.dk, 0, (size_t)(j->f->tk * dp) * sizeof(T));
+            memset(w.dv, 0, (size_t)(j->f->tk * vp) * sizeof(T));
             for (int64_t h = kv * group; h < (kv + 1) * group; h++) N(backward_head)(j, &w, b, h, kr, ldk);
-            N(rows_out)(&j->dk, head_at(&j->dk, &j->q, b, kv), 0, j->tk, w.dk, dp);
-            N(rows_out)(&j->dv, head_at(&j->dv, &j->q, b, kv), 0, j->tk, w.dv, vp);
+            N(rows_out)(&j->dk, head_at(&j->dk, &j->q, b, kv), 0, j->f->tk, w.dk, dp);
+            N(rows_out)(&j->dv, head_at(&j->dv, &j->q, b, kv), 0, j->f->tk, w.dv, vp);
         }
 }

@@ -15,26 +15,19 @@ typedef struct { uint64_t lo, hi; } copy_u128;
 
 /* --- strided lines ------------------------------------------------------------------------------- */
 
+#define MOVE_LOOP(T, ss, ds)                                                                        \
+    for (int64_t i = 0; i < n; i++) {                                                               \
+        memcpy(&t, src + i * (ss), sizeof(T));                                                      \
+        memcpy(dst + i * (ds), &t, sizeof(T));                                                      \
+    }
 #define MOVE(I, T)                                                                                  \
     static void move_##I(const char *src, int64_t ss, char *dst, int64_t ds, int64_t n) {           \
         const int64_t e = (int64_t)sizeof(T);                                                       \
         T t;                                                                                        \
-        if (ds == e && ss == e) {                                                                   \
-            memcpy(dst, src, (size_t)(n * e));                                                      \
-        } else if (ds == e && ss == 0) {                                                            \
-            memcpy(&t, src, sizeof t);                                                              \
-            for (int64_t i = 0; i < n; i++) memcpy(dst + i * e, &t, sizeof t);                      \
-        } else if (ds == e) {                                                                       \
-            for (int64_t i = 0; i < n; i++) {                                                       \
-                memcpy(&t, src + i * ss, sizeof t);                                                 \
-                memcpy(dst + i * e, &t, sizeof t);                                                  \
-            }                                                                                       \
-        } else {                                                                                    \
-            for (int64_t i = 0; i < n; i++) {                                                       \
-                memcpy(&t, src + i * ss, sizeof t);                                                 \
-                memcpy(dst + i * ds, &t, sizeof t);                                                 \
-            }                                                                                       \
-        }                                                                                           \
+        if (ds == e && ss == e) memcpy(dst, src, (size_t)(n * e));                                  \
+        else if (ds == e && ss == 0) MOVE_LOOP(T, 0, e)                                             \
+        else if (ds == e) MOVE_LOOP(T, ss, e)                                                       \
+        else MOVE_LOOP(T, ss, ds)                                                                   \
     }
 COPY_SIZES(MOVE)
 
@@ -138,47 +131,35 @@ static inline int64_t integer_of(double x) { return x >= -0x1p63 && x < 0x1p63 ?
 #define STORE_U8(K, x) ((uint8_t)(uint64_t)AS_I(K, x))
 #define STORE_BOOL(K, x) ((uint8_t)((x) != 0))
 
+#define CONVERT_LOOP(TO, TT, FROM, FT, FW, FK, ss, ds)                                              \
+    for (int64_t i = 0; i < n; i++) {                                                               \
+        FT s;                                                                                       \
+        memcpy(&s, src + i * (ss), sizeof s);                                                       \
+        const FW x = LOAD_##FROM(s);                                                                \
+        const TT y = STORE_##TO(FK, x);                                                             \
+        memcpy(dst + i * (ds), &y, sizeof y);                                                       \
+    }
 #define CONVERT(TO, TT, TW, TK, FROM, FT, FW, FK)                                                   \
     static void convert_##FROM##_##TO(const char *src, int64_t ss, char *dst, int64_t ds, int64_t n) { \
-        FT s;                                                                                       \
-        if (ss == (int64_t)sizeof(FT) && ds == (int64_t)sizeof(TT)) {                               \
-            for (int64_t i = 0; i < n; i++) {                                                       \
-                memcpy(&s, src + i * (int64_t)sizeof s, sizeof s);                                  \
-                FW x = LOAD_##FROM(s);                                                              \
-                TT y = STORE_##TO(FK, x);                                                           \
-                memcpy(dst + i * (int64_t)sizeof y, &y, sizeof y);                                  \
-            }                                                                                       \
-        } else {                                                                                    \
-            for (int64_t i = 0; i < n; i++) {                                                       \
-                memcpy(&s, src + i * ss, sizeof s);                                                 \
-                FW x = LOAD_##FROM(s);                                                              \
-                TT y = STORE_##TO(FK, x);                                                           \
-                memcpy(dst + i * ds, &y, sizeof y);                                                 \
-            }                                                                                       \
-        }                                                                                           \
+        const int64_t es = (int64_t)sizeof(FT), ed = (int64_t)sizeof(TT);                           \
+        if (ss == es && ds == ed) CONVERT_LOOP(TO, TT, FROM, FT, FW, FK, es, ed)                    \
+        else CONVERT_LOOP(TO, TT, FROM, FT, FW, FK, ss, ds)                                         \
     }
-/* A macro may not expand itself, so the two loops over the types need two names. */
-#define CONVERT_TARGETS(X, ...)                                                                     \
-    X(F32, float, float, F, __VA_ARGS__)                                                            \
-    X(F64, double, double, D, __VA_ARGS__)                                                          \
-    X(BF16, uint16_t, float, F, __VA_ARGS__)                                                        \
-    X(F16, uint16_t, float, F, __VA_ARGS__)                                                         \
-    X(I64, int64_t, int64_t, I, __VA_ARGS__)                                                        \
-    X(I32, int32_t, int64_t, I, __VA_ARGS__)                                                        \
-    X(I16, int16_t, int64_t, I, __VA_ARGS__)                                                        \
-    X(I8, int8_t, int64_t, I, __VA_ARGS__)                                                          \
-    X(U8, uint8_t, int64_t, I, __VA_ARGS__)                                                         \
-    X(BOOL, uint8_t, int64_t, I, __VA_ARGS__)
-#define CONVERT_FROM(FROM, FT, FW, FK, ...) CONVERT_TARGETS(CONVERT, FROM, FT, FW, FK)
-CONVERT_TYPES(CONVERT_FROM, )
+/* Every type to every type. A macro is not expanded inside of itself: the inner list is written so that only a second
+ * scan, COPY_TWICE, finds it. */
+#define COPY_NOTHING()
+#define COPY_TYPES() CONVERT_TYPES
+#define COPY_TWICE(...) __VA_ARGS__
+#define CONVERT_FROM(FROM, FT, FW, FK, ...) COPY_TYPES COPY_NOTHING()()(CONVERT, FROM, FT, FW, FK)
+COPY_TWICE(CONVERT_TYPES(CONVERT_FROM, ))
 
 #define CELL(TO, TT, TW, TK, FROM) [OM_##TO] = convert_##FROM##_##TO,
-#define CELL_FROM(FROM, FT, FW, FK, ...) [OM_##FROM] = {CONVERT_TARGETS(CELL, FROM)},
+#define CELL_FROM(FROM, FT, FW, FK, ...) [OM_##FROM] = {COPY_TYPES COPY_NOTHING()()(CELL, FROM)},
 #define MOVE_CELL(I, T) move_##I,
 #define TILE_CELL(I, T) tile_##I,
 
 const struct om_copy_kernels OM_ISA_NAME(om_copy) = {
     .move = {COPY_SIZES(MOVE_CELL)},
     .tile = {COPY_SIZES(TILE_CELL)},
-    .convert = {CONVERT_TYPES(CELL_FROM, )},
+    .convert = {COPY_TWICE(CONVERT_TYPES(CELL_FROM, ))},
 };

@@ -122,8 +122,8 @@ typedef void (*insn_fn)(const om_insn *in, void *const *v, int64_t n, uint64_t i
 #define SEL(name, arity, fx, ix)
 #define CAST(name, arity, fx, ix)
 #define DRAW(name, arity, fx, ix)
-#define PW(name, arity, rule, fx, ix, grad, doc) rule(name, arity, fx, ix)
-#include "ops/pointwise.def"
+#define PW(name, arity, rule, fx, ix, grad, ...) rule(name, arity, fx, ix)
+#include "graph/pointwise.def"
 
 #define TRIG_GUARD(fn)                                                                              \
     static void fn##_F(ARGS) {                                                                      \
@@ -155,7 +155,7 @@ TRIG_GUARD(cos)
 #define NUM(name, arity, fx, ix) BODY##arity(name##_D, T, T, fx)
 #define CMP(name, arity, fx, ix) BODY##arity(name##_D, T, uint8_t, fx)
 #define PRED(name, arity, fx, ix) BODY##arity(name##_D, T, uint8_t, fx)
-#include "ops/pointwise.def"
+#include "graph/pointwise.def"
 
 /* classes I and B */
 #undef T
@@ -173,7 +173,7 @@ TRIG_GUARD(cos)
 #define CMP(name, arity, fx, ix) BODY##arity(name##_I, int64_t, uint8_t, ix) BODY##arity(name##_B, uint8_t, uint8_t, ix)
 #define PRED(name, arity, fx, ix)
 #define LOG(name, arity, fx, ix) BODY##arity(name##_I, int64_t, int64_t, ix) BODY##arity(name##_B, uint8_t, uint8_t, ix)
-#include "ops/pointwise.def"
+#include "graph/pointwise.def"
 #undef PW
 
 #define WHERE(fn, T)                                                                                \
@@ -244,8 +244,8 @@ BODY1(wrap_u8_I, int64_t, int64_t, (uint8_t)x)
 #define KERNELS_DRAW(name) {name##_F, name##_D, NULL, NULL}
 
 static const insn_fn table[OM_N_S][OM_STRIP_CLASSES] = {
-#define PW(name, arity, rule, fx, ix, grad, doc) [OM_S_##name] = KERNELS_##rule(name),
-#include "ops/pointwise.def"
+#define PW(name, arity, rule, fx, ix, grad, ...) [OM_S_##name] = KERNELS_##rule(name),
+#include "graph/pointwise.def"
 #undef PW
     [OM_S_to_f] = {NULL, to_f_D, to_f_I, to_f_B},
     [OM_S_to_d] = {to_d_F, NULL, to_d_I, to_d_B},
