@@ -168,7 +168,7 @@ ASAN_RUN = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fil
 	OM_LIB=$(B)/asan/libom.so PYTHONPATH=$(B)/asan:tests OMP_NUM_THREADS=1
 asan: lib   ## run TESTS (default: operators, planner, readers) under ASAN and UBSAN (gcc)
 	@mkdir -p $(B)/asan/ortmodule && ln -sfn $(filter-out %.so,$(wildcard $(CURDIR)/ortmodule/*)) $(B)/asan/ortmodule/
-	@$(MAKE) --no-print-directory B=$(B)/asan KB=$(B) OWN='generic avx2' EXT=$(B)/asan/$(EXT) OPT='-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined' KFLAGS='-O1 -fno-math-errno -ffp-contract=fast -fopenmp-simd' LIBS='-fsanitize=address,undefined $(LIBS)' $(B)/asan/libom.so $(B)/asan/om-alloc $(B)/asan/$(EXT)
+	@$(MAKE) --no-print-directory B=$(B)/asan KB=$(B) OWN='generic avx2' EXT=$(B)/asan/$(EXT) OPT='-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined' KFLAGS='-O1 -fno-math-errno -ffp-contract=fast -fopenmp-simd' LIBS='-fsanitize=address,undefined $(LIBS)' $(B)/asan/libom.so $(B)/asan/om-alloc $(B)/asan/om-foreign $(B)/asan/train_mlp $(B)/asan/$(EXT)
 	$(ASAN_RUN) $(PY) -P -m pytest -q --tb=short --capture=sys -p no:cacheprovider -o pythonpath=tests $(if $(TESTS),$(TESTS),tests/ops tests/test_plan.py tests/test_text.py tests/test_onnx.py tests/test_expr.py)
 
 test: build lib   ## build and run the tests (TESTS=path picks some)

@@ -143,7 +143,7 @@ typedef enum om_recompute {
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text);
 void om_text_free(om_ctx *cx, char *text);
 
-/* Builds (or finds) the joint forward + backward graph.
+/* Builds (or finds) the joint forward + backward graph. Inputs and outputs are numbered as in om_model_input, _output.
  *   wanted    one byte per graph input: non-zero = its gradient is returned (all zero: forward only)
  *   arriving  one byte per user output: non-zero = backward will be given its gradient
  *   group     one int per graph input, or NULL: backward segment in which its gradient must be complete
@@ -168,8 +168,8 @@ typedef struct om_io {
     bool differentiable;
 } om_io;
 
-int om_model_inputs(const om_model *m); /* how many; user outputs: */
-int om_model_outputs(const om_model *m);
+int om_model_inputs(const om_model *m);  /* how many */
+int om_model_outputs(const om_model *m); /* of the user's: what forward returned */
 om_io om_model_input(const om_model *m, int i);
 om_io om_model_output(const om_model *m, int i);
 bool om_model_random(const om_model *m); /* it draws random numbers: give each forward a seed of its own */
@@ -217,7 +217,7 @@ typedef struct om_host_stop {
     bool backward;          /* the gradient of the node: inputs are the gradients of its float outputs, zeros where none
                                arrived; outputs the gradients of its inputs `want` (om_needs_host) */
     int n_in, n_out;
-    const om_tensor *in;    /* dtype OM_NODTYPE: left out; strides are not negative; memory until the run is freed */
+    const om_tensor *in;    /* to be read before the answer; dtype OM_NODTYPE: left out; strides are not negative */
     const om_tensor *out;   /* what is to be answered: dtype and sizes; may be written right there */
 } om_host_stop;
 

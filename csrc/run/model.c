@@ -397,7 +397,7 @@ const om_needs *om_model_needs(const om_model *m, int variant) {
 
 /* --- profile ------------------------------------------------------------------------------------ */
 
-bool om_model_profiling(const om_model *m) { return m->profiling; }
+bool om_model_profiling(const om_model *m) { return __atomic_load_n(&m->profiling, __ATOMIC_RELAXED); }
 
 void om_model_profile_add(om_model *m, om_profile_row *rows) {
     pthread_mutex_lock(&m->lock);
@@ -416,7 +416,7 @@ int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max) {
         n++;
     }
     memset(m->profile, 0, sizeof m->profile);
-    m->profiling = on;
+    __atomic_store_n(&m->profiling, on, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&m->lock);
     return n;
 }

@@ -6,7 +6,8 @@
  * while one of its own functions runs: whoever else looks into one, or writes, crashes. At every slice all addresses that its
  * calls are given (operands, results, scratch, constants, scalars) must lie in these pages. Each graph runs a forward
  * and a backward there and on the CPU; outputs, what was written back, and gradients must have the same bits. Sizes of
- * symbols: 3, also where they are the value of an input. Host nodes are answered with twice their first input.
+ * symbols: 3, also where they are the value of an input. Host nodes are answered with twice their first input, put where
+ * it is wanted in a forward, in a block to be copied in a backward, and with nothing (zeros) when all is done again.
  */
 #include "run/plan.h"
 
@@ -17,7 +18,7 @@
 enum { MAX_IO = 64, PAGE = 4096 };
 static const size_t ROOM = (size_t)1 << 30; /* of addresses; a block is never handed out twice */
 
-static struct { char *base; size_t used; int depth; long live, uploads; } mem;
+static struct { char *base; size_t used; int depth; long live, uploads, copies; } mem;
 
 #define REQUIRE(cond)                                                                           \
     do {                                                                                        \
@@ -60,6 +61,7 @@ static bool is_foreign(const void *p) { return (const char *)p >= mem.base && (c
 
 static om_status foreign_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
     REQUIRE(!om_numel(src) || (is_foreign(src->data) && is_foreign(dst->data)));
+    mem.copies++;
     open_pages();
     om_status s = om_device_cpu.copy(cx, src, dst);
     close_pages();
@@ -98,17 +100,21 @@ static om_status foreign_end(om_ctx *cx, om_status s) {
 }
 static om_status foreign_slice(om_run *r, int from, int to) {
     om_ctx *cx = r->cx;
+    long copies = mem.copies;
     REQUIRE(mem.depth == 1 && is_foreign(r->scalars));
     for (int i = from; i < to; i++) {
         const om_call *c = &r->plan->calls[i];
         REQUIRE(c->kind != OM_CALL_HOST);
+        copies += c->kind == OM_CALL_COPY;
         for (int k = 0; k < c->n_in + c->n_out; k++) {
             const om_tensor t = om_run_arg(r, c, k);
             REQUIRE(!t.dtype || !om_numel(&t) || is_foreign(t.data));
         }
         REQUIRE(c->scratch == OM_NONE || is_foreign(r->arena + r->plan->st[c->scratch].offset));
     }
-    return om_run_slice_rows(r, from, to);
+    om_status s = om_run_slice_rows(r, from, to);
+    REQUIRE(s != OM_OK || mem.copies == copies); /* each by the device */
+    return s;
 }
 
 /* --- one graph ---------------------------------------------------------------------------------- */
@@ -147,8 +153,8 @@ static void result_add(om_ctx *cx, results *to, const om_tensor *t) {
     to->n += bytes_of(t);
 }
 
-/* The answer to a host node's stop: 2 x, computed in the host's memory and put where the stop says. */
-static void answer(om_ctx *cx, om_run *r) {
+/* The answer to a host node's stop: 2 x, computed in the host's memory. */
+static void answer(om_ctx *cx, om_run *r, bool zeros) {
     const om_host_stop *stop = om_run_host(r);
     om_tensor out = stop->out[0], x = stop->in[0];
     REQUIRE(stop->n_in == 1 && stop->n_out == 1 && bytes_of(&x) == bytes_of(&out) && out.dtype == OM_F64);
@@ -156,14 +162,17 @@ static void answer(om_ctx *cx, om_run *r) {
     double *v = calloc(1, bytes_of(&x) + 8);
     CHECK(cx->device->download(cx, v, x.data, bytes_of(&x)));
     for (int64_t k = 0; k < om_numel(&x); k++) v[k] *= 2;
+    om_block *own = stop->backward ? cx->device->block_get(cx, bytes_of(&x)) : NULL;
+    if (own) out.data = own->data;
     CHECK(cx->device->upload(cx, out.data, v, bytes_of(&x)));
     free(v);
-    CHECK(om_run_answer(r, &out));
+    CHECK(om_run_answer(r, zeros ? &(om_tensor){0} : &out));
+    om_block_put(own);
 }
 
-static void resume(om_ctx *cx, om_run *r, int segment) {
+static void resume(om_ctx *cx, om_run *r, int segment, bool zeros) {
     om_status s;
-    while ((s = om_run_resume(r, segment)) == OM_HOST) answer(cx, r);
+    while ((s = om_run_resume(r, segment)) == OM_HOST) answer(cx, r, zeros);
     CHECK(s);
 }
 
@@ -196,7 +205,7 @@ static results everything(const om_device *device, const char *text) {
 
     for (int again = 0; again < 2; again++) { /* the second time with the plan of the first */
         CHECK(om_run_forward(cx, m, variant, in, 7, true, &r));
-        resume(cx, r, 0);
+        resume(cx, r, 0, again);
         for (int i = 0; i < n_out; i++) CHECK(om_run_output(r, i, &out[i], &block[n_block + i]));
         CHECK(om_run_state(r, &state, &b));
         om_run_free(r);
@@ -209,7 +218,7 @@ static results everything(const om_device *device, const char *text) {
             if (dy[i].rank == 2 && dy[i].dim[0] == dy[i].dim[1]) dy[i].stride[0] = 1, dy[i].stride[1] = dy[i].dim[0];
         }
         CHECK(om_run_backward(cx, state, b->data, b->size, in, out, dy, NULL, &r));
-        resume(cx, r, -1);
+        resume(cx, r, -1, again);
         for (int i = 0; i < n_in; i++) {
             om_tensor t;
             om_block *grad;
