@@ -93,7 +93,8 @@ class _Wrapper(nn.Module):
         given = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        with refusing(is_user_file), running():
+        known = [*leaves, *self.m.parameters(), *self.m.buffers()]
+        with refusing(is_user_file, frozenset(map(id, known))), running():
             out = self.m(*args, **kwargs)
         if _contents((args, kwargs)) != given:
             raise CaptureError("forward edits a container or object among its arguments")

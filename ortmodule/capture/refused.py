@@ -4,7 +4,9 @@ PyTorch.
 A trace answers such questions once, and on stand-ins: a hook on an intermediate tensor would be put on a tensor of the
 trace and never run, a seed would be set when the model is captured and not again, `weight.grad is None` would hold for
 ever. torch.export notices none of it. So while the user's forward is traced
-  - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads;
+  - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads, or has
+    PyTorch call for it (zero_grad, an optimizer);
+  - inference mode, and a user's own saved_tensors_hooks and dispatch modes, are refused at their entry;
   - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
     a new state;
   - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without
@@ -19,7 +21,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_private as private
+from ..frames import OWN_DIR, TORCH_DIR
 from ..patches import Patch, only_here, replaced
 
 
@@ -40,12 +43,18 @@ class NotRepeatable(Exception):
         self.whole = whole
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
+def _getter(name: str, access: str = "__get__") -> Any:
+    return getattr(getattr(Tensor, name), access)
+
+
+def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
+    return tensor.requires_grad != bool(wanted)
 
 
 _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
+_GRAD = "a graph leaves the gradients of before a call alone"
+_FLAG = ("forward changes requires_grad of a tensor that was there before", True)
 _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole module can answer
     Tensor.register_hook: (f"forward calls Tensor.register_hook: {_HOOK}", False),
     Tensor.register_post_accumulate_grad_hook: (
@@ -55,23 +64,45 @@ _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole modu
     Tensor.retain_grad: ("forward calls Tensor.retain_grad: the tensor would be one of the trace", False),
     torch.autograd.grad: ("forward calls torch.autograd.grad: what it differentiates is a trace", True),
     Tensor.backward: ("forward calls backward: what it differentiates is a trace", True),
+    torch.autograd.backward: ("forward calls backward: what it differentiates is a trace", True),
     Tensor.data_ptr: (f"forward calls Tensor.data_ptr: {_MOMENT}", True),
     _getter("grad"): (f"forward reads Tensor.grad: {_MOMENT}", True),
+    _getter("grad", "__set__"): (f"forward assigns Tensor.grad: {_GRAD}", True),
+    _getter("grad", "__delete__"): (f"forward deletes Tensor.grad: {_GRAD}", True),
+    Tensor.requires_grad_: _FLAG,
+    _getter("requires_grad", "__set__"): _FLAG,
     _getter("_version"): (f"forward reads Tensor._version: {_MOMENT}", True),
     _getter("is_leaf"): (f"forward reads Tensor.is_leaf: {_MOMENT}", True),
 }
 
 
+# Files of PyTorch that do these things because the code that calls them wants it
+_FOR_OTHERS = tuple(os.path.join(TORCH_DIR, *p) for p in (("nn", "modules", "module.py"), ("nn", "utils"), ("optim",),
+                                                          ("autograd",)))  # fmt: skip
+
+
 class _Asked(TorchFunctionMode):
-    def __init__(self, is_user_file: Callable[[str], bool]) -> None:
+    """given: ids of the tensors that forward has not made itself; None: that was asked at the capture."""
+
+    def __init__(self, is_user_file: Callable[[str], bool], given: Collection[int] | None) -> None:
         super().__init__()
         self._is_user_file = is_user_file
+        self._given = given
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refused = _REFUSED.get(func)
-        if refused is not None and self._is_user_file(_asking(1)):
-            raise NotRepeatable(*refused)
+        if refused is not None:
+            by = _asking(1)
+            if (self._is_user_file(by) or by.startswith(_FOR_OTHERS)) and (
+                refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **(kwargs or {}))
+            ):
+                raise NotRepeatable(*refused)
         return func(*args, **(kwargs or {}))
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """What forward has made is a stand-in that was none of the given ones. The result of such a leaf tells by its
+        own flag (ladder.py)."""
+        return self._given is not None and (id(tensor) in self._given or type(tensor) in (Tensor, nn.Parameter))
 
 
 def _asking(above: int) -> str:
@@ -175,13 +206,62 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+# --- modes that a graph does not have ---------------------------------------------------------------
+
+
+def _inference(original: Callable[..., Any]) -> Callable[..., Any]:
+    """inference_mode.__enter__, also of decorated functions. no_grad is another matter: the trace has it."""
+
+    def enter(self: Any) -> Any:
+        if self.mode != torch.is_inference_mode_enabled():
+            raise NotRepeatable(
+                f"forward enters torch.inference_mode({self.mode}): its tensors are of a kind that a graph does not "
+                "make; torch.no_grad() stays in the graph",
+                True,
+            )
+        return original(self)
+
+    return enter
+
+
+def users_hook(pack: Any) -> bool:
+    """Is it not one of PyTorch's own (checkpoint, save_on_cpu), which give back what they were given?"""
+    return not getattr(getattr(pack, "__code__", None), "co_filename", "").startswith((TORCH_DIR, OWN_DIR))
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        if users_hook(self.pack_hook) or users_hook(self.unpack_hook):
+            raise NotRepeatable("forward enters saved_tensors_hooks: what a graph keeps for backward does not go "
+                                "through them")  # fmt: skip
+        return original(self)
+
+    return enter
+
+
+def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        if type(self).__module__.partition(".")[0] not in ("torch", "ortmodule"):
+            raise NotRepeatable(f"forward enters {type(self).__name__}, a TorchDispatchMode: a graph does not go "
+                                "through it")  # fmt: skip
+        return original(self)
+
+    return enter
+
+
 @contextlib.contextmanager
-def refusing(is_user_file: Callable[[str], bool]) -> Iterator[None]:
-    """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's."""
+def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None = None) -> Iterator[None]:
+    """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given: ids of
+    the stand-ins of arguments, parameters and buffers."""
     encode = nn.TransformerEncoder.forward
+    infer, save, mode = torch.inference_mode, torch.autograd.graph.saved_tensors_hooks, private.DispatchMode
     with replaced(
         Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
         Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
+        Patch(infer, "__enter__", only_here(_inference(infer.__enter__), infer.__enter__)),
+        Patch(save, "__enter__", only_here(_saving(save.__enter__), save.__enter__)),
+        *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]
+          if private.has("DispatchMode") else []),
         *_honest_flags(),
-    ), _Asked(is_user_file):  # fmt: skip
+    ), _Asked(is_user_file, given):  # fmt: skip
         yield
