@@ -1135,6 +1135,11 @@ class Watch:
     def _problem_at(self, where: str, reason: str, frame: types.FrameType) -> None:
         self.problems.append(Problem(where, reason, frame.f_code.co_filename, frame.f_lineno))
 
+    def problem_at(self, frame: types.FrameType, reason: str, whole: bool = False) -> None:
+        """Code that runs here must stay in PyTorch; whole: with all that calls it."""
+        if not self.quiet:
+            self._problem_at("" if whole else self._module_at(frame), reason, frame)
+
     def _problem(self, token: Any, reason: str) -> None:
         if self.quiet:
             return

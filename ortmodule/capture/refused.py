@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_private as private
-from ..frames import OWN_DIR, TORCH_DIR
-from ..patches import Patch, only_here, replaced
+from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
+from ..patches import Patch, here, only_here, replaced
 
 
 class NotRepeatable(Exception):
@@ -88,16 +89,29 @@ class _Asked(TorchFunctionMode):
         super().__init__()
         self._is_user_file = is_user_file
         self._given = given
+        self.tried: set[tuple[str, int]] = set()  # files and lines that call torch in a `try`
+        self.made: list[Tensor] = []  # what such calls have returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refused = _REFUSED.get(func)
-        if refused is not None:
-            by = _asking(1)
-            if (self._is_user_file(by) or by.startswith(_FOR_OTHERS)) and (
+        by = _asking(1)
+        file = by.f_code.co_filename
+        user, refused = self._is_user_file(file), _REFUSED.get(func)
+        if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
+            return func(*args, **(kwargs or {}))
+        try:
+            if refused is not None and (
                 refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **(kwargs or {}))
             ):
                 raise NotRepeatable(*refused)
-        return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if user and in_try(by) is not None:
+                self.tried.add((file, by.f_lineno))
+                self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
+            return out
+        except Exception as error:
+            if user:
+                note_caught(error, by)
+            raise
 
     def _was_there(self, tensor: Tensor) -> bool:
         """What forward has made is a stand-in that was none of the given ones. The result of such a leaf tells by its
@@ -105,14 +119,60 @@ class _Asked(TorchFunctionMode):
         return self._given is not None and (id(tensor) in self._given or type(tensor) in (Tensor, nn.Parameter))
 
 
-def _asking(above: int) -> str:
-    """File of the code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
+def in_try(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's, from this one outwards, that may catch what is raised here."""
+    for f in outwards(frame):
+        if f.f_code.co_filename.startswith(OWN_DIR) and f.f_code.co_name == "forward":
+            return None  # where the trace begins
+        if is_user_file(f.f_code.co_filename) and tried(f):
+            return f
+    return None
+
+
+def note_caught(error: Exception, by: FrameType) -> None:
+    """An exception of PyTorch's, or one by which a trace is refused, arrives in the user's code. If the trace goes on
+    behind it, the user has caught it: the path taken is that of tensors without values."""
+    scope = here()
+    if scope is not None and scope.watch is not None and scope.exporting:
+        what = str(error) if isinstance(error, NotRepeatable) else f"PyTorch raises {type(error).__name__}"
+        whole = isinstance(error, NotRepeatable) and error.whole
+        scope.watch.problem_at(by, f"catches what stops a trace ({what})", whole)
+
+
+def _number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a symbolic number: asked for its value, it may have none."""
+
+    def ask(self: Any) -> Any:
+        try:
+            return original(self)
+        except Exception as error:
+            by = sys._getframe(2)  # below: this, only_here's
+            if is_user_file(by.f_code.co_filename):
+                note_caught(error, by)
+            raise
+
+    return ask
+
+
+def _asking(above: int) -> FrameType:
+    """The code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
     frame = sys._getframe(above + 1)
     own = frame.f_globals.get("__name__")
     while frame.f_back is not None and own in ("torch._tensor", "torch.overrides", __name__):
         frame = frame.f_back
         own = frame.f_globals.get("__name__")
-    return frame.f_code.co_filename
+    return frame
+
+
+def _noted(error: NotRepeatable) -> NotRepeatable:
+    note_caught(error, next((f for f in outwards(sys._getframe(1)) if is_user_file(f.f_code.co_filename)),
+                            sys._getframe(1)))
+    return error
+
+
+_NUMBERS = ((torch.SymBool, "__bool__"), (torch.SymInt, "__bool__"), (torch.SymInt, "__int__"),
+            (torch.SymInt, "__index__"), (torch.SymFloat, "__bool__"), (torch.SymFloat, "__int__"),
+            (torch.SymFloat, "__float__"))
 
 
 # --- the seed -------------------------------------------------------------------------------------
@@ -128,9 +188,9 @@ class _Generator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
-            raise NotRepeatable(
+            raise _noted(NotRepeatable(
                 "forward sets the state of torch's random generator (manual_seed, seed, set_rng_state or fork_rng)"
-            )
+            ))
         return getattr(self._inner, name)
 
 
@@ -197,10 +257,10 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
             and not torch.is_autocast_enabled()
             and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters()))
         ):
-            raise NotRepeatable(
+            raise _noted(NotRepeatable(
                 "nn.TransformerEncoder in eval mode drops padding (nested tensors) as the mask's values allow; "
                 "enable_nested_tensor=False keeps it in the graph"
-            )
+            ))
         return original(self, src, mask, src_key_padding_mask, *args, **kwargs)
 
     return forward
@@ -250,7 +310,7 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None = None) -> Iterator[None]:
+def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None = None) -> Iterator[_Asked]:
     """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given: ids of
     the stand-ins of arguments, parameters and buffers."""
     encode = nn.TransformerEncoder.forward
@@ -263,5 +323,7 @@ def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None 
         *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]
           if private.has("DispatchMode") else []),
         *_honest_flags(),
-    ), _Asked(is_user_file, given):  # fmt: skip
-        yield
+        *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
+          for cls, name in _NUMBERS if name in vars(cls)],
+    ), _Asked(is_user_file, given) as asked:  # fmt: skip
+        yield asked
