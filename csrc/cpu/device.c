@@ -26,9 +26,9 @@ static const om_row rows[OM_N_OPS] = {
 #undef PW
 };
 
-static om_status cpu_fill(om_ctx *cx, void *to, size_t size) {
+static om_status cpu_fill(om_ctx *cx, void *to, int byte, size_t size) {
     (void)cx;
-    if (size) memset(to, 0, size);
+    if (size) memset(to, byte, size);
     return OM_OK;
 }
 

@@ -45,7 +45,7 @@ typedef struct om_device {
     om_block *(*block_get)(om_ctx *cx, size_t size);
     void (*block_put)(om_block *b); /* om_block_put; any thread, any time */
     om_status (*copy)(om_ctx *cx, const om_tensor *src, om_tensor *dst);  /* any strides, converts; within the device */
-    om_status (*fill)(om_ctx *cx, void *to, size_t size);                 /* with zero bytes */
+    om_status (*fill)(om_ctx *cx, void *to, int byte, size_t size);
     om_status (*upload)(om_ctx *cx, void *to, const void *from, size_t size);   /* from the host's memory */
     om_status (*download)(om_ctx *cx, void *to, const void *from, size_t size); /* to it; waits for what is queued */
     int (*workers)(om_ctx *cx); /* how many may share a call now: scratch is sized by it */

@@ -64,11 +64,14 @@ static bool poison(void) {
     return on;
 }
 
-static void poison_dead(om_run *r, int pc) {
+static om_status poison_dead(om_run *r, int pc) {
+    const om_device *d = r->plan->device;
     for (uint32_t i = 0; i < r->plan->n_st; i++) {
         const om_storage *s = &r->plan->st[i];
-        if (s->where == OM_W_ARENA && s->last == pc) memset(r->arena + s->offset, 0xff, (size_t)s->size);
+        if (s->where == OM_W_ARENA && s->last == pc)
+            OM_TRY(d->fill(r->cx, r->arena + s->offset, 0xff, (size_t)s->size));
     }
+    return OM_OK;
 }
 
 static void profile_add(om_run *r, const om_call *c, double ms) {
@@ -90,7 +93,7 @@ om_status om_run_slice_rows(om_run *r, int from, int to) {
             return s;
         }
         if (r->profile) profile_add(r, c, om_now_ms() - t0);
-        if (poison()) poison_dead(r, r->pc);
+        if (poison()) OM_TRY(poison_dead(r, r->pc));
     }
     return OM_OK;
 }

@@ -359,7 +359,7 @@ om_status om_run_answer(om_run *r, const om_tensor *outputs) {
             return om_fail(r->cx, OM_INVALID,
                            "%s: output %d came back as %s of rank %d with other sizes than captured (%s of rank %d)",
                            name, i, om_dtype_name(got->dtype), got->rank, om_dtype_name(want.dtype), want.rank);
-        if (!got->dtype) OM_TRY(d->fill(r->cx, want.data, (size_t)tensor_bytes(&want)));
+        if (!got->dtype) OM_TRY(d->fill(r->cx, want.data, 0, (size_t)tensor_bytes(&want)));
         else if (got->data != want.data) OM_TRY(d->copy(r->cx, got, &want));
     }
     om_free(r->cx, r->stop_arg);

@@ -67,10 +67,10 @@ static om_status foreign_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) 
     close_pages();
     return s;
 }
-static om_status foreign_fill(om_ctx *cx, void *to, size_t size) {
+static om_status foreign_fill(om_ctx *cx, void *to, int byte, size_t size) {
     REQUIRE(is_foreign(to));
     open_pages();
-    memset(to, 0, size);
+    memset(to, byte, size);
     close_pages();
     return OM_OK;
 }
