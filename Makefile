@@ -103,8 +103,11 @@ $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_FATBIN='"$(FATBIN)"' -DOM_CUDA_ARCHS='"$(
 lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
-$(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o   # for tests, by ctypes
+$(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
 	@$(CC) -shared -Wl,-Bsymbolic -Wl,-z,defs -o $@ $^ $(PBC) $(LIBS)
+
+$(B)/checking.o: tests/device/checking.c | $(B)/gen/onnx.pb-c.c   # a device that reads no address of the host's and runs late
+	@$(CC) $(CBASE) -c $< -o $@
 
 ext: $(EXT)
 PYINC = $(shell $(PY) -c 'import sysconfig;print(sysconfig.get_path("include"))')
@@ -210,4 +213,4 @@ check-op: $(B)/libom.so   ## build and test one operator family: make check-op O
 clean:   ## remove build products (keeps .venv)
 	rm -rf build ortmodule/_C*.so dist *.egg-info
 
--include $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(SAB_OBJ:.o=.d) $(TOOLS:.o=.d)
+-include $(B)/checking.d $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(SAB_OBJ:.o=.d) $(TOOLS:.o=.d)

@@ -74,7 +74,12 @@ _services = Services(parallel_for=_parallel_for, num_threads=_num_threads)
 _owners: dict[int, int] = {}
 
 
-def _release(ctx: int) -> None:
+def own(ctx: Ctx) -> int:
+    _owners[ctx.p.value] += 1
+    return ctx.p.value
+
+
+def release(ctx: int) -> None:
     _owners[ctx] -= 1
     if not _owners[ctx]:
         del _owners[ctx]
@@ -84,9 +89,11 @@ def _release(ctx: int) -> None:
 class Ctx:
     """One engine context; `check` turns a status into an exception with the engine's message."""
 
-    def __init__(self, threads: bool = True):
+    def __init__(self, threads: bool = True, device: str = "cpu"):
         self.p = C.c_void_p(lib.om_ctx_new(C.byref(_services) if threads else None))
         _owners[self.p.value] = 1
+        if device == "checking":
+            lib.om_checking_use(self.p)
 
     def check(self, status: int) -> None:
         if status:
@@ -96,7 +103,7 @@ class Ctx:
 
     def __del__(self):
         if getattr(self, "p", None):
-            _release(self.p.value)
+            release(self.p.value)
 
 
 def tensor(t: torch.Tensor | None) -> Tensor:
@@ -119,8 +126,7 @@ def to_torch(t: Tensor) -> torch.Tensor:
 
 class Graph:
     def __init__(self, cx: Ctx, p: C.c_void_p):
-        self.cx, self.p, self.owner = cx, p, cx.p.value
-        _owners[self.owner] += 1
+        self.cx, self.p, self.owner = cx, p, own(cx)
 
     @staticmethod
     def parse(text: str, cx: Ctx | None = None) -> Graph:
@@ -179,7 +185,7 @@ class Graph:
         if getattr(self, "p", None):
             lib.om_graph_free(self.p)
         if getattr(self, "owner", None):
-            _release(self.owner)
+            release(self.owner)
 
 
 def _count(text: str, word: str) -> int:
@@ -187,10 +193,17 @@ def _count(text: str, word: str) -> int:
 
 
 def run(text: str | Graph, inputs: list[torch.Tensor], wanted: list[int] | None = None, dys: list[torch.Tensor | None] | None = None,
-        seed: int = 0, passes: tuple[str, ...] = ()) -> tuple[list, list]:
+        seed: int = 0, passes: tuple[str, ...] = (), device: str | None = None) -> tuple[list, list]:
     """Forward (and, with dys, backward) of a graph. inputs: one per graph input in order; wanted: 0/1 per input
     (default: all floats); dys: one per output, None = does not arrive. Returns (outputs + writes, gradients of the
-    wanted inputs in order)."""
+    wanted inputs in order).
+    device: None is the interpreter, or what OM_DEVICE says; "cpu" and "checking" (tests/device) plan the step, after the
+    passes of every model in the place of `passes`."""
+    device = device or os.environ.get("OM_DEVICE")
+    if device:
+        from device import steps
+
+        return steps.run(text if isinstance(text, str) else text.text(), inputs, wanted, dys, seed, device)
     g = Graph.parse(text) if isinstance(text, str) else text
     src = g.text()
     n_out, n_write = _count(src, "output"), _count(src, "write")

@@ -94,10 +94,11 @@ def close(got: torch.Tensor | None, want: torch.Tensor | None, tol: float, what:
 
 def check(op: str, inputs: Sequence[torch.Tensor | None], ref: Callable, attrs: str = "", n_out: int = 1, n_check: int | None = None,
           grad: bool | Sequence[bool] = True, tol: float = 1e-10, strides: bool = True, low: Sequence[torch.dtype] = (torch.float32,),
-          factor: float = 2.0, graph: str | None = None, terms: int = 0) -> None:
+          factor: float = 2.0, graph: str | None = None, terms: int = 0,
+          device: str | None = None) -> None:
     """inputs: fp64 (and integer / bool) tensors, None = left out. ref returns the first n_check (default n_out)
     outputs. grad: False, or which inputs get a gradient (default: all floats). graph: text with {t0}, {t1}... as input
-    types instead of the single node."""
+    types instead of the single node. device: as in engine.run."""
     n_check = n_out if n_check is None else n_check
     fl = [t is not None and t.is_floating_point() for t in inputs]
     wanted = [f and (grad if isinstance(grad, bool) else g) for f, g in zip(fl, fl if isinstance(grad, bool) else grad)]
@@ -112,7 +113,7 @@ def check(op: str, inputs: Sequence[torch.Tensor | None], ref: Callable, attrs: 
             **{f"t{i}": f"{engine.NAMES[engine.TORCH.index(t.dtype)]}[{', '.join(map(str, t.shape))}]" for i, t in enumerate(xs) if t is not None})
         w = [int(w) for w, t in zip(wanted, xs) if t is not None]
         full = None if ds is None else list(ds) + [None] * (n_out - n_check)
-        outs, grads = engine.run(text, live, w, full)
+        outs, grads = engine.run(text, live, w, full, device=device)
         return outs[:n_check], grads
 
     def compare(xs, want_y, want_g, ds, tol_y, what):

@@ -47,7 +47,9 @@ typedef struct om_device {
     om_status (*copy)(om_ctx *cx, const om_tensor *src, om_tensor *dst);  /* any strides, converts; within the device */
     om_status (*fill)(om_ctx *cx, void *to, int byte, size_t size);
     om_status (*upload)(om_ctx *cx, void *to, const void *from, size_t size);   /* from the host's memory */
-    om_status (*download)(om_ctx *cx, void *to, const void *from, size_t size); /* to it; waits for what is queued */
+    /* To it. Waits for what is queued, and returns what has failed there since it was last told: a device that runs
+     * behind its host (tests/device/checking.c) has told nobody else. */
+    om_status (*download)(om_ctx *cx, void *to, const void *from, size_t size);
     int (*workers)(om_ctx *cx); /* how many may share a call now: scratch is sized by it */
     /* Around the calls between two stops of a run, on the thread that resumes it. workers: what the plan counted on.
      * end gets what run_slice said and returns that, or a failure of its own. */
