@@ -99,8 +99,7 @@ static void touched(int sig, siginfo_t *info, void *context) {
     if (write(2, text, (size_t)n) < 0) _exit(3);
     void *frame[32];
     backtrace_symbols_fd(frame, backtrace(frame, 32), 2);
-    signal(SIGABRT, SIG_DFL);
-    abort();
+    abort(); /* Python's faulthandler says where, also to who captures our line */
 }
 
 static om_status tensor_own(om_ctx *cx, om_tensor *t, const char *what, int i) {
@@ -305,10 +304,10 @@ static om_status checking_slice(om_run *r, int from, int to) {
     const size_t n_in = g->inputs.n, n_out = g->outputs.n, n_grad = g->grads.n;
     job *j = job_new(r->cx, JOB_SLICE, (n_in + 2 * n_out + n_grad) * sizeof(void *));
     if (!j) return r->cx->status;
-    if (!is_ours(r->scalars)) {
+    if (!is_ours(r->scalars) || !r->plan->constants) {
         free(j);
-        return om_fail(r->cx, OM_INTERNAL, "scalars lie at %p, which is no memory of the device's",
-                       (const void *)r->scalars);
+        return om_fail(r->cx, OM_INTERNAL, "scalars lie at %p, constants at %p: no memory of the device's",
+                       (const void *)r->scalars, (void *)r->plan->constants);
     }
     void **at = (void **)(void *)j->bytes;
     j->sv = r->cx->sv;
