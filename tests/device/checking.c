@@ -8,7 +8,7 @@
  * that leaves the blocks it was given, ends the process with a line that names the address. A block is never handed out
  * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back.
  *
- * Time. Whatever is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
+ * Time. What is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
  * fills, uploads, and blocks that were given back. Only a download waits, and a plan's end: its prepared calls are read
  * by the queue. What a job needs is copied when it is queued, so that neither the run nor its arrays nor the bytes that
  * were uploaded need to be there any longer. om_checking_late says how late: 0, the beginning, is the latest that is
