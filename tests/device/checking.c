@@ -8,7 +8,7 @@
  * that leaves the blocks it was given, ends the process with a line that names the address. A block is never handed out
  * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back.
  *
- * Time. Whatever is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
+ * Time. What is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
  * fills, uploads, and blocks that were given back. Only a download waits, and a plan's end: its prepared calls are read
  * by the queue. What a job needs is copied when it is queued, so that neither the run nor its arrays nor the bytes that
  * were uploaded need to be there any longer. om_checking_late says how late: 0, the beginning, is the latest that is
@@ -99,8 +99,7 @@ static void touched(int sig, siginfo_t *info, void *context) {
     if (write(2, text, (size_t)n) < 0) _exit(3);
     void *frame[32];
     backtrace_symbols_fd(frame, backtrace(frame, 32), 2);
-    signal(SIGABRT, SIG_DFL);
-    abort();
+    abort(); /* Python's faulthandler says where, also to who captures our line */
 }
 
 static om_status tensor_own(om_ctx *cx, om_tensor *t, const char *what, int i) {
@@ -305,10 +304,10 @@ static om_status checking_slice(om_run *r, int from, int to) {
     const size_t n_in = g->inputs.n, n_out = g->outputs.n, n_grad = g->grads.n;
     job *j = job_new(r->cx, JOB_SLICE, (n_in + 2 * n_out + n_grad) * sizeof(void *));
     if (!j) return r->cx->status;
-    if (!is_ours(r->scalars)) {
+    if (!is_ours(r->scalars) || !r->plan->constants) {
         free(j);
-        return om_fail(r->cx, OM_INTERNAL, "scalars lie at %p, which is no memory of the device's",
-                       (const void *)r->scalars);
+        return om_fail(r->cx, OM_INTERNAL, "scalars lie at %p, constants at %p: no memory of the device's",
+                       (const void *)r->scalars, (void *)r->plan->constants);
     }
     void **at = (void **)(void *)j->bytes;
     j->sv = r->cx->sv;
