@@ -259,9 +259,9 @@ def test_levels_of_one_model_side_by_side() -> None:
         mine = [t.clone() for t in ins]
         run = model.forward(v, mine, 3)
         assert run.resume() is None
-        outs, info = run.outputs(), model.variant_info(v)
+        outs, (state, arena), info = run.outputs(), run.state(), model.variant_info(v)
         reads = [t if i in info["reads_inputs"] else None for i, t in enumerate(mine)]
-        back = model.backward(v, run.arena(), reads, [o if i in info["reads_outputs"] else None for i, o in enumerate(outs)], [dy], 3, [])
+        back = state.backward(arena, reads, [o if i in info["reads_outputs"] else None for i, o in enumerate(outs)], [dy])
         assert back.resume() is None
         results.append([outs[0].clone(), mine[4], *[g for _, g in back.grads(0)]])
     assert len(results[0]) == 6
