@@ -60,7 +60,7 @@ from . import _C, frames, patches
 from . import torch_private as private
 from .errors import CaptureError
 from .frames import OWN_DIR, TORCH_DIR
-from .torch_private import HOOKS
+from .torch_private import HOOK_TABLES, HOOKS
 
 # kinds of rows, see csrc/python/guard.c
 ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)
@@ -599,11 +599,13 @@ class Watch:
         train())."""
         for (where, own), (old, tables) in zip(self._dicts, self._before, strict=True) if self._before else ():
             for table, was in tables.items():
-                if table in own and _entries(table, own[table]) != was:
+                if own.get(table) is old[table] and _entries(table, own[table]) != was:
                     (self.quiet_writes if self.quiet else self.writes).add((where, table))
             if own.keys() == old.keys() and all(own[k] is v for k, v in old.items()):
                 continue
             for k in {**old, **own}:
+                if k in HOOK_TABLES:  # others stand in their place while a capture runs (marks.py)
+                    continue
                 if own.get(k, _ABSENT) is old.get(k, _ABSENT) or (where, k) in self._by_torch:
                     continue
                 if not isinstance(getattr(self._classes_of[where], k, None), functools.cached_property):
@@ -1306,9 +1308,12 @@ class Watch:
 
 
 def _entries(table: str, values: dict[Any, Any]) -> tuple[Any, ...]:
-    """What a table of a module holds: modules and hooks themselves; of parameters, for which the export puts others,
-    the names."""
-    return tuple(values) if table == "_parameters" else (*values, *map(id, values.values()))
+    """What a table of a module holds: modules and hooks (but for those by which a capture looks on) themselves; of
+    parameters, for which the export puts others, the names."""
+    if table == "_parameters":
+        return tuple(values)
+    return tuple([(k, id(v)) for k, v in values.items()
+                  if not getattr(getattr(v, "__code__", None), "co_filename", "").startswith(OWN_DIR)])  # fmt: skip
 
 
 def _snapshot(own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
