@@ -118,7 +118,7 @@ def backward_of(args: tuple, kw: dict) -> tuple[str, ...]:
     class Stop(Exception):
         pass
 
-    def run(text: str, inputs: list, wanted: list[int], dys: list | None) -> None:
+    def run(text: str, inputs: list, wanted: list[int], dys: list | None, device: str = "") -> None:
         if dys is not None:
             joint = engine.Graph.parse(text).grad(wanted, [int(d is not None) for d in dys])
             found.extend(line.split(" = ")[1].split("(")[0] for line in joint.text().splitlines() if " backward" in line and " = " in line)
