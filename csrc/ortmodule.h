@@ -166,6 +166,9 @@ typedef struct om_io {
     bool written;           /* a forward writes a new value into the tensor given for this input */
     /* input: may be wanted; output: computed from a parameter or float input through operators with a gradient */
     bool differentiable;
+    /* input: its one element lies in the host's memory, whatever the device (a learning rate, a size that is a value);
+     * it has no gradient */
+    bool host;
 } om_io;
 
 int om_model_inputs(const om_model *m);  /* how many */
@@ -199,9 +202,9 @@ const om_needs *om_model_needs(const om_model *m, int variant); /* NULL: there i
  * csrc/run/plan.h holds the contract of memory and control: which byte lies where, when control returns. */
 
 /* Starts a forward. inputs: one tensor per graph input, of the dtype and rank of the capture; any sizes that fit it,
- * any strides. Their memory is read (and, for written inputs, written) until the run is freed. write false: inputs that
- * would be written keep their values; for a forward that is repeated. cx: of this run until it is freed; its message
- * tells of every failure below. */
+ * any strides. All lie in the device's memory but those that om_io.host marks. Their memory is read (and, for written
+ * inputs, written) until the run is freed. write false: inputs that would be written keep their values; for a forward
+ * that is repeated. cx: of this run until it is freed; its message tells of every failure below. */
 om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, uint64_t seed, bool write,
                          om_run **run);
 

@@ -9,6 +9,9 @@
  *                           and attributes alone: a compiled strip
  *                           program, axes looked up by name
  *     run(args, prep)       the work                                   every step; looks nothing up
+ *
+ * Every address in args is the device's: operands, scratch, scalars (seed, symbols). A number that the host gives, as a
+ * learning rate, is an operand like another: the run has taken it along with its scalars (om_value.host).
  */
 #ifndef OM_DEVICE_H
 #define OM_DEVICE_H

@@ -104,8 +104,7 @@ typedef struct om_sym { /* a size known only when tensors arrive */
 } om_sym;
 
 typedef struct om_type {
-    uint8_t dtype, rank;
-    int16_t device;     /* -1 CPU */
+    uint8_t dtype, rank; /* no device: a plan has one, for all of its values */
     om_dim dim[OM_RANK];
 } om_type;
 
@@ -115,6 +114,10 @@ typedef struct om_value {
     uint8_t role;
     uint16_t out;       /* which output of the producer */
     om_id input;        /* index into graph->inputs for INPUT, PARAM, BUFFER, GRAD_IN */
+    /* Input: a host scalar. Its one element lies in the host's memory, whatever the device; a run takes it along with
+     * its seed (om_scalars), and what reads it finds it in the device's memory, as every operand. Only these may the
+     * host side look into: sizes that are values are host scalars. */
+    bool host;
     const void *data;   /* CONST: dense row-major bytes, 64-byte aligned */
     const char *name;
 } om_value;
@@ -229,9 +232,12 @@ typedef enum om_kind {
     OM_K_RANDOM, OM_K_CONV, OM_K_CREATE, OM_K_HOST
 } om_kind;
 
-/* What the calls of a run share and its plan does not fix: one small block, in the device's memory. */
+/* What the calls of a run share and its plan does not fix: one small block, in the device's memory. Behind the symbols
+ * lie the host scalars, eight bytes each (om_plan.host). */
 typedef struct om_scalars {
-    uint64_t seed;       /* of this forward; with node->rng it keys Philox */
+    /* of this forward; with node->rng it keys Philox. Read where an operator is `random`, or a fused chain has such a
+     * statement, and nowhere else */
+    uint64_t seed;
     int64_t sym[];       /* values of the graph's symbols */
 } om_scalars;
 
@@ -274,7 +280,10 @@ typedef struct om_op {
      * writes the output back to that operand, a plan computes it in the operand's own memory. Nodes of such an operator
      * are of phase UPDATE. */
     int (*state)(const om_node *n, int out);
-    bool random;        /* reads node->rng */
+    bool random;        /* reads node->rng and the run's seed */
+    /* bit j: operand j is a number that a host gives (learning rate, step): a graph input of a file that is read there
+     * and never written is a host scalar */
+    uint32_t host;
 
     /* Types of the outputs; sets node->n_out's types in out[]. `n` has op, attr, n_in, n_out filled. */
     om_status (*infer)(om_graph *g, const om_node *n, om_type *out);
@@ -343,6 +352,7 @@ om_id om_b_zeros_like(om_graph *g, om_id x);
 om_id om_b_scale(om_graph *g, om_id x, double s);                /* x * s in x's dtype */
 
 om_id om_input(om_graph *g, om_role role, const char *name, const om_type *t); /* appends to g->inputs */
+om_status om_input_host(om_graph *g, om_id input);  /* makes it a host scalar (om_value.host): one element */
 
 /* Copies `from` node by node through `emit`, which must define om_map[old value] -> new value for the node's outputs
  * (om_rewrite_copy does it unchanged). Dead nodes (no path to outputs, writes, grads) are skipped. */

@@ -123,8 +123,9 @@ om_status om_sym_bind(om_graph *g, const char *name, om_id input, int axis) {
     om_dim d = om_dim_sym(g, name);
     if (g->cx->status != OM_OK) return g->cx->status;
     om_sym *s = &g->syms.v[g->exprs.v[~d].a];
-    if (s->input == OM_NONE) s->input = input, s->axis = axis;
-    return OM_OK;
+    if (s->input != OM_NONE) return OM_OK;
+    s->input = input, s->axis = axis;
+    return axis < 0 && input != OM_NONE ? om_input_host(g, input) : OM_OK;
 }
 
 /* --- polynomials ------------------------------------------------------------------------------- */

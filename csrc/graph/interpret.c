@@ -138,7 +138,7 @@ om_status om_syms_bind(om_ctx *cx, const om_graph *g, const om_tensor *in, int64
 
 om_status om_tensor_of(om_ctx *cx, const om_graph *g, om_id v, const int64_t *sym, om_tensor *t) {
     const om_type *ty = om_ty(g, v);
-    *t = (om_tensor){.dtype = ty->dtype, .rank = ty->rank, .device = ty->device, .data = (void *)g->values.v[v].data};
+    *t = (om_tensor){.dtype = ty->dtype, .rank = ty->rank, .device = -1, .data = (void *)g->values.v[v].data};
     for (int i = 0; i < ty->rank; i++)
         if ((t->dim[i] = om_dim_eval(g, ty->dim[i], sym)) < 0) {
             char buf[128];

@@ -106,6 +106,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
         om_type t = v->type;
         for (int k = 0; k < t.rank; k++) t.dim[k] = om_dim_copy(g, from, t.dim[k]);
         r.map[from->inputs.v[i]] = om_input(g, v->role, v->name, &t);
+        if (v->host && cx->status == OM_OK) om_input_host(g, i);
     }
     for (uint32_t i = 0; i < from->syms.n && cx->status == OM_OK; i++)
         om_sym_bind(g, from->syms.v[i].name, from->syms.v[i].input, from->syms.v[i].axis);

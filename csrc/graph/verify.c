@@ -2,8 +2,8 @@
  *
  * Checked: every id and index is in range; nodes only read values defined before them; values and nodes point at each
  * other; types are what the operator infers again; no forward node reads a backward value; random nodes have a stream;
- * symbols are bound to an existing axis; writes and gradients have the type of the input they belong to. The message
- * names the node and what is wrong.
+ * symbols are bound to an existing axis; host scalars have one element and are not written; writes and gradients have
+ * the type of the input they belong to. The message names the node and what is wrong.
  */
 #include "graph/engine.h"
 
@@ -78,6 +78,9 @@ static om_status verify_values(const om_graph *g) {
             for (int k = 0; k < v->type.rank; k++)
                 VERIFY_GRAPH(g, v->type.dim[k] >= 0, "constant %u has a size that is not a number", i);
         } else {
+            bool one = !v->host || (v->role != OM_GRAD_IN && om_dtype_size(v->type.dtype) > 0);
+            for (int k = 0; k < v->type.rank; k++) one &= !v->host || v->type.dim[k] == 1;
+            VERIFY_GRAPH(g, one, "graph input %u is marked as a host scalar and is none", v->input);
             VERIFY_GRAPH(
                 g, v->role <= OM_GRAD_IN && v->node == OM_NONE && v->input < g->inputs.n && g->inputs.v[v->input] == i,
                 "value %u is no proper graph input", i);
@@ -96,6 +99,8 @@ static om_status verify_syms(const om_graph *g) {
         const om_type *t = om_ty(g, g->inputs.v[s->input]);
         VERIFY_GRAPH(g, s->axis >= 0 ? s->axis < t->rank : t->rank == 0 && om_is_int(t->dtype),
                      "symbol %s is bound to axis %d of an input of rank %d", s->name, s->axis, t->rank);
+        VERIFY_GRAPH(g, s->axis >= 0 || om_val(g, g->inputs.v[s->input])->host,
+                     "symbol %s is the value of an input that is no host scalar", s->name);
         om_dim d = s->axis >= 0 ? t->dim[s->axis] : 0; /* a size is read off an axis that is exactly that size */
         VERIFY_GRAPH(g, s->axis < 0 || (d < 0 && g->exprs.v[~d].kind == OM_DIM_SYM && g->exprs.v[~d].a == (om_dim)i),
                      "symbol %s is bound to axis %d of an input, which has another size", s->name, s->axis);
@@ -135,7 +140,6 @@ static om_status verify_node(om_graph *g, om_id id) {
         VERIFY(g, id, n->rng != 0, "random, but it has no stream");
     om_type t[OM_MAX_OUT] = {0};
     om_node copy = *n;
-    for (int i = 0; i < copy.n_out; i++) t[i].device = -1;
     if (copy.op->infer(g, &copy, t) != OM_OK || cx->status != OM_OK) { /* its message first, then where */
         char what[sizeof cx->message];
         memcpy(what, cx->message, sizeof what);
@@ -163,6 +167,7 @@ om_status om_verify(const om_graph *graph) {
         om_write w = g->writes.v[i];
         VERIFY_GRAPH(g, w.value < g->values.n && w.input < g->inputs.n, "write %u is out of range", i);
         const om_type *a = om_ty(g, w.value), *b = om_ty(g, g->inputs.v[w.input]);
+        VERIFY_GRAPH(g, !om_val(g, g->inputs.v[w.input])->host, "write %u stores into a host scalar", i);
         VERIFY_GRAPH(g, a->dtype == b->dtype && a->rank == b->rank,
                      "write %u stores %s of rank %d into an input of %s of rank %d", i, om_dtype_name(a->dtype),
                      a->rank, om_dtype_name(b->dtype), b->rank);

@@ -19,6 +19,6 @@ const om_pass *om_pass_find(const char *name);   /* NULL when unknown */
 /* The constant a value is, if all its elements are equal: true and the element as double (exact for every float and for
  * small integers). */
 bool om_pass_splat(const om_graph *g, om_id v, double *x);
-/* Same dtype, rank, device and sizes. */
+/* Same dtype, rank and sizes. */
 bool om_pass_same_type(const om_type *a, const om_type *b);
 #endif

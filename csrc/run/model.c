@@ -231,6 +231,9 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
         return om_fail(cx, OM_UNSUPPORTED,
                        "more than %d sets of wanted and arriving gradients and memory levels for one graph",
                        MAX_VARIANTS);
+    for (uint32_t i = 0; i < n_in; i++)
+        if (wanted[i] && om_val(m->g, m->g->inputs.v[i])->host)
+            return om_fail(cx, OM_INVALID, "graph input %u is a host scalar: it has no gradient", i);
     om_variant v = {.wanted = om_alloc(cx, n_in + 1),
                     .arriving = om_alloc(cx, n_out + 1),
                     .again = again,
@@ -373,7 +376,8 @@ static om_io io_of(const om_graph *g, om_id id) {
 om_io om_model_input(const om_model *m, int i) {
     om_io io = io_of(m->g, m->g->inputs.v[i]);
     for (uint32_t k = 0; k < m->g->writes.n; k++) io.written |= m->g->writes.v[k].input == (om_id)i;
-    io.differentiable = om_is_float(io.dtype);
+    io.host = om_val(m->g, m->g->inputs.v[i])->host;
+    io.differentiable = om_is_float(io.dtype) && !io.host;
     return io;
 }
 

@@ -308,6 +308,9 @@ static om_status writes_place(planner *pl) {
     om_status s = from ? OM_OK : pl->cx->status;
     /* values that are themselves inputs: a write might change them first */
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
+        if (om_val(g, g->inputs.v[g->writes.v[i].input])->host)
+            s = om_fail(pl->cx, OM_INVALID, "graph input %u is a host scalar: no run may write it",
+                        g->writes.v[i].input);
         from[i] = pl->val[g->writes.v[i].value];
         if (pl->st.v[from[i].st].where == OM_W_INPUT && !om_sabotage("plan.write_order") &&
             !written_in_place(pl, &g->writes.v[i])) {
@@ -630,7 +633,10 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
     p->grad_segment = om_arena_alloc(m, (g->grads.n + 1) * sizeof *p->grad_segment);
     p->n_key = om_plan_key_size(g);
     p->key = om_arena_alloc(m, (size_t)(p->n_key + 1) * sizeof *p->key);
+    p->host = om_arena_alloc(m, (g->inputs.n + 1) * sizeof *p->host);
     om_status s = cx->status;
+    for (om_id i = 0; i < g->inputs.n && s == OM_OK; i++)
+        if (om_val(g, g->inputs.v[i])->host) p->host[p->n_host++] = i;
     if (s == OM_OK) s = om_syms_bind(cx, g, in, p->sym);
     if (s == OM_OK) om_plan_key(g, in, p->key);
     if (s == OM_OK) s = grad_segments(&pl);

@@ -16,7 +16,8 @@
  *              host never reads the arena. So a host can keep the block as a saved tensor, freed, checked and refused a
  *              second time by its own rules, and the om_state as long.
  *     INPUT    a tensor of the host (parameter, buffer, user tensor, arriving gradient): borrowed for one call, any
- *              strides.
+ *              strides. It lies in the device's memory; a host scalar (om_value.host) in the host's: its bytes are
+ *              taken when the run begins and lie behind the run's scalars, in the device's memory.
  *     OUTPUT   a block of its own that the host owns when the forward has ended: what a user can hold is never in the
  *              arena.
  *     GRAD     the same for a returned gradient: sizes, dtype and strides of its input, no other reference, handed over
@@ -96,6 +97,8 @@ struct om_plan {
     int64_t *key;              /* threads, sizes and strides of the inputs, values that are sizes; n_key entries */
     int n_key;
     int64_t *sym;
+    om_id *host;               /* graph inputs that are host scalars, as they lie behind the symbols */
+    int n_host;
     om_call *calls;
     int n_calls, n_forward;    /* calls[0, n_forward) are the forward */
     int n_segments;

@@ -6,7 +6,9 @@
  * tensors, scalars, scratch) lie in the first mapping, which nobody may read or write, and the rows work on the second
  * one: each of their pointers is moved over before the CPU's row is called. Who touches the first mapping, and a row
  * that leaves the blocks it was given, ends the process with a line that names the address. A block is never handed out
- * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back.
+ * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back. The run's
+ * scalars open up only to operators that are marked as random, and to chains with such a statement. A tensor in the host's memory is refused as an operand;
+ * a graph input that is marked as a host scalar is one all the same, as the run has taken it along.
  *
  * Time. What is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
  * fills, uploads, and blocks that were given back. Only a download waits, and a plan's end: its prepared calls are read
@@ -343,7 +345,9 @@ static om_status checking_run(om_ctx *cx, const om_args *a) {
         return om_fail(cx, OM_INTERNAL, "%s: scalars at %p, scratch at %p: no memory of the device's", name,
                        (const void *)a->scalars, a->scratch);
     own.in = t, own.out = t + a->n_in;
-    own.scalars = own_view(a->scalars);
+    /* the seed is for who is marked as random: others get what nobody may read */
+    const char *chain = om_attr_str(a->attr, a->n_attr, "program", "");
+    own.scalars = a->node->op->random || strstr(chain, " rng=") ? own_view(a->scalars) : a->scalars;
     if (a->scratch) own.scratch = own_view(a->scratch);
     dev.ran[a->node->op->id] = true;
     return om_device_cpu.rows[a->node->op->id].run(cx, &own);

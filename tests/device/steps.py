@@ -32,7 +32,7 @@ class Block(C.Structure):
 
 class IO(C.Structure):
     _fields_ = [("name", C.c_char_p), ("role", C.c_uint8), ("dtype", C.c_uint8), ("rank", C.c_uint8), ("dim", C.c_int64 * RANK),
-                ("written", C.c_bool), ("differentiable", C.c_bool)]
+                ("written", C.c_bool), ("differentiable", C.c_bool), ("host", C.c_bool)]
 
 
 class Needs(C.Structure):
@@ -216,7 +216,7 @@ class Model:
         needs, mem, run = self.needs(v), Memory(self.cx), Pointer()
         state, arena = Pointer(), C.POINTER(Block)()
         try:
-            given = [mem.give(t) for t in ins]
+            given = [engine.tensor(t) if self.input(i).host else mem.give(t) for i, t in enumerate(ins)]
             self.cx.check(lib.om_run_forward(self.cx.p, self.p, v, array(given), C.c_uint64(seed), write, C.byref(run)))
             self.resume(run, 0, mem, answer)
             outs = [Tensor() for _ in range(self.n_out)]
@@ -254,7 +254,7 @@ class Model:
                         grads[i] = g
                         mem.upload(t.data, torch.full_like(g, float("nan")))
             outputs = [mem.fetch(o) for o in outs] if outputs is None else outputs
-            return Step(outputs, [mem.fetch(t) for t in given], grads)
+            return Step(outputs, [ins[i] if self.input(i).host else mem.fetch(t) for i, t in enumerate(given)], grads)
         finally:
             lib.om_run_free(run)
             lib.om_state_free(state)

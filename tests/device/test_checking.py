@@ -142,6 +142,90 @@ def test_passes_ask_the_device() -> None:
     assert not any(steps.difference(res[0], r) for r in res)
 
 
+# --- host scalars ---------------------------------------------------------------------------------------------------
+
+STEP = """graph {{
+  input lr: f32[1]{mark}
+  input step: i64[]{mark}
+  param w: f64[5]
+  param g: f64[5]
+  buffer m: f64[5]
+  buffer v: f64[5]
+  w1, m1, v1 = adamw_step(lr, step, _, w, g, m, v) {{out_dtype=[2, 2, 2]}}
+  write w1 -> w
+  write m1 -> m
+  write v1 -> v
+}}"""
+
+
+def test_host_scalars() -> None:
+    """Learning rate and step lie in the host's memory and change from run to run; what is queued has its own numbers."""
+    ins = [rand(5), rand(5), rand(5), rand(5).abs()]
+    model, ends = steps.Model.text(steps.cx("checking"), STEP.format(mark=" host")), []
+    assert "input lr: f32[1] host" in model.print() and model.input(0).host and not model.input(2).host
+    for lr, step in ((0.1, 1), (0.2, 2)):
+        numbers = [torch.tensor([lr]), torch.tensor(step)]
+        ends.append(model.step([*numbers, *ins]).inputs[2:])
+        group = torch.nn.Parameter(ins[0].clone())
+        optim = torch.optim.AdamW([group], lr=lr, weight_decay=0.01)
+        optim.state[group] = {"step": torch.tensor(step - 1.0), "exp_avg": ins[2].clone(), "exp_avg_sq": ins[3].clone()}
+        group.grad = ins[1].clone()
+        optim.step()
+        assert torch.allclose(ends[-1][0], group.detach(), rtol=1e-6, atol=1e-8)
+    assert not torch.equal(ends[0][0], ends[1][0])
+    model.free()
+
+
+def test_a_scalar_that_is_not_marked_is_refused() -> None:
+    """A kernel finds it in the host's memory; with the mark the run takes it along."""
+    ctx = steps.cx("checking")
+    model, mem = steps.Model.text(ctx, STEP.format(mark="")), steps.Memory(ctx)
+    numbers = [torch.tensor([0.1]), torch.tensor(1)]
+    given = steps.array([engine.tensor(t) for t in numbers] + [mem.give(rand(5)) for _ in range(4)])
+    run, lib = steps.Pointer(), engine.lib
+    ctx.check(lib.om_run_forward(ctx.p, model.p, model.variant([0] * 6, []), given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+    ctx.check(lib.om_run_resume(run, 0))
+    with pytest.raises(engine.EngineError, match="adamw_step: operand 0 lies at .*, which is no memory of the device"):
+        ctx.check(lib.om_checking_wait(ctx.p))
+    lib.om_run_free(run)
+    mem.put()
+    model.free()
+
+
+def test_late_runs_keep_their_scalars() -> None:
+    """The host changes the number before the device has begun."""
+    ctx = steps.cx("checking")
+    model, mem, lib = steps.Model.text(ctx, "graph {\n input a: f64[] host\n input x: f64[2]\n y = mul(x, a)\n output y\n}"), steps.Memory(ctx), engine.lib
+    a, x, outs = torch.tensor(2.0, dtype=torch.float64), mem.give(torch.tensor([3.0, 4.0], dtype=torch.float64)), []
+    for number in (2.0, 5.0):
+        a.fill_(number)
+        run, out, block = steps.Pointer(), engine.Tensor(), steps.C.POINTER(steps.Block)()
+        ctx.check(lib.om_run_forward(ctx.p, model.p, model.variant([0, 0], [0]), steps.array([engine.tensor(a), x]), steps.C.c_uint64(0), True, steps.C.byref(run)))
+        ctx.check(lib.om_run_resume(run, 0))
+        ctx.check(lib.om_run_output(run, 0, steps.C.byref(out), steps.C.byref(block)))
+        lib.om_run_free(run)
+        mem.take(block)
+        outs.append(out)
+    a.fill_(-1)
+    assert [mem.fetch(o).tolist() for o in outs] == [[6, 8], [15, 20]]
+    mem.put()
+    model.free()
+
+
+def test_host_scalars_are_refused_where_they_cannot_be() -> None:
+    with pytest.raises(engine.EngineError, match="not one element"):
+        engine.Graph.parse("graph {\n input a: f64[2] host\n output a\n}")
+    text = "graph {\n input a: f64[] host\n y = neg(a)\n output y\n write y -> a\n}"
+    with pytest.raises(engine.EngineError, match="stores into a host scalar"):
+        engine.Graph.parse(text).verify()
+    model = steps.Model.text(steps.cx("cpu"), text)
+    with pytest.raises(engine.EngineError, match="no run may write it"):
+        model.step([torch.tensor(1.0, dtype=torch.float64)])
+    with pytest.raises(engine.EngineError, match="host scalar: it has no gradient"):
+        model.variant([1], [1])
+    model.free()
+
+
 # --- the CPU's bits -------------------------------------------------------------------------------------------------
 
 
