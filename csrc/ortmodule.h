@@ -210,7 +210,9 @@ om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *
 
 /* Forward: runs to the end (segment is not looked at). Backward: to the end of that segment, and of those before it;
  * -1: of all. OM_OK: it is there. OM_HOST: a node of the host's is due (om_run_host); answer it, then resume. Anything
- * else: this run can only be freed. */
+ * else: this run can only be freed. On a device that runs behind its host, "there" is queued: what fails after this has
+ * returned is an error of the next download, or of the next om_run_resume, of this run or another, that finds it known
+ * (csrc/graph/device.h). */
 om_status om_run_resume(om_run *run, int segment);
 
 /* A host node: what a capture left to its host (an ATen region, a Python function). */

@@ -157,9 +157,11 @@ static om_status plan_node(planner *pl, om_id id) {
     if (!host && !row->run)
         return om_fail(pl->cx, OM_UNSUPPORTED, "%s: device %s has no kernel for it", n->op->name,
                        pl->p->device->name);
-    om_tensor in[256] = {0}, out[64];
-    place ins[256];
-    if (n->n_in > 256) return om_fail(pl->cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
+    om_tensor in[OM_MAX_IN] = {0}, out[OM_MAX_OUT];
+    place ins[OM_MAX_IN];
+    if (n->n_in > OM_MAX_IN || n->n_out > OM_MAX_OUT)
+        return om_fail(pl->cx, OM_UNSUPPORTED, "%s with %d operands and %d outputs: at most %d and %d", n->op->name,
+                       n->n_in, n->n_out, OM_MAX_IN, OM_MAX_OUT);
     for (int i = 0; i < n->n_in; i++) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE) continue;
@@ -568,9 +570,12 @@ static void bytes_count(planner *pl) {
 
 /* What each call needs to know but addresses is worked out once, when layouts and storages are settled. */
 static om_status calls_prepare(planner *pl) {
-    om_tensor in[256], out[64];
+    om_tensor in[OM_MAX_IN], out[OM_MAX_OUT];
+    const om_device *d = pl->p->device;
     for (uint32_t i = 0; i < pl->calls.n; i++) {
         om_call *c = &pl->calls.v[i];
+        if (c->kind == OM_CALL_COPY && d->copy_prepare)
+            OM_TRY(d->copy_prepare(pl->cx, &pl->p->mem, &c->arg[0].t, &c->arg[1].t, &c->prep));
         if (c->kind != OM_CALL_RUN) continue;
         for (int k = 0; k < c->n_in; k++) in[k] = c->arg[k].storage == OM_NONE ? (om_tensor){0} : c->arg[k].t;
         for (int k = 0; k < c->n_out; k++) out[k] = c->arg[c->n_in + k].t;
@@ -676,6 +681,7 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
 
 void om_plan_free(om_ctx *cx, om_plan *p) {
     if (!p) return;
+    if (p->device->plan_end) p->device->plan_end(p);
     om_block_put(p->constants);
     om_arena_free(&p->mem);
     om_free(cx, p);

@@ -7,7 +7,9 @@
  *
  * A run is a program counter over a slice of that list. It stops at the end of a segment or before a HOST call (a yield
  * point): the host does its part (an ATen region, a PythonOp, a module kept in PyTorch), hands the results in, and
- * resumes. Nothing else in the engine waits for, or calls, the host.
+ * resumes. Nothing else in the engine waits for, or calls, the host. Nor does a run wait for its device: when
+ * om_run_resume returns, the calls are queued; what fails later is told by the next download, or by the next
+ * om_run_resume that finds it known (late faults: graph/device.h).
  *
  * SPACE. Every value lies in one storage; views share their source's. A storage is in one of:
  *
@@ -74,7 +76,7 @@ typedef struct om_call {
     uint16_t n_in, n_out;
     om_id node;                /* OM_NONE for copies the planner added */
     const om_row *row;         /* RUN: how the plan's device computes it */
-    const void *prep;          /* what the row prepared for these sizes */
+    const void *prep;          /* what the row, for copies the device, prepared for these sizes */
     om_id write;               /* COPY that is a write-back: its graph input; else OM_NONE */
     const om_attr *attr;
     om_parg *arg;              /* n_in + n_out */
@@ -110,6 +112,8 @@ struct om_plan {
     om_tensor *grad;           /* per graph->grads entry; dtype OM_NODTYPE when absent */
     int *grad_segment;         /* per graph->grads entry */
     om_block *constants;       /* where the device's memory is not the host's */
+    void *of_device;           /* the device's own, NULL at first: it sets this under a lock of its own, as several runs
+                                  may share a plan, and frees it in plan_end */
     om_plan_bytes bytes;
     double ms;                 /* time planning took */
 };

@@ -253,6 +253,8 @@ int main(int argc, char **argv) {
     foreign.block_get = foreign_get;
     foreign.block_put = foreign_put;
     foreign.copy = foreign_copy;
+    foreign.copy_prepare = NULL; /* copies of a plan by `copy`, too */
+    foreign.copy_run = NULL;
     foreign.fill = foreign_fill;
     foreign.upload = foreign_upload;
     foreign.download = foreign_download;

@@ -20,7 +20,7 @@ from engine import RANK, TORCH, Tensor, lib
 
 HOST = 4  # om_status
 FORWARD, INPUT, PARAM, BUFFER = -1, 1, 2, 3
-LIVE, PENDING, SLICES, WAITS = range(4)  # om_checking_count
+LIVE, PENDING, SLICES, WAITS, ENDED = range(5)  # om_checking_count
 
 Pointer = C.c_void_p
 Answer = Callable[[int, bool, list["torch.Tensor | None"]], "list[torch.Tensor | None]"]

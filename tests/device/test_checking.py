@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,6 +225,103 @@ def test_host_scalars_are_refused_where_they_cannot_be() -> None:
     with pytest.raises(engine.EngineError, match="host scalar: it has no gradient"):
         model.variant([1], [1])
     model.free()
+
+
+# --- late faults (graph/device.h) -----------------------------------------------------------------------------------
+
+FAULTY = "graph {\n input i: i64[2]\n buffer s: f64[3]\n y = gather(s, i) {axis=0, padding_idx=-1}\n v = neg(s)\n output y\n write v -> s\n}"
+
+
+class Forwards:
+    """Forwards of FAULTY that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.cx = steps.cx("checking")
+        self.model, self.mem = steps.Model.text(self.cx, FAULTY), steps.Memory(self.cx)
+        self.s = self.mem.give(torch.arange(3.0, dtype=torch.float64))
+
+    def begin(self, indices: list[int]) -> steps.Pointer:
+        run = steps.Pointer()
+        given = steps.array([self.mem.give(torch.tensor(indices)), self.s])
+        v = self.model.variant([0, 0], [0])
+        self.cx.check(engine.lib.om_run_forward(self.cx.p, self.model.p, v, given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+        return run
+
+    def resume(self, run: steps.Pointer) -> None:
+        self.cx.check(engine.lib.om_run_resume(run, 0))
+
+    def output(self, run: steps.Pointer) -> engine.Tensor:
+        out, block = engine.Tensor(), steps.C.POINTER(steps.Block)()
+        self.cx.check(engine.lib.om_run_output(run, 0, steps.C.byref(out), steps.C.byref(block)))
+        self.mem.take(block)
+        return out
+
+    def close(self, *runs: steps.Pointer) -> None:
+        for run in runs:
+            engine.lib.om_run_free(run)
+        self.mem.put()
+        self.model.free()
+
+
+def test_resume_does_not_wait_for_a_fault() -> None:
+    """As late as is allowed: the run with the fault, and the next one, are queued; the first download is told, once."""
+    f = Forwards()
+    waits, runs = steps.count(steps.WAITS), [f.begin([0, 7]), f.begin([0, 1])]
+    outs = []
+    for run in runs:
+        f.resume(run)
+        outs.append(f.output(run))
+    assert steps.count(steps.WAITS) == waits
+    with pytest.raises(engine.EngineError, match="index 7 at position 1"):
+        f.mem.fetch(outs[1])
+    last = f.begin([2, 0])
+    f.resume(last)
+    assert f.mem.fetch(f.output(last)).tolist() == [2, 0] and f.mem.fetch(f.s).tolist() == [0, -1, -2]  # type: ignore[union-attr]
+    f.close(*runs, last)
+
+
+def test_resume_tells_a_fault_that_is_known() -> None:
+    """Whichever run resumes next, before anything of it is queued; it can only be freed, and nobody else is told."""
+    f = Forwards()
+    steps.late(1)
+    first, second, third = f.begin([0, 7]), f.begin([0, 1]), f.begin([2, 0])
+    f.resume(first)
+    until = time.monotonic() + 20
+    while steps.count(steps.PENDING) and time.monotonic() < until:
+        time.sleep(0.001)
+    slices = steps.count(steps.SLICES)
+    with pytest.raises(engine.EngineError, match="index 7 at position 1"):
+        f.resume(second)
+    assert steps.count(steps.SLICES) == slices
+    with pytest.raises(engine.EngineError, match="this run has failed; start another"):
+        f.resume(second)
+    f.resume(third)
+    assert f.mem.fetch(f.output(third)).tolist() == [2, 0]  # type: ignore[union-attr]
+    f.close(first, second, third)
+
+
+def test_a_host_stop_tells_who_reads_its_operands() -> None:
+    ctx = steps.cx("checking")
+    model, mem = steps.Model.text(ctx, "graph {\n input i: i64[2]\n input s: f64[3]\n y = gather(s, i) {axis=0, padding_idx=-1}\n"
+                                  " u = host(y) {index=0, out_dtype=[2], shape0=[2], diff=1}\n output u\n}"), steps.Memory(ctx)  # fmt: skip
+    run, given = steps.Pointer(), steps.array([mem.give(torch.tensor([0, 7])), mem.give(rand(3))])
+    ctx.check(engine.lib.om_run_forward(ctx.p, model.p, model.variant([0, 0], [0]), given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+    assert engine.lib.om_run_resume(run, 0) == steps.HOST
+    with pytest.raises(engine.EngineError, match="index 7 at position 1"):
+        mem.fetch(engine.lib.om_run_host(run).contents.in_[0])
+    engine.lib.om_run_free(run)
+    mem.put()
+    model.free()
+
+
+def test_the_device_is_told_when_a_plan_goes() -> None:
+    """While its calls are still queued."""
+    f = Forwards()
+    run, ended = f.begin([0, 1]), steps.count(steps.ENDED)
+    f.resume(run)
+    assert steps.count(steps.PENDING) and steps.count(steps.ENDED) == ended
+    f.close(run)
+    assert steps.count(steps.ENDED) == ended + 1
 
 
 # --- the CPU's bits -------------------------------------------------------------------------------------------------
