@@ -172,7 +172,11 @@ typedef struct om_variant {
     om_facts *facts;           /* of g */
     uint8_t *wanted, *arriving;
     int *group;
-    om_recompute again;        /* wanted, arriving, group and this are the key */
+    /* per value of the joint graph before it was decided: backward computes it again; n_again of them. wanted, arriving,
+     * group and this are the key */
+    uint8_t *again;
+    uint32_t n_again;
+    uint32_t policies;         /* bit per om_recompute that chooses this set */
     int n_segments;
     om_id first_grad_in;       /* graph inputs from here on are arriving gradients */
     om_flow flow;
