@@ -105,6 +105,7 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
 
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
     om_ctx *cx = g->cx;
+    om_id trimmed[OM_MAX_IN];
     if (cx->status != OM_OK) return OM_NONE;
     if (n_in < op->min_in || (op->max_in >= 0 && n_in > op->max_in))
         return om_fail(cx, OM_INVALID, "%s takes %d to %d operands, %d given", op->name, op->min_in, op->max_in, n_in),
@@ -113,6 +114,10 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         if (in[i] == OM_NONE ? i < op->min_in && !(op->optional >> (i & 31) & 1) : in[i] >= g->values.n)
             return om_fail(cx, OM_INVALID, "%s: operand %d is required", op->name, i), OM_NONE;
 
+    if (g->bounded && n_in && n_in <= OM_MAX_IN) {
+        in = om_bounded_operands(g, op, in, n_in, attr, n_attr, trimmed);
+        if (!in) return OM_NONE;
+    }
     om_id in0 = g->operands.n, out0 = g->values.n;
     uint8_t phase = op->state ? OM_UPDATE : g->cur_phase;
     for (int i = 0; i < n_in; i++) /* what reads an update is one */
@@ -137,6 +142,7 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         if (cx->status == OM_OK) om_fail(cx, OM_INTERNAL, "%s: its type rule failed without a message", op->name);
         return OM_NONE;
     }
+    if (g->bounded && om_bounded_check(g, &node, ty) != OM_OK) return OM_NONE;
     om_node *slot = OM_PUSH(cx, &g->nodes);
     if (!slot) return OM_NONE;
     *slot = node;

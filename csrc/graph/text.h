@@ -3,7 +3,7 @@
  *
  *   graph {
  *     sym s0 = x[1]                          # size of an input's axis;  sym s3 = value of n: a 0-d integer input;  sym
- *                                            s4: unbound
+ *                                            s4: unbound;  sym c0 <= s0*2: bounded, known to the data alone
  *     input x: f32[2, s0, s0*12 + 3]         # roles: input param buffer grad_in
  *     input lr: f32[] host                   # a host scalar (om_value.host)
  *     param w "odd name": f32[7, 768]        # the string is the name where it is no identifier

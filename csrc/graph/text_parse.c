@@ -223,6 +223,11 @@ static om_status text_parse_sym(text_in *in) {
     OM_TRY(text_word(in, &name));
     om_dim_sym(in->g, name);
     if (in->cx->status != OM_OK) return in->cx->status;
+    if (text_eat(in, "<=")) {
+        om_dim bound;
+        OM_TRY(text_read_dim(in, &bound));
+        return om_sym_bound(in->g, name, bound);
+    }
     if (!text_eat(in, "=")) return OM_OK;
     text_pending p = {.sym = name, .axis = -1, .line = in->line};
     OM_TRY(text_word(in, &p.input));

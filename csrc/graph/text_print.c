@@ -272,6 +272,7 @@ om_status om_graph_print(const om_graph *g, char **text) {
         const om_sym *s = &g->syms.v[i];
         text_puts(&o, "  sym ");
         text_puts(&o, s->name);
+        if (s->bounded) text_puts(&o, " <= "), text_dim(&o, g, s->bound);
         if (s->input != OM_NONE && s->axis >= 0) {
             text_puts(&o, " = ");
             text_puts(&o, text_input_name(g, s->input, name));

@@ -2,7 +2,7 @@
  *
  * Checked: every id and index is in range; nodes only read values defined before them; values and nodes point at each
  * other; types are what the operator infers again; no forward node reads a backward value; random nodes have a stream;
- * symbols are bound to an existing axis; host scalars have one element and are not written; writes and gradients have
+ * symbols are bound to an existing axis; rows of bounded sizes meet nowhere; host scalars have one element and are not written; writes and gradients have
  * the type of the input they belong to. The message names the node and what is wrong.
  */
 #include "graph/engine.h"
@@ -93,6 +93,11 @@ static om_status verify_syms(const om_graph *g) {
     for (om_id i = 0; i < g->syms.n; i++) {
         const om_sym *s = &g->syms.v[i];
         VERIFY_GRAPH(g, s->name, "symbol %u has no name", i);
+        om_dim size;
+        const om_type bound = {.rank = 1, .dim = {s->bound}};
+        VERIFY_GRAPH(g, !s->bounded || (s->input == OM_NONE && verify_dim(g, s->bound) &&
+                                        om_bounded_axis(g, &bound, &size) == -1),
+                     "bounded symbol %s has no bound, or an input tells it", s->name);
         if (s->input == OM_NONE) continue;
         VERIFY_GRAPH(g, s->input < g->inputs.n, "symbol %s is bound to graph input %u of %u", s->name, s->input,
                      g->inputs.n);
@@ -146,6 +151,12 @@ static om_status verify_node(om_graph *g, om_id id) {
         om_ctx_clear(cx);
         VERIFY(g, id, false, "%.300s", what[0] ? what : "its type rule failed");
     }
+    if (g->bounded && om_bounded_check(g, n, t) != OM_OK) {
+        char what[sizeof cx->message];
+        memcpy(what, cx->message, sizeof what);
+        om_ctx_clear(cx);
+        VERIFY(g, id, false, "%.300s", what);
+    }
     for (int i = 0; i < copy.n_out; i++)
         VERIFY(g, id, verify_same(&t[i], om_ty(g, copy.out + (om_id)i)),
                "output %d is %s of rank %d, its type rule says %s of rank %d (or other sizes)", i,
@@ -180,5 +191,5 @@ om_status om_verify(const om_graph *graph) {
             VERIFY_GRAPH(g, verify_same(om_ty(g, d.value), om_ty(g, g->inputs.v[d.input])),
                          "the gradient of graph input %u has another type than the input", d.input);
     }
-    return OM_OK;
+    return om_bounded_ends(g);
 }
