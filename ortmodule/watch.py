@@ -533,8 +533,6 @@ class Watch:
                 _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _told_types())
             yield
         finally:
-            if collects:
-                gc.enable()
             self._note_assigned()
             self._active -= 1
             if not self._active:
@@ -543,6 +541,8 @@ class Watch:
                     profile.enable()
                 elif profile is not None:
                     sys.setprofile(profile)
+            if collects:
+                gc.enable()
             self.settle()
 
     # --- attributes --------------------------------------------------------------------------------

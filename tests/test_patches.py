@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import copy
+import gc
 import io
 import logging
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -284,3 +286,22 @@ def test_a_capture_does_not_wait_for_who_waits_for_it():
     assert not capture_.is_alive() and once.locked()
     thread.join(60)
     assert not thread.is_alive() and other.report().graphs and not patches.now()
+
+
+def test_the_garbage_collector_is_no_part_of_forward():
+    """A callback of the collector that asks for the time (as hypothesis' does), at every allocation outside of forward."""
+    asked = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        asked.append(time.perf_counter())
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    try:
+        gc.set_threshold(1)
+        w = ORTModule(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+        w(torch.randn(2, 3)).sum().backward()
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*threshold)
+    assert asked and gc.isenabled() and not w.report().eager, str(w.report())
