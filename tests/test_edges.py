@@ -316,3 +316,83 @@ def test_a_view_of_an_output_that_is_laid_out_otherwise() -> None:
     for _ in range(2):
         a, b = w(torch.randn(4, 6))
         assert b.is_contiguous() and torch.equal(a.t(), b)
+
+
+# --- what used to crash ---------------------------------------------------------------------------
+
+
+def above(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: x.sin() / above(x).numel(),
+    lambda x: x.sin() * above(x).shape[0],
+    lambda x: x.sin() + torch.unique((x * 2).round()).numel(),
+    lambda x: x.sin() + torch.arange(above(x).numel(), dtype=F64).sum(),
+    lambda x: x.sin() + torch.zeros(above(x).numel(), dtype=F64).sum(),
+    lambda x: x.sin() * (above(x).numel() + above(x - 1).numel() * 0.5),
+    lambda x: x.sin() / torch.cat([above(x), above(x - 1)]).numel(),
+    lambda x: x.sin() + above(x).sum() / above(x).numel(),
+    lambda x: x.sin() * len(x.nonzero()),
+], ids=["numel", "shape", "unique", "arange", "zeros", "two", "cat", "and its values", "len"])  # fmt: skip
+def test_the_size_alone_of_what_depends_on_data(f: Callable[..., Any]) -> None:
+    """The operation that has this size was dropped, since nobody reads its values: KeyError 'u0' at every call."""
+    wrapped = ORTModule(Call(f))
+    for step in range(4):
+        x = torch.randn(5 + step, 4, dtype=F64, generator=torch.Generator().manual_seed(step))
+        for a, b in zip(outcome(wrapped, (x,)), outcome(f, (x,)), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+class HoldsScript(nn.Module):
+    def __init__(self, script: nn.Module) -> None:
+        super().__init__()
+        self.first, self.script = nn.Linear(4, 4), script
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.script(self.first(x))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 4))], ids=["script", "trace"])
+def test_torchscript_inside_runs_in_pytorch_by_name(make: Callable[..., Any]) -> None:
+    eager = HoldsScript(make(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    wrapped = ORTModule(eager)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        torch.testing.assert_close(wrapped(x), eager(x))
+        wrapped(x).sum().backward()
+    assert [e.module for e in wrapped.report().eager] == ["script"]
+    assert "TorchScript" in str(wrapped.report())
+    with pytest.raises(Exception, match="TorchScript"):
+        ORTModule(eager, strict=True)(x)
+    later = HoldsScript(nn.Identity())
+    wrapped = ORTModule(later)
+    wrapped(x)
+    wrapped.script = eager.script
+    torch.testing.assert_close(wrapped(x), later(x))
+
+
+class Rebuilds(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.l = size, nn.Linear(size, size)
+
+    def wider(self) -> nn.Module:
+        return self.__class__(self.size + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x)
+
+
+def test_methods_that_make_another_of_their_class() -> None:
+    """`self.__class__(...)` in a user's or PyTorch's method means the user's class."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    wrapped = ORTModule(layers)
+    part = wrapped[:2]
+    assert type(part) is nn.Sequential and part[0] is layers[0] and len(part) == 2
+    assert type(wrapped[1:]) is nn.Sequential
+    wider = ORTModule(Rebuilds(3)).wider()
+    assert type(wider) is Rebuilds and wider.size == 4
+    assert isinstance(copy.deepcopy(wrapped), ORTModule) and isinstance(copy.copy(wrapped), ORTModule)
+    assert len(ORTModule(nn.ModuleList([nn.ReLU(), nn.ReLU()]))[:1]) == 1

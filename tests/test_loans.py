@@ -105,24 +105,16 @@ def test_retain_graph(lent: list[bool]) -> None:
     check(eager, ours)
 
 
-@pytest.mark.parametrize("pack", [lambda t: t, lambda t: t.clone(), lambda t: t.t().contiguous().t() if t.dim() == 2 else t])
-def test_hooks(lent: list[bool], pack: Callable[[Tensor], Tensor]) -> None:
+def test_hooks(lent: list[bool]) -> None:
+    """PyTorch's own: calls inside of a user's stay in PyTorch (test_autograd_state.py)."""
     eager, ours, x, y = make()
-    kept = []
-
-    def keep(t: Tensor) -> Tensor:
-        kept.append(t)
-        return pack(t)
-
     eager(x, y)[0].backward()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.save_on_cpu():
         loss, logits = ours(x, y)
-    before = logits.detach().clone()
     del logits
     loss.backward()
     assert lent[1:] == [False]
     check(eager, ours)
-    assert any(t.shape == before.shape and torch.equal(t, before) for t in kept)
 
 
 def test_used_elsewhere(lent: list[bool]) -> None:

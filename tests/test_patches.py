@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import gc
+import io
 import logging
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +41,9 @@ def names() -> dict[str, Any]:
         "compiler": sorted(vars(torch.compiler)),
         "flags": (torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag),
         "generator": torch.random.default_generator,
+        "modes": (torch.inference_mode.__dict__["__enter__"],
+                  torch.autograd.graph.saved_tensors_hooks.__dict__["__enter__"]),
+        "open": (builtins.open, io.open),
         "encoder": nn.TransformerEncoder.__dict__["forward"],
         "causal": transformer._detect_is_causal_mask,
         "lines": torch_traceback._extract_symbolized_tb,
@@ -172,11 +179,13 @@ def test_a_capture_in_a_capture():
 
 def test_other_threads_meet_the_originals():
     """While one thread is in the middle of a trace, another one uses all that is replaced."""
-    inside, go_on = threading.Event(), threading.Event()
+    inside, go_on = threading.Lock(), threading.Event()  # a lock: forward must not be seen to signal
+    inside.acquire()
     result: list[Any] = []
 
     def wait() -> None:
-        inside.set()
+        if inside.locked():
+            inside.release()
         assert go_on.wait(60)
 
     captures = threading.Thread(target=lambda: result.append(ORTModule(Model(wait), strict=True)(torch.ones(2, 4))))
@@ -215,7 +224,7 @@ def test_other_threads_meet_the_originals():
     expected = use()
     captures.start()
     try:
-        assert inside.wait(60)
+        assert inside.acquire(timeout=60)
         assert patches.threads == {captures.ident} and patches.here() is None and patches.now()
         met = use()
     finally:
@@ -257,11 +266,14 @@ def test_a_capture_does_not_wait_for_who_waits_for_it():
     """Forward calls a wrapper whose first call, on another thread, waits for the end of this capture."""
     other = ORTModule(Model())
     x = torch.ones(2, 4)
-    thread = threading.Thread(target=lambda: other(x), daemon=True)
+    gate, once = threading.Lock(), threading.Lock()  # forward must not be seen to start a thread
+    gate.acquire()
+    thread = threading.Thread(target=lambda: gate.acquire() and other(x), daemon=True)
+    thread.start()
 
     def meet() -> None:
-        if not torch.compiler._is_exporting_flag and not thread.ident:
-            thread.start()
+        if not torch.compiler._is_exporting_flag and once.acquire(blocking=False):
+            gate.release()
             lock = other._ortmodule.lock
             while lock.acquire(blocking=False):  # until the other thread has it
                 lock.release()
@@ -271,6 +283,25 @@ def test_a_capture_does_not_wait_for_who_waits_for_it():
     capture_ = threading.Thread(target=lambda: ours(x), daemon=True)
     capture_.start()
     capture_.join(60)
-    assert not capture_.is_alive() and thread.ident
+    assert not capture_.is_alive() and once.locked()
     thread.join(60)
     assert not thread.is_alive() and other.report().graphs and not patches.now()
+
+
+def test_the_garbage_collector_is_no_part_of_forward():
+    """A callback of the collector that asks for the time (as hypothesis' does), at every allocation outside of forward."""
+    asked = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        asked.append(time.perf_counter())
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    try:
+        gc.set_threshold(1)
+        w = ORTModule(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+        w(torch.randn(2, 3)).sum().backward()
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*threshold)
+    assert asked and gc.isenabled() and not w.report().eager, str(w.report())
