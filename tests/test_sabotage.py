@@ -24,10 +24,18 @@ from typing import Any
 
 import pytest
 import test_accumulate
+import test_attention_pass
+import test_bias
+import test_cse
+import test_fold
+import test_fuse
+import test_layers
+import test_masks
+import test_patterns
 import test_plan
 import test_plan_update
 import test_remat
-import test_text
+import test_simplify
 import torch
 
 import engine
@@ -49,7 +57,6 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         loader.exec_module(sys.modules["sabotage"])
     lib = engine.load(str(PATH))
     monkeypatch.setattr(engine, "lib", lib)
-    monkeypatch.syspath_prepend(str(engine.ROOT / "tests" / "ops"))
     monkeypatch.setattr(test_plan, "_C", sys.modules["sabotage"])
     monkeypatch.setattr(test_plan_update, "_C", sys.modules["sabotage"])
     yield
@@ -190,26 +197,23 @@ def rows_of(test: Callable[..., None]) -> None:
 
 
 def simplify_rows() -> None:
-    rows_of(test_text.test_simplify)
+    rows_of(test_simplify.test_simplify)
 
 
 def fuse_rows() -> None:
-    fuse = importlib.import_module("test_fuse")
-    fuse.test_chain_with_gradient((7, 13), "f64")
-    fuse.test_values_read_elsewhere_become_outputs()
-    fuse.test_no_cycle()
+    test_fuse.test_chain_with_gradient((7, 13), "f64")
+    test_fuse.test_values_read_elsewhere_become_outputs()
+    test_fuse.test_no_cycle()
 
 
 def mask_rows() -> None:
-    masks = importlib.import_module("test_masks")
-    masks.test_random_formulas("bool", 0)
-    masks.test_random_formulas("additive", 0)
+    test_masks.test_random_formulas("bool", 0)
+    test_masks.test_random_formulas("additive", 0)
 
 
 def written_rows() -> None:
-    masks = importlib.import_module("test_masks")
     for style in ("plain", "one head", "nanogpt", "bias", "weights too"):
-        masks.test_written_out(style, 0.3)
+        test_attention_pass.test_written_out(style, 0.3)
 
 
 def accumulate_rows() -> None:
@@ -234,11 +238,11 @@ POINTS: dict[str, Callable[[], None]] = {
     "rewrite.stream": plans(0, 25),
     "rewrite.write": plans(0, 25),
     "rewrite.grad": plans(0, 25),
-    "uses": lambda: (test_text.test_bias(), test_accumulate.test_tied_embedding()),
-    "same_type": lambda: (simplify_rows(), test_text.test_bias()),
+    "uses": lambda: (test_bias.test_bias(), test_accumulate.test_tied_embedding()),
+    "same_type": lambda: (simplify_rows(), test_bias.test_bias()),
     "splat": simplify_rows,
-    "cse.random": test_text.test_cse,
-    "fold.random": test_text.test_fold,
+    "cse.random": test_cse.test_cse,
+    "fold.random": test_fold.test_fold,
     "fuse.swap": fuse_rows,
     "fuse.exact": lambda: test_remat.test_computed_again_with_the_same_bits("square", "amax", "bf16"),
     "fuse.again": test_remat.test_computed_again_beside_what_was_kept,
@@ -250,7 +254,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "accumulate.term": accumulate_rows,
     "remat.written": remat_rows,
     "remat.computable": remat_rows,
-    "layers.written": lambda: importlib.import_module("test_memory_level").layer_graph(),
+    "layers.written": test_layers.test_layers_of_a_graph,
     "plan.view": plans(0, 50),
     "plan.dense": plans(0, 50),
     "plan.key_value": test_plan.test_every_size_is_in_the_key,
@@ -290,11 +294,11 @@ def test_point(point: str) -> None:
 
 
 PASSES: dict[str, Callable[[], None]] = {
-    "simplify": lambda: (simplify_rows(), test_text.test_simplify_keeps_values()),
-    "fold": test_text.test_fold,
-    "cse": test_text.test_cse,
-    "bias": test_text.test_bias,
-    "patterns": lambda: rows_of(test_text.test_patterns),
+    "simplify": lambda: (simplify_rows(), test_simplify.test_simplify_keeps_values()),
+    "fold": test_fold.test_fold,
+    "cse": test_cse.test_cse,
+    "bias": test_bias.test_bias,
+    "patterns": lambda: rows_of(test_patterns.test_patterns),
     "accumulate": accumulate_rows,
     "remat": remat_rows,
     "masks": mask_rows,

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from device import steps
-from test_plan_fuzz import graph as random_graph
-from test_plan_update import random_graph as random_update
+from graphs import random_graph, random_update
 
 import engine
 from opcheck import check, rand

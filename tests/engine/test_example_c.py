@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import engine
 from ortmodule import DebugOptions, ORTModule
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BATCH, FEATURES, STEPS, RATE = 64, 2, 300, 0.5
 MASK = 2**64 - 1
 

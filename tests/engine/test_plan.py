@@ -216,7 +216,7 @@ def test_every_size_is_in_the_key() -> None:
 def test_arena_truth(knob):
     """No reuse and no in-place: the same bits. Dead storage filled with NaN bytes: nothing stale is read."""
     code = "import test_plan as t\nfor s in range(2000, 2060): t.compare(s)\nfor s in range(2060, 2090): t.compare(s, [0, s % 2, 1 - s % 2, 0])"
-    env = {**os.environ, knob: "1", "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__), str(engine.ROOT)])}
+    env = {**os.environ, knob: "1", "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__), str(engine.ROOT / "tests"), str(engine.ROOT)])}
     res = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr[-3000:]
 

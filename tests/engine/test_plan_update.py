@@ -3,75 +3,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from test_onnx import written as onnx_of
+from graphs import STEPS, random_update, scalars
+from onnx_models import written as onnx_of
 
 import engine
 
 _C = pytest.importorskip("ortmodule._C")
-
-STEPS = {"adamw_step": ("wgmv", "wmv"), "sgd_step": ("wg", "w"), "lamb_step": ("wgmvh", "wgmvh")}
-
-
-def scalars(op: str) -> str:
-    return {"adamw_step": "lr, step, on", "sgd_step": "lr, on", "lamb_step": "on, _, _, lr, step"}[op]
-
-
-def random_graph(seed: int) -> tuple[str, list[torch.Tensor]]:
-    """Steps over random groups, some of them sharing tensors, reading each other's results, views of weights; random
-    outputs and writes."""
-    r = random.Random(seed)
-    gen = torch.Generator().manual_seed(seed)
-    shape = r.choice([(3, 5), (4, 4), (1,), (0, 3), (70, 300)])
-    kind = f"f64[{', '.join(map(str, shape))}]"
-    head = ["  input lr: f32[]", "  input step: i64[]", "  input on: bool[]"]
-    ins: list[torch.Tensor] = [torch.tensor(0.01), torch.tensor(3), torch.tensor(r.random() < 0.85)]
-    names: dict[str, str] = {}  # value -> the input it would be written to
-    for i in range(r.randint(1, 4)):
-        for k in "wgmv":
-            head.append(f"  {'param' if k == 'w' else 'buffer'} {k}{i}: {kind}")
-            x = torch.randn(shape, generator=gen, dtype=torch.float64)
-            x = x.abs() if k == "v" else x
-            ins.append(x.t().contiguous().t() if r.random() < 0.2 and x.dim() == 2 else x)
-            names[f"{k}{i}"] = f"{k}{i}"
-    inputs = list(names)
-    body: list[str] = []
-    for n in range(r.randint(1, 5)):
-        kind_of = r.randrange(6)
-        if kind_of == 0:  # a reader of an old or a new value
-            body.append(f"  y{n} = {r.choice(['tanh', 'neg'])}({r.choice(list(names))})")
-            names[f"y{n}"] = ""
-            continue
-        if kind_of == 1:
-            v = r.choice(list(names))
-            body.append(f"  y{n} = flip({v}) {{axes=[0]}}" if r.random() < 0.5 else f"  y{n} = accumulate({v}, {r.choice(list(names))}, on)")
-            names[f"y{n}"] = names[v] if "accumulate" in body[-1] else ""
-            continue
-        op = r.choice(list(STEPS))
-        takes, makes = STEPS[op]
-        groups = [{k: r.choice([v for v in names if v[0] in (k, "y") or r.random() < 0.1] or inputs) if r.random() < 0.3 else
-                   f"{k if k != 'h' else '_'}{r.randrange(len(inputs) // 4)}" for k in takes} for _ in range(r.randint(1, 3))]
-        operands = [g[k] if g[k][0] != "_" else "_" for g in groups for k in takes]
-        outs = [f"{k}_{n}_{i}" for i, _ in enumerate(groups) for k in makes]
-        if op == "lamb_step":
-            outs.insert(0, f"s_{n}")
-        body.append(f"  {', '.join(outs)} = {op}({scalars(op)}, {', '.join(operands)}) {{out_dtype=[{', '.join('0' * len(outs))}]}}")
-        for i, g in enumerate(groups):
-            for k in makes:
-                if not g[k].startswith("_"):
-                    names[f"{k}_{n}_{i}"] = names[g[k]]
-    new = [v for v in names if v not in inputs]
-    tail = [f"  output {v}" for v in r.sample(list(names), r.randint(0, 2))]
-    written = set()
-    for v in r.sample(new, len(new)):
-        to = names[v] if names[v] and r.random() < 0.9 else r.choice(inputs)
-        if to not in written and r.random() < 0.8:
-            tail.append(f"  write {v} -> {to}")
-            written.add(to)
-    return "\n".join(["graph {", *head, *body, *tail, "}"]), ins
 
 
 def run_plan(text: str, ins: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], _C.Model]:
@@ -88,7 +27,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def compare(seed: int) -> int:
-    text, ins = random_graph(seed)
+    text, ins = random_update(seed)
     outs, after, model = run_plan(text, ins)
     want = engine.run(text, ins)[0]
     for i, y in enumerate(outs):

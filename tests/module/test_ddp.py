@@ -148,7 +148,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ddp")
     here = Path(__file__).resolve().parent
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(work, (str(out / "store"), str(here), str(here.parent), str(out)), nprocs=RANKS)
+    mp.spawn(work, (str(out / "store"), str(here), str(here.parents[1]), str(out)), nprocs=RANKS)
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

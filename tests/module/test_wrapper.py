@@ -23,10 +23,7 @@ import ortmodule
 from ortmodule import ORTModule
 from ortmodule.capture import functional
 
-
-@pytest.fixture(autouse=True)
-def _seeded(fp64):
-    torch.manual_seed(1)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Calls(nn.Module):

@@ -6,9 +6,9 @@ import ctypes as C
 import random
 
 import pytest
-import test_facts
 import torch
-from test_plan_fuzz import graph as random_graph
+from graph_facts import facts
+from graphs import random_graph
 
 import engine
 from opcheck import rand
@@ -190,14 +190,14 @@ class Joint:
     """A graph with gradients, to which flags are applied (csrc/passes/remat.h)."""
 
     def __init__(self, g: engine.Graph) -> None:
-        self.g, self.f, self.owner = g, test_facts.facts(g), g.owner
+        self.g, self.f, self.owner = g, facts(g), g.owner
         engine._owners[self.owner] += 1  # a garbage collector may take g first
         first, node = (C.addressof(p.contents) for p in (self.f.users.first, self.f.users.node))
         self.values = (node - first) // 4 - 1
 
     def __del__(self) -> None:
         engine.lib.om_free(C.c_void_p(self.owner), C.byref(self.f))
-        engine._release(self.owner)
+        engine.release(self.owner)
 
     def illegal(self, v: int) -> str | None:
         why = engine.lib.om_remat_illegal
