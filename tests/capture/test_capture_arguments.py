@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ortmodule.capture import capture, flatten_inputs
 
 
-def test_output_objects() -> None:
+def test_results_are_fresh_objects_of_the_users_types() -> None:
     @dataclasses.dataclass
     class Out:
         a: Tensor
@@ -64,7 +64,7 @@ def test_output_options(how: dict[str, Any]) -> None:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def test_flatten_inputs() -> None:
+def test_structure_and_types_of_arguments_are_the_key() -> None:
     x, y = r(5, 7), k(5, 7)
     flat = flatten_inputs((x, [y, None, 3]), {"b": 2.5, "a": {"k": x, "flag": True}})
     assert [t is e for t, e in zip(flat.tensors, (x, y, x), strict=True)] == [True] * 3 and flat.scalars == [3, 2.5]
@@ -81,7 +81,7 @@ def test_flatten_inputs() -> None:
         assert flatten_inputs(args, kwargs).key != flat.key
 
 
-def test_scalars() -> None:
+def test_numbers_are_fixed_or_inputs() -> None:
     def f(x: Tensor, i: int, a: float) -> Any:
         return x * a + i, x.long() * a, torch.zeros(i) + 1, (x * a).sum() * i, torch.tensor(2.0) * a
 
@@ -99,7 +99,7 @@ def test_scalars() -> None:
             torch.testing.assert_close(g, w)
 
 
-def test_dynamic_conditions() -> None:
+def test_conditions_on_sizes_bound_the_graph() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x @ y if x.shape[0] > 2 else x @ y * 2
 

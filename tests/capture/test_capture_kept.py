@@ -41,7 +41,7 @@ class NewStyle(torch.autograd.Function):
         return g * ctx.saved_tensors[0]
 
 
-def test_custom_function() -> None:
+def test_custom_functions_stay_in_pytorch() -> None:
     c = check(Fn(lambda x: (Doubling.apply(x * 1, 2), NewStyle.apply(x))), (r(5, 7),), dynamic=True, other=((r(3, 2),), {}))
     assert [(h.kind, h.name) for h in c.host_ops] == [("python_op", "Doubling.apply"), ("python_op", "NewStyle.apply")]
 
@@ -94,7 +94,7 @@ class Outer(nn.Module):
         return x
 
 
-def test_data_dependent_branch() -> None:
+def test_a_branch_on_data_is_named_and_can_stay_in_pytorch() -> None:
     m = Outer()
     with pytest.raises(CaptureError) as e:
         capture(m, (r(5, 7),), {})
@@ -115,7 +115,7 @@ def test_result_of_unknown_size_is_an_error() -> None:
         capture(Fn(lambda x: x[x > 0] * 2), (r(5, 7),), {})
 
 
-def test_source_lines() -> None:
+def test_nodes_know_module_file_and_line() -> None:
     c = capture(gpt2(), (), {"input_ids": ids(2, 5)})
     graph = onnx.load_from_string(c.onnx).graph
     for n in graph.node:

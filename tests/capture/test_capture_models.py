@@ -12,14 +12,14 @@ LOOSE = {"t5": 2e-6, "llama": 2e-6}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_static(name: str) -> None:
+def test_model_with_fixed_sizes(name: str) -> None:
     make, batch = MODELS[name]
     torch.manual_seed(21)
     check(make(), *batch(3, 11), tolerance=LOOSE.get(name, 1e-10))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_dynamic(name: str) -> None:
+def test_model_with_symbolic_sizes(name: str) -> None:
     make, batch = MODELS[name]
     torch.manual_seed(22)
     check(make(), *batch(3, 11), dynamic=True, other=batch(2, 13), tolerance=LOOSE.get(name, 1e-10))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ortmodule.capture import capture
 
 
-def test_dropout() -> None:
+def test_dropout_is_captured_where_it_drops() -> None:
     def f(x: Tensor) -> Tensor:
         a = F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
         return F.dropout(a, 0.1) + F.dropout(a, 0.2, False) + F.dropout2d(a, 0.4)
@@ -30,24 +30,24 @@ def test_dropout() -> None:
     assert "Dropout" not in nodes(capture(m.eval(), (), {"input_ids": ids(2, 5)}))
 
 
-def test_random_operator_is_kept() -> None:
+def test_random_operators_stay_in_pytorch() -> None:
     c = capture(Fn(lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)) + torch.rand(7)), (r(5, 7),), {})
     assert [h.name for h in c.host_ops] == ["aten::bernoulli.default", "aten::rand.default"]
 
 
-def test_random_fills() -> None:
+def test_random_fills_stay_in_pytorch() -> None:
     c = capture(Fn(lambda x: x * torch.empty_like(x).bernoulli_() + torch.empty_like(x).normal_(1.0, 2.0)), (r(5, 7),), {})
     assert [h.name for h in c.host_ops] == ["aten::bernoulli.p", "aten::normal_functional.default"]
 
 
-def test_no_grad_capture() -> None:
+def test_no_grad_leaves_no_trace() -> None:
     with torch.no_grad():
         c = capture(gpt2().eval(), (), {"input_ids": ids(3, 11)})
     assert "StopGradient" not in nodes(c)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert_cls", "encoder", "resnet"])
-def test_autocast(name: str) -> None:
+def test_casts_of_autocast_are_in_the_file(name: str) -> None:
     """The file runs with autocast off and has the casts in it."""
     make, batch = MODELS[name]
     torch.manual_seed(23)
@@ -63,7 +63,7 @@ def test_autocast(name: str) -> None:
         torch.testing.assert_close(a.float(), e.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_low_precision_constants() -> None:
+def test_constants_round_as_in_eager() -> None:
     x = r(5, 7, grad=False).bfloat16()
     c = capture(Fn(lambda x: x * 0.044715 + 0.1), (x,), {})
     assert torch.equal(Graph(c.onnx).run([x])[0], x * 0.044715 + 0.1)

@@ -378,7 +378,7 @@ def no_grad_square(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_operator(name: str) -> None:
+def test_operator_is_captured(name: str) -> None:
     f, args = ONE[name]
     ort = name not in ("pools",)
     c = check(Fn(f), args, ort=ort)
@@ -394,7 +394,7 @@ def test_hardsigmoid() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", [n for n in ONE if n not in ("host", "attention_mask")])
-def test_engine_agrees(name: str, dynamic: bool) -> None:
+def test_the_engine_computes_what_was_captured(name: str, dynamic: bool) -> None:
     """The engine's interpreter on the captured file: outputs and gradients at 1e-10 of PyTorch's."""
     engine = pytest.importorskip("engine", exc_type=OSError)
     f, args = ONE[name]

@@ -170,12 +170,12 @@ STATE: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", STATE)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_in_place(name: str, dynamic: bool) -> None:
+def test_edits_in_place_become_values_and_writes(name: str, dynamic: bool) -> None:
     c = check(Stateful(STATE[name]), (r(5, 7),), dynamic=dynamic, ort=name != "_triangle")
     assert bool(c.writes) == (name in ("_ema", "_kv_cache"))
 
 
-def test_input_written() -> None:
+def test_an_edited_argument_is_written_back() -> None:
     c = check(Stateful(_input), (r(5, 7, grad=False),))
     assert [c.inputs[i].kind for i in c.writes] == ["user"]
 
@@ -261,7 +261,7 @@ def test_unregistered_parameter_gets_gradient() -> None:
     assert [s.tensor is m.hidden[0] for s in c.inputs if s.kind == "const_attr"] == [True]
 
 
-def test_nothing_is_touched() -> None:
+def test_a_capture_touches_nothing() -> None:
     m = gpt2(resid_pdrop=0.1)
     bn = ResNet()
     before = [copy.deepcopy(x.state_dict()) for x in (m, bn)]

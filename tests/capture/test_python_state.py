@@ -380,7 +380,7 @@ X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5)
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_honoured(name: str) -> None:
+def test_state_that_is_followed(name: str) -> None:
     make, change = HONOURED[name]
     ours, eager = wrapped_and_eager(make)
     for state in STATES:
@@ -393,7 +393,7 @@ def test_honoured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_PYTORCH)
-def test_left_to_pytorch(name: str) -> None:
+def test_state_that_leaves_the_module_to_pytorch(name: str) -> None:
     make, reason = IN_PYTORCH[name]
     ours, eager = wrapped_and_eager(make)
     for state in STATES:

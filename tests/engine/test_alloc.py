@@ -92,13 +92,13 @@ def fails_well(path: Path, *modes: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text(name: str, tmp_path: Path) -> None:
+def test_any_allocation_of_a_graphs_life_may_fail(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.txt"
     path.write_text(TEXTS[name])
     fails_well(path, "once", "after")
 
 
-def test_gpt2_block(tmp_path: Path) -> None:
+def test_any_allocation_of_a_gpt2_blocks_life_may_fail(tmp_path: Path) -> None:
     capture = pytest.importorskip("ortmodule.capture").capture
     ids = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(0))
     path = tmp_path / "block.onnx"

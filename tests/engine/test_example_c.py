@@ -75,7 +75,7 @@ def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *map(str, args)], capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_one_header() -> None:
+def test_it_includes_one_header() -> None:
     source = (ROOT / "examples" / "train_mlp.c").read_text()
     assert re.findall(r'#\s*include\s*"([^"]+)"', source) == ["ortmodule.h"]
 

@@ -38,7 +38,7 @@ def read(text: str) -> tuple[dict[str, int], list[tuple[str, list[str], list[str
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_of_random_graphs(block: int) -> None:
+def test_lists_say_what_the_text_says(block: int) -> None:
     for seed in range(block * 50, block * 50 + 50):
         text = random_graph(seed)[0]
         g = engine.Graph.parse(text)

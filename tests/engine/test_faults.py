@@ -55,7 +55,7 @@ def graph(node: str) -> str:
 
 @pytest.mark.parametrize("node", INDEXED)
 @pytest.mark.parametrize("value", [11, -1, 2**62, -(2**63)])
-def test_first_of_many(node: str, value: int) -> None:
+def test_the_first_fault_of_many_is_named(node: str, value: int) -> None:
     """Pieces run last to first, and on one thread: the same fault."""
     of = INDEXED[node]
     at = 20011 * {"i": 1, "j": 3, "k": 2}[of]
@@ -76,7 +76,7 @@ def test_first_of_many(node: str, value: int) -> None:
     assert texts[0] == texts[1]
 
 
-def test_no_entries() -> None:
+def test_an_axis_without_entries_has_no_index() -> None:
     text = "graph {\n input x: f64[0, 3]\n input i: i64[2]\n y = gather(x, i) {axis=0}\n output y\n}"
     with pytest.raises(engine.EngineError, match="index 1 at position 0 .*no entries"):
         engine.run(text, [torch.zeros(0, 3).double(), torch.tensor([1, 0])])

@@ -19,7 +19,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bias_and_one_column(dtype: torch.dtype) -> None:
+def test_a_biased_product_of_one_column_asks_for_what_it_uses(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = ORTModule(Twice().to(dtype)), torch.randn(9, 64).to(dtype)
     a, b = model(x)

@@ -31,7 +31,7 @@ def read(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_small(name: str) -> None:
+def test_small_files_are_refused_by_name_or_read(name: str) -> None:
     data, said = SMALL[name]
     t = time.process_time()
     message = read(data)
@@ -67,7 +67,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_long_chain(name: str) -> None:
+def test_a_long_chain_takes_no_stack(name: str) -> None:
     what, n = CHAINS[name]
     lines, p = ["graph {", "input c: bool[2]", "input x: f32[2]", "param w: f32[2]"], "x"
     for i in range(n):
@@ -96,7 +96,7 @@ def test_too_large_for_a_run(shape: str, said: str) -> None:
     ("sym s = x[0]\n input x: f32[s]\n y = reshape(x) {shape=[" + "+".join(f"Max(s, {i})" for i in range(2000)) + "]}", "more than 1024 terms"),
     ("input x: f32[99999999999999999999]", "size expression"),
 ])  # fmt: skip
-def test_text(text: str, said: str) -> None:
+def test_sizes_in_text_are_refused_by_name_or_read(text: str, said: str) -> None:
     if said:
         with pytest.raises(EngineError, match=said):
             Graph.parse("graph {\n" + text + "\n}")

@@ -69,7 +69,7 @@ def object_of(family: str, isa: str) -> Path:
 
 @pytest.mark.parametrize("isa", REGISTER)
 @pytest.mark.parametrize("family", HOT)
-def test_inner_loops(family: str, isa: str) -> None:
+def test_inner_loops_are_vectorised(family: str, isa: str) -> None:
     everything = loops(object_of(family, isa))
     assert not any("gather" in text for found in everything.values() for loop in found for text in loop), "a gather in a loop"
     for name in HOT[family]:

@@ -36,7 +36,7 @@ def check(m: onnx.ModelProto, inputs: dict[str, Any], passes: tuple[str, ...] = 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
 @pytest.mark.parametrize("key", CASES)
-def test_operator(key: str, dynamic: bool) -> None:
+def test_operator_equals_onnxruntimes(key: str, dynamic: bool) -> None:
     if dynamic and key == "Conv:same":
         pytest.skip("auto_pad needs sizes that are numbers")
     m, inputs = model_of(key, dynamic)
@@ -120,14 +120,14 @@ def test_negative_index_only_where_needed() -> None:
     assert "where" not in text([hinted], {"x": f(7, 5), "i": i64(3)})
 
 
-def test_scopes() -> None:
+def test_scopes_are_read() -> None:
     node = helper.make_node("Relu", ["x"], ["y"])
     for k, v in {"module": "h.0.mlp", "file": "model.py", "line": "12"}.items():
         node.metadata_props.add(key=k, value=v)
     assert '@"h.0.mlp" "model.py":12' in Graph.onnx(build([node], {"x": f(3)}, ["y"]).SerializeToString()).text()
 
 
-def test_host_nodes() -> None:
+def test_host_nodes_are_read() -> None:
     node = helper.make_node("ATen", ["x"], ["v", "i"], domain=ATEN, operator="aten::topk", overload_name="",
                             arguments='[{"input": 0}, 2]', host_index=3)
     types = {"v": (TensorProto.FLOAT, ["s7", 2]), "i": (TensorProto.INT64, ["s7", 2])}
@@ -158,7 +158,7 @@ def refused(data: bytes, match: str) -> None:
         Graph.onnx(data)
 
 
-def test_messages() -> None:
+def test_broken_files_are_refused_by_name() -> None:
     def one(op: str, inputs: dict[str, Any], opset: int = 23, out: list | None = None, ins: list[str] | None = None, to: str = "y",
             **attrs: Any) -> bytes:
         node = helper.make_node(op, ins or list(inputs), [to], name="nd", **attrs)

@@ -14,7 +14,7 @@ UNWRITABLE = {"MaxPool:indices"}
 
 
 @pytest.mark.parametrize("key", [k for k in CASES if k not in UNWRITABLE])
-def test_write(key: str) -> None:
+def test_a_written_file_means_the_same(key: str) -> None:
     """The file of the engine's graph is valid, standard ONNX of the same meaning, and can be read again."""
     m, inputs = model_of(key, dynamic=key != "Conv:same")
     feeds = {k: v.value if isinstance(v, Fixed) else v for k, v in inputs.items() if not isinstance(v, Const)}
@@ -49,7 +49,7 @@ def test_write_attention_turned(lead: tuple[int, ...]) -> None:
     np.testing.assert_allclose(got, want.numpy(), rtol=2e-5, atol=2e-5)
 
 
-def test_write_shapes_and_roles() -> None:
+def test_written_shapes_and_roles_are_read_back() -> None:
     m, _ = shape_model()
     g = Graph.onnx(m.SerializeToString()).apply("fold", "simplify", "cse", "dce")
     x = RNG.standard_normal((5, 11, 12)).astype(np.float32)
@@ -81,7 +81,7 @@ def test_write_shapes_and_roles() -> None:
         np.testing.assert_allclose(a, e.numpy(), rtol=1e-7)
 
 
-def test_write_engine_only_operators() -> None:
+def test_operators_without_a_standard_form_are_written_as_functions_or_refused() -> None:
     """Operators ONNX has no name for are written as compositions."""
     text = """graph {
       sym s = x[0]

@@ -152,7 +152,7 @@ def test_plan_equals_interpreter(block):
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_segments(block):
+def test_a_plan_in_segments_equals_the_interpreter(block):
     for seed in range(1000 + block * 25, 1000 + block * 25 + 25):
         compare(seed, group=[0, seed % 2, 1 - seed % 2, 0])
 
@@ -213,7 +213,7 @@ def test_every_size_is_in_the_key() -> None:
 
 
 @pytest.mark.parametrize("knob", ["ORTMODULE_NO_REUSE", "ORTMODULE_POISON"])
-def test_arena_truth(knob):
+def test_bits_do_not_depend_on_dead_memory(knob):
     """No reuse and no in-place: the same bits. Dead storage filled with NaN bytes: nothing stale is read."""
     code = "import test_plan as t\nfor s in range(2000, 2060): t.compare(s)\nfor s in range(2060, 2090): t.compare(s, [0, s % 2, 1 - s % 2, 0])"
     env = {**os.environ, knob: "1", "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__), str(engine.ROOT / "tests"), str(engine.ROOT)])}

@@ -85,7 +85,7 @@ def differs(seed: int) -> str | None:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_random_graphs(block: int) -> None:
+def test_random_plans_equal_the_interpreter(block: int) -> None:
     for seed in range(block * 40, block * 40 + 40):
         assert not differs(seed), f"seed {seed}: {differs(seed)}\n{random_graph(seed)[0]}"
 

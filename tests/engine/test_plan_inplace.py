@@ -34,7 +34,7 @@ CPU = Device.in_dll(engine.lib, "om_device_cpu")
 
 
 def ops_in_place() -> dict[str, Op]:
-    """Those that change no state (tests/test_plan_update.py has the others)."""
+    """Those that change no state (tests/engine/test_plan_update.py has the others)."""
     table, found, i = (C.POINTER(Op) * 4096).in_dll(engine.lib, "om_ops"), {}, 0
     while table[i]:
         op = table[i].contents
@@ -98,7 +98,7 @@ def planned(text: str, ins: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(ops_in_place()))
-def test_in_place(name: str) -> None:
+def test_results_in_place_have_the_interpreters_bits(name: str) -> None:
     plain = ", ".join("ABC"[: ops_in_place()[name].min_in]) + ")"
     for n, row in product((1, 3, 17), ROWS.get(name, [plain])):
         g = torch.Generator().manual_seed(n)

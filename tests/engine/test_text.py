@@ -6,8 +6,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import onnx_models
 import pytest
-import test_onnx
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,20 +60,20 @@ def test_comments_blank_lines_and_left_out_types() -> None:
     assert again(text) == "graph {\n  input x: f32[3]\n  y = tanh(x): f32[3]\n  output y\n}\n"
 
 
-@pytest.mark.parametrize("key", test_onnx.CASES)
+@pytest.mark.parametrize("key", onnx_models.CASES)
 def test_operators_round_trip(key: str) -> None:
-    m, inputs = test_onnx.model_of(key, dynamic=key != "Conv:same")
+    m, inputs = onnx_models.model_of(key, dynamic=key != "Conv:same")
     g = Graph.onnx(m.SerializeToString())
     text = again(g.text())
     assert again(text) == text
-    feeds = [torch.from_numpy(v.value if isinstance(v, test_onnx.Fixed) else v) for v in inputs.values() if not isinstance(v, test_onnx.Const)]
+    feeds = [torch.from_numpy(v.value if isinstance(v, onnx_models.Fixed) else v) for v in inputs.values() if not isinstance(v, onnx_models.Const)]
     n = len(m.graph.output)
     for a, b in zip(g.run(feeds, n), Graph.parse(text).verify().run(feeds, n)):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def test_gradient_graph_round_trips() -> None:
-    m, _ = test_onnx.shape_model()
+    m, _ = onnx_models.shape_model()
     g = Graph.onnx(m.SerializeToString()).grad([1], [1]).verify()
     text = again(g.text())
     assert again(text) == text and "backward" in text and "grad_in" in text
@@ -153,12 +153,12 @@ TOOL = Path(engine.lib._name).parent / "om-opt"
 
 
 @pytest.mark.skipif(not TOOL.exists(), reason="om-opt is not built")
-def test_om_opt(tmp_path: Path) -> None:
+def test_om_opt_applies_passes_and_converts(tmp_path: Path) -> None:
     def run(*args: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run([str(TOOL), *map(str, args)], capture_output=True, text=True, check=False)
 
     model = tmp_path / "m.onnx"
-    model.write_bytes(test_onnx.shape_model()[0].SerializeToString())
+    model.write_bytes(onnx_models.shape_model()[0].SerializeToString())
     out = run(model, "--pass", "fold,simplify,cse,dce", "--grad", "all", "--stats", "-o", tmp_path / "g.txt")
     assert out.returncode == 0 and "1 gradients" in out.stdout, out.stderr
     text = (tmp_path / "g.txt").read_text()

@@ -118,7 +118,7 @@ def compare(f: Callable[..., Any], make: Callable[..., tuple[Tensor, ...]]) -> O
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_beside_eager(name: str) -> None:
+def test_operators_equal_eager(name: str) -> None:
     f, make, host = ROWS[name]
     report = compare(f, make).report()
     assert not report.eager, str(report)

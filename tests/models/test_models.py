@@ -3,7 +3,7 @@ to its largest element.
 
 Hugging Face code drops to fp32 in places even for fp64 models (norms, rotary angles, softmax, losses); the fixture
 `all_fp64` keeps these in fp64 on both sides, so that the comparison is exact. The loss is a fixed random weighting of
-all floating-point outputs: no gradient of ones, nothing cancels. Dropout is off but in test_dropout_replay, which
+all floating-point outputs: no gradient of ones, nothing cancels. Dropout is off but in test_dropout_equals_eager_with_the_same_masks, which
 replays the engine's own keep-masks in eager.
 """
 
@@ -83,7 +83,7 @@ HF: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", HF)
-def test_transformers(name: str) -> None:
+def test_transformers_train_as_in_eager(name: str) -> None:
     torch.manual_seed(0)
     make, batch = HF[name]
     ours = train(make(), [batch], strict=True)
@@ -101,7 +101,7 @@ LABELLED = {
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_labelled_loss(name: str) -> None:
+def test_the_models_own_loss(name: str) -> None:
     torch.manual_seed(0)
     make, batch = LABELLED[name]
     ours = train(make(), [batch], steps=3, loss=lambda out: out.loss, strict=True)
@@ -224,11 +224,11 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-def test_transformer_encoder() -> None:
+def test_torchs_encoder_trains_as_in_eager() -> None:
     train(Encoder(), [{"x": randn(3, 11, 24), "pad": padded(3, 11) == 0}], strict=True)
 
 
-def test_lstm() -> None:
+def test_lstm_trains_as_in_eager() -> None:
     train(Lstm(), [{"x": ids(53, 3, 11)}])
 
 
@@ -337,7 +337,7 @@ REPLAY = {"gpt2": (lambda: gpt2(p=0.1), HF["gpt2"][1]), "bert-padded": (lambda: 
 
 
 @pytest.mark.parametrize("name", REPLAY)
-def test_dropout_replay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_equals_eager_with_the_same_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     make, batch = REPLAY[name]
     model = make().double().train()

@@ -65,7 +65,7 @@ def gradients(m: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", [n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in MODELS])
-def test_default_size(name: str) -> None:
+def test_default_size_trains_as_in_eager(name: str) -> None:
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make().train()

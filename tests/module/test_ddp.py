@@ -153,7 +153,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", [f"{name}{'_no_sync' * s}" for name in CASES for s in (False, True) if not (s and name == "static_graph")])
-def test_equal_to_eager(results, case):
+def test_ranks_train_as_in_eager(results, case):
     for found in results:
         error, _, report = found[case]
         assert error < 1e-10, f"relative error {error:.3g}\n{report}"

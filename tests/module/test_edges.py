@@ -98,7 +98,7 @@ def test_logarithms_of_powers(dtype: torch.dtype) -> None:
     same(lambda x: (torch.log10(x).floor().detach(), torch.log10(x)), torch.tensor([10.0**k for k in range(13)], dtype=dtype), tol=1e-6)
 
 
-def test_nothing() -> None:
+def test_tensors_without_elements() -> None:
     for shape in ((0, 3), (3, 0), (0, 0)):
         x = torch.zeros(shape, dtype=F64)
         same(lambda x: (x > 0).any(), x)
@@ -115,7 +115,7 @@ def test_nothing() -> None:
         assert torch.equal(sizes(torch.ones(n, 2)), torch.full((2,), n > 0))
 
 
-def test_many_pieces() -> None:
+def test_results_of_many_pieces() -> None:
     """More than one concat takes."""
     x, y = torch.randn(2, dtype=F64), torch.randn(3, dtype=F64)
     for f in (lambda x, y: torch.cat([x, y] * 150), lambda x, y: torch.stack([x * 2.0] * 599 + [y[:2]], 1)):

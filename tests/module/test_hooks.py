@@ -198,7 +198,7 @@ USES = (feature_only, feature_and_output, grad_cam, between_features, retain_gra
 
 @pytest.mark.parametrize("options", [{}, {"segment_mb": 1e-5, "memory_opt_level": 1}], ids=["", "segments"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
-def test_features(late: bool, options: Any) -> None:
+def test_features_are_a_live_part_of_the_graph(late: bool, options: Any) -> None:
     """a.norm is inside of a, b is called twice."""
     check(keep("a.norm", "a", "b"), *USES, *USES, steps=2 * len(USES), late=late, **options)
 
@@ -568,7 +568,7 @@ def test_checkpoint_runs_hooks_twice() -> None:
     check(install, make=Checkpointed, whole="checkpoint")
 
 
-def test_too_many(monkeypatch: Any) -> None:
+def test_too_many_hooks_go_to_pytorch(monkeypatch: Any) -> None:
     monkeypatch.setattr(marks, "MOST", 2)
 
     def install(model: Any, log: Log) -> None:

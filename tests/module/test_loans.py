@@ -59,7 +59,7 @@ def check(eager: Model, ours: Model) -> None:
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_dropped(lent: list[bool]) -> None:
+def test_dropped_logits_are_lent(lent: list[bool]) -> None:
     eager, ours, x, y = make()
     eager(x, y)[0].backward()
     ours(x, y)[0].backward()
@@ -79,7 +79,7 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("how", HOLDS)
-def test_held(lent: list[bool], how: str) -> None:
+def test_held_logits_are_not_lent(lent: list[bool], how: str) -> None:
     eager, ours, x, y = make()
     le, we = eager(x, y)
     lo, wo = ours(x, y)
@@ -95,7 +95,7 @@ def test_held(lent: list[bool], how: str) -> None:
     del we
 
 
-def test_retain_graph(lent: list[bool]) -> None:
+def test_a_retained_graph_is_lent_at_its_last_backward(lent: list[bool]) -> None:
     eager, ours, x, y = make()
     for m in (eager, ours):
         loss = m(x, y)[0]
@@ -106,7 +106,7 @@ def test_retain_graph(lent: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("pack", [lambda t: t, lambda t: t.clone(), lambda t: t.t().contiguous().t() if t.dim() == 2 else t])
-def test_hooks(lent: list[bool], pack: Callable[[Tensor], Tensor]) -> None:
+def test_logits_that_saved_tensor_hooks_hold_are_not_lent(lent: list[bool], pack: Callable[[Tensor], Tensor]) -> None:
     eager, ours, x, y = make()
     kept = []
 
@@ -125,7 +125,7 @@ def test_hooks(lent: list[bool], pack: Callable[[Tensor], Tensor]) -> None:
     assert any(t.shape == before.shape and torch.equal(t, before) for t in kept)
 
 
-def test_used_elsewhere(lent: list[bool]) -> None:
+def test_logits_saved_by_another_graph_have_the_right_gradient(lent: list[bool]) -> None:
     """Another gradient arrives at the logits, from a graph that has saved them."""
     eager, ours, x, y = make()
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_used_elsewhere(lent: list[bool]) -> None:
     check(eager, ours)
 
 
-def test_memory_is_smaller() -> None:
+def test_lending_makes_the_step_smaller() -> None:
     """A large vocabulary: a dropped output saves a block of its size."""
     x, y = torch.randn(64, D, dtype=torch.float64), torch.randint(4096, (64,))
     torch.manual_seed(3)

@@ -101,14 +101,14 @@ def test_same_bits_less_memory(name: str, segment_mb: float) -> None:
         assert arena(layers) <= most * arena(plain), (arena(layers), arena(plain))
 
 
-def test_against_eager_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_equals_eager_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     stay_fp64(monkeypatch)
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
     train(gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), [{"input_ids": ids()}], steps=2, strict=True)
 
 
-def test_accumulation_and_order() -> None:
+def test_backwards_in_any_order() -> None:
     """Two forwards in flight, their backwards out of order, one of them twice."""
     plain, layers = both(bert)
     for m in (plain, layers):
@@ -199,7 +199,7 @@ def test_a_model_without_attention_stays() -> None:
     assert arena(layers) == arena(plain)
 
 
-def test_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_level_is_an_option_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="memory_opt_level=3 is not allowed"):
         ORTModule(nn.Linear(2, 2), memory_opt_level=3)
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")

@@ -96,12 +96,12 @@ def compare(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("make", [gpt2, bert, llama, t5, conv])
-def test_autocast(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], dtype: torch.dtype) -> None:
+def test_errors_under_autocast_are_eagers(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], dtype: torch.dtype) -> None:
     compare(make, dtype, True)
 
 
 @pytest.mark.parametrize("make", [gpt2, bert, llama])
-def test_weights_in_bf16(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
+def test_errors_of_bf16_weights_are_eagers(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     compare(make, torch.bfloat16, False)
 
 
@@ -120,7 +120,7 @@ def _computes_bf16() -> bool:
 
 
 @pytest.mark.parametrize("provider", ["own", "host"])
-def test_provider(provider: str) -> None:
+def test_errors_with_either_provider_of_bf16_products(provider: str) -> None:
     """Both bf16 products, chosen by hand: the same rows as above hold, and the two really are two."""
     def run(args: list[str], forced: str, **env: str) -> str:
         env = {**os.environ, "ORTMODULE_GEMM": forced, **env}

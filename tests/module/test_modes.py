@@ -38,7 +38,7 @@ class MLPTail(nn.Module):
         return torch.sigmoid(self.fc(x))
 
 
-def test_dropout_seed():
+def test_dropout_follows_the_seed():
     w, _ = pair(lambda: MLP(0.5))
     x = torch.randn(101, 5)
 
@@ -87,7 +87,7 @@ def test_dropout_gradient_belongs_to_its_mask():
     assert 0.5 < keep.double().mean() < 0.7
 
 
-def test_autocast():
+def test_autocast_on_and_off():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -50,7 +50,7 @@ def test_wrapping_what_cannot_be_wrapped():
 
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "save"])
-def test_copies(way):
+def test_copies_are_wrapped_and_on_their_own(way):
     w, eager = pair(MLP)
     x = torch.randn(13, 5)
     w(x).sum().backward()
@@ -124,7 +124,7 @@ def test_report_and_log(caplog, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mlp_MLP_0_training.onnx"]
 
 
-def test_settings():
+def test_settings_are_checked_by_name():
     assert resolve({"segment_mb": 3.0}, None, {}).segment_mb == 3.0
     assert resolve({"segment_mb": 3.0}, None, {"ORTMODULE_SEGMENT_MB": "5"}).segment_mb == 5.0
     assert resolve({}, None, {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}).strict is True
@@ -136,12 +136,12 @@ def test_settings():
             resolve({}, None, {f"ORTMODULE_{name}": value})
 
 
-def test_settings_document():
+def test_the_settings_document_is_current():
     text = (Path(__file__).resolve().parents[2] / "docs" / "SETTINGS.md").read_text()
     assert text == config.doc(), "docs/SETTINGS.md is stale: python -c 'from ortmodule import config; print(config.doc(), end=\"\")'"
 
 
-def test_refused_modules():
+def test_sharded_modules_are_refused():
     m = MLP()
     m.first.weight.ds_id = 0
     with pytest.raises(RuntimeError, match="ZeRO-3"):
@@ -156,7 +156,7 @@ def test_refused_modules():
         ORTModule(sharded)
 
 
-def test_disabled(monkeypatch):
+def test_disabled_is_pytorch(monkeypatch):
     monkeypatch.setenv("ORTMODULE_DISABLE", "1")
     w = ORTModule(MLP())
     x = torch.randn(13, 5)

@@ -68,7 +68,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
 @pytest.mark.parametrize("make", [MLP, Norm])
-def test_training(make, segment_mb):
+def test_training_equals_eager(make, segment_mb):
     w, eager = pair(make, segment_mb=segment_mb)
     ours, theirs = torch.optim.AdamW(w.parameters(), 1e-2), torch.optim.AdamW(eager.parameters(), 1e-2)
     for _ in range(5):
@@ -147,7 +147,7 @@ def test_optimizer_in_hooks(segment_mb):
 
 
 @pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
-def test_threads(segment_mb):
+def test_backwards_on_several_threads(segment_mb):
     w, eager = pair(MLP, segment_mb=segment_mb)
     xs, grads = torch.randn(4, 13, 5), torch.randn(4, 13, 3)
     outs = [w(x) for x in xs]
@@ -185,7 +185,7 @@ def test_retain_graph_and_second_backward(segment_mb):
 
 
 @pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
-def test_create_graph(segment_mb):
+def test_second_order_gradients(segment_mb):
     w, eager = pair(MLP, segment_mb=segment_mb)
     base, grad = torch.randn(13, 5), torch.randn(13, 3)
     inputs = []

@@ -15,7 +15,7 @@ def joint(text: str, wanted: list[int], passes: bool) -> engine.Graph:
     return g.apply("cse", "accumulate", "dce").verify() if passes else g
 
 
-def test_tied_embedding() -> None:
+def test_the_gradient_of_a_tied_embedding_goes_into_the_heads() -> None:
     """Weights used as embedding and as head: the embedding's gradient goes into the head's."""
     text = """graph {
       input i: i64[7]
@@ -39,7 +39,7 @@ def test_tied_embedding() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("axis,n", [(1, 15), (0, 15)])
-def test_split(order: tuple[int, ...], axis: int, n: int) -> None:
+def test_gradients_of_a_split_are_written_side_by_side(order: tuple[int, ...], axis: int, n: int) -> None:
     cuts = [(0, 4), (4, 9), (9, 15)]
     shape = [7, n] if axis else [n, 7]
     lines = [f"p{k} = slice(x) {{axis={axis}, start=[{cuts[k][0]}], end=[{cuts[k][1]}], step=1}}" for k in order]
@@ -62,7 +62,7 @@ def test_split(order: tuple[int, ...], axis: int, n: int) -> None:
     assert torch.allclose(got, want, rtol=1e-12, atol=0)
 
 
-def test_symbolic_split() -> None:
+def test_gradients_of_a_split_at_a_symbol_are_written_side_by_side() -> None:
     """Halves of a size only the run knows."""
     text = """graph {
       sym s0 = x[1]

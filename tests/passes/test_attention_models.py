@@ -54,7 +54,7 @@ ARCH: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("padded", [False, True], ids=["bare", "padded"])
 @pytest.mark.parametrize("name", list(ARCH))
-def test_architectures(name: str, padded: bool) -> None:
+def test_attention_and_masks_of_architectures_are_recognised(name: str, padded: bool) -> None:
     build, expected = ARCH[name]
     module = build()
     ids = torch.randint(1, 97, (B, T), generator=torch.Generator().manual_seed(1))
@@ -74,7 +74,7 @@ ENCODER_DECODER = {
 
 
 @pytest.mark.parametrize("name", list(ENCODER_DECODER))
-def test_encoder_decoder(name: str) -> None:
+def test_padding_reaches_encoder_and_cross_attention(name: str) -> None:
     """Padding reaches the encoder's and the cross attention; the decoder's own is causal, with T5's position bias
     beside."""
     ids, own = torch.randint(1, 97, (B, T)), torch.randint(1, 97, (B, 7))
@@ -93,7 +93,7 @@ def test_encoder_decoder(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-window", "bert"])
-def test_dynamic_sizes(name: str) -> None:
+def test_symbolic_sizes_are_recognised(name: str) -> None:
     """Captured with symbols, run at other sizes."""
     build, expected = ARCH[name]
     module = build()
@@ -109,7 +109,7 @@ def test_dynamic_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_whole_pipeline(name: str) -> None:
+def test_later_passes_keep_attributes_and_numbers(name: str) -> None:
     """The passes that follow leave attributes and numbers alone."""
     build, expected = ARCH[name]
     ids = torch.randint(1, 97, (B, T))
@@ -135,7 +135,7 @@ ADDITIVE: dict[str, tuple[Callable[[], nn.Module], bool, dict[str, Any], str | N
 
 
 @pytest.mark.parametrize("name", list(ADDITIVE))
-def test_additive(name: str) -> None:
+def test_additive_padding_stays_a_mask(name: str) -> None:
     build, padded, attrs, mask = ADDITIVE[name]
     module = build()
     ids = torch.randint(1, 97, (B, T))
@@ -165,7 +165,7 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_transformer_encoder(causal: bool, padded: bool) -> None:
+def test_torchs_encoder_layer_is_recognised(causal: bool, padded: bool) -> None:
     x = torch.randn(3, 7, 14, dtype=torch.float64)
     pad = torch.zeros(3, 7, dtype=torch.bool)
     case = Case(Encoder(causal).double(), (x, pad) if padded else (x,))

@@ -87,7 +87,7 @@ NOT_ATTENTION = ["small number", "mask times scale", "softmax of keys", "clipped
 
 @pytest.mark.parametrize("style", WRITTEN + NOT_ATTENTION)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_written_out(style: str, p: float) -> None:
+def test_written_out_attention_becomes_one_node(style: str, p: float) -> None:
     module = Written(style, p).double()
     x = torch.randn(3, 7, 12, dtype=torch.float64)
     extra = [torch.randn(7, 7, dtype=torch.float64)] if style in ("float mask", "mask times scale") else []
@@ -162,7 +162,7 @@ class Hidden(nn.Module):
 
 @pytest.mark.parametrize("t", [7, 70], ids=["one tile", "two tiles"])
 @pytest.mark.parametrize("name", list(HIDING))
-def test_hidden_rows(name: str, t: int) -> None:
+def test_hidden_rows_have_eagers_numbers(name: str, t: int) -> None:
     """Every form of mask, where all rows see something, where some see nothing, where a sample sees nothing, where all
     is hidden."""
     gen = torch.Generator().manual_seed(3)

@@ -8,7 +8,7 @@ from passed import body
 from engine import Graph
 
 
-def test_bias() -> None:
+def test_an_added_vector_becomes_the_products_bias() -> None:
     linear = "input x: f32[2, 3, 5]\n param w: f32[7, 5]\n param b: f32[7]\n t = permute(w) {perm=[1, 0]}\n m = matmul(x, t, _)\n "
     assert body(linear + "y = add(m, b)\n output y", "bias") == ["permute", "matmul"]
     assert body(linear + "y = add(b, m)\n output y", "bias") == ["permute", "matmul"]

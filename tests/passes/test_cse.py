@@ -5,7 +5,7 @@ from __future__ import annotations
 from passed import X, body
 
 
-def test_cse() -> None:
+def test_equal_nodes_become_one() -> None:
     assert body(X + "a = tanh(x)\n b = tanh(x)\n y = mul(a, b)\n output y", "cse") == ["tanh", "mul"]
     assert body(X + "a = tanh(x)\n b = exp(x)\n c = add(a, b)\n d = add(b, a)\n y = mul(c, d)\n output y", "cse") == ["tanh", "exp", "add", "mul"]
     two = X + "a = tanh(x)\n b = exp(x)\n "

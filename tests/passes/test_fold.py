@@ -8,7 +8,7 @@ from passed import body
 from engine import Graph
 
 
-def test_fold() -> None:
+def test_constants_are_computed_once() -> None:
     consts = "const a: f32[2, 3] = [1, 2, 3, 4, 5, 6]\n const b: f32[3] = [1, -1, 2]\n"
     chain = "c = add(a, b)\n d = permute(c) {perm=[1, 0]}\n e = reduce_sum(d) {axes=[0], keepdims=0}\n"
     assert body(consts + chain + "i = iota() {shape=[2], dtype=f32, start=-3}\n y = mul(e, i)\n output y", "fold") == []

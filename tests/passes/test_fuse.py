@@ -172,7 +172,7 @@ def test_broken_programs_are_refused(program: str, words: str) -> None:
     assert words in str(e.value), str(e.value)
 
 
-def test_random_graphs() -> None:
+def test_random_graphs_keep_their_bits() -> None:
     """Random DAGs of elementwise operators, broadcasts, reductions and views: same bits fused and not, forward and
     backward."""
     gen = torch.Generator().manual_seed(3)

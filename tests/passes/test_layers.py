@@ -29,7 +29,7 @@ TEXT = """graph {
 }"""
 
 
-def test_layers_of_a_graph() -> None:
+def test_a_layer_is_computed_again_from_its_input() -> None:
     """The first layer is computed again from x, but not what reads c: it is overwritten before backward runs. The
     second layer is the last."""
     g = engine.Graph.parse(TEXT).grad([1, 1, 1, 1, 0], [1])

@@ -8,7 +8,7 @@ from passed import body
 from engine import Graph
 
 
-def test_layout() -> None:
+def test_attention_writes_time_before_heads() -> None:
     qkv = "input q: f32[2, 3, 5, 4]\n input k: f32[2, 3, 7, 4]\n input v: f32[2, 3, 7, 6]\n a, l = attention(q, k, v) {causal=1}\n "
     turn = "p = permute(a) {perm=[0, 2, 1, 3]}\n r = reshape(p) {shape=[2, 5, 18]}\n output r"
     assert body(qkv + turn, "layout", "simplify", "dce") == ["attention", "reshape"]

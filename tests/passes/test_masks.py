@@ -77,7 +77,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("name", list(ODD))
-def test_odd_masks(name: str) -> None:
+def test_odd_masks_are_not_taken_for_what_they_are_not(name: str) -> None:
     formula, attrs, stays = ODD[name]
     gen = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(3, 2, 7, 5, generator=gen, dtype=torch.float64) for _ in range(3))
@@ -254,7 +254,7 @@ class Formula:
 
 @pytest.mark.parametrize("form", ["bool", "additive"])
 @pytest.mark.parametrize("block", range(6))
-def test_random_formulas(form: str, block: int) -> None:
+def test_random_formulas_keep_their_numbers(form: str, block: int) -> None:
     changed = 0
     for seed in range(block * 40, block * 40 + 40):
         f = Formula(seed)
@@ -310,7 +310,7 @@ def test_size_that_only_the_run_knows() -> None:
     close(y, (q @ q.transpose(-1, -2) * 0.5).softmax(-1) @ q)
 
 
-def test_out_of_memory() -> None:
+def test_an_allocation_that_fails_is_an_error() -> None:
     """An allocation that fails, at each place in turn, is an error with a message and leaves nothing behind."""
     libc, live, left = C.CDLL(None), set(), [0]
     libc.aligned_alloc.restype = C.c_void_p

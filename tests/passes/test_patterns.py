@@ -33,7 +33,7 @@ RMS = "q = mul(x, x)\n m = reduce_mean(q) {axes=[1], keepdims=1}\n e = add(m, ep
     ("c = pow(x, three)\n d = mul(c, other)\n a = add(x, d)\n b = mul(a, s)\n t = tanh(b)\n u = add(t, one)\n h = mul(x, half)\n y = mul(h, u)",
      ["pow", "mul", "add", "mul", "tanh", "add", "mul", "mul"]),
 ])
-def test_patterns(text: str, left: list[str]) -> None:
+def test_what_is_spelled_out_becomes_one_operator(text: str, left: list[str]) -> None:
     """The value stays what was spelled out, whatever was recognised."""
     text = f"input x: f64[7, 5]\n param w: f64[5]\n {NUMBERS}{text}\n output y"
     g = torch.Generator().manual_seed(0)

@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kept(name: str) -> None:
+def test_backward_reads_only_what_is_dear(name: str) -> None:
     text, wanted, without, with_ = CASES[name]
     arriving = [1] + [0] * (text.count("output ") - 1)
     inputs = [rand(7, 5), rand(5, 11), rand(11, 3)]

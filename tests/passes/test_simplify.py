@@ -34,11 +34,11 @@ from engine import Graph
     ("const t: bool[] = 1\n const z: f32[] = 3.0\n a = where(t, x, z)\n y = tanh(a)", ["tanh"]),
     ("const t: bool[] = 1\n e = exp(x)\n a = where(t, x, e)\n y = tanh(a)", ["exp", "where", "tanh"]),
 ])
-def test_simplify(text: str, left: list[str]) -> None:
+def test_what_changes_nothing_goes(text: str, left: list[str]) -> None:
     assert body(X + text + "\n output y", "simplify") == left
 
 
-def test_simplify_keeps_values() -> None:
+def test_values_stay() -> None:
     text = X + """const one: f32[] = 1.0
       a = cast(x) {to=f64}
       b = cast(a) {to=f16}
