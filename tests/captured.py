@@ -1,7 +1,7 @@
-"""The capture against eager PyTorch. Two judges that are not ours: onnxruntime runs the captured file's inference part
-(function bodies included) in float32, and onnx_torch runs it node by node in float64 with PyTorch's autograd, so that
-outputs, gradients, write-backs and every size and type the file declares are compared with the module at 1e-10.
-And small modules to capture.
+"""The capture against eager PyTorch. Two judges that are not ours: onnxruntime runs the captured file's inference
+part (function bodies included) in float32, and onnx_torch runs it node by node in float64 with PyTorch's autograd,
+so that outputs, gradients, write-backs and every size and type the file declares are compared with the module at
+1e-10. And small modules to capture.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A wrapped model and its eager twin in fp64, small modules for them, and comparison of outputs, gradients and buffers at
-1e-10 relative.
+"""A wrapped model and its eager twin in fp64, small modules for them, and comparison of outputs, gradients and buffers
+at 1e-10 relative.
 
 Sizes are different primes and output gradients are random, so that a transposed or dropped term cannot hide.
 """

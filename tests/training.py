@@ -1,5 +1,5 @@
-"""Models trained beside eager PyTorch in fp64: every output, gradient and buffer at 1e-10 relative to its largest element,
-sums that cancel at the rounding of their terms."""
+"""Models trained beside eager PyTorch in fp64: every output, gradient and buffer at 1e-10 relative to its largest
+element, sums that cancel at the rounding of their terms."""
 
 from __future__ import annotations
 

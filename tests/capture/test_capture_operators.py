@@ -1,4 +1,5 @@
-"""Every operator that the capture knows, in a function of its own (the judges: tests/captured.py; and the engine's interpreter)."""
+"""Every operator that the capture knows, in a function of its own (the judges: tests/captured.py; and the engine's
+interpreter)."""
 
 from __future__ import annotations
 

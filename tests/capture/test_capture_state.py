@@ -1,5 +1,5 @@
-"""What a captured forward writes and reads besides its arguments: edits in place, buffers, parameters; and what a capture
-leaves alone."""
+"""What a captured forward writes and reads besides its arguments: edits in place, buffers, parameters; and what a
+capture leaves alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """ONNX import: every operator of docs/ONNX.md as a one-node model, with fixed and with symbolic sizes, against
-onnxruntime (or onnx's reference evaluator where onnxruntime has no kernel); shape subgraphs leave no nodes; broken files
-give a message."""
+onnxruntime (or onnx's reference evaluator where onnxruntime has no kernel); shape subgraphs leave no nodes; broken
+files give a message."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 the interpreter.
 
 What test_plan.py does with few operators and exact bits, with many: gathers and scatters, sums of a value and its
-gathered self, reductions, norms, losses, attention, comparisons; up to three buffers written back with values, views of
-themselves and each other; bf16 and f16; outputs that the caller has dropped. The interpreter has no planner and keeps
-every value; for f64 it runs the graph as differentiation left it, for bf16 and f16 after the passes, since fusion may
-round less. For an hour of them: make plan-fuzz N=20000, or
+gathered self, reductions, norms, losses, attention, comparisons; up to three buffers written back with values, views
+of themselves and each other; bf16 and f16; outputs that the caller has dropped. The interpreter has no planner and
+keeps every value; for f64 it runs the graph as differentiation left it, for bf16 and f16 after the passes, since
+fusion may round less. For an hour of them: make plan-fuzz N=20000, or
 
     python tests/engine/test_plan_fuzz.py FIRST LAST        the seeds FIRST .. LAST - 1; ORTMODULE_ISA chooses the kernels
 """

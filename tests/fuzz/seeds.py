@@ -1,5 +1,7 @@
-"""Writes the seeds of fuzz_onnx.c: the models of tests/onnx_models.py, small hostile files, a few graphs as text.    python
-tests/fuzz/seeds.py FOLDER"""
+"""Writes the seeds of fuzz_onnx.c: the models of tests/onnx_models.py, small hostile files, a few graphs as text.
+
+    python tests/fuzz/seeds.py FOLDER
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What changes between steps takes effect: attributes, parameters, hooks, submodules, shapes, numbers; and what costs no new
-capture."""
+"""What changes between steps takes effect: attributes, parameters, hooks, submodules, shapes, numbers; and what
+costs no new capture."""
 
 from __future__ import annotations
 

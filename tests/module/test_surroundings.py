@@ -1,5 +1,5 @@
-"""A wrapped model inside of what PyTorch and Hugging Face do around modules: checkpoints, functional calls, transforms, anomaly
-mode, generate, Trainer."""
+"""A wrapped model inside of what PyTorch and Hugging Face do around modules: checkpoints, functional calls,
+transforms, anomaly mode, generate, Trainer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Training beside eager: order and number of backwards, gradients of some inputs and outputs, state that is freed, tensors
-edited in place, threads, frozen and shared parameters."""
+"""Training beside eager: order and number of backwards, gradients of some inputs and outputs, state that is freed,
+tensors edited in place, threads, frozen and shared parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The passes `attention` and `masks` on Hugging Face's architectures and torch's own encoder: what they recognise, and that no
-number changes beside the same graph without them."""
+"""The passes `attention` and `masks` on Hugging Face's architectures and torch's own encoder: what they recognise,
+and that no number changes beside the same graph without them."""
 
 from __future__ import annotations
 

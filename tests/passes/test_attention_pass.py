@@ -1,5 +1,5 @@
-"""The attention pass: attention written out in the ways people write it becomes one node, what only looks like it stays, and
-no number changes, also not in rows that see no key.
+"""The attention pass: attention written out in the ways people write it becomes one node, what only looks like it
+stays, and no number changes, also not in rows that see no key.
 
 Two oracles, none of them the pass's own: the same graph without the pass (node by node, fp64) and PyTorch's eager
 forward and backward."""

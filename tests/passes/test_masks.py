@@ -1,7 +1,8 @@
 """The masks pass: what it takes for causal, window and padding masks, and that no number changes.
 
 Three oracles, none of them the pass's own: the same graph without the passes (node by node, fp64), attention by its
-definition in torch, and for random mask formulas a torch tensor built beside the graph text by the same random choices."""
+definition in torch, and for random mask formulas a torch tensor built beside the graph text by the same random
+choices."""
 
 from __future__ import annotations
 
