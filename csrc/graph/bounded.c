@@ -34,9 +34,9 @@ int om_bounded_axis(const om_graph *g, const om_type *t, om_dim *size) {
     *size = 0;
     for (int i = 0; i < t->rank; i++) {
         if (!dim_bounded(g, t->dim[i])) continue;
-        if (axis >= 0 || g->exprs.v[~t->dim[i]].kind != OM_DIM_SYM) return -2;
-        axis = i;
         *size = t->dim[i];
+        if (axis >= 0 || g->exprs.v[~*size].kind != OM_DIM_SYM) return -2;
+        axis = i;
     }
     return axis;
 }
@@ -231,7 +231,7 @@ om_status om_bounded_ends(const om_graph *g) {
         return om_fail(g->cx, OM_INVALID,
                        "a graph input, output, write or gradient has the bounded size %s, which the host does not know: "
                        "restore its rows first",
-                       size ? name : "of an expression");
+                       name);
     }
     return OM_OK;
 }

@@ -123,6 +123,7 @@ om_status om_sym_bind(om_graph *g, const char *name, om_id input, int axis) {
     om_dim d = om_dim_sym(g, name);
     if (g->cx->status != OM_OK) return g->cx->status;
     om_sym *s = &g->syms.v[g->exprs.v[~d].a];
+    OM_CHECK(g->cx, !s->bounded, "size %s is bounded: no graph input tells it as well", name);
     if (s->input != OM_NONE) return OM_OK;
     s->input = input, s->axis = axis;
     return axis < 0 && input != OM_NONE ? om_input_host(g, input) : OM_OK;

@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 import torch
 
 import engine
@@ -303,3 +305,17 @@ def difference(a: Step, b: Step) -> str | None:
     if a.grads.keys() != b.grads.keys():
         return f"gradients {sorted(a.grads)} and {sorted(b.grads)}"
     return next((f"gradient {i}" for i in a.grads if not same(a.grads[i], b.grads[i])), None)
+
+
+def gpt2(folder: Path) -> tuple[bytes, torch.nn.Module, torch.Tensor]:
+    """A small GPT-2: the file a capture of it saves, the module, and ids for a step."""
+    transformers = pytest.importorskip("transformers")
+    from ortmodule import DebugOptions, ORTModule
+
+    torch.manual_seed(0)
+    # dropout is on: its masks follow from the seed alone
+    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False))  # fmt: skip
+    ids = torch.randint(0, 97, (2, 16))
+    ORTModule(module.train(), DebugOptions(save_onnx=True, onnx_prefix="gpt2", save_path=str(folder)))(input_ids=ids, labels=ids).loss.backward()
+    return next(folder.glob("*_training.onnx")).read_bytes(), module, ids

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from device import steps
-from test_plan_fuzz import graph as random_graph
-from test_plan_update import random_graph as random_update
+from graphs import random_graph, random_update
 
 import engine
 from opcheck import check, rand
@@ -444,23 +443,10 @@ def test_host_nodes(zeros: bool) -> None:
     assert torch.allclose(first.outputs[0], torch.sin(a.flip(0) * w), atol=1e-12) and torch.allclose(first.outputs[1], want, atol=1e-12)
 
 
-def gpt2(folder: Path) -> tuple[bytes, torch.nn.Module, torch.Tensor]:
-    transformers = pytest.importorskip("transformers")
-    from ortmodule import DebugOptions, ORTModule
-
-    torch.manual_seed(0)
-    # dropout is on: its masks follow from the seed alone
-    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False))  # fmt: skip
-    ids = torch.randint(0, 97, (2, 16))
-    ORTModule(module.train(), DebugOptions(save_onnx=True, onnx_prefix="gpt2", save_path=str(folder)))(input_ids=ids, labels=ids).loss.backward()
-    return next(folder.glob("*_training.onnx")).read_bytes(), module, ids
-
-
 def test_gpt2(tmp_path: Path) -> None:
     """Captured in Python, run from the file it saves: three steps of forward, backward and SGD, with every policy of what
     backward computes again and the backward in one segment or three."""
-    data, module, ids = gpt2(tmp_path)
+    data, module, ids = steps.gpt2(tmp_path)
     for again, segments in ((0, 1), (1, 3)):
         runs: list[list[steps.Step]] = []
         for device in DEVICES:
@@ -502,7 +488,7 @@ OPERATORS = f"""
 import sys, pytest
 from device import steps
 left_out = [arg for name in {LEFT_OUT} for arg in ("--deselect", name)]
-status = pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *left_out, "tests/ops", "tests/optim/test_operators.py"])
+status = pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *left_out, "tests/ops", "tests/passes/test_fuse.py", "tests/optim/test_operators.py"])
 names = iter(lambda at=iter(range(1000)): steps.lib.om_checking_idle(next(at)), None)
 print("IDLE", *sorted(name.decode() for name in names))
 sys.exit(status)
