@@ -149,17 +149,18 @@ void om_text_free(om_ctx *cx, char *text);
  *   group     one int per graph input, or NULL: backward segment in which its gradient must be complete
  *             (0 = first to finish); NULL = one segment.
  *   again     what backward computes again
- * Others of these are another variant beside the first; two policies that choose the same are one. *variant is small and stable for the life of the model. */
+ * Others of these are another variant beside the first; two policies that choose the same are one. *variant is small
+ * and stable for the life of the model. */
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
                            om_recompute again, int *variant);
 
-/* The same with a set of flags of the caller's in the place of a policy: again[i] non-zero, and backward computes value i
- * of om_choice again. The set is the variant's key: a policy's own set is the policy's variant. */
+/* The same with a set of flags of the caller's in the place of a policy: again[i] non-zero, and backward computes value
+ * i of om_choice again. The set is the variant's key: a policy's own set is the policy's variant. */
 om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving,
                                  const int *group, const uint8_t *again, int n_again, int *variant);
 
-/* What there is to choose from: the values of the graph with gradients for (wanted, arriving), numbered the same at every
- * call. For a budget of memory, or a file of the user's. */
+/* What there is to choose from: the values of the graph with gradients for (wanted, arriving), numbered the same at
+ * every call. For a budget of memory, or a file of the user's. */
 typedef struct om_choice om_choice;
 typedef struct om_choice_row {
     const char *illegal;          /* why value i cannot be computed again; NULL: it can */

@@ -229,8 +229,8 @@ om_status om_bounded_ends(const om_graph *g) {
         if (v == OM_NONE || om_bounded_axis(g, om_ty(g, v), &size) == -1) continue;
         om_dim_print(g, size, name, sizeof name);
         return om_fail(g->cx, OM_INVALID,
-                       "a graph input, output, write or gradient has the bounded size %s, which the host does not know: "
-                       "restore its rows first",
+                       "a graph input, output, write or gradient has the bounded size %s, which the host does not know:"
+                       " restore its rows first",
                        name);
     }
     return OM_OK;

@@ -67,8 +67,8 @@ typedef struct om_device {
     om_status (*end)(om_ctx *cx, om_status s);
     om_status (*run_slice)(om_run *r, int from, int to); /* calls [from, to) of the run's plan; none is the host's */
     /* The plan goes: no run uses it and none will, but work of its may still be queued. The device frees what it keeps
-     * for it (plan->of_device, a compiled list of launches), when that is done. Its constants go after this. Any thread;
-     * NULL: there is nothing. */
+     * for it (plan->of_device, a compiled list of launches), when that is done. Its constants go after this. Any
+     * thread; NULL: there is nothing. */
     void (*plan_end)(struct om_plan *p);
 } om_device;
 

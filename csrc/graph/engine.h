@@ -111,9 +111,9 @@ typedef struct om_sym { /* a size known only when tensors arrive; bounded: only 
  *     bound. The count is a value of the graph, one i64 in the device's memory, made by the operator that defines the
  *     symbol (select_rows): kernels read it, the host never does, so one plan serves every count.
  *   - Rows from the count to the bound exist and hold anything. No row below the count, and nothing without that axis,
- *     depends on them: an operator makes row i from rows i (and may spare itself the rest); or has the count as an
- *     operand (compress, restore, trim); or adds up over rows, and then is given rows that are zero from the count on:
- *     om_make puts a trim before an operand that is not known to be so.
+ *     depends on them: an operator makes row i from rows i (and may leave out the rest: om_args.count); or has the
+ *     count as an operand (compress, restore, trim); or adds up over rows, and then is given rows that are zero from
+ *     the count on: om_make puts a trim before an operand that is not known to be so.
  *   - A tensor has at most one axis of a bounded size, and no size is computed from one. Graph inputs, outputs, writes,
  *     gradients and host nodes have none: restore gives back the rows of before.
  *   - Other operators, and these where rows would meet otherwise, are refused by name. */
@@ -281,6 +281,11 @@ typedef struct om_args { /* what a kernel gets */
     const void *prep;    /* what the row's `prepare` made of these sizes */
     void *scratch;       /* as many bytes as the row's `scratch` said, 64-byte aligned, uninitialised */
     const om_scalars *scalars; /* of this run */
+    /* Bounded sizes: per operand, then per output, the axis that has one, -1: none; NULL: nobody has. And how many
+     * entries of it count, in the device's memory: a kernel may leave out what lies past them. NULL while a call is
+     * prepared, and where no plan runs it. */
+    const int8_t *bounded;
+    const int64_t *count;
     om_fault *fault;     /* of this run; never NULL where a kernel runs */
 } om_args;
 typedef struct om_builder om_builder;
@@ -400,8 +405,9 @@ om_status om_fault_fail(om_ctx *cx, const om_graph *g, const om_node *n, const o
  * (absent gradient: dtype OM_NODTYPE); data allocated with om_alloc, the caller frees. */
 om_status om_interpret(om_ctx *cx, const om_graph *g, const om_tensor *in, uint64_t seed, om_tensor *out);
 
-/* bounded.c. operands: those of a node to be made, with trims where it adds up over rows (`with`: OM_MAX_IN entries, what
- * is returned when one was needed). check: of a node and its outputs' types. ends: of a graph's inputs and results. */
+/* bounded.c. operands: those of a node to be made, with trims where it adds up over rows (`with`: OM_MAX_IN entries,
+ * what is returned when one was needed). check: of a node and its outputs' types. ends: of a graph's inputs and
+ * results. */
 const om_id *om_bounded_operands(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr,
                                  int n_attr, om_id *with);
 om_status om_bounded_check(om_graph *g, const om_node *n, const om_type *out);

@@ -137,7 +137,8 @@ om_status om_sym_bound(om_graph *g, const char *name, om_dim bound) {
     om_dim_print(g, s->bound, was, sizeof was);
     om_dim_print(g, bound, now, sizeof now);
     OM_CHECK(g->cx, s->input == OM_NONE, "size %s is told by a graph input: it cannot be bounded as well", name);
-    OM_CHECK(g->cx, !s->bounded || s->bound == bound, "size %s is at most %s, and %s rows are selected", name, was, now);
+    OM_CHECK(g->cx, !s->bounded || s->bound == bound, "size %s is at most %s, and %s rows are selected", name, was,
+             now);
     const om_type t = {.rank = 1, .dim = {bound}};
     OM_CHECK(g->cx, om_bounded_axis(g, &t, &d) == -1, "size %s: its bound %s depends on a bounded size", name, now);
     s->bounded = g->bounded = true;

@@ -2,8 +2,9 @@
  *
  * Checked: every id and index is in range; nodes only read values defined before them; values and nodes point at each
  * other; types are what the operator infers again; no forward node reads a backward value; random nodes have a stream;
- * symbols are bound to an existing axis; rows of bounded sizes meet nowhere; host scalars have one element and are not written; writes and gradients have
- * the type of the input they belong to. The message names the node and what is wrong.
+ * symbols are bound to an existing axis; rows of bounded sizes meet nowhere; host scalars have one element and are not
+ * written; writes and gradients have the type of the input they belong to. The message names the node and what is
+ * wrong.
  */
 #include "graph/engine.h"
 

@@ -25,8 +25,8 @@ static om_status bounded_operands(om_graph *g, const om_node *n, int idx, int co
 static om_status select_rows_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type mask = *om_ty(g, om_ins(g, n)[0]);
     const om_dim size = attr_dim(n, "count", 0);
-    OM_CHECK(g->cx, mask.dtype == OM_BOOL && mask.rank == 1, "select_rows: the mask is %s of rank %d; bool (n) is needed",
-             om_dtype_name(mask.dtype), mask.rank);
+    OM_CHECK(g->cx, mask.dtype == OM_BOOL && mask.rank == 1,
+             "select_rows: the mask is %s of rank %d; bool (n) is needed", om_dtype_name(mask.dtype), mask.rank);
     OM_CHECK(g->cx, size < 0 && g->exprs.v[~size].kind == OM_DIM_SYM,
              "select_rows: attribute count must be the name of a size");
     OM_TRY(om_sym_bound(g, g->syms.v[g->exprs.v[~size].a].name, mask.dim[0]));

@@ -53,6 +53,10 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .out = arg + c->n_in,
                  .scalars = r->scalars,
                  .fault = &r->fault};
+    if (c->count.storage != OM_NONE) {
+        a.bounded = c->bounded;
+        a.count = (void *)((char *)storage_base(r, &r->plan->st[c->count.storage]) + c->count.offset);
+    }
     if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);

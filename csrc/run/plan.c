@@ -58,7 +58,8 @@ static om_call *call_new(planner *pl, om_call_kind kind, om_id node, int n_in, i
                    .node = node,
                    .write = OM_NONE,
                    .arg = arg,
-                   .scratch = OM_NONE};
+                   .scratch = OM_NONE,
+                   .count = {.storage = OM_NONE}};
     return c;
 }
 
@@ -144,6 +145,26 @@ static om_status operands_fit(const planner *pl, const om_node *n) {
     return OM_OK;
 }
 
+/* Which operands and outputs of node `id` have a bounded axis, and where the count lies if it is there by then. */
+static om_status count_find(planner *pl, om_id id, om_call *c) {
+    const om_graph *g = pl->g;
+    const om_node *n = &g->nodes.v[id];
+    om_id count = OM_NONE;
+    int8_t *axis = om_arena_alloc(&pl->p->mem, (size_t)n->n_in + n->n_out + 1);
+    if (!axis) return pl->cx->status;
+    for (int i = 0; i < n->n_in + n->n_out; i++) {
+        const om_id v = i < n->n_in ? om_ins(g, n)[i] : n->out + (om_id)(i - n->n_in);
+        om_dim size;
+        axis[i] = v == OM_NONE ? -1 : (int8_t)om_bounded_axis(g, om_ty(g, v), &size);
+        if (axis[i] >= 0) count = g->syms.v[g->exprs.v[~size].a].count;
+    }
+    const om_node *made = count == OM_NONE ? NULL : om_maker(g, count);
+    if (!made || made->phase != OM_FORWARD || om_val(g, count)->node >= id) return OM_OK;
+    c->bounded = axis;
+    c->count = arg_of(&pl->val[count]);
+    return OM_OK;
+}
+
 static om_status plan_node(planner *pl, om_id id) {
     const om_graph *g = pl->g;
     const om_node *n = &g->nodes.v[id];
@@ -174,6 +195,7 @@ static om_status plan_node(planner *pl, om_id id) {
     if (!c) return pl->cx->status;
     c->attr = attr;
     c->row = host ? NULL : row;
+    if (g->bounded && !host) OM_TRY(count_find(pl, id, c));
     for (int i = 0; i < n->n_in; i++)
         c->arg[i] = om_ins(g, n)[i] == OM_NONE ? (om_parg){.storage = OM_NONE} : arg_of(&ins[i]);
     for (int i = 0; i < n->n_out; i++) {
@@ -187,6 +209,7 @@ static om_status plan_node(planner *pl, om_id id) {
     if (!host) {
         om_args a = {
             .node = n, .attr = attr, .n_attr = n->n_attr, .n_in = n->n_in, .n_out = n->n_out, .in = in, .out = out};
+        a.bounded = pl->calls.v[pl->calls.n - 1].bounded;
         int64_t bytes = row->scratch(pl->cx, &a);
         if (pl->cx->status != OM_OK) return pl->cx->status;
         if (bytes < 0 || bytes > OM_ADDRESSES)
@@ -414,6 +437,7 @@ static void lifetimes(planner *pl) {
         for (int k = 0; k < c->n_in + c->n_out; k++)
             if (c->arg[k].storage != OM_NONE && (k >= c->n_in || !om_sabotage("plan.lifetime")))
                 use(&pl->st.v[c->arg[k].storage], (int)i);
+        if (c->count.storage != OM_NONE) use(&pl->st.v[c->count.storage], (int)i);
         if (c->scratch != OM_NONE) use(&pl->st.v[c->scratch], (int)i);
     }
 }
@@ -468,6 +492,7 @@ static void in_place(planner *pl) {
         om_call *c = &pl->calls.v[i];
         for (int k = 0; k < c->n_in + c->n_out; k++)
             if (c->arg[k].storage != OM_NONE) c->arg[k].storage = root(pl, c->arg[k].storage);
+        if (c->count.storage != OM_NONE) c->count.storage = root(pl, c->count.storage);
     }
 }
 
@@ -581,7 +606,7 @@ static om_status calls_prepare(planner *pl) {
         for (int k = 0; k < c->n_out; k++) out[k] = c->arg[c->n_in + k].t;
         const om_node *n = &pl->g->nodes.v[c->node];
         om_args a = {.node = n, .attr = c->attr, .n_attr = n->n_attr, .n_in = c->n_in, .n_out = c->n_out};
-        a.in = in, a.out = out;
+        a.in = in, a.out = out, a.bounded = c->bounded;
         OM_TRY(c->row->prepare(pl->cx, &pl->p->mem, &a, &c->prep));
     }
     return OM_OK;

@@ -81,6 +81,8 @@ typedef struct om_call {
     const om_attr *attr;
     om_parg *arg;              /* n_in + n_out */
     uint32_t scratch;          /* storage or OM_NONE */
+    const int8_t *bounded;     /* om_args.bounded, or NULL; then count.storage is OM_NONE */
+    om_parg count;             /* what om_args.count points to: as good as an operand */
 } om_call;
 
 /* kept: arena bytes alive between forward and backward */
@@ -172,8 +174,8 @@ typedef struct om_variant {
     om_facts *facts;           /* of g */
     uint8_t *wanted, *arriving;
     int *group;
-    /* per value of the joint graph before it was decided: backward computes it again; n_again of them. wanted, arriving,
-     * group and this are the key */
+    /* per value of the joint graph before it was decided: backward computes it again; n_again of them. wanted,
+     * arriving, group and this are the key */
     uint8_t *again;
     uint32_t n_again;
     uint32_t policies;         /* bit per om_recompute that chooses this set */

@@ -7,8 +7,9 @@
  * one: each of their pointers is moved over before the CPU's row is called. Who touches the first mapping, and a row
  * that leaves the blocks it was given, ends the process with a line that names the address. A block is never handed out
  * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back. The run's
- * scalars open up only to operators that are marked as random, and to chains with such a statement. A tensor in the host's memory is refused as an operand;
- * a graph input that is marked as a host scalar is one all the same, as the run has taken it along.
+ * scalars open up only to operators that are marked as random, and to chains with such a statement. A tensor in the
+ * host's memory is refused as an operand; a graph input that is marked as a host scalar is one all the same, as the run
+ * has taken it along.
  *
  * Time. What is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
  * fills, uploads, and blocks that were given back. Only a download waits, and a plan's end: its prepared calls are read
@@ -358,7 +359,10 @@ static om_status checking_run(om_ctx *cx, const om_args *a) {
     if (!is_ours(a->scalars) || (a->scratch && !is_ours(a->scratch)))
         return om_fail(cx, OM_INTERNAL, "%s: scalars at %p, scratch at %p: no memory of the device's", name,
                        (const void *)a->scalars, a->scratch);
+    if (a->count && !is_ours(a->count))
+        return om_fail(cx, OM_INTERNAL, "%s: the count at %p: no memory of the device's", name, (const void *)a->count);
     own.in = t, own.out = t + a->n_in;
+    if (a->count) own.count = own_view(a->count);
     /* the seed is for who is marked as random: others get what nobody may read */
     const char *chain = om_attr_str(a->attr, a->n_attr, "program", "");
     own.scalars = a->node->op->random || strstr(chain, " rng=") ? own_view(a->scalars) : a->scalars;

@@ -110,6 +110,7 @@ static om_status foreign_slice(om_run *r, int from, int to) {
             const om_tensor t = om_run_arg(r, c, k);
             REQUIRE(!t.dtype || !om_numel(&t) || is_foreign(t.data));
         }
+        REQUIRE(c->count.storage == OM_NONE || r->plan->st[c->count.storage].where == OM_W_ARENA);
         REQUIRE(c->scratch == OM_NONE || is_foreign(r->arena + r->plan->st[c->scratch].offset));
     }
     om_status s = om_run_slice_rows(r, from, to);

@@ -237,3 +237,27 @@ def test_rows_past_the_count_are_not_read() -> None:
     for device in (None, "cpu", "checking"):
         (v, m), _ = engine.run(g.text(), ins, device=device) if device is None else (steps.Model.text(steps.cx(device), g.text()).step(ins).outputs, None)
         assert torch.allclose(v, want.sum(0)) and torch.allclose(m, want.t() @ want)
+
+
+def test_a_product_leaves_out_what_does_not_count() -> None:
+    """Two rows of 64: of the others the arena keeps the bytes it came with, 0xff on the checking device."""
+    text = "\n".join(["graph {", "  sym s0 = x[0]", "  input x: f64[s0, 4]", "  input mask: bool[s0]", "  param w: f64[4, 64]", SELECT,
+                      "  r = compress(x, idx, count)", "  h = matmul(r, w, _)", "  z = restore(h, idx, count) {shape=[s0, 64]}", "  output z", "}"])  # fmt: skip
+    ctx, mask = steps.cx("checking"), torch.zeros(64, dtype=torch.bool)
+    mask[[3, 40]] = True
+    model, mem, lib = steps.Model.text(ctx, text), steps.Memory(ctx), engine.lib
+    given = steps.array([mem.give(t) for t in (rand(64, 4), mask, rand(4, 64))])
+    run, state, arena = steps.Pointer(), steps.Pointer(), steps.C.POINTER(steps.Block)()
+    v = model.variant([1, 0, 1], [1])
+    ctx.check(lib.om_run_forward(ctx.p, model.p, v, given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+    ctx.check(lib.om_run_resume(run, 0))
+    ctx.check(lib.om_run_state(run, steps.C.byref(state), steps.C.byref(arena)))
+    size = arena.contents.size
+    host = steps.C.create_string_buffer(size)
+    ctx.check(lib.om_checking_download(ctx.p, host, steps.Pointer(arena.contents.data), steps.C.c_size_t(size)))
+    assert b"\xff" * (62 * 64 * 8) in host.raw and size >= 64 * 64 * 8
+    lib.om_run_free(run)
+    lib.om_state_free(state)
+    lib.om_block_put(arena)
+    mem.put()
+    model.free()
