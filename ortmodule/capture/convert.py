@@ -169,6 +169,16 @@ class Converter:
     def neg(self, v: Val) -> Val:
         return self.un("Neg", v)
 
+    def stop(self, v: Val) -> Val:
+        return self.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule") if v.dtype.is_floating_point else v
+
+    def zero(self, v: Val, *xs: Val) -> Val:
+        """v, of whose gradient the xs get zeros, not None: operators that a gradient enters and does not leave."""
+        for x in xs:
+            if v.dtype.is_floating_point and x.dtype.is_floating_point:
+                v = self.b.op("ZeroGradient", [v, x], v.dtype, v.shape, "ortmodule")
+        return v
+
     def reshape(self, v: Val, shape: tuple[Any, ...]) -> Val:
         if v.shape == shape:
             return v
@@ -438,24 +448,36 @@ class Converter:
             arguments=json.dumps([p[0] for p in parts]),
             host_index=host,
         )
+        if any(t.is_floating_point() for t in outs):  # of several results some may not be differentiable
+            for i, t in enumerate(self.again(n, True)):
+                values[i] = values[i] if t.requires_grad else self.stop(values[i])
         self.values[n] = values[0] if isinstance(n.val, Tensor) else values
 
     def natural_dtype(self, n: Node) -> torch.dtype | None:
         """Element type of the result without autocast; None when the operator refuses the operands as they are."""
+        out = self.again(n, False)
+        return out[0].dtype if out else None
+
+    def again(self, n: Node, grad: bool) -> list[Tensor]:
+        """What an operator gives without autocast, on tensors without values; [] when it refuses the operands as they
+        are. grad: all of them require one."""
         def val(a: Any) -> Any:
+            if isinstance(a, Node) and grad and isinstance(a.val, Tensor) and a.val.is_floating_point():
+                return a.val.detach().requires_grad_()
             if isinstance(a, Node):
                 return a.val
             return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         mode = next((a.val.fake_mode for a in n.inputs() if hasattr(a.val, "fake_mode")), None)
         if mode is None:
-            return n.val.dtype  # type: ignore[no-any-return]
+            return [n.val] if not grad and isinstance(n.val, Tensor) else []
         try:
-            with mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with mode, torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=False):
                 args, kwargs = [val(a) for a in n.args], {k: val(a) for k, a in n.kwargs.items()}
-                return n.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
+                out = n.target(*args, **kwargs)
+                return [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
         except RuntimeError:
-            return None
+            return []
 
 
 def _json(x: Any) -> Any:

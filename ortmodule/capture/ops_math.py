@@ -105,6 +105,8 @@ def div_mode(c: Converter, n: Node, x: Node, y: Any, mode: str | None) -> Val:
         return arithmetic(c, "Div", x, y, dtype)
     _whole(y, dtype)
     a, b = c.num(x, dtype), c.num(y, dtype)
+    if mode == "floor" and dtype.is_floating_point:
+        return c.zero(_floor_div(c, c.stop(a), c.stop(b)), a, b)
     if mode == "floor":
         return _floor_div(c, a, b)
     return _trunc(c, c.op2("Div", a, b)) if dtype.is_floating_point else c.op2("Div", a, b)
@@ -672,14 +674,18 @@ def linear(c: Converter, n: Node, x: Node, w: Node, b: Node | None) -> Val:
 
 @row("addmm", "baddbmm", "addmv", "addbmm")
 def addmm(c: Converter, n: Node, x: Node, a: Node, b: Node, beta: Any, alpha: Any) -> Val:
+    """beta = 0: x is not read, but its gradient is 0 times what arrives."""
     dtype = n.val.dtype
     if n.target._schema.name == "aten::addbmm":
         raise NotHere("sum of batched products")
     y = product(c, c.num(a, dtype), c.num(b, dtype))
     y = y if alpha == 1 else c.op2("Mul", y, c.scalar(alpha, dtype))
+    bias = c.num(x, dtype)
+    if beta == 0 and dtype.is_floating_point:
+        none = c.op2("Add", c.op2("Mul", bias, c.scalar(0, dtype)), y)
+        return c.b.op("StraightThrough", [y, none], dtype, y.shape, "ortmodule")
     if beta == 0:
         return y
-    bias = c.num(x, dtype)
     return c.op2("Add", bias if beta == 1 else c.op2("Mul", bias, c.scalar(beta, dtype)), y)
 
 

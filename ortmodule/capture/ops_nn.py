@@ -132,13 +132,19 @@ def batch_norm_train(
 @row("softmax.int", "_softmax", "special_softmax.int")
 def softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
     v = c.num(x, n.val.dtype)
-    return c.fill(1, v.dtype, ()) if v.rank == 0 else c.un("Softmax", v, axis=dim % v.rank)
+    return _rows(c, "Softmax", v, dim)
+
+
+def _rows(c: Converter, op: str, v: Val, dim: int) -> Val:
+    """A number is a row of one."""
+    one = c.reshape(v, v.shape or (1,))
+    return c.reshape(c.un(op, one, axis=dim % one.rank), v.shape)
 
 
 @row("log_softmax.int", "_log_softmax")
 def log_softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
     v = c.num(x, n.val.dtype)
-    return c.fill(0, v.dtype, ()) if v.rank == 0 else c.un("LogSoftmax", v, axis=dim % v.rank)
+    return _rows(c, "LogSoftmax", v, dim)
 
 
 @row("_weight_norm")
