@@ -140,7 +140,9 @@ static om_status flow_begin(om_ctx *cx, grad_state *st) {
 
 /* What stood there for the gradient's sake alone: values whose gradient went elsewhere, and the computation of what was
  * overwritten. */
-static bool grad_only(const om_node *n) { return om_is(n, zero_grad) || om_is(n, straight_through); }
+static bool grad_only(const om_node *n) {
+    return om_is(n, zero_grad) || om_is(n, straight_through) || om_is(n, stop_grad);
+}
 
 static om_status strip_emit(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id];

@@ -352,11 +352,12 @@ def smooth_l1(c: Converter, n: Node, x: Node, y: Node, reduction: int, beta: flo
     huber = n.target._schema.name == "aten::huber_loss"
     if beta == 0:
         return reduced(c, a, reduction)
-    half = c.op2("Mul", c.op2("Mul", d, d), c.scalar(0.5 if huber else 0.5 / beta, t))
+    beyond = c.compare("Greater" if huber else "GreaterOrEqual", a, c.scalar(beta, t))
+    small = c.where(beyond, c.scalar(0, t), d)  # 0 * inf is NaN in the gradient
+    half = c.op2("Mul", c.op2("Mul", small, small), c.scalar(0.5 if huber else 0.5 / beta, t))
     line = c.op2("Sub", a, c.scalar(0.5 * beta, t))
     line = c.op2("Mul", line, c.scalar(beta, t)) if huber else line
-    below = c.compare("LessOrEqual" if huber else "Less", a, c.scalar(beta, t))
-    return reduced(c, c.where(below, half, line), reduction)
+    return reduced(c, c.where(beyond, line, half), reduction)
 
 
 @row("kl_div")
