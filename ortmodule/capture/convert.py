@@ -448,36 +448,46 @@ class Converter:
             arguments=json.dumps([p[0] for p in parts]),
             host_index=host,
         )
-        if any(t.is_floating_point() for t in outs):  # of several results some may not be differentiable
-            for i, t in enumerate(self.again(n, True)):
-                values[i] = values[i] if t.requires_grad else self.stop(values[i])
+        for i, dead in enumerate(self.passive(n) if any(t.is_floating_point() for t in outs) else ()):
+            values[i] = self.stop(values[i]) if dead else values[i]
         self.values[n] = values[0] if isinstance(n.val, Tensor) else values
+
+    def passive(self, n: Node) -> list[bool]:
+        """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without
+        values, of the sizes at hand: nothing is asked of symbols."""
+        def val(a: Any) -> Any:
+            if isinstance(a, (torch.SymInt, torch.SymFloat)):
+                return a.node.hint
+            if isinstance(a, Node) and isinstance(a.val, Tensor):
+                t = torch.empty([val(d) for d in a.val.shape], dtype=a.val.dtype, device="meta")
+                return t.requires_grad_(t.is_floating_point())
+            if isinstance(a, Node):
+                return val(a.val)
+            return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        try:
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                out = n.target(*[val(a) for a in n.args], **{k: val(a) for k, a in n.kwargs.items()})
+        except Exception:  # noqa: BLE001  (no kernel for such tensors, a size that is not known)
+            return []
+        return [not t.requires_grad for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
 
     def natural_dtype(self, n: Node) -> torch.dtype | None:
         """Element type of the result without autocast; None when the operator refuses the operands as they are."""
-        out = self.again(n, False)
-        return out[0].dtype if out else None
-
-    def again(self, n: Node, grad: bool) -> list[Tensor]:
-        """What an operator gives without autocast, on tensors without values; [] when it refuses the operands as they
-        are. grad: all of them require one."""
         def val(a: Any) -> Any:
-            if isinstance(a, Node) and grad and isinstance(a.val, Tensor) and a.val.is_floating_point():
-                return a.val.detach().requires_grad_()
             if isinstance(a, Node):
                 return a.val
             return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         mode = next((a.val.fake_mode for a in n.inputs() if hasattr(a.val, "fake_mode")), None)
         if mode is None:
-            return [n.val] if not grad and isinstance(n.val, Tensor) else []
+            return n.val.dtype  # type: ignore[no-any-return]
         try:
-            with mode, torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=False):
+            with mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
                 args, kwargs = [val(a) for a in n.args], {k: val(a) for k, a in n.kwargs.items()}
-                out = n.target(*args, **kwargs)
-                return [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
+                return n.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
         except RuntimeError:
-            return []
+            return None
 
 
 def _json(x: Any) -> Any:
