@@ -778,6 +778,7 @@ static const write_row rows[] = {
     {&om_op_flip, "Slice", rule_flip},
     {&om_op_stop_grad, "Identity", rule_first},
     {&om_op_straight_through, "Identity", rule_first},
+    {&om_op_zero_grad, "Identity", rule_first},
     {&om_op_copy, "Identity", rule_first},
     {&om_op_dropout, "Identity", rule_first},
     {&om_op_concat, "Concat", rule_axis},
