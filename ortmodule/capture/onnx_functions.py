@@ -95,6 +95,29 @@ _REMAINDER = """{name} (a, b) => (y) {{
     m_y = Add (m, b)
     {tail} }}"""
 
+# One channel at a time, convolved with the rows of an identity.
+_IM2COL = """Im2Col <kernel_shape, strides, pads, dilations> (x) => (y) {
+    kernel = Constant <value_ints: ints = @kernel_shape> ()
+    taps = ReduceProd <keepdims = 1> (kernel)
+    square = Concat <axis = 0> (taps, taps)
+    zeros = ConstantOfShape (square)
+    eye_f = EyeLike (zeros)
+    eye = CastLike (eye_f, x)
+    one = Constant <value = int64[1] {1}> ()
+    rest = Constant <value = int64[1] {-1}> ()
+    w_shape = Concat <axis = 0> (taps, one, kernel)
+    w = Reshape (eye, w_shape)
+    size = Shape <start = 2> (x)
+    flat_shape = Concat <axis = 0> (rest, one, size)
+    flat = Reshape (x, flat_shape)
+    columns = Conv <strides: ints = @strides, pads: ints = @pads, dilations: ints = @dilations> (flat, w)
+    images = Shape <start = 0, end = 1> (x)
+    channels = Shape <start = 1, end = 2> (x)
+    rows = Mul (channels, taps)
+    y_shape = Concat <axis = 0> (images, rows, rest)
+    y = Reshape (columns, y_shape)
+}"""
+
 # Smoothed: every class of a counted label gives smoothing / classes; without weights, for 'mean' and 'sum'.
 _SMOOTH = """CrossEntropy <ignore_index, label_smoothing, reduction> (x, labels) => (loss) {{
     nll = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> (x, labels)
@@ -158,6 +181,7 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "Log1p": _near_zero("Log1p", "s = Add (x, one)\n y = Log (s)"),
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
+        "Im2Col": _IM2COL,
         "Remainder": _REMAINDER.format(name="Remainder", tail="y = Where (turn, m_y, m)"),
         "FloorDiv": _REMAINDER.format(
             name="FloorDiv",

@@ -1,0 +1,155 @@
+"""Modules that once left operators to PyTorch: outputs and gradients as eager's, wholly in the engine, the captured
+file right in onnxruntime."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+from ortmodule.capture import capture
+
+
+class Fn(nn.Module):
+    """f(x * w, ...), w a parameter of x's last size: gradients flow through."""
+
+    def __init__(self, f: Callable[..., Any], x: Tensor) -> None:
+        super().__init__()
+        self.f = f
+        self.w = nn.Parameter(r(*x.shape[-1:], seed=5).detach())
+
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        return self.f(x * self.w, *more)
+
+
+def r(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).requires_grad_()
+
+
+def tensors(y: Any) -> list[Tensor]:
+    return [y] if isinstance(y, Tensor) else [t for z in y for t in tensors(z)]
+
+
+def wide(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(wide(y) for y in x)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().double().requires_grad_(x.requires_grad)
+
+
+def step(m: nn.Module, args: tuple) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs, gradients of parameters and arguments under random output gradients."""
+    args = copy.deepcopy(args)
+    m.zero_grad()
+    ys = tensors(m(*args))
+    g = torch.Generator().manual_seed(7)
+    pairs = [(y, torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.dtype)) for y in ys
+             if y.is_floating_point() and y.requires_grad]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
+    leaves = [a for a in tensors(args) if a.requires_grad]
+    return [y.detach() for y in ys], [t.grad for t in (*m.parameters(), *leaves)]
+
+
+def compare(got: list, want: list, tolerance: float, what: str) -> None:
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want)):
+        if a is None or b is None:
+            assert (a is None or not a.any()) and (b is None or not b.any()), f"{what} {i}: {a} and {b}"
+            continue
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{what} {i}"
+        if b.numel() and b.is_floating_point():
+            assert torch.equal(a.isnan(), b.isnan()), f"{what} {i}: NaN elsewhere"
+            error = float((a - b).nan_to_num().abs().max())
+            assert error <= tolerance * max(1.0, float(b.nan_to_num().abs().max())), f"{what} {i}: {error}"
+        else:
+            assert torch.equal(a, b), f"{what} {i}"
+
+
+def same(m: nn.Module | Callable, *calls: tuple, ort: bool = True, tolerance: float = 1e-10) -> ORTModule:
+    """calls: arguments of one call each; further ones may have other sizes. Tensors among them that require gradients
+    are compared too."""
+    m = m if isinstance(m, nn.Module) else Fn(m, calls[0][0])
+    eager = copy.deepcopy(m).double()
+    ours = ORTModule(copy.deepcopy(eager), strict="engine")
+    for call in calls:
+        want, want_g = step(eager, wide(call))
+        got, got_g = step(ours, wide(call))
+        compare(got, want, tolerance, "output")
+        compare(got_g, want_g, tolerance, "gradient")
+    report = ours.report()
+    assert report.node_share == 1, str(report)
+    if ort:
+        run_ort(m, calls[0])
+    return ours
+
+
+def run_ort(m: nn.Module, args: tuple) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    m = copy.deepcopy(m)
+    c = capture(m, copy.deepcopy(args), {})
+    assert not c.host_ops
+    onnx.checker.check_model(onnx.load_from_string(c.onnx), full_check=True)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    session = onnxruntime.InferenceSession(c.onnx, options, providers=["CPUExecutionProvider"])
+    named = dict(m.named_parameters()) | dict(m.named_buffers())
+    flat = tensors([a for a in args if isinstance(a, (Tensor, tuple))])
+    feeds = {s.name: flat[s.leaf] if s.kind == "user" else named[s.target] for s in c.inputs}
+    got = session.run(None, {i.name: feeds[i.name].detach().numpy() for i in session.get_inputs()})
+    with torch.no_grad():
+        want = tensors(m(*args))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+TRANSPOSED = [
+    (nn.ConvTranspose1d(6, 4, 3, 2, 1, 1, groups=2), (3, 6, 7), (2, 6, 11)),
+    (nn.ConvTranspose2d(6, 4, (3, 4), 2, 1, 1), (2, 6, 5, 4), (4, 6, 7, 7)),
+    (nn.ConvTranspose2d(6, 4, 3, 1, 1, 1, dilation=2, bias=False), (2, 6, 5, 4), (3, 6, 5, 4)),
+    (nn.ConvTranspose3d(2, 3, 2, 2), (2, 2, 3, 4, 2), (1, 2, 3, 4, 2)),
+    (nn.ConvTranspose2d(6, 4, 2, 2), (6, 5, 4), (6, 3, 3)),
+]
+
+
+@pytest.mark.parametrize("m,first,second", TRANSPOSED)
+def test_conv_transpose(m: nn.Module, first: tuple, second: tuple) -> None:
+    ort = max(m.output_padding) < max(m.stride)  # onnxruntime takes no more
+    same(m, (r(*first),), (r(*second),), (r(*first, seed=1),), ort=ort)
+
+
+def test_conv_transpose_output_size() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x, output_size=[2 * x.shape[2], 2 * x.shape[3]])
+
+    same(Sized(), (r(2, 3, 4, 5),), (r(3, 3, 6, 5),))
+
+
+def test_unfold_and_fold() -> None:
+    same(lambda x: F.unfold(x, 3, padding=1, stride=2), (r(2, 3, 8, 6),), (r(4, 3, 7, 6),))
+    same(lambda x: F.unfold(x, (2, 3), dilation=(1, 2)), (r(3, 8, 6),))
+    same(lambda x: F.fold(x, (6, 7), (2, 3), padding=(0, 1), dilation=2), (r(2, 12, 20),), (r(5, 12, 20),))
+    same(lambda x: F.fold(x, (6, 7), (2, 3)), (r(12, 25),))
+    same(lambda x: F.fold(F.unfold(x, 2, stride=2), x.shape[-2:], 2, stride=2), (r(2, 3, 8, 6),), (r(2, 3, 10, 6),))
+
+
+def test_tensor_unfold() -> None:
+    same(lambda x: x.unfold(1, 3, 2), (r(5, 9, 4),), (r(5, 12, 4),))
+    same(lambda x: x.unfold(-1, 2, 1).unfold(1, 4, 3), (r(5, 9, 4),), (r(7, 9, 4),))
+    same(lambda x: x.unfold(0, 5, 1), (r(5, 3),))
+    same(lambda x: x.unfold(1, 4, 4).sum(-1), (r(2, 8, 3),), (r(3, 16, 3),))

@@ -1,0 +1,34 @@
+"""Reading and writing the standard ONNX operators of transposed convolutions, sorting, recurrence and their kin: as in
+tests/test_onnx.py, whose rows these would be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_onnx as t
+from test_onnx import Const, Fixed, f
+
+BEFORE = set(t.CASES)
+case = t.case
+
+case("ConvTranspose", f(2, 4, 11), Fixed(f(4, 3, 3), 0, 1, 2), group=2, strides=[2], pads=[1, 1], output_padding=[1])
+case("ConvTranspose", f(2, 3, 5, 7), Fixed(f(3, 5, 3, 2), 2, 3), f(5), dilations=[2, 1], pads=[1, 0, 2, 1], tag="asymmetric")
+case("Col2Im", Fixed(f(2, 12, 20), 1, 2), Const([6, 7], np.int64), Const([2, 3], np.int64), dilations=[2, 2], pads=[0, 1, 0, 1])
+
+MINE = {k: t.CASES.pop(k) for k in list(t.CASES) if k not in BEFORE}
+
+
+@pytest.fixture(autouse=True)
+def cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(t, "CASES", {**t.CASES, **MINE})
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
+@pytest.mark.parametrize("key", MINE)
+def test_operator(key: str, dynamic: bool) -> None:
+    t.test_operator(key, dynamic)
+
+
+@pytest.mark.parametrize("key", MINE)
+def test_write(key: str) -> None:
+    t.test_write(key)
