@@ -153,3 +153,46 @@ def test_tensor_unfold() -> None:
     same(lambda x: x.unfold(-1, 2, 1).unfold(1, 4, 3), (r(5, 9, 4),), (r(7, 9, 4),))
     same(lambda x: x.unfold(0, 5, 1), (r(5, 3),))
     same(lambda x: x.unfold(1, 4, 4).sum(-1), (r(2, 8, 3),), (r(3, 16, 3),))
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def test_topk_and_sort() -> None:
+    same(lambda x: x.topk(3, -1), (r(5, 9),), (r(7, 9),))
+    same(lambda x: (x.topk(2, 0, largest=False)[0], x.sort(1, descending=True)), (r(5, 9),), (r(7, 9),), (r(6, 9),))
+    same(lambda x: (x.sort()[0], x.argsort(1), x.argsort(dim=0, stable=True), x.msort(), x.sort(0, stable=True)), (r(5, 9),))
+    same(lambda x: x.sort(1, stable=True, descending=True), (r(5, 9).round().detach().requires_grad_(),))
+    same(lambda x: (x > 0).sort(1, stable=True)[0] * x, (r(5, 9),))
+    same(lambda x: x[x.sum(1).argsort()], (r(5, 9),), (r(11, 9),))
+
+
+def test_kthvalue_and_median() -> None:
+    x = r(5, 9)
+    with torch.no_grad():
+        x[2, 3] = x[2, 7] = x[4, 0] = float("nan")
+    same(lambda x: (x.kthvalue(4, 1), x.kthvalue(2, 0, keepdim=True)), (r(5, 9),), (r(6, 9),))
+    same(lambda x: (x.median(1)[0], x.median(0, keepdim=True)[0]), (r(5, 9),), (r(6, 9),))
+    same(lambda x: x.median(1), (x,), ort=False)  # onnxruntime has no order for NaN
+
+
+class Routed(nn.Module):
+    """A mixture of experts as switch transformers route it: the best two, weighted, every expert on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.up, self.down = nn.Parameter(r(4, 6, 8).detach()), nn.Parameter(r(4, 8, 6).detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, expert = self.gate(x).softmax(-1).topk(2, -1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        order = expert.flatten().argsort(stable=True)
+        token = order // 2
+        up, down = self.up[expert.flatten()[order]], self.down[expert.flatten()[order]]
+        y = torch.bmm(F.silu(torch.bmm(x[token][:, None], up)), down)[:, 0] * weight.flatten()[order][:, None]
+        return torch.zeros_like(x).index_add(0, token, y)
+
+
+def test_routing() -> None:
+    same(Routed(), (r(10, 6),), (r(13, 6),), (r(4, 6),))

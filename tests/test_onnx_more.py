@@ -14,6 +14,8 @@ case = t.case
 case("ConvTranspose", f(2, 4, 11), Fixed(f(4, 3, 3), 0, 1, 2), group=2, strides=[2], pads=[1, 1], output_padding=[1])
 case("ConvTranspose", f(2, 3, 5, 7), Fixed(f(3, 5, 3, 2), 2, 3), f(5), dilations=[2, 1], pads=[1, 0, 2, 1], tag="asymmetric")
 case("Col2Im", Fixed(f(2, 12, 20), 1, 2), Const([6, 7], np.int64), Const([2, 3], np.int64), dilations=[2, 2], pads=[0, 1, 0, 1])
+case("TopK", f(3, 11), Const([4], np.int64), n_out=2)
+case("TopK", f(7, 3), Const([7], np.int64), axis=0, largest=0, n_out=2, tag="all")
 
 MINE = {k: t.CASES.pop(k) for k in list(t.CASES) if k not in BEFORE}
 

@@ -165,6 +165,23 @@ static om_status map_arg(om_onnx *o) {
     return o->cx->status;
 }
 
+/* sorted = 0 allows any order, sorted is one of them */
+static om_status map_topk(om_onnx *o) {
+    om_id x = IN(0);
+    int axis = 0;
+    uint32_t n;
+    const om_dim *k = om_onnx_list(o, 1, &n);
+    if (FAILED) return o->cx->status;
+    ONNX_CHECK(o, n == 1, "k has %u elements, one is needed", n);
+    OM_TRY(om_map_axis(o, INT("axis", -1), om_map_type_of(o, x).rank, &axis));
+    om_id y = om_make(o->g, &om_op_topk, OM_IN(x),
+                      OM_ATTRS(OM_AI("axis", axis), OM_AD("k", k, 1), OM_AI("largest", INT("largest", 1) != 0)));
+    if (FAILED) return o->cx->status;
+    SET(0, y);
+    SET(1, y + 1);
+    return o->cx->status;
+}
+
 static om_status map_softmax(om_onnx *o) {
     om_id x = IN(0);
     int axis = 0;
@@ -193,6 +210,7 @@ const om_onnx_op om_onnx_ops_gather[] = {
     {"", "ReduceSumSquare", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSum", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSumExp", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "TopK", 2, 2, 2, map_topk, NULL, NULL},
     {"", "ArgMax", 1, 1, 1, map_arg, NULL, &om_op_argmax},
     {"", "ArgMin", 1, 1, 1, map_arg, NULL, &om_op_argmin},
     {"", "Softmax", 1, 1, 1, map_softmax, NULL, &om_op_softmax},

@@ -432,6 +432,13 @@ static void rule_arg(writer *w, const char *onnx) {
     write_int(w, "axis", om_node_int(w->n, "axis", 0));
     write_int(w, "keepdims", om_node_int(w->n, "keepdims", 0));
 }
+static void rule_topk(writer *w, const char *onnx) {
+    const int axis = (int)om_node_int(w->n, "axis", 0);
+    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_dim(w, out_type(w, 0)->dim[axis]));
+    write_output(w, out_name(w, 1));
+    write_int(w, "axis", axis);
+    write_int(w, "largest", om_node_int(w->n, "largest", 1));
+}
 static void rule_cumsum(writer *w, const char *onnx) {
     EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_int_scalar(w, om_node_int(w->n, "axis", 0)));
     write_int(w, "exclusive", om_node_int(w->n, "exclusive", 0));
@@ -833,6 +840,7 @@ static const write_row rows[] = {
     {&om_op_argmax, "ArgMax", rule_arg},
     {&om_op_argmin, "ArgMin", rule_arg},
     {&om_op_cumsum, "CumSum", rule_cumsum},
+    {&om_op_topk, "TopK", rule_topk},
     {&om_op_softmax, "Softmax", rule_axis},
     {&om_op_log_softmax, "LogSoftmax", rule_axis},
     {&om_op_layer_norm, "LayerNormalization", rule_layer_norm},

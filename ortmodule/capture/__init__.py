@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..guard import Place
-from . import cuts, marks, ops_math, ops_nn, ops_shape, ops_windows  # noqa: F401  their rows register themselves
+from . import cuts, marks, ops_math, ops_nn, ops_select, ops_shape, ops_windows  # noqa: F401  their rows register themselves
 from .convert import HostOp, convert
 from .export import Exported, capture_error, export_module
 from .functional import STOP, Node, Program, View, functionalize
