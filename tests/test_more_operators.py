@@ -196,3 +196,104 @@ class Routed(nn.Module):
 
 def test_routing() -> None:
     same(Routed(), (r(10, 6),), (r(13, 6),), (r(4, 6),))
+
+
+# --- recurrent layers -----------------------------------------------------------------------------
+
+
+class Last(nn.Module):
+    """A recurrent layer from states of its own, or from given ones; everything it returns."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        return self.layer(x) if state is None else self.layer(x, state)
+
+
+LAYERS = [
+    nn.LSTM(6, 5),
+    nn.LSTM(6, 5, num_layers=2, bidirectional=True),
+    nn.LSTM(6, 4, num_layers=2, batch_first=True, bias=False),
+    nn.GRU(6, 5),
+    nn.GRU(6, 5, num_layers=2, bidirectional=True, batch_first=True),
+    nn.GRU(6, 5, bias=False),
+    nn.RNN(6, 5, nonlinearity="relu"),
+    nn.RNN(6, 5, num_layers=3, bidirectional=True),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_recurrent(layer: nn.Module) -> None:
+    torch.manual_seed(2)
+    same(Last(layer), (r(7, 3, 6),), (r(7, 3, 6, seed=1),), (r(5, 4, 6),))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(6, 5, 2), nn.GRU(6, 5, 2)], ids=str)
+def test_recurrent_with_states(layer: nn.Module) -> None:
+    def state(n: int) -> Any:
+        return (r(2, n, 5), r(2, n, 5, seed=2)) if isinstance(layer, nn.LSTM) else r(2, n, 5)
+
+    same(Last(layer), (r(7, 3, 6), state(3)), (r(6, 4, 6), state(4)), ort=False)
+
+
+def test_recurrent_without_a_batch_axis() -> None:
+    same(Last(nn.LSTM(6, 5)), (r(7, 6),), (r(4, 6),))
+
+
+def test_cells() -> None:
+    for cell in (nn.LSTMCell(6, 5), nn.GRUCell(6, 5), nn.RNNCell(6, 5), nn.RNNCell(6, 5, nonlinearity="relu"), nn.GRUCell(6, 5, bias=False)):
+        same(Last(cell), (r(3, 6),), (r(4, 6),))
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = None
+            for step in x.unbind(0):
+                state = self.cell(step, state)
+            return state[0]
+
+    same(Loop(), (r(4, 3, 6),))
+
+
+def test_recurrent_dropout() -> None:
+    """Between layers, in training only: other values at every call; in eval mode PyTorch's."""
+    torch.manual_seed(4)
+    eager = nn.LSTM(6, 8, num_layers=2, dropout=0.5).double()
+    ours = ORTModule(copy.deepcopy(eager), strict="engine")
+    x = r(7, 3, 6).detach().double()
+    a, b = ours(x)[0], ours(x)[0]
+    assert not torch.equal(a, b)
+    a.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+    eager.eval(), ours.eval()
+    assert (ours(x)[0] - eager(x)[0]).abs().max() < 1e-12
+    assert ours.report().node_share == 1
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(6, 5, proj_size=3), nn.LSTM(6, 5)], ids=["proj_size", "packed"])
+def test_recurrent_left_to_pytorch(layer: nn.Module, request: pytest.FixtureRequest) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            if layer.proj_size:
+                return self.layer(x)[0]
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([7, 4, 2]))
+            return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0]
+
+    eager = Packed().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    x = r(7, 3, 6).double().detach()
+    for m in (eager, ours):
+        m.zero_grad()
+        m(x).square().sum().backward()
+    for p, q in zip(eager.parameters(), ours.parameters()):
+        assert (p.grad - q.grad).abs().max() < 1e-12
+    assert ours.report().node_share < 1

@@ -118,6 +118,38 @@ _IM2COL = """Im2Col <kernel_shape, strides, pads, dilations> (x) => (y) {
     y = Reshape (columns, y_shape)
 }"""
 
+def _recurrent(name: str, order: str, states: int, attrs: str) -> str:
+    """The standard operator, whose gates stand in another order (`order`: which of torch's stands where)."""
+    def turned(v: str) -> str:
+        if len(order) == 1:
+            return f"{v}_t = Identity ({v})\n"
+        parts = [f"{v}_part{i}" for i in range(len(order))]
+        return (f"{', '.join(parts)} = Split <axis = 0, num_outputs = {len(order)}> ({v})\n"
+                f"{v}_t = Concat <axis = 0> ({', '.join(parts[int(i)] for i in order)})\n")
+
+    held = ["h0", "c0"][:states]
+    ends = ["hn", "cn"][:states]
+    return f"""{name} <hidden_size, direction{", activations" if name == "RNN" else ""}>
+    (x, w, r, bw, br, {", ".join(held)}) => (y, {", ".join(ends)}) {{
+    lead = Constant <value = int64[1] {{0}}> ()
+    one = Constant <value = int64[1] {{1}}> ()
+    {"".join(turned(v) for v in ("w", "r", "bw", "br"))}
+    w_1 = Unsqueeze (w_t, lead)
+    r_1 = Unsqueeze (r_t, lead)
+    b_t = Concat <axis = 0> (bw_t, br_t)
+    b_1 = Unsqueeze (b_t, lead)
+    {"".join(f"{s}_1 = Unsqueeze ({s}, lead)" + chr(10) for s in held)}
+    steps = Shape <start = 0, end = 1> (x)
+    steps_i = Cast <to = 6> (steps)
+    samples = Shape <start = 1, end = 2> (x)
+    lengths = Expand (steps_i, samples)
+    y_1, {", ".join(e + "_1" for e in ends)} = {name} <hidden_size: int = @hidden_size, {attrs}
+        direction: string = @direction> (x, w_1, r_1, b_1, lengths, {", ".join(s + "_1" for s in held)})
+    y = Squeeze (y_1, one)
+    {"".join(f"{e} = Squeeze ({e}_1, lead)" + chr(10) for e in ends)}
+}}"""
+
+
 # Smoothed: every class of a counted label gives smoothing / classes; without weights, for 'mean' and 'sum'.
 _SMOOTH = """CrossEntropy <ignore_index, label_smoothing, reduction> (x, labels) => (loss) {{
     nll = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> (x, labels)
@@ -182,6 +214,9 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
         "Im2Col": _IM2COL,
+        "LSTM": _recurrent("LSTM", "0312", 2, ""),
+        "GRU": _recurrent("GRU", "102", 1, "linear_before_reset = 1,"),
+        "RNN": _recurrent("RNN", "0", 1, "activations: strings = @activations,"),
         "Remainder": _REMAINDER.format(name="Remainder", tail="y = Where (turn, m_y, m)"),
         "FloorDiv": _REMAINDER.format(
             name="FloorDiv",
