@@ -581,7 +581,8 @@ static void rule_attention(writer *w, const char *onnx) {
 static void rule_scatter(writer *w, const char *onnx) {
     rule_same(w, onnx);
     if (w->n->op == &om_op_scatter_elements) write_int(w, "axis", om_node_int(w->n, "axis", 0));
-    write_text(w, "reduction", om_node_int(w->n, "reduce", 0) ? "add" : "none");
+    static const char *const how[] = {"none", "add", "max", "min"};
+    write_text(w, "reduction", how[om_node_int(w->n, "reduce", 0)]);
 }
 
 static void rule_cross_entropy(writer *w, const char *onnx) {
