@@ -297,3 +297,93 @@ def test_recurrent_left_to_pytorch(layer: nn.Module, request: pytest.FixtureRequ
     for p, q in zip(eager.parameters(), ours.parameters()):
         assert (p.grad - q.grad).abs().max() < 1e-12
     assert ours.report().node_share < 1
+
+
+# --- running and grouped --------------------------------------------------------------------------
+
+
+def test_cumprod() -> None:
+    same(lambda x: (x.cumprod(1), x.cumprod(0), x.prod(-1)), (r(5, 9),), (r(7, 9),))
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.5, float("inf")])
+def test_cdist(p: float) -> None:
+    same(lambda x, y: torch.cdist(x, y, p), (r(7, 5), r(4, 5, seed=1)), (r(9, 5), r(6, 5, seed=1)))
+    same(lambda x, y: torch.cdist(x, y, p), (r(2, 3, 7, 5), r(3, 4, 5, seed=1)))
+
+
+def test_cdist_of_many_rows() -> None:
+    """Where PyTorch goes over a matrix product."""
+    same(lambda x, y: torch.cdist(x, y), (r(40, 5), r(30, 5, seed=1)), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("how", ["sum", "mean", "amax", "amin"])
+def test_scatter_reduce(how: str, include: bool) -> None:
+    i = torch.randint(0, 6, (4, 9), generator=torch.Generator().manual_seed(2))
+
+    def f(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
+        return x.scatter_reduce(1, i, s, how, include_self=include)
+
+    same(f, (r(5, 6), i, r(4, 9)), (r(5, 6), i, r(4, 9, seed=3)))
+    same(lambda x, i, s: f(x.relu(), i, s.relu()), (r(5, 6), i, r(4, 9)))  # ties
+    same(lambda x, i, s: f(x.round(), i, (s * 0.5).round()), (r(5, 6), i, r(4, 9)))
+
+
+def test_masked_scatter() -> None:
+    g = torch.Generator().manual_seed(3)
+    mask = torch.rand(5, 9, generator=g) > 0.6
+    same(lambda x, m, s: x.masked_scatter(m, s), (r(5, 9), mask, r(6, 9)), (r(5, 9), ~mask, r(6, 9)))
+    same(lambda x, m, s: x.masked_scatter(m, s), (r(5, 9), mask[:, :1], r(6, 9)), (r(4, 9), mask[:4, :1], r(8, 9)))
+
+
+def test_masked_scatter_from_too_little() -> None:
+    """PyTorch's error."""
+    ours = ORTModule(Fn(lambda x, m, s: x.masked_scatter(m, s), r(5, 9)))
+    with pytest.raises(RuntimeError, match="elements"):
+        ours(r(5, 9), torch.ones(5, 9) > 0, r(2, 9))
+
+
+def test_histc() -> None:
+    x = torch.cat([torch.linspace(-1, 8, 64), torch.tensor([0.0, 7, 7.0001, float("nan"), 3])])
+    for bins, low, high in ((8, 0, 7), (5, -0.5, 6.3), (3, 0, 1)):
+        same(lambda x, t, a=(bins, low, high): x * 2 + torch.histc(t, *a).sum() + torch.histc(t, *a)[0], (r(5), x))
+        same(lambda x, t, a=(bins, low, high): (x, torch.histc(t, *a)), (r(5), x), (r(5), x[:50]), ort=False)
+
+
+class Bag(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.bag = nn.EmbeddingBag(10, 3, **how)
+
+    def forward(self, i: Tensor, offsets: Any = None, weights: Any = None) -> Tensor:
+        return self.bag(i, offsets, weights)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag(mode: str, padding: int | None) -> None:
+    g = torch.Generator().manual_seed(5)
+    i = torch.randint(0, 10, (4, 6), generator=g)
+    same(Bag(mode=mode, padding_idx=padding), (i,), (i[:3],), (i[:, :4],))
+    flat, offsets = torch.randint(0, 10, (11,), generator=g), torch.tensor([0, 3, 3, 7])
+    same(Bag(mode=mode, padding_idx=padding), (flat, offsets), (flat[:9], offsets), (flat, offsets[:2]))
+    same(Bag(mode=mode, padding_idx=padding, include_last_offset=True), (flat, torch.tensor([0, 3, 3, 11])))
+    alike = Bag(mode=mode)
+    with torch.no_grad():
+        alike.bag.weight[3:8] = 0.5  # ties
+    same(alike, (flat, offsets))
+
+
+def test_embedding_bag_weighted() -> None:
+    i = torch.randint(0, 10, (11,), generator=torch.Generator().manual_seed(5))
+    same(Bag(mode="sum"), (i, torch.tensor([0, 3, 3, 7]), r(11)), (i, torch.tensor([0, 0, 5, 7]), r(11, seed=1)))
+
+
+def test_embedding_bag_wrong_offsets() -> None:
+    """PyTorch's error."""
+    ours = ORTModule(Bag(mode="sum"))
+    ours(torch.arange(5), torch.tensor([0, 2]))
+    with pytest.raises(RuntimeError, match="offset"):
+        ours(torch.arange(5), torch.tensor([1, 2]))

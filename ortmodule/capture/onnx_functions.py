@@ -118,6 +118,49 @@ _IM2COL = """Im2Col <kernel_shape, strides, pads, dilations> (x) => (y) {
     y = Reshape (columns, y_shape)
 }"""
 
+# Every element beside those up to it, 1 in the place of others.
+_CUMPROD = """CumProd (x) => (y) {
+    n = Shape <start = -1> (x)
+    square = Concat <axis = 0> (n, n)
+    one_i = Constant <value = int64[1] {1}> ()
+    ones = Expand (one_i, square)
+    lower = Trilu <upper = 0> (ones)
+    mask = Cast <to = 9> (lower)
+    axis = Constant <value = int64[1] {-2}> ()
+    last = Constant <value = int64[1] {-1}> ()
+    beside = Unsqueeze (x, axis)
+    one = CastLike (one_i, x)
+    terms = Where (mask, beside, one)
+    y = ReduceProd <keepdims = 0> (terms, last)
+}"""
+
+
+def _cdist(nodes: list[onnx.NodeProto]) -> str | None:
+    powers = {_attr(n, "p") for n in nodes}
+    if len(powers) > 1:
+        return None
+    p = powers.pop()
+    if p == -1:
+        tail = "y = ReduceMax <keepdims = 0> (d, last)"
+    elif p == 0:
+        tail = "z = Cast <to = 9> (d)\n c = CastLike (z, d)\n y = ReduceSum <keepdims = 0> (c, last)"
+    elif p in (1, 2):
+        tail = f"y = ReduceL{int(p)} <keepdims = 0> (d, last)"
+    else:
+        tail = ("p_f = Constant <value_float: float = @p> ()\n e = CastLike (p_f, d)\n q = Pow (d, e)\n"
+                "s = ReduceSum <keepdims = 0> (q, last)\n r = Reciprocal (e)\n y = Pow (s, r)")
+    return f"""Cdist <p> (a, b) => (y) {{
+    row = Constant <value = int64[1] {{-2}}> ()
+    column = Constant <value = int64[1] {{-3}}> ()
+    last = Constant <value = int64[1] {{-1}}> ()
+    a_row = Unsqueeze (a, row)
+    b_column = Unsqueeze (b, column)
+    difference = Sub (a_row, b_column)
+    d = Abs (difference)
+    {tail}
+}}"""
+
+
 def _recurrent(name: str, order: str, states: int, attrs: str) -> str:
     """The standard operator, whose gates stand in another order (`order`: which of torch's stands where)."""
     def turned(v: str) -> str:
@@ -214,6 +257,8 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
         "Im2Col": _IM2COL,
+        "CumProd": _CUMPROD,
+        "Cdist": _cdist(used["Cdist"]) if "Cdist" in used else None,
         "LSTM": _recurrent("LSTM", "0312", 2, ""),
         "GRU": _recurrent("GRU", "102", 1, "linear_before_reset = 1,"),
         "RNN": _recurrent("RNN", "0", 1, "activations: strings = @activations,"),
