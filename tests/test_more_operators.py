@@ -387,3 +387,33 @@ def test_embedding_bag_wrong_offsets() -> None:
     ours(torch.arange(5), torch.tensor([0, 2]))
     with pytest.raises(RuntimeError, match="offset"):
         ours(torch.arange(5), torch.tensor([1, 2]))
+
+
+# --- resampling -----------------------------------------------------------------------------------
+
+MODES = ["nearest", "nearest-exact", "bilinear", "bicubic"]
+
+
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_resize(mode: str, corners: bool) -> None:
+    if corners and "nearest" in mode:
+        pytest.skip("no corners to align")
+    align = {"align_corners": corners} if "nearest" not in mode else {}
+
+    def to(*size: int) -> Callable:
+        return lambda x: F.interpolate(x, size, mode=mode, **align)
+
+    def by(factor: Any, **more: Any) -> Callable:
+        return lambda x: F.interpolate(x, scale_factor=factor, mode=mode, **align, **more)
+
+    images = (r(2, 3, 7, 5),), (r(3, 3, 9, 5),), (r(2, 3, 12, 5),)  # the second shape makes the height a symbol
+    for f in (to(5, 11), to(1, 1), by(2), by((1.6, 0.6)), by(1.3, recompute_scale_factor=True)):
+        same(f, *images, tolerance=2e-7 if mode == "nearest" else 1e-10)
+    same(by(1.4), (r(2, 3, 7, 5),), (r(2, 3, 9, 5),), (r(2, 3, 2, 5),))  # 2 stays 2: PyTorch copies
+
+
+def test_resize_to_the_size_of_another() -> None:
+    for mode in ("nearest", "bilinear", "bicubic"):
+        same(lambda x, y, mode=mode: F.interpolate(x, y.shape[2:], mode=mode) * y.mean(), (r(2, 3, 4, 5), r(2, 1, 8, 9)),
+             (r(2, 3, 5, 5), r(2, 1, 9, 7)), (r(2, 3, 6, 5), r(2, 1, 6, 5)))  # fmt: skip
