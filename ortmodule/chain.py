@@ -50,7 +50,7 @@ from torch.autograd.graph import increment_version
 from . import _C
 from . import torch_private as private
 from .capture import Captured
-from .capture.functional import View
+from .capture.functional import SIZES, View
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, plain
 
 logger = logging.getLogger("ortmodule")
@@ -406,7 +406,7 @@ class Graph:
         for i, (number, other, views) in self.views:
             t = tensors[number] if number >= 0 else outs[other]
             assert t is not None
-            outs[i] = _as_viewed(t, views)
+            outs[i] = _as_viewed(t, views, outs[i])
         return self.captured.rebuild(outs)  # type: ignore[arg-type]
 
     # --- backward ---------------------------------------------------------------------------------
@@ -559,10 +559,11 @@ class Graph:
                     "forward has to be run again.)")
 
 
-def _as_viewed(t: Tensor, views: Sequence[View]) -> Tensor:
+def _as_viewed(t: Tensor, views: Sequence[View], like: Tensor | None) -> Tensor:
+    """like: the same as the engine has computed it."""
     for target, args, kwargs, item, grad in views:
         with nullcontext() if grad else torch.no_grad():
-            made = target(t, *args, **kwargs)
+            made = target(t, *args, **kwargs) if args != (SIZES,) else target(t, like.shape)  # type: ignore[union-attr]
         t = made[item] if item >= 0 else made
     return t
 

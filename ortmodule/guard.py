@@ -171,7 +171,7 @@ class Guard:
                 lists += [v for v in values.values() if isinstance(v, list) and all(isinstance(e, _PLAIN) for e in v)]
         self._all = dicts
         self._lists = lists
-        self._module = module
+        self.module = module
         self.params: list[nn.Parameter] = list(module.parameters())
 
     def fast(self) -> Hashable:
@@ -188,7 +188,7 @@ class Guard:
         """The tree of modules and what is registered in it, free of the identity of parameters and buffers."""
         tensors: list[Hashable] = []
         first: dict[int, int] = {}
-        for m in self._module.modules():
+        for m in self.module.modules():
             for d in (m._parameters, m._buffers):
                 for name, t in d.items():
                     if t is None:
@@ -196,8 +196,8 @@ class Guard:
                         continue
                     tie = first.setdefault(id(t), len(first))
                     tensors.append((name, tie, t.dtype, t.shape, t.device, t.requires_grad))
-        classes = tuple([(name, type(m), m.training) for name, m in self._module.named_modules()])
-        return (classes, tuple(tensors), places(self._module))
+        classes = tuple([(name, type(m), m.training) for name, m in self.module.named_modules()])
+        return (classes, tuple(tensors), places(self.module))
 
 
 _MISSING = object()

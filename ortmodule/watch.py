@@ -445,6 +445,10 @@ class Watch:
         self._seen_quietly: set[int] = set()
         self._alive: list[Any] = []
         self._closures_read: set[Any] = set()
+        self._known = known_as if known_as is not None else module
+        self._tensor_rows: set[tuple[str, str]] = set()
+        self.identity = False  # forward may ask which tensors are one object
+        self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
 
     # --- entering and leaving ----------------------------------------------------------------------
 
@@ -664,6 +668,18 @@ class Watch:
             self._class_read(cls, name, token)
         if value is not _ABSENT and type(value) not in _ATOMS:
             self._discover(value, token, what)
+
+    def ask_tensor(self, where: str, ask: Callable[[Tensor], Any], what: str) -> None:
+        """Forward has asked this of a parameter or buffer."""
+        owner, _, name = where.rpartition(".")
+        root = self._known
+
+        def again() -> Any:
+            return ask(getattr(root.get_submodule(owner), name))
+
+        if not self.quiet and (where, what) not in self._tensor_rows:
+            self._tensor_rows.add((where, what))
+            self._row((CALL, None, again, again()), what)
 
     def _row(self, row: tuple[Any, ...], name: str) -> None:
         if not self.quiet:
