@@ -60,7 +60,7 @@ def outcome(m: nn.Module, given: Given, step: int) -> Any:
     outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
     shares = [[(t is k) + 2 * (t.data_ptr() == k.data_ptr()) for k in (*known, *outs)] for t in outs]
     found = [plain(out), [plain(x) for x in args], plain(list(m.buffers())), shares,
-             [sorted(vars(t)) for t in outs if t.__class__ is Tensor]]
+             [len(vars(t)) for t in outs]]
     loss = [t.sin().sum() for t in outs if t.requires_grad]
     if loss:
         sum(loss).backward()

@@ -264,7 +264,9 @@ def _capture_parts(
 def _tests(program: Program, exported: Exported, flat: FlatInputs, module: nn.Module) -> list[Test] | None:
     """What later calls must have in common with this one, besides sizes."""
     facts, scope = exported.facts, patches.here()
-    facts.identity |= scope is not None and scope.watch is not None and scope.watch.identity
+    if scope is not None and scope.watch is not None:
+        facts.identity |= scope.watch.identity
+        facts.bare = scope.watch.looks_inside()
     outs = [x for x in program.outputs if isinstance(x, Node)]
     if facts.by_layout and (program.edits or facts.identity or program.passthrough or program.views
                             or len(outs) != len(set(outs))):  # fmt: skip

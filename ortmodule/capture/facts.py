@@ -84,6 +84,7 @@ class Facts:
         self.offsets: set[int] = set()
         self.answers: dict[tuple[int, Any, str], tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
         self.attributes: dict[tuple[int, str], Any] = {}
+        self.bare = False  # forward may look into the __dict__ of any
         self.classes = False
         self.identity = False
         self.edited: set[int] = set()
@@ -104,6 +105,10 @@ class Facts:
             tests.append(_of_leaf(i, lambda t, ask=ask, args=args, kwargs=kwargs: ask(t, *args, **kwargs), answer))
         for (i, name), value in self.attributes.items():
             tests.append(_of_leaf(i, lambda t, name=name: vars(t).get(name, ABSENT), value))
+        if self.bare:
+            if any(map(vars, tensors)):
+                raise CaptureError("forward looks into a __dict__, and an argument has attributes")
+            tests.append(lambda given, _: not any([vars(t) for t in given]))
         if self.classes:
             if any(isinstance(t, nn.Parameter) for t in tensors):
                 raise CaptureError("forward asks whether an argument is an nn.Parameter, and one is")

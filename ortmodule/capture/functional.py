@@ -547,7 +547,9 @@ class _Functionalizer:
                 if isinstance(v, _V):
                     v.base.hosts.append(self.exported.table.rows[index].expected)
 
-    def result(self, node: fx.Node, made: Node, value: Node, val: Tensor, env: dict[fx.Node, Any], item: int = -1) -> _V:
+    def result(
+        self, node: fx.Node, made: Node, value: Node, val: Tensor, env: dict[fx.Node, Any], item: int = -1
+    ) -> _V:
         """The name of a result: a view of an operand, or a value of its own."""
         if not self.mutates:
             return _V(_Base(value), value)
@@ -747,8 +749,8 @@ class _Functionalizer:
                 node = source
                 if node in inputs or (node in whole and others[node] != i):
                     if not known:  # with numbers for sizes it may be
-                        raise CaptureError(f"a result is a view ({made.target}) of an argument or of another result, in a "
-                                           "way that is not known here", *made.src)  # fmt: skip
+                        raise CaptureError(f"a result is a view ({made.target}) of an argument or of another result, "
+                                           "in a way that is not known here", *made.src)  # fmt: skip
                     p.views[i] = (node, chain)
                     break
 

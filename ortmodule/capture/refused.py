@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Asked(TorchFunctionMode):
                 self._note_layout(func, args[0], args[1:], kwargs, out)
         elif self._real is not None and (isinstance(out, Tensor) or type(out) in (tuple, list)):
             made = itself(func, args, kwargs, out)
-            self.facts.by_layout |= func in _BY_LAYOUT and any(made is x for x in args)
+            self.facts.by_layout |= func in _BY_LAYOUT
             return made
         return out
 
@@ -129,8 +130,9 @@ class Asked(TorchFunctionMode):
     def _again(self, where: str, ask: Callable[[Tensor], Any], what: str) -> None:
         """A question about a tensor of the module's: compared at every step with the rest of the Python state."""
         scope = here()
+        assert self._real is not None
         if scope is not None and scope.watch is not None:
-            scope.watch.ask_tensor(where, ask, what)
+            scope.watch.ask_tensor(where, self._real[where], ask, what)
 
     def missing(self, t: Tensor, name: str) -> Any:
         """An attribute that no tensor has, which the user's code looks for."""
@@ -170,6 +172,16 @@ def _attribute(name: str, t: Tensor) -> Any:
     return vars(t).get(name, ABSENT)
 
 
+def _asking(above: int) -> str:
+    """File of the code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
+    frame = sys._getframe(above + 1)
+    own = frame.f_globals.get("__name__")
+    while frame.f_back is not None and own in ("torch._tensor", "torch.overrides", __name__):
+        frame = frame.f_back
+        own = frame.f_globals.get("__name__")
+    return frame.f_code.co_filename
+
+
 # --- results that are an operand ------------------------------------------------------------------
 
 
@@ -198,8 +210,6 @@ def _operands(x: Any) -> Iterator[Tensor]:
 def itself(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     """What func gives, with operands in the place of results that PyTorch does not make anew: a trace has a new object
     for each. PyTorch tells, on tensors without values."""
-    if not private.has("no_python_dispatcher"):
-        return out
     outs = [out] if isinstance(out, Tensor) else out
     operands = list(_operands((*args, *kwargs.values())))
     ids = {id(t) for t in operands}
@@ -228,43 +238,27 @@ def itself(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
 
 def _attributes(asked: Asked) -> list[Patch]:
     """What the user's code looks for on a stand-in and does not find, and what it assigns there."""
-    if not private.has("FakeTensor"):
-        return []
     put = private.FakeTensor.__setattr__
-
-    def lost(self: Tensor, name: str) -> Any:
-        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
-
-    def found(self: Tensor, name: str) -> Any:
-        value = ABSENT
-        if name[:2] != "__" and asked._is_user_file(sys._getframe(1).f_code.co_filename):
-            value = asked.missing(self, name)
-        return lost(self, name) if value is ABSENT else value
-
-    def assign(self: Tensor, name: str, value: Any) -> None:
-        if not hasattr(Tensor, name) and asked._is_user_file(sys._getframe(1).f_code.co_filename):
-            asked.refuse(f"forward assigns the attribute {name} of a tensor: it would stand on one of the trace", True)
-        put(self, name, value)
 
     me = threading.get_ident()
 
-    def either_get(self: Tensor, name: str) -> Any:
-        return (found if threading.get_ident() == me else lost)(self, name)
+    def users(frame: FrameType) -> bool:
+        return threading.get_ident() == me and asked._is_user_file(frame.f_code.co_filename)
 
-    def either_set(self: Tensor, name: str, value: Any) -> None:
-        (assign if threading.get_ident() == me else put)(self, name, value)
+    def missing(self: Tensor, name: str) -> Any:
+        value = ABSENT
+        if name[:2] != "__" and users(sys._getframe(1)):
+            value = asked.missing(self, name)
+        if value is ABSENT:
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        return value
 
-    return [Patch(private.FakeTensor, "__getattr__", either_get), Patch(private.FakeTensor, "__setattr__", either_set)]
+    def assign(self: Tensor, name: str, value: Any) -> None:
+        if not hasattr(Tensor, name) and users(sys._getframe(1)):
+            asked.refuse(f"forward assigns the attribute {name} of a tensor: it would stand on one of the trace", True)
+        put(self, name, value)
 
-
-def _asking(above: int) -> str:
-    """File of the code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
-    frame = sys._getframe(above + 1)
-    own = frame.f_globals.get("__name__")
-    while frame.f_back is not None and own in ("torch._tensor", "torch.overrides", __name__):
-        frame = frame.f_back
-        own = frame.f_globals.get("__name__")
-    return frame.f_code.co_filename
+    return [Patch(private.FakeTensor, "__getattr__", missing), Patch(private.FakeTensor, "__setattr__", assign)]
 
 
 # --- the seed -------------------------------------------------------------------------------------
