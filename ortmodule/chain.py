@@ -212,7 +212,7 @@ class Graph:
         self.random: bool = self.model.random
         self.n_outputs = captured.n_user_outputs
         self.passthrough = list(captured.passthrough.items())
-        self.views = list(captured.views.items())
+        self.views = bool(captured.views)
         self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
@@ -403,10 +403,8 @@ class Graph:
     def _rebuild(self, outs: list[Tensor | None], tensors: Sequence[Tensor]) -> Any:
         for i, source in self.passthrough:
             outs[i] = tensors[source]
-        for i, (number, other, views) in self.views:
-            t = tensors[number] if number >= 0 else outs[other]
-            assert t is not None
-            outs[i] = _as_viewed(t, views, outs[i])
+        if self.views:
+            view_again(self.captured.views, tensors, outs)
         return self.captured.rebuild(outs)  # type: ignore[arg-type]
 
     # --- backward ---------------------------------------------------------------------------------
@@ -557,6 +555,16 @@ class Graph:
                     f"version {version} instead. (Gradients arrive for other outputs than before, or are to be "
                     "differentiated again, so the "
                     "forward has to be run again.)")
+
+
+def view_again(
+    made: dict[int, tuple[int, int, list[View]]], tensors: Sequence[Tensor], outs: list[Tensor | None]
+) -> None:
+    """Puts views in the place of results that are views of an input or of another result (Captured.views)."""
+    for i, (number, other, views) in made.items():
+        t = tensors[number] if number >= 0 else outs[other]
+        assert t is not None
+        outs[i] = _as_viewed(t, views, outs[i])
 
 
 def _as_viewed(t: Tensor, views: Sequence[View], like: Tensor | None) -> Tensor:

@@ -67,7 +67,7 @@ def outcome(m: nn.Module, given: Given, step: int) -> Any:
     return [*found, [plain(p.grad) for p in m.parameters()], [plain(x.grad) for x in known if x.is_leaf]]
 
 
-def beside(eager: nn.Module, given: Given, n: int = 6, **options: Any) -> ORTModule:
+def beside(eager: nn.Module, given: Given, n: int = 4, **options: Any) -> ORTModule:
     """n steps beside eager."""
     ours = ORTModule(copy.deepcopy(eager), recheck=False, **options)
     for step in range(n):

@@ -246,7 +246,7 @@ def _capture_parts(
         n_user_outputs=len(cut.outputs),
         rebuild=rebuild,
         passthrough={},
-        views={},
+        views=_views(program, {node: i for i, node in enumerate(n for s, n in program.inputs if s.kind != "constant")}),
         writes=[],
         host_ops=[op for c in made for op in c.host_ops],
         seconds=time.perf_counter() - started,

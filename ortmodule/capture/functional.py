@@ -669,6 +669,11 @@ class _Functionalizer:
                 self.check_unshared(source, [s for s, _ in held])
                 p.writes.append((base.input, base.node))
         p.edited = [source for source, base in held if base.version > 0 and source.kind != "constant"]
+        for out in p.outputs:
+            while isinstance(out, Node):
+                if out.target is HOST and self.exported.table.rows[out.args[1]].expected.shares:
+                    raise CaptureError(f"what is kept in PyTorch {SHARES}; it is returned", "", *out.src[1:])
+                out = out.args[0] if _is_view(out) else None
         p.edits = self.mutates
         p.layouts = self.layouts_that_matter(held)
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
@@ -736,7 +741,7 @@ class _Functionalizer:
                     if made.target is operator.getitem:
                         item, made = made.args[1], made.args[0]
                     source = made.args[0] if made.args and made.target is not INPUT else None
-                    if isinstance(source, str):  # einsum
+                    if isinstance(source, (str, list, tuple)):  # einsum, broadcast_tensors
                         source = next((x for x in made.inputs() if _one_memory(node.val, x.val)), None)
                     if not isinstance(source, Node) or not _one_memory(node.val, source.val):
                         break
@@ -825,7 +830,7 @@ def _view_again(node: Node, item: int) -> list[View] | None:
         return [View(aten.detach.default, (), {}, -1, True)]
     rest = [*node.args[1:], *node.kwargs.values()]
     flat = [y for x in rest for y in (x if isinstance(x, (list, tuple)) else [x])]
-    if not isinstance(node.target, private.OpOverload) or isinstance(node.args[0], str) or any(
+    if not isinstance(node.target, private.OpOverload) or not isinstance(node.args[0], Node) or any(
         isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat
     ):
         return None
