@@ -59,8 +59,10 @@ class Source:
 @dataclass
 class Exported:
     """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order;
-    rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor. facts: what the trace was
-    told of the arguments. same: which results are a tensor argument (its number), parameter or buffer (its name)."""
+    rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor. tried: files and lines of
+    the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs.
+    facts: what the trace was told of the arguments. same: which results are a tensor argument (its number), parameter
+    or buffer (its name)."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -72,6 +74,8 @@ class Exported:
     guards: list[Any]
     leaves: list[Any] = field(default_factory=list)
     rebinds: list[str] = field(default_factory=list)
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    n_made: int = 0
     facts: Facts = field(default_factory=Facts)
     same: dict[int, int | str] = field(default_factory=dict)
 
@@ -115,6 +119,8 @@ class _Wrapper(nn.Module):
         with refusing(is_user_file, standing, self._real()) as asked, running():
             out = self.m(*args, **kwargs)
         self._box["facts"] = asked.facts
+        self._box["tried"] = asked.tried
+        self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
         if _contents((args, kwargs)) != contents:
             raise CaptureError("forward edits a container or object among its arguments")
         self._box["rebinds"] = _write_assigned(before, [x for x in leaves if isinstance(x, Tensor)])
@@ -136,7 +142,7 @@ class _Wrapper(nn.Module):
         self._box["structure"] = _structure(out)
         self._box["hold"] = flat
         self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
-        return tuple(flat)
+        return (*flat, *made)
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -481,6 +487,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         _guards(program),
         leaves,
         box["rebinds"],
+        box["tried"],
+        len(box["made"]),
         box["facts"],
         box["same"],
     )

@@ -4,10 +4,12 @@ PyTorch.
 A trace answers such questions once, and on stand-ins: a hook on an intermediate tensor would be put on a tensor of the
 trace and never run, a seed would be set when the model is captured and not again, `weight.grad is None` would hold for
 ever. torch.export notices none of it. So while the user's forward is traced
-  - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads. What an
-    argument is asked for (its strides) is noted, to be asked again at every call (facts.py); what eager PyTorch answers
-    by giving the tensor itself (dropout that drops nothing, contiguous) gives it here, too;
+  - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads, or has
+    PyTorch call for it (zero_grad, an optimizer). What an argument is asked for (its strides) is noted, to be asked
+    again at every call (facts.py); what eager PyTorch answers by giving the tensor itself (dropout that drops nothing,
+    contiguous) gives it here, too;
   - attributes that are no tensor's (`x.tag`) are looked for on the argument behind the stand-in, and noted;
+  - inference mode, and a user's own saved_tensors_hooks and dispatch modes, are refused at their entry;
   - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
     a new state;
   - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_private as private
+from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
 from ..patches import Patch, here, only_here, replaced
 from .facts import ABSENT, Facts
 
@@ -45,12 +48,18 @@ class NotRepeatable(Exception):
         self.whole = whole
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
+def _getter(name: str, access: str = "__get__") -> Any:
+    return getattr(getattr(Tensor, name), access)
+
+
+def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
+    return tensor.requires_grad != bool(wanted)
 
 
 _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
+_GRAD = "a graph leaves the gradients of before a call alone"
+_FLAG = ("forward changes requires_grad of a tensor that was there before", True)
 _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole module can answer
     Tensor.register_hook: (f"forward calls Tensor.register_hook: {_HOOK}", False),
     Tensor.register_post_accumulate_grad_hook: (
@@ -60,10 +69,18 @@ _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole modu
     Tensor.retain_grad: ("forward calls Tensor.retain_grad: the tensor would be one of the trace", False),
     torch.autograd.grad: ("forward calls torch.autograd.grad: what it differentiates is a trace", True),
     Tensor.backward: ("forward calls backward: what it differentiates is a trace", True),
+    torch.autograd.backward: ("forward calls backward: what it differentiates is a trace", True),
     Tensor.data_ptr: (f"forward calls Tensor.data_ptr: {_MOMENT}", True),
     _getter("grad"): (f"forward reads Tensor.grad: {_MOMENT}", True),
+    _getter("grad", "__set__"): (f"forward assigns Tensor.grad: {_GRAD}", True),
+    _getter("grad", "__delete__"): (f"forward deletes Tensor.grad: {_GRAD}", True),
+    Tensor.requires_grad_: _FLAG,
+    _getter("requires_grad", "__set__"): _FLAG,
     _getter("_version"): (f"forward reads Tensor._version: {_MOMENT}", True),
     _getter("is_leaf"): (f"forward reads Tensor.is_leaf: {_MOMENT}", True),
+}
+# asked by the user's code; PyTorch's own asks for other reasons
+_OF_A_MOMENT: dict[Any, tuple[str, bool]] = {
     **{_getter(name): (f"forward reads Tensor.{name}: {_MOMENT}", True)
        for name in ("grad_fn", "_base", "output_nr", "retains_grad", "_cdata", "_backward_hooks")},
     **{getattr(Tensor, name): (f"forward calls Tensor.{name}: {_MOMENT}", True)
@@ -78,45 +95,78 @@ _BY_LAYOUT = frozenset((Tensor.contiguous, Tensor.to, Tensor.reshape, torch.resh
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
 
 
-class Asked(TorchFunctionMode):
-    """given: the stand-ins of arguments (numbers) and of the module's tensors (names), by their id. real: the tensors
-    behind them. Without them nothing is noted."""
+# Files of PyTorch that do these things because the code that calls them wants it
+_FOR_OTHERS = tuple(os.path.join(TORCH_DIR, *p) for p in (("nn", "modules", "module.py"), ("nn", "utils"), ("optim",),
+                                                          ("autograd",)))  # fmt: skip
 
-    def __init__(self, is_user_file: Callable[[str], bool], given: dict[int, int | str] | None = None,
-                 real: dict[int | str, Tensor] | None = None) -> None:  # fmt: skip
+
+class Asked(TorchFunctionMode):
+    """given: the stand-ins of arguments (numbers) and of the module's tensors (names), by their id: what forward has
+    not made itself. None: that was asked at the capture. real: the tensors behind them; without, nothing is noted."""
+
+    def __init__(self, is_user_file: Callable[[str], bool], given: dict[int, int | str] | None,
+                 real: dict[int | str, Tensor] | None) -> None:  # fmt: skip
         super().__init__()
         self._is_user_file = is_user_file
-        self._given = given or {}
+        self._given = given
         self._real = real
         self.facts = Facts()
-        self.refusal: NotRepeatable | None = None
+        self.tried: set[tuple[str, int]] = set()  # files and lines that call torch in a `try`
+        self.made: list[Tensor] = []  # what such calls have returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        refused = _REFUSED.get(func)
-        if refused is not None and self._is_user_file(_asking(1)):
-            self.refuse(*refused)
-        out = func(*args, **kwargs)
+        by = _asking(1)
+        file = by.f_code.co_filename
+        user, refused = self._is_user_file(file), _REFUSED.get(func)
+        if user and refused is None:
+            refused = _OF_A_MOMENT.get(func)
+        if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
+            return self._noted(func, args, kwargs, func(*args, **kwargs), False)
+        try:
+            if refused is not None and (
+                refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
+            ):
+                raise NotRepeatable(*refused)
+            out = func(*args, **kwargs)
+            if user and in_try(by) is not None:
+                self.tried.add((file, by.f_lineno))
+                self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
+        except Exception as error:
+            if user:
+                note_caught(error, by)
+            raise
+        return self._noted(func, args, kwargs, out, user)
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """What forward has made is a stand-in that was none of the given ones. The result of such a leaf tells by its
+        own flag (ladder.py)."""
+        return self._given is not None and (id(tensor) in self._given or type(tensor) in (Tensor, nn.Parameter))
+
+    def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, user: bool) -> Any:
+        """The result as forward is given it."""
+        if self._real is None:
+            return out
         if func in _LAYOUT:
-            if self._real is not None and self._is_user_file(_asking(1)):
+            if user:
                 self._note_layout(func, args[0], args[1:], kwargs, out)
-        elif self._real is not None and (isinstance(out, Tensor) or type(out) in (tuple, list)):
-            made = itself(func, args, kwargs, out)
+        elif isinstance(out, Tensor) or type(out) in (tuple, list):
             self.facts.by_layout |= func in _BY_LAYOUT
-            return made
+            return itself(func, args, kwargs, out)
         return out
 
     def refuse(self, reason: str, whole: bool = False) -> None:
-        """Forward may catch what is raised here: it is raised again behind it."""
-        self.refusal = self.refusal or NotRepeatable(reason, whole)
-        raise NotRepeatable(reason, whole)
+        raise _noted(NotRepeatable(reason, whole))
+
+    def _known(self, t: Any) -> int | str | None:
+        return (self._given or {}).get(id(t))
 
     def _leaves(self) -> list[int]:
         assert self._real is not None
         return [i for i in self._real if isinstance(i, int)]
 
     def _note_layout(self, func: Any, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], told: Any) -> None:
-        where = self._given.get(id(t))
+        where = self._known(t)
         if isinstance(where, int):
             self.facts.answers.setdefault((where, func, repr((args, kwargs))), (args, kwargs, told))
         elif where is None:  # strides go from operands to results
@@ -136,7 +186,7 @@ class Asked(TorchFunctionMode):
 
     def missing(self, t: Tensor, name: str) -> Any:
         """An attribute that no tensor has, which the user's code looks for."""
-        where = self._given.get(id(t))
+        where = self._known(t)
         assert self._real is not None
         if where is None:
             for i in self._leaves():  # in PyTorch it may be an argument itself
@@ -154,12 +204,12 @@ class Asked(TorchFunctionMode):
         return value
 
     def asks_class(self, t: Any) -> None:
-        if isinstance(t, Tensor) and isinstance(self._given.get(id(t)), int):
+        if isinstance(t, Tensor) and isinstance(self._known(t), int):
             self.facts.classes = True
 
     def as_key(self, t: Any) -> None:
         """A tensor as a key is told by its identity; what outlives the call may hold an argument's."""
-        if id(t) in self._given:
+        if self._known(t) is not None:
             self.refuse("forward uses an argument or a tensor of the module as a key, or takes its hash", True)
         self.facts.identity = True
 
@@ -172,14 +222,60 @@ def _attribute(name: str, t: Tensor) -> Any:
     return vars(t).get(name, ABSENT)
 
 
-def _asking(above: int) -> str:
-    """File of the code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
+def in_try(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's, from this one outwards, that may catch what is raised here."""
+    for f in outwards(frame):
+        if f.f_code.co_filename.startswith(OWN_DIR) and f.f_code.co_name == "forward":
+            return None  # where the trace begins
+        if is_user_file(f.f_code.co_filename) and tried(f):
+            return f
+    return None
+
+
+def note_caught(error: Exception, by: FrameType) -> None:
+    """An exception of PyTorch's, or one by which a trace is refused, arrives in the user's code. If the trace goes on
+    behind it, the user has caught it: the path taken is that of tensors without values."""
+    scope = here()
+    if scope is not None and scope.watch is not None and scope.exporting:
+        what = str(error) if isinstance(error, NotRepeatable) else f"PyTorch raises {type(error).__name__}"
+        whole = isinstance(error, NotRepeatable) and error.whole
+        scope.watch.problem_at(by, f"catches what stops a trace ({what})", whole)
+
+
+def _number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a symbolic number: asked for its value, it may have none."""
+
+    def ask(self: Any) -> Any:
+        try:
+            return original(self)
+        except Exception as error:
+            by = sys._getframe(2)  # below: this, only_here's
+            if is_user_file(by.f_code.co_filename):
+                note_caught(error, by)
+            raise
+
+    return ask
+
+
+def _asking(above: int) -> FrameType:
+    """The code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
     frame = sys._getframe(above + 1)
     own = frame.f_globals.get("__name__")
     while frame.f_back is not None and own in ("torch._tensor", "torch.overrides", __name__):
         frame = frame.f_back
         own = frame.f_globals.get("__name__")
-    return frame.f_code.co_filename
+    return frame
+
+
+def _noted(error: NotRepeatable) -> NotRepeatable:
+    note_caught(error, next((f for f in outwards(sys._getframe(1)) if is_user_file(f.f_code.co_filename)),
+                            sys._getframe(1)))
+    return error
+
+
+_NUMBERS = ((torch.SymBool, "__bool__"), (torch.SymInt, "__bool__"), (torch.SymInt, "__int__"),
+            (torch.SymInt, "__index__"), (torch.SymFloat, "__bool__"), (torch.SymFloat, "__int__"),
+            (torch.SymFloat, "__float__"))
 
 
 # --- results that are an operand ------------------------------------------------------------------
@@ -274,9 +370,9 @@ class _Generator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
-            raise NotRepeatable(
+            raise _noted(NotRepeatable(
                 "forward sets the state of torch's random generator (manual_seed, seed, set_rng_state or fork_rng)"
-            )
+            ))
         return getattr(self._inner, name)
 
 
@@ -343,13 +439,56 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
             and not torch.is_autocast_enabled()
             and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters()))
         ):
-            raise NotRepeatable(
+            raise _noted(NotRepeatable(
                 "nn.TransformerEncoder in eval mode drops padding (nested tensors) as the mask's values allow; "
                 "enable_nested_tensor=False keeps it in the graph"
-            )
+            ))
         return original(self, src, mask, src_key_padding_mask, *args, **kwargs)
 
     return forward
+
+
+# --- modes that a graph does not have ---------------------------------------------------------------
+
+
+def _inference(original: Callable[..., Any]) -> Callable[..., Any]:
+    """inference_mode.__enter__, also of decorated functions. no_grad is another matter: the trace has it."""
+
+    def enter(self: Any) -> Any:
+        if self.mode != torch.is_inference_mode_enabled():
+            raise NotRepeatable(
+                f"forward enters torch.inference_mode({self.mode}): its tensors are of a kind that a graph does not "
+                "make; torch.no_grad() stays in the graph",
+                True,
+            )
+        return original(self)
+
+    return enter
+
+
+def users_hook(pack: Any) -> bool:
+    """Is it not one of PyTorch's own (checkpoint, save_on_cpu), which give back what they were given?"""
+    return not getattr(getattr(pack, "__code__", None), "co_filename", "").startswith((TORCH_DIR, OWN_DIR))
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        if users_hook(self.pack_hook) or users_hook(self.unpack_hook):
+            raise NotRepeatable("forward enters saved_tensors_hooks: what a graph keeps for backward does not go "
+                                "through them")  # fmt: skip
+        return original(self)
+
+    return enter
+
+
+def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        if type(self).__module__.partition(".")[0] not in ("torch", "ortmodule"):
+            raise NotRepeatable(f"forward enters {type(self).__name__}, a TorchDispatchMode: a graph does not go "
+                                "through it")  # fmt: skip
+        return original(self)
+
+    return enter
 
 
 @contextlib.contextmanager
@@ -358,15 +497,20 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
     """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given, real: of
     Asked."""
     encode = nn.TransformerEncoder.forward
+    infer, save, mode = torch.inference_mode, torch.autograd.graph.saved_tensors_hooks, private.DispatchMode
     asked, scope = Asked(is_user_file, given, real), here()
     if scope is not None and scope.watch is not None and real is not None:
         scope.watch.asked = asked
     with replaced(
         Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
         Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
+        Patch(infer, "__enter__", only_here(_inference(infer.__enter__), infer.__enter__)),
+        Patch(save, "__enter__", only_here(_saving(save.__enter__), save.__enter__)),
+        *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]
+          if private.has("DispatchMode") else []),
         *_honest_flags(),
+        *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
+          for cls, name in _NUMBERS if name in vars(cls)],
         *(_attributes(asked) if real is not None else ()),
     ), asked:  # fmt: skip
         yield asked
-    if asked.refusal is not None:
-        raise asked.refusal
