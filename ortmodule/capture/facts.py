@@ -56,17 +56,16 @@ class Known:
 
 
 def layout(t: Tensor) -> Hashable:
-    """The kind of a tensor's strides: equal kinds answer alike whatever the sizes, and allow the same views."""
+    """The kind of a tensor's strides, whatever its sizes: which order they have, and which neighbours can be one
+    dimension. Equal kinds allow the same views, and results that follow them have equal kinds, too."""
     if t.layout is not torch.strided or t.is_contiguous():
         return True
     sizes, strides = t.shape, t.stride()
-    order = sorted(range(t.dim()), key=lambda d: (strides[d], sizes[d]))
-    dense = 1
-    for d in order:
-        if sizes[d] != 1 and strides[d] != dense:
-            return tuple(strides)
-        dense *= sizes[d]
-    return tuple([d for d in order if sizes[d] != 1])
+    wide = [d for d in range(t.dim()) if sizes[d] != 1]
+    order = tuple(sorted(wide, key=lambda d: -strides[d]))
+    merges = tuple([strides[d] == sizes[e] * strides[e] for of in (wide, order)
+                    for d, e in zip(of, of[1:])])  # fmt: skip
+    return order, merges, tuple([strides[d] == 0 for d in wide]), 1 in strides
 
 
 def pattern(tensors: Sequence[Tensor], known: Known) -> tuple[Hashable, ...]:
@@ -94,7 +93,10 @@ class Facts:
         """The tests for later calls. tensors: the arguments of this one. Raises CaptureError where the trace was told
         something else."""
         known, tests = Known(module), []  # type: tuple[Known, list[Test]]
-        for i in sorted(self.layouts):
+        plain = [i for i in sorted(self.layouts) if layout(tensors[i]) is True]
+        if plain:
+            tests.append(lambda given, _: all([given[i].is_contiguous() for i in plain]))
+        for i in sorted(self.layouts.difference(plain)):
             tests.append(_of_leaf(i, layout, layout(tensors[i])))
         for i in sorted(self.offsets):
             tests.append(_of_leaf(i, Tensor.storage_offset, tensors[i].storage_offset()))
@@ -129,9 +131,6 @@ def hold(tests: list[Test], tensors: Sequence[Tensor], known: Known) -> bool:
 
 
 def _of_leaf(i: int, ask: Callable[[Tensor], Any], answer: Any) -> Test:
-    if ask is layout and answer is True:
-        return lambda tensors, _: tensors[i].is_contiguous()
-
     def test(tensors: Sequence[Tensor], _: Known) -> bool:
         now = ask(tensors[i])
         return now is answer or type(now) is type(answer) and bool(now == answer)

@@ -173,6 +173,9 @@ class Asked(TorchFunctionMode):
             self.facts.layouts.update(self._leaves())
             if func is Tensor.storage_offset:
                 self.facts.offsets.update(self._leaves())
+            if func is Tensor.stride:  # a number that forward goes on with
+                for i in self._leaves():
+                    self.facts.answers.setdefault((i, func, repr(((), {}))), ((), {}, None))
         else:
             assert self._real is not None
             self._again(where, functools.partial(_call, func, args, kwargs), f"{func.__name__} of {where}")
@@ -303,24 +306,28 @@ def _operands(x: Any) -> Iterator[Tensor]:
             yield from _operands(y)
 
 
+def _shares(operands: list[Tensor], outs: Any) -> bool:
+    """Is there a new object over the memory of an operand?"""
+    ids = {id(t) for t in operands}
+    memory = {private.storage_of(t) for t in operands if t.layout is torch.strided}
+    return any(isinstance(y, Tensor) and id(y) not in ids and y.layout is torch.strided
+               and private.storage_of(y) in memory for y in outs)  # fmt: skip
+
+
 def itself(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     """What func gives, with operands in the place of results that PyTorch does not make anew: a trace has a new object
     for each. PyTorch tells, on tensors without values."""
     outs = [out] if isinstance(out, Tensor) else out
     operands = list(_operands((*args, *kwargs.values())))
-    ids = {id(t) for t in operands}
-    with private.NoTorchFunction():
-        if "dropout" not in getattr(func, "__name__", ""):
-            memory = {private.storage_of(t) for t in operands if t.layout is torch.strided}
-            if not memory or not any(isinstance(y, Tensor) and id(y) not in ids and y.layout is torch.strided
-                                     and private.storage_of(y) in memory for y in outs):  # fmt: skip
+    made: dict[int, Tensor] = {}
+    try:
+        with private.NoTorchFunction():
+            if "dropout" not in getattr(func, "__name__", "") and not _shares(operands, outs):
                 return out
-        made: dict[int, Tensor] = {}
-        try:
             with private.without_modes(), private.no_python_dispatcher(), torch.autocast("cpu", enabled=False):
                 again = func(*_bare(args, made), **{k: _bare(v, made) for k, v in kwargs.items()})
-        except Exception:  # what cannot be told is a new object
-            return out
+    except Exception:  # what cannot be told is a new object
+        return out
     of = {id(bare): t for t in operands if (bare := made.get(id(t))) is not None}
     if isinstance(out, Tensor):
         return of.get(id(again), out)

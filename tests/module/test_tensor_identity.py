@@ -248,6 +248,12 @@ def test_of_what_is_computed_no_layout_is_guarded() -> None:
     assert engine(ours) and len(ours.report().graphs) == 1
 
 
+def test_slices_of_all_lengths_have_one_layout() -> None:
+    """Strides differ from length to length, their kind does not."""
+    ours = beside(Net(lambda m, x: m.a(x.view(*x.shape[:2], 2, 2).flatten(2))), lambda m, s: (draw(s, 2, 4 + s, 4)[:, 1:],))
+    assert engine(ours) and len(ours.report().graphs) == 2
+
+
 # --- identity -------------------------------------------------------------------------------------
 
 
