@@ -321,7 +321,7 @@ def itself(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     operands = list(_operands((*args, *kwargs.values())))
     made: dict[int, Tensor] = {}
     try:
-        with private.NoTorchFunction():
+        with private.NoTorchFunction() if private.has("NoTorchFunction") else contextlib.nullcontext():
             if "dropout" not in getattr(func, "__name__", "") and not _shares(operands, outs):
                 return out
             with private.without_modes(), private.no_python_dispatcher(), torch.autocast("cpu", enabled=False):
