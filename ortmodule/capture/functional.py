@@ -669,11 +669,7 @@ class _Functionalizer:
                 self.check_unshared(source, [s for s, _ in held])
                 p.writes.append((base.input, base.node))
         p.edited = [source for source, base in held if base.version > 0 and source.kind != "constant"]
-        for out in p.outputs:
-            while isinstance(out, Node):
-                if out.target is HOST and self.exported.table.rows[out.args[1]].expected.shares:
-                    raise CaptureError(f"what is kept in PyTorch {SHARES}; it is returned", "", *out.src[1:])
-                out = out.args[0] if _is_view(out) else None
+        self.check_returned({base.input for source, base in held if source.kind == "user"})
         p.edits = self.mutates
         p.layouts = self.layouts_that_matter(held)
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
@@ -693,6 +689,24 @@ class _Functionalizer:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+
+    def check_returned(self, arguments: Collection[Node | None]) -> None:
+        """What is kept in PyTorch may return memory of what it is given. Whoever has both, sees it."""
+        p = self.program
+        known = {x for x in (*arguments, *p.outputs) if isinstance(x, Node)}
+
+        def root(x: Any) -> Any:
+            while isinstance(x, Node) and x not in known and x.target is not HOST and _is_view(x):
+                x = x.args[0]
+            return x
+
+        for out in p.outputs:
+            made = root(out.args[0]) if isinstance(out, Node) and _is_view(out) else None
+            if not isinstance(made, Node) or made.target is not HOST:
+                continue
+            if self.exported.table.rows[made.args[1]].expected.shares and any(root(x) in known for x in made.args[0]):
+                raise CaptureError("what is kept in PyTorch returns memory of an argument or of another result", "",
+                                   *made.src[1:])  # fmt: skip
 
     def layouts_that_matter(self, held: list[tuple[Source, _Base]]) -> set[int]:
         """Arguments whose strides a later call must share. Strides go from operands to results."""
