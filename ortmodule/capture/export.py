@@ -467,8 +467,11 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         _light(),
         private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),
     ):
-        program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
-                                      prefer_deferred_runtime_asserts_over_guards=False)
+        try:
+            program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
+                                          prefer_deferred_runtime_asserts_over_guards=False)
+        finally:
+            wrapper._real = dict  # the arguments are the caller's to hold
     if cut:
         marks.check(program, module, table)
     if keep and not dynamic and box["structure"] != _structure(result):

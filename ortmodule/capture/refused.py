@@ -155,6 +155,10 @@ class Asked(TorchFunctionMode):
             return itself(func, args, kwargs, out)
         return out
 
+    def end(self) -> None:
+        self._real = None
+        self._given = None
+
     def refuse(self, reason: str, whole: bool = False) -> None:
         raise _noted(NotRepeatable(reason, whole))
 
@@ -520,4 +524,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
           for cls, name in _NUMBERS if name in vars(cls)],
         *(_attributes(asked) if real is not None else ()),
     ), asked:  # fmt: skip
-        yield asked
+        try:
+            yield asked
+        finally:  # the arguments are the caller's to hold
+            asked.end()
