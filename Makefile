@@ -9,6 +9,7 @@ KB     ?= $(B)
 OWN    ?= $(if $(filter $(KB),$(B)),$(ISAS))
 CC     ?= gcc
 ARCH   := $(shell uname -m)
+TRIPLET ?= $(ARCH)-linux-gnu
 EXT    := ortmodule/_C.abi3.so
 
 WARN   := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wvla -Werror=psabi -Werror=implicit-function-declaration -Werror=incompatible-pointer-types
@@ -33,9 +34,9 @@ MARCH_avx2    := -march=x86-64-v3
 MARCH_avx512  := -march=x86-64-v4
 OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/%.k.c=$(if $(filter $(i),$(OWN)),$(B),$(KB))/%.$(i).o))
 LIBS   := -lm -lpthread -ldl
-PBC     = $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
+PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm size
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -144,9 +145,41 @@ $(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 # the example sees one header of the engine's
-$(B)/train_mlp: examples/train_mlp.c csrc/ortmodule.h $(B)/libom.a
+EXAMPLE_LIB ?= libom.a
+$(B)/train_mlp: examples/train_mlp.c csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
 	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
-	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $< $(B)/libom.a $(PBC) $(LIBS) -o $@
+	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $< $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
+
+# --- the engine for programs without Python: libortmodule.{a,so} + ortmodule.h, one instruction set, docs/ON_DEVICE.md --------------------
+# ISA=generic|avx2|avx512 (x86_64). BLAS='-lopenblas': products by that library instead of the engine's own. Only names of ortmodule.h are visible.
+DEVICE     ?= build/device
+ISA        ?= $(if $(filter x86_64,$(ARCH)),avx2,generic)
+BLAS       ?=
+DEV_ROOMS  := graph ops cpu optim passes passes/masks onnx run trainer
+DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
+DEV_MAKE    = $(MAKE) --no-print-directory B=$(DEVICE) KB=$(DEVICE) ISAS=$(ISA) ROOMS='$(DEV_ROOMS)' OPT='$(DEV_OPT) $(DEV_FLAGS)' BLAS='$(BLAS)' EXAMPLE_LIB=libortmodule.a
+DEV_OPT    ?= -O2
+device: venv   ## libortmodule.{a,so} without PyTorch and Python in build/device (ISA=generic|avx2|avx512, BLAS=-lopenblas)
+	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp
+size: device   ## what the library for devices weighs, stripped (2 MB at most)
+	@$(DEV_CROSS)strip -s -o $(DEVICE)/stripped.so $(DEVICE)/libortmodule.so
+	@size=$$(stat -c %s $(DEVICE)/stripped.so); echo "$(DEVICE)/libortmodule.so ($(ISA)), stripped: $$size bytes"; test $$size -lt $(SIZE_MAX)
+SIZE_MAX   ?= 2000000
+# the same for ARM, with Debian's gcc-aarch64-linux-gnu, gcc-arm-linux-gnueabihf and libprotobuf-c-dev of both (dpkg --add-architecture arm64 armhf)
+device-arm: venv   ## the same for aarch64 and armv7 (build/device-aarch64, build/device-armv7)
+	@$(MAKE) --no-print-directory device ARCH=aarch64 ISA=generic CC=aarch64-linux-gnu-gcc DEV_CROSS=aarch64-linux-gnu- DEVICE=build/device-aarch64
+	@$(MAKE) --no-print-directory device ARCH=arm TRIPLET=arm-linux-gnueabihf ISA=generic CC='arm-linux-gnueabihf-gcc -march=armv7-a -mfpu=neon-vfpv4' DEV_CROSS=arm-linux-gnueabihf- DEVICE=build/device-armv7
+LP         := (
+PUBLIC      = $(shell grep -oE '\bom_[a-z0-9_]+[$(LP)]' csrc/ortmodule.h | tr -d '$(LP)' | sort -u)
+$(B)/libortmodule.a: $(OBJ) csrc/ortmodule.h
+	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
+	@cd $(B) && $(DEV_CROSS)ar x $(PBC) protobuf-c.o
+	@$(DEV_CROSS)ld -r -o $(B)/ortmodule.o $(OBJ) $(B)/protobuf-c.o
+	@$(DEV_CROSS)objcopy $(PUBLIC:%=--keep-global-symbol=%) $(B)/ortmodule.o
+	@rm -f $@ && $(DEV_CROSS)ar rcs $@ $(B)/ortmodule.o
+$(B)/libortmodule.so: $(B)/libortmodule.a
+	@echo "{ global: $(PUBLIC:%=%;) local: *; };" > $(B)/public.map
+	@$(CC) -shared -Wl,-soname,libortmodule.so -Wl,-z,defs -Wl,--gc-sections -Wl,--version-script=$(B)/public.map -o $@ -Wl,--whole-archive $< -Wl,--no-whole-archive $(BLAS) -lm -lpthread
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S  ?= 60
