@@ -20,7 +20,7 @@ CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)
 KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 # the rooms of csrc/ (docs/ARCHITECTURE.md), each includes only those before it; python/ and tools/ are no part of the library
-ROOMS  := graph ops cpu optim passes passes/masks onnx run cuda
+ROOMS  := graph ops cpu optim passes passes/masks onnx run trainer cuda
 KSRC   := $(wildcard $(ROOMS:%=csrc/%/kernels/*.k.c))
 SRC    := $(filter-out %.k.c,$(wildcard $(ROOMS:%=csrc/%/*.c)))
 PYSRC  := $(wildcard csrc/python/*.c)
@@ -101,7 +101,7 @@ endif
 $(B)/cuda/image.o: $(FATBIN)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_FATBIN='"$(FATBIN)"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
@@ -146,7 +146,7 @@ $(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of
 
 # the example sees one header of the engine's
 EXAMPLE_LIB ?= libom.a
-$(B)/train_mlp: examples/train_mlp.c csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
+$(B)/train_mlp $(B)/train_digits: $(B)/%: examples/%.c csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
 	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
 	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $< $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
 
@@ -155,12 +155,12 @@ $(B)/train_mlp: examples/train_mlp.c csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
 DEVICE     ?= build/device
 ISA        ?= $(if $(filter x86_64,$(ARCH)),avx2,generic)
 BLAS       ?=
-DEV_ROOMS  := graph ops cpu optim passes passes/masks onnx run trainer
+DEV_ROOMS  := $(filter-out cuda,$(ROOMS))
 DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
 DEV_MAKE    = $(MAKE) --no-print-directory B=$(DEVICE) KB=$(DEVICE) ISAS=$(ISA) ROOMS='$(DEV_ROOMS)' OPT='$(DEV_OPT) $(DEV_FLAGS)' BLAS='$(BLAS)' EXAMPLE_LIB=libortmodule.a
 DEV_OPT    ?= -O2
 device: venv   ## libortmodule.{a,so} without PyTorch and Python in build/device (ISA=generic|avx2|avx512, BLAS=-lopenblas)
-	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp
+	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp $(DEVICE)/train_digits
 size: device   ## what the library for devices weighs, stripped (2 MB at most)
 	@$(DEV_CROSS)strip -s -o $(DEVICE)/stripped.so $(DEVICE)/libortmodule.so
 	@size=$$(stat -c %s $(DEVICE)/stripped.so); echo "$(DEVICE)/libortmodule.so ($(ISA)), stripped: $$size bytes"; test $$size -lt $(SIZE_MAX)

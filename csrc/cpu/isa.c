@@ -43,7 +43,7 @@ bool om_isa_runs(void) { return true; }
 int om_isa(void) { /* two threads may both detect: they find the same */
     static int isa = -1;
     int i = __atomic_load_n(&isa, __ATOMIC_RELAXED);
-    if (i < 0) __atomic_store_n(&isa, i = isa_detect(), __ATOMIC_RELAXED);
+    if (i < 0) __atomic_store_n(&isa, i = isa_detect(true), __ATOMIC_RELAXED);
     return i;
 }
 #endif
