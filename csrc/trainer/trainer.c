@@ -520,23 +520,34 @@ static om_status inputs_zero(om_trainer *t, const om_tgraph *g, bool eval, const
     return OM_OK;
 }
 
-/* Every kind of step that may come, each while there are as many gradients as there may be: see above. */
+static om_status rehearse_step(om_trainer *t, bool drop) {
+    om_status s = om_trainer_fail(t, t->cx, step(t, &t->train, false, drop));
+    outputs_free(&t->train);
+    return s;
+}
+
+static om_status rehearse_eval(om_trainer *t) {
+    om_status s = om_trainer_fail(t, t->cx, forward(t, &t->eval, false, NULL, NULL));
+    outputs_free(&t->eval);
+    return s;
+}
+
+/* Once to make the plans, which stay. Then every kind of step that may come, without and with gradients there. */
 static om_status rehearse(om_trainer *t, const om_tensor *train, const om_tensor *eval) {
     om_tensor *x = NULL, *y = NULL;
+    const bool evaluates = t->eval.m && (eval || t->eval.numbers);
     om_status s = inputs_zero(t, &t->train, false, train, &x);
     if (s == OM_OK) s = inputs_bind(t, &t->train, false, x);
+    if (s == OM_OK && evaluates) s = inputs_zero(t, &t->eval, true, eval, &y);
+    if (s == OM_OK && evaluates) s = inputs_bind(t, &t->eval, true, y);
+    if (s == OM_OK) s = rehearse_step(t, true);
+    if (s == OM_OK && evaluates) s = rehearse_eval(t);
     for (int held = 0; held <= !t->one_batch; held++)
         for (int keep = 0; keep <= !t->loss_only && s == OM_OK; keep++) {
             if (!held) om_trainer_grads_free(t);
-            s = om_trainer_fail(t, t->cx, step(t, &t->train, false, !keep));
-            outputs_free(&t->train);
+            s = rehearse_step(t, !keep);
         }
-    if (s == OM_OK && t->eval.m && (eval || t->eval.numbers)) {
-        s = inputs_zero(t, &t->eval, true, eval, &y);
-        if (s == OM_OK) s = inputs_bind(t, &t->eval, true, y);
-        if (s == OM_OK) s = om_trainer_fail(t, t->cx, forward(t, &t->eval, false, NULL, NULL));
-        outputs_free(&t->eval);
-    }
+    if (s == OM_OK && evaluates) s = rehearse_eval(t);
     om_trainer_grads_free(t);
     om_free(t->host, x);
     om_free(t->host, y);
