@@ -329,8 +329,8 @@ om_status om_trainer_update(om_trainer *t);
 void om_trainer_reset(om_trainer *t); /* lazily: the gradients may be read until the next step */
 void om_trainer_seed(om_trainer *t, uint64_t seed); /* of random operators: step n after this call draws the same */
 
-/* The learning rate the next update uses. A schedule sets it: when it begins and at every om_trainer_schedule_step, from
- * the number of updates so far. Warm-up: 0 to `rate`; after it linear, or half a cosine, to 0 at `total`. */
+/* The learning rate the next update uses. A schedule sets it, when it begins and at every om_trainer_schedule_step,
+ * from the number of updates so far. Warm-up: 0 to `rate`; after it linear, or half a cosine, to 0 at `total`. */
 typedef enum om_schedule { OM_SCHEDULE_NONE, OM_SCHEDULE_CONSTANT, OM_SCHEDULE_LINEAR, OM_SCHEDULE_COSINE } om_schedule;
 double om_trainer_rate(const om_trainer *t);
 void om_trainer_set_rate(om_trainer *t, double rate);

@@ -1,7 +1,7 @@
 """Makes examples/digits.u8 of scikit-learn's digits set (needs scikit-learn): 1797 images of 8 x 8 pixels, 0 to 16.
 
-The file: "digits 1797\n", then the images (64 bytes each), then the labels (a byte each). The order is shuffled once, so
-that the first rows can be the training set.
+The file: "digits 1797\n", then the images (64 bytes each), then the labels (a byte each). The order is shuffled
+once, so that the first rows can be the training set.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 /* train_digits.c - trains a classifier of handwritten digits in C, from artifacts that Python has made.
  *
- *     train_digits MODEL.omd digits.u8 [--epochs N] [--rate X] [--above ACCURACY] [--save CHECKPOINT] [--export FILE.onnx]
- *                  [--threads N]
+ *     train_digits MODEL.omd digits.u8 [--epochs N] [--rate X] [--above ACCURACY] [--save CHECKPOINT]
+ *                  [--export FILE.onnx] [--threads N]
  *
  * MODEL.omd: model.save_for_device of a module that takes x: f32 (batch, 64) and labels: i64 (batch,) and returns the
  * loss and the scores (batch, 10); examples/digits.py makes one. The first 1500 images are for training, the others for
@@ -31,7 +31,10 @@ static void check(om_ctx *cx, const char *what, om_status s) {
     if (s != OM_OK) fail(what, om_ctx_message(cx));
 }
 
-typedef struct digits { int n; uint8_t *image, *label; } digits;
+typedef struct digits {
+    int n;
+    uint8_t *image, *label;
+} digits;
 
 static digits digits_read(const char *path) {
     digits d = {0};
@@ -87,16 +90,23 @@ int main(int argc, char **argv) {
     double epochs = 20, rate = 0, above = 0.95, threads = 0;
     int n_file = 0;
     for (int i = 1; i < argc; i++) {
-        const struct { const char *name; double *number; const char **text; } options[] = {
-            {"--epochs", &epochs, NULL}, {"--rate", &rate, NULL}, {"--above", &above, NULL},
-            {"--threads", &threads, NULL}, {"--save", NULL, &save}, {"--export", NULL, &export}};
+        const struct {
+            const char *name;
+            double *number;
+            const char **text;
+        } options[] = {{"--epochs", &epochs, NULL},   {"--rate", &rate, NULL}, {"--above", &above, NULL},
+                       {"--threads", &threads, NULL}, {"--save", NULL, &save}, {"--export", NULL, &export}};
         int k = 0;
         while (k < 6 && strcmp(argv[i], options[k].name) != 0) k++;
         if (k == 6 && (argv[i][0] == '-' || n_file == 2)) return fputs(usage, stderr), 2;
-        if (k == 6) file[n_file++] = argv[i];
-        else if (++i == argc) return fputs(usage, stderr), 2;
-        else if (options[k].text) *options[k].text = argv[i];
-        else *options[k].number = strtod(argv[i], NULL);
+        if (k == 6)
+            file[n_file++] = argv[i];
+        else if (++i == argc)
+            return fputs(usage, stderr), 2;
+        else if (options[k].text)
+            *options[k].text = argv[i];
+        else
+            *options[k].number = strtod(argv[i], NULL);
     }
     if (n_file != 2) return fputs(usage, stderr), 2;
 

@@ -5,7 +5,7 @@
 
 A directory of artifacts, names with a prefix where one is given:
 
-    training_model.onnx    forward whose first output is the loss; parameters are graph inputs, by metadata `role:<name>`
+    training_model.onnx    forward whose first output is the loss; parameters are inputs with metadata `role:<name>`
     eval_model.onnx        the same for evaluation: no dropout
     optimizer_model.onnx   onnxruntime-training's contract: one AdamWOptimizer or SGDOptimizerV2 node over sequences
     checkpoint             safetensors: parameters by name
@@ -257,11 +257,11 @@ def generate_artifacts(
 ) -> None:
     """Writes artifacts for a device from an ONNX model (a ModelProto, or a path), exported in training mode.
 
-    requires_grad, frozen_params: initializers that are parameters; others stay constants. loss: what is put behind the
-    outputs `loss_input_names` (None: all); None: the first output is the loss. The graph's outputs are then the loss and
-    additional_output_names. optimizer None: gradients only. artifact_directory None: the current one. nominal_checkpoint:
-    one without values as well. Raises RuntimeError with the name of what does not fit. ort_format and custom_op_library
-    are onnxruntime's own and refused.
+    requires_grad, frozen_params: initializers that are parameters; others stay constants. loss: what is put behind
+    the outputs `loss_input_names` (None: all); None: the first output is the loss. The graph's outputs are then the
+    loss and additional_output_names. optimizer None: gradients only. artifact_directory None: the current one.
+    nominal_checkpoint: one without values as well. Raises RuntimeError with the name of what does not fit. ort_format
+    and custom_op_library are onnxruntime's own and refused.
     """
     if ort_format or custom_op_library is not None:
         raise RuntimeError("ort_format and custom_op_library: only onnxruntime can run these")

@@ -60,7 +60,7 @@ def constant(value: Any, dtype: Any = np.float32) -> str:
 
 
 def add_input(name: str, like: str, without: Sequence[int] = (), elem_type: int | None = None) -> str:
-    """A new graph input of the sizes (but for some axes) and type of a value; one of that name already there is used."""
+    """A new graph input of the sizes (but for some axes) and type of a value; one of that name is used when there."""
     graph = _graph()
     if any(i.name == name for i in graph.input):
         return name

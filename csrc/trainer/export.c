@@ -13,9 +13,9 @@ typedef struct cut {
     om_ctx *cx;
     om_trainer *t;
     om_arena mem;
-    om_strmap need;             /* names of values */
-    Onnx__GraphProto g;         /* what is left of it */
-    uint8_t *param;             /* per parameter: inside */
+    om_strmap need;     /* names of values */
+    Onnx__GraphProto g; /* what is left of it */
+    uint8_t *param;     /* per parameter: inside */
 } cut;
 
 static void *pb_alloc(void *arena, size_t size) { return om_arena_alloc(arena, size ? size : 1); }
@@ -55,8 +55,8 @@ static om_status cut_make(cut *c, const Onnx__GraphProto *of, const char *const 
     c->g = *of;
 #define LIST(field, count) (c->g.field = om_arena_alloc(&c->mem, ((count) + 1) * sizeof *c->g.field))
     if (!LIST(node, of->n_node) || !LIST(initializer, of->n_initializer) || !LIST(input, of->n_input) ||
-        !LIST(output, (size_t)n) || !LIST(value_info, of->n_value_info) || !LIST(metadata_props, of->n_metadata_props) ||
-        !(c->param = om_arena_alloc(&c->mem, (size_t)c->t->n_param + 1)))
+        !LIST(output, (size_t)n) || !LIST(value_info, of->n_value_info) ||
+        !LIST(metadata_props, of->n_metadata_props) || !(c->param = om_arena_alloc(&c->mem, (size_t)c->t->n_param + 1)))
         return c->cx->status;
 #undef LIST
     c->g.n_node = c->g.n_initializer = c->g.n_input = c->g.n_output = c->g.n_value_info = c->g.n_metadata_props = 0;
@@ -84,15 +84,18 @@ static om_status cut_make(cut *c, const Onnx__GraphProto *of, const char *const 
     for (size_t i = 0; i < of->n_input; i++) {
         const int at = om_trainer_find(c->t, of->input[i]->name);
         if (!needed(c, of->input[i]->name)) continue;
-        if (at >= 0) c->param[at] = 1;
-        else c->g.input[c->g.n_input++] = of->input[i];
+        if (at >= 0)
+            c->param[at] = 1;
+        else
+            c->g.input[c->g.n_input++] = of->input[i];
     }
     for (size_t i = 0; i < of->n_value_info; i++)
         if (needed(c, of->value_info[i]->name) && !value_find(c->g.n_output, c->g.output, of->value_info[i]->name))
             c->g.value_info[c->g.n_value_info++] = of->value_info[i];
     for (size_t i = 0; i < of->n_metadata_props; i++) {
         const char *key = of->metadata_props[i]->key;
-        const bool gone = key && (!strncmp(key, "role:", 5) ? om_trainer_find(c->t, key + 5) >= 0 : !strncmp(key, "write:", 6));
+        const bool gone = key && (!strncmp(key, "role:", 5) ? om_trainer_find(c->t, key + 5) >= 0
+                                                            : !strncmp(key, "write:", 6));
         if (!gone) c->g.metadata_props[c->g.n_metadata_props++] = of->metadata_props[i];
     }
     return OM_OK;
@@ -111,7 +114,10 @@ static size_t field_head(uint8_t *to, int tag, uint64_t size) {
     return 1 + varint(to + 1, size);
 }
 
-typedef struct weight { uint8_t head[16], raw[16], *proto; size_t n_head, n_raw, n_proto, size; } weight;
+typedef struct weight {
+    uint8_t head[16], raw[16], *proto;
+    size_t n_head, n_raw, n_proto, size;
+} weight;
 
 /* An initialiser, but for its bytes. */
 static om_status weight_make(cut *c, const om_tparam *p, weight *w) {
@@ -145,7 +151,8 @@ static om_status cut_write(cut *c, Onnx__ModelProto *m, const char *path) {
     m->graph = NULL;
     const size_t rest = onnx__model_proto__get_packed_size(m);
     if (all + rest > INT32_MAX - 32)
-        return om_fail(c->cx, OM_UNSUPPORTED, "export: %llu bytes; an ONNX file has 2 GiB at most", (unsigned long long)all);
+        return om_fail(c->cx, OM_UNSUPPORTED, "export: %llu bytes; an ONNX file has 2 GiB at most",
+                       (unsigned long long)all);
     uint8_t head[16], *body = om_arena_alloc(&c->mem, graph + 1), *around = om_arena_alloc(&c->mem, rest + 1);
     om_file f;
     if (!body || !around) return c->cx->status;

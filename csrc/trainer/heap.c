@@ -58,8 +58,10 @@ void *om_heap_alloc(void *heap, size_t size) {
         } else if (next) {
             next->prev = b->prev;
         }
-        if (b->prev) b->prev->next = next;
-        else h->first_free = next;
+        if (b->prev)
+            b->prev->next = next;
+        else
+            h->first_free = next;
         if (end > h->high) h->high = end;
         p = (char *)b + HEAD;
         break;
@@ -86,8 +88,10 @@ void om_heap_free(void *heap, void *p, size_t size) {
     b->prev = prev;
     b->next = next;
     if (next) next->prev = b;
-    if (prev) prev->next = b;
-    else h->first_free = b;
+    if (prev)
+        prev->next = b;
+    else
+        h->first_free = b;
     join(b);
     if (prev) join(prev);
     pthread_mutex_unlock(&h->lock);

@@ -4,7 +4,7 @@
  * gradients and moments; one node), of which only the node's attributes are news. The update is the multi-tensor kernel
  * that Python's FusedAdam and FusedSGD use, over all trainable parameters that have a gradient.
  *
- *   AdamWOptimizer (com.microsoft)      alpha beta epsilon weight_decay adam_mode (0 torch, 1 transformers) correct_bias
+ *   AdamWOptimizer (com.microsoft)      alpha beta epsilon weight_decay adam_mode (0 torch, 1 HF) correct_bias
  *   SGDOptimizerV2 (com.microsoft)      -
  *   ClipGradNorm, InplaceClipGradNorm   max_norm: before either, over all gradients
  *   SGD (ortmodule)                     momentum dampening nesterov weight_decay
@@ -37,8 +37,9 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
     if (!strcmp(op, "SequenceConstruct") || !strcmp(op, "SequenceAt") || !strcmp(op, "Identity")) return OM_OK;
     if (ort && (!strcmp(op, "InplaceClipGradNorm") || !strcmp(op, "ClipGradNorm"))) {
         t->max_norm = number(n, "max_norm", 1.0);
-        return t->max_norm > 0 ? OM_OK
-                               : om_fail(t->host, OM_INVALID, "optimizer graph: max_norm %g; it must be above 0", t->max_norm);
+        return t->max_norm > 0
+                   ? OM_OK
+                   : om_fail(t->host, OM_INVALID, "optimizer graph: max_norm %g; it must be above 0", t->max_norm);
     }
     const bool adam = ort && !strcmp(op, "AdamWOptimizer"), sgd = ort && !strcmp(op, "SGDOptimizerV2");
     const bool own = !strcmp(domain, "ortmodule") && !strcmp(op, "SGD");
@@ -51,15 +52,21 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
     t->optimizer = adam ? OM_T_ADAM : OM_T_SGD;
     t->sgd = (om_sgd_cfg){.inv_scale = 1};
     if (own)
-        t->sgd = (om_sgd_cfg){.momentum = number(n, "momentum", 0), .dampening = number(n, "dampening", 0),
-                              .weight_decay = number(n, "weight_decay", 0), .nesterov = number(n, "nesterov", 0) != 0,
+        t->sgd = (om_sgd_cfg){.momentum = number(n, "momentum", 0),
+                              .dampening = number(n, "dampening", 0),
+                              .weight_decay = number(n, "weight_decay", 0),
+                              .nesterov = number(n, "nesterov", 0) != 0,
                               .inv_scale = 1};
     if (!adam) return OM_OK;
     const double mode = number(n, "adam_mode", 0);
-    if (mode != 0 && mode != 1) return om_fail(t->host, OM_UNSUPPORTED, "optimizer graph: adam_mode %g; 0 and 1 are defined", mode);
-    t->adam = (om_adam_cfg){.beta1 = number(n, "alpha", 0.9), .beta2 = number(n, "beta", 0.999),
-                            .eps = number(n, "epsilon", 1e-8), .weight_decay = number(n, "weight_decay", 1e-2),
-                            .inv_scale = 1, .mode = mode == 0 ? OM_ADAMW_TORCH : OM_ADAMW_HF,
+    if (mode != 0 && mode != 1)
+        return om_fail(t->host, OM_UNSUPPORTED, "optimizer graph: adam_mode %g; 0 and 1 are defined", mode);
+    t->adam = (om_adam_cfg){.beta1 = number(n, "alpha", 0.9),
+                            .beta2 = number(n, "beta", 0.999),
+                            .eps = number(n, "epsilon", 1e-8),
+                            .weight_decay = number(n, "weight_decay", 1e-2),
+                            .inv_scale = 1,
+                            .mode = mode == 0 ? OM_ADAMW_TORCH : OM_ADAMW_HF,
                             .bias_correction = number(n, "correct_bias", 1) != 0};
     return OM_OK;
 }
@@ -96,8 +103,8 @@ static om_status update(om_trainer *t, bool zeros) {
     for (int i = 0; i < t->n_param; i++) {
         const om_tparam *p = &t->param[i];
         if (!p->trainable || (!zeros && !p->grad_block)) continue;
-        t->update[n] = (om_optim_param){.p = p->value, .g = zeros ? p->value : p->grad, .m = p->m, .v = p->v,
-                                        .step = (double)t->updates + 1};
+        t->update[n] = (om_optim_param){
+            .p = p->value, .g = zeros ? p->value : p->grad, .m = p->m, .v = p->v, .step = (double)t->updates + 1};
         t->norm[n] = t->update[n].g;
         n++;
     }
@@ -168,8 +175,10 @@ om_status om_trainer_schedule_step(om_trainer *t) {
     const double n = (double)t->updates, warmup = (double)t->schedule.warmup, total = (double)t->schedule.total;
     double part = 1;
     if (t->schedule.kind == OM_SCHEDULE_NONE) return OM_OK;
-    if (n < warmup) part = n / warmup;
-    else if (t->schedule.kind == OM_SCHEDULE_LINEAR) part = n < total ? (total - n) / (total - warmup) : 0;
+    if (n < warmup)
+        part = n / warmup;
+    else if (t->schedule.kind == OM_SCHEDULE_LINEAR)
+        part = n < total ? (total - n) / (total - warmup) : 0;
     else if (t->schedule.kind == OM_SCHEDULE_COSINE)
         part = n < total ? 0.5 * (1 + cos(3.14159265358979323846 * (n - warmup) / (total - warmup))) : 0;
     t->rate = t->initial_rate * part;

@@ -14,6 +14,7 @@
 #include "trainer/trainer.h"
 
 #include <errno.h>
+#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -99,7 +100,8 @@ static int property_find(const om_trainer *t, const char *name) {
 om_status om_trainer_set_property(om_trainer *t, const om_property *p) {
     om_property q;
     OM_TRY(t->host->status);
-    OM_CHECK(t->host, p->name && *p->name && om_utf8_valid(p->name, strlen(p->name)), "a property needs a name, in UTF-8");
+    OM_CHECK(t->host, p->name && *p->name && om_utf8_valid(p->name, strlen(p->name)),
+             "a property needs a name, in UTF-8");
     OM_CHECK(t->host, p->kind == 'i' || p->kind == 'f' || (p->kind == 's' && p->s && om_utf8_valid(p->s, strlen(p->s))),
              "property '%.80s': kind 'i', 'f', or 's' with a text in UTF-8 is needed", p->name);
     OM_TRY(property_copy(t->host, p, &q));
@@ -130,10 +132,19 @@ static bool number_whole(const char *text, int64_t *v) {
     *v = strtoll(text, &end, 10);
     return *text && !*end && !errno;
 }
+/* Numbers in files have a point, whatever the locale of the program says. */
 static bool number_real(const char *text, double *v) {
-    char *end;
-    *v = strtod(text, &end);
-    return *text && !*end;
+    char local[64], *end, *point;
+    if (!*text || strlen(text) >= sizeof local || strchr(text, ',')) return false;
+    strcpy(local, text);
+    if ((point = strchr(local, '.'))) *point = *localeconv()->decimal_point;
+    *v = strtod(local, &end);
+    return !*end;
+}
+static void number_text(char text[64], double v) {
+    snprintf(text, 64, "%.17g", v);
+    char *point = strchr(text, *localeconv()->decimal_point);
+    if (point) *point = '.';
 }
 
 om_status om_trainer_parse(om_trainer *t, const char *what, om_bytes checkpoint, om_tensors *f) {
@@ -143,7 +154,8 @@ om_status om_trainer_parse(om_trainer *t, const char *what, om_bytes checkpoint,
         return om_fail(t->host, OM_INVALID, "%s: metadata 'format' is %.40s; 'ortmodule-checkpoint' is expected", what,
                        format ? format : "missing");
     if (!version || strcmp(version, "1") != 0)
-        return om_fail(t->host, OM_UNSUPPORTED, "%s: version %.20s; this library reads 1", what, version ? version : "");
+        return om_fail(t->host, OM_UNSUPPORTED, "%s: version %.20s; this library reads 1", what,
+                       version ? version : "");
     return OM_OK;
 }
 
@@ -151,7 +163,9 @@ om_status om_trainer_trainable(om_trainer *t, const om_tensors *f) {
     for (uint32_t i = 0; i < f->meta.n; i++) {
         if (strncmp(f->meta.v[i].key, "frozen:", 7) != 0) continue;
         const int at = om_trainer_find(t, f->meta.v[i].key + 7);
-        if (at < 0) return om_fail(t->host, OM_INVALID, "checkpoint: '%.80s' is no parameter of the model", f->meta.v[i].key + 7);
+        if (at < 0)
+            return om_fail(t->host, OM_INVALID, "checkpoint: '%.80s' is no parameter of the model",
+                           f->meta.v[i].key + 7);
         t->param[at].trainable = false;
     }
     return OM_OK;
@@ -164,13 +178,19 @@ static bool same_kind(const om_tensor *a, const om_tensor *b) {
 static om_status entry_fits(om_trainer *t, const char *what, const om_entry *e, const om_tensor *want) {
     char a[160] = "", b[160] = "";
     if (same_kind(&e->t, want)) return OM_OK;
-    for (int k = 0, n = 0; k < e->t.rank; k++) n += snprintf(a + n, sizeof a - (size_t)n, " %lld", (long long)e->t.dim[k]);
-    for (int k = 0, n = 0; k < want->rank; k++) n += snprintf(b + n, sizeof b - (size_t)n, " %lld", (long long)want->dim[k]);
-    return om_fail(t->host, OM_INVALID, "%s: '%.80s' is %s [%s ], the model's is %s [%s ]: another model's file", what, e->name,
-                   om_dtype_name(e->t.dtype), a, om_dtype_name(want->dtype), b);
+    for (int k = 0, n = 0; k < e->t.rank; k++)
+        n += snprintf(a + n, sizeof a - (size_t)n, " %lld", (long long)e->t.dim[k]);
+    for (int k = 0, n = 0; k < want->rank; k++)
+        n += snprintf(b + n, sizeof b - (size_t)n, " %lld", (long long)want->dim[k]);
+    return om_fail(t->host, OM_INVALID, "%s: '%.80s' is %s [%s ], the model's is %s [%s ]: another model's file", what,
+                   e->name, om_dtype_name(e->t.dtype), a, om_dtype_name(want->dtype), b);
 }
 
-typedef struct numbers { int64_t updates; double rate, initial_rate; bool nominal; } numbers;
+typedef struct numbers {
+    int64_t updates;
+    double rate, initial_rate;
+    bool nominal;
+} numbers;
 
 static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f, numbers *x) {
     *x = (numbers){.rate = t->rate, .initial_rate = t->initial_rate};
@@ -179,13 +199,20 @@ static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f
         int64_t whole;
         double real;
         bool good = true;
-        if (!strcmp(key, "updates")) good = number_whole(text, &x->updates) && x->updates >= 0;
-        else if (!strcmp(key, "rate")) good = number_real(text, &x->rate);
-        else if (!strcmp(key, "initial_rate")) good = number_real(text, &x->initial_rate);
-        else if (!strcmp(key, "nominal")) good = !strcmp(text, "1") || !strcmp(text, "0"), x->nominal = *text == '1';
-        else if (!strncmp(key, "int:", 4)) good = key[4] && number_whole(text, &whole);
-        else if (!strncmp(key, "float:", 6)) good = key[6] && number_real(text, &real);
-        else if (!strncmp(key, "string:", 7)) good = key[7] != 0;
+        if (!strcmp(key, "updates"))
+            good = number_whole(text, &x->updates) && x->updates >= 0;
+        else if (!strcmp(key, "rate"))
+            good = number_real(text, &x->rate) && isfinite(x->rate);
+        else if (!strcmp(key, "initial_rate"))
+            good = number_real(text, &x->initial_rate) && isfinite(x->initial_rate);
+        else if (!strcmp(key, "nominal"))
+            good = !strcmp(text, "1") || !strcmp(text, "0"), x->nominal = *text == '1';
+        else if (!strncmp(key, "int:", 4))
+            good = key[4] && number_whole(text, &whole);
+        else if (!strncmp(key, "float:", 6))
+            good = key[6] && number_real(text, &real);
+        else if (!strncmp(key, "string:", 7))
+            good = key[7] != 0;
         else if (!strncmp(key, "frozen:", 7)) {
             const int at = om_trainer_find(t, key + 7);
             good = at >= 0;
@@ -216,9 +243,13 @@ static om_status properties_read(om_trainer *t, const om_tensors *f) {
     for (uint32_t i = 0; i < f->meta.n; i++) {
         const char *key = f->meta.v[i].key, *text = f->meta.v[i].text;
         om_property p = {0};
-        if (!strncmp(key, "int:", 4)) p = (om_property){.name = key + 4, .kind = 'i', .i = strtoll(text, NULL, 10)};
-        else if (!strncmp(key, "float:", 6)) p = (om_property){.name = key + 6, .kind = 'f', .f = strtod(text, NULL)};
-        else if (!strncmp(key, "string:", 7)) p = (om_property){.name = key + 7, .kind = 's', .s = text};
+        double real;
+        if (!strncmp(key, "int:", 4))
+            p = (om_property){.name = key + 4, .kind = 'i', .i = strtoll(text, NULL, 10)};
+        else if (!strncmp(key, "float:", 6) && number_real(text, &real))
+            p = (om_property){.name = key + 6, .kind = 'f', .f = real};
+        else if (!strncmp(key, "string:", 7))
+            p = (om_property){.name = key + 7, .kind = 's', .s = text};
         if (p.kind) OM_TRY(om_trainer_set_property(t, &p));
     }
     return OM_OK;
@@ -301,7 +332,12 @@ om_status om_trainer_restore_file(om_trainer *t, const char *path) {
 
 /* --- writing one --------------------------------------------------------------------------------- */
 
-typedef struct lists { om_ctx *cx; om_arena mem; OM_VEC(om_entry) entry; OM_VEC(om_text_pair) meta; } lists;
+typedef struct lists {
+    om_ctx *cx;
+    om_arena mem;
+    OM_VEC(om_entry) entry;
+    OM_VEC(om_text_pair) meta;
+} lists;
 
 static char *join(lists *l, const char *a, const char *b) {
     char *s = om_arena_alloc(&l->mem, strlen(a) + strlen(b) + 1);
@@ -328,15 +364,14 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
     meta_add(&l, "version", "", "1");
     snprintf(text, sizeof text, "%lld", (long long)t->updates);
     meta_add(&l, "updates", "", text);
-    snprintf(text, sizeof text, "%.17g", t->rate);
+    number_text(text, t->rate);
     meta_add(&l, "rate", "", text);
-    snprintf(text, sizeof text, "%.17g", t->initial_rate);
+    number_text(text, t->initial_rate);
     meta_add(&l, "initial_rate", "", text);
     om_status s = OM_OK;
     for (int i = 0; i < t->n_param && s == OM_OK; i++) {
         const om_tparam *p = &t->param[i];
-        if (moment_name(p->name))
-            s = om_fail(t->host, OM_UNSUPPORTED, "save: a parameter named '%.80s'", p->name);
+        if (moment_name(p->name)) s = om_fail(t->host, OM_UNSUPPORTED, "save: a parameter named '%.80s'", p->name);
         entry_add(&l, "", p->name, &p->value);
         if (moments && p->m.dtype) entry_add(&l, moment[0], p->name, &p->m);
         if (moments && p->v.dtype) entry_add(&l, moment[1], p->name, &p->v);
@@ -348,8 +383,10 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
             meta_add(&l, "string:", p->name, p->s);
             continue;
         }
-        if (p->kind == 'i') snprintf(text, sizeof text, "%lld", (long long)p->i);
-        else snprintf(text, sizeof text, "%.17g", p->f);
+        if (p->kind == 'i')
+            snprintf(text, sizeof text, "%lld", (long long)p->i);
+        else
+            number_text(text, p->f);
         meta_add(&l, p->kind == 'i' ? "int:" : "float:", p->name, text);
     }
     if (s == OM_OK) s = t->host->status;

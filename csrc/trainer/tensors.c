@@ -10,9 +10,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const struct { const char *name; uint8_t dtype; } kinds[] = {
-    {"F32", OM_F32}, {"F64", OM_F64}, {"BF16", OM_BF16}, {"F16", OM_F16}, {"I64", OM_I64}, {"I32", OM_I32},
-    {"I16", OM_I16}, {"I8", OM_I8},   {"U8", OM_U8},     {"BOOL", OM_BOOL}};
+static const struct {
+    const char *name;
+    uint8_t dtype;
+} kinds[] = {{"F32", OM_F32}, {"F64", OM_F64}, {"BF16", OM_BF16}, {"F16", OM_F16}, {"I64", OM_I64},
+             {"I32", OM_I32}, {"I16", OM_I16}, {"I8", OM_I8},     {"U8", OM_U8},   {"BOOL", OM_BOOL}};
 enum { N_KINDS = sizeof kinds / sizeof *kinds, HEADER_MOST = 100 << 20 };
 
 /* --- reading ------------------------------------------------------------------------------------- */
@@ -21,7 +23,7 @@ typedef struct json {
     om_ctx *cx;
     om_arena *mem;
     const char *what, *p, *start, *end;
-    uint64_t covered;   /* bytes of data that tensors have */
+    uint64_t covered; /* bytes of data that tensors have */
     const char *data;
     size_t data_size;
 } json;
@@ -44,8 +46,8 @@ static bool json_is(json *j, char c) {
 }
 
 static om_status json_want(json *j, char c) {
-    static const char *const text[] = {"'{' expected", "'}' expected", "'[' expected", "']' expected", "',' expected",
-                                       "':' expected", "'\"' expected"};
+    static const char *const text[] = {"'{' expected", "'}' expected", "'[' expected", "']' expected",
+                                       "',' expected", "':' expected", "'\"' expected"};
     return json_is(j, c) ? OM_OK : json_err(j, text[strchr("{}[],:\"", c) - "{}[],:\""]);
 }
 
@@ -54,7 +56,10 @@ static bool json_hex(json *j, uint32_t *u) {
     if (j->end - j->p < 4) return false;
     for (int i = 0; i < 4; i++) {
         const char c = *j->p++;
-        const int d = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+        const int d = c >= '0' && c <= '9'   ? c - '0'
+                      : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                      : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                             : -1;
         if (d < 0) return false;
         *u = *u << 4 | (uint32_t)d;
     }
@@ -259,8 +264,14 @@ om_status om_tensors_read(om_ctx *cx, const char *what, const void *bytes, size_
                        "%s: not a valid safetensors file: %zu bytes, with a header of %llu: cut, or another format",
                        what, size, (unsigned long long)n);
     const char *start = (const char *)bytes + 8;
-    json j = {.cx = cx, .mem = &f->mem, .what = what, .p = start, .start = start, .end = start + n,
-              .data = start + n, .data_size = size - 8 - (size_t)n};
+    json j = {.cx = cx,
+              .mem = &f->mem,
+              .what = what,
+              .p = start,
+              .start = start,
+              .end = start + n,
+              .data = start + n,
+              .data_size = size - 8 - (size_t)n};
     return json_file(&j, f);
 }
 
@@ -333,8 +344,10 @@ om_status om_file_end(om_file *f, om_status s) {
     if (s == OM_OK && fsync(f->fd)) s = file_fail(f->cx, f->aside, "cannot be synchronised", __LINE__);
     if (close(f->fd) && s == OM_OK) s = file_fail(f->cx, f->aside, "cannot be closed", __LINE__);
     if (s == OM_OK && rename(f->aside, f->path)) s = file_fail(f->cx, f->path, "cannot be replaced", __LINE__);
-    if (s == OM_OK) directory_sync(f->path);
-    else unlink(f->aside);
+    if (s == OM_OK)
+        directory_sync(f->path);
+    else
+        unlink(f->aside);
     om_free(f->cx, f->aside);
     f->aside = NULL;
     f->fd = -1;
@@ -354,8 +367,11 @@ om_status om_file_read(om_ctx *cx, const char *path, void **bytes, size_t *size)
     while (s == OM_OK && *size < (size_t)st.st_size) {
         const ssize_t n = read(fd, (char *)*bytes + *size, (size_t)st.st_size - *size);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) s = n ? file_fail(cx, path, "cannot be read", __LINE__) : om_fail(cx, OM_INVALID, "%s: became shorter", path);
-        else *size += (size_t)n;
+        if (n <= 0)
+            s = n ? file_fail(cx, path, "cannot be read", __LINE__)
+                  : om_fail(cx, OM_INVALID, "%s: became shorter", path);
+        else
+            *size += (size_t)n;
     }
     close(fd);
     if (s == OM_OK) return OM_OK;
@@ -366,7 +382,10 @@ om_status om_file_read(om_ctx *cx, const char *path, void **bytes, size_t *size)
 
 /* --- writing ------------------------------------------------------------------------------------- */
 
-typedef struct out { om_ctx *cx; OM_VEC(char) s; } out;
+typedef struct out {
+    om_ctx *cx;
+    OM_VEC(char) s;
+} out;
 
 static void out_raw(out *o, const char *s) {
     for (; *s; s++) {
@@ -380,8 +399,10 @@ static void out_string(out *o, const char *s) {
     out_raw(o, "\"");
     for (; *s; s++) {
         char buf[8] = {*s};
-        if (*s == '"' || *s == '\\') snprintf(buf, sizeof buf, "\\%c", *s);
-        else if ((unsigned char)*s < 0x20) snprintf(buf, sizeof buf, "\\u%04x", (unsigned)*s);
+        if (*s == '"' || *s == '\\')
+            snprintf(buf, sizeof buf, "\\%c", *s);
+        else if ((unsigned char)*s < 0x20)
+            snprintf(buf, sizeof buf, "\\u%04x", (unsigned)*s);
         out_raw(o, buf);
     }
     out_raw(o, "\"");
@@ -407,8 +428,9 @@ static om_status header_write(out *o, const om_entry *entry, uint32_t n, const o
     for (uint32_t i = 0; i < n; i++) {
         const om_tensor *t = &entry[i].t;
         const char *kind = kind_name(t->dtype);
-        if (!kind) return om_fail(o->cx, OM_UNSUPPORTED, "%s: safetensors has no dtype %s", entry[i].name,
-                                  om_dtype_name(t->dtype));
+        if (!kind)
+            return om_fail(o->cx, OM_UNSUPPORTED, "%s: safetensors has no dtype %s", entry[i].name,
+                           om_dtype_name(t->dtype));
         out_raw(o, ",");
         out_string(o, entry[i].name);
         snprintf(buf, sizeof buf, ":{\"dtype\":\"%s\",\"shape\":[", kind);

@@ -6,7 +6,7 @@
  *                    "data_offsets": [from, to]}, ...}     and spaces
  *     the data, each tensor dense and row-major, one after the other without gaps
  *
- * The reader takes what the format allows and nothing else: sizes agree with dtype and shape, the tensors cover the data
+ * The reader takes what the format allows and nothing else: sizes agree with dtype and shape, tensors cover the data
  * exactly once, no name occurs twice, text is UTF-8 without NUL. It allocates what the header's length allows.
  */
 #ifndef OM_TENSORS_H
@@ -16,10 +16,12 @@
 
 typedef struct om_entry {
     const char *name;
-    om_tensor t;        /* data: inside of the bytes, of any alignment */
-    size_t size;        /* bytes */
+    om_tensor t; /* data: inside of the bytes, of any alignment */
+    size_t size; /* bytes */
 } om_entry;
-typedef struct om_text_pair { const char *key, *text; } om_text_pair;
+typedef struct om_text_pair {
+    const char *key, *text;
+} om_text_pair;
 
 typedef struct om_tensors {
     om_arena mem;
@@ -40,7 +42,12 @@ om_status om_tensors_write(om_ctx *cx, const char *path, const om_entry *entry, 
 
 /* A file that takes the place of `path` when it is complete: written under another name in the same directory,
  * synchronised, renamed, and the directory synchronised. */
-typedef struct om_file { om_ctx *cx; const char *path; char *aside; int fd; } om_file;
+typedef struct om_file {
+    om_ctx *cx;
+    const char *path;
+    char *aside;
+    int fd;
+} om_file;
 om_status om_file_begin(om_ctx *cx, const char *path, om_file *f);
 om_status om_file_put(om_file *f, const void *bytes, size_t size);
 om_status om_file_end(om_file *f, om_status s); /* s: of what was put; a failure leaves path as it was */

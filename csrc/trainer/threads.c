@@ -1,6 +1,6 @@
 /* threads.c - see threads.h. A job is cut into pieces of one size that threads claim by a counter; the caller works too
- * and returns when the last piece is done. A call from inside of a piece, or while another thread's job runs, is done by
- * its caller alone. Workers look for the next job for some microseconds, then sleep on a condition.
+ * and returns when the last piece is done. A call from inside of a piece, or while another thread's job runs, is
+ * done by its caller alone. Workers look for the next job for some microseconds, then sleep on a condition.
  */
 #include "trainer/threads.h"
 
@@ -10,12 +10,12 @@
 enum { PIECES = 4 /* per thread */, SPINS = 2000 };
 
 struct om_threads {
-    int n;                     /* with the caller's */
+    int n; /* with the caller's */
     pthread_t *thread;
     pthread_mutex_t lock, owner;
     pthread_cond_t work, idle;
-    atomic_uint job;           /* number of the job; changes under the lock */
-    int busy;                  /* workers inside of it; under the lock */
+    atomic_uint job; /* number of the job; changes under the lock */
+    int busy;        /* workers inside of it; under the lock */
     bool stop;
     /* of the job */
     void (*fn)(void *, int64_t, int64_t);

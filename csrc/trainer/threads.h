@@ -4,8 +4,8 @@
 #include "graph/engine.h"
 
 typedef struct om_threads om_threads;
-om_threads *om_threads_new(om_ctx *cx, int n);       /* n: with the caller's; NULL: recorded */
-void om_threads_free(om_ctx *cx, om_threads *t);     /* NULL is fine */
-int om_threads_count(void *threads);                 /* services.num_threads */
+om_threads *om_threads_new(om_ctx *cx, int n);   /* n: with the caller's; NULL: recorded */
+void om_threads_free(om_ctx *cx, om_threads *t); /* NULL is fine */
+int om_threads_count(void *threads);             /* services.num_threads */
 void om_threads_for(void *threads, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *arg);
 #endif

@@ -4,7 +4,7 @@
  * stays where the backward has put it, so the first step after a reset copies nothing. A step that finds gradients adds
  * the new to the old and gives the new back.
  *
- * prepare() runs what steps will run, with zeros for inputs and write-backs off, in the order that takes the most memory
+ * prepare() runs what steps will run, with zeros for inputs and write-backs off, also what takes the most memory
  * (gradients of an earlier step lie there while the next one runs), then closes the heap.
  */
 #include "trainer/trainer.h"
@@ -64,7 +64,8 @@ static om_status graph_load(om_trainer *t, om_bytes onnx, bool eval) {
         if (io.role != OM_INPUT) continue;
         g->user[g->n_user++] = i;
         if (io.written)
-            return om_fail(t->host, OM_UNSUPPORTED, "%s: forward writes into its argument '%s'", role_text(eval), io.name);
+            return om_fail(t->host, OM_UNSUPPORTED, "%s: forward writes into its argument '%s'", role_text(eval),
+                           io.name);
         for (int k = 0; k < io.rank; k++) g->numbers &= io.dim[k] >= 0;
     }
     if (!g->n_out) return om_fail(t->host, OM_INVALID, "%s: has no output", role_text(eval));
@@ -101,10 +102,12 @@ static om_status eval_bind(om_trainer *t) {
         if (io.role == OM_INPUT) continue;
         const int at = g->param[i] = om_trainer_find(t, io.name);
         if (at < 0)
-            return om_fail(t->host, OM_INVALID, "evaluation graph: parameter '%s' is none of the training graph's", io.name);
+            return om_fail(t->host, OM_INVALID, "evaluation graph: parameter '%s' is none of the training graph's",
+                           io.name);
         const om_tensor *x = &t->param[at].value;
         if (x->dtype != io.dtype || x->rank != io.rank || memcmp(x->dim, io.dim, io.rank * sizeof *io.dim) != 0)
-            return om_fail(t->host, OM_INVALID, "evaluation graph: parameter '%s' has another dtype or shape than in the training graph",
+            return om_fail(t->host, OM_INVALID,
+                           "evaluation graph: parameter '%s' has another dtype or shape than in the training graph",
                            io.name);
         if (io.written) return om_fail(t->host, OM_INVALID, "evaluation graph: writes its parameter '%s'", io.name);
     }
@@ -124,9 +127,10 @@ static om_status variants_make(om_trainer *t) {
     bool one = loss.dtype == OM_F32;
     for (int k = 0; k < loss.rank; k++) one &= loss.dim[k] == 1;
     if (!one || !loss.differentiable)
-        return om_fail(t->host, OM_INVALID,
-                       "training graph: its first output, '%s', must be the loss: one f32 number computed from parameters",
-                       loss.name);
+        return om_fail(
+            t->host, OM_INVALID,
+            "training graph: its first output, '%s', must be the loss: one f32 number computed from parameters",
+            loss.name);
     uint8_t *wanted = om_alloc(t->cx, (size_t)g->n_in + 1), *arriving = om_alloc(t->cx, (size_t)g->n_out + 1);
     om_status s = t->cx->status;
     if (s == OM_OK) {
@@ -148,8 +152,7 @@ static om_status variants_make(om_trainer *t) {
     if (!t->eval.m) return OM_OK;
     g = &t->eval;
     wanted = om_alloc(t->cx, (size_t)g->n_in + (size_t)g->n_out + 1);
-    if (wanted)
-        om_model_variant(t->cx, g->m, wanted, wanted + g->n_in, NULL, OM_RECOMPUTE_CHEAP, &g->variant);
+    if (wanted) om_model_variant(t->cx, g->m, wanted, wanted + g->n_in, NULL, OM_RECOMPUTE_CHEAP, &g->variant);
     s = t->cx->status;
     if (s == OM_OK && om_model_needs(g->m, g->variant)->n_host)
         s = om_fail(t->cx, OM_UNSUPPORTED, "evaluation graph: has a part that only PyTorch can compute");
@@ -185,11 +188,15 @@ static om_status files_unpack(om_trainer *t, const om_trainer_files *files, om_t
         return om_fail(t->host, OM_INVALID, "packed file: metadata 'format' is %.40s; 'ortmodule-device' is expected",
                        format ? format : "missing");
     if (!version || strcmp(version, "1") != 0)
-        return om_fail(t->host, OM_UNSUPPORTED, "packed file: version %.20s; this library reads 1", version ? version : "");
-    const struct { const char *name; om_bytes *to; } rows[] = {{"training_model.onnx", &parts->train},
-                                                              {"eval_model.onnx", &parts->eval},
-                                                              {"optimizer_model.onnx", &parts->optimizer},
-                                                              {"checkpoint", &parts->checkpoint}};
+        return om_fail(t->host, OM_UNSUPPORTED, "packed file: version %.20s; this library reads 1",
+                       version ? version : "");
+    const struct {
+        const char *name;
+        om_bytes *to;
+    } rows[] = {{"training_model.onnx", &parts->train},
+                {"eval_model.onnx", &parts->eval},
+                {"optimizer_model.onnx", &parts->optimizer},
+                {"checkpoint", &parts->checkpoint}};
     for (int i = 0; i < 4; i++) {
         const om_entry *e = om_tensors_find(pack, rows[i].name);
         *rows[i].to = e ? (om_bytes){e->t.data, e->size} : (om_bytes){0};
@@ -200,12 +207,13 @@ static om_status files_unpack(om_trainer *t, const om_trainer_files *files, om_t
 static om_status contexts_make(om_trainer *t, const om_trainer_options *o) {
     if (o->threads > 1024) return om_fail(t->host, OM_INVALID, "%d threads", o->threads);
     if (!om_isa_runs())
-        return om_fail(t->host, OM_UNSUPPORTED, "this library was built for %s, which this processor lacks", om_isa_text());
+        return om_fail(t->host, OM_UNSUPPORTED, "this library was built for %s, which this processor lacks",
+                       om_isa_text());
     if (o->threads > 1 && !(t->threads = om_threads_new(t->host, o->threads))) return t->host->status;
     if (!om_heap_open(&t->heap, o->arena, o->arena_size)) {
         t->heap = (om_heap){0};
-        return om_fail(t->host, o->arena ? OM_INVALID : OM_NOMEM, "the arena has %zu bytes at %p: too small, or not aligned to 64",
-                       o->arena_size, o->arena);
+        return om_fail(t->host, o->arena ? OM_INVALID : OM_NOMEM,
+                       "the arena has %zu bytes at %p: too small, or not aligned to 64", o->arena_size, o->arena);
     }
     return OM_OK;
 }
@@ -221,8 +229,10 @@ static void sv_free_update(void *user, void *p, size_t size) {
 }
 static void sv_for(void *user, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *arg) {
     const om_trainer *t = user;
-    if (t->threads) om_threads_for(t->threads, n, grain, fn, arg);
-    else t->host->sv.parallel_for(t->host->sv.user, n, grain, fn, arg);
+    if (t->threads)
+        om_threads_for(t->threads, n, grain, fn, arg);
+    else
+        t->host->sv.parallel_for(t->host->sv.user, n, grain, fn, arg);
 }
 static int sv_threads(void *user) {
     const om_trainer *t = user;
@@ -278,9 +288,15 @@ om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_tr
     om_trainer *t = om_alloc(cx, sizeof *t);
     if (!t) return cx->status;
     t->host = cx;
-    om_services sv = {.user = t, .alloc = sv_alloc, .free = sv_free, .parallel_for = sv_for, .num_threads = sv_threads,
-                      .sgemm = cx->sv.sgemm, .dgemm = cx->sv.dgemm,
-                      .gemm_bf16 = cx->sv.gemm_bf16 ? sv_gemm_bf16 : NULL, .log = cx->sv.log ? sv_log : NULL};
+    om_services sv = {.user = t,
+                      .alloc = sv_alloc,
+                      .free = sv_free,
+                      .parallel_for = sv_for,
+                      .num_threads = sv_threads,
+                      .sgemm = cx->sv.sgemm,
+                      .dgemm = cx->sv.dgemm,
+                      .gemm_bf16 = cx->sv.gemm_bf16 ? sv_gemm_bf16 : NULL,
+                      .log = cx->sv.log ? sv_log : NULL};
 #if defined(OM_BLAS)
     if (!sv.sgemm) sv.sgemm = sgemm_;
     if (!sv.dgemm) sv.dgemm = dgemm_;
@@ -292,8 +308,10 @@ om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_tr
     t->update_services = sv;
     if (s == OM_OK) s = load(t, files, o, &pack);
     om_tensors_free(&pack);
-    if (s == OM_OK) *out = t;
-    else om_trainer_free(t);
+    if (s == OM_OK)
+        *out = t;
+    else
+        om_trainer_free(t);
     return s;
 }
 
@@ -379,10 +397,13 @@ static om_status inputs_bind(om_trainer *t, om_tgraph *g, bool eval, const om_te
         for (int k = 0; fits && k < io.rank; k++) fits = io.dim[k] < 0 ? x->dim[k] >= 0 : x->dim[k] == io.dim[k];
         if (!fits)
             return om_fail(t->host, OM_INVALID,
-                           "%s: input %d ('%s') is %s of rank %d, first size %lld; %s of rank %d, first size %lld (-1: any) expected",
-                           role_text(eval), i, io.name, om_dtype_name(x->dtype), x->rank, (long long)(x->rank ? x->dim[0] : 0),
-                           om_dtype_name(io.dtype), io.rank, (long long)(io.rank ? io.dim[0] : 0));
-        if (!x->data && om_numel(x)) return om_fail(t->host, OM_INVALID, "%s: input %d has no data", role_text(eval), i);
+                           "%s: input %d ('%s') is %s of rank %d, first size %lld; %s of rank %d, first size %lld (-1: "
+                           "any) expected",
+                           role_text(eval), i, io.name, om_dtype_name(x->dtype), x->rank,
+                           (long long)(x->rank ? x->dim[0] : 0), om_dtype_name(io.dtype), io.rank,
+                           (long long)(io.rank ? io.dim[0] : 0));
+        if (!x->data && om_numel(x))
+            return om_fail(t->host, OM_INVALID, "%s: input %d has no data", role_text(eval), i);
         g->in[g->user[i]] = *x;
     }
     for (int i = 0; i < g->n_in; i++)
@@ -436,8 +457,10 @@ static om_status step(om_trainer *t, om_tgraph *g, bool write, bool drop) {
     memset(g->drop, drop, (size_t)g->n_out);
     if (s == OM_OK) {
         s = backward(t, g, state, arena);
-        if (s != OM_OK) om_trainer_grads_free(t);
-        else t->has_grad = true;
+        if (s != OM_OK)
+            om_trainer_grads_free(t);
+        else
+            t->has_grad = true;
     }
     om_state_free(state);
     om_block_put(arena);
@@ -475,11 +498,14 @@ om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, o
     T_TRY(t, forward(t, g, false, NULL, NULL));
     if (loss) {
         const bool one = g->out[0].dtype == OM_F32 && om_numel(&g->out[0]) == 1;
-        if (!one) return om_fail(t->host, OM_INVALID, "eval: the first output is no loss (one f32 number); give loss NULL");
+        if (!one)
+            return om_fail(t->host, OM_INVALID, "eval: the first output is no loss (one f32 number); give loss NULL");
         *loss = *(const float *)g->out[0].data;
     }
-    if (outputs) memcpy(outputs, g->out, (size_t)g->n_out * sizeof *outputs);
-    else outputs_free(g);
+    if (outputs)
+        memcpy(outputs, g->out, (size_t)g->n_out * sizeof *outputs);
+    else
+        outputs_free(g);
     return OM_OK;
 }
 
@@ -500,7 +526,8 @@ static om_status inputs_zero(om_trainer *t, const om_tgraph *g, bool eval, const
             for (int k = 0; k < io.rank; k++) {
                 one.dim[k] = like ? like[i].dim[k] : io.dim[k];
                 if (one.dim[k] < 0)
-                    return om_fail(t->host, OM_INVALID, "prepare: input '%s' of the %s has sizes that only a call tells: give inputs",
+                    return om_fail(t->host, OM_INVALID,
+                                   "prepare: input '%s' of the %s has sizes that only a call tells: give inputs",
                                    io.name, role_text(eval));
                 if (__builtin_mul_overflow(bytes, one.dim[k], &bytes) || bytes > OM_ADDRESSES)
                     return om_fail(t->host, OM_INVALID, "prepare: input '%s' is too large", io.name);

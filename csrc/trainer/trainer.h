@@ -19,22 +19,22 @@
 #include "trainer/threads.h"
 
 typedef struct om_tparam {
-    const char *name;       /* the model's */
+    const char *name;            /* the model's */
     om_tensor value, grad, m, v; /* dense; grad: of its block, or OM_NODTYPE */
     om_block *grad_block;
     bool trainable;
 } om_tparam;
 
 typedef struct om_tgraph {
-    om_model *m;            /* NULL: there is none */
+    om_model *m; /* NULL: there is none */
     int variant, n_in, n_out, n_user;
-    int *user;              /* graph input of each tensor a call is given */
-    int *param;             /* per graph input: which parameter, or -1 */
-    om_tensor *in, *out;    /* of the call */
-    om_block **block;       /* of out */
-    uint8_t *keep, *drop;   /* per output */
+    int *user;            /* graph input of each tensor a call is given */
+    int *param;           /* per graph input: which parameter, or -1 */
+    om_tensor *in, *out;  /* of the call */
+    om_block **block;     /* of out */
+    uint8_t *keep, *drop; /* per output */
     om_tensor *dy;
-    bool numbers;           /* every size of what a call is given is a number */
+    bool numbers; /* every size of what a call is given is a number */
 } om_tgraph;
 
 typedef enum om_toptimizer { OM_T_NONE, OM_T_ADAM, OM_T_SGD } om_toptimizer;
@@ -53,7 +53,7 @@ struct om_trainer {
     om_toptimizer optimizer;
     om_adam_cfg adam;
     om_sgd_cfg sgd;
-    double max_norm;        /* 0: gradients are not clipped */
+    double max_norm; /* 0: gradients are not clipped */
     float one;
     float loss;
     bool one_batch, loss_only, nominal, has_grad, reset;
@@ -61,7 +61,10 @@ struct om_trainer {
     uint64_t seed, drawn;
     double rate, initial_rate;
     int64_t updates;
-    struct { om_schedule kind; int64_t warmup, total; } schedule;
+    struct {
+        om_schedule kind;
+        int64_t warmup, total;
+    } schedule;
     OM_VEC(om_property) property; /* host's memory */
 };
 

@@ -1,6 +1,6 @@
-/* fuzz_files.c - libFuzzer target for what a device reads from outside: checkpoints, packed files, and the parts in them.
+/* fuzz_files.c - libFuzzer target for what a device reads from outside: checkpoints, packed files, their parts.
  *
- *     fuzz_files ... SEED...      the first seed that is a packed file also is the trainer whose state must survive
+ *     OM_FUZZ_TRAINER=MODEL.omd fuzz_files ...      the trainer whose state must survive
  *
  * A checkpoint that is refused leaves every byte of the state as it was, with a message; one that is taken leaves a
  * trainer that takes a step. Of a packed file whose parts are read everything is used once. All memory is given back.
@@ -10,12 +10,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define REQUIRE(cond)                                                                               \
-    do {                                                                                            \
-        if (!(cond)) {                                                                              \
+#define REQUIRE(cond)                                                                                          \
+    do {                                                                                                       \
+        if (!(cond)) {                                                                                         \
             fprintf(stderr, "%s:%d: %s failed; message: %s\n", __FILE__, __LINE__, #cond, om_ctx_message(cx)); \
-            abort();                                                                                \
-        }                                                                                           \
+            abort();                                                                                           \
+        }                                                                                                      \
     } while (0)
 
 enum { MEMORY = 256 << 20 };
@@ -36,7 +36,7 @@ static void fuzz_free(void *user, void *p, size_t size) {
 static const om_services services = {.alloc = fuzz_alloc, .free = fuzz_free};
 
 static om_ctx *cx;
-static om_trainer *trainer;   /* of the first packed file */
+static om_trainer *trainer; /* of OM_FUZZ_TRAINER */
 static void *arena;
 
 static uint64_t state_hash(void) {
@@ -77,38 +77,34 @@ static void step(om_trainer *t) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    if (!cx) cx = om_ctx_new(&services);
-    if (!arena) arena = aligned_alloc(64, MEMORY);
-    const om_trainer_options o = {.arena = arena, .arena_size = MEMORY / 2};
-    if (trainer) {
-        const uint64_t before = state_hash();
-        const om_status s = om_trainer_restore(trainer, (om_bytes){data, size});
-        if (s != OM_OK) {
-            REQUIRE(*om_ctx_message(cx) && s != OM_INTERNAL);
-            om_ctx_clear(cx);
-            REQUIRE(state_hash() == before);
-        } else {
-            step(trainer);
-            om_trainer_rate(trainer);
-        }
+    if (!cx) {
+        const char *path = getenv("OM_FUZZ_TRAINER");
+        cx = om_ctx_new(&services);
+        arena = aligned_alloc(64, MEMORY);
+        const om_trainer_options o = {.arena = arena, .arena_size = MEMORY / 2};
+        REQUIRE(path && om_trainer_load_file(cx, path, &o, &trainer) == OM_OK);
+    }
+    const uint64_t before = state_hash();
+    om_status s = om_trainer_restore(trainer, (om_bytes){data, size});
+    if (s != OM_OK) {
+        REQUIRE(*om_ctx_message(cx) && s != OM_INTERNAL);
+        om_ctx_clear(cx);
+        REQUIRE(state_hash() == before);
+    } else {
+        step(trainer);
     }
     const om_trainer_files files = {.packed = {data, size}};
-    om_trainer *t = NULL;
-    const om_trainer_options own = {.arena = trainer ? (char *)arena + MEMORY / 2 : NULL, .arena_size = MEMORY / 2};
+    const om_trainer_options own = {.arena = (char *)arena + MEMORY / 2, .arena_size = MEMORY / 2};
     const size_t lived = live;
-    const om_status s = om_trainer_load(cx, &files, trainer ? &own : &o, &t);
+    om_trainer *t = NULL;
+    s = om_trainer_load(cx, &files, &own, &t);
     if (s != OM_OK) {
         REQUIRE(!t && *om_ctx_message(cx) && s != OM_INTERNAL);
         om_ctx_clear(cx);
-        REQUIRE(live == lived);
-        return 0;
+    } else {
+        step(t);
+        om_trainer_free(t);
     }
-    step(t);
-    if (!trainer) {
-        trainer = t;
-        return 0;
-    }
-    om_trainer_free(t);
     REQUIRE(live == lived);
     return 0;
 }

@@ -1,4 +1,4 @@
-/* quiet.c - steps of a trainer while nobody gives memory: malloc and its relatives, mmap and the context's own allocator
+/* quiet.c - steps of a trainer while nobody gives memory: malloc and its relatives, mmap and the context's allocator
  * abort after the trainer is made (the linker puts the functions below in their places, --wrap).
  *
  *     om-quiet MODEL.omd THREADS
@@ -21,12 +21,12 @@ static void ask(const char *what) {
     abort();
 }
 
-#define WRAP(type, name, args, call)      \
-    type __real_##name args;              \
-    type __wrap_##name args;              \
-    type __wrap_##name args {             \
-        ask(#name);                       \
-        return __real_##name call;        \
+#define WRAP(type, name, args, call) \
+    type __real_##name args;         \
+    type __wrap_##name args;         \
+    type __wrap_##name args {        \
+        ask(#name);                  \
+        return __real_##name call;   \
     }
 WRAP(void *, malloc, (size_t n), (n))
 WRAP(void *, calloc, (size_t n, size_t m), (n, m))
@@ -64,8 +64,10 @@ static int64_t inputs_fill(om_trainer *t, bool eval, om_tensor *x, int step) {
         if (!x[i].data && !(x[i].data = malloc((size_t)n * 8))) exit(2);
         for (int64_t k = 0; k < n; k++) {
             random = random * 6364136223846793005u + 1442695040888963407u;
-            if (io.dtype == OM_F32) ((float *)x[i].data)[k] = (float)(random >> 40) / 8388608.0f - 1;
-            else ((int64_t *)x[i].data)[k] = (int64_t)(random >> 33) % 5;
+            if (io.dtype == OM_F32)
+                ((float *)x[i].data)[k] = (float)(random >> 40) / 8388608.0f - 1;
+            else
+                ((int64_t *)x[i].data)[k] = (int64_t)(random >> 33) % 5;
         }
     }
     return 0;
