@@ -136,8 +136,11 @@ TOOLS  := $(patsubst csrc/%.c,$(B)/%.o,$(wildcard csrc/tools/*.c))
 $(TOOLS): $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -c $< -o $@
-$(B)/om-opt: $(TOOLS) $(B)/libom.a
+$(B)/om-opt: $(filter-out $(B)/tools/om_ops.o,$(TOOLS)) $(B)/libom.a
 	@$(CC) -o $@ $^ $(PBC) $(LIBS)
+$(B)/om-ops: $(B)/tools/om_ops.o $(B)/libom.a csrc/graph/graph.c   # notes the nodes that are made
+	@$(CC) $(CBASE) -DOM_TRACE_OPS -MF $@.d -c csrc/graph/graph.c -o $(B)/graph.traced.o
+	@$(CC) -o $@ $(B)/tools/om_ops.o $(B)/graph.traced.o $(B)/libom.a $(PBC) $(LIBS)
 
 $(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/tools/onnx_write.o $(B)/libom.a   # fails every allocation once (tests/engine/test_alloc.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/tools/onnx_write.o $(B)/libom.a $(PBC) $(LIBS) -o $@
@@ -154,18 +157,21 @@ $(B)/om-losses: tests/ondevice/losses.c
 $(B)/train_mlp $(B)/train_digits: $(B)/%: examples/%.c
 $(B)/train_mlp $(B)/train_digits $(B)/om-losses: csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
 	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
-	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $< $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
+	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $(filter %.c,$^) $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
 
 # --- the engine for programs without Python: libortmodule.{a,so} + ortmodule.h, one instruction set, docs/ON_DEVICE.md --------------------
 # ISA=generic|avx2|avx512 (x86_64). BLAS='-lopenblas': products by that library instead of the engine's own. Only names of ortmodule.h are visible.
-DEVICE     ?= build/device
+DEVICE     ?= build/device$(if $(OPS),-only)
 ISA        ?= $(if $(filter x86_64,$(ARCH)),avx2,generic)
 BLAS       ?=
 DEV_ROOMS  := $(filter-out cuda,$(ROOMS))
-DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
+# OPS="a.omd b.omd": what these files use and nothing else, in a build of its own (DEVICE=build/device-only)
+OPS        ?=
+DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(OPS),-DOM_ONLY='\"$(CURDIR)/$(DEVICE)/only.h\"') $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
 DEV_MAKE    = $(MAKE) --no-print-directory B=$(DEVICE) KB=$(DEVICE) ISAS=$(ISA) ROOMS='$(DEV_ROOMS)' OPT='$(DEV_OPT) $(DEV_FLAGS)' BLAS='$(BLAS)' EXAMPLE_LIB=libortmodule.a
-DEV_OPT    ?= -O2
+DEV_OPT    ?= $(if $(OPS),-Os,-O2)
 device: venv   ## libortmodule.{a,so} without PyTorch and Python in build/device (ISA=generic|avx2|avx512, BLAS=-lopenblas)
+	@$(if $(OPS),$(MAKE) --no-print-directory build/om-ops && mkdir -p $(DEVICE) && build/om-ops $(OPS) > $(DEVICE)/only.new && { cmp -s $(DEVICE)/only.new $(DEVICE)/only.h || { rm -f $(DEVICE)/cpu/device.o; mv $(DEVICE)/only.new $(DEVICE)/only.h; }; })
 	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp $(DEVICE)/train_digits $(DEVICE)/om-losses
 size: device   ## what the library for devices weighs, stripped (2 MB at most)
 	@$(DEV_CROSS)strip -s -o $(DEVICE)/stripped.so $(DEVICE)/libortmodule.so

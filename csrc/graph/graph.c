@@ -103,6 +103,10 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
     return true;
 }
 
+#if defined(OM_TRACE_OPS) /* tools/om_ops.c: what was ever made */
+uint8_t om_ops_made[OM_N_OPS], om_dtypes_made[OM_N_DTYPES];
+#endif
+
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
     om_ctx *cx = g->cx;
     if (cx->status != OM_OK) return OM_NONE;
@@ -134,6 +138,9 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
     node.n_out = (uint16_t)n_out;
     om_type ty[OM_MAX_OUT] = {0};
     for (int i = 0; i < n_out; i++) ty[i].device = -1;
+#if defined(OM_TRACE_OPS)
+    om_ops_made[op->id] = 1;
+#endif
     if (op->infer(g, &node, ty) != OM_OK || cx->status != OM_OK) {
         if (cx->status == OM_OK) om_fail(cx, OM_INTERNAL, "%s: its type rule failed without a message", op->name);
         return OM_NONE;
@@ -145,6 +152,9 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         om_value *v = OM_PUSH(cx, &g->values);
         if (!v) return OM_NONE;
         *v = (om_value){.type = ty[i], .node = g->nodes.n - 1, .role = OM_ACT, .out = (uint16_t)i, .input = OM_NONE};
+#if defined(OM_TRACE_OPS)
+        om_dtypes_made[ty[i].dtype] = 1;
+#endif
     }
     return out0;
 }

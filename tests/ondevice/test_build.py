@@ -9,9 +9,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import device_models as models
 import numpy as np
 import pytest
-import test_trainer as models
 import torch
 from torch import nn
 

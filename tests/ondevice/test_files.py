@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import device_models as models
 import numpy as np
 import pytest
-import test_trainer as models
 import torch
 from safetensors.numpy import load_file, save_file
 
