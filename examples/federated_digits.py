@@ -17,7 +17,7 @@ import numpy as np
 
 from ortmodule.api import CheckpointState, LinearLRScheduler, Module, Optimizer, set_seed
 
-CLIENTS, ROUNDS, EPOCHS, TRAIN = 4, 12, 2, 1500
+CLIENTS, ROUNDS, EPOCHS, TRAIN = 4, 25, 3, 1500
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:

@@ -91,7 +91,9 @@ def test_same_losses(kind: type[nn.Module], optimizer: str, machine: str, tmp_pa
         return
     a, b = (np.array([float(x) for x in text.split()]) for text in (here, there))
     assert len(a) == 100 and a[-1] < a[0]
-    assert np.abs(a / b - 1).max() < 1e-6
+    # momentum brings the CNN to losses of 0.003, differences of numbers near 1: these are compared with 0.1
+    least = 0.1 if optimizer == "momentum" else 0
+    assert (np.abs(a - b) / np.maximum(b, least)).max() < 1e-6
 
 
 def test_digits(machine: str, tmp_path: Path) -> None:
