@@ -167,16 +167,17 @@ BLAS       ?=
 DEV_ROOMS  := $(filter-out cuda,$(ROOMS))
 # OPS="a.omd b.omd": what these files use and nothing else, in a build of its own (DEVICE=build/device-only)
 OPS        ?=
-DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(OPS),-DOM_ONLY='\"$(CURDIR)/$(DEVICE)/only.h\"') $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
-DEV_MAKE    = $(MAKE) --no-print-directory B=$(DEVICE) KB=$(DEVICE) ISAS=$(ISA) ROOMS='$(DEV_ROOMS)' OPT='$(DEV_OPT) $(DEV_FLAGS)' BLAS='$(BLAS)' EXAMPLE_LIB=libortmodule.a
+DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(OPS),-DOM_ONLY) $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
+DEV_MAKE    = $(MAKE) --no-print-directory B=$(DEVICE) KB=$(DEVICE) ISAS=$(ISA) ROOMS='$(DEV_ROOMS)' OPT='$(DEV_OPT) $(DEV_FLAGS)' BLAS='$(BLAS)' EXAMPLE_LIB=libortmodule.a KFLAGS='$(DEV_KFLAGS)'
 DEV_OPT    ?= $(if $(OPS),-Os,-O2)
+DEV_KFLAGS  = $(if $(OPS),-O2 -ftree-vectorize -fvect-cost-model=dynamic $(filter-out -O3,$(KFLAGS)),$(KFLAGS))
 device: venv   ## libortmodule.{a,so} without PyTorch and Python in build/device (ISA=generic|avx2|avx512, BLAS=-lopenblas)
-	@$(if $(OPS),$(MAKE) --no-print-directory build/om-ops && mkdir -p $(DEVICE) && build/om-ops $(OPS) > $(DEVICE)/only.new && { cmp -s $(DEVICE)/only.new $(DEVICE)/only.h || { rm -f $(DEVICE)/cpu/device.o; mv $(DEVICE)/only.new $(DEVICE)/only.h; }; })
+	@$(if $(OPS),$(MAKE) --no-print-directory build/om-ops && mkdir -p $(DEVICE)/gen && build/om-ops $(OPS) > $(DEVICE)/gen/only.new && { cmp -s $(DEVICE)/gen/only.new $(DEVICE)/gen/only.h || mv $(DEVICE)/gen/only.new $(DEVICE)/gen/only.h; })
 	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp $(DEVICE)/train_digits $(DEVICE)/om-losses
-size: device   ## what the library for devices weighs, stripped (2 MB at most)
+size: device   ## what the library for devices weighs, stripped (2 MB at most; 800 KB with OPS="a.omd ..." and small models)
 	@$(DEV_CROSS)strip -s -o $(DEVICE)/stripped.so $(DEVICE)/libortmodule.so
 	@size=$$(stat -c %s $(DEVICE)/stripped.so); echo "$(DEVICE)/libortmodule.so ($(ISA)), stripped: $$size bytes"; test $$size -lt $(SIZE_MAX)
-SIZE_MAX   ?= 2000000
+SIZE_MAX   ?= $(if $(OPS),800000,2000000)
 # the same for ARM, with Debian's gcc-aarch64-linux-gnu, gcc-arm-linux-gnueabihf and libprotobuf-c-dev of both (dpkg --add-architecture arm64 armhf)
 device-arm: venv   ## the same for aarch64 and armv7 (build/device-aarch64, build/device-armv7)
 	@$(MAKE) --no-print-directory device ARCH=aarch64 ISA=generic CC=aarch64-linux-gnu-gcc DEV_CROSS=aarch64-linux-gnu- DEVICE=build/device-aarch64
@@ -184,6 +185,7 @@ device-arm: venv   ## the same for aarch64 and armv7 (build/device-aarch64, buil
 LP         := (
 check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are
 	@if command -v aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc >/dev/null; then $(MAKE) --no-print-directory device-arm; fi
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) examples/digits.py $(B)/digits && $(MAKE) --no-print-directory size OPS=$(B)/digits/model.omd
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "full or not full" $(or $(TESTS),tests/ondevice)
 PUBLIC      = $(shell grep -oE '\bom_[a-z0-9_]+[$(LP)]' csrc/ortmodule.h | tr -d '$(LP)' | sort -u)
 $(B)/libortmodule.a: $(OBJ) csrc/ortmodule.h

@@ -16,7 +16,7 @@ om_status om_cpu_prepare_none(om_ctx *cx, om_arena *mem, const om_args *a, const
 /* make device OPS=...: a header (tools/om_ops.c) says which rows are kept; the others cannot run, and their kernels are
  * not linked. */
 #if defined(OM_ONLY)
-#include OM_ONLY
+#include <only.h>
 #define KEEP(op, ...) OM_KEEP_##op(__VA_ARGS__)
 #else
 #define KEEP(op, ...) __VA_ARGS__

@@ -104,7 +104,7 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
 }
 
 #if defined(OM_TRACE_OPS) /* tools/om_ops.c: what was ever made */
-uint8_t om_ops_made[OM_N_OPS], om_dtypes_made[OM_N_DTYPES];
+uint8_t om_ops_made[OM_N_OPS];
 #endif
 
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
@@ -152,9 +152,6 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         om_value *v = OM_PUSH(cx, &g->values);
         if (!v) return OM_NONE;
         *v = (om_value){.type = ty[i], .node = g->nodes.n - 1, .role = OM_ACT, .out = (uint16_t)i, .input = OM_NONE};
-#if defined(OM_TRACE_OPS)
-        om_dtypes_made[ty[i].dtype] = 1;
-#endif
     }
     return out0;
 }

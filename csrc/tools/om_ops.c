@@ -1,4 +1,4 @@
-/* om_ops.c - the command `om-ops`: which operators and dtypes artifacts need, as a header for `make device OPS=...`.
+/* om_ops.c - the command `om-ops`: which operators artifacts need, as a header for `make device OPS=...`.
  *
  *     om-ops MODEL.omd ... > only.h
  *
@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-extern uint8_t om_ops_made[], om_dtypes_made[];
+extern uint8_t om_ops_made[];
 
 int main(int argc, char **argv) {
     if (argc < 2) return fputs("usage: om-ops MODEL.omd ... > only.h\n", stderr), 2;
@@ -26,7 +26,6 @@ int main(int argc, char **argv) {
     printf("/* of");
     for (int i = 1; i < argc; i++) printf(" %s", argv[i]);
     printf(" by om-ops */\n");
-    for (int t = 1; t < OM_N_DTYPES; t++) printf("#define OM_HAVE_%s %d\n", om_dtype_name(t), om_dtypes_made[t]);
     for (int k = 0; om_ops[k]; k++)
         printf("#define OM_KEEP_%s(...)%s\n", om_ops[k]->name, om_ops_made[k] ? " __VA_ARGS__" : "");
     return 0;

@@ -104,6 +104,23 @@ def test_digits(machine: str, tmp_path: Path) -> None:
     assert (tmp_path / "out.onnx").exists()
 
 
+def test_only_what_files_use(tmp_path: Path) -> None:
+    """make device OPS=digits: small, the same losses; what it lacks is refused by name."""
+    home = BUILD / "device-only"
+    if not (home / "libortmodule.so").exists():
+        pytest.skip("build/device-only is not there (make device OPS=...)")
+    subprocess.run(["strip", "-s", "-o", tmp_path / "so", home / "libortmodule.so"], check=True)
+    assert (tmp_path / "so").stat().st_size < 800_000
+    run_digits = [os.sys.executable, ROOT / "examples" / "digits.py", tmp_path]
+    subprocess.run(run_digits, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    args = [tmp_path / "model.omd", ROOT / "examples" / "digits.u8"]
+    outs = [subprocess.check_output([BUILD / m / "train_digits", *args], text=True).splitlines()[1:] for m in ("device", "device-only")]
+    assert outs[0] == outs[1] and len(outs[0]) == 20
+    models.artifacts(models.Cnn(), tmp_path / "cnn", models.Cnn, 1)
+    done = subprocess.run([home / "om-losses", tmp_path / "cnn" / "model.omd", "1"], capture_output=True, text=True)
+    assert done.returncode == 2 and re.search(r"\w+: device cpu has no kernel for it", done.stderr), done.stderr
+
+
 def test_python_over_the_library(tmp_path: Path) -> None:
     """ORTMODULE_DEVICE_LIBRARY: ortmodule.api without the extension."""
     models.artifacts(models.Mlp(), tmp_path, models.Mlp, 1)
