@@ -81,6 +81,7 @@ class _Io(C.Structure):
         ("dim", C.c_int64 * _RANK),
         ("written", C.c_bool),
         ("differentiable", C.c_bool),
+        ("host", C.c_bool),
     ]
 
 

@@ -28,7 +28,16 @@ from torch import Tensor, nn
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..guard import Place
-from . import cuts, marks, ops_math, ops_nn, ops_shape  # noqa: F401  their rows register themselves
+from . import (  # noqa: F401  the rows of ops_* register themselves
+    cuts,
+    marks,
+    ops_math,
+    ops_nn,
+    ops_recurrent,
+    ops_select,
+    ops_shape,
+    ops_windows,
+)
 from .convert import HostOp, convert
 from .export import Exported, capture_error, export_module
 from .functional import STOP, Node, Program, View, functionalize
