@@ -331,7 +331,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         for _ in range(_LADDER_LIMIT):
             shadow = shadow_of(state.body)
             try:
-                with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, _undisturbed():
+                with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, quiet():
                     captured = capture(
                         shadow,
                         args,
@@ -653,7 +653,7 @@ def report(state: State) -> Report:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs and prints
     about an attempt that fails is not shown (the ladder's own message says what happened)."""
     thread = threading.get_ident()
