@@ -9,7 +9,8 @@
  * (depthwise), products are too thin for GEMM: direct loops instead. Which way is taken depends on the geometry alone.
  * f32 and f64 as they are; bf16 and f16 are widened once and computed in f32. Operands must be dense.
  * Deterministic: every output element is summed by one thread in a fixed order (dw: image after image).
- * Geometry, layout of scratch and the form of every product are worked out once per plan.
+ * Geometry, layout of scratch and the form of every product are worked out once per plan. The transpose is the half of
+ * conv_grad that makes dx; im2col and col2im are what surrounds the products.
  */
 #include "cpu/cpu.h"
 #include "cpu/conv.h"
@@ -100,7 +101,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     *p = (conv_plan){.dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
     p->bias = !grad && a->n_in > 2 && a->in[2].dtype;
     const int64_t *want = attr_values(a, "want", &count);
-    for (int i = 0; i < 3; i++) p->want[i] = grad && (i >= count || want[i]);
+    for (int i = 0; i < 3; i++) p->want[i] = grad && i < a->n_out && (i >= count || want[i]);
     p->size = (int64_t)om_dtype_size(p->wide_dtype);
     p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
     g->n = x->dim[0], g->c = x->dim[1], g->o = w->dim[0], g->groups = om_args_int(a, "groups", 1);
@@ -403,4 +404,120 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
     if (want_w) conv_narrow(cx, p, a, dw, 1);
     if (want_b) conv_narrow(cx, p, a, db, 2);
     return OM_OK;
+}
+
+/* --- transpose: conv_grad's dx, x in the place of dy, y in those of x and dx --------------------------------------- */
+
+typedef struct conv_turned { om_args a; om_tensor in[3], out[3]; } conv_turned;
+
+static const om_args *conv_turn(const om_args *a, conv_turned *t) {
+    const om_tensor none = {.dtype = a->out[0].dtype, .rank = 1, .device = -1};
+    *t = (conv_turned){.a = *a, .in = {a->in[0], a->out[0], a->in[1]}, .out = {a->out[0], none, none}};
+    t->a.in = t->in, t->a.out = t->out;
+    t->a.n_in = 3;
+    return &t->a; /* one output: nothing but dx is wanted */
+}
+
+int64_t om_cpu_scratch_conv_transpose(om_ctx *cx, const om_args *a) {
+    conv_turned t;
+    return conv_scratch(cx, conv_turn(a, &t), true);
+}
+
+om_status om_cpu_prepare_conv_transpose(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    conv_turned t;
+    return conv_prepare(cx, mem, conv_turn(a, &t), true, prep);
+}
+
+om_status om_cpu_run_conv_transpose(om_ctx *cx, const om_args *a) {
+    conv_turned t;
+    return om_cpu_run_conv_grad(cx, conv_turn(a, &t));
+}
+
+/* --- im2col, col2im ------------------------------------------------------------------------------------------------ */
+
+typedef struct patches_plan {
+    om_conv_geo g;
+    const struct om_conv_type *k;
+    bool to_columns, widen;
+    int dtype, wide_dtype;
+    int64_t image_step, in_at, out_at, total; /* elements of an image's columns; widened operands in scratch */
+} patches_plan;
+
+static void patches_layout(const om_args *a, patches_plan *p) {
+    const bool to = om_is(a->node, im2col);
+    const om_tensor *x = to ? &a->in[0] : &a->out[0];
+    const int nd = x->rank - 2;
+    om_conv_geo *g = &p->g;
+    int count;
+    *p = (patches_plan){.to_columns = to, .dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
+    p->widen = p->dtype != p->wide_dtype;
+    p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
+    g->n = x->dim[0], g->c = g->cg = x->dim[1], g->groups = 1;
+    g->taps = g->pixels = g->plane = 1;
+    for (int i = 0; i < 3; i++) {
+        const int s = i - (3 - nd);
+        const int64_t *v;
+        g->in[i] = s < 0 ? 1 : x->dim[2 + s];
+        g->k[i] = s >= 0 && (v = attr_values(a, "kernel", &count)) ? v[count == 1 ? 0 : s] : 1;
+        g->stride[i] = s >= 0 && (v = attr_values(a, "stride", &count)) ? v[count == 1 ? 0 : s] : 1;
+        g->dil[i] = s >= 0 && (v = attr_values(a, "dilation", &count)) ? v[count == 1 ? 0 : s] : 1;
+        int64_t hi = 0;
+        if (s >= 0 && (v = attr_values(a, "pad", &count))) {
+            g->lo[i] = v[count == 1 ? 0 : s];
+            hi = count == 2 * nd ? v[nd + s] : g->lo[i];
+        }
+        const int64_t room = g->in[i] + g->lo[i] + hi - g->dil[i] * (g->k[i] - 1) - 1;
+        g->out[i] = room < 0 ? 0 : room / g->stride[i] + 1;
+        g->taps *= g->k[i];
+        g->pixels *= g->out[i];
+        g->plane *= g->in[i];
+    }
+    p->image_step = g->c * g->taps * g->pixels;
+    if (!p->widen) return;
+    p->in_at = conv_take(&p->total, om_numel(&a->in[0]) * (int64_t)om_dtype_size(p->wide_dtype));
+    p->out_at = conv_take(&p->total, om_numel(&a->out[0]) * (int64_t)om_dtype_size(p->wide_dtype));
+}
+
+int64_t om_cpu_scratch_patches(om_ctx *cx, const om_args *a) {
+    patches_plan p;
+    (void)cx;
+    patches_layout(a, &p);
+    return p.total;
+}
+
+om_status om_cpu_prepare_patches(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    patches_plan p;
+    patches_layout(a, &p);
+    OM_CHECK(cx, om_numel(p.to_columns ? &a->out[0] : &a->in[0]) == p.g.n * p.image_step,
+             "%s: %lld windows of %lld elements in %lld images do not fit the columns", a->node->op->name,
+             (long long)p.g.pixels, (long long)(p.g.c * p.g.taps), (long long)p.g.n);
+    *prep = om_arena_copy(mem, &p, sizeof p);
+    return *prep ? OM_OK : cx->status;
+}
+
+typedef struct patches_job { const patches_plan *p; const void *from; void *to; } patches_job;
+
+static void im2col_rows(void *arg, int64_t b, int64_t e) {
+    const patches_job *j = arg;
+    j->p->k->im2col(&j->p->g, j->from, j->to, j->p->g.pixels, j->p->image_step, b, e);
+}
+static void col2im_planes(void *arg, int64_t b, int64_t e) {
+    const patches_job *j = arg;
+    j->p->k->col2im(&j->p->g, j->from, j->p->g.pixels, j->p->image_step, j->to, b, e);
+}
+
+om_status om_cpu_run_patches(om_ctx *cx, const om_args *a) {
+    const patches_plan *p = a->prep;
+    const om_conv_geo *g = &p->g;
+    om_tensor from = a->in[0], to = a->out[0];
+    if (!om_numel(&to)) return OM_OK;
+    if (p->widen) {
+        from.dtype = to.dtype = (uint8_t)p->wide_dtype;
+        from.data = (char *)a->scratch + p->in_at, to.data = (char *)a->scratch + p->out_at;
+        OM_TRY(om_copy(cx, &a->in[0], &from));
+    }
+    patches_job j = {p, from.data, to.data};
+    if (p->to_columns) om_parallel_for(cx, g->n * g->c * g->taps, conv_grain(g->pixels), im2col_rows, &j);
+    else om_parallel_for(cx, g->n * g->c, conv_grain(g->pixels * g->taps), col2im_planes, &j);
+    return p->widen ? om_copy(cx, &to, &a->out[0]) : OM_OK;
 }
