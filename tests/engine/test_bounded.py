@@ -261,3 +261,20 @@ def test_a_product_leaves_out_what_does_not_count() -> None:
     lib.om_block_put(arena)
     mem.put()
     model.free()
+
+
+LAST = """
+import torch, test_bounded as t
+text = "\\n".join(["graph {", *t.HEAD, t.SELECT, "  r = compress(x, idx, count)", "  h = matmul(r, w, _)", "  v = reduce_sum(h) {axes=[0]}", "  output v", "}"])
+ins = t.given(1, 9, 0.5)
+model = t.steps.Model.text(t.steps.cx("cpu"), text)
+step = model.step(ins, [0, 0, 1, 0, 0], [torch.ones(4, dtype=torch.float64)])
+print(torch.allclose(step.grads[2], ins[0][ins[1]].sum(0)[:, None].expand(4, 4)))
+"""
+
+
+def test_the_count_lives_as_long_as_it_is_read() -> None:
+    """Dead memory is NaN, and the last call of the backward is a product over count rows, behind the last trim."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS}/engine:{TESTS.parent}", "ORTMODULE_POISON": "1"}
+    res = subprocess.run([sys.executable, "-c", LAST], capture_output=True, text=True, check=False, timeout=200, env=env, cwd=TESTS.parent)
+    assert res.stdout == "True\n", res.stdout + res.stderr[-2000:]
