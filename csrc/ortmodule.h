@@ -149,9 +149,33 @@ void om_text_free(om_ctx *cx, char *text);
  *   group     one int per graph input, or NULL: backward segment in which its gradient must be complete
  *             (0 = first to finish); NULL = one segment.
  *   again     what backward computes again
- * Others of these are another variant beside the first. *variant is small and stable for the life of the model. */
+ * Others of these are another variant beside the first; two policies that choose the same are one. *variant is small
+ * and stable for the life of the model. */
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
                            om_recompute again, int *variant);
+
+/* The same with a set of flags of the caller's in the place of a policy: again[i] non-zero, and backward computes value
+ * i of om_choice again. The set is the variant's key: a policy's own set is the policy's variant. */
+om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving,
+                                 const int *group, const uint8_t *again, int n_again, int *variant);
+
+/* What there is to choose from: the values of the graph with gradients for (wanted, arriving), numbered the same at
+ * every call. For a budget of memory, or a file of the user's. */
+typedef struct om_choice om_choice;
+typedef struct om_choice_row {
+    const char *illegal;          /* why value i cannot be computed again; NULL: it can */
+    const char *op;               /* that makes it; "": none, it is an input or a constant */
+    const char *module, *file;    /* where the user's code has it; "": unknown */
+    int line, output;             /* output: which of the operator's */
+    uint8_t dtype, rank;
+    int64_t dim[OM_RANK];         /* -1: known when tensors arrive */
+    bool kept;                    /* backward reads its memory: it is kept if it is not computed again */
+} om_choice_row;
+om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out);
+int om_choice_values(const om_choice *c); /* how many: n_again of a set */
+om_choice_row om_choice_value(const om_choice *c, int i);                 /* strings are the choice's */
+const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy); /* the flags it sets, one per value */
+void om_choice_free(om_choice *c); /* NULL is fine; before the model */
 
 /* --- what a graph takes and gives --------------------------------------------------------------- */
 
@@ -166,6 +190,9 @@ typedef struct om_io {
     bool written;           /* a forward writes a new value into the tensor given for this input */
     /* input: may be wanted; output: computed from a parameter or float input through operators with a gradient */
     bool differentiable;
+    /* input: its one element lies in the host's memory, whatever the device (a learning rate, a size that is a value);
+     * it has no gradient */
+    bool host;
 } om_io;
 
 int om_model_inputs(const om_model *m);  /* how many */
@@ -199,15 +226,17 @@ const om_needs *om_model_needs(const om_model *m, int variant); /* NULL: there i
  * csrc/run/plan.h holds the contract of memory and control: which byte lies where, when control returns. */
 
 /* Starts a forward. inputs: one tensor per graph input, of the dtype and rank of the capture; any sizes that fit it,
- * any strides. Their memory is read (and, for written inputs, written) until the run is freed. write false: inputs that
- * would be written keep their values; for a forward that is repeated. cx: of this run until it is freed; its message
- * tells of every failure below. */
+ * any strides. All lie in the device's memory but those that om_io.host marks. Their memory is read (and, for written
+ * inputs, written) until the run is freed. write false: inputs that would be written keep their values; for a forward
+ * that is repeated. cx: of this run until it is freed; its message tells of every failure below. */
 om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, uint64_t seed, bool write,
                          om_run **run);
 
 /* Forward: runs to the end (segment is not looked at). Backward: to the end of that segment, and of those before it;
  * -1: of all. OM_OK: it is there. OM_HOST: a node of the host's is due (om_run_host); answer it, then resume. Anything
- * else: this run can only be freed. */
+ * else: this run can only be freed. On a device that runs behind its host, "there" is queued: what fails after this has
+ * returned is an error of the next download, or of the next om_run_resume, of this run or another, that finds it known
+ * (csrc/graph/device.h). */
 om_status om_run_resume(om_run *run, int segment);
 
 /* A host node: what a capture left to its host (an ATen region, a Python function). */

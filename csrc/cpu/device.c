@@ -1,5 +1,6 @@
 /* device.c - the CPU as a device: its table of operators, generated from cpu.def and graph/pointwise.def. */
 #include "cpu/blocks.h"
+#include "cpu/copy.h"
 #include "cpu/cpu.h"
 #include "cpu/strip.h"
 
@@ -55,6 +56,8 @@ const om_device om_device_cpu = {.name = "cpu",
                                  .block_get = om_cpu_block_get,
                                  .block_put = om_cpu_block_put,
                                  .copy = om_copy,
+                                 .copy_prepare = om_cpu_copy_prepare,
+                                 .copy_run = om_cpu_copy_run,
                                  .fill = cpu_fill,
                                  .upload = cpu_move,
                                  .download = cpu_move,

@@ -35,7 +35,7 @@ typedef struct writer {
     bool microsoft;          /* com.microsoft operators are in use */
 } writer;
 
-enum { WRITE_OUT = 64 }; /* outputs a node may have */
+enum { WRITE_OUT = OM_MAX_OUT }; /* outputs a node may have */
 
 #define FAILED(w) ((w)->cx->status != OM_OK)
 
@@ -280,8 +280,9 @@ static const char *one_like(writer *w, double x) { return write_scalar(w, in_typ
 typedef struct write_row { const om_op *op; const char *onnx; void (*rule)(writer *w, const char *onnx); } write_row;
 
 static void rule_same(writer *w, const char *onnx) { /* all operands, first output, no attributes */
-    const char *in[256];
-    int n = w->n->n_in < 256 ? w->n->n_in : 256;
+    const char *in[OM_MAX_IN];
+    const int n = w->n->n_in;
+    if (n > OM_MAX_IN) return write_refuse(w, "it has too many operands");
     for (int i = 0; i < n; i++) in[i] = in_name(w, i);
     write_node(w, "", onnx, out_name(w, 0), in, n);
 }
@@ -770,8 +771,9 @@ static void rule_lamb(writer *w, const char *onnx) {
 }
 
 static void rule_all(writer *w, const char *onnx) { /* l2_norm_all, all_finite */
-    const char *in[256];
-    for (int i = 0; i < w->n->n_in && i < 256; i++) in[i] = in_name(w, i);
+    const char *in[OM_MAX_IN];
+    if (w->n->n_in > OM_MAX_IN) return write_refuse(w, "it has too many operands");
+    for (int i = 0; i < w->n->n_in; i++) in[i] = in_name(w, i);
     write_microsoft(w, onnx, out_name(w, 0), in, w->n->n_in);
 }
 
@@ -809,6 +811,7 @@ static const write_row rows[] = {
     {&om_op_flip, "Slice", rule_flip},
     {&om_op_stop_grad, "Identity", rule_first},
     {&om_op_straight_through, "Identity", rule_first},
+    {&om_op_zero_grad, "Identity", rule_first},
     {&om_op_copy, "Identity", rule_first},
     {&om_op_dropout, "Identity", rule_first},
     {&om_op_concat, "Concat", rule_axis},

@@ -11,7 +11,8 @@ At the end the inputs whose version is above zero are the write-backs. Written b
 that takes seconds on a 12-layer model and rewrites dropout and batch_norm.
 
 Grad modes: regions under no_grad come as sub-graphs and are inlined; what leaves one is wrapped in STOP. A write under
-no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old).
+no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old). A value that is
+written over and not read gets a gradient of zeros, which is not None: base := ZERO(new, old).
 
 Invariants: the list is in topological order and free of dead nodes; nodes have no side effects; a node's `val` is the
 fake tensor (or tuple of them) that the export recorded or, for nodes made here, that the operation gives on fake
@@ -36,10 +37,11 @@ from .opaque import CUT, HOST, SHARES, Expected
 aten = torch.ops.aten
 
 # Targets of nodes that are no ATen call.
-INPUT, STOP, THROUGH, COPY, FILL, BATCH_NORM = (
+INPUT, STOP, THROUGH, ZERO, COPY, FILL, BATCH_NORM = (
     "input",
     "stop_gradient",
     "straight_through",
+    "zero_gradient",
     "copy",
     "fill",
     "batch_norm_train",
@@ -50,7 +52,7 @@ class Node:
     """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src:
     (module, file, line); grad: made in grad mode; autocast: made under autocast."""
 
-    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped")
+    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped", "reached")
 
     def __init__(
         self,
@@ -71,6 +73,23 @@ class Node:
         self.autocast = autocast
         self.live = False
         self.stopped: Node | None = None
+        self.reached: bool | None = None
+
+    def differentiable(self) -> bool:
+        """May it require a gradient: computed in grad mode from floating-point inputs?"""
+        rest = [self]
+        while rest:
+            n = rest[-1]
+            if n.reached is None:
+                float_ = not isinstance(n.val, Tensor) or _is_float(n.val)
+                n.reached = float_ and n.grad and n.target == INPUT
+                if float_ and n.grad and n.target != STOP:
+                    unknown = [i for i in n.inputs() if i.reached is None]
+                    n.reached = None if unknown else n.reached or any([i.reached for i in n.inputs()])
+                    rest += unknown
+            if n.reached is not None:
+                rest.pop()
+        return bool(self.reached)
 
     def inputs(self) -> Iterator[Node]:
         yield from _nodes_in(self.args)
@@ -197,6 +216,26 @@ _SAME = {
 }
 
 
+_TRANSPOSES = {
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "t",
+    "numpy_T",
+    "mT",
+    "adjoint",
+    "matrix_H",
+    "permute",
+}
+_WHOLE = _RESHAPES | _SAME | _TRANSPOSES  # views of all elements
+# Comparisons in place: autograd gives the operands zeros, or has not heard of the operation.
+_STEPS = {f"{op}_": True for op in ("eq", "ne", "lt", "le", "gt", "ge")} | {
+    f"logical_{op}_": False for op in ("and", "or", "xor", "not")
+}
+
+_DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
+
+
 class _Functionalizer:
     def __init__(self, exported: Exported) -> None:
         self.exported = exported
@@ -240,8 +279,9 @@ class _Functionalizer:
 
     def use(self, node: Node) -> Node:
         """The node as an operand here: values made under no_grad carry no gradient out."""
-        if not self.grad or node.grad or not _is_float(node.val):
-            return node
+        return node if not self.grad or node.grad or not _is_float(node.val) else self.stop(node)
+
+    def stop(self, node: Node) -> Node:
         if node.stopped is None:
             node.stopped = self.make(STOP, (node,), {}, node.val)
         return node.stopped
@@ -265,7 +305,8 @@ class _Functionalizer:
             v.version = v.base.version
         return self.use(v.node)
 
-    def write(self, v: _V, new: Node) -> None:
+    def write(self, v: _V, new: Node, over: bool = False) -> None:
+        """over: `new` is not computed from what it takes the place of."""
         for expected in v.base.hosts:
             expected.edited = True
             if expected.shares:
@@ -276,11 +317,14 @@ class _Functionalizer:
         while cur.parent is not None:
             assert cur.view is not None
             keeps_gradient |= _name(cur.view.target) == "detach" or not cur.view.grad
+            over = over and _name(cur.view.target) in _WHOLE
             value = self.scatter(cur, value)
             cur = cur.parent
         if keeps_gradient and self.grad_matters and _is_float(old.val) and old.grad:
             value = self.make(THROUGH, (value, old), {}, old.val)
             value.grad = True
+        elif over and self.grad_matters and old.differentiable():
+            value = self.make(ZERO, (value, old), {}, old.val)
         v.base.node = value
         v.base.version += 1
         if v.base.held is not None or v.base.kin:
@@ -602,12 +646,17 @@ class _Functionalizer:
             names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}
             takes = [(a, full[names[a.name]]) for a in pure._schema.arguments if names.get(a.name) in full]
             args = tuple([self.arg(x, env) for a, x in takes if not a.kwarg_only])
+            if name in _DRAWS:  # their functional forms have no derivative
+                args = tuple([self.stop(a) if isinstance(a, Node) else a for a in args])
             new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
+            if tuple(new.val.shape) != tuple(val.shape):
+                raise self.fail(f"{target}: changes the shape of what it writes")
             if new.val.dtype != val.dtype:
                 new = self.make(aten.to.dtype, (new, val.dtype), {}, val)
-            elif tuple(new.val.shape) != tuple(val.shape):
-                raise self.fail(f"{target}: changes the shape of what it writes")
-        self.write(v, new)
+            if self.grad and name in _STEPS and _is_float(val):
+                over = [x for x in args if isinstance(x, Node)]
+                new = self.make(*((ZERO, (new, *over)) if _STEPS[name] else (THROUGH, (new, over[0]))), {}, val)
+        self.write(v, new, name in ("copy_", "fill_", "zero_") or name in _DRAWS)
 
     # --- end
 

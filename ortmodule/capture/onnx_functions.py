@@ -252,6 +252,7 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
     texts: dict[str, str | None] = {
         "StopGradient": _identity("StopGradient", "x"),
         "StraightThrough": _identity("StraightThrough", "x, gradient_of"),
+        "ZeroGradient": _identity("ZeroGradient", "x, overwritten"),
         "Embedding": "Embedding <padding_idx> (w, idx) => (y)\n{ y = Gather <axis = 0> (w, idx) }",
         "Log1p": _near_zero("Log1p", "s = Add (x, one)\n y = Log (s)"),
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),

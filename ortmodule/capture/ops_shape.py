@@ -10,14 +10,18 @@ from sympy import sympify
 
 from .. import torch_private as private
 from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
-from .functional import COPY, FILL, STOP, THROUGH, Node
+from .functional import COPY, FILL, STOP, THROUGH, ZERO, Node
 from .onnx_build import Val, expr_of, shape_of
 
 
 @row(STOP, "detach", "alias_copy.detach")
 def stop(c: Converter, n: Node, x: Node) -> Val:
-    v = c.v(x)
-    return c.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule") if v.dtype.is_floating_point else v
+    return c.stop(c.v(x))
+
+
+@row(ZERO)
+def zero(c: Converter, n: Node, value: Node, *xs: Node) -> Val:
+    return c.zero(c.v(value), *[c.v(x) for x in xs])
 
 
 @row(THROUGH)
@@ -199,7 +203,7 @@ def slice_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, start: An
     if step == 1:
         length = new.shape[dim]
         if start == 0 and length == size:
-            return new
+            return c.zero(new, v)
         if isinstance(start, int) and start < 0:
             start = expr_of(size + start)
         after = expr_of(start + length)
@@ -230,7 +234,7 @@ def select_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, index: A
     parts.append(new)
     if after != v.shape[dim]:
         parts.append(c.slice(v, dim, after, INT_MAX, 1, expr_of(v.shape[dim] - after)))
-    return c.concat(parts, dim)
+    return c.zero(new, v) if len(parts) == 1 else c.concat(parts, dim)
 
 
 @row(
@@ -266,7 +270,8 @@ def cat(c: Converter, n: Node, xs: Sequence[Node], dim: int) -> Val:
     dim %= max(rank, 1)
     same = [p for p in parts if p.rank == rank]  # an empty vector may stand among tensors of any rank
     kept = [p for p in same if p.shape[dim] != 0] or same[:1]
-    return c.concat([c.cast(p, dtype) for p in kept], dim)
+    out = c.concat([c.cast(p, dtype) for p in kept], dim)
+    return c.zero(out, *[p for p in parts if p not in kept])
 
 
 @row("stack")
@@ -738,9 +743,14 @@ def new_full(c: Converter, n: Node, _x: Node, _size: Any, value: Any, *_: Any) -
     return c.fill(value, n.val.dtype, shape_of(n.val))
 
 
-@row("scalar_tensor", "fill.Scalar", "fill.Tensor")
-def scalar_tensor(c: Converter, n: Node, *args: Any) -> Val:
-    return c.fill(args[1] if n.target._schema.name == "aten::fill" else args[0], n.val.dtype, shape_of(n.val))
+@row("scalar_tensor")
+def scalar_tensor(c: Converter, n: Node, value: Any, *_: Any) -> Val:
+    return c.fill(value, n.val.dtype, shape_of(n.val))
+
+
+@row("fill.Scalar", "fill.Tensor")
+def filled(c: Converter, n: Node, x: Node, value: Any) -> Val:
+    return c.zero(c.fill(value, n.val.dtype, shape_of(n.val)), c.v(x))
 
 
 @row("eye", "eye.m")
