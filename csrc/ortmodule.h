@@ -288,6 +288,118 @@ void om_run_free(om_run *run); /* NULL is fine; at any point: what was not hande
 typedef struct om_profile_row { const char *op; uint64_t count; double ms; } om_profile_row;
 int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max);
 
+/* --- trainer ---------------------------------------------------------------------------------------
+ * A training loop in few calls, for programs without Python (docs/ON_DEVICE.md; examples/train_digits.c):
+ *
+ *     om_trainer_load(cx, ..)                 artifacts -> a trainer: all its memory is taken here
+ *     om_trainer_step(t, inputs, &loss, ..)   forward and backward; gradients are added to those that are there
+ *     om_trainer_update(t)                    the optimizer
+ *     om_trainer_reset(t)                     the next step begins with gradients of its own
+ *     om_trainer_save(t, path, true)          parameters, moments, properties: safetensors
+ *     om_trainer_free(t)
+ *
+ * Errors are in the context the trainer was made with, which it uses until it is freed. After a failed call the trainer
+ * is as it was before, except that a step that fails in the middle has lost the gradients gathered so far.
+ * Threads: one trainer by one thread at a time; different trainers, each with a context of its own, do not meet.
+ * Memory: one arena, the caller's or mapped. Sizes that are numbers in the artifacts are planned and tried in load (one
+ * forward and backward that change nothing), so om_trainer_memory is known before the first step and no later step asks
+ * anybody for memory; for symbolic sizes om_trainer_prepare does that. Checkpoints, exports and prepare use the
+ * context's services beside it, for the time of the call.
+ */
+typedef struct om_trainer om_trainer;
+
+typedef struct om_trainer_options {
+    void *arena;         /* NULL: mapped, as much as is needed. Else aligned to 64 bytes; the trainer's until freed */
+    size_t arena_size;
+    int threads;         /* > 1: a pool of its own with this many, the caller's included; else the context's services */
+    /* What never happens, so that no memory is kept for it: gradients added up over steps; outputs asked of a step. */
+    bool one_batch, loss_only;
+} om_trainer_options;
+
+typedef struct om_bytes { const void *data; size_t size; } om_bytes;
+
+/* What om_trainer_load reads. From Python: model.save_for_device, ortmodule.artifacts.generate_artifacts. */
+typedef struct om_trainer_files {
+    om_bytes packed;     /* one file (.omd) that holds the others; then these are not looked at */
+    om_bytes train;      /* ONNX: forward whose first output is the loss; parameters are inputs (docs/ONNX.md) */
+    om_bytes eval;       /* ONNX: the same for evaluation and export; may be empty */
+    om_bytes optimizer;  /* ONNX: an AdamWOptimizer or SGDOptimizerV2 node; empty: no om_trainer_update */
+    om_bytes checkpoint; /* safetensors: om_trainer_save */
+} om_trainer_files;
+
+/* The bytes are not kept. options NULL: all zero. */
+om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_trainer_options *options,
+                          om_trainer **out);
+om_status om_trainer_load_file(om_ctx *cx, const char *packed, const om_trainer_options *options, om_trainer **out);
+void om_trainer_free(om_trainer *t); /* NULL is fine */
+
+/* What a call takes (the graph's inputs that are no parameters) and gives. eval: of the evaluation graph. */
+int om_trainer_inputs(const om_trainer *t, bool eval);
+int om_trainer_outputs(const om_trainer *t, bool eval);
+om_io om_trainer_input(const om_trainer *t, bool eval, int i);
+om_io om_trainer_output(const om_trainer *t, bool eval, int i);
+
+/* Plans steps and evaluations for inputs of these sizes (data is not looked at; eval NULL: none) and tries them. Then
+ * the arena is as large as it will be: a step of sizes that were never prepared may be refused. */
+om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval);
+
+typedef struct om_trainer_bytes {
+    size_t arena;        /* the most that was ever in use: what options.arena_size must be */
+    size_t state;        /* of these: parameters, moments */
+    bool final;          /* no step takes more */
+} om_trainer_bytes;
+om_trainer_bytes om_trainer_memory(const om_trainer *t);
+
+/* One forward and backward. inputs: dense or strided, of the dtypes and sizes the graph names. loss may be NULL.
+ * outputs: NULL, or all of the graph's, borrowed until the next call. */
+om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
+om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
+om_status om_trainer_update(om_trainer *t);
+void om_trainer_reset(om_trainer *t); /* lazily: the gradients may be read until the next step */
+void om_trainer_seed(om_trainer *t, uint64_t seed); /* of random operators: step n after this call draws the same */
+
+/* The learning rate the next update uses. A schedule sets it, when it begins and at every om_trainer_schedule_step,
+ * from the number of updates so far. Warm-up: 0 to `rate`; after it linear, or half a cosine, to 0 at `total`. */
+typedef enum om_schedule { OM_SCHEDULE_NONE, OM_SCHEDULE_CONSTANT, OM_SCHEDULE_LINEAR, OM_SCHEDULE_COSINE } om_schedule;
+double om_trainer_rate(const om_trainer *t);
+void om_trainer_set_rate(om_trainer *t, double rate);
+om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, int64_t total, double rate);
+om_status om_trainer_schedule_step(om_trainer *t);
+int64_t om_trainer_updates(const om_trainer *t); /* updates so far, those before the checkpoint included */
+
+/* Parameters and buffers, in the order of the training graph's inputs. */
+typedef struct om_trainer_param {
+    const char *name;
+    bool trainable;
+    om_tensor value;      /* may be read and written between calls */
+    om_tensor grad;       /* dtype OM_NODTYPE: none. Valid until the next call */
+} om_trainer_param;
+int om_trainer_params(const om_trainer *t);
+om_trainer_param om_trainer_param_at(const om_trainer *t, int i);
+
+/* All floating-point ones, or the trainable ones, as one run of f32 in that order. n: its elements, which must be
+ * om_trainer_elements. After a nominal checkpoint (names and sizes, no values) the first set must be of all. */
+int64_t om_trainer_elements(const om_trainer *t, bool trainable_only);
+om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, int64_t n);
+om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n);
+
+/* A safetensors file: parameters by name, with `moments` what the optimizer keeps as well, and the properties. Written
+ * beside `path`, synchronised, then renamed: whenever it is interrupted, path holds the old or the new state. */
+om_status om_trainer_save(om_trainer *t, const char *path, bool moments);
+/* Everything is checked before anything is changed: another model's, a cut or a broken file is refused. */
+om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint);
+om_status om_trainer_restore_file(om_trainer *t, const char *path);
+
+/* Named values that travel with the checkpoint. kind: 'i', 'f' or 's'. */
+typedef struct om_property { const char *name; char kind; int64_t i; double f; const char *s; } om_property;
+om_status om_trainer_set_property(om_trainer *t, const om_property *p); /* copied; replaces one of that name */
+int om_trainer_properties(const om_trainer *t);
+bool om_trainer_property(const om_trainer *t, const char *name, om_property *p); /* false: there is none */
+om_property om_trainer_property_at(const om_trainer *t, int i);
+
+/* The evaluation graph, cut down to these outputs, with the parameters inside: an ONNX file for any runtime. */
+om_status om_trainer_export(om_trainer *t, const char *path, const char *const *outputs, int n);
+
 #ifdef __cplusplus
 }
 #endif

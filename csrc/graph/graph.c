@@ -103,6 +103,10 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
     return true;
 }
 
+#if defined(OM_TRACE_OPS) /* tools/om_ops.c: what was ever made */
+uint8_t om_ops_made[OM_N_OPS];
+#endif
+
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
     om_ctx *cx = g->cx;
     om_id trimmed[OM_MAX_IN];
@@ -138,6 +142,9 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most %d", op->name, n_out, OM_MAX_OUT), OM_NONE;
     node.n_out = (uint16_t)n_out;
     om_type ty[OM_MAX_OUT] = {0};
+#if defined(OM_TRACE_OPS)
+    om_ops_made[op->id] = 1;
+#endif
     if (op->infer(g, &node, ty) != OM_OK || cx->status != OM_OK) {
         if (cx->status == OM_OK) om_fail(cx, OM_INTERNAL, "%s: its type rule failed without a message", op->name);
         return OM_NONE;
