@@ -238,6 +238,8 @@ case("ConvTranspose", f(2, 3, 5, 7), Fixed(f(3, 5, 3, 2), 2, 3), f(5), dilations
 case("Col2Im", Fixed(f(2, 12, 20), 1, 2), Const([6, 7], np.int64), Const([2, 3], np.int64), dilations=[2, 2], pads=[0, 1, 0, 1])
 case("TopK", f(3, 11), Const([4], np.int64), n_out=2)
 case("TopK", f(7, 3), Const([7], np.int64), axis=0, largest=0, n_out=2, tag="all")
+case("GridSample", Fixed(f(2, 3, 5, 7), 1), Fixed(f(2, 4, 6, 2), 3))
+case("GridSample", Fixed(f(2, 3, 5, 7), 1), Fixed(f(2, 4, 6, 2), 3), padding_mode="border", align_corners=1, tag="border")
 for _op, _gates, _more in (("RNN", 1, {}), ("GRU", 3, {"linear_before_reset": 1}), ("LSTM", 4, {})):
     for _dirs, _way in ((1, "forward"), (1, "reverse"), (2, "bidirectional")):
         _w = [Fixed(f(_dirs, _gates * 5, 6), 0, 1, 2), Fixed(f(_dirs, _gates * 5, 5), 0, 1, 2), f(_dirs, 2 * _gates * 5)]

@@ -247,6 +247,10 @@ def op_CumProd(x: Any, a: Any, n: int) -> Tensor:
     return x[0].cumprod(-1)
 
 
+def op_GridSample(x: Any, a: Any, n: int) -> Tensor:
+    return F.grid_sample(x[0], x[1], "bilinear", a["padding_mode"], bool(a["align_corners"]))
+
+
 def op_Cdist(x: Any, a: Any, n: int) -> Tensor:
     return torch.cdist(x[0], x[1], math.inf if a["p"] < 0 else a["p"])
 

@@ -1,4 +1,4 @@
-/* cdist.c - ops/cdist.c on the CPU: every row of the first operand against all of the second's, shared among threads. */
+/* cdist.c - ops/cdist.c on the CPU: every row of the first operand against all of the second's, shared by threads. */
 #include "cpu/cpu.h"
 #include "cpu/cdist.h"
 

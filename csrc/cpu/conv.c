@@ -406,7 +406,7 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
     return OM_OK;
 }
 
-/* --- transpose: conv_grad's dx, x in the place of dy, y in those of x and dx --------------------------------------- */
+/* --- transpose: conv_grad's dx, x in the place of dy, y in those of x and dx -------------------------------------- */
 
 typedef struct conv_turned { om_args a; om_tensor in[3], out[3]; } conv_turned;
 
@@ -433,7 +433,7 @@ om_status om_cpu_run_conv_transpose(om_ctx *cx, const om_args *a) {
     return om_cpu_run_conv_grad(cx, conv_turn(a, &t));
 }
 
-/* --- im2col, col2im ------------------------------------------------------------------------------------------------ */
+/* --- im2col, col2im ----------------------------------------------------------------------------------------------- */
 
 typedef struct patches_plan {
     om_conv_geo g;

@@ -1,4 +1,4 @@
-/* cumprod.c - ops/cumprod.c on the CPU: a line at a time, in double (64-bit integers: wrapping), rounded when stored. */
+/* cumprod.c - ops/cumprod.c on the CPU: a line at a time, in double (integers: 64 bits, wrapping), rounded last. */
 #include "cpu/cpu.h"
 #include "cpu/strip.h"
 #include "cpu/walk.h"

@@ -118,6 +118,72 @@ static om_status map_scatter_nd(om_onnx *o) {
     return o->cx->status;
 }
 
+/* --- sampling by a grid -------------------------------------------------------------------------------- */
+
+/* Where along an axis of `size` the grid points: -1 and 1 are the outer edges, or (align) the outer elements. border:
+ * held inside, without a gradient where it is held; NaN becomes 0 there, as in torch. */
+static om_id map_grid_at(om_onnx *o, om_id grid, int which, om_dim size, bool align, bool border) {
+    om_graph *g = o->g;
+    if (FAILED) return OM_NONE;
+    const om_type t = *om_ty(g, grid);
+    om_id c = om_b_reshape(g, om_b_slice(g, grid, 3, which, which + 1, 1), t.dim, 3);
+    const om_id one = om_scalar(g, t.dtype, 1), last = om_onnx_dim_value(o, om_dim_sub(g, size, 1), t.dtype),
+                zero = om_scalar(g, t.dtype, 0);
+    c = MAKE2(add, c, one);
+    c = align ? MAKE2(mul, om_b_scale(g, c, 0.5), last)
+              : om_b_scale(g, MAKE2(sub, MAKE2(mul, c, om_onnx_dim_value(o, size, t.dtype)), one), 0.5);
+    if (!border) return c;
+    return om_map_where(o, MAKE2(gt, c, zero), om_map_where(o, MAKE2(ge, c, last), last, c), zero);
+}
+
+/* Four neighbours as rows of x (n h w, c), weighted; what lies outside counts as 0. */
+static om_status map_grid_sample(om_onnx *o) {
+    om_graph *g = o->g;
+    om_id x = IN(0), grid = IN(1), sum = OM_NONE;
+    om_type t = om_map_type_of(o, x), gt = om_map_type_of(o, grid);
+    const char *mode = om_onnx_str(o, "mode", o->opset >= 20 ? "linear" : "bilinear"),
+               *pad = om_onnx_str(o, "padding_mode", "zeros");
+    if (FAILED) return o->cx->status;
+    const bool border = !strcmp(pad, "border"), align = INT("align_corners", 0) != 0;
+    if (t.rank != 4 || (strcmp(mode, "linear") != 0 && strcmp(mode, "bilinear") != 0) ||
+        (!border && strcmp(pad, "zeros") != 0))
+        REFUSE("mode %.20s, padding_mode %.20s, rank %d; linear, zeros or border, and rank 4 are supported", mode, pad,
+               t.rank);
+    ONNX_CHECK(o, gt.rank == 4 && gt.dim[3] == 2 && gt.dtype == t.dtype && (t.dtype == OM_F32 || t.dtype == OM_F64),
+               "x is %s, the grid %s of rank %d; float or double both, rank 4 and two coordinates are needed",
+               om_dtype_name(t.dtype), om_dtype_name(gt.dtype), gt.rank);
+    const om_dim h = t.dim[2], w = t.dim[3], area = om_dim_mul(g, h, w);
+    om_dim each[4] = {gt.dim[0], gt.dim[1], gt.dim[2], 1}, rows[2] = {om_dim_mul(g, t.dim[0], area), t.dim[1]};
+    om_id image = om_make(g, &om_op_iota, NULL, 0, OM_ATTRS(OM_AD("shape", t.dim, 1), OM_AI("dtype", OM_I64)));
+    image = om_b_reshape(g, MAKE2(mul, image, om_onnx_dim_value(o, area, OM_I64)), (om_dim[]){t.dim[0], 1, 1}, 3);
+    om_id flat = om_b_reshape(g, om_b_permute(g, x, (int[]){0, 2, 3, 1}), rows, 2);
+    om_id at[2] = {map_grid_at(o, grid, 0, w, align, border), map_grid_at(o, grid, 1, h, align, border)}, low[2];
+    for (int a = 0; a < 2; a++) low[a] = MAKE1(floor, at[a]);
+    const om_id one = om_scalar(g, t.dtype, 1), zero = om_scalar(g, t.dtype, 0), none = om_scalar(g, OM_I64, 0);
+    for (int k = 0; k < 4; k++) {
+        om_id place[2], weight[2], inside = OM_NONE;
+        for (int a = 0; a < 2; a++) {
+            const bool high = a == 0 ? k & 1 : k >> 1;
+            const om_id next = MAKE2(add, low[a], one), p = high ? next : low[a],
+                        end = om_onnx_dim_value(o, a == 0 ? w : h, t.dtype);
+            const om_id in = MAKE2(and, MAKE2(ge, p, zero), MAKE2(lt, p, end));
+            weight[a] = high ? MAKE2(sub, at[a], low[a]) : MAKE2(sub, next, at[a]);
+            inside = inside == OM_NONE ? in : MAKE2(and, inside, in);
+            place[a] = p;
+        }
+        for (int a = 0; a < 2; a++) place[a] = om_b_cast(g, om_map_where(o, inside, place[a], zero), OM_I64);
+        om_id idx = MAKE2(add, MAKE2(mul, place[1], om_onnx_dim_value(o, w, OM_I64)), place[0]);
+        idx = om_map_where(o, inside, MAKE2(add, idx, image), none);
+        om_id row = om_make(g, &om_op_gather, OM_IN(flat, idx), OM_ATTRS(OM_AI("axis", 0)));
+        row = om_map_where(o, om_b_reshape(g, inside, each, 4), row, zero);
+        row = MAKE2(mul, row, om_b_reshape(g, MAKE2(mul, weight[0], weight[1]), each, 4));
+        sum = sum == OM_NONE ? row : MAKE2(add, sum, row);
+        if (FAILED) return o->cx->status;
+    }
+    SET(0, om_b_permute(g, sum, (int[]){0, 3, 1, 2}));
+    return o->cx->status;
+}
+
 /* --- reductions -------------------------------------------------------------------------------------- */
 
 static om_status map_reduce(om_onnx *o) {
@@ -229,6 +295,7 @@ const om_onnx_op om_onnx_ops_gather[] = {
     {"", "ReduceSumSquare", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSum", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSumExp", 1, 2, 1, map_reduce, NULL, NULL},
+    {"", "GridSample", 2, 2, 1, map_grid_sample, NULL, NULL},
     {"ortmodule", "CumProd", 1, 1, 1, map_cumprod, NULL, NULL},
     {"ortmodule", "Cdist", 2, 2, 1, map_cdist, NULL, NULL},
     {"", "TopK", 2, 2, 2, map_topk, NULL, NULL},

@@ -87,7 +87,8 @@ static om_status map_standard(om_onnx *o) {
         const ProtobufCBinaryData *s = &acts->strings[i];
         if (kind <= RNN_TANH && i == 0 && s->len == 4 && !memcmp(s->data, "Relu", 4)) kind = RNN_RELU;
         const char *want = usual[kind][i % (kind == LSTM ? 3 : kind == GRU ? 2 : 1)];
-        if (s->len != strlen(want) || memcmp(s->data, want, s->len) != 0) REFUSE("activation %.*s", (int)s->len, s->data);
+        if (s->len != strlen(want) || memcmp(s->data, want, s->len) != 0)
+            REFUSE("activation %.*s", (int)s->len, s->data);
     }
     const om_dim state[3] = {dirs, t.dim[1], rt.dim[2]};
     if (h0 == OM_NONE) h0 = om_b_fill(g, t.dtype, state, 3, 0);

@@ -1,5 +1,5 @@
-/* cumprod.c - running products along an axis. The gradient is exact where elements are zero: with P_i the product before
- * element i and g_i = dy_i + x_(i+1) g_(i+1), it is P_i g_i, no division. */
+/* cumprod.c - running products along an axis. The gradient is exact where elements are zero: with P_i the product
+ * before element i and g_i = dy_i + x_(i+1) g_(i+1), it is P_i g_i, no division. */
 #include "ops/attr.h"
 
 static om_status cumprod_infer(om_graph *g, const om_node *n, om_type *out) {

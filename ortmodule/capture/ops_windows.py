@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .convert import I64, Converter, NotHere, row
+import torch
+
+from .convert import F64, I64, Converter, NotHere, row
 from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
 from .ops_nn import _per_axis
@@ -83,3 +85,14 @@ def unfold(c: Converter, n: Node, x: Node, dim: int, size: Any, step: int) -> Va
     shape: Sequence[Any] = (*v.shape[:dim], windows, places, *v.shape[dim + 1 :])
     y = c.no_negative(c.b.op("Gather", [v, index], v.dtype, tuple(expr_of(d) for d in shape), axis=dim))
     return c.transpose(y, [*(i for i in range(v.rank + 1) if i != dim + 1), dim + 1])
+
+
+@row("grid_sampler", "grid_sampler_2d")
+def grid_sampler(c: Converter, n: Node, x: Node, grid: Node, mode: int, padding: int, corners: bool) -> Val:
+    v, at = c.v(x), c.v(grid)
+    if mode != 0 or padding > 1 or v.rank != 4 or v.dtype not in (torch.float32, F64) or at.dtype != v.dtype:
+        raise NotHere("grid_sample other than bilinear, zeros or the border outside, of images in float32 or float64")
+    return c.b.op(
+        "GridSample", [v, at], v.dtype, shape_of(n.val), mode="linear", padding_mode=("zeros", "border")[padding],
+        align_corners=int(corners),
+    )  # fmt: skip

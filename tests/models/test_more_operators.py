@@ -417,3 +417,25 @@ def test_resize_to_the_size_of_another() -> None:
     for mode in ("nearest", "bilinear", "bicubic"):
         same(lambda x, y, mode=mode: F.interpolate(x, y.shape[2:], mode=mode) * y.mean(), (r(2, 3, 4, 5), r(2, 1, 8, 9)),
              (r(2, 3, 5, 5), r(2, 1, 9, 7)), (r(2, 3, 6, 5), r(2, 1, 6, 5)))  # fmt: skip
+
+
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("padding", ["zeros", "border"])
+def test_grid_sample(padding: str, corners: bool) -> None:
+    """Points outside of the image too; the gradient of the grid."""
+    def f(x: Tensor, grid: Tensor) -> Tensor:
+        return F.grid_sample(x, grid * 0.9, padding_mode=padding, align_corners=corners)
+
+    same(f, (r(2, 3, 7, 5), r(2, 4, 6, 2)), (r(3, 3, 7, 5), r(3, 4, 6, 2)), (r(3, 3, 8, 5), r(3, 9, 6, 2)))
+    edge = torch.linspace(-1.2, 1.2, 24).reshape(1, 4, 3, 2).requires_grad_()
+    same(f, (r(1, 2, 4, 3), edge))
+
+
+def test_grid_sample_far_outside() -> None:
+    """What lies there counts as 0, also beside an infinite pixel. (NaN in a grid crashes eager's backward.)"""
+    grid = torch.tensor([70.0, 0.2, 0.1, -40, 1e6, 0, -1e5, 0.5]).reshape(1, 2, 2, 2)
+    x = r(1, 2, 4, 3)
+    with torch.no_grad():
+        x[0, 0, 0, 0] = float("inf")
+    for padding in ("zeros", "border"):
+        same(lambda x, g, p=padding: F.grid_sample(x, g, padding_mode=p, align_corners=True), (x, grid), ort=False)
