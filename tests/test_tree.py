@@ -19,6 +19,7 @@ ROOMS = {
     "run": ["graph", "ops", "passes"],
     "cpu": ["graph", "ops"],
     "optim": ["graph", "ops", "cpu"],
+    "trainer": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim"],
     "cuda": ["graph", "ops", "optim"],
     "python": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim", "cuda"],
     "tools": ["graph", "ops", "passes", "onnx", "run"],

@@ -187,7 +187,6 @@ static om_status broadcast(om_graph *g, const om_node *n, om_type *out) {
             for (int k = 0; k < t->rank - out->rank; k++) out->dim[k] = 1;
             out->rank = t->rank;
         }
-        out->device = t->device;
         for (int k = 0; k < t->rank; k++) {
             om_dim *o = &out->dim[out->rank - t->rank + k], d = t->dim[k];
             int64_t have, given;
