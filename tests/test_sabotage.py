@@ -333,8 +333,9 @@ def test_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rule_has_rows() -> None:
-    """But gradients of gradients (only the host asks for them), and what its family compares without opcheck."""
-    own = {"dropout", "fused", "host"}
+    """But gradients of gradients (only the host asks for them), what its family compares without opcheck, and the rule
+    that says there is no derivative."""
+    own = {"dropout", "fused", "host", "floor_div"}
     lib, names = engine.lib, []
     lib.om_sabotage_rule.restype = C.c_char_p
     while name := lib.om_sabotage_rule(len(names)):

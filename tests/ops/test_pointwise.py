@@ -106,6 +106,12 @@ def test_binary_own_range(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> No
     check("floor_div", [a, b], torch.floor_divide, grad=False)
 
 
+def test_floor_div_has_no_derivative() -> None:
+    """As in PyTorch."""
+    with pytest.raises(engine.EngineError, match="floor_div has no derivative"):
+        engine.Graph.parse("graph {\n input x: f64[3]\n y = floor_div(x, x)\n output y\n}").grad([1], [1])
+
+
 def test_fmod_of_large_quotients() -> None:
     check("fmod", [rand(211, scale=300.0), rand(211, shift=0.2)], torch.fmod)
 
