@@ -22,8 +22,14 @@ FN bool att_sees(const om_gpu_attention &p, int64_t b, int64_t i, int64_t j) {
     return !(p.window > 0 && j <= i - p.window);
 }
 
+#if defined(OM_EMULATED)
+#define CALLED static
+#else
+#define CALLED static __device__ __noinline__ /* one copy for all unrolled rows */
+#endif
+
 /* The score of a pair whose product is dot; -inf: not seen. */
-template <class S, class F> FN F att_score(const om_gpu_attention &p, const att_head &a, int64_t i, int64_t j, F dot) {
+template <class S, class F> CALLED F att_score(const om_gpu_attention &p, const att_head &a, int64_t i, int64_t j, F dot) {
     if (!att_sees(p, a.b, i, j)) return -inf_of((F)0);
     const int64_t m = a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2] + j * p.smask[3];
     F s = dot * (F)p.scale;
@@ -32,7 +38,7 @@ template <class S, class F> FN F att_score(const om_gpu_attention &p, const att_
 }
 
 /* What dropout multiplies the pair's probability by. */
-template <class F> FN F att_keep(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j) {
+template <class F> CALLED F att_keep(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j) {
     if (!p.drop) return 1;
     const uint64_t at = (uint64_t)(((a.b * p.hq + a.h) * p.tq + i) * p.tk + j);
     return philox_at(seed, p.rng, at) < p.keep_below ? (F)p.drop_scale : (F)0;

@@ -2,34 +2,73 @@
  * by keys. Probabilities and random words are computed anew. */
 #include "cuda/attention_body.h"
 
-/* A warp per query. */
+/* A warp per query: probabilities are exp(score - m) il, and delta. From lse and y; anew, without their rounding, where
+ * all keys are one tile, and m and il where lse is too large to hold log l. */
 template <class S> FN void attention_delta(const om_gpu_attention &p) {
     typedef WIDE F;
     const unsigned lane = threadIdx.x & 31;
-    const int64_t row = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), bh = row / p.tq, i = row % p.tq;
-    const bool any = row < p.batch * p.hq * p.tq;
-    F s = 0;
-    if (any) {
-        const int64_t b = bh / p.hq, h = bh % p.hq;
-        const int64_t y = b * p.sy[0] + h * p.sy[1] + i * p.sy[2], dy = b * p.sdy[0] + h * p.sdy[1] + i * p.sdy[2];
-        for (int64_t c = lane; c < p.dv_size; c += 32)
-            s += at<S>(p.y, y + c * p.sy[3]) * at<S>(p.dy, dy + c * p.sdy[3]);
+    const int64_t row = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), rows = p.batch * p.hq * p.tq;
+    if (row >= rows) return; /* the whole warp */
+    att_head a = {row / p.tq / p.hq, row / p.tq % p.hq, 0};
+    a.kv = a.h / (p.hq / p.hk);
+    const int64_t i = row % p.tq, y = a.b * p.sy[0] + a.h * p.sy[1] + i * p.sy[2];
+    const int64_t dy = a.b * p.sdy[0] + a.h * p.sdy[1] + i * p.sdy[2];
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const F lse = ld((const F *)p.lse + row);
+    const bool none = lse == -inf_of((F)0), one = p.tk <= 32, odd = !none && (lse < -1000 || lse > 1000) && lse - lse == 0;
+    F m = none ? (F)0 : lse, il = none ? (F)0 : (F)1, delta = 0;
+    for (int64_t c = lane; c < p.dv_size; c += 32) delta += at<S>(p.dy, dy + c * p.sdy[3]) * at<S>(p.y, y + c * p.sy[3]);
+    delta = warp_all<op_sum>(delta);
+    if (!none && (one || odd)) {
+        F top = -inf_of((F)0), l = 0, d = 0;
+        for (int turn = 0; turn < 2; turn++) {
+            for (int64_t j = lane; j < p.tk; j += 32) {
+                F dot = 0, dp = 0;
+                for (int64_t c = 0; c < p.d; c++)
+                    dot += at<S>(p.q, a.b * p.sq[0] + a.h * p.sq[1] + i * p.sq[2] + c * p.sq[3]) *
+                           at<S>(p.k, a.b * p.sk[0] + a.kv * p.sk[1] + j * p.sk[2] + c * p.sk[3]);
+                const F s = att_score<S, F>(p, a, i, j, dot);
+                if (!turn) top = op_max::of(top, s);
+                if (!turn || s == -inf_of((F)0)) continue;
+                const F e = exp_of(s - top);
+                for (int64_t c = 0; one && c < p.dv_size; c++)
+                    dp += at<S>(p.dy, dy + c * p.sdy[3]) *
+                          at<S>(p.v, a.b * p.sv[0] + a.kv * p.sv[1] + j * p.sv[2] + c * p.sv[3]);
+                l += e;
+                d += e * (dp * att_keep<F>(p, a, seed, i, j));
+            }
+            if (!turn) top = warp_all<op_max>(top);
+        }
+        il = 1 / warp_all<op_sum>(l);
+        m = top;
+        d = warp_all<op_sum>(d) * il;
+        if (one) delta = d;
     }
-    s = warp_all<op_sum>(s);
-    if (any && !lane) st((F *)p.delta + row, s);
+    if (lane) return;
+    st((F *)p.delta + row, delta);
+    st((F *)p.delta + rows + row, m);
+    st((F *)p.delta + 2 * rows + row, il);
+}
+
+template <class F> struct att_stat { F delta, m, il; };
+template <class F> FN att_stat<F> att_stat_of(const om_gpu_attention &p, int64_t row, bool any) {
+    const int64_t rows = p.batch * p.hq * p.tq;
+    const F *x = (const F *)p.delta + row;
+    if (!any) return {0, 0, 0};
+    return {ld(x), ld(x + rows), ld(x + 2 * rows)};
 }
 
 /* Of a pair: *kept: probability after dropout; the result: gradient of the product q k. */
 template <class S, class F>
-FN F att_pair(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j, F dot, F dp, F lse,
-              F delta, F *kept) {
+CALLED F att_pair(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j, F dot, F dp,
+              const att_stat<F> &q, F *kept) {
     const F s = att_score<S, F>(p, a, i, j, dot);
     *kept = 0;
-    if (lse == -inf_of((F)0) || s == -inf_of((F)0)) return 0;
-    const F prob = exp_of(s - lse), keep = att_keep<F>(p, a, seed, i, j);
+    if (q.il == 0 || s == -inf_of((F)0)) return 0;
+    const F prob = exp_of(s - q.m) * q.il, keep = att_keep<F>(p, a, seed, i, j);
     *kept = prob * keep;
     if (p.frozen && ld(p.frozen + a.b * p.sfrozen[0] + a.h * p.sfrozen[1] + i * p.sfrozen[2] + j * p.sfrozen[3])) return 0;
-    return prob * (dp * keep - delta) * (F)p.scale;
+    return prob * (dp * keep - q.delta) * (F)p.scale;
 }
 
 /* 16 queries a block, tiles of 32 keys. */
@@ -59,12 +98,10 @@ template <class S> FN void attention_dq(const om_gpu_attention &p) {
         for (int r = 0; r < ATT_ROWS; r++) {
             const unsigned row = warp * ATT_ROWS + r;
             const int64_t i = i0 + row, at_row = blockIdx.y * p.tq + i;
-            const bool any = i < p.tq;
             F kept;
             mine[lane] = att_pair<S, F>(p, a, seed, i, j0 + lane, att_dot(q + row * (p.d + 1), k + lane * (p.d + 1), p.d),
                                         att_dot(dy + row * (p.dv_size + 1), v + lane * (p.dv_size + 1), p.dv_size),
-                                        any ? ld((const F *)p.lse + at_row) : (F)0,
-                                        any ? ld((const F *)p.delta + at_row) : (F)0, &kept);
+                                        att_stat_of<F>(p, at_row, i < p.tq), &kept);
             __syncwarp();
             att_add(own[r], mine, k, p.d);
             __syncwarp();
@@ -105,15 +142,14 @@ template <class S> FN void attention_dkv(const om_gpu_attention &p) {
             att_load<S>(p.dy, p.sdy, a.b, a.h, i0, ATT_TILE, p.tq, p.dv_size, dy);
             __syncthreads();
             const int64_t i = i0 + lane, at_row = (a.b * p.hq + a.h) * p.tq + i;
-            const F lse = i < p.tq ? ld((const F *)p.lse + at_row) : (F)0;
-            const F delta = i < p.tq ? ld((const F *)p.delta + at_row) : (F)0;
+            const att_stat<F> stat = att_stat_of<F>(p, at_row, i < p.tq);
 #pragma unroll
             for (int r = 0; r < ATT_ROWS; r++) {
                 const unsigned row = warp * ATT_ROWS + r;
                 F kept;
                 ds[lane] = att_pair<S, F>(p, a, seed, i, j0 + row, att_dot(q + lane * (p.d + 1), k + row * (p.d + 1), p.d),
-                                          att_dot(dy + lane * (p.dv_size + 1), v + row * (p.dv_size + 1), p.dv_size), lse,
-                                          delta, &kept);
+                                          att_dot(dy + lane * (p.dv_size + 1), v + row * (p.dv_size + 1), p.dv_size), stat,
+                                          &kept);
                 pr[lane] = kept;
                 __syncwarp();
                 att_add(dk[r], ds, q, p.d);

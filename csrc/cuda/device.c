@@ -274,6 +274,8 @@ om_status om_cuda_use(om_ctx *cx, int ordinal) {
     return OM_OK;
 }
 
+int om_cuda_ordinal(const om_device *d) { return d >= devices && d < devices + MAX_DEVICES ? (int)(d - devices) : -1; }
+
 const char *om_cuda_host_op(int nth) {
     for (int i = 0; i < OM_N_OPS; i++)
         if (atomic_load(&host_ops[i]) && nth-- == 0) return om_ops[i]->name;

@@ -1,5 +1,6 @@
 /* gemm.cu - c = a b (+ bias) for any strides: what is used where no library is, and what libraries are compared with.
- * 64 by 64 results a block, 4 by 4 a thread, 16 deep; sums in the type computed in, along k in order. */
+ * 64 by 64 results a block, 4 by 4 a thread, 16 deep; sums in
+ * the type computed in, 64 products at a time along k, then those. */
 #include "cuda/kernel.h"
 
 template <class S> FN void gemm(const om_gpu_gemm &p) {
@@ -16,9 +17,9 @@ template <class S> FN void gemm(const om_gpu_gemm &p) {
             rest /= p.bdim[d];
             a0 += i * p.ba[d], b0 += i * p.bb[d], c0 += i * p.bc[d];
         }
-        F sum[4][4];
+        F sum[4][4], part[4][4];
         for (int i = 0; i < 4; i++)
-            for (int j = 0; j < 4; j++) sum[i][j] = 0;
+            for (int j = 0; j < 4; j++) sum[i][j] = part[i][j] = 0;
         for (int64_t k0 = 0; k0 < p.k; k0 += 16) {
             __syncthreads();
             for (unsigned e = t; e < 1024; e += 256) { /* neighbours in memory by neighbouring threads */
@@ -32,8 +33,11 @@ template <class S> FN void gemm(const om_gpu_gemm &p) {
                 F x[4], y[4];
                 for (int i = 0; i < 4; i++) x[i] = as[k * 65 + ty * 4 + i], y[i] = bs[k * 65 + tx + 16 * i];
                 for (int i = 0; i < 4; i++)
-                    for (int j = 0; j < 4; j++) sum[i][j] += x[i] * y[j];
+                    for (int j = 0; j < 4; j++) part[i][j] += x[i] * y[j];
             }
+            if ((k0 & 48) != 48 && k0 + 16 < p.k) continue; /* the same for the whole block */
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) sum[i][j] += part[i][j], part[i][j] = 0;
         }
         for (int i = 0; i < 4; i++)
             for (int j = 0; j < 4; j++) {

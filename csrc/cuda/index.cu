@@ -49,7 +49,7 @@ template <class S> FN void scatter_add(const om_gpu_scatter &p) {
     if ((uint64_t)to >= (uint64_t)p.n || to == p.skip || ld(p.head + to) != (int32_t)first) return; /* the whole block */
     const int64_t c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
     const int64_t row = blockIdx.z * p.n + to, src = blockIdx.z * p.m;
-    F x = 0;
+    double x = 0;
     if (c < p.inner) x = at<S>(p.y, row * p.inner + c);
     for (int64_t k0 = first; k0 < p.m; k0 += blockDim.x) {
         const int64_t k = k0 + threadIdx.x;
@@ -59,7 +59,7 @@ template <class S> FN void scatter_add(const om_gpu_scatter &p) {
         for (unsigned j = 0; j < blockDim.x; j++)
             if (same[j] && c < p.inner) x += at<S>(p.dy, (src + k0 + j) * p.inner + c);
     }
-    if (c < p.inner) put<S>(p.y, row * p.inner + c, x);
+    if (c < p.inner) put<S>(p.y, row * p.inner + c, (F)x);
 }
 FLOATS(scatter_add, struct om_gpu_scatter, 256, scatter_add)
 #undef EACH

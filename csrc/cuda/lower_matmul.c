@@ -151,7 +151,7 @@ om_status om_lower_attention(om_lower *l) {
 
 int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a) {
     (void)cx;
-    return om_numel(&a->in[6]) * 8;
+    return 3 * om_numel(&a->in[6]) * 8; /* delta, m, il of every query */
 }
 
 om_status om_lower_attention_grad(om_lower *l) {
@@ -168,12 +168,14 @@ om_status om_lower_attention_grad(om_lower *l) {
         return om_gpu_host(l);
     const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
     if (shared > SHARED_MOST) return om_gpu_host(l);
-    const int64_t rows = p.batch * p.hq * p.tq, bytes = rows * (int64_t)wide;
+    const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide;
     om_gpu_attention *g = om_gpu_add(l, OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
+    attention_operands(l, g, 1, 4, 7, 8);
     om_gpu_in(l, &g->dy, 0);
     om_gpu_in(l, &g->y, 5);
+    om_gpu_in(l, &g->lse, 6);
     om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
     for (int which = 0; which < 2; which++) {
         g = which ? om_gpu_add(l, OF(attention_dkv, dtype), om_gpu_blocks(p.tk, OWN), p.batch * p.hk, 1, 128, shared, sizeof *g)
@@ -183,7 +185,6 @@ om_status om_lower_attention_grad(om_lower *l) {
         attention_operands(l, g, 1, 4, 7, 8);
         om_gpu_in(l, &g->frozen, 9);
         om_gpu_in(l, &g->dy, 0);
-        om_gpu_in(l, &g->lse, 6);
         om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_READ);
         if (!which) om_gpu_out(l, &g->dq, 0, OM_GPU_WRITE);
         if (which) om_gpu_out(l, &g->dk, 1, OM_GPU_WRITE), om_gpu_out(l, &g->dv, 2, OM_GPU_WRITE);

@@ -60,7 +60,7 @@ int64_t om_gpu_scratch_reduce(om_ctx *cx, const om_args *a) {
 om_status om_lower_reduce(om_lower *l) {
     const om_args *a = l->a;
     const int dtype = a->in[0].dtype, cls = om_compute_dtype(dtype);
-    const int acc = cls; /* partial sums lie in it */
+    const int acc = cls == OM_I64 ? OM_I64 : OM_F64; /* what results on the way are */
     const uint32_t id = a->node->op->id;
     reduction r;
     reduction_of(a, &r);
@@ -89,7 +89,7 @@ om_status om_lower_reduce(om_lower *l) {
         return OM_OK;
     }
     om_gpu_scratch_at(l, &g->y, 0, size, OM_GPU_WRITE);
-    om_gpu_reduce *f = om_gpu_add(l, lanes, om_gpu_blocks(r.p.outer, 32), 1, 1, 256, (size_t)(256 * wide), sizeof *f);
+    om_gpu_reduce *f = om_gpu_add(l, acc == OM_F64 ? OM_GPU_reduce_lanes_d : lanes, om_gpu_blocks(r.p.outer, 32), 1, 1, 256, (size_t)(256 * wide), sizeof *f);
     if (!f) return l->cx->status;
     *f = (om_gpu_reduce){.outer = r.p.outer, .inner = r.p.parts, .orank = 1, .odim = {r.p.outer}, .ostride = {1},
                          .irank = 1, .idim = {r.p.parts}, .istride = {r.p.outer}, .part = r.p.parts, .parts = 1,

@@ -7,6 +7,7 @@
 #ifndef OM_CUDA_QUEUE_H
 #define OM_CUDA_QUEUE_H
 
+#include "cuda/device.h"
 #include "cuda/driver.h"
 #include "cuda/lower.h"
 
@@ -35,7 +36,6 @@ om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out);
 om_status om_gpu_enter(om_ctx *cx, om_gpu *g);
 om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s);
 
-void om_cuda_stream(void *stream); /* of this thread from now on */
 void *om_cuda_stream_now(void);
 
 om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out);

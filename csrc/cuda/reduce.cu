@@ -1,7 +1,7 @@
 /* reduce.cu - sums, means, maxima, minima and products over axes, in a fixed order.
  *
  * A long reduction is cut into parts whose number depends on the sizes alone; partial results (in the type computed in)
- * are reduced by a second launch. Two shapes: a block per result, its threads along the reduced elements; or 32 results
+ * are reduced by a second launch. Floats are added by sixteen, those sums in double. Two shapes: a block per result, its threads along the reduced elements; or 32 results
  * a block, a lane each, eight threads along the reduced elements.
  */
 #include "cuda/kernel.h"
@@ -23,7 +23,6 @@ template <> FN_MEMBER int64_t load_as<int64_t>(const char *p, int dtype, int64_t
     }
 }
 
-FN void store_as(char *p, int dtype, int64_t i, float x) { float_put(p, dtype, i, x); }
 FN void store_as(char *p, int dtype, int64_t i, double x) { float_put(p, dtype, i, x); }
 FN void store_as(char *p, int dtype, int64_t i, int64_t x) {
     switch (dtype) {
@@ -67,24 +66,34 @@ FN int64_t offset_of(int64_t i, int rank, const int64_t *dim, const int64_t *str
     return rank ? off + i * stride[0] : 0;
 }
 
-FN float mean_of(float x, double scale) { return (float)(x * scale); }
 FN double mean_of(double x, double scale) { return x * scale; }
 FN int64_t mean_of(int64_t x, double scale) { return scale > 0 ? x / (int64_t)(1 / scale + 0.5) : 0; }
+
+/* x = x and the elements i, i + step, ... below `to` of a set, in order; A: the type of results on the way */
+template <class T, class A> FN A gather_up(const om_gpu_reduce &p, int64_t base, int64_t i, int64_t to, int64_t step) {
+    A x;
+    unit(p.what, &x);
+    while (i < to) {
+        T part;
+        unit(p.what, &part);
+        for (int k = 0; k < 16 && i < to; k++, i += step)
+            part = both(p.what, part, load_as<T>(p.x, p.xtype, base + offset_of(i, p.irank, p.idim, p.istride)));
+        x = both(p.what, x, (A)part);
+    }
+    return x;
+}
 
 template <class T> FN void result(const om_gpu_reduce &p, int64_t part, int64_t o, T x) {
     if (p.parts == 1 && p.what == OM_GPU_MEAN) x = mean_of(x, p.scale);
     store_as(p.y, p.ytype, part * p.outer + o, x);
 }
 
-template <class T> FN void reduce_one(const om_gpu_reduce &p) {
+template <class T, class A> FN void reduce_one(const om_gpu_reduce &p) {
     SHARED(shared);
-    T *sum = (T *)shared, x;
+    A *sum = (A *)shared;
     const int64_t o = blockIdx.x, from = p.part * blockIdx.y, to = from + p.part < p.inner ? from + p.part : p.inner;
     const int64_t base = offset_of(o, p.orank, p.odim, p.ostride);
-    unit(p.what, &x);
-    for (int64_t i = from + threadIdx.x; i < to; i += blockDim.x)
-        x = both(p.what, x, load_as<T>(p.x, p.xtype, base + offset_of(i, p.irank, p.idim, p.istride)));
-    sum[threadIdx.x] = x;
+    sum[threadIdx.x] = gather_up<T, A>(p, base, from + threadIdx.x, to, blockDim.x);
     for (unsigned half = blockDim.x / 2; half; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sum[threadIdx.x] = both(p.what, sum[threadIdx.x], sum[threadIdx.x + half]);
@@ -92,17 +101,15 @@ template <class T> FN void reduce_one(const om_gpu_reduce &p) {
     if (!threadIdx.x) result(p, blockIdx.y, o, sum[0]);
 }
 
-template <class T> FN void reduce_lanes(const om_gpu_reduce &p) {
+template <class T, class A> FN void reduce_lanes(const om_gpu_reduce &p) {
     SHARED(shared);
-    T *sum = (T *)shared, x;
+    A *sum = (A *)shared, x;
     const unsigned lane = threadIdx.x & 31, row = threadIdx.x >> 5;
     const int64_t o = (int64_t)blockIdx.x * 32 + lane;
     const int64_t from = p.part * blockIdx.y, to = from + p.part < p.inner ? from + p.part : p.inner;
     unit(p.what, &x);
     if (o < p.outer) {
-        const int64_t base = offset_of(o, p.orank, p.odim, p.ostride);
-        for (int64_t i = from + row; i < to; i += 8)
-            x = both(p.what, x, load_as<T>(p.x, p.xtype, base + offset_of(i, p.irank, p.idim, p.istride)));
+        x = gather_up<T, A>(p, offset_of(o, p.orank, p.odim, p.ostride), from + row, to, 8);
     }
     sum[threadIdx.x] = x;
     __syncthreads();
@@ -111,9 +118,9 @@ template <class T> FN void reduce_lanes(const om_gpu_reduce &p) {
     result(p, blockIdx.y, o, x);
 }
 
-EXPORT(256) om_k_reduce_f(PARAM(struct om_gpu_reduce) p) { reduce_one<float>(p); }
-EXPORT(256) om_k_reduce_d(PARAM(struct om_gpu_reduce) p) { reduce_one<double>(p); }
-EXPORT(256) om_k_reduce_i(PARAM(struct om_gpu_reduce) p) { reduce_one<int64_t>(p); }
-EXPORT(256) om_k_reduce_lanes_f(PARAM(struct om_gpu_reduce) p) { reduce_lanes<float>(p); }
-EXPORT(256) om_k_reduce_lanes_d(PARAM(struct om_gpu_reduce) p) { reduce_lanes<double>(p); }
-EXPORT(256) om_k_reduce_lanes_i(PARAM(struct om_gpu_reduce) p) { reduce_lanes<int64_t>(p); }
+EXPORT(256) om_k_reduce_f(PARAM(struct om_gpu_reduce) p) { reduce_one<float, double>(p); }
+EXPORT(256) om_k_reduce_d(PARAM(struct om_gpu_reduce) p) { reduce_one<double, double>(p); }
+EXPORT(256) om_k_reduce_i(PARAM(struct om_gpu_reduce) p) { reduce_one<int64_t, int64_t>(p); }
+EXPORT(256) om_k_reduce_lanes_f(PARAM(struct om_gpu_reduce) p) { reduce_lanes<float, double>(p); }
+EXPORT(256) om_k_reduce_lanes_d(PARAM(struct om_gpu_reduce) p) { reduce_lanes<double, double>(p); }
+EXPORT(256) om_k_reduce_lanes_i(PARAM(struct om_gpu_reduce) p) { reduce_lanes<int64_t, int64_t>(p); }

@@ -55,6 +55,7 @@ static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, uint64_t seed, 
         return cx->status;
     }
     r->model = m, r->plan = plan, r->cx = cx, r->seed = seed;
+    cx->device = plan->device;
     r->input = (void **)(void *)(r + 1);
     r->output = r->input + n_in;
     r->loan = r->output + n_out;
@@ -114,6 +115,7 @@ om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *
                 cx, OM_INVALID,
                 "graph input %u is on device cuda:%d; this build runs on the CPU: move the module and its inputs", i,
                 inputs[i].device);
+    cx->device = v->g->cx->device;
     om_status s = sizes_download(cx, v->g, v->first_grad_in, inputs, &own);
     if (s == OM_OK) s = om_plan_get(cx, m, variant, own ? own : inputs, &plan);
     om_free(cx, own);
