@@ -35,7 +35,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -95,11 +95,15 @@ $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(wildcard csrc/cuda/*.h) csrc/o
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -std=c++17 -fatbin -Icsrc $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -o $@ $<
+	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
 $(B)/cuda/image.o: $(FATBINS)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
+
+fatbins: $(FATBINS)
+cuda-table: $(FATBINS)   ## registers, spills and shared memory of every CUDA kernel; fails on a spill in a hot one
+	@$(PY) tests/cuda/kernel_table.py $(KB)/cuda
 
 # a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
 CXX ?= g++

@@ -17,8 +17,8 @@ template <class S> FN void attention_delta(const om_gpu_attention &p) {
     const F lse = ld((const F *)p.lse + row);
     const bool none = lse == -inf_of((F)0), one = p.tk <= 32, odd = !none && (lse < -1000 || lse > 1000) && lse - lse == 0;
     F m = none ? (F)0 : lse, il = none ? (F)0 : (F)1, delta = 0;
-    for (int64_t c = lane; c < p.dv_size; c += 32) delta += at<S>(p.dy, dy + c * p.sdy[3]) * at<S>(p.y, y + c * p.sy[3]);
-    delta = warp_all<op_sum>(delta);
+    for (int64_t c = 0; c < p.dv_size; c++) /* in att_dot's order: 0 is left where one key has all the probability */
+        delta += at<S>(p.dy, dy + c * p.sdy[3]) * at<S>(p.y, y + c * p.sy[3]);
     if (!none && (one || odd)) {
         F top = -inf_of((F)0), l = 0, d = 0;
         for (int turn = 0; turn < 2; turn++) {
