@@ -87,6 +87,9 @@ $(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the
 # --- CUDA kernels: one fatbin of cubins inside the extension; empty without nvcc -------------------------------------
 CUDA_ARCHS ?= 75 80 86 89 90 100 120
 NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
+# one intermediate code for all of them: nothing in the kernels asks for a newer one
+COMMA      := ,
+SPACE      := $(subst ,, )
 CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
@@ -95,7 +98,7 @@ $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(wildcard csrc/cuda/*.h) csrc/o
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
+	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v -gencode 'arch=compute_$(firstword $(CUDA_ARCHS)),code=[$(subst $(SPACE),$(COMMA),$(CUDA_ARCHS:%=sm_%))]' -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
 $(B)/cuda/image.o: $(FATBINS)
