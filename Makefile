@@ -152,9 +152,9 @@ $(TOOLS): $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 $(B)/om-opt: $(TOOLS) $(B)/libom.a
 	@$(CC) -o $@ $^ $(PBC) $(LIBS)
 
-$(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/tools/onnx_write.o $(B)/libom.a   # fails every allocation once (tests/test_alloc.py)
+$(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/tools/onnx_write.o $(B)/libom.a   # fails every allocation once (tests/engine/test_alloc.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/tools/onnx_write.o $(B)/libom.a $(PBC) $(LIBS) -o $@
-$(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of its own (tests/test_device.py)
+$(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of its own (tests/engine/test_device.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 # the example sees one header of the engine's
@@ -172,7 +172,7 @@ fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by cove
 	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=1 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
 N ?= 2000
 plan-fuzz: build lib   ## N random graphs (FIRST: the first seed) through the planner beside the interpreter, with every instruction set
-	@for isa in $(ISAS); do ORTMODULE_ISA=$$isa OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/test_plan_fuzz.py $(or $(FIRST),0) $$(($(or $(FIRST),0) + $(N))) || exit 1; done
+	@for isa in $(ISAS); do ORTMODULE_ISA=$$isa OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/engine/test_plan_fuzz.py $(or $(FIRST),0) $$(($(or $(FIRST),0) + $(N))) || exit 1; done
 comma := ,
 fuzz-bin: $(B)/fuzz_onnx
 $(B)/fuzz_onnx: $(OBJ) $(B)/tools/onnx_write.o tests/fuzz/fuzz_onnx.c tests/fuzz/blind.c
@@ -186,15 +186,15 @@ ASAN_RUN = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fil
 asan: lib   ## run TESTS (default: operators, planner, readers) under ASAN and UBSAN (gcc)
 	@mkdir -p $(B)/asan/ortmodule && ln -sfn $(filter-out %.so,$(wildcard $(CURDIR)/ortmodule/*)) $(B)/asan/ortmodule/
 	@$(MAKE) --no-print-directory B=$(B)/asan KB=$(B) OWN='generic avx2' EXT=$(B)/asan/$(EXT) OPT='-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined' KFLAGS='-O1 -fno-math-errno -ffp-contract=fast -fopenmp-simd' LIBS='-fsanitize=address,undefined $(LIBS)' $(B)/asan/libom.so $(B)/asan/om-alloc $(B)/asan/om-foreign $(B)/asan/train_mlp $(B)/asan/$(EXT)
-	$(ASAN_RUN) $(PY) -P -m pytest -q --tb=short --capture=sys -p no:cacheprovider -o pythonpath=tests $(if $(TESTS),$(TESTS),tests/ops tests/test_plan.py tests/test_text.py tests/test_onnx.py tests/test_expr.py)
+	$(ASAN_RUN) $(PY) -P -m pytest -q --tb=short --capture=sys -p no:cacheprovider -o pythonpath=tests $(if $(TESTS),$(TESTS),tests/ops $(patsubst %,tests/passes/test_%.py,simplify fold cse bias layout patterns fuse) $(patsubst %,tests/engine/test_%.py,plan text onnx onnx_write onnx_gradients expr))
 
 test: build lib   ## build and run the tests (TESTS=path picks some)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 $(if $(TESTS),$(TESTS),tests)
 test-full: build lib   ## models of default size beside eager in fp64 and fp32 (some minutes, 6 GB)
-	$(PY) -m pytest -q -m "full or not full" tests/test_models_full.py
+	$(PY) -m pytest -q -m "full or not full" tests/models/test_models_full.py
 
 check-avx512: build lib   ## run TESTS on an emulated CPU with AVX-512, on any Debian machine (tests/avx512)
-	tests/avx512/check.sh $(if $(TESTS),$(TESTS),tests/ops tests/optim/test_kernels.py tests/test_gemm_scratch.py --deselect tests/optim/test_kernels.py::test_every_instruction_set)
+	tests/avx512/check.sh $(if $(TESTS),$(TESTS),tests/ops tests/passes/test_fuse.py tests/optim/test_kernels.py tests/engine/test_gemm_scratch.py --deselect tests/optim/test_kernels.py::test_every_instruction_set)
 
 demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, about three minutes
 	$(PY) examples/train_gpt2.py

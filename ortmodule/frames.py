@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +25,34 @@ def outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+@functools.cache
+def _tries(code: types.CodeType) -> tuple[tuple[int, int], ...]:
+    """Bytes of the code whose exceptions it may end itself: bodies of `try` with an `except`, and of
+    `with contextlib.suppress`."""
+    steps = list(dis.get_instructions(code))
+    at = {s.offset: i for i, s in enumerate(steps)}
+    if hasattr(dis, "_parse_exception_table"):
+        rows = [(e.start, e.end, e.target) for e in dis._parse_exception_table(code)]
+    else:  # up to 3.10 blocks are instructions
+        rows = [(s.offset, s.argval, s.argval) for s in steps if s.opname in ("SETUP_FINALLY", "SETUP_WITH")]
+    found: list[tuple[int, int]] = []
+    for start, end, target in rows:
+        for s in steps[at[target]:]:
+            if s.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "POP_EXCEPT") or (
+                    s.opname == "WITH_EXCEPT_START" and "suppress" in code.co_names):
+                found.append((start, end))
+            elif s.opname not in ("RERAISE", "WITH_EXCEPT_START"):
+                continue
+            break
+    # what is left behind a handler is such a row, too: no code of the user's runs there
+    return tuple(dict.fromkeys(found))
+
+
+def tried(frame: types.FrameType) -> bool:
+    """Does the frame stand in a `try` that may catch what it calls?"""
+    return any(start <= frame.f_lasti < end for start, end in _tries(frame.f_code))
 
 
 def raised_in(error: BaseException) -> list[tuple[types.FrameType, int]]:

@@ -125,6 +125,12 @@ def refuse(module: nn.Module) -> str | None:
     return None
 
 
+def in_torchscript(module: nn.Module) -> str | None:
+    """The first submodule that is TorchScript (its code is not Python, and nothing may stand in its parameters' place):
+    a model with one is left to PyTorch."""
+    return next((name for name, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+
+
 def _is_config(value: object) -> bool:
     if isinstance(value, (nn.Module, Tensor, type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
@@ -161,6 +167,8 @@ class Guard:
         lists: list[list[Any]] = []
         for m in module.modules():
             d = m.__dict__
+            if isinstance(m, torch.jit.ScriptModule):  # has no dictionaries of its own
+                continue
             dicts += (d, d["_modules"], d["_parameters"], d["_buffers"])
             if m is not module:
                 dicts += [d[h] for h in HOOKS if d.get(h) is not None]

@@ -43,7 +43,8 @@ class Region:
 
 
 class Failed(RuntimeError):
-    """The engine has stopped in the middle of a forward; what it has written so far may be half done."""
+    """The engine, or an operator of PyTorch's among its work, has stopped in the middle of a forward; what it has
+    written so far may be half done."""
 
 
 def _of_engine(step: Callable[..., Any], *args: Any) -> Any:
@@ -142,12 +143,19 @@ class Host:
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = run.resume(segment)
 
+    def _call(self, op: HostOp, inputs: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        """What PyTorch's own operators raise is raised again by the user's forward, which may catch it; what the user
+        has written has run, and is not run twice."""
+        if op.kind != "aten":
+            return op.call(inputs)
+        return _of_engine(op.call, inputs)  # type: ignore[no-any-return]
+
     def _forward(self, run: _C.Run, node: int, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
                  own: dict[int, Tensor]) -> None:  # fmt: skip
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
-                answer = [plain(t) for t in _as_tuple(op.call(_given(inputs)))]
+                answer = [plain(t) for t in _as_tuple(self._call(op, _given(inputs)))]
             _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
@@ -167,7 +175,7 @@ class Host:
             leaf = mine.detach() if same and mine is not None else t.detach().clone()
             leaves.append(leaf.requires_grad_() if place in wanted else leaf)
         with torch.enable_grad():
-            outputs = _as_tuple(op.call(_given(leaves)))
+            outputs = _as_tuple(self._call(op, _given(leaves)))
         regions[node] = Region(leaves, outputs)
         _of_engine(run.host_done, [plain(t.detach()) for t in outputs])
 

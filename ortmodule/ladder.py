@@ -27,6 +27,7 @@ from . import _C, cuda_engine, cuts, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
+from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .host import Failed
@@ -141,7 +142,13 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         return _eager(state, "hooks for all modules of the process are registered", args, kwargs)
     if patches.threads and threading.get_ident() in patches.threads:  # part of what is captured, or compared
         return state.body.forward(*args, **kwargs)
+    if private.function_modes() and (mode := private.mode_of_caller()) is not None:
+        return _eager(state, f"called inside {mode}", args, kwargs)
     env = guard.environment()
+    hooks = private.saved_hooks(True) if env[0] else None
+    if hooks is not None and any(map(users_hook, hooks)):
+        return _eager(state, "called inside saved_tensors_hooks: what the engine keeps for backward would not go "
+                      "through them", args, kwargs)  # fmt: skip
     fast = state.guard.fast()
     key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
     site = state.sites.get(key)
@@ -335,7 +342,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                     )
                 if entry.effect is not None:
                     cuts.check(entry.effect, seen.reads)
-                written = sorted(w for w in seen.writes if not _inside(w[0], keep))
+                written = sorted(seen.writes)  # what a kept module's own forward assigns is not among them
                 if not written:
                     problems = [p for p in seen.problems if not _inside(p.module, keep)]
                     # What a kept module assigns and the code around it reads is of this call: they stay together.
@@ -381,6 +388,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 if entry.writes_seen <= 2 and not state.settings.strict:
                     raise _Skip("forward assigns attributes of a module")
                 where, name = written[0]
+                while _inside(where, keep):
+                    where = where.rpartition(".")[0]
                 raise CaptureError(f"forward assigns self.{name}", where)
             except _Skip:
                 raise

@@ -119,8 +119,14 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
                            "It keeps its meaning; ORTModule's is "
                            f"ORTModule.{name}{'(model)' if name == 'report' else '.fget(model)'}")
 
+    def new(made: type, *args: Any, **kwargs: Any) -> Any:
+        """What the user's methods mean by `self.__class__(...)` (nn.Sequential cut by a slice): their own class."""
+        return cls(*args, **kwargs)
+
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(taken)
+        if base is ORTModule:
+            namespace["__new__"] = new
         namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __slots__=(),
                          forward=_Forward(forward if base.forward is ORTModule.forward else base.forward))  # fmt: skip
 

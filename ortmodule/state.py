@@ -11,6 +11,7 @@ Nothing here captures or runs anything: ladder.py does, when no capture fits.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import types
 from collections import OrderedDict
@@ -27,6 +28,8 @@ from .config import Settings
 from .patches import Patch
 from .report import EagerEntry
 from .torch_private import HOOK_TABLES
+
+logger = logging.getLogger("ortmodule")
 
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
 
@@ -175,7 +178,16 @@ class State:
                         f"{len(known)} captures of one call structure were not enough: what forward reads changes "
                         f"from call to call ({what}); pass it as an argument"
                     )
-                if self.settings.disable:
+                script = guard.in_torchscript(self.module)
+                if script is not None:
+                    reason = "it is TorchScript (torch.jit.script or torch.jit.trace), which cannot be captured; give "\
+                             "ORTModule the module that it was made from"
+                    error = CaptureError(reason, script)
+                    if self.settings.strict:
+                        raise error
+                    entry.eager = self.eager_entry(reason, script)
+                    logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, error)
+                elif self.settings.disable:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
                 elif _holds_cache(args, kwargs):
                     entry.eager = self.eager_entry(

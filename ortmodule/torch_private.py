@@ -87,14 +87,16 @@ TABLE: tuple[Row, ...] = (
     Row("hook_tables", ("torch.nn.Module",), "a module's tables of hooks are others than those that are known here",
         need="call", works=_all_hook_tables),
     Row("version", ("torch.Tensor._version",), "edits in place cannot be told", need="call"),
+    Row("saved_hooks", ("torch._C._autograd._top_saved_tensors_default_hooks",), "saved_tensors_hooks of the caller "
+        "cannot be told", need="call"),
+    Row("function_modes", (_C + "_len_torch_function_stack", _C + "_get_function_stack_at",
+                           "torch.utils._device.DeviceContext"), "modes of the caller cannot be told", need="call"),
     # --- backward
     Row("keep_graph", ("torch._C._autograd._get_current_graph_task_keep_graph",),
         "every backward works on a copy of what its forward kept: more memory and time", instead=lambda: True),
     Row("task_id", (_C + "_current_graph_task_id",),
         "several threads in one backward, and a forward inside of a backward (checkpoint), are told by their thread",
         instead=get_ident),
-    Row("saved_hooks", ("torch._C._autograd._top_saved_tensors_default_hooks",),
-        "the memory of an output is never lent to its gradient: more memory", instead=lambda _: True),
     Row("storage_use_count", (_C + "_storage_Use_Count",),
         "the memory of an output is never lent to its gradient: more memory"),
     Row("vmap_nesting", (_C + "_vmapmode_increment_nesting", _C + "_vmapmode_decrement_nesting",
@@ -163,7 +165,6 @@ TABLE: tuple[Row, ...] = (
         "LSTM, GRU and RNN are unrolled: more nodes, and a capture for each length"),
     # --- the net
     Row("NoTorchFunction", (_C + "DisableTorchFunction",), "calls of torch cannot be told apart", need="net"),
-    Row("function_modes", (_C + "_len_torch_function_stack",), "modes of the caller cannot be told", need="net"),
     Row("makers", ("torch.utils._device._device_constructors",), "functions that make tensors cannot be told",
         need="net"),
     # --- optimizers
@@ -257,6 +258,16 @@ def missing() -> list[str]:
 def in_backward() -> bool:
     """Is this thread inside of a backward? Without the name: never."""
     return has("task_id") and _get("task_id")() != -1
+
+
+def mode_of_caller() -> str | None:
+    """A TorchFunctionMode that is on, by name; the default device does not count where it is the CPU."""
+    for i in range(_get("function_modes")()):
+        mode = torch._C._get_function_stack_at(i)
+        device = getattr(mode, "device", None) if type(mode) is torch.utils._device.DeviceContext else None
+        if device is None or device.type != "cpu":
+            return f"a default device ({device})" if device is not None else f"the mode {type(mode).__name__}"
+    return None
 
 
 def switches() -> list[Callable[[], Any]]:

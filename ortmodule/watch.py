@@ -14,7 +14,9 @@ It leaves
   rows      a table for _C.guard_check: asked at every step, some 0.1 us a row (Held)
   problems  modules that must stay in PyTorch, because they draw random numbers that are not torch's, ask for the time,
             read what
-            cannot be compared, or change something that outlives the call; ('' = the whole module)
+            cannot be compared, or change something that outlives the call; ('' = the whole module). What could not
+            be put back (a file, a signal to another thread) ends the trace before it is done, and leaves the whole
+            module
   says      files and lines that print or log: that happens at the capture only
 
 An object counts when it is met from a module, a global, a closure variable or the inside of one that was met before:
@@ -58,6 +60,7 @@ from . import _C, frames, patches
 from . import torch_private as private
 from .errors import CaptureError
 from .frames import OWN_DIR, TORCH_DIR
+from .torch_private import HOOK_TABLES, HOOKS
 
 # kinds of rows, see csrc/python/guard.c
 ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)
@@ -153,8 +156,21 @@ _VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), 
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
 _OF_MODULES = frozenset(nn.Module().__dict__) | _REGISTRIES | {"forward"}
 _RANDOM = (random.Random, torch.Generator)
-# builtin methods of their objects are of interest
-_TOLD_TYPES = (random.Random, torch.Generator, io.TextIOBase, io.BufferedIOBase)
+# C functions and Python code that change what no one can put back; what they do
+_FOR_GOOD = (
+    ("os", "write pwrite writev pwritev sendfile open openpty read readv pread close dup dup2 lseek pipe pipe2"),
+    ("os", "truncate ftruncate remove unlink rename replace link symlink mkdir rmdir mkfifo mknod chmod chown utime"),
+    ("os", "chdir fchdir putenv unsetenv umask nice fork forkpty kill killpg system posix_spawn posix_spawnp waitpid"),
+    ("os", "wait memfd_create"),
+    ("_posixsubprocess", "fork_exec"),
+    ("_thread", "start_new_thread start_joinable_thread interrupt_main"),
+    ("_signal", "signal alarm setitimer raise_signal pthread_kill"),
+    ("atexit", "register unregister"),
+)  # fmt: skip
+_SIGNALS = {threading.Event: "set clear", threading.Condition: "notify", threading.Semaphore: "acquire release",
+            threading.Barrier: "wait reset abort", threading.Thread: "start"}  # fmt: skip
+_FOR_GOOD_TYPES = (("_queue", "SimpleQueue"), ("_socket", "socket"), ("mmap", "mmap"), ("sqlite3", "Connection"),
+                   ("sqlite3", "Cursor"))  # fmt: skip
 _CLOCKS = tuple(
     getattr(time, n)
     for n in (
@@ -310,6 +326,9 @@ def _special_code() -> dict[Any, str]:
     }
     codes[type(os.environ).__getitem__.__code__] = "environ"
     codes[logging.Logger.handle.__code__] = "log"
+    codes[torch.save.__code__] = "for good"
+    for cls, names in _SIGNALS.items():
+        codes.update((getattr(cls, name).__code__, "for good") for name in names.split())
     return codes
 
 
@@ -317,6 +336,20 @@ _SPECIAL = _special_code()
 _ENVIRON = type(os.environ).__getitem__.__code__
 _GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              *private.switches()))
+
+
+def _for_good() -> tuple[Any, ...]:
+    found = [(sys.modules.get(module), names) for module, names in _FOR_GOOD]
+    return tuple([f for m, names in found for n in names.split() if (f := getattr(m, n, None)) is not None])
+
+
+def _told_types() -> tuple[type, ...]:
+    """Builtin methods of their objects are of interest."""
+    return random.Random, torch.Generator, io.TextIOBase, io.BufferedIOBase, io.RawIOBase, *_for_good_types()
+
+
+def _for_good_types() -> tuple[type, ...]:
+    return tuple([getattr(sys.modules[m], n) for m, n in _FOR_GOOD_TYPES if m in sys.modules])
 
 
 def _watched_functions() -> tuple[Any, ...]:
@@ -332,8 +365,10 @@ def _watched_functions() -> tuple[Any, ...]:
         builtins.print,
         builtins.input,
         builtins.globals,
+        time.sleep,
         io.open,
         *_GETTERS,
+        *_for_good(),
     )
 
 
@@ -421,6 +456,12 @@ class Watch:
         self._no_methods: dict[int, types.CodeType] = {}  # code that is no method of a module, by id
         self._spaces: dict[type, Any] = {}
         self._dict_owner: dict[int, str] = {}  # of modules outside of the tree
+        self._dicts = [(name, m.__dict__) for name, m in module.named_modules()]
+        self._outside: dict[str, Any] = known_as.__dict__ if known_as is not None else {}  # no export puts it back
+        self._dicts += [("", self._outside)] * bool(self._outside)
+        # what those, and their tables, held when the code that runs now began
+        self._before: list[tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = []
+        self._by_torch: set[tuple[str, str]] = set()  # attributes that PyTorch's own code has assigned
         self._contents: dict[int, str] = {}  # met containers whose contents count
         self._patched: dict[type, Any] = {}  # -> its own __getattribute__ from before
         self._classes: dict[type, tuple[Any, Any, str]] = {}  # -> token, dictionary before, name
@@ -435,6 +476,8 @@ class Watch:
         self._ran_in: dict[int, set[str]] = {}
         self._generators: dict[int, tuple[Any, Any, str, set[Any]]] = {}
         self._arrays: dict[int, tuple[Any, Any, str, set[Any]]] = {}
+        self._bytes: dict[int, tuple[Any, bytes, str, set[Any]]] = {}
+        self._opened: dict[int, Any] = {}  # files opened for reading by the traced code
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._caches: dict[int, tuple[Any, Any]] = {}
         self._numpy: set[Any] = set()
@@ -462,6 +505,12 @@ class Watch:
             ends.callback(self._patched.clear)
             self._scope.replace(nn.Module, "__getattribute__", self._module_getattribute())
             self._scope.replace(nn.Module, "__setattr__", self._module_setattr())
+            self._opens = io.open
+            opened = patches.only_here(self._open(io.open), io.open)
+            for owner in (builtins, io):
+                self._scope.replace(owner, "open", opened)
+            self._for_good = frozenset(_for_good())
+            self._for_good_types = _for_good_types()
             self._ends = ends.pop_all()
         return self
 
@@ -480,11 +529,11 @@ class Watch:
         try:
             gc.disable()  # finalizers and callbacks of the collector are no part of forward
             if self._active == 1:
-                _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _TOLD_TYPES)
+                self._before = [_snapshot(own) for _, own in self._dicts]
+                _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _told_types())
             yield
         finally:
-            if collects:
-                gc.enable()
+            self._note_assigned()
             self._active -= 1
             if not self._active:
                 _C.watch_end()
@@ -492,6 +541,8 @@ class Watch:
                     profile.enable()
                 elif profile is not None:
                     sys.setprofile(profile)
+            if collects:
+                gc.enable()
             self.settle()
 
     # --- attributes --------------------------------------------------------------------------------
@@ -529,17 +580,40 @@ class Watch:
         names, me, ident, put, get = self._names, self._thread, threading.get_ident, self._put, object.__getattribute__
 
         def setattribute(obj: Any, name: str, value: Any) -> None:
-            where = names.get(id(get(obj, "__dict__")))
-            if (
-                where is not None
-                and ident() == me
-                and name not in obj._buffers
-                and not _of_torch(sys._getframe(1).f_code.co_filename)
-            ):
-                (self.quiet_writes if self.quiet else self.writes).add((where, name))
+            own = get(obj, "__dict__")
+            where = names.get(id(own))
+            if where is not None and ident() == me and name not in obj._buffers:
+                if type(value) in _PLAIN and own.get(name, _ABSENT) is value:
+                    if not self.quiet:
+                        self.reads.add((where, name))  # as long as it is that, nothing is assigned
+                elif not _of_torch(sys._getframe(1).f_code.co_filename):
+                    (self.quiet_writes if self.quiet else self.writes).add((where, name))
+                elif name != "training":  # by train() and eval(), for whoever calls them
+                    self._by_torch.add((where, name))
             put(obj, name, value)
 
         return setattribute
+
+    def _note_assigned(self) -> None:
+        """Attributes of modules that are not what they were, by whatever way (vars(self), object.__setattr__, delattr,
+        train())."""
+        for (where, own), (old, tables) in zip(self._dicts, self._before, strict=True) if self._before else ():
+            for table, was in tables.items():
+                if own.get(table) is old[table] and _entries(table, own[table]) != was:
+                    (self.quiet_writes if self.quiet else self.writes).add((where, table))
+            if own.keys() == old.keys() and all(own[k] is v for k, v in old.items()):
+                continue
+            for k in {**old, **own}:
+                if k in HOOK_TABLES:  # others stand in their place while a capture runs (marks.py)
+                    continue
+                if own.get(k, _ABSENT) is old.get(k, _ABSENT) or (where, k) in self._by_torch:
+                    continue
+                if not isinstance(getattr(self._classes_of[where], k, None), functools.cached_property):
+                    (self.quiet_writes if self.quiet else self.writes).add((where, k))
+            if own is self._outside:
+                own.clear()
+                own.update(old)
+        self._before = [_snapshot(own) for _, own in self._dicts]
 
     def _module_read(self, where: str, own: dict[str, Any], obj: Any, name: str, value: Any) -> None:
         """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads'
@@ -680,7 +754,7 @@ class Watch:
             met = self._met.get(id(v)) or self._met.get(id(_vars(v)))
             if met is not None:
                 met.tokens.add(token)
-            for known in (self._arrays, self._generators):
+            for known in (self._arrays, self._bytes, self._generators):
                 if id(v) in known:
                     known[id(v)][3].add(token)
             return
@@ -742,12 +816,19 @@ class Watch:
             self._row((SEQUENCE, view, None, tuple(view)), name)
             for x in list(view):
                 self._discover(x, token, name)
+        elif isinstance(v, threading.Event):  # other threads may set it meanwhile: nothing is put back
+            self._row((CALL, None, v.is_set, v.is_set()), name)
+        elif isinstance(v, threading.local):
+            own = v.__dict__  # of this thread
+            self._row((CALL, None, functools.partial(getattr, v, "__dict__"), own), name)
+            self._container(own, token, name)
         elif _user_class(t) or t is types.SimpleNamespace:
             self._object(v, token, name)
         elif isinstance(v, collections.abc.Iterator) or isinstance(v, io.IOBase):
             self._stop(f"reads {name}, {_article(t.__name__)}, whose state cannot be compared or put back")
         elif isinstance(v, (bytearray, array.array)):
             self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
+            self._bytes.setdefault(id(v), (v, bytes(v), name, set()))[3].add(token)
         elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
             if t.__module__.partition(".")[0] not in _STATELESS:
                 self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
@@ -937,10 +1018,36 @@ class Watch:
                         self._discover(value, token, what)
                 at = value
 
+    def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """open(): a file that is read can be read again."""
+
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN_DIR):
+                frame = frame.f_back
+            where, user = self._reader(frame) if self._active else ("", None)
+            if user is None:
+                return original(file, mode, *args, **kwargs)
+            if set(mode) & set("wax+"):
+                self._stop(f"opens a file to write it ({file})", user)
+            if not self.quiet:
+                self._problem_at(where, "opens a file", user)
+            made = original(file, mode, *args, **kwargs)
+            self._opened[id(made)] = made
+            return made
+
+        return opened
+
     def _called_special(self, frame: types.FrameType, code: types.CodeType, special: str) -> None:
+        by = frame.f_back
+        if special == "for good":
+            _, user = self._reader(by)
+            if user is not None:
+                self._stop(f"calls {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, which would "
+                           "happen when it is captured only", user)  # fmt: skip
+            return
         if self.quiet:
             return
-        by = frame.f_back
         # the export passes every call of torch through its own
         while by is not None and by.f_code.co_filename.startswith(_TRACER):
             by = by.f_back
@@ -964,13 +1071,21 @@ class Watch:
             self._problem_at(where, special.format(code.co_name), user)
 
     def _c_called(self, frame: types.FrameType, function: Any) -> None:
-        if self.quiet:
-            return
         where, user = self._reader(frame)
         if user is None:
             return
-        if function is print or isinstance(function.__self__, (io.TextIOBase, io.BufferedIOBase)):
-            if function is print or function.__self__ in (sys.stdout, sys.stderr):
+        if function in self._for_good or isinstance(function.__self__, self._for_good_types):
+            self._stop(f"calls {function.__qualname__}, which would happen when it is captured only", user)
+        stream = function.__self__ if isinstance(function.__self__, io.IOBase) else None
+        spoken = any(stream is x for x in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__,
+                                           getattr(sys.stderr, "inner", None)))  # fmt: skip
+        if stream is not None and not spoken and not isinstance(stream, (io.StringIO, io.BytesIO)):
+            if id(stream) not in self._opened:
+                self._stop("reads or writes a file that was open before", user)
+        if self.quiet:
+            return
+        if function is print or stream is not None:
+            if function is print or spoken:
                 if not _once(frame):
                     self.says.setdefault((user.f_code.co_filename, user.f_lineno), "prints")
             else:
@@ -985,8 +1100,10 @@ class Watch:
                 self._row((CALL, None, function, function()), f"{function.__name__}()")
         elif function is os.urandom:
             self._problem_at(where, "asks the system for random bytes", user)
-        elif function is io.open:
+        elif function is self._opens:  # bound before the capture
             self._problem_at(where, "opens a file", user)
+        elif function is time.sleep:
+            self._problem_at(where, "waits (time.sleep)", user)
         elif function is builtins.input:
             self._problem_at(where, "asks for input", user)
         elif function is builtins.globals:
@@ -1020,6 +1137,11 @@ class Watch:
     def _problem_at(self, where: str, reason: str, frame: types.FrameType) -> None:
         self.problems.append(Problem(where, reason, frame.f_code.co_filename, frame.f_lineno))
 
+    def problem_at(self, frame: types.FrameType, reason: str, whole: bool = False) -> None:
+        """Code that runs here must stay in PyTorch; whole: with all that calls it."""
+        if not self.quiet:
+            self._problem_at("" if whole else self._module_at(frame), reason, frame)
+
     def _problem(self, token: Any, reason: str) -> None:
         if self.quiet:
             return
@@ -1037,9 +1159,9 @@ class Watch:
                 Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0)
             )
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, user: types.FrameType | None = None) -> None:
         """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
-        user = _first_user(sys._getframe(1))
+        user = user or _first_user(sys._getframe(1))
         problem = Problem("", reason, user.f_code.co_filename if user else "", user.f_lineno if user else 0)
         self.problems.append(problem)
         raise CaptureError(problem.reason, "", problem.file, problem.line)
@@ -1060,6 +1182,10 @@ class Watch:
         for v, old, name, tokens in self._arrays.values():
             if v.tobytes() != old.tobytes():
                 v[...] = old
+                self._changed(tokens, f"changes {name}")
+        for v, old, name, tokens in self._bytes.values():
+            if bytes(v) != old:
+                v[:] = old if isinstance(v, bytearray) else array.array(v.typecode, old)
                 self._changed(tokens, f"changes {name}")
         for v, state, name, tokens in self._generators.values():
             if _generator_state(v) != state:
@@ -1181,6 +1307,19 @@ class Watch:
 # --- small things ----------------------------------------------------------------------------------
 
 
+def _entries(table: str, values: dict[Any, Any]) -> tuple[Any, ...]:
+    """What a table of a module holds: modules and hooks (but for those by which a capture looks on) themselves; of
+    parameters, for which the export puts others, the names."""
+    if table == "_parameters":
+        return tuple(values)
+    return tuple([(k, id(v)) for k, v in values.items()
+                  if not getattr(getattr(v, "__code__", None), "co_filename", "").startswith(OWN_DIR)])  # fmt: skip
+
+
+def _snapshot(own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    return dict(own), {t: _entries(t, own[t]) for t in ("_parameters", "_modules", *HOOKS) if own.get(t) is not None}
+
+
 def _of_torch(path: str) -> bool:
     return path.startswith((TORCH_DIR, OWN_DIR))
 
@@ -1281,6 +1420,7 @@ def quiet() -> Iterator[None]:
         yield
         return
     watch.settle()
+    watch._note_assigned()
     watch.quiet += 1
     try:
         with watch.running():

@@ -13,3 +13,9 @@ def fp64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def seeded(fp64: None) -> None:
+    """The same random numbers in every run of a test, in double precision."""
+    torch.manual_seed(1)

@@ -24,10 +24,18 @@ from typing import Any
 
 import pytest
 import test_accumulate
+import test_attention_pass
+import test_bias
+import test_cse
+import test_fold
+import test_fuse
+import test_layers
+import test_masks
+import test_patterns
 import test_plan
 import test_plan_update
 import test_remat
-import test_text
+import test_simplify
 import torch
 
 import engine
@@ -49,7 +57,6 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         loader.exec_module(sys.modules["sabotage"])
     lib = engine.load(str(PATH))
     monkeypatch.setattr(engine, "lib", lib)
-    monkeypatch.syspath_prepend(str(engine.ROOT / "tests" / "ops"))
     monkeypatch.setattr(test_plan, "_C", sys.modules["sabotage"])
     monkeypatch.setattr(test_plan_update, "_C", sys.modules["sabotage"])
     yield
@@ -190,31 +197,28 @@ def rows_of(test: Callable[..., None]) -> None:
 
 
 def simplify_rows() -> None:
-    rows_of(test_text.test_simplify)
+    rows_of(test_simplify.test_what_changes_nothing_goes)
 
 
 def fuse_rows() -> None:
-    fuse = importlib.import_module("test_fuse")
-    fuse.test_chain_with_gradient((7, 13), "f64")
-    fuse.test_values_read_elsewhere_become_outputs()
-    fuse.test_no_cycle()
+    test_fuse.test_chain_with_gradient((7, 13), "f64")
+    test_fuse.test_values_read_elsewhere_become_outputs()
+    test_fuse.test_no_cycle()
 
 
 def mask_rows() -> None:
-    masks = importlib.import_module("test_masks")
-    masks.test_random_formulas("bool", 0)
-    masks.test_random_formulas("additive", 0)
+    test_masks.test_random_formulas_keep_their_numbers("bool", 0)
+    test_masks.test_random_formulas_keep_their_numbers("additive", 0)
 
 
 def written_rows() -> None:
-    masks = importlib.import_module("test_masks")
     for style in ("plain", "one head", "nanogpt", "bias", "weights too"):
-        masks.test_written_out(style, 0.3)
+        test_attention_pass.test_written_out_attention_becomes_one_node(style, 0.3)
 
 
 def accumulate_rows() -> None:
-    test_accumulate.test_tied_embedding()
-    test_accumulate.test_split((2, 0, 1), 1, 15)
+    test_accumulate.test_the_gradient_of_a_tied_embedding_goes_into_the_heads()
+    test_accumulate.test_gradients_of_a_split_are_written_side_by_side((2, 0, 1), 1, 15)
     test_accumulate.test_split_with_other_terms_and_scatters()
     test_accumulate.test_what_does_not_tile_stays("start=[3], end=[9]")
     test_accumulate.test_what_does_not_tile_stays("start=[4], end=[8]")
@@ -222,7 +226,7 @@ def accumulate_rows() -> None:
 
 def remat_rows() -> None:
     for name in test_remat.CASES:
-        test_remat.test_kept(name)
+        test_remat.test_backward_reads_only_what_is_dear(name)
     test_remat.test_written_inputs_are_not_read_again()
     test_remat.test_norm_is_computed_from_its_input()
 
@@ -234,11 +238,11 @@ POINTS: dict[str, Callable[[], None]] = {
     "rewrite.stream": plans(0, 25),
     "rewrite.write": plans(0, 25),
     "rewrite.grad": plans(0, 25),
-    "uses": lambda: (test_text.test_bias(), test_accumulate.test_tied_embedding()),
-    "same_type": lambda: (simplify_rows(), test_text.test_bias()),
+    "uses": lambda: (test_bias.test_an_added_vector_becomes_the_products_bias(), test_accumulate.test_the_gradient_of_a_tied_embedding_goes_into_the_heads()),
+    "same_type": lambda: (simplify_rows(), test_bias.test_an_added_vector_becomes_the_products_bias()),
     "splat": simplify_rows,
-    "cse.random": test_text.test_cse,
-    "fold.random": test_text.test_fold,
+    "cse.random": test_cse.test_equal_nodes_become_one,
+    "fold.random": test_fold.test_constants_are_computed_once,
     "fuse.swap": fuse_rows,
     "fuse.exact": lambda: test_remat.test_computed_again_with_the_same_bits("square", "amax", "bf16"),
     "fuse.again": test_remat.test_computed_again_beside_what_was_kept,
@@ -250,7 +254,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "accumulate.term": accumulate_rows,
     "remat.written": remat_rows,
     "remat.computable": remat_rows,
-    "layers.written": lambda: importlib.import_module("test_memory_level").layer_graph(),
+    "layers.written": test_layers.test_a_layer_is_computed_again_from_its_input,
     "plan.view": plans(0, 50),
     "plan.dense": plans(0, 50),
     "plan.key_value": test_plan.test_every_size_is_in_the_key,
@@ -290,11 +294,11 @@ def test_point(point: str) -> None:
 
 
 PASSES: dict[str, Callable[[], None]] = {
-    "simplify": lambda: (simplify_rows(), test_text.test_simplify_keeps_values()),
-    "fold": test_text.test_fold,
-    "cse": test_text.test_cse,
-    "bias": test_text.test_bias,
-    "patterns": lambda: rows_of(test_text.test_patterns),
+    "simplify": lambda: (simplify_rows(), test_simplify.test_values_stay()),
+    "fold": test_fold.test_constants_are_computed_once,
+    "cse": test_cse.test_equal_nodes_become_one,
+    "bias": test_bias.test_an_added_vector_becomes_the_products_bias,
+    "patterns": lambda: rows_of(test_patterns.test_what_is_spelled_out_becomes_one_operator),
     "accumulate": accumulate_rows,
     "remat": remat_rows,
     "masks": mask_rows,

@@ -1,4 +1,4 @@
-"""The rooms of csrc/: who may include whom, and how wide a line is."""
+"""The rooms of csrc/: who may include whom, and how wide a line is; the tests lie as the tree does."""
 
 from __future__ import annotations
 
@@ -134,6 +134,21 @@ def test_runs_look_nothing_up() -> None:
     assert {p.name: found for p in files if (found := looked_up(p.read_text()))} == {}
     text = "static int f(int a) {\n    return attr_value(a, 1);\n}\nint om_cpu_run_x(int a) { return f(a); }\n"
     assert looked_up(text) == ["f: attr_value"]
+
+
+def test_every_pass_has_tests_of_its_own() -> None:
+    """attention's have another name: test_attention.py has the operator's."""
+    named = re.findall(r"^PASS\((\w+)", (CSRC / "passes/passes.def").read_text(), re.M)
+    have = {p.stem for p in (ROOT / "tests/passes").glob("test_*.py")}
+    assert named and [n for n in named if not {f"test_{n}", f"test_{n}_pass"} & have] == []
+
+
+def test_test_files_import_no_test_files() -> None:
+    """What two of them need is a module beside them. test_sabotage.py runs tests; those are what it is about."""
+    files = [p for p in (ROOT / "tests").rglob("test_*.py") if p.name != "test_sabotage.py"]
+    assert len({p.name for p in files}) == len(files), "pytest knows a test file by its name alone"
+    wrong = [p.name for p in files if re.search(r"^\s*(?:import|from) test_\w+", p.read_text(), re.M)]
+    assert files and not wrong
 
 
 def test_capture_has_the_rows_of_pointwise_def() -> None:

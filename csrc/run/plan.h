@@ -26,7 +26,7 @@
  *              another one. Taken when first written, free after the last use.
  *     CONST    in the graph; where the device's memory is not the host's, in a block of the plan's.
  *
- * Rules the planner keeps and tests/test_plan.py checks with code of its own:
+ * Rules the planner keeps and tests/engine/test_plan.py checks with code of its own:
  *   - two ARENA storages whose lifetimes [first call, last call] meet do not overlap;
  *   - in place: output 0 takes operand j's storage only where the operator allows it, this call is that storage's last
  *     use, both are dense and of one size, other operands lie in it only as j does and where the operator allows it of

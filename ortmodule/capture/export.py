@@ -58,7 +58,8 @@ class Source:
 @dataclass
 class Exported:
     """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order;
-    rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor."""
+    rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor. tried: files and lines of
+    the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -70,6 +71,8 @@ class Exported:
     guards: list[Any]
     leaves: list[Any] = field(default_factory=list)
     rebinds: list[str] = field(default_factory=list)
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    n_made: int = 0
 
 
 class _Wrapper(nn.Module):
@@ -93,8 +96,11 @@ class _Wrapper(nn.Module):
         given = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        with refusing(is_user_file), running():
+        known = [*leaves, *self.m.parameters(), *self.m.buffers()]
+        with refusing(is_user_file, frozenset(map(id, known))) as asked, running():
             out = self.m(*args, **kwargs)
+        self._box["tried"] = asked.tried
+        self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
         if _contents((args, kwargs)) != given:
             raise CaptureError("forward edits a container or object among its arguments")
         self._box["rebinds"] = _write_assigned(before, [x for x in leaves if isinstance(x, Tensor)])
@@ -115,7 +121,7 @@ class _Wrapper(nn.Module):
         self._box["rebuild"] = skeleton(out, leaf)
         self._box["structure"] = _structure(out)
         self._box["hold"] = flat
-        return tuple(flat)
+        return (*flat, *made)
 
 
 def _write_assigned(
@@ -454,6 +460,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         _guards(program),
         leaves,
         box["rebinds"],
+        box["tried"],
+        len(box["made"]),
     )
 
 

@@ -614,8 +614,10 @@ class _Functionalizer:
     def finish(self, result: Any, held: list[tuple[Source, _Base]]) -> None:
         p = self.program
         self.grad = True
-        for i, x in enumerate(result):
-            v = x.v if isinstance(x, _Held) else x
+        end = len(result) - self.exported.n_made
+        result = [x.v if isinstance(x, _Held) else x for x in result]
+        result, tried = result[:end], [v.node for v in result[end:] if isinstance(v, _V)]
+        for i, v in enumerate(result):
             if isinstance(v, _V):
                 out: Any = self.read(v)
                 if v.parent is None and v.base.input is not None:
@@ -623,9 +625,7 @@ class _Functionalizer:
                 p.outputs.append(out)
             else:
                 p.outputs.append(v)
-        self.find_views(
-            [x.v if isinstance(x, _Held) else x for x in result], {b.input for s, b in held if s.kind != "constant"}
-        )
+        self.find_views(result, {b.input for s, b in held if s.kind != "constant"})
         for source, base in held:
             if base.version > base.flushed and source.kind != "constant":
                 assert base.input is not None
@@ -635,14 +635,34 @@ class _Functionalizer:
         live += [n for n in p.nodes if n.target is HOST]  # what a user wrote runs, whoever reads its results
         live += list(p.passthrough.values()) + list(p.item_of.values())
         live += list(p.flushes) + [n for pairs in p.flushes.values() for pair in pairs for n in pair]
+        made = _made_sizes(p.nodes)
+        live += [made[s] for out in p.outputs for s in _sizes_in(out) if s in made]
         while live:
             n = live.pop()
             if not n.live:
                 n.live = True
                 live.extend(n.inputs())
+                # of x[mask] the size alone may be read
+                live += [made[s] for s in _sizes_in([n.args, list(n.kwargs.values())]) if s in made] if made else []
+        self.check_tried([n for n in tried if not n.live])
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+
+    def check_tried(self, dead: list[Node]) -> None:
+        """In a `try`, an operation may be there for its exception alone; and where hooks on submodules have run, a call
+        cannot begin again in PyTorch, which would let the user's code catch it. dead: results of operations in a `try`
+        that nobody reads."""
+        if not self.exported.tried:
+            return
+        file, line = min(self.exported.tried)
+        if self.exported.table.marks:
+            raise CaptureError("hooks on submodules, and a try statement around operations of PyTorch", "", file, line)
+        for n in dead:
+            if isinstance(n.target, private.OpOverload) and not _is_view(n):
+                raise CaptureError(
+                    f"{n.target} in a try statement: nobody reads its result, but perhaps its exception",
+                    n.src[0], n.src[1] or file, n.src[2] or line)
 
     def find_views(self, result: list[Any], inputs: Collection[Node | None]) -> None:
         """Outputs that share memory with an input or with another output, so that who edits one in place sees it in the
@@ -706,10 +726,34 @@ class _Held:
         self.v = v
 
 
+def _sizes_in(args: Any) -> Iterator[Any]:
+    """Symbols of sizes that depend on data, among the numbers of a call."""
+    for a in args if isinstance(args, (list, tuple)) else (args,):
+        if isinstance(a, (list, tuple)):
+            yield from _sizes_in(a)
+        elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            yield from private.free_unbacked_symbols(a)
+
+
+def _made_sizes(nodes: list[Node]) -> dict[Any, Node]:
+    """Which node's result first has a size that depends on data."""
+    made: dict[Any, Node] = {}
+    for n in nodes:
+        for t in n.val if isinstance(n.val, (list, tuple)) else (n.val,):
+            if isinstance(t, Tensor):
+                for s in private.free_unbacked_symbols(t):
+                    made.setdefault(s, n)
+    return made
+
+
 def _name(target: Any) -> str:
     if isinstance(target, private.OpOverload):
         return target._schema.name.partition("::")[2]
     return str(target)
+
+
+def _is_view(node: Node) -> bool:
+    return bool(node.args) and isinstance(node.args[0], Node) and _one_memory(node.val, node.args[0].val)
 
 
 def _one_memory(a: Any, b: Any) -> bool:

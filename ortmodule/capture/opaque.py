@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -36,6 +37,7 @@ from ..guard import part_of_forward
 from ..patches import Patch, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import quiet
+from .refused import in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
@@ -227,6 +229,9 @@ def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
     if table.instead is not None:
         return table.instead(row, tensors, fill)
     table.rows.append(row)
+    scope, at = patches.here(), in_try(sys._getframe(1))
+    if at is not None and scope is not None and scope.watch is not None:
+        scope.watch.problem_at(at, f"calls {row.name}, which stays in PyTorch, in a try statement")
     outs = HOST(tensors, len(table.rows) - 1)
     assert row.rebuild is not None, "the fake kernel of an opaque call sets its skeleton"
     return row.rebuild([y.detach() if i in row.silent else y for i, y in enumerate(outs)])

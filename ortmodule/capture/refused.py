@@ -4,7 +4,9 @@ PyTorch.
 A trace answers such questions once, and on stand-ins: a hook on an intermediate tensor would be put on a tensor of the
 trace and never run, a seed would be set when the model is captured and not again, `weight.grad is None` would hold for
 ever. torch.export notices none of it. So while the user's forward is traced
-  - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads;
+  - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads, or has
+    PyTorch call for it (zero_grad, an optimizer);
+  - inference mode, and a user's own saved_tensors_hooks and dispatch modes, are refused at their entry;
   - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
     a new state;
   - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without
@@ -19,7 +21,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_private as private
-from ..patches import Patch, only_here, replaced
+from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
+from ..patches import Patch, here, only_here, replaced
 
 
 class NotRepeatable(Exception):
@@ -40,12 +44,18 @@ class NotRepeatable(Exception):
         self.whole = whole
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
+def _getter(name: str, access: str = "__get__") -> Any:
+    return getattr(getattr(Tensor, name), access)
+
+
+def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
+    return tensor.requires_grad != bool(wanted)
 
 
 _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
+_GRAD = "a graph leaves the gradients of before a call alone"
+_FLAG = ("forward changes requires_grad of a tensor that was there before", True)
 _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole module can answer
     Tensor.register_hook: (f"forward calls Tensor.register_hook: {_HOOK}", False),
     Tensor.register_post_accumulate_grad_hook: (
@@ -55,33 +65,114 @@ _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole modu
     Tensor.retain_grad: ("forward calls Tensor.retain_grad: the tensor would be one of the trace", False),
     torch.autograd.grad: ("forward calls torch.autograd.grad: what it differentiates is a trace", True),
     Tensor.backward: ("forward calls backward: what it differentiates is a trace", True),
+    torch.autograd.backward: ("forward calls backward: what it differentiates is a trace", True),
     Tensor.data_ptr: (f"forward calls Tensor.data_ptr: {_MOMENT}", True),
     _getter("grad"): (f"forward reads Tensor.grad: {_MOMENT}", True),
+    _getter("grad", "__set__"): (f"forward assigns Tensor.grad: {_GRAD}", True),
+    _getter("grad", "__delete__"): (f"forward deletes Tensor.grad: {_GRAD}", True),
+    Tensor.requires_grad_: _FLAG,
+    _getter("requires_grad", "__set__"): _FLAG,
     _getter("_version"): (f"forward reads Tensor._version: {_MOMENT}", True),
     _getter("is_leaf"): (f"forward reads Tensor.is_leaf: {_MOMENT}", True),
 }
 
 
+# Files of PyTorch that do these things because the code that calls them wants it
+_FOR_OTHERS = tuple(os.path.join(TORCH_DIR, *p) for p in (("nn", "modules", "module.py"), ("nn", "utils"), ("optim",),
+                                                          ("autograd",)))  # fmt: skip
+
+
 class _Asked(TorchFunctionMode):
-    def __init__(self, is_user_file: Callable[[str], bool]) -> None:
+    """given: ids of the tensors that forward has not made itself; None: that was asked at the capture."""
+
+    def __init__(self, is_user_file: Callable[[str], bool], given: Collection[int] | None) -> None:
         super().__init__()
         self._is_user_file = is_user_file
+        self._given = given
+        self.tried: set[tuple[str, int]] = set()  # files and lines that call torch in a `try`
+        self.made: list[Tensor] = []  # what such calls have returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refused = _REFUSED.get(func)
-        if refused is not None and self._is_user_file(_asking(1)):
-            raise NotRepeatable(*refused)
-        return func(*args, **(kwargs or {}))
+        by = _asking(1)
+        file = by.f_code.co_filename
+        user, refused = self._is_user_file(file), _REFUSED.get(func)
+        if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
+            return func(*args, **(kwargs or {}))
+        try:
+            if refused is not None and (
+                refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **(kwargs or {}))
+            ):
+                raise NotRepeatable(*refused)
+            out = func(*args, **(kwargs or {}))
+            if user and in_try(by) is not None:
+                self.tried.add((file, by.f_lineno))
+                self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
+            return out
+        except Exception as error:
+            if user:
+                note_caught(error, by)
+            raise
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """What forward has made is a stand-in that was none of the given ones. The result of such a leaf tells by its
+        own flag (ladder.py)."""
+        return self._given is not None and (id(tensor) in self._given or type(tensor) in (Tensor, nn.Parameter))
 
 
-def _asking(above: int) -> str:
-    """File of the code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
+def in_try(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's, from this one outwards, that may catch what is raised here."""
+    for f in outwards(frame):
+        if f.f_code.co_filename.startswith(OWN_DIR) and f.f_code.co_name == "forward":
+            return None  # where the trace begins
+        if is_user_file(f.f_code.co_filename) and tried(f):
+            return f
+    return None
+
+
+def note_caught(error: Exception, by: FrameType) -> None:
+    """An exception of PyTorch's, or one by which a trace is refused, arrives in the user's code. If the trace goes on
+    behind it, the user has caught it: the path taken is that of tensors without values."""
+    scope = here()
+    if scope is not None and scope.watch is not None and scope.exporting:
+        what = str(error) if isinstance(error, NotRepeatable) else f"PyTorch raises {type(error).__name__}"
+        whole = isinstance(error, NotRepeatable) and error.whole
+        scope.watch.problem_at(by, f"catches what stops a trace ({what})", whole)
+
+
+def _number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a symbolic number: asked for its value, it may have none."""
+
+    def ask(self: Any) -> Any:
+        try:
+            return original(self)
+        except Exception as error:
+            by = sys._getframe(2)  # below: this, only_here's
+            if is_user_file(by.f_code.co_filename):
+                note_caught(error, by)
+            raise
+
+    return ask
+
+
+def _asking(above: int) -> FrameType:
+    """The code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
     frame = sys._getframe(above + 1)
     own = frame.f_globals.get("__name__")
     while frame.f_back is not None and own in ("torch._tensor", "torch.overrides", __name__):
         frame = frame.f_back
         own = frame.f_globals.get("__name__")
-    return frame.f_code.co_filename
+    return frame
+
+
+def _noted(error: NotRepeatable) -> NotRepeatable:
+    note_caught(error, next((f for f in outwards(sys._getframe(1)) if is_user_file(f.f_code.co_filename)),
+                            sys._getframe(1)))
+    return error
+
+
+_NUMBERS = ((torch.SymBool, "__bool__"), (torch.SymInt, "__bool__"), (torch.SymInt, "__int__"),
+            (torch.SymInt, "__index__"), (torch.SymFloat, "__bool__"), (torch.SymFloat, "__int__"),
+            (torch.SymFloat, "__float__"))
 
 
 # --- the seed -------------------------------------------------------------------------------------
@@ -97,9 +188,9 @@ class _Generator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
-            raise NotRepeatable(
+            raise _noted(NotRepeatable(
                 "forward sets the state of torch's random generator (manual_seed, seed, set_rng_state or fork_rng)"
-            )
+            ))
         return getattr(self._inner, name)
 
 
@@ -166,22 +257,73 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
             and not torch.is_autocast_enabled()
             and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters()))
         ):
-            raise NotRepeatable(
+            raise _noted(NotRepeatable(
                 "nn.TransformerEncoder in eval mode drops padding (nested tensors) as the mask's values allow; "
                 "enable_nested_tensor=False keeps it in the graph"
-            )
+            ))
         return original(self, src, mask, src_key_padding_mask, *args, **kwargs)
 
     return forward
 
 
+# --- modes that a graph does not have ---------------------------------------------------------------
+
+
+def _inference(original: Callable[..., Any]) -> Callable[..., Any]:
+    """inference_mode.__enter__, also of decorated functions. no_grad is another matter: the trace has it."""
+
+    def enter(self: Any) -> Any:
+        if self.mode != torch.is_inference_mode_enabled():
+            raise NotRepeatable(
+                f"forward enters torch.inference_mode({self.mode}): its tensors are of a kind that a graph does not "
+                "make; torch.no_grad() stays in the graph",
+                True,
+            )
+        return original(self)
+
+    return enter
+
+
+def users_hook(pack: Any) -> bool:
+    """Is it not one of PyTorch's own (checkpoint, save_on_cpu), which give back what they were given?"""
+    return not getattr(getattr(pack, "__code__", None), "co_filename", "").startswith((TORCH_DIR, OWN_DIR))
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        if users_hook(self.pack_hook) or users_hook(self.unpack_hook):
+            raise NotRepeatable("forward enters saved_tensors_hooks: what a graph keeps for backward does not go "
+                                "through them")  # fmt: skip
+        return original(self)
+
+    return enter
+
+
+def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        if type(self).__module__.partition(".")[0] not in ("torch", "ortmodule"):
+            raise NotRepeatable(f"forward enters {type(self).__name__}, a TorchDispatchMode: a graph does not go "
+                                "through it")  # fmt: skip
+        return original(self)
+
+    return enter
+
+
 @contextlib.contextmanager
-def refusing(is_user_file: Callable[[str], bool]) -> Iterator[None]:
-    """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's."""
+def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None = None) -> Iterator[_Asked]:
+    """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given: ids of
+    the stand-ins of arguments, parameters and buffers."""
     encode = nn.TransformerEncoder.forward
+    infer, save, mode = torch.inference_mode, torch.autograd.graph.saved_tensors_hooks, private.DispatchMode
     with replaced(
         Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
         Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
+        Patch(infer, "__enter__", only_here(_inference(infer.__enter__), infer.__enter__)),
+        Patch(save, "__enter__", only_here(_saving(save.__enter__), save.__enter__)),
+        *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]
+          if private.has("DispatchMode") else []),
         *_honest_flags(),
-    ), _Asked(is_user_file):  # fmt: skip
-        yield
+        *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
+          for cls, name in _NUMBERS if name in vars(cls)],
+    ), _Asked(is_user_file, given) as asked:  # fmt: skip
+        yield asked

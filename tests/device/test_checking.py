@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from device import steps
-from test_plan_fuzz import graph as random_graph
-from test_plan_update import random_graph as random_update
+from graphs import random_graph, random_update
 
 import engine
 from opcheck import check, rand
@@ -320,7 +319,7 @@ OPERATORS = f"""
 import sys, pytest
 from device import steps
 left_out = [arg for name in {LEFT_OUT} for arg in ("--deselect", name)]
-status = pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *left_out, "tests/ops", "tests/optim/test_operators.py"])
+status = pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *left_out, "tests/ops", "tests/passes/test_fuse.py", "tests/optim/test_operators.py"])
 names = iter(lambda at=iter(range(1000)): steps.lib.om_checking_idle(next(at)), None)
 print("IDLE", *sorted(name.decode() for name in names))
 sys.exit(status)

@@ -1,5 +1,7 @@
-"""Writes the seeds of fuzz_onnx.c: the models of test_onnx.py, small hostile files, a few graphs as text.    python
-tests/fuzz/seeds.py FOLDER"""
+"""Writes the seeds of fuzz_onnx.c: the models of tests/onnx_models.py, small hostile files, a few graphs as text.
+
+    python tests/fuzz/seeds.py FOLDER
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import test_hostile  # noqa: E402
-import test_onnx  # noqa: E402
+import hostile  # noqa: E402
+import onnx_models  # noqa: E402
 
 TEXT = """graph {
   sym s0 = x[1]
@@ -28,15 +30,15 @@ TEXT = """graph {
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for i, key in enumerate(test_onnx.CASES):
+    for i, key in enumerate(onnx_models.CASES):
         for dynamic in (False, True):
-            model, _ = test_onnx.model_of(key, dynamic)
+            model, _ = onnx_models.model_of(key, dynamic)
             (folder / f"{i}_{int(dynamic)}.onnx").write_bytes(model.SerializeToString())
-        graph = test_onnx.Graph.onnx(test_onnx.model_of(key, key != "Conv:same")[0].SerializeToString())
+        graph = onnx_models.Graph.onnx(onnx_models.model_of(key, key != "Conv:same")[0].SerializeToString())
         n_in, n_out = (sum(ln.lstrip().startswith(word + " ") for ln in graph.text().splitlines()) for word in ("input", "output"))
         (folder / f"{i}.txt").write_text(graph.grad([1] * n_in, [1] + [0] * (n_out - 1)).text())
-    (folder / "shapes.onnx").write_bytes(test_onnx.shape_model()[0].SerializeToString())
-    for i, (data, _) in enumerate(test_hostile.SMALL.values()):
+    (folder / "shapes.onnx").write_bytes(onnx_models.shape_model()[0].SerializeToString())
+    for i, (data, _) in enumerate(hostile.SMALL.values()):
         (folder / f"hostile{i}.onnx").write_bytes(data)
     (folder / "graph.txt").write_text(TEXT)
 

@@ -1,0 +1,153 @@
+"""A wrapped model inside of what PyTorch and Hugging Face do around modules: checkpoints, functional calls,
+transforms, anomaly mode, generate, Trainer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pairs import MLP, close, pair, same_state, step
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def test_checkpoint_and_saved_tensor_hooks():
+    from torch.utils.checkpoint import checkpoint
+
+    x, grad = torch.randn(13, 5), torch.randn(13, 3)
+    for reentrant in (False, True):
+        w, eager = pair(MLP, segment_mb=1e-5)
+        for model in (w, eager):
+            leaf = x.clone().requires_grad_()
+            checkpoint(model, leaf, use_reentrant=reentrant).backward(grad)
+        same_state(w, eager)
+    w, eager = pair(MLP)
+    for model in (w, eager):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            out = model(x)
+        out.backward(grad)
+    same_state(w, eager)
+
+
+def test_prediction_stays_while_checkpoints_compute_again():
+    """Which outputs receive gradients is learnt from the first backward, in which checkpoints still compute the other
+    forwards again."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(self.a(x)), torch.softmax(self.b(x), -1)
+
+    w, eager = pair(Both)
+    x = torch.randn(13, 5)
+    for _ in range(2):
+        for model in (w, eager):
+            out = x
+            for _ in range(3):
+                out = checkpoint(model, out, use_reentrant=False)[0]
+            out.sum().backward()
+        same_state(w, eager)
+
+
+def test_functional_call_and_transforms():
+    w, eager = pair(MLP)
+    x = torch.randn(13, 5)
+    own = {n: (p.detach() * 2).requires_grad_() for n, p in eager.named_parameters()}
+    for _ in range(2):
+        close(torch.func.functional_call(w, own, (x,)), torch.func.functional_call(eager, own, (x,)))
+    a = torch.func.vmap(lambda v: w(v))(x)
+    b = torch.func.vmap(lambda v: eager(v))(x)
+    close(a, b)
+    close(torch.func.grad(lambda v: w(v).sum())(x), torch.func.grad(lambda v: eager(v).sum())(x))
+    assert any("transform" in e.reason for e in w.report().eager)
+
+
+def test_anomaly_mode():
+    w, eager = pair(MLP)
+    x, grad = torch.randn(13, 5), torch.randn(13, 3)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        for model in (w, eager):
+            step(model, x, grad)
+    same_state(w, eager)
+
+
+def test_non_contiguous_and_expanded():
+    w, eager = pair(MLP)
+    x = torch.randn(5, 26).t()[::2]
+    for model in (w, eager):
+        model(x).sum().backward()  # an expanded gradient
+    same_state(w, eager)
+    for model in (w, eager):
+        model.second.weight.data = torch.randn(7, 11, generator=torch.Generator().manual_seed(2)).t()
+        model.zero_grad()
+        model(x).backward(torch.ones(3, 13).t())
+        assert model.second.weight.grad.stride() == model.second.weight.stride()
+    same_state(w, eager)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def gpt2(**settings: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(n_layer=1, n_embd=28, n_head=4, vocab_size=97, n_positions=64, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **settings))
+
+
+def test_hugging_face_output_and_generate():
+    eager = gpt2().double().train()
+    w = ORTModule(copy.deepcopy(eager))
+    ids = torch.randint(97, (3, 13))
+    outs = []
+    for model in (w, eager):
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        outs.append(out)
+    ours, theirs = outs
+    assert type(ours) is type(theirs) and list(ours.keys()) == list(theirs.keys())
+    close(ours.logits.detach(), theirs.logits.detach())
+    assert type(ours.past_key_values) is type(theirs.past_key_values)
+    close(ours.past_key_values.layers[0].keys.detach(), theirs.past_key_values.layers[0].keys.detach())
+    for (name, a), (_, b) in zip(w.named_parameters(), eager.named_parameters(), strict=True):
+        # the model computes its loss in float32
+        assert (a.grad - b.grad).abs().max() <= 1e-6 * b.grad.abs().max(), name
+    w.eval(), eager.eval()
+    settings = dict(max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(w.generate(ids, **settings), eager.generate(ids, **settings))
+    assert "cache" in w.report().eager[0].reason and w.report().n_captures == 1
+
+
+@pytest.mark.slow
+def test_hugging_face_trainer(tmp_path):
+    """Trains, evaluates, smooths labels, saves, resumes: the same losses as without the wrapper."""
+    transformers = pytest.importorskip("transformers")
+    torch.set_default_dtype(torch.float32)
+    random = torch.Generator().manual_seed(3)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(97, (24, 11), generator=random)]
+
+    def run(wrap: bool, resume: bool) -> tuple[list[float], float]:
+        where = tmp_path / str(wrap)
+        model = ORTModule(gpt2(), strict=True) if wrap else gpt2()
+        settings = transformers.TrainingArguments(
+            str(where), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=6 if resume else 4, save_steps=4, logging_steps=1,
+            report_to=[], use_cpu=True, label_smoothing_factor=0.1, seed=5, disable_tqdm=True)  # fmt: skip
+        trainer = transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data[:8])
+        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.save_model(str(where / "final"))
+        again = transformers.GPT2LMHeadModel.from_pretrained(where / "final")
+        assert list(again.state_dict()) == list(model.state_dict())
+        return [h["loss"] for h in trainer.state.log_history if "loss" in h], trainer.evaluate()["eval_loss"]
+
+    for resume in (False, True):
+        (ours, our_eval), (theirs, their_eval) = run(True, resume), run(False, resume)
+        assert ours == pytest.approx(theirs, rel=1e-5) and our_eval == pytest.approx(their_eval, rel=1e-5)

@@ -1,0 +1,44 @@
+"""The patterns pass: gelu, silu and rms_norm spelled out, and what only looks like them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from passed import body
+
+from engine import Graph
+
+NUMBERS = "".join(f"const {n}: f64[] = {v}\n" for n, v in {"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "k": 0.044715, "other": 0.05,
+                                                           "s": 0.7978845608028654, "r": 0.7071067811865476, "root2": 1.4142135623730951,
+                                                           "eps": 1e-6}.items())
+RMS = "q = mul(x, x)\n m = reduce_mean(q) {axes=[1], keepdims=1}\n e = add(m, eps)\n i = rsqrt(e)\n n = mul(x, i)\n y = mul(n, w)"
+
+
+@pytest.mark.parametrize(("text", "left"), [
+    ("c = pow(x, three)\n d = mul(c, k)\n a = add(x, d)\n b = mul(a, s)\n t = tanh(b)\n u = add(t, one)\n h = mul(x, half)\n y = mul(h, u)",
+     ["gelu_tanh"]),
+    ("b = mul(x, r)\n t = erf(b)\n u = add(t, one)\n h = mul(x, u)\n y = mul(h, half)", ["gelu"]),
+    ("t = sigmoid(x)\n y = mul(t, x)", ["silu"]),
+    (RMS, ["rms_norm"]),
+    (RMS.replace("axes=[1]", "axes=[0]"), ["mul", "reduce_mean", "add", "rsqrt", "mul", "mul"]),
+    ("t = sigmoid(x)\n y = mul(t, t)", ["sigmoid", "mul"]),
+    ("b = div(x, root2)\n t = erf(b)\n u = add(one, t)\n h = mul(half, u)\n y = mul(x, h)", ["gelu"]),
+    ("b = div(root2, x)\n t = erf(b)\n u = add(one, t)\n h = mul(half, u)\n y = mul(x, h)", ["div", "erf", "add", "mul", "mul"]),
+    ("c = mul(x, x)\n c3 = mul(x, c)\n d = mul(k, c3)\n a = add(d, x)\n b = mul(s, a)\n t = tanh(b)\n u = add(t, one)\n h = mul(u, x)\n y = mul(half, h)",
+     ["gelu_tanh"]),
+    ("q = pow(x, two)\n m = reduce_mean(q) {axes=[1], keepdims=1}\n e = add(eps, m)\n r1 = sqrt(e)\n i = reciprocal(r1)\n y = mul(i, x)", ["rms_norm"]),
+    ("q = mul(x, x)\n m = reduce_mean(q) {axes=[1], keepdims=1}\n e = add(m, eps)\n i = rsqrt(e)\n z = neg(x)\n y = mul(z, i)",
+     ["mul", "reduce_mean", "add", "rsqrt", "neg", "mul"]),
+    ("b = mul(x, s)\n t = erf(b)\n u = add(t, one)\n h = mul(x, u)\n y = mul(h, half)", ["mul", "erf", "add", "mul", "mul"]),
+    ("c = pow(x, three)\n d = mul(c, other)\n a = add(x, d)\n b = mul(a, s)\n t = tanh(b)\n u = add(t, one)\n h = mul(x, half)\n y = mul(h, u)",
+     ["pow", "mul", "add", "mul", "tanh", "add", "mul", "mul"]),
+])
+def test_what_is_spelled_out_becomes_one_operator(text: str, left: list[str]) -> None:
+    """The value stays what was spelled out, whatever was recognised."""
+    text = f"input x: f64[7, 5]\n param w: f64[5]\n {NUMBERS}{text}\n output y"
+    g = torch.Generator().manual_seed(0)
+    ins = [torch.randn(7, 5, dtype=torch.float64, generator=g), torch.randn(5, dtype=torch.float64, generator=g)]
+    want = Graph.parse("graph {\n" + text + "\n}").run(ins, 1)[0]
+    got = Graph.parse("graph {\n" + text + "\n}").apply("patterns", "dce").verify().run(ins, 1)[0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    assert body(text, "patterns") == left
