@@ -19,7 +19,7 @@ ROOMS = {
     "run": ["graph", "ops", "passes"],
     "cpu": ["graph", "ops"],
     "optim": ["graph", "ops", "cpu"],
-    "cuda": ["graph", "ops", "optim"],
+    "cuda": ["graph", "ops", "cpu", "optim", "run"],
     "python": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim", "cuda"],
     "tools": ["graph", "ops", "passes", "onnx", "run"],
 }

@@ -5,7 +5,8 @@
 template <class S> FN void attention(const om_gpu_attention &p) {
     typedef WIDE F;
     SHARED(shared);
-    F *q = (F *)shared, *k = q + ATT_OWN * (p.d + 1), *v = k + ATT_TILE * (p.d + 1), *w = v + ATT_TILE * (p.dv_size + 1);
+    F *q = (F *)shared, *k = q + ATT_OWN * (p.d + 1), *v = k + ATT_TILE * (p.d + 1);
+    F *w = v + ATT_TILE * (p.dv_size + 1);
     const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
     a.kv = a.h / (p.hq / p.hk);
@@ -27,7 +28,8 @@ template <class S> FN void attention(const om_gpu_attention &p) {
 #pragma unroll
         for (int r = 0; r < ATT_ROWS; r++) {
             const int64_t i = i0 + warp * ATT_ROWS + r, j = j0 + lane;
-            const F s = att_score<S, F>(p, a, i, j, att_dot(q + (warp * ATT_ROWS + r) * (p.d + 1), k + lane * (p.d + 1), p.d));
+            const F dot = att_dot(q + (warp * ATT_ROWS + r) * (p.d + 1), k + lane * (p.d + 1), p.d);
+            const F s = att_score<S, F>(p, a, i, j, dot);
             const F top = op_max::of(m[r], warp_all<op_max>(s)), from = top == -inf_of((F)0) ? 0 : top;
             const F e = exp_low_of(s - from), by = m[r] == -inf_of((F)0) ? (F)0 : exp_low_of(m[r] - from);
             l[r] = l[r] * by + warp_all<op_sum>(e);

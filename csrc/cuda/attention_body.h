@@ -29,7 +29,8 @@ FN bool att_sees(const om_gpu_attention &p, int64_t b, int64_t i, int64_t j) {
 #endif
 
 /* The score of a pair whose product is dot; -inf: not seen. */
-template <class S, class F> CALLED F att_score(const om_gpu_attention &p, const att_head &a, int64_t i, int64_t j, F dot) {
+template <class S, class F>
+CALLED F att_score(const om_gpu_attention &p, const att_head &a, int64_t i, int64_t j, F dot) {
     if (!att_sees(p, a.b, i, j)) return -inf_of((F)0);
     const int64_t m = a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2] + j * p.smask[3];
     F s = dot * (F)p.scale;
@@ -38,7 +39,8 @@ template <class S, class F> CALLED F att_score(const om_gpu_attention &p, const 
 }
 
 /* What dropout multiplies the pair's probability by. */
-template <class F> CALLED F att_keep(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j) {
+template <class F>
+CALLED F att_keep(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j) {
     if (!p.drop) return 1;
     const uint64_t at = (uint64_t)(((a.b * p.hq + a.h) * p.tq + i) * p.tk + j);
     return philox_at(seed, p.rng, at) < p.keep_below ? (F)p.drop_scale : (F)0;
@@ -46,7 +48,8 @@ template <class F> CALLED F att_keep(const om_gpu_attention &p, const att_head &
 
 /* Rows [from, from + n) of a head into shared memory, d apart by d + 1; rows beyond `limit` are 0. */
 template <class S, class F>
-FN void att_load(const char *x, const int64_t *s, int64_t b, int64_t h, int64_t from, int n, int64_t limit, int64_t d, F *to) {
+FN void att_load(const char *x, const int64_t *s, int64_t b, int64_t h, int64_t from, int n, int64_t limit, int64_t d,
+                 F *to) {
     const int64_t base = b * s[0] + h * s[1];
     for (int64_t e = threadIdx.x; e < n * d; e += blockDim.x) {
         const int64_t r = e / d, c = e % d;
@@ -56,6 +59,7 @@ FN void att_load(const char *x, const int64_t *s, int64_t b, int64_t h, int64_t 
 
 template <class F> FN F att_dot(const F *x, const F *y, int64_t d) {
     F s = 0;
+#pragma unroll 4
     for (int64_t c = 0; c < d; c++) s += x[c] * y[c];
     return s;
 }
@@ -68,6 +72,7 @@ template <class F> FN void att_add(F *own, const F *w, const F *rows, int64_t d)
         const int64_t c = lane + 32 * part;
         if (c >= d) continue;
         F x = own[part];
+#pragma unroll 4
         for (int k = 0; k < ATT_TILE; k++) x += w[k] * rows[k * (d + 1) + c];
         own[part] = x;
     }

@@ -15,7 +15,8 @@ template <class S> FN void attention_delta(const om_gpu_attention &p) {
     const int64_t dy = a.b * p.sdy[0] + a.h * p.sdy[1] + i * p.sdy[2];
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const F lse = ld((const F *)p.lse + row);
-    const bool none = lse == -inf_of((F)0), one = p.tk <= 32, odd = !none && (lse < -1000 || lse > 1000) && lse - lse == 0;
+    const bool none = lse == -inf_of((F)0), one = p.tk <= 32;
+    const bool odd = !none && (lse < -1000 || lse > 1000) && lse - lse == 0;
     F m = none ? (F)0 : lse, il = none ? (F)0 : (F)1, delta = 0;
     for (int64_t c = 0; c < p.dv_size; c++) /* in att_dot's order: 0 is left where one key has all the probability */
         delta += at<S>(p.dy, dy + c * p.sdy[3]) * at<S>(p.y, y + c * p.sy[3]);
@@ -67,7 +68,8 @@ CALLED F att_pair(const om_gpu_attention &p, const att_head &a, uint64_t seed, i
     if (q.il == 0 || s == -inf_of((F)0)) return 0;
     const F prob = exp_of(s - q.m) * q.il, keep = att_keep<F>(p, a, seed, i, j);
     *kept = prob * keep;
-    if (p.frozen && ld(p.frozen + a.b * p.sfrozen[0] + a.h * p.sfrozen[1] + i * p.sfrozen[2] + j * p.sfrozen[3])) return 0;
+    const int64_t f = a.b * p.sfrozen[0] + a.h * p.sfrozen[1] + i * p.sfrozen[2] + j * p.sfrozen[3];
+    if (p.frozen && ld(p.frozen + f)) return 0;
     return prob * (dp * keep - q.delta) * (F)p.scale;
 }
 
@@ -75,7 +77,8 @@ CALLED F att_pair(const om_gpu_attention &p, const att_head &a, uint64_t seed, i
 template <class S> FN void attention_dq(const om_gpu_attention &p) {
     typedef WIDE F;
     SHARED(shared);
-    F *q = (F *)shared, *dy = q + ATT_OWN * (p.d + 1), *k = dy + ATT_OWN * (p.dv_size + 1), *v = k + ATT_TILE * (p.d + 1);
+    F *q = (F *)shared, *dy = q + ATT_OWN * (p.d + 1), *k = dy + ATT_OWN * (p.dv_size + 1);
+    F *v = k + ATT_TILE * (p.d + 1);
     F *w = v + ATT_TILE * (p.dv_size + 1);
     const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
@@ -99,9 +102,10 @@ template <class S> FN void attention_dq(const om_gpu_attention &p) {
             const unsigned row = warp * ATT_ROWS + r;
             const int64_t i = i0 + row, at_row = blockIdx.y * p.tq + i;
             F kept;
-            mine[lane] = att_pair<S, F>(p, a, seed, i, j0 + lane, att_dot(q + row * (p.d + 1), k + lane * (p.d + 1), p.d),
-                                        att_dot(dy + row * (p.dv_size + 1), v + lane * (p.dv_size + 1), p.dv_size),
-                                        att_stat_of<F>(p, at_row, i < p.tq), &kept);
+            const F dot = att_dot(q + row * (p.d + 1), k + lane * (p.d + 1), p.d);
+            const F dp = att_dot(dy + row * (p.dv_size + 1), v + lane * (p.dv_size + 1), p.dv_size);
+            const att_stat<F> stat = att_stat_of<F>(p, at_row, i < p.tq);
+            mine[lane] = att_pair<S, F>(p, a, seed, i, j0 + lane, dot, dp, stat, &kept);
             __syncwarp();
             att_add(own[r], mine, k, p.d);
             __syncwarp();
@@ -121,7 +125,8 @@ template <class S> FN void attention_dq(const om_gpu_attention &p) {
 template <class S> FN void attention_dkv(const om_gpu_attention &p) {
     typedef WIDE F;
     SHARED(shared);
-    F *k = (F *)shared, *v = k + ATT_OWN * (p.d + 1), *q = v + ATT_OWN * (p.dv_size + 1), *dy = q + ATT_TILE * (p.d + 1);
+    F *k = (F *)shared, *v = k + ATT_OWN * (p.d + 1), *q = v + ATT_OWN * (p.dv_size + 1);
+    F *dy = q + ATT_TILE * (p.d + 1);
     F *w = dy + ATT_TILE * (p.dv_size + 1);
     const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int64_t group = p.hq / p.hk, j0 = (int64_t)blockIdx.x * ATT_OWN;
@@ -147,9 +152,9 @@ template <class S> FN void attention_dkv(const om_gpu_attention &p) {
             for (int r = 0; r < ATT_ROWS; r++) {
                 const unsigned row = warp * ATT_ROWS + r;
                 F kept;
-                ds[lane] = att_pair<S, F>(p, a, seed, i, j0 + row, att_dot(q + lane * (p.d + 1), k + row * (p.d + 1), p.d),
-                                          att_dot(dy + lane * (p.dv_size + 1), v + row * (p.dv_size + 1), p.dv_size), stat,
-                                          &kept);
+                const F dot = att_dot(q + lane * (p.d + 1), k + row * (p.d + 1), p.d);
+                const F dp = att_dot(dy + lane * (p.dv_size + 1), v + row * (p.dv_size + 1), p.dv_size);
+                ds[lane] = att_pair<S, F>(p, a, seed, i, j0 + row, dot, dp, stat, &kept);
                 pr[lane] = kept;
                 __syncwarp();
                 att_add(dk[r], ds, q, p.d);
@@ -161,7 +166,8 @@ template <class S> FN void attention_dkv(const om_gpu_attention &p) {
     for (int r = 0; r < ATT_ROWS; r++) {
         const int64_t j = j0 + warp * ATT_ROWS + r;
         if (j >= p.tk) continue;
-        const int64_t bk = a.b * p.sdk[0] + a.kv * p.sdk[1] + j * p.sdk[2], bv = a.b * p.sdv[0] + a.kv * p.sdv[1] + j * p.sdv[2];
+        const int64_t bk = a.b * p.sdk[0] + a.kv * p.sdk[1] + j * p.sdk[2];
+        const int64_t bv = a.b * p.sdv[0] + a.kv * p.sdv[1] + j * p.sdv[2];
 #pragma unroll
         for (int c = 0; c < ATT_PARTS; c++) {
             if (lane + 32 * c < p.d) put<S>(p.dk, bk + (lane + 32 * c) * p.sdk[3], dk[r][c]);

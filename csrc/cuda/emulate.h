@@ -138,7 +138,9 @@ static void emu_make(unsigned t) {
     if (!_setjmp(emu_main)) setcontext(&start);
 }
 
-static uint32_t emu_random(uint64_t *s) { return (uint32_t)((*s = *s * 6364136223846793005u + 1442695040888963407u) >> 33); }
+static uint32_t emu_random(uint64_t *s) {
+    return (uint32_t)((*s = *s * 6364136223846793005u + 1442695040888963407u) >> 33);
+}
 
 static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
     memset(emu_shared, 0xff, shared);
@@ -162,15 +164,17 @@ static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
             left = left + !emu_done[t];
         }
         if (left && !emu_moved) {
-            snprintf(emu.message, sizeof emu.message, "%s: block (%u, %u, %u): threads wait at a barrier that others never reach",
-                     emu.name, blockIdx.x, blockIdx.y, blockIdx.z);
+            snprintf(emu.message, sizeof emu.message,
+                     "%s: block (%u, %u, %u): threads wait at a barrier others never reach", emu.name,
+                     blockIdx.x, blockIdx.y, blockIdx.z);
             while (emu_fibers) free(emu_stack[--emu_fibers]);
             return false;
         }
     }
     for (int i = 0; i < 64; i++)
         if ((uint8_t)emu_shared[shared + i] != 0x5a) {
-            snprintf(emu.message, sizeof emu.message, "%s: wrote past its %zu bytes of shared memory", emu.name, shared);
+            snprintf(emu.message, sizeof emu.message, "%s: wrote past its %zu bytes of shared memory", emu.name,
+                     shared);
             return false;
         }
     return true;
@@ -182,7 +186,8 @@ static bool emu_launch(const char *name, void (*call)(const void *), const void 
     static unsigned order[EMU_THREADS];
     emu.name = name, emu.message[0] = 0, emu.last = 0;
     if (threads > EMU_THREADS || !threads || shared + 64 > EMU_SHARED || threads % 32)
-        return snprintf(emu.message, sizeof emu.message, "%s: %u threads, %zu bytes of shared memory", name, threads, shared), false;
+        return snprintf(emu.message, sizeof emu.message, "%s: %u threads, %zu bytes of shared memory", name, threads,
+                        shared), false;
     for (; emu_fibers < threads; emu_fibers++) emu_make(emu_fibers);
     uint64_t s = emu_seed;
     for (unsigned t = 0; t < threads; t++) {

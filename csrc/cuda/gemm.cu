@@ -24,9 +24,11 @@ template <class S> FN void gemm(const om_gpu_gemm &p) {
             __syncthreads();
             for (unsigned e = t; e < 1024; e += 256) { /* neighbours in memory by neighbouring threads */
                 const unsigned i = p.ca == 1 ? e >> 4 : e & 63, k = p.ca == 1 ? e & 15 : e >> 6;
-                as[k * 65 + i] = m0 + i < p.m && k0 + k < p.k ? at<S>(p.a, a0 + (m0 + i) * p.ra + (k0 + k) * p.ca) : (F)0;
+                const bool in_a = m0 + i < p.m && k0 + k < p.k;
+                as[k * 65 + i] = in_a ? at<S>(p.a, a0 + (m0 + i) * p.ra + (k0 + k) * p.ca) : (F)0;
                 const unsigned j = p.cb == 1 ? e & 63 : e >> 4, l = p.cb == 1 ? e >> 6 : e & 15;
-                bs[l * 65 + j] = n0 + j < p.n && k0 + l < p.k ? at<S>(p.b, b0 + (k0 + l) * p.rb + (n0 + j) * p.cb) : (F)0;
+                const bool in_b = n0 + j < p.n && k0 + l < p.k;
+                bs[l * 65 + j] = in_b ? at<S>(p.b, b0 + (k0 + l) * p.rb + (n0 + j) * p.cb) : (F)0;
             }
             __syncthreads();
             for (unsigned k = 0; k < 16; k++) {

@@ -1,5 +1,5 @@
-/* cuda/image.c - the compiled kernels (fatbins of cubins, see the Makefile) as bytes of this object: the optimizers' and
- * one per .cu of the graph engine. Empty when they were built without nvcc. */
+/* cuda/image.c - the compiled kernels (fatbins of cubins, see the Makefile) as bytes of this object: the optimizers'
+ * and one per .cu of the graph engine. Empty when they were built without nvcc. */
 #include "cuda/driver.h"
 #include "cuda/queue.h"
 

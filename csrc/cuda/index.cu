@@ -46,7 +46,8 @@ template <class S> FN void scatter_add(const om_gpu_scatter &p) {
     SHARED(shared);
     uint8_t *same = (uint8_t *)shared;
     const int64_t first = blockIdx.x, to = index_at(p.idx, p.wide, first);
-    if ((uint64_t)to >= (uint64_t)p.n || to == p.skip || ld(p.head + to) != (int32_t)first) return; /* the whole block */
+    if ((uint64_t)to >= (uint64_t)p.n || to == p.skip) return; /* the whole block */
+    if (ld(p.head + to) != (int32_t)first) return;
     const int64_t c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
     const int64_t row = blockIdx.z * p.n + to, src = blockIdx.z * p.m;
     double x = 0;

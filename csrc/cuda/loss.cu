@@ -5,7 +5,9 @@
 FN float exp_low(float x) { return vm_exp_neg(x); }
 FN double exp_low(double x) { return exp(x); }
 
-FN double weight_at(const om_gpu_loss &p, int64_t c) { return p.weight ? float_at(p.weight, p.wtype, c * p.weight_step) : 1; }
+FN double weight_at(const om_gpu_loss &p, int64_t c) {
+    return p.weight ? float_at(p.weight, p.wtype, c * p.weight_step) : 1;
+}
 
 /* The row's label; one that cannot be used is noted and counts as ignored. */
 FN int64_t label_of(const om_gpu_loss &p, int64_t r) {

@@ -14,7 +14,8 @@ void *om_gpu_add(om_lower *l, om_gpu_kernel k, int64_t gx, int64_t gy, int64_t g
     uint8_t *param = n ? om_arena_alloc(l->mem, size) : NULL;
     if (!param) return NULL;
     if (size > OM_GPU_PARAM || gx > INT32_MAX || gy > 65535 || gz > 65535) {
-        om_fail(l->cx, OM_UNSUPPORTED, "%s: sizes beyond a grid of the GPU's", l->a->node ? l->a->node->op->name : "copy");
+        om_fail(l->cx, OM_UNSUPPORTED, "%s: sizes beyond a grid of the GPU's",
+                l->a->node ? l->a->node->op->name : "copy");
         return NULL;
     }
     *n = (om_gpu_launch){.kernel = (uint16_t)k,
@@ -86,14 +87,14 @@ void om_gpu_scalars_at(om_lower *l, void *field) {
 
 /* --- sites: who reports a fault. A process has as many as its graphs have different indexing operators and lines. */
 
-typedef struct site { char *op; char at[400]; int64_t ignore; } site;
+typedef struct site { const char *op; char at[400]; int64_t ignore; } site;
 static pthread_mutex_t site_lock = PTHREAD_MUTEX_INITIALIZER;
 static site *sites;
 static uint32_t n_sites;
 
 static uint32_t site_of(om_lower *l) {
     const om_node *n = l->a->node;
-    site s = {.op = (char *)(uintptr_t)n->op->name, .ignore = om_attr_int(l->a->attr, l->a->n_attr, "ignore_index", -100)};
+    site s = {.op = n->op->name, .ignore = om_attr_int(l->a->attr, l->a->n_attr, "ignore_index", -100)};
     const om_scope *where = l->graph && n->scope < l->graph->scopes.n ? &l->graph->scopes.v[n->scope] : NULL;
     if (where && where->file) snprintf(s.at, sizeof s.at, " (%s:%d)", where->file, where->line);
     uint32_t i = 0;
@@ -109,12 +110,13 @@ static uint32_t site_of(om_lower *l) {
 }
 
 uint32_t om_gpu_fault_at(om_lower *l, void *field) {
-    reloc_add(l, field, (om_gpu_reloc){.what = OM_GPU_FAULT, .mode = OM_GPU_READ | OM_GPU_WRITE, .hi = sizeof(om_gpu_fault)});
+    reloc_add(l, field, (om_gpu_reloc){.what = OM_GPU_FAULT, .mode = OM_GPU_READ | OM_GPU_WRITE,
+                                       .hi = sizeof(om_gpu_fault)});
     return site_of(l);
 }
 
 om_status om_gpu_site_fail(om_ctx *cx, const om_gpu_fault *f) {
-    site s = {.op = (char *)"?"};
+    site s = {.op = "?"};
     char allowed[64] = "none is allowed: there are no entries";
     pthread_mutex_lock(&site_lock);
     if (f->site && f->site <= n_sites) s = sites[f->site - 1];

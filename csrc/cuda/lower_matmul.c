@@ -25,7 +25,8 @@ om_status om_lower_matmul(om_lower *l) {
         const int64_t d = z->dim[i];
         if (d == 1) continue;
         const int ix = i - (rank - x->rank), iy = i - (rank - y->rank);
-        const int64_t sx = ix >= 0 && x->dim[ix] > 1 ? x->stride[ix] : 0, sy = iy >= 0 && y->dim[iy] > 1 ? y->stride[iy] : 0;
+        const int64_t sx = ix >= 0 && x->dim[ix] > 1 ? x->stride[ix] : 0;
+        const int64_t sy = iy >= 0 && y->dim[iy] > 1 ? y->stride[iy] : 0;
         if ((ix >= 0 && x->dim[ix] > 1 && x->dim[ix] != d) || (iy >= 0 && y->dim[iy] > 1 && y->dim[iy] != d))
             return om_fail(l->cx, OM_INVALID, "matmul: batch axis %d of the operands differs", i);
         if (n && s[0][n - 1] == sx * d && s[1][n - 1] == sy * d && s[2][n - 1] == z->stride[i] * d) {
@@ -64,7 +65,9 @@ om_status om_lower_matmul(om_lower *l) {
 
 enum { OWN = 16, TILE = 32, LARGEST = 256, SHARED_MOST = 64 << 10 };
 
-static const om_tensor *given(const om_args *a, int i) { return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL; }
+static const om_tensor *given(const om_args *a, int i) {
+    return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL;
+}
 
 static int64_t number(const om_args *a, const char *name) {
     const om_attr *x = om_attr_get(a->attr, a->n_attr, name);
@@ -162,9 +165,11 @@ om_status om_lower_attention_grad(om_lower *l) {
     const om_tensor *frozen = given(a, 9), *mask = given(a, 4);
     om_gpu_attention p;
     /* queries that saw nothing and shall be NaN, the mask's own gradient: the CPU's */
-    if (!attention_of(a, 1, 4, 7, 8, &p) || p.nan_rows || (mask && om_is_float(mask->dtype) && om_args_int(a, "want_dmask", 0)) ||
+    const bool dmask = mask && om_is_float(mask->dtype) && om_args_int(a, "want_dmask", 0);
+    if (!attention_of(a, 1, 4, 7, 8, &p) || p.nan_rows || dmask ||
         !four(&a->in[0], turn, p.sdy) || !four(&a->in[5], turn, p.sy) || !four(&a->out[0], turn, p.sdq) ||
-        !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) || (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
+        !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) ||
+        (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
         return om_gpu_host(l);
     const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
     if (shared > SHARED_MOST) return om_gpu_host(l);
@@ -178,8 +183,9 @@ om_status om_lower_attention_grad(om_lower *l) {
     om_gpu_in(l, &g->lse, 6);
     om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
     for (int which = 0; which < 2; which++) {
-        g = which ? om_gpu_add(l, OF(attention_dkv, dtype), om_gpu_blocks(p.tk, OWN), p.batch * p.hk, 1, 128, shared, sizeof *g)
-                  : om_gpu_add(l, OF(attention_dq, dtype), om_gpu_blocks(p.tq, OWN), p.batch * p.hq, 1, 128, shared, sizeof *g);
+        g = om_gpu_add(l, which ? OF(attention_dkv, dtype) : OF(attention_dq, dtype),
+                       om_gpu_blocks(which ? p.tk : p.tq, OWN), p.batch * (which ? p.hk : p.hq), 1, 128, shared,
+                       sizeof *g);
         if (!g) return l->cx->status;
         *g = p;
         attention_operands(l, g, 1, 4, 7, 8);

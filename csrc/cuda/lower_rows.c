@@ -4,7 +4,9 @@
 #include "ops/loss.h"
 
 /* Threads for a row of n: whole warps. */
-static uint32_t threads_for(int64_t n) { return n <= 32 ? 32 : n <= 128 ? 64 : n <= 512 ? 128 : n <= 8192 ? 256 : 1024; }
+static uint32_t threads_for(int64_t n) {
+    return n <= 32 ? 32 : n <= 128 ? 64 : n <= 512 ? 128 : n <= 8192 ? 256 : 1024;
+}
 #define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
 
 /* --- reductions --------------------------------------------------------------------------------------- */
@@ -89,7 +91,8 @@ om_status om_lower_reduce(om_lower *l) {
         return OM_OK;
     }
     om_gpu_scratch_at(l, &g->y, 0, size, OM_GPU_WRITE);
-    om_gpu_reduce *f = om_gpu_add(l, acc == OM_F64 ? OM_GPU_reduce_lanes_d : lanes, om_gpu_blocks(r.p.outer, 32), 1, 1, 256, (size_t)(256 * wide), sizeof *f);
+    om_gpu_reduce *f = om_gpu_add(l, acc == OM_F64 ? OM_GPU_reduce_lanes_d : lanes, om_gpu_blocks(r.p.outer, 32), 1, 1,
+                                  256, (size_t)(256 * wide), sizeof *f);
     if (!f) return l->cx->status;
     *f = (om_gpu_reduce){.outer = r.p.outer, .inner = r.p.parts, .orank = 1, .odim = {r.p.outer}, .ostride = {1},
                          .irank = 1, .idim = {r.p.parts}, .istride = {r.p.outer}, .part = r.p.parts, .parts = 1,

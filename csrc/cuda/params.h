@@ -54,7 +54,13 @@ typedef struct om_gpu_flip { /* tiles: src runs along axis x, dst along axis y; 
 
 typedef struct om_gpu_fill { char *dst; int64_t n; uint64_t value; int32_t size, none; } om_gpu_fill;
 /* value + step * i, in dst's dtype */
-typedef struct om_gpu_iota { char *dst; int64_t n; double start, step; int64_t istart, istep; int32_t dtype, none; } om_gpu_iota;
+typedef struct om_gpu_iota {
+    char *dst;
+    int64_t n;
+    double start, step;
+    int64_t istart, istep;
+    int32_t dtype, none;
+} om_gpu_iota;
 typedef struct om_gpu_trilu { /* of the last two axes; dst dense */
     const char *src;
     char *dst;

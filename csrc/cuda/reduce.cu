@@ -1,8 +1,8 @@
 /* reduce.cu - sums, means, maxima, minima and products over axes, in a fixed order.
  *
  * A long reduction is cut into parts whose number depends on the sizes alone; partial results (in the type computed in)
- * are reduced by a second launch. Floats are added by sixteen, those sums in double. Two shapes: a block per result, its threads along the reduced elements; or 32 results
- * a block, a lane each, eight threads along the reduced elements.
+ * are reduced by a second launch. Floats are added by sixteen, those sums in double. Two shapes: a block per result,
+ * its threads along the reduced elements; or 32 results a block, a lane each, eight threads along the reduced elements.
  */
 #include "cuda/kernel.h"
 
@@ -34,11 +34,15 @@ FN void store_as(char *p, int dtype, int64_t i, int64_t x) {
     }
 }
 
-FN void unit(int what, float *x) { *x = what == OM_GPU_PROD ? 1 : what == OM_GPU_MAX ? -INFINITY : what == OM_GPU_MIN ? INFINITY : 0; }
+FN void unit(int what, float *x) {
+    *x = what == OM_GPU_PROD ? 1 : what == OM_GPU_MAX ? -INFINITY : what == OM_GPU_MIN ? INFINITY : 0;
+}
 FN void unit(int what, double *x) {
     *x = what == OM_GPU_PROD ? 1 : what == OM_GPU_MAX ? -(double)INFINITY : what == OM_GPU_MIN ? (double)INFINITY : 0;
 }
-FN void unit(int what, int64_t *x) { *x = what == OM_GPU_PROD ? 1 : what == OM_GPU_MAX ? INT64_MIN : what == OM_GPU_MIN ? INT64_MAX : 0; }
+FN void unit(int what, int64_t *x) {
+    *x = what == OM_GPU_PROD ? 1 : what == OM_GPU_MAX ? INT64_MIN : what == OM_GPU_MIN ? INT64_MAX : 0;
+}
 
 template <class T> FN T both(int what, T a, T b) {
     switch (what) {

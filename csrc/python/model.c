@@ -30,7 +30,8 @@ static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     const char *data;
     Py_ssize_t size;
     int level = 0, cuda = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|ii:Model", names, &data, &size, &level, &cuda) || !level_known(level))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|ii:Model", names, &data, &size, &level, &cuda) ||
+        !level_known(level))
         return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();

@@ -31,9 +31,9 @@ GRAPHS = """
 import torch, engine
 from cuda import fake
 from device import steps
-from test_plan_fuzz import graph
+from graphs import random_graph
 def one(seed, device):
-    text, ins, n_out, _ = graph(seed)
+    text, ins, n_out, _ = random_graph(seed)
     model = steps.Model.text(steps.cx(device), text)
     g = torch.Generator().manual_seed(seed + 1)
     dys = [torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.dtype) for y in model.step(ins, seed=3, write=False).outputs]
@@ -45,7 +45,7 @@ for seed in range({first}, {first} + 30):
     for x, y in zip([*a.outputs, *a.inputs, *a.grads.values()], [*b.outputs, *b.inputs, *b.grads.values()], strict=True):
         top = x.double().abs().max().item() if x.numel() else 0
         unit = {{torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}}.get(x.dtype, 0)
-        assert x.dtype == y.dtype and torch.allclose(x.double(), y.double(), rtol=0, atol=unit * (1 + top), equal_nan=True), (seed, graph(seed)[0])
+        assert x.dtype == y.dtype and torch.allclose(x.double(), y.double(), rtol=0, atol=unit * (1 + top), equal_nan=True), (seed, random_graph(seed)[0])
 assert fake.count(fake.FAILURES) == 0, fake.message()
 print("done", fake.count(fake.LAUNCHES))
 """
