@@ -597,7 +597,7 @@ def _announce(state: State) -> None:
 
 
 def report(state: State) -> Report:
-    report = Report(type(state.module).__name__, isa=_C.isa())
+    report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
     host: dict[tuple[str, str, int], HostEntry] = {}
     for made in state.every:
         whole = made.graph

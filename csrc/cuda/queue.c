@@ -79,7 +79,8 @@ static om_status kernels_load(om_ctx *cx, om_gpu *g) {
 
 static om_status gpu_open(om_ctx *cx, om_gpu *g) {
     enum { PORTABLE = 1, MAPPED = 2, RELEASE_THRESHOLD = 4 };
-    void *host = NULL, *pool = NULL;
+    void *host = NULL;
+    om_cu_pool pool = NULL;
     uint64_t keep = UINT64_MAX; /* what was given back stays in the pool */
     OM_TRY(kernels_load(cx, g));
     if (!g->fault) CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
@@ -115,7 +116,7 @@ om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
 
 om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out) {
     enum { OUT_OF_MEMORY = 2 };
-    uint64_t p = 0;
+    om_cu_address p = 0;
     const om_cu_result r = api.alloc(&p, size ? size : 1, stream);
     if (r == OUT_OF_MEMORY) {
         om_fail(cx, OM_NOMEM, "CUDA device %d is out of memory: %zu bytes were asked for", g->ordinal, size);
@@ -129,23 +130,23 @@ om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **
 void om_gpu_free(om_gpu *g, void *p, void *stream) {
     om_ctx quiet = {.status = OM_OK};
     if (om_gpu_enter(&quiet, g) != OM_OK) return;
-    api.free((uint64_t)(uintptr_t)p, stream);
+    api.free((om_cu_address)(uintptr_t)p, stream);
     om_gpu_leave(&quiet, g, OM_OK);
 }
 
 om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
-    if (size) CALL(to_device, (uint64_t)(uintptr_t)to, from, size, stream_now);
+    if (size) CALL(to_device, (om_cu_address)(uintptr_t)to, from, size, stream_now);
     return OM_OK;
 }
 
 om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
-    if (size) CALL(to_host, to, (uint64_t)(uintptr_t)from, size, stream_now);
+    if (size) CALL(to_host, to, (om_cu_address)(uintptr_t)from, size, stream_now);
     CALL(wait, stream_now);
     return OM_OK;
 }
 
 om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size) {
-    if (size) CALL(set, (uint64_t)(uintptr_t)to, (unsigned char)byte, size, stream_now);
+    if (size) CALL(set, (om_cu_address)(uintptr_t)to, (unsigned char)byte, size, stream_now);
     return OM_OK;
 }
 

@@ -11,19 +11,22 @@
 #include "cuda/driver.h"
 #include "cuda/lower.h"
 
+typedef unsigned long long om_cu_address;
+typedef struct CUmemPoolHandle_st *om_cu_pool;
+
 #define OM_CUDA_QUEUE_API(X)                                                                                       \
-    X(alloc, cuMemAllocAsync, (uint64_t *, size_t, om_cu_stream))                                                  \
-    X(free, cuMemFreeAsync, (uint64_t, om_cu_stream))                                                              \
-    X(to_device, cuMemcpyHtoDAsync_v2, (uint64_t, const void *, size_t, om_cu_stream))                             \
-    X(to_host, cuMemcpyDtoHAsync_v2, (void *, uint64_t, size_t, om_cu_stream))                                     \
-    X(set, cuMemsetD8Async, (uint64_t, unsigned char, size_t, om_cu_stream))                                       \
+    X(alloc, cuMemAllocAsync, (om_cu_address *, size_t, om_cu_stream))                                             \
+    X(free, cuMemFreeAsync, (om_cu_address, om_cu_stream))                                                         \
+    X(to_device, cuMemcpyHtoDAsync_v2, (om_cu_address, const void *, size_t, om_cu_stream))                        \
+    X(to_host, cuMemcpyDtoHAsync_v2, (void *, om_cu_address, size_t, om_cu_stream))                                \
+    X(set, cuMemsetD8Async, (om_cu_address, unsigned char, size_t, om_cu_stream))                                  \
     X(wait, cuStreamSynchronize, (om_cu_stream))                                                                   \
     X(host_alloc, cuMemHostAlloc, (void **, size_t, unsigned))                                                     \
     X(module_load, cuModuleLoadData, (om_cu_module *, const void *))                                               \
     X(module_function, cuModuleGetFunction, (om_cu_function *, om_cu_module, const char *))                        \
-    X(function_attribute, cuFuncSetAttribute, (om_cu_function, int, int))                                          \
-    X(pool, cuDeviceGetDefaultMemPool, (void **, int))                                                             \
-    X(pool_attribute, cuMemPoolSetAttribute, (void *, int, void *))                                                \
+    X(function_attribute, cuFuncSetAttribute, (om_cu_function, unsigned, int))                                     \
+    X(pool, cuDeviceGetDefaultMemPool, (om_cu_pool *, int))                                                        \
+    X(pool_attribute, cuMemPoolSetAttribute, (om_cu_pool, unsigned, void *))                                       \
     X(launch, cuLaunchKernel,                                                                                      \
       (om_cu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, om_cu_stream, void **, \
        void **))
