@@ -9,6 +9,7 @@ KB     ?= $(B)
 OWN    ?= $(if $(filter $(KB),$(B)),$(ISAS))
 CC     ?= gcc
 ARCH   := $(shell uname -m)
+TRIPLET ?= $(ARCH)-linux-gnu
 EXT    := ortmodule/_C.abi3.so
 
 WARN   := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wvla -Werror=psabi -Werror=implicit-function-declaration -Werror=incompatible-pointer-types
@@ -19,7 +20,7 @@ CBASE   = -std=c11 -D_GNU_SOURCE -fPIC -fno-semantic-interposition -Icsrc -I$(B)
 KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 # the rooms of csrc/ (docs/ARCHITECTURE.md), each includes only those before it; python/ and tools/ are no part of the library
-ROOMS  := graph ops cpu optim passes passes/masks onnx run cuda
+ROOMS  := graph ops cpu optim passes passes/masks onnx run trainer cuda
 KSRC   := $(wildcard $(ROOMS:%=csrc/%/kernels/*.k.c))
 SRC    := $(filter-out %.k.c,$(wildcard $(ROOMS:%=csrc/%/*.c)))
 PYSRC  := $(wildcard csrc/python/*.c)
@@ -33,9 +34,9 @@ MARCH_avx2    := -march=x86-64-v3
 MARCH_avx512  := -march=x86-64-v4
 OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/%.k.c=$(if $(filter $(i),$(OWN)),$(B),$(KB))/%.$(i).o))
 LIBS   := -lm -lpthread -ldl
-PBC     = $(shell for d in /usr/lib/$(ARCH)-linux-gnu /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
+PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check fatbins cuda-table
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -94,7 +95,7 @@ CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
 CUH        := kernel params strip_body attention_body optim
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
-$(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/graph/pointwise.def csrc/cpu/kernels/vmath.h
+$(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/cpu/kernels/vmath.h
 	@mkdir -p $(@D)
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
@@ -102,6 +103,7 @@ else
 	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v -gencode 'arch=compute_$(firstword $(CUDA_ARCHS)),code=[$(subst $(SPACE),$(COMMA),$(CUDA_ARCHS:%=sm_%))]' -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
+$(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
 $(B)/cuda/image.o: $(FATBINS)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
@@ -111,11 +113,11 @@ cuda-table: $(FATBINS)   ## registers, spills and shared memory of every CUDA ke
 
 # a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
 CXX ?= g++
-$(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.cpp $(wildcard csrc/cuda/*.cu csrc/cuda/*.h csrc/cuda/*.def) csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def
+$(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.cpp $(wildcard csrc/cuda/*.cu csrc/cuda/*.h csrc/cuda/*.def) csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def csrc/ops/strip_op.h
 	@mkdir -p $(@D)
 	@$(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcuda.so.1 -o $@ $<
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/om-quiet   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
@@ -150,18 +152,67 @@ TOOLS  := $(patsubst csrc/%.c,$(B)/%.o,$(wildcard csrc/tools/*.c))
 $(TOOLS): $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -c $< -o $@
-$(B)/om-opt: $(TOOLS) $(B)/libom.a
+$(B)/om-opt: $(filter-out $(B)/tools/om_ops.o,$(TOOLS)) $(B)/libom.a
 	@$(CC) -o $@ $^ $(PBC) $(LIBS)
+$(B)/om-ops: $(B)/tools/om_ops.o $(B)/libom.a csrc/graph/graph.c   # notes the nodes that are made
+	@$(CC) $(CBASE) -DOM_TRACE_OPS -MF $@.d -c csrc/graph/graph.c -o $(B)/graph.traced.o
+	@$(CC) -o $@ $(B)/tools/om_ops.o $(B)/graph.traced.o $(B)/libom.a $(PBC) $(LIBS)
 
 $(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/tools/onnx_write.o $(B)/libom.a   # fails every allocation once (tests/engine/test_alloc.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/tools/onnx_write.o $(B)/libom.a $(PBC) $(LIBS) -o $@
 $(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of its own (tests/engine/test_device.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
+QUIET := malloc calloc realloc aligned_alloc posix_memalign mmap
+$(B)/om-quiet: tests/ondevice/quiet.c $(B)/libom.a   # steps of a trainer while nobody gives memory (tests/ondevice/test_files.py)
+	@$(CC) $(CBASE) -MF $@.d $< $(QUIET:%=-Wl,--wrap=%) $(B)/libom.a $(PBC) $(LIBS) -o $@
+
 # the example sees one header of the engine's
-$(B)/train_mlp: examples/train_mlp.c csrc/ortmodule.h $(B)/libom.a
+EXAMPLE_LIB ?= libom.a
+$(B)/om-losses: tests/ondevice/losses.c
+$(B)/train_mlp $(B)/train_digits: $(B)/%: examples/%.c
+$(B)/train_mlp $(B)/train_digits $(B)/om-losses: csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
 	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
-	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $< $(B)/libom.a $(PBC) $(LIBS) -o $@
+	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $(filter %.c,$^) $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
+
+# --- the engine for programs without Python: libortmodule.{a,so} + ortmodule.h, one instruction set, docs/ON_DEVICE.md --------------------
+# ISA=generic|avx2|avx512 (x86_64). BLAS='-lopenblas': products by that library instead of the engine's own. Only names of ortmodule.h are visible.
+DEVICE     ?= build/device$(if $(OPS),-only)
+ISA        ?= $(if $(filter x86_64,$(ARCH)),avx2,generic)
+BLAS       ?=
+DEV_ROOMS  := $(filter-out cuda,$(ROOMS))
+# OPS="a.omd b.omd": what these files use and nothing else, in a build of its own (DEVICE=build/device-only)
+OPS        ?=
+DEV_FLAGS   = -DOM_ONE_ISA=$(ISA) $(if $(OPS),-DOM_ONLY) $(if $(BLAS),-DOM_BLAS) -ffunction-sections -fdata-sections -fno-asynchronous-unwind-tables -fmacro-prefix-map=csrc/=
+DEV_MAKE    = $(MAKE) --no-print-directory B=$(DEVICE) KB=$(DEVICE) ISAS=$(ISA) ROOMS='$(DEV_ROOMS)' OPT='$(DEV_OPT) $(DEV_FLAGS)' BLAS='$(BLAS)' EXAMPLE_LIB=libortmodule.a KFLAGS='$(DEV_KFLAGS)'
+DEV_OPT    ?= $(if $(OPS),-Os,-O2)
+DEV_KFLAGS  = $(if $(OPS),-O2 -ftree-vectorize -fvect-cost-model=dynamic $(filter-out -O3,$(KFLAGS)),$(KFLAGS))
+device: venv   ## libortmodule.{a,so} without PyTorch and Python in build/device (ISA=generic|avx2|avx512, BLAS=-lopenblas)
+	@$(if $(OPS),$(MAKE) --no-print-directory build/om-ops && mkdir -p $(DEVICE)/gen && build/om-ops $(OPS) > $(DEVICE)/gen/only.new && { cmp -s $(DEVICE)/gen/only.new $(DEVICE)/gen/only.h || mv $(DEVICE)/gen/only.new $(DEVICE)/gen/only.h; })
+	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp $(DEVICE)/train_digits $(DEVICE)/om-losses
+size: device   ## what the library for devices weighs, stripped (2 MB at most; 800 KB with OPS="a.omd ..." and small models)
+	@$(DEV_CROSS)strip -s -o $(DEVICE)/stripped.so $(DEVICE)/libortmodule.so
+	@size=$$(stat -c %s $(DEVICE)/stripped.so); echo "$(DEVICE)/libortmodule.so ($(ISA)), stripped: $$size bytes"; test $$size -lt $(SIZE_MAX)
+SIZE_MAX   ?= $(if $(OPS),800000,2000000)
+# the same for ARM, with Debian's gcc-aarch64-linux-gnu, gcc-arm-linux-gnueabihf and libprotobuf-c-dev of both (dpkg --add-architecture arm64 armhf)
+device-arm: venv   ## the same for aarch64 and armv7 (build/device-aarch64, build/device-armv7)
+	@$(MAKE) --no-print-directory device ARCH=aarch64 ISA=generic CC=aarch64-linux-gnu-gcc DEV_CROSS=aarch64-linux-gnu- DEVICE=build/device-aarch64
+	@$(MAKE) --no-print-directory device ARCH=arm TRIPLET=arm-linux-gnueabihf ISA=generic CC='arm-linux-gnueabihf-gcc -march=armv7-a -mfpu=neon-vfpv4' DEV_CROSS=arm-linux-gnueabihf- DEVICE=build/device-armv7
+LP         := (
+check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are
+	@if command -v aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc >/dev/null; then $(MAKE) --no-print-directory device-arm; fi
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) examples/digits.py $(B)/digits && $(MAKE) --no-print-directory size OPS=$(B)/digits/model.omd
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "full or not full" $(or $(TESTS),tests/ondevice)
+PUBLIC      = $(shell grep -oE '\bom_[a-z0-9_]+[$(LP)]' csrc/ortmodule.h | tr -d '$(LP)' | sort -u)
+$(B)/libortmodule.a: $(OBJ) csrc/ortmodule.h
+	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
+	@cd $(B) && $(DEV_CROSS)ar x $(PBC) protobuf-c.o
+	@$(DEV_CROSS)ld -r -o $(B)/ortmodule.o $(OBJ) $(B)/protobuf-c.o
+	@$(DEV_CROSS)objcopy $(PUBLIC:%=--keep-global-symbol=%) $(B)/ortmodule.o
+	@rm -f $@ && $(DEV_CROSS)ar rcs $@ $(B)/ortmodule.o
+$(B)/libortmodule.so: $(B)/libortmodule.a
+	@echo "{ global: $(PUBLIC:%=%;) local: *; };" > $(B)/public.map
+	@$(CC) -shared -Wl,-soname,libortmodule.so -Wl,-z,defs -Wl,--gc-sections -Wl,--version-script=$(B)/public.map -o $@ -Wl,--whole-archive $< -Wl,--no-whole-archive $(BLAS) -lm -lpthread
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S  ?= 60
@@ -175,7 +226,14 @@ N ?= 2000
 plan-fuzz: build lib   ## N random graphs (FIRST: the first seed) through the planner beside the interpreter, with every instruction set
 	@for isa in $(ISAS); do ORTMODULE_ISA=$$isa OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/engine/test_plan_fuzz.py $(or $(FIRST),0) $$(($(or $(FIRST),0) + $(N))) || exit 1; done
 comma := ,
-fuzz-bin: $(B)/fuzz_onnx
+fuzz-bin: $(B)/fuzz_onnx $(B)/fuzz_files
+fuzz-files: lib   ## fuzz what a device reads (checkpoints, packed files) for FUZZ_S seconds
+	@$(MAKE) --no-print-directory B=$(B)/fuzz-$(FUZZ_CC) KB=$(B) CC=$(FUZZ_CC) OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined$(if $(filter clang%,$(FUZZ_CC)),$(comma)fuzzer-no-link)' fuzz-bin
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/ondevice/seeds.py $(B)/fuzz-$(FUZZ_CC)/files
+	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/files-corpus
+	OM_FUZZ_TRAINER=$(B)/fuzz-$(FUZZ_CC)/files/0.omd $(B)/fuzz-$(FUZZ_CC)/fuzz_files -max_total_time=$(FUZZ_S) -max_len=32768 -timeout=5 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(if $(filter clang%,$(FUZZ_CC)),$(B)/fuzz-$(FUZZ_CC)/files-corpus) $(B)/fuzz-$(FUZZ_CC)/files
+$(B)/fuzz_files: $(OBJ) tests/ondevice/fuzz_files.c tests/fuzz/blind.c
+	@$(CC) $(CBASE) -DFUZZ_MAX_LEN=32768 -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/ondevice/fuzz_files.c $(OBJ) $(PBC) $(LIBS) -o $@
 $(B)/fuzz_onnx: $(OBJ) $(B)/tools/onnx_write.o tests/fuzz/fuzz_onnx.c tests/fuzz/blind.c
 	@$(CC) $(CBASE) -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/fuzz/fuzz_onnx.c $(OBJ) $(B)/tools/onnx_write.o $(PBC) $(LIBS) -o $@
 

@@ -149,9 +149,33 @@ void om_text_free(om_ctx *cx, char *text);
  *   group     one int per graph input, or NULL: backward segment in which its gradient must be complete
  *             (0 = first to finish); NULL = one segment.
  *   again     what backward computes again
- * Others of these are another variant beside the first. *variant is small and stable for the life of the model. */
+ * Others of these are another variant beside the first; two policies that choose the same are one. *variant is small
+ * and stable for the life of the model. */
 om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
                            om_recompute again, int *variant);
+
+/* The same with a set of flags of the caller's in the place of a policy: again[i] non-zero, and backward computes value
+ * i of om_choice again. The set is the variant's key: a policy's own set is the policy's variant. */
+om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving,
+                                 const int *group, const uint8_t *again, int n_again, int *variant);
+
+/* What there is to choose from: the values of the graph with gradients for (wanted, arriving), numbered the same at
+ * every call. For a budget of memory, or a file of the user's. */
+typedef struct om_choice om_choice;
+typedef struct om_choice_row {
+    const char *illegal;          /* why value i cannot be computed again; NULL: it can */
+    const char *op;               /* that makes it; "": none, it is an input or a constant */
+    const char *module, *file;    /* where the user's code has it; "": unknown */
+    int line, output;             /* output: which of the operator's */
+    uint8_t dtype, rank;
+    int64_t dim[OM_RANK];         /* -1: known when tensors arrive */
+    bool kept;                    /* backward reads its memory: it is kept if it is not computed again */
+} om_choice_row;
+om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out);
+int om_choice_values(const om_choice *c); /* how many: n_again of a set */
+om_choice_row om_choice_value(const om_choice *c, int i);                 /* strings are the choice's */
+const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy); /* the flags it sets, one per value */
+void om_choice_free(om_choice *c); /* NULL is fine; before the model */
 
 /* --- what a graph takes and gives --------------------------------------------------------------- */
 
@@ -166,6 +190,9 @@ typedef struct om_io {
     bool written;           /* a forward writes a new value into the tensor given for this input */
     /* input: may be wanted; output: computed from a parameter or float input through operators with a gradient */
     bool differentiable;
+    /* input: its one element lies in the host's memory, whatever the device (a learning rate, a size that is a value);
+     * it has no gradient */
+    bool host;
 } om_io;
 
 int om_model_inputs(const om_model *m);  /* how many */
@@ -199,15 +226,17 @@ const om_needs *om_model_needs(const om_model *m, int variant); /* NULL: there i
  * csrc/run/plan.h holds the contract of memory and control: which byte lies where, when control returns. */
 
 /* Starts a forward. inputs: one tensor per graph input, of the dtype and rank of the capture; any sizes that fit it,
- * any strides. Their memory is read (and, for written inputs, written) until the run is freed. write false: inputs that
- * would be written keep their values; for a forward that is repeated. cx: of this run until it is freed; its message
- * tells of every failure below. */
+ * any strides. All lie in the device's memory but those that om_io.host marks. Their memory is read (and, for written
+ * inputs, written) until the run is freed. write false: inputs that would be written keep their values; for a forward
+ * that is repeated. cx: of this run until it is freed; its message tells of every failure below. */
 om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, uint64_t seed, bool write,
                          om_run **run);
 
 /* Forward: runs to the end (segment is not looked at). Backward: to the end of that segment, and of those before it;
  * -1: of all. OM_OK: it is there. OM_HOST: a node of the host's is due (om_run_host); answer it, then resume. Anything
- * else: this run can only be freed. */
+ * else: this run can only be freed. On a device that runs behind its host, "there" is queued: what fails after this has
+ * returned is an error of the next download, or of the next om_run_resume, of this run or another, that finds it known
+ * (csrc/graph/device.h). */
 om_status om_run_resume(om_run *run, int segment);
 
 /* A host node: what a capture left to its host (an ATen region, a Python function). */
@@ -258,6 +287,118 @@ void om_run_free(om_run *run); /* NULL is fine; at any point: what was not hande
  * operator that has run, at most max of them; returns how many there are. */
 typedef struct om_profile_row { const char *op; uint64_t count; double ms; } om_profile_row;
 int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max);
+
+/* --- trainer ---------------------------------------------------------------------------------------
+ * A training loop in few calls, for programs without Python (docs/ON_DEVICE.md; examples/train_digits.c):
+ *
+ *     om_trainer_load(cx, ..)                 artifacts -> a trainer: all its memory is taken here
+ *     om_trainer_step(t, inputs, &loss, ..)   forward and backward; gradients are added to those that are there
+ *     om_trainer_update(t)                    the optimizer
+ *     om_trainer_reset(t)                     the next step begins with gradients of its own
+ *     om_trainer_save(t, path, true)          parameters, moments, properties: safetensors
+ *     om_trainer_free(t)
+ *
+ * Errors are in the context the trainer was made with, which it uses until it is freed. After a failed call the trainer
+ * is as it was before, except that a step that fails in the middle has lost the gradients gathered so far.
+ * Threads: one trainer by one thread at a time; different trainers, each with a context of its own, do not meet.
+ * Memory: one arena, the caller's or mapped. Sizes that are numbers in the artifacts are planned and tried in load (one
+ * forward and backward that change nothing), so om_trainer_memory is known before the first step and no later step asks
+ * anybody for memory; for symbolic sizes om_trainer_prepare does that. Checkpoints, exports and prepare use the
+ * context's services beside it, for the time of the call.
+ */
+typedef struct om_trainer om_trainer;
+
+typedef struct om_trainer_options {
+    void *arena;         /* NULL: mapped, as much as is needed. Else aligned to 64 bytes; the trainer's until freed */
+    size_t arena_size;
+    int threads;         /* > 1: a pool of its own with this many, the caller's included; else the context's services */
+    /* What never happens, so that no memory is kept for it: gradients added up over steps; outputs asked of a step. */
+    bool one_batch, loss_only;
+} om_trainer_options;
+
+typedef struct om_bytes { const void *data; size_t size; } om_bytes;
+
+/* What om_trainer_load reads. From Python: model.save_for_device, ortmodule.artifacts.generate_artifacts. */
+typedef struct om_trainer_files {
+    om_bytes packed;     /* one file (.omd) that holds the others; then these are not looked at */
+    om_bytes train;      /* ONNX: forward whose first output is the loss; parameters are inputs (docs/ONNX.md) */
+    om_bytes eval;       /* ONNX: the same for evaluation and export; may be empty */
+    om_bytes optimizer;  /* ONNX: an AdamWOptimizer or SGDOptimizerV2 node; empty: no om_trainer_update */
+    om_bytes checkpoint; /* safetensors: om_trainer_save */
+} om_trainer_files;
+
+/* The bytes are not kept. options NULL: all zero. */
+om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_trainer_options *options,
+                          om_trainer **out);
+om_status om_trainer_load_file(om_ctx *cx, const char *packed, const om_trainer_options *options, om_trainer **out);
+void om_trainer_free(om_trainer *t); /* NULL is fine */
+
+/* What a call takes (the graph's inputs that are no parameters) and gives. eval: of the evaluation graph. */
+int om_trainer_inputs(const om_trainer *t, bool eval);
+int om_trainer_outputs(const om_trainer *t, bool eval);
+om_io om_trainer_input(const om_trainer *t, bool eval, int i);
+om_io om_trainer_output(const om_trainer *t, bool eval, int i);
+
+/* Plans steps and evaluations for inputs of these sizes (data is not looked at; eval NULL: none) and tries them. Then
+ * the arena is as large as it will be: a step of sizes that were never prepared may be refused. */
+om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval);
+
+typedef struct om_trainer_bytes {
+    size_t arena;        /* the most that was ever in use: what options.arena_size must be */
+    size_t state;        /* of these: parameters, moments */
+    bool final;          /* no step takes more */
+} om_trainer_bytes;
+om_trainer_bytes om_trainer_memory(const om_trainer *t);
+
+/* One forward and backward. inputs: dense or strided, of the dtypes and sizes the graph names. loss may be NULL.
+ * outputs: NULL, or all of the graph's, borrowed until the next call. */
+om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
+om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
+om_status om_trainer_update(om_trainer *t);
+void om_trainer_reset(om_trainer *t); /* lazily: the gradients may be read until the next step */
+void om_trainer_seed(om_trainer *t, uint64_t seed); /* of random operators: step n after this call draws the same */
+
+/* The learning rate the next update uses. A schedule sets it, when it begins and at every om_trainer_schedule_step,
+ * from the number of updates so far. Warm-up: 0 to `rate`; after it linear, or half a cosine, to 0 at `total`. */
+typedef enum om_schedule { OM_SCHEDULE_NONE, OM_SCHEDULE_CONSTANT, OM_SCHEDULE_LINEAR, OM_SCHEDULE_COSINE } om_schedule;
+double om_trainer_rate(const om_trainer *t);
+void om_trainer_set_rate(om_trainer *t, double rate);
+om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, int64_t total, double rate);
+om_status om_trainer_schedule_step(om_trainer *t);
+int64_t om_trainer_updates(const om_trainer *t); /* updates so far, those before the checkpoint included */
+
+/* Parameters and buffers, in the order of the training graph's inputs. */
+typedef struct om_trainer_param {
+    const char *name;
+    bool trainable;
+    om_tensor value;      /* may be read and written between calls */
+    om_tensor grad;       /* dtype OM_NODTYPE: none. Valid until the next call */
+} om_trainer_param;
+int om_trainer_params(const om_trainer *t);
+om_trainer_param om_trainer_param_at(const om_trainer *t, int i);
+
+/* All floating-point ones, or the trainable ones, as one run of f32 in that order. n: its elements, which must be
+ * om_trainer_elements. After a nominal checkpoint (names and sizes, no values) the first set must be of all. */
+int64_t om_trainer_elements(const om_trainer *t, bool trainable_only);
+om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, int64_t n);
+om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n);
+
+/* A safetensors file: parameters by name, with `moments` what the optimizer keeps as well, and the properties. Written
+ * beside `path`, synchronised, then renamed: whenever it is interrupted, path holds the old or the new state. */
+om_status om_trainer_save(om_trainer *t, const char *path, bool moments);
+/* Everything is checked before anything is changed: another model's, a cut or a broken file is refused. */
+om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint);
+om_status om_trainer_restore_file(om_trainer *t, const char *path);
+
+/* Named values that travel with the checkpoint. kind: 'i', 'f' or 's'. */
+typedef struct om_property { const char *name; char kind; int64_t i; double f; const char *s; } om_property;
+om_status om_trainer_set_property(om_trainer *t, const om_property *p); /* copied; replaces one of that name */
+int om_trainer_properties(const om_trainer *t);
+bool om_trainer_property(const om_trainer *t, const char *name, om_property *p); /* false: there is none */
+om_property om_trainer_property_at(const om_trainer *t, int i);
+
+/* The evaluation graph, cut down to these outputs, with the parameters inside: an ONNX file for any runtime. */
+om_status om_trainer_export(om_trainer *t, const char *path, const char *const *outputs, int n);
 
 #ifdef __cplusplus
 }

@@ -50,7 +50,7 @@ from torch.autograd.graph import increment_version
 from . import _C, cuda_engine
 from . import torch_private as private
 from .capture import Captured
-from .capture.functional import View
+from .capture.functional import SIZES, View
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, plain
 
 logger = logging.getLogger("ortmodule")
@@ -213,7 +213,7 @@ class Graph:
         self.random: bool = self.model.random
         self.n_outputs = captured.n_user_outputs
         self.passthrough = list(captured.passthrough.items())
-        self.views = list(captured.views.items())
+        self.views = bool(captured.views)
         self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
@@ -405,10 +405,8 @@ class Graph:
     def _rebuild(self, outs: list[Tensor | None], tensors: Sequence[Tensor]) -> Any:
         for i, source in self.passthrough:
             outs[i] = tensors[source]
-        for i, (number, other, views) in self.views:
-            t = tensors[number] if number >= 0 else outs[other]
-            assert t is not None
-            outs[i] = _as_viewed(t, views)
+        if self.views:
+            view_again(self.captured.views, tensors, outs)
         return self.captured.rebuild(outs)  # type: ignore[arg-type]
 
     # --- backward ---------------------------------------------------------------------------------
@@ -562,10 +560,21 @@ class Graph:
                     "forward has to be run again.)")
 
 
-def _as_viewed(t: Tensor, views: Sequence[View]) -> Tensor:
+def view_again(
+    made: dict[int, tuple[int, int, list[View]]], tensors: Sequence[Tensor], outs: list[Tensor | None]
+) -> None:
+    """Puts views in the place of results that are views of an input or of another result (Captured.views)."""
+    for i, (number, other, views) in made.items():
+        t = tensors[number] if number >= 0 else outs[other]
+        assert t is not None
+        outs[i] = _as_viewed(t, views, outs[i])
+
+
+def _as_viewed(t: Tensor, views: Sequence[View], like: Tensor | None) -> Tensor:
+    """like: the same as the engine has computed it."""
     for target, args, kwargs, item, grad in views:
         with nullcontext() if grad else torch.no_grad():
-            made = target(t, *args, **kwargs)
+            made = target(t, *args, **kwargs) if args != (SIZES,) else target(t, like.shape)  # type: ignore[union-attr]
         t = made[item] if item >= 0 else made
     return t
 

@@ -50,6 +50,21 @@ _NAMES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "onnxruntime.training.amp": {n: (_OPTIM, n) for n in ("DynamicLossScaler",)},
     "onnxruntime.training.amp.loss_scaler": {"DynamicLossScaler": (_OPTIM, "DynamicLossScaler")},
+    "onnxruntime.training.api": {
+        n: ("ortmodule.api", n) for n in ("CheckpointState", "LinearLRScheduler", "Module", "Optimizer", "set_seed")
+    },
+    "onnxruntime.training.artifacts": {
+        n: ("ortmodule.artifacts", n) for n in ("LossType", "OptimType", "generate_artifacts")
+    },
+    "onnxruntime.training.onnxblock": {
+        n: ("ortmodule.onnxblock", n)
+        for n in (
+            "Block", "PassThrough", "Add", "Sub", "Mul", "Div", "Pow", "Sigmoid", "Log", "Neg", "Abs", "ReduceMean",
+            "ReduceSum", "Constant", "Cast", "InputLike")  # fmt: skip
+    },
+    "onnxruntime.training.onnxblock.loss": {
+        n: ("ortmodule.onnxblock", n) for n in ("MSELoss", "L1Loss", "CrossEntropyLoss", "BCEWithLogitsLoss")
+    },
     "torch_ort": {n: ("ortmodule", n) for n in ("ORTModule", "DebugOptions", "LogLevel")},
     "torch_ort.optim": {n: (_OPTIM, n) for n in ("FusedAdam", "AdamWMode", "FP16_Optimizer")},
 }

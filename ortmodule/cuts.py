@@ -28,7 +28,7 @@ from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
 from .capture.cuts import Interpreter
 from .capture.marks import Mark
-from .chain import Graph, Refusal, Unfit
+from .chain import Graph, Refusal, Unfit, view_again
 from .host import Failed, plain
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -220,7 +220,9 @@ class CutGraph:
         run = _Run(self, tensors, autocast)
         try:
             run.until(0, len(self.parts) - 1)
-            return self.captured.rebuild([run.values[i] for i in self.outputs])
+            outs = [run.values[i] for i in self.outputs]
+            view_again(self.captured.views, tensors, outs)
+            return self.captured.rebuild(outs)
         finally:
             run.values.clear()
 

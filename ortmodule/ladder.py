@@ -167,7 +167,7 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         site.entry.eager.calls += 1
         return state.body.forward(*args, **kwargs)
     captured = site.captured
-    if captured is None or not captured.fits(flat):
+    if captured is None or not captured.fits(flat, site.known):
         if site.entry.places and site.entry.effect is None:
             return _observe(state, site, flat, args, kwargs)
         found = _new_graph(state, site, flat, args, kwargs)
@@ -253,6 +253,8 @@ def _new_graph(
         if entry.graphs:
             why = " and ".join(["sizes of arguments"] * all(c.shapes != shapes for c in entry.graphs)
                                + ["int or float arguments"] * all(c.scalars != flat.scalars for c in entry.graphs))
+            if any(c.shapes == shapes and c.scalars == flat.scalars for c in entry.graphs):
+                why = "layout, identity or attributes of arguments"
             why = f"changed: {why or 'sizes or numbers that forward branches on'}"
             entry.dynamic = entry.dynamic or all(c.shapes != shapes for c in entry.graphs)
             entry.symbolic = bool(flat.scalars) and not entry.no_symbolic and (
@@ -260,8 +262,8 @@ def _new_graph(
             state.dynamic, state.symbolic = state.dynamic or entry.dynamic, state.symbolic or entry.symbolic
         if entry.n_captures >= state.settings.max_captures:
             reason = (
-                f"{entry.n_captures} captures of one call structure were not enough: sizes or numbers "
-                "that the model's code branches on change from call to call"
+                f"{entry.n_captures} captures of one call structure were not enough: sizes, numbers, layouts or "
+                "attributes that the model's code branches on change from call to call"
             )
             _leave(state, entry, CaptureError(reason))
             return Left(reason)
@@ -329,7 +331,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         for _ in range(_LADDER_LIMIT):
             shadow = shadow_of(state.body)
             try:
-                with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, _undisturbed():
+                with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, quiet():
                     captured = capture(
                         shadow,
                         args,
@@ -653,7 +655,7 @@ def report(state: State) -> Report:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs and prints
     about an attempt that fails is not shown (the ladder's own message says what happened)."""
     thread = threading.get_ident()

@@ -12,8 +12,10 @@ import contextlib
 import copy
 import inspect
 import logging
+import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ def _is_method(cls: type, name: str) -> bool:
     return isinstance(static, (types.FunctionType, classmethod, staticmethod, _Assigned)) and not name.startswith("__")
 
 
-_OURS = ("report", "module", "_ortmodule")
+_OURS = ("report", "module", "save_for_device", "_ortmodule")
 
 
 def _users(name: str) -> Callable[[Any], Any]:
@@ -210,6 +212,23 @@ class ORTModule(nn.Module):
     def report(self) -> Report:
         """What runs in the engine, what does not and why, and what capture and planning have cost."""
         return report(self._ortmodule)
+
+    def save_for_device(self, directory: str | os.PathLike[str], batch: Any, *, optimizer: Any = 1,
+                        eval_batch: Any = None, prefix: str = "") -> Path:  # fmt: skip
+        """Writes what a device needs to go on training this module without PyTorch (docs/ON_DEVICE.md): its forward
+        with the loss for training and for evaluation, the optimizer, the parameters, and one file with all of them,
+        whose path is returned.
+
+        batch: what forward is called with: a tensor, a tuple of arguments or a dict of keyword arguments; its sizes are
+        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings are taken, or None.
+        eval_batch: the call to evaluate and to export, when of other sizes. Raises CaptureError with the place of what
+        needs PyTorch.
+        """
+        from .device import save_for_device
+
+        return save_for_device(
+            self._ortmodule, directory, batch, optimizer=optimizer, eval_batch=eval_batch, prefix=prefix
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (

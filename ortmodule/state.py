@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from . import cuts, guard, net, patches, watch
 from .capture import CaptureError, FlatInputs, InputSpec
+from .capture.facts import Known, hold
 from .chain import Graph
 from .config import Settings
 from .patches import Patch
@@ -79,18 +80,21 @@ class GuardedGraph:
         self.shapes = [t.shape for t in flat.tensors]
         self.scalars = list(flat.scalars)
         self.refused: list[list[torch.Size]] = []  # sizes the engine turned down
+        self.tests = graph.captured.tests
         self.net: net.Net | None = None
         self.no_net = ""  # why there is none
         self.calls = 0
         self.next_check = -1  # call at which the net looks again
 
-    def fits(self, flat: FlatInputs) -> bool:
+    def fits(self, flat: FlatInputs, known: Known) -> bool:
         shapes = [t.shape for t in flat.tensors]
         if self.refused and shapes in self.refused:
             return False
         if self.dynamic or self.symbolic:
-            return self.graph.captured.fits(flat)
-        return self.shapes == shapes and self.scalars == flat.scalars
+            fits = self.graph.captured.fits(flat)
+        else:
+            fits = self.shapes == shapes and self.scalars == flat.scalars
+        return fits and (self.tests is None or hold(self.tests, flat.tensors, known))
 
 
 class Site:
@@ -103,6 +107,7 @@ class Site:
         "entry",
         "fast",
         "fill",
+        "known",
         "other",
         "params",
         "params_grad",
@@ -119,6 +124,7 @@ class Site:
         self.structure: Hashable = own.structure() if like is None else like.structure
         self.refs: list[tuple[Any, ...]] = own.refs() if like is None else like.refs
         self.params = own.params
+        self.known = Known(own.module)
         self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
         self.captured: GuardedGraph | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
@@ -232,7 +238,7 @@ class State:
 
     def find_graph(self, site: Site, flat: FlatInputs) -> GuardedGraph | None:
         """The capture of the site's entry that holds for these sizes and numbers."""
-        found = next((known for known in site.entry.graphs if known.fits(flat)), None)
+        found = next((known for known in site.entry.graphs if known.fits(flat, site.known)), None)
         return None if found is None else self.bind(site, found)
 
     # --- what a call changes -----------------------------------------------------------------------

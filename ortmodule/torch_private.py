@@ -119,6 +119,8 @@ TABLE: tuple[Row, ...] = (
     # --- capture
     Row("without_modes", ("torch.utils._python_dispatch._disable_current_modes",), "tensors of the module's state "
         "cannot be read while it is traced", need="capture"),
+    Row("no_python_dispatcher", (_C + "_DisablePythonDispatcher",), "a result that is an operand itself (dropout that "
+        "drops nothing) cannot be told", need="capture"),
     Row("function_apply", ("torch.autograd.Function.apply.__func__",), "custom autograd.Functions would be traced "
         "through, and their backward lost", need="capture",
         works=lambda f: isinstance(f, types.FunctionType) and f.__code__.co_freevars == ("__class__",)),

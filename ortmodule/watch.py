@@ -35,6 +35,7 @@ import collections
 import collections.abc
 import contextlib
 import contextvars
+import decimal
 import dis
 import enum
 import functools
@@ -42,6 +43,7 @@ import gc
 import io
 import logging
 import opcode
+import operator
 import os
 import random
 import sys
@@ -63,7 +65,7 @@ from .frames import OWN_DIR, TORCH_DIR
 from .torch_private import HOOK_TABLES, HOOKS
 
 # kinds of rows, see csrc/python/guard.c
-ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL = range(11)
+ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS = range(12)
 
 _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array
@@ -75,6 +77,8 @@ _STD_DIR = sysconfig.get_path("stdlib") + os.sep
 _SITE = tuple({path + os.sep for path in (os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"),
                                           sysconfig.get_path("platlib"), os.path.join(_STD_DIR, "site-packages"))})
 _ABSENT = patches.ABSENT
+_UNKNOWN: Any = object()
+_LOCK = type(threading.Lock())
 _PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
 _ATOMS = _PLAIN | {
     type(...),
@@ -236,6 +240,7 @@ class _Code(NamedTuple):
     bare: frozenset[str]  # globals used without an attribute
     stored: tuple[str, ...]  # globals assigned
     imports: tuple[str, ...]
+    compared: tuple[tuple[str, Any], ...]  # _compared
 
 
 _codes: dict[int, tuple[types.CodeType, _Code]] = {}
@@ -290,9 +295,43 @@ def _analyse(code: types.CodeType) -> _Code:
             elif op == _NAME["IMPORT_NAME"]:
                 imports[names[arg]] = None
     end()
-    made = _Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports))
+    made = _Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
+                 _compared(code))  # fmt: skip
     _codes[id(code)] = code, made
     return made
+
+
+_LOADS_ONE = {"LOAD_CONST": "constant", "LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_FAST": "local",
+              "LOAD_FAST_CHECK": "local", "LOAD_FAST_BORROW": "local", "LOAD_DEREF": "free"}  # fmt: skip
+_COMPARES = {"IS_OP": ("is",), "COMPARE_OP": ("==", "!=")}
+
+
+def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
+    """The operands of every `is`, and of == where one of them may be a class. An operand is (kind, name, attributes)
+    when it is loaded as such, None when it is computed. Comparisons with constants (None) do not count."""
+    if not {_NAME["IS_OP"], _NAME["COMPARE_OP"]} & set(code.co_code[::2]):
+        return ()
+    found: list[tuple[str, Any]] = []
+    stack: list[Any] = []
+    for i in dis.get_instructions(code):
+        if i.opcode in _PREFIXES:
+            continue
+        kind = _LOADS_ONE.get(i.opname)
+        if kind is not None:
+            stack.append((kind, i.argval, ()))
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and stack and stack[-1] is not None:
+            stack[-1] = (*stack[-1][:2], (*stack[-1][2], i.argval))
+        elif i.opname in _COMPARES:
+            left, right = ([None, None] + stack)[-2:]
+            pair = left, right
+            if all(x is None or x[0] != "constant" for x in pair) and (
+                i.opname == "IS_OP" or any(x is not None and x[0] in ("global", "free") for x in pair)
+            ):
+                found.append((i.opname, pair))
+            stack = [None]
+        else:
+            stack = [None]
+    return tuple(found)
 
 
 def _is_library(path: str) -> bool:
@@ -326,6 +365,11 @@ def _special_code() -> dict[Any, str]:
     }
     codes[type(os.environ).__getitem__.__code__] = "environ"
     codes[logging.Logger.handle.__code__] = "log"
+    codes[logging.Logger.isEnabledFor.__code__] = "level"
+    codes[logging.Logger.getEffectiveLevel.__code__] = "level"
+    codes[threading.current_thread.__code__] = "thread"
+    codes[Tensor.__hash__.__code__] = "key"
+    codes[type(nn.Parameter).__instancecheck__.__code__] = "class"  # type: ignore[attr-defined]
     codes[torch.save.__code__] = "for good"
     for cls, names in _SIGNALS.items():
         codes.update((getattr(cls, name).__code__, "for good") for name in names.split())
@@ -335,7 +379,8 @@ def _special_code() -> dict[Any, str]:
 _SPECIAL = _special_code()
 _ENVIRON = type(os.environ).__getitem__.__code__
 _GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
-                             *private.switches()))
+                             sys.getrecursionlimit, sys.getswitchinterval, threading.get_ident,
+                             threading.get_native_id, *private.switches()))
 
 
 def _for_good() -> tuple[Any, ...]:
@@ -367,6 +412,11 @@ def _watched_functions() -> tuple[Any, ...]:
         builtins.globals,
         time.sleep,
         io.open,
+        builtins.id,
+        gc.isenabled,
+        gc.get_count,
+        operator.is_,
+        operator.is_not,
         *_GETTERS,
         *_for_good(),
     )
@@ -390,7 +440,8 @@ class _Met:
 def _copy(v: Any) -> Any:
     """Contents of a container, to be compared element by element by identity."""
     if isinstance(v, dict):
-        return [x for pair in dict.items(v) for x in pair]
+        items: Any = collections.OrderedDict.items if isinstance(v, collections.OrderedDict) else dict.items
+        return [x for pair in items(v) for x in pair]
     if isinstance(v, list):
         return list.copy(v)
     return list(v)
@@ -486,8 +537,14 @@ class Watch:
         self._entered: set[tuple[int, bool]] = set()
         self._seen: set[int] = set()
         self._seen_quietly: set[int] = set()
+        self._loggers: dict[int, logging.Logger] = {}
+        self._locks: dict[int, tuple[Any, str]] = {}
         self._alive: list[Any] = []
         self._closures_read: set[Any] = set()
+        self._known = known_as if known_as is not None else module
+        self._tensor_rows: set[tuple[str, str]] = set()
+        self.identity = False  # forward may ask which tensors are one object
+        self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
 
     # --- entering and leaving ----------------------------------------------------------------------
 
@@ -665,7 +722,7 @@ class Watch:
     def _watch_class(self, cls: type, token: Any) -> None:
         """Attributes that executed code names are compared, wherever they stand on the class or its bases."""
         quiet = self.quiet > 0
-        for base in cls.__mro__:
+        for base in (*cls.__mro__, *type(cls).__mro__):
             if (base, quiet) in self._watched or not _user_class(base):
                 continue
             self._watched.add((base, quiet))
@@ -739,6 +796,22 @@ class Watch:
         if value is not _ABSENT and type(value) not in _ATOMS:
             self._discover(value, token, what)
 
+    def looks_inside(self) -> bool:
+        """Forward may read the attributes of its arguments all at once."""
+        return bool({"vars", "__dict__"} & self._attribute_names[False])
+
+    def ask_tensor(self, where: str, now: Tensor, ask: Callable[[Tensor], Any], what: str) -> None:
+        """Forward has asked this of a parameter or buffer, in whose place the trace has another tensor."""
+        owner, _, name = where.rpartition(".")
+        root = self._known
+
+        def again() -> Any:
+            return ask(getattr(root.get_submodule(owner), name))
+
+        if not self.quiet and (where, what) not in self._tensor_rows:
+            self._tensor_rows.add((where, what))
+            self._row((CALL, None, again, ask(now)), what)
+
     def _row(self, row: tuple[Any, ...], name: str) -> None:
         if not self.quiet:
             self.rows.setdefault((row[0] if row[0] > UNMAPPED else row[0] // 2, id(row[1]), row[2]), (row, name))
@@ -748,7 +821,10 @@ class Watch:
     def _discover(self, v: Any, token: Any, name: str) -> None:
         """Looks behind a value that code outside of torch can reach."""
         t = type(v)
-        if t in _ATOMS or isinstance(v, (enum.Enum, logging.Logger, types.GenericAlias)):
+        if t in _ATOMS or isinstance(v, (enum.Enum, types.GenericAlias)):
+            return
+        if isinstance(v, logging.Logger):
+            self._loggers[id(v)] = v
             return
         if id(v) in self._seen or (self.quiet and id(v) in self._seen_quietly):
             met = self._met.get(id(v)) or self._met.get(id(_vars(v)))
@@ -824,6 +900,12 @@ class Watch:
             self._container(own, token, name)
         elif _user_class(t) or t is types.SimpleNamespace:
             self._object(v, token, name)
+        elif t.__module__ == "threading" and _vars(v) is not None:  # other threads may change it: nothing is put back
+            self._row((DICT, _vars(v), None, _flat(_vars(v))), name)
+        elif t is _LOCK:
+            self._locks[id(v)] = v, name
+        elif isinstance(v, decimal.Decimal):
+            self._row((CALL, None, _decimal_context, _decimal_context()), "the context of decimal")
         elif isinstance(v, collections.abc.Iterator) or isinstance(v, io.IOBase):
             self._stop(f"reads {name}, {_article(t.__name__)}, whose state cannot be compared or put back")
         elif isinstance(v, (bytearray, array.array)):
@@ -957,6 +1039,8 @@ class Watch:
     def _first_call(self, frame: types.FrameType, code: types.CodeType) -> None:
         known = _analyse(code)
         key = id(code)
+        for how, pair in known.compared:
+            self._compares(frame, how, pair)
         self._inner.update(id(c) for c in code.co_consts if type(c) is types.CodeType)
         names = self._attribute_names[self.quiet > 0]
         new = known.names - names
@@ -977,11 +1061,23 @@ class Watch:
             if name in known.stored:
                 self._globals.setdefault((id(space), name), (space, name, value, _at(code), key))
             if isinstance(value, types.ModuleType):
+                if value is decimal:
+                    self._row((CALL, None, _decimal_context, _decimal_context()), "the context of decimal")
                 self._follow(value, known.chains.get(name, ()), key)
                 if name in known.bare and not _is_library(getattr(value, "__file__", None) or "<frozen"):
                     self._row((ITEM, space, name, value), what)
                 continue
             self._row((ITEM, space, name, value), what)
+            if type(value) is types.FunctionType:
+                for chain in known.chains.get(name, ()):
+                    own = vars(value)
+                    row = (ITEM, own, chain[0], own[chain[0]]) if chain[0] in own else (NO_ITEM, own, chain[0], None)
+                    self._row(row, f"{name}.{chain[0]}")
+                looks = name in known.bare and known.names & {"getattr", "hasattr"}
+                if looks and not _is_library(value.__code__.co_filename):
+                    self._row((DICT, vars(value), None, _flat(vars(value))), f"attributes of {name}")
+            if getattr(value, "__module__", None) == "decimal":
+                self._row((CALL, None, _decimal_context, _decimal_context()), "the context of decimal")
             if type(value) not in _ATOMS:
                 self._discover(value, key, what)
                 if isinstance(value, type):
@@ -1018,6 +1114,31 @@ class Watch:
                         self._discover(value, token, what)
                 at = value
 
+    def _compares(self, frame: types.FrameType, how: str, pair: tuple[Any, Any]) -> None:
+        """Code that is entered will compare these: may they be tensors, or the classes of tensors?"""
+        if self.quiet:
+            return
+        values = [_operand(frame, x) for x in pair]
+        if any(isinstance(v, type) and issubclass(v, Tensor) for v in values):
+            if any(v is _UNKNOWN for v in values):
+                self._stop(f"compares the class of a tensor by `{'is' if how == 'IS_OP' else '=='}`: isinstance can be "
+                           "followed", frame)  # fmt: skip
+        elif how == "IS_OP" and all(v is _UNKNOWN or isinstance(v, Tensor) for v in values):
+            self.identity = True
+        if how == "IS_OP":
+            for x, v in zip(pair, values, strict=True):
+                self._same_container(frame, x, v)
+
+    def _same_container(self, frame: types.FrameType, x: Any, v: Any) -> None:
+        """Equal lists count as the same state, unless forward asks which list it is."""
+        owner = frame.f_locals.get(x[1]) if x is not None and len(x[2]) == 1 else None
+        if isinstance(v, (list, dict, tuple)) and isinstance(owner, nn.Module):
+            where = self._names.get(id(object.__getattribute__(owner, "__dict__")))
+            if where is not None:
+                own = self._known.get_submodule(where).__dict__
+                if own.get(x[2][0]) is v:
+                    self._row((ITEM, own, x[2][0], v), f"{where}.{x[2][0]}".lstrip("."))
+
     def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """open(): a file that is read can be read again."""
 
@@ -1047,6 +1168,22 @@ class Watch:
                            "happen when it is captured only", user)  # fmt: skip
             return
         if self.quiet:
+            return
+        by = frame.f_back
+        if special in ("level", "thread"):
+            if by is not None and not _is_library(by.f_code.co_filename):
+                log = frame.f_locals.get("self")
+                ask: Any = threading.current_thread if special == "thread" else log.getEffectiveLevel
+                if "level" in frame.f_locals:
+                    ask = functools.partial(log.isEnabledFor, frame.f_locals["level"])
+                self._row((CALL, None, ask, ask()), "the thread" if special == "thread" else f"level of {log}")
+            return
+        if special in ("key", "class"):
+            if self.asked is not None and by is not None and not _is_library(by.f_code.co_filename):
+                if special == "key":
+                    self.asked.as_key(frame.f_locals["self"])
+                else:
+                    self.asked.asks_class(frame.f_locals["instance"])
             return
         # the export passes every call of torch through its own
         while by is not None and by.f_code.co_filename.startswith(_TRACER):
@@ -1098,6 +1235,13 @@ class Watch:
         elif function in _GETTERS:
             with contextlib.suppress(Exception):
                 self._row((CALL, None, function, function()), f"{function.__name__}()")
+        elif function in (operator.is_, operator.is_not):
+            self.identity = True
+        elif function in (gc.isenabled, gc.get_count):
+            self._problem_at(where, "asks for the state of Python's collector", user)
+        elif function is builtins.id:
+            if not _is_library(frame.f_code.co_filename):
+                self._stop("asks for the id of an object", user)
         elif function is os.urandom:
             self._problem_at(where, "asks the system for random bytes", user)
         elif function is self._opens:  # bound before the capture
@@ -1257,10 +1401,24 @@ class Watch:
 
     def _finish(self) -> None:
         """Rows for the contents of containers and for closure variables, as they are after everything was put back."""
+        self._functions_hold()
+        names = self._attribute_names[False]
+        for log in self._loggers.values():
+            for name in names & {"level", "disabled", "propagate"}:
+                self._row((ITEM, vars(log), name, vars(log)[name]), f"{name} of {log}")
+        for lock, name in self._locks.values() if "locked" in names else ():
+            self._row((CALL, None, lock.locked, lock.locked()), name)
+        looks = {"hasattr", "getattr", "vars", "__dict__"} & self._attribute_names[False]
+        for t, _, _ in self._tensors.values():
+            if vars(t) or looks:
+                self._row((DICT, vars(t), None, _flat(vars(t))), "attributes of a tensor")
         for which, name in self._contents.items():
             met = self._met[which]
             v, old = met.value, met.copy
-            if isinstance(v, dict):
+            if isinstance(v, collections.OrderedDict):  # its own order
+                pairs = tuple(zip(old[::2], old[1::2], strict=True))
+                self._row((SEQUENCE, collections.OrderedDict.items(v), None, pairs), name)
+            elif isinstance(v, dict):
                 self._row((DICT, v, None, tuple(old)), name)
             elif isinstance(v, list):
                 self._row((LIST, v, None, tuple(old)), name)
@@ -1284,6 +1442,23 @@ class Watch:
                     self._functions.setdefault(id(f.__code__), []).append(f)
             for code, values in missing:
                 self._cells(code, values)
+
+    def _functions_hold(self) -> None:
+        """Functions of the user's keep their code, their defaults and the attributes that are asked for."""
+        names, met = self._attribute_names[False], []
+        for functions in self._functions.values():
+            for f in functions:
+                if _is_library(f.__code__.co_filename):
+                    continue
+                met.append(f)
+                if f.__kwdefaults__:
+                    self._row((DICT, f.__kwdefaults__, None, _flat(f.__kwdefaults__)), f"defaults of {f.__qualname__}")
+                own = vars(f)
+                if own and names & {*own, "getattr", "hasattr"}:
+                    self._row((DICT, own, None, _flat(own)), f"attributes of {f.__qualname__}")
+        if met:
+            kept = tuple(x for f in met for x in (f.__code__, f.__defaults__, f.__kwdefaults__))
+            self._row((FUNCTIONS, tuple(met), None, kept), f"code or defaults of functions ({met[0].__qualname__} ...)")
 
     def _cells(self, code: types.CodeType, values: dict[str, Any]) -> bool:
         """Rows for the cells of the function that was called with these values in its closure. Cells that were assigned
@@ -1349,6 +1524,36 @@ def _cell(c: Any) -> Any:
         return c.cell_contents
     except ValueError:
         return _ABSENT
+
+
+def _flat(d: Any) -> tuple[Any, ...]:
+    return tuple(x for pair in d.items() for x in pair)
+
+
+def _decimal_context() -> str:
+    now = decimal.getcontext()
+    return f"{now.prec} {now.rounding} {now.Emin} {now.Emax} {now.clamp}"
+
+
+def _operand(frame: types.FrameType, x: Any) -> Any:
+    """What an operand (_compared) is when code is entered, as far as that can be told without running anything."""
+    if x is None:
+        return _UNKNOWN
+    kind, name, path = x
+    if kind == "global":
+        at = frame.f_globals.get(name, vars(builtins).get(name, _UNKNOWN))
+    else:
+        at = frame.f_locals.get(name, _UNKNOWN)
+        if kind != "free" and not isinstance(at, nn.Module):  # it may be assigned
+            return _UNKNOWN
+    for attribute in path:
+        if isinstance(at, (types.ModuleType, type)):
+            at = vars(at).get(attribute, _UNKNOWN)
+        elif isinstance(at, nn.Module):
+            at = object.__getattribute__(at, "__dict__").get(attribute, _UNKNOWN)
+        else:
+            return _UNKNOWN
+    return at
 
 
 def _stores_free(code: types.CodeType) -> set[str]:

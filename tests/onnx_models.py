@@ -233,6 +233,19 @@ case("AveragePool", f(2, 3, 7, 11), kernel_shape=[3, 2], strides=[2, 2], pads=[1
 case("AveragePool", f(2, 3, 7, 11), kernel_shape=[3, 2], pads=[1, 0, 1, 1], count_include_pad=1, tag="include")
 case("GlobalAveragePool", f(2, 3, 7, 11))
 case("GlobalMaxPool", f(2, 3, 7))
+case("ConvTranspose", f(2, 4, 11), Fixed(f(4, 3, 3), 0, 1, 2), group=2, strides=[2], pads=[1, 1], output_padding=[1])
+case("ConvTranspose", f(2, 3, 5, 7), Fixed(f(3, 5, 3, 2), 2, 3), f(5), dilations=[2, 1], pads=[1, 0, 2, 1], tag="asymmetric")
+case("Col2Im", Fixed(f(2, 12, 20), 1, 2), Const([6, 7], np.int64), Const([2, 3], np.int64), dilations=[2, 2], pads=[0, 1, 0, 1])
+case("TopK", f(3, 11), Const([4], np.int64), n_out=2)
+case("TopK", f(7, 3), Const([7], np.int64), axis=0, largest=0, n_out=2, tag="all")
+for _op, _gates, _more in (("RNN", 1, {}), ("GRU", 3, {"linear_before_reset": 1}), ("LSTM", 4, {})):
+    for _dirs, _way in ((1, "forward"), (1, "reverse"), (2, "bidirectional")):
+        _w = [Fixed(f(_dirs, _gates * 5, 6), 0, 1, 2), Fixed(f(_dirs, _gates * 5, 5), 0, 1, 2), f(_dirs, 2 * _gates * 5)]
+        _states = [None, Fixed(f(_dirs, 3, 5), 0, 2)] + [Fixed(f(_dirs, 3, 5) * 2, 0, 2)] * (_op == "LSTM")
+        _n = 3 if _op == "LSTM" else 2
+        case(_op, Fixed(f(7, 3, 6), 2), *_w, *_states, n_out=_n, hidden_size=5, direction=_way, tag=_way, **_more)
+        case(_op, Fixed(f(7, 3, 6), 2), *_w[:2], n_out=_n, hidden_size=5, direction=_way, tag=_way + ", bare", **_more)
+case("RNN", Fixed(f(7, 3, 6), 2), Fixed(f(1, 5, 6), 0, 1, 2), Fixed(f(1, 5, 5), 0, 1, 2), hidden_size=5, activations=["Relu"], tag="relu")
 case("FusedMatMul", f(5, 3), f(7, 5), transA=1, transB=1, alpha=0.5, domain=MS)
 case("BiasGelu", f(3, 5), f(5), domain=MS)
 case("FastGelu", f(3, 5), f(5), domain=MS)

@@ -142,6 +142,10 @@ def op_StraightThrough(x: Any, a: Any, n: int) -> Tensor:
     return x[1] + (x[0] - x[1]).detach() if x[1].requires_grad else x[0].detach()
 
 
+def op_ZeroGradient(x: Any, a: Any, n: int) -> Tensor:
+    return x[0] + (x[1].new_zeros(x[1].shape) * x[1].nan_to_num(0, 0, 0)).sum()
+
+
 def op_Reshape(x: Any, a: Any, n: int) -> Tensor:
     shape = x[1].tolist()
     if not a.get("allowzero"):
@@ -226,8 +230,73 @@ def op_GatherElements(x: Any, a: Any, n: int) -> Tensor:
 
 
 def op_ScatterElements(x: Any, a: Any, n: int) -> Tensor:
-    f = torch.scatter_add if a.get("reduction", "none") == "add" else torch.scatter
+    how = a.get("reduction", "none")
+    if how in ("max", "min"):
+        return x[0].scatter_reduce(a["axis"], x[1], x[2], "a" + how)
+    f = torch.scatter_add if how == "add" else torch.scatter
     return f(x[0], a["axis"], x[1], x[2])
+
+
+def op_TopK(x: Any, a: Any, n: int) -> Any:
+    axis = a.get("axis", -1)
+    v, i = torch.sort(x[0], dim=axis, descending=bool(a.get("largest", 1)), stable=True)
+    return v.narrow(axis, 0, int(x[1])), i.narrow(axis, 0, int(x[1]))
+
+
+def op_CumProd(x: Any, a: Any, n: int) -> Tensor:
+    return x[0].cumprod(-1)
+
+
+def op_Cdist(x: Any, a: Any, n: int) -> Tensor:
+    return torch.cdist(x[0], x[1], math.inf if a["p"] < 0 else a["p"])
+
+
+def op_ConvTranspose(x: Any, a: Any, n: int) -> Tensor:
+    k = x[0].dim() - 2
+    f = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[k - 1]
+    assert a["pads"][:k] == a["pads"][k:]
+    return f(x[0], x[1], x[2] if len(x) > 2 else None, a["strides"], a["pads"][:k], a["output_padding"], a["group"], a["dilations"])
+
+
+def op_Im2Col(x: Any, a: Any, n: int) -> Tensor:
+    return F.unfold(x[0], a["kernel_shape"], a["dilations"], a["pads"][:2], a["strides"])
+
+
+def op_Col2Im(x: Any, a: Any, n: int) -> Tensor:
+    return F.fold(x[0], x[1].tolist(), x[2].tolist(), a["dilations"], a["pads"][:2], a["strides"])
+
+
+def _recurrent(x: Any, a: Any, step: Callable[..., Any]) -> Any:
+    """Step by step: states (n, h) before -> after; the first is the output."""
+    v, w, r, bw, br, *states = x
+    steps = list(v.unbind(0))
+    ys = []
+    for s in reversed(steps) if a["reverse"] else steps:
+        states = step(s @ w.t() + bw, states[0] @ r.t() + br, *states)
+        ys.append(states[0])
+    return [torch.stack(ys[::-1] if a["reverse"] else ys), *states]
+
+
+def op_LSTM(x: Any, a: Any, n: int) -> Any:
+    def step(gx: Tensor, gh: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
+        i, f, g, o = (gx + gh).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return [o.sigmoid() * c.tanh(), c]
+
+    return _recurrent(x, a, step)
+
+
+def op_GRU(x: Any, a: Any, n: int) -> Any:
+    def step(gx: Tensor, gh: Tensor, h: Tensor) -> list[Tensor]:
+        (xr, xz, xn), (hr, hz, hn) = gx.chunk(3, 1), gh.chunk(3, 1)
+        z, new = (xz + hz).sigmoid(), (xn + (xr + hr).sigmoid() * hn).tanh()
+        return [(1 - z) * new + z * h]
+
+    return _recurrent(x, a, step)
+
+
+def op_RNN(x: Any, a: Any, n: int) -> Any:
+    return _recurrent(x, a, lambda gx, gh, h: [torch.tanh(gx + gh) if a["nonlinearity"] == "tanh" else torch.relu(gx + gh)])
 
 
 def op_GatherND(x: Any, a: Any, n: int) -> Tensor:

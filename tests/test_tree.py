@@ -20,6 +20,7 @@ ROOMS = {
     "cpu": ["graph", "ops"],
     "optim": ["graph", "ops", "cpu"],
     "cuda": ["graph", "ops", "cpu", "optim", "run"],
+    "trainer": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim"],
     "python": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim", "cuda"],
     "tools": ["graph", "ops", "passes", "onnx", "run"],
 }

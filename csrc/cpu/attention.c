@@ -4,6 +4,7 @@
  * tasks. dmask is computed when asked for (want_dmask): everything that adds into one of its elements then belongs to
  * one task. Sizes, strides, what attributes say and how the work is cut are worked out once per plan (om_attn_form).
  */
+#include "cpu/copy.h"
 #include "cpu/cpu.h"
 #include "cpu/attention.h"
 
@@ -19,7 +20,8 @@ typedef struct attention_prep {
     uint8_t dmask_dtype;        /* backward: OM_NODTYPE = not wanted */
     int workers;
     int64_t tasks, work;        /* work: bytes per worker */
-    int64_t sum_bytes;          /* dmask summed aside, before the workers' memory */
+    int64_t sum_bytes;          /* dmask summed aside, before the workers' memory, */
+    om_copy_job sum;            /* and then copied to where it belongs */
     /* of operands that broadcast, 0 where they do; a left-out one is not looked at */
     int64_t mask[OM_RANK], frozen[OM_RANK], dmask[OM_RANK];
 } attention_prep;
@@ -149,6 +151,15 @@ static om_status attention_backward_form(om_ctx *cx, const om_args *a, attention
     return OM_OK;
 }
 
+/* The mask's gradient in the compute type, at the beginning of scratch. */
+static om_tensor attention_sum(const om_args *a, const attention_prep *p) {
+    om_tensor wide = a->out[3];
+    wide.dtype = p->dmask_dtype;
+    om_dense_strides(&wide);
+    wide.data = a->scratch;
+    return wide;
+}
+
 int64_t om_cpu_scratch_attention(om_ctx *cx, const om_args *a) {
     attention_prep p;
     return attention_forward_form(cx, a, &p) == OM_OK ? p.workers * p.work : 0;
@@ -168,7 +179,10 @@ om_status om_cpu_prepare_attention(om_ctx *cx, om_arena *mem, const om_args *a, 
 om_status om_cpu_prepare_attention_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
     attention_prep *p = om_arena_alloc(mem, sizeof *p);
     *prep = p;
-    return p ? attention_backward_form(cx, a, p) : cx->status;
+    if (!p || attention_backward_form(cx, a, p) != OM_OK) return cx->status;
+    if (!p->sum_bytes) return OM_OK;
+    const om_tensor wide = attention_sum(a, p);
+    return om_copy_prepared(cx, mem, &wide, &a->out[3], &p->sum);
 }
 
 /* --- every step --------------------------------------------------------------------------------------------- */
@@ -238,15 +252,11 @@ om_status om_cpu_run_attention_grad(om_ctx *cx, const om_args *a) {
     j.dv = attention_turned(a->out[2], p->turn);
     om_tensor wide = {0};
     if (p->dmask_dtype) {
-        wide = a->out[3];
-        if (p->sum_bytes) {
-            wide.dtype = p->dmask_dtype;
-            om_dense_strides(&wide);
-            wide.data = a->scratch;
-        }
+        wide = p->sum_bytes ? attention_sum(a, p) : a->out[3];
         j.dmask = attention_broadcast_of(wide.data, p->dmask_dtype, j.q.rank, p->dmask);
         if (om_numel(&wide)) memset(wide.data, 0, (size_t)om_numel(&wide) * om_dtype_size(wide.dtype));
     }
     attention_work(cx, p, &j, p->type->backward, (char *)a->scratch + p->sum_bytes);
-    return p->sum_bytes ? om_copy(cx, &wide, &a->out[3]) : OM_OK;
+    if (p->sum_bytes) om_copy_run(cx, &p->sum, wide.data, a->out[3].data);
+    return OM_OK;
 }

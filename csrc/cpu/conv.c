@@ -9,10 +9,12 @@
  * (depthwise), products are too thin for GEMM: direct loops instead. Which way is taken depends on the geometry alone.
  * f32 and f64 as they are; bf16 and f16 are widened once and computed in f32. Operands must be dense.
  * Deterministic: every output element is summed by one thread in a fixed order (dw: image after image).
- * Geometry, layout of scratch and the form of every product are worked out once per plan.
+ * Geometry, layout of scratch and the form of every product are worked out once per plan. The transpose is the half of
+ * conv_grad that makes dx; im2col and col2im are what surrounds the products.
  */
 #include "cpu/cpu.h"
 #include "cpu/conv.h"
+#include "cpu/copy.h"
 #include "ops/attr.h"
 #include "cpu/gemm.h"
 
@@ -28,6 +30,11 @@ typedef struct conv_product { /* one group of one chunk of images */
     om_gemm_axis axis;         /* images */
 } conv_product;
 
+typedef struct conv_copies { /* prepared with the call */
+    om_copy_job widen[3], narrow[3]; /* operands and results, where these are of 16 bits */
+    om_copy_job side[2];             /* the images of a chunk, and of the last one, side by side or back */
+} conv_copies;
+
 typedef struct conv_plan {
     om_conv_geo g;
     int dtype, wide_dtype;     /* storage; what is computed in */
@@ -39,6 +46,7 @@ typedef struct conv_plan {
     const struct om_conv_type *k;
     /* scratch, bytes from its start */
     int64_t x_at, w_at, y_at, bias_at, dx_at, dw_at, db_at, col_at, side_at, gemm_at, total;
+    const conv_copies *copy;
     int n_product;
     /* of a whole chunk, then, where it differs, of the last: forward y each, gradient dw and dx each */
     conv_product product[];
@@ -93,7 +101,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     *p = (conv_plan){.dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
     p->bias = !grad && a->n_in > 2 && a->in[2].dtype;
     const int64_t *want = attr_values(a, "want", &count);
-    for (int i = 0; i < 3; i++) p->want[i] = grad && (i >= count || want[i]);
+    for (int i = 0; i < 3; i++) p->want[i] = grad && i < a->n_out && (i >= count || want[i]);
     p->size = (int64_t)om_dtype_size(p->wide_dtype);
     p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
     g->n = x->dim[0], g->c = x->dim[1], g->o = w->dim[0], g->groups = om_args_int(a, "groups", 1);
@@ -155,9 +163,45 @@ static int64_t conv_scratch(om_ctx *cx, const om_args *a, bool grad) {
     return conv_layout(cx, a, grad, &room) == OM_OK ? room.p.total : 0;
 }
 
+/* (images, og, pixels) of one group, inside (n, o, pixels), as (og, images, pixels) */
+static void conv_side(const conv_plan *p, int64_t images, om_tensor *inside, om_tensor *side) {
+    const om_conv_geo *g = &p->g;
+    *inside = (om_tensor){.dtype = (uint8_t)p->wide_dtype,
+                          .rank = 3,
+                          .device = -1,
+                          .dim = {images, g->og, g->pixels},
+                          .stride = {g->o * g->pixels, g->pixels, 1}};
+    *side = *inside;
+    side->stride[0] = g->pixels;
+    side->stride[1] = images * g->pixels;
+}
+
+static om_status conv_copies_make(om_ctx *cx, om_arena *mem, const om_args *a, bool grad, conv_plan *p) {
+    conv_copies *c = om_arena_alloc(mem, sizeof *c);
+    p->copy = c;
+    if (!c) return cx->status;
+    for (int i = 0; i < a->n_in + a->n_out && p->dtype != p->wide_dtype; i++) {
+        const bool is_in = i < a->n_in;
+        const om_tensor *t = is_in ? &a->in[i] : &a->out[i - a->n_in];
+        if (!t->dtype) continue;
+        om_tensor wide = *t;
+        wide.dtype = (uint8_t)p->wide_dtype;
+        om_dense_strides(&wide);
+        if (is_in) OM_TRY(om_copy_prepared(cx, mem, t, &wide, &c->widen[i]));
+        else OM_TRY(om_copy_prepared(cx, mem, &wide, t, &c->narrow[i - a->n_in]));
+    }
+    for (int i = 0; i < 2 && p->side_by_side; i++) {
+        om_tensor inside, side;
+        conv_side(p, i ? p->g.n % p->chunk : p->chunk, &inside, &side);
+        OM_TRY(om_copy_prepared(cx, mem, grad ? &inside : &side, grad ? &side : &inside, &c->side[i]));
+    }
+    return OM_OK;
+}
+
 static om_status conv_prepare(om_ctx *cx, om_arena *mem, const om_args *a, bool grad, const void **prep) {
     conv_room room;
     OM_TRY(conv_layout(cx, a, grad, &room));
+    OM_TRY(conv_copies_make(cx, mem, a, grad, &room.p));
     *prep = om_arena_copy(mem, &room, sizeof room.p + (size_t)room.p.n_product * sizeof *room.p.product);
     return *prep ? OM_OK : cx->status;
 }
@@ -209,40 +253,16 @@ static void bias_grad_range(void *arg, int64_t b, int64_t e) {
 
 static int64_t conv_grain(int64_t work_per_item) { return 1 + 32768 / (work_per_item + 1); }
 
-/* (images, og, pixels) of one group, inside (n, o, pixels), to or from (og, images, pixels) */
-static om_status conv_side(om_ctx *cx, const conv_plan *p, int64_t images, char *y, char *side, bool to_side) {
-    const om_conv_geo *g = &p->g;
-    om_tensor t = {.data = y,
-                   .dtype = (uint8_t)p->wide_dtype,
-                   .rank = 3,
-                   .device = -1,
-                   .dim = {images, g->og, g->pixels},
-                   .stride = {g->o * g->pixels, g->pixels, 1}};
-    om_tensor s = t;
-    s.data = side;
-    s.stride[0] = g->pixels;
-    s.stride[1] = images * g->pixels;
-    return to_side ? om_copy(cx, &t, &s) : om_copy(cx, &s, &t);
+/* Widened copy of operand i in scratch, or its own memory. */
+static char *conv_widen(om_ctx *cx, const conv_plan *p, const om_args *a, int i, int64_t at) {
+    char *to = (char *)a->scratch + at;
+    if (p->dtype == p->wide_dtype) return a->in[i].data;
+    om_copy_run(cx, &p->copy->widen[i], a->in[i].data, to);
+    return to;
 }
 
-/* Widened copy of a tensor in scratch, or its own memory. */
-static om_status conv_widen(om_ctx *cx, const conv_plan *p, const om_tensor *t, char *scratch, int64_t at, char **out) {
-    *out = t->data;
-    if (p->dtype == p->wide_dtype) return OM_OK;
-    om_tensor to = *t;
-    to.dtype = (uint8_t)p->wide_dtype;
-    om_dense_strides(&to);
-    *out = to.data = scratch + at;
-    return om_copy(cx, t, &to);
-}
-
-static om_status conv_narrow(om_ctx *cx, const conv_plan *p, const char *from, om_tensor *t) {
-    if (p->dtype == p->wide_dtype || !om_numel(t)) return OM_OK;
-    om_tensor src = *t;
-    src.dtype = (uint8_t)p->wide_dtype;
-    om_dense_strides(&src);
-    src.data = (void *)(uintptr_t)from;
-    return om_copy(cx, &src, t);
+static void conv_narrow(om_ctx *cx, const conv_plan *p, const om_args *a, const char *from, int i) {
+    if (p->dtype != p->wide_dtype) om_copy_run(cx, &p->copy->narrow[i], from, a->out[i].data);
 }
 
 /* One product of a chunk of images that begins with image `first`, for one group. */
@@ -305,13 +325,14 @@ om_status om_cpu_run_conv(om_ctx *cx, const om_args *a) {
     om_tensor *y = &a->out[0];
     if (!g->n || !g->o || !g->pixels) return OM_OK;
     char *scratch = a->scratch, *x, *w, *bias = NULL, *out = p->dtype == p->wide_dtype ? y->data : scratch + p->y_at;
-    OM_TRY(conv_widen(cx, p, &a->in[0], scratch, p->x_at, &x));
-    OM_TRY(conv_widen(cx, p, &a->in[1], scratch, p->w_at, &w));
-    if (p->bias) OM_TRY(conv_widen(cx, p, &a->in[2], scratch, p->bias_at, &bias));
+    x = conv_widen(cx, p, a, 0, p->x_at);
+    w = conv_widen(cx, p, a, 1, p->w_at);
+    if (p->bias) bias = conv_widen(cx, p, a, 2, p->bias_at);
     conv_run_job j = {.p = p, .x = x, .w = w, .bias = bias, .y = out, .col = scratch + p->col_at};
     if (p->direct) {
         om_parallel_for(cx, g->n * g->o, conv_grain(g->pixels * g->taps * g->cg), direct_range, &j);
-        return conv_narrow(cx, p, out, y);
+        conv_narrow(cx, p, a, out, 0);
+        return OM_OK;
     }
     if (bias && !p->side_by_side) { /* else the copy below would overwrite it: added through the matrix */
         bias_job bj = {g->pixels, g->o, p->wide_dtype == OM_F64, out, bias};
@@ -330,11 +351,12 @@ om_status om_cpu_run_conv(om_ctx *cx, const om_args *a) {
             }
             OM_TRY(conv_product_run(cx, p, CONV_Y, first, group, &j, scratch, p->bias));
             if (p->side_by_side)
-                OM_TRY(conv_side(cx, p, images, out + (first * g->o + group * g->og) * g->pixels * p->size,
-                                 scratch + p->side_at, false));
+                om_copy_run(cx, &p->copy->side[images < p->chunk], scratch + p->side_at,
+                            out + (first * g->o + group * g->og) * g->pixels * p->size);
         }
     }
-    return conv_narrow(cx, p, out, y);
+    conv_narrow(cx, p, a, out, 0);
+    return OM_OK;
 }
 
 om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
@@ -344,9 +366,9 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
     char *scratch = a->scratch, *dy, *x = NULL, *w = NULL;
     char *dx = narrow ? scratch + p->dx_at : a->out[0].data, *dw = narrow ? scratch + p->dw_at : a->out[1].data;
     char *db = narrow ? scratch + p->db_at : a->out[2].data;
-    OM_TRY(conv_widen(cx, p, &a->in[0], scratch, p->y_at, &dy));
-    if (want_w) OM_TRY(conv_widen(cx, p, &a->in[1], scratch, p->x_at, &x));
-    if (want_x) OM_TRY(conv_widen(cx, p, &a->in[2], scratch, p->w_at, &w));
+    dy = conv_widen(cx, p, a, 0, p->y_at);
+    if (want_w) x = conv_widen(cx, p, a, 1, p->x_at);
+    if (want_x) w = conv_widen(cx, p, a, 2, p->w_at);
     conv_run_job j = {.p = p, .x = x, .w = w, .dy = dy, .dx = dx, .dw = dw, .db = db, .col = scratch + p->col_at};
     if (want_b) om_parallel_for(cx, g->o, conv_grain(g->n * g->pixels), bias_grad_range, &j);
     if (p->direct) {
@@ -361,7 +383,8 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
             for (int64_t group = 0; group < g->groups; group++) {
                 const int64_t xo = (first * g->c + group * g->cg) * g->plane * p->size;
                 const int64_t yo = (first * g->o + group * g->og) * g->pixels * p->size;
-                if (p->side_by_side) OM_TRY(conv_side(cx, p, images, dy + yo, scratch + p->side_at, true));
+                if (p->side_by_side)
+                    om_copy_run(cx, &p->copy->side[images < p->chunk], dy + yo, scratch + p->side_at);
                 if (want_w) {
                     j.image = x + xo;
                     if (!p->pointwise)
@@ -377,8 +400,124 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
             }
         }
     }
-    if (want_x) OM_TRY(conv_narrow(cx, p, dx, &a->out[0]));
-    if (want_w) OM_TRY(conv_narrow(cx, p, dw, &a->out[1]));
-    if (want_b) OM_TRY(conv_narrow(cx, p, db, &a->out[2]));
+    if (want_x) conv_narrow(cx, p, a, dx, 0);
+    if (want_w) conv_narrow(cx, p, a, dw, 1);
+    if (want_b) conv_narrow(cx, p, a, db, 2);
     return OM_OK;
+}
+
+/* --- transpose: conv_grad's dx, x in the place of dy, y in those of x and dx --------------------------------------- */
+
+typedef struct conv_turned { om_args a; om_tensor in[3], out[3]; } conv_turned;
+
+static const om_args *conv_turn(const om_args *a, conv_turned *t) {
+    const om_tensor none = {.dtype = a->out[0].dtype, .rank = 1, .device = -1};
+    *t = (conv_turned){.a = *a, .in = {a->in[0], a->out[0], a->in[1]}, .out = {a->out[0], none, none}};
+    t->a.in = t->in, t->a.out = t->out;
+    t->a.n_in = 3;
+    return &t->a; /* one output: nothing but dx is wanted */
+}
+
+int64_t om_cpu_scratch_conv_transpose(om_ctx *cx, const om_args *a) {
+    conv_turned t;
+    return conv_scratch(cx, conv_turn(a, &t), true);
+}
+
+om_status om_cpu_prepare_conv_transpose(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    conv_turned t;
+    return conv_prepare(cx, mem, conv_turn(a, &t), true, prep);
+}
+
+om_status om_cpu_run_conv_transpose(om_ctx *cx, const om_args *a) {
+    conv_turned t;
+    return om_cpu_run_conv_grad(cx, conv_turn(a, &t));
+}
+
+/* --- im2col, col2im ------------------------------------------------------------------------------------------------ */
+
+typedef struct patches_plan {
+    om_conv_geo g;
+    const struct om_conv_type *k;
+    bool to_columns, widen;
+    int dtype, wide_dtype;
+    int64_t image_step, in_at, out_at, total; /* elements of an image's columns; widened operands in scratch */
+} patches_plan;
+
+static void patches_layout(const om_args *a, patches_plan *p) {
+    const bool to = om_is(a->node, im2col);
+    const om_tensor *x = to ? &a->in[0] : &a->out[0];
+    const int nd = x->rank - 2;
+    om_conv_geo *g = &p->g;
+    int count;
+    *p = (patches_plan){.to_columns = to, .dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
+    p->widen = p->dtype != p->wide_dtype;
+    p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
+    g->n = x->dim[0], g->c = g->cg = x->dim[1], g->groups = 1;
+    g->taps = g->pixels = g->plane = 1;
+    for (int i = 0; i < 3; i++) {
+        const int s = i - (3 - nd);
+        const int64_t *v;
+        g->in[i] = s < 0 ? 1 : x->dim[2 + s];
+        g->k[i] = s >= 0 && (v = attr_values(a, "kernel", &count)) ? v[count == 1 ? 0 : s] : 1;
+        g->stride[i] = s >= 0 && (v = attr_values(a, "stride", &count)) ? v[count == 1 ? 0 : s] : 1;
+        g->dil[i] = s >= 0 && (v = attr_values(a, "dilation", &count)) ? v[count == 1 ? 0 : s] : 1;
+        int64_t hi = 0;
+        if (s >= 0 && (v = attr_values(a, "pad", &count))) {
+            g->lo[i] = v[count == 1 ? 0 : s];
+            hi = count == 2 * nd ? v[nd + s] : g->lo[i];
+        }
+        const int64_t room = g->in[i] + g->lo[i] + hi - g->dil[i] * (g->k[i] - 1) - 1;
+        g->out[i] = room < 0 ? 0 : room / g->stride[i] + 1;
+        g->taps *= g->k[i];
+        g->pixels *= g->out[i];
+        g->plane *= g->in[i];
+    }
+    p->image_step = g->c * g->taps * g->pixels;
+    if (!p->widen) return;
+    p->in_at = conv_take(&p->total, om_numel(&a->in[0]) * (int64_t)om_dtype_size(p->wide_dtype));
+    p->out_at = conv_take(&p->total, om_numel(&a->out[0]) * (int64_t)om_dtype_size(p->wide_dtype));
+}
+
+int64_t om_cpu_scratch_patches(om_ctx *cx, const om_args *a) {
+    patches_plan p;
+    (void)cx;
+    patches_layout(a, &p);
+    return p.total;
+}
+
+om_status om_cpu_prepare_patches(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    patches_plan p;
+    patches_layout(a, &p);
+    OM_CHECK(cx, om_numel(p.to_columns ? &a->out[0] : &a->in[0]) == p.g.n * p.image_step,
+             "%s: %lld windows of %lld elements in %lld images do not fit the columns", a->node->op->name,
+             (long long)p.g.pixels, (long long)(p.g.c * p.g.taps), (long long)p.g.n);
+    *prep = om_arena_copy(mem, &p, sizeof p);
+    return *prep ? OM_OK : cx->status;
+}
+
+typedef struct patches_job { const patches_plan *p; const void *from; void *to; } patches_job;
+
+static void im2col_rows(void *arg, int64_t b, int64_t e) {
+    const patches_job *j = arg;
+    j->p->k->im2col(&j->p->g, j->from, j->to, j->p->g.pixels, j->p->image_step, b, e);
+}
+static void col2im_planes(void *arg, int64_t b, int64_t e) {
+    const patches_job *j = arg;
+    j->p->k->col2im(&j->p->g, j->from, j->p->g.pixels, j->p->image_step, j->to, b, e);
+}
+
+om_status om_cpu_run_patches(om_ctx *cx, const om_args *a) {
+    const patches_plan *p = a->prep;
+    const om_conv_geo *g = &p->g;
+    om_tensor from = a->in[0], to = a->out[0];
+    if (!om_numel(&to)) return OM_OK;
+    if (p->widen) {
+        from.dtype = to.dtype = (uint8_t)p->wide_dtype;
+        from.data = (char *)a->scratch + p->in_at, to.data = (char *)a->scratch + p->out_at;
+        OM_TRY(om_copy(cx, &a->in[0], &from));
+    }
+    patches_job j = {p, from.data, to.data};
+    if (p->to_columns) om_parallel_for(cx, g->n * g->c * g->taps, conv_grain(g->pixels), im2col_rows, &j);
+    else om_parallel_for(cx, g->n * g->c, conv_grain(g->pixels * g->taps), col2im_planes, &j);
+    return p->widen ? om_copy(cx, &to, &a->out[0]) : OM_OK;
 }

@@ -160,6 +160,24 @@ void om_copy_run(om_ctx *cx, const om_copy_job *j, const void *src, void *dst) {
     om_parallel_for(cx, j->items, j->grain, copy_range, &r);
 }
 
+om_status om_copy_prepared(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst, om_copy_job *j) {
+    om_copy_axis axis[OM_RANK];
+    OM_TRY(om_copy_prepare(cx, src, dst, axis, j));
+    return !j->items || om_copy_keep(mem, j) ? OM_OK : cx->status;
+}
+
+om_status om_cpu_copy_prepare(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst,
+                              const void **prep) {
+    om_copy_job *j = om_arena_alloc(mem, sizeof *j);
+    *prep = j;
+    return j ? om_copy_prepared(cx, mem, src, dst, j) : cx->status;
+}
+
+om_status om_cpu_copy_run(om_ctx *cx, const void *prep, const om_tensor *src, om_tensor *dst) {
+    om_copy_run(cx, prep, src->data, dst->data);
+    return OM_OK;
+}
+
 om_status om_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
     om_copy_axis axis[OM_RANK];
     om_copy_job j;

@@ -40,5 +40,9 @@ typedef struct om_copy_job {            /* everything but addresses */
 om_status om_copy_prepare(om_ctx *cx, const om_tensor *src, const om_tensor *dst, om_copy_axis *axis, om_copy_job *j);
 bool om_copy_keep(om_arena *mem, om_copy_job *j); /* moves its axes to `mem` */
 void om_copy_run(om_ctx *cx, const om_copy_job *j, const void *src, void *dst);
+/* both at once, in `mem`; nothing to copy: a job without items */
+om_status om_copy_prepared(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst, om_copy_job *j);
+om_status om_cpu_copy_prepare(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst, const void **prep);
+om_status om_cpu_copy_run(om_ctx *cx, const void *prep, const om_tensor *src, om_tensor *dst);
 
 #endif

@@ -1,5 +1,6 @@
 /* device.c - the CPU as a device: its table of operators, generated from cpu.def and graph/pointwise.def. */
 #include "cpu/blocks.h"
+#include "cpu/copy.h"
 #include "cpu/cpu.h"
 #include "cpu/strip.h"
 
@@ -13,15 +14,24 @@ om_status om_cpu_prepare_none(om_ctx *cx, om_arena *mem, const om_args *a, const
     return OM_OK;
 }
 
+/* make device OPS=...: a header (tools/om_ops.c) says which rows are kept; the others cannot run, and their kernels are
+ * not linked. */
+#if defined(OM_ONLY)
+#include <only.h>
+#define KEEP(op, ...) OM_KEEP_##op(__VA_ARGS__)
+#else
+#define KEEP(op, ...) __VA_ARGS__
+#endif
+
 #define IN(j) 1u << (j)
 #define ALL OM_ALL
 static const om_row rows[OM_N_OPS] = {
 #define ROW(op, dense, inplace, scratch, prepare, run) \
-    [OM_OP_##op] = {dense, inplace, om_cpu_scratch_##scratch, om_cpu_prepare_##prepare, om_cpu_run_##run},
+    [OM_OP_##op] = {KEEP(op, dense, inplace, om_cpu_scratch_##scratch, om_cpu_prepare_##prepare, om_cpu_run_##run)},
 #include "cpu/cpu.def"
 #undef ROW
 #define PW(op, arity, rule, fx, ix, grad, ...) \
-    [OM_OP_##op] = {0, (1u << arity) - 1, om_cpu_scratch_none, om_cpu_prepare_strip, om_cpu_run_strip},
+    [OM_OP_##op] = {KEEP(op, 0, (1u << arity) - 1, om_cpu_scratch_none, om_cpu_prepare_strip, om_cpu_run_strip)},
 #include "graph/pointwise.def"
 #undef PW
 };
@@ -55,6 +65,8 @@ const om_device om_device_cpu = {.name = "cpu",
                                  .block_get = om_cpu_block_get,
                                  .block_put = om_cpu_block_put,
                                  .copy = om_copy,
+                                 .copy_prepare = om_cpu_copy_prepare,
+                                 .copy_run = om_cpu_copy_run,
                                  .fill = cpu_fill,
                                  .upload = cpu_move,
                                  .download = cpu_move,

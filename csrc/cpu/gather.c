@@ -352,6 +352,7 @@ typedef struct elements_job {
     int64_t items, grain;
     int size_log2, dtype;
     bool wide, scatter, add;   /* wide: i64 indices */
+    bool further, max;         /* scatter the larger (max) or smaller one */
 } elements_job;
 
 #define ADD_AS(T)                                                                                   \
@@ -381,6 +382,29 @@ static inline void element_add(int dtype, char *at, const char *o) {
     case OM_I32: ADD_AS(uint32_t); break;
     case OM_I16: ADD_AS(uint16_t); break;
     default: ADD_AS(uint8_t);
+    }
+}
+/* u = max(u, v) or min; NaN wins */
+#define FURTHER_AS(T, LOAD, W)                                                               \
+    do {                                                                                            \
+        T u_, v_;                                                                                   \
+        memcpy(&u_, at, sizeof u_);                                                                 \
+        memcpy(&v_, o, sizeof v_);                                                                  \
+        const W a_ = LOAD(u_), b_ = LOAD(v_);                                                       \
+        if ((max ? b_ > a_ : b_ < a_) || b_ != b_) memcpy(at, &v_, sizeof v_);                      \
+    } while (0)
+#define SAME(x) (x)
+static inline void element_further(int dtype, bool max, char *at, const char *o) {
+    switch (dtype) {
+    case OM_F32: FURTHER_AS(float, SAME, float); break;
+    case OM_F64: FURTHER_AS(double, SAME, double); break;
+    case OM_BF16: FURTHER_AS(uint16_t, om_bf16_to_f32, float); break;
+    case OM_F16: FURTHER_AS(uint16_t, om_f16_to_f32, float); break;
+    case OM_I64: FURTHER_AS(int64_t, SAME, int64_t); break;
+    case OM_I32: FURTHER_AS(int32_t, SAME, int32_t); break;
+    case OM_I16: FURTHER_AS(int16_t, SAME, int16_t); break;
+    case OM_I8: FURTHER_AS(int8_t, SAME, int8_t); break;
+    default: FURTHER_AS(uint8_t, SAME, uint8_t);
     }
 }
 static inline void element_set(int size_log2, char *to, const char *from) {
@@ -414,6 +438,8 @@ static void elements_range(void *arg, int64_t begin, int64_t end) {
                     element_set(j->size_log2, y, s + v * j->a_axis);
                 } else if (j->add) {
                     element_add(j->dtype, y + v * j->a_axis, s);
+                } else if (j->further) {
+                    element_further(j->dtype, j->max, y + v * j->a_axis, s);
                 } else {
                     element_set(j->size_log2, y + v * j->a_axis, s);
                 }
@@ -448,7 +474,9 @@ static om_status elements_prepare(om_ctx *cx, om_arena *mem, const om_args *a, c
                         .dtype = other->dtype,
                         .wide = idx->dtype == OM_I64,
                         .scatter = scatter,
-                        .add = scatter && om_args_int(a, "reduce", 0) == 1};
+                        .add = scatter && om_args_int(a, "reduce", 0) == 1,
+                        .further = scatter && om_args_int(a, "reduce", 0) > 1,
+                        .max = scatter && om_args_int(a, "reduce", 0) == 2};
     if (!om_numel(idx)) return OM_OK;
     om_tensor place = *idx; /* strides of positions */
     om_dense_strides(&place);

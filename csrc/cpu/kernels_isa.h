@@ -13,6 +13,8 @@
 #ifndef OM_KERNELS_ISA_H
 #define OM_KERNELS_ISA_H
 
+#include <stdbool.h>
+
 #define OM_ISA_CAT_(a, b) a##_##b
 #define OM_ISA_CAT(a, b) OM_ISA_CAT_(a, b)
 #define OM_ISA_NAME(name) OM_ISA_CAT(name, OM_ISA)
@@ -27,10 +29,15 @@
 
 enum { OM_ISA_GENERIC, OM_ISA_AVX2, OM_ISA_AVX512, OM_N_ISA };
 int om_isa(void);              /* best this CPU has; ORTMODULE_ISA=generic|avx2|avx512 lowers it */
+bool om_isa_runs(void);        /* can this CPU run the kernels of this build? */
 const char *om_isa_text(void);
 
+/* A build for one instruction set (make device) has no choice to make: -DOM_ONE_ISA=<isa>. */
 /* In a .c file:  OM_DECLARE_ISA(struct gemm_kernels, om_gemm);  ...  OM_PICK(om_gemm)->f32(...) */
-#if defined(__x86_64__)
+#if defined(OM_ONE_ISA)
+#define OM_DECLARE_ISA(type, name) extern const type OM_ISA_CAT(name, OM_ONE_ISA)
+#define OM_PICK(name) (&OM_ISA_CAT(name, OM_ONE_ISA))
+#elif defined(__x86_64__)
 #define OM_DECLARE_ISA(type, name) extern const type name##_generic, name##_avx2, name##_avx512
 #define OM_PICK(name) \
     (om_isa() == OM_ISA_AVX512 ? &name##_avx512 : om_isa() == OM_ISA_AVX2 ? &name##_avx2 : &name##_generic)

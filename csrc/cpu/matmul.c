@@ -77,6 +77,7 @@ static om_status matmul_args(om_ctx *cx, const om_args *ar, om_gemm_args *g, om_
 typedef struct matmul_prep {
     om_gemm_args g;
     om_gemm_how how;
+    size_t bounded;      /* where g has a size that only the data knows (m, n or k); 0: nowhere */
     om_gemm_axis axis[]; /* g.n_axis */
 } matmul_prep;
 
@@ -102,6 +103,11 @@ om_status om_cpu_prepare_matmul(om_ctx *cx, om_arena *mem, const om_args *ar, co
     if (!p) return cx->status;
     *p = (matmul_prep){.g = g, .how = how};
     p->g.axis = memcpy(p->axis, axis, bytes);
+    if (ar->bounded) /* of two matrices: graph/bounded.c */
+        p->bounded = ar->bounded[0] == 0   ? offsetof(om_gemm_args, m)
+                     : ar->bounded[0] == 1 ? offsetof(om_gemm_args, k)
+                     : ar->bounded[1] == 1 ? offsetof(om_gemm_args, n)
+                                           : 0;
     *prep = p;
     return OM_OK;
 }
@@ -112,5 +118,13 @@ om_status om_cpu_run_matmul(om_ctx *cx, const om_args *ar) {
     g.a = ar->in[0].data, g.b = ar->in[1].data, g.c = ar->out[0].data;
     if (g.bias) g.bias = ar->in[2].data;
     g.scratch = ar->scratch;
+    if (ar->count && p->bounded) { /* as many rows as count, unless that wants more room than all of them */
+        int64_t *size = (int64_t *)(void *)((char *)&g + p->bounded), all = *size;
+        om_gemm_how how;
+        *size = *ar->count < 0 ? 0 : *ar->count < all ? *ar->count : all;
+        if (*size < all) OM_TRY(om_gemm_prepare(cx, &g, &how));
+        if (*size < all && how.scratch <= p->how.scratch) return om_gemm_run(cx, &g, &how);
+        *size = all;
+    }
     return om_gemm_run(cx, &g, &p->how);
 }

@@ -342,7 +342,7 @@ om_status om_cpu_run_strip(om_ctx *cx, const om_args *a) {
         }
     }
     om_strip_job j = prep->job;
-    j.seed = a->scalars->seed;
+    if (p->n_draw) j.seed = a->scalars->seed;
     j.in = arg;
     j.out = out;
     om_parallel_for(cx, prep->n_strips, prep->grain, run_strips, &j);

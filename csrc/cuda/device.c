@@ -109,19 +109,37 @@ static om_status launch_all(om_ctx *cx, om_gpu *g, const om_gpu_call *c, const p
     return OM_OK;
 }
 
-/* Lowered on the spot: what the plan added, and what the host asks for. */
-static om_status copy_now(om_ctx *cx, om_gpu *g, const om_tensor *src, const om_tensor *dst) {
+static om_status copy_lower(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst, om_gpu_call *call) {
     om_tensor t[2] = {*src, *dst};
+    const om_args a = {.n_in = 1, .n_out = 1, .in = &t[0], .out = &t[1]};
+    om_lower l = {.cx = cx, .mem = mem, .a = &a, .call = call};
+    const om_status s = om_gpu_copy_lower(&l, 0, src, 0, 1, dst, 0);
+    return s == OM_OK ? cx->status : s;
+}
+
+/* What the host asks for: lowered on the spot. */
+static om_status copy_now(om_ctx *cx, om_gpu *g, const om_tensor *src, const om_tensor *dst) {
+    const om_tensor t[2] = {*src, *dst};
+    const place at = {.arg = t};
     om_gpu_call call = {0};
     om_arena mem = {.cx = cx};
-    const om_args a = {.n_in = 1, .n_out = 1, .in = &t[0], .out = &t[1]};
-    om_lower l = {.cx = cx, .mem = &mem, .a = &a, .call = &call};
-    const place at = {.arg = t};
-    om_status s = om_gpu_copy_lower(&l, 0, src, 0, 1, dst, 0);
-    if (s == OM_OK) s = cx->status;
+    om_status s = copy_lower(cx, &mem, src, dst, &call);
     if (s == OM_OK) s = launch_all(cx, g, &call, &at);
     om_arena_free(&mem);
     return s;
+}
+
+static om_status cuda_copy_prepare(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst,
+                                   const void **prep) {
+    om_gpu_call *call = om_arena_alloc(mem, sizeof *call);
+    *prep = call;
+    return call ? copy_lower(cx, mem, src, dst, call) : cx->status;
+}
+
+static om_status cuda_copy_run(om_ctx *cx, const void *prep, const om_tensor *src, om_tensor *dst) {
+    const om_tensor t[2] = {*src, *dst};
+    const place at = {.arg = t};
+    INSIDE(launch_all(cx, g, prep, &at));
 }
 
 static om_status cuda_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst) {
@@ -177,10 +195,16 @@ static om_status host_call(om_ctx *cx, om_gpu *g, om_run *r, const om_call *c, o
     void *scratch = scalars && call->host_scratch > 0 ? om_alloc(cx, (size_t)call->host_scratch) : NULL;
     if (st == OM_OK) st = cx->status;
     if (st == OM_OK) st = om_gpu_download(cx, g, scalars, at->scalars, scalar_size);
+    int64_t count = 0;
+    const char *counted = NULL;
+    if (c->count.storage != OM_NONE)
+        counted = (const char *)om_run_storage(r, &r->plan->st[c->count.storage]) + c->count.offset;
+    if (st == OM_OK && counted) st = om_gpu_download(cx, g, &count, counted, sizeof count);
+    if (st == OM_OK) st = fault_look(cx, g); /* no update behind a fault */
     if (st == OM_OK) {
         om_args a = {.node = node, .prep = call->host_prep, .attr = c->attr, .n_attr = node->n_attr, .n_in = c->n_in,
                      .n_out = c->n_out, .in = host, .out = host + c->n_in, .scratch = scratch, .scalars = scalars,
-                     .fault = &r->fault};
+                     .fault = &r->fault, .bounded = counted ? c->bounded : NULL, .count = counted ? &count : NULL};
         const om_device *device = cx->device;
         const int threads = cx->max_threads;
         cx->device = &om_device_cpu;
@@ -211,20 +235,23 @@ static om_status call_run(om_run *r, om_gpu *g, const om_call *c) {
     const int n = c->n_in + c->n_out;
     if (n > OM_MAX_ARGS) return om_fail(cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, OM_MAX_ARGS);
     for (int i = 0; i < n; i++) arg[i] = om_run_arg(r, c, i);
+    if (c->write != OM_NONE && !r->skip_writes) { /* none behind a fault: waits, as long as kernels do not look */
+        OM_TRY(om_gpu_download(cx, g, NULL, NULL, 0));
+        OM_TRY(fault_look(cx, g));
+    }
+    const om_gpu_call *call = c->prep;
+    place at = {.arg = arg, .scalars = r->scalars};
     if (c->kind == OM_CALL_COPY)
-        return c->write != OM_NONE && r->skip_writes ? OM_OK : copy_now(cx, g, &arg[0], &arg[1]);
+        return c->write != OM_NONE && r->skip_writes ? OM_OK : launch_all(cx, g, call, &at);
     const om_node *node = &r->plan->g->nodes.v[c->node];
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
-    const om_gpu_call *call = c->prep;
-    place at = {.arg = arg, .scalars = r->scalars};
     if (c->scratch != OM_NONE) at.scratch = om_run_storage(r, &r->plan->st[c->scratch]);
     return call->host ? host_call(cx, g, r, c, arg, &at) : launch_all(cx, g, call, &at);
 }
 
 static om_status cuda_slice(om_run *r, int from, int to) {
     om_gpu *g = gpu_of(r->cx);
-    OM_TRY(fault_look(r->cx, g));
     for (r->pc = from; r->pc < to; r->pc++) {
         const om_call *c = &r->plan->calls[r->pc];
         const double t0 = r->profile ? om_now_ms() : 0;
@@ -239,8 +266,11 @@ static om_status cuda_slice(om_run *r, int from, int to) {
 }
 
 static om_status cuda_begin(om_ctx *cx, int workers) {
+    om_gpu *g = gpu_of(cx);
     (void)workers;
-    return om_gpu_enter(cx, gpu_of(cx));
+    OM_TRY(om_gpu_enter(cx, g));
+    const om_status s = fault_look(cx, g);
+    return s == OM_OK ? OM_OK : om_gpu_leave(cx, g, s);
 }
 static om_status cuda_end(om_ctx *cx, om_status s) { return om_gpu_leave(cx, gpu_of(cx), s); }
 
@@ -262,6 +292,8 @@ om_status om_cuda_use(om_ctx *cx, int ordinal) {
                                    .block_get = cuda_get,
                                    .block_put = cuda_put,
                                    .copy = cuda_copy,
+                                   .copy_prepare = cuda_copy_prepare,
+                                   .copy_run = cuda_copy_run,
                                    .fill = cuda_fill,
                                    .upload = cuda_upload,
                                    .download = cuda_download,

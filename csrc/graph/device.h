@@ -9,6 +9,9 @@
  *                           and attributes alone: a compiled strip
  *                           program, axes looked up by name
  *     run(args, prep)       the work                                   every step; looks nothing up
+ *
+ * Every address in args is the device's: operands, scratch, scalars (seed, symbols). A number that the host gives, as a
+ * learning rate, is an operand like another: the run has taken it along with its scalars (om_value.host).
  */
 #ifndef OM_DEVICE_H
 #define OM_DEVICE_H
@@ -32,6 +35,7 @@ static inline bool om_row_dense(const om_row *r, int i) { return r->dense == OM_
 static inline bool om_row_inplace(const om_row *r, int i) { return i < 32 && r->inplace >> i & 1; }
 
 struct om_strip_text;
+struct om_plan;
 
 /* Everything run/ does with memory or work goes through these. Addresses are the device's: where host_memory is false
  * the host only passes them on. */
@@ -45,18 +49,40 @@ typedef struct om_device {
     om_block *(*block_get)(om_ctx *cx, size_t size);
     void (*block_put)(om_block *b); /* om_block_put; any thread, any time */
     om_status (*copy)(om_ctx *cx, const om_tensor *src, om_tensor *dst);  /* any strides, converts; within the device */
+    /* The same for copies of a plan: src and dst are prepared once, without addresses, in `mem` of the plan's life, and
+     * run with them at every step. Both NULL: `copy` does it. */
+    om_status (*copy_prepare)(om_ctx *cx, om_arena *mem, const om_tensor *src, const om_tensor *dst, const void **prep);
+    om_status (*copy_run)(om_ctx *cx, const void *prep, const om_tensor *src, om_tensor *dst);
     om_status (*fill)(om_ctx *cx, void *to, int byte, size_t size);
     om_status (*upload)(om_ctx *cx, void *to, const void *from, size_t size);   /* from the host's memory */
-    /* To it. Waits for what is queued, and returns what has failed there since it was last told: a device that runs
-     * behind its host (tests/device/checking.c) has told nobody else. */
+    /* To it. Waits for what is queued, and returns what has failed there and was not told yet (late faults, below). */
     om_status (*download)(om_ctx *cx, void *to, const void *from, size_t size);
     int (*workers)(om_ctx *cx); /* how many may share a call now: scratch is sized by it */
-    /* Around the calls between two stops of a run, on the thread that resumes it. workers: what the plan counted on.
-     * end gets what run_slice said and returns that, or a failure of its own. */
+    /* One slice, the calls between two stops of a run, is begin, run_slice, end, on the thread that resumes the run.
+     * begin sets up what the slice needs of the thread (workers: as many as the plan counted on); where it fails, the
+     * slice is not run and there is no end. It waits for nothing, and returns what the device already knows to have
+     * failed and has not told. end undoes begin, whatever run_slice said; it gets that and returns it, or a failure of
+     * its own when that was OM_OK. Slices of several runs may be between begin and end at once, each on its thread. */
     om_status (*begin)(om_ctx *cx, int workers);
     om_status (*end)(om_ctx *cx, om_status s);
     om_status (*run_slice)(om_run *r, int from, int to); /* calls [from, to) of the run's plan; none is the host's */
+    /* The plan goes: no run uses it and none will, but work of its may still be queued. The device frees what it keeps
+     * for it (plan->of_device, a compiled list of launches), when that is done. Its constants go after this. Any
+     * thread; NULL: there is nothing. */
+    void (*plan_end)(struct om_plan *p);
 } om_device;
+
+/* Late faults. A device may run behind its host. An index or label out of range, or a failure of its own, then turns up
+ * when the run that queued it has returned OM_OK, or is gone. It becomes an error at the first place that may wait for
+ * the device or finds out without waiting, and there once:
+ *   - download, which waits: every place where the host reads results, also the operands of a host node;
+ *   - begin, so om_run_resume, which does not wait: of whichever run comes next, where the device knows by then. None
+ *     of that slice was queued, and the run can only be freed.
+ * om_run_resume's OM_OK and OM_HOST mean that everything before is queued, not that it went well. Nothing else tells:
+ * not om_run_output, om_run_grad, om_run_answer, nor freeing. Who is told may trust nothing that was queued between the
+ * fault and the telling. Of the run with the fault, no write-back and no update behind it is done: the device looks at
+ * the fault word before these, and so a step that failed leaves the model as it was, as on the CPU, where the fault is
+ * told by om_run_resume itself. */
 
 extern const om_device om_device_cpu;
 /* run_slice of devices whose rows are called one by one from the host (run/exec.c) */

@@ -97,15 +97,29 @@ typedef struct om_expr {
 } om_expr;
 typedef struct om_dim_index { uint32_t *slot, size; } om_dim_index; /* hash -> 1 + index; expr.c */
 
-typedef struct om_sym { /* a size known only when tensors arrive */
+typedef struct om_sym { /* a size known only when tensors arrive; bounded: only by the data */
     const char *name;   /* "s0" */
     om_id input;        /* graph input that tells it */
     int axis;           /* which dimension of it; -1: the value of that 0-d integer input */
+    bool bounded;
+    om_dim bound;       /* bounded: its largest value, without bounded symbols */
+    om_id count;        /* bounded: the 0-d i64 value that holds it; OM_NONE: no node counts yet */
 } om_sym;
 
+/* Bounded sizes (graph/bounded.c): how many rows there are, only the data knows (those whose label counts).
+ *   - Such a size is a symbol of its own, c0 <= n. Who needs a number (plan, interpreter, storages, strides) takes the
+ *     bound. The count is a value of the graph, one i64 in the device's memory, made by the operator that defines the
+ *     symbol (select_rows): kernels read it, the host never does, so one plan serves every count.
+ *   - Rows from the count to the bound exist and hold anything. No row below the count, and nothing without that axis,
+ *     depends on them: an operator makes row i from rows i (and may leave out the rest: om_args.count); or has the
+ *     count as an operand (compress, restore, trim); or adds up over rows, and then is given rows that are zero from
+ *     the count on: om_make puts a trim before an operand that is not known to be so.
+ *   - A tensor has at most one axis of a bounded size, and no size is computed from one. Graph inputs, outputs, writes,
+ *     gradients and host nodes have none: restore gives back the rows of before.
+ *   - Other operators, and these where rows would meet otherwise, are refused by name. */
+
 typedef struct om_type {
-    uint8_t dtype, rank;
-    int16_t device;     /* -1 CPU */
+    uint8_t dtype, rank; /* no device: a plan has one, for all of its values */
     om_dim dim[OM_RANK];
 } om_type;
 
@@ -115,6 +129,10 @@ typedef struct om_value {
     uint8_t role;
     uint16_t out;       /* which output of the producer */
     om_id input;        /* index into graph->inputs for INPUT, PARAM, BUFFER, GRAD_IN */
+    /* Input: a host scalar. Its one element lies in the host's memory, whatever the device; a run takes it along with
+     * its seed (om_scalars), and what reads it finds it in the device's memory, as every operand. Only these may the
+     * host side look into: sizes that are values are host scalars. */
+    bool host;
     const void *data;   /* CONST: dense row-major bytes, 64-byte aligned */
     const char *name;
 } om_value;
@@ -183,6 +201,7 @@ typedef struct om_graph {
     OM_VEC(om_gradout) grads;
     om_dim_index expr_index, sym_index;
     uint64_t serial;                   /* no other graph has it */
+    bool bounded;                      /* some symbol is */
     /* what om_dim_copy made of the expressions of graph `from`; 0: nothing yet */
     struct { uint64_t from; OM_VEC(om_dim) dim; } copied;
     uint32_t n_rng;                    /* streams handed out so far */
@@ -202,6 +221,7 @@ static inline const om_type *om_ty(const om_graph *g, om_id v) { return &g->valu
  * whenever they are equal as polynomials; DIV/MOD/MIN/MAX are simplified only where plainly exact. */
 om_dim om_dim_sym(om_graph *g, const char *name);          /* finds or adds; binding by om_sym_bind */
 om_status om_sym_bind(om_graph *g, const char *name, om_id input, int axis); /* first binding wins */
+om_status om_sym_bound(om_graph *g, const char *name, om_dim bound);         /* a bounded size; twice: the same bound */
 om_dim om_dim_add(om_graph *g, om_dim a, om_dim b);
 om_dim om_dim_sub(om_graph *g, om_dim a, om_dim b);
 om_dim om_dim_mul(om_graph *g, om_dim a, om_dim b);
@@ -229,9 +249,12 @@ typedef enum om_kind {
     OM_K_RANDOM, OM_K_CONV, OM_K_CREATE, OM_K_HOST
 } om_kind;
 
-/* What the calls of a run share and its plan does not fix: one small block, in the device's memory. */
+/* What the calls of a run share and its plan does not fix: one small block, in the device's memory. Behind the symbols
+ * lie the host scalars, eight bytes each (om_plan.host). */
 typedef struct om_scalars {
-    uint64_t seed;       /* of this forward; with node->rng it keys Philox */
+    /* of this forward; with node->rng it keys Philox. Read where an operator is `random`, or a fused chain has such a
+     * statement, and nowhere else */
+    uint64_t seed;
     int64_t sym[];       /* values of the graph's symbols */
 } om_scalars;
 
@@ -259,6 +282,11 @@ typedef struct om_args { /* what a kernel gets */
     const void *prep;    /* what the row's `prepare` made of these sizes */
     void *scratch;       /* as many bytes as the row's `scratch` said, 64-byte aligned, uninitialised */
     const om_scalars *scalars; /* of this run */
+    /* Bounded sizes: per operand, then per output, the axis that has one, -1: none; NULL: nobody has. And how many
+     * entries of it count, in the device's memory: a kernel may leave out what lies past them. NULL while a call is
+     * prepared, and where no plan runs it. */
+    const int8_t *bounded;
+    const int64_t *count;
     om_fault *fault;     /* of this run; never NULL where a kernel runs */
 } om_args;
 typedef struct om_builder om_builder;
@@ -275,7 +303,10 @@ typedef struct om_op {
      * writes the output back to that operand, a plan computes it in the operand's own memory. Nodes of such an operator
      * are of phase UPDATE. */
     int (*state)(const om_node *n, int out);
-    bool random;        /* reads node->rng */
+    bool random;        /* reads node->rng and the run's seed */
+    /* bit j: operand j is a number that a host gives (learning rate, step): a graph input of a file that is read there
+     * and never written is a host scalar */
+    uint32_t host;
 
     /* Types of the outputs; sets node->n_out's types in out[]. `n` has op, attr, n_in, n_out filled. */
     om_status (*infer)(om_graph *g, const om_node *n, om_type *out);
@@ -344,6 +375,7 @@ om_id om_b_zeros_like(om_graph *g, om_id x);
 om_id om_b_scale(om_graph *g, om_id x, double s);                /* x * s in x's dtype */
 
 om_id om_input(om_graph *g, om_role role, const char *name, const om_type *t); /* appends to g->inputs */
+om_status om_input_host(om_graph *g, om_id input);  /* makes it a host scalar (om_value.host): one element */
 
 /* Copies `from` node by node through `emit`, which must define om_map[old value] -> new value for the node's outputs
  * (om_rewrite_copy does it unchanged). Dead nodes (no path to outputs, writes, grads) are skipped. */
@@ -373,6 +405,16 @@ om_status om_fault_fail(om_ctx *cx, const om_graph *g, const om_node *n, const o
  * plan.c and what the operator tests run. in: one per g->inputs. out: one per g->outputs, then writes, then grads
  * (absent gradient: dtype OM_NODTYPE); data allocated with om_alloc, the caller frees. */
 om_status om_interpret(om_ctx *cx, const om_graph *g, const om_tensor *in, uint64_t seed, om_tensor *out);
+
+/* bounded.c. operands: those of a node to be made, with trims where it adds up over rows (`with`: OM_MAX_IN entries,
+ * what is returned when one was needed). check: of a node and its outputs' types. ends: of a graph's inputs and
+ * results. */
+const om_id *om_bounded_operands(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr,
+                                 int n_attr, om_id *with);
+om_status om_bounded_check(om_graph *g, const om_node *n, const om_type *out);
+om_status om_bounded_ends(const om_graph *g);
+/* the axis of a bounded size, and which; -1: none, -2: several, or a size computed from one */
+int om_bounded_axis(const om_graph *g, const om_type *t, om_dim *size);
 
 /* structure, types re-inferred, topological order; names the node that is wrong */
 om_status om_verify(const om_graph *g);

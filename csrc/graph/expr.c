@@ -114,7 +114,7 @@ om_dim om_dim_sym(om_graph *g, const char *name) {
     char *copy = om_arena_str(&g->arena, name);
     om_sym *s = copy ? OM_PUSH(g->cx, &g->syms) : NULL;
     if (!s) return 0;
-    *s = (om_sym){copy, OM_NONE, 0};
+    *s = (om_sym){.name = copy, .input = OM_NONE, .count = OM_NONE};
     index_put(g, &g->sym_index, g->syms.n - 1);
     return expr_cons(g, OM_DIM_SYM, (om_dim)g->syms.n - 1, 0);
 }
@@ -123,7 +123,26 @@ om_status om_sym_bind(om_graph *g, const char *name, om_id input, int axis) {
     om_dim d = om_dim_sym(g, name);
     if (g->cx->status != OM_OK) return g->cx->status;
     om_sym *s = &g->syms.v[g->exprs.v[~d].a];
-    if (s->input == OM_NONE) s->input = input, s->axis = axis;
+    OM_CHECK(g->cx, !s->bounded, "size %s is bounded: no graph input tells it as well", name);
+    if (s->input != OM_NONE) return OM_OK;
+    s->input = input, s->axis = axis;
+    return axis < 0 && input != OM_NONE ? om_input_host(g, input) : OM_OK;
+}
+
+om_status om_sym_bound(om_graph *g, const char *name, om_dim bound) {
+    om_dim d = om_dim_sym(g, name);
+    if (g->cx->status != OM_OK) return g->cx->status;
+    om_sym *s = &g->syms.v[g->exprs.v[~d].a];
+    char was[64], now[64];
+    om_dim_print(g, s->bound, was, sizeof was);
+    om_dim_print(g, bound, now, sizeof now);
+    OM_CHECK(g->cx, s->input == OM_NONE, "size %s is told by a graph input: it cannot be bounded as well", name);
+    OM_CHECK(g->cx, !s->bounded || s->bound == bound, "size %s is at most %s, and %s rows are selected", name, was,
+             now);
+    const om_type t = {.rank = 1, .dim = {bound}};
+    OM_CHECK(g->cx, om_bounded_axis(g, &t, &d) == -1, "size %s: its bound %s depends on a bounded size", name, now);
+    s->bounded = g->bounded = true;
+    s->bound = bound;
     return OM_OK;
 }
 

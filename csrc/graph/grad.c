@@ -138,6 +138,30 @@ static om_status flow_begin(om_ctx *cx, grad_state *st) {
     return cx->status;
 }
 
+/* What stood there for the gradient's sake alone: values whose gradient went elsewhere, and the computation of what was
+ * overwritten. */
+static bool grad_only(const om_node *n) {
+    return om_is(n, zero_grad) || om_is(n, straight_through) || om_is(n, stop_grad);
+}
+
+static om_status strip_emit(om_rewriter *r, om_id id) {
+    const om_node *n = &r->from->nodes.v[id];
+    if (!grad_only(n)) return om_rewrite_copy(r, id);
+    r->map[n->out] = r->map[om_ins(r->from, n)[0]];
+    return OM_OK;
+}
+
+static om_status strip(om_ctx *cx, om_graph **g) {
+    om_graph *next;
+    bool any = false;
+    for (om_id i = 0; i < (*g)->nodes.n && !any; i++) any = grad_only(&(*g)->nodes.v[i]);
+    if (!any) return OM_OK;
+    OM_TRY(om_rewrite(cx, *g, strip_emit, NULL, &next));
+    om_graph_free(*g);
+    *g = next;
+    return OM_OK;
+}
+
 om_status om_grad_build(om_ctx *cx, const om_graph *fwd, const uint8_t *wanted, const uint8_t *arriving,
                         om_graph **out) {
     return om_grad_flow(cx, fwd, wanted, arriving, NULL, out);
@@ -189,6 +213,7 @@ om_status om_grad_flow(om_ctx *cx, const om_graph *fwd, const uint8_t *wanted, c
         if (flow) flow->grads[i] = st.term[g->inputs.v[i]];
     }
     if (s == OM_OK) s = om_sabotage_terms(cx, &g);
+    if (s == OM_OK) s = strip(cx, &g);
 done:
     om_free(cx, st.dval);
     om_free(cx, st.need);

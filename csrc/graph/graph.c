@@ -103,8 +103,13 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
     return true;
 }
 
+#if defined(OM_TRACE_OPS) /* tools/om_ops.c: what was ever made */
+uint8_t om_ops_made[OM_N_OPS];
+#endif
+
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
     om_ctx *cx = g->cx;
+    om_id trimmed[OM_MAX_IN];
     if (cx->status != OM_OK) return OM_NONE;
     if (n_in < op->min_in || (op->max_in >= 0 && n_in > op->max_in))
         return om_fail(cx, OM_INVALID, "%s takes %d to %d operands, %d given", op->name, op->min_in, op->max_in, n_in),
@@ -113,6 +118,10 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         if (in[i] == OM_NONE ? i < op->min_in && !(op->optional >> (i & 31) & 1) : in[i] >= g->values.n)
             return om_fail(cx, OM_INVALID, "%s: operand %d is required", op->name, i), OM_NONE;
 
+    if (g->bounded && n_in && n_in <= OM_MAX_IN) {
+        in = om_bounded_operands(g, op, in, n_in, attr, n_attr, trimmed);
+        if (!in) return OM_NONE;
+    }
     om_id in0 = g->operands.n, out0 = g->values.n;
     uint8_t phase = op->state ? OM_UPDATE : g->cur_phase;
     for (int i = 0; i < n_in; i++) /* what reads an update is one */
@@ -133,11 +142,14 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         return om_fail(cx, OM_UNSUPPORTED, "%s with %d outputs: at most %d", op->name, n_out, OM_MAX_OUT), OM_NONE;
     node.n_out = (uint16_t)n_out;
     om_type ty[OM_MAX_OUT] = {0};
-    for (int i = 0; i < n_out; i++) ty[i].device = -1;
+#if defined(OM_TRACE_OPS)
+    om_ops_made[op->id] = 1;
+#endif
     if (op->infer(g, &node, ty) != OM_OK || cx->status != OM_OK) {
         if (cx->status == OM_OK) om_fail(cx, OM_INTERNAL, "%s: its type rule failed without a message", op->name);
         return OM_NONE;
     }
+    if (g->bounded && om_bounded_check(g, &node, ty) != OM_OK) return OM_NONE;
     om_node *slot = OM_PUSH(cx, &g->nodes);
     if (!slot) return OM_NONE;
     *slot = node;
@@ -164,11 +176,21 @@ om_id om_input(om_graph *g, om_role role, const char *name, const om_type *t) {
     return *slot;
 }
 
+om_status om_input_host(om_graph *g, om_id input) {
+    om_value *v = om_val(g, g->inputs.v[input]);
+    bool one = v->role != OM_GRAD_IN && om_dtype_size(v->type.dtype) > 0;
+    for (int i = 0; i < v->type.rank; i++) one &= v->type.dim[i] == 1;
+    OM_CHECK(g->cx, one, "graph input %u (%s) is no host scalar: it has not one element, or none of a number", input,
+             v->name ? v->name : "?");
+    v->host = true;
+    return OM_OK;
+}
+
 om_id om_const(om_graph *g, int dtype, int rank, const int64_t *dim, const void *data) {
     om_ctx *cx = g->cx;
     if (cx->status != OM_OK) return OM_NONE;
     size_t bytes = om_dtype_size(dtype);
-    om_type t = {.dtype = (uint8_t)dtype, .rank = (uint8_t)rank, .device = -1};
+    om_type t = {.dtype = (uint8_t)dtype, .rank = (uint8_t)rank};
     if (rank > OM_RANK) return om_fail(cx, OM_UNSUPPORTED, "a constant of rank %d: at most %d", rank, OM_RANK), OM_NONE;
     for (int i = 0; i < rank; i++) t.dim[i] = dim[i], bytes *= (size_t)dim[i];
     char *p = om_arena_alloc(&g->arena, bytes + 64);

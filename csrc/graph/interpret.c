@@ -119,6 +119,7 @@ om_status om_eval_node(om_ctx *cx, const om_graph *g, const om_node *n, const om
 om_status om_syms_bind(om_ctx *cx, const om_graph *g, const om_tensor *in, int64_t *sym) {
     for (uint32_t i = 0; i < g->syms.n; i++) {
         const om_sym *s = &g->syms.v[i];
+        if (s->bounded) continue;
         if (s->input == OM_NONE)
             return om_fail(cx, OM_INVALID, "size %s is not a dimension of any graph input", s->name);
         const om_tensor *t = &in[s->input];
@@ -133,12 +134,14 @@ om_status om_syms_bind(om_ctx *cx, const om_graph *g, const om_tensor *in, int64
             return om_fail(cx, OM_INVALID, "size %s is the value of an input that is not a 64-bit integer", s->name);
         }
     }
+    for (uint32_t i = 0; i < g->syms.n; i++) /* who needs a number takes the bound */
+        if (g->syms.v[i].bounded) sym[i] = om_dim_eval(g, g->syms.v[i].bound, sym);
     return OM_OK;
 }
 
 om_status om_tensor_of(om_ctx *cx, const om_graph *g, om_id v, const int64_t *sym, om_tensor *t) {
     const om_type *ty = om_ty(g, v);
-    *t = (om_tensor){.dtype = ty->dtype, .rank = ty->rank, .device = ty->device, .data = (void *)g->values.v[v].data};
+    *t = (om_tensor){.dtype = ty->dtype, .rank = ty->rank, .device = -1, .data = (void *)g->values.v[v].data};
     for (int i = 0; i < ty->rank; i++)
         if ((t->dim[i] = om_dim_eval(g, ty->dim[i], sym)) < 0) {
             char buf[128];

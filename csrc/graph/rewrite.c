@@ -106,9 +106,14 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
         om_type t = v->type;
         for (int k = 0; k < t.rank; k++) t.dim[k] = om_dim_copy(g, from, t.dim[k]);
         r.map[from->inputs.v[i]] = om_input(g, v->role, v->name, &t);
+        if (v->host && cx->status == OM_OK) om_input_host(g, i);
     }
     for (uint32_t i = 0; i < from->syms.n && cx->status == OM_OK; i++)
-        om_sym_bind(g, from->syms.v[i].name, from->syms.v[i].input, from->syms.v[i].axis);
+        if (!from->syms.v[i].bounded)
+            om_sym_bind(g, from->syms.v[i].name, from->syms.v[i].input, from->syms.v[i].axis);
+    for (uint32_t i = 0; i < from->syms.n && cx->status == OM_OK; i++)
+        if (from->syms.v[i].bounded)
+            om_sym_bound(g, from->syms.v[i].name, om_dim_copy(g, from, from->syms.v[i].bound));
     g->n_rng = from->n_rng;
 
     for (om_id i = 0; i < from->nodes.n && (s = cx->status) == OM_OK; i++) {

@@ -3,8 +3,9 @@
  *
  *   graph {
  *     sym s0 = x[1]                          # size of an input's axis;  sym s3 = value of n: a 0-d integer input;  sym
- *                                            s4: unbound
+ *                                            s4: unbound;  sym c0 <= s0*2: bounded, known to the data alone
  *     input x: f32[2, s0, s0*12 + 3]         # roles: input param buffer grad_in
+ *     input lr: f32[] host                   # a host scalar (om_value.host)
  *     param w "odd name": f32[7, 768]        # the string is the name where it is no identifier
  *     const c0: i64[2] = [1, 2]              # up to 32 numbers, else the bytes: hex "0a0b.."
  *     y = permute(w) {perm=[1, 0]}: f32[768, 7]
@@ -16,7 +17,7 @@
  *
  * Attributes: integer `3`, float `1.0` (always with a point, exponent, inf or nan), string `"..."`, list of sizes
  * `[..]`; `to` and `dtype` show the dtype's name. A left-out operand is `_`. The types after `:` are what om_make
- * infers; they may be left out, and when present the parser compares. `f32[2]@0` is a tensor on device 0.
+ * infers; they may be left out, and when present the parser compares.
  *
  * Invariants: print(parse(print(g))) == print(g) byte for byte. Statements stand in the order in which the parser must
  * make them: symbols, inputs, then constants and nodes by value id. Unnamed results are v<k> and c<k>, k counting in

@@ -183,7 +183,7 @@ static om_status text_read_dims(text_in *in, om_dim **out, uint32_t *n) {
 static om_status text_read_type(text_in *in, om_type *t) {
     const char *name;
     OM_TRY(text_word(in, &name));
-    *t = (om_type){.dtype = om_dtype_from_name(name), .device = -1};
+    *t = (om_type){.dtype = om_dtype_from_name(name)};
     if (t->dtype == OM_NODTYPE && strcmp(name, "none") != 0) return text_err(in, "unknown element type '%.40s'", name);
     om_dim *d;
     uint32_t n;
@@ -191,18 +191,11 @@ static om_status text_read_type(text_in *in, om_type *t) {
     if (n > OM_RANK) return text_err(in, "rank %u, at most %d", n, OM_RANK);
     t->rank = (uint8_t)n;
     for (uint32_t i = 0; i < n; i++) t->dim[i] = d[i];
-    if (*in->p == '@' && in->p[1] >= '0' && in->p[1] <= '9') { /* @"..." is a scope */
-        int64_t dev;
-        in->p++;
-        OM_TRY(text_integer(in, &dev));
-        if (dev > INT16_MAX) return text_err(in, "device %lld", (long long)dev);
-        t->device = (int16_t)dev;
-    }
     return OM_OK;
 }
 
 static bool text_type_eq(const om_type *a, const om_type *b) {
-    if (a->dtype != b->dtype || a->rank != b->rank || a->device != b->device) return false;
+    if (a->dtype != b->dtype || a->rank != b->rank) return false;
     for (int i = 0; i < a->rank; i++)
         if (a->dim[i] != b->dim[i]) return false;
     return true;
@@ -230,6 +223,11 @@ static om_status text_parse_sym(text_in *in) {
     OM_TRY(text_word(in, &name));
     om_dim_sym(in->g, name);
     if (in->cx->status != OM_OK) return in->cx->status;
+    if (text_eat(in, "<=")) {
+        om_dim bound;
+        OM_TRY(text_read_dim(in, &bound));
+        return om_sym_bound(in->g, name, bound);
+    }
     if (!text_eat(in, "=")) return OM_OK;
     text_pending p = {.sym = name, .axis = -1, .line = in->line};
     OM_TRY(text_word(in, &p.input));
@@ -274,6 +272,7 @@ static om_status text_parse_input(text_in *in, om_role role) {
     OM_TRY(text_read_type(in, &t));
     om_id v = om_input(in->g, role, name, &t);
     if (v == OM_NONE) return in->cx->status;
+    if (text_keyword(in, "host")) OM_TRY(om_input_host(in->g, om_val(in->g, v)->input));
     return text_define(in, ident, v);
 }
 

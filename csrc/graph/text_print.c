@@ -94,7 +94,6 @@ static void text_dims(text_out *o, const om_graph *g, const om_dim *d, uint32_t 
 static void text_type(text_out *o, const om_graph *g, const om_type *t) {
     text_puts(o, om_dtype_name(t->dtype));
     text_dims(o, g, t->dim, t->rank);
-    if (t->device >= 0) text_printf(o, "@%d", t->device);
 }
 
 char *om_text_type(const om_graph *g, const om_type *t) {
@@ -224,7 +223,7 @@ static void text_input(text_out *o, const om_graph *g, om_id id, const char *con
     }
     text_puts(o, ": ");
     text_type(o, g, &v->type);
-    text_puts(o, "\n");
+    text_puts(o, v->host ? " host\n" : "\n");
 }
 
 static const char *text_input_name(const om_graph *g, om_id input, const char *const *name) {
@@ -273,6 +272,7 @@ om_status om_graph_print(const om_graph *g, char **text) {
         const om_sym *s = &g->syms.v[i];
         text_puts(&o, "  sym ");
         text_puts(&o, s->name);
+        if (s->bounded) text_puts(&o, " <= "), text_dim(&o, g, s->bound);
         if (s->input != OM_NONE && s->axis >= 0) {
             text_puts(&o, " = ");
             text_puts(&o, text_input_name(g, s->input, name));

@@ -2,8 +2,9 @@
  *
  * Checked: every id and index is in range; nodes only read values defined before them; values and nodes point at each
  * other; types are what the operator infers again; no forward node reads a backward value; random nodes have a stream;
- * symbols are bound to an existing axis; writes and gradients have the type of the input they belong to. The message
- * names the node and what is wrong.
+ * symbols are bound to an existing axis; rows of bounded sizes meet nowhere; host scalars have one element and are not
+ * written; writes and gradients have the type of the input they belong to. The message names the node and what is
+ * wrong.
  */
 #include "graph/engine.h"
 
@@ -78,6 +79,9 @@ static om_status verify_values(const om_graph *g) {
             for (int k = 0; k < v->type.rank; k++)
                 VERIFY_GRAPH(g, v->type.dim[k] >= 0, "constant %u has a size that is not a number", i);
         } else {
+            bool one = !v->host || (v->role != OM_GRAD_IN && om_dtype_size(v->type.dtype) > 0);
+            for (int k = 0; k < v->type.rank; k++) one &= !v->host || v->type.dim[k] == 1;
+            VERIFY_GRAPH(g, one, "graph input %u is marked as a host scalar and is none", v->input);
             VERIFY_GRAPH(
                 g, v->role <= OM_GRAD_IN && v->node == OM_NONE && v->input < g->inputs.n && g->inputs.v[v->input] == i,
                 "value %u is no proper graph input", i);
@@ -90,12 +94,19 @@ static om_status verify_syms(const om_graph *g) {
     for (om_id i = 0; i < g->syms.n; i++) {
         const om_sym *s = &g->syms.v[i];
         VERIFY_GRAPH(g, s->name, "symbol %u has no name", i);
+        om_dim size;
+        const om_type bound = {.rank = 1, .dim = {s->bound}};
+        VERIFY_GRAPH(g, !s->bounded || (s->input == OM_NONE && verify_dim(g, s->bound) &&
+                                        om_bounded_axis(g, &bound, &size) == -1),
+                     "bounded symbol %s has no bound, or an input tells it", s->name);
         if (s->input == OM_NONE) continue;
         VERIFY_GRAPH(g, s->input < g->inputs.n, "symbol %s is bound to graph input %u of %u", s->name, s->input,
                      g->inputs.n);
         const om_type *t = om_ty(g, g->inputs.v[s->input]);
         VERIFY_GRAPH(g, s->axis >= 0 ? s->axis < t->rank : t->rank == 0 && om_is_int(t->dtype),
                      "symbol %s is bound to axis %d of an input of rank %d", s->name, s->axis, t->rank);
+        VERIFY_GRAPH(g, s->axis >= 0 || om_val(g, g->inputs.v[s->input])->host,
+                     "symbol %s is the value of an input that is no host scalar", s->name);
         om_dim d = s->axis >= 0 ? t->dim[s->axis] : 0; /* a size is read off an axis that is exactly that size */
         VERIFY_GRAPH(g, s->axis < 0 || (d < 0 && g->exprs.v[~d].kind == OM_DIM_SYM && g->exprs.v[~d].a == (om_dim)i),
                      "symbol %s is bound to axis %d of an input, which has another size", s->name, s->axis);
@@ -135,12 +146,17 @@ static om_status verify_node(om_graph *g, om_id id) {
         VERIFY(g, id, n->rng != 0, "random, but it has no stream");
     om_type t[OM_MAX_OUT] = {0};
     om_node copy = *n;
-    for (int i = 0; i < copy.n_out; i++) t[i].device = -1;
     if (copy.op->infer(g, &copy, t) != OM_OK || cx->status != OM_OK) { /* its message first, then where */
         char what[sizeof cx->message];
         memcpy(what, cx->message, sizeof what);
         om_ctx_clear(cx);
         VERIFY(g, id, false, "%.300s", what[0] ? what : "its type rule failed");
+    }
+    if (g->bounded && om_bounded_check(g, n, t) != OM_OK) {
+        char what[sizeof cx->message];
+        memcpy(what, cx->message, sizeof what);
+        om_ctx_clear(cx);
+        VERIFY(g, id, false, "%.300s", what);
     }
     for (int i = 0; i < copy.n_out; i++)
         VERIFY(g, id, verify_same(&t[i], om_ty(g, copy.out + (om_id)i)),
@@ -163,6 +179,7 @@ om_status om_verify(const om_graph *graph) {
         om_write w = g->writes.v[i];
         VERIFY_GRAPH(g, w.value < g->values.n && w.input < g->inputs.n, "write %u is out of range", i);
         const om_type *a = om_ty(g, w.value), *b = om_ty(g, g->inputs.v[w.input]);
+        VERIFY_GRAPH(g, !om_val(g, g->inputs.v[w.input])->host, "write %u stores into a host scalar", i);
         VERIFY_GRAPH(g, a->dtype == b->dtype && a->rank == b->rank,
                      "write %u stores %s of rank %d into an input of %s of rank %d", i, om_dtype_name(a->dtype),
                      a->rank, om_dtype_name(b->dtype), b->rank);
@@ -175,5 +192,5 @@ om_status om_verify(const om_graph *graph) {
             VERIFY_GRAPH(g, verify_same(om_ty(g, d.value), om_ty(g, g->inputs.v[d.input])),
                          "the gradient of graph input %u has another type than the input", d.input);
     }
-    return OM_OK;
+    return om_bounded_ends(g);
 }

@@ -189,6 +189,7 @@ const om_onnx_op om_onnx_ops_elementwise[] = { /* what is more than a row of poi
     {"ortmodule", "FloorDiv", 2, 2, 1, map_binary, NULL, &om_op_floor_div},
     {"ortmodule", "Remainder", 2, 2, 1, map_binary, NULL, &om_op_mod},
     {"ortmodule", "StraightThrough", 2, 2, 1, map_binary, NULL, &om_op_straight_through},
+    {"ortmodule", "ZeroGradient", 2, 2, 1, map_binary, NULL, &om_op_zero_grad},
     {0},
 };
 

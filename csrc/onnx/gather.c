@@ -55,6 +55,10 @@ static om_status map_gather_elements(om_onnx *o) {
 static om_status map_reduction(om_onnx *o, int64_t *reduce) {
     const char *how = om_onnx_str(o, "reduction", "none");
     *reduce = !strcmp(how, "add");
+    if (o->row->op == &om_op_scatter_elements && (!strcmp(how, "max") || !strcmp(how, "min"))) {
+        *reduce = !strcmp(how, "max") ? 2 : 3;
+        return OM_OK;
+    }
     if (!*reduce && strcmp(how, "none") != 0) REFUSE("reduction '%.40s'; none and add are supported", how);
     return OM_OK;
 }
@@ -165,6 +169,38 @@ static om_status map_arg(om_onnx *o) {
     return o->cx->status;
 }
 
+/* ortmodule.CumProd: along the last axis */
+static om_status map_cumprod(om_onnx *o) {
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    ONNX_CHECK(o, t.rank >= 1, "x has rank 0");
+    SET(0, om_make(o->g, &om_op_cumprod, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank - 1))));
+    return o->cx->status;
+}
+
+/* ortmodule.Cdist: p, -1 for infinity */
+static om_status map_cdist(om_onnx *o) {
+    SET(0, om_make(o->g, &om_op_cdist, OM_IN(IN(0), IN(1)), OM_ATTRS(OM_AF("p", FLT("p", 2)))));
+    return o->cx->status;
+}
+
+/* sorted = 0 allows any order, sorted is one of them */
+static om_status map_topk(om_onnx *o) {
+    om_id x = IN(0);
+    int axis = 0;
+    uint32_t n;
+    const om_dim *k = om_onnx_list(o, 1, &n);
+    if (FAILED) return o->cx->status;
+    ONNX_CHECK(o, n == 1, "k has %u elements, one is needed", n);
+    OM_TRY(om_map_axis(o, INT("axis", -1), om_map_type_of(o, x).rank, &axis));
+    om_id y = om_make(o->g, &om_op_topk, OM_IN(x),
+                      OM_ATTRS(OM_AI("axis", axis), OM_AD("k", k, 1), OM_AI("largest", INT("largest", 1) != 0)));
+    if (FAILED) return o->cx->status;
+    SET(0, y);
+    SET(1, y + 1);
+    return o->cx->status;
+}
+
 static om_status map_softmax(om_onnx *o) {
     om_id x = IN(0);
     int axis = 0;
@@ -181,7 +217,7 @@ const om_onnx_op om_onnx_ops_gather[] = {
     {"", "Gather", 2, 2, 1, map_gather, S(gather), NULL},
     {"", "GatherElements", 2, 2, 1, map_gather_elements, NULL, NULL},
     {"", "GatherND", 2, 2, 1, map_gather_nd, NULL, NULL},
-    {"", "ScatterElements", 3, 3, 1, map_scatter_elements, NULL, NULL},
+    {"", "ScatterElements", 3, 3, 1, map_scatter_elements, NULL, &om_op_scatter_elements},
     {"", "ScatterND", 3, 3, 1, map_scatter_nd, NULL, NULL},
     {"", "ReduceSum", 1, 2, 1, map_reduce, S(reduce), &om_op_reduce_sum},
     {"", "ReduceMean", 1, 2, 1, map_reduce, NULL, &om_op_reduce_mean},
@@ -193,6 +229,9 @@ const om_onnx_op om_onnx_ops_gather[] = {
     {"", "ReduceSumSquare", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSum", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSumExp", 1, 2, 1, map_reduce, NULL, NULL},
+    {"ortmodule", "CumProd", 1, 1, 1, map_cumprod, NULL, NULL},
+    {"ortmodule", "Cdist", 2, 2, 1, map_cdist, NULL, NULL},
+    {"", "TopK", 2, 2, 2, map_topk, NULL, NULL},
     {"", "ArgMax", 1, 1, 1, map_arg, NULL, &om_op_argmax},
     {"", "ArgMin", 1, 1, 1, map_arg, NULL, &om_op_argmin},
     {"", "Softmax", 1, 1, 1, map_softmax, NULL, &om_op_softmax},

@@ -216,7 +216,7 @@ static om_status map_host(om_onnx *o) {
     }
     for (int k = 0; k < n_out; k++) {
         bool found = false;
-        t[k] = (om_type){.dtype = OM_U8, .rank = 1, .device = -1}; /* an output nobody names */
+        t[k] = (om_type){.dtype = OM_U8, .rank = 1}; /* an output nobody names */
         if (om_onnx_wants(o, k)) {
             OM_TRY(om_onnx_value_type(o, o->node->output[k], OM_ONNX_NAMED, &t[k], &found));
             ONNX_CHECK(o, found,

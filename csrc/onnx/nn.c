@@ -373,6 +373,65 @@ static om_status map_conv(om_onnx *o) {
     return o->cx->status;
 }
 
+static om_status map_conv_transpose(om_onnx *o) {
+    om_graph *g = o->g;
+    om_id x = IN(0), w = IN(1), b = IN(2);
+    om_type xt = om_map_type_of(o, x), wt = om_map_type_of(o, w);
+    map_window m;
+    om_dim s[3], p[6], d[3], more[3];
+    int64_t extra[3];
+    if (FAILED) return o->cx->status;
+    ONNX_CHECK(o, xt.rank == wt.rank, "x has rank %d, w %d", xt.rank, wt.rank);
+    if (strcmp(om_onnx_str(o, "auto_pad", "NOTSET"), "NOTSET") != 0 || om_onnx_attr(o, "output_shape"))
+        REFUSE("auto_pad and output_shape are not supported; pads and output_padding are");
+    OM_TRY(map_window_of(o, &xt, &wt, &m));
+    OM_TRY(om_map_ints(o, "output_padding", m.spatial, 0, extra));
+    for (int i = 0; i < m.spatial; i++) p[i] = m.lo[i], p[m.spatial + i] = m.hi[i];
+    om_id y = om_make(g, &om_op_conv_transpose, OM_IN(x, w),
+                      OM_ATTRS(om_map_dims_attr("stride", m.stride, m.spatial, g, s), OM_AD("pad", p, 2 * m.spatial),
+                               om_map_dims_attr("dilation", m.dilation, m.spatial, g, d),
+                               OM_AI("groups", INT("group", 1)),
+                               om_map_dims_attr("out_pad", extra, m.spatial, g, more)));
+    SET(0, b == OM_NONE ? y : MAKE2(add, y, om_map_per_channel(o, b, xt.rank)));
+    return o->cx->status;
+}
+
+/* im2col, col2im: kernel, strides, dilations, pads (begins, then ends) */
+static om_status map_patches(om_onnx *o, const int64_t *kernel, int n, const om_dim *size) {
+    om_attr attr[5];
+    om_dim k[3], s[3], d[3], p[6];
+    int64_t stride[3], dilation[3], pads[6];
+    ONNX_CHECK(o, n >= 1 && n <= 3, "%d spatial axes; 1 to 3 are supported", n);
+    OM_TRY(om_map_ints(o, "strides", n, 1, stride));
+    OM_TRY(om_map_ints(o, "dilations", n, 1, dilation));
+    OM_TRY(om_map_ints(o, "pads", 2 * n, 0, pads));
+    attr[0] = om_map_dims_attr("kernel", kernel, n, o->g, k);
+    attr[1] = om_map_dims_attr("stride", stride, n, o->g, s);
+    attr[2] = om_map_dims_attr("dilation", dilation, n, o->g, d);
+    attr[3] = om_map_dims_attr("pad", pads, 2 * n, o->g, p);
+    if (size) attr[4] = OM_AD("size", size, n);
+    SET(0, om_make(o->g, size ? &om_op_col2im : &om_op_im2col, OM_IN(IN(0)), attr, size ? 5 : 4));
+    return o->cx->status;
+}
+
+static om_status map_im2col(om_onnx *o) {
+    om_type t = om_map_type(o, 0);
+    int64_t kernel[3];
+    ONNX_CHECK(o, t.rank >= 3 && t.rank <= 5, "x has rank %d; 3 to 5 are supported", t.rank);
+    OM_TRY(om_map_ints(o, "kernel_shape", t.rank - 2, 0, kernel));
+    return map_patches(o, kernel, t.rank - 2, NULL);
+}
+
+static om_status map_col2im(om_onnx *o) {
+    uint32_t n, m;
+    int64_t kernel[3];
+    const om_dim *size = om_onnx_list(o, 1, &n), *block = size ? om_onnx_list(o, 2, &m) : NULL;
+    if (FAILED) return o->cx->status;
+    ONNX_CHECK(o, n == m && n >= 1 && n <= 3, "image_shape has %u entries, block_shape %u; 1 to 3 are supported", n, m);
+    OM_TRY(om_map_known(o, block, m, "block_shape", kernel));
+    return map_patches(o, kernel, (int)n, size);
+}
+
 /* What both pools say, and `more`. */
 static om_id map_pool_node(om_onnx *o, const om_op *op, om_id x, const map_window *m, om_attr more) {
     om_dim k[3], s[3], p[3];
@@ -461,6 +520,9 @@ const om_onnx_op om_onnx_ops_nn[] = {
     {"", "SoftmaxCrossEntropyLoss", 2, 3, 2, map_cross_entropy, NULL, NULL},
     {"", "NegativeLogLikelihoodLoss", 2, 3, 1, map_nll, NULL, NULL},
     {"", "Conv", 2, 3, 1, map_conv, NULL, NULL},
+    {"", "ConvTranspose", 2, 3, 1, map_conv_transpose, NULL, NULL},
+    {"", "Col2Im", 3, 3, 1, map_col2im, NULL, NULL},
+    {"ortmodule", "Im2Col", 1, 1, 1, map_im2col, NULL, NULL},
     {"", "MaxPool", 1, 1, 2, map_max_pool, NULL, NULL},
     {"", "AveragePool", 1, 1, 1, map_avg_pool, NULL, NULL},
     {"", "GlobalAveragePool", 1, 1, 1, map_global_pool, NULL, &om_op_reduce_mean},

@@ -115,7 +115,7 @@ OM_ONNX_SIZE_MAP(X)
 #undef X
 
 /* The tables of operators, one per file; each ends with name NULL. */
-#define OM_ONNX_TABLES(X) X(elementwise) X(shape) X(gather) X(nn) X(host) X(optim) X(pointwise)
+#define OM_ONNX_TABLES(X) X(elementwise) X(shape) X(gather) X(nn) X(recurrent) X(host) X(optim) X(pointwise)
 #define X(name) extern const om_onnx_op om_onnx_ops_##name[];
 OM_ONNX_TABLES(X)
 #undef X

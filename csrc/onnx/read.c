@@ -140,7 +140,7 @@ om_status om_onnx_type(om_onnx *o, const Onnx__TypeProto *t, int mode, const cha
     ONNX_CHECK(o, t && t->value_case == ONNX__TYPE_PROTO__VALUE_TENSOR_TYPE && t->tensor_type,
                "'%.80s' is not a tensor; only tensors are supported", name);
     const Onnx__TypeProto__Tensor *tt = t->tensor_type;
-    *out = (om_type){.device = -1, .dtype = (uint8_t)om_dtype_from_onnx(tt->elem_type)};
+    *out = (om_type){.dtype = (uint8_t)om_dtype_from_onnx(tt->elem_type)};
     if (out->dtype == OM_NODTYPE)
         return om_onnx_err(
             o, OM_UNSUPPORTED,
@@ -700,6 +700,22 @@ static om_status read_outputs(om_onnx *o) {
     return OM_OK;
 }
 
+/* Numbers that a host gives (om_op.host) are host scalars, where no forward writes them. */
+static om_status read_host_scalars(om_onnx *o) {
+    om_graph *g = o->g;
+    uint8_t *written = om_arena_alloc(&o->tmp, g->inputs.n + 1);
+    if (!written) return o->cx->status;
+    for (om_id i = 0; i < g->writes.n; i++) written[g->writes.v[i].input] = 1;
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        for (int k = 0; k < n->n_in && k < 32 && n->op->host >> k; k++) {
+            const om_id v = om_ins(g, n)[k], in = v == OM_NONE ? OM_NONE : om_val(g, v)->input;
+            if (n->op->host >> k & 1 && in != OM_NONE && !written[in]) OM_TRY(om_input_host(g, in));
+        }
+    }
+    return OM_OK;
+}
+
 /* Expressions refer to earlier ones only, so one sweep finds for each a symbol in it that nothing binds. */
 static om_status read_check_symbols(om_onnx *o) {
     om_graph *g = o->g;
@@ -756,6 +772,7 @@ static om_status read_model(om_onnx *o, const Onnx__ModelProto *m) {
     o->node = NULL;
     o->g->cur_scope = OM_NONE;
     OM_TRY(read_outputs(o));
+    OM_TRY(read_host_scalars(o));
     return read_check_symbols(o);
 }
 

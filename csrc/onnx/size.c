@@ -108,12 +108,12 @@ bool om_onnx_operand_type(om_onnx *o, int i, om_type *t) {
         *t = *om_ty(o->g, v->v);
     } else if (v->lit) {
         *t = (om_type){
-            .dtype = (uint8_t)om_dtype_from_onnx(v->lit->data_type), .device = -1, .rank = (uint8_t)v->lit->n_dims};
+            .dtype = (uint8_t)om_dtype_from_onnx(v->lit->data_type), .rank = (uint8_t)v->lit->n_dims};
         if (v->lit->n_dims > OM_RANK) return false;
         for (int k = 0; k < t->rank; k++)
             if ((t->dim[k] = v->lit->dims[k]) < 0) return false;
     } else {
-        *t = (om_type){.dtype = v->dtype, .device = -1, .rank = v->rank, .dim = {v->n}};
+        *t = (om_type){.dtype = v->dtype, .rank = v->rank, .dim = {v->n}};
     }
     return true;
 }

@@ -114,7 +114,7 @@ static om_status attention_grad_infer(om_graph *g, const om_node *n, om_type *ou
     }
     bool dmask = in[4] != OM_NONE && om_is_float(om_ty(g, in[4])->dtype) && om_node_int(n, "want_dmask", 0);
     if (dmask) out[3] = *om_ty(g, in[4]);
-    else out[3] = (om_type){.dtype = out[0].dtype, .rank = 1, .device = out[0].device};
+    else out[3] = (om_type){.dtype = out[0].dtype, .rank = 1};
     return OM_OK;
 }
 

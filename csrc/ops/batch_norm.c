@@ -23,7 +23,7 @@ static om_status channel_check(om_graph *g, const om_node *n, int operand, const
 }
 
 static om_type channel_type(const om_type *x, int dtype) {
-    return (om_type){.dtype = (uint8_t)dtype, .rank = 1, .device = x->device, .dim = {x->dim[1]}};
+    return (om_type){.dtype = (uint8_t)dtype, .rank = 1, .dim = {x->dim[1]}};
 }
 
 static om_status batch_norm_infer(om_graph *g, const om_node *n, om_type *out) {

@@ -1,4 +1,5 @@
-/* conv.c - convolution over 1 to 3 spatial axes, and its gradients as one operator. */
+/* conv.c - convolution over 1 to 3 spatial axes, and its gradients as one operator; its transpose, which is the half of
+ * that gradient that belongs to x; windows as columns and back. */
 #include "ops/attr.h"
 
 /* --- types ------------------------------------------------------------------------------------------------- */
@@ -109,7 +110,163 @@ static om_status conv_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     return OM_OK;
 }
 
-/* --- running --------------------------------------------------------------------------------------------------- */
+/* --- transpose --------------------------------------------------------------------------------------------- */
+
+static om_status conv_transpose_infer(om_graph *g, const om_node *n, om_type *out) {
+    const om_type *x = om_ty(g, om_ins(g, n)[0]), *w = om_ty(g, om_ins(g, n)[1]);
+    const char *op = n->op->name;
+    conv_attr c = {0};
+    int64_t more[3];
+    OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && w->rank == x->rank,
+             "%s: x of rank %d, w of rank %d; both 3 to 5 (n, c, 1 to 3 spatial axes)", op, x->rank, w->rank);
+    OM_CHECK(g->cx, om_is_float(x->dtype) && w->dtype == x->dtype, "%s: x is %s, w %s; floats of one type are needed",
+             op, om_dtype_name(x->dtype), om_dtype_name(w->dtype));
+    OM_TRY(conv_attrs(g, n, x->rank - 2, &c));
+    OM_TRY(attr_ints(g, n, "out_pad", c.nd, 0, more));
+    int64_t channels;
+    OM_CHECK(g->cx, !attr_differs(g, x->dim[1], w->dim[0]), "%s: x has %lld channels, w takes %lld", op,
+             (long long)x->dim[1], (long long)w->dim[0]);
+    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &channels) || channels % c.groups == 0,
+             "%s: %lld channels cannot be split into %lld groups", op, (long long)channels, (long long)c.groups);
+    *out = *x;
+    out->dim[1] = om_dim_mul(g, w->dim[1], c.groups);
+    for (int i = 0; i < c.nd; i++) { /* (in - 1) stride - lo - hi + dil (k - 1) + 1 + out_pad */
+        OM_CHECK(g->cx, more[i] >= 0 && more[i] < (c.stride[i] > c.dil[i] ? c.stride[i] : c.dil[i]),
+                 "%s: out_pad %lld along spatial axis %d; at least 0 and less than the stride or the dilation", op,
+                 (long long)more[i], i);
+        om_dim span = om_dim_add(g, om_dim_mul(g, om_dim_sub(g, w->dim[2 + i], 1), c.dil[i]), 1 + more[i]);
+        om_dim size = om_dim_add(g, om_dim_mul(g, om_dim_sub(g, x->dim[2 + i], 1), c.stride[i]), span);
+        size = om_dim_sub(g, size, c.lo[i] + c.hi[i]);
+        int64_t known;
+        OM_CHECK(g->cx, !om_dim_const(g, size, &known) || known >= 1, "%s: the result has size %lld along spatial axis "
+                 "%d", op, (long long)known, i);
+        out->dim[2 + i] = size;
+    }
+    return OM_OK;
+}
+
+/* dx is the convolution of dy. Where out_pad reaches the stride, that has more elements than x: they are the windows
+ * behind x's last, over zeros for w's gradient. */
+static om_status conv_transpose_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+    om_graph *g = b->g;
+    const om_id x = om_ins(g, n)[0], w = om_ins(g, n)[1];
+    const om_type xt = *om_ty(g, x);
+    conv_attr c = {0};
+    int64_t more[3];
+    om_dim lo[OM_RANK] = {0}, hi[OM_RANK] = {0}, wants[3] = {0, 1, 0};
+    om_attr attr[8];
+    int k = 0;
+    OM_TRY(conv_attrs(g, n, xt.rank - 2, &c));
+    OM_TRY(attr_ints(g, n, "out_pad", c.nd, 0, more));
+    for (int i = 0; i < n->n_attr && k < 7; i++)
+        if (strcmp(n->attr[i].name, "out_pad")) attr[k++] = n->attr[i];
+    bool longer = false;
+    for (int i = 0; i < c.nd; i++) longer |= (hi[2 + i] = more[i] / c.stride[i]) > 0;
+    if (want[0]) {
+        dx[0] = om_make(g, &om_op_conv, OM_IN(dy[0], w), attr, k);
+        for (int i = 2; i < xt.rank && g->cx->status == OM_OK; i++)
+            if (om_ty(g, dx[0])->dim[i] != xt.dim[i]) dx[0] = om_b_slice(g, dx[0], i, 0, xt.dim[i], 1);
+    }
+    if (want[1]) {
+        om_id padded = longer ? om_make(g, &om_op_pad, OM_IN(x),
+                                        OM_ATTRS(OM_AD("lo", lo, xt.rank), OM_AD("hi", hi, xt.rank)))
+                              : x;
+        attr[k++] = OM_AD("want", wants, 3);
+        om_id first = om_make(g, &om_op_conv_grad, OM_IN(padded, dy[0], w), attr, k);
+        if (first != OM_NONE) dx[1] = first + 1;
+    }
+    return g->cx->status;
+}
+
+/* --- windows as columns ------------------------------------------------------------------------------------ */
+
+/* kernel, and the product of its sizes; how many windows lie in size[nd] */
+static om_status patches_of(om_graph *g, const om_node *n, conv_attr *c, int64_t *kernel, int64_t *taps,
+                            const om_dim *size, int nd, om_dim *windows) {
+    const om_attr *a = om_attr_get(n->attr, n->n_attr, "kernel");
+    OM_CHECK(g->cx, a && a->kind == OM_ATTR_DIMS && (int)a->n == nd && nd >= 1 && nd <= 3,
+             "%s: kernel must list as many sizes as there are spatial axes, 1 to 3", n->op->name);
+    OM_TRY(conv_attrs(g, n, nd, c));
+    OM_TRY(attr_ints(g, n, "kernel", nd, 1, kernel));
+    *taps = 1;
+    *windows = 1;
+    for (int i = 0; i < nd; i++) {
+        OM_CHECK(g->cx, kernel[i] >= 1 && kernel[i] < INT32_MAX, "%s: kernel %lld along spatial axis %d", n->op->name,
+                 (long long)kernel[i], i);
+        *taps *= kernel[i];
+        om_dim room = om_dim_sub(g, om_dim_add(g, size[i], c->lo[i] + c->hi[i]), c->dil[i] * (kernel[i] - 1) + 1);
+        int64_t r;
+        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0,
+                 "%s: the kernel is larger than the padded input along spatial axis %d", n->op->name, i);
+        *windows = om_dim_mul(g, *windows, om_dim_add(g, om_dim_div(g, room, c->stride[i]), 1));
+    }
+    return OM_OK;
+}
+
+static om_status im2col_infer(om_graph *g, const om_node *n, om_type *out) {
+    const om_type *x = om_ty(g, om_ins(g, n)[0]);
+    conv_attr c = {0};
+    int64_t kernel[3], taps;
+    om_dim windows;
+    OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && om_is_float(x->dtype),
+             "im2col: x is %s of rank %d; floats of rank 3 to 5 are needed", om_dtype_name(x->dtype), x->rank);
+    OM_TRY(patches_of(g, n, &c, kernel, &taps, x->dim + 2, x->rank - 2, &windows));
+    *out = *x;
+    out->rank = 3;
+    out->dim[1] = om_dim_mul(g, x->dim[1], taps);
+    out->dim[2] = windows;
+    return OM_OK;
+}
+
+static om_status col2im_infer(om_graph *g, const om_node *n, om_type *out) {
+    const om_type *x = om_ty(g, om_ins(g, n)[0]);
+    const om_attr *size;
+    conv_attr c = {0};
+    int64_t kernel[3], taps, rows;
+    om_dim windows;
+    OM_CHECK(g->cx, x->rank == 3 && om_is_float(x->dtype), "col2im: x is %s of rank %d; floats of rank 3 are needed",
+             om_dtype_name(x->dtype), x->rank);
+    OM_TRY(attr_shape(g, n, "size", &size));
+    OM_TRY(patches_of(g, n, &c, kernel, &taps, size->dims, (int)size->n, &windows));
+    OM_CHECK(g->cx, om_dim_const(g, x->dim[1], &rows) && rows % taps == 0,
+             "col2im: %lld rows are no multiple of the %lld elements of a window", (long long)x->dim[1],
+             (long long)taps);
+    OM_CHECK(g->cx, !attr_differs(g, x->dim[2], windows), "col2im: %lld columns, %lld windows", (long long)x->dim[2],
+             (long long)windows);
+    *out = *x;
+    out->rank = (uint8_t)(2 + size->n);
+    out->dim[1] = rows / taps;
+    for (uint32_t i = 0; i < size->n; i++) out->dim[2 + i] = size->dims[i];
+    return OM_OK;
+}
+
+static int patches_attrs(const om_node *n, om_attr *attr) { /* all but size */
+    int k = 0;
+    for (int i = 0; i < n->n_attr && k < 7; i++)
+        if (strcmp(n->attr[i].name, "size")) attr[k++] = n->attr[i];
+    return k;
+}
+
+static om_status im2col_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+    const om_type x = *om_ty(b->g, om_ins(b->g, n)[0]);
+    om_attr attr[8];
+    int k = patches_attrs(n, attr);
+    if (!want[0]) return OM_OK;
+    attr[k++] = OM_AD("size", x.dim + 2, x.rank - 2);
+    dx[0] = om_make(b->g, &om_op_col2im, OM_IN(dy[0]), attr, k);
+    return b->g->cx->status;
+}
+
+static om_status col2im_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+    const om_type x = *om_ty(b->g, om_ins(b->g, n)[0]);
+    om_attr attr[8];
+    int k = patches_attrs(n, attr);
+    if (!want[0]) return OM_OK;
+    dx[0] = om_b_reshape(b->g, om_make(b->g, &om_op_im2col, OM_IN(dy[0]), attr, k), x.dim, x.rank);
+    return b->g->cx->status;
+}
+
+/* --- the operators ----------------------------------------------------------------------------------------- */
 
 const om_op om_op_conv = {
     OM_OP(conv),
@@ -123,4 +280,14 @@ const om_op om_op_conv = {
 const om_op om_op_conv_grad = {
     OM_OP(conv_grad), .kind = OM_K_CONV, .min_in = 3, .max_in = 3, .n_out = 3,
     .infer = conv_grad_infer,
+};
+const om_op om_op_conv_transpose = {
+    OM_OP(conv_transpose), .kind = OM_K_CONV, .min_in = 2, .max_in = 2, .n_out = 1,
+    .infer = conv_transpose_infer, .grad = conv_transpose_grad,
+};
+const om_op om_op_im2col = {
+    OM_OP(im2col), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1, .infer = im2col_infer, .grad = im2col_grad,
+};
+const om_op om_op_col2im = {
+    OM_OP(col2im), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1, .infer = col2im_infer, .grad = col2im_grad,
 };

@@ -132,8 +132,9 @@ const om_op om_op_gather_elements = {
 
 static om_status reduce_check(om_graph *g, const om_node *n, int dtype) {
     int64_t reduce = om_node_int(n, "reduce", 0);
-    OM_CHECK(g->cx, reduce == 0 || reduce == 1, "%s: reduce is %lld; 0 (set) and 1 (add) exist", n->op->name,
-             (long long)reduce);
+    const int most = om_is(n, scatter_elements) ? 3 : 1;
+    OM_CHECK(g->cx, reduce >= 0 && reduce <= most, "%s: reduce is %lld; 0 (set), 1 (add)%s exist", n->op->name,
+             (long long)reduce, most > 1 ? ", 2 (max) and 3 (min)" : "");
     OM_CHECK(g->cx, reduce == 0 || dtype != OM_BOOL, "%s: bool cannot be added; cast to an integer first", n->op->name);
     return OM_OK;
 }
@@ -153,10 +154,30 @@ static om_status scatter_elements_infer(om_graph *g, const om_node *n, om_type *
     return OM_OK;
 }
 
+/* max, min: shared equally among all that attain it, the element of x that was there included, as torch does */
+static om_status scatter_further_grad(om_graph *g, const om_node *n, om_id dy, const bool *want, om_id *dx) {
+    const om_id x = om_ins(g, n)[0], idx = om_ins(g, n)[1], src = om_ins(g, n)[2];
+    const int t = om_ty(g, x)->dtype, wide = om_compute_dtype(t);
+    const om_attr axis = OM_AI("axis", om_node_int(n, "axis", 0)), add[2] = {axis, OM_AI("reduce", 1)};
+    const om_id hit = om_b_bin(g, &om_op_eq, x, n->out),
+                src_hit = om_b_bin(g, &om_op_eq, src,
+                                   om_make(g, &om_op_gather_elements, OM_IN(n->out, idx), &axis, 1));
+    const om_id count = om_make(g, &om_op_scatter_elements,
+                                OM_IN(om_b_cast(g, hit, wide), idx, om_b_cast(g, src_hit, wide)), add, 2);
+    const om_id share = om_b_cast(g, om_b_bin(g, &om_op_div, om_b_cast(g, dy, wide), count), t),
+                zero = om_scalar(g, t, 0);
+    if (want[0]) dx[0] = om_make(g, &om_op_where, OM_IN(hit, share, zero), NULL, 0);
+    if (want[2])
+        dx[2] = om_make(g, &om_op_where,
+                        OM_IN(src_hit, om_make(g, &om_op_gather_elements, OM_IN(share, idx), &axis, 1), zero), NULL, 0);
+    return g->cx->status;
+}
+
 static om_status scatter_elements_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     om_graph *g = b->g;
     om_id idx = om_ins(g, n)[1], src = om_ins(g, n)[2];
     int64_t axis = om_node_int(n, "axis", 0);
+    if (om_node_int(n, "reduce", 0) > 1) return scatter_further_grad(g, n, dy[0], want, dx);
     if (want[0])
         dx[0] = om_node_int(n, "reduce", 0)
                     ? dy[0]

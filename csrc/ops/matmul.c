@@ -25,7 +25,7 @@ static om_status matmul_infer(om_graph *g, const om_node *n, om_type *out) {
     om_dim_print(g, kb, t1, sizeof t1);
     OM_CHECK(g->cx, !attr_differs(g, ka, kb), "matmul: a has %s columns, b has %s rows; they must be equal", t0, t1);
     int rank = a->rank > b->rank ? a->rank : b->rank;
-    *out = (om_type){.dtype = a->dtype, .rank = (uint8_t)rank, .device = a->device};
+    *out = (om_type){.dtype = a->dtype, .rank = (uint8_t)rank};
     for (int i = 0; i < rank - 2; i++) { /* numpy: aligned at the right, 1 gives way */
         int ia = i - (rank - a->rank), ib = i - (rank - b->rank);
         om_dim da = ia >= 0 ? a->dim[ia] : 1, db = ib >= 0 ? b->dim[ib] : 1;

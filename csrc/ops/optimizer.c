@@ -11,7 +11,8 @@
  * The three steps take scalars first and then any number of groups, as many as a node may have outputs (attribute
  * out_dtype lists their types); the groups share the node's attributes. Groups do not depend on each other, so a longer
  * list is several nodes. `update` false (from all_finite): every output is its input. lr is a float, step i64 and
- * 1-based, flags bool, each of one element and on the CPU.
+ * 1-based, flags bool, each of one element, in the device's memory like everything: lr, adamw's step and lamb's
+ * loss_scale are host scalars as a rule (om_op.host).
  */
 #include "graph/engine.h"
 
@@ -92,12 +93,12 @@ static om_status lamb_infer(om_graph *g, const om_node *n, om_type *out) {
     for (int i = 0; i < 5; i++) OM_TRY(update_scalar(g, n, i, scalar[i]));
     OM_CHECK(g->cx, om_node_float(n, "max_norm_clip", 1.0) != 0, "lamb_step: max_norm_clip is 0; it must not be");
     OM_TRY(update_groups(g, n, &update_lamb, &groups));
-    out[0] = om_ins(g, n)[4] != OM_NONE ? *om_ty(g, om_ins(g, n)[4]) : (om_type){.dtype = OM_I64, .device = -1};
+    out[0] = om_ins(g, n)[4] != OM_NONE ? *om_ty(g, om_ins(g, n)[4]) : (om_type){.dtype = OM_I64};
     for (int k = 0; k < groups; k++)
         for (int i = 0; i < 5; i++) {
             const om_id v = om_ins(g, n)[5 + 5 * k + i];
             /* no element */
-            out[1 + 5 * k + i] = v != OM_NONE ? *om_ty(g, v) : (om_type){.dtype = OM_U8, .rank = 1, .device = -1};
+            out[1 + 5 * k + i] = v != OM_NONE ? *om_ty(g, v) : (om_type){.dtype = OM_U8, .rank = 1};
         }
     return OM_OK;
 }
@@ -117,7 +118,7 @@ static om_status all_infer(om_graph *g, const om_node *n, om_type *out) {
                  om_dtype_name(x->dtype));
         wide |= x->dtype == OM_F64;
     }
-    *out = (om_type){.dtype = om_is(n, all_finite) ? OM_BOOL : wide ? OM_F64 : OM_F32, .device = -1};
+    *out = (om_type){.dtype = om_is(n, all_finite) ? OM_BOOL : wide ? OM_F64 : OM_F32};
     return OM_OK;
 }
 
@@ -144,6 +145,7 @@ const om_op om_op_adamw_step = {OM_OP(adamw_step),
                                 .max_in = -1,
                                 .n_out = -1,
                                 .optional = 1u << 2,
+                                .host = 1u << 0 | 1u << 1,
                                 .state = adamw_state,
                                 .infer = adamw_infer};
 const om_op om_op_sgd_step = {OM_OP(sgd_step),
@@ -152,6 +154,7 @@ const om_op om_op_sgd_step = {OM_OP(sgd_step),
                               .max_in = -1,
                               .n_out = -1,
                               .optional = 1u << 1,
+                              .host = 1u << 0,
                               .state = sgd_state,
                               .infer = sgd_infer};
 const om_op om_op_lamb_step = {OM_OP(lamb_step),
@@ -160,6 +163,7 @@ const om_op om_op_lamb_step = {OM_OP(lamb_step),
                                .max_in = -1,
                                .n_out = -1,
                                .optional = 1u << 0 | 1u << 1 | 1u << 2 | 1u << 4 | 1u << 9,
+                               .host = 1u << 1 | 1u << 3,
                                .state = lamb_state,
                                .infer = lamb_infer};
 const om_op om_op_clip_by_norm = {OM_OP(clip_by_norm),

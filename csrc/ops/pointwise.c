@@ -62,6 +62,17 @@ GRAD(second_order) {
                    "%s has no gradient of its own: second derivatives run in PyTorch (create_graph=True)", n->op->name);
 }
 
+GRAD(flat_grad) { /* steps: zeros, as PyTorch passes them on */
+    (void)dy, (void)want;
+    dx[0] = om_b_zeros_like(b->g, IN(0));
+    DONE;
+}
+
+GRAD(undefined) {
+    (void)dy, (void)want, (void)dx;
+    return om_fail(b->g->cx, OM_UNSUPPORTED, "%s has no derivative in PyTorch, which raises in backward", n->op->name);
+}
+
 GRAD(dropout_grad) {
     (void)want;
     dx[0] = om_make(b->g, &om_op_dropout, OM_IN(DY), OM_ATTRS(OM_AF("p", om_node_float(n, "p", 0.5))));
@@ -176,7 +187,6 @@ static om_status broadcast(om_graph *g, const om_node *n, om_type *out) {
             for (int k = 0; k < t->rank - out->rank; k++) out->dim[k] = 1;
             out->rank = t->rank;
         }
-        out->device = t->device;
         for (int k = 0; k < t->rank; k++) {
             om_dim *o = &out->dim[out->rank - t->rank + k], d = t->dim[k];
             int64_t have, given;

@@ -58,7 +58,7 @@ static om_status mean_grad(om_builder *b, const om_node *n, const om_id *dy, con
     return sum_grad(b, n, &d, want, dx);
 }
 
-/* shared equally among the elements that attain the extremum, as torch.amax */
+/* shared equally among the elements that attain the extremum, as torch.amax: NaN for all where it is NaN */
 static om_status extremum_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     om_graph *g = b->g;
     const om_id x = om_ins(g, n)[0], y = keep_axes(g, n, n->out), d = keep_axes(g, n, dy[0]);
@@ -67,8 +67,8 @@ static om_status extremum_grad(om_builder *b, const om_node *n, const om_id *dy,
     const om_id hit = om_b_bin(g, &om_op_eq, x, y);
     const om_id count = om_b_sum(g, om_b_cast(g, hit, wide), attr_axes_mask(n->attr, n->n_attr, om_ty(g, x)->rank),
                                  true);
-    const om_id share = om_b_cast(g, om_b_bin(g, &om_op_div, om_b_cast(g, d, wide), count), t);
-    dx[0] = om_make(g, &om_op_where, OM_IN(hit, share, om_scalar(g, t, 0)), NULL, 0);
+    const om_id at = om_b_bin(g, &om_op_mul, om_b_cast(g, d, wide), om_b_cast(g, hit, wide));
+    dx[0] = om_b_cast(g, om_b_bin(g, &om_op_div, at, count), t);
     return g->cx->status;
 }
 

@@ -292,6 +292,17 @@ static om_status straight_through_grad(om_builder *b, const om_node *n, const om
     return OM_OK;
 }
 
+static om_status zero_grad_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
+    if (want[0]) dx[0] = dy[0];
+    if (want[1]) dx[1] = om_b_zeros_like(b->g, om_ins(b->g, n)[1]);
+    return OM_OK;
+}
+
+const om_op om_op_zero_grad = {
+    OM_OP(zero_grad), .kind = OM_K_VIEW, .min_in = 2, .max_in = 2, .n_out = 1,
+    .infer = same_infer, .view = same_view, .grad = zero_grad_grad,
+};
+
 const om_op om_op_straight_through = {
     OM_OP(straight_through),
     .kind = OM_K_VIEW,

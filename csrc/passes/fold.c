@@ -15,12 +15,12 @@ enum { FOLD_MAX_BYTES = 65536 };
 /* The tensor of a value whose sizes are numbers; false otherwise. */
 static bool fold_tensor(const om_graph *g, om_id v, om_tensor *t) {
     const om_value *x = om_val(g, v);
-    *t = (om_tensor){.data = (void *)x->data, .dtype = x->type.dtype, .rank = x->type.rank, .device = x->type.device};
+    *t = (om_tensor){.data = (void *)x->data, .dtype = x->type.dtype, .rank = x->type.rank, .device = -1};
     for (int i = 0; i < t->rank; i++)
         if (x->type.dim[i] < 0) return false;
         else t->dim[i] = x->type.dim[i];
     om_dense_strides(t);
-    return x->type.device < 0 && om_dtype_size(x->type.dtype) > 0;
+    return om_dtype_size(x->type.dtype) > 0;
 }
 
 static bool fold_bytes(const om_tensor *t, int64_t *sum) {

@@ -54,7 +54,7 @@ static om_status fuse_prepare(om_ctx *cx, fuse_state *st) {
 }
 
 static bool same_space(const om_type *a, const om_type *b) {
-    if (a->rank != b->rank || a->device != b->device) return false;
+    if (a->rank != b->rank) return false;
     for (int i = 0; i < a->rank; i++)
         if (a->dim[i] != b->dim[i]) return false;
     return true;

@@ -8,6 +8,7 @@
 #include "passes/passes.h"
 #include "graph/sabotage.h"
 
+#include <limits.h>
 #include <stdlib.h>
 
 #define PASS(name, doc) const om_pass om_pass_##name = {#name, doc, om_pass_run_##name};
@@ -37,19 +38,16 @@ const om_pass *const om_passes_forward[] = {
     NULL,
 };
 
-#define JOINT(again)           \
-    {                          \
-        &om_pass_simplify,     \
-        &om_pass_fold,         \
-        &om_pass_cse,          \
-        &om_pass_accumulate,   \
-        &om_pass_##again,      \
-        &om_pass_dce,          \
-        &om_pass_fuse,         \
-        NULL,                  \
-    }
-const om_pass *const om_passes_joint[] = JOINT(remat);
-const om_pass *const om_passes_joint_layers[] = JOINT(layers);
+const om_pass *const om_passes_joint[] = {
+    &om_pass_simplify,
+    &om_pass_fold,
+    &om_pass_cse,
+    &om_pass_accumulate,
+    &om_pass_remat, /* a variant: the flags it is asked by */
+    &om_pass_dce,
+    &om_pass_fuse,
+    NULL,
+};
 
 const om_pass *om_pass_find(const char *name) {
     for (int i = 0; om_passes[i]; i++)
@@ -58,7 +56,7 @@ const om_pass *om_pass_find(const char *name) {
 }
 
 bool om_pass_same_type(const om_type *a, const om_type *b) {
-    if (a->dtype != b->dtype || a->rank != b->rank || a->device != b->device) return false;
+    if (a->dtype != b->dtype || a->rank != b->rank) return false;
     for (int i = 0; i < a->rank; i++) {
         const bool differs = a->dim[i] != b->dim[i];
         if (differs && !om_sabotage("same_type")) return false;
@@ -87,12 +85,12 @@ static bool passes_env(const char *name) {
     return e && *e && strcmp(e, "0") != 0;
 }
 
-static om_status passes_dump(om_ctx *cx, const om_pass *p, const om_graph *before, const om_graph *after) {
+static om_status passes_dump(om_ctx *cx, const char *name, const om_graph *before, const om_graph *after) {
     char *a, *b;
     OM_TRY(om_graph_print(before, &a));
     om_status s = om_graph_print(after, &b);
     if (s == OM_OK && strcmp(a, b) != 0) {
-        om_log(cx, 3, "pass %s changed the graph (%u -> %u nodes):", p->name, before->nodes.n, after->nodes.n);
+        om_log(cx, 3, "pass %s changed the graph (%u -> %u nodes):", name, before->nodes.n, after->nodes.n);
         if (cx->sv.log) cx->sv.log(cx->sv.user, 3, b);
     }
     om_free(cx, a);
@@ -100,30 +98,39 @@ static om_status passes_dump(om_ctx *cx, const om_pass *p, const om_graph *befor
     return s;
 }
 
-om_status om_passes_run(om_ctx *cx, const om_pass *const *list, om_graph **g) {
+om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step, const void *arg, om_graph **g) {
 #ifdef OM_DEBUG
-    bool verify = true;
+    const bool verify = true;
 #else
-    bool verify = passes_env("ORTMODULE_VERIFY");
+    const bool verify = passes_env("ORTMODULE_VERIFY");
 #endif
-    bool dump = passes_env("ORTMODULE_DUMP_PASSES");
     const char *limit = getenv("ORTMODULE_PASS_LIMIT");
-    long n = limit && *limit ? strtol(limit, NULL, 10) : -1;
-    for (int i = 0; list[i] && (n < 0 || i < n); i++) {
-        om_graph *next;
-        om_sabotage_enter(list[i]->name);
-        om_status s = list[i]->run(cx, *g, &next);
-        om_sabotage_enter(NULL);
-        OM_TRY(s);
-        if (verify && om_verify(next) != OM_OK) {
-            om_log(cx, 0, "the graph is wrong after pass %s: %s", list[i]->name, cx->message);
-            om_graph_free(next);
-            return cx->status;
-        }
-        s = dump ? passes_dump(cx, list[i], *g, next) : OM_OK;
-        om_graph_free(*g);
-        *g = next;
-        OM_TRY(s);
+    if (limit && *limit && i >= strtol(limit, NULL, 10)) return OM_OK;
+    om_graph *next;
+    om_sabotage_enter(name);
+    om_status s = step(cx, *g, arg, &next);
+    om_sabotage_enter(NULL);
+    OM_TRY(s);
+    if (verify && om_verify(next) != OM_OK) {
+        om_log(cx, 0, "the graph is wrong after pass %s: %s", name, cx->message);
+        om_graph_free(next);
+        return cx->status;
     }
+    s = passes_env("ORTMODULE_DUMP_PASSES") ? passes_dump(cx, name, *g, next) : OM_OK;
+    om_graph_free(*g);
+    *g = next;
+    return s;
+}
+
+static om_status passes_call(om_ctx *cx, const om_graph *in, const void *pass, om_graph **out) {
+    return ((const om_pass *)pass)->run(cx, in, out);
+}
+
+om_status om_passes_range(om_ctx *cx, const om_pass *const *list, int from, int to, om_graph **g) {
+    for (int i = from; i < to && list[i]; i++) OM_TRY(om_passes_step(cx, i, list[i]->name, passes_call, list[i], g));
     return OM_OK;
+}
+
+om_status om_passes_run(om_ctx *cx, const om_pass *const *list, om_graph **g) {
+    return om_passes_range(cx, list, 0, INT_MAX, g);
 }

@@ -12,13 +12,17 @@
 
 extern const om_pass *const om_passes[];         /* all of them, NULL-terminated */
 extern const om_pass *const om_passes_forward[]; /* after import, before gradients are built */
-extern const om_pass *const om_passes_joint[];   /* forward + backward graph */
-extern const om_pass *const om_passes_joint_layers[]; /* the same at memory level 1 */
+/* forward + backward graph; in the place of `remat` a variant's own set of flags is applied (run/model.c) */
+extern const om_pass *const om_passes_joint[];
+/* Passes [from, to) of a list, and one step that is none of it, number i of the pipeline: replaces *g. */
+om_status om_passes_range(om_ctx *cx, const om_pass *const *list, int from, int to, om_graph **g);
+typedef om_status (*om_pass_step)(om_ctx *cx, const om_graph *in, const void *arg, om_graph **out);
+om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step, const void *arg, om_graph **g);
 const om_pass *om_pass_find(const char *name);   /* NULL when unknown */
 
 /* The constant a value is, if all its elements are equal: true and the element as double (exact for every float and for
  * small integers). */
 bool om_pass_splat(const om_graph *g, om_id v, double *x);
-/* Same dtype, rank, device and sizes. */
+/* Same dtype, rank and sizes. */
 bool om_pass_same_type(const om_type *a, const om_type *b);
 #endif

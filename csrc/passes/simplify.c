@@ -92,17 +92,21 @@ static om_id simplify_cast(om_graph *g, const om_node *n, om_id x) {
     return om_b_cast(g, from, to);
 }
 
-static om_id simplify_concat(om_graph *g, const om_node *n) {
-    om_id in[SIMPLIFY_PARTS];
-    int k = 0;
+/* done: the gradients are built. Before that an operand of no elements is due a gradient, of no elements too. */
+static om_id simplify_concat(om_graph *g, const om_node *n, bool done) {
+    om_id in[SIMPLIFY_PARTS], empty[SIMPLIFY_PARTS];
+    int k = 0, n_empty = 0;
     int64_t axis = om_node_int(n, "axis", 0);
     if (n->n_in > SIMPLIFY_PARTS) return OM_NONE;
     for (int i = 0; i < n->n_in; i++) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE || om_ty(g, v)->dim[axis] != 0) in[k++] = v;
+        else if (om_is_float(om_ty(g, v)->dtype) && om_val(g, v)->role != OM_CONST) empty[n_empty++] = v;
     }
     if (k == n->n_in && k > 1) return OM_NONE;
-    return k == 0 ? om_ins(g, n)[0] : k == 1 ? in[0] : om_make(g, n->op, in, k, n->attr, n->n_attr);
+    om_id y = k == 0 ? om_ins(g, n)[0] : k == 1 ? in[0] : om_make(g, n->op, in, k, n->attr, n->n_attr);
+    for (int i = k == 0; i < n_empty && !done; i++) y = om_b_bin(g, &om_op_zero_grad, y, empty[i]);
+    return y;
 }
 
 static bool simplify_no_pad(const om_node *n) {
@@ -115,7 +119,7 @@ static bool simplify_no_pad(const om_node *n) {
 }
 
 /* The value that equals the result of n (a copy: building moves the array), or OM_NONE. */
-static om_id simplify_rule(om_graph *g, const om_node *n) {
+static om_id simplify_rule(om_graph *g, const om_node *n, bool done) {
     if (n->n_out != 1 || n->n_in == 0) return OM_NONE;
     om_id x = om_ins(g, n)[0], y = n->n_in > 1 ? om_ins(g, n)[1] : OM_NONE;
     const om_node *m = om_maker(g, x);
@@ -125,9 +129,11 @@ static om_id simplify_rule(om_graph *g, const om_node *n) {
     if (om_is(n, slice)) return simplify_slice(g, n, x);
     if (om_is(n, flip)) return simplify_flip(g, n, x);
     if (om_is(n, cast)) return simplify_cast(g, n, x);
-    if (om_is(n, concat)) return simplify_concat(g, n);
+    if (om_is(n, concat)) return simplify_concat(g, n, done);
     if (om_is(n, pad)) return simplify_no_pad(n) ? x : OM_NONE;
     if (om_is(n, copy)) return x;
+    if (om_is(n, zero_grad))
+        return done || !om_is_float(om_ty(g, y)->dtype) || om_val(g, y)->role == OM_CONST ? x : OM_NONE;
     if (om_is(n, stop_grad)) return !om_is_float(om_ty(g, x)->dtype) || (m && m->op == n->op) ? x : OM_NONE;
     if (om_is(n, dropout)) return om_node_float(n, "p", 0) == 0 ? x : OM_NONE;
     if (om_is(n, neg) || om_is(n, not)) return m && m->op == n->op ? om_ins(g, m)[0] : OM_NONE;
@@ -150,7 +156,7 @@ static om_status simplify_emit(om_rewriter *r, om_id id) {
     OM_TRY(om_rewrite_copy(r, id));
     om_graph *g = r->to;
     const om_node n = *om_last(g);
-    om_id y = simplify_rule(g, &n);
+    om_id y = simplify_rule(g, &n, r->from->grads.n > 0);
     if (g->cx->status != OM_OK) return g->cx->status;
     if (y != OM_NONE && om_pass_same_type(om_ty(g, y), om_ty(g, n.out))) r->map[r->from->nodes.v[id].out] = y;
     return OM_OK;

@@ -1,6 +1,7 @@
 /* guard.c - what a capture depends on, in C because it is asked at every step (ortmodule/guard.py, ortmodule/watch.py).
  *
- * guard_hash   the dictionaries of a module tree as one number: changes when an entry does.
+ * guard_hash   the dictionaries of a module tree, and the classes of its modules, as one number: changes when an entry
+ *              does.
  * guard_check  a table of things the user's code has read while it was captured: the first that is no longer what it
  *              was.
  * watch_calls  while a capture runs: a profile function of this thread that tells which code was entered. It is set
@@ -56,6 +57,11 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
     uint64_t h = 0x243f6a8885a308d3ull;
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *d = list ? PyList_GetItem(dicts, i) : PyTuple_GetItem(dicts, i), *key, *value;
+        if (d && PyTuple_CheckExact(d)) { /* objects whose class counts */
+            for (Py_ssize_t k = 0, m = PyTuple_Size(d); k < m; k++)
+                h = mix(h, (uint64_t)(uintptr_t)Py_TYPE(PyTuple_GetItem(d, k)));
+            continue;
+        }
         if (!d || !PyDict_Check(d)) return PyErr_Format(PyExc_TypeError, "guard_hash: item %zd is not a dictionary", i);
         Py_ssize_t pos = 0;
         h = mix(h, (uint64_t)PyDict_Size(d));
@@ -82,9 +88,10 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
  *   8 set       the set equals the frozen one
  *   9 memory    the bytes at the address `key` (of the array `holder`) are `value`
  *  10 call      key() gives value
+ *  11 functions the functions of the tuple `holder` have the code, defaults and keyword defaults of `value`, three each
  * "is" means: the same object, or equal plain values of the same type (floats by their bits, so that -0.0 and NaN
  * count). */
-enum { ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL };
+enum { ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS };
 
 static int same(PyObject *a, PyObject *b, int depth) { /* 1, 0, -1: error */
     if (a == b) return 1;
@@ -153,6 +160,30 @@ static int same_memory(PyObject *address, PyObject *value) {
     return !memcmp(p, bytes, (size_t)n);
 }
 
+/* Not part of the limited API, but as it is since Python 2; what is not found is asked for by name. */
+static PyObject *(*function_get[3])(PyObject *function);
+static const char *const function_has[3] = {"__code__", "__defaults__", "__kwdefaults__"};
+
+static int same_functions(PyObject *functions, PyObject *value) {
+    static bool looked;
+    if (!looked) {
+        *(void **)&function_get[0] = dlsym(RTLD_DEFAULT, "PyFunction_GetCode");
+        *(void **)&function_get[1] = dlsym(RTLD_DEFAULT, "PyFunction_GetDefaults");
+        *(void **)&function_get[2] = dlsym(RTLD_DEFAULT, "PyFunction_GetKwDefaults");
+        looked = true;
+    }
+    if (!PyTuple_CheckExact(functions) || !PyTuple_CheckExact(value)) return 0;
+    Py_ssize_t n = PyTuple_Size(functions);
+    if (PyTuple_Size(value) != 3 * n) return 0;
+    for (Py_ssize_t i = 0; i < 3 * n; i++) {
+        PyObject *f = PyTuple_GetItem(functions, i / 3), *now;
+        if (function_get[i % 3]) now = function_get[i % 3](f);
+        else if ((now = PyObject_GetAttrString(f, function_has[i % 3]))) Py_DECREF(now); /* the function holds it */
+        if ((now ? now : Py_None) != PyTuple_GetItem(value, i)) return 0;
+    }
+    return 1;
+}
+
 static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value) {
     switch (kind) {
     case ITEM: return same(PyDict_GetItemWithError(holder, key), value, 0);
@@ -166,6 +197,7 @@ static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value
     case SET: return PyObject_RichCompareBool(holder, value, Py_EQ);
     case MEMORY: return same_memory(key, value);
     case CALL: return same_owned(PyObject_CallNoArgs(key), value);
+    case FUNCTIONS: return same_functions(holder, value);
     default: PyErr_Format(PyExc_ValueError, "guard_check: kind %ld", kind); return -1;
     }
 }

@@ -37,8 +37,11 @@ static om_status call_run(om_run *r, const om_call *c) {
             return om_fail(r->cx, OM_INTERNAL, "call %d (%s) operand %d has no memory", r->pc,
                            c->node == OM_NONE ? "copy" : r->plan->g->nodes.v[c->node].op->name, i);
     }
-    if (c->kind == OM_CALL_COPY)
-        return c->write != OM_NONE && r->skip_writes ? OM_OK : r->plan->device->copy(r->cx, &arg[0], &arg[1]);
+    if (c->kind == OM_CALL_COPY) {
+        const om_device *d = r->plan->device;
+        if (c->write != OM_NONE && r->skip_writes) return OM_OK;
+        return d->copy_run ? d->copy_run(r->cx, c->prep, &arg[0], &arg[1]) : d->copy(r->cx, &arg[0], &arg[1]);
+    }
     const om_node *node = &r->plan->g->nodes.v[c->node];
     om_args a = {.node = node,
                  .prep = c->prep,
@@ -50,6 +53,10 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .out = arg + c->n_in,
                  .scalars = r->scalars,
                  .fault = &r->fault};
+    if (c->count.storage != OM_NONE) {
+        a.bounded = c->bounded;
+        a.count = (void *)((char *)om_run_storage(r, &r->plan->st[c->count.storage]) + c->count.offset);
+    }
     if (c->scratch != OM_NONE) a.scratch = om_run_storage(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);

@@ -1,8 +1,8 @@
 /* model.c - a captured graph and what is derived from it: variants (joint graphs) and plans, each made once and cached.
  *
  *   load      ONNX -> graph -> om_passes_forward
- *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint, or _joint_layers, by what
- *             is to be computed again -> segments
+ *   variant   forward graph -> gradients for what is wanted and arrives -> om_passes_joint, where a set of flags, a
+ *             policy's or the caller's, says what is computed again -> segments
  *   plan      per sizes and strides of the inputs; the least recently used of more than MAX_PLANS leaves the cache. Who
  *             uses it, a run or a forward in flight, still finds it; the last one to let go frees it
  *
@@ -10,9 +10,11 @@
  * be half done. All locks are therefore taken before a fork and given back after it, in the parent and in the child.
  */
 #include "passes/passes.h"
+#include "passes/remat.h"
 #include "run/plan.h"
 #include "graph/sabotage.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -91,7 +93,8 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
     model_enter(m);
-    om_status s = om_passes_run(mine, om_passes_forward, &m->g);
+    om_status s = om_bounded_ends(g);
+    if (s == OM_OK) s = om_passes_run(mine, om_passes_forward, &m->g);
     if (s == OM_OK) s = om_outputs_differentiable(mine, m->g, &m->differentiable);
     m->load_ms = om_now_ms() - t0;
     if (s != OM_OK) {
@@ -120,6 +123,7 @@ static void variant_free(om_ctx *cx, om_variant *v) {
     om_free(cx, v->wanted);
     om_free(cx, v->arriving);
     om_free(cx, v->group);
+    om_free(cx, v->again);
     om_flow_free(cx, &v->flow);
 }
 
@@ -203,50 +207,115 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, con
     return OM_OK;
 }
 
-static bool variant_is(const om_model *m, const om_variant *v, const uint8_t *wanted, const uint8_t *arriving,
-                       const int *group, om_recompute again) {
+/* A request for a variant: a policy, or a set of flags in its place. */
+typedef struct ask {
+    const uint8_t *wanted, *arriving;
+    const int *group;
+    om_recompute policy;
+    const uint8_t *again;    /* NULL: the policy's */
+    uint32_t n_again;
+} ask;
+
+static bool variant_gradients(const om_model *m, const om_variant *v, const ask *a) {
     const size_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
-    const bool gradients = !memcmp(v->wanted, wanted, n_in) && !memcmp(v->arriving, arriving, n_out);
-    const bool segments = !v->group == !group && (!group || !memcmp(v->group, group, n_in * sizeof *group));
-    return gradients && segments && v->again == again;
+    const bool gradients = !memcmp(v->wanted, a->wanted, n_in) && !memcmp(v->arriving, a->arriving, n_out);
+    return gradients && !v->group == !a->group && (!a->group || !memcmp(v->group, a->group, n_in * sizeof *a->group));
 }
 
-static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                               om_recompute again, int *variant) {
-    static const om_pass *const *const joint[OM_N_RECOMPUTE] = {
-        [OM_RECOMPUTE_CHEAP] = om_passes_joint,
-        [OM_RECOMPUTE_LAYERS] = om_passes_joint_layers,
-    };
+static bool variant_again(const om_variant *v, const uint8_t *again, uint32_t n) {
+    bool same = v->n_again == n;
+    for (uint32_t i = 0; i < n && same; i++) same = !v->again[i] == !again[i];
+    return same;
+}
+
+static bool variant_is(const om_model *m, const om_variant *v, const ask *a) {
+    const bool same = a->again ? variant_again(v, a->again, a->n_again) : v->policies >> a->policy & 1;
+    return same && variant_gradients(m, v, a);
+}
+
+/* The graph with gradients, as far as what is computed again is to be decided on: passes [0, *at) of the pipeline. */
+static om_status joint_begin(om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_flow *flow, om_graph **g,
+                             int *at) {
+    *at = 0;
+    while (om_passes_joint[*at] != &om_pass_remat) (*at)++;
+    OM_TRY(om_grad_flow(m->cx, m->g, wanted, arriving, flow, g));
+    return om_passes_range(m->cx, om_passes_joint, 0, *at, g);
+}
+
+typedef struct again_step { const om_facts *f; const uint8_t *again; } again_step;
+
+static om_status again_apply(om_ctx *cx, const om_graph *in, const void *arg, om_graph **out) {
+    const again_step *a = arg;
+    (void)in;
+    return om_remat_apply(cx, a->f, a->again, out);
+}
+
+/* The flags of `a` for graph v->g, and the graph that does what they say. *same: a variant that has them already, or
+ * NULL; then v->g is not finished. */
+static om_status joint_finish(om_model *m, const ask *a, int at, om_variant *v, om_variant **same) {
+    om_ctx *cx = m->cx;
+    om_facts *f = om_facts_new(cx, v->g);
+    v->n_again = v->g->values.n;
+    om_status s = f && (v->again = om_alloc(cx, (size_t)v->n_again + 1)) ? OM_OK : cx->status;
+    if (s == OM_OK && a->again && a->n_again != v->n_again)
+        s = om_fail(cx, OM_INVALID, "a set of %u flags for a graph of %u values: om_choice says how many there are",
+                    a->n_again, v->n_again);
+    if (s == OM_OK && a->again) memcpy(v->again, a->again, v->n_again);
+    else if (s == OM_OK) s = om_remat_policies[a->policy].choose(cx, &(om_remat_ask){v->g, f}, v->again);
+    for (int i = 0; i < m->n_variants && s == OM_OK && !*same; i++)
+        if (variant_gradients(m, &m->variant[i], a) && variant_again(&m->variant[i], v->again, v->n_again))
+            *same = &m->variant[i];
+    if (s == OM_OK && !*same) {
+        const char *name = !a->again && a->policy == OM_RECOMPUTE_LAYERS ? "layers" : "remat";
+        s = om_passes_step(cx, at, name, again_apply, &(again_step){f, v->again}, &v->g);
+        if (s == OM_OK) s = om_passes_range(cx, om_passes_joint, at + 1, INT_MAX, &v->g);
+    }
+    om_free(cx, f);
+    return s;
+}
+
+static om_status variant_build(om_model *m, const ask *a, int *variant) {
     om_ctx *cx = m->cx;
     uint32_t n_in = m->g->inputs.n, n_out = m->g->outputs.n;
-    if ((unsigned)again >= OM_N_RECOMPUTE)
+    if ((unsigned)a->policy >= OM_N_RECOMPUTE)
         return om_fail(cx, OM_INVALID, "a variant that computes %d again: 0 (what is cheap) and 1 (layers) are defined",
-                       (int)again);
+                       (int)a->policy);
     for (int i = 0; i < m->n_variants; i++)
-        if (variant_is(m, &m->variant[i], wanted, arriving, group, again)) {
+        if (variant_is(m, &m->variant[i], a)) {
             *variant = i;
             return OM_OK;
         }
-    if (m->n_variants == MAX_VARIANTS)
-        return om_fail(cx, OM_UNSUPPORTED,
-                       "more than %d sets of wanted and arriving gradients and memory levels for one graph",
-                       MAX_VARIANTS);
+    for (uint32_t i = 0; i < n_in; i++)
+        if (a->wanted[i] && om_val(m->g, m->g->inputs.v[i])->host)
+            return om_fail(cx, OM_INVALID, "graph input %u is a host scalar: it has no gradient", i);
     om_variant v = {.wanted = om_alloc(cx, n_in + 1),
                     .arriving = om_alloc(cx, n_out + 1),
-                    .again = again,
-                    .first_grad_in = n_in};
+                    .policies = a->again ? 0 : 1u << a->policy,
+                    .first_grad_in = n_in},
+               *same = NULL;
     double t0 = om_now_ms();
+    int at;
     om_status s = v.wanted && v.arriving ? OM_OK : cx->status;
-    if (s == OM_OK && group && !(v.group = om_alloc(cx, (n_in + 1) * sizeof *group))) s = cx->status;
+    if (s == OM_OK && a->group && !(v.group = om_alloc(cx, (n_in + 1) * sizeof *v.group))) s = cx->status;
     if (s == OM_OK) {
-        memcpy(v.wanted, wanted, n_in);
-        memcpy(v.arriving, arriving, n_out);
-        if (group) memcpy(v.group, group, n_in * sizeof *group);
-        s = om_grad_flow(cx, m->g, wanted, arriving, &v.flow, &v.g);
+        memcpy(v.wanted, a->wanted, n_in);
+        memcpy(v.arriving, a->arriving, n_out);
+        if (a->group) memcpy(v.group, a->group, n_in * sizeof *v.group);
+        s = joint_begin(m, a->wanted, a->arriving, &v.flow, &v.g, &at);
     }
-    if (s == OM_OK) s = om_passes_run(cx, joint[again], &v.g);
+    if (s == OM_OK) s = joint_finish(m, a, at, &v, &same);
+    if (s == OM_OK && same) {
+        same->policies |= v.policies;
+        *variant = (int)(same - m->variant);
+        variant_free(cx, &v);
+        return OM_OK;
+    }
+    if (s == OM_OK && m->n_variants == MAX_VARIANTS)
+        s = om_fail(cx, OM_UNSUPPORTED,
+                    "more than %d sets of wanted and arriving gradients and of what is computed again for one graph",
+                    MAX_VARIANTS);
     if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
-    if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, group, &v.n_segments);
+    if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, a->group, &v.n_segments);
     if (s == OM_OK) s = om_needs_make(cx, &v);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {
@@ -258,12 +327,87 @@ static om_status variant_build(om_model *m, const uint8_t *wanted, const uint8_t
     return OM_OK;
 }
 
-om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
-                           om_recompute again, int *variant) {
+static om_status variant_ask(om_ctx *cx, om_model *m, const ask *a, int *variant) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, variant_build(m, wanted, arriving, group, again, variant));
+    om_status s = forward_to(m->cx, cx, variant_build(m, a, variant));
     pthread_mutex_unlock(&m->lock);
     return s;
+}
+
+om_status om_model_variant(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
+                           om_recompute again, int *variant) {
+    return variant_ask(cx, m, &(ask){wanted, arriving, group, again, NULL, 0}, variant);
+}
+
+om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving,
+                                 const int *group, const uint8_t *again, int n_again, int *variant) {
+    return variant_ask(cx, m, &(ask){wanted, arriving, group, OM_RECOMPUTE_CHEAP, again, (uint32_t)n_again}, variant);
+}
+
+/* --- what there is to choose from --------------------------------------------------------------------- */
+
+struct om_choice {
+    om_ctx *cx;              /* the model's */
+    om_graph *g;
+    om_facts *f;
+    uint8_t *policy[OM_N_RECOMPUTE];
+};
+
+void om_choice_free(om_choice *c) {
+    if (!c) return;
+    for (int i = 0; i < OM_N_RECOMPUTE; i++) om_free(c->cx, c->policy[i]);
+    om_free(c->cx, c->f);
+    om_graph_free(c->g);
+    om_free(c->cx, c);
+}
+
+static om_status choice_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
+    om_ctx *cx = m->cx;
+    om_choice *c = *out = om_alloc(cx, sizeof *c);
+    if (!c) return cx->status;
+    om_flow flow = {0};
+    int at;
+    c->cx = cx;
+    om_status s = joint_begin(m, wanted, arriving, &flow, &c->g, &at);
+    om_flow_free(cx, &flow);
+    if (s == OM_OK && !(c->f = om_facts_new(cx, c->g))) s = cx->status;
+    for (int i = 0; i < OM_N_RECOMPUTE && s == OM_OK; i++) {
+        if (!(c->policy[i] = om_alloc(cx, (size_t)c->g->values.n + 1))) return cx->status;
+        s = om_remat_policies[i].choose(cx, &(om_remat_ask){c->g, c->f}, c->policy[i]);
+    }
+    return s;
+}
+
+om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
+    pthread_mutex_lock(&m->lock);
+    om_status s = forward_to(m->cx, cx, choice_build(m, wanted, arriving, out));
+    if (s != OM_OK) om_choice_free(*out), *out = NULL;
+    pthread_mutex_unlock(&m->lock);
+    return s;
+}
+
+int om_choice_values(const om_choice *c) { return (int)c->g->values.n; }
+const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy) { return c->policy[policy]; }
+
+om_choice_row om_choice_value(const om_choice *c, int i) {
+    const om_graph *g = c->g;
+    const om_id v = (om_id)i;
+    const om_value *x = om_val(g, v);
+    const om_node *n = om_maker(g, v);
+    const om_scope *at = n && n->scope < g->scopes.n ? &g->scopes.v[n->scope] : NULL;
+    om_choice_row row = {.illegal = om_remat_illegal(c->f, v),
+                         .op = n ? n->op->name : "",
+                         .module = at && at->module ? at->module : "",
+                         .file = at && at->file ? at->file : "",
+                         .line = at ? at->line : 0,
+                         .output = x->out,
+                         .dtype = x->type.dtype,
+                         .rank = x->type.rank,
+                         .kept = c->f->root[v] == v && n && n->phase == OM_FORWARD &&
+                                 om_last_holder(c->f, v, OM_BACKWARD) != OM_NONE};
+    for (int k = 0; k < x->type.rank; k++)
+        if (!om_dim_const(g, x->type.dim[k], &row.dim[k])) row.dim[k] = -1;
+    return row;
 }
 
 static void plan_unref(om_model *m, om_plan *p) { /* with the lock */
@@ -373,7 +517,8 @@ static om_io io_of(const om_graph *g, om_id id) {
 om_io om_model_input(const om_model *m, int i) {
     om_io io = io_of(m->g, m->g->inputs.v[i]);
     for (uint32_t k = 0; k < m->g->writes.n; k++) io.written |= m->g->writes.v[k].input == (om_id)i;
-    io.differentiable = om_is_float(io.dtype);
+    io.host = om_val(m->g, m->g->inputs.v[i])->host;
+    io.differentiable = om_is_float(io.dtype) && !io.host;
     return io;
 }
 

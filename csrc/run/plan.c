@@ -58,7 +58,8 @@ static om_call *call_new(planner *pl, om_call_kind kind, om_id node, int n_in, i
                    .node = node,
                    .write = OM_NONE,
                    .arg = arg,
-                   .scratch = OM_NONE};
+                   .scratch = OM_NONE,
+                   .count = {.storage = OM_NONE}};
     return c;
 }
 
@@ -144,6 +145,26 @@ static om_status operands_fit(const planner *pl, const om_node *n) {
     return OM_OK;
 }
 
+/* Which operands and outputs of node `id` have a bounded axis, and where the count lies if it is there by then. */
+static om_status count_find(planner *pl, om_id id, om_call *c) {
+    const om_graph *g = pl->g;
+    const om_node *n = &g->nodes.v[id];
+    om_id count = OM_NONE;
+    int8_t *axis = om_arena_alloc(&pl->p->mem, (size_t)n->n_in + n->n_out + 1);
+    if (!axis) return pl->cx->status;
+    for (int i = 0; i < n->n_in + n->n_out; i++) {
+        const om_id v = i < n->n_in ? om_ins(g, n)[i] : n->out + (om_id)(i - n->n_in);
+        om_dim size;
+        axis[i] = v == OM_NONE ? -1 : (int8_t)om_bounded_axis(g, om_ty(g, v), &size);
+        if (axis[i] >= 0) count = g->syms.v[g->exprs.v[~size].a].count;
+    }
+    const om_node *made = count == OM_NONE ? NULL : om_maker(g, count);
+    if (!made || made->phase != OM_FORWARD || om_val(g, count)->node >= id) return OM_OK;
+    c->bounded = axis;
+    c->count = arg_of(&pl->val[count]);
+    return OM_OK;
+}
+
 static om_status plan_node(planner *pl, om_id id) {
     const om_graph *g = pl->g;
     const om_node *n = &g->nodes.v[id];
@@ -157,9 +178,11 @@ static om_status plan_node(planner *pl, om_id id) {
     if (!host && !row->run)
         return om_fail(pl->cx, OM_UNSUPPORTED, "%s: device %s has no kernel for it", n->op->name,
                        pl->p->device->name);
-    om_tensor in[256] = {0}, out[64];
-    place ins[256];
-    if (n->n_in > 256) return om_fail(pl->cx, OM_UNSUPPORTED, "%s with %d operands: at most 256", n->op->name, n->n_in);
+    om_tensor in[OM_MAX_IN] = {0}, out[OM_MAX_OUT];
+    place ins[OM_MAX_IN];
+    if (n->n_in > OM_MAX_IN || n->n_out > OM_MAX_OUT)
+        return om_fail(pl->cx, OM_UNSUPPORTED, "%s with %d operands and %d outputs: at most %d and %d", n->op->name,
+                       n->n_in, n->n_out, OM_MAX_IN, OM_MAX_OUT);
     for (int i = 0; i < n->n_in; i++) {
         om_id v = om_ins(g, n)[i];
         if (v == OM_NONE) continue;
@@ -172,6 +195,7 @@ static om_status plan_node(planner *pl, om_id id) {
     if (!c) return pl->cx->status;
     c->attr = attr;
     c->row = host ? NULL : row;
+    if (g->bounded && !host) OM_TRY(count_find(pl, id, c));
     for (int i = 0; i < n->n_in; i++)
         c->arg[i] = om_ins(g, n)[i] == OM_NONE ? (om_parg){.storage = OM_NONE} : arg_of(&ins[i]);
     for (int i = 0; i < n->n_out; i++) {
@@ -185,6 +209,7 @@ static om_status plan_node(planner *pl, om_id id) {
     if (!host) {
         om_args a = {
             .node = n, .attr = attr, .n_attr = n->n_attr, .n_in = n->n_in, .n_out = n->n_out, .in = in, .out = out};
+        a.bounded = pl->calls.v[pl->calls.n - 1].bounded;
         int64_t bytes = row->scratch(pl->cx, &a);
         if (pl->cx->status != OM_OK) return pl->cx->status;
         if (bytes < 0 || bytes > OM_ADDRESSES)
@@ -308,6 +333,9 @@ static om_status writes_place(planner *pl) {
     om_status s = from ? OM_OK : pl->cx->status;
     /* values that are themselves inputs: a write might change them first */
     for (uint32_t i = 0; i < g->writes.n && s == OM_OK; i++) {
+        if (om_val(g, g->inputs.v[g->writes.v[i].input])->host)
+            s = om_fail(pl->cx, OM_INVALID, "graph input %u is a host scalar: no run may write it",
+                        g->writes.v[i].input);
         from[i] = pl->val[g->writes.v[i].value];
         if (pl->st.v[from[i].st].where == OM_W_INPUT && !om_sabotage("plan.write_order") &&
             !written_in_place(pl, &g->writes.v[i])) {
@@ -409,6 +437,7 @@ static void lifetimes(planner *pl) {
         for (int k = 0; k < c->n_in + c->n_out; k++)
             if (c->arg[k].storage != OM_NONE && (k >= c->n_in || !om_sabotage("plan.lifetime")))
                 use(&pl->st.v[c->arg[k].storage], (int)i);
+        if (c->count.storage != OM_NONE) use(&pl->st.v[c->count.storage], (int)i);
         if (c->scratch != OM_NONE) use(&pl->st.v[c->scratch], (int)i);
     }
 }
@@ -463,6 +492,7 @@ static void in_place(planner *pl) {
         om_call *c = &pl->calls.v[i];
         for (int k = 0; k < c->n_in + c->n_out; k++)
             if (c->arg[k].storage != OM_NONE) c->arg[k].storage = root(pl, c->arg[k].storage);
+        if (c->count.storage != OM_NONE) c->count.storage = root(pl, c->count.storage);
     }
 }
 
@@ -565,16 +595,19 @@ static void bytes_count(planner *pl) {
 
 /* What each call needs to know but addresses is worked out once, when layouts and storages are settled. */
 static om_status calls_prepare(planner *pl) {
-    om_tensor in[256], out[64];
+    om_tensor in[OM_MAX_IN], out[OM_MAX_OUT];
+    const om_device *d = pl->p->device;
     for (uint32_t i = 0; i < pl->calls.n; i++) {
         om_call *c = &pl->calls.v[i];
+        if (c->kind == OM_CALL_COPY && d->copy_prepare)
+            OM_TRY(d->copy_prepare(pl->cx, &pl->p->mem, &c->arg[0].t, &c->arg[1].t, &c->prep));
         if (c->kind != OM_CALL_RUN) continue;
         for (int k = 0; k < c->n_in; k++) in[k] = c->arg[k].storage == OM_NONE ? (om_tensor){0} : c->arg[k].t;
         for (int k = 0; k < c->n_out; k++) out[k] = c->arg[c->n_in + k].t;
         const om_node *n = &pl->g->nodes.v[c->node];
         om_args a = {.node = n, .graph = pl->g, .attr = c->attr, .n_attr = n->n_attr};
         a.n_in = c->n_in, a.n_out = c->n_out;
-        a.in = in, a.out = out;
+        a.in = in, a.out = out, a.bounded = c->bounded;
         OM_TRY(c->row->prepare(pl->cx, &pl->p->mem, &a, &c->prep));
     }
     return OM_OK;
@@ -631,7 +664,10 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
     p->grad_segment = om_arena_alloc(m, (g->grads.n + 1) * sizeof *p->grad_segment);
     p->n_key = om_plan_key_size(g);
     p->key = om_arena_alloc(m, (size_t)(p->n_key + 1) * sizeof *p->key);
+    p->host = om_arena_alloc(m, (g->inputs.n + 1) * sizeof *p->host);
     om_status s = cx->status;
+    for (om_id i = 0; i < g->inputs.n && s == OM_OK; i++)
+        if (om_val(g, g->inputs.v[i])->host) p->host[p->n_host++] = i;
     if (s == OM_OK) s = om_syms_bind(cx, g, in, p->sym);
     if (s == OM_OK) om_plan_key(g, in, p->key);
     if (s == OM_OK) s = grad_segments(&pl);
@@ -671,6 +707,7 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
 
 void om_plan_free(om_ctx *cx, om_plan *p) {
     if (!p) return;
+    if (p->device->plan_end) p->device->plan_end(p);
     om_block_put(p->constants);
     om_arena_free(&p->mem);
     om_free(cx, p);

@@ -7,7 +7,9 @@
  *
  * A run is a program counter over a slice of that list. It stops at the end of a segment or before a HOST call (a yield
  * point): the host does its part (an ATen region, a PythonOp, a module kept in PyTorch), hands the results in, and
- * resumes. Nothing else in the engine waits for, or calls, the host.
+ * resumes. Nothing else in the engine waits for, or calls, the host. Nor does a run wait for its device: when
+ * om_run_resume returns, the calls are queued; what fails later is told by the next download, or by the next
+ * om_run_resume that finds it known (late faults: graph/device.h).
  *
  * SPACE. Every value lies in one storage; views share their source's. A storage is in one of:
  *
@@ -16,7 +18,8 @@
  *              host never reads the arena. So a host can keep the block as a saved tensor, freed, checked and refused a
  *              second time by its own rules, and the om_state as long.
  *     INPUT    a tensor of the host (parameter, buffer, user tensor, arriving gradient): borrowed for one call, any
- *              strides.
+ *              strides. It lies in the device's memory; a host scalar (om_value.host) in the host's: its bytes are
+ *              taken when the run begins and lie behind the run's scalars, in the device's memory.
  *     OUTPUT   a block of its own that the host owns when the forward has ended: what a user can hold is never in the
  *              arena.
  *     GRAD     the same for a returned gradient: sizes, dtype and strides of its input, no other reference, handed over
@@ -73,11 +76,13 @@ typedef struct om_call {
     uint16_t n_in, n_out;
     om_id node;                /* OM_NONE for copies the planner added */
     const om_row *row;         /* RUN: how the plan's device computes it */
-    const void *prep;          /* what the row prepared for these sizes */
+    const void *prep;          /* what the row, for copies the device, prepared for these sizes */
     om_id write;               /* COPY that is a write-back: its graph input; else OM_NONE */
     const om_attr *attr;
     om_parg *arg;              /* n_in + n_out */
     uint32_t scratch;          /* storage or OM_NONE */
+    const int8_t *bounded;     /* om_args.bounded, or NULL; then count.storage is OM_NONE */
+    om_parg count;             /* what om_args.count points to: as good as an operand */
 } om_call;
 
 /* kept: arena bytes alive between forward and backward */
@@ -96,6 +101,8 @@ struct om_plan {
     int64_t *key;              /* threads, sizes and strides of the inputs, values that are sizes; n_key entries */
     int n_key;
     int64_t *sym;
+    om_id *host;               /* graph inputs that are host scalars, as they lie behind the symbols */
+    int n_host;
     om_call *calls;
     int n_calls, n_forward;    /* calls[0, n_forward) are the forward */
     int n_segments;
@@ -107,6 +114,8 @@ struct om_plan {
     om_tensor *grad;           /* per graph->grads entry; dtype OM_NODTYPE when absent */
     int *grad_segment;         /* per graph->grads entry */
     om_block *constants;       /* where the device's memory is not the host's */
+    void *of_device;           /* the device's own, NULL at first: it sets this under a lock of its own, as several runs
+                                  may share a plan, and frees it in plan_end */
     om_plan_bytes bytes;
     double ms;                 /* time planning took */
 };
@@ -170,7 +179,11 @@ typedef struct om_variant {
     om_facts *facts;           /* of g */
     uint8_t *wanted, *arriving;
     int *group;
-    om_recompute again;        /* wanted, arriving, group and this are the key */
+    /* per value of the joint graph before it was decided: backward computes it again; n_again of them. wanted,
+     * arriving, group and this are the key */
+    uint8_t *again;
+    uint32_t n_again;
+    uint32_t policies;         /* bit per om_recompute that chooses this set */
     int n_segments;
     om_id first_grad_in;       /* graph inputs from here on are arriving gradients */
     om_flow flow;

@@ -44,11 +44,12 @@ void om_run_free(om_run *r) {
     om_free(r->cx, r);
 }
 
-/* A run of `plan`, which becomes the run's to release, also when this fails. */
-static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, uint64_t seed, om_run **out) {
+/* A run of `plan`, which becomes the run's to release, also when this fails. inputs: those the host gives, or NULL. */
+static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, const om_tensor *inputs, uint64_t seed,
+                         om_run **out) {
     const om_graph *g = plan->g;
     const size_t n_in = g->inputs.n, n_out = g->outputs.n, n_grad = g->grads.n, n_ptr = n_in + 4 * n_out + 2 * n_grad;
-    const size_t scalar_size = sizeof(om_scalars) + g->syms.n * sizeof(int64_t);
+    const size_t scalar_size = sizeof(om_scalars) + (g->syms.n + (size_t)plan->n_host) * sizeof(int64_t);
     om_run *r = om_alloc(cx, sizeof *r + n_ptr * sizeof(void *) + scalar_size);
     if (!r) {
         om_plan_release(m, plan);
@@ -66,11 +67,20 @@ static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, uint64_t seed, 
     om_scalars *scalars = (om_scalars *)(void *)(r->grad_block + n_grad);
     scalars->seed = seed;
     memcpy(scalars->sym, plan->sym, g->syms.n * sizeof *plan->sym);
+    int64_t *number = scalars->sym + g->syms.n;
+    for (int k = 0; inputs && k < plan->n_host; k++) {
+        const om_tensor *t = &inputs[plan->host[k]];
+        if (t->dtype && t->device != -1)
+            om_fail(cx, OM_INVALID, "graph input %u is a host scalar: its tensor must be on the CPU", plan->host[k]);
+        else if (t->dtype) memcpy(&number[k], t->data, om_dtype_size(t->dtype));
+    }
     r->scalars = scalars;
     if (!plan->device->host_memory && (r->scalar_block = block_get(r, (int64_t)scalar_size))) {
         r->scalars = r->scalar_block->data;
         plan->device->upload(cx, r->scalar_block->data, scalars, scalar_size);
     }
+    for (int k = 0; k < plan->n_host; k++)
+        r->input[plan->host[k]] = (char *)r->scalars + ((char *)&number[k] - (char *)scalars);
     if (om_model_profiling(m)) r->profile = om_alloc(cx, OM_N_PROFILE * sizeof *r->profile);
     if (cx->status != OM_OK) {
         om_run_free(r);
@@ -82,30 +92,10 @@ static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, uint64_t seed, 
 
 /* --- forward ------------------------------------------------------------------------------------ */
 
-/* Inputs whose values are sizes, brought to the host: *own is the list with them, to be freed. */
-static om_status sizes_download(om_ctx *cx, const om_graph *g, uint32_t n, const om_tensor *in, om_tensor **own) {
-    const om_device *d = g->cx->device;
-    bool any = false;
-    for (uint32_t i = 0; i < g->syms.n; i++) any |= g->syms.v[i].axis < 0 && g->syms.v[i].input != OM_NONE;
-    *own = NULL;
-    if (d->host_memory || !any) return OM_OK;
-    if (!(*own = om_alloc(cx, n * (sizeof **own + sizeof(int64_t))))) return cx->status;
-    int64_t *value = (int64_t *)(void *)(*own + n);
-    memcpy(*own, in, n * sizeof *in);
-    for (uint32_t i = 0; i < g->syms.n; i++) {
-        const om_sym *s = &g->syms.v[i];
-        if (s->axis >= 0 || s->input == OM_NONE || in[s->input].dtype != OM_I64 || !in[s->input].data) continue;
-        OM_TRY(d->download(cx, &value[s->input], in[s->input].data, sizeof *value));
-        (*own)[s->input].data = &value[s->input];
-    }
-    return OM_OK;
-}
-
 om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, uint64_t seed, bool write,
                          om_run **run) {
     const om_variant *v = om_model_variant_at(m, variant);
     om_plan *plan = NULL;
-    om_tensor *own;
     om_run *r = NULL;
     *run = NULL;
     if (!v) return om_fail(cx, OM_INVALID, "variant %d does not exist", variant);
@@ -116,13 +106,12 @@ om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *
                 "graph input %u is on device cuda:%d; this build runs on the CPU: move the module and its inputs", i,
                 inputs[i].device);
     cx->device = v->g->cx->device;
-    om_status s = sizes_download(cx, v->g, v->first_grad_in, inputs, &own);
-    if (s == OM_OK) s = om_plan_get(cx, m, variant, own ? own : inputs, &plan);
-    om_free(cx, own);
-    if (s == OM_OK) s = run_new(cx, m, plan, seed, &r);
+    om_status s = om_plan_get(cx, m, variant, inputs, &plan);
+    if (s == OM_OK) s = run_new(cx, m, plan, inputs, seed, &r);
     if (s != OM_OK) return s;
     r->skip_writes = !write;
-    for (uint32_t i = 0; i < v->first_grad_in; i++) r->input[i] = inputs[i].data;
+    for (uint32_t i = 0; i < v->first_grad_in; i++)
+        if (!om_val(v->g, v->g->inputs.v[i])->host) r->input[i] = inputs[i].data;
     if ((r->arena_block = block_get(r, plan->bytes.arena))) r->arena = r->arena_block->data;
     for (uint32_t i = 0; i < plan->g->outputs.n && cx->status == OM_OK; i++)
         if ((r->output_block[i] = block_get(r, tensor_bytes(&plan->output[i]))))
@@ -212,6 +201,7 @@ static om_status backward_begin(om_run *r, const om_variant *v, const om_tensor 
         const om_tensor *t = inputs ? &inputs[i] : &left_out;
         if (!v->needs.reads_input[i]) continue;
         if (!t->dtype) return om_fail(r->cx, OM_INVALID, "backward: graph input %u is read and was not given", i);
+        if (om_val(g, g->inputs.v[i])->host) continue; /* taken along with the seed */
         OM_TRY(backward_given(r, t, &p->input[i], "graph input", i, &r->input[i]));
     }
     for (uint32_t i = 0; i < g->outputs.n; i++) {
@@ -244,7 +234,7 @@ om_status om_run_backward(om_ctx *cx, const om_state *state, void *arena, size_t
                        "backward: this is not the state of a forward of this graph and variant: its arena has %lld "
                        "bytes, %zu were given",
                        (long long)plan->bytes.arena, arena_size);
-    OM_TRY(run_new(cx, state->model, om_plan_hold(state->model, plan), state->seed, &r));
+    OM_TRY(run_new(cx, state->model, om_plan_hold(state->model, plan), inputs, state->seed, &r));
     r->backward = true;
     r->pc = plan->n_forward;
     r->arena = arena;

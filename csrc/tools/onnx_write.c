@@ -35,7 +35,7 @@ typedef struct writer {
     bool microsoft;          /* com.microsoft operators are in use */
 } writer;
 
-enum { WRITE_OUT = 64 }; /* outputs a node may have */
+enum { WRITE_OUT = OM_MAX_OUT }; /* outputs a node may have */
 
 #define FAILED(w) ((w)->cx->status != OM_OK)
 
@@ -280,8 +280,9 @@ static const char *one_like(writer *w, double x) { return write_scalar(w, in_typ
 typedef struct write_row { const om_op *op; const char *onnx; void (*rule)(writer *w, const char *onnx); } write_row;
 
 static void rule_same(writer *w, const char *onnx) { /* all operands, first output, no attributes */
-    const char *in[256];
-    int n = w->n->n_in < 256 ? w->n->n_in : 256;
+    const char *in[OM_MAX_IN];
+    const int n = w->n->n_in;
+    if (n > OM_MAX_IN) return write_refuse(w, "it has too many operands");
     for (int i = 0; i < n; i++) in[i] = in_name(w, i);
     write_node(w, "", onnx, out_name(w, 0), in, n);
 }
@@ -432,6 +433,13 @@ static void rule_arg(writer *w, const char *onnx) {
     write_int(w, "axis", om_node_int(w->n, "axis", 0));
     write_int(w, "keepdims", om_node_int(w->n, "keepdims", 0));
 }
+static void rule_topk(writer *w, const char *onnx) {
+    const int axis = (int)om_node_int(w->n, "axis", 0);
+    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_dim(w, out_type(w, 0)->dim[axis]));
+    write_output(w, out_name(w, 1));
+    write_int(w, "axis", axis);
+    write_int(w, "largest", om_node_int(w->n, "largest", 1));
+}
 static void rule_cumsum(writer *w, const char *onnx) {
     EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_int_scalar(w, om_node_int(w->n, "axis", 0)));
     write_int(w, "exclusive", om_node_int(w->n, "exclusive", 0));
@@ -574,7 +582,8 @@ static void rule_attention(writer *w, const char *onnx) {
 static void rule_scatter(writer *w, const char *onnx) {
     rule_same(w, onnx);
     if (w->n->op == &om_op_scatter_elements) write_int(w, "axis", om_node_int(w->n, "axis", 0));
-    write_text(w, "reduction", om_node_int(w->n, "reduce", 0) ? "add" : "none");
+    static const char *const how[] = {"none", "add", "max", "min"};
+    write_text(w, "reduction", how[om_node_int(w->n, "reduce", 0)]);
 }
 
 static void rule_cross_entropy(writer *w, const char *onnx) {
@@ -622,6 +631,14 @@ static void rule_cross_entropy(writer *w, const char *onnx) {
     EMIT(w, "Div", out_name(w, 0), loss, count);
 }
 
+/* pad: begins, then ends, or one number per axis for both */
+static void write_pads(writer *w, int spatial) {
+    int64_t v[6] = {0};
+    const int n = attr_known(w, "pad", v, 6);
+    if (n < 2 * spatial)
+        for (int i = 2 * spatial - 1; i >= 0; i--) v[i] = v[n > 1 ? i % spatial : 0];
+    write_ints(w, "pads", v, 2 * spatial);
+}
 static void write_window(writer *w, const char *const (*names)[2], int n_names, int spatial) {
     for (int k = 0; k < n_names; k++) {
         int64_t v[6];
@@ -638,6 +655,23 @@ static void rule_conv(writer *w, const char *onnx) {
     rule_same(w, onnx);
     write_window(w, names, 3, in_type(w, 0)->rank - 2);
     write_int(w, "group", om_node_int(w->n, "groups", 1));
+}
+static void rule_conv_transpose(writer *w, const char *onnx) {
+    static const char *const names[][2] = {
+        {"stride", "strides"}, {"dilation", "dilations"}, {"out_pad", "output_padding"}};
+    rule_same(w, onnx);
+    write_window(w, names, 3, in_type(w, 0)->rank - 2);
+    write_pads(w, in_type(w, 0)->rank - 2);
+    write_int(w, "group", om_node_int(w->n, "groups", 1));
+}
+static void rule_col2im(writer *w, const char *onnx) {
+    static const char *const names[][2] = {{"stride", "strides"}, {"dilation", "dilations"}};
+    const om_type *t = out_type(w, 0);
+    int64_t kernel[3];
+    const int n = attr_known(w, "kernel", kernel, 3);
+    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), write_dims(w, t->dim + 2, n), write_int_list(w, kernel, n));
+    write_window(w, names, 2, n);
+    write_pads(w, n);
 }
 static void rule_pool(writer *w, const char *onnx) {
     static const char *const names[][2] = {
@@ -737,8 +771,9 @@ static void rule_lamb(writer *w, const char *onnx) {
 }
 
 static void rule_all(writer *w, const char *onnx) { /* l2_norm_all, all_finite */
-    const char *in[256];
-    for (int i = 0; i < w->n->n_in && i < 256; i++) in[i] = in_name(w, i);
+    const char *in[OM_MAX_IN];
+    if (w->n->n_in > OM_MAX_IN) return write_refuse(w, "it has too many operands");
+    for (int i = 0; i < w->n->n_in; i++) in[i] = in_name(w, i);
     write_microsoft(w, onnx, out_name(w, 0), in, w->n->n_in);
 }
 
@@ -776,6 +811,7 @@ static const write_row rows[] = {
     {&om_op_flip, "Slice", rule_flip},
     {&om_op_stop_grad, "Identity", rule_first},
     {&om_op_straight_through, "Identity", rule_first},
+    {&om_op_zero_grad, "Identity", rule_first},
     {&om_op_copy, "Identity", rule_first},
     {&om_op_dropout, "Identity", rule_first},
     {&om_op_concat, "Concat", rule_axis},
@@ -808,6 +844,7 @@ static const write_row rows[] = {
     {&om_op_argmax, "ArgMax", rule_arg},
     {&om_op_argmin, "ArgMin", rule_arg},
     {&om_op_cumsum, "CumSum", rule_cumsum},
+    {&om_op_topk, "TopK", rule_topk},
     {&om_op_softmax, "Softmax", rule_axis},
     {&om_op_log_softmax, "LogSoftmax", rule_axis},
     {&om_op_layer_norm, "LayerNormalization", rule_layer_norm},
@@ -822,6 +859,8 @@ static const write_row rows[] = {
     {&om_op_scatter_nd, "ScatterND", rule_scatter},
     {&om_op_cross_entropy, "SoftmaxCrossEntropyLoss", rule_cross_entropy},
     {&om_op_conv, "Conv", rule_conv},
+    {&om_op_conv_transpose, "ConvTranspose", rule_conv_transpose},
+    {&om_op_col2im, "Col2Im", rule_col2im},
     {&om_op_max_pool, "MaxPool", rule_pool},
     {&om_op_avg_pool, "AveragePool", rule_pool},
     {&om_op_adaptive_avg_pool, "AveragePool", rule_adaptive},

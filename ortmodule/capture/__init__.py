@@ -6,6 +6,7 @@ place.
     convert.py      pure nodes -> ONNX, with ops_*.py: one row per ATen operator
     onnx_build.py   the ModelProto; onnx_functions.py: bodies of the ortmodule operators
     skeleton.py     flattening of arguments and results
+    facts.py        what the trace took for granted of the arguments besides sizes
     regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
     marks.py        where hooks on submodules would run, while tracing
@@ -25,12 +26,23 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from .. import patches
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..guard import Place
-from . import cuts, marks, ops_math, ops_nn, ops_shape  # noqa: F401  their rows register themselves
+from . import (  # noqa: F401  the rows of ops_* register themselves
+    cuts,
+    marks,
+    ops_math,
+    ops_nn,
+    ops_recurrent,
+    ops_select,
+    ops_shape,
+    ops_windows,
+)
 from .convert import HostOp, convert
 from .export import Exported, capture_error, export_module
+from .facts import Test
 from .functional import STOP, Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import without_values
@@ -74,7 +86,7 @@ class Captured:
     nodes with `host_index`. fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this
     graph. fixed_scalars: int/float leaves whose value the graph depends on (all of them unless captured with
     symbolic_scalars). rebinds: graph inputs that are buffers to which forward assigns new tensors; the graph writes
-    into them. between: output -> outputs (bits) that it is computed from.
+    into them. between: output -> outputs (bits) that it is computed from. tests: of facts.py, for tensors that `fits`.
     """
 
     onnx: bytes
@@ -92,6 +104,7 @@ class Captured:
     fixed_scalars: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     between: dict[int, int] = field(default_factory=dict)
+    tests: list[Test] | None = None
     # what submodules kept in PyTorch returned, as tensors without values
     kept: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -128,12 +141,14 @@ def capture(
         cut=cut,
     )
     program = functionalize(exported)
+    tests = _tests(program, exported, flatten_inputs(args, kwargs), module)
     if exported.table.marks:
         if exported.rebinds:
             raise CaptureError(f"forward assigns to the buffer {exported.rebinds[0]} while submodules have hooks")
         return _capture_parts(
-            program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started
-        )
+            program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started,
+            tests,
+        )  # fmt: skip
     keep_unknown_sizes(program, exported)
     rebuild = _outputs(program, exported)
     try:
@@ -160,6 +175,7 @@ def capture(
         kept=without_values(exported.table),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],
         between=_between(program),
+        tests=tests,
     )
 
 
@@ -181,6 +197,7 @@ def _capture_parts(
     dynamic: bool,
     symbolic_scalars: bool,
     started: float,
+    tests: list[Test] | None,
 ) -> CutCaptured:
     rebuild = _outputs(program, exported)
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
@@ -238,7 +255,7 @@ def _capture_parts(
         n_user_outputs=len(cut.outputs),
         rebuild=rebuild,
         passthrough={},
-        views={},
+        views=_views(program, {node: i for i, node in enumerate(n for s, n in program.inputs if s.kind != "constant")}),
         writes=[],
         host_ops=[op for c in made for op in c.host_ops],
         seconds=time.perf_counter() - started,
@@ -249,7 +266,27 @@ def _capture_parts(
         cut=cut,
         captured=captured,
         interpreters=interpreters,
+        tests=tests,
     )
+
+
+def _tests(program: Program, exported: Exported, flat: FlatInputs, module: nn.Module) -> list[Test] | None:
+    """What later calls must have in common with this one, besides sizes."""
+    facts, scope = exported.facts, patches.here()
+    if scope is not None and scope.watch is not None:
+        facts.identity |= scope.watch.identity
+        facts.bare = scope.watch.looks_inside()
+    outs = [x for x in program.outputs if isinstance(x, Node)]
+    if facts.by_layout and (program.edits or facts.identity or program.passthrough or program.views
+                            or len(outs) != len(set(outs))):  # fmt: skip
+        facts.layouts.update(range(len(flat.tensors)))
+    facts.layouts |= program.layouts
+    for source in program.edited:
+        if source.kind == "user":
+            facts.edited.add(source.leaf)
+        else:
+            facts.edited_names.add(source.target)
+    return facts.freeze(flat.tensors, module)
 
 
 def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[Node, int]]:

@@ -169,6 +169,16 @@ class Converter:
     def neg(self, v: Val) -> Val:
         return self.un("Neg", v)
 
+    def stop(self, v: Val) -> Val:
+        return self.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule") if v.dtype.is_floating_point else v
+
+    def zero(self, v: Val, *xs: Val) -> Val:
+        """v, of whose gradient the xs get zeros, not None: operators that a gradient enters and does not leave."""
+        for x in xs:
+            if v.dtype.is_floating_point and x.dtype.is_floating_point:
+                v = self.b.op("ZeroGradient", [v, x], v.dtype, v.shape, "ortmodule")
+        return v
+
     def reshape(self, v: Val, shape: tuple[Any, ...]) -> Val:
         if v.shape == shape:
             return v
@@ -438,7 +448,29 @@ class Converter:
             arguments=json.dumps([p[0] for p in parts]),
             host_index=host,
         )
+        for i, dead in enumerate(self.passive(n) if any(t.is_floating_point() for t in outs) else ()):
+            values[i] = self.stop(values[i]) if dead else values[i]
         self.values[n] = values[0] if isinstance(n.val, Tensor) else values
+
+    def passive(self, n: Node) -> list[bool]:
+        """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without
+        values, of the sizes at hand: nothing is asked of symbols."""
+        def val(a: Any) -> Any:
+            if isinstance(a, (torch.SymInt, torch.SymFloat)):
+                return a.node.hint
+            if isinstance(a, Node) and isinstance(a.val, Tensor):
+                t = torch.empty([val(d) for d in a.val.shape], dtype=a.val.dtype, device="meta")
+                return t.requires_grad_(t.is_floating_point())
+            if isinstance(a, Node):
+                return val(a.val)
+            return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        try:
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                out = n.target(*[val(a) for a in n.args], **{k: val(a) for k, a in n.kwargs.items()})
+        except Exception:  # noqa: BLE001  (no kernel for such tensors, a size that is not known)
+            return []
+        return [not t.requires_grad for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
 
     def natural_dtype(self, n: Node) -> torch.dtype | None:
         """Element type of the result without autocast; None when the operator refuses the operands as they are."""

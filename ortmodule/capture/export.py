@@ -38,6 +38,7 @@ from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
 from ..watch import quiet, running
 from . import marks, opaque
+from .facts import Facts, Known
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
 
@@ -59,7 +60,9 @@ class Source:
 class Exported:
     """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order;
     rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor. tried: files and lines of
-    the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs."""
+    the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs.
+    facts: what the trace was told of the arguments. same: which results are a tensor argument (its number), parameter
+    or buffer (its name)."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -73,17 +76,29 @@ class Exported:
     rebinds: list[str] = field(default_factory=list)
     tried: set[tuple[str, int]] = field(default_factory=set)
     n_made: int = 0
+    facts: Facts = field(default_factory=Facts)
+    same: dict[int, int | str] = field(default_factory=dict)
 
 
 class _Wrapper(nn.Module):
     """Flat leaves in, flat tuple of leaves out."""
 
     def __init__(
-        self, module: nn.Module, fill: Fill, n_tensors: int, float_leaves: Collection[int], box: dict[str, Any]
+        self,
+        module: nn.Module,
+        fill: Fill,
+        tensors: list[Tensor],
+        float_leaves: Collection[int],
+        box: dict[str, Any],
     ) -> None:
         super().__init__()
         self.m = module
         self._fill = fill
+        known = Known(module)
+        self._twins = {i: name for i, t in enumerate(tensors) if (name := known.name(t)) is not None}
+        # with attributes of other names: the export looks into lists and dictionaries of a module
+        self._real: Callable[[], dict[int | str, Tensor]] = lambda: {**dict(enumerate(tensors)), **owned}
+        owned = dict(_tensors_of(module))
         self._floats = frozenset(float_leaves)
         self._box = box
         self.training = module.training
@@ -92,16 +107,21 @@ class _Wrapper(nn.Module):
         # A float argument travels as a 0-d tensor; item() gives the symbolic Python number that torch's promotion rules
         # expect.
         values = [x.item() if i in self._floats else x for i, x in enumerate(leaves)]
+        owned = dict(_tensors_of(self.m))
+        for i, name in self._twins.items():  # an argument that is a parameter or buffer
+            values[i] = owned[name]
+        given = {id(t): name for name, t in reversed([*owned.items()])}
+        standing = {**{id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}, **given}
         args, kwargs = self._fill(values)
-        given = _contents((args, kwargs))
+        contents = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        known = [*leaves, *self.m.parameters(), *self.m.buffers()]
-        with refusing(is_user_file, frozenset(map(id, known))) as asked, running():
+        with refusing(is_user_file, standing, self._real()) as asked, running():
             out = self.m(*args, **kwargs)
+        self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
-        if _contents((args, kwargs)) != given:
+        if _contents((args, kwargs)) != contents:
             raise CaptureError("forward edits a container or object among its arguments")
         self._box["rebinds"] = _write_assigned(before, [x for x in leaves if isinstance(x, Tensor)])
         flat: list[Any] = []
@@ -121,7 +141,13 @@ class _Wrapper(nn.Module):
         self._box["rebuild"] = skeleton(out, leaf)
         self._box["structure"] = _structure(out)
         self._box["hold"] = flat
+        self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
         return (*flat, *made)
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by all their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def _write_assigned(
@@ -389,7 +415,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             ones_are_symbols: bool = True) -> Exported:  # fmt: skip
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
-    leaves: list[Any] = [_example(t) for t in flat.tensors]
+    examples: dict[int, Tensor] = {}  # an argument that is given twice is one tensor for the trace, too
+    leaves: list[Any] = [examples.setdefault(id(t), _example(t)) for t in flat.tensors]
     floats: list[int] = []
     if symbolic_scalars:
         for i, x in enumerate(flat.scalars):
@@ -409,7 +436,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
             table.recorded, result = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
     box: dict[str, Any] = {}
-    wrapper = _Wrapper(module, fill, n, floats, box)
+    wrapper = _Wrapper(module, fill, flat.tensors, floats, box)
     shapes: Any = None
     if dynamic or symbolic_scalars:
         auto = Dim.AUTO
@@ -440,8 +467,11 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         _light(),
         private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),
     ):
-        program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
-                                      prefer_deferred_runtime_asserts_over_guards=False)
+        try:
+            program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=shapes, strict=False,
+                                          prefer_deferred_runtime_asserts_over_guards=False)
+        finally:
+            wrapper._real = dict  # the arguments are the caller's to hold
     if cut:
         marks.check(program, module, table)
     if keep and not dynamic and box["structure"] != _structure(result):
@@ -462,6 +492,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         box["rebinds"],
         box["tried"],
         len(box["made"]),
+        box["facts"],
+        box["same"],
     )
 
 

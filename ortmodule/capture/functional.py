@@ -11,7 +11,8 @@ At the end the inputs whose version is above zero are the write-backs. Written b
 that takes seconds on a 12-layer model and rewrites dropout and batch_norm.
 
 Grad modes: regions under no_grad come as sub-graphs and are inlined; what leaves one is wrapped in STOP. A write under
-no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old).
+no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old). A value that is
+written over and not read gets a gradient of zeros, which is not None: base := ZERO(new, old).
 
 Invariants: the list is in topological order and free of dead nodes; nodes have no side effects; a node's `val` is the
 fake tensor (or tuple of them) that the export recorded or, for nodes made here, that the operation gives on fake
@@ -36,10 +37,11 @@ from .opaque import CUT, HOST, SHARES, Expected
 aten = torch.ops.aten
 
 # Targets of nodes that are no ATen call.
-INPUT, STOP, THROUGH, COPY, FILL, BATCH_NORM = (
+INPUT, STOP, THROUGH, ZERO, COPY, FILL, BATCH_NORM = (
     "input",
     "stop_gradient",
     "straight_through",
+    "zero_gradient",
     "copy",
     "fill",
     "batch_norm_train",
@@ -50,7 +52,7 @@ class Node:
     """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src:
     (module, file, line); grad: made in grad mode; autocast: made under autocast."""
 
-    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped")
+    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped", "reached")
 
     def __init__(
         self,
@@ -71,6 +73,23 @@ class Node:
         self.autocast = autocast
         self.live = False
         self.stopped: Node | None = None
+        self.reached: bool | None = None
+
+    def differentiable(self) -> bool:
+        """May it require a gradient: computed in grad mode from floating-point inputs?"""
+        rest = [self]
+        while rest:
+            n = rest[-1]
+            if n.reached is None:
+                float_ = not isinstance(n.val, Tensor) or _is_float(n.val)
+                n.reached = float_ and n.grad and n.target == INPUT
+                if float_ and n.grad and n.target != STOP:
+                    unknown = [i for i in n.inputs() if i.reached is None]
+                    n.reached = None if unknown else n.reached or any([i.reached for i in n.inputs()])
+                    rest += unknown
+            if n.reached is not None:
+                rest.pop()
+        return bool(self.reached)
 
     def inputs(self) -> Iterator[Node]:
         yield from _nodes_in(self.args)
@@ -88,7 +107,9 @@ def _nodes_in(args: Any) -> Iterator[Node]:
 class Program:
     """The pure graph. inputs: (source, INPUT node) of every placeholder that is used; outputs: tensors or sizes of the
     user's result; passthrough: output index -> INPUT node when the output is that input itself; views: output index ->
-    (INPUT node or another output, the views that lead from it to this output); writes: (INPUT node, new value)."""
+    (INPUT node or another output, the views that lead from it to this output); writes: (INPUT node, new value);
+    layouts: tensor arguments whose strides decide what is a copy, or whether a view is allowed; edited: inputs that are
+    edited in place."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -97,8 +118,14 @@ class Program:
         self.passthrough: dict[int, Node] = {}
         self.views: dict[int, tuple[Node, list[View]]] = {}
         self.writes: list[tuple[Node, Node]] = []
+        self.layouts: set[int] = set()
+        self.edited: list[Source] = []
+        self.edits = False  # anything is
         self.item_of: dict[Any, Node] = {}  # symbol of an item() -> the 0-d tensor it was read from
         self.flushes: dict[Node, list[tuple[Node, Node]]] = {}  # write-backs that are made before a cut
+
+
+SIZES: Any = object()  # among the arguments of a View: the sizes that the engine has computed for the result
 
 
 class View(NamedTuple):
@@ -176,6 +203,8 @@ _RESHAPES = {
     "atleast_2d",
     "atleast_3d",
 }
+_EXPANDS = {"expand", "expand_as", "broadcast_to"}
+_SIZED = _RESHAPES | _EXPANDS  # the sizes of their result say all
 _SAME = {
     "alias",
     "detach",
@@ -195,6 +224,32 @@ _SAME = {
     "requires_grad_",
     *_DROPOUTS,
 }
+
+
+_TRANSPOSES = {
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "t",
+    "numpy_T",
+    "mT",
+    "adjoint",
+    "matrix_H",
+    "permute",
+}
+_WHOLE = _RESHAPES | _SAME | _TRANSPOSES  # views of all elements
+# Comparisons in place: autograd gives the operands zeros, or has not heard of the operation.
+_STEPS = {f"{op}_": True for op in ("eq", "ne", "lt", "le", "gt", "ge")} | {
+    f"logical_{op}_": False for op in ("and", "or", "xor", "not")
+}
+
+_DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
+# Views that are an error where strides forbid them; what is a view or a copy as the strides of its operand have it;
+# results that lie in memory in one way, whatever the operands' strides.
+_STRICT = frozenset(("view", "view_as", "unflatten", "view_as_real", "view_as_complex"))
+_MAYBE = frozenset(("reshape", "reshape_as", "flatten", "ravel", "contiguous", "to", "_to_copy", "einsum", "type_as",
+                    "pin_memory", "narrow_copy", "tensordot", "meshgrid", "kron", "block_diag", "atleast_3d"))
+_ONE_LAYOUT = frozenset(("linear", "mm", "bmm", "addmm", "baddbmm", "embedding", "layer_norm"))
 
 
 class _Functionalizer:
@@ -240,8 +295,9 @@ class _Functionalizer:
 
     def use(self, node: Node) -> Node:
         """The node as an operand here: values made under no_grad carry no gradient out."""
-        if not self.grad or node.grad or not _is_float(node.val):
-            return node
+        return node if not self.grad or node.grad or not _is_float(node.val) else self.stop(node)
+
+    def stop(self, node: Node) -> Node:
         if node.stopped is None:
             node.stopped = self.make(STOP, (node,), {}, node.val)
         return node.stopped
@@ -265,7 +321,8 @@ class _Functionalizer:
             v.version = v.base.version
         return self.use(v.node)
 
-    def write(self, v: _V, new: Node) -> None:
+    def write(self, v: _V, new: Node, over: bool = False) -> None:
+        """over: `new` is not computed from what it takes the place of."""
         for expected in v.base.hosts:
             expected.edited = True
             if expected.shares:
@@ -276,11 +333,14 @@ class _Functionalizer:
         while cur.parent is not None:
             assert cur.view is not None
             keeps_gradient |= _name(cur.view.target) == "detach" or not cur.view.grad
+            over = over and _name(cur.view.target) in _WHOLE
             value = self.scatter(cur, value)
             cur = cur.parent
         if keeps_gradient and self.grad_matters and _is_float(old.val) and old.grad:
             value = self.make(THROUGH, (value, old), {}, old.val)
             value.grad = True
+        elif over and self.grad_matters and old.differentiable():
+            value = self.make(ZERO, (value, old), {}, old.val)
         v.base.node = value
         v.base.version += 1
         if v.base.held is not None or v.base.kin:
@@ -511,31 +571,46 @@ class _Functionalizer:
         args = tuple([self.arg(a, env) for a in node.args])
         made = self.make(target, args, kwargs, val)
         if isinstance(val, Tensor):
-            first = env.get(node.args[0]) if self.mutates and node.args and isinstance(node.args[0], fx.Node) else None
-            if isinstance(first, _V) and self.aliases(node, val):
-                env[node] = _V(first.base, made, first, made)
-            else:
-                env[node] = _V(_Base(made), made)
+            env[node] = self.result(node, made, made, val, env)
             return
         if not isinstance(val, (list, tuple)):
             raise self.fail(f"{target}: result of type {type(val).__name__}")
-        first = env.get(node.args[0]) if self.mutates and node.args and isinstance(node.args[0], fx.Node) else None
         items: list[Any] = []
         for i, x in enumerate(val):
             if not isinstance(x, Tensor):
                 items.append(x)
                 continue
             item = self.make(operator.getitem, (made, i), {}, x)
-            if isinstance(first, _V) and self.aliases(node, x):
-                items.append(_V(first.base, item, first, made, i))
-            else:
-                items.append(_V(_Base(item), item))
+            items.append(self.result(node, made, item, x, env, i))
         env[node] = items
         if target is HOST:
             xs, index = cast("tuple[list[fx.Node], int]", node.args)
             for v in (*[env[x] for x in xs], *items):
                 if isinstance(v, _V):
                     v.base.hosts.append(self.exported.table.rows[index].expected)
+
+    def result(
+        self, node: fx.Node, made: Node, value: Node, val: Tensor, env: dict[fx.Node, Any], item: int = -1
+    ) -> _V:
+        """The name of a result: a view of an operand, or a value of its own."""
+        if not self.mutates:
+            return _V(_Base(value), value)
+        first = env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(first, _V) and self.aliases(node, val):
+            return _V(first.base, value, first, made, item)
+        if _name(node.target) not in _DROPOUTS and node.target is not HOST:
+            for x in node.all_input_nodes:  # of einsum, broadcast_tensors
+                of = env.get(x)
+                if not isinstance(of, _V) or of is first or not _one_memory(val, x.meta.get("val")):
+                    continue
+                for view in same_memory(x.meta["val"], val, self.grad) or ():
+                    step = self.run(view.target, (self.read(of), *view.args), {})
+                    of = _V(of.base, step, of, step)
+                if of is env[x]:
+                    raise self.fail(f"{node.target}: its result is a view of an argument, in a way that is not known "
+                                    "here; clone it before writing")  # fmt: skip
+                return of
+        return _V(_Base(value), value)
 
     def aliases(self, node: fx.Node, val: Tensor) -> bool:
         """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always.
@@ -602,25 +677,34 @@ class _Functionalizer:
             names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}
             takes = [(a, full[names[a.name]]) for a in pure._schema.arguments if names.get(a.name) in full]
             args = tuple([self.arg(x, env) for a, x in takes if not a.kwarg_only])
+            if name in _DRAWS:  # their functional forms have no derivative
+                args = tuple([self.stop(a) if isinstance(a, Node) else a for a in args])
             new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
+            if tuple(new.val.shape) != tuple(val.shape):
+                raise self.fail(f"{target}: changes the shape of what it writes")
             if new.val.dtype != val.dtype:
                 new = self.make(aten.to.dtype, (new, val.dtype), {}, val)
-            elif tuple(new.val.shape) != tuple(val.shape):
-                raise self.fail(f"{target}: changes the shape of what it writes")
-        self.write(v, new)
+            if self.grad and name in _STEPS and _is_float(val):
+                over = [x for x in args if isinstance(x, Node)]
+                new = self.make(*((ZERO, (new, *over)) if _STEPS[name] else (THROUGH, (new, over[0]))), {}, val)
+        self.write(v, new, name in ("copy_", "fill_", "zero_") or name in _DRAWS)
 
     # --- end
 
     def finish(self, result: Any, held: list[tuple[Source, _Base]]) -> None:
         p = self.program
         self.grad = True
+        inputs = {i: base.input for i, of in self.exported.same.items() for source, base in held
+                  if base.input is not None and of == (source.leaf if source.kind == "user" else source.target)}
         end = len(result) - self.exported.n_made
         result = [x.v if isinstance(x, _Held) else x for x in result]
         result, tried = result[:end], [v.node for v in result[end:] if isinstance(v, _V)]
         for i, v in enumerate(result):
             if isinstance(v, _V):
                 out: Any = self.read(v)
-                if v.parent is None and v.base.input is not None:
+                if i in inputs:
+                    p.passthrough[i] = inputs[i]
+                elif v.parent is None and v.base.input is not None:
                     p.passthrough[i] = v.base.input
                 p.outputs.append(out)
             else:
@@ -631,6 +715,10 @@ class _Functionalizer:
                 assert base.input is not None
                 self.check_unshared(source, [s for s, _ in held])
                 p.writes.append((base.input, base.node))
+        p.edited = [source for source, base in held if base.version > 0 and source.kind != "constant"]
+        self.check_returned({base.input for source, base in held if source.kind == "user"})
+        p.edits = self.mutates
+        p.layouts = self.layouts_that_matter(held)
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
         live += [n for n in p.nodes if n.target is HOST]  # what a user wrote runs, whoever reads its results
         live += list(p.passthrough.values()) + list(p.item_of.values())
@@ -648,6 +736,48 @@ class _Functionalizer:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+
+    def check_returned(self, arguments: Collection[Node | None]) -> None:
+        """What is kept in PyTorch may return memory of what it is given. Whoever has both, sees it."""
+        p = self.program
+        known = {x for x in (*arguments, *p.outputs) if isinstance(x, Node)}
+
+        def root(x: Any) -> Any:
+            while isinstance(x, Node) and x not in known and x.target is not HOST and _is_view(x):
+                x = x.args[0]
+            return x
+
+        for out in p.outputs:
+            made = root(out.args[0]) if isinstance(out, Node) and _is_view(out) else None
+            if not isinstance(made, Node) or made.target is not HOST:
+                continue
+            if self.exported.table.rows[made.args[1]].expected.shares and any(root(x) in known for x in made.args[0]):
+                raise CaptureError("what is kept in PyTorch returns memory of an argument or of another result", "",
+                                   *made.src[1:])  # fmt: skip
+
+    def layouts_that_matter(self, held: list[tuple[Source, _Base]]) -> set[int]:
+        """Arguments whose strides a later call must share. Strides go from operands to results."""
+        p = self.program
+        returned: set[Node] = set()  # what an output may be a view of
+        for out in p.outputs:
+            while isinstance(out, Node) and out not in returned:
+                returned.add(out)
+                out = next((a for a in _nodes_in(out.args) if isinstance(a.val, Tensor)), None) \
+                    if _name(out.target) in _MAYBE or _is_view(out) else None  # fmt: skip
+        of: dict[Node, frozenset[int]] = {
+            base.input: frozenset((s.leaf,)) for s, base in held
+            if s.kind == "user" and base.input is not None and isinstance(base.input.val, Tensor)
+        }  # fmt: skip
+        none: frozenset[int] = frozenset()
+        matter: set[int] = set()
+        for n in p.nodes:
+            name = _name(n.target)
+            given = none.union(*[of.get(x, none) for x in n.inputs()])
+            if name in _STRICT or name in _MAYBE and (self.mutates or n in returned):
+                matter |= given
+            if given and name not in _ONE_LAYOUT and not (isinstance(n.val, Tensor) and n.val.dim() == 0):
+                of[n] = given
+        return matter
 
     def check_tried(self, dead: list[Node]) -> None:
         """In a `try`, an operation may be there for its exception alone; and where hooks on submodules have run, a call
@@ -676,6 +806,7 @@ class _Functionalizer:
             if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
                 continue
             chain: list[View] = []
+            known = True
             v: _V | None = result[i]
             node = out
             while True:
@@ -691,14 +822,21 @@ class _Functionalizer:
                     if made.target is operator.getitem:
                         item, made = made.args[1], made.args[0]
                     source = made.args[0] if made.args and made.target is not INPUT else None
+                    if isinstance(source, (str, list, tuple)):  # einsum, broadcast_tensors
+                        source = next((x for x in made.inputs() if _one_memory(node.val, x.val)), None)
                     if not isinstance(source, Node) or not _one_memory(node.val, source.val):
                         break
-                again = _view_again(made, item)
-                if again is None:
-                    break
-                chain.insert(0, again)
+                again = _view_again(made, item) or same_memory(source.val, node.val, made.grad)
+                if again is None and node is out and _name(made.target) in _SIZED:
+                    target = aten.expand if _name(made.target) in _EXPANDS else aten.view
+                    again = [View(target.default, (SIZES,), {}, -1, made.grad)]
+                known = known and again is not None
+                chain[:0] = again or []
                 node = source
                 if node in inputs or (node in whole and others[node] != i):
+                    if not known:  # with numbers for sizes it may be
+                        raise CaptureError(f"a result is a view ({made.target}) of an argument or of another result, "
+                                           "in a way that is not known here", *made.src)  # fmt: skip
                     p.views[i] = (node, chain)
                     break
 
@@ -752,10 +890,6 @@ def _name(target: Any) -> str:
     return str(target)
 
 
-def _is_view(node: Node) -> bool:
-    return bool(node.args) and isinstance(node.args[0], Node) and _one_memory(node.val, node.args[0].val)
-
-
 def _one_memory(a: Any, b: Any) -> bool:
     return (
         isinstance(a, Tensor)
@@ -764,17 +898,44 @@ def _one_memory(a: Any, b: Any) -> bool:
     )
 
 
-def _view_again(node: Node, item: int) -> View | None:
-    """How to make this view of another tensor; None: it depends on sizes that are symbols, or is no ATen view."""
+def _is_view(node: Node) -> bool:
+    return node.target is operator.getitem or bool(node.args) and isinstance(node.args[0], Node) \
+        and _one_memory(node.val, node.args[0].val)  # fmt: skip
+
+
+def same_memory(source: Tensor, val: Tensor, grad: bool) -> list[View] | None:
+    """Views that lead from one tensor to another over the same memory; None: none that is known, or its sizes are
+    symbols."""
+    a, b = [list(zip(t.shape, t.stride(), strict=True)) for t in (source, val)]
+    if any(not isinstance(n, int) for pair in (*a, *b) for n in pair):
+        return None
+    if source.dtype != val.dtype or source.storage_offset() != val.storage_offset():
+        return None
+    if a == b:
+        return [View(aten.alias.default, (), {}, -1, grad)]
+    if sorted(a) == sorted(b) and len(set(a)) == len(a):
+        return [View(aten.permute.default, ([a.index(pair) for pair in b],), {}, -1, grad)]
+    wide = [*[(1, 0)] * (len(b) - len(a)), *a]
+    if len(wide) == len(b) and all(x == y or x[0] == 1 and (y[0] == 1 or y[1] == 0)
+                                   for x, y in zip(wide, b, strict=True)):  # fmt: skip
+        return [View(aten.expand.default, (list(val.shape),), {}, -1, grad)]
+    if source.numel() == val.numel() and source.is_contiguous() and val.is_contiguous():
+        return [View(aten.view.default, (list(val.shape),), {}, -1, grad)]
+    return None
+
+
+def _view_again(node: Node, item: int) -> list[View] | None:
+    """How to make this view of another tensor; None: it depends on sizes that are symbols, or is no ATen view of its
+    first argument alone."""
     if node.target == STOP:
-        return View(aten.detach.default, (), {}, -1, True)
+        return [View(aten.detach.default, (), {}, -1, True)]
     rest = [*node.args[1:], *node.kwargs.values()]
     flat = [y for x in rest for y in (x if isinstance(x, (list, tuple)) else [x])]
-    if not isinstance(node.target, private.OpOverload) or any(
+    if not isinstance(node.target, private.OpOverload) or not isinstance(node.args[0], Node) or any(
         isinstance(x, (Node, torch.SymInt, torch.SymFloat)) for x in flat
     ):
         return None
-    return View(node.target, node.args[1:], node.kwargs, item, node.grad)
+    return [View(node.target, node.args[1:], node.kwargs, item, node.grad)]
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -95,6 +95,104 @@ _REMAINDER = """{name} (a, b) => (y) {{
     m_y = Add (m, b)
     {tail} }}"""
 
+# One channel at a time, convolved with the rows of an identity.
+_IM2COL = """Im2Col <kernel_shape, strides, pads, dilations> (x) => (y) {
+    kernel = Constant <value_ints: ints = @kernel_shape> ()
+    taps = ReduceProd <keepdims = 1> (kernel)
+    square = Concat <axis = 0> (taps, taps)
+    zeros = ConstantOfShape (square)
+    eye_f = EyeLike (zeros)
+    eye = CastLike (eye_f, x)
+    one = Constant <value = int64[1] {1}> ()
+    rest = Constant <value = int64[1] {-1}> ()
+    w_shape = Concat <axis = 0> (taps, one, kernel)
+    w = Reshape (eye, w_shape)
+    size = Shape <start = 2> (x)
+    flat_shape = Concat <axis = 0> (rest, one, size)
+    flat = Reshape (x, flat_shape)
+    columns = Conv <strides: ints = @strides, pads: ints = @pads, dilations: ints = @dilations> (flat, w)
+    images = Shape <start = 0, end = 1> (x)
+    channels = Shape <start = 1, end = 2> (x)
+    rows = Mul (channels, taps)
+    y_shape = Concat <axis = 0> (images, rows, rest)
+    y = Reshape (columns, y_shape)
+}"""
+
+# Every element beside those up to it, 1 in the place of others.
+_CUMPROD = """CumProd (x) => (y) {
+    n = Shape <start = -1> (x)
+    square = Concat <axis = 0> (n, n)
+    one_i = Constant <value = int64[1] {1}> ()
+    ones = Expand (one_i, square)
+    lower = Trilu <upper = 0> (ones)
+    mask = Cast <to = 9> (lower)
+    axis = Constant <value = int64[1] {-2}> ()
+    last = Constant <value = int64[1] {-1}> ()
+    beside = Unsqueeze (x, axis)
+    one = CastLike (one_i, x)
+    terms = Where (mask, beside, one)
+    y = ReduceProd <keepdims = 0> (terms, last)
+}"""
+
+
+def _cdist(nodes: list[onnx.NodeProto]) -> str | None:
+    powers = {_attr(n, "p") for n in nodes}
+    if len(powers) > 1:
+        return None
+    p = powers.pop()
+    if p == -1:
+        tail = "y = ReduceMax <keepdims = 0> (d, last)"
+    elif p == 0:
+        tail = "z = Cast <to = 9> (d)\n c = CastLike (z, d)\n y = ReduceSum <keepdims = 0> (c, last)"
+    elif p in (1, 2):
+        tail = f"y = ReduceL{int(p)} <keepdims = 0> (d, last)"
+    else:
+        tail = ("p_f = Constant <value_float: float = @p> ()\n e = CastLike (p_f, d)\n q = Pow (d, e)\n"
+                "s = ReduceSum <keepdims = 0> (q, last)\n r = Reciprocal (e)\n y = Pow (s, r)")
+    return f"""Cdist <p> (a, b) => (y) {{
+    row = Constant <value = int64[1] {{-2}}> ()
+    column = Constant <value = int64[1] {{-3}}> ()
+    last = Constant <value = int64[1] {{-1}}> ()
+    a_row = Unsqueeze (a, row)
+    b_column = Unsqueeze (b, column)
+    difference = Sub (a_row, b_column)
+    d = Abs (difference)
+    {tail}
+}}"""
+
+
+def _recurrent(name: str, order: str, states: int, attrs: str) -> str:
+    """The standard operator, whose gates stand in another order (`order`: which of torch's stands where)."""
+    def turned(v: str) -> str:
+        if len(order) == 1:
+            return f"{v}_t = Identity ({v})\n"
+        parts = [f"{v}_part{i}" for i in range(len(order))]
+        return (f"{', '.join(parts)} = Split <axis = 0, num_outputs = {len(order)}> ({v})\n"
+                f"{v}_t = Concat <axis = 0> ({', '.join(parts[int(i)] for i in order)})\n")
+
+    held = ["h0", "c0"][:states]
+    ends = ["hn", "cn"][:states]
+    return f"""{name} <hidden_size, direction{", activations" if name == "RNN" else ""}>
+    (x, w, r, bw, br, {", ".join(held)}) => (y, {", ".join(ends)}) {{
+    lead = Constant <value = int64[1] {{0}}> ()
+    one = Constant <value = int64[1] {{1}}> ()
+    {"".join(turned(v) for v in ("w", "r", "bw", "br"))}
+    w_1 = Unsqueeze (w_t, lead)
+    r_1 = Unsqueeze (r_t, lead)
+    b_t = Concat <axis = 0> (bw_t, br_t)
+    b_1 = Unsqueeze (b_t, lead)
+    {"".join(f"{s}_1 = Unsqueeze ({s}, lead)" + chr(10) for s in held)}
+    steps = Shape <start = 0, end = 1> (x)
+    steps_i = Cast <to = 6> (steps)
+    samples = Shape <start = 1, end = 2> (x)
+    lengths = Expand (steps_i, samples)
+    y_1, {", ".join(e + "_1" for e in ends)} = {name} <hidden_size: int = @hidden_size, {attrs}
+        direction: string = @direction> (x, w_1, r_1, b_1, lengths, {", ".join(s + "_1" for s in held)})
+    y = Squeeze (y_1, one)
+    {"".join(f"{e} = Squeeze ({e}_1, lead)" + chr(10) for e in ends)}
+}}"""
+
+
 # Smoothed: every class of a counted label gives smoothing / classes; without weights, for 'mean' and 'sum'.
 _SMOOTH = """CrossEntropy <ignore_index, label_smoothing, reduction> (x, labels) => (loss) {{
     nll = SoftmaxCrossEntropyLoss <ignore_index: int = @ignore_index, reduction: string = @reduction> (x, labels)
@@ -154,10 +252,17 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
     texts: dict[str, str | None] = {
         "StopGradient": _identity("StopGradient", "x"),
         "StraightThrough": _identity("StraightThrough", "x, gradient_of"),
+        "ZeroGradient": _identity("ZeroGradient", "x, overwritten"),
         "Embedding": "Embedding <padding_idx> (w, idx) => (y)\n{ y = Gather <axis = 0> (w, idx) }",
         "Log1p": _near_zero("Log1p", "s = Add (x, one)\n y = Log (s)"),
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
         "BatchNorm": _BATCH_NORM,
+        "Im2Col": _IM2COL,
+        "CumProd": _CUMPROD,
+        "Cdist": _cdist(used["Cdist"]) if "Cdist" in used else None,
+        "LSTM": _recurrent("LSTM", "0312", 2, ""),
+        "GRU": _recurrent("GRU", "102", 1, "linear_before_reset = 1,"),
+        "RNN": _recurrent("RNN", "0", 1, "activations: strings = @activations,"),
         "Remainder": _REMAINDER.format(name="Remainder", tail="y = Where (turn, m_y, m)"),
         "FloorDiv": _REMAINDER.format(
             name="FloorDiv",

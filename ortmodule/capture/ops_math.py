@@ -105,9 +105,13 @@ def div_mode(c: Converter, n: Node, x: Node, y: Any, mode: str | None) -> Val:
         return arithmetic(c, "Div", x, y, dtype)
     _whole(y, dtype)
     a, b = c.num(x, dtype), c.num(y, dtype)
+    if mode == "floor" and dtype.is_floating_point:
+        return c.zero(_floor_div(c, c.stop(a), c.stop(b)), a, b)
     if mode == "floor":
         return _floor_div(c, a, b)
-    return _trunc(c, c.op2("Div", a, b)) if dtype.is_floating_point else c.op2("Div", a, b)
+    if dtype.is_floating_point:
+        return c.zero(_trunc(c, c.stop(c.op2("Div", c.stop(a), c.stop(b)))), a, b)
+    return c.op2("Div", a, b)
 
 
 @row("floor_divide", "floor_divide.Scalar")
@@ -158,8 +162,8 @@ def square(c: Converter, n: Node, x: Node) -> Val:
 @row("addcmul")
 def addcmul(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val:
     dtype = n.val.dtype
-    ab = c.op2("Mul", c.num(a, dtype), c.num(b, dtype))
-    return c.op2("Add", c.num(x, dtype), ab if value == 1 else c.op2("Mul", ab, c.scalar(value, dtype)))
+    scaled = c.num(a, dtype) if value == 1 else c.op2("Mul", c.num(a, dtype), c.scalar(value, dtype))
+    return c.op2("Add", c.num(x, dtype), c.op2("Mul", scaled, c.num(b, dtype)))
 
 
 @row("addcdiv")
@@ -171,9 +175,16 @@ def addcdiv(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val
 
 @row("lerp.Scalar", "lerp.Tensor")
 def lerp(c: Converter, n: Node, x: Node, y: Node, w: Any) -> Val:
+    """From the nearer end, as torch computes it."""
     dtype = n.val.dtype
-    a = c.num(x, dtype)
-    return c.op2("Add", a, c.op2("Mul", c.num(w, dtype), c.op2("Sub", c.num(y, dtype), a)))
+    a, b, t = c.num(x, dtype), c.num(y, dtype), c.num(w, dtype)
+    near = c.op2("Add", a, c.op2("Mul", t, c.op2("Sub", b, a)))
+    if isinstance(w, (int, float)) and abs(w) < 0.5:
+        return near
+    far = c.op2("Sub", b, c.op2("Mul", c.op2("Sub", c.scalar(1, dtype), t), c.op2("Sub", b, a)))
+    if isinstance(w, (int, float)):
+        return far
+    return c.where(c.compare("Less", c.un("Abs", t), c.scalar(0.5, dtype)), near, far)
 
 
 @row("maximum", "max.other")
@@ -280,24 +291,52 @@ def log_base(c: Converter, n: Node, x: Node) -> Val:
 
 @row("clamp", "clip", "clamp.Tensor", "clamp_min", "clamp_max", "clamp_min.Tensor", "clamp_max.Tensor")
 def clamp(c: Converter, n: Node, x: Node, *bounds: Any) -> Val:
+    """The operand itself within the bounds, else what they make of it. NaN stays NaN; its gradient is 0."""
     v = c.num(x, n.val.dtype)
     name = n.target._schema.name
     lo, hi = (bounds[0], None) if name.endswith("_min") else (None, bounds[0]) if name.endswith("_max") else bounds[:2]
     if any(isinstance(b, float) and b != b for b in (lo, hi)):
         raise NotHere("a bound is NaN")
-    if lo is not None and v.dtype != BOOL:
-        low = c.num(lo, v.dtype)
-        v = c.where(c.compare("Less", v, low), low, v)
-    if hi is not None:
-        high = c.num(hi, v.dtype)
-        v = c.where(c.compare("Greater", v, high), high, v)
-    return v
+    low, high = (None if b is None or v.dtype == BOOL else c.num(b, v.dtype) for b in (lo, hi))
+    if not v.dtype.is_floating_point:
+        v = v if low is None else c.where(c.compare("Less", v, low), low, v)
+        return v if high is None else c.where(c.compare("Greater", v, high), high, v)
+    y = _clamped(c, v, low, high, "OrEqual")
+    if not any(isinstance(b, Node) for b in (lo, hi)):
+        return y
+    # of two bounds the lower gets nothing where they are equal, the upper all where they are crossed
+    to = c.stop(v)
+    if low is not None:
+        below = c.compare("Less", v, low)
+        below = below if high is None else c.op2("And", below, c.compare("Less", low, high), BOOL)
+        to = c.where(below, low, to)
+    if high is not None:
+        above = c.compare("Greater", v, high)
+        above = above if low is None else c.op2("Or", above, c.compare("Less", high, low), BOOL)
+        to = c.where(above, high, to)
+    out = c.where(_inside(c, v, low, high, "OrEqual"), v, to)
+    return c.b.op("StraightThrough", [y, out], y.dtype, y.shape, "ortmodule")
+
+
+def _inside(c: Converter, v: Val, low: Val | None, high: Val | None, equal: str) -> Val:
+    tests = [c.compare("Greater" + equal, v, low)] if low is not None else []
+    tests += [c.compare("Less" + equal, v, high)] if high is not None else []
+    return tests[0] if len(tests) == 1 else c.op2("And", *tests, BOOL)
+
+
+def _clamped(c: Converter, v: Val, low: Val | None, high: Val | None, equal: str) -> Val:
+    """equal: "OrEqual" when the bounds themselves pass the gradient on."""
+    if low is None and high is None:
+        return v
+    y = c.stop(v)
+    y = y if low is None else c.op2("Max", y, low)
+    y = y if high is None else c.op2("Min", y, high)
+    return c.where(_inside(c, v, low, high, equal), v, y)
 
 
 def _between(c: Converter, v: Val, lo: float, hi: float) -> Val:
     """hardtanh: no gradient at the bounds themselves."""
-    low, high = c.scalar(lo, v.dtype), c.scalar(hi, v.dtype)
-    return c.where(c.compare("LessOrEqual", v, low), low, c.where(c.compare("GreaterOrEqual", v, high), high, v))
+    return _clamped(c, v, c.scalar(lo, v.dtype), c.scalar(hi, v.dtype), "")
 
 
 @row("hardtanh")
@@ -517,8 +556,17 @@ def amax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
 
 @row("max", "min")
 def max_all(c: Converter, n: Node, x: Node) -> Val:
-    _some(c.v(x), None)
-    return c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", c.v(x), None, False)
+    """Where amax gives every element a gradient of NaN when one is NaN, all that are NaN share it here."""
+    v = c.v(x)
+    _some(v, None)
+    y = c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", v, None, False)
+    if not v.dtype.is_floating_point or not n.grad or not c.exported.grad_mode:
+        return y
+    wide = F32 if v.dtype in _LOW else v.dtype
+    hit = c.op2("Or", c.compare("Equal", c.stop(v), c.stop(y)), _test(c, "IsNaN", c.stop(v)), BOOL)
+    total = c.reduce("ReduceSum", c.cast(c.where(hit, v, c.scalar(0, v.dtype)), wide), None, False)
+    share = c.cast(c.op2("Div", total, c.reduce("ReduceSum", c.cast(hit, wide), None, False)), v.dtype)
+    return c.b.op("StraightThrough", [c.stop(y), share], v.dtype, (), "ortmodule")
 
 
 @row("max.dim", "min.dim")
@@ -672,14 +720,18 @@ def linear(c: Converter, n: Node, x: Node, w: Node, b: Node | None) -> Val:
 
 @row("addmm", "baddbmm", "addmv", "addbmm")
 def addmm(c: Converter, n: Node, x: Node, a: Node, b: Node, beta: Any, alpha: Any) -> Val:
+    """beta = 0: x is not read, but its gradient is 0 times what arrives."""
     dtype = n.val.dtype
     if n.target._schema.name == "aten::addbmm":
         raise NotHere("sum of batched products")
     y = product(c, c.num(a, dtype), c.num(b, dtype))
     y = y if alpha == 1 else c.op2("Mul", y, c.scalar(alpha, dtype))
+    bias = c.num(x, dtype)
+    if beta == 0 and dtype.is_floating_point:
+        none = c.op2("Add", c.op2("Mul", bias, c.scalar(0, dtype)), y)
+        return c.b.op("StraightThrough", [y, none], dtype, y.shape, "ortmodule")
     if beta == 0:
         return y
-    bias = c.num(x, dtype)
     return c.op2("Add", bias if beta == 1 else c.op2("Mul", bias, c.scalar(beta, dtype)), y)
 
 

@@ -132,13 +132,19 @@ def batch_norm_train(
 @row("softmax.int", "_softmax", "special_softmax.int")
 def softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
     v = c.num(x, n.val.dtype)
-    return c.fill(1, v.dtype, ()) if v.rank == 0 else c.un("Softmax", v, axis=dim % v.rank)
+    return _rows(c, "Softmax", v, dim)
+
+
+def _rows(c: Converter, op: str, v: Val, dim: int) -> Val:
+    """A number is a row of one."""
+    one = c.reshape(v, v.shape or (1,))
+    return c.reshape(c.un(op, one, axis=dim % one.rank), v.shape)
 
 
 @row("log_softmax.int", "_log_softmax")
 def log_softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
     v = c.num(x, n.val.dtype)
-    return c.fill(0, v.dtype, ()) if v.rank == 0 else c.un("LogSoftmax", v, axis=dim % v.rank)
+    return _rows(c, "LogSoftmax", v, dim)
 
 
 @row("_weight_norm")
@@ -346,11 +352,12 @@ def smooth_l1(c: Converter, n: Node, x: Node, y: Node, reduction: int, beta: flo
     huber = n.target._schema.name == "aten::huber_loss"
     if beta == 0:
         return reduced(c, a, reduction)
-    half = c.op2("Mul", c.op2("Mul", d, d), c.scalar(0.5 if huber else 0.5 / beta, t))
+    beyond = c.compare("Greater" if huber else "GreaterOrEqual", a, c.scalar(beta, t))
+    small = c.where(beyond, c.scalar(0, t), d)  # 0 * inf is NaN in the gradient
+    half = c.op2("Mul", c.op2("Mul", small, small), c.scalar(0.5 if huber else 0.5 / beta, t))
     line = c.op2("Sub", a, c.scalar(0.5 * beta, t))
     line = c.op2("Mul", line, c.scalar(beta, t)) if huber else line
-    below = c.compare("LessOrEqual" if huber else "Less", a, c.scalar(beta, t))
-    return reduced(c, c.where(below, half, line), reduction)
+    return reduced(c, c.where(beyond, line, half), reduction)
 
 
 @row("kl_div")

@@ -10,14 +10,18 @@ from sympy import sympify
 
 from .. import torch_private as private
 from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
-from .functional import COPY, FILL, STOP, THROUGH, Node
+from .functional import COPY, FILL, STOP, THROUGH, ZERO, Node
 from .onnx_build import Val, expr_of, shape_of
 
 
 @row(STOP, "detach", "alias_copy.detach")
 def stop(c: Converter, n: Node, x: Node) -> Val:
-    v = c.v(x)
-    return c.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule") if v.dtype.is_floating_point else v
+    return c.stop(c.v(x))
+
+
+@row(ZERO)
+def zero(c: Converter, n: Node, value: Node, *xs: Node) -> Val:
+    return c.zero(c.v(value), *[c.v(x) for x in xs])
 
 
 @row(THROUGH)
@@ -199,7 +203,7 @@ def slice_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, start: An
     if step == 1:
         length = new.shape[dim]
         if start == 0 and length == size:
-            return new
+            return c.zero(new, v)
         if isinstance(start, int) and start < 0:
             start = expr_of(size + start)
         after = expr_of(start + length)
@@ -230,7 +234,7 @@ def select_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, index: A
     parts.append(new)
     if after != v.shape[dim]:
         parts.append(c.slice(v, dim, after, INT_MAX, 1, expr_of(v.shape[dim] - after)))
-    return c.concat(parts, dim)
+    return c.zero(new, v) if len(parts) == 1 else c.concat(parts, dim)
 
 
 @row(
@@ -266,7 +270,8 @@ def cat(c: Converter, n: Node, xs: Sequence[Node], dim: int) -> Val:
     dim %= max(rank, 1)
     same = [p for p in parts if p.rank == rank]  # an empty vector may stand among tensors of any rank
     kept = [p for p in same if p.shape[dim] != 0] or same[:1]
-    return c.concat([c.cast(p, dtype) for p in kept], dim)
+    out = c.concat([c.cast(p, dtype) for p in kept], dim)
+    return c.zero(out, *[p for p in parts if p not in kept])
 
 
 @row("stack")
@@ -508,10 +513,17 @@ def pixel_shuffle(c: Converter, n: Node, x: Node, r: int) -> Val:
     "upsample_nearest1d",
     "upsample_nearest2d",
     "upsample_nearest3d",
+    "_upsample_nearest_exact1d.vec",
+    "_upsample_nearest_exact2d.vec",
+    "_upsample_nearest_exact3d.vec",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
 )
 def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -> Val:
     """Whole factors repeat elements; otherwise one index per row, in torch's own float32 arithmetic."""
     v, out = c.v(x), shape_of(n.val)
+    exact = "exact" in n.target._schema.name
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]
@@ -523,13 +535,22 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
             wide = c.expand(wide, (*wide.shape[: axis + 1], int(factor), *wide.shape[axis + 2 :]))
             v = c.reshape(wide, (*v.shape[:axis], new, *v.shape[axis + 1 :]))
             continue
-        if not isinstance(size, int) or not isinstance(new, int):
-            raise NotHere("nearest resampling of a symbolic size by a broken factor")
-        ratio = torch.tensor(_ratio(given[axis - 2], size, new), dtype=torch.float32)
-        index = (torch.arange(new, dtype=torch.float32) * ratio).floor().long().clamp(max=size - 1)
+        wide = F64 if exact and v.dtype == F64 else torch.float32
+        if isinstance(size, int) and isinstance(new, int):
+            ratio, at = _ratio(given[axis - 2], size, new), torch.arange(new, dtype=wide)
+            at = ((at + 0.5) * ratio - 0.5).clamp(min=0) + 0.5 if exact else at * torch.tensor(ratio, dtype=wide)
+            index = c.b.tensor(at.floor().long().clamp(max=size - 1), "nearest")
+        else:
+            if exact:
+                places = c.op2("Max", _sampled(c, v, axis, new, False, given[axis - 2]), c.scalar(0, wide))
+                places = c.op2("Add", places, c.scalar(0.5, wide))
+            else:
+                ratio_ = _symbolic_ratio(c, given[axis - 2], size, new, wide, True)
+                places = c.op2("Mul", c.range(new, wide), ratio_)
+            index = c.op2("Min", c.cast(c.un("Floor", places), I64), c.symbolic(expr_of(size - 1)))
         v = c.b.op(
             "Gather",
-            [v, c.b.tensor(index, "nearest")],
+            [v, index],
             v.dtype,
             (*v.shape[:axis], new, *v.shape[axis + 1 :]),
             axis=axis,
@@ -549,6 +570,96 @@ def _ratio(factor: float | None, size: int, new: int) -> float:
     return 1 / factor if factor else size / new
 
 
+def _symbolic_ratio(
+    c: Converter, factor: float | None, size: Any, new: Any, dtype: torch.dtype, doubled: bool = False
+) -> Val:
+    """_ratio of sizes known when the plan is made. Where the size stays PyTorch copies, and (doubled) where it doubles
+    it repeats, whatever factor was given."""
+    s, t = c.symbolic(size), c.symbolic(new)
+    ratio = c.op2("Div", c.cast(s, dtype), c.cast(t, dtype))
+    if factor is None:
+        return ratio
+    plain = c.compare("Equal", s, t)
+    if doubled:
+        plain = c.op2("Or", plain, c.compare("Equal", c.op2("Mul", s, c.scalar(2, I64)), t))
+    return c.where(plain, ratio, c.scalar(1 / factor, dtype))
+
+
+def _sampled(c: Converter, v: Val, axis: int, new: Any, corners: bool, factor: float | None) -> Val:
+    """Where along the axis each element of the result is sampled, in the type PyTorch computes it in."""
+    dtype = v.dtype if v.dtype == F64 else torch.float32
+    size = v.shape[axis]
+    at, half = c.range(new, dtype), c.scalar(0.5, dtype)
+    if corners:
+        span = c.op2("Max", c.symbolic(expr_of(new - 1)), c.scalar(1, I64))
+        return c.op2("Mul", at, c.op2("Div", c.cast(c.symbolic(expr_of(size - 1)), dtype), c.cast(span, dtype)))
+    at = c.op2("Mul", c.op2("Add", at, half), _symbolic_ratio(c, factor, size, new, dtype))
+    return c.op2("Sub", at, half)
+
+
+def _between(c: Converter, v: Val, axis: int, new: Any, at: Val, cubic: bool) -> Val:
+    """The axis sampled at `at`: two neighbours weighted, or four by the cubic convolution with a = -0.75."""
+    dtype = at.dtype
+    if not cubic:
+        at = c.op2("Max", at, c.scalar(0, dtype))
+    floor = c.un("Floor", at)
+    t, low = c.op2("Sub", at, floor), c.cast(floor, I64)
+    top, zero = c.symbolic(expr_of(v.shape[axis] - 1)), c.scalar(0, I64)
+
+    def number(x: float) -> Val:
+        return c.scalar(x, dtype)
+
+    def poly(x: Val, *k: float) -> Val:
+        y = number(k[0])
+        for a in k[1:]:
+            y = c.op2("Add", c.op2("Mul", y, x), number(a))
+        return y
+
+    one = number(1)
+    rest = c.op2("Sub", one, t)
+    if cubic:
+        a = -0.75
+        far, near = (a, -5 * a, 8 * a, -4 * a), (a + 2, -(a + 3), 0.0, 1.0)
+        outer = [poly(c.op2("Add", d, one), *far) for d in (t, rest)]
+        weights = [outer[0], poly(t, *near), poly(rest, *near), outer[1]]
+    else:
+        weights = [rest, t]
+    shape = (*v.shape[:axis], new, *v.shape[axis + 1 :])
+    sum_: Val | None = None
+    for i, w in enumerate(weights):
+        place = c.op2("Add", low, c.scalar(i - 1 if cubic else i, I64))
+        place = c.op2("Min", c.op2("Max", place, zero) if cubic else place, top)
+        part = c.no_negative(c.b.op("Gather", [v, place], v.dtype, shape, axis=axis))
+        part = c.op2("Mul", part, c.reshape(c.cast(w, v.dtype), (new, *[1] * (v.rank - 1 - axis))))
+        sum_ = part if sum_ is None else c.op2("Add", sum_, part)
+    assert sum_ is not None
+    return sum_
+
+
+@row("upsample_bicubic2d.vec", "upsample_bicubic2d")
+def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
+    v, out = c.v(x), shape_of(n.val)
+    dtype = v.dtype
+    v = c.cast(v, torch.float32) if dtype != F64 else v
+    given = _scales(n, scales)
+    if v.shape == out:  # PyTorch copies then, whatever factor was given
+        return c.cast(v, dtype)
+    for axis in range(2, v.rank):
+        size, new = v.shape[axis], out[axis]
+        if isinstance(size, int) and isinstance(new, int):
+            wide = F64 if v.dtype == F64 else torch.float32
+            at = torch.arange(new, dtype=wide)
+            if corners:
+                at = at * ((size - 1) / (new - 1) if new > 1 else 0)
+            else:
+                at = (at + 0.5) * _ratio(given[axis - 2], size, new) - 0.5
+            places = c.b.tensor(at, "sample")
+        else:
+            places = _sampled(c, v, axis, new, corners, given[axis - 2])
+        v = _between(c, v, axis, new, places, cubic=True)
+    return c.cast(v, dtype)
+
+
 @row(
     "upsample_linear1d.vec",
     "upsample_bilinear2d.vec",
@@ -563,9 +674,10 @@ def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]
-        if not isinstance(size, int) or not isinstance(new, int):
-            raise NotHere("linear resampling of a symbolic size")
         if size == new:  # PyTorch copies then, whatever factor was given
+            continue
+        if not isinstance(size, int) or not isinstance(new, int):
+            v = _between(c, v, axis, new, _sampled(c, v, axis, new, corners, given[axis - 2]), cubic=False)
             continue
         dtype = v.dtype if v.dtype == F64 else torch.float32
         at = torch.arange(new, dtype=dtype)
@@ -631,9 +743,14 @@ def new_full(c: Converter, n: Node, _x: Node, _size: Any, value: Any, *_: Any) -
     return c.fill(value, n.val.dtype, shape_of(n.val))
 
 
-@row("scalar_tensor", "fill.Scalar", "fill.Tensor")
-def scalar_tensor(c: Converter, n: Node, *args: Any) -> Val:
-    return c.fill(args[1] if n.target._schema.name == "aten::fill" else args[0], n.val.dtype, shape_of(n.val))
+@row("scalar_tensor")
+def scalar_tensor(c: Converter, n: Node, value: Any, *_: Any) -> Val:
+    return c.fill(value, n.val.dtype, shape_of(n.val))
+
+
+@row("fill.Scalar", "fill.Tensor")
+def filled(c: Converter, n: Node, x: Node, value: Any) -> Val:
+    return c.zero(c.fill(value, n.val.dtype, shape_of(n.val)), c.v(x))
 
 
 @row("eye", "eye.m")

@@ -5,7 +5,10 @@ A trace answers such questions once, and on stand-ins: a hook on an intermediate
 trace and never run, a seed would be set when the model is captured and not again, `weight.grad is None` would hold for
 ever. torch.export notices none of it. So while the user's forward is traced
   - a TorchFunctionMode looks at methods and attributes of tensors that code outside of PyTorch calls or reads, or has
-    PyTorch call for it (zero_grad, an optimizer);
+    PyTorch call for it (zero_grad, an optimizer). What an argument is asked for (its strides) is noted, to be asked
+    again at every call (facts.py); what eager PyTorch answers by giving the tensor itself (dropout that drops nothing,
+    contiguous) gives it here, too;
+  - attributes that are no tensor's (`x.tag`) are looked for on the argument behind the stand-in, and noted;
   - inference mode, and a user's own saved_tensors_hooks and dispatch modes, are refused at their entry;
   - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
     a new state;
@@ -21,7 +24,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -32,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_private as private
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
 from ..patches import Patch, here, only_here, replaced
+from .facts import ABSENT, Facts
 
 
 class NotRepeatable(Exception):
@@ -75,6 +79,20 @@ _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole modu
     _getter("_version"): (f"forward reads Tensor._version: {_MOMENT}", True),
     _getter("is_leaf"): (f"forward reads Tensor.is_leaf: {_MOMENT}", True),
 }
+# asked by the user's code; PyTorch's own asks for other reasons
+_OF_A_MOMENT: dict[Any, tuple[str, bool]] = {
+    **{_getter(name): (f"forward reads Tensor.{name}: {_MOMENT}", True)
+       for name in ("grad_fn", "_base", "output_nr", "retains_grad", "_cdata", "_backward_hooks")},
+    **{getattr(Tensor, name): (f"forward calls Tensor.{name}: {_MOMENT}", True)
+       for name in ("_is_view", "is_shared", "share_memory_", "is_set_to", "is_inference", "is_pinned", "storage",
+                    "untyped_storage", "_typed_storage", "__dir__")},
+    torch.is_inference: (f"forward calls torch.is_inference: {_MOMENT}", True),
+}
+_LAYOUT = frozenset((Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.dim_order))
+# what returns its operand or a copy as the strides have it
+_BY_LAYOUT = frozenset((Tensor.contiguous, Tensor.to, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten,
+                        Tensor.ravel, torch.ravel))
+_PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
 
 
 # Files of PyTorch that do these things because the code that calls them wants it
@@ -82,41 +100,133 @@ _FOR_OTHERS = tuple(os.path.join(TORCH_DIR, *p) for p in (("nn", "modules", "mod
                                                           ("autograd",)))  # fmt: skip
 
 
-class _Asked(TorchFunctionMode):
-    """given: ids of the tensors that forward has not made itself; None: that was asked at the capture."""
+class Asked(TorchFunctionMode):
+    """given: the stand-ins of arguments (numbers) and of the module's tensors (names), by their id: what forward has
+    not made itself. None: that was asked at the capture. real: the tensors behind them; without, nothing is noted."""
 
-    def __init__(self, is_user_file: Callable[[str], bool], given: Collection[int] | None) -> None:
+    def __init__(self, is_user_file: Callable[[str], bool], given: dict[int, int | str] | None,
+                 real: dict[int | str, Tensor] | None) -> None:  # fmt: skip
         super().__init__()
         self._is_user_file = is_user_file
         self._given = given
+        self._real = real
+        self.facts = Facts()
         self.tried: set[tuple[str, int]] = set()  # files and lines that call torch in a `try`
         self.made: list[Tensor] = []  # what such calls have returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         by = _asking(1)
         file = by.f_code.co_filename
         user, refused = self._is_user_file(file), _REFUSED.get(func)
+        if user and refused is None:
+            refused = _OF_A_MOMENT.get(func)
         if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
-            return func(*args, **(kwargs or {}))
+            return self._noted(func, args, kwargs, func(*args, **kwargs), False)
         try:
             if refused is not None and (
-                refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **(kwargs or {}))
+                refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
             ):
                 raise NotRepeatable(*refused)
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
             if user and in_try(by) is not None:
                 self.tried.add((file, by.f_lineno))
                 self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
-            return out
         except Exception as error:
             if user:
                 note_caught(error, by)
             raise
+        return self._noted(func, args, kwargs, out, user)
 
     def _was_there(self, tensor: Tensor) -> bool:
         """What forward has made is a stand-in that was none of the given ones. The result of such a leaf tells by its
         own flag (ladder.py)."""
         return self._given is not None and (id(tensor) in self._given or type(tensor) in (Tensor, nn.Parameter))
+
+    def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, user: bool) -> Any:
+        """The result as forward is given it."""
+        if self._real is None:
+            return out
+        if func in _LAYOUT:
+            if user:
+                self._note_layout(func, args[0], args[1:], kwargs, out)
+        elif isinstance(out, Tensor) or type(out) in (tuple, list):
+            self.facts.by_layout |= func in _BY_LAYOUT
+            return itself(func, args, kwargs, out)
+        return out
+
+    def end(self) -> None:
+        self._real = None
+        self._given = None
+
+    def refuse(self, reason: str, whole: bool = False) -> None:
+        raise _noted(NotRepeatable(reason, whole))
+
+    def _known(self, t: Any) -> int | str | None:
+        return (self._given or {}).get(id(t))
+
+    def _leaves(self) -> list[int]:
+        assert self._real is not None
+        return [i for i in self._real if isinstance(i, int)]
+
+    def _note_layout(self, func: Any, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], told: Any) -> None:
+        where = self._known(t)
+        if isinstance(where, int):
+            self.facts.answers.setdefault((where, func, repr((args, kwargs))), (args, kwargs, told))
+        elif where is None:  # strides go from operands to results
+            self.facts.layouts.update(self._leaves())
+            if func is Tensor.storage_offset:
+                self.facts.offsets.update(self._leaves())
+            if func is Tensor.stride:  # a number that forward goes on with
+                for i in self._leaves():
+                    self.facts.answers.setdefault((i, func, repr(((), {}))), ((), {}, None))
+        else:
+            assert self._real is not None
+            self._again(where, functools.partial(_call, func, args, kwargs), f"{func.__name__} of {where}")
+
+    def _again(self, where: str, ask: Callable[[Tensor], Any], what: str) -> None:
+        """A question about a tensor of the module's: compared at every step with the rest of the Python state."""
+        scope = here()
+        assert self._real is not None
+        if scope is not None and scope.watch is not None:
+            scope.watch.ask_tensor(where, self._real[where], ask, what)
+
+    def missing(self, t: Tensor, name: str) -> Any:
+        """An attribute that no tensor has, which the user's code looks for."""
+        where = self._known(t)
+        assert self._real is not None
+        if where is None:
+            for i in self._leaves():  # in PyTorch it may be an argument itself
+                if name in vars(self._real[i]):
+                    self.refuse(f"forward reads the attribute {name} of a tensor", True)
+                self.facts.attributes.setdefault((i, name), ABSENT)
+            return ABSENT
+        value = vars(self._real[where]).get(name, ABSENT)
+        if value is not ABSENT and type(value) not in _PLAIN:
+            self.refuse(f"forward reads the attribute {name} of a tensor", True)
+        if isinstance(where, int):
+            self.facts.attributes.setdefault((where, name), value)
+        else:
+            self._again(where, functools.partial(_attribute, name), f"the attribute {name} of {where}")
+        return value
+
+    def asks_class(self, t: Any) -> None:
+        if isinstance(t, Tensor) and isinstance(self._known(t), int):
+            self.facts.classes = True
+
+    def as_key(self, t: Any) -> None:
+        """A tensor as a key is told by its identity; what outlives the call may hold an argument's."""
+        if self._known(t) is not None:
+            self.refuse("forward uses an argument or a tensor of the module as a key, or takes its hash", True)
+        self.facts.identity = True
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
+    return func(t, *args, **kwargs)
+
+
+def _attribute(name: str, t: Tensor) -> Any:
+    return vars(t).get(name, ABSENT)
 
 
 def in_try(frame: FrameType | None) -> FrameType | None:
@@ -173,6 +283,89 @@ def _noted(error: NotRepeatable) -> NotRepeatable:
 _NUMBERS = ((torch.SymBool, "__bool__"), (torch.SymInt, "__bool__"), (torch.SymInt, "__int__"),
             (torch.SymInt, "__index__"), (torch.SymFloat, "__bool__"), (torch.SymFloat, "__int__"),
             (torch.SymFloat, "__float__"))
+
+
+# --- results that are an operand ------------------------------------------------------------------
+
+
+def _bare(x: Any, made: dict[int, Tensor]) -> Any:
+    """The argument of a call with tensors without values. made: of which tensor's id."""
+    if isinstance(x, Tensor):
+        if id(x) not in made:
+            sizes, strides = [[int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in of]
+                              for of in (x.shape, x.stride())]  # fmt: skip
+            made[id(x)] = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta",
+                                              requires_grad=x.requires_grad)  # fmt: skip
+        return made[id(x)]
+    if type(x) in (tuple, list):
+        return type(x)([_bare(y, made) for y in x])
+    return int(x.node.hint) if isinstance(x, torch.SymInt) else x
+
+
+def _operands(x: Any) -> Iterator[Tensor]:
+    for y in x:
+        if isinstance(y, Tensor):
+            yield y
+        elif type(y) in (tuple, list):
+            yield from _operands(y)
+
+
+def _shares(operands: list[Tensor], outs: Any) -> bool:
+    """Is there a new object over the memory of an operand?"""
+    ids = {id(t) for t in operands}
+    memory = {private.storage_of(t) for t in operands if t.layout is torch.strided}
+    return any(isinstance(y, Tensor) and id(y) not in ids and y.layout is torch.strided
+               and private.storage_of(y) in memory for y in outs)  # fmt: skip
+
+
+def itself(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+    """What func gives, with operands in the place of results that PyTorch does not make anew: a trace has a new object
+    for each. PyTorch tells, on tensors without values."""
+    outs = [out] if isinstance(out, Tensor) else out
+    operands = list(_operands((*args, *kwargs.values())))
+    made: dict[int, Tensor] = {}
+    try:
+        with private.NoTorchFunction() if private.has("NoTorchFunction") else contextlib.nullcontext():
+            if "dropout" not in getattr(func, "__name__", "") and not _shares(operands, outs):
+                return out
+            with private.without_modes(), private.no_python_dispatcher(), torch.autocast("cpu", enabled=False):
+                again = func(*_bare(args, made), **{k: _bare(v, made) for k, v in kwargs.items()})
+    except Exception:  # what cannot be told is a new object
+        return out
+    of = {id(bare): t for t in operands if (bare := made.get(id(t))) is not None}
+    if isinstance(out, Tensor):
+        return of.get(id(again), out)
+    if type(again) in (tuple, list) and len(again) == len(out):
+        return type(out)([of.get(id(a), y) for a, y in zip(again, out, strict=True)])
+    return out
+
+
+# --- attributes of stand-ins ----------------------------------------------------------------------
+
+
+def _attributes(asked: Asked) -> list[Patch]:
+    """What the user's code looks for on a stand-in and does not find, and what it assigns there."""
+    put = private.FakeTensor.__setattr__
+
+    me = threading.get_ident()
+
+    def users(frame: FrameType) -> bool:
+        return threading.get_ident() == me and asked._is_user_file(frame.f_code.co_filename)
+
+    def missing(self: Tensor, name: str) -> Any:
+        value = ABSENT
+        if name[:2] != "__" and users(sys._getframe(1)):
+            value = asked.missing(self, name)
+        if value is ABSENT:
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        return value
+
+    def assign(self: Tensor, name: str, value: Any) -> None:
+        if not hasattr(Tensor, name) and users(sys._getframe(1)):
+            asked.refuse(f"forward assigns the attribute {name} of a tensor: it would stand on one of the trace", True)
+        put(self, name, value)
+
+    return [Patch(private.FakeTensor, "__getattr__", missing), Patch(private.FakeTensor, "__setattr__", assign)]
 
 
 # --- the seed -------------------------------------------------------------------------------------
@@ -310,11 +503,15 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None = None) -> Iterator[_Asked]:
-    """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given: ids of
-    the stand-ins of arguments, parameters and buffers."""
+def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | None = None,
+             real: dict[int | str, Tensor] | None = None) -> Iterator[Asked]:  # fmt: skip
+    """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given, real: of
+    Asked."""
     encode = nn.TransformerEncoder.forward
     infer, save, mode = torch.inference_mode, torch.autograd.graph.saved_tensors_hooks, private.DispatchMode
+    asked, scope = Asked(is_user_file, given, real), here()
+    if scope is not None and scope.watch is not None and real is not None:
+        scope.watch.asked = asked
     with replaced(
         Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
         Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
@@ -325,5 +522,9 @@ def refusing(is_user_file: Callable[[str], bool], given: Collection[int] | None 
         *_honest_flags(),
         *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
           for cls, name in _NUMBERS if name in vars(cls)],
-    ), _Asked(is_user_file, given) as asked:  # fmt: skip
-        yield asked
+        *(_attributes(asked) if real is not None else ()),
+    ), asked:  # fmt: skip
+        try:
+            yield asked
+        finally:  # the arguments are the caller's to hold
+            asked.end()

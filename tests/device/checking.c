@@ -6,7 +6,10 @@
  * tensors, scalars, scratch) lie in the first mapping, which nobody may read or write, and the rows work on the second
  * one: each of their pointers is moved over before the CPU's row is called. Who touches the first mapping, and a row
  * that leaves the blocks it was given, ends the process with a line that names the address. A block is never handed out
- * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back.
+ * at another one's address, its bytes are 0xff at first, and its pages are gone when it was given back. The run's
+ * scalars open up only to operators that are marked as random, and to chains with such a statement. A tensor in the
+ * host's memory is refused as an operand; a graph input that is marked as a host scalar is one all the same, as the run
+ * has taken it along.
  *
  * Time. What is asked of the device goes on one queue, which a thread of its own works off in order: slices, copies,
  * fills, uploads, and blocks that were given back. Only a download waits, and a plan's end: its prepared calls are read
@@ -14,11 +17,12 @@
  * were uploaded need to be there any longer. om_checking_late says how late: 0, the beginning, is the latest that is
  * allowed, nothing runs before somebody waits; another number is a seed for a pause before each job.
  *
- * Failures. A slice that fails (an index out of range) is noted, what is queued behind it is left undone, and the next
- * one who waits is told.
+ * Failures. A slice that fails (an index out of range) is noted, what is queued behind it is left undone, and the first
+ * one is told who waits, or begins another slice when it is known already (late faults: graph/device.h).
  *
  * Tests reach it by ctypes (tests/device/steps.py): om_checking_*.
  */
+#include "cpu/copy.h"
 #include "ops/strip.h"
 #include "run/plan.h"
 
@@ -37,7 +41,6 @@ static const size_t ROOM = (size_t)1 << 38; /* of addresses */
 typedef struct block {
     om_block b;
     size_t pages; /* bytes */
-    bool of_plan; /* a plan's constants: they go when the plan does */
 } block;
 
 typedef enum job_kind { JOB_SLICE, JOB_COPY, JOB_FILL, JOB_UPLOAD, JOB_PUT } job_kind;
@@ -68,7 +71,7 @@ static struct {
     om_status fault;
     char message[1024];
     int strip_most;         /* statements in a chain; 0: as many as the CPU takes */
-    long live, slices, waits;
+    long live, slices, waits, ended;
     bool ran[OM_N_OPS];     /* operators of which a call ran; the queue's own */
 } dev = {.lock = PTHREAD_MUTEX_INITIALIZER, .change = PTHREAD_COND_INITIALIZER, .last = &dev.first};
 
@@ -235,7 +238,6 @@ static om_block *checking_get(om_ctx *cx, size_t size) {
 static void checking_put(om_block *b) {
     block *own = (block *)(void *)b;
     om_ctx none = {.status = OM_OK};
-    if (own->of_plan) queue_wait();
     job *j = job_new(&none, JOB_PUT, 0);
     if (!j) abort();
     j->put = own;
@@ -249,6 +251,14 @@ static om_status checking_copy(om_ctx *cx, const om_tensor *src, om_tensor *dst)
     j->src = *src, j->dst = *dst, j->sv = cx->sv;
     job_queue(j);
     return OM_OK;
+}
+
+static om_status checking_copy_run(om_ctx *cx, const void *prep, const om_tensor *src, om_tensor *dst) {
+    om_tensor from = *src, to = *dst;
+    if (!on_queue) return om_fail(cx, OM_INTERNAL, "a copy of a plan outside of its slice");
+    OM_TRY(tensor_own(cx, &from, "copy", 0));
+    OM_TRY(tensor_own(cx, &to, "copy", 1));
+    return om_device_cpu.copy_run(cx, prep, &from, &to);
 }
 
 static om_status checking_fill(om_ctx *cx, void *to, int byte, size_t size) {
@@ -289,8 +299,8 @@ static int checking_workers(om_ctx *cx) {
 }
 
 static om_status checking_begin(om_ctx *cx, int workers) {
-    (void)cx, (void)workers;
-    return OM_OK;
+    (void)workers;
+    return queue_fault(cx); /* without waiting */
 }
 
 static om_status checking_end(om_ctx *cx, om_status s) {
@@ -323,11 +333,18 @@ static om_status checking_slice(om_run *r, int from, int to) {
     j->run.output = memcpy(at + n_in, r->output, n_out * sizeof *at);
     j->run.loan = memcpy(at + n_in + n_out, r->loan, n_out * sizeof *at);
     j->run.grad = memcpy(at + n_in + 2 * n_out, r->grad, n_grad * sizeof *at);
-    ((block *)(void *)r->plan->constants)->of_plan = true;
+    r->plan->of_device = dev.host; /* calls of it were queued */
     job_queue(j);
     if (!r->profile) return OM_OK;
     queue_wait(); /* its rows are the run's */
     return queue_fault(r->cx);
+}
+
+/* Its prepared calls are read by the queue. */
+static void checking_plan_end(om_plan *p) {
+    if (p->of_device) queue_wait();
+    dev.ended += p->of_device != NULL;
+    p->of_device = NULL;
 }
 
 /* The CPU's row on the second mapping. */
@@ -342,8 +359,13 @@ static om_status checking_run(om_ctx *cx, const om_args *a) {
     if (!is_ours(a->scalars) || (a->scratch && !is_ours(a->scratch)))
         return om_fail(cx, OM_INTERNAL, "%s: scalars at %p, scratch at %p: no memory of the device's", name,
                        (const void *)a->scalars, a->scratch);
+    if (a->count && !is_ours(a->count))
+        return om_fail(cx, OM_INTERNAL, "%s: the count at %p: no memory of the device's", name, (const void *)a->count);
     own.in = t, own.out = t + a->n_in;
-    own.scalars = own_view(a->scalars);
+    if (a->count) own.count = own_view(a->count);
+    /* the seed is for who is marked as random: others get what nobody may read */
+    const char *chain = om_attr_str(a->attr, a->n_attr, "program", "");
+    own.scalars = a->node->op->random || strstr(chain, " rng=") ? own_view(a->scalars) : a->scalars;
     if (a->scratch) own.scratch = own_view(a->scratch);
     dev.ran[a->node->op->id] = true;
     return om_device_cpu.rows[a->node->op->id].run(cx, &own);
@@ -359,13 +381,16 @@ static om_device checking = {.name = "checking",
                              .block_get = checking_get,
                              .block_put = checking_put,
                              .copy = checking_copy,
+                             .copy_prepare = om_cpu_copy_prepare,
+                             .copy_run = checking_copy_run,
                              .fill = checking_fill,
                              .upload = checking_upload,
                              .download = checking_download,
                              .workers = checking_workers,
                              .begin = checking_begin,
                              .end = checking_end,
-                             .run_slice = checking_slice};
+                             .run_slice = checking_slice,
+                             .plan_end = checking_plan_end};
 
 static bool started;
 
@@ -418,10 +443,10 @@ void om_checking_late(uint64_t seed) {
 
 void om_checking_strip(int most) { dev.strip_most = most; }
 
-/* 0: blocks that are not given back; 1: jobs queued and not done; 2: slices so far; 3: waits so far */
+/* 0: blocks that are not given back; 1: jobs queued and not done; 2: slices, 3: waits, 4: plans gone so far */
 long om_checking_count(int what) {
     pthread_mutex_lock(&dev.lock);
-    const long n[] = {dev.live, (long)(dev.queued - dev.done), dev.slices, dev.waits};
+    const long n[] = {dev.live, (long)(dev.queued - dev.done), dev.slices, dev.waits, dev.ended};
     pthread_mutex_unlock(&dev.lock);
     return n[what];
 }

@@ -110,6 +110,7 @@ static om_status foreign_slice(om_run *r, int from, int to) {
             const om_tensor t = om_run_arg(r, c, k);
             REQUIRE(!t.dtype || !om_numel(&t) || is_foreign(t.data));
         }
+        REQUIRE(c->count.storage == OM_NONE || r->plan->st[c->count.storage].where == OM_W_ARENA);
         REQUIRE(c->scratch == OM_NONE || is_foreign(r->arena + r->plan->st[c->scratch].offset));
     }
     om_status s = om_run_slice_rows(r, from, to);
@@ -186,7 +187,8 @@ static results everything(const om_device *device, const char *text) {
     om_block *block[3 * MAX_IO + 1], *b;
     uint8_t wanted[MAX_IO], arriving[MAX_IO];
     int64_t sym[64];
-    int variant, n_block = 0;
+    int variant, n_block = 0, n_own = 0;
+    void *own[MAX_IO]; /* host scalars */
     results res = {0};
     REQUIRE(cx);
     cx->device = device;
@@ -195,7 +197,8 @@ static results everything(const om_device *device, const char *text) {
     REQUIRE(g->inputs.n <= MAX_IO && g->outputs.n <= MAX_IO && g->syms.n <= 64);
     for (uint32_t i = 0; i < g->inputs.n; i++) {
         CHECK(om_tensor_of(cx, g, g->inputs.v[i], sym, &in[i]));
-        block[n_block++] = given(cx, &in[i], (int)i);
+        if (om_val(g, g->inputs.v[i])->host) in[i].data = values(&in[i], (int)i), own[n_own++] = in[i].data;
+        else block[n_block++] = given(cx, &in[i], (int)i);
     }
     CHECK(om_model_from_graph(cx, g, &m));
     const int n_in = om_model_inputs(m), n_out = om_model_outputs(m);
@@ -236,6 +239,7 @@ static results everything(const om_device *device, const char *text) {
     }
     om_model_free(cx, m);
     for (int i = 0; i < n_block; i++) om_block_put(block[i]);
+    for (int i = 0; i < n_own; i++) free(own[i]);
     om_ctx_free(cx);
     return res;
 }
@@ -250,6 +254,8 @@ int main(int argc, char **argv) {
     foreign.block_get = foreign_get;
     foreign.block_put = foreign_put;
     foreign.copy = foreign_copy;
+    foreign.copy_prepare = NULL; /* copies of a plan by `copy`, too */
+    foreign.copy_run = NULL;
     foreign.fill = foreign_fill;
     foreign.upload = foreign_upload;
     foreign.download = foreign_download;

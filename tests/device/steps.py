@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 import torch
 
 import engine
@@ -20,7 +22,7 @@ from engine import RANK, TORCH, Tensor, lib
 
 HOST = 4  # om_status
 FORWARD, INPUT, PARAM, BUFFER = -1, 1, 2, 3
-LIVE, PENDING, SLICES, WAITS = range(4)  # om_checking_count
+LIVE, PENDING, SLICES, WAITS, ENDED = range(5)  # om_checking_count
 
 Pointer = C.c_void_p
 Answer = Callable[[int, bool, list["torch.Tensor | None"]], "list[torch.Tensor | None]"]
@@ -32,7 +34,7 @@ class Block(C.Structure):
 
 class IO(C.Structure):
     _fields_ = [("name", C.c_char_p), ("role", C.c_uint8), ("dtype", C.c_uint8), ("rank", C.c_uint8), ("dim", C.c_int64 * RANK),
-                ("written", C.c_bool), ("differentiable", C.c_bool)]
+                ("written", C.c_bool), ("differentiable", C.c_bool), ("host", C.c_bool)]
 
 
 class Needs(C.Structure):
@@ -216,7 +218,7 @@ class Model:
         needs, mem, run = self.needs(v), Memory(self.cx), Pointer()
         state, arena = Pointer(), C.POINTER(Block)()
         try:
-            given = [mem.give(t) for t in ins]
+            given = [engine.tensor(t) if self.input(i).host else mem.give(t) for i, t in enumerate(ins)]
             self.cx.check(lib.om_run_forward(self.cx.p, self.p, v, array(given), C.c_uint64(seed), write, C.byref(run)))
             self.resume(run, 0, mem, answer)
             outs = [Tensor() for _ in range(self.n_out)]
@@ -254,7 +256,7 @@ class Model:
                         grads[i] = g
                         mem.upload(t.data, torch.full_like(g, float("nan")))
             outputs = [mem.fetch(o) for o in outs] if outputs is None else outputs
-            return Step(outputs, [mem.fetch(t) for t in given], grads)
+            return Step(outputs, [ins[i] if self.input(i).host else mem.fetch(t) for i, t in enumerate(given)], grads)
         finally:
             lib.om_run_free(run)
             lib.om_state_free(state)
@@ -303,3 +305,17 @@ def difference(a: Step, b: Step) -> str | None:
     if a.grads.keys() != b.grads.keys():
         return f"gradients {sorted(a.grads)} and {sorted(b.grads)}"
     return next((f"gradient {i}" for i in a.grads if not same(a.grads[i], b.grads[i])), None)
+
+
+def gpt2(folder: Path) -> tuple[bytes, torch.nn.Module, torch.Tensor]:
+    """A small GPT-2: the file a capture of it saves, the module, and ids for a step."""
+    transformers = pytest.importorskip("transformers")
+    from ortmodule import DebugOptions, ORTModule
+
+    torch.manual_seed(0)
+    # dropout is on: its masks follow from the seed alone
+    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False))  # fmt: skip
+    ids = torch.randint(0, 97, (2, 16))
+    ORTModule(module.train(), DebugOptions(save_onnx=True, onnx_prefix="gpt2", save_path=str(folder)))(input_ids=ids, labels=ids).loss.backward()
+    return next(folder.glob("*_training.onnx")).read_bytes(), module, ids

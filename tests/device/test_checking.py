@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,187 @@ def test_passes_ask_the_device() -> None:
     assert not any(steps.difference(res[0], r) for r in res)
 
 
+# --- host scalars ---------------------------------------------------------------------------------------------------
+
+STEP = """graph {{
+  input lr: f32[1]{mark}
+  input step: i64[]{mark}
+  param w: f64[5]
+  param g: f64[5]
+  buffer m: f64[5]
+  buffer v: f64[5]
+  w1, m1, v1 = adamw_step(lr, step, _, w, g, m, v) {{out_dtype=[2, 2, 2]}}
+  write w1 -> w
+  write m1 -> m
+  write v1 -> v
+}}"""
+
+
+def test_host_scalars() -> None:
+    """Learning rate and step lie in the host's memory and change from run to run; what is queued has its own numbers."""
+    ins = [rand(5), rand(5), rand(5), rand(5).abs()]
+    model, ends = steps.Model.text(steps.cx("checking"), STEP.format(mark=" host")), []
+    assert "input lr: f32[1] host" in model.print() and model.input(0).host and not model.input(2).host
+    for lr, step in ((0.1, 1), (0.2, 2)):
+        numbers = [torch.tensor([lr]), torch.tensor(step)]
+        ends.append(model.step([*numbers, *ins]).inputs[2:])
+        group = torch.nn.Parameter(ins[0].clone())
+        optim = torch.optim.AdamW([group], lr=lr, weight_decay=0.01)
+        optim.state[group] = {"step": torch.tensor(step - 1.0), "exp_avg": ins[2].clone(), "exp_avg_sq": ins[3].clone()}
+        group.grad = ins[1].clone()
+        optim.step()
+        assert torch.allclose(ends[-1][0], group.detach(), rtol=1e-6, atol=1e-8)
+    assert not torch.equal(ends[0][0], ends[1][0])
+    model.free()
+
+
+def test_a_scalar_that_is_not_marked_is_refused() -> None:
+    """A kernel finds it in the host's memory; with the mark the run takes it along."""
+    ctx = steps.cx("checking")
+    model, mem = steps.Model.text(ctx, STEP.format(mark="")), steps.Memory(ctx)
+    numbers = [torch.tensor([0.1]), torch.tensor(1)]
+    given = steps.array([engine.tensor(t) for t in numbers] + [mem.give(rand(5)) for _ in range(4)])
+    run, lib = steps.Pointer(), engine.lib
+    ctx.check(lib.om_run_forward(ctx.p, model.p, model.variant([0] * 6, []), given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+    ctx.check(lib.om_run_resume(run, 0))
+    with pytest.raises(engine.EngineError, match="adamw_step: operand 0 lies at .*, which is no memory of the device"):
+        ctx.check(lib.om_checking_wait(ctx.p))
+    lib.om_run_free(run)
+    mem.put()
+    model.free()
+
+
+def test_late_runs_keep_their_scalars() -> None:
+    """The host changes the number before the device has begun."""
+    ctx = steps.cx("checking")
+    model, mem, lib = steps.Model.text(ctx, "graph {\n input a: f64[] host\n input x: f64[2]\n y = mul(x, a)\n output y\n}"), steps.Memory(ctx), engine.lib
+    a, x, outs = torch.tensor(2.0, dtype=torch.float64), mem.give(torch.tensor([3.0, 4.0], dtype=torch.float64)), []
+    for number in (2.0, 5.0):
+        a.fill_(number)
+        run, out, block = steps.Pointer(), engine.Tensor(), steps.C.POINTER(steps.Block)()
+        ctx.check(lib.om_run_forward(ctx.p, model.p, model.variant([0, 0], [0]), steps.array([engine.tensor(a), x]), steps.C.c_uint64(0), True, steps.C.byref(run)))
+        ctx.check(lib.om_run_resume(run, 0))
+        ctx.check(lib.om_run_output(run, 0, steps.C.byref(out), steps.C.byref(block)))
+        lib.om_run_free(run)
+        mem.take(block)
+        outs.append(out)
+    a.fill_(-1)
+    assert [mem.fetch(o).tolist() for o in outs] == [[6, 8], [15, 20]]
+    mem.put()
+    model.free()
+
+
+def test_host_scalars_are_refused_where_they_cannot_be() -> None:
+    with pytest.raises(engine.EngineError, match="not one element"):
+        engine.Graph.parse("graph {\n input a: f64[2] host\n output a\n}")
+    text = "graph {\n input a: f64[] host\n y = neg(a)\n output y\n write y -> a\n}"
+    with pytest.raises(engine.EngineError, match="stores into a host scalar"):
+        engine.Graph.parse(text).verify()
+    model = steps.Model.text(steps.cx("cpu"), text)
+    with pytest.raises(engine.EngineError, match="no run may write it"):
+        model.step([torch.tensor(1.0, dtype=torch.float64)])
+    with pytest.raises(engine.EngineError, match="host scalar: it has no gradient"):
+        model.variant([1], [1])
+    model.free()
+
+
+# --- late faults (graph/device.h) -----------------------------------------------------------------------------------
+
+FAULTY = "graph {\n input i: i64[2]\n buffer s: f64[3]\n y = gather(s, i) {axis=0, padding_idx=-1}\n v = neg(s)\n output y\n write v -> s\n}"
+
+
+class Forwards:
+    """Forwards of FAULTY that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.cx = steps.cx("checking")
+        self.model, self.mem = steps.Model.text(self.cx, FAULTY), steps.Memory(self.cx)
+        self.s = self.mem.give(torch.arange(3.0, dtype=torch.float64))
+
+    def begin(self, indices: list[int]) -> steps.Pointer:
+        run = steps.Pointer()
+        given = steps.array([self.mem.give(torch.tensor(indices)), self.s])
+        v = self.model.variant([0, 0], [0])
+        self.cx.check(engine.lib.om_run_forward(self.cx.p, self.model.p, v, given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+        return run
+
+    def resume(self, run: steps.Pointer) -> None:
+        self.cx.check(engine.lib.om_run_resume(run, 0))
+
+    def output(self, run: steps.Pointer) -> engine.Tensor:
+        out, block = engine.Tensor(), steps.C.POINTER(steps.Block)()
+        self.cx.check(engine.lib.om_run_output(run, 0, steps.C.byref(out), steps.C.byref(block)))
+        self.mem.take(block)
+        return out
+
+    def close(self, *runs: steps.Pointer) -> None:
+        for run in runs:
+            engine.lib.om_run_free(run)
+        self.mem.put()
+        self.model.free()
+
+
+def test_resume_does_not_wait_for_a_fault() -> None:
+    """As late as is allowed: the run with the fault, and the next one, are queued; the first download is told, once."""
+    f = Forwards()
+    waits, runs = steps.count(steps.WAITS), [f.begin([0, 7]), f.begin([0, 1])]
+    outs = []
+    for run in runs:
+        f.resume(run)
+        outs.append(f.output(run))
+    assert steps.count(steps.WAITS) == waits
+    with pytest.raises(engine.EngineError, match="index 7 at position 1"):
+        f.mem.fetch(outs[1])
+    last = f.begin([2, 0])
+    f.resume(last)
+    assert f.mem.fetch(f.output(last)).tolist() == [2, 0] and f.mem.fetch(f.s).tolist() == [0, -1, -2]  # type: ignore[union-attr]
+    f.close(*runs, last)
+
+
+def test_resume_tells_a_fault_that_is_known() -> None:
+    """Whichever run resumes next, before anything of it is queued; it can only be freed, and nobody else is told."""
+    f = Forwards()
+    steps.late(1)
+    first, second, third = f.begin([0, 7]), f.begin([0, 1]), f.begin([2, 0])
+    f.resume(first)
+    until = time.monotonic() + 20
+    while steps.count(steps.PENDING) and time.monotonic() < until:
+        time.sleep(0.001)
+    slices = steps.count(steps.SLICES)
+    with pytest.raises(engine.EngineError, match="index 7 at position 1"):
+        f.resume(second)
+    assert steps.count(steps.SLICES) == slices
+    with pytest.raises(engine.EngineError, match="this run has failed; start another"):
+        f.resume(second)
+    f.resume(third)
+    assert f.mem.fetch(f.output(third)).tolist() == [2, 0]  # type: ignore[union-attr]
+    f.close(first, second, third)
+
+
+def test_a_host_stop_tells_who_reads_its_operands() -> None:
+    ctx = steps.cx("checking")
+    model, mem = steps.Model.text(ctx, "graph {\n input i: i64[2]\n input s: f64[3]\n y = gather(s, i) {axis=0, padding_idx=-1}\n"
+                                  " u = host(y) {index=0, out_dtype=[2], shape0=[2], diff=1}\n output u\n}"), steps.Memory(ctx)  # fmt: skip
+    run, given = steps.Pointer(), steps.array([mem.give(torch.tensor([0, 7])), mem.give(rand(3))])
+    ctx.check(engine.lib.om_run_forward(ctx.p, model.p, model.variant([0, 0], [0]), given, steps.C.c_uint64(0), True, steps.C.byref(run)))
+    assert engine.lib.om_run_resume(run, 0) == steps.HOST
+    with pytest.raises(engine.EngineError, match="index 7 at position 1"):
+        mem.fetch(engine.lib.om_run_host(run).contents.in_[0])
+    engine.lib.om_run_free(run)
+    mem.put()
+    model.free()
+
+
+def test_the_device_is_told_when_a_plan_goes() -> None:
+    """While its calls are still queued."""
+    f = Forwards()
+    run, ended = f.begin([0, 1]), steps.count(steps.ENDED)
+    f.resume(run)
+    assert steps.count(steps.PENDING) and steps.count(steps.ENDED) == ended
+    f.close(run)
+    assert steps.count(steps.ENDED) == ended + 1
+
+
 # --- the CPU's bits -------------------------------------------------------------------------------------------------
 
 
@@ -261,23 +443,10 @@ def test_host_nodes(zeros: bool) -> None:
     assert torch.allclose(first.outputs[0], torch.sin(a.flip(0) * w), atol=1e-12) and torch.allclose(first.outputs[1], want, atol=1e-12)
 
 
-def gpt2(folder: Path) -> tuple[bytes, torch.nn.Module, torch.Tensor]:
-    transformers = pytest.importorskip("transformers")
-    from ortmodule import DebugOptions, ORTModule
-
-    torch.manual_seed(0)
-    # dropout is on: its masks follow from the seed alone
-    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False))  # fmt: skip
-    ids = torch.randint(0, 97, (2, 16))
-    ORTModule(module.train(), DebugOptions(save_onnx=True, onnx_prefix="gpt2", save_path=str(folder)))(input_ids=ids, labels=ids).loss.backward()
-    return next(folder.glob("*_training.onnx")).read_bytes(), module, ids
-
-
 def test_gpt2(tmp_path: Path) -> None:
     """Captured in Python, run from the file it saves: three steps of forward, backward and SGD, with every policy of what
     backward computes again and the backward in one segment or three."""
-    data, module, ids = gpt2(tmp_path)
+    data, module, ids = steps.gpt2(tmp_path)
     for again, segments in ((0, 1), (1, 3)):
         runs: list[list[steps.Step]] = []
         for device in DEVICES:

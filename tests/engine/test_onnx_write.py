@@ -10,7 +10,8 @@ from onnx_models import CASES, RNG, Const, Fixed, f, i64, model_of, pos, referen
 
 from engine import EngineError, Graph
 
-UNWRITABLE = {"MaxPool:indices"}
+# indices of pools have no standard form; a recurrence stands without the products before it
+UNWRITABLE = {"MaxPool:indices", *(k for k in CASES if k.split(":")[0] in ("RNN", "GRU", "LSTM"))}
 
 
 @pytest.mark.parametrize("key", [k for k in CASES if k not in UNWRITABLE])

@@ -20,7 +20,7 @@ EVERYTHING = """graph {
   sym s3 = value of n
   input len: f32[s0]
   input x: f32[2, s0*12 + 3, 4]
-  input n: i64[]
+  input n: i64[] host
   param _7_odd_name_ "7 odd\\x09name\\"": f32[5, 7]
   buffer none_ "none": f64[]
   const c0: i64[2] = [1, -2]

@@ -20,7 +20,10 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 void __sanitizer_set_death_callback(void (*f)(void));
 
-enum { MAX_SEEDS = 4096, MAX_LEN = 8192 };
+#ifndef FUZZ_MAX_LEN
+#define FUZZ_MAX_LEN 8192
+#endif
+enum { MAX_SEEDS = 4096, MAX_LEN = FUZZ_MAX_LEN };
 static struct { uint8_t *data; size_t size; } seed[MAX_SEEDS];
 static int n_seeds;
 static uint8_t input[MAX_LEN];

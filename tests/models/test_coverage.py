@@ -70,13 +70,12 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]], str
                              torch.einsum("...d,ed", x, y[0]), torch.einsum("btd,td->b", x, y[0]), torch.einsum("ii", x[0] @ y[0].t())), two, ""),
     "norms": (lambda x: (F.group_norm(x, 2), F.instance_norm(x), F.group_norm(x[:, :, 0], 4), F.local_response_norm(x, 3)), image, ""),
     "inner": (lambda x, y: torch.inner(x, y[0]), two, "aten::inner"),
-    "topk-sort": (lambda x: (x.topk(3, -1)[0], x.sort(1)[0], x.kthvalue(2, 1)[0], x.median(2)[0]), cube, "aten::topk"),
-    "conv_transpose": (lambda x, w, b: (F.conv_transpose2d(x, w, b, 2, 1, 1), F.conv_transpose1d(x[:, :, 0], w[..., 0], b)), kernel,
-                       "aten::conv_transpose2d"),
+    "topk-sort": (lambda x: (x.topk(3, -1)[0], x.sort(1)[0], x.kthvalue(2, 1)[0], x.median(2)[0]), cube, ""),
+    "conv_transpose": (lambda x, w, b: (F.conv_transpose2d(x, w, b, 2, 1, 1), F.conv_transpose1d(x[:, :, 0], w[..., 0], b)), kernel, ""),
     "nearest-factor-in-vain": (lambda x: (F.interpolate(x, scale_factor=1.3), F.interpolate(x, scale_factor=2.4)),
                                lambda b, t, d: (randn(b, 3, 2, 5, 3),), ""),
     "bilinear-factor-in-vain": (lambda x: F.interpolate(x, scale_factor=1.3, mode="bilinear"), lambda b, t, d: (randn(b, 3, 2, 5, 2),), ""),
-    "bicubic": (lambda x: F.interpolate(x, (7, 9), mode="bicubic"), lambda b, t, d: (randn(1, b, 3, 5, 6),), "aten::upsample_bicubic2d"),
+    "bicubic": (lambda x: F.interpolate(x, (7, 9), mode="bicubic"), lambda b, t, d: (randn(1, b, 3, 5, 6),), ""),
     # Sizes that depend on data: a region from where the size appears to where it is gone.
     "mask": (lambda x: x[x > 0].tanh().sum() * x, cube, "aten::index.Tensor"),
     "mask-mean": (lambda x, y: (x.exp()[y[..., 0] > 0] * x.shape[-1]).mean() + y.sum(), two, "aten::index.Tensor"),
@@ -85,7 +84,8 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]], str
     "mask-after-mask": (lambda x: (lambda z: x.sin()[z > 0].sum() * z)(x * x[x > 0].sum().cos()), cube, "aten::index.Tensor"),
     "nonzero": (lambda x: x.flatten()[(x.flatten() > 0).nonzero()[:, 0]].reshape(-1, 1).square().sum() + x, cube, "aten::nonzero"),
     "masked_select": (lambda x: x.masked_select(x > 0).mean() + x.sum(), cube, "aten::masked_select"),
-    "cdist": (lambda x, y: torch.cdist(x, y), two, "aten::cdist"),
+    "cdist": (lambda x, y: torch.cdist(x, y), two, ""),
+    "cummax": (lambda x: x.cummax(1)[0], cube, "aten::cummax"),
 }
 
 

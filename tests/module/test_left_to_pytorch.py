@@ -120,8 +120,8 @@ class HostOps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = Square.apply(self.first(x))
-        values, _ = torch.topk(self.second(h), 4, dim=1)
-        return self.third(values)
+        values, _ = torch.cummax(self.second(h), dim=1)
+        return self.third(values[:, 3:])
 
 
 @pytest.mark.parametrize("segment_mb", [25.0, 1e-5], ids=["one segment", "many segments"])
@@ -144,7 +144,7 @@ def test_host_nodes(segment_mb):
         close(w(x), eager(x))
     report = w.report()
     names = " ".join(h.name for h in report.host)
-    assert "Square" in names and "topk" in names and not report.eager, str(report)
+    assert "Square" in names and "cummax" in names and not report.eager, str(report)
     assert all(h.file == __file__ and h.line > 0 and h.reason for h in report.host), str(report)
     assert 0 < report.node_share < 1 and 0 < report.time_share < 1
 

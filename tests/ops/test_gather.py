@@ -206,7 +206,7 @@ def test_out_of_range(node: str, bad: int) -> None:
         ("gather(x, x) {axis=0}", ["gather", "f64", "i64 or i32"]),
         ("gather(x, i) {axis=2}", ["axis 2", "0 to 1"]),
         ("scatter_elements(x, j, i) {axis=0}", ["scatter_elements", "source"]),
-        ("scatter_elements(x, j, x) {axis=0, reduce=3}", ["reduce is 3"]),
+        ("scatter_elements(x, j, x) {axis=0, reduce=4}", ["reduce is 4"]),
         ("gather_nd(x, j)", ["gather_nd", "at most 2"]),
     ],
 )

@@ -91,6 +91,12 @@ def test_stop_grad() -> None:
     assert grads == [None]
 
 
+def test_zero_grad() -> None:
+    """The second operand has any shape and gets zeros."""
+    for shape in ((3, 5), (), (7, 1, 2), (0, 3)):
+        check("zero_grad", [rand(3, 5), rand(*shape)], lambda v, x: v + (0 * x).sum())
+
+
 def test_straight_through() -> None:
     check("straight_through", [rand(3, 5), rand(3, 5)[[2, 0, 1]]], lambda v, x: v.detach() + (x - x.detach()), grad=[False, True])
 

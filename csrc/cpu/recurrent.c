@@ -1,0 +1,209 @@
+/* recurrent.c - ops/recurrent.c on the CPU.
+ *
+ * A step is one matrix product of all samples, then the activations row by row (kernels/recurrent.k.c), shared among
+ * threads. f32 and f64 work in the operands' own memory; bf16 and f16 are widened as they are read, states between steps
+ * stay f32. Every element is computed by one thread, products have one order of sums: the same bits for any number of
+ * threads. Operands are dense.
+ */
+#include "cpu/cpu.h"
+#include "cpu/gemm.h"
+#include "cpu/recurrent.h"
+#include "cpu/strip.h"
+
+typedef struct recurrent_plan {
+    int64_t steps, n, size, gates, kind, elem; /* elem: bytes of the compute type */
+    int dtype, wide_dtype;
+    bool reverse, widen, bias;
+    om_gemm_args g;
+    om_gemm_how how;
+    om_recurrent_fn row;
+    /* scratch */
+    int64_t w_at, b_at, h_at[2], c_at, gate_at, hidden_at, back_at, gemm_at, total;
+} recurrent_plan;
+
+static int64_t recurrent_take(recurrent_plan *p, int64_t elements) {
+    const int64_t at = p->total;
+    p->total += (elements * p->elem + 63) & ~(int64_t)63;
+    return at;
+}
+
+static om_status recurrent_layout(om_ctx *cx, const om_args *a, bool grad, recurrent_plan *p) {
+    const om_tensor *x = grad ? &a->out[0] : &a->in[0], *w = &a->in[1 + grad], *h0 = &a->in[3];
+    *p = (recurrent_plan){.steps = x->dim[0], .n = x->dim[1], .size = w->dim[1], .dtype = x->dtype,
+                          .wide_dtype = om_compute_dtype(x->dtype), .kind = om_args_int(a, "kind", 0),
+                          .reverse = om_args_int(a, "reverse", 0), .bias = !grad && a->in[2].dtype};
+    p->gates = p->kind == OM_LSTM ? 4 : p->kind == OM_GRU ? 3 : 1;
+    p->elem = (int64_t)om_dtype_size(p->wide_dtype);
+    p->widen = p->dtype != p->wide_dtype;
+    const int wide = p->wide_dtype == OM_F64;
+    p->row = grad ? OM_PICK(om_recurrent)->back[p->kind][wide] : OM_PICK(om_recurrent)->step[p->kind][wide];
+    const int64_t state = p->n * p->size, all = p->gates * p->size;
+    OM_CHECK(cx, h0->dim[0] == p->n && h0->dim[1] == p->size && w->dim[0] == all && x->dim[2] == all,
+             "%s: %lld samples of %lld do not fit h0 (%lld, %lld)", a->node->op->name, (long long)p->n,
+             (long long)p->size, (long long)h0->dim[0], (long long)h0->dim[1]);
+    om_gemm_args *g = &p->g;
+    *g = (om_gemm_args){.dtype = p->wide_dtype, .m = p->n, .alpha = 1, .batch = 1};
+    if (grad) { /* dh (n, size) = dgh (n, all) w (all, size); a GRU's dh has a part of its own */
+        g->n = p->size, g->k = all;
+        g->rsa = all, g->csa = 1, g->rsb = p->size, g->csb = 1, g->rsc = p->size, g->csc = 1;
+        g->beta = p->kind == OM_GRU;
+    } else { /* gates (n, all) += h (n, size) w^T (size, all); a GRU's hidden share stands alone */
+        g->n = all, g->k = p->size;
+        g->rsa = p->size, g->csa = 1, g->rsb = 1, g->csb = p->size, g->rsc = all, g->csc = 1;
+        g->beta = p->kind != OM_GRU;
+    }
+    static const char there;
+    if (p->bias) g->bias = &there; /* whether there is one; its address comes with the run */
+    OM_TRY(om_gemm_prepare(cx, g, &p->how));
+    if (p->widen) {
+        p->w_at = recurrent_take(p, all * p->size);
+        p->b_at = recurrent_take(p, p->bias ? all : 0);
+    }
+    if (grad || p->widen)
+        for (int i = 0; i < 2; i++) p->h_at[i] = recurrent_take(p, state);
+    if (grad || p->widen) p->c_at = recurrent_take(p, p->kind == OM_LSTM ? state : 0);
+    if (p->kind < OM_LSTM || grad) p->gate_at = recurrent_take(p, p->n * all);
+    if (p->kind == OM_GRU) p->hidden_at = recurrent_take(p, p->n * all);
+    if (grad) p->back_at = recurrent_take(p, p->kind == OM_LSTM ? state : 0);
+    p->gemm_at = p->total;
+    p->total += p->how.scratch;
+    return OM_OK;
+}
+
+static om_status recurrent_prepare(om_ctx *cx, om_arena *mem, const om_args *a, bool grad, const void **prep) {
+    recurrent_plan *p = om_arena_alloc(mem, sizeof *p);
+    if (!(*prep = p)) return cx->status;
+    return recurrent_layout(cx, a, grad, p);
+}
+
+int64_t om_cpu_scratch_recurrent(om_ctx *cx, const om_args *a) {
+    recurrent_plan p;
+    return recurrent_layout(cx, a, false, &p) == OM_OK ? p.total : 0;
+}
+int64_t om_cpu_scratch_recurrent_grad(om_ctx *cx, const om_args *a) {
+    recurrent_plan p;
+    return recurrent_layout(cx, a, true, &p) == OM_OK ? p.total : 0;
+}
+om_status om_cpu_prepare_recurrent(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return recurrent_prepare(cx, mem, a, false, prep);
+}
+om_status om_cpu_prepare_recurrent_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    return recurrent_prepare(cx, mem, a, true, prep);
+}
+
+/* n elements of the operands' type, from byte address, in the compute type: there, or widened to `to` */
+static char *recurrent_wide(const recurrent_plan *p, const void *from, int64_t n, char *to) {
+    if (!p->widen) return (char *)(uintptr_t)from;
+    OM_PICK(om_strip)->load[p->dtype](from, 1, n, to);
+    return to;
+}
+static void recurrent_copy_in(const recurrent_plan *p, const void *from, int64_t n, char *to) {
+    if (p->widen) OM_PICK(om_strip)->load[p->dtype](from, 1, n, to);
+    else memcpy(to, from, (size_t)(n * p->elem));
+}
+static void recurrent_copy_out(const recurrent_plan *p, const char *from, int64_t n, void *to) {
+    if (p->widen) OM_PICK(om_strip)->store[p->dtype](from, n, to, 1);
+    else if (from != to) memcpy(to, from, (size_t)(n * p->elem));
+}
+
+typedef struct recurrent_job { /* of one step; per sample: bytes from one to the next */
+    const recurrent_plan *p;
+    om_recurrent_row at;
+    int64_t gate_step, all_step, size_step;
+} recurrent_job;
+
+#define MOVE(field, by) row.field = row.field ? (char *)(uintptr_t)row.field + i * (by) : NULL
+static void recurrent_rows(void *arg, int64_t begin, int64_t end) {
+    const recurrent_job *j = arg;
+    for (int64_t i = begin; i < end; i++) {
+        om_recurrent_row row = j->at;
+        MOVE(gate, j->gate_step);
+        MOVE(hidden, j->all_step), MOVE(dgx, j->all_step), MOVE(dgh, j->all_step);
+        MOVE(c_before, j->size_step), MOVE(h_before, j->size_step), MOVE(c, j->size_step), MOVE(h, j->size_step);
+        MOVE(dh, j->size_step), MOVE(dc, j->size_step);
+        j->p->row(&row, j->p->size);
+    }
+}
+
+static void recurrent_go(om_ctx *cx, const recurrent_plan *p, const om_recurrent_row *at) {
+    const int64_t all = p->gates * p->size * p->elem, size = p->size * p->elem;
+    recurrent_job j = {p, *at, p->kind >= OM_LSTM ? 4 * size : all, all, size};
+    om_parallel_for(cx, p->n, 1 + 4096 / (p->gates * p->size + 1), recurrent_rows, &j);
+}
+
+om_status om_cpu_run_recurrent(om_ctx *cx, const om_args *a) {
+    const recurrent_plan *p = a->prep;
+    const int64_t state = p->n * p->size, all = p->gates * p->size, bytes = (int64_t)om_dtype_size(p->dtype);
+    const bool lstm = p->kind == OM_LSTM, gru = p->kind == OM_GRU;
+    char *scratch = a->scratch, *y = a->out[0].data, *kept = a->out[2].data, *cells = a->out[3].data;
+    const char *gx = a->in[0].data;
+    om_gemm_args g = p->g;
+    g.b = recurrent_wide(p, a->in[1].data, all * p->size, scratch + p->w_at);
+    g.scratch = scratch + p->gemm_at;
+    if (p->bias) g.bias = recurrent_wide(p, a->in[2].data, all, scratch + p->b_at);
+    const char *h = recurrent_wide(p, a->in[3].data, state, scratch + p->h_at[0]),
+               *c = lstm ? recurrent_wide(p, a->in[4].data, state, scratch + p->c_at) : NULL;
+    for (int64_t s = 0; s < p->steps; s++) {
+        const int64_t t = p->reverse ? p->steps - 1 - s : s;
+        char *gate = p->kind >= OM_LSTM ? kept + t * 4 * state * p->elem : scratch + p->gate_at;
+        char *to = p->widen ? scratch + p->h_at[(s + 1) & 1] : y + t * state * bytes;
+        if (gru) /* three of four gates */
+            for (int64_t i = 0; i < p->n; i++)
+                recurrent_copy_in(p, gx + (t * p->n + i) * all * bytes, all, gate + i * 4 * p->size * p->elem);
+        else recurrent_copy_in(p, gx + t * p->n * all * bytes, p->n * all, gate);
+        g.a = h, g.c = gru ? scratch + p->hidden_at : gate;
+        OM_TRY(om_gemm_run(cx, &g, &p->how));
+        char *cell = lstm ? cells + t * state * p->elem : NULL;
+        recurrent_go(cx, p, &(om_recurrent_row){.gate = gate, .hidden = gru ? g.c : NULL, .c_before = c, .h_before = h,
+                                                .c = cell, .h = to});
+        if (p->widen) recurrent_copy_out(p, to, state, y + t * state * bytes);
+        h = to, c = cell;
+    }
+    if (lstm) recurrent_copy_out(p, c, state, a->out[1].data);
+    return OM_OK;
+}
+
+om_status om_cpu_run_recurrent_grad(om_ctx *cx, const om_args *a) {
+    const recurrent_plan *p = a->prep;
+    const int64_t state = p->n * p->size, all = p->gates * p->size, bytes = (int64_t)om_dtype_size(p->dtype);
+    const bool lstm = p->kind == OM_LSTM, gru = p->kind == OM_GRU;
+    char *scratch = a->scratch, *dh = scratch + p->h_at[0], *room = scratch + p->h_at[1],
+         *dc = lstm ? scratch + p->back_at : NULL;
+    const char *dy = a->in[0].data, *y = a->in[5].data, *kept = a->in[6].data, *cells = a->in[7].data;
+    om_gemm_args g = p->g;
+    g.b = recurrent_wide(p, a->in[2].data, all * p->size, scratch + p->w_at);
+    g.c = dh, g.scratch = scratch + p->gemm_at;
+    memset(dh, 0, (size_t)(state * p->elem));
+    if (lstm && a->in[1].dtype) recurrent_copy_in(p, a->in[1].data, state, dc);
+    else if (lstm) memset(dc, 0, (size_t)(state * p->elem));
+    for (int64_t s = 0; s < p->steps; s++) {
+        const int64_t t = p->reverse ? s : p->steps - 1 - s, before = p->reverse ? t + 1 : t - 1;
+        const bool first = s == p->steps - 1;
+        om_recurrent_row r = {.dh = dh, .dc = dc};
+        const char *d = recurrent_wide(p, dy + t * state * bytes, state, room);
+        if (p->wide_dtype == OM_F64)
+            for (int64_t i = 0; i < state; i++) ((double *)dh)[i] += ((const double *)d)[i];
+        else
+            for (int64_t i = 0; i < state; i++) ((float *)dh)[i] += ((const float *)d)[i];
+        char *dgx = (char *)a->out[0].data + t * p->n * all * bytes, *dgh = dgx;
+        if (gru) dgh = (char *)a->out[1].data + t * p->n * all * bytes;
+        r.dgx = p->widen ? scratch + p->gate_at : dgx;
+        r.dgh = !gru ? r.dgx : p->widen ? scratch + p->hidden_at : dgh;
+        if (p->kind < OM_LSTM) r.h = recurrent_wide(p, y + t * state * bytes, state, room);
+        else r.gate = (char *)(uintptr_t)kept + t * 4 * state * p->elem;
+        if (gru) r.h_before = recurrent_wide(p, first ? a->in[3].data : y + before * state * bytes, state, room);
+        if (lstm) {
+            r.c = (char *)(uintptr_t)cells + t * state * p->elem;
+            r.c_before = first ? recurrent_wide(p, a->in[4].data, state, scratch + p->c_at)
+                               : cells + before * state * p->elem;
+        }
+        recurrent_go(cx, p, &r);
+        g.a = r.dgh;
+        OM_TRY(om_gemm_run(cx, &g, &p->how));
+        if (p->widen) recurrent_copy_out(p, r.dgx, p->n * all, dgx);
+        if (p->widen && gru) recurrent_copy_out(p, r.dgh, p->n * all, dgh);
+    }
+    recurrent_copy_out(p, dh, state, a->out[2].data);
+    if (lstm) recurrent_copy_out(p, dc, state, a->out[3].data);
+    return OM_OK;
+}

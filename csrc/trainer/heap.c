@@ -1,0 +1,110 @@
+/* heap.c - see heap.h. The free blocks are a list in order of address; there are few, because neighbours join. */
+#include "trainer/heap.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { HEAD = 64 };
+
+typedef struct om_heap_block {
+    size_t size;                       /* with the head */
+    struct om_heap_block *prev, *next; /* free: in order of address */
+} block;
+
+bool om_heap_open(om_heap *h, void *arena, size_t size) {
+    *h = (om_heap){.base = arena, .size = size & ~(size_t)(HEAD - 1)};
+    if (!arena) {
+        h->mapped = true;
+        h->size = sizeof(void *) > 4 ? (size_t)1 << 38 : (size_t)1 << 30;
+        do {
+            h->size /= 2;
+            h->base = mmap(NULL, h->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        } while (h->base == MAP_FAILED && h->size > (size_t)1 << 20);
+        if (h->base == MAP_FAILED) return false;
+    }
+    if (h->size < 2 * HEAD || (uintptr_t)h->base % HEAD) return false;
+    pthread_mutex_init(&h->lock, NULL);
+    h->first_free = (block *)(void *)h->base;
+    *h->first_free = (block){.size = h->size};
+    return true;
+}
+
+void om_heap_close(om_heap *h) {
+    if (!h->first_free && !h->high) return;
+    if (h->mapped) munmap(h->base, h->size);
+    pthread_mutex_destroy(&h->lock);
+    *h = (om_heap){0};
+}
+
+static size_t offset_of(const om_heap *h, const block *b) { return (size_t)((const char *)b - h->base); }
+
+void *om_heap_alloc(void *heap, size_t size) {
+    om_heap *h = heap;
+    void *p = NULL;
+    if (size > SIZE_MAX / 2) return NULL;
+    const size_t need = ((size + HEAD - 1) & ~(size_t)(HEAD - 1)) + HEAD;
+    pthread_mutex_lock(&h->lock);
+    for (block *b = h->first_free; b; b = b->next) {
+        if (b->size < need) continue;
+        const size_t end = offset_of(h, b) + need;
+        if (h->sealed && end > h->high) break;
+        block *next = b->next;
+        if (b->size - need >= HEAD) {
+            block *rest = (block *)(void *)((char *)b + need);
+            *rest = (block){.size = b->size - need, .prev = b->prev, .next = b->next};
+            if (next) next->prev = rest;
+            next = rest;
+            b->size = need;
+        } else if (next) {
+            next->prev = b->prev;
+        }
+        if (b->prev)
+            b->prev->next = next;
+        else
+            h->first_free = next;
+        if (end > h->high) h->high = end;
+        p = (char *)b + HEAD;
+        break;
+    }
+    pthread_mutex_unlock(&h->lock);
+    return p;
+}
+
+static void join(block *b) { /* with the next, if they touch */
+    block *n = b->next;
+    if (!n || (char *)b + b->size != (char *)n) return;
+    b->size += n->size;
+    b->next = n->next;
+    if (n->next) n->next->prev = b;
+}
+
+void om_heap_free(void *heap, void *p, size_t size) {
+    om_heap *h = heap;
+    (void)size;
+    if (!p) return;
+    block *b = (block *)(void *)((char *)p - HEAD), *prev = NULL, *next;
+    pthread_mutex_lock(&h->lock);
+    for (next = h->first_free; next && next < b; next = next->next) prev = next;
+    b->prev = prev;
+    b->next = next;
+    if (next) next->prev = b;
+    if (prev)
+        prev->next = b;
+    else
+        h->first_free = b;
+    join(b);
+    if (prev) join(prev);
+    pthread_mutex_unlock(&h->lock);
+}
+
+void om_heap_trim(om_heap *h) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    if (!h->mapped) return;
+    pthread_mutex_lock(&h->lock);
+    for (const block *b = h->first_free; b; b = b->next) {
+        const size_t from = (offset_of(h, b) + sizeof *b + page - 1) / page * page;
+        const size_t end = offset_of(h, b) + b->size, to = (end < h->high ? end : h->high) / page * page;
+        if (to > from) madvise(h->base + from, to - from, MADV_DONTNEED);
+    }
+    pthread_mutex_unlock(&h->lock);
+}

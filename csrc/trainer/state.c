@@ -1,0 +1,398 @@
+/* state.c - parameters as one run of f32, checkpoints, properties.
+ *
+ * A checkpoint is a safetensors file: parameters and buffers under their own names, moments as
+ * "optimizer.exp_avg:NAME" and "optimizer.exp_avg_sq:NAME" (SGD: exp_avg is the momentum), and in its metadata
+ *
+ *     format=ortmodule-checkpoint  version=1
+ *     nominal=1                    no tensors: om_trainer_set brings the values
+ *     updates, rate, initial_rate  numbers
+ *     frozen:NAME=1                this parameter is not trained
+ *     int:NAME float:NAME string:NAME    properties
+ *
+ * Reading compares everything with the model before it changes anything.
+ */
+#include "trainer/trainer.h"
+
+#include <errno.h>
+#include <locale.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static const char *const moment[] = {"optimizer.exp_avg:", "optimizer.exp_avg_sq:"};
+
+/* --- one buffer ---------------------------------------------------------------------------------- */
+
+static bool in_buffer(const om_tparam *p, bool trainable_only) {
+    return om_is_float(p->value.dtype) && (p->trainable || !trainable_only);
+}
+
+int64_t om_trainer_elements(const om_trainer *t, bool trainable_only) {
+    int64_t n = 0;
+    for (int i = 0; i < t->n_param; i++)
+        if (in_buffer(&t->param[i], trainable_only)) n += om_numel(&t->param[i].value);
+    return n;
+}
+
+static om_status buffer_copy(const om_trainer *t, bool trainable_only, float *buffer, int64_t n, bool out) {
+    const int64_t want = om_trainer_elements(t, trainable_only);
+    if (n != want)
+        return om_fail(t->host, OM_INVALID, "a buffer of %lld elements; these parameters have %lld", (long long)n,
+                       (long long)want);
+    for (int i = 0; i < t->n_param; i++) {
+        if (!in_buffer(&t->param[i], trainable_only)) continue;
+        om_tensor x = t->param[i].value, run = x;
+        run.dtype = OM_F32;
+        run.data = buffer;
+        OM_TRY(om_copy(t->host, out ? &x : &run, out ? &run : &x));
+        buffer += om_numel(&x);
+    }
+    return OM_OK;
+}
+
+om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, int64_t n) {
+    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_loaded((om_trainer *)(uintptr_t)t));
+    return buffer_copy(t, trainable_only, to, n, true);
+}
+
+om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n) {
+    OM_TRY(t->host->status);
+    if (trainable_only) OM_TRY(om_trainer_loaded(t));
+    OM_TRY(buffer_copy(t, trainable_only, (float *)(uintptr_t)from, n, false));
+    t->nominal = false;
+    return OM_OK;
+}
+
+/* --- properties ---------------------------------------------------------------------------------- */
+
+static void property_free(om_ctx *cx, om_property *p) {
+    om_free(cx, (void *)(uintptr_t)p->name);
+    om_free(cx, (void *)(uintptr_t)p->s);
+}
+
+static const char *text_copy(om_ctx *cx, const char *s) {
+    char *d = om_alloc(cx, strlen(s) + 1);
+    return d ? memcpy(d, s, strlen(s) + 1) : NULL;
+}
+
+static om_status property_copy(om_ctx *cx, const om_property *p, om_property *q) {
+    *q = *p;
+    q->s = NULL;
+    q->name = text_copy(cx, p->name);
+    if (q->name && p->kind == 's') q->s = text_copy(cx, p->s);
+    if (cx->status != OM_OK) property_free(cx, q);
+    return cx->status;
+}
+
+void om_trainer_properties_free(om_trainer *t) {
+    for (uint32_t i = 0; i < t->property.n; i++) property_free(t->host, &t->property.v[i]);
+    om_free(t->host, t->property.v);
+    t->property.v = NULL;
+    t->property.n = t->property.cap = 0;
+}
+
+static int property_find(const om_trainer *t, const char *name) {
+    for (uint32_t i = 0; i < t->property.n; i++)
+        if (!strcmp(t->property.v[i].name, name)) return (int)i;
+    return -1;
+}
+
+om_status om_trainer_set_property(om_trainer *t, const om_property *p) {
+    om_property q;
+    OM_TRY(t->host->status);
+    OM_CHECK(t->host, p->name && *p->name && om_utf8_valid(p->name, strlen(p->name)),
+             "a property needs a name, in UTF-8");
+    OM_CHECK(t->host, p->kind == 'i' || p->kind == 'f' || (p->kind == 's' && p->s && om_utf8_valid(p->s, strlen(p->s))),
+             "property '%.80s': kind 'i', 'f', or 's' with a text in UTF-8 is needed", p->name);
+    OM_TRY(property_copy(t->host, p, &q));
+    const int at = property_find(t, p->name);
+    om_property *slot = at >= 0 ? &t->property.v[at] : OM_PUSH(t->host, &t->property);
+    if (!slot) {
+        property_free(t->host, &q);
+        return t->host->status;
+    }
+    if (at >= 0) property_free(t->host, slot);
+    *slot = q;
+    return OM_OK;
+}
+
+int om_trainer_properties(const om_trainer *t) { return (int)t->property.n; }
+om_property om_trainer_property_at(const om_trainer *t, int i) { return t->property.v[i]; }
+bool om_trainer_property(const om_trainer *t, const char *name, om_property *p) {
+    const int i = property_find(t, name);
+    if (i >= 0) *p = t->property.v[i];
+    return i >= 0;
+}
+
+/* --- reading a checkpoint ------------------------------------------------------------------------ */
+
+static bool number_whole(const char *text, int64_t *v) {
+    char *end;
+    errno = 0;
+    *v = strtoll(text, &end, 10);
+    return *text && !*end && !errno;
+}
+/* Numbers in files have a point, whatever the locale of the program says. */
+static bool number_real(const char *text, double *v) {
+    char local[64], *end, *point;
+    if (!*text || strlen(text) >= sizeof local || strchr(text, ',')) return false;
+    strcpy(local, text);
+    if ((point = strchr(local, '.'))) *point = *localeconv()->decimal_point;
+    *v = strtod(local, &end);
+    return !*end;
+}
+static void number_text(char text[64], double v) {
+    snprintf(text, 64, "%.17g", v);
+    char *point = strchr(text, *localeconv()->decimal_point);
+    if (point) *point = '.';
+}
+
+om_status om_trainer_parse(om_trainer *t, const char *what, om_bytes checkpoint, om_tensors *f) {
+    OM_TRY(om_tensors_read(t->host, what, checkpoint.data, checkpoint.size, f));
+    const char *format = om_tensors_meta(f, "format"), *version = om_tensors_meta(f, "version");
+    if (!format || strcmp(format, "ortmodule-checkpoint") != 0)
+        return om_fail(t->host, OM_INVALID, "%s: metadata 'format' is %.40s; 'ortmodule-checkpoint' is expected", what,
+                       format ? format : "missing");
+    if (!version || strcmp(version, "1") != 0)
+        return om_fail(t->host, OM_UNSUPPORTED, "%s: version %.20s; this library reads 1", what,
+                       version ? version : "");
+    return OM_OK;
+}
+
+om_status om_trainer_trainable(om_trainer *t, const om_tensors *f) {
+    for (uint32_t i = 0; i < f->meta.n; i++) {
+        if (strncmp(f->meta.v[i].key, "frozen:", 7) != 0) continue;
+        const int at = om_trainer_find(t, f->meta.v[i].key + 7);
+        if (at < 0)
+            return om_fail(t->host, OM_INVALID, "checkpoint: '%.80s' is no parameter of the model",
+                           f->meta.v[i].key + 7);
+        t->param[at].trainable = false;
+    }
+    return OM_OK;
+}
+
+static bool same_kind(const om_tensor *a, const om_tensor *b) {
+    return a->dtype == b->dtype && a->rank == b->rank && !memcmp(a->dim, b->dim, a->rank * sizeof *a->dim);
+}
+
+static om_status entry_fits(om_trainer *t, const char *what, const om_entry *e, const om_tensor *want) {
+    char a[160] = "", b[160] = "";
+    if (same_kind(&e->t, want)) return OM_OK;
+    for (int k = 0, n = 0; k < e->t.rank; k++)
+        n += snprintf(a + n, sizeof a - (size_t)n, " %lld", (long long)e->t.dim[k]);
+    for (int k = 0, n = 0; k < want->rank; k++)
+        n += snprintf(b + n, sizeof b - (size_t)n, " %lld", (long long)want->dim[k]);
+    return om_fail(t->host, OM_INVALID, "%s: '%.80s' is %s [%s ], the model's is %s [%s ]: another model's file", what,
+                   e->name, om_dtype_name(e->t.dtype), a, om_dtype_name(want->dtype), b);
+}
+
+typedef struct numbers {
+    int64_t updates;
+    double rate, initial_rate;
+    bool nominal;
+} numbers;
+
+static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f, numbers *x) {
+    *x = (numbers){.rate = t->rate, .initial_rate = t->initial_rate};
+    for (uint32_t i = 0; i < f->meta.n; i++) {
+        const char *key = f->meta.v[i].key, *text = f->meta.v[i].text;
+        int64_t whole;
+        double real;
+        bool good = true;
+        if (!strcmp(key, "updates"))
+            good = number_whole(text, &x->updates) && x->updates >= 0;
+        else if (!strcmp(key, "rate"))
+            good = number_real(text, &x->rate) && isfinite(x->rate);
+        else if (!strcmp(key, "initial_rate"))
+            good = number_real(text, &x->initial_rate) && isfinite(x->initial_rate);
+        else if (!strcmp(key, "nominal"))
+            good = !strcmp(text, "1") || !strcmp(text, "0"), x->nominal = *text == '1';
+        else if (!strncmp(key, "int:", 4))
+            good = key[4] && number_whole(text, &whole);
+        else if (!strncmp(key, "float:", 6))
+            good = key[6] && number_real(text, &real);
+        else if (!strncmp(key, "string:", 7))
+            good = key[7] != 0;
+        else if (!strncmp(key, "frozen:", 7)) {
+            const int at = om_trainer_find(t, key + 7);
+            good = at >= 0;
+        }
+        if (!good) return om_fail(t->host, OM_INVALID, "%s: metadata '%.80s' is '%.40s'", what, key, text);
+    }
+    return OM_OK;
+}
+
+static bool moment_name(const char *name) {
+    return !strncmp(name, moment[0], strlen(moment[0])) || !strncmp(name, moment[1], strlen(moment[1]));
+}
+
+/* Which tensor of the trainer's an entry is; NULL: none. */
+static om_tensor *entry_target(om_trainer *t, const char *name) {
+    for (int k = 0; k < 2; k++) {
+        const size_t n = strlen(moment[k]);
+        if (strncmp(name, moment[k], n) != 0) continue;
+        const int at = om_trainer_find(t, name + n);
+        om_tensor *x = at < 0 ? NULL : k ? &t->param[at].v : &t->param[at].m;
+        return x && x->dtype ? x : NULL;
+    }
+    const int at = om_trainer_find(t, name);
+    return at < 0 ? NULL : &t->param[at].value;
+}
+
+static om_status properties_read(om_trainer *t, const om_tensors *f) {
+    for (uint32_t i = 0; i < f->meta.n; i++) {
+        const char *key = f->meta.v[i].key, *text = f->meta.v[i].text;
+        om_property p = {0};
+        double real;
+        if (!strncmp(key, "int:", 4))
+            p = (om_property){.name = key + 4, .kind = 'i', .i = strtoll(text, NULL, 10)};
+        else if (!strncmp(key, "float:", 6) && number_real(text, &real))
+            p = (om_property){.name = key + 6, .kind = 'f', .f = real};
+        else if (!strncmp(key, "string:", 7))
+            p = (om_property){.name = key + 7, .kind = 's', .s = text};
+        if (p.kind) OM_TRY(om_trainer_set_property(t, &p));
+    }
+    return OM_OK;
+}
+
+om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) {
+    numbers x;
+    int values = 0, moments = 0, want_moments = 0, with_moments = 0;
+    OM_TRY(meta_check(t, what, f, &x));
+    for (int i = 0; i < t->n_param; i++) {
+        const om_tparam *p = &t->param[i];
+        want_moments += (p->m.dtype != 0) + (p->v.dtype != 0);
+        if (!x.nominal && !om_tensors_find(f, p->name))
+            return om_fail(t->host, OM_INVALID, "%s: has no '%.80s', which is a parameter of the model", what, p->name);
+    }
+    for (uint32_t i = 0; i < f->entry.n; i++) {
+        const om_entry *e = &f->entry.v[i];
+        const bool is_moment = moment_name(e->name);
+        const om_tensor *to = entry_target(t, e->name);
+        if (is_moment && t->optimizer == OM_T_NONE) continue; /* whoever only evaluates */
+        if (!to) return om_fail(t->host, OM_INVALID, "%s: has '%.80s', which the model does not have", what, e->name);
+        if (x.nominal) return om_fail(t->host, OM_INVALID, "%s: is nominal, and has a tensor '%.80s'", what, e->name);
+        OM_TRY(entry_fits(t, what, e, to));
+        *(is_moment ? &moments : &values) += 1;
+    }
+    with_moments = moments > 0;
+    if (with_moments && moments != want_moments)
+        return om_fail(t->host, OM_INVALID, "%s: has %d of the optimizer's %d tensors", what, moments, want_moments);
+    /* properties are the only thing that can still fail: the old ones stay until the new ones are there */
+    om_trainer fresh = {.host = t->host};
+    om_status s = properties_read(&fresh, f);
+    if (s != OM_OK) {
+        om_trainer_properties_free(&fresh);
+        return s;
+    }
+    om_trainer_properties_free(t);
+    t->property.v = fresh.property.v, t->property.n = fresh.property.n, t->property.cap = fresh.property.cap;
+    for (int i = 0; i < t->n_param && !with_moments; i++) {
+        om_tensor *const m[] = {&t->param[i].m, &t->param[i].v};
+        for (int k = 0; k < 2; k++)
+            if (m[k]->dtype) memset(m[k]->data, 0, (size_t)om_numel(m[k]) * om_dtype_size(m[k]->dtype));
+    }
+    for (uint32_t i = 0; i < f->entry.n; i++) {
+        const om_entry *e = &f->entry.v[i];
+        om_tensor *to = entry_target(t, e->name);
+        if (e->size && to) memcpy(to->data, e->t.data, e->size);
+    }
+    om_trainer_grads_free(t);
+    t->nominal = x.nominal;
+    t->updates = with_moments || !want_moments ? x.updates : 0; /* no moments: the optimizer begins anew */
+    t->rate = x.rate;
+    t->initial_rate = x.initial_rate;
+    return OM_OK;
+}
+
+om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint) {
+    om_tensors f;
+    OM_TRY(t->host->status);
+    om_status s = om_trainer_parse(t, "checkpoint", checkpoint, &f);
+    for (int i = 0; i < t->n_param && s == OM_OK; i++) { /* what is trained is fixed when a trainer is made */
+        char key[512];
+        if ((size_t)snprintf(key, sizeof key, "frozen:%s", t->param[i].name) >= sizeof key) continue;
+        if (om_tensors_meta(&f, key) && t->param[i].trainable)
+            s = om_fail(t->host, OM_INVALID, "checkpoint: '%.80s' is frozen there and trained here", t->param[i].name);
+    }
+    if (s == OM_OK) s = om_trainer_take(t, "checkpoint", &f);
+    om_tensors_free(&f);
+    return s;
+}
+
+om_status om_trainer_restore_file(om_trainer *t, const char *path) {
+    void *bytes;
+    size_t size;
+    OM_TRY(t->host->status);
+    OM_TRY(om_file_read(t->host, path, &bytes, &size));
+    om_status s = om_trainer_restore(t, (om_bytes){bytes, size});
+    om_free(t->host, bytes);
+    return s;
+}
+
+/* --- writing one --------------------------------------------------------------------------------- */
+
+typedef struct lists {
+    om_ctx *cx;
+    om_arena mem;
+    OM_VEC(om_entry) entry;
+    OM_VEC(om_text_pair) meta;
+} lists;
+
+static char *join(lists *l, const char *a, const char *b) {
+    char *s = om_arena_alloc(&l->mem, strlen(a) + strlen(b) + 1);
+    if (s) strcpy(strcpy(s, a) + strlen(a), b);
+    return s;
+}
+
+static void meta_add(lists *l, const char *a, const char *b, const char *text) {
+    om_text_pair *p = OM_PUSH(l->cx, &l->meta);
+    if (p) *p = (om_text_pair){join(l, a, b), om_arena_str(&l->mem, text)};
+}
+
+static void entry_add(lists *l, const char *a, const char *b, const om_tensor *x) {
+    om_entry *e = OM_PUSH(l->cx, &l->entry);
+    if (e) *e = (om_entry){.name = join(l, a, b), .t = *x, .size = (size_t)om_numel(x) * om_dtype_size(x->dtype)};
+}
+
+om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
+    lists l = {.cx = t->host, .mem = {.cx = t->host}};
+    char text[64];
+    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_loaded(t));
+    meta_add(&l, "format", "", "ortmodule-checkpoint");
+    meta_add(&l, "version", "", "1");
+    snprintf(text, sizeof text, "%lld", (long long)t->updates);
+    meta_add(&l, "updates", "", text);
+    number_text(text, t->rate);
+    meta_add(&l, "rate", "", text);
+    number_text(text, t->initial_rate);
+    meta_add(&l, "initial_rate", "", text);
+    om_status s = OM_OK;
+    for (int i = 0; i < t->n_param && s == OM_OK; i++) {
+        const om_tparam *p = &t->param[i];
+        if (moment_name(p->name)) s = om_fail(t->host, OM_UNSUPPORTED, "save: a parameter named '%.80s'", p->name);
+        entry_add(&l, "", p->name, &p->value);
+        if (moments && p->m.dtype) entry_add(&l, moment[0], p->name, &p->m);
+        if (moments && p->v.dtype) entry_add(&l, moment[1], p->name, &p->v);
+        if (!p->trainable) meta_add(&l, "frozen:", p->name, "1");
+    }
+    for (uint32_t i = 0; i < t->property.n; i++) {
+        const om_property *p = &t->property.v[i];
+        if (p->kind == 's') {
+            meta_add(&l, "string:", p->name, p->s);
+            continue;
+        }
+        if (p->kind == 'i')
+            snprintf(text, sizeof text, "%lld", (long long)p->i);
+        else
+            number_text(text, p->f);
+        meta_add(&l, p->kind == 'i' ? "int:" : "float:", p->name, text);
+    }
+    if (s == OM_OK) s = t->host->status;
+    if (s == OM_OK) s = om_tensors_write(t->host, path, l.entry.v, l.entry.n, l.meta.v, l.meta.n);
+    om_free(t->host, l.entry.v);
+    om_free(t->host, l.meta.v);
+    om_arena_free(&l.mem);
+    return s;
+}

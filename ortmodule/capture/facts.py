@@ -1,0 +1,158 @@
+"""What a trace took for granted of the arguments besides sizes: asked again at every call, of what was asked alone.
+
+layout      forward branches on strides, reshapes what it edits or returns, or makes a view that other strides forbid
+answers     what a method of an argument (is_contiguous, stride, storage_offset) has said to forward
+attributes  Python attributes of arguments that forward looks for, and what was found
+classes     forward asks whether an argument is an nn.Parameter
+pattern     which arguments are one object, or are parameters or buffers of the module: where forward can tell (`is`,
+            keys of a dictionary), or where they were at the capture
+apart       what forward edits in place shares no memory with another argument or with the module's tensors
+
+A Facts is filled by the trace on its stand-ins; `freeze` then reads the real tensors. A capture that asks nothing has
+no tests: None takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_private as private
+from ..errors import CaptureError
+
+ABSENT: Any = object()
+Test = Callable[[Sequence[Tensor], "Known"], bool]
+
+
+class Known:
+    """The tensors of a module at one moment, looked up by object and by memory when they are asked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._ids: dict[int, str] | None = None
+        self._memory: dict[int, set[str]] | None = None
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [*self._module.named_parameters(remove_duplicate=False),
+                *self._module.named_buffers(remove_duplicate=False)]
+
+    def name(self, t: Tensor) -> str | None:
+        """Of the parameter or buffer that t is."""
+        if self._ids is None:
+            self._ids = {id(x): name for name, x in reversed(self._named())}
+        return self._ids.get(id(t))
+
+    def memory(self) -> dict[int, set[str]]:
+        """Which parameters and buffers look into a storage."""
+        if self._memory is None:
+            self._memory = {}
+            for name, x in self._named():
+                if x.numel():
+                    self._memory.setdefault(private.storage_of(x), set()).add(name)
+        return self._memory
+
+
+def layout(t: Tensor) -> Hashable:
+    """The kind of a tensor's strides, whatever its sizes: which order they have, and which neighbours can be one
+    dimension. Equal kinds allow the same views, and results that follow them have equal kinds, too."""
+    if t.layout is not torch.strided or t.is_contiguous():
+        return True
+    sizes, strides = t.shape, t.stride()
+    wide = [d for d in range(t.dim()) if sizes[d] != 1]
+    order = tuple(sorted(wide, key=lambda d: -strides[d]))
+    merges = tuple([strides[d] == sizes[e] * strides[e] for of in (wide, order)
+                    for d, e in zip(of, of[1:])])  # fmt: skip
+    return order, merges, tuple([strides[d] == 0 for d in wide]), 1 in strides
+
+
+def pattern(tensors: Sequence[Tensor], known: Known) -> tuple[Hashable, ...]:
+    """Of each: the first that is the same object, or the name of the parameter or buffer that it is."""
+    first: dict[int, int] = {}
+    return tuple([known.name(t) or first.setdefault(id(t), i) for i, t in enumerate(tensors)])
+
+
+class Facts:
+    """See the file's head. Leaves are numbers of tensor arguments."""
+
+    def __init__(self) -> None:
+        self.layouts: set[int] = set()
+        self.by_layout = False  # something was not copied because of its layout (contiguous)
+        self.offsets: set[int] = set()
+        self.answers: dict[tuple[int, Any, str], tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+        self.attributes: dict[tuple[int, str], Any] = {}
+        self.bare = False  # forward may look into the __dict__ of any
+        self.classes = False
+        self.identity = False
+        self.edited: set[int] = set()
+        self.edited_names: set[str] = set()
+
+    def freeze(self, tensors: Sequence[Tensor], module: nn.Module) -> list[Test] | None:
+        """The tests for later calls. tensors: the arguments of this one. Raises CaptureError where the trace was told
+        something else."""
+        known, tests = Known(module), []  # type: tuple[Known, list[Test]]
+        plain = [i for i in sorted(self.layouts) if layout(tensors[i]) is True]
+        if plain:
+            tests.append(lambda given, _: all([given[i].is_contiguous() for i in plain]))
+        for i in sorted(self.layouts.difference(plain)):
+            tests.append(_of_leaf(i, layout, layout(tensors[i])))
+        for i in sorted(self.offsets):
+            tests.append(_of_leaf(i, Tensor.storage_offset, tensors[i].storage_offset()))
+        for (i, ask, _), (args, kwargs, told) in self.answers.items():
+            answer = ask(tensors[i], *args, **kwargs)
+            if isinstance(told, (bool, int)) and told != answer:
+                raise CaptureError(f"forward asks {ask.__name__} of an argument, which a trace answers otherwise")
+            tests.append(_of_leaf(i, lambda t, ask=ask, args=args, kwargs=kwargs: ask(t, *args, **kwargs), answer))
+        for (i, name), value in self.attributes.items():
+            tests.append(_of_leaf(i, lambda t, name=name: vars(t).get(name, ABSENT), value))
+        if self.bare:
+            if any(map(vars, tensors)):
+                raise CaptureError("forward looks into a __dict__, and an argument has attributes")
+            tests.append(lambda given, _: not any([vars(t) for t in given]))
+        if self.classes:
+            if any(isinstance(t, nn.Parameter) for t in tensors):
+                raise CaptureError("forward asks whether an argument is an nn.Parameter, and one is")
+            tests.append(lambda given, _: not any([isinstance(t, nn.Parameter) for t in given]))
+        now = pattern(tensors, known)
+        if self.identity or now != tuple(range(len(tensors))):
+            tests.append(_pattern(now))
+        if self.edited or self.edited_names:
+            tests.append(_apart(self.edited, self.edited_names, now))
+            if not tests[-1](tensors, known):
+                raise CaptureError("forward edits a tensor in place that shares its memory with another one")
+        return tests or None
+
+
+def hold(tests: list[Test], tensors: Sequence[Tensor], known: Known) -> bool:
+    """Is all of that so for these arguments?"""
+    return all([test(tensors, known) for test in tests])
+
+
+def _of_leaf(i: int, ask: Callable[[Tensor], Any], answer: Any) -> Test:
+    def test(tensors: Sequence[Tensor], _: Known) -> bool:
+        now = ask(tensors[i])
+        return now is answer or type(now) is type(answer) and bool(now == answer)
+
+    return test
+
+
+def _pattern(wanted: tuple[Hashable, ...]) -> Test:
+    return lambda tensors, known: pattern(tensors, known) == wanted
+
+
+def _apart(edited: set[int], names: set[str], same: tuple[Hashable, ...]) -> Test:
+    def test(tensors: Sequence[Tensor], known: Known) -> bool:
+        of = [private.storage_of(t) if t.numel() else -1 - i for i, t in enumerate(tensors)]
+        memory = known.memory()
+        for i, at in enumerate(of):
+            held = memory.get(at, ())
+            if i in edited and (any(name != same[i] for name in held)
+                                or any(at == b and same[j] != same[i] for j, b in enumerate(of))):
+                return False
+            if any(name in names and name != same[i] for name in held):
+                return False
+        return True
+
+    return test

@@ -1,0 +1,174 @@
+"""model.save_for_device: a wrapped module and one batch -> artifacts that train without PyTorch (artifacts.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from . import artifacts, guard, watch
+from .artifacts import OptimType
+from .capture import Captured, capture
+from .capture.export import capture_error
+from .errors import CaptureError
+from .ladder import quiet
+from .state import State, shadow_of, tensor_of, unwrapped
+
+_KINDS = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@contextlib.contextmanager
+def _modes(module: nn.Module, training: bool) -> Iterator[None]:
+    before = [(m, m.training) for m in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for m, mode in before:
+            m.training = mode
+
+
+def _graph(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Captured:
+    """The captured forward; refuses by name what a device cannot do."""
+    kind = "training" if training else "evaluation"
+    if guard.places(state.module):
+        raise CaptureError("save_for_device: submodules have hooks, which are Python")
+    shadow = shadow_of(state.body)
+    with _modes(state.module, training), torch.set_grad_enabled(training):
+        shadow.training = training
+        try:
+            with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, quiet():
+                captured = capture(shadow, args, kwargs)
+        except Exception as error:
+            raise capture_error(shadow, error) from error
+    if seen.problems:
+        p = seen.problems[0]
+        raise CaptureError(f"save_for_device: {p.reason}", p.module, p.file, p.line)
+    if seen.writes:
+        where, name = sorted(seen.writes)[0]
+        raise CaptureError(f"save_for_device: forward assigns self.{name}", where)
+    for op in captured.host_ops:
+        raise CaptureError(
+            f"save_for_device: {op.name} needs PyTorch ({op.reason}; {kind})", op.module, op.file, op.line
+        )
+    for i in captured.writes:
+        if captured.inputs[i].kind == "user":
+            raise CaptureError(f"save_for_device: forward writes into its argument {captured.inputs[i].name}")
+    return captured
+
+
+def _optimizer(given: Any, parameters: list[Tensor]) -> tuple[onnx.ModelProto | None, float]:
+    """The optimizer graph and its rate."""
+    if given is None:
+        return None, 1e-3
+    if isinstance(given, (int, OptimType)):
+        return artifacts.optimizer_of(OptimType(given), 23), 1e-3
+    if not isinstance(given, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: an OptimType, a torch optimizer or None, got {type(given).__name__}")
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in given.param_groups]
+    if any(g != groups[0] for g in groups):
+        raise ValueError("optimizer: a device has one group of parameters; these groups have different settings")
+    theirs = {id(p) for g in given.param_groups for p in g["params"]}
+    if any(id(p) not in theirs for p in parameters):
+        raise ValueError("optimizer: some parameters that require a gradient are not in it; freeze them")
+    g = groups[0]
+    for name in ("amsgrad", "maximize"):
+        if g.get(name):
+            raise ValueError(f"optimizer: {name} is not supported on a device")
+    rate = float(g["lr"])
+    if type(given) is torch.optim.AdamW:
+        attributes = {
+            "alpha": float(g["betas"][0]),
+            "beta": float(g["betas"][1]),
+            "epsilon": float(g["eps"]),
+            "weight_decay": float(g["weight_decay"]),
+            "adam_mode": 0,
+            "correct_bias": 1,
+        }
+        return artifacts.optimizer_model("AdamWOptimizer", "com.microsoft", attributes, 2, 23), rate
+    if type(given) is torch.optim.SGD:
+        numbers = {k: float(g[k]) for k in ("momentum", "dampening", "weight_decay")}
+        if not any(numbers.values()) and not g["nesterov"]:
+            return artifacts.optimizer_model("SGDOptimizerV2", "com.microsoft", {}, 0, 23), rate
+        attributes = {**numbers, "nesterov": int(g["nesterov"])}
+        return artifacts.optimizer_model("SGD", "ortmodule", attributes, 1, 23), rate
+    raise ValueError(f"optimizer: {type(given).__name__}; AdamW and SGD of torch.optim are supported on a device")
+
+
+def _bytes(t: Tensor) -> tuple[str, list[int], bytes]:
+    flat = t.detach().to("cpu").contiguous()
+    return _KINDS[t.dtype], list(t.shape), flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _check_loss(onnx_bytes: bytes) -> int:
+    """The opset, if the first output can be a loss."""
+    model = onnx.load_from_string(onnx_bytes)
+    first = model.graph.output[0].type.tensor_type if model.graph.output else None
+    if first is None or first.elem_type != onnx.TensorProto.FLOAT or any(d.dim_value != 1 for d in first.shape.dim):
+        raise ValueError(
+            "save_for_device: forward must return the loss (one float32 number), or a tuple or dict that begins with it"
+        )
+    return int(model.opset_import[0].version)
+
+
+def save_for_device(
+    state: State,
+    directory: str | os.PathLike[str],
+    batch: Any,
+    *,
+    optimizer: Any = OptimType.AdamW,
+    eval_batch: Any = None,
+    prefix: str = "",
+) -> Path:
+    """See ORTModule.save_for_device."""
+
+    def call(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(given, Mapping):
+            return (), dict(given)
+        return tuple(given) if isinstance(given, (tuple, list)) else (given,), {}
+
+    train = _graph(state, *call(batch), training=True)
+    evaluation = _graph(state, *call(batch if eval_batch is None else eval_batch), training=False)
+    _check_loss(train.onnx)
+    values: dict[str, tuple[str, list[int], bytes]] = {}
+    frozen: list[str] = []
+    trained: list[Tensor] = []
+    for spec in train.inputs:
+        if spec.kind == "user":
+            continue
+        t = tensor_of(state.module, spec)
+        values[spec.name] = _bytes(t)
+        if spec.kind == "param" and t.requires_grad:
+            trained.append(t)
+        elif spec.kind == "param":
+            frozen.append(spec.name)
+    known = {s.name for s in train.inputs if s.kind != "user"}
+    other = [s.name for s in evaluation.inputs if s.kind != "user" and s.name not in known]
+    if other:
+        raise CaptureError(f"save_for_device: only evaluation reads {', '.join(other)}")
+    if not trained:
+        raise ValueError("save_for_device: no parameter of the graph requires a gradient")
+    update, rate = _optimizer(optimizer, trained)
+    parts = {"training_model.onnx": train.onnx, "eval_model.onnx": evaluation.onnx}
+    if update is not None:
+        parts["optimizer_model.onnx"] = update.SerializeToString()
+    parts["checkpoint"] = artifacts.checkpoint_bytes(values, frozen, rate)
+    nominal = artifacts.checkpoint_bytes({}, frozen, rate, nominal=True)
+    return artifacts.write_artifacts(directory, prefix, parts, nominal)
