@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files
+.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -88,20 +88,36 @@ $(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the
 # --- CUDA kernels: one fatbin of cubins inside the extension; empty without nvcc -------------------------------------
 CUDA_ARCHS ?= 75 80 86 89 90 100 120
 NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
-FATBIN     := $(KB)/cuda/kernels.fatbin
+# one intermediate code for all of them: nothing in the kernels asks for a newer one
+COMMA      := ,
+SPACE      := $(subst ,, )
+CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
+CUH        := kernel params strip_body attention_body optim
+FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
-$(FATBIN): csrc/cuda/optim.cu csrc/cuda/optim.h csrc/optim/optim_math.h csrc/graph/half.h
+$(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/cpu/kernels/vmath.h
 	@mkdir -p $(@D)
 ifeq ($(NVCC),)
-	@echo "no nvcc: building without CUDA kernels" && : > $@
+	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -fatbin -Icsrc $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -o $@ csrc/cuda/optim.cu
+	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v -gencode 'arch=compute_$(firstword $(CUDA_ARCHS)),code=[$(subst $(SPACE),$(COMMA),$(CUDA_ARCHS:%=sm_%))]' -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
-$(B)/cuda/image.o: $(FATBIN)
-$(B)/cuda/image.o: CFLAGS += -DOM_CUDA_FATBIN='"$(FATBIN)"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
+$(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(B)/cuda/image.o: $(FATBINS)
+$(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/om-quiet   ## what the tests load
+fatbins: $(FATBINS)
+cuda-table: $(FATBINS)   ## registers, spills and shared memory of every CUDA kernel; fails on a spill in a hot one
+	@$(PY) tests/cuda/kernel_table.py $(KB)/cuda
+
+# a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
+CXX ?= g++
+$(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.cpp $(wildcard csrc/cuda/*.cu csrc/cuda/*.h csrc/cuda/*.def) csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def csrc/ops/strip_op.h
+	@mkdir -p $(@D)
+	@$(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcuda.so.1 -o $@ $<
+
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/om-quiet   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes

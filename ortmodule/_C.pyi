@@ -119,6 +119,12 @@ def loss_scale_next(
 # device's ordinal, the stream's address, the table (uint8, on the device) and its numbers of spans and chunks. Scalars
 # given as tensors have one float32 element on the device. Nothing waits for the device.
 
+def cuda_engine_stream(stream: int) -> None:
+    """Where this thread's next runs on a CUDA device are queued."""
+def cuda_engine_stand_in(on: bool) -> None:
+    """Tests: CPU tensors stand for those of a CUDA device."""
+def cuda_engine_counts() -> tuple[int, int, list[str]]:
+    """Kernels launched, calls the CPU did for a CUDA device, names of their operators."""
 def cuda_archs() -> str:
     """Architectures of the embedded kernels ('75 80 ...'); '' when the extension was built without nvcc."""
 
@@ -202,8 +208,8 @@ def cuda_axpby(
 class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 
-    def __init__(self, onnx: bytes, memory_level: int = 0) -> None:
-        """memory_level: of variants that are asked for without one."""
+    def __init__(self, onnx: bytes, memory_level: int = 0, cuda: int = -1) -> None:
+        """memory_level: of variants that are asked for without one. cuda: ordinal of the plans' device; -1: the CPU."""
     @staticmethod
     def from_text(text: str) -> Model:
         """From the text form of the internal graph (tests)."""

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from . import _C
+from . import _C, cuda_engine
 from . import torch_private as private
 from .capture import Captured
 from .capture.functional import SIZES, View
@@ -203,9 +203,10 @@ class _Live:
 class Graph:
     """A captured graph loaded into the engine: builds variants, runs steps."""
 
-    def __init__(self, captured: Captured, segment_mb: float, memory_level: int = 0) -> None:
+    def __init__(self, captured: Captured, segment_mb: float, memory_level: int = 0, cuda: int = -1) -> None:
         self.captured = captured
-        self.model = _C.Model(captured.onnx, min(memory_level, 1))
+        self.cuda = cuda
+        self.model = _C.Model(captured.onnx, min(memory_level, 1), cuda)
         _holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
@@ -370,6 +371,7 @@ class Graph:
         return self._rebuild(outs, tensors)
 
     def _start(self, variant: Variant, tensors: Sequence[Tensor], seed: int) -> _C.Run:
+        cuda_engine.follow_stream(self.cuda)
         try:
             return self.model.forward(variant.number, tensors, seed)
         except ValueError as error:
@@ -425,6 +427,7 @@ class Graph:
         for i, t in step.aliases.items():
             tensors[i] = t
         assert step.state is not None
+        cuda_engine.follow_stream(self.cuda)
         run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped)
         return _Live(run, None, keep, Missing(step.variant.flow, arrived))
 

@@ -164,6 +164,13 @@ TABLE: tuple[Row, ...] = (
         "more time, the same bits. "
         "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)",
     ),
+    Row(
+        "CUDA_ENGINE",
+        "cuda_engine",
+        "0 or 1",
+        _bool,
+        "1: modules on a CUDA device run in the engine; its kernels were emulated, not measured (docs/GPU_STATUS.md)",
+    ),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row(
         "SAVE_ONNX_PATH",
@@ -227,6 +234,7 @@ class Settings:
     max_captures: int = 8
     recheck: bool = True
     memory_opt_level: int = 0
+    cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
     save_prefix: str = ""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, cuts, guard, net, patches, watch
+from . import _C, cuda_engine, cuts, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -412,14 +412,16 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
     start = perf_counter()
     graph: Graph | cuts.CutGraph
+    cuda = cuda_engine.ordinal(state.module, state.settings.cuda_engine)
     try:
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(c for c in captured.captured if c is not None):
                 _save(state, part.onnx, f"_part{number}")
-            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, state.settings.memory_opt_level)
+            level = state.settings.memory_opt_level
+            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
         else:
             _save(state, captured.onnx)
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level)
+            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
     for i in graph.writes:
@@ -597,7 +599,7 @@ def _announce(state: State) -> None:
 
 
 def report(state: State) -> Report:
-    report = Report(type(state.module).__name__, isa=_C.isa())
+    report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
     host: dict[tuple[str, str, int], HostEntry] = {}
     for made in state.every:
         whole = made.graph

@@ -85,6 +85,7 @@ class Report:
     host: list[HostEntry] = field(default_factory=list)
     eager: list[EagerEntry] = field(default_factory=list)
     isa: str = ""
+    on_cpu: list[str] = field(default_factory=list)  # operators that the CPU did for a CUDA device, in this process
     missing: list[str] = field(default_factory=list)  # names of PyTorch, and what happens without them
 
     @property
@@ -128,6 +129,8 @@ class Report:
         )
         if self.host:
             text += f"; in PyTorch: {', '.join(h.name for h in self.host[:3])}{', ...' * (len(self.host) > 3)}"
+        if self.on_cpu:
+            text += f"; on the CPU for the GPU: {', '.join(self.on_cpu)}"
         if self.eager:
             text += f"; {sum(e.calls for e in self.eager)} calls wholly in PyTorch: {self.eager[0].reason}"
         return text

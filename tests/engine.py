@@ -94,6 +94,10 @@ class Ctx:
         _owners[self.p.value] = 1
         if device == "checking":
             lib.om_checking_use(self.p)
+        elif device == "cuda-fake":
+            from cuda import fake
+
+            self.check(fake.use(lib, self.p))
 
     def check(self, status: int) -> None:
         if status:
@@ -197,7 +201,7 @@ def run(text: str | Graph, inputs: list[torch.Tensor], wanted: list[int] | None 
     """Forward (and, with dys, backward) of a graph. inputs: one per graph input in order; wanted: 0/1 per input
     (default: all floats); dys: one per output, None = does not arrive. Returns (outputs + writes, gradients of the
     wanted inputs in order).
-    device: None is the interpreter, or what OM_DEVICE says; "cpu" and "checking" (tests/device) plan the step, after the
+    device: None is the interpreter, or what OM_DEVICE says; "cpu", "checking" (tests/device) and "cuda-fake" (tests/cuda/fake.py) plan the step, after the
     passes of every model in the place of `passes`."""
     device = device or os.environ.get("OM_DEVICE")
     if device:

@@ -19,8 +19,8 @@ ROOMS = {
     "run": ["graph", "ops", "passes"],
     "cpu": ["graph", "ops"],
     "optim": ["graph", "ops", "cpu"],
+    "cuda": ["graph", "ops", "cpu", "optim", "run"],
     "trainer": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim"],
-    "cuda": ["graph", "ops", "optim"],
     "python": ["graph", "ops", "passes", "onnx", "run", "cpu", "optim", "cuda"],
     "tools": ["graph", "ops", "passes", "onnx", "run"],
 }

@@ -19,8 +19,6 @@
 #include "ops/strip.h"
 #include "cpu/kernels_isa.h"
 
-enum { OM_STRIP_F, OM_STRIP_D, OM_STRIP_I, OM_STRIP_B, OM_STRIP_CLASSES };
-
 enum {
     OM_STRIP_INSNS = 160,
     OM_STRIP_BYTES = 28 << 10, /* registers of one thread: on its stack, in L1 */
@@ -28,14 +26,6 @@ enum {
     OM_STRIP_MAX = 1024,
     OM_STRIP_UNIT = 64,
     OM_STRIP_ELEM = OM_STRIP_BYTES / OM_STRIP_UNIT, /* most register bytes per element */
-};
-
-/* Instructions: the rows of pointwise.def, then conversions. */
-enum {
-    OM_S_to_f = OM_N_PW, OM_S_to_d, OM_S_to_i, OM_S_to_b,          /* from the instruction's class */
-    OM_S_round_bf16, OM_S_round_f16,                               /* class F */
-    OM_S_wrap_i32, OM_S_wrap_i16, OM_S_wrap_i8, OM_S_wrap_u8,      /* class I */
-    OM_N_S
 };
 
 typedef struct om_insn {

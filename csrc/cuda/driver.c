@@ -60,6 +60,10 @@ static om_status driver_fail(om_ctx *cx, om_cu_result r, const om_cuda *d, const
     return om_fail(cx, OM_UNSUPPORTED, "%s%s failed: %s (%u, %s)%s", what, where, name, r, text, driver_remedy(r));
 }
 
+om_status om_cuda_fail(om_ctx *cx, const om_cuda *d, om_cu_result r, const char *what) {
+    return driver_fail(cx, r, d, what);
+}
+
 /* --- opening ----------------------------------------------------------------------------------------- */
 
 static om_status driver_api(om_ctx *cx) {

@@ -57,6 +57,9 @@ om_status om_cuda_leave(om_ctx *cx, om_cuda *d, om_status s); /* s, or the failu
 om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t blocks, uint32_t threads, void *stream,
                          const void *param);
 
+/* The failure r of a driver function, in words. */
+om_status om_cuda_fail(om_ctx *cx, const om_cuda *d, om_cu_result r, const char *what);
+
 int om_cuda_processors(const om_cuda *d); /* multiprocessors of the device */
 
 /* The stream is being captured into a graph: launches are recorded instead of run. */

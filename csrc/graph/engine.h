@@ -272,6 +272,7 @@ typedef struct om_fault {
 
 typedef struct om_args { /* what a kernel gets */
     const om_node *node;
+    const om_graph *graph; /* the node's, where a call is prepared; else maybe NULL */
     /* node->attr with every size replaced by its value (all DIMS entries >= 0 or plain negative ints) */
     const om_attr *attr;
     int n_attr, n_in, n_out;

@@ -15,20 +15,13 @@
 #define OM_OPS_STRIP_H
 
 #include "graph/engine.h"
+#include "ops/strip_op.h"
 
 enum {
     OM_STRIP_IN = 24,      /* most operands */
     OM_STRIP_OUT = 8,      /* most outputs */
     OM_STRIP_VALUES = 160, /* most values */
     OM_STRIP_DRAWS = 8     /* most dropouts */
-};
-
-/* The rows of pointwise.def by number. */
-enum {
-#define PW(name, arity, rule, fx, ix, grad, ...) OM_S_##name,
-#include "graph/pointwise.def"
-#undef PW
-    OM_N_PW
 };
 
 enum { OM_PW_FLT, OM_PW_TRIG, OM_PW_NUM, OM_PW_CMP, OM_PW_PRED, OM_PW_LOG, OM_PW_SEL, OM_PW_CAST, OM_PW_DRAW };

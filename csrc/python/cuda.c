@@ -7,6 +7,7 @@
  */
 #include "python/pymodule.h"
 
+#include "cuda/device.h"
 #include "cuda/optim_host.h"
 #include "python/dlpack.h"
 
@@ -363,7 +364,37 @@ static PyObject *py_cuda_axpby(PyObject *self, PyObject *const *args, Py_ssize_t
 }
 
 #define FAST(name) #name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL
+/* --- the graph engine's ---------------------------------------------------------------------------- */
+
+static PyObject *py_engine_stream(PyObject *none, PyObject *stream) {
+    (void)none;
+    om_cuda_stream(PyLong_AsVoidPtr(stream));
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_engine_stand_in(PyObject *none, PyObject *on) {
+    (void)none;
+    om_py_stand_in = PyObject_IsTrue(on) > 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_engine_counts(PyObject *none, PyObject *unused) {
+    (void)none, (void)unused;
+    PyObject *names = PyList_New(0);
+    const char *name;
+    for (int i = 0; names && (name = om_cuda_host_op(i)); i++)
+        if (om_py_list_add(names, PyUnicode_FromString(name))) Py_CLEAR(names);
+    return names ? Py_BuildValue("(llN)", om_cuda_count(1), om_cuda_count(0), names) : NULL;
+}
+
 PyMethodDef om_cuda_methods[] = {
+    {"cuda_engine_stream", py_engine_stream, METH_O,
+     "cuda_engine_stream(stream): where this thread's next runs on a CUDA device are queued."},
+    {"cuda_engine_stand_in", py_engine_stand_in, METH_O,
+     "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device."},
+    {"cuda_engine_counts", py_engine_counts, METH_NOARGS,
+     "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators."},
     {"cuda_archs", py_cuda_archs, METH_NOARGS,
      "cuda_archs(): architectures of the embedded kernels, '75 80 ...'; '' when built without nvcc."},
     {"cuda_image_size", py_cuda_image_size, METH_O,

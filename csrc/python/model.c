@@ -1,6 +1,8 @@
 /* model.c - class Model: loading, what a graph's inputs, outputs and variants are, reports. */
 #include "python/pymodule.h"
 
+#include "cuda/device.h"
+
 #include <stdlib.h>
 
 static PyObject *model_wrap(PyTypeObject *type, om_ctx *cx, om_status s, om_model *m) {
@@ -11,7 +13,7 @@ static PyObject *model_wrap(PyTypeObject *type, om_ctx *cx, om_status s, om_mode
     }
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Model *self = (Model *)alloc(type, 0);
-    if (self) self->m = m;
+    if (self) self->m = m, self->cuda = om_cuda_ordinal(cx->device);
     else om_model_free(cx, m);
     om_ctx_free(cx);
     return (PyObject *)self;
@@ -24,18 +26,20 @@ static bool level_known(int level) {
 }
 
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-    static char *names[] = {"onnx", "memory_level", NULL};
+    static char *names[] = {"onnx", "memory_level", "cuda", NULL};
     const char *data;
     Py_ssize_t size;
-    int level = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|i:Model", names, &data, &size, &level) || !level_known(level))
+    int level = 0, cuda = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|ii:Model", names, &data, &size, &level, &cuda) ||
+        !level_known(level))
         return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     om_model *m = NULL;
     om_status s;
     Py_BEGIN_ALLOW_THREADS;
-    s = om_model_load(cx, data, (size_t)size, &m);
+    s = cuda < 0 ? OM_OK : om_cuda_use(cx, cuda);
+    if (s == OM_OK) s = om_model_load(cx, data, (size_t)size, &m);
     Py_END_ALLOW_THREADS;
     PyObject *self = model_wrap(type, cx, s, m);
     if (self) ((Model *)self)->level = level;

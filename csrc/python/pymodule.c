@@ -8,6 +8,8 @@
 #include "python/pymodule.h"
 
 #include "python/dlpack.h"
+
+#include "cuda/device.h"
 #include "cpu/blocks.h"
 #include "cpu/kernels_isa.h"
 
@@ -54,6 +56,7 @@ static void services_fill(void) {
     om_torch_gemm_fill(lib, &services);
 }
 
+bool om_py_stand_in;
 om_ctx *om_py_ctx(void) { return om_ctx_new(&services); }
 
 /* --- errors ------------------------------------------------------------------------------------- */
@@ -93,11 +96,13 @@ PyObject *om_py_export(const om_tensor *t, om_block *block) {
         return PyErr_NoMemory();
     }
     e->block = block;
+    int cuda = block ? om_cuda_ordinal(block->device) : t->device;
+    if (om_py_stand_in) cuda = -1;
     for (int i = 0; i < t->rank; i++) e->dims[i] = t->dim[i], e->dims[OM_RANK + i] = t->stride[i];
     e->m = (om_dl_managed){.version = {1, 0},
                            .deleter = exported_delete,
                            .tensor = {.data = t->data,
-                                      .device = {OM_DL_CPU, 0},
+                                      .device = {cuda < 0 ? OM_DL_CPU : OM_DL_CUDA, cuda < 0 ? 0 : cuda},
                                       .ndim = t->rank,
                                       .dtype = om_dl_dtype_of(t->dtype),
                                       .shape = e->dims,

@@ -9,6 +9,7 @@
 
 #include "run/plan.h"
 
+extern bool om_py_stand_in; /* tests: CPU tensors stand for a CUDA device's */
 om_ctx *om_py_ctx(void);           /* a context on torch's threads; NULL = no memory */
 PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
 /* A torch tensor over t->data; takes the block that is (NULL: the memory belongs to somebody else). */
@@ -30,6 +31,7 @@ typedef struct Model {
     PyObject_HEAD
     om_model *m;
     int level;                 /* om_recompute of variants that are asked for without one */
+    int cuda;                  /* ordinal of the device its plans run on; -1: the CPU */
 } Model;
 typedef struct State { PyObject_HEAD Model *model; om_state *s; } State;
 typedef struct Run {

@@ -108,7 +108,9 @@ static PyObject *Run_resume(PyObject *o, PyObject *args) {
     const om_host_stop *stop = om_run_host(self->r);
     PyObject *list = PyList_New(stop->n_in);
     for (int i = 0; list && i < stop->n_in; i++) {
-        PyObject *x = stop->in[i].dtype ? om_py_export(&stop->in[i], NULL) : (Py_INCREF(Py_None), Py_None);
+        om_tensor t = stop->in[i];
+        t.device = (int16_t)self->model->cuda;
+        PyObject *x = t.dtype ? om_py_export(&t, NULL) : (Py_INCREF(Py_None), Py_None);
         if (!x || PyList_SetItem(list, i, x)) Py_CLEAR(list);
     }
     return list ? Py_BuildValue("(iIN)", stop->index, (unsigned)stop->part, list) : NULL;

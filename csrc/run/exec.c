@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-static void *storage_base(const om_run *r, const om_storage *s) {
+void *om_run_storage(const om_run *r, const om_storage *s) {
     switch (s->where) {
     case OM_W_ARENA: return r->arena + s->offset;
     case OM_W_INPUT: return r->input[s->index];
@@ -22,7 +22,7 @@ om_tensor om_run_arg(const om_run *r, const om_call *c, int i) {
     const om_parg *a = &c->arg[i];
     om_tensor t = a->t;
     if (a->storage == OM_NONE) return (om_tensor){0};
-    t.data = (char *)storage_base(r, &r->plan->st[a->storage]) + a->offset;
+    t.data = (char *)om_run_storage(r, &r->plan->st[a->storage]) + a->offset;
     return t;
 }
 
@@ -55,9 +55,9 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .fault = &r->fault};
     if (c->count.storage != OM_NONE) {
         a.bounded = c->bounded;
-        a.count = (void *)((char *)storage_base(r, &r->plan->st[c->count.storage]) + c->count.offset);
+        a.count = (void *)((char *)om_run_storage(r, &r->plan->st[c->count.storage]) + c->count.offset);
     }
-    if (c->scratch != OM_NONE) a.scratch = storage_base(r, &r->plan->st[c->scratch]);
+    if (c->scratch != OM_NONE) a.scratch = om_run_storage(r, &r->plan->st[c->scratch]);
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(r->cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
     om_status s = c->row->run(r->cx, &a);
@@ -71,7 +71,8 @@ static bool poison(void) {
     return on;
 }
 
-static om_status poison_dead(om_run *r, int pc) {
+om_status om_run_poison(om_run *r, int pc) {
+    if (!poison()) return OM_OK;
     const om_device *d = r->plan->device;
     for (uint32_t i = 0; i < r->plan->n_st; i++) {
         const om_storage *s = &r->plan->st[i];
@@ -81,7 +82,7 @@ static om_status poison_dead(om_run *r, int pc) {
     return OM_OK;
 }
 
-static void profile_add(om_run *r, const om_call *c, double ms) {
+void om_run_profile_add(om_run *r, const om_call *c, double ms) {
     om_profile_row *row = &r->profile[c->node == OM_NONE        ? OM_PROFILE_COPY
                                       : c->kind == OM_CALL_COPY ? OM_PROFILE_VIEW_COPY
                                                                 : r->plan->g->nodes.v[c->node].op->id];
@@ -99,8 +100,8 @@ om_status om_run_slice_rows(om_run *r, int from, int to) {
                 om_fail(r->cx, s, "%s failed", r->plan->g->nodes.v[c->node].op->name);
             return s;
         }
-        if (r->profile) profile_add(r, c, om_now_ms() - t0);
-        if (poison()) OM_TRY(poison_dead(r, r->pc));
+        if (r->profile) om_run_profile_add(r, c, om_now_ms() - t0);
+        OM_TRY(om_run_poison(r, r->pc));
     }
     return OM_OK;
 }

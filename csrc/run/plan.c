@@ -605,7 +605,8 @@ static om_status calls_prepare(planner *pl) {
         for (int k = 0; k < c->n_in; k++) in[k] = c->arg[k].storage == OM_NONE ? (om_tensor){0} : c->arg[k].t;
         for (int k = 0; k < c->n_out; k++) out[k] = c->arg[c->n_in + k].t;
         const om_node *n = &pl->g->nodes.v[c->node];
-        om_args a = {.node = n, .attr = c->attr, .n_attr = n->n_attr, .n_in = c->n_in, .n_out = c->n_out};
+        om_args a = {.node = n, .graph = pl->g, .attr = c->attr, .n_attr = n->n_attr};
+        a.n_in = c->n_in, a.n_out = c->n_out;
         a.in = in, a.out = out, a.bounded = c->bounded;
         OM_TRY(c->row->prepare(pl->cx, &pl->p->mem, &a, &c->prep));
     }

@@ -166,6 +166,11 @@ struct om_run {
 /* Calls up to `stop` or the next one of the host's: OM_HOST, run->host_due, and calls[run->pc] is it. */
 om_status om_run_step(om_run *r, int stop);
 om_tensor om_run_arg(const om_run *r, const om_call *c, int i);
+/* for a device's run_slice: where a storage lies; after call pc: what is dead then is filled with NaN
+ * (ORTMODULE_POISON); a line of the profile */
+void *om_run_storage(const om_run *r, const om_storage *s);
+om_status om_run_poison(om_run *r, int pc);
+void om_run_profile_add(om_run *r, const om_call *c, double ms);
 double om_now_ms(void);
 
 /* --- model (model.c) ---------------------------------------------------------------------------- */

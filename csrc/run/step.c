@@ -56,6 +56,7 @@ static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, const om_tensor
         return cx->status;
     }
     r->model = m, r->plan = plan, r->cx = cx, r->seed = seed;
+    cx->device = plan->device;
     r->input = (void **)(void *)(r + 1);
     r->output = r->input + n_in;
     r->loan = r->output + n_out;
@@ -104,6 +105,7 @@ om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *
                 cx, OM_INVALID,
                 "graph input %u is on device cuda:%d; this build runs on the CPU: move the module and its inputs", i,
                 inputs[i].device);
+    cx->device = v->g->cx->device;
     om_status s = om_plan_get(cx, m, variant, inputs, &plan);
     if (s == OM_OK) s = run_new(cx, m, plan, inputs, seed, &r);
     if (s != OM_OK) return s;

@@ -17,7 +17,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__CUDACC__)
+#define VM static __device__ __forceinline__
+#else
 #define VM static inline __attribute__((always_inline))
+#endif
 
 VM int32_t vm_int(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
 VM float vm_flt(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
@@ -259,7 +263,7 @@ VM float mod_f32(float x, float y) {
 VM float floor_div_f32(float x, float y) {
     if (y == 0) return x / y;
     const float m = fmodf(x, y), d = (x - m) / y - (m != 0 && (y < 0) != (m < 0));
-    if (d == 0) return copysignf(0, x / y);
+    if (d == 0) return copysignf(0.0f, x / y);
     const float f = floorf(d);
     return d - f > 0.5f ? f + 1 : f;
 }
@@ -306,7 +310,7 @@ VM double mod_f64(double x, double y) {
 VM double floor_div_f64(double x, double y) {
     if (y == 0) return x / y;
     const double m = fmod(x, y), d = (x - m) / y - (m != 0 && (y < 0) != (m < 0));
-    if (d == 0) return copysign(0, x / y);
+    if (d == 0) return copysign(0.0, x / y);
     const double f = floor(d);
     return d - f > 0.5 ? f + 1 : f;
 }

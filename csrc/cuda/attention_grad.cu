@@ -1,0 +1,181 @@
+/* attention_grad.cu - the gradient of attention from lse: delta = sum of dy y per query; then dq by queries, dk and dv
+ * by keys. Probabilities and random words are computed anew. */
+#include "cuda/attention_body.h"
+
+/* A warp per query: probabilities are exp(score - m) il, and delta. From lse and y; anew, without their rounding, where
+ * all keys are one tile, and m and il where lse is too large to hold log l. */
+template <class S> FN void attention_delta(const om_gpu_attention &p) {
+    typedef WIDE F;
+    const unsigned lane = threadIdx.x & 31;
+    const int64_t row = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), rows = p.batch * p.hq * p.tq;
+    if (row >= rows) return; /* the whole warp */
+    att_head a = {row / p.tq / p.hq, row / p.tq % p.hq, 0};
+    a.kv = a.h / (p.hq / p.hk);
+    const int64_t i = row % p.tq, y = a.b * p.sy[0] + a.h * p.sy[1] + i * p.sy[2];
+    const int64_t dy = a.b * p.sdy[0] + a.h * p.sdy[1] + i * p.sdy[2];
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const F lse = ld((const F *)p.lse + row);
+    const bool none = lse == -inf_of((F)0), one = p.tk <= 32;
+    const bool odd = !none && (lse < -1000 || lse > 1000) && lse - lse == 0;
+    F m = none ? (F)0 : lse, il = none ? (F)0 : (F)1, delta = 0;
+    for (int64_t c = 0; c < p.dv_size; c++) /* in att_dot's order: 0 is left where one key has all the probability */
+        delta += at<S>(p.dy, dy + c * p.sdy[3]) * at<S>(p.y, y + c * p.sy[3]);
+    if (!none && (one || odd)) {
+        F top = -inf_of((F)0), l = 0, d = 0;
+        for (int turn = 0; turn < 2; turn++) {
+            for (int64_t j = lane; j < p.tk; j += 32) {
+                F dot = 0, dp = 0;
+                for (int64_t c = 0; c < p.d; c++)
+                    dot += at<S>(p.q, a.b * p.sq[0] + a.h * p.sq[1] + i * p.sq[2] + c * p.sq[3]) *
+                           at<S>(p.k, a.b * p.sk[0] + a.kv * p.sk[1] + j * p.sk[2] + c * p.sk[3]);
+                const F s = att_score<S, F>(p, a, i, j, dot);
+                if (!turn) top = op_max::of(top, s);
+                if (!turn || s == -inf_of((F)0)) continue;
+                const F e = exp_of(s - top);
+                for (int64_t c = 0; one && c < p.dv_size; c++)
+                    dp += at<S>(p.dy, dy + c * p.sdy[3]) *
+                          at<S>(p.v, a.b * p.sv[0] + a.kv * p.sv[1] + j * p.sv[2] + c * p.sv[3]);
+                l += e;
+                d += e * (dp * att_keep<F>(p, a, seed, i, j));
+            }
+            if (!turn) top = warp_all<op_max>(top);
+        }
+        il = 1 / warp_all<op_sum>(l);
+        m = top;
+        d = warp_all<op_sum>(d) * il;
+        if (one) delta = d;
+    }
+    if (lane) return;
+    st((F *)p.delta + row, delta);
+    st((F *)p.delta + rows + row, m);
+    st((F *)p.delta + 2 * rows + row, il);
+}
+
+template <class F> struct att_stat { F delta, m, il; };
+template <class F> FN att_stat<F> att_stat_of(const om_gpu_attention &p, int64_t row, bool any) {
+    const int64_t rows = p.batch * p.hq * p.tq;
+    const F *x = (const F *)p.delta + row;
+    if (!any) return {0, 0, 0};
+    return {ld(x), ld(x + rows), ld(x + 2 * rows)};
+}
+
+/* Of a pair: *kept: probability after dropout; the result: gradient of the product q k. */
+template <class S, class F>
+CALLED F att_pair(const om_gpu_attention &p, const att_head &a, uint64_t seed, int64_t i, int64_t j, F dot, F dp,
+              const att_stat<F> &q, F *kept) {
+    const F s = att_score<S, F>(p, a, i, j, dot);
+    *kept = 0;
+    if (q.il == 0 || s == -inf_of((F)0)) return 0;
+    const F prob = exp_of(s - q.m) * q.il, keep = att_keep<F>(p, a, seed, i, j);
+    *kept = prob * keep;
+    const int64_t f = a.b * p.sfrozen[0] + a.h * p.sfrozen[1] + i * p.sfrozen[2] + j * p.sfrozen[3];
+    if (p.frozen && ld(p.frozen + f)) return 0;
+    return prob * (dp * keep - q.delta) * (F)p.scale;
+}
+
+/* 16 queries a block, tiles of 32 keys. */
+template <class S> FN void attention_dq(const om_gpu_attention &p) {
+    typedef WIDE F;
+    SHARED(shared);
+    F *q = (F *)shared, *dy = q + ATT_OWN * (p.d + 1), *k = dy + ATT_OWN * (p.dv_size + 1);
+    F *v = k + ATT_TILE * (p.d + 1);
+    F *w = v + ATT_TILE * (p.dv_size + 1);
+    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
+    a.kv = a.h / (p.hq / p.hk);
+    const int64_t i0 = (int64_t)blockIdx.x * ATT_OWN;
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    F own[ATT_ROWS][ATT_PARTS];
+    for (int r = 0; r < ATT_ROWS; r++)
+        for (int c = 0; c < ATT_PARTS; c++) own[r][c] = 0;
+    att_load<S>(p.q, p.sq, a.b, a.h, i0, ATT_OWN, p.tq, p.d, q);
+    att_load<S>(p.dy, p.sdy, a.b, a.h, i0, ATT_OWN, p.tq, p.dv_size, dy);
+    F *mine = w + warp * ATT_TILE;
+    const int64_t last = i0 + ATT_OWN - 1 + p.offset + 1, end = p.causal && last < p.tk ? last : p.tk;
+    for (int64_t j0 = 0; j0 < end; j0 += ATT_TILE) {
+        __syncthreads();
+        att_load<S>(p.k, p.sk, a.b, a.kv, j0, ATT_TILE, p.tk, p.d, k);
+        att_load<S>(p.v, p.sv, a.b, a.kv, j0, ATT_TILE, p.tk, p.dv_size, v);
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < ATT_ROWS; r++) {
+            const unsigned row = warp * ATT_ROWS + r;
+            const int64_t i = i0 + row, at_row = blockIdx.y * p.tq + i;
+            F kept;
+            const F dot = att_dot(q + row * (p.d + 1), k + lane * (p.d + 1), p.d);
+            const F dp = att_dot(dy + row * (p.dv_size + 1), v + lane * (p.dv_size + 1), p.dv_size);
+            const att_stat<F> stat = att_stat_of<F>(p, at_row, i < p.tq);
+            mine[lane] = att_pair<S, F>(p, a, seed, i, j0 + lane, dot, dp, stat, &kept);
+            __syncwarp();
+            att_add(own[r], mine, k, p.d);
+            __syncwarp();
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ATT_ROWS; r++) {
+        const int64_t i = i0 + warp * ATT_ROWS + r, base = a.b * p.sdq[0] + a.h * p.sdq[1] + i * p.sdq[2];
+        if (i >= p.tq) continue;
+#pragma unroll
+        for (int c = 0; c < ATT_PARTS; c++)
+            if (lane + 32 * c < p.d) put<S>(p.dq, base + (lane + 32 * c) * p.sdq[3], own[r][c]);
+    }
+}
+
+/* 16 keys a block, tiles of 32 queries of every head that shares them. */
+template <class S> FN void attention_dkv(const om_gpu_attention &p) {
+    typedef WIDE F;
+    SHARED(shared);
+    F *k = (F *)shared, *v = k + ATT_OWN * (p.d + 1), *q = v + ATT_OWN * (p.dv_size + 1);
+    F *dy = q + ATT_TILE * (p.d + 1);
+    F *w = dy + ATT_TILE * (p.dv_size + 1);
+    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int64_t group = p.hq / p.hk, j0 = (int64_t)blockIdx.x * ATT_OWN;
+    att_head a = {blockIdx.y / p.hk, 0, blockIdx.y % p.hk};
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    F dk[ATT_ROWS][ATT_PARTS], dv[ATT_ROWS][ATT_PARTS];
+    for (int r = 0; r < ATT_ROWS; r++)
+        for (int c = 0; c < ATT_PARTS; c++) dk[r][c] = dv[r][c] = 0;
+    att_load<S>(p.k, p.sk, a.b, a.kv, j0, ATT_OWN, p.tk, p.d, k);
+    att_load<S>(p.v, p.sv, a.b, a.kv, j0, ATT_OWN, p.tk, p.dv_size, v);
+    F *ds = w + warp * 2 * ATT_TILE, *pr = ds + ATT_TILE;
+    int64_t begin = p.causal ? j0 - p.offset : 0; /* the first query that sees one of these keys */
+    begin = begin > 0 ? begin / ATT_TILE * ATT_TILE : 0;
+    for (a.h = a.kv * group; a.h < (a.kv + 1) * group; a.h++)
+        for (int64_t i0 = begin; i0 < p.tq; i0 += ATT_TILE) {
+            __syncthreads();
+            att_load<S>(p.q, p.sq, a.b, a.h, i0, ATT_TILE, p.tq, p.d, q);
+            att_load<S>(p.dy, p.sdy, a.b, a.h, i0, ATT_TILE, p.tq, p.dv_size, dy);
+            __syncthreads();
+            const int64_t i = i0 + lane, at_row = (a.b * p.hq + a.h) * p.tq + i;
+            const att_stat<F> stat = att_stat_of<F>(p, at_row, i < p.tq);
+#pragma unroll
+            for (int r = 0; r < ATT_ROWS; r++) {
+                const unsigned row = warp * ATT_ROWS + r;
+                F kept;
+                const F dot = att_dot(q + lane * (p.d + 1), k + row * (p.d + 1), p.d);
+                const F dp = att_dot(dy + lane * (p.dv_size + 1), v + row * (p.dv_size + 1), p.dv_size);
+                ds[lane] = att_pair<S, F>(p, a, seed, i, j0 + row, dot, dp, stat, &kept);
+                pr[lane] = kept;
+                __syncwarp();
+                att_add(dk[r], ds, q, p.d);
+                att_add(dv[r], pr, dy, p.dv_size);
+                __syncwarp();
+            }
+        }
+#pragma unroll
+    for (int r = 0; r < ATT_ROWS; r++) {
+        const int64_t j = j0 + warp * ATT_ROWS + r;
+        if (j >= p.tk) continue;
+        const int64_t bk = a.b * p.sdk[0] + a.kv * p.sdk[1] + j * p.sdk[2];
+        const int64_t bv = a.b * p.sdv[0] + a.kv * p.sdv[1] + j * p.sdv[2];
+#pragma unroll
+        for (int c = 0; c < ATT_PARTS; c++) {
+            if (lane + 32 * c < p.d) put<S>(p.dk, bk + (lane + 32 * c) * p.sdk[3], dk[r][c]);
+            if (lane + 32 * c < p.dv_size) put<S>(p.dv, bv + (lane + 32 * c) * p.sdv[3], dv[r][c]);
+        }
+    }
+}
+
+FLOATS(attention_delta, struct om_gpu_attention, ATT_BLOCK, attention_delta)
+FLOATS(attention_dq, struct om_gpu_attention, ATT_BLOCK, attention_dq)
+FLOATS(attention_dkv, struct om_gpu_attention, ATT_BLOCK, attention_dkv)

@@ -1,0 +1,210 @@
+/* emulate.h - runs the graph engine's .cu files on the host, so that all but speed and races of the hardware is tested
+ * without a GPU. C++; include before the .cu.
+ *
+ * Every thread of a block is a fiber: a stack made once (ucontext), then switched by setjmp and longjmp. __syncthreads
+ * and shuffles are counting barriers, of the block and of the warp: a barrier that some threads never reach makes a
+ * launch fail instead of passing. Fibers take turns in an order drawn from emu_seed, blocks as well: a result that
+ * depends on the order differs between seeds. Shared memory is 0xff before each block and ends where the launch said.
+ * Global memory is reached by ld and st of kernel.h, which emu_touch holds to the ranges the launch declared.
+ */
+#ifndef OM_CUDA_EMULATE_H
+#define OM_CUDA_EMULATE_H
+
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define OM_EMULATED 1
+#define EXPORT(threads) static void
+#define PARAM(type) const type &
+#define SHARED(name) char *name = emu_shared
+#define touch(p, size, write) emu_touch(p, size, write)
+#define __threadfence() ((void)0)
+
+struct emu_dim { unsigned x, y, z; };
+static emu_dim threadIdx, blockIdx, blockDim, gridDim;
+
+enum { EMU_STACK = 48 << 10, EMU_THREADS = 1024, EMU_SHARED = 228 << 10, EMU_RANGES = 64 };
+struct emu_range { const char *lo, *hi; int mode; }; /* 1 read, 2 write */
+static struct {
+    emu_range range[EMU_RANGES];
+    int n_range, last;
+    bool checked;      /* ranges were declared */
+    char message[512]; /* of the first failure */
+    const char *name;
+} emu;
+static uint64_t emu_seed;
+alignas(64) static char emu_shared[EMU_SHARED];
+static jmp_buf emu_main, emu_fiber[EMU_THREADS];
+static char *emu_stack[EMU_THREADS];
+static unsigned emu_fibers;
+static uint8_t emu_done[EMU_THREADS];
+static void (*emu_call)(const void *param);
+static const void *emu_param;
+
+static void emu_fail(const char *what, const void *p, size_t size) {
+    if (!emu.message[0])
+        snprintf(emu.message, sizeof emu.message, "%s: thread %u of block (%u, %u, %u) %s (%p, %zu bytes)", emu.name,
+                 threadIdx.x, blockIdx.x, blockIdx.y, blockIdx.z, what, p, size);
+    _longjmp(emu_main, 2);
+}
+
+static inline void emu_touch(const void *p, size_t size, int write) {
+    const char *at = (const char *)p;
+    if ((uintptr_t)p % (size > 8 ? 8 : size)) emu_fail("reaches memory that is not aligned", p, size);
+    if (!emu.checked) return;
+    const int need = write ? 2 : 1;
+    const emu_range *r = &emu.range[emu.last];
+    if (emu.n_range && at >= r->lo && at + size <= r->hi && (r->mode & need)) return;
+    for (int i = 0; i < emu.n_range; i++) {
+        r = &emu.range[i];
+        if (at >= r->lo && at + size <= r->hi && (r->mode & need)) {
+            emu.last = i;
+            return;
+        }
+    }
+    emu_fail(write ? "writes memory the launch did not declare" : "reads memory the launch did not declare", p, size);
+}
+
+static void emu_yield(void) {
+    const unsigned self = threadIdx.x;
+    if (!_setjmp(emu_fiber[self])) _longjmp(emu_main, 1);
+    threadIdx.x = self;
+}
+
+struct emu_barrier { unsigned arrived, turn; };
+static emu_barrier emu_block_barrier, emu_warp_barrier[EMU_THREADS / 32];
+static bool emu_moved; /* a thread ended or a barrier opened in this round */
+static void emu_wait(emu_barrier *b, unsigned threads) {
+    const unsigned turn = b->turn;
+    emu_moved = true;
+    if (++b->arrived == threads) {
+        b->arrived = 0;
+        b->turn++;
+        return;
+    }
+    while (b->turn == turn) emu_yield();
+}
+static void __syncthreads(void) { emu_wait(&emu_block_barrier, blockDim.x); }
+
+static void __syncwarp(void) { emu_wait(&emu_warp_barrier[threadIdx.x / 32], 32); }
+
+static uint64_t emu_lane[EMU_THREADS];
+template <class T> static T shuffle(T x, int mask) {
+    const unsigned self = threadIdx.x;
+    T y;
+    emu_wait(&emu_warp_barrier[self / 32], 32);
+    memcpy(&emu_lane[self], &x, sizeof x);
+    emu_wait(&emu_warp_barrier[self / 32], 32);
+    memcpy(&y, &emu_lane[self ^ (unsigned)mask], sizeof y);
+    return y;
+}
+static uint32_t atomicExch(uint32_t *p, uint32_t x) {
+    const uint32_t was = *p;
+    *p = x;
+    return was;
+}
+static int32_t atomicExch(int32_t *p, int32_t x) {
+    const int32_t was = *p;
+    *p = x;
+    return was;
+}
+
+static int32_t atomicMin(int32_t *p, int32_t x) {
+    const int32_t was = *p;
+    if (x < was) *p = x;
+    return was;
+}
+
+static void emu_entry(void) {
+    for (;;) {
+        emu_yield();
+        emu_call(emu_param);
+        emu_done[threadIdx.x] = 1;
+        emu_moved = true;
+    }
+}
+
+static void emu_make(unsigned t) {
+    static ucontext_t start;
+    emu_stack[t] = (char *)malloc(EMU_STACK);
+    getcontext(&start);
+    start.uc_stack.ss_sp = emu_stack[t], start.uc_stack.ss_size = EMU_STACK, start.uc_link = NULL;
+    makecontext(&start, emu_entry, 0);
+    threadIdx.x = t;
+    if (!_setjmp(emu_main)) setcontext(&start);
+}
+
+static uint32_t emu_random(uint64_t *s) {
+    return (uint32_t)((*s = *s * 6364136223846793005u + 1442695040888963407u) >> 33);
+}
+
+static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
+    memset(emu_shared, 0xff, shared);
+    memset(emu_shared + shared, 0x5a, 64);
+    memset(emu_done, 0, threads);
+    emu_block_barrier = emu_barrier();
+    memset(emu_warp_barrier, 0, sizeof emu_warp_barrier);
+    for (volatile unsigned left = threads; left;) {
+        left = 0;
+        emu_moved = false;
+        for (volatile unsigned k = 0; k < threads; k = k + 1) {
+            const unsigned t = order[k];
+            if (emu_done[t]) continue;
+            threadIdx.x = t;
+            const int from = _setjmp(emu_main);
+            if (!from) _longjmp(emu_fiber[t], 1);
+            if (from == 2) { /* failed in the middle: its fibers begin anew */
+                while (emu_fibers) free(emu_stack[--emu_fibers]);
+                return false;
+            }
+            left = left + !emu_done[t];
+        }
+        if (left && !emu_moved) {
+            snprintf(emu.message, sizeof emu.message,
+                     "%s: block (%u, %u, %u): threads wait at a barrier others never reach", emu.name,
+                     blockIdx.x, blockIdx.y, blockIdx.z);
+            while (emu_fibers) free(emu_stack[--emu_fibers]);
+            return false;
+        }
+    }
+    for (int i = 0; i < 64; i++)
+        if ((uint8_t)emu_shared[shared + i] != 0x5a) {
+            snprintf(emu.message, sizeof emu.message, "%s: wrote past its %zu bytes of shared memory", emu.name,
+                     shared);
+            return false;
+        }
+    return true;
+}
+
+/* Runs call(param) for every thread of every block; false: emu.message says why. */
+static bool emu_launch(const char *name, void (*call)(const void *), const void *param, const unsigned grid[3],
+                       unsigned threads, size_t shared) {
+    static unsigned order[EMU_THREADS];
+    emu.name = name, emu.message[0] = 0, emu.last = 0;
+    if (threads > EMU_THREADS || !threads || shared + 64 > EMU_SHARED || threads % 32)
+        return snprintf(emu.message, sizeof emu.message, "%s: %u threads, %zu bytes of shared memory", name, threads,
+                        shared), false;
+    for (; emu_fibers < threads; emu_fibers++) emu_make(emu_fibers);
+    uint64_t s = emu_seed;
+    for (unsigned t = 0; t < threads; t++) {
+        const unsigned at = emu_seed ? emu_random(&s) % (t + 1) : t;
+        order[t] = order[at];
+        order[at] = t;
+    }
+    emu_call = call, emu_param = param;
+    gridDim.x = grid[0], gridDim.y = grid[1], gridDim.z = grid[2], blockDim.x = threads, blockDim.y = blockDim.z = 1;
+    const uint64_t n = (uint64_t)grid[0] * grid[1] * grid[2], first = emu_seed ? emu_random(&s) % n : 0;
+    for (uint64_t k = 0; k < n; k++) {
+        uint64_t b = (k + first) % n;
+        if (emu_seed & 1) b = n - 1 - b;
+        blockIdx.x = (unsigned)(b % grid[0]), blockIdx.y = (unsigned)(b / grid[0] % grid[1]);
+        blockIdx.z = (unsigned)(b / grid[0] / grid[1]);
+        if (!emu_block(threads, order, shared)) return false;
+    }
+    return true;
+}
+#endif

@@ -1,0 +1,158 @@
+/* queue.c - see queue.h. */
+#include "cuda/queue.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+
+enum { MAX_DEVICES = 16 };
+
+#define X(field, name, params) om_cu_result (*field) params;
+static struct { OM_CUDA_QUEUE_API(X) } api;
+#undef X
+
+struct om_gpu {
+    _Atomic bool open;
+    int ordinal;
+    om_cuda *cuda;
+    om_gpu_fault *fault;          /* page-locked memory of the host, which the device reaches at the same address */
+    om_cu_function kernel[OM_N_GPU_KERNELS];
+    om_cu_module module[32];      /* per image */
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static om_gpu gpus[MAX_DEVICES];
+static _Thread_local om_cu_stream stream_now;
+void (*om_cuda_declare)(const om_gpu_range *r, int n);
+
+static const struct { const char *image, *name; } kernels[] = {
+#define KERNEL(file, name, type) {#file, "om_k_" #name},
+#include "cuda/engine.def"
+#undef KERNEL
+};
+
+void om_cuda_stream(void *stream) { stream_now = stream; }
+void *om_cuda_stream_now(void) { return stream_now; }
+
+static om_status failed(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what) {
+    return om_cuda_fail(cx, g->cuda, r, what);
+}
+#define CALL(what, ...)                                             \
+    do {                                                            \
+        const om_cu_result r_ = api.what(__VA_ARGS__);              \
+        if (r_) return failed(cx, g, r_, "CUDA " #what);            \
+    } while (0)
+
+/* --- opening ------------------------------------------------------------------------------------------ */
+
+static om_status api_open(om_ctx *cx) {
+    if (api.launch) return OM_OK;
+    void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!lib) return om_fail(cx, OM_UNSUPPORTED, "there is no NVIDIA driver: %s", dlerror());
+#define X(field, name, params)                                                                       \
+    *(void **)&api.field = dlsym(lib, #name);                                                        \
+    if (!api.field)                                                                                  \
+        return om_fail(cx, OM_UNSUPPORTED,                                                           \
+                       "the NVIDIA driver (libcuda.so.1) has no " #name ": CUDA 11.2 or later is needed");
+    OM_CUDA_QUEUE_API(X)
+#undef X
+    return OM_OK;
+}
+
+/* The context is current. */
+static om_status kernels_load(om_ctx *cx, om_gpu *g) {
+    enum { MOST_SHARED = 8 }; /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
+    for (int k = 0; k < OM_N_GPU_KERNELS; k++) {
+        int i = 0;
+        while (om_gpu_images[i].name && strcmp(om_gpu_images[i].name, kernels[k].image)) i++;
+        if (!om_gpu_images[i].name || !*om_gpu_images[i].size)
+            return om_fail(cx, OM_UNSUPPORTED, "this build has no CUDA kernels (%s): it was made without nvcc",
+                           kernels[k].image);
+        if (!g->module[i]) CALL(module_load, &g->module[i], om_gpu_images[i].bytes);
+        const om_cu_result r = api.module_function(&g->kernel[k], g->module[i], kernels[k].name);
+        if (r) return failed(cx, g, r, kernels[k].name);
+        if (strstr(kernels[k].name, "attention")) CALL(function_attribute, g->kernel[k], MOST_SHARED, 64 << 10);
+    }
+    return OM_OK;
+}
+
+static om_status gpu_open(om_ctx *cx, om_gpu *g) {
+    enum { PORTABLE = 1, MAPPED = 2, RELEASE_THRESHOLD = 4 };
+    void *host = NULL;
+    om_cu_pool pool = NULL;
+    uint64_t keep = UINT64_MAX; /* what was given back stays in the pool */
+    OM_TRY(kernels_load(cx, g));
+    if (!g->fault) CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
+    if (host) memset(g->fault = host, 0, sizeof *g->fault);
+    CALL(pool, &pool, g->ordinal);
+    CALL(pool_attribute, pool, RELEASE_THRESHOLD, &keep);
+    return OM_OK;
+}
+
+om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out) {
+    OM_CHECK(cx, ordinal >= 0 && ordinal < MAX_DEVICES, "CUDA device %d given; allowed: 0 to %d", ordinal,
+             MAX_DEVICES - 1);
+    om_gpu *g = *out = &gpus[ordinal];
+    if (atomic_load(&g->open)) return OM_OK;
+    om_status s = OM_OK;
+    pthread_mutex_lock(&lock);
+    if (!atomic_load(&g->open)) {
+        g->ordinal = ordinal;
+        s = api_open(cx);
+        if (s == OM_OK) s = om_cuda_enter(cx, ordinal, &g->cuda);
+        if (s == OM_OK) s = om_cuda_leave(cx, g->cuda, gpu_open(cx, g));
+        if (s == OM_OK) atomic_store(&g->open, true);
+    }
+    pthread_mutex_unlock(&lock);
+    return s;
+}
+
+om_status om_gpu_enter(om_ctx *cx, om_gpu *g) { return om_cuda_enter(cx, g->ordinal, &g->cuda); }
+om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s) { return om_cuda_leave(cx, g->cuda, s); }
+om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
+
+/* --- memory and work ---------------------------------------------------------------------------------- */
+
+om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out) {
+    enum { OUT_OF_MEMORY = 2 };
+    om_cu_address p = 0;
+    const om_cu_result r = api.alloc(&p, size ? size : 1, stream);
+    if (r == OUT_OF_MEMORY) {
+        om_fail(cx, OM_NOMEM, "CUDA device %d is out of memory: %zu bytes were asked for", g->ordinal, size);
+        return OM_NOMEM;
+    }
+    if (r) return failed(cx, g, r, "cuMemAllocAsync");
+    *out = (void *)(uintptr_t)p;
+    return OM_OK;
+}
+
+void om_gpu_free(om_gpu *g, void *p, void *stream) {
+    om_ctx quiet = {.status = OM_OK};
+    if (om_gpu_enter(&quiet, g) != OM_OK) return;
+    api.free((om_cu_address)(uintptr_t)p, stream);
+    om_gpu_leave(&quiet, g, OM_OK);
+}
+
+om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
+    if (size) CALL(to_device, (om_cu_address)(uintptr_t)to, from, size, stream_now);
+    return OM_OK;
+}
+
+om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
+    if (size) CALL(to_host, to, (om_cu_address)(uintptr_t)from, size, stream_now);
+    CALL(wait, stream_now);
+    return OM_OK;
+}
+
+om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size) {
+    if (size) CALL(set, (om_cu_address)(uintptr_t)to, (unsigned char)byte, size, stream_now);
+    return OM_OK;
+}
+
+om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void *param) {
+    void *params[] = {(void *)(uintptr_t)param};
+    const om_cu_result r = api.launch(g->kernel[n->kernel], n->grid[0], n->grid[1], n->grid[2], n->block, 1, 1,
+                                      n->shared, stream_now, params, NULL);
+    return r ? failed(cx, g, r, kernels[n->kernel].name) : OM_OK;
+}

@@ -1,0 +1,59 @@
+/* cuda/queue.h - memory, copies and launches of the graph engine on a stream of a GPU, through the driver.
+ *
+ * Memory comes from the device's own pool in the order of the stream (cuMemAllocAsync): a block that is given back is
+ * handed on at once, to work queued later. Only a download waits for the device. The stream is the calling thread's
+ * (om_cuda_stream): torch's current one, or the legacy default stream.
+ */
+#ifndef OM_CUDA_QUEUE_H
+#define OM_CUDA_QUEUE_H
+
+#include "cuda/device.h"
+#include "cuda/driver.h"
+#include "cuda/lower.h"
+
+typedef unsigned long long om_cu_address;
+typedef struct CUmemPoolHandle_st *om_cu_pool;
+
+#define OM_CUDA_QUEUE_API(X)                                                                                       \
+    X(alloc, cuMemAllocAsync, (om_cu_address *, size_t, om_cu_stream))                                             \
+    X(free, cuMemFreeAsync, (om_cu_address, om_cu_stream))                                                         \
+    X(to_device, cuMemcpyHtoDAsync_v2, (om_cu_address, const void *, size_t, om_cu_stream))                        \
+    X(to_host, cuMemcpyDtoHAsync_v2, (void *, om_cu_address, size_t, om_cu_stream))                                \
+    X(set, cuMemsetD8Async, (om_cu_address, unsigned char, size_t, om_cu_stream))                                  \
+    X(wait, cuStreamSynchronize, (om_cu_stream))                                                                   \
+    X(host_alloc, cuMemHostAlloc, (void **, size_t, unsigned))                                                     \
+    X(module_load, cuModuleLoadData, (om_cu_module *, const void *))                                               \
+    X(module_function, cuModuleGetFunction, (om_cu_function *, om_cu_module, const char *))                        \
+    X(function_attribute, cuFuncSetAttribute, (om_cu_function, unsigned, int))                                     \
+    X(pool, cuDeviceGetDefaultMemPool, (om_cu_pool *, int))                                                        \
+    X(pool_attribute, cuMemPoolSetAttribute, (om_cu_pool, unsigned, void *))                                       \
+    X(launch, cuLaunchKernel,                                                                                      \
+      (om_cu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, om_cu_stream, void **, \
+       void **))
+
+/* One device of the graph engine's; made at first use, stays. */
+typedef struct om_gpu om_gpu;
+
+om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out);
+/* Around driver calls: the device's context is current on this thread in between. */
+om_status om_gpu_enter(om_ctx *cx, om_gpu *g);
+om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s);
+
+void *om_cuda_stream_now(void);
+
+om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out);
+void om_gpu_free(om_gpu *g, void *p, void *stream);
+om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size);
+om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size); /* waits */
+om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size);
+om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void *param);
+om_gpu_fault *om_gpu_fault_word(om_gpu *g);
+
+/* What the kernels of the next launches may touch: the tests' fake device sets it; NULL else. */
+typedef struct om_gpu_range { const void *at; int64_t size; int mode; } om_gpu_range;
+extern void (*om_cuda_declare)(const om_gpu_range *r, int n);
+
+/* per .cu of engine.def: a fatbin (image.c); size 0: built without nvcc */
+typedef struct om_gpu_image { const char *name; const void *bytes; const uint64_t *size; } om_gpu_image;
+extern const om_gpu_image om_gpu_images[];
+#endif

@@ -1,0 +1,11 @@
+/* cuda/scratch.h - scratch of the rows of cuda.def, by name. */
+#ifndef OM_CUDA_SCRATCH_H
+#define OM_CUDA_SCRATCH_H
+#include "cuda/lower.h"
+int64_t om_gpu_scratch_none(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_reduce(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_norm_grad(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_cross_entropy(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a);
+#endif

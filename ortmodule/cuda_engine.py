@@ -1,0 +1,33 @@
+"""The graph engine on a CUDA device (csrc/cuda/): for which modules, and on which stream.
+
+Off unless ORTMODULE_CUDA_ENGINE=1: its kernels have run under emulation only (docs/GPU_STATUS.md). A module whose
+tensors lie on one CUDA device is then planned for it; several devices are left to PyTorch, as without the setting.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+from . import _C
+
+stand_in = False  # tests: CPU tensors stand for those of cuda:0
+
+
+def ordinal(module: nn.Module, enabled: bool) -> int:
+    """Of the device whose kernels run the module's graphs; -1: the CPU's."""
+    if stand_in:
+        return 0
+    if not enabled:
+        return -1
+    devices = {t.device for t in chain(module.parameters(), module.buffers())}
+    one = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return one.index if one.type == "cuda" and one.index is not None else -1
+
+
+def follow_stream(index: int) -> None:
+    """What this thread queues next goes on torch's current stream."""
+    if index >= 0 and not stand_in:
+        _C.cuda_engine_stream(torch.cuda.current_stream(index).cuda_stream)

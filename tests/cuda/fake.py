@@ -1,0 +1,56 @@
+"""The fake GPU (fake_gpu.cpp, build/fake/libcuda.so.1) under the engine of the tests: `use(ctx)` makes a context's plans
+run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order threads and blocks take turns.
+OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits."""
+
+from __future__ import annotations
+
+import ctypes as C
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS = range(5)  # fake_gpu_count
+
+gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
+gpu.fake_gpu_count.restype = C.c_long
+gpu.fake_gpu_message.restype = C.c_char_p
+gpu.fake_gpu_seed.argtypes = [C.c_uint64]
+
+
+def count(what: int) -> int:
+    return int(gpu.fake_gpu_count(what))
+
+
+def message() -> str:
+    return gpu.fake_gpu_message().decode()
+
+
+def late(on: bool) -> None:
+    gpu.fake_gpu_late(int(on))
+
+
+def seed(n: int) -> None:
+    gpu.fake_gpu_seed(n)
+
+
+seed(int(os.environ.get("OM_FAKE_SEED", "0")))
+late(os.environ.get("OM_FAKE_LATE", "1") != "0")
+
+
+def declare(lib: C.CDLL) -> None:
+    """Launches of this engine say what they touch."""
+    C.c_void_p.in_dll(lib, "om_cuda_declare").value = C.cast(gpu.fake_gpu_declare, C.c_void_p).value
+
+
+def use(lib: C.CDLL, ctx: C.c_void_p) -> int:
+    declare(lib)
+    return lib.om_cuda_use(ctx, 0)
+
+
+def host_ops(lib: C.CDLL) -> list[str]:
+    """Operators that the CPU did."""
+    lib.om_cuda_host_op.restype = C.c_char_p
+    found = []
+    while name := lib.om_cuda_host_op(len(found)):
+        found.append(name.decode())
+    return found

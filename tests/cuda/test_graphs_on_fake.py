@@ -1,0 +1,190 @@
+"""The graph engine on the fake GPU (fake_gpu.cpp): lowered calls, emulated kernels, ORTModule with CPU tensors that
+stand for cuda:0.
+
+Everything runs in processes of its own: the optimizers' tests have another libcuda.so.1. All operator rows:
+`OM_DEVICE=cuda-fake pytest tests/ops`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ortmodule import _C
+
+TESTS = Path(__file__).resolve().parents[1]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+pytestmark = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcuda.so.1").exists(),
+                                reason="built without CUDA kernels, or `make lib` has not run")
+
+
+def child(source: str, **env: str) -> str:
+    res = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
+    assert res.returncode == 0, res.stderr[-4000:]
+    return res.stdout
+
+
+GRAPHS = """
+import torch, engine
+from cuda import fake
+from device import steps
+from graphs import random_graph
+def one(seed, device):
+    text, ins, n_out, _ = random_graph(seed)
+    model = steps.Model.text(steps.cx(device), text)
+    g = torch.Generator().manual_seed(seed + 1)
+    dys = [torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.dtype) for y in model.step(ins, seed=3, write=False).outputs]
+    s = model.step(ins, [1, 1, 1] + [0] * (len(ins) - 3), dys, drop=seed % 5 < 2, seed=3, again=seed // 2 % 2, move=seed % 3 == 1)
+    model.free()
+    return s
+for seed in range({first}, {first} + 30):
+    a, b = one(seed, "cpu"), one(seed, "cuda-fake")
+    for x, y in zip([*a.outputs, *a.inputs, *a.grads.values()], [*b.outputs, *b.inputs, *b.grads.values()], strict=True):
+        top = x.double().abs().max().item() if x.numel() else 0
+        unit = {{torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}}.get(x.dtype, 0)
+        assert x.dtype == y.dtype and torch.allclose(x.double(), y.double(), rtol=0, atol=unit * (1 + top), equal_nan=True), (seed, random_graph(seed)[0])
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done", fake.count(fake.LAUNCHES))
+"""
+
+
+@pytest.mark.parametrize("first,seed,late", [(0, 0, 1), (30, 5, 1), (60, 8, 0)])
+def test_random_graphs(first: int, seed: int, late: int) -> None:
+    """The CPU's numbers, threads and blocks in several orders, as late as is allowed."""
+    out = child(GRAPHS.format(first=first), OM_FAKE_SEED=str(seed), OM_FAKE_LATE=str(late))
+    assert out.startswith("done") and int(out.split()[1]) > 300, out
+
+
+OPERATORS = """
+import torch, engine
+from cuda import fake
+from opcheck import check, rand
+import torch.nn.functional as F
+check("softmax", [rand(3, 37)], lambda x: torch.softmax(x, 1), "axis=1")
+check("reduce_sum", [rand(3, 5, 700)], lambda x: x.sum((0, 2)), "axes=[0, 2]")
+check("matmul", [rand(2, 70, 33), rand(33, 67)], lambda a, b: a @ b)
+check("concat", [rand(3, 4), rand(3, 5)], lambda a, b: torch.cat([a, b], 1), "axis=1")
+q = [rand(2, 3, 37, 8, per_axis=k) for k in (1, 2, 3)]
+text = "graph {\\n" + "".join(f" input {n}: f64[2, 3, 37, 8]\\n" for n in "qkv") + " y, l = attention(q, k, v) {causal=1}\\n output y\\n}"
+(y,), grads = engine.run(text, q, dys=[torch.ones_like(q[0])])
+xs = [t.clone().requires_grad_() for t in q]
+want = F.scaled_dot_product_attention(*xs, is_causal=True)
+want.sum().backward()
+assert torch.allclose(y, want, atol=1e-12) and all(torch.allclose(g, x.grad, atol=1e-12) for g, x in zip(grads, xs))
+assert fake.host_ops(engine.lib) == [], fake.host_ops(engine.lib)
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done")
+"""
+
+
+def test_operators_run_in_kernels() -> None:
+    assert child(OPERATORS, OM_DEVICE="cuda-fake", OM_FAKE_SEED="3") == "done\n"
+
+
+HOST = """
+import torch, engine
+from cuda import fake
+x = torch.randn(4, 6)
+(y,), _ = engine.run("graph {\\n input x: f32[4, 6]\\n y = cumsum(x) {axis=1}\\n output y\\n}", [x], device="cuda-fake")
+assert torch.allclose(y, x.cumsum(1)) and fake.host_ops(engine.lib) == ["cumsum"]
+print("done")
+"""
+
+
+def test_what_has_no_kernel_is_the_cpus_and_named() -> None:
+    assert child(HOST) == "done\n"
+
+
+FAULT = """
+import torch, engine
+from cuda import fake
+for op, text in (("index 11 at position 1", "y = gather(x, i) {axis=0}"), ("label 11 in row 1", "y, l, d = cross_entropy(x, i)")):
+    try:
+        engine.run(f"graph {{\\n input x: f32[7, 5]\\n input i: i64[7]\\n {text}\\n output y\\n}}", [torch.randn(7, 5), torch.tensor([0, 11, 2, 12, 0, 0, 0])], device="cuda-fake")
+    except engine.EngineError as e:
+        assert op in str(e), e
+    else:
+        raise AssertionError(op)
+(y,), _ = engine.run("graph {\\n input x: f32[3]\\n y = neg(x)\\n output y\\n}", [torch.ones(3)], device="cuda-fake")
+assert y.tolist() == [-1] * 3  # told once
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done")
+"""
+
+
+def test_an_index_out_of_range_is_named() -> None:
+    assert child(FAULT) == "done\n"
+
+
+SHRINK = """
+import ctypes as C, torch, engine
+from cuda import fake
+class Range(C.Structure):
+    _fields_ = [("at", C.c_void_p), ("size", C.c_int64), ("mode", C.c_int)]
+ctx = engine.Ctx(device="cuda-fake")
+@C.CFUNCTYPE(None, C.POINTER(Range), C.c_int)
+def less(r, n):
+    {change}
+    fake.gpu.fake_gpu_declare(r, n)
+C.c_void_p.in_dll(engine.lib, "om_cuda_declare").value = C.cast(less, C.c_void_p).value
+fake.use = lambda lib, ctx: lib.om_cuda_use(ctx, 0)
+try:
+    engine.run("graph {{\\n input x: f32[40]\\n y = neg(x)\\n output y\\n}}", [torch.ones(40)], device="cuda-fake")
+except engine.EngineError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize("change,says", [("r[0].size -= 4", "reads memory the launch did not declare"), ("r[1].size -= 4", "writes memory the launch did not declare"),
+                                         ("r[1].mode = 1", "writes memory the launch did not declare"), ("r[0].size += 4096", "leaves its block"), ("pass", "")])
+def test_kernels_are_held_to_what_launches_declare(change: str, says: str) -> None:
+    out = child(SHRINK.format(change=change))
+    assert says in out and bool(says) == bool(out), out
+
+
+TRAIN = """
+import copy, torch
+from cuda import fake
+fake.late(False)
+from transformers import GPT2Config, GPT2LMHeadModel
+from ortmodule import ORTModule, _C, cuda_engine
+def train(gpu, dtype, drop):
+    torch.manual_seed(0)
+    cuda_engine.stand_in = gpu
+    _C.cuda_engine_stand_in(gpu)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16, resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop)
+    model = GPT2LMHeadModel(config)
+    engine = ORTModule(model, strict=True) if gpu is not None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    losses, grads = [], []
+    for k in range(3):
+        ids = torch.randint(0, 101, (2, 13), generator=torch.Generator().manual_seed(k))
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = engine(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        grads += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.tensor(losses), grads
+for dtype, drop, unit in ((torch.float32, 0.0, 2e-6), (torch.float32, 0.1, 2e-6), (torch.bfloat16, 0.1, 3e-2)):
+    (a, ga), (b, gb) = train(False, dtype, drop), train(True, dtype, drop)
+    assert torch.allclose(a, b, atol=3 * unit), (dtype, drop, a, b)
+    for x, y in zip(ga, gb, strict=True):
+        assert (x - y).abs().max() <= unit * (1 + x.abs().max()), (dtype, drop, (x - y).abs().max())
+    if drop == 0:
+        e, ge = train(None, dtype, drop)
+        assert all((x - y).abs().max() <= unit * (1 + x.abs().max()) for x, y in zip(ge, gb, strict=True))
+launches, on_cpu, names = _C.cuda_engine_counts()
+assert launches > 500 and not names and fake.count(fake.FAILURES) == 0, (launches, names, fake.message())
+print("done")
+"""
+
+
+def test_gpt2_trains() -> None:
+    """Losses and gradients of three steps: the CPU engine's (the same masks under dropout) and eager's."""
+    assert child(TRAIN, OM_FAKE_SEED="2").endswith("done\n")
