@@ -722,7 +722,8 @@ class Watch:
     def _watch_class(self, cls: type, token: Any) -> None:
         """Attributes that executed code names are compared, wherever they stand on the class or its bases."""
         quiet = self.quiet > 0
-        for base in (*cls.__mro__, *type(cls).__mro__):
+        meta: type = type(cls)
+        for base in (*cls.__mro__, *meta.__mro__):
             if (base, quiet) in self._watched or not _user_class(base):
                 continue
             self._watched.add((base, quiet))
@@ -1070,8 +1071,8 @@ class Watch:
             self._row((ITEM, space, name, value), what)
             if type(value) is types.FunctionType:
                 for chain in known.chains.get(name, ()):
-                    own = vars(value)
-                    row = (ITEM, own, chain[0], own[chain[0]]) if chain[0] in own else (NO_ITEM, own, chain[0], None)
+                    of = vars(value)
+                    row = (ITEM, of, chain[0], of[chain[0]]) if chain[0] in of else (NO_ITEM, of, chain[0], None)
                     self._row(row, f"{name}.{chain[0]}")
                 looks = name in known.bare and known.names & {"getattr", "hasattr"}
                 if looks and not _is_library(value.__code__.co_filename):
@@ -1172,7 +1173,7 @@ class Watch:
         by = frame.f_back
         if special in ("level", "thread"):
             if by is not None and not _is_library(by.f_code.co_filename):
-                log = frame.f_locals.get("self")
+                log: Any = frame.f_locals.get("self")
                 ask: Any = threading.current_thread if special == "thread" else log.getEffectiveLevel
                 if "level" in frame.f_locals:
                     ask = functools.partial(log.isEnabledFor, frame.f_locals["level"])

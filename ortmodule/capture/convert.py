@@ -170,12 +170,16 @@ class Converter:
         return self.un("Neg", v)
 
     def stop(self, v: Val) -> Val:
-        return self.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule") if v.dtype.is_floating_point else v
+        if not v.dtype.is_floating_point:
+            return v
+        v = self.b.op("StopGradient", [v], v.dtype, v.shape, "ortmodule")
+        self.b.flat.add(v.name)
+        return v
 
     def zero(self, v: Val, *xs: Val) -> Val:
         """v, of whose gradient the xs get zeros, not None: operators that a gradient enters and does not leave."""
         for x in xs:
-            if v.dtype.is_floating_point and x.dtype.is_floating_point:
+            if v.dtype.is_floating_point and x.dtype.is_floating_point and x.name not in self.b.flat:
                 v = self.b.op("ZeroGradient", [v, x], v.dtype, v.shape, "ortmodule")
         return v
 

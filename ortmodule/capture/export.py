@@ -97,8 +97,8 @@ class _Wrapper(nn.Module):
         known = Known(module)
         self._twins = {i: name for i, t in enumerate(tensors) if (name := known.name(t)) is not None}
         # with attributes of other names: the export looks into lists and dictionaries of a module
+        owned: dict[int | str, Tensor] = dict(_tensors_of(module))
         self._real: Callable[[], dict[int | str, Tensor]] = lambda: {**dict(enumerate(tensors)), **owned}
-        owned = dict(_tensors_of(module))
         self._floats = frozenset(float_leaves)
         self._box = box
         self.training = module.training
@@ -111,7 +111,8 @@ class _Wrapper(nn.Module):
         for i, name in self._twins.items():  # an argument that is a parameter or buffer
             values[i] = owned[name]
         given = {id(t): name for name, t in reversed([*owned.items()])}
-        standing = {**{id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}, **given}
+        standing: dict[int, int | str] = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        standing.update(given)
         args, kwargs = self._fill(values)
         contents = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])

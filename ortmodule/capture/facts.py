@@ -104,9 +104,9 @@ class Facts:
             answer = ask(tensors[i], *args, **kwargs)
             if isinstance(told, (bool, int)) and told != answer:
                 raise CaptureError(f"forward asks {ask.__name__} of an argument, which a trace answers otherwise")
-            tests.append(_of_leaf(i, lambda t, ask=ask, args=args, kwargs=kwargs: ask(t, *args, **kwargs), answer))
+            tests.append(_of_leaf(i, _asks(ask, args, kwargs), answer))
         for (i, name), value in self.attributes.items():
-            tests.append(_of_leaf(i, lambda t, name=name: vars(t).get(name, ABSENT), value))
+            tests.append(_of_leaf(i, _reads(name), value))
         if self.bare:
             if any(map(vars, tensors)):
                 raise CaptureError("forward looks into a __dict__, and an argument has attributes")
@@ -128,6 +128,14 @@ class Facts:
 def hold(tests: list[Test], tensors: Sequence[Tensor], known: Known) -> bool:
     """Is all of that so for these arguments?"""
     return all([test(tensors, known) for test in tests])
+
+
+def _asks(ask: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
+    return lambda t: ask(t, *args, **kwargs)
+
+
+def _reads(name: str) -> Callable[[Tensor], Any]:
+    return lambda t: vars(t).get(name, ABSENT)
 
 
 def _of_leaf(i: int, ask: Callable[[Tensor], Any], answer: Any) -> Test:

@@ -162,6 +162,7 @@ class Builder:
         self.source: tuple[str, str, int] = ("", "", 0)
         self.count = 0
         self.constants: dict[Any, Val] = {}
+        self.flat: set[str] = set()  # values that have no gradient: constants, and what stop_gradient gives
         self.size_nodes: dict[Any, Val] = {}
         self.domains: set[str] = {""}
         self.inputs: dict[str, Val] = {}
@@ -219,6 +220,7 @@ class Builder:
         init.name, init.data_type = v.name, ONNX_TYPE[t.dtype]
         init.dims.extend(t.shape)
         init.raw_data = t.view(torch.uint8).numpy().tobytes() if t.numel() and t.dim() else _bytes(t)
+        self.flat.add(v.name)
         return v
 
     # --- nodes

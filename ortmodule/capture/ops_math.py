@@ -321,7 +321,7 @@ def clamp(c: Converter, n: Node, x: Node, *bounds: Any) -> Val:
 def _inside(c: Converter, v: Val, low: Val | None, high: Val | None, equal: str) -> Val:
     tests = [c.compare("Greater" + equal, v, low)] if low is not None else []
     tests += [c.compare("Less" + equal, v, high)] if high is not None else []
-    return tests[0] if len(tests) == 1 else c.op2("And", *tests, BOOL)
+    return tests[0] if len(tests) == 1 else c.op2("And", tests[0], tests[1], BOOL)
 
 
 def _clamped(c: Converter, v: Val, low: Val | None, high: Val | None, equal: str) -> Val:

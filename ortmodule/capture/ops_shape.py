@@ -535,18 +535,18 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
             wide = c.expand(wide, (*wide.shape[: axis + 1], int(factor), *wide.shape[axis + 2 :]))
             v = c.reshape(wide, (*v.shape[:axis], new, *v.shape[axis + 1 :]))
             continue
-        wide = F64 if exact and v.dtype == F64 else torch.float32
+        fine = F64 if exact and v.dtype == F64 else torch.float32
         if isinstance(size, int) and isinstance(new, int):
-            ratio, at = _ratio(given[axis - 2], size, new), torch.arange(new, dtype=wide)
-            at = ((at + 0.5) * ratio - 0.5).clamp(min=0) + 0.5 if exact else at * torch.tensor(ratio, dtype=wide)
+            ratio, at = _ratio(given[axis - 2], size, new), torch.arange(new, dtype=fine)
+            at = ((at + 0.5) * ratio - 0.5).clamp(min=0) + 0.5 if exact else at * torch.tensor(ratio, dtype=fine)
             index = c.b.tensor(at.floor().long().clamp(max=size - 1), "nearest")
         else:
             if exact:
-                places = c.op2("Max", _sampled(c, v, axis, new, False, given[axis - 2]), c.scalar(0, wide))
-                places = c.op2("Add", places, c.scalar(0.5, wide))
+                places = c.op2("Max", _sampled(c, v, axis, new, False, given[axis - 2]), c.scalar(0, fine))
+                places = c.op2("Add", places, c.scalar(0.5, fine))
             else:
-                ratio_ = _symbolic_ratio(c, given[axis - 2], size, new, wide, True)
-                places = c.op2("Mul", c.range(new, wide), ratio_)
+                ratio_ = _symbolic_ratio(c, given[axis - 2], size, new, fine, True)
+                places = c.op2("Mul", c.range(new, fine), ratio_)
             index = c.op2("Min", c.cast(c.un("Floor", places), I64), c.symbolic(expr_of(size - 1)))
         v = c.b.op(
             "Gather",

@@ -297,9 +297,11 @@ def _bare(x: Any, made: dict[int, Tensor]) -> Any:
             made[id(x)] = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta",
                                               requires_grad=x.requires_grad)  # fmt: skip
         return made[id(x)]
-    if type(x) in (tuple, list):
-        return type(x)([_bare(y, made) for y in x])
-    return int(x.node.hint) if isinstance(x, torch.SymInt) else x
+    if type(x) in (tuple, list, torch.Size):
+        return (list if type(x) is list else tuple)([_bare(y, made) for y in x])
+    if type(x) is slice:
+        return slice(_bare(x.start, made), _bare(x.stop, made), _bare(x.step, made))
+    return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else x
 
 
 def _operands(x: Any) -> Iterator[Tensor]:

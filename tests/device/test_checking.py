@@ -488,7 +488,8 @@ OPERATORS = f"""
 import sys, pytest
 from device import steps
 left_out = [arg for name in {LEFT_OUT} for arg in ("--deselect", name)]
-status = pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *left_out, "tests/ops", "tests/passes/test_fuse.py", "tests/optim/test_operators.py"])
+status = pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *left_out,
+                      "tests/ops", "tests/passes/test_fuse.py", "tests/optim/test_operators.py", "tests/engine/test_bounded.py"])
 names = iter(lambda at=iter(range(1000)): steps.lib.om_checking_idle(next(at)), None)
 print("IDLE", *sorted(name.decode() for name in names))
 sys.exit(status)

@@ -161,9 +161,9 @@ def test_tensor_unfold() -> None:
 def test_topk_and_sort() -> None:
     same(lambda x: x.topk(3, -1), (r(5, 9),), (r(7, 9),))
     same(lambda x: (x.topk(2, 0, largest=False)[0], x.sort(1, descending=True)), (r(5, 9),), (r(7, 9),), (r(6, 9),))
-    same(lambda x: (x.sort()[0], x.argsort(1), x.argsort(dim=0, stable=True), x.msort(), x.sort(0, stable=True)), (r(5, 9),))
-    same(lambda x: x.sort(1, stable=True, descending=True), (r(5, 9).round().detach().requires_grad_(),))
-    same(lambda x: (x > 0).sort(1, stable=True)[0] * x, (r(5, 9),))
+    same(lambda x: (x.sort()[0], x.argsort(1), x.argsort(dim=0, stable=True), x.msort(), x.sort(dim=0, stable=True)), (r(5, 9),))
+    same(lambda x: x.sort(dim=1, stable=True, descending=True), (r(5, 9).round().detach().requires_grad_(),))
+    same(lambda x: (x > 0).sort(dim=1, stable=True)[0] * x, (r(5, 9),))
     same(lambda x: x[x.sum(1).argsort()], (r(5, 9),), (r(11, 9),))
 
 
