@@ -1,0 +1,25 @@
+/* planner.h - what the files that make a plan share (plan.c has the sweeps' names). Private to run/. */
+#ifndef OM_PLANNER_H
+#define OM_PLANNER_H
+
+#include "run/plan.h"
+
+enum { OM_PLAN_ALIGN = 64 };
+
+typedef struct place { om_tensor t; uint32_t st; int64_t offset; } place; /* of a value; t.data unused */
+
+typedef struct planner {
+    om_ctx *cx;
+    const om_graph *g;
+    om_plan *p;
+    OM_VEC(om_storage) st;
+    OM_VEC(om_call) calls;
+    place *val;            /* per value */
+    const om_facts *f;     /* a value's storage is its root's */
+    uint32_t *alias;       /* storage -> storage that took over its place (in-place); itself otherwise */
+    bool no_reuse;
+} planner;
+
+om_status om_plan_calls(planner *pl, const om_tensor *in); /* sweep 1 (plan_calls.c) */
+om_status om_plan_space(planner *pl);                      /* sweeps 2 to 4 (plan_space.c) */
+#endif
