@@ -15,7 +15,15 @@
 
 enum { SORT_TASKS = 16, SORT_RUN = 12, SORT_HEAP = 8 }; /* heap: where the line is this many times k and longer */
 
-__extension__ typedef unsigned __int128 wide_t;
+typedef uint64_t narrow_t; /* 32 bits of key above 32 of index */
+typedef struct wide_t { uint64_t key, at; } wide_t;
+
+static bool less_narrow(narrow_t a, narrow_t b) { return a < b; }
+static bool less_wide(wide_t a, wide_t b) { return a.key != b.key ? a.key < b.key : a.at < b.at; }
+static narrow_t make_narrow(uint64_t key, int64_t at) { return key << 32 | (uint64_t)at; }
+static wide_t make_wide(uint64_t key, int64_t at) { return (wide_t){key, (uint64_t)at}; }
+static int64_t at_narrow(narrow_t v) { return (int64_t)(v & UINT32_MAX); }
+static int64_t at_wide(wide_t v) { return (int64_t)v.at; }
 
 typedef struct sort_plan {
     om_walk walk;              /* all axes but the sorted one; bytes of x, y, indices */
@@ -61,63 +69,62 @@ static uint64_t sort_key(const sort_plan *p, const char *x) {
     }
 }
 
-#define SORT(S, K)                                                                                                     \
-    static void sort_all_##S(K *a, K *b, int64_t n) { /* n of a, in order; b: room for as many */                      \
+#define SORT(S)                                                                                                        \
+    static void sort_all_##S(S##_t *a, S##_t *b, int64_t n) { /* n of a, in order; b: room for as many */              \
         for (int64_t lo = 0; lo < n; lo += SORT_RUN) {                                                                 \
             const int64_t hi = lo + SORT_RUN < n ? lo + SORT_RUN : n;                                                  \
             for (int64_t i = lo + 1; i < hi; i++) {                                                                    \
-                const K v = a[i];                                                                                      \
+                const S##_t v = a[i];                                                                                  \
                 int64_t j = i;                                                                                         \
-                for (; j > lo && a[j - 1] > v; j--) a[j] = a[j - 1];                                                   \
+                for (; j > lo && less_##S(v, a[j - 1]); j--) a[j] = a[j - 1];                                          \
                 a[j] = v;                                                                                              \
             }                                                                                                          \
         }                                                                                                              \
-        K *from = a, *to = b;                                                                                          \
+        S##_t *from = a, *to = b;                                                                                      \
         for (int64_t run = SORT_RUN; run < n; run *= 2) {                                                              \
             for (int64_t lo = 0; lo < n; lo += 2 * run) {                                                              \
                 const int64_t mid = lo + run < n ? lo + run : n, hi = mid + run < n ? mid + run : n;                   \
                 int64_t l = lo, r = mid;                                                                               \
                 for (int64_t i = lo; i < hi; i++)                                                                      \
-                    to[i] = l < mid && (r >= hi || from[l] < from[r]) ? from[l++] : from[r++];                         \
+                    to[i] = l < mid && (r >= hi || less_##S(from[l], from[r])) ? from[l++] : from[r++];                \
             }                                                                                                          \
-            K *swap = from;                                                                                            \
+            S##_t *swap = from;                                                                                        \
             from = to;                                                                                                 \
             to = swap;                                                                                                 \
         }                                                                                                              \
         if (from != a) memcpy(a, from, (size_t)n * sizeof *a);                                                         \
     }                                                                                                                  \
-    static void sort_sink_##S(K *h, int64_t n, K v) { /* v in the place of the root */                                 \
+    static void sort_sink_##S(S##_t *h, int64_t n, S##_t v) { /* v in the place of the root */                         \
         int64_t i = 0;                                                                                                 \
         for (int64_t c; (c = 2 * i + 1) < n; i = c) {                                                                  \
-            c += c + 1 < n && h[c + 1] > h[c];                                                                         \
-            if (h[c] <= v) break;                                                                                      \
+            c += c + 1 < n && less_##S(h[c], h[c + 1]);                                                                \
+            if (!less_##S(v, h[c])) break;                                                                             \
             h[i] = h[c];                                                                                               \
         }                                                                                                              \
         h[i] = v;                                                                                                      \
     }                                                                                                                  \
-    static void sort_line_##S(const sort_plan *p, const char *x, char *y, char *idx, K *a) {                           \
-        const uint64_t turn = p->largest ? UINT64_MAX >> (64 - (sizeof(K) == 16 ? 64 : 32)) : 0;                       \
-        const int shift = sizeof(K) * 4;                                                                               \
+    static void sort_line_##S(const sort_plan *p, const char *x, char *y, char *idx, S##_t *a) {                       \
+        const uint64_t turn = p->largest ? UINT64_MAX >> (sizeof *a == sizeof(narrow_t) ? 32 : 0) : 0;                 \
         int64_t held = 0;                                                                                              \
         for (int64_t i = 0; i < p->len; i++) {                                                                         \
-            const K v = (K)(sort_key(p, x + i * p->step[0]) ^ turn) << shift | (K)i;                                   \
+            const S##_t v = make_##S(sort_key(p, x + i * p->step[0]) ^ turn, i);                                       \
             if (!p->heap || held < p->k) {                                                                             \
                 a[held++] = v;                                                                                         \
-                for (int64_t c = held - 1; p->heap && c && a[(c - 1) / 2] < v; c = (c - 1) / 2)                        \
+                for (int64_t c = held - 1; p->heap && c && less_##S(a[(c - 1) / 2], v); c = (c - 1) / 2)               \
                     a[c] = a[(c - 1) / 2], a[(c - 1) / 2] = v;                                                         \
-            } else if (v < a[0]) {                                                                                     \
+            } else if (less_##S(v, a[0])) {                                                                            \
                 sort_sink_##S(a, held, v);                                                                             \
             }                                                                                                          \
         }                                                                                                              \
         sort_all_##S(a, a + held, held);                                                                               \
         for (int64_t i = 0; i < p->k; i++) {                                                                           \
-            const int64_t at = (int64_t)(a[i] & (((K)1 << shift) - 1));                                                \
+            const int64_t at = at_##S(a[i]);                                                                           \
             memcpy(y + i * p->step[1], x + at * p->step[0], (size_t)p->size);                                          \
             memcpy(idx + i * p->step[2], &at, sizeof at);                                                              \
         }                                                                                                              \
     }
-SORT(narrow, uint64_t)
-SORT(wide, wide_t)
+SORT(narrow)
+SORT(wide)
 
 static void sort_tasks(void *arg, int64_t begin, int64_t end) {
     const sort_plan *p = arg;
@@ -129,7 +136,7 @@ static void sort_tasks(void *arg, int64_t begin, int64_t end) {
         walk_seek(&w, from);
         for (int64_t i = from; i < to; i++, walk_next(&w)) {
             if (p->wide) sort_line_wide(p, p->x + w.off[0], p->y + w.off[1], p->idx + w.off[2], (wide_t *)a);
-            else sort_line_narrow(p, p->x + w.off[0], p->y + w.off[1], p->idx + w.off[2], (uint64_t *)a);
+            else sort_line_narrow(p, p->x + w.off[0], p->y + w.off[1], p->idx + w.off[2], (narrow_t *)a);
         }
     }
 }

@@ -225,9 +225,10 @@ static om_status map_host(om_onnx *o) {
         }
         float_out |= om_is_float(t[k].dtype);
         dtype[k] = t[k].dtype;
-        char *name = om_arena_alloc(&o->tmp, 16);
+        enum { NAME = 24 };
+        char *name = om_arena_alloc(&o->tmp, NAME);
         if (!name) return o->cx->status;
-        snprintf(name, 16, "shape%d", k);
+        snprintf(name, NAME, "shape%d", k);
         attr[n_attr++] = OM_AD(name, t[k].dim, t[k].rank);
     }
     attr[0] = OM_AI("index", index);
