@@ -92,7 +92,7 @@ NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cu
 COMMA      := ,
 SPACE      := $(subst ,, )
 CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
-CUH        := kernel params strip_body attention_body optim
+CUH        := kernel scalar params strip_body attention_body optim
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
 $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/cpu/kernels/vmath.h

@@ -47,9 +47,7 @@ template <class S> FN void attention(const om_gpu_attention &p) {
         if (i >= p.tq) continue;
         const F by = l[r] != 0 ? 1 / l[r] : p.nan_rows ? (F)NAN : (F)0;
         const int64_t base = a.b * p.sout[0] + a.h * p.sout[1] + i * p.sout[2];
-#pragma unroll
-        for (int c = 0; c < ATT_PARTS; c++)
-            if (lane + 32 * c < p.dv_size) put<S>(p.out, base + (lane + 32 * c) * p.sout[3], own[r][c] * by);
+        att_put<S>(p.out, base, p.sout[3], p.dv_size, own[r], by);
         if (!lane) st((F *)p.lse + blockIdx.y * p.tq + i, l[r] == 0 ? -inf_of((F)0) : m[r] + log_of(l[r]));
     }
 }

@@ -77,4 +77,12 @@ template <class F> FN void att_add(F *own, const F *w, const F *rows, int64_t d)
         own[part] = x;
     }
 }
+
+/* A row of d elements to `to` from element `base` on, `step` apart: own * by. */
+template <class S, class F> FN void att_put(char *to, int64_t base, int64_t step, int64_t d, const F *own, F by) {
+    const unsigned lane = threadIdx.x & 31;
+#pragma unroll
+    for (int c = 0; c < ATT_PARTS; c++)
+        if (lane + 32 * c < d) put<S>(to, base + (lane + 32 * c) * step, own[c] * by);
+}
 #endif

@@ -115,9 +115,7 @@ template <class S> FN void attention_dq(const om_gpu_attention &p) {
     for (int r = 0; r < ATT_ROWS; r++) {
         const int64_t i = i0 + warp * ATT_ROWS + r, base = a.b * p.sdq[0] + a.h * p.sdq[1] + i * p.sdq[2];
         if (i >= p.tq) continue;
-#pragma unroll
-        for (int c = 0; c < ATT_PARTS; c++)
-            if (lane + 32 * c < p.d) put<S>(p.dq, base + (lane + 32 * c) * p.sdq[3], own[r][c]);
+        att_put<S>(p.dq, base, p.sdq[3], p.d, own[r], (F)1);
     }
 }
 
@@ -168,11 +166,8 @@ template <class S> FN void attention_dkv(const om_gpu_attention &p) {
         if (j >= p.tk) continue;
         const int64_t bk = a.b * p.sdk[0] + a.kv * p.sdk[1] + j * p.sdk[2];
         const int64_t bv = a.b * p.sdv[0] + a.kv * p.sdv[1] + j * p.sdv[2];
-#pragma unroll
-        for (int c = 0; c < ATT_PARTS; c++) {
-            if (lane + 32 * c < p.d) put<S>(p.dk, bk + (lane + 32 * c) * p.sdk[3], dk[r][c]);
-            if (lane + 32 * c < p.dv_size) put<S>(p.dv, bv + (lane + 32 * c) * p.sdv[3], dv[r][c]);
-        }
+        att_put<S>(p.dk, bk, p.sdk[3], p.d, dk[r], (F)1);
+        att_put<S>(p.dv, bv, p.sdv[3], p.dv_size, dv[r], (F)1);
     }
 }
 

@@ -21,61 +21,20 @@
  * host_emulation.h runs it without a GPU.
  */
 #include "cuda/optim.h"
+#include "cuda/scalar.h"
 
 #if !defined(OM_EMULATED)
 /* n blocks a processor keep enough loads in flight */
 #define EXPORT_BLOCKS(n) extern "C" __global__ void __launch_bounds__(OM_GPU_THREADS, n)
 #define EXPORT EXPORT_BLOCKS(4)
-#define FN __device__ static __forceinline__
 FN uint32_t volatile_load(const uint32_t *p) { return *(const volatile uint32_t *)p; }
-FN uint32_t f32_bits(float x) { return __float_as_uint(x); }
-FN float bits_f32(uint32_t u) { return __uint_as_float(u); }
-FN float f16_in(uint16_t h) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
-    return x;
-}
-FN uint16_t f16_out(float x) {
-    uint16_t h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
-}
 #else
-#include "graph/half.h"
 #define EXPORT_BLOCKS(n) static void
 #define EXPORT EXPORT_BLOCKS(4)
-#define FN static inline
-FN uint32_t f32_bits(float x) { return om_f32_bits(x); }
-FN float bits_f32(uint32_t u) { return om_bits_f32(u); }
-FN float f16_in(uint16_t h) { return om_f16_to_f32(h); }
-FN uint16_t f16_out(float x) { return om_f32_to_f16(x); }
 FN uint32_t volatile_load(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
 typedef struct uint2 { uint32_t x, y; } uint2;
 typedef struct uint4 { uint32_t x, y, z, w; } uint4;
 #endif
-
-FN float bf16_in(uint16_t h) { return bits_f32((uint32_t)h << 16); }
-FN uint16_t bf16_out(float x) {
-    const uint32_t u = f32_bits(x);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
-    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
-}
-
-/* Word of one element: philox.h's om_philox_at (the tests compare the two). */
-FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
-    const uint64_t counter = index / 64 * 16 + index % 16;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
-             c3 = (uint32_t)(stream >> 32);
-    for (int r = 0; r < 10; r++) {
-        const uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c1 = (uint32_t)p1, c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    const uint32_t word = (uint32_t)(index / 16 % 4); /* an indexed array would lie in memory */
-    return word < 2 ? word ? c1 : c0 : word == 2 ? c2 : c3;
-}
 
 /* Loops over a thread's four elements always run to 4 (`if (j < n)`): a constant trip count keeps the arrays in
  * registers. */
