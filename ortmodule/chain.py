@@ -217,6 +217,7 @@ class Graph:
         self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
+        self.edits = [i for i in self.writes if i not in captured.quiet]
         self.small = [
             i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)
         ]
@@ -308,8 +309,8 @@ class Graph:
         except Failed as error:
             self._restore(error, before, tensors)
             raise
-        if self.writes:
-            increment_version([tensors[i] for i in self.writes])
+        if self.edits:
+            increment_version([tensors[i] for i in self.edits])
         outs: list[Tensor | None] = list(run.outputs())
         self.forward_ms += (perf_counter() - start) * 1e3
         self.forwards += 1
@@ -346,8 +347,8 @@ class Graph:
             self._restore(error, step.clones, tensors)
             raise
         step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
-        if self.writes:
-            increment_version([tensors[i] for i in self.writes])
+        if self.edits:
+            increment_version([tensors[i] for i in self.edits])
         clones = step.clones
         step.aliases = {i: clones[i] if i in clones else tensors[i].detach() for i in variant.reads}
         step.versions = _versions(tensors)
@@ -611,6 +612,8 @@ class _Spared:
 
 def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
     """The last n of a Function's results go to its last n tensors."""
+    if not n:
+        return
     for (node, _), grad in zip(ctx.next_functions[-n:], result[-n:], strict=True):
         leaf = getattr(node, "variable", None) if grad is None else None
         hooks: dict[int, Any] = (private.tensor_hooks(leaf) if leaf is not None else None) or {}
@@ -801,6 +804,10 @@ class Head(Function):
                 arrived |= 1 << min(i, 63)
         if graph.between:
             graph.look_between(step, arrived)
+        if not arrived:  # PyTorch also goes on behind a Function that has given None
+            result: tuple[Tensor | None, ...] = (None,) * (2 + len(variant.nodes[0][1]))
+            _spare_hooks(ctx, result, len(result) - 2)
+            return result
         private.refuse_batches(grads)
         keep = private.keep_graph()
         level = private.vmap_level()
@@ -841,7 +848,11 @@ class Link(Function):
     def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         start = perf_counter()
         step: Step = ctx.step
-        live = step.live[private.task_id()]
+        live = step.live.get(private.task_id())
+        if live is None:  # nothing has come to Head
+            result: tuple[Tensor | None, ...] = (None,) * (3 + len(step.variant.nodes[ctx.number][1]))
+            _spare_hooks(ctx, result, len(result) - 3)
+            return result
         if live.found is None:
             _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
         result = _give(step, live, ctx.number, 3)
