@@ -569,3 +569,26 @@ def test_a_thread_local_is_read_on_each_thread() -> None:
     thread.join()
     use(1.0)
     torch.testing.assert_close(found, [found[0]] * 3)
+
+
+class Asking(nn.Module):
+    """What a recurrent layer gives is asked for what eager's autograd knows of it."""
+
+    def __init__(self, layer: type) -> None:
+        super().__init__()
+        self.layer = layer(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)[0]
+        return h * (2.0 if h.requires_grad else 3.0)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_results_of_recurrent_layers_require_a_gradient(layer: type) -> None:
+    torch.manual_seed(0)
+    net, x = Asking(layer), torch.randn(3, 2, 4)
+    model = ORTModule(copy.deepcopy(net))
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model(x), net(x))
+    assert model.report().node_share == 1
