@@ -215,7 +215,8 @@ def keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]
         yield
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
-            if registered or t._version != version:  # batch_norm updates its statistics without a new version
+            # without a new version: batch_norm's statistics; an edit in the trace that an exception has cut short
+            if registered or t._version != version or not torch.equal(t, old):
                 with torch.no_grad():
                     t.detach().copy_(old)
                 private.set_version((t,), (version,))  # a backward may be waiting
