@@ -6,6 +6,9 @@ forward   the engine computes all outputs before autograd hears of them; then a 
           Every Function takes the tensors whose gradients its segment completes, so autograd must run Head first, then
           link by link, and hands out gradients (hooks, DDP's all-reduce) while the rest is still to be computed. A
           token is an empty tensor.
+          A backward from one output must not go on into PyTorch's graph behind an input that it does not depend on
+          (where it would find freed tensors, and hooks). For such inputs the chain ends in tokens of their own:
+              Deliver (the inputs of some outputs) -> token -> Front (one output); Head -> token -> every Front
 backward  Head finds the engine's state among its saved tensors, starts the engine's backward, runs segment 0 and leaves
           the run for the
           Links under the number of the graph task, so that one graph may be walked by several threads at once.
@@ -34,7 +37,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from math import prod
+from operator import or_
 from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
@@ -49,7 +54,7 @@ from .capture import Captured
 from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
-from .links import Head, Link, Live
+from .links import Arrived, Live, put_around
 
 logger = logging.getLogger("ortmodule")
 
@@ -99,6 +104,9 @@ class Variant:
                 self.want.setdefault(index, []).append(list(places))
         self.flow = Flow(info["flow"])
         self.shares = self.flow.shares  # of all outputs: those of the variant for which all arrive
+        every = reduce(or_, [1 << min(i, 63) for i in self.through], 0)
+        # graph inputs that some outputs do not depend on -> those that do (bits)
+        self.apart = {i: bits for i, bits in self.flow.sources().items() if every & ~bits}
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -129,10 +137,12 @@ class Step:
 
     __slots__ = (
         "aliases",
+        "apart",
         "arena",
         "autocast",
         "call",
         "clones",
+        "fronts",
         "given",
         "graph",
         "hooked",
@@ -150,6 +160,8 @@ class Step:
     )
 
     graph: Graph
+    apart: frozenset[int]  # graph inputs that get their gradients from Delivers
+    fronts: dict[int, Arrived]  # per graph task
     given: list[ref[Tensor] | None]  # the outputs as the user has them, where one is computed from another
     variant: Variant
     tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
@@ -258,7 +270,7 @@ class Graph:
         if found is None:
             full = self._full_variant(wanted, tensors)
             found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, full.grads)
-            found.shares = full.shares
+            found.shares, found.apart = full.shares, full.apart
             self._variants[wanted, arriving] = found
         return found
 
@@ -316,6 +328,8 @@ class Graph:
         step.seed = seed = self._seed()
         step.regions = {}
         step.live = {}
+        step.fronts = {}
+        step.apart = frozenset([i for i in variant.apart if wanted[i] and tensors[i].grad_fn is not None])
         step.call = call
         step.used = 0
         step.autocast = autocast
@@ -339,12 +353,7 @@ class Graph:
         step.outs = tuple(every)
         step.kinds = [(t.shape, t.dtype) for t in every]
 
-        token: Tensor | None = None
-        for number in range(len(variant.nodes) - 1, 0, -1):
-            token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
-        for i, out in zip(
-            variant.through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True
-        ):
+        for i, out in zip(variant.through, put_around(step, tensors), strict=True):
             outs[i] = out
         if self.between:
             step.given = [None if out is None else ref(out) for out in outs]

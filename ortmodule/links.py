@@ -1,8 +1,9 @@
-"""The autograd.Functions of the chain (chain.py): Head and the Links before it, and the backward that Head starts."""
+"""The autograd.Functions of the chain (chain.py): Head and the Links before it, Fronts and Delivers where outputs
+differ in what they depend on; and the backward that Head starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,19 @@ from .host import Answers, Missing, plain
 
 if TYPE_CHECKING:
     from .chain import Step
+
+
+class Arrived:
+    """What has come to the Fronts of a step in one graph task: Head, gradients by output, and the backward started from
+    `used` of them."""
+
+    __slots__ = ("grads", "head", "live", "used")
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+        self.grads: dict[int, Tensor] = {}
+        self.live: Live | None = None
+        self.used: frozenset[int] = frozenset()
 
 
 class Live:
@@ -61,15 +75,16 @@ def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
                 hooks[key] = _Spared(hook)
 
 
-def _give(step: Step, live: Live, number: int, head: int) -> tuple[Tensor | None, ...]:
+def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -> tuple[Tensor | None, ...]:
     """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other
-    arguments."""
+    arguments. every: those that Delivers give, too."""
     variant, graph = step.variant, step.graph
     segments, inputs = variant.nodes[number]
     result: list[Tensor | None] = [None] * (head + len(inputs))
     if live.found is not None:
         for place, i in enumerate(inputs):
-            result[head + place] = live.found.pop(i, None)
+            if every or i not in step.apart:
+                result[head + place] = live.found.pop(i, None)
         return tuple(result)
     run, places = live.run, variant.places[number]
     missing = live.missing if graph.host.ops else None
@@ -111,7 +126,7 @@ def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool,
         one = [p[0][k] if p is not None else g for p, g in zip(parts, grads, strict=True)]
         live = _begin(ctx, step, one, keep or k + 1 < len(rows))
         for number, (_, inputs) in enumerate(variant.nodes):
-            for i, grad in zip(inputs, _give(step, live, number, 0), strict=True):
+            for i, grad in zip(inputs, _give(step, live, number, 0, True), strict=True):
                 found[i].append(grad)
     result: dict[int, Tensor | None] = {}
     for i, all_rows in found.items():
@@ -163,6 +178,56 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
     return live
 
 
+def _run(ctx: Any, step: Step, grads: dict[int, Tensor], keep: bool) -> Live:
+    """Starts a backward from the gradients by output. ctx: Head's."""
+    graph = step.graph
+    incoming: list[Tensor | None] = [None] * graph.n_outputs
+    arrived = 0
+    for i, grad in grads.items():
+        incoming[i] = grad
+        arrived |= 1 << min(i, 63)
+    if graph.between:
+        graph.look_between(step, arrived)
+    private.refuse_batches(incoming)
+    level = private.vmap_level()
+    live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
+    return live or _begin(ctx, step, incoming, keep)
+
+
+def _free(step: Step, grads: dict[int, Tensor]) -> None:
+    """A backward that does not retain the graph has started from these outputs."""
+    for i in grads:
+        step.used |= 1 << min(i, 63)
+    step.aliases, step.state = {}, None
+    # else a backward from other outputs may come: the forward is run again
+    if all([_spent(step, i) for i in step.variant.through]):
+        step.tensors, step.clones, step.call = (), {}, None
+    if len(step.variant.nodes) == 1:
+        step.regions = {}
+
+
+def _run_apart(step: Step, arrived: Arrived, last: bool) -> Live:
+    """All gradients at once, from what has come to the Fronts. last: nothing more can come. (PyTorch runs the Fronts
+    before, if one thread has made the graph and one walks it; else what comes later is worth another run, which gives
+    what has been delivered already once more.)"""
+    grads = arrived.grads
+    if arrived.live is None or arrived.used != grads.keys():
+        last = last or len(grads) == len(step.variant.through)
+        keep = private.keep_graph() or not last
+        live = _run(arrived.head, step, grads, keep)
+        if live.found is None:
+            live.found = {
+                i: grad
+                for number, (_, inputs) in enumerate(step.variant.nodes)
+                for i, grad in zip(inputs, _give(step, live, number, 0), strict=True)
+            }
+        arrived.live, arrived.used = live, frozenset(grads)
+        if not keep:
+            _free(step, grads)
+        step.graph.backwards += 1
+    return arrived.live
+
+
 class Head(Function):
     """The last Function of the chain in forward order, the first in backward: owns the saved state."""
 
@@ -171,54 +236,50 @@ class Head(Function):
         variant, outs = step.variant, step.outs
         ctx.step = step
         ctx.set_materialize_grads(False)
-        aliases = step.aliases
+        aliases, reads, apart = step.aliases, variant.node_reads[0], step.apart
+        if apart:  # all segments run at once, and the outputs are those of Fronts
+            reads = [*dict.fromkeys([i for reads in variant.node_reads for i in reads])]
         ctx.save_for_backward(
-            step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]]
+            step.arena,
+            *[outs[i].detach() if apart else outs[i] for i in variant.reads_outputs],
+            *[aliases[i] for i in reads],
         )
         step.hooked = private.saved_hooks(True) is not None
         step.arena = None
         step.outs = ()
-        return tuple([outs[i] for i in variant.through])
+        return (torch.empty(0),) if apart else tuple([outs[i] for i in variant.through])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         start = perf_counter()
         step: Step = ctx.step
-        graph, variant = step.graph, step.variant
-        incoming: list[Tensor | None] = [None] * graph.n_outputs
-        arrived = 0
-        for i, grad in zip(variant.through, grads, strict=True):
-            if grad is not None:
-                incoming[i] = grad
-                arrived |= 1 << min(i, 63)
-        if graph.between:
-            graph.look_between(step, arrived)
-        if not arrived:  # PyTorch also goes on behind a Function that has given None
+        graph, variant, task = step.graph, step.variant, private.task_id()
+        if step.apart:
+            arrived = step.fronts.get(task)
+            given = {} if arrived is None else arrived.grads
+        else:
+            given = {i: grad for i, grad in zip(variant.through, grads, strict=True) if grad is not None}
+        if not given:  # PyTorch also goes on behind a Function that has given None
             result: tuple[Tensor | None, ...] = (None,) * (2 + len(variant.nodes[0][1]))
             _spare_hooks(ctx, result, len(result) - 2)
             return result
-        private.refuse_batches(grads)
-        keep = private.keep_graph()
-        level = private.vmap_level()
-        live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
-        live = live or _begin(ctx, step, incoming, keep)
-        result = _give(step, live, 0, 2)
+        if step.apart:
+            assert arrived is not None
+            live = _run_apart(step, arrived, True)
+            result = _give(step, live, 0, 2)
+        else:
+            keep = private.keep_graph()
+            live = _run(ctx, step, given, keep)
+            result = _give(step, live, 0, 2)
+            if not keep:
+                _free(step, given)
+            graph.backwards += 1
         if type(None) in map(type, result[2:]):
             _spare_hooks(ctx, result, len(result) - 2)
         if len(variant.nodes) > 1:
-            task = private.task_id()
             step.live[task] = live
             private.queue_callback(lambda: _drop(step, task))
-        if not keep:
-            step.used |= arrived
-            step.aliases, step.state = {}, None
-            # else a backward from other outputs may come: the forward is run again
-            if all([_spent(step, i) for i in variant.through]):
-                step.tensors, step.clones, step.call = (), {}, None
-            if len(variant.nodes) == 1:
-                step.regions = {}
         graph.backward_ms += (perf_counter() - start) * 1e3
-        graph.backwards += 1
         return result
 
 
@@ -249,3 +310,70 @@ class Link(Function):
             _spare_hooks(ctx, result, len(result) - 3)
         step.graph.backward_ms += (perf_counter() - start) * 1e3
         return result
+
+
+class Front(Function):
+    """One output, where outputs differ in the inputs that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, number: int, out: list[Tensor], *tokens: Tensor) -> Tensor:
+        """tokens: Head's, those of the Delivers of what the output depends on."""
+        ctx.step = step
+        ctx.number = number
+        ctx.tokens = len(tokens)
+        ctx.set_materialize_grads(False)
+        return out[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        step: Step = ctx.step
+        if grad is not None:
+            task = private.task_id()
+            arrived = step.fronts.get(task)
+            if arrived is None:
+                arrived = step.fronts[task] = Arrived(ctx.next_functions[0][0])
+                private.queue_callback(lambda: step.fronts.pop(task, None))
+            arrived.grads[ctx.number] = grad
+        return (None,) * (3 + ctx.tokens)
+
+
+class Deliver(Function):
+    """Hands out the gradients of inputs that the same outputs depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, numbers: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        ctx.step = step
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        step: Step = ctx.step
+        arrived = step.fronts.get(private.task_id())
+        found = {} if arrived is None else _run_apart(step, arrived, False).found or {}
+        return (None, None, *[found.pop(i, None) for i in ctx.numbers])
+
+
+def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The chain around a step's forward. -> the outputs that go through it."""
+    variant = step.variant
+    token: Tensor | None = None
+    if not step.apart:
+        for number in range(len(variant.nodes) - 1, 0, -1):
+            token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
+        return Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]])  # type: ignore[no-any-return]
+    groups: dict[int, list[int]] = {}
+    for i in sorted(step.apart):
+        groups.setdefault(variant.apart[i], []).append(i)
+    outs = step.outs
+    delivers = [(bits, Deliver.apply(step, (*own,), *[tensors[i] for i in own])) for bits, own in groups.items()]
+    rest = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
+    token = torch.empty(0, requires_grad=True)  # all that the Functions take may stand apart
+    for number in range(len(variant.nodes) - 1, 0, -1):
+        token = Link.apply(step, number, token, *[rest[i] for i in variant.nodes[number][1]])
+    (head,) = Head.apply(step, token, *[rest[i] for i in variant.nodes[0][1]])
+    return tuple([
+        Front.apply(step, i, [outs[i]], head, *[t for bits, t in delivers if bits >> min(i, 63) & 1])
+        for i in variant.through
+    ])  # fmt: skip

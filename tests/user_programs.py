@@ -552,10 +552,6 @@ def compare(p: Program, share: list[int] | None = None) -> str | None:
             # its graph.
             if what.endswith("error") and "backward through the graph a second time" in str(error) and ours.model.report().host:
                 return None
-            # And a backward per output goes on, without a gradient, into PyTorch's graph in front of the captured part
-            # (docs/SEMANTICS.md, Where it ends).
-            if "backward through the graph a second time" in str(error) and "back='each'" in what:
-                return None
             # A fourth: buffers that forward assigns are written in place, so a backward that waits for the old ones
             # fails.
             if "modified by an inplace operation" in str(error) and any(f"self.{b} =" in s for s in p.forward for b in ("state", "queue", "last")):
