@@ -332,6 +332,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             shadow = shadow_of(state.body)
             try:
                 with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, quiet():
+                    seen.symbolic = dynamic or symbolic
                     captured = capture(
                         shadow,
                         args,

@@ -157,6 +157,7 @@ class ORTModule(nn.Module):
 
     __slots__ = ("_ortmodule",)
     _ortmodule: State
+    _z3_leaf = True  # DeepSpeed's ZeRO-3 gathers all parameters below at its border
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from . import cuts, guard, net, patches, watch
-from .capture import CaptureError, FlatInputs, InputSpec
+from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
 from .chain import Graph
 from .config import Settings
@@ -162,7 +162,7 @@ class State:
                   kwargs: dict[str, Any]) -> Site:  # fmt: skip
         """Something changed (or this is the first call): what do we know about the state the module is in now?"""
         with self.lock:
-            reason = guard.refuse(self.module)
+            reason = guard.refuse(self.module, flatten_inputs(args, kwargs).tensors)
             if reason is not None:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
             own = self.guard = guard.Guard(self.module)

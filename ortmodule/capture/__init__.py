@@ -424,7 +424,7 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
         f"({_python(g, name)})" for g in exported.guards if g.free_symbols and all(s in name for s in g.free_symbols)
     ]
     body = "\n    ".join(["t, c = f.tensors, f.scalars", *lines, f"return {' and '.join(terms) or 'True'}"])
-    space: dict[str, Any] = {**known, "math": math}
+    space: dict[str, Any] = {**known, "math": math, "torch": torch}
     exec(f"def fits(f):\n    {body}\n", space)  # our own text: names above, and expressions printed by sympy
     fits: Callable[[FlatInputs], bool] = space["fits"]
     return fits, fixed

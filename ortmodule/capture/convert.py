@@ -352,6 +352,10 @@ class Converter:
             types = {i.val.dtype for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
             if len(types) > 1 and not (target._schema.name in _NORMS and types in ({d, F32} for d in _LOW)):
                 raise UnsupportedError(f"operands of different types: {', '.join(sorted(map(str, types)))}")
+        if not isinstance(target, str):
+            refused = _refused_types(n)
+            if refused is not None:
+                raise UnsupportedError(refused)
         if not isinstance(target, str) and target._schema.name in _SPARSE and self.exported.grad_mode:
             given = dict(zip((a.name for a in target._schema.arguments), bound(n), strict=True))
             if given.get("sparse") or given.get("sparse_grad"):
@@ -506,6 +510,42 @@ def _json(x: Any) -> Any:
 
 _keys: dict[Any, str] = {}
 _schemas: dict[Any, list[tuple[str, Any]]] = {}
+
+
+# What eager refuses and a trace does not: operands of a product are floats, all or none; these sums and losses do not
+# convert; there is no such operator of bools.
+_PRODUCTS = frozenset(f"aten::{n}" for n in (
+    "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear",
+    "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d"))  # fmt: skip
+_ALIKE = {"aten::index_add": (0, 3), "aten::huber_loss": (0, 1), "aten::smooth_l1_loss": (0, 1)}
+_NO_BOOL = frozenset(f"aten::{n}" for n in (
+    "abs", "floor", "ceil", "round", "trunc", "relu", "argmax", "argmin", "addcmul", "addcdiv"))  # fmt: skip
+_FLOATS_ONLY = ("aten::upsample_linear1d", "aten::upsample_bilinear2d", "aten::upsample_bicubic2d",
+                "aten::upsample_trilinear3d", "aten::upsample_nearest1d", "aten::upsample_nearest2d",
+                "aten::upsample_nearest3d", "aten::_upsample_nearest_exact1d", "aten::_upsample_nearest_exact2d",
+                "aten::_upsample_nearest_exact3d")  # fmt: skip
+
+
+def _refused_types(n: Node) -> str | None:
+    """Why eager does not compute this with operands of these types, or None."""
+    name = n.target._schema.name
+    types = [x.val.dtype if isinstance(x, Node) and isinstance(x.val, Tensor) else None for x in n.args]
+    given = [t for t in types[: 3 if name.endswith("attention") else None] if t is not None]  # its mask may be of bools
+    kinds = {t.is_floating_point for t in given}
+    text = ", ".join(sorted({str(t) for t in given}))
+    if name in _PRODUCTS and (len(kinds) > 1 or kinds == {False} and len(set(given)) > 1):
+        return f"{name} of operands of different types: {text}"
+    if name in _ALIKE and not n.autocast and types[_ALIKE[name][0]] != types[_ALIKE[name][1]]:
+        return f"{name} of operands of different types: {text}"
+    none_of = (torch.bool, torch.int32, I64) if name in _FLOATS_ONLY else (torch.bool,) if name in _NO_BOOL else ()
+    if types[:1] and types[0] in none_of:
+        return f"{name} of {types[0]}"
+    if name == "aten::cross_entropy_loss" and types[1] is not None and not types[1].is_floating_point:
+        return None if types[1] in (I64, torch.uint8) else f"{name} with labels of {types[1]}"
+    if name == "aten::pow" and isinstance(n.args[1], int) and n.args[1] < 0 and types[0] is not None:
+        return None if types[0].is_floating_point else "negative integer powers of integers"
+    return None
 
 
 def _key(target: Any) -> str:
