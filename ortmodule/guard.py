@@ -52,9 +52,18 @@ def environment() -> tuple[Hashable, ...]:
         torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype("cpu") if autocast else None,
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _precision(),
         torch.get_default_dtype(),
     )
+
+
+def _precision() -> Hashable:
+    """How f32 products may be rounded. The older question raises once the newer settings are used."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        mkldnn: Any = torch.backends.mkldnn
+        return mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
 
 
 def global_hooks() -> bool:
