@@ -1,6 +1,8 @@
 /* queue.c - see queue.h. */
 #include "cuda/queue.h"
 
+#include "cuda/blaslt.h"
+
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -85,6 +87,7 @@ static om_status gpu_open(om_ctx *cx, om_gpu *g) {
     OM_TRY(kernels_load(cx, g));
     if (!g->fault) CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
     if (host) memset(g->fault = host, 0, sizeof *g->fault);
+    om_lt_open();
     CALL(pool, &pool, g->ordinal);
     CALL(pool_attribute, pool, RELEASE_THRESHOLD, &keep);
     return OM_OK;
@@ -111,6 +114,7 @@ om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out) {
 om_status om_gpu_enter(om_ctx *cx, om_gpu *g) { return om_cuda_enter(cx, g->ordinal, &g->cuda); }
 om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s) { return om_cuda_leave(cx, g->cuda, s); }
 om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
+int om_gpu_ordinal(const om_gpu *g) { return g->ordinal; }
 
 /* --- memory and work ---------------------------------------------------------------------------------- */
 
