@@ -38,6 +38,7 @@ static om_block *cuda_get(om_ctx *cx, size_t size) {
     om_status s = om_gpu_enter(cx, g);
     if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_alloc(cx, g, size, b->stream, &b->b.data));
     if (s == OM_OK) return &b->b;
+    if (b->b.data) om_gpu_free(g, b->b.data, b->stream); /* leaving failed */
     free(b);
     return NULL;
 }

@@ -13,7 +13,9 @@ FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS = range(5)  # fake_gpu_count
 
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
 blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13")) if os.environ.get("OM_FAKE_BLAS", "1") != "0" else None
-gpu.fake_gpu_count.restype = C.c_long
+gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = C.c_long
+gpu.fake_gpu_calls.argtypes = [C.c_char_p]
+gpu.fake_gpu_fail.argtypes = [C.c_char_p, C.c_long, C.c_uint]
 gpu.fake_gpu_message.restype = C.c_char_p
 gpu.fake_gpu_seed.argtypes = [C.c_uint64]
 
@@ -33,6 +35,15 @@ def products() -> int:
 
 def late(on: bool) -> None:
     gpu.fake_gpu_late(int(on))
+
+
+def fail(entry: str, nth: int, code: int) -> None:
+    """The nth call of the entry point from now on returns the code and does nothing; nth 0: none."""
+    gpu.fake_gpu_fail(entry.encode(), nth, code)
+
+
+def calls(entry: str) -> int:
+    return int(gpu.fake_gpu_calls(entry.encode()))
 
 
 def seed(n: int) -> None:

@@ -20,6 +20,7 @@
 #include "cuda/loss.cu"
 #include "cuda/index.cu"
 #include "cuda/gemm.cu"
+#include "cuda/conv.cu"
 #include "cuda/attention.cu"
 #include "cuda/attention_grad.cu"
 
@@ -278,10 +279,11 @@ PUBLIC unsigned cuMemsetD8Async(uint64_t to, unsigned char byte, size_t size, CU
     return put([to, byte, size] { return memset((void *)(uintptr_t)to, byte, size), 0u; });
 }
 PUBLIC unsigned cuStreamSynchronize(CUstream_st *) {
-    ENTRY(cuStreamSynchronize);
     LOCKED;
     waits++;
-    return drain();
+    const unsigned r = drain();
+    ENTRY(cuStreamSynchronize); /* told when the work is done */
+    return r;
 }
 
 struct work {
