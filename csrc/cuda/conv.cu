@@ -1,6 +1,6 @@
-/* conv.cu - convolution over 1 to 3 spatial axes and its gradients, by plain loops: every result is summed by one thread
- * in the order channels, taps (of y and dx; the taps of a channel first among themselves), or by one block in a fixed
- * order (dw, db: images and pixels). Operands are dense; missing leading axes have size 1. */
+/* conv.cu - convolution over 1 to 3 spatial axes and its gradients, by plain loops: every result is summed by one
+ * thread in the order channels, taps (of y and dx; the taps of a channel first among themselves), or by one block in a
+ * fixed order (dw, db: images and pixels). Operands are dense; missing leading axes have size 1. */
 #include "cuda/kernel.h"
 
 typedef struct om_gpu_conv conv;

@@ -140,6 +140,24 @@ def test_an_algorithm_is_chosen_once_per_shape_and_dtype() -> None:
     assert child(CHOICES) == "done\n"
 
 
+MEMORY = """
+from device import steps
+model = steps.Model.text(steps.cx("cuda-fake"), "graph {\\n input x: f32[64, 48]\\n input w: f32[48, 32]\\n y = matmul(x, w)\\n output y\\n}")
+step = lambda: model.step([rand(64, 48), rand(48, 32)], [1, 1], [rand(64, 32)])
+step()
+before = fake.calls("cuMemAllocAsync")
+step()
+print(fake.calls("cuMemAllocAsync") - before, fake.products())
+"""
+
+
+@on_fake
+def test_workspace_is_the_plans() -> None:
+    """As many blocks a step as without the library: its workspace lies in the arena. (The fake fills it all.)"""
+    (own, none), (blocks, products) = (child(MEMORY, OM_FAKE_BLAS=b).split() for b in "01")
+    assert own == blocks and none == "0" and products == "6", (own, blocks, products)
+
+
 SHRINK = """
 class Range(C.Structure):
     _fields_ = [("at", C.c_void_p), ("size", C.c_int64), ("mode", C.c_int)]
