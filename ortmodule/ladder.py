@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, guard, net, patches, watch
+from . import _C, branches, bypassed, cuda_engine, cuts, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -739,7 +739,7 @@ def _announce(state: State) -> None:
 def report(state: State) -> Report:
     report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
     host: dict[tuple[str, str, int], HostEntry] = {}
-    for made in state.every:
+    for made, state_of in [(made, each) for each in bypassed.states(state) for made in each.every]:
         whole = made.graph
         graphs = whole.loaded if isinstance(whole, cuts.CutGraph) else [whole]
         plans = [plan for g in graphs for plan in g.model.plan_report()]
@@ -753,7 +753,7 @@ def report(state: State) -> Report:
                 engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
                 dynamic=whole.captured.dynamic,
                 capture_s=whole.captured.seconds,
-                load_s=state.load_s[id(whole)],
+                load_s=state_of.load_s[id(whole)],
                 plans=len(plans),
                 plan_ms=sum(p["plan_ms"] for p in plans),
                 arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
@@ -773,7 +773,7 @@ def report(state: State) -> Report:
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
             entry = host.get((op.name, op.file, op.line))
             if entry is None:
-                why = state.reasons.get(op.module) if op.kind == "module" else None
+                why = state_of.reasons.get(op.module) if op.kind == "module" else None
                 file, line, reason = (
                     (op.file, op.line, op.reason)
                     if why is None
@@ -784,9 +784,9 @@ def report(state: State) -> Report:
                 entry.count += 1
                 entry.ms += ms
     report.host = list(host.values())
-    report.failed = [*state.failed.values()]
+    report.failed = [e for each in bypassed.states(state) for e in each.failed.values()]
     report.missing = private.missing()
-    report.eager = [e for e in state.eager_entries.values() if e.calls]
+    report.eager = [e for each in bypassed.states(state) for e in each.eager_entries.values() if e.calls]
     return report
 
 

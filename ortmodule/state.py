@@ -162,6 +162,12 @@ class State:
         self.announced = False
         self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
         self.told: set[tuple[str, int]] = set()
+        # bypassed.py
+        self.entered = 0  # calls of forward
+        self.children: dict[str, tuple[nn.Module, Any]] | None = None  # submodules and their wrappers
+        self.children_away = False  # the wrappers stand in the table of children
+        self.ways: dict[Hashable, Any] = {}
+        self.new_way: Callable[[State, str], Any] | None = None
 
     # --- look-up -----------------------------------------------------------------------------------
 
@@ -335,6 +341,14 @@ class State:
         entry.seconds += seconds
         logger.info("%s: no capture%s, after %.2f s: %s", type(self.module).__name__,
                     " with symbolic sizes" * symbolic, seconds, error)  # fmt: skip
+
+    def way(self, key: Hashable, name: str) -> Any:
+        """The bypassed.Way of a function that may go around forward."""
+        found = self.ways.get(key)
+        if found is None:
+            assert self.new_way is not None
+            found = self.ways[key] = self.new_way(self, name)
+        return found
 
     def eager_entry(self, reason: str, module: str = "", file: str = "", line: int = 0) -> EagerEntry:
         entry = self.eager_entries.get(reason)
