@@ -767,6 +767,8 @@ def report(state: State) -> Report:
                 backward_ms=sum(g.backward_ms for g in graphs),
                 host_ms=sum(sum(g.host.ms) for g in graphs),
                 cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
+                ways=[f"{c.answer} at {c.place}" for c in made.answers],
+                astray=made.astray,
                 unchecked=made.no_net,
             )
         )

@@ -86,6 +86,8 @@ class GraphEntry:
     backward_ms: float
     host_ms: float
     cuts: list[str] = field(default_factory=list)  # hooks on submodules, which run between parts of the graph
+    ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
+    astray: int = 0  # forwards that were thrown away: their call went another way
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -164,6 +166,9 @@ class Report:
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
+            if g.ways:
+                ways = f"{', '.join(g.ways[:_ROWS])}{', ...' * (len(g.ways) > _ROWS)}"
+                lines.append(f"    for branches on values of tensors: {ways}; {g.astray} calls went another way")
             if g.unchecked:
                 lines.append(f"    not compared with forward later on: {g.unchecked}")
             if g.largest:

@@ -575,4 +575,7 @@ def test_nothing_is_said() -> None:
         for x in ways:
             ours(x)
     assert "__bool__" not in vars(Tensor) and "item" not in vars(Tensor)
-    assert "another way" in str(ours.report())
+    up_, down_ = sorted(ours.report().graphs, key=lambda g: g.ways, reverse=True)
+    assert up_.ways[0].startswith(f"True at {__file__}:") and down_.ways[0].startswith("False at ")
+    assert up_.astray + down_.astray == 4
+    assert "for branches on values of tensors: True at" in str(ours.report())
