@@ -1012,6 +1012,8 @@ class Watch:
         if special is not None:
             self._called_special(frame, code, special)
             return
+        if code.co_name == "<module>" and frame.f_back is not None and _is_library(frame.f_back.f_code.co_filename):
+            return  # text that a library evaluates (sympy does, for symbolic sizes)
         where = self._module_at(frame)
         cls = self._classes_of[where]
         if (cls, self.quiet > 0) not in self._watched:

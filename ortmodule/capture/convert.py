@@ -53,6 +53,8 @@ _ONE_TYPE = {
 }
 
 # gradients may be asked to be sparse
+_RELATIONS = {"StrictGreaterThan": "Greater", "GreaterThan": "GreaterOrEqual", "StrictLessThan": "Less",
+              "LessThan": "LessOrEqual", "Equality": "Equal", "Unequality": "NotEqual"}  # fmt: skip
 _SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "aten::gather"}
 
 
@@ -127,6 +129,9 @@ class Converter:
         if getattr(e, "is_Float", False):
             return self.b.constant(float(e), F64)
         kind = type(e).__name__
+        if kind == "Piecewise" and len(e.args) == 2:  # a comparison that forward branches on
+            (one, cond), (other, _) = e.args
+            return self.where(self.relation(cond), self.symbolic(one), self.symbolic(other))
         if kind in ("IntTrueDiv", "FloatTrueDiv"):
             return self.op2("Div", self.double(e.args[0]), self.double(e.args[1]))
         if kind == "ToFloat":
@@ -141,6 +146,17 @@ class Converter:
                 v = self.op2(kind, v, self.double(a))
             return v
         return self.b.op("Squeeze", [self.b.size(e), self.b.constant([0], I64)], I64, ())
+
+    def relation(self, e: Any) -> Val:
+        op = _RELATIONS.get(type(e).__name__)
+        if op is None:
+            raise UnsupportedError(f"the condition {e} on numbers read from tensors")
+        x, y = (self.symbolic(a) for a in e.args)
+        if x.dtype != y.dtype:
+            x, y = self.cast(x, F64), self.cast(y, F64)
+        if op == "NotEqual":
+            return self.b.op("Not", [self.compare("Equal", x, y)], BOOL, ())
+        return self.compare(op, x, y)
 
     def double(self, e: Any) -> Val:
         return self.cast(self.symbolic(e), F64)
