@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, cuda_engine, cuts, guard, net, patches, watch
+from . import _C, cuda_engine, cuts, fallback, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -124,16 +124,16 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     try:
         flat = flatten_inputs(args, kwargs)
     except Exception as error:  # also a list that holds itself
-        return _eager(state, f"among the arguments is {error}" if isinstance(error, Unreadable) else
-                      f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
+        return _odd(state, f"among the arguments is {error}" if isinstance(error, Unreadable) else
+                    f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
     leaves, _, structure = flat
     for t in leaves:
         if type(t) not in _PLAIN_TYPES:
-            return _eager(state, f"an argument is a {type(t).__name__}", args, kwargs)
+            return _odd(state, f"an argument is a {type(t).__name__}", args, kwargs)
         if t.is_nested:
-            return _eager(state, "an argument is a nested tensor", args, kwargs)
+            return _odd(state, "an argument is a nested tensor", args, kwargs)
         if t.is_neg():
-            return _eager(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
+            return _odd(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
     if private.forward_ad._current_level >= 0:
         return _eager(state, "called inside forward-mode differentiation", args, kwargs)
     if private.transforms() is not None or private.dispatch_modes() or private.tracing():
@@ -164,8 +164,10 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
                 raise
             return _eager(state, f"the state of the module cannot be read: {_named(error)}", args, kwargs)
     if site.entry.eager is not None:
-        site.entry.eager.calls += 1
-        return state.body.forward(*args, **kwargs)
+        if not site.entry.again:
+            site.entry.eager.calls += 1
+            return state.body.forward(*args, **kwargs)
+        site.entry.eager, site.entry.n_captures, site.entry.again = None, 0, False
     captured = site.captured
     if captured is None or not captured.fits(flat, site.known):
         if site.entry.places and site.entry.effect is None:
@@ -243,6 +245,8 @@ def _new_graph(
     """A capture of the site's entry for these sizes and scalars, made now if need be."""
     entry = site.entry
     shapes = [t.shape for t in flat.tensors]
+    if not state.settings.allows(fallback.DEVICE):
+        _check_devices(state, flat)
     with state.lock:
         if shapes in entry.left:
             return Left("the engine cannot run these sizes")
@@ -522,10 +526,41 @@ def _eager(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, A
     return state.body.forward(*args, **kwargs)
 
 
+def _odd(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """This call in PyTorch, because of its arguments; or an error, by the policy."""
+    if not state.settings.allows(fallback.DATA):
+        raise fallback.ORTModuleIOError(f"{type(state.module).__name__}: {reason}")
+    return _eager(state, reason, args, kwargs)
+
+
+def _check_devices(state: State, flat: FlatInputs) -> None:
+    """For a policy that does not leave unsupported devices to PyTorch."""
+    engine = "cuda" if cuda_engine.ordinal(state.module, state.settings.cuda_engine) >= 0 else "cpu"
+    own = {t.device for t in [*state.module.parameters(), *state.module.buffers()]}
+    name = type(state.module).__name__
+    if len(own) > 1:
+        raise fallback.ORTModuleDeviceException(
+            f"{name}: ORTModule supports a single device per model, and it has {', '.join(sorted(map(str, own)))}"
+        )
+    for device in own | {t.device for t in flat.tensors}:
+        if device.type != engine and not cuda_engine.stand_in:
+            raise fallback.ORTModuleDeviceException(f"{name}: the engine runs on {engine}, and here is {device}")
+
+
+def _forbid(state: State, error: CaptureError) -> None:
+    """Raises what the policy does not leave to PyTorch."""
+    if state.settings.asked_strict:
+        raise error
+    # an error that is raised anew may be its own cause
+    data = isinstance(error.__cause__, Unreadable) or isinstance(getattr(error.__cause__, "__cause__", None), Unreadable)
+    category = fallback.DATA if data else fallback.ONNX_MODEL
+    if not state.settings.allows(category):
+        raise error if isinstance(error, category.exception) else fallback.wrap_exception(category.exception, error)
+
+
 def _leave(state: State, entry: Entry, error: CaptureError) -> None:
     """All calls of this kind in PyTorch from now on."""
-    if state.settings.strict:
-        raise error
+    _forbid(state, error)
     entry.eager = state.eager_entry(error.reason, error.module, error.file, error.line)
     logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, error)
 
@@ -536,8 +571,7 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
     if failure is None:
         return _eager(state, left.reason, args, kwargs)
     result = state.body.forward(*args, **kwargs)
-    if state.settings.strict:
-        raise failure
+    _forbid(state, failure)
     shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
     if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
         site.entry.left.append(shapes)
@@ -546,6 +580,7 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
     _leave(state, site.entry, failure)
     assert site.entry.eager is not None
     site.entry.eager.calls += 1
+    site.entry.again = state.settings.fallback_retry
     return result
 
 
@@ -580,10 +615,11 @@ def _save(state: State, onnx: bytes, part: str = "") -> None:
     if path is None:
         return
     mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
-    name = f"{state.settings.save_prefix}{type(state.module).__name__}_{len(state.every)}_{mode}{part}.onnx"
+    prefix = state.settings.save_prefix or type(state.module).__name__
+    number = f"_{len(state.every)}" if state.every else ""  # of a later capture
     try:
         os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, name), "wb") as file:
+        with open(os.path.join(path, f"{prefix}_torch_exported_{mode}{part}{number}.onnx"), "wb") as file:
             file.write(onnx)
     except OSError as error:
         logger.warning("the captured graph cannot be saved: %s", error)

@@ -15,7 +15,7 @@ OF_OTHERS = {("ortmodule.capture.opaque", "ortmodule.capture.opaque"), ("ortmodu
 
 def files() -> dict[str, Path]:
     found = {}
-    for path in [*HOME.glob("*.py"), *HOME.glob("capture/*.py")]:
+    for path in [p for d in ("", "capture/", "compat/", "experimental/", "torch_cpp_extensions/") for p in HOME.glob(f"{d}*.py")]:
         parts = ("ortmodule", *path.relative_to(HOME).with_suffix("").parts)
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
