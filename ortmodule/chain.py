@@ -232,6 +232,7 @@ class Graph:
             d and i not in self.around for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])
         ]
         self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
+        self.made: Callable[[int], None] | None = None  # told the number of each variant that runs
         self._current: dict[tuple[bool, ...], Variant] = {}
         # predictions corrected by a backward, in force once it has ended
         self._next: dict[tuple[bool, ...], Variant] = {}
@@ -253,6 +254,8 @@ class Graph:
             except Exception as error:
                 raise Refusal(str(error) or type(error).__name__) from error
             self._current[wanted] = found
+            if self.made is not None:
+                self.made(found.number)
         return found
 
     def _full_variant(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> Variant:

@@ -285,8 +285,9 @@ def resolve(
             if name in WITHOUT_EFFECT:
                 what = f"has no effect here: {WITHOUT_EFFECT[name]}"
             else:
-                near = difflib.get_close_matches(name, rows, 1)
-                what = f"is unknown{f'; the nearest is {near[0]}' if near else ''}; known: {', '.join(sorted(rows))}"
+                near = difflib.get_close_matches(name[len(PREFIX) :], [r[len(PREFIX) :] for r in sorted(rows)], 1)
+                told = f"; the nearest is {PREFIX}{near[0]}" if near else ""
+                what = f"is unknown{told}; known: {', '.join(sorted(rows))}"
             logger.warning("environment variable %s %s", name, what)
     settings = Settings(**values, asked_strict=values.get("strict", False))
     if settings.strict not in (False, True, "engine"):

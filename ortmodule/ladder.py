@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, cuda_engine, cuts, fallback, guard, net, patches, watch
+from . import _C, cuda_engine, cuts, fallback, guard, net, patches, stages, watch
 from . import torch_private as private
-from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
+from .features import features
 from .host import Failed
 from .report import GraphEntry, HostEntry, MemoryEntry, Report
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
@@ -424,8 +425,10 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             level = state.settings.memory_opt_level
             graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
         else:
-            _save(state, captured.onnx)
+            if state.settings.save_path is not None:
+                _save(state, _with_names(state, captured, args, kwargs))
             graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda)
+            _save_stages(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
     for i in graph.writes:
@@ -551,9 +554,7 @@ def _forbid(state: State, error: CaptureError) -> None:
     """Raises what the policy does not leave to PyTorch."""
     if state.settings.asked_strict:
         raise error
-    # an error that is raised anew may be its own cause
-    data = isinstance(error.__cause__, Unreadable) or isinstance(getattr(error.__cause__, "__cause__", None), Unreadable)
-    category = fallback.DATA if data else fallback.ONNX_MODEL
+    category = fallback.DATA if isinstance(error.__cause__, Unreadable) else fallback.ONNX_MODEL
     if not state.settings.allows(category):
         raise error if isinstance(error, category.exception) else fallback.wrap_exception(category.exception, error)
 
@@ -610,19 +611,52 @@ def _tell(state: State, seen: watch.Watch) -> None:
                            type(state.module).__name__, does, file, line)
 
 
-def _save(state: State, onnx: bytes, part: str = "") -> None:
+def _save(state: State, onnx: bytes, part: str = "", stage: str = "torch_exported", name: str = "") -> None:
+    """name: of the file, when it is known already."""
     path = state.settings.save_path
     if path is None:
         return
-    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
-    prefix = state.settings.save_prefix or type(state.module).__name__
-    number = f"_{len(state.every)}" if state.every else ""  # of a later capture
+    name = name or _file_name(state, stage, part)
     try:
         os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, f"{prefix}_torch_exported_{mode}{part}{number}.onnx"), "wb") as file:
+        with open(os.path.join(path, name), "wb") as file:
             file.write(onnx)
     except OSError as error:
         logger.warning("the captured graph cannot be saved: %s", error)
+
+
+def _with_names(state: State, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The file, with the names of forward's parameters."""
+    names = stages.argument_names(state.module.forward, args, kwargs, flatten_inputs(args, kwargs).tensors)
+    own = [spec for spec in captured.inputs if spec.kind == "user" and spec.leaf < len(names)]
+    return stages.named(captured.onnx, [spec.name for spec in own], [names[spec.leaf] for spec in own])
+
+
+def _file_name(state: State, stage: str, part: str = "") -> str:
+    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
+    prefix = state.settings.save_prefix or type(state.module).__name__
+    number = f"_{len(state.every)}" if state.every else ""  # of a later capture
+    return f"{prefix}_{stage}_{mode}{part}{number}.onnx"
+
+
+def _save_stages(state: State, graph: Graph) -> None:
+    """The engine's own graphs, for DebugOptions(save_onnx=True): the simplified forward now, the one that runs, with
+    its gradients, when it is made."""
+    if state.settings.save_path is None or not state.settings.save_prefix:
+        return
+
+    def write(variant: int, *names: str) -> None:
+        model = stages.model_of(graph.model.text(variant), type(state.module).__name__)
+        for name in names:
+            _save(state, model.SerializeToString(), name=name)
+
+    if not torch.is_grad_enabled() or not state.module.training:
+        write(-1, _file_name(state, "optimized"))
+        write(graph.plain.number, _file_name(state, "execution_model"))
+    else:
+        write(-1, _file_name(state, "optimized_pre_grad"))
+        names = _file_name(state, "optimized"), _file_name(state, "execution_model")
+        graph.made = lambda variant: write(variant, *names)
 
 
 def _announce(state: State) -> None:
@@ -631,7 +665,10 @@ def _announce(state: State) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     told = report(state)
-    logger.log(logging.WARNING if told.eager else logging.INFO, "%s", told.headline())
+    text = told.headline()
+    if logger.isEnabledFor(logging.INFO):
+        text += "\n" + features(told, state.settings)
+    logger.log(logging.WARNING if told.eager else logging.INFO, "%s", text)
 
 
 def report(state: State) -> Report:

@@ -178,7 +178,7 @@ class ORTModule(nn.Module):
         if isinstance(module, nn.DataParallel):
             off = _PARALLEL
             if settings.asked_strict or not settings.allows(TORCH_MODEL):
-                raise NotAModule(f"ORTModule does not work with DataParallel: {off}")
+                raise NotAModule(f"ORTModule is not compatible with torch.nn.DataParallel: {off}")
         reason = guard.refuse(module)
         if reason is not None:
             raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")

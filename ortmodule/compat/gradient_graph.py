@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..capture import capture
 from ..errors import CaptureError
+from ..stages import rename
 
 _HEAD = ("input", "labels")
 
@@ -54,8 +55,15 @@ def export_gradient_graph(
     table[torch.ops.aten.native_layer_norm.default] = _layer_norm
     program = make_fx(step, decomposition_table=table, tracing_mode="symbolic")(*args)
     fixed = {(i, axis) for i, t in enumerate(args) for axis in range(t.dim()) if i >= len(_HEAD) or axis}
-    with torch.no_grad():
-        captured = capture(program, args, {}, dynamic=True, fixed=fixed)
+    try:
+        with torch.no_grad():
+            captured = capture(program, args, {}, dynamic=True, fixed=fixed)
+    except Exception as error:
+        left = sorted({str(n.target) for n in program.graph.nodes if "backward" in str(n.target)})
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise CaptureError(
+            f"export_gradient_graph: {', '.join(left) or 'an operator'} needs PyTorch ({what})"
+        ) from error
     for op in captured.host_ops:
         raise CaptureError(f"export_gradient_graph: {op.name} needs PyTorch ({op.reason})", op.module, op.file, op.line)
     proto = onnx.load_from_string(captured.onnx)
@@ -66,7 +74,7 @@ def export_gradient_graph(
     new = {spec.name: told[spec.leaf] for spec in captured.inputs if spec.kind == "user"}
     outputs = [o.name for o in proto.graph.output[: captured.n_user_outputs]]
     new |= dict(zip(outputs, ["output", "loss", *[f"{names[i]}_grad" for i in wanted]], strict=True))
-    _rename(proto.graph, new)
+    rename(proto.graph, new)
     given = {i.name: i for i in proto.graph.input}
     del proto.graph.input[:]
     for name, t in zip(told, args, strict=True):
@@ -91,18 +99,3 @@ def _layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor
 
 def _has_body(proto: onnx.ModelProto, node: onnx.NodeProto) -> bool:
     return any(f.domain == node.domain and f.name == node.op_type for f in proto.functions)
-
-
-def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
-    """Values of new names; who has such a name already gets another."""
-    used = {name for node in graph.node for name in (*node.input, *node.output)} | {i.name for i in graph.initializer}
-    names = dict(new)
-    for name in set(new.values()) & (used - set(new)):
-        names[name] = f"{name}/inner"
-    for node in graph.node:
-        for values in (node.input, node.output):
-            for i, name in enumerate(values):
-                values[i] = names.get(name, name)
-    for rows in (graph.input, graph.output, graph.value_info, graph.initializer):
-        for row in rows:
-            row.name = names.get(row.name, row.name)
