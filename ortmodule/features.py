@@ -12,7 +12,7 @@ _LEVELS = {0: "cheap values alone", 1: "transformer layers", 2: "transformer lay
 def features(report: Report, settings: Settings) -> str:
     """Rows of name, ON or OFF, comment; then what capture and planning took, and the planned peak of memory."""
     host = [h.name for h in report.host]
-    functions = [h.name for h in report.host if h.kind == "function"]
+    functions = [h.name for h in report.host if h.kind == "python_op"]
     policy = " | ".join(str(p.name) for p in FallbackPolicy if p in settings.fallback_policy)
     rows = [
         ("Engine", not settings.disable, f"{report.node_share:.0%} of the nodes, {report.isa}"),
