@@ -61,6 +61,8 @@ class DebugOptions:
         path = os.getenv("ORTMODULE_SAVE_ONNX_PATH") or save_path or os.getcwd()
         level = os.getenv("ORTMODULE_LOG_LEVEL")
         self._save = SaveOptions(save_onnx, onnx_prefix, path)
+        if level and level.strip().upper() not in LogLevel.__members__:
+            raise KeyError(f"ORTMODULE_LOG_LEVEL={level!r} is not allowed; give {', '.join(LogLevel.__members__)}")
         self._logging = LoggingOptions(LogLevel[level.strip().upper()] if level else log_level)
         if not save_onnx:
             return

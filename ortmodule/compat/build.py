@@ -18,6 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("ortmodule")
 
 ONNX_OPSET_VERSION = 23  # of every captured graph; assigning another one changes nothing
+ONNXRUNTIME_VERSION = "1.19.2"  # whose names are served
 MINIMUM_RUNTIME_PYTORCH_VERSION_STR = "2.11"
 ORTMODULE_TORCH_CPP_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where _C lies
 ORTMODULE_IS_DETERMINISTIC = torch.are_deterministic_algorithms_enabled()

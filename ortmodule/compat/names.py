@@ -55,7 +55,7 @@ _OPTIMIZERS = {
 }
 
 NAMES: dict[str, dict[str, str]] = {
-    "onnxruntime": {"set_seed": f"{_HERE}.seed:set_seed", "__version__": "ortmodule:__version__"},
+    "onnxruntime": {"set_seed": f"{_HERE}.seed:set_seed", "__version__": f"{_HERE}.build:ONNXRUNTIME_VERSION"},
     _TRAINING: {
         **_ORT,
         **_rows(f"{_HERE}.build", "PropagateCastOpsStrategy", "TrainingParameters", "is_ortmodule_available"),

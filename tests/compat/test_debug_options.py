@@ -98,6 +98,9 @@ def test_what_is_refused_when_the_options_are_made(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="is not writable"):
         DebugOptions(save_onnx=True, onnx_prefix="x", save_path=str(tmp_path))
     DebugOptions(save_onnx=False, save_path=str(tmp_path / "absent"))
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")
+    with pytest.raises(KeyError, match="ORTMODULE_LOG_LEVEL='LOUD' is not allowed; give VERBOSE, "):
+        DebugOptions()
 
 
 def test_members(tmp_path, monkeypatch):

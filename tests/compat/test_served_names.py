@@ -131,10 +131,10 @@ first = torch.rand(1)
 onnxruntime.set_seed(5)
 assert torch.equal(first, torch.rand(1))
 from onnxruntime.training.optim import FusedAdam, FP16_Optimizer, AdamConfig
-print(onnxruntime.__spec__.origin)
+print(onnxruntime.__spec__.origin, onnxruntime.__version__)
 """
     done = run("-c", code)
-    assert done.stdout == "ortmodule.compat\n", done.stderr
+    assert done.stdout == "ortmodule.compat 1.19.2\n", done.stderr
 
 
 OLD_SCRIPT = """
