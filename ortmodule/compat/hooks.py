@@ -12,6 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,14 @@ class SubscriberManager:
             for s in self._subscribers:
                 if s._active(self._run):
                     args, kwargs = s.pre_forward_module_apply_impl(self._run, module, args, kwargs)
-                    both = _each([args, kwargs], lambda i, t: s.pre_forward_tensor_apply_impl(self._run, module, i, t))  # noqa: B023
-                    args, kwargs = both
+                    args, kwargs = _each([args, kwargs], partial(s.pre_forward_tensor_apply_impl, self._run, module))
             return args, kwargs
 
         def after(_: nn.Module, args: Any, outputs: Any) -> Any:
             for s in self._subscribers:
                 if s._active(self._run):
                     _, outputs = s.post_forward_module_apply_impl(self._run, module, args, outputs)
-                    outputs = _each(outputs, lambda i, t: s.post_forward_tensor_apply_impl(self._run, module, i, t))  # noqa: B023
+                    outputs = _each(outputs, partial(s.post_forward_tensor_apply_impl, self._run, module))
             return outputs
 
         if any(s._has("pre_forward_module_apply_impl", "pre_forward_tensor_apply_impl") for s in self._subscribers):
