@@ -21,11 +21,18 @@ def files() -> dict[str, Path]:
     return found
 
 
+class _RunTime(ast.NodeTransformer):
+    """Without what is imported for types alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else self.generic_visit(node)
+
+
 def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Files of the package that a file imports, anywhere in it."""
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_RunTime().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
