@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from ..config import DebugOptions, LogLevel
+from ..config import DebugOptions
 from ..module import ORTModule
 from ..report import Report
 
 
 class HierarchicalORTModule(nn.Module):
-    """module: the module to wrap, in place of ORTModule(module). debug_options: without, only errors are logged."""
+    """module: the module to wrap, in place of ORTModule(module). debug_options: as ORTModule's."""
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None) -> None:
         super().__init__()
-        self._original_module = ORTModule(module, debug_options or DebugOptions(log_level=LogLevel.ERROR))
+        self._original_module = ORTModule(module, debug_options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._original_module(*inputs, **kwargs)
