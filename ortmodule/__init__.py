@@ -12,19 +12,50 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .blocks import wrap_blocks
     from .capture import CaptureError
-    from .config import DebugOptions, LogLevel
+    from .debug import DebugOptions, LogLevel
+    from .fallback import (
+        FallbackPolicy,
+        ORTModuleDeviceException,
+        ORTModuleFallbackException,
+        ORTModuleInitException,
+        ORTModuleIOError,
+        ORTModuleONNXModelException,
+        ORTModuleTorchModelException,
+    )
     from .module import ORTModule
     from .report import Report
 
 _HOME = {
     "ORTModule": "module",
-    "DebugOptions": "config",
-    "LogLevel": "config",
+    "DebugOptions": "debug",
+    "LogLevel": "debug",
+    "FallbackPolicy": "fallback",
+    "ORTModuleDeviceException": "fallback",
+    "ORTModuleFallbackException": "fallback",
+    "ORTModuleIOError": "fallback",
+    "ORTModuleInitException": "fallback",
+    "ORTModuleONNXModelException": "fallback",
+    "ORTModuleTorchModelException": "fallback",
     "CaptureError": "capture",
     "Report": "report",
     "wrap_blocks": "blocks",
 }
-__all__ = ["CaptureError", "DebugOptions", "LogLevel", "ORTModule", "Report", "__version__", "wrap_blocks"]
+__all__ = [
+    "CaptureError",
+    "DebugOptions",
+    "FallbackPolicy",
+    "LogLevel",
+    "ORTModule",
+    "ORTModuleDeviceException",
+    "ORTModuleFallbackException",
+    "ORTModuleIOError",
+    "ORTModuleInitException",
+    "ORTModuleONNXModelException",
+    "ORTModuleTorchModelException",
+    "Report",
+    "__version__",
+    "wrap_blocks",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ node: no cycles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from math import prod
@@ -226,6 +226,7 @@ class Graph:
             d and i not in self.around for i, (_, _, _, d) in enumerate(self.model.outputs[: self.n_outputs])
         ]
         self.plain = Variant(self.model, bytes(len(captured.inputs)), bytes(self.n_outputs), None)
+        self.made: Callable[[int], None] | None = None  # told the number of each variant that runs
         self._current: dict[tuple[bool, ...], Variant] = {}
         # predictions corrected by a backward, in force once it has ended
         self._next: dict[tuple[bool, ...], Variant] = {}
@@ -248,6 +249,8 @@ class Graph:
             except Exception as error:
                 raise Refusal(str(error) or type(error).__name__) from error
             self._current[wanted] = found
+            if self.made is not None:
+                self.made(found.number)
         return found
 
     def _full_variant(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> Variant:

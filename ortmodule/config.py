@@ -9,45 +9,37 @@ says that it has no effect here.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import enum
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from . import fallback
+from .debug import DebugOptions, LogLevel
+from .fallback import Category, FallbackPolicy, policy_of
+from .variables import VARIABLES
+
+__all__ = ["DebugOptions", "LogLevel", "Settings", "SkipCheck", "resolve"]
 logger = logging.getLogger("ortmodule")
 
 
-class LogLevel(enum.IntEnum):
-    """Names as in onnxruntime-training; the values are logging's."""
+class SkipCheck(enum.IntFlag):
+    """Names of onnxruntime-training's checks that could be left out. Here all are made."""
 
-    VERBOSE = logging.DEBUG
-    DEVINFO = logging.INFO - 5
-    INFO = logging.INFO
-    WARNING = logging.WARNING
-    ERROR = logging.ERROR
-    FATAL = logging.CRITICAL
+    SKIP_CHECK_DISABLED = 1
+    SKIP_CHECK_DEVICE = 2
+    SKIP_CHECK_BUILD_GRADIENT = 4
+    SKIP_CHECK_EXECUTION_AGENT = 8
 
+    def is_disabled(self) -> bool:
+        return SkipCheck.SKIP_CHECK_DISABLED in self
 
-@dataclass(frozen=True)
-class DebugOptions:
-    """What onnxruntime-training's class of this name held: log level and where to save the captured graphs."""
-
-    log_level: LogLevel = LogLevel.WARNING
-    save_onnx: bool = False
-    onnx_prefix: str = ""
-    save_path: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.log_level, LogLevel):
-            raise TypeError(f"Expected log_level of type LogLevel, got {type(self.log_level).__name__}.")
-        if not self.save_onnx:
-            return
-        if not isinstance(self.onnx_prefix, str):
-            raise TypeError(f"Expected onnx_prefix of type str, got {type(self.onnx_prefix).__name__}.")
-        if not self.onnx_prefix:
-            raise ValueError("onnx_prefix must be provided when save_onnx is set.")
+    def is_set(self, check: SkipCheck) -> bool:
+        return not self.is_disabled() and check in self
 
 
 class Row(NamedTuple):
@@ -108,12 +100,6 @@ def _level(text: str) -> LogLevel:
         raise ValueError from None
 
 
-def _policy(text: str) -> bool:
-    if not text.startswith("FALLBACK_"):
-        raise ValueError
-    return text.strip() == "FALLBACK_DISABLE"
-
-
 TABLE: tuple[Row, ...] = (
     Row(
         "STRICT",
@@ -126,10 +112,18 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "FALLBACK_POLICY",
-        "strict",
-        "FALLBACK_DISABLE or another FALLBACK_* name",
-        _policy,
-        "FALLBACK_DISABLE is STRICT=1; the other names of onnxruntime-training mean the default",
+        "fallback_policy",
+        ", ".join(FallbackPolicy.__members__) + ", several joined by |",
+        policy_of,
+        "which failures leave a submodule or the model to PyTorch; the others raise an ORTModule...Exception "
+        "(ortmodule/fallback.py). FALLBACK_DISABLE: none does, as STRICT=1",
+    ),
+    Row(
+        "FALLBACK_RETRY",
+        "fallback_retry",
+        "0 or 1",
+        _bool,
+        "1: what was left to PyTorch because it could not be captured is tried again at every call",
     ),
     Row("DISABLE", "disable", "0 or 1", _bool, "1: run the wrapped module in PyTorch, unchanged"),
     Row(
@@ -205,23 +199,8 @@ TABLE: tuple[Row, ...] = (
 )
 PREFIX = "ORTMODULE_"
 
-# Known to onnxruntime-training, without effect here: what they switched is always on, decided automatically, or about
-# its own internals.
-WITHOUT_EFFECT = frozenset(
-    PREFIX + name
-    for name in (
-        "ONNX_OPSET_VERSION FALLBACK_RETRY SKIPCHECK_POLICY ALLOW_AUTOGRAD_CHECKPOINT ENABLE_CUSTOM_AUTOGRAD "
-        "ENABLE_COMPUTE_OPTIMIZER "
-        "ENABLE_SPARSE_OPTIMIZER ENABLE_LABEL_SPARSE_OPTIMIZER ENABLE_EMBEDDING_SPARSE_OPTIMIZER PRINT_INPUT_DENSITY "
-        "PRINT_MEMORY_STATS "
-        "MEMORY_OPT_CONFIG MEMORY_OPT_PROBE_RECOMPUTE_LEVEL CACHE_DIR USE_TRITON TRITON_CONFIG_FILE TRITON_DEBUG "
-        "ENABLE_TUNING MAX_TUNING_DURATION_MS TUNING_RESULTS_PATH USE_FLASH_ATTENTION USE_EFFICIENT_ATTENTION "
-        "ATEN_SDPA_FALLBACK "
-        "DEEPCOPY_BEFORE_MODEL_EXPORT DO_DEEPCOPY_BEFORE_MODEL_EXPORT ENABLE_MEM_EFFICIENT_GRAD_MGMT "
-        "ENABLE_ZERO_STAGE3 "
-        "CONV_ALGO_SEARCH JSON_CONFIG_PATH"
-    ).split()
-)
+# Known to onnxruntime-training, without effect here.
+WITHOUT_EFFECT = {PREFIX + v.name: v.why for v in VARIABLES if v.kept == "no"}
 
 
 @dataclass(frozen=True)
@@ -237,10 +216,32 @@ class Settings:
     cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
-    save_prefix: str = ""
+    save_prefix: str = ""  # empty: the class's name
+    fallback_policy: FallbackPolicy = fallback.ORTMODULE_FALLBACK_POLICY
+    fallback_retry: bool = False
+    asked_strict: bool | Literal["engine"] = False  # `strict` without what the policy makes of it
 
     def __str__(self) -> str:
-        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
+
+    def allows(self, category: Category) -> bool:
+        """Does the policy leave failures of this category to PyTorch?"""
+        return fallback.allows(self.fallback_policy, category)
+
+
+OPTIONS = tuple(f.name for f in dataclasses.fields(Settings) if f.name != "asked_strict")
+
+
+def with_policy(settings: Settings, policy: FallbackPolicy) -> Settings:
+    """A policy that does not leave to PyTorch what cannot be captured is strict."""
+    strict = settings.asked_strict or not fallback.allows(policy, fallback.ONNX_MODEL)
+    return dataclasses.replace(settings, fallback_policy=policy, strict=strict)
+
+
+def with_debug_options(settings: Settings, debug: DebugOptions) -> Settings:
+    saved = debug.save_onnx_models
+    path, prefix = (saved.path, saved.name_prefix) if saved.save else (None, "")
+    return dataclasses.replace(settings, log_level=debug.logging.log_level, save_path=path, save_prefix=prefix)
 
 
 _warned: set[str] = set()
@@ -254,18 +255,19 @@ def resolve(
     Raises TypeError for an option that does not exist, ValueError for a value that is not allowed.
     """
     env = os.environ if environ is None else environ
-    known = {f.name for f in fields(Settings)}
-    unknown = set(options) - known
+    unknown = set(options) - set(OPTIONS)
     if unknown:
-        raise TypeError(f"ORTModule got unknown options {sorted(unknown)}; allowed: {sorted(known)}")
+        raise TypeError(f"ORTModule got unknown options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
     values = {k: v for k, v in options.items() if v is not None}
+    values.setdefault("fallback_policy", fallback.ORTMODULE_FALLBACK_POLICY)
+    values.setdefault("fallback_retry", fallback.ORTMODULE_FALLBACK_RETRY)
     if debug is not None:
         if not isinstance(debug, DebugOptions):
             raise TypeError(f"debug_options must be a DebugOptions, got {type(debug).__name__}")
         values.setdefault("log_level", debug.log_level)
         if debug.save_onnx:
-            values.setdefault("save_path", debug.save_path or os.getcwd())
-            values.setdefault("save_prefix", debug.onnx_prefix + "_")
+            values.setdefault("save_path", debug.save_onnx_models.path)
+            values.setdefault("save_prefix", debug.onnx_prefix)
     for row in TABLE:
         text = env.get(PREFIX + row.name)
         if text is None or text == "":
@@ -276,13 +278,18 @@ def resolve(
             raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
         if row.field:  # the others are read by the engine
             values[row.field] = value
-    rows = {PREFIX + row.name for row in TABLE}
+    rows = {PREFIX + row.name for row in TABLE} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}
     for name in env:
         if name.startswith(PREFIX) and name not in rows and name not in _warned:
             _warned.add(name)
-            what = "has no effect here" if name in WITHOUT_EFFECT else f"is unknown; known: {', '.join(sorted(rows))}"
+            if name in WITHOUT_EFFECT:
+                what = f"has no effect here: {WITHOUT_EFFECT[name]}"
+            else:
+                near = difflib.get_close_matches(name[len(PREFIX) :], [r[len(PREFIX) :] for r in sorted(rows)], 1)
+                told = f"; the nearest is {PREFIX}{near[0]}" if near else ""
+                what = f"is unknown{told}; known: {', '.join(sorted(rows))}"
             logger.warning("environment variable %s %s", name, what)
-    settings = Settings(**values)
+    settings = Settings(**values, asked_strict=values.get("strict", False))
     if settings.strict not in (False, True, "engine"):
         raise ValueError(f"strict={settings.strict!r} is not allowed; give False, True or 'engine'")
     if settings.segment_mb <= 0:
@@ -291,7 +298,16 @@ def resolve(
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
     if settings.memory_opt_level not in (0, 1, 2):
         raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
-    return settings
+    if not isinstance(settings.fallback_policy, FallbackPolicy):
+        raise ValueError(f"fallback_policy={settings.fallback_policy!r} is not allowed; give a FallbackPolicy")
+    return with_policy(settings, settings.fallback_policy)
+
+
+_KEPT = {"same": "same", "nearest": "nearest", "no": "not kept"}
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def doc() -> str:
@@ -306,5 +322,16 @@ def doc() -> str:
         "| variable | values | effect |",
         "|---|---|---|",
     ]
-    lines += [f"| `{PREFIX}{row.name}` | {row.allowed} | {row.doc} |" for row in TABLE]
+    lines += [f"| `{PREFIX}{row.name}` | {_cell(row.allowed)} | {_cell(row.doc)} |" for row in TABLE]
+    lines += [
+        "",
+        "## Variables of onnxruntime-training 1.19.2",
+        "",
+        "A variable that is not kept is named in the log, once, with the reason. One that neither program knows is "
+        "named with the nearest that is known.",
+        "",
+        "| variable | here | what differs, or why |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{PREFIX}{v.name}` | {_KEPT[v.kept]} | {_cell(v.why)} |" for v in VARIABLES]
     return "\n".join(lines) + "\n"

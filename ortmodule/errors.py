@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .fallback import ORTModuleONNXModelException
 
-class CaptureError(Exception):
+
+class CaptureError(ORTModuleONNXModelException):
     """The module could not be captured. reason: why; module: innermost user submodule ('' = the whole); file, line:
     user's source."""
 

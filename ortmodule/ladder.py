@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, bypassed, cuda_engine, cuts, guard, net, patches, watch
+from . import _C, branches, bypassed, cuda_engine, cuts, fallback, guard, net, patches, stages, watch
 from . import torch_private as private
-from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
+from .features import features
 from .host import Failed
 from .report import GraphEntry, HostEntry, MemoryEntry, Report
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
@@ -128,16 +129,16 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     try:
         flat = flatten_inputs(args, kwargs)
     except Exception as error:  # also a list that holds itself
-        return _eager(state, f"among the arguments is {error}" if isinstance(error, Unreadable) else
-                      f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
+        return _odd(state, f"among the arguments is {error}" if isinstance(error, Unreadable) else
+                    f"the arguments cannot be flattened: {_named(error)}", args, kwargs)  # fmt: skip
     leaves, _, structure = flat
     for t in leaves:
         if type(t) not in _PLAIN_TYPES:
-            return _eager(state, f"an argument is a {type(t).__name__}", args, kwargs)
+            return _odd(state, f"an argument is a {type(t).__name__}", args, kwargs)
         if t.is_nested:
-            return _eager(state, "an argument is a nested tensor", args, kwargs)
+            return _odd(state, "an argument is a nested tensor", args, kwargs)
         if t.is_neg():
-            return _eager(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
+            return _odd(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
     if private.forward_ad._current_level >= 0:
         return _eager(state, "called inside forward-mode differentiation", args, kwargs)
     if private.transforms() is not None or private.dispatch_modes() or private.tracing():
@@ -168,8 +169,10 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
                 raise
             return _eager(state, f"the state of the module cannot be read: {_named(error)}", args, kwargs)
     if site.entry.eager is not None:
-        site.entry.eager.calls += 1
-        return state.body.forward(*args, **kwargs)
+        if not site.entry.again:
+            site.entry.eager.calls += 1
+            return state.body.forward(*args, **kwargs)
+        site.entry.eager, site.entry.n_captures, site.entry.again = None, 0, False
     captured = site.captured
     if captured is None or not captured.fits(flat, site.known):
         if site.entry.places and site.entry.effect is None:
@@ -341,6 +344,8 @@ def _new_graph(
     way that the call takes through forward. anew: none that is there is the one."""
     entry = site.entry
     shapes = [t.shape for t in flat.tensors]
+    if not state.settings.allows(fallback.DEVICE):
+        _check_devices(state, flat)
     with state.lock:
         if shapes in entry.left:
             return Left("the engine cannot run these sizes")
@@ -549,8 +554,10 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             level = state.settings.memory_opt_level
             graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
         else:
-            _save(state, captured.onnx)
+            if state.settings.save_path is not None:
+                _save(state, _with_names(state, captured, args, kwargs))
             graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda)
+            _save_stages(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
     for i in graph.writes:
@@ -661,10 +668,39 @@ def _eager(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, A
     return state.body.forward(*args, **kwargs)
 
 
+def _odd(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """This call in PyTorch, because of its arguments; or an error, by the policy."""
+    if not state.settings.allows(fallback.DATA):
+        raise fallback.ORTModuleIOError(f"{type(state.module).__name__}: {reason}")
+    return _eager(state, reason, args, kwargs)
+
+
+def _check_devices(state: State, flat: FlatInputs) -> None:
+    """For a policy that does not leave unsupported devices to PyTorch."""
+    engine = "cuda" if cuda_engine.ordinal(state.module, state.settings.cuda_engine) >= 0 else "cpu"
+    own = {t.device for t in [*state.module.parameters(), *state.module.buffers()]}
+    name = type(state.module).__name__
+    if len(own) > 1:
+        raise fallback.ORTModuleDeviceException(
+            f"{name}: ORTModule supports a single device per model, and it has {', '.join(sorted(map(str, own)))}"
+        )
+    for device in own | {t.device for t in flat.tensors}:
+        if device.type != engine and not cuda_engine.stand_in:
+            raise fallback.ORTModuleDeviceException(f"{name}: the engine runs on {engine}, and here is {device}")
+
+
+def _forbid(state: State, error: CaptureError) -> None:
+    """Raises what the policy does not leave to PyTorch."""
+    if state.settings.asked_strict:
+        raise error
+    category = fallback.DATA if isinstance(error.__cause__, Unreadable) else fallback.ONNX_MODEL
+    if not state.settings.allows(category):
+        raise error if isinstance(error, category.exception) else fallback.wrap_exception(category.exception, error)
+
+
 def _leave(state: State, entry: Entry, error: CaptureError) -> None:
     """All calls of this kind in PyTorch from now on."""
-    if state.settings.strict:
-        raise error
+    _forbid(state, error)
     entry.eager = state.eager_entry(error.reason, error.module, error.file, error.line)
     logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, error)
 
@@ -675,8 +711,7 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
     if failure is None:
         return _eager(state, left.reason, args, kwargs)
     result = state.body.forward(*args, **kwargs)
-    if state.settings.strict:
-        raise failure
+    _forbid(state, failure)
     shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
     if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
         site.entry.left.append(shapes)
@@ -685,6 +720,7 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
     _leave(state, site.entry, failure)
     assert site.entry.eager is not None
     site.entry.eager.calls += 1
+    site.entry.again = state.settings.fallback_retry
     return result
 
 
@@ -714,12 +750,12 @@ def _tell(state: State, seen: watch.Watch) -> None:
                            type(state.module).__name__, does, file, line)
 
 
-def _save(state: State, onnx: bytes, part: str = "") -> None:
+def _save(state: State, onnx: bytes, part: str = "", stage: str = "torch_exported", name: str = "") -> None:
+    """name: of the file, when it is known already."""
     path = state.settings.save_path
     if path is None:
         return
-    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
-    name = f"{state.settings.save_prefix}{type(state.module).__name__}_{len(state.every)}_{mode}{part}.onnx"
+    name = name or _file_name(state, stage, part)
     try:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, name), "wb") as file:
@@ -728,13 +764,50 @@ def _save(state: State, onnx: bytes, part: str = "") -> None:
         logger.warning("the captured graph cannot be saved: %s", error)
 
 
+def _with_names(state: State, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The file, with the names of forward's parameters."""
+    names = stages.argument_names(state.module.forward, args, kwargs, flatten_inputs(args, kwargs).tensors)
+    own = [spec for spec in captured.inputs if spec.kind == "user" and spec.leaf < len(names)]
+    return stages.named(captured.onnx, [spec.name for spec in own], [names[spec.leaf] for spec in own])
+
+
+def _file_name(state: State, stage: str, part: str = "") -> str:
+    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
+    prefix = state.settings.save_prefix or type(state.module).__name__
+    number = f"_{len(state.every)}" if state.every else ""  # of a later capture
+    return f"{prefix}_{stage}_{mode}{part}{number}.onnx"
+
+
+def _save_stages(state: State, graph: Graph) -> None:
+    """The engine's own graphs, for DebugOptions(save_onnx=True): the simplified forward now, the one that runs, with
+    its gradients, when it is made."""
+    if state.settings.save_path is None or not state.settings.save_prefix:
+        return
+
+    def write(variant: int, *names: str) -> None:
+        model = stages.model_of(graph.model.text(variant), type(state.module).__name__)
+        for name in names:
+            _save(state, model.SerializeToString(), name=name)
+
+    if not torch.is_grad_enabled() or not state.module.training:
+        write(-1, _file_name(state, "optimized"))
+        write(graph.plain.number, _file_name(state, "execution_model"))
+    else:
+        write(-1, _file_name(state, "optimized_pre_grad"))
+        names = _file_name(state, "optimized"), _file_name(state, "execution_model")
+        graph.made = lambda variant: write(variant, *names)
+
+
 def _announce(state: State) -> None:
     """One line, after the first step."""
     state.announced = True
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     told = report(state)
-    logger.log(logging.WARNING if told.eager else logging.INFO, "%s", told.headline())
+    text = told.headline()
+    if logger.isEnabledFor(logging.INFO):
+        text += "\n" + features(told, state.settings)
+    logger.log(logging.WARNING if told.eager else logging.INFO, "%s", text)
 
 
 def report(state: State) -> Report:

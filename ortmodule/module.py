@@ -25,6 +25,8 @@ from torch import nn
 from . import bypassed, guard
 from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
+from .debug import set_level
+from .fallback import INIT, TORCH_MODEL, NotAModule, NotHere
 from .ladder import call, report
 from .report import Report
 from .state import Refused, State
@@ -159,8 +161,8 @@ class ORTModule(nn.Module):
 
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
-    options: strict, disable, segment_mb, max_captures, recheck, log_level, save_path (see config.TABLE; the environment
-    wins).
+    options: strict, fallback_policy, fallback_retry, disable, segment_mb, max_captures, recheck, log_level, save_path
+    (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and
     signature. A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and
@@ -173,28 +175,28 @@ class ORTModule(nn.Module):
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
+            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
         if isinstance(module, ORTModule):
-            raise TypeError("ORTModule got a module that is already an ORTModule")
+            raise NotAModule("ORTModule got a module that is already an ORTModule")
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise TypeError("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
+            raise NotAModule("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
+            raise NotAModule(
                 "ORTModule wraps the module before torch.jit.script or torch.jit.trace, not what they return"
             )
         settings = resolve(options, debug_options)
         off = private.lacks("call")
-        if off is not None and settings.strict:
-            raise RuntimeError(f"ORTModule does not work here: {off}")
+        if off is not None and (settings.asked_strict or not settings.allows(INIT)):
+            raise NotHere(f"ORTModule does not work here: {off}")
         if isinstance(module, nn.DataParallel):
             off = _PARALLEL
-            if settings.strict:
-                raise TypeError(f"ORTModule does not work with DataParallel: {off}")
+            if settings.asked_strict or not settings.allows(TORCH_MODEL):
+                raise NotAModule(f"ORTModule is not compatible with torch.nn.DataParallel: {off}")
         reason = guard.refuse(module)
         if reason is not None:
             raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")
         if settings.log_level is not None:
-            logger.setLevel(settings.log_level)
+            set_level(settings.log_level)
         self._wrap(module, settings)
         if off is not None:
             self._ortmodule.off = off

@@ -26,6 +26,7 @@ from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
 from .chain import Graph
 from .config import Settings
+from .fallback import TORCH_MODEL, wrap_exception
 from .patches import Patch
 from .report import EagerEntry, FailedEntry
 from .torch_private import HOOK_TABLES
@@ -45,6 +46,7 @@ class Entry:
     def __init__(self) -> None:
         self.graphs: list[GuardedGraph] = []
         self.eager: EagerEntry | None = None
+        self.again = False  # the next call tries to capture once more
         self.dynamic = False  # a second shape has been seen
         self.symbolic = False  # a second value of an int/float argument has been seen
         self.no_symbolic = False  # ... but it cannot be an input
@@ -202,8 +204,10 @@ class State:
                     reason = "it is TorchScript (torch.jit.script or torch.jit.trace), which cannot be captured; give "\
                              "ORTModule the module that it was made from"
                     error = CaptureError(reason, script)
-                    if self.settings.strict:
+                    if self.settings.asked_strict:
                         raise error
+                    if not self.settings.allows(TORCH_MODEL):
+                        raise wrap_exception(TORCH_MODEL.exception, error)
                     entry.eager = self.eager_entry(reason, script)
                     logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, error)
                 elif self.settings.disable:

@@ -318,4 +318,4 @@ def gpt2(folder: Path) -> tuple[bytes, torch.nn.Module, torch.Tensor]:
         n_layer=2, n_head=2, n_embd=32, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False))  # fmt: skip
     ids = torch.randint(0, 97, (2, 16))
     ORTModule(module.train(), DebugOptions(save_onnx=True, onnx_prefix="gpt2", save_path=str(folder)))(input_ids=ids, labels=ids).loss.backward()
-    return next(folder.glob("*_training.onnx")).read_bytes(), module, ids
+    return next(folder.glob("*_torch_exported_training.onnx")).read_bytes(), module, ids

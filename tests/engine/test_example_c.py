@@ -68,7 +68,7 @@ def saved(module: nn.Module, folder: Path, *args: Tensor) -> tuple[nn.Module, Pa
     out = model(*args)
     out.sum().backward()
     model.zero_grad()
-    return model, next(folder.glob("*_training.onnx"))
+    return model, next(folder.glob("*_torch_exported_training.onnx"))
 
 
 def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:

@@ -15,17 +15,24 @@ OF_OTHERS = {("ortmodule.capture.opaque", "ortmodule.capture.opaque"), ("ortmodu
 
 def files() -> dict[str, Path]:
     found = {}
-    for path in [*HOME.glob("*.py"), *HOME.glob("capture/*.py")]:
+    for path in [p for d in ("", "capture/", "compat/", "experimental/", "torch_cpp_extensions/") for p in HOME.glob(f"{d}*.py")]:
         parts = ("ortmodule", *path.relative_to(HOME).with_suffix("").parts)
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+class _RunTime(ast.NodeTransformer):
+    """Without what is imported for types alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Files of the package that a file imports, anywhere in it."""
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_RunTime().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -1,0 +1,1 @@
+"""Names of onnxruntime-training's experimental package that scripts use."""
