@@ -53,7 +53,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("DO_DEEPCOPY_BEFORE_MODEL_EXPORT", "no", "as DEEPCOPY_BEFORE_MODEL_EXPORT"),
     Variable("ENABLE_MEM_EFFICIENT_GRAD_MGMT", "no", "always so: gradients are handed out in backward as they are made "
              "(SEGMENT_MB)"),
-    Variable("ENABLE_ZERO_STAGE3", "no", "shard with FSDP2, or wrap each block inside the sharded unit"),
+    Variable("ENABLE_ZERO_STAGE3", "no", "ZeRO-3 works around blocks: `ortmodule.wrap_blocks` (DISTRIBUTED.md)"),
     Variable("CONV_ALGO_SEARCH", "no", _TUNING),
     Variable("ROCM_TEST", "no", "of onnxruntime's own tests"),
 )  # fmt: skip

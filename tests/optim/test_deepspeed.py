@@ -1,7 +1,6 @@
 """FP16_Optimizer on the optimizers of an installed DeepSpeed, on the CPU over gloo with two ranks.
 
-DeepSpeed is not among the requirements: set ORTMODULE_DEEPSPEED to a Python that has it (tested with 0.19.8), or
-install it here.
+`make venv` installs DeepSpeed; else set ORTMODULE_DEEPSPEED to a Python that has it (tested with 0.19.8).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed's engine around ORTModule, two gloo ranks: ZeRO stages, precisions, accumulation and clipping; losses of the
 same training without ORTModule.
 
-DeepSpeed is among the requirements of the tests (pure Python, nothing is compiled here); it needs ninja in the path.
+`make venv` installs DeepSpeed (pure Python, nothing is compiled here).
 """
 
 from __future__ import annotations
