@@ -11,10 +11,9 @@
  */
 #include "passes/passes.h"
 #include "passes/remat.h"
-#include "run/plan.h"
+#include "run/joint.h"
 #include "graph/sabotage.h"
 
-#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -159,54 +158,6 @@ om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text)
     return forward_to(m->cx, cx, om_graph_print(g, text));
 }
 
-/* --- segments: each backward node runs in the first segment that needs it, and not after the segment that hands out
- * the gradient of a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer
- * step in a hook) ---------------- */
-
-static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, const int *group, int *n_segments) {
-    int last = 0;
-    int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
-    /* at roots: last segment that may read what lies there */
-    int *until = om_alloc(cx, (g->values.n + 1) * sizeof *until);
-    if (!seg || !until) {
-        om_free(cx, seg);
-        om_free(cx, until);
-        return cx->status;
-    }
-    for (uint32_t i = 0; i < g->grads.n; i++)
-        if (group && group[g->grads.v[i].input] > last) last = group[g->grads.v[i].input];
-    for (om_id v = 0; v < g->values.n; v++) seg[v] = until[v] = last;
-    for (uint32_t i = 0; i < g->grads.n; i++) {
-        om_id v = g->grads.v[i].value;
-        int want = group ? group[g->grads.v[i].input] : 0;
-        if (v == OM_NONE) continue;
-        if (want < seg[v]) seg[v] = want < 0 ? 0 : want;
-        until[g->inputs.v[g->grads.v[i].input]] = want < 0 ? 0 : want;
-    }
-    for (om_id i = g->nodes.n; i-- > 0;) {
-        om_node *n = &g->nodes.v[i];
-        if (n->phase == OM_FORWARD) continue;
-        int s = last;
-        for (int k = 0; k < n->n_out; k++)
-            if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
-        for (int k = 0; k < n->n_in; k++) {
-            const om_id v = om_ins(g, n)[k];
-            const bool ends = v != OM_NONE && until[root[v]] < s;
-            if (ends && !om_sabotage("segment.until")) s = until[root[v]];
-        }
-        const bool early = s < last;
-        n->segment = (uint16_t)(early && om_sabotage("segment") ? s + 1 : s);
-        for (int k = 0; k < n->n_in; k++) {
-            om_id v = om_ins(g, n)[k];
-            if (v != OM_NONE && s < seg[v]) seg[v] = s;
-        }
-    }
-    *n_segments = g->n_segments = g->grads.n ? last + 1 : 0;
-    om_free(cx, seg);
-    om_free(cx, until);
-    return OM_OK;
-}
-
 /* A request for a variant: a policy, or a set of flags in its place. */
 typedef struct ask {
     const uint8_t *wanted, *arriving;
@@ -231,15 +182,6 @@ static bool variant_again(const om_variant *v, const uint8_t *again, uint32_t n)
 static bool variant_is(const om_model *m, const om_variant *v, const ask *a) {
     const bool same = a->again ? variant_again(v, a->again, a->n_again) : v->policies >> a->policy & 1;
     return same && variant_gradients(m, v, a);
-}
-
-/* The graph with gradients, as far as what is computed again is to be decided on: passes [0, *at) of the pipeline. */
-static om_status joint_begin(om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_flow *flow, om_graph **g,
-                             int *at) {
-    *at = 0;
-    while (om_passes_joint[*at] != &om_pass_remat) (*at)++;
-    OM_TRY(om_grad_flow(m->cx, m->g, wanted, arriving, flow, g));
-    return om_passes_range(m->cx, om_passes_joint, 0, *at, g);
 }
 
 typedef struct again_step { const om_facts *f; const uint8_t *again; } again_step;
@@ -268,7 +210,7 @@ static om_status joint_finish(om_model *m, const ask *a, int at, om_variant *v, 
     if (s == OM_OK && !*same) {
         const char *name = !a->again && a->policy == OM_RECOMPUTE_LAYERS ? "layers" : "remat";
         s = om_passes_step(cx, at, name, again_apply, &(again_step){f, v->again}, &v->g);
-        if (s == OM_OK) s = om_passes_range(cx, om_passes_joint, at + 1, INT_MAX, &v->g);
+        if (s == OM_OK) s = om_joint_end(cx, at, a->group, &v->g, &v->facts, &v->n_segments);
     }
     om_free(cx, f);
     return s;
@@ -301,7 +243,7 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
         memcpy(v.wanted, a->wanted, n_in);
         memcpy(v.arriving, a->arriving, n_out);
         if (a->group) memcpy(v.group, a->group, n_in * sizeof *v.group);
-        s = joint_begin(m, a->wanted, a->arriving, &v.flow, &v.g, &at);
+        s = om_joint_begin(cx, m->g, a->wanted, a->arriving, &v.flow, &v.g, &at);
     }
     if (s == OM_OK) s = joint_finish(m, a, at, &v, &same);
     if (s == OM_OK && same) {
@@ -314,8 +256,6 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
         s = om_fail(cx, OM_UNSUPPORTED,
                     "more than %d sets of wanted and arriving gradients and of what is computed again for one graph",
                     MAX_VARIANTS);
-    if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
-    if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, a->group, &v.n_segments);
     if (s == OM_OK) s = om_needs_make(cx, &v);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {
@@ -344,70 +284,12 @@ om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted,
     return variant_ask(cx, m, &(ask){wanted, arriving, group, OM_RECOMPUTE_CHEAP, again, (uint32_t)n_again}, variant);
 }
 
-/* --- what there is to choose from --------------------------------------------------------------------- */
-
-struct om_choice {
-    om_ctx *cx;              /* the model's */
-    om_graph *g;
-    om_facts *f;
-    uint8_t *policy[OM_N_RECOMPUTE];
-};
-
-void om_choice_free(om_choice *c) {
-    if (!c) return;
-    for (int i = 0; i < OM_N_RECOMPUTE; i++) om_free(c->cx, c->policy[i]);
-    om_free(c->cx, c->f);
-    om_graph_free(c->g);
-    om_free(c->cx, c);
-}
-
-static om_status choice_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
-    om_ctx *cx = m->cx;
-    om_choice *c = *out = om_alloc(cx, sizeof *c);
-    if (!c) return cx->status;
-    om_flow flow = {0};
-    int at;
-    c->cx = cx;
-    om_status s = joint_begin(m, wanted, arriving, &flow, &c->g, &at);
-    om_flow_free(cx, &flow);
-    if (s == OM_OK && !(c->f = om_facts_new(cx, c->g))) s = cx->status;
-    for (int i = 0; i < OM_N_RECOMPUTE && s == OM_OK; i++) {
-        if (!(c->policy[i] = om_alloc(cx, (size_t)c->g->values.n + 1))) return cx->status;
-        s = om_remat_policies[i].choose(cx, &(om_remat_ask){c->g, c->f}, c->policy[i]);
-    }
-    return s;
-}
-
 om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, choice_build(m, wanted, arriving, out));
+    om_status s = forward_to(m->cx, cx, om_choice_make(m->cx, m->g, wanted, arriving, out));
     if (s != OM_OK) om_choice_free(*out), *out = NULL;
     pthread_mutex_unlock(&m->lock);
     return s;
-}
-
-int om_choice_values(const om_choice *c) { return (int)c->g->values.n; }
-const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy) { return c->policy[policy]; }
-
-om_choice_row om_choice_value(const om_choice *c, int i) {
-    const om_graph *g = c->g;
-    const om_id v = (om_id)i;
-    const om_value *x = om_val(g, v);
-    const om_node *n = om_maker(g, v);
-    const om_scope *at = n && n->scope < g->scopes.n ? &g->scopes.v[n->scope] : NULL;
-    om_choice_row row = {.illegal = om_remat_illegal(c->f, v),
-                         .op = n ? n->op->name : "",
-                         .module = at && at->module ? at->module : "",
-                         .file = at && at->file ? at->file : "",
-                         .line = at ? at->line : 0,
-                         .output = x->out,
-                         .dtype = x->type.dtype,
-                         .rank = x->type.rank,
-                         .kept = c->f->root[v] == v && n && n->phase == OM_FORWARD &&
-                                 om_last_holder(c->f, v, OM_BACKWARD) != OM_NONE};
-    for (int k = 0; k < x->type.rank; k++)
-        if (!om_dim_const(g, x->type.dim[k], &row.dim[k])) row.dim[k] = -1;
-    return row;
 }
 
 static void plan_unref(om_model *m, om_plan *p) { /* with the lock */
