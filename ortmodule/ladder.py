@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, cuda_engine, cuts, guard, net, patches, watch
+from . import _C, cuda_engine, cuts, guard, memory, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -421,7 +421,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
         else:
             _save(state, captured.onnx)
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda)
+            given = state.settings.memory_budget
+            budget = None if given is None else memory.parse(given)
+            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda, budget)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
     for i in graph.writes:
@@ -621,6 +623,7 @@ def report(state: State) -> Report:
                 arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
                 peak_bytes=peak,
                 largest=_largest(plans),
+                memory=whole.memory.step if isinstance(whole, Graph) else None,
                 forwards=whole.forwards,
                 backwards=max((g.backwards for g in graphs), default=0),
                 reruns=sum(g.reruns for g in graphs),

@@ -147,8 +147,8 @@ class ORTModule(nn.Module):
 
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
-    options: strict, disable, segment_mb, max_captures, recheck, log_level, save_path (see config.TABLE; the environment
-    wins).
+    options: strict, disable, segment_mb, max_captures, recheck, memory_opt_level, memory_budget, log_level, save_path
+    (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and
     signature. A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and

@@ -11,13 +11,13 @@
  */
 #include "passes/passes.h"
 #include "passes/remat.h"
-#include "run/joint.h"
+#include "run/budget.h"
 #include "graph/sabotage.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { MAX_PLANS = 512, MAX_VARIANTS = 64 };
+enum { MAX_PLANS = 512, MAX_VARIANTS = 256 };
 
 struct om_model {
     om_ctx *cx;              /* services for everything that lives as long as the model */
@@ -28,6 +28,7 @@ struct om_model {
     om_plan *plan[MAX_PLANS];
     int n_plans;
     om_plan *old;            /* left the cache, still in use */
+    om_budget *budget;       /* one for each set of gradients that was asked for with one */
     om_model *next, **link;  /* of all models */
     uint64_t clock;
     double load_ms;
@@ -134,8 +135,10 @@ void om_model_free(om_ctx *cx, om_model *m) {
         next = p->next;
         om_plan_free(m->cx, p);
     }
-    for (int i = 0; i < m->n_variants; i++) {
-        variant_free(m->cx, &m->variant[i]);
+    for (int i = 0; i < m->n_variants; i++) variant_free(m->cx, &m->variant[i]);
+    for (om_budget *b = m->budget, *next; b; b = next) {
+        next = b->next;
+        om_budget_free(b);
     }
     om_graph_free(m->g);
     om_free(m->cx, m->differentiable);
@@ -315,18 +318,23 @@ void om_plan_release(om_model *m, om_plan *plan) {
     pthread_mutex_unlock(&m->lock);
 }
 
-static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_plan **plan) {
-    om_ctx *cx = m->cx;
-    const om_variant *v = om_model_variant_at(m, variant);
-    if (!v) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
-    for (uint32_t i = 0; i < v->first_grad_in; i++) {
-        const om_value *x = om_val(v->g, v->g->inputs.v[i]);
+static om_status inputs_check(om_ctx *cx, const om_graph *g, uint32_t n, const om_tensor *in) {
+    for (uint32_t i = 0; i < n; i++) {
+        const om_value *x = om_val(g, g->inputs.v[i]);
         if (in[i].dtype != x->type.dtype || in[i].rank != x->type.rank)
             return om_fail(cx, OM_INVALID,
                            "graph input %u (%s): %s of rank %d expected, %s of rank %d given: capture again", i,
                            x->name ? x->name : "?", om_dtype_name(x->type.dtype), x->type.rank,
                            om_dtype_name(in[i].dtype), in[i].rank);
     }
+    return OM_OK;
+}
+
+static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_plan **plan) {
+    om_ctx *cx = m->cx;
+    const om_variant *v = om_model_variant_at(m, variant);
+    if (!v) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
+    OM_TRY(inputs_check(cx, v->g, v->first_grad_in, in));
     int64_t small[512], *key = small;
     int n = om_plan_key_size(v->g);
     if (n > 512 && !(key = om_alloc(cx, (size_t)n * sizeof *key))) return cx->status;
@@ -363,6 +371,47 @@ om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inp
     om_status s = forward_to(m->cx, cx, plan_find(m, variant, inputs, plan));
     pthread_mutex_unlock(&m->lock);
     return s;
+}
+
+static om_status fit_find(om_ctx *cx, om_model *m, const ask *a, const om_tensor *in, int64_t bytes,
+                          double share, om_fit *fit) {
+    om_budget *b = m->budget;
+    const uint8_t *again = NULL;
+    *fit = (om_fit){.variant = -1};
+    OM_TRY(inputs_check(m->cx, m->g, m->g->inputs.n, in));
+    while (b && !om_budget_is(b, a->wanted, a->arriving, a->group)) b = b->next;
+    if (!b) {
+        om_status s = om_budget_new(m->cx, m->g, a->wanted, a->arriving, a->group, &b);
+        if (s != OM_OK) {
+            om_budget_free(b);
+            return s;
+        }
+        b->next = m->budget;
+        m->budget = b;
+    }
+    OM_TRY(om_budget_fit(cx, b, in, bytes, share, fit, &again));
+    ask with = *a;
+    with.again = again;
+    with.n_again = b->g->values.n;
+    return again ? variant_build(m, &with, &fit->variant) : OM_OK;
+}
+
+om_status om_model_fit(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
+                       const om_tensor *inputs, int64_t bytes, double share, om_fit *fit) {
+    pthread_mutex_lock(&m->lock);
+    const ask a = {wanted, arriving, group, OM_RECOMPUTE_CHEAP, NULL, 0};
+    om_status s = forward_to(m->cx, cx, fit_find(cx, m, &a, inputs, bytes, share, fit));
+    pthread_mutex_unlock(&m->lock);
+    return s;
+}
+
+om_status om_model_memory(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_memory *memory) {
+    om_plan *plan;
+    *memory = (om_memory){0};
+    OM_TRY(om_plan_get(cx, m, variant, inputs, &plan));
+    *memory = om_plan_memory(cx, plan);
+    om_plan_release(m, plan);
+    return OM_OK;
 }
 
 om_plan *om_plan_hold(om_model *m, om_plan *plan) {
