@@ -183,10 +183,10 @@ void om_choice_free(om_choice *c); /* NULL is fine; before the model */
  * the gradients; what the host gives (parameters, inputs) apart. The arena is kept + workspace. */
 typedef struct om_memory {
     int64_t peak;                 /* at the moment when most is taken */
-    int64_t released;             /* the same, if the host lets go of all outputs but numbers when the forward has ended */
+    int64_t released;             /* the same, if the host lets go of the outputs, but for numbers, after the forward */
     int64_t kept, workspace;      /* values from the forward for the backward; all else that is computed on the way */
     int64_t outputs, gradients;
-    int64_t loans;                /* gradients of outputs: nothing where the host has let go of these (om_run_backward) */
+    int64_t loans;                /* gradients of outputs; none where the host let go of these (om_run_backward) */
 } om_memory;
 
 typedef struct om_fit {

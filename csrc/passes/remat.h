@@ -13,7 +13,8 @@
  *   - the result of a host node: the host is not asked twice;
  *   - the result of a random node that has no stream, so would draw other numbers;
  *   - what a write stores (running statistics of a BatchNorm): state is computed once;
- *   - what is computed from a graph input that the forward overwrites.
+ *   - what is computed from a graph input that the forward overwrites (a batch_norm's running statistics are no such
+ *     operand while it trains and nobody reads the new ones: its result does not depend on them).
  */
 #ifndef OM_REMAT_H
 #define OM_REMAT_H

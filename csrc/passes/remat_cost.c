@@ -1,7 +1,7 @@
 /* remat_cost.c - what a node costs, by calculation (remat.h): arithmetic at a rate of its dtype, and the bytes that it
  * reads and writes at a rate of memory. The two add up, as kernels here rarely hide one behind the other. Only ratios
- * count: what is computed again is compared with other values, and with the whole step. The rates are those of two cores
- * of an x86 server (docs/MEMORY.md); machines with ten times as much of both decide the same.
+ * count: what is computed again is compared with other values, and with the whole step. The rates are those of two
+ * cores of an x86 server (docs/MEMORY.md); machines with ten times as much of both decide the same.
  */
 #include "passes/remat.h"
 

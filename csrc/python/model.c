@@ -217,7 +217,8 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
 
 static PyObject *memory_dict(const om_memory *m) {
     return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "peak", (long long)m->peak, "released",
-                         (long long)m->released, "kept", (long long)m->kept, "workspace", (long long)m->workspace, "outputs", (long long)m->outputs, "gradients",
+                         (long long)m->released, "kept", (long long)m->kept, "workspace",
+                         (long long)m->workspace, "outputs", (long long)m->outputs, "gradients",
                          (long long)m->gradients, "loans", (long long)m->loans);
 }
 

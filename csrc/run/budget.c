@@ -1,12 +1,12 @@
 /* budget.c - the fastest set of flags with which a step fits a number of bytes (budget.h).
  *
  * The sets are found once, at the sizes of the first step: walks (budget_walk.c) from what is computed again anyway
- * (level 0) and from whole layers (level 1), a set every STEP-th of the memory they begin with. Each is made a graph and
- * a plan, whose memory is what a step takes: no estimate. A set stays if no faster one takes as little.
+ * (level 0) and from whole layers (level 1), a set every STEP-th of the memory they begin with. Each is made a graph
+ * and a plan, whose memory is what a step takes: no estimate. A set stays if no faster one takes as little.
  *
  * None of it depends on what is asked for. So of two budgets the larger one never gets the slower set, and the smallest
- * one that can be met is known. Other sizes ask the same sets' plans at those sizes, fastest first, and walk again where
- * none fits.
+ * one that can be met is known. Other sizes ask the same sets' plans at those sizes, fastest first, and walk again
+ * where none fits.
  */
 #include "run/budget.h"
 
@@ -35,10 +35,16 @@ static void set_free(om_ctx *cx, set *s) {
     om_free(cx, s->again);
 }
 
-void om_budget_free(om_budget *b) {
-    if (!b) return;
+static void sets_free(om_budget *b) {
     for (uint32_t i = 0; i < b->set.n; i++) set_free(b->cx, &b->set.v[i]);
     om_free(b->cx, b->set.v);
+    b->set.v = NULL;
+    b->set.n = b->set.cap = 0;
+}
+
+void om_budget_free(om_budget *b) {
+    if (!b) return;
+    sets_free(b);
     om_free(b->cx, b->f);
     om_graph_free(b->g);
     om_free(b->cx, b->wanted);
@@ -230,6 +236,7 @@ om_status om_budget_fit(om_ctx *host, om_budget *b, const om_tensor *inputs, int
         fit->again_us = more > 0 ? more : 0;
         *again = b->set.v[found].again;
     }
+    if (s != OM_OK) sets_free(b); /* half of them: the next call begins again */
     om_walk_free(l.measure);
     om_walk_free(l.walk);
     om_free(cx, sym);

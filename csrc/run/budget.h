@@ -43,7 +43,8 @@ om_status om_budget_new(om_ctx *cx, const om_graph *forward, const uint8_t *want
                         const int *group, om_budget **out);
 void om_budget_free(om_budget *b);
 bool om_budget_is(const om_budget *b, const uint8_t *wanted, const uint8_t *arriving, const int *group);
-/* Fills all of `fit` but the variant. cx: who is going to take the blocks. *again: the flags, one per value of b->g, the budget's; NULL: nothing fits. */
+/* Fills all of `fit` but the variant. cx: who is going to take the blocks. *again: the flags, one per value of b->g,
+ * the budget's; NULL: nothing fits. */
 om_status om_budget_fit(om_ctx *cx, om_budget *b, const om_tensor *inputs, int64_t bytes, double share,
                         om_fit *fit, const uint8_t **again);
 #endif

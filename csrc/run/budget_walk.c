@@ -2,15 +2,15 @@
  *
  * A set of flags is played through on the graph to decide on: one tick per node, in its order, with the clones where
  * remat.c would put them. That gives every storage its first and last tick, so the bytes alive at every tick, and the
- * tick of the peak. What the planner does beside that is followed as far as it decides where the peak is: results in the
- * place of dying operands, outputs that are lent. Working memory, copies, gaps and fused chains are left out: who wants
- * the number asks the planner.
+ * tick of the peak. What the planner does beside that is followed as far as it decides where the peak is: results in
+ * the place of dying operands, outputs that are lent. Working memory, copies, gaps and fused chains are left out: who
+ * wants the number asks the planner.
  *
  * A step of the walk looks at the peak. Alive there, and of use only later, are values kept for a backward that has not
  * come to them. Each is a candidate: flagged, it is gone from there, with the other results of its node; what its clone
- * would read and nobody keeps is flagged as well, or kept from now on, whichever gives more bytes for a microsecond. The
- * candidate that gives most is flagged. So every step takes away bytes where most are needed, and adds time. It ends
- * when the peak is made of what is in use there.
+ * would read and nobody keeps is flagged as well, or kept from now on, whichever gives more bytes for a microsecond.
+ * The candidate that gives most is flagged. So every step takes away bytes where most are needed, and adds time. It
+ * ends when the peak is made of what is in use there.
  *
  * Flags are only ever added, so along a walk time grows, and nothing depends on how much memory is asked for.
  */

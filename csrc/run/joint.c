@@ -11,8 +11,8 @@
 
 #include <limits.h>
 
-/* Each backward node runs in the first segment that needs it, and not after the segment that hands out the gradient of a
- * graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer step in a
+/* Each backward node runs in the first segment that needs it, and not after the segment that hands out the gradient of
+ * a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer step in a
  * hook). */
 static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, const int *group, int *n_segments) {
     int last = 0;

@@ -1,5 +1,5 @@
-/* peak.c - how much memory a step takes (om_plan_memory: blocks, exact), and what lies in it when a plan needs most: the
- * answer to "where does my memory go?". Of the latter:
+/* peak.c - how much memory a step takes (om_plan_memory: blocks, exact), and what lies in it when a plan needs most:
+ * the answer to "where does my memory go?". Of the latter:
  *
  * Counted are the arena's storages between their first and last call, and outputs to the end of the forward at least,
  * as the host holds them. Gradients exist at the end of every backward, whatever the engine does: they are not part of

@@ -16,7 +16,7 @@ from small_models import MODELS, gpt2, ids
 from torch import Tensor, nn
 
 from ortmodule import _C, ORTModule
-from ortmodule.memory import BudgetError, StepMemory, parse
+from ortmodule.memory import BudgetError, Memory, StepMemory, parse
 
 
 def told(ours: ORTModule) -> StepMemory:
@@ -59,45 +59,60 @@ def fresh(make: Callable[[], nn.Module]) -> nn.Module:
     return make().train()
 
 
-def smallest(make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], **options: Any) -> tuple[int, str]:
-    """The number that the error names, and the error."""
+def asked(ours: ORTModule, budget: int | str | None) -> None:
+    """Another budget for what is captured already: a capture is most of the time here."""
+    for made in ours._ortmodule.every:
+        made.graph.memory = Memory(None if budget is None else parse(budget))
+
+
+def named(error: BaseException) -> int:
+    return int(str(error).partition("is memory_budget=")[2].partition(";")[0].partition(" or")[0])
+
+
+def smallest(ours: ORTModule, run: Callable[[nn.Module], Any]) -> int:
+    """The number that the error names."""
+    asked(ours, 1)
     with pytest.raises(BudgetError) as error:
-        run(ORTModule(fresh(make), memory_budget=1, **options))
-    return int(str(error.value).partition("is memory_budget=")[2].partition(";")[0]), str(error.value)
+        run(ours)
+    asked(ours, None)
+    return named(error.value)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_budgets(name: str) -> None:
     make, batch = MODELS[name]
-    least, _ = smallest(make, lambda m: step(m, batch))
-    plain = ORTModule(fresh(make), strict=True)
-    losses = [step(plain, batch, seed) for seed in (1, 2)]
-    most = told(plain).peak
-    assert told(plain).budget == 0 and measured(plain, batch) == most
+    ours = ORTModule(fresh(make), strict=True, recheck=False)
+    start = copy.deepcopy(ours.module.state_dict())
+    loss = step(ours, batch)
+    most = told(ours).peak
+    assert told(ours).budget == 0 and measured(ours, batch) == most
+    least = smallest(ours, lambda m: step(m, batch))
     assert least < 0.8 * most
+    ours.load_state_dict(start)
+    step(ours, batch)
+    grads = [None if p.grad is None else p.grad.clone() for p in ours.parameters()]
+    state = [b.clone() for b in ours.buffers()]
     times: list[float] = []
     peaks = set()
-    plain = ORTModule(fresh(make), strict=True)
-    losses = [step(plain, batch, seed) for seed in (1, 2)]
     for k in range(10):
         budget = least + (most - least) * k // 9
-        ours = ORTModule(fresh(make), strict=True, memory_budget=budget)
-        assert [step(ours, batch, seed) for seed in (1, 2)] == losses
-        equal(plain, ours)
+        asked(ours, budget)
+        ours.load_state_dict(start)
+        assert torch.equal(step(ours, batch), loss)
+        for p, g in zip(ours.parameters(), grads, strict=True):
+            assert (p.grad is None) == (g is None) and (g is None or torch.equal(p.grad, g))
+        assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), state, strict=True))
         said = told(ours)
         assert said.peak <= said.budget == budget and said.without == most
-        for _ in range(2):
-            assert 0.97 * said.peak <= measured(ours, batch) <= said.peak
-            assert 0.97 * said.released <= measured(ours, batch, held=False) <= said.released
+        assert 0.97 * said.peak <= measured(ours, batch) <= said.peak
+        assert 0.97 * said.released <= measured(ours, batch, held=False) <= said.released
         times.append(said.again)
         peaks.add(said.peak)
-        assert said.peak == said.kept + said.workspace + said.outputs + said.gradients + said.loans
     assert times == sorted(times, reverse=True) and times[-1] == 0 < times[0], times
     assert len(peaks) >= 6, "a budget that lies between others is used"
 
 
-def test_half_the_arena_costs_little() -> None:
-    """No more time than whole layers, at their memory: whole layers are one of the sets."""
+def test_the_memory_of_whole_layers_costs_no_more_than_they_do() -> None:
     make, batch = MODELS["bert"]
     layers = ORTModule(fresh(make), memory_opt_level=1)
     step(layers, batch)
@@ -107,19 +122,22 @@ def test_half_the_arena_costs_little() -> None:
     assert told(ours).again < 0.25
 
 
-@pytest.mark.parametrize("segment_mb", [25.0, 0.01])
-@pytest.mark.parametrize("name", ["gpt2", "cnn"])
+@pytest.mark.parametrize(("name", "segment_mb"), [("gpt2", 0.01), ("cnn", 25.0)])
 def test_autocast(name: str, segment_mb: float) -> None:
     make, batch = MODELS[name]
-    options = {"segment_mb": segment_mb, "strict": True}
 
     def run(m: nn.Module) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return step(m, batch)
 
-    least, _ = smallest(make, run, **options)
-    plain, ours = ORTModule(fresh(make), **options), ORTModule(fresh(make), memory_budget=least, **options)
-    assert torch.equal(run(plain), run(ours))
+    plain, ours = (ORTModule(fresh(make), segment_mb=segment_mb, strict=True) for _ in range(2))
+    loss = run(plain)
+    start = copy.deepcopy(ours.module.state_dict())
+    run(ours)
+    least = smallest(ours, run)
+    asked(ours, least)
+    ours.load_state_dict(start)
+    assert torch.equal(run(ours), loss)
     equal(plain, ours)
     assert told(ours).peak == least < told(plain).peak
     ours.zero_grad()
@@ -174,11 +192,14 @@ def test_write_backs_and_yield_points() -> None:
             torch.manual_seed(k)
             m(x + k).square().mean().backward()
 
-    least, _ = smallest(blocks, run)
-    plain = ORTModule(fresh(blocks))
+    plain, ours = ORTModule(fresh(blocks)), ORTModule(fresh(blocks))
+    start = copy.deepcopy(ours.module.state_dict())
     run(plain)
+    run(ours)
+    least = smallest(ours, run)
     for budget in (least, (least + told(plain).peak) // 2):
-        ours = ORTModule(fresh(blocks), memory_budget=budget)
+        asked(ours, budget)
+        ours.load_state_dict(start)
         run(ours)
         equal(plain, ours)
         assert ours.report().host and told(ours).peak <= budget < told(plain).peak
@@ -201,14 +222,10 @@ def test_other_sizes_choose_again() -> None:
     make = lambda: fresh(gpt2)  # noqa: E731
     sizes = [(4, 40), (6, 80), (2, 24), (6, 80), (8, 64), (4, 40)]
     plain = ORTModule(make())
-    peaks = {}
-    for b, t in sizes:
-        batch = {"input_ids": ids(1, b, t), "labels": ids(2, b, t)}
-        step(plain, batch)
-        peaks[b, t] = measured(plain, batch)
-    budget = int(0.8 * max(peaks.values()))
+    batch = {"input_ids": ids(1, 8, 64), "labels": ids(2, 8, 64)}
+    step(plain, batch)
+    budget = int(0.75 * told(plain).peak)
     ours = ORTModule(make(), memory_budget=budget)
-    plain = ORTModule(make())
     for b, t in sizes:
         batch = {"input_ids": ids(1, b, t), "labels": ids(2, b, t)}
         assert torch.equal(step(plain, batch), step(ours, batch))
@@ -216,7 +233,7 @@ def test_other_sizes_choose_again() -> None:
         assert measured(ours, batch) <= budget
     dynamic = ours.report().graphs[-1]
     assert dynamic.dynamic
-    memory = ours._ortmodule.every[-1].graph.memory
+    memory: Any = ours._ortmodule.every[-1].graph.memory
     assert len(memory.known) == len({*sizes[1:]})  # asked once for every size
     assert len({v.number for v in memory.known.values()}) > 1, "small batches compute nothing again"
     with pytest.raises(BudgetError, match="at these sizes"):
@@ -250,13 +267,14 @@ def test_infeasible_is_an_error_before_anything_is_computed() -> None:
             step(ours, batch)
     equal(before, ours)  # no statistics were written
     percent = str(error.value).rpartition(" or '")[2].partition("'")[0]
-    least = int(str(error.value).partition("is memory_budget=")[2].partition(" or")[0])
+    least = named(error.value)
     for budget in (percent, least):
-        ours = ORTModule(fresh(make), memory_budget=budget)
+        asked(ours, budget)
         step(ours, batch)
         assert told(ours).peak == least
+    asked(ours, least - 1)
     with pytest.raises(BudgetError):
-        step(ORTModule(fresh(make), memory_budget=least - 1), batch)
+        step(ours, batch)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +325,7 @@ def test_what_is_told(caplog: pytest.LogCaptureFixture) -> None:
     lines = [r.getMessage() for r in caplog.records if "memory of a step" in r.getMessage()]
     assert len(lines) == 1 and "of a budget of" in lines[0] and "activations kept" in lines[0]
     said = told(ours)
-    assert said.parameters == sum(p.nbytes for p in ours.parameters()) + sum(b.nbytes for b in ours.buffers() if b.numel() > 1) or said.parameters > 0
+    assert said.parameters >= sum(p.nbytes for p in ours.parameters())
     assert said.optimizer == 8 * sum(p.numel() for p in ours.parameters())
     assert said.gradients >= sum(p.nbytes for p in ours.parameters())
     assert str(said) in str(ours.report()) and ours.report().to_dict()["graphs"][0]["memory"]["peak"] == said.peak
