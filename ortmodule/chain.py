@@ -6,6 +6,9 @@ forward   the engine computes all outputs before autograd hears of them; then a 
           Every Function takes the tensors whose gradients its segment completes, so autograd must run Head first, then
           link by link, and hands out gradients (hooks, DDP's all-reduce) while the rest is still to be computed. A
           token is an empty tensor.
+          A backward from one output must not go on into PyTorch's graph behind an input that it does not depend on
+          (where it would find freed tensors, and hooks). For such inputs the chain ends in tokens of their own:
+              Deliver (the inputs of some outputs) -> token -> Front (one output); Head -> token -> every Front
 backward  Head finds the engine's state among its saved tensors, starts the engine's backward, runs segment 0 and leaves
           the run for the
           Links under the number of the graph task, so that one graph may be walked by several threads at once.
@@ -32,26 +35,26 @@ node: no cycles.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
+from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from math import prod
-from threading import Thread
+from operator import or_
 from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import _C, cuda_engine
 from . import torch_private as private
 from .capture import Captured
 from .capture.functional import SIZES, View
-from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, plain
+from .holders import holders_when_dropped
+from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
+from .links import Arrived, Live, put_around
 from .memory import Budget, BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
@@ -105,6 +108,9 @@ class Variant:
                 self.want.setdefault(index, []).append(list(places))
         self.flow = Flow(info["flow"])
         self.shares = self.flow.shares  # of all outputs: those of the variant for which all arrive
+        every = reduce(or_, [1 << min(i, 63) for i in self.through], 0)
+        # graph inputs that some outputs do not depend on -> those that do (bits)
+        self.apart = {i: bits for i, bits in self.flow.sources().items() if every & ~bits}
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -143,10 +149,12 @@ class Step:
 
     __slots__ = (
         "aliases",
+        "apart",
         "arena",
         "autocast",
         "call",
         "clones",
+        "fronts",
         "given",
         "graph",
         "hooked",
@@ -164,6 +172,8 @@ class Step:
     )
 
     graph: Graph
+    apart: frozenset[int]  # graph inputs that get their gradients from Delivers
+    fronts: dict[int, Arrived]  # per graph task
     given: list[ref[Tensor] | None]  # the outputs as the user has them, where one is computed from another
     variant: Variant
     tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
@@ -176,7 +186,7 @@ class Step:
     clones: dict[int, Tensor]  # graph inputs that a forward overwrites, as they were before
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
     kinds: list[tuple[torch.Size, torch.dtype]]  # of the user outputs
-    live: dict[int, _Live]
+    live: dict[int, Live]
     state: _C.State | None  # what the engine knows of the arena: lives as long as the saved arena does
     hooked: bool  # saved tensors went through hooks: who holds them cannot be told
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
@@ -195,23 +205,6 @@ class Call(Protocol):
         -> user outputs, aliases of the graph inputs."""
 
 
-class _Live:
-    """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get
-    a gradient, when not all of the variant's do."""
-
-    __slots__ = ("answers", "found", "keep", "missing", "only", "run")
-
-    def __init__(
-        self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool, missing: Missing | None = None
-    ) -> None:
-        self.run = run
-        self.missing = missing
-        self.found = found
-        self.keep = keep
-        self.only: frozenset[int] | None = None
-        self.answers: Answers = {}
-
-
 class Graph:
     """A captured graph loaded into the engine: builds variants, runs steps."""
 
@@ -228,7 +221,7 @@ class Graph:
         self.cuda = cuda
         self.model = _C.Model(captured.onnx, 0 if budget else min(memory_level, 1), cuda)
         self.memory = Memory(budget)
-        _holders_when_dropped()  # measured here rather than inside the first backward
+        holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
         self.random: bool = self.model.random
@@ -238,6 +231,7 @@ class Graph:
         self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
+        self.edits = [i for i in self.writes if i not in captured.quiet]
         self.small = [
             i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)
         ]
@@ -297,7 +291,7 @@ class Graph:
         if found is None:
             full = self._full_variant(wanted, tensors)
             found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, full.grads)
-            found.shares = full.shares
+            found.shares, found.apart = full.shares, full.apart
             self._variants[wanted, arriving] = found
         return found
 
@@ -329,8 +323,8 @@ class Graph:
         except Failed as error:
             self._restore(error, before, tensors)
             raise
-        if self.writes:
-            increment_version([tensors[i] for i in self.writes])
+        if self.edits:
+            increment_version([tensors[i] for i in self.edits])
         outs: list[Tensor | None] = list(run.outputs())
         self.forward_ms += (perf_counter() - start) * 1e3
         self.forwards += 1
@@ -356,6 +350,8 @@ class Graph:
         step.seed = seed = self._seed()
         step.regions = {}
         step.live = {}
+        step.fronts = {}
+        step.apart = frozenset([i for i in variant.apart if wanted[i] and tensors[i].grad_fn is not None])
         step.call = call
         step.used = 0
         step.autocast = autocast
@@ -368,8 +364,8 @@ class Graph:
             self._restore(error, step.clones, tensors)
             raise
         step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
-        if self.writes:
-            increment_version([tensors[i] for i in self.writes])
+        if self.edits:
+            increment_version([tensors[i] for i in self.edits])
         clones = step.clones
         step.aliases = {i: clones[i] if i in clones else tensors[i].detach() for i in variant.reads}
         step.versions = _versions(tensors)
@@ -379,12 +375,7 @@ class Graph:
         step.outs = tuple(every)
         step.kinds = [(t.shape, t.dtype) for t in every]
 
-        token: Tensor | None = None
-        for number in range(len(variant.nodes) - 1, 0, -1):
-            token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
-        for i, out in zip(
-            variant.through, Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]]), strict=True
-        ):
+        for i, out in zip(variant.through, put_around(step, tensors), strict=True):
             outs[i] = out
         if self.between:
             step.given = [None if out is None else ref(out) for out in outs]
@@ -451,7 +442,7 @@ class Graph:
         keep: bool,
         dropped: bytes | None,
         arrived: bytes,
-    ) -> _Live:
+    ) -> Live:
         """Starts a backward over what the step's forward left. dropped: outputs whose memory may be overwritten.
         arrived: outputs whose gradient is not a zero filled in."""
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
@@ -460,7 +451,7 @@ class Graph:
         assert step.state is not None
         cuda_engine.follow_stream(self.cuda)
         run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped)
-        return _Live(run, None, keep, Missing(step.variant.flow, arrived))
+        return Live(run, None, keep, Missing(step.variant.flow, arrived))
 
     def can_run_again(self, step: Step, arriving: bytes) -> bool:
         """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a
@@ -481,7 +472,7 @@ class Graph:
                 grads[i] = torch.zeros((), dtype=dtype).expand(shape)
         return variant.grads
 
-    def backward_other(self, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
+    def backward_other(self, step: Step, grads: list[Tensor | None], keep: bool) -> Live:
         """Backward from a set of outputs that the forward was not prepared for: runs the forward again, prepared for
         it."""
         arriving = bytes([g is not None for g in grads])
@@ -516,9 +507,9 @@ class Graph:
             for segment in segments:
                 self.host.drive_backward(back, segment, regions, variant.want, False, answers, missing)
                 found.update([(i, None if missing.of_input(i) else grad) for i, grad in back.grads(segment)])
-        return _Live(None, found, keep)
+        return Live(None, found, keep)
 
-    def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> _Live:
+    def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:
         """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's
         tensors."""
         if self.random or step.random_state is not None:
@@ -540,7 +531,7 @@ class Graph:
             found = torch.autograd.grad(
                 sources, [aliases[i] for i in numbers], incoming, create_graph=True, allow_unused=True
             )
-        return _Live(None, dict(zip(numbers, found, strict=True)), True)
+        return Live(None, dict(zip(numbers, found, strict=True)), True)
 
     def look_between(self, step: Step, arrived: int) -> None:
         """Says once when the gradient of an output is looked at that another output, whose gradient arrives, is
@@ -626,258 +617,3 @@ def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
 def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Autocast as it was at the forward (backward runs outside of the user's context)."""
     return torch.autocast("cpu", enabled=dtype is not None, dtype=dtype or torch.bfloat16)
-
-
-class _Spared:
-    """A hook on a tensor that is not called for a gradient that does not arrive: PyTorch does not get to the tensor
-    then, but here it does, on the way of another."""
-
-    __slots__ = ("hook",)
-
-    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
-        self.hook = hook
-
-    def __call__(self, grad: Tensor | None) -> Any:
-        return None if grad is None else self.hook(grad)
-
-
-def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
-    """The last n of a Function's results go to its last n tensors."""
-    for (node, _), grad in zip(ctx.next_functions[-n:], result[-n:], strict=True):
-        leaf = getattr(node, "variable", None) if grad is None else None
-        hooks: dict[int, Any] = (private.tensor_hooks(leaf) if leaf is not None else None) or {}
-        for key, hook in [*hooks.items()]:
-            if type(hook) is not _Spared:
-                hooks[key] = _Spared(hook)
-
-
-def _give(step: Step, live: _Live, number: int, head: int) -> tuple[Tensor | None, ...]:
-    """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other
-    arguments."""
-    variant, graph = step.variant, step.graph
-    segments, inputs = variant.nodes[number]
-    result: list[Tensor | None] = [None] * (head + len(inputs))
-    if live.found is not None:
-        for place, i in enumerate(inputs):
-            result[head + place] = live.found.pop(i, None)
-        return tuple(result)
-    run, places = live.run, variant.places[number]
-    missing = live.missing if graph.host.ops else None
-    assert run is not None
-    for segment in segments:
-        if graph.host.ops:
-            assert missing is not None
-            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers, missing)
-        else:
-            run.resume(segment)
-        for i, grad in run.grads(segment):
-            if (live.only is None or i in live.only) and (missing is None or not missing.of_input(i)):
-                result[head + places[i]] = grad
-    return tuple(result)
-
-
-def _spent(step: Step, output: int) -> bool:
-    """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations
-    (sums, views)."""
-    return step.variant.shares[output] & step.used != 0
-
-
-def _drop(step: Step, task: int) -> None:
-    step.live.pop(task, None)
-
-
-def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool, level: int) -> _Live | None:
-    """A backward for each of a batch, when the gradients that arrive are tensors of vmap."""
-    parts = [None if g is None else private.batch_of(g, level) for g in grads]
-    held = [p for p in parts if p is not None]
-    if not held:
-        return None
-    rows, batch = held[0]
-    if level > 1 or any(private.batch_of(p[0][0], 0) is not None for p in held if len(p[0])):
-        raise RuntimeError("ortmodule: a backward under more than one vmap is not possible")
-    variant = step.variant
-    found: dict[int, list[Tensor | None]] = {i: [] for _, inputs in variant.nodes for i in inputs}
-    for k in range(len(rows)):
-        one = [p[0][k] if p is not None else g for p, g in zip(parts, grads, strict=True)]
-        live = _begin(ctx, step, one, keep or k + 1 < len(rows))
-        for number, (_, inputs) in enumerate(variant.nodes):
-            for i, grad in zip(inputs, _give(step, live, number, 0), strict=True):
-                found[i].append(grad)
-    result: dict[int, Tensor | None] = {}
-    for i, all_rows in found.items():
-        like = next((g for g in all_rows if g is not None), None)
-        result[i] = (
-            None if like is None else batch(torch.stack([torch.zeros_like(like) if g is None else g for g in all_rows]))
-        )
-    return _Live(None, result, keep)
-
-
-def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> _Live:
-    """Starts the backward of a step; grads: one per user output."""
-    graph, variant = step.graph, step.variant
-    grads = [g if g is None else plain(g) for g in grads]
-    if step.used and any([g is not None and _spent(step, i) for i, g in enumerate(grads)]):
-        _ = ctx.saved_tensors  # PyTorch's own error
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: the state of the forward has been freed"
-        )
-    if torch.is_grad_enabled():
-        return graph.backward_in_torch(step, grads)
-    arriving = bytes([g is not None for g in grads])
-    if step.used or any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):
-        return graph.backward_other(step, grads, keep)
-    try:
-        saved = ctx.saved_tensors
-    except RuntimeError:
-        # An output was edited that eager need not miss: it matters to the missing gradients only, or stands beside the
-        # loss (logits).
-        if not graph.can_run_again(step, arriving):
-            raise
-        return graph.backward_other(step, grads, keep)
-    only = None
-    if arriving == variant.arriving:
-        variant.confirmed = True
-    else:
-        only = graph.backward_fewer(step, grads)
-    outputs: list[Tensor | None] = [None] * graph.n_outputs
-    for place, i in enumerate(variant.reads_outputs):
-        outputs[i] = saved[1 + place]
-    dropped = None
-    if not keep and variant.lendable and not step.hooked:
-        flags = bytearray(graph.n_outputs)
-        for place, i in variant.lendable:
-            flags[i] = dropped_by_all(saved[1 + place])
-        dropped = bytes(flags)
-    live = graph.backward(step, saved[0], outputs, grads, keep, dropped, arriving)
-    live.only = only
-    return live
-
-
-def _holders(t: Tensor) -> int:
-    storage = t.untyped_storage()
-    count: int = private.storage_use_count(private.storage_of(t))
-    return count + sys.getrefcount(storage)  # somebody may hold the storage object itself
-
-
-class _Probe(Function):
-    """How many holders a saved output has, seen from its Function's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, seen: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
-        out = x.new_zeros(2)
-        ctx.seen = seen
-        ctx.save_for_backward(out)
-        return x.sum(), out
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
-        ctx.seen.append(_holders(ctx.saved_tensors[0]))
-        return None, None
-
-
-@cache
-def _holders_when_dropped() -> int:
-    """The count that means: only autograd holds it, for the next moment. -1: this PyTorch cannot tell."""
-    seen: list[int] = []
-
-    def measure() -> None:
-        with suppress(AttributeError, RuntimeError, TypeError):
-            for hold in (False, True):
-                loss, out = _Probe.apply(seen, torch.zeros(1, requires_grad=True))
-                view = out.view(1, 2) if hold else None
-                del out
-                loss.backward()
-                del view
-
-    # the caller may be in inference mode, under saved-tensor hooks, inside a backward: a new thread is not
-    thread = Thread(target=measure)
-    thread.start()
-    thread.join()
-    return seen[0] if len(seen) == 2 and seen[1] > seen[0] else -1
-
-
-def dropped_by_all(t: Tensor) -> bool:
-    """Is this saved output of a Function, just unpacked in its backward, held by nobody else (no tensor, view, array or
-    storage)?"""
-    none = _holders_when_dropped() if private.has("storage_use_count") else -1
-    return none >= 0 and _holders(t) == none
-
-
-class Head(Function):
-    """The last Function of the chain in forward order, the first in backward: owns the saved state."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        variant, outs = step.variant, step.outs
-        ctx.step = step
-        ctx.set_materialize_grads(False)
-        aliases = step.aliases
-        ctx.save_for_backward(
-            step.arena, *[outs[i] for i in variant.reads_outputs], *[aliases[i] for i in variant.node_reads[0]]
-        )
-        step.hooked = private.saved_hooks(True) is not None
-        step.arena = None
-        step.outs = ()
-        return tuple([outs[i] for i in variant.through])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        start = perf_counter()
-        step: Step = ctx.step
-        graph, variant = step.graph, step.variant
-        incoming: list[Tensor | None] = [None] * graph.n_outputs
-        arrived = 0
-        for i, grad in zip(variant.through, grads, strict=True):
-            if grad is not None:
-                incoming[i] = grad
-                arrived |= 1 << min(i, 63)
-        if graph.between:
-            graph.look_between(step, arrived)
-        private.refuse_batches(grads)
-        keep = private.keep_graph()
-        level = private.vmap_level()
-        live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
-        live = live or _begin(ctx, step, incoming, keep)
-        result = _give(step, live, 0, 2)
-        if type(None) in map(type, result[2:]):
-            _spare_hooks(ctx, result, len(result) - 2)
-        if len(variant.nodes) > 1:
-            task = private.task_id()
-            step.live[task] = live
-            private.queue_callback(lambda: _drop(step, task))
-        if not keep:
-            step.used |= arrived
-            step.aliases, step.state = {}, None
-            # else a backward from other outputs may come: the forward is run again
-            if all([_spent(step, i) for i in variant.through]):
-                step.tensors, step.clones, step.call = (), {}, None
-            if len(variant.nodes) == 1:
-                step.regions = {}
-        graph.backward_ms += (perf_counter() - start) * 1e3
-        graph.backwards += 1
-        return result
-
-
-class Link(Function):
-    """One of the Functions before Head: waits for its token's turn, then completes its own segment."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, number: int, token: Tensor | None, *inputs: Tensor) -> Tensor:
-        ctx.step = step
-        ctx.number = number
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[step.aliases[i] for i in step.variant.node_reads[number]])
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        start = perf_counter()
-        step: Step = ctx.step
-        live = step.live[private.task_id()]
-        if live.found is None:
-            _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
-        result = _give(step, live, ctx.number, 3)
-        if type(None) in map(type, result[3:]):
-            _spare_hooks(ctx, result, len(result) - 3)
-        step.graph.backward_ms += (perf_counter() - start) * 1e3
-        return result

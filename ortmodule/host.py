@@ -19,6 +19,8 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,17 @@ class Flow:
         self, rows: tuple[list[tuple[int, int, int]], dict[tuple[int, int], int], dict[int, int], list[int]]
     ) -> None:
         self.terms, self.host, self.grads, self.shares = rows
+
+    def sources(self) -> dict[int, int]:
+        """Per graph input: the user outputs (bits; the last for all from 63 on) that its gradient may come from."""
+        bits: list[int] = []
+        for kind, a, b in self.terms:
+            if kind == _HOST:  # whatever comes to any of the node's outputs
+                given = [term for (row, _), term in self.host.items() if row == a]
+                bits.append(reduce(or_, [bits[t] if t < len(bits) else -1 for t in given], 0))
+            else:
+                bits.append(1 << min(a, 63) if kind == _OUTPUT else bits[a] | bits[b] if kind == _ANY else 0)
+        return {i: bits[term] for i, term in self.grads.items()}
 
 
 class Missing:

@@ -116,7 +116,7 @@ GRAMMAR: dict[str, list[str]] = {
         "if x.shape[0] == 5 and flag:\n    raise KeyError('five')",
     ],
     "data": [
-        "if h.sum() > 0:\n    h = h * 2\nelse:\n    h = self.second(h)",
+        "if h.sum() > 0.1:\n    h = h * 2\nelse:\n    h = self.second(h)",
         "h = h * (2.0 if h.detach().max().item() > 1 else 0.5)",
         "h = h + h[h > 0].sum()",
         "h = h.index_add(0, torch.nonzero(h[:, 0] > 0)[:, 0], h[h[:, 0] > 0])",
@@ -307,7 +307,7 @@ class Branch(nn.Module):
         self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, h):
-        return self.one(h) if h.sum() > 0 else torch.tanh(self.other(h))
+        return self.one(h) if h.sum() > 0.1 else torch.tanh(self.other(h))  # 0.1: a centred sum is not asked its sign
 
 
 class Tower(nn.Module):

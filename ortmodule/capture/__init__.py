@@ -82,7 +82,8 @@ class Captured:
 
     onnx: the graph (docs/ONNX.md). inputs: in the order of the graph inputs. rebuild: tensor outputs -> what the user's
     forward returns, a fresh object each time. passthrough: output index -> graph input index where an output is that
-    input itself. writes: graph input index per write-back; write-backs follow the user outputs. host_ops: rows for
+    input itself. writes: graph input index per write-back; write-backs follow the user outputs. quiet: those of
+    them that are no new version. host_ops: rows for
     nodes with `host_index`. fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this
     graph. fixed_scalars: int/float leaves whose value the graph depends on (all of them unless captured with
     symbolic_scalars). rebinds: graph inputs that are buffers to which forward assigns new tensors; the graph writes
@@ -103,6 +104,7 @@ class Captured:
     fits: Callable[[FlatInputs], bool]
     fixed_scalars: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
+    quiet: frozenset[int] = frozenset()
     between: dict[int, int] = field(default_factory=dict)
     tests: list[Test] | None = None
     # what submodules kept in PyTorch returned, as tensors without values
@@ -173,6 +175,7 @@ def capture(
         fits=fits,
         fixed_scalars=fixed_scalars,
         kept=without_values(exported.table),
+        quiet=frozenset([index[n] for n, _ in program.writes if n in program.quiet]),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],
         between=_between(program),
         tests=tests,
@@ -240,6 +243,7 @@ def _capture_parts(
                 passthrough={},
                 views={},
                 writes=[index[n] for n, _ in p.writes],
+                quiet=frozenset([index[n] for n, _ in p.writes if n in p.quiet]),
                 host_ops=host_ops,
                 seconds=0.0,
                 n_nodes=len(builder.graph.node),

@@ -149,7 +149,7 @@ def split(program: Program, exported: Exported) -> Split:
             if n not in source_of or source_of[n].kind != "constant":
                 need(n, k)
         p.inputs = [(source_of.get(n) or Source("user"), n) for n in outside]
-        p.writes = flush
+        p.writes, p.quiet = flush, program.quiet
         parts.append(Part(p))
         if k < len(cuts):
             operands = [i for i in cuts[k].args[0] if isinstance(i, Node)]

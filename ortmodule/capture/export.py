@@ -215,7 +215,8 @@ def keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]
         yield
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
-            if registered or t._version != version:  # batch_norm updates its statistics without a new version
+            # without a new version: batch_norm's statistics; an edit in the trace that an exception has cut short
+            if registered or t._version != version or not torch.equal(t, old):
                 with torch.no_grad():
                     t.detach().copy_(old)
                 private.set_version((t,), (version,))  # a backward may be waiting
@@ -264,8 +265,11 @@ def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _types_only(x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
                 bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
     state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    out = x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))
-    return (out, *[torch.empty_like(s) for s in state])
+    made = [x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))]
+    made += [torch.empty_like(s) for s in state]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *state, *params)):
+        made = [t.requires_grad_().clone() for t in made]  # a result, no leaf
+    return tuple(made)
 
 
 def _light() -> contextlib.AbstractContextManager[None]:

@@ -109,7 +109,7 @@ class Program:
     user's result; passthrough: output index -> INPUT node when the output is that input itself; views: output index ->
     (INPUT node or another output, the views that lead from it to this output); writes: (INPUT node, new value);
     layouts: tensor arguments whose strides decide what is a copy, or whether a view is allowed; edited: inputs that are
-    edited in place."""
+    edited in place; quiet: those whose edit is no new version in PyTorch (running statistics)."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -120,6 +120,7 @@ class Program:
         self.writes: list[tuple[Node, Node]] = []
         self.layouts: set[int] = set()
         self.edited: list[Source] = []
+        self.quiet: set[Node] = set()
         self.edits = False  # anything is
         self.item_of: dict[Any, Node] = {}  # symbol of an item() -> the 0-d tensor it was read from
         self.flushes: dict[Node, list[tuple[Node, Node]]] = {}  # write-backs that are made before a cut
@@ -140,7 +141,7 @@ class View(NamedTuple):
 
 
 class _Base:
-    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "views")
+    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
@@ -150,6 +151,7 @@ class _Base:
         self.kin: set[_Base] = set()  # values that are the same tensor, unless a hook has put another in its place
         self.hosts: list[Expected] = []  # opaque calls that were given, or have returned, memory of this value
         self.views = False
+        self.loud = False  # written by more than training batch_norm, whose edit is no new version
         self.input = node if is_input else None
 
 
@@ -321,7 +323,7 @@ class _Functionalizer:
             v.version = v.base.version
         return self.use(v.node)
 
-    def write(self, v: _V, new: Node, over: bool = False) -> None:
+    def write(self, v: _V, new: Node, over: bool = False, loud: bool = True) -> None:
         """over: `new` is not computed from what it takes the place of."""
         for expected in v.base.hosts:
             expected.edited = True
@@ -343,6 +345,7 @@ class _Functionalizer:
             value = self.make(ZERO, (value, old), {}, old.val)
         v.base.node = value
         v.base.version += 1
+        v.base.loud |= loud
         if v.base.held is not None or v.base.kin:
             self.sync(v.base)
 
@@ -639,7 +642,7 @@ class _Functionalizer:
         made = self.make(BATCH_NORM, args, {}, (node.meta["val"], m.node.val, v.node.val))
         out = [self.make(operator.getitem, (made, i), {}, made.val[i]) for i in range(3)]
         for target, new in ((m, out[1]), (v, out[2])):
-            self.write(target, new)
+            self.write(target, new, loud=False)
         env[node] = _V(_Base(out[0]), out[0])
         return True
 
@@ -717,6 +720,7 @@ class _Functionalizer:
                 p.writes.append((base.input, base.node))
         p.edited = [source for source, base in held if base.version > 0 and source.kind != "constant"]
         self.check_returned({base.input for source, base in held if source.kind == "user"})
+        p.quiet = {base.input for _, base in held if base.input is not None and base.version > 0 and not base.loud}
         p.edits = self.mutates
         p.layouts = self.layouts_that_matter(held)
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]

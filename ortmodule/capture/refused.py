@@ -468,7 +468,13 @@ def _inference(original: Callable[..., Any]) -> Callable[..., Any]:
     """inference_mode.__enter__, also of decorated functions. no_grad is another matter: the trace has it."""
 
     def enter(self: Any) -> Any:
-        if self.mode != torch.is_inference_mode_enabled():
+        frame = sys._getframe(2)  # behind the patch
+        decorated = frame.f_locals.get("func") if frame.f_code.co_name == "decorate_context" else None
+        code = getattr(decorated, "__code__", frame.f_code)
+        # the tracer leaves the mode in which the module was called
+        if self.mode != torch.is_inference_mode_enabled() and not code.co_filename.startswith(
+            (TORCH_DIR, OWN_DIR)
+        ):
             raise NotRepeatable(
                 f"forward enters torch.inference_mode({self.mode}): its tensors are of a kind that a graph does not "
                 "make; torch.no_grad() stays in the graph",

@@ -569,3 +569,72 @@ def test_a_thread_local_is_read_on_each_thread() -> None:
     thread.join()
     use(1.0)
     torch.testing.assert_close(found, [found[0]] * 3)
+
+
+class Asking(nn.Module):
+    """What a recurrent layer gives is asked for what eager's autograd knows of it."""
+
+    def __init__(self, layer: type) -> None:
+        super().__init__()
+        self.layer = layer(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)[0]
+        return h * (2.0 if h.requires_grad else 3.0)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_results_of_recurrent_layers_require_a_gradient(layer: type) -> None:
+    torch.manual_seed(0)
+    net, x = Asking(layer), torch.randn(3, 2, 4)
+    model = ORTModule(copy.deepcopy(net))
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model(x), net(x))
+    assert model.report().node_share == 1
+
+
+class Counting(nn.Module):
+    """Edits a tensor that is no buffer, and then does what a graph cannot."""
+
+    def __init__(self, last: Callable[[], object]) -> None:
+        super().__init__()
+        self.plain, self.last = torch.zeros(4), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plain.add_(1)
+        y = x * self.plain
+        self.last()
+        return y
+
+
+def _nothing() -> None:
+    pass
+
+
+def _decorated() -> None:
+    @torch.inference_mode()
+    def inner() -> Tensor:
+        return torch.ones(2)
+
+    inner()
+
+
+def _with() -> None:
+    with torch.inference_mode():
+        torch.ones(2)
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("last", [_nothing, _with, _decorated, lambda: torch.manual_seed(1)])
+def test_first_called_in_inference_mode(around: Callable[..., Any], last: Callable[[], object]) -> None:
+    """The tracer's own inference_mode(False) is not the user's; what a failed capture has edited is undone."""
+    net, x = Counting(last), torch.randn(2, 4)
+    model = ORTModule(copy.deepcopy(net))
+    for _ in range(3):
+        with around():
+            torch.testing.assert_close(model(x), net(x), rtol=0, atol=0)
+    if last is _nothing:
+        assert model.report().node_share == 1
+    if last in (_with, _decorated) and around is not torch.inference_mode:
+        assert "forward enters torch.inference_mode(True)" in str(model.report())

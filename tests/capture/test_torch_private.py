@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ortmodule import ORTModule, chain
+from ortmodule import ORTModule, holders
 from ortmodule import torch_private as private
 from ortmodule.optim import FusedAdam, lists
 
@@ -26,7 +26,7 @@ ROWS = {row.field: row for row in private.TABLE}
 def found_again() -> Iterator[None]:
     yield
     private.forget()
-    chain._holders_when_dropped.cache_clear()
+    holders.holders_when_dropped.cache_clear()
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -84,7 +84,7 @@ def train(model: nn.Module, rank: int, options: dict[str, Any], no_sync: bool) -
 
 def overlap(model: nn.Module) -> tuple[float, float]:
     """Start of the first all-reduce and end of the engine's last segment, in ms since backward began (best of some)."""
-    from ortmodule import chain
+    from ortmodule import links
 
     ddp = DDP(model, bucket_cap_mb=1.0)
     starts: list[float] = []
@@ -97,14 +97,14 @@ def overlap(model: nn.Module) -> tuple[float, float]:
     hook.__annotations__ = {}  # DDP compares annotations with classes; here they are text
     ddp.register_comm_hook(None, hook)
     ends: list[float] = []
-    give = chain._give
+    give = links._give
 
     def timed(*args: Any) -> Any:
         result = give(*args)
         ends.append(time.perf_counter())
         return result
 
-    chain._give = timed
+    links._give = timed
     found = []
     for _ in range(6):
         starts.clear(), ends.clear()
@@ -112,7 +112,7 @@ def overlap(model: nn.Module) -> tuple[float, float]:
         begin = time.perf_counter()
         out.backward(torch.ones_like(out))
         found.append(((min(starts) - begin) * 1e3, (max(ends) - begin) * 1e3))
-    chain._give = give
+    links._give = give
     return min(found[2:], key=lambda pair: pair[0] - pair[1])
 
 

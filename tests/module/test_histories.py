@@ -265,9 +265,9 @@ def test_the_engine_takes_part():
 
 def test_a_wrong_engine_would_be_noticed(monkeypatch):
     """The comparison can fail: one gradient doubled."""
-    from ortmodule import chain
+    from ortmodule import links
 
-    give = chain._give
+    give = links._give
 
     def wrong(*args: Any) -> Any:
         result = list(give(*args))
@@ -275,6 +275,6 @@ def test_a_wrong_engine_would_be_noticed(monkeypatch):
         result[place] = result[place] * 2
         return tuple(result)
 
-    monkeypatch.setattr(chain, "_give", wrong)
+    monkeypatch.setattr(links, "_give", wrong)
     with pytest.raises(AssertionError):
         play([(forward, 7, 1, True, 1.0), (backward, 0, "both", 2, False)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ortmodule
-from ortmodule import ORTModule, chain
+from ortmodule import ORTModule, chain, holders
 
 N, D, V = 7, 5, 13
 
@@ -155,7 +155,7 @@ def test_lending_makes_the_step_smaller() -> None:
 @pytest.mark.parametrize("under", ["inference_mode", "save_on_cpu", "checkpoint"])
 def test_first_forward_elsewhere(under: str, lent: list[bool]) -> None:
     """What tells whether an output is held is measured once per process, wherever the first forward happens to be."""
-    chain._holders_when_dropped.cache_clear()
+    holders.holders_when_dropped.cache_clear()
     ours, x, y = ORTModule(Model().double()), torch.randn(N, D, dtype=torch.float64), torch.randint(V, (N,))
     if under == "inference_mode":
         with torch.inference_mode():

@@ -30,12 +30,12 @@ def test_programs_are_a_function_of_their_number():
 
 @pytest.mark.parametrize("what", ["gradient", "result", "buffer"])
 def test_a_difference_is_noticed(what, monkeypatch):
-    from ortmodule import chain
+    from ortmodule import chain, links
 
     p = Program(0, ["h = self.first(h)", "self.mean.mul_(0.9).add_(h.detach().mean(0))||self.register_buffer('mean', torch.zeros(4))"], "h",
                 ["call(rows=3)"])  # fmt: skip
     assert fails(p) is None
-    give, train = chain._give, chain.Graph.train
+    give, train = links._give, chain.Graph.train
 
     def wrong(*args: Any) -> Any:
         result = list(give(*args))
@@ -50,7 +50,7 @@ def test_a_difference_is_noticed(what, monkeypatch):
         return out
 
     if what == "gradient":
-        monkeypatch.setattr(chain, "_give", wrong)
+        monkeypatch.setattr(links, "_give", wrong)
     else:
         monkeypatch.setattr(chain.Graph, "train", changed)
     assert what in str(fails(p))

@@ -1,0 +1,379 @@
+"""The autograd.Functions of the chain (chain.py): Head and the Links before it, Fronts and Delivers where outputs
+differ in what they depend on; and the backward that Head starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import _C
+from . import torch_private as private
+from .holders import dropped_by_all
+from .host import Answers, Missing, plain
+
+if TYPE_CHECKING:
+    from .chain import Step
+
+
+class Arrived:
+    """What has come to the Fronts of a step in one graph task: Head, gradients by output, and the backward started from
+    `used` of them."""
+
+    __slots__ = ("grads", "head", "live", "used")
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+        self.grads: dict[int, Tensor] = {}
+        self.live: Live | None = None
+        self.used: frozenset[int] = frozenset()
+
+
+class Live:
+    """A backward in progress, kept for the Links: the engine's run, or all gradients at once. only: the inputs that get
+    a gradient, when not all of the variant's do."""
+
+    __slots__ = ("answers", "found", "keep", "missing", "only", "run")
+
+    def __init__(
+        self, run: _C.Run | None, found: dict[int, Tensor | None] | None, keep: bool, missing: Missing | None = None
+    ) -> None:
+        self.run = run
+        self.missing = missing
+        self.found = found
+        self.keep = keep
+        self.only: frozenset[int] | None = None
+        self.answers: Answers = {}
+
+
+class _Spared:
+    """A hook on a tensor that is not called for a gradient that does not arrive: PyTorch does not get to the tensor
+    then, but here it does, on the way of another."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        return None if grad is None else self.hook(grad)
+
+
+def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
+    """The last n of a Function's results go to its last n tensors."""
+    if not n:
+        return
+    for (node, _), grad in zip(ctx.next_functions[-n:], result[-n:], strict=True):
+        leaf = getattr(node, "variable", None) if grad is None else None
+        hooks: dict[int, Any] = (private.tensor_hooks(leaf) if leaf is not None else None) or {}
+        for key, hook in [*hooks.items()]:
+            if type(hook) is not _Spared:
+                hooks[key] = _Spared(hook)
+
+
+def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -> tuple[Tensor | None, ...]:
+    """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other
+    arguments. every: those that Delivers give, too."""
+    variant, graph = step.variant, step.graph
+    segments, inputs = variant.nodes[number]
+    result: list[Tensor | None] = [None] * (head + len(inputs))
+    if live.found is not None:
+        for place, i in enumerate(inputs):
+            if every or i not in step.apart:
+                result[head + place] = live.found.pop(i, None)
+        return tuple(result)
+    run, places = live.run, variant.places[number]
+    missing = live.missing if graph.host.ops else None
+    assert run is not None
+    for segment in segments:
+        if graph.host.ops:
+            assert missing is not None
+            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers, missing)
+        else:
+            run.resume(segment)
+        for i, grad in run.grads(segment):
+            if (live.only is None or i in live.only) and (missing is None or not missing.of_input(i)):
+                result[head + places[i]] = grad
+    return tuple(result)
+
+
+def _spent(step: Step, output: int) -> bool:
+    """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations
+    (sums, views)."""
+    return step.variant.shares[output] & step.used != 0
+
+
+def _drop(step: Step, task: int) -> None:
+    step.live.pop(task, None)
+
+
+def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool, level: int) -> Live | None:
+    """A backward for each of a batch, when the gradients that arrive are tensors of vmap."""
+    parts = [None if g is None else private.batch_of(g, level) for g in grads]
+    held = [p for p in parts if p is not None]
+    if not held:
+        return None
+    rows, batch = held[0]
+    if level > 1 or any(private.batch_of(p[0][0], 0) is not None for p in held if len(p[0])):
+        raise RuntimeError("ortmodule: a backward under more than one vmap is not possible")
+    variant = step.variant
+    found: dict[int, list[Tensor | None]] = {i: [] for _, inputs in variant.nodes for i in inputs}
+    for k in range(len(rows)):
+        one = [p[0][k] if p is not None else g for p, g in zip(parts, grads, strict=True)]
+        live = _begin(ctx, step, one, keep or k + 1 < len(rows))
+        for number, (_, inputs) in enumerate(variant.nodes):
+            for i, grad in zip(inputs, _give(step, live, number, 0, True), strict=True):
+                found[i].append(grad)
+    result: dict[int, Tensor | None] = {}
+    for i, all_rows in found.items():
+        like = next((g for g in all_rows if g is not None), None)
+        result[i] = (
+            None if like is None else batch(torch.stack([torch.zeros_like(like) if g is None else g for g in all_rows]))
+        )
+    return Live(None, result, keep)
+
+
+def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live:
+    """Starts the backward of a step; grads: one per user output."""
+    graph, variant = step.graph, step.variant
+    grads = [g if g is None else plain(g) for g in grads]
+    if step.used and any([g is not None and _spent(step, i) for i, g in enumerate(grads)]):
+        _ = ctx.saved_tensors  # PyTorch's own error
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the state of the forward has been freed"
+        )
+    if torch.is_grad_enabled():
+        return graph.backward_in_torch(step, grads)
+    arriving = bytes([g is not None for g in grads])
+    if step.used or any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):
+        return graph.backward_other(step, grads, keep)
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError:
+        # An output was edited that eager need not miss: it matters to the missing gradients only, or stands beside the
+        # loss (logits).
+        if not graph.can_run_again(step, arriving):
+            raise
+        return graph.backward_other(step, grads, keep)
+    only = None
+    if arriving == variant.arriving:
+        variant.confirmed = True
+    else:
+        only = graph.backward_fewer(step, grads)
+    outputs: list[Tensor | None] = [None] * graph.n_outputs
+    for place, i in enumerate(variant.reads_outputs):
+        outputs[i] = saved[1 + place]
+    dropped = None
+    if not keep and variant.lendable and not step.hooked:
+        flags = bytearray(graph.n_outputs)
+        for place, i in variant.lendable:
+            flags[i] = dropped_by_all(saved[1 + place])
+        dropped = bytes(flags)
+    live = graph.backward(step, saved[0], outputs, grads, keep, dropped, arriving)
+    live.only = only
+    return live
+
+
+def _run(ctx: Any, step: Step, grads: dict[int, Tensor], keep: bool) -> Live:
+    """Starts a backward from the gradients by output. ctx: Head's."""
+    graph = step.graph
+    incoming: list[Tensor | None] = [None] * graph.n_outputs
+    arrived = 0
+    for i, grad in grads.items():
+        incoming[i] = grad
+        arrived |= 1 << min(i, 63)
+    if graph.between:
+        graph.look_between(step, arrived)
+    private.refuse_batches(incoming)
+    level = private.vmap_level()
+    live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
+    return live or _begin(ctx, step, incoming, keep)
+
+
+def _free(step: Step, grads: dict[int, Tensor]) -> None:
+    """A backward that does not retain the graph has started from these outputs."""
+    for i in grads:
+        step.used |= 1 << min(i, 63)
+    step.aliases, step.state = {}, None
+    # else a backward from other outputs may come: the forward is run again
+    if all([_spent(step, i) for i in step.variant.through]):
+        step.tensors, step.clones, step.call = (), {}, None
+    if len(step.variant.nodes) == 1:
+        step.regions = {}
+
+
+def _run_apart(step: Step, arrived: Arrived, last: bool) -> Live:
+    """All gradients at once, from what has come to the Fronts. last: nothing more can come. (PyTorch runs the Fronts
+    before, if one thread has made the graph and one walks it; else what comes later is worth another run, which gives
+    what has been delivered already once more.)"""
+    grads = arrived.grads
+    if arrived.live is None or arrived.used != grads.keys():
+        last = last or len(grads) == len(step.variant.through)
+        keep = private.keep_graph() or not last
+        live = _run(arrived.head, step, grads, keep)
+        if live.found is None:
+            live.found = {
+                i: grad
+                for number, (_, inputs) in enumerate(step.variant.nodes)
+                for i, grad in zip(inputs, _give(step, live, number, 0), strict=True)
+            }
+        arrived.live, arrived.used = live, frozenset(grads)
+        if not keep:
+            _free(step, grads)
+        step.graph.backwards += 1
+    return arrived.live
+
+
+class Head(Function):
+    """The last Function of the chain in forward order, the first in backward: owns the saved state."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        variant, outs = step.variant, step.outs
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        aliases, reads, apart = step.aliases, variant.node_reads[0], step.apart
+        if apart:  # all segments run at once, and the outputs are those of Fronts
+            reads = [*dict.fromkeys([i for reads in variant.node_reads for i in reads])]
+        ctx.save_for_backward(
+            step.arena,
+            *[outs[i].detach() if apart else outs[i] for i in variant.reads_outputs],
+            *[aliases[i] for i in reads],
+        )
+        step.hooked = private.saved_hooks(True) is not None
+        step.arena = None
+        step.outs = ()
+        return (torch.empty(0),) if apart else tuple([outs[i] for i in variant.through])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        start = perf_counter()
+        step: Step = ctx.step
+        graph, variant, task = step.graph, step.variant, private.task_id()
+        if step.apart:
+            arrived = step.fronts.get(task)
+            given = {} if arrived is None else arrived.grads
+        else:
+            given = {i: grad for i, grad in zip(variant.through, grads, strict=True) if grad is not None}
+        if not given:  # PyTorch also goes on behind a Function that has given None
+            result: tuple[Tensor | None, ...] = (None,) * (2 + len(variant.nodes[0][1]))
+            _spare_hooks(ctx, result, len(result) - 2)
+            return result
+        if step.apart:
+            assert arrived is not None
+            live = _run_apart(step, arrived, True)
+            result = _give(step, live, 0, 2)
+        else:
+            keep = private.keep_graph()
+            live = _run(ctx, step, given, keep)
+            result = _give(step, live, 0, 2)
+            if not keep:
+                _free(step, given)
+            graph.backwards += 1
+        if type(None) in map(type, result[2:]):
+            _spare_hooks(ctx, result, len(result) - 2)
+        if len(variant.nodes) > 1:
+            step.live[task] = live
+            private.queue_callback(lambda: _drop(step, task))
+        graph.backward_ms += (perf_counter() - start) * 1e3
+        return result
+
+
+class Link(Function):
+    """One of the Functions before Head: waits for its token's turn, then completes its own segment."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, number: int, token: Tensor | None, *inputs: Tensor) -> Tensor:
+        ctx.step = step
+        ctx.number = number
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[step.aliases[i] for i in step.variant.node_reads[number]])
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        start = perf_counter()
+        step: Step = ctx.step
+        live = step.live.get(private.task_id())
+        if live is None:  # nothing has come to Head
+            result: tuple[Tensor | None, ...] = (None,) * (3 + len(step.variant.nodes[ctx.number][1]))
+            _spare_hooks(ctx, result, len(result) - 3)
+            return result
+        if live.found is None:
+            _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
+        result = _give(step, live, ctx.number, 3)
+        if type(None) in map(type, result[3:]):
+            _spare_hooks(ctx, result, len(result) - 3)
+        step.graph.backward_ms += (perf_counter() - start) * 1e3
+        return result
+
+
+class Front(Function):
+    """One output, where outputs differ in the inputs that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, number: int, out: list[Tensor], *tokens: Tensor) -> Tensor:
+        """tokens: Head's, those of the Delivers of what the output depends on."""
+        ctx.step = step
+        ctx.number = number
+        ctx.tokens = len(tokens)
+        ctx.set_materialize_grads(False)
+        return out[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        step: Step = ctx.step
+        if grad is not None:
+            task = private.task_id()
+            arrived = step.fronts.get(task)
+            if arrived is None:
+                arrived = step.fronts[task] = Arrived(ctx.next_functions[0][0])
+                private.queue_callback(lambda: step.fronts.pop(task, None))
+            arrived.grads[ctx.number] = grad
+        return (None,) * (3 + ctx.tokens)
+
+
+class Deliver(Function):
+    """Hands out the gradients of inputs that the same outputs depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, numbers: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        ctx.step = step
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        step: Step = ctx.step
+        arrived = step.fronts.get(private.task_id())
+        found = {} if arrived is None else _run_apart(step, arrived, False).found or {}
+        return (None, None, *[found.pop(i, None) for i in ctx.numbers])
+
+
+def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The chain around a step's forward. -> the outputs that go through it."""
+    variant = step.variant
+    token: Tensor | None = None
+    if not step.apart:
+        for number in range(len(variant.nodes) - 1, 0, -1):
+            token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
+        return Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]])  # type: ignore[no-any-return]
+    groups: dict[int, list[int]] = {}
+    for i in sorted(step.apart):
+        groups.setdefault(variant.apart[i], []).append(i)
+    outs = step.outs
+    delivers = [(bits, Deliver.apply(step, (*own,), *[tensors[i] for i in own])) for bits, own in groups.items()]
+    rest = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
+    token = torch.empty(0, requires_grad=True)  # all that the Functions take may stand apart
+    for number in range(len(variant.nodes) - 1, 0, -1):
+        token = Link.apply(step, number, token, *[rest[i] for i in variant.nodes[number][1]])
+    (head,) = Head.apply(step, token, *[rest[i] for i in variant.nodes[0][1]])
+    return tuple([
+        Front.apply(step, i, [outs[i]], head, *[t for bits, t in delivers if bits >> min(i, 63) & 1])
+        for i in variant.through
+    ])  # fmt: skip
