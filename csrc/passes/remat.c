@@ -28,7 +28,12 @@ typedef struct remat {
  * alone; where no node reads those, nothing that is taken from a clone depends on them. */
 static bool remat_matters(const om_facts *f, const om_node *n, int k) {
     if (!om_is(n, batch_norm) || !om_node_int(n, "training", 0) || k < 3) return true;
-    return om_holders(f, n->out + 1).n || om_holders(f, n->out + 2).n;
+    for (om_id v = n->out + 1; v <= n->out + 2; v++) {
+        const om_span s = om_holders(f, v);
+        for (uint32_t i = 0; i < s.n; i++)
+            if (f->live[s.node[i]] && !f->g->nodes.v[s.node[i]].op->view) return true;
+    }
+    return false;
 }
 
 const char *om_remat_illegal(const om_facts *f, om_id v) {

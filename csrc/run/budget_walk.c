@@ -6,11 +6,12 @@
  * the place of dying operands, outputs that are lent. Working memory, copies, gaps and fused chains are left out: who
  * wants the number asks the planner.
  *
- * A step of the walk looks at the peak. Alive there, and of use only later, are values kept for a backward that has not
- * come to them. Each is a candidate: flagged, it is gone from there, with the other results of its node; what its clone
- * would read and nobody keeps is flagged as well, or kept from now on, whichever gives more bytes for a microsecond.
- * The candidate that gives most is flagged. So every step takes away bytes where most are needed, and adds time. It
- * ends when the peak is made of what is in use there.
+ * step of the walk looks at the peak. Alive there, and of use only later, are values kept for a backward that has not
+ * come to them. Each is a candidate: flagged, it is gone from there, with the other results of its node; what its
+ * clone would read and nobody keeps is flagged as well, or kept from now on, whichever gives more bytes for a
+ * microsecond. Of those that give about the most, the one is flagged after which the bytes alive are least over all
+ * ticks, high ones above all (a sum of eighth powers): neighbours would be computed again at one time. So every step
+ * takes away bytes where most are needed, and adds time. It ends when the peak is made of what is in use there.
  *
  * Flags are only ever added, so along a walk time grows, and nothing depends on how much memory is asked for.
  */
@@ -18,7 +19,8 @@
 
 #include "passes/remat.h"
 
-enum { CLOSURE = 64 };         /* nodes that one candidate may add */
+enum { CLOSURE = 64, TRIES = 12 };  /* nodes that one candidate may add; candidates that are played through */
+static const double ABOUT = 0.7;    /* of the best candidate's bytes for a microsecond */
 
 typedef struct live { int32_t first, last; } live;
 typedef struct event { om_id node; bool clone; } event;
@@ -43,7 +45,8 @@ struct om_walk {
     int64_t *delta;
     int32_t n_ticks, n_forward, peak_at;
     int64_t peak;
-    double again_us;
+    double again_us, high, unit; /* high: sum over ticks of (bytes / unit)^8 */
+    double *gives;             /* per root: bytes for a microsecond as a candidate; 0: it is none */
     /* of the candidate at hand */
     uint32_t *mark, stamp;     /* per node */
     om_id stack[CLOSURE], chosen[CLOSURE];
@@ -53,7 +56,8 @@ struct om_walk {
 void om_walk_free(om_walk *w) {
     if (!w) return;
     void *all[] = {w->size, w->cost, w->legal, w->block, w->again, w->life, w->later, w->cloned, w->lent, w->event,
-                   w->delta, w->mark, w->todo.v};
+                   w->delta, w->gives,
+                   w->mark, w->todo.v};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) om_free(w->cx, all[i]);
     om_free(w->cx, w);
 }
@@ -80,6 +84,8 @@ om_walk *om_walk_new(om_ctx *cx, const om_graph *g, const om_facts *f, const int
                    .lent = om_alloc(cx, 2 * nv + 1),
                    .event = om_alloc(cx, (2 * nn + 1) * sizeof *w->event),
                    .delta = om_alloc(cx, (2 * nn + 3) * sizeof *w->delta),
+                   .gives = om_alloc(cx, (nv + 1) * sizeof *w->gives),
+                   .unit = 1,
                    .mark = om_alloc(cx, (nn + 1) * sizeof *w->mark)};
     if (cx->status != OM_OK) {
         om_walk_free(w);
@@ -224,8 +230,11 @@ static om_status walk_play(om_walk *w) {
     }
     int64_t now = 0;
     w->peak = w->peak_at = 0;
+    w->high = 0;
     for (int32_t t = 0; t < w->n_ticks; t++) {
         now += w->delta[t];
+        const double x = (double)now / w->unit, x2 = x * x, x4 = x2 * x2;
+        w->high += x4 * x4;
         if (now > w->peak) w->peak = now, w->peak_at = t;
     }
     return OM_OK;
@@ -241,8 +250,6 @@ static bool walk_waits(const om_walk *w, om_id v) {
 }
 
 typedef struct gain { double bytes, us; int n; } gain; /* n: flags, in w->chosen */
-
-static bool gain_more(const gain *a, const gain *b) { return b->n == 0 || a->bytes * b->us > b->bytes * a->us; }
 
 /* Flagging value v of a node of the forward, with what that asks for. n = 0: it gives nothing. */
 static gain walk_gain(om_walk *w, om_id v) {
@@ -282,24 +289,50 @@ static gain walk_gain(om_walk *w, om_id v) {
     return sum.bytes > 0 ? sum : (gain){0};
 }
 
-/* Flags the best candidate at the peak; false: there is none. */
+/* Plays the set through with v and what it asks for; w->chosen: which flags that has added. */
+static om_status walk_try(om_walk *w, om_id v, int *n) {
+    *n = walk_gain(w, v).n;
+    for (int i = 0; i < *n; i++) w->again[w->chosen[i]] = 1;
+    return walk_play(w);
+}
+
+static om_status walk_undo(om_walk *w, int n) {
+    for (int i = 0; i < n; i++) w->again[w->chosen[i]] = 0;
+    return walk_play(w);
+}
+
+/* Flags a candidate at the peak; false: there is none. */
 static bool walk_step(om_walk *w) {
-    gain best = {0};
+    double best = 0, least = 0;
+    int64_t about = 0, seen = 0, tried = 0;
     om_id found = OM_NONE;
+    int n;
     for (om_id v = 0; v < w->nv; v++) {
+        w->gives[v] = 0;
         if (w->f->root[v] != v || !w->legal[v] || w->again[v] || !walk_waits(w, v)) continue;
         const gain one = walk_gain(w, v);
-        if (one.n && gain_more(&one, &best)) best = one, found = v;
+        if (one.n) w->gives[v] = one.bytes / one.us;
+        if (w->gives[v] > best) best = w->gives[v];
     }
-    if (found == OM_NONE) return false;
-    best = walk_gain(w, found);
-    for (int i = 0; i < best.n; i++) w->again[w->chosen[i]] = 1;
-    return walk_play(w) == OM_OK;
+    if (best <= 0) return false;
+    for (om_id v = 0; v < w->nv; v++) about += w->gives[v] >= ABOUT * best;
+    for (om_id v = 0; v < w->nv; v++) {
+        if (w->gives[v] < ABOUT * best) continue;
+        if (about > TRIES && seen++ * TRIES / about < tried) continue; /* of many, some from everywhere */
+        tried++;
+        if (about > 1 && (walk_try(w, v, &n) != OM_OK)) return false;
+        if (found == OM_NONE || w->high < least) found = v, least = w->high;
+        if (about > 1 && walk_undo(w, n) != OM_OK) return false;
+    }
+    return walk_try(w, found, &n) == OM_OK;
 }
 
 om_status om_walk_begin(om_walk *w, const uint8_t *again) {
     memcpy(w->again, again, w->nv);
-    return walk_play(w);
+    w->unit = 1;
+    OM_TRY(walk_play(w));
+    w->unit = w->peak > 0 ? (double)w->peak : 1;
+    return OM_OK;
 }
 
 bool om_walk_on(om_walk *w, int64_t bytes) {

@@ -87,7 +87,7 @@ def test_ten_budgets(name: str) -> None:
     most = told(ours).peak
     assert told(ours).budget == 0 and measured(ours, batch) == most
     least = smallest(ours, lambda m: step(m, batch))
-    assert least < 0.8 * most
+    assert least < 0.85 * most
     ours.load_state_dict(start)
     step(ours, batch)
     grads = [None if p.grad is None else p.grad.clone() for p in ours.parameters()]
