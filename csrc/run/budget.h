@@ -21,7 +21,7 @@ om_status om_walk_begin(om_walk *w, const uint8_t *again);
  * before the call, or there is nothing more: false, and the flags may have grown all the same. */
 bool om_walk_on(om_walk *w, int64_t bytes);
 const uint8_t *om_walk_flags(const om_walk *w);
-int64_t om_walk_peak(const om_walk *w); /* bytes of the arena, without gaps and working memory: to steer by */
+int64_t om_walk_peak(const om_walk *w); /* bytes of the arena, without gaps: to steer by */
 double om_walk_cost(const om_walk *w);  /* microseconds of what is computed twice (om_remat_cost) */
 double om_walk_total(const om_walk *w); /* and of a step that computes nothing twice */
 

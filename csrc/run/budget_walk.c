@@ -3,8 +3,8 @@
  * A set of flags is played through on the graph to decide on: one tick per node, in its order, with the clones where
  * remat.c would put them. That gives every storage its first and last tick, so the bytes alive at every tick, and the
  * tick of the peak. What the planner does beside that is followed as far as it decides where the peak is: results in
- * the place of dying operands, outputs that are lent. Working memory, copies, gaps and fused chains are left out: who
- * wants the number asks the planner.
+ * the place of dying operands, outputs that are lent,
+ * kernels' working memory. Copies, gaps and fused chains are left out: who wants the number asks the planner.
  *
  * step of the walk looks at the peak. Alive there, and of use only later, are values kept for a backward that has not
  * come to them. Each is a candidate: flagged, it is gone from there, with the other results of its node; what its
@@ -32,6 +32,7 @@ struct om_walk {
     om_id nv;
     int64_t *size;             /* per root: bytes */
     double *cost;              /* per node */
+    int64_t *scratch;          /* per node: bytes of working memory, operands dense */
     uint8_t *legal;            /* per root: may be flagged, and that would save something */
     uint8_t *block;            /* per root: 1: an output or gradient, which has a block of its own */
     double total;
@@ -55,9 +56,8 @@ struct om_walk {
 
 void om_walk_free(om_walk *w) {
     if (!w) return;
-    void *all[] = {w->size, w->cost, w->legal, w->block, w->again, w->life, w->later, w->cloned, w->lent, w->event,
-                   w->delta, w->gives,
-                   w->mark, w->todo.v};
+    void *all[] = {w->scratch, w->size, w->cost, w->legal, w->block, w->again, w->life,
+                   w->later, w->cloned, w->lent, w->event, w->delta, w->gives, w->mark, w->todo.v};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) om_free(w->cx, all[i]);
     om_free(w->cx, w);
 }
@@ -68,6 +68,25 @@ static int64_t walk_bytes(const om_graph *g, om_id v, const int64_t *sym) {
     return n;
 }
 
+static om_status walk_scratch(om_walk *w, om_arena *mem, om_id id, const int64_t *sym) {
+    const om_graph *g = w->g;
+    const om_node *n = &g->nodes.v[id];
+    const om_row *row = om_row_of(g->cx->device, n->op);
+    om_tensor in[OM_MAX_IN] = {0}, out[OM_MAX_OUT];
+    om_args a = {.node = n, .n_attr = n->n_attr, .n_in = n->n_in, .n_out = n->n_out, .in = in, .out = out};
+    if (!w->f->live[id] || n->op->view || n->op->kind == OM_K_HOST || !row->run) return OM_OK;
+    if (n->n_in > OM_MAX_IN || n->n_out > OM_MAX_OUT) return OM_OK;
+    OM_TRY(om_attrs_concrete(mem, g, n, sym, &a.attr));
+    for (int k = 0; k < n->n_in; k++) {
+        if (om_ins(g, n)[k] == OM_NONE) continue;
+        OM_TRY(om_tensor_of(w->cx, g, om_ins(g, n)[k], sym, &in[k]));
+        in[k].data = NULL;
+    }
+    for (int k = 0; k < n->n_out; k++) OM_TRY(om_tensor_of(w->cx, g, n->out + (om_id)k, sym, &out[k]));
+    w->scratch[id] = row->scratch(w->cx, &a);
+    return w->cx->status;
+}
+
 om_walk *om_walk_new(om_ctx *cx, const om_graph *g, const om_facts *f, const int64_t *sym) {
     om_walk *w = om_alloc(cx, sizeof *w);
     if (!w) return NULL;
@@ -75,6 +94,7 @@ om_walk *om_walk_new(om_ctx *cx, const om_graph *g, const om_facts *f, const int
     *w = (om_walk){.cx = cx, .g = g, .f = f, .nv = g->values.n,
                    .size = om_alloc(cx, (nv + 1) * sizeof *w->size),
                    .cost = om_alloc(cx, (nn + 1) * sizeof *w->cost),
+                   .scratch = om_alloc(cx, (nn + 1) * sizeof *w->scratch),
                    .legal = om_alloc(cx, nv + 1),
                    .block = om_alloc(cx, nv + 1),
                    .again = om_alloc(cx, nv + 1),
@@ -102,9 +122,16 @@ om_walk *om_walk_new(om_ctx *cx, const om_graph *g, const om_facts *f, const int
         w->block[r] = 1;
         w->legal[r] = 0;
     }
-    for (om_id i = 0; i < nn; i++)
+    om_arena mem = {.cx = cx};
+    om_status s = OM_OK;
+    for (om_id i = 0; i < nn && s == OM_OK; i++) {
         if (f->live[i]) w->total += w->cost[i] = om_remat_cost(g, &g->nodes.v[i], sym);
-    return w;
+        s = walk_scratch(w, &mem, i, sym);
+    }
+    om_arena_free(&mem);
+    if (s == OM_OK) return w;
+    om_walk_free(w);
+    return NULL;
 }
 
 /* --- playing a set through ------------------------------------------------------------------------------ */
@@ -233,9 +260,10 @@ static om_status walk_play(om_walk *w) {
     w->high = 0;
     for (int32_t t = 0; t < w->n_ticks; t++) {
         now += w->delta[t];
-        const double x = (double)now / w->unit, x2 = x * x, x4 = x2 * x2;
+        const int64_t all = now + w->scratch[w->event[t].node];
+        const double x = (double)all / w->unit, x2 = x * x, x4 = x2 * x2;
         w->high += x4 * x4;
-        if (now > w->peak) w->peak = now, w->peak_at = t;
+        if (all > w->peak) w->peak = all, w->peak_at = t;
     }
     return OM_OK;
 }
