@@ -116,8 +116,12 @@ CXX ?= g++
 $(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.cpp $(wildcard csrc/cuda/*.cu csrc/cuda/*.h csrc/cuda/*.def) csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def csrc/ops/strip_op.h
 	@mkdir -p $(@D)
 	@$(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcuda.so.1 -o $@ $<
+$(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.h
+# matrix products on it
+$(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
+	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/om-quiet   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/om-quiet   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes

@@ -121,10 +121,12 @@ def loss_scale_next(
 
 def cuda_engine_stream(stream: int) -> None:
     """Where this thread's next runs on a CUDA device are queued."""
+def cuda_engine_tf32(allowed: bool) -> None:
+    """Whether this thread's next float32 products on a CUDA device may cut their operands to TF32."""
 def cuda_engine_stand_in(on: bool) -> None:
     """Tests: CPU tensors stand for those of a CUDA device."""
-def cuda_engine_counts() -> tuple[int, int, list[str]]:
-    """Kernels launched, calls the CPU did for a CUDA device, names of their operators."""
+def cuda_engine_counts() -> tuple[int, int, list[str], int]:
+    """Kernels launched, calls the CPU did for a CUDA device, names of their operators, products by cuBLASLt."""
 def cuda_archs() -> str:
     """Architectures of the embedded kernels ('75 80 ...'); '' when the extension was built without nvcc."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .blocks import wrap_blocks
     from .capture import CaptureError
     from .config import DebugOptions, LogLevel
     from .module import ORTModule
@@ -21,8 +22,9 @@ _HOME = {
     "LogLevel": "config",
     "CaptureError": "capture",
     "Report": "report",
+    "wrap_blocks": "blocks",
 }
-__all__ = ["CaptureError", "DebugOptions", "LogLevel", "ORTModule", "Report", "__version__"]
+__all__ = ["CaptureError", "DebugOptions", "LogLevel", "ORTModule", "Report", "__version__", "wrap_blocks"]
 
 
 def __getattr__(name: str) -> Any:

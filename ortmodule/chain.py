@@ -252,6 +252,7 @@ class Graph:
         self._next: dict[tuple[bool, ...], Variant] = {}
         self._full: dict[tuple[bool, ...], Variant] = {}
         self._variants: dict[tuple[tuple[bool, ...], bytes], Variant] = {}
+        self.gathered: list[int] = []  # parameters of DeepSpeed's ZeRO-3
         self.forward_ms = self.backward_ms = 0.0
         self.forwards = self.backwards = self.reruns = 0
 
@@ -367,7 +368,12 @@ class Graph:
         if self.edits:
             increment_version([tensors[i] for i in self.edits])
         clones = step.clones
+        if not self.forwards:
+            self.gathered = [i for i, t in enumerate(tensors) if hasattr(t, "ds_id")]
         step.aliases = {i: clones[i] if i in clones else tensors[i].detach() for i in variant.reads}
+        for i in self.gathered:
+            if i in step.aliases:
+                step.aliases[i] = tensors[i]  # its data will have been freed, and gathered anew, when backward reads it
         step.versions = _versions(tensors)
         every = run.outputs()
         step.state, step.arena = run.state()

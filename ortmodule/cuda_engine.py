@@ -27,7 +27,16 @@ def ordinal(module: nn.Module, enabled: bool) -> int:
     return one.index if one.type == "cuda" and one.index is not None else -1
 
 
+def tf32_allowed() -> bool:
+    """Whether PyTorch lets float32 matrix products on CUDA cut their operands to TF32."""
+    now = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch 2.9 and later
+    return now == "tf32" if now is not None else torch.backends.cuda.matmul.allow_tf32
+
+
 def follow_stream(index: int) -> None:
-    """What this thread queues next goes on torch's current stream."""
-    if index >= 0 and not stand_in:
+    """What this thread queues next goes on torch's current stream, in torch's precision."""
+    if index < 0:
+        return
+    _C.cuda_engine_tf32(tf32_allowed())
+    if not stand_in:
         _C.cuda_engine_stream(torch.cuda.current_stream(index).cuda_stream)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +52,18 @@ def environment() -> tuple[Hashable, ...]:
         torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype("cpu") if autocast else None,
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _precision(),
         torch.get_default_dtype(),
     )
+
+
+def _precision() -> Hashable:
+    """How f32 products may be rounded. The older question raises once the newer settings are used."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        mkldnn: Any = torch.backends.mkldnn
+        return mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
 
 
 def global_hooks() -> bool:
@@ -107,16 +116,20 @@ def places(module: nn.Module) -> tuple[Place, ...]:
     return tuple([p for name, m in module.named_modules() if name and (p := place_of(name, m)) is not None])
 
 
-def refuse(module: nn.Module) -> str | None:
-    """Why this module must not be run as one graph at all, or None."""
+def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | None:
+    """Why this module must not be run as one graph at all, or None. called: tensors of the call that is to come."""
     for name, m in module.named_modules():
         if name and any(c.__name__ == "FSDPModule" for c in type(m).__mro__):
             return (f"submodule {name!r} is sharded by fully_shard: its hooks cannot run inside one graph. "
                     "Wrap each block before sharding it: fully_shard(ORTModule(block))")  # fmt: skip
     for name, p in module.named_parameters():
-        if hasattr(p, "ds_id"):
-            return (f"parameter {name!r} is partitioned by DeepSpeed ZeRO-3, which gathers it by hooks on submodules. "
-                    "Use ZeRO stage 1 or 2 with ORTModule")  # fmt: skip
+        if hasattr(p, "ds_id") and called is not None:
+            if p.numel() != getattr(p, "ds_numel", -1):
+                return (f"parameter {name!r} is partitioned by DeepSpeed ZeRO-3 and has not been gathered. Wrap before "
+                        "deepspeed.initialize, and call through its engine")  # fmt: skip
+            if torch.is_grad_enabled() and not any(t.requires_grad for t in called):
+                return ("no argument requires a gradient, so DeepSpeed ZeRO-3 does not learn when the backward of this "
+                        "module is over. Wrap the model's blocks: ortmodule.wrap_blocks(model)")  # fmt: skip
         if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
             return (
                 f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. "

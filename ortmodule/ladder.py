@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, cuda_engine, cuts, guard, memory, net, patches, watch
+from . import _C, branches, bypassed, cuda_engine, cuts, guard, memory, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -41,6 +41,7 @@ _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _MANY_CAPTURES = 16  # of one module, before a warning
 _FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
 _GENERAL_LIMIT = 3  # symbolic captures of one call structure
+_ASTRAY = 3  # calls on a way through forward that cannot be captured, before what branches stays in PyTorch
 _UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _check = _C.guard_check
@@ -108,10 +109,13 @@ class ModuleCall(NamedTuple):
             return seen[id(x)]
 
         skeleton(out, leaf)
-        if len(outputs) != graph.n_outputs:
+        n_conditions = len(graph.captured.conditions)
+        if len(outputs) != graph.n_outputs - n_conditions:
             raise RuntimeError(
-                f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs} when captured"
+                f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs - n_conditions} "
+                "when captured"
             )
+        outputs += [None] * n_conditions
         given = [*leaves, *[torch.tensor(0)] * len(self.flat.scalars)]
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases
@@ -181,7 +185,9 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
 
 
 def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env: tuple[Any, ...],
-         args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int) -> Any:  # fmt: skip
+         args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int,
+         gone: tuple[GuardedGraph, ...] = ()) -> Any:  # fmt: skip
+    """gone: captures for other ways through forward than this call's."""
     graph = captured.graph
     if not state.announced and graph.forwards:
         _announce(state)
@@ -197,6 +203,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     tensors += site.bound
     if isinstance(graph, cuts.CutGraph):
         return _play(state, site, graph, tensors, env)
+    moment = branches.Moment(graph, tensors) if captured.answers else None
     try:
         if not env[0] or True not in wanted:
             return graph.infer(tensors)
@@ -209,11 +216,95 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
         _leave(state, site.entry, CaptureError(f"the engine refuses the graph: {str(error).partition(chr(10))[0]}"))
         return call(state, args, kwargs, turned_down)
     except Failed as error:
-        return _failed(state, site.entry, error, args, kwargs)
+        if moment is None:
+            return _failed(state, site.entry, error, args, kwargs)
+        failed: Failed | None = error
+        answers: branches.Answers = ()
     except Changed as error:
         site.entry.eager = state.eager_entry(error.reason)
         logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, error.reason)
         raise
+    except branches.Other as other:
+        failed, answers = None, other.answers
+    assert moment is not None
+    moment.put_back()
+    captured.astray += 1
+    gone = *gone, captured
+    if failed is not None:
+        return _wrong_way(state, site, flat, failed, env, args, kwargs, turned_down, gone)
+    return _other_way(state, site, flat, answers, env, args, kwargs, turned_down, gone)
+
+
+def _wrong_way(state: State, site: Site, flat: FlatInputs, error: Failed, env: tuple[Any, ...], args: tuple[Any, ...],
+               kwargs: dict[str, Any], turned_down: int, gone: tuple[GuardedGraph, ...]) -> Any:  # fmt: skip
+    """The engine has failed before a condition could be asked (an index that forward would have looked at first): does
+    the call go another way? Captures for other ways tell, and at last forward itself."""
+    entry = site.entry
+    others = (g for g in entry.graphs if g.answers and g not in gone and g.fits(flat, site.known))
+    found = next(others, None)
+    if found is not None:
+        state.bind(site, found)
+    else:
+        made = _new_graph(state, site, flat, args, kwargs, anew=True)
+        if isinstance(made, Left):
+            return _failed(state, entry, error, args, kwargs)
+        if any(branches.agree(made.answers, g.answers) for g in gone):
+            with state.lock:
+                entry.graphs = [g for g in entry.graphs if g is not made]
+            return _failed(state, entry, error, args, kwargs)
+        found = made
+    found.calls += 1
+    return _run(state, site, found, flat, env, args, kwargs, turned_down, gone)
+
+
+def _other_way(state: State, site: Site, flat: FlatInputs, answers: branches.Answers, env: tuple[Any, ...],
+               args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int,
+               gone: tuple[GuardedGraph, ...]) -> Any:  # fmt: skip
+    """A call that takes another way through forward than the captures that have computed it, which has left no trace:
+    the capture for that way computes it again."""
+    entry, last = site.entry, answers[-1]
+    if any(branches.agree(answers, closed) for closed in entry.closed):
+        return _closed(state, entry, answers, None, args, kwargs)
+    found = _new_graph(state, site, flat, args, kwargs, answers)
+    if isinstance(found, Left):
+        if found.failure is None or entry.eager is not None:
+            return _eager(state, found.reason, args, kwargs)
+        entry.closed.append(answers)
+        return _closed(state, entry, answers, found.failure, args, kwargs)
+    if found in gone:
+        reason = f"a branch on a tensor's value at {last.place}, which rounding decides"
+        return _eager(state, reason, args, kwargs)
+    found.calls += 1
+    return _run(state, site, found, flat, env, args, kwargs, turned_down, gone)
+
+
+def _closed(state: State, entry: Entry, answers: branches.Answers, failure: CaptureError | None, args: tuple[Any, ...],
+            kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    """A way that cannot be captured: PyTorch raises what forward raises there (an assert), or computes it."""
+    last = answers[-1]
+    result = state.body.forward(*args, **kwargs)
+    reason = f"a branch on a tensor's value at {last.place} goes a way that cannot be captured"
+    if failure is not None:
+        reason += f": {failure.reason}"
+        if state.settings.strict:
+            raise failure
+    told = state.eager_entry(reason, last.module, last.file, last.line)
+    told.calls += 1
+    entry.astray += 1
+    if entry.astray == _ASTRAY:
+        _without_branches(state, entry)
+    return result
+
+
+def _without_branches(state: State, entry: Entry) -> None:
+    """From now on what branches on values is left to PyTorch."""
+    with state.lock:
+        entry.branches = False
+        entry.graphs = [g for g in entry.graphs if not g.answers]
+        entry.n_captures = len(entry.graphs)
+        for site in state.every_site():
+            if site.entry is entry:
+                site.captured = None
 
 
 def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
@@ -238,19 +329,30 @@ def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor],
 
 
 def _new_graph(
-    state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: State,
+    site: Site,
+    flat: FlatInputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    answers: branches.Answers = (),
+    anew: bool = False,
 ) -> GuardedGraph | Left:
-    """A capture of the site's entry for these sizes and scalars, made now if need be."""
+    """A capture of the site's entry for these sizes and scalars, made now if need be. answers: what is known of the
+    way that the call takes through forward. anew: none that is there is the one."""
     entry = site.entry
     shapes = [t.shape for t in flat.tensors]
     with state.lock:
         if shapes in entry.left:
             return Left("the engine cannot run these sizes")
-        known = state.find_graph(site, flat)
+        known = None if anew else state.find_graph(site, flat, answers)
         if known is not None:
             return known
         why = entry.why
-        if entry.graphs:
+        if anew:
+            why = "a branch on a tensor's value went another way"
+        elif answers:
+            why = f"a branch on a tensor's value at {answers[-1].place} went another way"
+        elif entry.graphs:
             why = " and ".join(["sizes of arguments"] * all(c.shapes != shapes for c in entry.graphs)
                                + ["int or float arguments"] * all(c.scalars != flat.scalars for c in entry.graphs))
             if any(c.shapes == shapes and c.scalars == flat.scalars for c in entry.graphs):
@@ -260,6 +362,16 @@ def _new_graph(
             entry.symbolic = bool(flat.scalars) and not entry.no_symbolic and (
                 entry.symbolic or all(c.scalars != flat.scalars for c in entry.graphs))  # fmt: skip
             state.dynamic, state.symbolic = state.dynamic or entry.dynamic, state.symbolic or entry.symbolic
+        if entry.n_captures >= state.settings.max_captures and entry.branches and (
+                branching := [g for g in entry.graphs if g.answers]):  # fmt: skip
+            where = ", ".join(sorted({c.place for g in branching for c in g.answers})[:3])
+            logger.warning("%s has been captured %d times: branches on values of tensors (at %s) go another way from "
+                           "call to call, and are left to PyTorch now", type(state.module).__name__, entry.n_captures,
+                           where)  # fmt: skip
+            _without_branches(state, entry)
+            if answers or anew:
+                return Left(f"{len(branching)} captures of one call structure were not enough: branches on values of "
+                            f"tensors (at {where}) go another way from call to call")  # fmt: skip
         if entry.n_captures >= state.settings.max_captures:
             reason = (
                 f"{entry.n_captures} captures of one call structure were not enough: sizes, numbers, layouts or "
@@ -269,21 +381,25 @@ def _new_graph(
             return Left(reason)
         # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after
         # some, constants.
-        n_general = sum(c.dynamic or c.symbolic for c in entry.graphs)
+        n_general = max(Counter(c.answers for c in entry.graphs if c.dynamic or c.symbolic).values(), default=0)
         general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
             or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
         general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
         for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
             entry.n_captures += 1
             fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
+            began = perf_counter()
             try:
-                graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed)
+                graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers)
             except _Skip as skip:
                 return Left(str(skip))
             except Exception as error:
                 failure = capture_error(state.module, error)
-                if symbolic:
+                state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
+                if symbolic and not answers and not anew:
                     entry.no_symbolic, entry.symbolic = True, False
+                if answers or anew:  # another way may do without
+                    entry.n_captures -= 1
                 continue
             made = GuardedGraph(graph, flat, dynamic, symbolic, why)
             _cast_net(state, made, entry, args, kwargs, caches)
@@ -315,7 +431,8 @@ def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
 
 
 def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
-             fixed: set[tuple[int, int]]) -> tuple[Graph | cuts.CutGraph, list[Any]]:  # fmt: skip
+             fixed: set[tuple[int, int]],
+             answers: branches.Answers) -> tuple[Graph | cuts.CutGraph, list[Any]]:  # fmt: skip
     """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Also the
     functools caches that forward has met. Raises CaptureError."""
     if any(not isinstance(p, nn.Parameter) for p in state.module.parameters()):
@@ -324,6 +441,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     if lacking is not None:
         raise CaptureError(lacking)
     keep = set(entry.keep)
+    branching = entry.branches and not keep and not entry.places
+    if answers and not branching:
+        raise CaptureError("a branch on a tensor's value", *answers[-1][2:])
     # a capture whose forward assigned numbers to attributes of objects
     first: tuple[bytes, watch.Watch] | None = None
     undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -332,6 +452,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             shadow = shadow_of(state.body)
             try:
                 with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, quiet():
+                    seen.symbolic = dynamic or symbolic
                     captured = capture(
                         shadow,
                         args,
@@ -341,6 +462,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                         keep_in_torch=keep,
                         fixed=fixed,
                         cut=entry.places,
+                        answers=answers if branching else None,
+                        rehearse=branching and any(g.answers for g in entry.graphs),
                     )
                 if entry.effect is not None:
                     cuts.check(entry.effect, seen.reads)
@@ -382,6 +505,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                     if state.settings.strict or not whole.module:
                         raise CaptureError(whole.reason, whole.module, whole.file, whole.line)
                     keep = _outermost(keep | {p.module for p in problems})
+                    branching = branching and _still(keep, answers, whole)
                     state.reasons.update({p.module: p for p in problems})
                     continue
                 # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so
@@ -395,6 +519,10 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 raise CaptureError(f"forward assigns self.{name}", where)
             except _Skip:
                 raise
+            except branches.NoBranches:
+                if answers:
+                    raise
+                branching = False
             except Exception as raised:
                 error = capture_error(shadow, raised)
                 name = error.module
@@ -403,6 +531,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 if state.settings.strict or not name:
                     raise error from raised
                 keep = _outermost(keep | {name})
+                branching = branching and _still(keep, answers, error)
         else:
             raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
     finally:
@@ -442,6 +571,14 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     return graph, seen.caches()
 
 
+def _still(keep: set[str], answers: branches.Answers, why: CaptureError | watch.Problem) -> bool:
+    """A module is going to be kept in PyTorch, which a call that changes its way would run twice: no capture with
+    branches, then."""
+    if keep and answers:
+        raise why if isinstance(why, CaptureError) else CaptureError(why.reason, why.module, why.file, why.line)
+    return not keep
+
+
 def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any],
               caches: list[Any]) -> None:  # fmt: skip
     """Notes what forward does now, to see later whether it still does."""
@@ -449,6 +586,8 @@ def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, .
         made.no_net = "ORTMODULE_RECHECK is 0"
     elif isinstance(made.graph, cuts.CutGraph):
         made.no_net = "hooks on submodules take part"
+    elif made.answers:
+        made.no_net = "forward branches on values of tensors"
     elif private.lacks("net"):
         made.no_net = private.lacks("net") or ""
     else:
@@ -603,7 +742,7 @@ def _announce(state: State) -> None:
 def report(state: State) -> Report:
     report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
     host: dict[tuple[str, str, int], HostEntry] = {}
-    for made in state.every:
+    for made, state_of in [(made, each) for each in bypassed.states(state) for made in each.every]:
         whole = made.graph
         graphs = whole.loaded if isinstance(whole, cuts.CutGraph) else [whole]
         plans = [plan for g in graphs for plan in g.model.plan_report()]
@@ -617,7 +756,7 @@ def report(state: State) -> Report:
                 engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
                 dynamic=whole.captured.dynamic,
                 capture_s=whole.captured.seconds,
-                load_s=state.load_s[id(whole)],
+                load_s=state_of.load_s[id(whole)],
                 plans=len(plans),
                 plan_ms=sum(p["plan_ms"] for p in plans),
                 arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
@@ -632,13 +771,15 @@ def report(state: State) -> Report:
                 backward_ms=sum(g.backward_ms for g in graphs),
                 host_ms=sum(sum(g.host.ms) for g in graphs),
                 cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
+                ways=[f"{c.answer} at {c.place}" for c in made.answers],
+                astray=made.astray,
                 unchecked=made.no_net,
             )
         )
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
             entry = host.get((op.name, op.file, op.line))
             if entry is None:
-                why = state.reasons.get(op.module) if op.kind == "module" else None
+                why = state_of.reasons.get(op.module) if op.kind == "module" else None
                 file, line, reason = (
                     (op.file, op.line, op.reason)
                     if why is None
@@ -649,8 +790,9 @@ def report(state: State) -> Report:
                 entry.count += 1
                 entry.ms += ms
     report.host = list(host.values())
+    report.failed = [e for each in bypassed.states(state) for e in each.failed.values()]
     report.missing = private.missing()
-    report.eager = [e for e in state.eager_entries.values() if e.calls]
+    report.eager = [e for each in bypassed.states(state) for e in each.eager_entries.values() if e.calls]
     return report
 
 

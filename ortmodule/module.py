@@ -13,6 +13,7 @@ import copy
 import inspect
 import logging
 import os
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import guard
+from . import bypassed, guard
 from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
 from .ladder import call, report
@@ -41,13 +42,22 @@ class _Forward:
     def __get__(self, obj: Any, owner: type) -> Any:
         if obj is None:
             return self.function
-        return obj._ortmodule.override or types.MethodType(self.function, obj)
+        state: State = obj._ortmodule
+        if state.override is None:
+            return types.MethodType(self.function, obj)
+        if sys._getframe(1).f_code in _CALLS:
+            return bypassed.around(state, state.override)
+        return state.override
 
     def __set__(self, obj: Any, value: Callable[..., Any]) -> None:
         obj._ortmodule.override = value
+        obj._ortmodule.ways.pop("forward", None)
 
     def __delete__(self, obj: Any) -> None:
         obj._ortmodule.override = None
+
+
+_CALLS = frozenset((nn.Module._call_impl.__code__,))
 
 
 class _Assigned:
@@ -90,7 +100,8 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
     cls = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(self._ortmodule, args, kwargs)
+        with bypassed.itself(self._ortmodule):
+            return call(self._ortmodule, args, kwargs)
 
     forward.__doc__ = cls.forward.__doc__
     forward.__qualname__ = f"{cls.__qualname__}.forward"
@@ -126,6 +137,7 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
         return cls(*args, **kwargs)
 
     def body(namespace: dict[str, Any]) -> None:
+        namespace.update(bypassed.steps(cls))
         namespace.update(taken)
         if base is ORTModule:
             namespace["__new__"] = new
@@ -157,6 +169,7 @@ class ORTModule(nn.Module):
 
     __slots__ = ("_ortmodule",)
     _ortmodule: State
+    _z3_leaf = True  # DeepSpeed's ZeRO-3 gathers all parameters below at its border
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
@@ -193,6 +206,7 @@ class ORTModule(nn.Module):
         if _state_of(self) is not None:
             raise TypeError(f"{base.__name__}.__init__: this object is an ORTModule already")
         state = State(module, settings, base, base.forward is not ORTModule.forward)
+        state.new_way = lambda state, name: bypassed.Way(state, name, lambda child: _child(child, settings))
         wrapper = _subclass(base, module)
         module.__dict__.update(before)  # what a subclass has set before super().__init__
         # The state is the module's; nn.Module.__init__ would make another one.
@@ -207,7 +221,8 @@ class ORTModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, in the engine."""
-        return call(self._ortmodule, args, kwargs)
+        with bypassed.itself(self._ortmodule):
+            return call(self._ortmodule, args, kwargs)
 
     def report(self) -> Report:
         """What runs in the engine, what does not and why, and what capture and planning have cost."""
@@ -278,6 +293,13 @@ class ORTModule(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         logger.warning("%s: the copies that DataParallel makes run in PyTorch: %s", type(self).__name__, _PARALLEL)
         return self._ortmodule.module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+
+
+def _child(module: nn.Module, settings: Settings) -> ORTModule:
+    """A wrapper of a submodule."""
+    wrapper = _blank(ORTModule)
+    wrapper._wrap(module, settings)
+    return wrapper
 
 
 def _blank(base: type[ORTModule]) -> ORTModule:

@@ -17,10 +17,7 @@ stand-ins (it asks for values) has no net.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
-import threading
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -35,7 +32,7 @@ from .capture.export import keep_attributes, keep_random_state, patched_torch, w
 from .capture.refused import refusing
 from .capture.skeleton import Unreadable, input_skeleton
 from .frames import is_user_file
-from .patches import Patch, only_here, replaced
+from .patches import Patch, replaced, silent
 
 FIRST = 2  # call of a capture that is compared first; then the 10th, 100th, ...
 _LONG = 20_000  # calls of torch in one forward, beyond which nothing is compared
@@ -160,7 +157,7 @@ class Net:
                 opaque.table() as table,
                 without_warnings(),
                 keep_random_state(),
-                _silent(),
+                silent(),
                 keep_attributes(module),
                 opaque.keep_functions(),
                 opaque.keep_modules(module, self._keep),
@@ -392,27 +389,3 @@ def _text(note: tuple[Any, ...]) -> str:
     text = f"{note[0]}({', '.join(words)})"
     text += " without gradients" * (not note[1]) + " in autocast" * note[2]
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _silent() -> contextlib.AbstractContextManager[None]:
-    """What forward prints and logs was said when it was captured."""
-    me = threading.get_ident()
-    return replaced(
-        Patch(logging.Logger, "handle", only_here(lambda self, record: None, logging.Logger.handle)),
-        Patch(sys, "stdout", _Others(sys.stdout, me)),
-        Patch(sys, "stderr", _Others(sys.stderr, me)),
-    )
-
-
-class _Others:
-    """A stream without what one thread writes."""
-
-    def __init__(self, inner: Any, thread: int) -> None:
-        self._inner = inner
-        self._thread = thread
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else int(self._inner.write(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -110,6 +112,30 @@ def only_here(ours: Callable[..., Any], original: Callable[..., Any]) -> Callabl
         return (ours if threading.get_ident() == me else original)(*args, **kwargs)
 
     return either
+
+
+def silent() -> contextlib.AbstractContextManager[None]:
+    """What this thread prints and logs is not shown (forward has said it when it was captured)."""
+    me = threading.get_ident()
+    return replaced(
+        Patch(logging.Logger, "handle", only_here(lambda self, record: None, logging.Logger.handle)),
+        Patch(sys, "stdout", _Muted(sys.stdout, me)),
+        Patch(sys, "stderr", _Muted(sys.stderr, me)),
+    )
+
+
+class _Muted:
+    """A stream without what one thread writes."""
+
+    def __init__(self, inner: Any, thread: int) -> None:
+        self._inner = inner
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else int(self._inner.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def now() -> list[tuple[Any, Any]]:

@@ -41,6 +41,19 @@ class EagerEntry:
 
 
 @dataclass
+class FailedEntry:
+    """Attempts to capture that came to nothing, of one reason. symbolic: with symbols for sizes or numbers."""
+
+    reason: str
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    symbolic: bool = False
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class MemoryEntry:
     """What lies in memory when the largest plan needs most, gradients apart: `count` tensors from one place of the
     source."""
@@ -76,6 +89,8 @@ class GraphEntry:
     host_ms: float
     cuts: list[str] = field(default_factory=list)  # hooks on submodules, which run between parts of the graph
     memory: StepMemory | None = None  # of the largest step, when there is one with a backward
+    ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
+    astray: int = 0  # forwards that were thrown away: their call went another way
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -87,6 +102,7 @@ class Report:
     graphs: list[GraphEntry] = field(default_factory=list)
     host: list[HostEntry] = field(default_factory=list)
     eager: list[EagerEntry] = field(default_factory=list)
+    failed: list[FailedEntry] = field(default_factory=list)
     isa: str = ""
     on_cpu: list[str] = field(default_factory=list)  # operators that the CPU did for a CUDA device, in this process
     missing: list[str] = field(default_factory=list)  # names of PyTorch, and what happens without them
@@ -132,6 +148,9 @@ class Report:
         )
         if self.host:
             text += f"; in PyTorch: {', '.join(h.name for h in self.host[:3])}{', ...' * (len(self.host) > 3)}"
+        if self.failed:
+            n, s = sum(f.count for f in self.failed), sum(f.seconds for f in self.failed)
+            text += f"; {n} attempt{'s' * (n != 1)} to capture failed in {s:.2f} s"
         if self.on_cpu:
             text += f"; on the CPU for the GPU: {', '.join(self.on_cpu)}"
         if self.eager:
@@ -152,6 +171,9 @@ class Report:
             lines += [f"    {text}" for text in g.cuts]
             if g.memory:
                 lines.append(f"    memory of a step: {g.memory}")
+            if g.ways:
+                ways = f"{', '.join(g.ways[:_ROWS])}{', ...' * (len(g.ways) > _ROWS)}"
+                lines.append(f"    for branches on values of tensors: {ways}; {g.astray} calls went another way")
             if g.unchecked:
                 lines.append(f"    not compared with forward later on: {g.unchecked}")
             if g.largest:
@@ -174,5 +196,9 @@ class Report:
                 f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
             )
             lines.append(f"  whole module in PyTorch, {e.calls} calls: {e.reason}{where}")
+        for f in self.failed:
+            where = f" [{f.module or 'top level'}, {f.file}:{f.line}]" if f.file else f" [{f.module}]" * bool(f.module)
+            how = " with symbolic sizes" * f.symbolic
+            lines.append(f"  not captured{how}, {f.count}x in {f.seconds:.2f} s: {f.reason}{where}")
         lines += [f"  {text}" for text in self.missing]
         return "\n".join(lines)

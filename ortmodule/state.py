@@ -21,13 +21,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import cuts, guard, net, patches, watch
-from .capture import CaptureError, FlatInputs, InputSpec
+from . import branches, cuts, guard, net, patches, watch
+from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
 from .chain import Graph
 from .config import Settings
 from .patches import Patch
-from .report import EagerEntry
+from .report import EagerEntry, FailedEntry
 from .torch_private import HOOK_TABLES
 
 logger = logging.getLogger("ortmodule")
@@ -58,6 +58,10 @@ class Entry:
         self.failures = 0  # runs of the engine that PyTorch had to repeat
         self.left: list[list[torch.Size]] = []  # sizes for which the engine has turned down every capture: PyTorch's
         self.why = "first call"  # what no other entry stood for
+        # Branches on values of tensors: captures hold for one way through forward; else what branches is PyTorch's
+        self.branches = True
+        self.closed: list[branches.Answers] = []  # beginnings of ways that cannot be captured
+        self.astray = 0  # calls that went one of those, and that PyTorch could run
 
     def holds(self, module: nn.Module) -> bool:
         """Is the state that the captures have read as it was? `reads` compares attributes by their place and content,
@@ -81,6 +85,8 @@ class GuardedGraph:
         self.scalars = list(flat.scalars)
         self.refused: list[list[torch.Size]] = []  # sizes the engine turned down
         self.tests = graph.captured.tests
+        self.answers = graph.captured.conditions
+        self.astray = 0  # calls that went another way, and were computed again
         self.net: net.Net | None = None
         self.no_net = ""  # why there is none
         self.calls = 0
@@ -149,12 +155,19 @@ class State:
         self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
         self.guard = guard.Guard(module)
         self.eager_entries: dict[str, EagerEntry] = {}
+        self.failed: dict[tuple[str, bool], FailedEntry] = {}  # captures
         self.every: list[GuardedGraph] = []
         self.load_s: dict[int, float] = {}
         self.lock = threading.RLock()
         self.announced = False
         self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
         self.told: set[tuple[str, int]] = set()
+        # bypassed.py
+        self.entered = 0  # calls of forward
+        self.children: dict[str, tuple[nn.Module, Any]] | None = None  # submodules and their wrappers
+        self.children_away = False  # the wrappers stand in the table of children
+        self.ways: dict[Hashable, Any] = {}
+        self.new_way: Callable[[State, str], Any] | None = None
 
     # --- look-up -----------------------------------------------------------------------------------
 
@@ -162,7 +175,7 @@ class State:
                   kwargs: dict[str, Any]) -> Site:  # fmt: skip
         """Something changed (or this is the first call): what do we know about the state the module is in now?"""
         with self.lock:
-            reason = guard.refuse(self.module)
+            reason = guard.refuse(self.module, flatten_inputs(args, kwargs).tensors)
             if reason is not None:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
             own = self.guard = guard.Guard(self.module)
@@ -241,10 +254,23 @@ class State:
         return captured
 
 
-    def find_graph(self, site: Site, flat: FlatInputs) -> GuardedGraph | None:
-        """The capture of the site's entry that holds for these sizes and numbers."""
-        found = next((known for known in site.entry.graphs if known.fits(flat, site.known)), None)
-        return None if found is None else self.bind(site, found)
+    def find_graph(self, site: Site, flat: FlatInputs, answers: branches.Answers = ()) -> GuardedGraph | None:
+        """The capture of the site's entry that holds for these sizes and numbers, and for answers. Of those that
+        differ in answers alone the one that was used last."""
+        graphs = site.entry.graphs
+        found = next((g for g in graphs if g.fits(flat, site.known) and branches.agree(g.answers, answers)), None)
+        if found is None:
+            return None
+        if answers:
+            site.entry.graphs = [found, *[g for g in graphs if g is not found]]
+        return self.bind(site, found)
+
+    def every_site(self) -> Iterator[Site]:
+        for found in [*self.sites.values()]:
+            site: Site | None = found
+            while site is not None:
+                yield site
+                site = site.other
 
     # --- what a call changes -----------------------------------------------------------------------
 
@@ -309,6 +335,25 @@ class State:
                 self.body = object.__new__(seen)
                 object.__setattr__(self.body, "__dict__", self.module.__dict__)
             self.sites, self.entries = {}, {}  # captured with other methods
+
+    def has_failed(self, error: CaptureError, symbolic: bool, seconds: float) -> None:
+        """An attempt to capture that took so long for nothing."""
+        key = error.reason, symbolic
+        entry = self.failed.setdefault(
+            key, FailedEntry(error.reason, error.module, error.file, error.line, symbolic)
+        )
+        entry.count += 1
+        entry.seconds += seconds
+        logger.info("%s: no capture%s, after %.2f s: %s", type(self.module).__name__,
+                    " with symbolic sizes" * symbolic, seconds, error)  # fmt: skip
+
+    def way(self, key: Hashable, name: str) -> Any:
+        """The bypassed.Way of a function that may go around forward."""
+        found = self.ways.get(key)
+        if found is None:
+            assert self.new_way is not None
+            found = self.ways[key] = self.new_way(self, name)
+        return found
 
     def eager_entry(self, reason: str, module: str = "", file: str = "", line: int = 0) -> EagerEntry:
         entry = self.eager_entries.get(reason)

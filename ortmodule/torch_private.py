@@ -147,6 +147,9 @@ TABLE: tuple[Row, ...] = (
         need="capture", instead=object),
     Row("ShapeEnv", ("torch.fx.experimental.symbolic_shapes.ShapeEnv",), "what the trace took for granted about "
         "sizes cannot be read", need="capture", works=lambda cls: hasattr(cls(), "guards")),
+    Row("unbacked", ("torch.fx.experimental.symbolic_shapes.ShapeEnv.create_unbacked_symint",
+                     "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_unbacked_symfloat"), "branches on numbers "
+        "read from tensors, and on sizes that depend on data, are left to PyTorch", owner=True),
     Row("FakeTensor", ("torch._subclasses.fake_tensor.FakeTensor",), "what the trace took for granted about sizes "
         "cannot be read", need="capture", works=lambda cls: "fake_mode" in cls.__annotations__),
     Row("storage_address", ("torch.UntypedStorage._cdata.__get__",), "tensors that share memory cannot be told",
@@ -160,7 +163,7 @@ TABLE: tuple[Row, ...] = (
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),
     Row("transformer", ("torch.nn.modules.transformer._detect_is_causal_mask",), "layers of nn.Transformer that are "
-        "given a mask stay in PyTorch", owner=True),
+        "given a mask ask at every call whether it is causal", owner=True),
     Row("composite_kernel", ("torch._C.DispatchKey.CompositeImplicitAutograd",
                              "torch.ops.aten.lstm.input.py_kernels", "torch.ops.aten.lstm.input._dispatch_cache",
                              "torch.ops.aten.lstm.input._op_dk"),

@@ -543,6 +543,7 @@ class Watch:
         self._closures_read: set[Any] = set()
         self._known = known_as if known_as is not None else module
         self._tensor_rows: set[tuple[str, str]] = set()
+        self.symbolic = False  # sizes or numbers of the trace are symbols
         self.identity = False  # forward may ask which tensors are one object
         self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
 
@@ -1011,6 +1012,8 @@ class Watch:
         if special is not None:
             self._called_special(frame, code, special)
             return
+        if code.co_name == "<module>" and frame.f_back is not None and _is_library(frame.f_back.f_code.co_filename):
+            return  # text that a library evaluates (sympy does, for symbolic sizes)
         where = self._module_at(frame)
         cls = self._classes_of[where]
         if (cls, self.quiet > 0) not in self._watched:
@@ -1124,6 +1127,9 @@ class Watch:
             if any(v is _UNKNOWN for v in values):
                 self._stop(f"compares the class of a tensor by `{'is' if how == 'IS_OP' else '=='}`: isinstance can be "
                            "followed", frame)  # fmt: skip
+        elif self.symbolic and any(v is _UNKNOWN for v in values) and any(v is int or v is float for v in values):
+            raise CaptureError("compares a class with int or float: what stands for sizes and numbers has another",
+                               "", frame.f_code.co_filename, frame.f_lineno)  # fmt: skip
         elif how == "IS_OP" and all(v is _UNKNOWN or isinstance(v, Tensor) for v in values):
             self.identity = True
         if how == "IS_OP":

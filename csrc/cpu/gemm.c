@@ -233,9 +233,7 @@ static int gemm_forced(void) { /* read once; a race writes the same value twice 
     return f - 1;
 }
 
-/* A row-major operand (rows, cols) as BLAS sees it: column-major and transposed. Fills 'N' and ld when rows are
- * contiguous, 'T' when columns are. */
-static bool blas_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *trans, int *ld) {
+bool om_gemm_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *trans, int *ld) {
     int64_t l;
     if ((cs == 1 || cols <= 1) && (rs >= cols || rows <= 1)) *trans = 'N', l = rows <= 1 ? cols : rs;
     else if ((rs == 1 || rows <= 1) && (cs >= rows || cols <= 1)) *trans = 'T', l = cols <= 1 ? rows : cs;
@@ -247,9 +245,9 @@ static bool blas_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, cha
 
 static bool blas_operands(const om_gemm_args *a, om_gemm_how *b) {
     char tc;
-    return blas_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) &&
-           blas_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) &&
-           blas_operand(a->m, a->n, a->rsc, a->csc, &tc, &b->ldc) && tc == 'N';
+    return om_gemm_operand(a->m, a->k, a->rsa, a->csa, &b->ta, &b->lda) &&
+           om_gemm_operand(a->k, a->n, a->rsb, a->csb, &b->tb, &b->ldb) &&
+           om_gemm_operand(a->m, a->n, a->rsc, a->csc, &tc, &b->ldc) && tc == 'N';
 }
 
 /* Measured (tests/bench/bench_gemm.py). */

@@ -52,6 +52,10 @@ om_status om_gemm_prepare(om_ctx *cx, const om_gemm_args *a, om_gemm_how *how);
 om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how);
 om_status om_gemm(om_ctx *cx, const om_gemm_args *a); /* both */
 
+/* A row-major operand (rows, cols) as BLAS sees it: column-major and transposed. Fills 'N' and ld when rows are
+ * contiguous, 'T' when columns are; false: neither. */
+bool om_gemm_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *trans, int *ld);
+
 /* --- inside: what gemm.c and the kernel share ------------------------------------------------------ */
 
 typedef struct om_gemm_job {         /* one product whose A fits its packed form */

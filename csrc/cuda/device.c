@@ -6,7 +6,7 @@
  */
 #include "cuda/device.h"
 
-#include "cuda/queue.h"
+#include "cuda/blaslt.h"
 #include "run/plan.h"
 
 #include <pthread.h>
@@ -18,7 +18,7 @@ static om_device devices[MAX_DEVICES]; /* by ordinal */
 static om_gpu *gpus[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic bool host_ops[OM_N_OPS];
-static atomic_long counts[2]; /* calls of the CPU's, launches */
+static atomic_long counts[3]; /* calls of the CPU's, launches, products by the library */
 
 typedef struct block {
     om_block b;
@@ -26,18 +26,19 @@ typedef struct block {
     void *stream;
 } block;
 
-static om_gpu *gpu_of(const om_ctx *cx) { return gpus[cx->device - devices]; }
+om_gpu *om_cuda_gpu(const om_ctx *cx) { return gpus[cx->device - devices]; }
 
 /* --- memory ------------------------------------------------------------------------------------------- */
 
 static om_block *cuda_get(om_ctx *cx, size_t size) {
-    om_gpu *g = gpu_of(cx);
+    om_gpu *g = om_cuda_gpu(cx);
     block *b = malloc(sizeof *b);
     if (!b) return om_fail(cx, OM_NOMEM, "no memory for a block"), NULL;
     *b = (block){.b = {.size = size, .device = cx->device}, .gpu = g, .stream = om_cuda_stream_now()};
     om_status s = om_gpu_enter(cx, g);
     if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_alloc(cx, g, size, b->stream, &b->b.data));
     if (s == OM_OK) return &b->b;
+    if (b->b.data) om_gpu_free(g, b->b.data, b->stream); /* leaving failed */
     free(b);
     return NULL;
 }
@@ -50,7 +51,7 @@ static void cuda_put(om_block *b) {
 
 #define INSIDE(expr)                            \
     do {                                        \
-        om_gpu *g = gpu_of(cx);                 \
+        om_gpu *g = om_cuda_gpu(cx);                 \
         OM_TRY(om_gpu_enter(cx, g));            \
         return om_gpu_leave(cx, g, (expr));     \
     } while (0)
@@ -70,7 +71,7 @@ static om_status cuda_upload(om_ctx *cx, void *to, const void *from, size_t size
     INSIDE(om_gpu_upload(cx, g, to, from, size));
 }
 static om_status cuda_download(om_ctx *cx, void *to, const void *from, size_t size) {
-    om_gpu *g = gpu_of(cx);
+    om_gpu *g = om_cuda_gpu(cx);
     OM_TRY(om_gpu_enter(cx, g));
     const om_status s = om_gpu_leave(cx, g, om_gpu_download(cx, g, to, from, size));
     return s == OM_OK ? fault_look(cx, g) : s;
@@ -100,8 +101,9 @@ static om_status launch(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const pla
             range[i] = (om_gpu_range){base ? base + r->lo : NULL, base ? r->hi - r->lo : 0, r->mode};
     }
     if (om_cuda_declare) om_cuda_declare(range, n->n_reloc < OM_MAX_ARGS ? n->n_reloc : OM_MAX_ARGS);
-    atomic_fetch_add_explicit(&counts[1], 1, memory_order_relaxed);
-    return om_gpu_start(cx, g, n, param);
+    atomic_fetch_add_explicit(&counts[n->product ? 2 : 1], 1, memory_order_relaxed);
+    return n->product ? om_lt_run(cx, g, n->product, (const om_lt_at *)(const void *)param)
+                      : om_gpu_start(cx, g, n, param);
 }
 
 static om_status launch_all(om_ctx *cx, om_gpu *g, const om_gpu_call *c, const place *at) {
@@ -251,7 +253,7 @@ static om_status call_run(om_run *r, om_gpu *g, const om_call *c) {
 }
 
 static om_status cuda_slice(om_run *r, int from, int to) {
-    om_gpu *g = gpu_of(r->cx);
+    om_gpu *g = om_cuda_gpu(r->cx);
     for (r->pc = from; r->pc < to; r->pc++) {
         const om_call *c = &r->plan->calls[r->pc];
         const double t0 = r->profile ? om_now_ms() : 0;
@@ -266,13 +268,13 @@ static om_status cuda_slice(om_run *r, int from, int to) {
 }
 
 static om_status cuda_begin(om_ctx *cx, int workers) {
-    om_gpu *g = gpu_of(cx);
+    om_gpu *g = om_cuda_gpu(cx);
     (void)workers;
     OM_TRY(om_gpu_enter(cx, g));
     const om_status s = fault_look(cx, g);
     return s == OM_OK ? OM_OK : om_gpu_leave(cx, g, s);
 }
-static om_status cuda_end(om_ctx *cx, om_status s) { return om_gpu_leave(cx, gpu_of(cx), s); }
+static om_status cuda_end(om_ctx *cx, om_status s) { return om_gpu_leave(cx, om_cuda_gpu(cx), s); }
 
 static int cuda_workers(om_ctx *cx) {
     (void)cx;

@@ -7,10 +7,11 @@
 /* The context's plans run on that GPU from now on. */
 om_status om_cuda_use(om_ctx *cx, int ordinal);
 void om_cuda_stream(void *stream); /* what this thread queues from now on goes there; at first: the legacy stream */
+void om_cuda_tf32(bool allowed);   /* f32 products of this thread's may cut their operands to TF32; at first: no */
 /* Of a device that om_cuda_use has made; -1: another one. */
 int om_cuda_ordinal(const struct om_device *d);
 /* Names of the operators of which this process has planned a call that the CPU does; the nth, NULL: no more. */
 const char *om_cuda_host_op(int nth);
-/* How often such calls have run, and kernels were launched. */
+/* How often such calls have run (0), kernels were launched (1), products left to cuBLASLt (2). */
 long om_cuda_count(int what);
 #endif

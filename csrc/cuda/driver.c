@@ -90,14 +90,16 @@ static om_status driver_load(om_ctx *cx, om_cuda *d) {
         return om_fail(
             cx, OM_UNSUPPORTED,
             "CUDA device %d (%s) is sm_%d%d, its driver speaks CUDA %d.%d; this build has kernels for sm_ %s and the "
-            "driver took "
-            "none of them: update the driver, or build from source with make CUDA_ARCHS=%d%d and that driver's nvcc",
-            d->ordinal, d->name, d->major, d->minor, d->driver / 1000, d->driver % 1000 / 10, om_cuda_archs, d->major,
-            d->minor);
+            "driver took none of them (cuModuleLoadData: %u): update the driver, or build from source with make "
+            "CUDA_ARCHS=%d%d and that driver's nvcc",
+            d->ordinal, d->name, d->major, d->minor, d->driver / 1000, d->driver % 1000 / 10, om_cuda_archs, r,
+            d->major, d->minor);
     if (r) return driver_fail(cx, r, d, "cuModuleLoadData");
     for (int k = 0; k < OM_N_CUDA_KERNELS; k++) {
         r = api.module_function(&d->kernel[k], d->module, kernel_name[k]);
-        if (r) return driver_fail(cx, r, d, kernel_name[k]);
+        char what[96];
+        snprintf(what, sizeof what, "cuModuleGetFunction of %s", kernel_name[k]);
+        if (r) return driver_fail(cx, r, d, what);
     }
     return OM_OK;
 }

@@ -24,6 +24,30 @@ EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
     }
 }
 
+EXPORT(256) om_k_gather_elements(PARAM(struct om_gpu_elements) p) {
+    EACH(i, p.total) {
+        int64_t rest = i, s = 0, k = 0;
+        for (int r = p.rank - 1; r >= 0; r--) {
+            const int64_t c = rest % p.dim[r];
+            rest /= p.dim[r];
+            s += c * p.xs[r], k += c * p.is[r];
+        }
+        int64_t at = index_at(p.idx, p.wide, k);
+        if ((uint64_t)at >= (uint64_t)p.n) {
+            fault_note(p.fault, (uint32_t)p.site, 1, at, i, p.n);
+            if (!p.n) continue;
+            at = 0;
+        }
+        s += at * p.step;
+        switch (p.size) {
+        case 1: st((uint8_t *)p.y + i, ld((const uint8_t *)p.x + s)); break;
+        case 2: st((uint16_t *)p.y + i, ld((const uint16_t *)p.x + s)); break;
+        case 4: st((uint32_t *)p.y + i, ld((const uint32_t *)p.x + s)); break;
+        default: st((uint64_t *)p.y + i, ld((const uint64_t *)p.x + s));
+        }
+    }
+}
+
 EXPORT(256) om_k_scatter_clear(PARAM(struct om_gpu_scatter) p) {
     EACH(i, p.n) st(p.head + i, INT32_MAX);
 }

@@ -1,6 +1,7 @@
 /* cuda/lower.h - a plan's calls as launches. When a plan is made, every call is lowered once: its row's `prepare`
- * appends records {kernel; grid, block, dynamic shared bytes; parameter bytes; relocations}. A step copies the
- * parameter bytes, stores the addresses of operands into the copy and launches; it parses, allocates and reads nothing.
+ * appends records {kernel, or a product for a library; grid, block, dynamic shared bytes; parameter bytes;
+ * relocations}. A step copies the parameter bytes, stores the addresses of operands into the copy and launches; it
+ * parses, allocates and reads nothing.
  *
  * A relocation is also a declaration: through this address the launch touches the bytes [lo, hi) and no others, and
  * reads or writes them. The fake device of the tests holds kernels to it.
@@ -37,6 +38,7 @@ typedef struct om_gpu_launch {
     uint32_t grid[3], block, shared;
     uint8_t *param;
     om_gpu_reloc *reloc;
+    const struct om_lt_product *product; /* a call of the library's (blaslt.h) in place of a kernel */
 } om_gpu_launch;
 
 /* A row's prep. */

@@ -1,11 +1,96 @@
-/* lower_matmul.c - matrix products and attention on the GPU. */
+/* lower_matmul.c - matrix products on the GPU: by the library where there is one that takes the layout (blaslt.h), else
+ * by the engine's own kernel.
+ *
+ * The library takes operands whose rows or columns are contiguous, a result whose rows are, and one evenly spaced axis
+ * of products; further axes are calls of their own, if they are few.
+ */
+#include "cpu/gemm.h"
+#include "cuda/blaslt.h"
 #include "cuda/scratch.h"
-#include "cpu/philox.h"
-#include "ops/attr.h"
-
-#include <math.h>
 
 #define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
+
+enum { MOST_CALLS = 64 };                /* of the library's for one of ours */
+static const int64_t MOST_SPACE = 32 << 20; /* what it is said to use best on sm_90 */
+
+/* Room for eight partial results, which is as far as sums are cut, from the sizes alone. */
+static int64_t space_of(const om_tensor *z) {
+    const int64_t want = 8 * om_numel(z) * (z->dtype == OM_F64 ? 8 : 4);
+    return want < MOST_SPACE ? want : MOST_SPACE;
+}
+
+int64_t om_gpu_scratch_matmul(om_ctx *cx, const om_args *a) {
+    (void)cx;
+    return om_lt_present() ? space_of(&a->out[0]) + OM_LT_ALIGN : 0;
+}
+
+/* --- the library --------------------------------------------------------------------------------------- */
+
+typedef struct axes { int n; int64_t dim[4], s[3][4]; } axes; /* of products: steps of a, b, c */
+
+/* One call: the products of axis `inner` (none: -1), the others at their indices `at`. */
+static void call_add(om_lower *l, const om_gpu_gemm *p, const axes *x, int inner, const int64_t *at,
+                     const om_lt_product *product, int64_t space) {
+    const om_args *a = l->a;
+    const int64_t e = (int64_t)om_dtype_size(a->out[0].dtype);
+    int64_t from[3] = {0}, size[3] = {(p->m - 1) * p->ra + (p->k - 1) * p->ca, (p->k - 1) * p->rb + (p->n - 1) * p->cb,
+                                      (p->m - 1) * p->rc + (p->n - 1) * p->cc};
+    for (int t = 0; t < 3; t++) {
+        for (int i = 0; i < x->n; i++)
+            *(i == inner ? &size[t] : &from[t]) += (i == inner ? x->dim[i] - 1 : at[i]) * x->s[t][i];
+        size[t] = (size[t] + 1) * e, from[t] *= e;
+    }
+    om_lt_at *g = om_gpu_add(l, 0, 1, 1, 1, 0, 0, sizeof *g);
+    if (!g) return;
+    l->last->product = product;
+    om_gpu_part(l, &g->a, 0, from[0], 0, size[0], OM_GPU_READ);
+    om_gpu_part(l, &g->b, 1, from[1], 0, size[1], OM_GPU_READ);
+    if (a->n_in > 2 && a->in[2].dtype) om_gpu_in(l, &g->bias, 2);
+    om_gpu_part(l, &g->c, a->n_in, from[2], 0, size[2], OM_GPU_WRITE);
+    om_gpu_scratch_at(l, &g->space, 0, space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
+}
+
+/* *done: the calls are in the list. p describes one product. */
+static om_status by_library(om_lower *l, const om_gpu_gemm *p, const axes *x, bool *done) {
+    const om_args *a = l->a;
+    om_gpu *g = om_cuda_gpu(l->cx);
+    om_lt_shape s = {.ordinal = om_gpu_ordinal(g), .dtype = a->out[0].dtype, .batch = 1,
+                     .bias = a->n_in > 2 && a->in[2].dtype, .space = space_of(&a->out[0])};
+    int64_t calls = 1, at[4] = {0};
+    int inner = -1;
+    char ta, tb, tc;
+    *done = false;
+    if (!om_lt_present() || p->m < 1 || p->n < 1 || p->k < 1 || p->m > INT32_MAX || p->n > INT32_MAX ||
+        p->k > INT32_MAX || (s.bias && p->n > 1 && a->in[2].stride[0] != 1))
+        return OM_OK;
+    for (int i = 0; i < x->n; i++) {
+        if (x->dim[i] < 1 || x->dim[i] > INT32_MAX || x->s[0][i] < 0 || x->s[1][i] < 0 || x->s[2][i] < 1) return OM_OK;
+        if (inner < 0 || x->dim[i] > x->dim[inner]) inner = i;
+    }
+    for (int i = 0; i < x->n; i++)
+        if (i != inner && (calls *= x->dim[i]) > MOST_CALLS) return OM_OK;
+    if (!om_gemm_operand(p->m, p->k, p->ra, p->ca, &ta, &s.lda) ||
+        !om_gemm_operand(p->k, p->n, p->rb, p->cb, &tb, &s.ldb) ||
+        !om_gemm_operand(p->m, p->n, p->rc, p->cc, &tc, &s.ldc) || tc == 'T')
+        return OM_OK;
+    s.ta = ta == 'T', s.tb = tb == 'T', s.m = p->m, s.n = p->n, s.k = p->k;
+    if (inner >= 0) s.batch = x->dim[inner], s.a = x->s[0][inner], s.b = x->s[1][inner], s.c = x->s[2][inner];
+    const om_lt_product *product = NULL;
+    OM_TRY(om_gpu_enter(l->cx, g));
+    OM_TRY(om_gpu_leave(l->cx, g, om_lt_prepare(l->cx, g, l->mem, &s, &product)));
+    if (!product) return OM_OK;
+    for (int64_t c = 0; c < calls; c++) {
+        call_add(l, p, x, inner, at, product, s.space);
+        OM_TRY(l->cx->status);
+        for (int i = x->n - 1; i >= 0; i--) {
+            if (i == inner) continue;
+            if (++at[i] < x->dim[i]) break;
+            at[i] = 0;
+        }
+    }
+    *done = true;
+    return OM_OK;
+}
 
 /* --- matmul ------------------------------------------------------------------------------------------- */
 
@@ -43,11 +128,17 @@ om_status om_lower_matmul(om_lower *l) {
         p.m *= dim[0];
         n = 0;
     }
+    axes products = {.n = n};
     int64_t batch = 1;
     for (int i = 0; i < n; i++) {
-        p.bdim[i] = dim[i], p.ba[i] = s[0][i], p.bb[i] = s[1][i], p.bc[i] = s[2][i];
+        p.bdim[i] = products.dim[i] = dim[i];
+        p.ba[i] = products.s[0][i] = s[0][i], p.bb[i] = products.s[1][i] = s[1][i];
+        p.bc[i] = products.s[2][i] = s[2][i];
         batch *= dim[i];
     }
+    bool done;
+    OM_TRY(by_library(l, &p, &products, &done));
+    if (done) return OM_OK;
     const int64_t gx = om_gpu_blocks(p.m, 64), gy = om_gpu_blocks(p.n, 64);
     if (gy > 65535) return om_gpu_host(l);
     om_gpu_gemm *g = om_gpu_add(l, OF(gemm, z->dtype), gx, gy, batch < 65535 ? batch : 65535, 256,
@@ -61,139 +152,3 @@ om_status om_lower_matmul(om_lower *l) {
     return OM_OK;
 }
 
-/* --- attention ---------------------------------------------------------------------------------------- */
-
-enum { OWN = 16, TILE = 32, LARGEST = 256, SHARED_MOST = 64 << 10 };
-
-static const om_tensor *given(const om_args *a, int i) {
-    return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL;
-}
-
-static int64_t number(const om_args *a, const char *name) {
-    const om_attr *x = om_attr_get(a->attr, a->n_attr, name);
-    return x ? x->kind == OM_ATTR_DIMS ? x->dims[0] : x->i : 0;
-}
-
-/* Batch axes as one, then head, time, feature; false: the batch axes do not merge. turn: time stands before heads. */
-static bool four(const om_tensor *t, bool turn, int64_t *s) {
-    const int r = t->rank;
-    int64_t step = 0;
-    bool any = false;
-    for (int i = r - 4; i >= 0; i--) {
-        if (t->dim[i] == 1) continue;
-        if (any && t->stride[i] != step) return false;
-        if (!any) s[0] = t->stride[i];
-        step = t->stride[i] * t->dim[i];
-        any = true;
-    }
-    if (!any) s[0] = 0;
-    s[1] = t->stride[turn ? r - 2 : r - 3], s[2] = t->stride[turn ? r - 3 : r - 2], s[3] = t->stride[r - 1];
-    return true;
-}
-
-/* A mask broadcast to (batch, heads, tq, tk). */
-static bool broadcast(const om_tensor *m, const om_tensor *q, int64_t *s) {
-    om_tensor t = *q;
-    for (int i = 0; i < q->rank; i++) {
-        const int at = i - (q->rank - m->rank);
-        t.stride[i] = at >= 0 && m->dim[at] > 1 ? m->stride[at] : 0;
-    }
-    return four(&t, false, s);
-}
-
-static bool attention_of(const om_args *a, int q_at, int mask_at, int start_at, int end_at, om_gpu_attention *p) {
-    const om_tensor *q = &a->in[q_at], *k = q + 1, *v = q + 2, *mask = given(a, mask_at), *start = given(a, start_at),
-                    *end = given(a, end_at);
-    const int r = q->rank;
-    const double drop = om_args_float(a, "dropout", 0);
-    *p = (om_gpu_attention){.batch = 1, .hq = q->dim[r - 3], .hk = k->dim[r - 3], .tq = q->dim[r - 2],
-                            .tk = k->dim[r - 2], .d = q->dim[r - 1], .dv_size = v->dim[r - 1],
-                            .causal = om_args_int(a, "causal", 0) != 0, .offset = number(a, "causal_offset"),
-                            .window = number(a, "window"), .nan_rows = (int32_t)om_args_int(a, "nan_rows", 0),
-                            .rng = a->node->rng, .drop = drop > 0, .keep_below = om_philox_keep_below(drop),
-                            .drop_scale = om_dropout_scale(drop)};
-    for (int i = 0; i < r - 3; i++) p->batch *= q->dim[i];
-    p->scale = om_attr_get(a->attr, a->n_attr, "scale") ? om_args_float(a, "scale", 1) : 1 / sqrt((double)p->d);
-    if (!p->hk || !p->tk || !p->d || !p->dv_size || p->d > LARGEST || p->dv_size > LARGEST) return false;
-    if (start) p->start_step = start->stride[0];
-    if (end) p->end_step = end->stride[0];
-    if (mask) p->mask_kind = mask->dtype == OM_BOOL ? 1 : 2, p->mask_type = mask->dtype;
-    return four(q, false, p->sq) && four(k, false, p->sk) && four(v, false, p->sv) &&
-           (!mask || broadcast(mask, q, p->smask)) && p->batch * p->hq <= 65535;
-}
-
-static void attention_operands(om_lower *l, om_gpu_attention *g, int q_at, int mask_at, int start_at, int end_at) {
-    om_gpu_in(l, &g->q, q_at);
-    om_gpu_in(l, &g->k, q_at + 1);
-    om_gpu_in(l, &g->v, q_at + 2);
-    om_gpu_in(l, &g->mask, mask_at);
-    om_gpu_in(l, &g->kv_start, start_at);
-    om_gpu_in(l, &g->kv_end, end_at);
-    if (g->drop) om_gpu_scalars_at(l, &g->scalars);
-}
-
-om_status om_lower_attention(om_lower *l) {
-    const om_args *a = l->a;
-    const int dtype = a->in[0].dtype;
-    const size_t wide = om_dtype_size(om_compute_dtype(dtype));
-    om_gpu_attention p;
-    if (!attention_of(a, 0, 3, 4, 5, &p) || !four(&a->out[0], om_args_int(a, "seq_first", 0), p.sout) ||
-        !om_is_dense(&a->out[1]))
-        return om_gpu_host(l);
-    const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
-    if (shared > SHARED_MOST) return om_gpu_host(l);
-    om_gpu_attention *g = om_gpu_add(l, OF(attention, dtype), om_gpu_blocks(p.tq, OWN), p.batch * p.hq, 1, 128, shared,
-                                     sizeof *g);
-    if (!g) return l->cx->status;
-    *g = p;
-    attention_operands(l, g, 0, 3, 4, 5);
-    om_gpu_out(l, &g->out, 0, OM_GPU_WRITE);
-    om_gpu_out(l, &g->lse, 1, OM_GPU_WRITE);
-    return OM_OK;
-}
-
-int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return 3 * om_numel(&a->in[6]) * 8; /* delta, m, il of every query */
-}
-
-om_status om_lower_attention_grad(om_lower *l) {
-    const om_args *a = l->a;
-    const int dtype = a->in[1].dtype;
-    const size_t wide = om_dtype_size(om_compute_dtype(dtype));
-    const bool turn = om_args_int(a, "seq_first", 0);
-    const om_tensor *frozen = given(a, 9), *mask = given(a, 4);
-    om_gpu_attention p;
-    /* queries that saw nothing and shall be NaN, the mask's own gradient: the CPU's */
-    const bool dmask = mask && om_is_float(mask->dtype) && om_args_int(a, "want_dmask", 0);
-    if (!attention_of(a, 1, 4, 7, 8, &p) || p.nan_rows || dmask ||
-        !four(&a->in[0], turn, p.sdy) || !four(&a->in[5], turn, p.sy) || !four(&a->out[0], turn, p.sdq) ||
-        !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) ||
-        (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
-        return om_gpu_host(l);
-    const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
-    if (shared > SHARED_MOST) return om_gpu_host(l);
-    const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide;
-    om_gpu_attention *g = om_gpu_add(l, OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0, sizeof *g);
-    if (!g) return l->cx->status;
-    *g = p;
-    attention_operands(l, g, 1, 4, 7, 8);
-    om_gpu_in(l, &g->dy, 0);
-    om_gpu_in(l, &g->y, 5);
-    om_gpu_in(l, &g->lse, 6);
-    om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
-    for (int which = 0; which < 2; which++) {
-        g = om_gpu_add(l, which ? OF(attention_dkv, dtype) : OF(attention_dq, dtype),
-                       om_gpu_blocks(which ? p.tk : p.tq, OWN), p.batch * (which ? p.hk : p.hq), 1, 128, shared,
-                       sizeof *g);
-        if (!g) return l->cx->status;
-        *g = p;
-        attention_operands(l, g, 1, 4, 7, 8);
-        om_gpu_in(l, &g->frozen, 9);
-        om_gpu_in(l, &g->dy, 0);
-        om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_READ);
-        if (!which) om_gpu_out(l, &g->dq, 0, OM_GPU_WRITE);
-        if (which) om_gpu_out(l, &g->dk, 1, OM_GPU_WRITE), om_gpu_out(l, &g->dv, 2, OM_GPU_WRITE);
-    }
-    return OM_OK;
-}

@@ -307,6 +307,30 @@ om_status om_lower_gather(om_lower *l) {
     return OM_OK;
 }
 
+om_status om_lower_gather_elements(om_lower *l) {
+    const om_args *a = l->a;
+    const om_tensor *x = &a->in[0], *idx = &a->in[1];
+    const int axis = (int)om_args_int(a, "axis", 0);
+    if (idx->rank > OM_GPU_RANK || !om_is_dense(&a->out[0])) return om_gpu_host(l);
+    for (int i = 0; i < idx->rank; i++)
+        OM_CHECK(l->cx, i == axis || idx->dim[i] <= x->dim[i],
+                 "gather_elements: indices have size %lld along axis %d, data only %lld", (long long)idx->dim[i], i,
+                 (long long)x->dim[i]);
+    const int64_t total = om_numel(idx), blocks = om_gpu_blocks(total, 256);
+    om_gpu_elements *g = om_gpu_add(l, OM_GPU_gather_elements, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0,
+                                    sizeof *g);
+    if (!g) return l->cx->status;
+    g->total = total, g->rank = idx->rank, g->n = x->rank ? x->dim[axis] : 1, g->step = x->rank ? x->stride[axis] : 0;
+    for (int i = 0; i < idx->rank; i++)
+        g->dim[i] = idx->dim[i], g->is[i] = idx->stride[i], g->xs[i] = i == axis ? 0 : x->stride[i];
+    g->size = (int32_t)om_dtype_size(x->dtype), g->wide = idx->dtype == OM_I64;
+    om_gpu_in(l, &g->x, 0);
+    om_gpu_in(l, &g->idx, 1);
+    g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
+    om_gpu_out(l, &g->y, 0, OM_GPU_WRITE);
+    return OM_OK;
+}
+
 int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a) {
     (void)cx;
     return 4 * a->out[0].dim[(int)om_args_int(a, "axis", 0)];

@@ -123,6 +123,15 @@ typedef struct om_gpu_gather { /* y (outer, m, inner) = x (outer, n, inner) at i
     int32_t size, wide, site, none;
 } om_gpu_gather;
 
+typedef struct om_gpu_elements { /* y (dense, as idx) = x at idx along one axis */
+    const char *x, *idx;
+    char *y;
+    om_gpu_fault *fault;
+    int64_t total, dim[OM_GPU_RANK], xs[OM_GPU_RANK], is[OM_GPU_RANK]; /* xs: 0 along the axis */
+    int64_t n, step;           /* of x along the axis */
+    int32_t rank, size, wide, site;
+} om_gpu_elements;
+
 typedef struct om_gpu_scatter { /* y (outer, n, inner) += dy (outer, m, inner) at idx, in the order of m */
     const char *dy, *idx, *base;
     char *y;
@@ -141,6 +150,16 @@ typedef struct om_gpu_gemm { /* c = a b (+ bias): any strides; batch over grid z
     int64_t bdim[4], ba[4], bb[4], bc[4];
     int32_t brank, none;
 } om_gpu_gemm;
+
+/* --- conv.cu ------------------------------------------------------------------------------------------- */
+
+typedef struct om_gpu_conv { /* x (n, c, in), w (o, cg, k), y (n, o, out); og, cg: channels of a group, out and in */
+    const char *x, *w, *bias, *dy;
+    char *y, *dx, *dw, *db;
+    int64_t n, c, o, cg, og;
+    int64_t in[3], k[3], out[3], stride[3], lo[3], dil[3];
+    int64_t taps, pixels, plane; /* products of k, out, in */
+} om_gpu_conv;
 
 /* --- attention.cu -------------------------------------------------------------------------------------- */
 

@@ -1,16 +1,25 @@
 /* queue.c - see queue.h. */
 #include "cuda/queue.h"
 
+#include "cuda/blaslt.h"
+
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 enum { MAX_DEVICES = 16 };
 
 #define X(field, name, params) om_cu_result (*field) params;
 static struct { OM_CUDA_QUEUE_API(X) } api;
 #undef X
+#define X(field, name, params) __attribute__((unused)) static const char field##_name[] = #name;
+OM_CUDA_QUEUE_API(X)
+#undef X
+
+/* A block that could not be given back: tried again by the next that asks for one. */
+typedef struct owed { struct owed *next; om_cu_address at; om_cu_stream stream; } owed;
 
 struct om_gpu {
     _Atomic bool open;
@@ -19,6 +28,7 @@ struct om_gpu {
     om_gpu_fault *fault;          /* page-locked memory of the host, which the device reaches at the same address */
     om_cu_function kernel[OM_N_GPU_KERNELS];
     om_cu_module module[32];      /* per image */
+    _Atomic(owed *) owed;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -38,10 +48,15 @@ void *om_cuda_stream_now(void) { return stream_now; }
 static om_status failed(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what) {
     return om_cuda_fail(cx, g->cuda, r, what);
 }
+static om_status failed_of(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what, const char *kernel) {
+    char text[128];
+    snprintf(text, sizeof text, "%s of %s", what, kernel);
+    return failed(cx, g, r, text);
+}
 #define CALL(what, ...)                                             \
     do {                                                            \
         const om_cu_result r_ = api.what(__VA_ARGS__);              \
-        if (r_) return failed(cx, g, r_, "CUDA " #what);            \
+        if (r_) return failed(cx, g, r_, what##_name);              \
     } while (0)
 
 /* --- opening ------------------------------------------------------------------------------------------ */
@@ -71,7 +86,7 @@ static om_status kernels_load(om_ctx *cx, om_gpu *g) {
                            kernels[k].image);
         if (!g->module[i]) CALL(module_load, &g->module[i], om_gpu_images[i].bytes);
         const om_cu_result r = api.module_function(&g->kernel[k], g->module[i], kernels[k].name);
-        if (r) return failed(cx, g, r, kernels[k].name);
+        if (r) return failed_of(cx, g, r, module_function_name, kernels[k].name);
         if (strstr(kernels[k].name, "attention")) CALL(function_attribute, g->kernel[k], MOST_SHARED, 64 << 10);
     }
     return OM_OK;
@@ -85,6 +100,7 @@ static om_status gpu_open(om_ctx *cx, om_gpu *g) {
     OM_TRY(kernels_load(cx, g));
     if (!g->fault) CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
     if (host) memset(g->fault = host, 0, sizeof *g->fault);
+    om_lt_open();
     CALL(pool, &pool, g->ordinal);
     CALL(pool_attribute, pool, RELEASE_THRESHOLD, &keep);
     return OM_OK;
@@ -111,27 +127,51 @@ om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out) {
 om_status om_gpu_enter(om_ctx *cx, om_gpu *g) { return om_cuda_enter(cx, g->ordinal, &g->cuda); }
 om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s) { return om_cuda_leave(cx, g->cuda, s); }
 om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
+int om_gpu_ordinal(const om_gpu *g) { return g->ordinal; }
 
 /* --- memory and work ---------------------------------------------------------------------------------- */
+
+static void owe(om_gpu *g, om_cu_address at, om_cu_stream stream) {
+    owed *o = malloc(sizeof *o);
+    if (!o) return; /* lost: neither memory for a word nor a driver that takes the block */
+    *o = (owed){.at = at, .stream = stream, .next = atomic_load(&g->owed)};
+    while (!atomic_compare_exchange_weak(&g->owed, &o->next, o)) continue;
+}
+
+static om_status pay(om_ctx *cx, om_gpu *g) {
+    if (!atomic_load(&g->owed)) return OM_OK;
+    om_status s = OM_OK;
+    for (owed *o = atomic_exchange(&g->owed, NULL), *next; o; o = next) {
+        next = o->next;
+        const om_cu_result r = s == OM_OK ? api.free(o->at, o->stream) : 0;
+        if (r) s = failed(cx, g, r, free_name);
+        if (s != OM_OK) owe(g, o->at, o->stream);
+        free(o);
+    }
+    return s;
+}
 
 om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out) {
     enum { OUT_OF_MEMORY = 2 };
     om_cu_address p = 0;
+    OM_TRY(pay(cx, g));
     const om_cu_result r = api.alloc(&p, size ? size : 1, stream);
     if (r == OUT_OF_MEMORY) {
-        om_fail(cx, OM_NOMEM, "CUDA device %d is out of memory: %zu bytes were asked for", g->ordinal, size);
+        om_fail(cx, OM_NOMEM, "CUDA device %d is out of memory: %zu bytes were asked for (cuMemAllocAsync: %u)",
+                g->ordinal, size, r);
         return OM_NOMEM;
     }
-    if (r) return failed(cx, g, r, "cuMemAllocAsync");
+    if (r) return failed(cx, g, r, alloc_name);
     *out = (void *)(uintptr_t)p;
     return OM_OK;
 }
 
 void om_gpu_free(om_gpu *g, void *p, void *stream) {
     om_ctx quiet = {.status = OM_OK};
-    if (om_gpu_enter(&quiet, g) != OM_OK) return;
-    api.free((om_cu_address)(uintptr_t)p, stream);
-    om_gpu_leave(&quiet, g, OM_OK);
+    const bool entered = om_gpu_enter(&quiet, g) == OM_OK;
+    const bool gone = entered && !api.free((om_cu_address)(uintptr_t)p, stream);
+    if (entered) om_gpu_leave(&quiet, g, OM_OK);
+    if (!gone) owe(g, (om_cu_address)(uintptr_t)p, stream);
 }
 
 om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
@@ -154,5 +194,5 @@ om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void
     void *params[] = {(void *)(uintptr_t)param};
     const om_cu_result r = api.launch(g->kernel[n->kernel], n->grid[0], n->grid[1], n->grid[2], n->block, 1, 1,
                                       n->shared, stream_now, params, NULL);
-    return r ? failed(cx, g, r, kernels[n->kernel].name) : OM_OK;
+    return r ? failed_of(cx, g, r, launch_name, kernels[n->kernel].name) : OM_OK;
 }

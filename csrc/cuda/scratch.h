@@ -3,6 +3,7 @@
 #define OM_CUDA_SCRATCH_H
 #include "cuda/lower.h"
 int64_t om_gpu_scratch_none(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_matmul(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_reduce(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_norm_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_cross_entropy(om_ctx *cx, const om_args *a);

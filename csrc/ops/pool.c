@@ -42,7 +42,7 @@ static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int
                  "%s: the kernel is larger than the padded input along pooled axis %d", op, i);
         *out = om_dim_add(g, om_dim_div(g, ceil_mode ? om_dim_add(g, room, s[i] - 1) : room, s[i]), 1);
         if (ceil_mode) /* (out - 1) * stride < in + pad */
-            *out = om_dim_min(g, *out, om_dim_add(g, om_dim_div(g, om_dim_add(g, in, p[i] - 1), s[i]), 1));
+            *out = om_dim_min(g, *out, om_dim_add(g, om_dim_div(g, om_dim_sub(g, om_dim_add(g, in, p[i]), 1), s[i]), 1));
     }
     return OM_OK;
 }

@@ -373,6 +373,12 @@ static PyObject *py_engine_stream(PyObject *none, PyObject *stream) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_engine_tf32(PyObject *none, PyObject *allowed) {
+    (void)none;
+    om_cuda_tf32(PyObject_IsTrue(allowed) > 0);
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_engine_stand_in(PyObject *none, PyObject *on) {
     (void)none;
     om_py_stand_in = PyObject_IsTrue(on) > 0;
@@ -385,16 +391,19 @@ static PyObject *py_engine_counts(PyObject *none, PyObject *unused) {
     const char *name;
     for (int i = 0; names && (name = om_cuda_host_op(i)); i++)
         if (om_py_list_add(names, PyUnicode_FromString(name))) Py_CLEAR(names);
-    return names ? Py_BuildValue("(llN)", om_cuda_count(1), om_cuda_count(0), names) : NULL;
+    return names ? Py_BuildValue("(llNl)", om_cuda_count(1), om_cuda_count(0), names, om_cuda_count(2)) : NULL;
 }
 
 PyMethodDef om_cuda_methods[] = {
     {"cuda_engine_stream", py_engine_stream, METH_O,
      "cuda_engine_stream(stream): where this thread's next runs on a CUDA device are queued."},
+    {"cuda_engine_tf32", py_engine_tf32, METH_O,
+     "cuda_engine_tf32(allowed): whether this thread's next float32 products may cut their operands to TF32."},
     {"cuda_engine_stand_in", py_engine_stand_in, METH_O,
      "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device."},
     {"cuda_engine_counts", py_engine_counts, METH_NOARGS,
-     "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators."},
+     "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators, "
+     "products by cuBLASLt."},
     {"cuda_archs", py_cuda_archs, METH_NOARGS,
      "cuda_archs(): architectures of the embedded kernels, '75 80 ...'; '' when built without nvcc."},
     {"cuda_image_size", py_cuda_image_size, METH_O,

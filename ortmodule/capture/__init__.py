@@ -31,6 +31,7 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from ..guard import Place
 from . import (  # noqa: F401  the rows of ops_* register themselves
+    branches,
     cuts,
     marks,
     ops_math,
@@ -86,8 +87,10 @@ class Captured:
     them that are no new version. host_ops: rows for
     nodes with `host_index`. fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this
     graph. fixed_scalars: int/float leaves whose value the graph depends on (all of them unless captured with
-    symbolic_scalars). rebinds: graph inputs that are buffers to which forward assigns new tensors; the graph writes
-    into them. between: output -> outputs (bits) that it is computed from. tests: of facts.py, for tensors that `fits`.
+    symbolic_scalars). conditions: of branches.py; their tensors are the last of the outputs, and rebuild raises
+    branches.Other when they say something else. rebinds: graph inputs that are buffers to which forward assigns new
+    tensors; the graph writes into them. between: output -> outputs (bits) that it is computed from. tests: of facts.py,
+    for tensors that `fits`.
     """
 
     onnx: bytes
@@ -107,6 +110,7 @@ class Captured:
     quiet: frozenset[int] = frozenset()
     between: dict[int, int] = field(default_factory=dict)
     tests: list[Test] | None = None
+    conditions: branches.Answers = ()
     # what submodules kept in PyTorch returned, as tensors without values
     kept: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -121,6 +125,8 @@ def capture(
     keep_in_torch: Collection[str] = (),
     fixed: Collection[tuple[int, int]] = (),
     cut: tuple[Place, ...] = (),
+    answers: branches.Answers | None = None,
+    rehearse: bool = False,
 ) -> Captured:
     """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they
     were.
@@ -128,8 +134,9 @@ def capture(
     dynamic: sizes of all tensor arguments are symbols, but for `fixed`, pairs of tensor leaf and axis.
     symbolic_scalars: int and float arguments are graph inputs (0-d int64, float64) instead of constants. keep_in_torch:
     fully qualified names of submodules that stay outside the graph. cut: submodules whose hooks run between parts of it
-    (the result is a CutCaptured). Grad mode and autocast are the caller's. Raises CaptureError with the innermost
-    submodule, file and line.
+    (the result is a CutCaptured). answers: to the first branches on values that forward meets, () when none is known;
+    None: such a branch is an error. rehearse: forward is known to have more. Grad mode and autocast are the caller's.
+    Raises CaptureError with the innermost submodule, file and line.
     """
     started = time.perf_counter()
     exported = export_module(
@@ -141,6 +148,8 @@ def capture(
         keep_in_torch=keep_in_torch,
         fixed=fixed,
         cut=cut,
+        answers=answers,
+        rehearse=rehearse,
     )
     program = functionalize(exported)
     tests = _tests(program, exported, flatten_inputs(args, kwargs), module)
@@ -152,11 +161,22 @@ def capture(
             tests,
         )  # fmt: skip
     keep_unknown_sizes(program, exported)
-    rebuild = _outputs(program, exported)
+    asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
+    program.outputs = program.outputs[: len(program.outputs) - len(asked)]
+    users = _outputs(program, exported)  # changes program.outputs
+    between = _between(program)
+    rebuild = branches.asking(users, len(program.outputs), exported.conditions)
+    program.outputs += asked
     try:
         onnx_bytes, host_ops, builder = convert(program, exported, type(module).__name__)
     except UnsupportedError as e:
         raise CaptureError(str(e)) from e
+    if exported.conditions:
+        kept = next((op for op in host_ops if op.kind != "aten"), None)
+        if kept is not None:
+            raise branches.NoBranches(
+                f"branches on values of tensors, and {kept.name} kept in PyTorch", kept.module, kept.file, kept.line
+            )
     specs, index = _inputs(program, builder)
     flat = flatten_inputs(args, kwargs)
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
@@ -177,8 +197,9 @@ def capture(
         kept=without_values(exported.table),
         quiet=frozenset([index[n] for n, _ in program.writes if n in program.quiet]),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],
-        between=_between(program),
+        between=between,
         tests=tests,
+        conditions=exported.conditions,
     )
 
 
@@ -424,7 +445,7 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
         f"({_python(g, name)})" for g in exported.guards if g.free_symbols and all(s in name for s in g.free_symbols)
     ]
     body = "\n    ".join(["t, c = f.tensors, f.scalars", *lines, f"return {' and '.join(terms) or 'True'}"])
-    space: dict[str, Any] = {**known, "math": math}
+    space: dict[str, Any] = {**known, "math": math, "torch": torch}
     exec(f"def fits(f):\n    {body}\n", space)  # our own text: names above, and expressions printed by sympy
     fits: Callable[[FlatInputs], bool] = space["fits"]
     return fits, fixed

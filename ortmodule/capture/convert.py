@@ -53,6 +53,8 @@ _ONE_TYPE = {
 }
 
 # gradients may be asked to be sparse
+_RELATIONS = {"StrictGreaterThan": "Greater", "GreaterThan": "GreaterOrEqual", "StrictLessThan": "Less",
+              "LessThan": "LessOrEqual", "Equality": "Equal", "Unequality": "NotEqual"}  # fmt: skip
 _SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "aten::gather"}
 
 
@@ -127,6 +129,9 @@ class Converter:
         if getattr(e, "is_Float", False):
             return self.b.constant(float(e), F64)
         kind = type(e).__name__
+        if kind == "Piecewise" and len(e.args) == 2:  # a comparison that forward branches on
+            (one, cond), (other, _) = e.args
+            return self.where(self.relation(cond), self.symbolic(one), self.symbolic(other))
         if kind in ("IntTrueDiv", "FloatTrueDiv"):
             return self.op2("Div", self.double(e.args[0]), self.double(e.args[1]))
         if kind == "ToFloat":
@@ -141,6 +146,17 @@ class Converter:
                 v = self.op2(kind, v, self.double(a))
             return v
         return self.b.op("Squeeze", [self.b.size(e), self.b.constant([0], I64)], I64, ())
+
+    def relation(self, e: Any) -> Val:
+        op = _RELATIONS.get(type(e).__name__)
+        if op is None:
+            raise UnsupportedError(f"the condition {e} on numbers read from tensors")
+        x, y = (self.symbolic(a) for a in e.args)
+        if x.dtype != y.dtype:
+            x, y = self.cast(x, F64), self.cast(y, F64)
+        if op == "NotEqual":
+            return self.b.op("Not", [self.compare("Equal", x, y)], BOOL, ())
+        return self.compare(op, x, y)
 
     def double(self, e: Any) -> Val:
         return self.cast(self.symbolic(e), F64)
@@ -352,6 +368,10 @@ class Converter:
             types = {i.val.dtype for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
             if len(types) > 1 and not (target._schema.name in _NORMS and types in ({d, F32} for d in _LOW)):
                 raise UnsupportedError(f"operands of different types: {', '.join(sorted(map(str, types)))}")
+        if not isinstance(target, str):
+            refused = _refused_types(n)
+            if refused is not None:
+                raise UnsupportedError(refused)
         if not isinstance(target, str) and target._schema.name in _SPARSE and self.exported.grad_mode:
             given = dict(zip((a.name for a in target._schema.arguments), bound(n), strict=True))
             if given.get("sparse") or given.get("sparse_grad"):
@@ -506,6 +526,42 @@ def _json(x: Any) -> Any:
 
 _keys: dict[Any, str] = {}
 _schemas: dict[Any, list[tuple[str, Any]]] = {}
+
+
+# What eager refuses and a trace does not: operands of a product are floats, all or none; these sums and losses do not
+# convert; there is no such operator of bools.
+_PRODUCTS = frozenset(f"aten::{n}" for n in (
+    "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear",
+    "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d"))  # fmt: skip
+_ALIKE = {"aten::index_add": (0, 3), "aten::huber_loss": (0, 1), "aten::smooth_l1_loss": (0, 1)}
+_NO_BOOL = frozenset(f"aten::{n}" for n in (
+    "abs", "floor", "ceil", "round", "trunc", "relu", "argmax", "argmin", "addcmul", "addcdiv"))  # fmt: skip
+_FLOATS_ONLY = ("aten::upsample_linear1d", "aten::upsample_bilinear2d", "aten::upsample_bicubic2d",
+                "aten::upsample_trilinear3d", "aten::upsample_nearest1d", "aten::upsample_nearest2d",
+                "aten::upsample_nearest3d", "aten::_upsample_nearest_exact1d", "aten::_upsample_nearest_exact2d",
+                "aten::_upsample_nearest_exact3d")  # fmt: skip
+
+
+def _refused_types(n: Node) -> str | None:
+    """Why eager does not compute this with operands of these types, or None."""
+    name = n.target._schema.name
+    types = [x.val.dtype if isinstance(x, Node) and isinstance(x.val, Tensor) else None for x in n.args]
+    given = [t for t in types[: 3 if name.endswith("attention") else None] if t is not None]  # its mask may be of bools
+    kinds = {t.is_floating_point for t in given}
+    text = ", ".join(sorted({str(t) for t in given}))
+    if name in _PRODUCTS and (len(kinds) > 1 or kinds == {False} and len(set(given)) > 1):
+        return f"{name} of operands of different types: {text}"
+    if name in _ALIKE and not n.autocast and types[_ALIKE[name][0]] != types[_ALIKE[name][1]]:
+        return f"{name} of operands of different types: {text}"
+    none_of = (torch.bool, torch.int32, I64) if name in _FLOATS_ONLY else (torch.bool,) if name in _NO_BOOL else ()
+    if types[:1] and types[0] in none_of:
+        return f"{name} of {types[0]}"
+    if name == "aten::cross_entropy_loss" and types[1] is not None and not types[1].is_floating_point:
+        return None if types[1] in (I64, torch.uint8) else f"{name} with labels of {types[1]}"
+    if name == "aten::pow" and isinstance(n.args[1], int) and n.args[1] < 0 and types[0] is not None:
+        return None if types[0].is_floating_point else "negative integer powers of integers"
+    return None
 
 
 def _key(target: Any) -> str:

@@ -37,7 +37,7 @@ from ..errors import CaptureError
 from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
 from ..watch import quiet, running
-from . import marks, opaque
+from . import branches, marks, opaque
 from .facts import Facts, Known
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
@@ -61,8 +61,8 @@ class Exported:
     """graph_module: training IR. sources: by placeholder name. outputs: per output of the graph nothing but order;
     rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor. tried: files and lines of
     the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs.
-    facts: what the trace was told of the arguments. same: which results are a tensor argument (its number), parameter
-    or buffer (its name)."""
+    facts: what the trace was told of the arguments. conditions: what it was told of values; the tensors asked stand
+    behind all other outputs. same: which results are a tensor argument (its number), parameter or buffer (its name)."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -78,6 +78,7 @@ class Exported:
     n_made: int = 0
     facts: Facts = field(default_factory=Facts)
     same: dict[int, int | str] = field(default_factory=dict)
+    conditions: branches.Answers = ()
 
 
 class _Wrapper(nn.Module):
@@ -90,8 +91,10 @@ class _Wrapper(nn.Module):
         tensors: list[Tensor],
         float_leaves: Collection[int],
         box: dict[str, Any],
+        asker: branches.Asker,
     ) -> None:
         super().__init__()
+        self._asker = asker
         self.m = module
         self._fill = fill
         known = Known(module)
@@ -117,7 +120,7 @@ class _Wrapper(nn.Module):
         contents = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        with refusing(is_user_file, standing, self._real()) as asked, running():
+        with refusing(is_user_file, standing, self._real()) as asked, running(), self._asker.tracing():
             out = self.m(*args, **kwargs)
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
@@ -143,7 +146,8 @@ class _Wrapper(nn.Module):
         self._box["structure"] = _structure(out)
         self._box["hold"] = flat
         self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
-        return (*flat, *made)
+        self._box["conditions"] = tuple(self._asker.conditions)
+        return (*flat, *made, *self._asker.values)
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -332,11 +336,25 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
         if at is None and (source is not None or is_user_file(frame.f_code.co_filename)):
             at = (frame.f_code.co_filename, number) if source is None else source[1:]
     file, line = at or ("", 0)
+    data = next((e for e in chain if type(e).__name__ in _OF_DATA), None)
+    if data is not None:
+        reason = _OF_DATA[type(data).__name__]
+        if "Could not guard" in str(data):
+            reason = "a branch on a tensor's value"
+        return CaptureError(reason, module or "", file, line)
     text = str(error).strip()
     first = next((s.strip() for s in text.splitlines() if s.strip()), "")
     if isinstance(error, NotRepeatable):
         return CaptureError(first, "" if error.whole else module or "", file, line)
     return CaptureError(f"{type(error).__name__}: {first}", module or "", file, line)
+
+
+_OF_DATA = {
+    "GuardOnDataDependentSymNode": "a number that is read from a tensor (int(), item(), tolist()), or a size that "
+    "depends on data, which forward's code needs to know",
+    "DataDependentOutputException": "a Python value that is read from tensors (torch.equal, torch.allclose, tolist())",
+    "DynamicOutputShapeException": "a result whose size depends on data",
+}  # fmt: skip
 
 
 def _source_at(frame: types.FrameType) -> tuple[str, str, int] | None:
@@ -360,17 +378,26 @@ def export_module(
     keep_in_torch: Collection[str] = (),
     fixed: Collection[tuple[int, int]] = (),
     cut: tuple[Any, ...] = (),
+    answers: branches.Answers | None = None,
+    rehearse: bool = False,
 ) -> Exported:
     """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic
-    capture. cut: the cuts.Places of hooks."""
+    capture. cut: the cuts.Places of hooks. answers: those of the first branches on values that forward meets; None: a
+    branch is an error. rehearse: others are expected."""
     keep = sorted(keep_in_torch)
     lacking = private.lacks("capture")
     if lacking is not None:
         raise CaptureError(lacking)
     with patches.scope(), without_warnings(), keep_random_state():
+        told = _Told(module, args, kwargs, answers)
+        if rehearse:
+            told.rehearse()
         try:
-            with opaque.table() as table:
-                return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut)
+            return told.until_answered(
+                lambda table, asker: _export(
+                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker
+                )
+            )
         except CaptureError:
             raise
         except Exception as e:
@@ -379,12 +406,50 @@ def export_module(
                 raise error from e
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
         try:
-            with opaque.table() as table:
-                return _export(
-                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, ones_are_symbols=False
+            return told.until_answered(
+                lambda table, asker: _export(
+                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, False
                 )
+            )
         except Exception:
             raise error from None
+
+
+class _Told:
+    """What a trace answers where forward branches on a value, as far as that is known."""
+
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], answers: branches.Answers | None
+    ) -> None:
+        self._module, self._args, self._kwargs = module, args, kwargs
+        self._known = answers
+        self._log: list[branches.Condition | branches.Read] | None = None  # of the rehearsal
+
+    def until_answered(self, trace: Callable[[opaque.Table, branches.Asker], Exported]) -> Exported:
+        while True:
+            try:
+                with opaque.table() as table:
+                    return trace(table, branches.Asker(self._module, self._known, self._log))
+            except branches.Unanswered:
+                calls = table.rows  # a custom Function: it would run as often as a condition changes
+            if calls:
+                raise branches.NoBranches(f"branches on values of tensors, and {calls[0].name} kept in PyTorch")
+            if self._log is not None:
+                raise CaptureError("a branch on a tensor's value, which is taken while forward is traced only")
+            self.rehearse()
+
+    def rehearse(self) -> None:
+        """Forward in PyTorch, on copies of the arguments."""
+        assert self._known is not None
+        fill, flat = input_skeleton(self._args, self._kwargs)
+        own = {id(t) for _, t in _tensors_of(self._module)}
+        copies: dict[int, Tensor] = {}
+        for t in flat.tensors:
+            if id(t) not in copies:
+                copies[id(t)] = t if id(t) in own else t.detach().clone().requires_grad_(t.requires_grad)
+        args, kwargs = fill([*[copies[id(t)] for t in flat.tensors], *flat.scalars])
+        with keep_attributes(self._module, registered=True):
+            self._log = branches.rehearse(self._module, lambda: self._module(*args, **kwargs), self._known)
 
 
 def _example(t: Tensor) -> Tensor:
@@ -417,7 +482,7 @@ def _structure(out: Any) -> Any:
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
             keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], cut: tuple[Any, ...],
-            ones_are_symbols: bool = True) -> Exported:  # fmt: skip
+            asker: branches.Asker, ones_are_symbols: bool = True) -> Exported:  # fmt: skip
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
     examples: dict[int, Tensor] = {}  # an argument that is given twice is one tensor for the trace, too
@@ -441,7 +506,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             inner_args, inner_kwargs = input_skeleton(args, kwargs)[0]([*real, *flat.scalars])
             table.recorded, result = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
     box: dict[str, Any] = {}
-    wrapper = _Wrapper(module, fill, flat.tensors, floats, box)
+    wrapper = _Wrapper(module, fill, flat.tensors, floats, box, asker)
     shapes: Any = None
     if dynamic or symbolic_scalars:
         auto = Dim.AUTO
@@ -499,6 +564,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         len(box["made"]),
         box["facts"],
         box["same"],
+        box["conditions"],
     )
 
 

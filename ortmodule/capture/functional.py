@@ -699,9 +699,11 @@ class _Functionalizer:
         self.grad = True
         inputs = {i: base.input for i, of in self.exported.same.items() for source, base in held
                   if base.input is not None and of == (source.leaf if source.kind == "user" else source.target)}
-        end = len(result) - self.exported.n_made
         result = [x.v if isinstance(x, _Held) else x for x in result]
-        result, tried = result[:end], [v.node for v in result[end:] if isinstance(v, _V)]
+        last = len(result) - len(self.exported.conditions)
+        end = last - self.exported.n_made
+        tried = [v.node for v in result[end:last] if isinstance(v, _V)]
+        result = result[:end] + result[last:]
         for i, v in enumerate(result):
             if isinstance(v, _V):
                 out: Any = self.read(v)

@@ -359,6 +359,19 @@ _MACHINERY = (
 )
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return x.matmul(weight.t())
+    return torch.addmm(bias, x, weight.t()) if x.dim() == 2 else x.matmul(weight.t()) + bias
+
+
+# Functions of libraries that compute what an operator does, in another way: written out, with the operator's gradient.
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    # ZeRO-3 puts it in the place of F.linear, so that autograd does not keep a weight that is freed meanwhile
+    "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3": _linear,
+}
+
+
 class _Code:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         # a free variable, as in the original: code is exchanged only for code with as many
@@ -376,8 +389,11 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
         run, _preserve_rng, *rest = args
         return run(*rest)
-    if f"{cls.__module__}.{cls.__name__}".startswith(_MACHINERY):
+    name = f"{cls.__module__}.{cls.__name__}"
+    if name.startswith(_MACHINERY):
         return _apply(cls, *args, **kwargs)
+    if name in _OPERATORS:
+        return _OPERATORS[name](*args, **kwargs)
     return _function_node(cls, args, kwargs)
 
 

@@ -603,12 +603,12 @@ def argmax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
     )
 
 
-@row("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
+@row("any", "any.dim", "any.dims", "all", "all.dim", "all.dims", "_is_all_true", "_is_any_true")
 def any_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False) -> Val:
     if n.val.dtype != BOOL:
         raise NotHere("any/all on bytes")
     v = c.cast(c.num(x, BOOL), I64)
-    found = n.target._schema.name == "aten::any"
+    found = n.target._schema.name in ("aten::any", "aten::_is_any_true")
     out = c.reduce("ReduceMax" if found else "ReduceMin", v, _axes(dim), bool(keep))
     # the maximum of nothing is the lowest integer, not False
     if found and not all(isinstance(d, int) and d > 0 for d in v.shape):

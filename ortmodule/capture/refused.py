@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -56,6 +57,7 @@ def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
     return tensor.requires_grad != bool(wanted)
 
 
+_SYMPY = os.path.dirname(sympy.__file__) + os.sep
 _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
 _GRAD = "a graph leaves the gradients of before a call alone"
@@ -278,6 +280,71 @@ def _noted(error: NotRepeatable) -> NotRepeatable:
     note_caught(error, next((f for f in outwards(sys._getframe(1)) if is_user_file(f.f_code.co_filename)),
                             sys._getframe(1)))
     return error
+
+
+_AS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def _users(frame: FrameType) -> bool:
+    """Is it code outside of PyTorch and what it computes sizes with? abc's is its caller's."""
+    while frame.f_back is not None and frame.f_code.co_filename == "<frozen abc>":
+        frame = frame.f_back
+    path = frame.f_code.co_filename
+    return not path.startswith((TORCH_DIR, OWN_DIR, _SYMPY, "<eval_with_key>", "<frozen "))
+
+
+def _class(original: Callable[..., Any]) -> Callable[..., Any]:
+    """__getattribute__ of a symbolic number: isinstance(size, int) holds for the user's code, as in eager."""
+
+    def get(self: Any, name: str) -> Any:
+        if name == "__class__" and _users(sys._getframe(2)):
+            return _AS[type(self)]
+        return original(self, name)
+
+    return get
+
+
+def _text(original: Callable[..., Any]) -> Callable[..., Any]:
+    """__repr__ of a symbolic number: in the user's code its value, which the graph then holds for."""
+
+    def text(self: Any) -> str:
+        return repr(_AS[type(self)](self)) if _users(sys._getframe(2)) else original(self)
+
+    return text
+
+
+def _divides(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
+    """A division by a symbolic number: the graph holds for others than 0, where Python raises."""
+
+    def op(self: Any, other: Any) -> Any:
+        by = self if turned else other
+        if type(by) in _AS and _users(sys._getframe(2)):
+            bool(by != 0)
+        return original(self, other)
+
+    return op
+
+
+def _raises(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
+    """A power of symbolic numbers: 0 ** -1 raises, a negative base may give a complex number, a negative exponent a
+    float."""
+
+    def op(self: Any, other: Any) -> Any:
+        base, exponent = (other, self) if turned else (self, other)
+        if _users(sys._getframe(2)):
+            if type(exponent) in _AS:
+                bool(exponent >= 0)
+            if type(base) in _AS and not (isinstance(exponent, int) and type(exponent) not in _AS and exponent >= 0):
+                bool(base > 0)
+        return original(self, other)
+
+    return op
+
+
+_ARITHMETIC = [(cls, f"__{'r' if turned else ''}{name}__", make, turned)
+               for cls in (torch.SymInt, torch.SymFloat)
+               for turned in (False, True)
+               for name, make in (("truediv", _divides), ("floordiv", _divides), ("mod", _divides), ("pow", _raises))]
 
 
 _NUMBERS = ((torch.SymBool, "__bool__"), (torch.SymInt, "__bool__"), (torch.SymInt, "__int__"),
@@ -530,6 +597,11 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
         *_honest_flags(),
         *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
           for cls, name in _NUMBERS if name in vars(cls)],
+        *[Patch(cls, name, only_here(make(vars(cls)[name], turned), vars(cls)[name]))
+          for cls, name, make, turned in _ARITHMETIC if name in vars(cls)],
+        *[Patch(cls, "__getattribute__", only_here(_class(cls.__getattribute__), cls.__getattribute__))
+          for cls in _AS],
+        *[Patch(cls, "__repr__", only_here(_text(cls.__repr__), cls.__repr__)) for cls in _AS],
         *(_attributes(asked) if real is not None else ()),
     ), asked:  # fmt: skip
         try:

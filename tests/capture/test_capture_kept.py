@@ -75,7 +75,7 @@ class Branch(nn.Module):
         self.lin = nn.Linear(7, 7)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
+        if int(x.sum() > 0):
             return self.lin(x)
         return self.lin(x) * 2
 

@@ -164,7 +164,7 @@ def tries_a_module(m: Any, x: Tensor) -> Tensor:
 class RefusesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        if type(x) is Tensor and x.sum() < 0:
+        if type(x) is Tensor and int(x.sum() < 0):
             raise ValueError("no")
         return x * 2
 
@@ -184,7 +184,8 @@ def tries_a_function(m: Any, x: Tensor) -> Tensor:
                                   tries_a_hook, tries_sizes, tries_a_module, tries_a_function])
 def test_exceptions_that_forward_catches(rule: Callable[..., Any]) -> None:
     ours = beside(Net(rule, Refuses()), definite)
-    assert ours.report().eager, str(ours.report())
+    # a branch on a value raises nothing: each way is captured
+    assert bool(ours.report().eager) != (rule in (tries_a_question, tries_a_number)), str(ours.report())
 
 
 def test_a_try_that_catches_nothing_stays_in_the_engine() -> None:

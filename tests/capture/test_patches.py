@@ -259,7 +259,7 @@ class Branches(nn.Module):
     """Stays in PyTorch: it is run for real before the trace of what is around it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x
+        return x * 2 if int(x.sum() > 0) else x
 
 
 def test_a_capture_does_not_wait_for_who_waits_for_it():

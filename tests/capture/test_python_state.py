@@ -708,7 +708,7 @@ class Chooses(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if x.sum() > 0 else x
+        return self.linear(x) if int(x.sum() > 0) else x
 
 
 class AroundChooses(nn.Module):

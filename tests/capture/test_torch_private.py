@@ -116,6 +116,15 @@ def stays(ours: ORTModule) -> None:
     assert ours.report().eager or any(h.kind == "module" for h in ours.report().host)
 
 
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum().item() > 0 else -self.a(x)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -175,9 +184,10 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "call_impl": hooked,
     "set_version": lambda: in_engine(alike(Tower(), train)),
     "size_config": lambda: in_engine(alike(Tower(), sizes)),
+    "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
-    "transformer": lambda: stays(alike(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1), masked)),
+    "transformer": lambda: in_engine(alike(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1), masked)),
     "composite_kernel": lambda: alike(Recurrent(), lengths),
     "NoTorchFunction": no_net,
     "makers": no_net,

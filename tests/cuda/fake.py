@@ -1,6 +1,6 @@
-"""The fake GPU (fake_gpu.cpp, build/fake/libcuda.so.1) under the engine of the tests: `use(ctx)` makes a context's plans
+"""The fake GPU (fake_gpu.cpp, build/fake/libcuda.so.1) and its matrix products (fake_blaslt.cpp) under the engine of the tests: `use(ctx)` makes a context's plans
 run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order threads and blocks take turns.
-OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits."""
+OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits. OM_FAKE_BLAS=0: there is no cuBLASLt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS = range(5)  # fake_gpu_count
 
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
-gpu.fake_gpu_count.restype = C.c_long
+blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13")) if os.environ.get("OM_FAKE_BLAS", "1") != "0" else None
+gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = C.c_long
+gpu.fake_gpu_calls.argtypes = [C.c_char_p]
+gpu.fake_gpu_fail.argtypes = [C.c_char_p, C.c_long, C.c_uint]
 gpu.fake_gpu_message.restype = C.c_char_p
 gpu.fake_gpu_seed.argtypes = [C.c_uint64]
 
@@ -25,8 +28,22 @@ def message() -> str:
     return gpu.fake_gpu_message().decode()
 
 
+def products() -> int:
+    """That the library has done."""
+    return int(blas.fake_blaslt_products()) if blas else 0
+
+
 def late(on: bool) -> None:
     gpu.fake_gpu_late(int(on))
+
+
+def fail(entry: str, nth: int, code: int) -> None:
+    """The nth call of the entry point from now on returns the code and does nothing; nth 0: none."""
+    gpu.fake_gpu_fail(entry.encode(), nth, code)
+
+
+def calls(entry: str) -> int:
+    return int(gpu.fake_gpu_calls(entry.encode()))
 
 
 def seed(n: int) -> None:

@@ -6,7 +6,8 @@
  * Memory. A block is 0xff at first, has a fence behind it that is looked at when it goes, and is never handed out at
  * another one's address while anything is queued. Every launch must declare (om_cuda_declare) what it touches, and what
  * it declares must lie in one live block or in memory the host has told of; each load and store is held to it.
- * Faults are counted in fake_gpu_failures and named by fake_gpu_message.
+ * Faults are counted in fake_gpu_failures and named by fake_gpu_message. fake_gpu_fail makes one call of an entry point
+ * return an error instead of doing anything.
  */
 #include "cuda/emulate.h"
 
@@ -19,17 +20,16 @@
 #include "cuda/loss.cu"
 #include "cuda/index.cu"
 #include "cuda/gemm.cu"
+#include "cuda/conv.cu"
 #include "cuda/attention.cu"
 #include "cuda/attention_grad.cu"
 
+#include "fake_gpu.h"
+
 #include <deque>
-#include <functional>
 #include <map>
 #include <mutex>
-#include <string>
-#include <vector>
 
-#define PUBLIC extern "C" __attribute__((visibility("default")))
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
        ILLEGAL_ADDRESS = 700 };
 enum { FENCE = 256 };
@@ -38,7 +38,6 @@ struct CUctx_st { int device; };
 struct CUfunc_st { const char *name; void (*call)(const void *); size_t size; };
 struct CUmod_st { int none; };
 struct CUstream_st { int none; };
-struct range { const void *at; int64_t size; int mode; };
 
 #define KERNEL(file, name, type) static void call_##name(const void *p) { om_k_##name(*(const struct type *)p); }
 #include "cuda/engine.def"
@@ -69,6 +68,11 @@ static unsigned refuse(unsigned code, const std::string &why) {
     return code;
 }
 
+struct failing { std::string entry; long left; unsigned code; };
+static failing failing_;
+static std::map<std::string, long> calls;
+#define ENTRY(name) if (const unsigned code_ = fake_gpu_injected(#name)) return code_
+
 static bool inside(const void *p, int64_t size) {
     auto b = blocks.upper_bound((uintptr_t)p);
     if (b == blocks.begin()) return false;
@@ -93,6 +97,35 @@ static unsigned put(std::function<unsigned()> work) {
     return 0;
 }
 
+/* --- for libraries on the device ------------------------------------------------------------------------- */
+
+PUBLIC unsigned fake_gpu_injected(const char *entry) {
+    LOCKED;
+    calls[entry]++;
+    if (failing_.entry != entry || --failing_.left) return 0;
+    failing_.entry.clear();
+    return failing_.code;
+}
+PUBLIC bool fake_gpu_current(void) { return depth > 0; }
+PUBLIC bool fake_gpu_declared(std::vector<range> *out) {
+    LOCKED;
+    *out = declared;
+    declared.clear();
+    return declares;
+}
+PUBLIC bool fake_gpu_inside(const void *p, int64_t size) {
+    LOCKED;
+    return inside(p, size);
+}
+PUBLIC unsigned fake_gpu_refuse(unsigned code, const char *why) {
+    LOCKED;
+    return refuse(code, why);
+}
+PUBLIC unsigned fake_gpu_put(const std::function<unsigned()> *work) {
+    LOCKED;
+    return put(*work);
+}
+
 /* --- what tests say ------------------------------------------------------------------------------------- */
 
 PUBLIC void fake_gpu_late(int on) {
@@ -112,6 +145,17 @@ PUBLIC long fake_gpu_count(int what) {
     const long n[] = {failures, launches, (long)blocks.size(), (long)queue.size(), waits};
     return n[what];
 }
+/* The nth call of the entry point from now on returns the code; nth 0: none does. */
+PUBLIC void fake_gpu_fail(const char *entry, long nth, unsigned code) {
+    LOCKED;
+    failing_ = {nth ? entry : "", nth, code};
+}
+/* How often it was called. */
+PUBLIC long fake_gpu_calls(const char *entry) {
+    LOCKED;
+    return calls[entry];
+}
+PUBLIC int fake_gpu_depth(void) { return depth; }
 PUBLIC const char *fake_gpu_message(void) { return message; }
 PUBLIC void fake_gpu_forget(void) { message[0] = 0, failures = 0; }
 
@@ -119,29 +163,68 @@ PUBLIC void fake_gpu_forget(void) { message[0] = 0, failures = 0; }
 
 PUBLIC unsigned cuGetErrorName(unsigned, const char **out) { return *out = "FAKE_ERROR", 0; }
 PUBLIC unsigned cuGetErrorString(unsigned, const char **out) { return *out = message[0] ? message : "made to fail", 0; }
-PUBLIC unsigned cuInit(unsigned) { return 0; }
-PUBLIC unsigned cuDriverGetVersion(int *out) { return *out = 13000, 0; }
-PUBLIC unsigned cuDeviceGet(int *out, int) { return *out = 0, 0; }
-PUBLIC unsigned cuDeviceGetName(char *out, int size, int) { return snprintf(out, (size_t)size, "Fake GPU"), 0; }
-PUBLIC unsigned cuDeviceGetAttribute(int *out, unsigned what, int) { return *out = what == 75 ? 9 : what == 16 ? 2 : 0, 0; }
-PUBLIC unsigned cuDevicePrimaryCtxRetain(CUctx_st **out, int) { return *out = &context, 0; }
-PUBLIC unsigned cuCtxPushCurrent_v2(CUctx_st *) { return depth++, 0; }
+PUBLIC unsigned cuInit(unsigned) {
+    ENTRY(cuInit);
+    return 0;
+}
+PUBLIC unsigned cuDriverGetVersion(int *out) {
+    ENTRY(cuDriverGetVersion);
+    return *out = 13000, 0;
+}
+PUBLIC unsigned cuDeviceGet(int *out, int) {
+    ENTRY(cuDeviceGet);
+    return *out = 0, 0;
+}
+PUBLIC unsigned cuDeviceGetName(char *out, int size, int) {
+    ENTRY(cuDeviceGetName);
+    return snprintf(out, (size_t)size, "Fake GPU"), 0;
+}
+PUBLIC unsigned cuDeviceGetAttribute(int *out, unsigned what, int) {
+    ENTRY(cuDeviceGetAttribute);
+    return *out = what == 75 ? 9 : what == 16 ? 2 : 0, 0;
+}
+PUBLIC unsigned cuDevicePrimaryCtxRetain(CUctx_st **out, int) {
+    ENTRY(cuDevicePrimaryCtxRetain);
+    return *out = &context, 0;
+}
+PUBLIC unsigned cuCtxPushCurrent_v2(CUctx_st *) {
+    ENTRY(cuCtxPushCurrent_v2);
+    return depth++, 0;
+}
 PUBLIC unsigned cuCtxPopCurrent_v2(CUctx_st **out) {
+    ENTRY(cuCtxPopCurrent_v2);
     if (!depth) return INVALID_CONTEXT;
     return *out = &context, depth--, 0;
 }
-PUBLIC unsigned cuModuleLoadData(CUmod_st **out, const void *) { return depth ? (*out = &module_, 0) : INVALID_CONTEXT; }
+PUBLIC unsigned cuModuleLoadData(CUmod_st **out, const void *) {
+    ENTRY(cuModuleLoadData);
+    return depth ? (*out = &module_, 0) : INVALID_CONTEXT;
+}
 PUBLIC unsigned cuModuleGetFunction(CUfunc_st **out, CUmod_st *, const char *name) {
+    ENTRY(cuModuleGetFunction);
     CUfunc_st *f = functions;
     while (f->call && strcmp(f->name, name)) f++;
     *out = f;
     return !f->call && !strncmp(name, "om_k_", 5) ? (unsigned)NOT_FOUND : 0;
 }
-PUBLIC unsigned cuFuncSetAttribute(CUfunc_st *, int, int) { return 0; }
-PUBLIC unsigned cuStreamIsCapturing(CUstream_st *, unsigned *out) { return *out = 0, 0; }
-PUBLIC unsigned cuDeviceGetDefaultMemPool(void **out, int) { return *out = &context, 0; }
-PUBLIC unsigned cuMemPoolSetAttribute(void *, int, void *) { return 0; }
+PUBLIC unsigned cuFuncSetAttribute(CUfunc_st *, int, int) {
+    ENTRY(cuFuncSetAttribute);
+    return 0;
+}
+PUBLIC unsigned cuStreamIsCapturing(CUstream_st *, unsigned *out) {
+    ENTRY(cuStreamIsCapturing);
+    return *out = 0, 0;
+}
+PUBLIC unsigned cuDeviceGetDefaultMemPool(void **out, int) {
+    ENTRY(cuDeviceGetDefaultMemPool);
+    return *out = &context, 0;
+}
+PUBLIC unsigned cuMemPoolSetAttribute(void *, int, void *) {
+    ENTRY(cuMemPoolSetAttribute);
+    return 0;
+}
 PUBLIC unsigned cuMemHostAlloc(void **out, size_t size, unsigned) {
+    ENTRY(cuMemHostAlloc);
     LOCKED;
     *out = aligned_alloc(64, (size + 63) / 64 * 64);
     blocks[(uintptr_t)*out] = size;
@@ -149,6 +232,7 @@ PUBLIC unsigned cuMemHostAlloc(void **out, size_t size, unsigned) {
 }
 
 PUBLIC unsigned cuMemAllocAsync(uint64_t *out, size_t size, CUstream_st *) {
+    ENTRY(cuMemAllocAsync);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     char *p = (char *)aligned_alloc(256, (size + FENCE + 255) / 256 * 256);
@@ -160,6 +244,7 @@ PUBLIC unsigned cuMemAllocAsync(uint64_t *out, size_t size, CUstream_st *) {
     return 0;
 }
 PUBLIC unsigned cuMemFreeAsync(uint64_t at, CUstream_st *) {
+    ENTRY(cuMemFreeAsync);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     if (!blocks.count(at)) return refuse(INVALID_VALUE, "a block that is none was given back");
@@ -175,17 +260,20 @@ PUBLIC unsigned cuMemFreeAsync(uint64_t at, CUstream_st *) {
     });
 }
 PUBLIC unsigned cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, CUstream_st *) {
+    ENTRY(cuMemcpyHtoDAsync_v2);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     std::string bytes((const char *)from, size);
     return put([to, bytes] { return memcpy((void *)(uintptr_t)to, bytes.data(), bytes.size()), 0u; });
 }
 PUBLIC unsigned cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, CUstream_st *) {
+    ENTRY(cuMemcpyDtoHAsync_v2);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     return put([to, from, size] { return memcpy(to, (const void *)(uintptr_t)from, size), 0u; });
 }
 PUBLIC unsigned cuMemsetD8Async(uint64_t to, unsigned char byte, size_t size, CUstream_st *) {
+    ENTRY(cuMemsetD8Async);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     return put([to, byte, size] { return memset((void *)(uintptr_t)to, byte, size), 0u; });
@@ -193,7 +281,9 @@ PUBLIC unsigned cuMemsetD8Async(uint64_t to, unsigned char byte, size_t size, CU
 PUBLIC unsigned cuStreamSynchronize(CUstream_st *) {
     LOCKED;
     waits++;
-    return drain();
+    const unsigned r = drain();
+    ENTRY(cuStreamSynchronize); /* told when the work is done */
+    return r;
 }
 
 struct work {
@@ -221,6 +311,7 @@ static unsigned run(const work &w) {
 
 PUBLIC unsigned cuLaunchKernel(CUfunc_st *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                                unsigned shared, CUstream_st *, void **params, void **extra) {
+    ENTRY(cuLaunchKernel);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     if (!f->call || !gx || !gy || !gz || gx > INT32_MAX || gy > 65535 || gz > 65535 || !bx || bx > 1024 || by != 1 || bz != 1 ||

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-HOT = re.compile(r"om_k_(strip|strip_large|copy|flip|fill|softmax|norm|loss|gather|scatter|reduce|gemm|attention)")
+HOT = re.compile(r"om_k_(strip|strip_large|copy|flip|fill|softmax|norm|loss|gather|scatter|reduce|gemm|conv|attention)")
 SPARED = re.compile(r"_f64$|64|_d$|_i$")  # f64 is for tests, integers are rarely summed
 AROUND_CALLS = 64  # bytes: the sine of a large number in `strip`, a pair's score in attention
 

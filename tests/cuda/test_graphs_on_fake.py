@@ -1,5 +1,4 @@
-"""The graph engine on the fake GPU (fake_gpu.cpp): lowered calls, emulated kernels, ORTModule with CPU tensors that
-stand for cuda:0.
+"""The graph engine on the fake GPU (fake_gpu.cpp): lowered calls, emulated kernels. Whole models: test_models_on_fake.py.
 
 Everything runs in processes of its own: the optimizers' tests have another libcuda.so.1. All operator rows:
 `OM_DEVICE=cuda-fake pytest tests/ops`."""
@@ -143,48 +142,3 @@ except engine.EngineError as e:
 def test_kernels_are_held_to_what_launches_declare(change: str, says: str) -> None:
     out = child(SHRINK.format(change=change))
     assert says in out and bool(says) == bool(out), out
-
-
-TRAIN = """
-import copy, torch
-from cuda import fake
-fake.late(False)
-from transformers import GPT2Config, GPT2LMHeadModel
-from ortmodule import ORTModule, _C, cuda_engine
-def train(gpu, dtype, drop):
-    torch.manual_seed(0)
-    cuda_engine.stand_in = gpu
-    _C.cuda_engine_stand_in(gpu)
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16, resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop)
-    model = GPT2LMHeadModel(config)
-    engine = ORTModule(model, strict=True) if gpu is not None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1)
-    losses, grads = [], []
-    for k in range(3):
-        ids = torch.randint(0, 101, (2, 13), generator=torch.Generator().manual_seed(k))
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            loss = engine(ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        grads += [p.grad.clone() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.tensor(losses), grads
-for dtype, drop, unit in ((torch.float32, 0.0, 2e-6), (torch.float32, 0.1, 2e-6), (torch.bfloat16, 0.1, 3e-2)):
-    (a, ga), (b, gb) = train(False, dtype, drop), train(True, dtype, drop)
-    assert torch.allclose(a, b, atol=3 * unit), (dtype, drop, a, b)
-    for x, y in zip(ga, gb, strict=True):
-        assert (x - y).abs().max() <= unit * (1 + x.abs().max()), (dtype, drop, (x - y).abs().max())
-    if drop == 0:
-        e, ge = train(None, dtype, drop)
-        assert all((x - y).abs().max() <= unit * (1 + x.abs().max()) for x, y in zip(ge, gb, strict=True))
-launches, on_cpu, names = _C.cuda_engine_counts()
-assert launches > 500 and not names and fake.count(fake.FAILURES) == 0, (launches, names, fake.message())
-print("done")
-"""
-
-
-def test_gpt2_trains() -> None:
-    """Losses and gradients of three steps: the CPU engine's (the same masks under dropout) and eager's."""
-    assert child(TRAIN, OM_FAKE_SEED="2").endswith("done\n")

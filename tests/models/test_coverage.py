@@ -136,7 +136,7 @@ class Many(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for i, w in enumerate(self.weights):
-            x = torch.tanh(x * w) if i or x.sum() > 0 else x * w
+            x = torch.tanh(x * w) if i or int(x.sum() > 0) else x * w
         return x
 
 

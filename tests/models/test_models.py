@@ -208,7 +208,7 @@ class Custom(nn.Module):
 
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x.tanh()
+        return x * 2 if int(x.sum() > 0) else x.tanh()
 
 
 class DataDependent(nn.Module):

@@ -354,7 +354,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x)
-        return h * 2 if h.sum() > 0 else h * 3
+        return h * 2 if int(h.sum() > 0) else h * 3
 
 
 class Pair(nn.Module):

@@ -180,7 +180,7 @@ class Branches(nn.Module):
         self.fc = nn.Linear(7, 7)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # depends on data
+        if int(x.sum() > 0):  # depends on data
             return self.fc(x)
         return -self.fc(x) * 2
 

@@ -4,6 +4,8 @@ transforms, anomaly mode, generate, Trainer."""
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -151,3 +153,17 @@ def test_hugging_face_trainer(tmp_path):
     for resume in (False, True):
         (ours, our_eval), (theirs, their_eval) = run(True, resume), run(False, resume)
         assert ours == pytest.approx(theirs, rel=1e-5) and our_eval == pytest.approx(their_eval, rel=1e-5)
+
+
+def test_the_newer_settings_of_precision() -> None:
+    """They make PyTorch refuse the older question."""
+    code = """
+import torch
+from ortmodule import ORTModule
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+net = torch.nn.Linear(4, 4)
+model, x = ORTModule(net), torch.randn(3, 4)
+model(x).sum().backward()
+torch.testing.assert_close(model(x), torch.nn.functional.linear(x, net.weight, net.bias))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,143 @@
+/* lower_attention.c - attention and its gradient on the GPU. */
+#include "cuda/scratch.h"
+#include "cpu/philox.h"
+#include "ops/attr.h"
+
+#include <math.h>
+
+#define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
+
+enum { OWN = 16, TILE = 32, LARGEST = 256, SHARED_MOST = 64 << 10 };
+
+static const om_tensor *given(const om_args *a, int i) {
+    return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL;
+}
+
+static int64_t number(const om_args *a, const char *name) {
+    const om_attr *x = om_attr_get(a->attr, a->n_attr, name);
+    return x ? x->kind == OM_ATTR_DIMS ? x->dims[0] : x->i : 0;
+}
+
+/* Batch axes as one, then head, time, feature; false: the batch axes do not merge. turn: time stands before heads. */
+static bool four(const om_tensor *t, bool turn, int64_t *s) {
+    const int r = t->rank;
+    int64_t step = 0;
+    bool any = false;
+    for (int i = r - 4; i >= 0; i--) {
+        if (t->dim[i] == 1) continue;
+        if (any && t->stride[i] != step) return false;
+        if (!any) s[0] = t->stride[i];
+        step = t->stride[i] * t->dim[i];
+        any = true;
+    }
+    if (!any) s[0] = 0;
+    s[1] = t->stride[turn ? r - 2 : r - 3], s[2] = t->stride[turn ? r - 3 : r - 2], s[3] = t->stride[r - 1];
+    return true;
+}
+
+/* A mask broadcast to (batch, heads, tq, tk). */
+static bool broadcast(const om_tensor *m, const om_tensor *q, int64_t *s) {
+    om_tensor t = *q;
+    for (int i = 0; i < q->rank; i++) {
+        const int at = i - (q->rank - m->rank);
+        t.stride[i] = at >= 0 && m->dim[at] > 1 ? m->stride[at] : 0;
+    }
+    return four(&t, false, s);
+}
+
+static bool attention_of(const om_args *a, int q_at, int mask_at, int start_at, int end_at, om_gpu_attention *p) {
+    const om_tensor *q = &a->in[q_at], *k = q + 1, *v = q + 2, *mask = given(a, mask_at), *start = given(a, start_at),
+                    *end = given(a, end_at);
+    const int r = q->rank;
+    const double drop = om_args_float(a, "dropout", 0);
+    *p = (om_gpu_attention){.batch = 1, .hq = q->dim[r - 3], .hk = k->dim[r - 3], .tq = q->dim[r - 2],
+                            .tk = k->dim[r - 2], .d = q->dim[r - 1], .dv_size = v->dim[r - 1],
+                            .causal = om_args_int(a, "causal", 0) != 0, .offset = number(a, "causal_offset"),
+                            .window = number(a, "window"), .nan_rows = (int32_t)om_args_int(a, "nan_rows", 0),
+                            .rng = a->node->rng, .drop = drop > 0, .keep_below = om_philox_keep_below(drop),
+                            .drop_scale = om_dropout_scale(drop)};
+    for (int i = 0; i < r - 3; i++) p->batch *= q->dim[i];
+    p->scale = om_attr_get(a->attr, a->n_attr, "scale") ? om_args_float(a, "scale", 1) : 1 / sqrt((double)p->d);
+    if (!p->hk || !p->tk || !p->d || !p->dv_size || p->d > LARGEST || p->dv_size > LARGEST) return false;
+    if (start) p->start_step = start->stride[0];
+    if (end) p->end_step = end->stride[0];
+    if (mask) p->mask_kind = mask->dtype == OM_BOOL ? 1 : 2, p->mask_type = mask->dtype;
+    return four(q, false, p->sq) && four(k, false, p->sk) && four(v, false, p->sv) &&
+           (!mask || broadcast(mask, q, p->smask)) && p->batch * p->hq <= 65535;
+}
+
+static void attention_operands(om_lower *l, om_gpu_attention *g, int q_at, int mask_at, int start_at, int end_at) {
+    om_gpu_in(l, &g->q, q_at);
+    om_gpu_in(l, &g->k, q_at + 1);
+    om_gpu_in(l, &g->v, q_at + 2);
+    om_gpu_in(l, &g->mask, mask_at);
+    om_gpu_in(l, &g->kv_start, start_at);
+    om_gpu_in(l, &g->kv_end, end_at);
+    if (g->drop) om_gpu_scalars_at(l, &g->scalars);
+}
+
+om_status om_lower_attention(om_lower *l) {
+    const om_args *a = l->a;
+    const int dtype = a->in[0].dtype;
+    const size_t wide = om_dtype_size(om_compute_dtype(dtype));
+    om_gpu_attention p;
+    if (!attention_of(a, 0, 3, 4, 5, &p) || !four(&a->out[0], om_args_int(a, "seq_first", 0), p.sout) ||
+        !om_is_dense(&a->out[1]))
+        return om_gpu_host(l);
+    const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
+    if (shared > SHARED_MOST) return om_gpu_host(l);
+    om_gpu_attention *g = om_gpu_add(l, OF(attention, dtype), om_gpu_blocks(p.tq, OWN), p.batch * p.hq, 1, 128, shared,
+                                     sizeof *g);
+    if (!g) return l->cx->status;
+    *g = p;
+    attention_operands(l, g, 0, 3, 4, 5);
+    om_gpu_out(l, &g->out, 0, OM_GPU_WRITE);
+    om_gpu_out(l, &g->lse, 1, OM_GPU_WRITE);
+    return OM_OK;
+}
+
+int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a) {
+    (void)cx;
+    return 3 * om_numel(&a->in[6]) * 8; /* delta, m, il of every query */
+}
+
+om_status om_lower_attention_grad(om_lower *l) {
+    const om_args *a = l->a;
+    const int dtype = a->in[1].dtype;
+    const size_t wide = om_dtype_size(om_compute_dtype(dtype));
+    const bool turn = om_args_int(a, "seq_first", 0);
+    const om_tensor *frozen = given(a, 9), *mask = given(a, 4);
+    om_gpu_attention p;
+    /* queries that saw nothing and shall be NaN, the mask's own gradient: the CPU's */
+    const bool dmask = mask && om_is_float(mask->dtype) && om_args_int(a, "want_dmask", 0);
+    if (!attention_of(a, 1, 4, 7, 8, &p) || p.nan_rows || dmask ||
+        !four(&a->in[0], turn, p.sdy) || !four(&a->in[5], turn, p.sy) || !four(&a->out[0], turn, p.sdq) ||
+        !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) ||
+        (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
+        return om_gpu_host(l);
+    const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
+    if (shared > SHARED_MOST) return om_gpu_host(l);
+    const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide;
+    om_gpu_attention *g = om_gpu_add(l, OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0, sizeof *g);
+    if (!g) return l->cx->status;
+    *g = p;
+    attention_operands(l, g, 1, 4, 7, 8);
+    om_gpu_in(l, &g->dy, 0);
+    om_gpu_in(l, &g->y, 5);
+    om_gpu_in(l, &g->lse, 6);
+    om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
+    for (int which = 0; which < 2; which++) {
+        g = om_gpu_add(l, which ? OF(attention_dkv, dtype) : OF(attention_dq, dtype),
+                       om_gpu_blocks(which ? p.tk : p.tq, OWN), p.batch * (which ? p.hk : p.hq), 1, 128, shared,
+                       sizeof *g);
+        if (!g) return l->cx->status;
+        *g = p;
+        attention_operands(l, g, 1, 4, 7, 8);
+        om_gpu_in(l, &g->frozen, 9);
+        om_gpu_in(l, &g->dy, 0);
+        om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_READ);
+        if (!which) om_gpu_out(l, &g->dq, 0, OM_GPU_WRITE);
+        if (which) om_gpu_out(l, &g->dk, 1, OM_GPU_WRITE), om_gpu_out(l, &g->dv, 2, OM_GPU_WRITE);
+    }
+    return OM_OK;
+}

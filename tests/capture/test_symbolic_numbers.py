@@ -1,0 +1,98 @@
+"""Sizes and number arguments that are symbols in a capture, as the user's code sees them: numbers, as in eager."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+
+class Net(nn.Module):
+    def __init__(self, rule: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.rule = nn.Linear(4, 4), rule
+
+    def forward(self, x: Tensor, k: Any = 2) -> Tensor:
+        return self.layer(x) * self.rule(x, k)
+
+
+TABLE = {"3": 5.0, "(3, 4)": 6.0, "rows=3": 7.0, "[3, 4]": 8.0, "3.0": 9.0, "3/1": 10.0}
+KINDS: dict[str, Callable[[Tensor, Any], Any]] = {
+    "isinstance of a size": lambda x, k: 2 if isinstance(x.shape[0], int) else 3,
+    "isinstance of one of several": lambda x, k: 2 if isinstance(x.shape[0], (str, int)) else 3,
+    "isinstance of an abstract class": lambda x, k: 2 if isinstance(x.shape[0], numbers.Number) else 3,
+    "isinstance of an argument": lambda x, k: 2 if isinstance(k, int) else 3,
+    "no bool": lambda x, k: 2 if isinstance(k, bool) else 3,
+    "isinstance of a quotient": lambda x, k: 2 if isinstance(x.shape[0] / 2, float) else 3,
+    "type of a size": lambda x, k: 2 if type(x.shape[0]) is int else 3,
+    "type of an argument, equal": lambda x, k: 2 if type(k) == int else 3,  # noqa: E721
+    "str": lambda x, k: TABLE.get(str(x.shape[0]), 1.0),
+    "repr": lambda x, k: TABLE.get(repr(k), 1.0),
+    "f-string": lambda x, k: TABLE.get(f"rows={x.shape[0]}", 1.0),
+    "format": lambda x, k: TABLE.get(f"{k:d}", 1.0),
+    "percent": lambda x, k: TABLE.get("%s" % k, 1.0),  # noqa: UP031
+    "a tuple's text": lambda x, k: TABLE.get(str(tuple(x.shape)), 1.0),
+    "a list's text": lambda x, k: TABLE.get(f"{list(x.shape)}", 1.0),
+    "a float's text": lambda x, k: TABLE.get(str(k * 1.0), 1.0),
+    "length of a text": lambda x, k: len(str(x.shape[0] * 4)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_look_as_in_eager(kind: str) -> None:
+    torch.manual_seed(0)
+    net = Net(KINDS[kind])
+    model = ORTModule(net)
+    for rows, k in ((2, 2), (3, 3), (5, 4), (3, 3), (7, 5), (2, 3)):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(model(x, k), net.layer(x) * net.rule(x, k))
+    assert model.report().n_captures >= 1
+    if "isinstance" in kind:
+        assert model.report().n_captures == 2, str(model.report())  # sizes and numbers stay symbols
+
+
+ARITHMETIC: dict[str, tuple[Callable[[Tensor, Any], Any], tuple[Any, ...]]] = {
+    "floor division by 0": (lambda x, k: 7 // k, (1, 2, 3, 0, 5)),
+    "remainder by 0": (lambda x, k: 7 % k, (1, 2, 3, 0, 5)),
+    "division by 0": (lambda x, k: 7 / k, (1, 2, 3, 0, 5)),
+    "division by 0.0": (lambda x, k: 1 / k, (1.0, 2.0, 3.0, 0.0, 5.0)),
+    "0.0 to a negative power": (lambda x, k: k**-1, (1.0, 2.0, 3.0, 0.0, 5.0)),
+    "root of a negative number": (lambda x, k: k**0.5, (1.0, 2.0, 3.0, -4.0, 5.0)),
+    "negative power": (lambda x, k: 2**k, (1, 2, 3, -4, 5)),
+    "square": (lambda x, k: k**2, (1.0, 2.0, 3.0, -4.0, 0.0)),
+    "division of it": (lambda x, k: k / 2 + k % 3 + k // 2, (1, 2, 3, 0, -5)),
+}
+
+
+@pytest.mark.parametrize("kind", ARITHMETIC)
+def test_arithmetic_raises_as_in_eager(kind: str) -> None:
+    torch.manual_seed(0)
+    rule, values = ARITHMETIC[kind]
+    net = Net(rule)
+    model = ORTModule(net)
+    for rows, k in enumerate(values):
+        x = torch.randn(rows + 2, 4)
+        try:
+            want = net.layer(x) * rule(x, k)
+        except ZeroDivisionError:
+            with pytest.raises(ZeroDivisionError):
+                model(x, k)
+        else:
+            torch.testing.assert_close(model(x, k), want)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d, nn.AvgPool2d])
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 3), (3, 2), (2, 2)])
+def test_pools_that_round_up_at_symbolic_sizes(pool: type, kernel: int, stride: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 1), pool(kernel, stride, 0, ceil_mode=True))
+    model = ORTModule(net)
+    for rows, height in ((4, 7), (3, 7), (2, 8), (5, 9), (1, 10)):
+        x = torch.randn(rows, 2, height, 9)
+        torch.testing.assert_close(model(x), net[1](net[0](x)))

@@ -1,0 +1,90 @@
+"""Kernels of convolution and gather_elements on the fake GPU, against PyTorch in f64 and in each dtype's unit. All rows of
+tests/ops/test_conv.py and test_gather.py run there too: `OM_DEVICE=cuda-fake pytest tests/ops/test_conv.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ortmodule import _C
+
+TESTS = Path(__file__).resolve().parents[1]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OM_DEVICE": "cuda-fake"}
+pytestmark = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcuda.so.1").exists(),
+                                reason="built without CUDA kernels, or `make lib` has not run")
+
+
+def child(source: str, **env: str) -> None:
+    res = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
+    assert res.returncode == 0 and res.stdout == "done\n", res.stdout + res.stderr[-4000:]
+
+
+CONV = """
+import torch, engine
+from cuda import fake
+from opcheck import check, rand
+import torch.nn.functional as F
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+CASES = [  # x, w, bias, torch's arguments
+    ((2, 3, 12, 12), (5, 3, 4, 4), True, dict(stride=4)),                       # patches
+    ((2, 4, 7, 9), (6, 2, 3, 2), False, dict(stride=(2, 1), padding=(1, 0), groups=2)),
+    ((1, 3, 11), (3, 1, 5), True, dict(padding=4, dilation=2, groups=3)),       # depthwise
+    ((3, 2, 5, 4, 6), (3, 2, 2, 1, 3), True, dict(stride=(1, 2, 3), padding=(1, 0, 2))),
+    ((2, 5, 17, 19), (7, 5, 1, 1), False, {}),
+    ((0, 3, 8, 8), (2, 3, 3, 3), True, {}),
+]
+for x, w, bias, given in CASES:
+    nd = len(x) - 2
+    each = lambda v: [v] * nd if isinstance(v, int) else list(v)
+    pad = each(given.get("padding", 0))
+    text = f"stride={each(given.get('stride', 1))}, pad={pad + pad}, dilation={each(given.get('dilation', 1))}, groups={given.get('groups', 1)}"
+    op = (F.conv1d, F.conv2d, F.conv3d)[nd - 1]
+    ins = [rand(*x), rand(*w)] + ([rand(w[0])] if bias else [])
+    terms = int(torch.tensor(w[1:]).prod())
+    check("conv", ins, lambda *t: op(*t, **given), text, low=LOW, factor=4.0, terms=terms)
+assert fake.host_ops(engine.lib) == [], fake.host_ops(engine.lib)
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 3, 6])
+def test_convolution(seed: int) -> None:
+    child(CONV, OM_FAKE_SEED=str(seed))
+
+
+ELEMENTS = """
+import torch, engine
+from cuda import fake
+def run(x, idx, axis, before=""):
+    name = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bfloat16: "bf16"}
+    text = f"graph {{\\n input x: {name[x.dtype]}{list(x.shape)}\\n input i: {name[idx.dtype]}{list(idx.shape)}\\n{before} y = gather_elements({'t' if before else 'x'}, i) {{axis={axis}}}\\n output y\\n}}"
+    return engine.run(text, [x, idx])[0][0]
+g = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16):
+    for shape, ishape, axis in (((7, 5), (3, 5), 0), ((7, 5), (7, 9), 1), ((4, 6, 3), (2, 11, 3), 1), ((300,), (700,), 0), ((4, 3), (0, 3), 0)):
+        for wide in (torch.int64, torch.int32):
+            x = torch.randint(0, 99, shape, generator=g).to(dtype)
+            i = torch.randint(0, shape[axis], ishape, generator=g)
+            assert torch.equal(run(x, i.to(wide), axis), x.gather(axis, i)), (dtype, shape)
+x, i = torch.randn(5, 7), torch.randint(0, 5, (7, 5), generator=g)
+assert torch.equal(run(x, i, 1, " t = permute(x) {perm=[1, 0]}\\n"), x.T.gather(1, i))
+assert fake.host_ops(engine.lib) == [], fake.host_ops(engine.lib)
+try:
+    run(x, torch.tensor([[0, 1], [5, 9]]), 0)
+except engine.EngineError as e:
+    assert "gather_elements: index 5 at position 2 is out of range; 0 to 4 are allowed" in str(e), e
+else:
+    raise AssertionError("index 5 of 5")
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_elements_by_index(seed: int) -> None:
+    child(ELEMENTS, OM_FAKE_SEED=str(seed))
