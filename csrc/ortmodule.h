@@ -177,6 +177,35 @@ om_choice_row om_choice_value(const om_choice *c, int i);                 /* str
 const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy); /* the flags it sets, one per value */
 void om_choice_free(om_choice *c); /* NULL is fine; before the model */
 
+/* --- what a step takes of memory (docs/MEMORY.md) ----------------------------------------------- */
+
+/* Bytes that one forward and its backward take of the host in blocks, if it holds every output until the end and keeps
+ * the gradients; what the host gives (parameters, inputs) apart. The arena is kept + workspace. */
+typedef struct om_memory {
+    int64_t peak;                 /* at the moment when most is taken */
+    int64_t released;             /* the same, if the host lets go of the outputs, but for numbers, after the forward */
+    int64_t kept, workspace;      /* values from the forward for the backward; all else that is computed on the way */
+    int64_t outputs, gradients;
+    int64_t loans;                /* gradients of outputs; none where the host let go of these (om_run_backward) */
+} om_memory;
+
+typedef struct om_fit {
+    int variant;                  /* -1: no set of flags takes as little */
+    om_memory memory;             /* its step's */
+    int64_t bytes;                /* what was asked for */
+    int64_t most, least;          /* the peak of OM_RECOMPUTE_CHEAP, the smallest one of a known set */
+    double again_us, step_us;     /* by calculation: what it computes again beside OM_RECOMPUTE_CHEAP, and the latter */
+} om_fit;
+
+/* The variant that computes least again among those whose step takes at most `bytes` at the sizes of `inputs` (as for
+ * om_run_forward; data is not read); bytes < 0: at most `share` of what OM_RECOMPUTE_CHEAP takes. The first call that
+ * asks for less than that looks for sets of flags, a second or two for a large graph; what they are does not depend on
+ * `bytes`, so that less memory never computes less again. */
+om_status om_model_fit(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
+                       const om_tensor *inputs, int64_t bytes, double share, om_fit *fit);
+/* What a step of this variant takes. */
+om_status om_model_memory(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_memory *memory);
+
 /* --- what a graph takes and gives --------------------------------------------------------------- */
 
 /* INPUT: given anew in every call; PARAM, BUFFER: the host's state. The others are values inside of a graph. */

@@ -244,6 +244,23 @@ class Model:
         node; want: for a gradient, the node inputs (by position) whose gradients are its outputs, in order; flow:
         om_flow of csrc/graph/engine.h as (terms: kind, a, b; (host_index, which float output): term; graph input: term;
         per output the outputs it shares nodes with, as bits); ms: build time."""
+    def fit(
+        self,
+        wanted: bytes,
+        arriving: bytes,
+        group: Sequence[int] | None,
+        tensors: Sequence[Tensor],
+        bytes: int,
+        share: float,
+    ) -> dict[str, Any]:
+        """The variant that computes least again among those whose step takes at most that many bytes at the sizes of
+        these tensors; bytes < 0: at most `share` of what level 0 takes. variant: -1: there is none; memory: of its step
+        (see memory); bytes: what was asked for; most, least: the peak of level 0, the smallest one that is known;
+        again_us, step_us: by calculation, what it computes again and the step of level 0. docs/MEMORY.md."""
+    def memory(self, variant: int, tensors: Sequence[Tensor]) -> dict[str, int]:
+        """Bytes that a step of the variant takes in blocks: peak; released (the same when outputs are let go of
+        after the forward); kept (from forward to backward), workspace, outputs,
+        gradients, loans (gradients of outputs that somebody still holds)."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, write: bool = True) -> Run:
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. write=False: leave the graph
         inputs that a forward overwrites as they are (a forward run again for other output gradients)."""

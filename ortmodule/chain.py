@@ -55,6 +55,7 @@ from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
 from .links import Arrived, Live, put_around
+from .memory import Budget, BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
 
@@ -89,8 +90,11 @@ class Variant:
         group: Sequence[int] | None,
         around: Container[int] = (),
         others: frozenset[int] = frozenset(),
+        number: int | None = None,
     ) -> None:
-        self.number = model.variant(wanted, arriving, group)
+        """number: of these gradients, with another set of values that are computed again."""
+        self.number = model.variant(wanted, arriving, group) if number is None else number
+        self.group, self.around, self.others = group, around, others
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
@@ -130,6 +134,14 @@ class Variant:
             by_node[0].update(set(self.reads).difference(*by_node))
         self.node_reads = [sorted(reads) for reads in by_node]
         self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
+
+    def numbered(self, model: _C.Model, number: int) -> Variant:
+        """The same gradients in a variant that computes other values again."""
+        if number == self.number:
+            return self
+        made = Variant(model, self.wanted, self.arriving, self.group, self.around, self.others, number)
+        made.shares = self.shares
+        return made
 
 
 class Step:
@@ -196,10 +208,19 @@ class Call(Protocol):
 class Graph:
     """A captured graph loaded into the engine: builds variants, runs steps."""
 
-    def __init__(self, captured: Captured, segment_mb: float, memory_level: int = 0, cuda: int = -1) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        segment_mb: float,
+        memory_level: int = 0,
+        cuda: int = -1,
+        budget: Budget | None = None,
+    ) -> None:
+        """budget: of a step; it decides in the place of memory_level."""
         self.captured = captured
         self.cuda = cuda
-        self.model = _C.Model(captured.onnx, min(memory_level, 1), cuda)
+        self.model = _C.Model(captured.onnx, 0 if budget else min(memory_level, 1), cuda)
+        self.memory = Memory(budget)
         holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
@@ -324,6 +345,7 @@ class Graph:
         variant = self._current.get(wanted) or self.variant(wanted, tensors)
         if not variant.nodes:
             return self.infer(tensors)
+        variant = self._fitting(variant, tensors)
         start = perf_counter()
         step = Step()
         step.graph = self
@@ -369,6 +391,15 @@ class Graph:
         self.forward_ms += (perf_counter() - start) * 1e3
         self.forwards += 1
         return self._rebuild(outs, tensors)
+
+    def _fitting(self, variant: Variant, tensors: Sequence[Tensor]) -> Variant:
+        """What runs in the place of `variant` to keep the budget."""
+        try:
+            return self.memory.fit(self, variant, tensors)
+        except BudgetError:
+            raise
+        except Exception as error:  # of the engine, about the graph or these tensors; nothing has been computed
+            raise (Unfit if self.forwards else Refusal)(str(error)) from error
 
     def _start(self, variant: Variant, tensors: Sequence[Tensor], seed: int) -> _C.Run:
         cuda_engine.follow_stream(self.cuda)
@@ -468,6 +499,7 @@ class Graph:
             self._next[wanted] = variant
         self.reruns += 1
         tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
+        variant = self.memory.fit(self, variant, tensors)
         regions: Regions = {}
         random = nullcontext() if step.random_state is None else torch.random.fork_rng(devices=())
         with torch.no_grad(), random, autocast_as(step.autocast):

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from . import fallback
 from .debug import DebugOptions, LogLevel
 from .fallback import Category, FallbackPolicy, policy_of
+from .memory import parse as parse_budget
 from .variables import VARIABLES
 
 __all__ = ["DebugOptions", "LogLevel", "Settings", "SkipCheck", "resolve"]
@@ -93,6 +94,11 @@ def _memory(text: str) -> int:
     return value
 
 
+def _budget(text: str) -> str | int:
+    parse_budget(text)
+    return int(text) if text.strip().isdigit() else text
+
+
 def _level(text: str) -> LogLevel:
     try:
         return LogLevel[text.strip().upper()]
@@ -159,6 +165,14 @@ TABLE: tuple[Row, ...] = (
         "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)",
     ),
     Row(
+        "MEMORY_BUDGET",
+        "memory_budget",
+        "bytes, or text as `6GB`, `512MiB`, `60%`",
+        _budget,
+        "what a step may take: backward computes again as much as is needed for that, and no more; the same bits. `%`: "
+        "of what a step takes without a budget. Goes before MEMORY_OPT_LEVEL (docs/MEMORY.md)",
+    ),
+    Row(
         "CUDA_ENGINE",
         "cuda_engine",
         "0 or 1",
@@ -213,6 +227,7 @@ class Settings:
     max_captures: int = 8
     recheck: bool = True
     memory_opt_level: int = 0
+    memory_budget: str | int | None = None
     cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
@@ -298,6 +313,11 @@ def resolve(
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
     if settings.memory_opt_level not in (0, 1, 2):
         raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
+    if settings.memory_budget is not None:
+        parse_budget(settings.memory_budget)
+        if settings.memory_opt_level:
+            logger.info("memory_budget decides what is computed again; memory_opt_level=%d has no effect beside it",
+                        settings.memory_opt_level)  # fmt: skip
     if not isinstance(settings.fallback_policy, FallbackPolicy):
         raise ValueError(f"fallback_policy={settings.fallback_policy!r} is not allowed; give a FallbackPolicy")
     return with_policy(settings, settings.fallback_policy)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, bypassed, cuda_engine, cuts, fallback, guard, net, patches, stages, watch
+from . import _C, branches, bypassed, cuda_engine, cuts, fallback, guard, memory, net, patches, stages, watch
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -556,7 +556,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         else:
             if state.settings.save_path is not None:
                 _save(state, _with_names(state, captured, args, kwargs))
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda)
+            given = state.settings.memory_budget
+            budget = None if given is None else memory.parse(given)
+            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda, budget)
             _save_stages(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
@@ -833,6 +835,7 @@ def report(state: State) -> Report:
                 arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
                 peak_bytes=peak,
                 largest=_largest(plans),
+                memory=whole.memory.step if isinstance(whole, Graph) else None,
                 forwards=whole.forwards,
                 backwards=max((g.backwards for g in graphs), default=0),
                 reruns=sum(g.reruns for g in graphs),

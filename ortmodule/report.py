@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .memory import StepMemory
+
 _ROWS = 4  # of a list, in the text
 
 
@@ -86,6 +88,7 @@ class GraphEntry:
     backward_ms: float
     host_ms: float
     cuts: list[str] = field(default_factory=list)  # hooks on submodules, which run between parts of the graph
+    memory: StepMemory | None = None  # of the largest step, when there is one with a backward
     ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
     astray: int = 0  # forwards that were thrown away: their call went another way
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
@@ -166,6 +169,8 @@ class Report:
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
+            if g.memory:
+                lines.append(f"    memory of a step: {g.memory}")
             if g.ways:
                 ways = f"{', '.join(g.ways[:_ROWS])}{', ...' * (len(g.ways) > _ROWS)}"
                 lines.append(f"    for branches on values of tensors: {ways}; {g.astray} calls went another way")

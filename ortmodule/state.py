@@ -190,6 +190,11 @@ class State:
                 entry.why = self.why(tree, key, known)
                 changing = sorted({name for e in known for name in e.changed(self.module)})
                 entry.places = guard.places(self.module)
+                if entry.places and self.settings.memory_budget is not None:
+                    raise Refused(
+                        f"memory_budget cannot be kept for {type(self.module).__name__}: hooks on submodules "
+                        f"({entry.places[0].name}) cut its graph into parts. Remove the hooks or the budget."
+                    )
                 entry.keep = {place.name for place in entry.places if place.whole}
                 known = self.entries.setdefault((tree, structure, env, key[3]), known)
                 known.append(entry)

@@ -76,8 +76,10 @@ static void make_room(size_t size) {
     }
 }
 
+static size_t pool_round(size_t size) { return size < SMALL ? round_up(size ? size : 1, 64) : round_up(size, SMALL); }
+
 static block *pool_get(size_t size) {
-    size_t cap = size < SMALL ? round_up(size ? size : 1, 64) : round_up(size, SMALL);
+    const size_t cap = pool_round(size);
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (cap < size) return NULL;
     pthread_once(&once, pool_once);
@@ -134,6 +136,10 @@ static block *host_get(om_ctx *cx, size_t size) {
     if (b)
         *b = (block){.b.data = (char *)b + HOST_HEAD, .cap = cap, .host_free = cx->sv.free, .user = cx->sv.user};
     return b;
+}
+
+size_t om_cpu_block_size(om_ctx *cx, size_t size) {
+    return cx->host_alloc ? round_up(size, 64) + HOST_HEAD : pool_round(size);
 }
 
 om_block *om_cpu_block_get(om_ctx *cx, size_t size) {

@@ -14,6 +14,7 @@
 
 om_block *om_cpu_block_get(om_ctx *cx, size_t size); /* the CPU's om_device.block_get */
 void om_cpu_block_put(om_block *b);
+size_t om_cpu_block_size(om_ctx *cx, size_t size); /* the CPU's om_device.block_size */
 typedef struct om_pool_stats { size_t live, free, peak_live; } om_pool_stats;
 om_pool_stats om_pool_state(void);
 /* gives every free block back, and what is live now counts as the highest volume; bytes */

@@ -24,6 +24,18 @@ typedef struct remat {
 
 /* --- what may be flagged ---------------------------------------------------------------------------- */
 
+/* Does operand k of the node matter to a clone? The running statistics of a batch_norm that trains go into the new ones
+ * alone; where no node reads those, nothing that is taken from a clone depends on them. */
+static bool remat_matters(const om_facts *f, const om_node *n, int k) {
+    if (!om_is(n, batch_norm) || !om_node_int(n, "training", 0) || k < 3) return true;
+    for (om_id v = n->out + 1; v <= n->out + 2; v++) {
+        const om_span s = om_holders(f, v);
+        for (uint32_t i = 0; i < s.n; i++)
+            if (f->live[s.node[i]] && !f->g->nodes.v[s.node[i]].op->view) return true;
+    }
+    return false;
+}
+
 const char *om_remat_illegal(const om_facts *f, om_id v) {
     const om_graph *g = f->g;
     const om_node *n = om_maker(g, v);
@@ -36,7 +48,7 @@ const char *om_remat_illegal(const om_facts *f, om_id v) {
     if (f->held[v] & OM_HELD_WRITE) return "a write stores it: state is computed once";
     for (int k = 0; k < n->n_in; k++) {
         const om_id in = om_ins(g, n)[k] == OM_NONE ? OM_NONE : f->root[om_ins(g, n)[k]];
-        for (uint32_t i = 0; i < g->writes.n && in != OM_NONE; i++)
+        for (uint32_t i = 0; i < g->writes.n && in != OM_NONE && remat_matters(f, n, k); i++)
             if (g->inputs.v[g->writes.v[i].input] == in) return "it is computed from what the forward overwrites";
     }
     return NULL;

@@ -13,7 +13,8 @@
  *   - the result of a host node: the host is not asked twice;
  *   - the result of a random node that has no stream, so would draw other numbers;
  *   - what a write stores (running statistics of a BatchNorm): state is computed once;
- *   - what is computed from a graph input that the forward overwrites.
+ *   - what is computed from a graph input that the forward overwrites (a batch_norm's running statistics are no such
+ *     operand while it trains and nobody reads the new ones: its result does not depend on them).
  */
 #ifndef OM_REMAT_H
 #define OM_REMAT_H
@@ -30,6 +31,9 @@ typedef struct om_remat_policy {
     om_status (*choose)(om_ctx *cx, const om_remat_ask *ask, uint8_t *again); /* again: per value, zeroed */
 } om_remat_policy;
 extern const om_remat_policy om_remat_policies[OM_N_RECOMPUTE]; /* by om_recompute */
+
+/* Microseconds that the node takes at these sizes, roughly (remat_cost.c): to compare with others. Views: 0. */
+double om_remat_cost(const om_graph *g, const om_node *n, const int64_t *sym);
 
 /* NULL: value v may be flagged; else why not. */
 const char *om_remat_illegal(const om_facts *f, om_id v);

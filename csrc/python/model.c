@@ -2,6 +2,7 @@
 #include "python/pymodule.h"
 
 #include "cuda/device.h"
+#include "python/dlpack.h"
 
 #include <stdlib.h>
 
@@ -156,36 +157,46 @@ static PyObject *Model_nodes(PyObject *o, PyObject *args) {
     return list;
 }
 
+/* 0, or -1 with an error set. *group: NULL for None; free it. */
+static int variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
+    const om_graph *g = om_model_graph(self->m, -1);
+    *out = NULL;
+    if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n) {
+        PyErr_Format(PyExc_ValueError,
+                     "variant: %zd wanted flags for %u graph inputs, %zd arriving flags for %u outputs", nw,
+                     g->inputs.n, na, g->outputs.n);
+        return -1;
+    }
+    if (group == Py_None) return 0;
+    if (PySequence_Size(group) != nw) {
+        PyErr_Format(PyExc_ValueError, "variant: group must have one entry per graph input");
+        return -1;
+    }
+    int *grp = *out = calloc((size_t)nw + 1, sizeof *grp);
+    if (!grp) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < nw && grp && !PyErr_Occurred(); i++) {
+        PyObject *x = PySequence_GetItem(group, i);
+        long v = x ? PyLong_AsLong(x) : -1;
+        Py_XDECREF(x);
+        if (!PyErr_Occurred() && (v < 0 || v > 60000))
+            PyErr_Format(PyExc_ValueError, "variant: group numbers go from 0 to 60000");
+        grp[i] = (int)v;
+    }
+    if (!PyErr_Occurred()) return 0;
+    free(grp);
+    *out = NULL;
+    return -1;
+}
+
 static PyObject *Model_variant(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     const char *wanted, *arriving;
     Py_ssize_t nw, na;
     PyObject *group = Py_None;
-    int level = self->level;
-    if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) || !level_known(level))
+    int level = self->level, *grp;
+    if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) ||
+        !level_known(level) || variant_key(self, nw, na, group, &grp))
         return NULL;
-    const om_graph *g = om_model_graph(self->m, -1);
-    if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n)
-        return PyErr_Format(PyExc_ValueError,
-                            "variant: %zd wanted flags for %u graph inputs, %zd arriving flags for %u outputs", nw,
-                            g->inputs.n, na, g->outputs.n);
-    int *grp = NULL;
-    if (group != Py_None) {
-        if (PySequence_Size(group) != nw)
-            return PyErr_Format(PyExc_ValueError, "variant: group must have one entry per graph input");
-        if (!(grp = calloc((size_t)nw + 1, sizeof *grp))) return PyErr_NoMemory();
-        for (Py_ssize_t i = 0; i < nw; i++) {
-            PyObject *x = PySequence_GetItem(group, i);
-            long v = x ? PyLong_AsLong(x) : -1;
-            Py_XDECREF(x);
-            if (PyErr_Occurred() || v < 0 || v > 60000) {
-                free(grp);
-                return PyErr_Occurred() ? NULL
-                                        : PyErr_Format(PyExc_ValueError, "variant: group numbers go from 0 to 60000");
-            }
-            grp[i] = (int)v;
-        }
-    }
     om_ctx *cx = om_py_ctx();
     int variant = -1;
     om_status s = OM_NOMEM;
@@ -199,6 +210,67 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     if (!cx) return PyErr_NoMemory();
     PyObject *res = s == OM_OK ? PyLong_FromLong(variant) : om_py_error(cx);
     om_ctx_free(cx);
+    return res;
+}
+
+/* --- memory ------------------------------------------------------------------------------------- */
+
+static PyObject *memory_dict(const om_memory *m) {
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "peak", (long long)m->peak, "released",
+                         (long long)m->released, "kept", (long long)m->kept, "workspace",
+                         (long long)m->workspace, "outputs", (long long)m->outputs, "gradients",
+                         (long long)m->gradients, "loans", (long long)m->loans);
+}
+
+static PyObject *Model_fit(PyObject *o, PyObject *args) {
+    Model *self = (Model *)o;
+    const char *wanted, *arriving;
+    Py_ssize_t nw, na;
+    PyObject *group, *tensors;
+    long long bytes;
+    double share;
+    int *grp;
+    if (!PyArg_ParseTuple(args, "y#y#OOLd:fit", &wanted, &nw, &arriving, &na, &group, &tensors, &bytes, &share) ||
+        variant_key(self, nw, na, group, &grp))
+        return NULL;
+    const int n = om_model_inputs(self->m);
+    om_tensor *in = malloc((size_t)(n + 1) * sizeof *in);
+    om_ctx *cx = in ? om_py_ctx() : NULL;
+    om_fit fit;
+    PyObject *res = NULL;
+    if (!cx) PyErr_NoMemory();
+    if (cx && !om_dl_import_list(tensors, n, in, "tensors")) {
+        om_status s;
+        Py_BEGIN_ALLOW_THREADS;
+        s = om_model_fit(cx, self->m, (const uint8_t *)wanted, (const uint8_t *)arriving, grp, in, bytes, share, &fit);
+        Py_END_ALLOW_THREADS;
+        res = s != OM_OK ? om_py_error(cx)
+                         : Py_BuildValue("{s:i,s:N,s:L,s:L,s:L,s:d,s:d}", "variant", fit.variant, "memory",
+                                         memory_dict(&fit.memory), "bytes", (long long)fit.bytes, "most",
+                                         (long long)fit.most, "least", (long long)fit.least, "again_us", fit.again_us,
+                                         "step_us", fit.step_us);
+    }
+    om_ctx_free(cx);
+    free(in);
+    free(grp);
+    return res;
+}
+
+static PyObject *Model_memory(PyObject *o, PyObject *args) {
+    Model *self = (Model *)o;
+    PyObject *tensors;
+    int variant;
+    if (!PyArg_ParseTuple(args, "iO:memory", &variant, &tensors)) return NULL;
+    const int n = om_model_inputs(self->m);
+    om_tensor *in = malloc((size_t)(n + 1) * sizeof *in);
+    om_ctx *cx = in ? om_py_ctx() : NULL;
+    om_memory memory;
+    PyObject *res = NULL;
+    if (!cx) PyErr_NoMemory();
+    if (cx && !om_dl_import_list(tensors, n, in, "tensors"))
+        res = om_model_memory(cx, self->m, variant, in, &memory) == OM_OK ? memory_dict(&memory) : om_py_error(cx);
+    om_ctx_free(cx);
+    free(in);
     return res;
 }
 
@@ -354,6 +426,8 @@ static PyMethodDef Model_methods[] = {
     {"nodes", Model_nodes, METH_VARARGS, NULL},
     {"variant", Model_variant, METH_VARARGS, NULL},
     {"variant_info", Model_variant_info, METH_VARARGS, NULL},
+    {"fit", Model_fit, METH_VARARGS, NULL},
+    {"memory", Model_memory, METH_VARARGS, NULL},
     {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
     {"plan_report", Model_plan_report, METH_NOARGS, NULL},
     {"profile", Model_profile, METH_VARARGS, NULL},

@@ -11,14 +11,13 @@
  */
 #include "passes/passes.h"
 #include "passes/remat.h"
-#include "run/plan.h"
+#include "run/budget.h"
 #include "graph/sabotage.h"
 
-#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { MAX_PLANS = 512, MAX_VARIANTS = 64 };
+enum { MAX_PLANS = 512, MAX_VARIANTS = 256 };
 
 struct om_model {
     om_ctx *cx;              /* services for everything that lives as long as the model */
@@ -29,6 +28,7 @@ struct om_model {
     om_plan *plan[MAX_PLANS];
     int n_plans;
     om_plan *old;            /* left the cache, still in use */
+    om_budget *budget;       /* one for each set of gradients that was asked for with one */
     om_model *next, **link;  /* of all models */
     uint64_t clock;
     double load_ms;
@@ -135,8 +135,10 @@ void om_model_free(om_ctx *cx, om_model *m) {
         next = p->next;
         om_plan_free(m->cx, p);
     }
-    for (int i = 0; i < m->n_variants; i++) {
-        variant_free(m->cx, &m->variant[i]);
+    for (int i = 0; i < m->n_variants; i++) variant_free(m->cx, &m->variant[i]);
+    for (om_budget *b = m->budget, *next; b; b = next) {
+        next = b->next;
+        om_budget_free(b);
     }
     om_graph_free(m->g);
     om_free(m->cx, m->differentiable);
@@ -157,54 +159,6 @@ om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text)
     const om_graph *g = om_model_graph(m, variant);
     if (!g) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
     return forward_to(m->cx, cx, om_graph_print(g, text));
-}
-
-/* --- segments: each backward node runs in the first segment that needs it, and not after the segment that hands out
- * the gradient of a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer
- * step in a hook) ---------------- */
-
-static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, const int *group, int *n_segments) {
-    int last = 0;
-    int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
-    /* at roots: last segment that may read what lies there */
-    int *until = om_alloc(cx, (g->values.n + 1) * sizeof *until);
-    if (!seg || !until) {
-        om_free(cx, seg);
-        om_free(cx, until);
-        return cx->status;
-    }
-    for (uint32_t i = 0; i < g->grads.n; i++)
-        if (group && group[g->grads.v[i].input] > last) last = group[g->grads.v[i].input];
-    for (om_id v = 0; v < g->values.n; v++) seg[v] = until[v] = last;
-    for (uint32_t i = 0; i < g->grads.n; i++) {
-        om_id v = g->grads.v[i].value;
-        int want = group ? group[g->grads.v[i].input] : 0;
-        if (v == OM_NONE) continue;
-        if (want < seg[v]) seg[v] = want < 0 ? 0 : want;
-        until[g->inputs.v[g->grads.v[i].input]] = want < 0 ? 0 : want;
-    }
-    for (om_id i = g->nodes.n; i-- > 0;) {
-        om_node *n = &g->nodes.v[i];
-        if (n->phase == OM_FORWARD) continue;
-        int s = last;
-        for (int k = 0; k < n->n_out; k++)
-            if (seg[n->out + (om_id)k] < s) s = seg[n->out + (om_id)k];
-        for (int k = 0; k < n->n_in; k++) {
-            const om_id v = om_ins(g, n)[k];
-            const bool ends = v != OM_NONE && until[root[v]] < s;
-            if (ends && !om_sabotage("segment.until")) s = until[root[v]];
-        }
-        const bool early = s < last;
-        n->segment = (uint16_t)(early && om_sabotage("segment") ? s + 1 : s);
-        for (int k = 0; k < n->n_in; k++) {
-            om_id v = om_ins(g, n)[k];
-            if (v != OM_NONE && s < seg[v]) seg[v] = s;
-        }
-    }
-    *n_segments = g->n_segments = g->grads.n ? last + 1 : 0;
-    om_free(cx, seg);
-    om_free(cx, until);
-    return OM_OK;
 }
 
 /* A request for a variant: a policy, or a set of flags in its place. */
@@ -233,15 +187,6 @@ static bool variant_is(const om_model *m, const om_variant *v, const ask *a) {
     return same && variant_gradients(m, v, a);
 }
 
-/* The graph with gradients, as far as what is computed again is to be decided on: passes [0, *at) of the pipeline. */
-static om_status joint_begin(om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_flow *flow, om_graph **g,
-                             int *at) {
-    *at = 0;
-    while (om_passes_joint[*at] != &om_pass_remat) (*at)++;
-    OM_TRY(om_grad_flow(m->cx, m->g, wanted, arriving, flow, g));
-    return om_passes_range(m->cx, om_passes_joint, 0, *at, g);
-}
-
 typedef struct again_step { const om_facts *f; const uint8_t *again; } again_step;
 
 static om_status again_apply(om_ctx *cx, const om_graph *in, const void *arg, om_graph **out) {
@@ -268,7 +213,7 @@ static om_status joint_finish(om_model *m, const ask *a, int at, om_variant *v, 
     if (s == OM_OK && !*same) {
         const char *name = !a->again && a->policy == OM_RECOMPUTE_LAYERS ? "layers" : "remat";
         s = om_passes_step(cx, at, name, again_apply, &(again_step){f, v->again}, &v->g);
-        if (s == OM_OK) s = om_passes_range(cx, om_passes_joint, at + 1, INT_MAX, &v->g);
+        if (s == OM_OK) s = om_joint_end(cx, at, a->group, &v->g, &v->facts, &v->n_segments);
     }
     om_free(cx, f);
     return s;
@@ -301,7 +246,7 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
         memcpy(v.wanted, a->wanted, n_in);
         memcpy(v.arriving, a->arriving, n_out);
         if (a->group) memcpy(v.group, a->group, n_in * sizeof *v.group);
-        s = joint_begin(m, a->wanted, a->arriving, &v.flow, &v.g, &at);
+        s = om_joint_begin(cx, m->g, a->wanted, a->arriving, &v.flow, &v.g, &at);
     }
     if (s == OM_OK) s = joint_finish(m, a, at, &v, &same);
     if (s == OM_OK && same) {
@@ -314,8 +259,6 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
         s = om_fail(cx, OM_UNSUPPORTED,
                     "more than %d sets of wanted and arriving gradients and of what is computed again for one graph",
                     MAX_VARIANTS);
-    if (s == OM_OK && !(v.facts = om_facts_new(cx, v.g))) s = cx->status;
-    if (s == OM_OK) s = segments_assign(cx, v.g, v.facts->root, a->group, &v.n_segments);
     if (s == OM_OK) s = om_needs_make(cx, &v);
     v.ms = om_now_ms() - t0;
     if (s != OM_OK) {
@@ -344,70 +287,12 @@ om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted,
     return variant_ask(cx, m, &(ask){wanted, arriving, group, OM_RECOMPUTE_CHEAP, again, (uint32_t)n_again}, variant);
 }
 
-/* --- what there is to choose from --------------------------------------------------------------------- */
-
-struct om_choice {
-    om_ctx *cx;              /* the model's */
-    om_graph *g;
-    om_facts *f;
-    uint8_t *policy[OM_N_RECOMPUTE];
-};
-
-void om_choice_free(om_choice *c) {
-    if (!c) return;
-    for (int i = 0; i < OM_N_RECOMPUTE; i++) om_free(c->cx, c->policy[i]);
-    om_free(c->cx, c->f);
-    om_graph_free(c->g);
-    om_free(c->cx, c);
-}
-
-static om_status choice_build(om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
-    om_ctx *cx = m->cx;
-    om_choice *c = *out = om_alloc(cx, sizeof *c);
-    if (!c) return cx->status;
-    om_flow flow = {0};
-    int at;
-    c->cx = cx;
-    om_status s = joint_begin(m, wanted, arriving, &flow, &c->g, &at);
-    om_flow_free(cx, &flow);
-    if (s == OM_OK && !(c->f = om_facts_new(cx, c->g))) s = cx->status;
-    for (int i = 0; i < OM_N_RECOMPUTE && s == OM_OK; i++) {
-        if (!(c->policy[i] = om_alloc(cx, (size_t)c->g->values.n + 1))) return cx->status;
-        s = om_remat_policies[i].choose(cx, &(om_remat_ask){c->g, c->f}, c->policy[i]);
-    }
-    return s;
-}
-
 om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, choice_build(m, wanted, arriving, out));
+    om_status s = forward_to(m->cx, cx, om_choice_make(m->cx, m->g, wanted, arriving, out));
     if (s != OM_OK) om_choice_free(*out), *out = NULL;
     pthread_mutex_unlock(&m->lock);
     return s;
-}
-
-int om_choice_values(const om_choice *c) { return (int)c->g->values.n; }
-const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy) { return c->policy[policy]; }
-
-om_choice_row om_choice_value(const om_choice *c, int i) {
-    const om_graph *g = c->g;
-    const om_id v = (om_id)i;
-    const om_value *x = om_val(g, v);
-    const om_node *n = om_maker(g, v);
-    const om_scope *at = n && n->scope < g->scopes.n ? &g->scopes.v[n->scope] : NULL;
-    om_choice_row row = {.illegal = om_remat_illegal(c->f, v),
-                         .op = n ? n->op->name : "",
-                         .module = at && at->module ? at->module : "",
-                         .file = at && at->file ? at->file : "",
-                         .line = at ? at->line : 0,
-                         .output = x->out,
-                         .dtype = x->type.dtype,
-                         .rank = x->type.rank,
-                         .kept = c->f->root[v] == v && n && n->phase == OM_FORWARD &&
-                                 om_last_holder(c->f, v, OM_BACKWARD) != OM_NONE};
-    for (int k = 0; k < x->type.rank; k++)
-        if (!om_dim_const(g, x->type.dim[k], &row.dim[k])) row.dim[k] = -1;
-    return row;
 }
 
 static void plan_unref(om_model *m, om_plan *p) { /* with the lock */
@@ -433,18 +318,23 @@ void om_plan_release(om_model *m, om_plan *plan) {
     pthread_mutex_unlock(&m->lock);
 }
 
-static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_plan **plan) {
-    om_ctx *cx = m->cx;
-    const om_variant *v = om_model_variant_at(m, variant);
-    if (!v) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
-    for (uint32_t i = 0; i < v->first_grad_in; i++) {
-        const om_value *x = om_val(v->g, v->g->inputs.v[i]);
+static om_status inputs_check(om_ctx *cx, const om_graph *g, uint32_t n, const om_tensor *in) {
+    for (uint32_t i = 0; i < n; i++) {
+        const om_value *x = om_val(g, g->inputs.v[i]);
         if (in[i].dtype != x->type.dtype || in[i].rank != x->type.rank)
             return om_fail(cx, OM_INVALID,
                            "graph input %u (%s): %s of rank %d expected, %s of rank %d given: capture again", i,
                            x->name ? x->name : "?", om_dtype_name(x->type.dtype), x->type.rank,
                            om_dtype_name(in[i].dtype), in[i].rank);
     }
+    return OM_OK;
+}
+
+static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_plan **plan) {
+    om_ctx *cx = m->cx;
+    const om_variant *v = om_model_variant_at(m, variant);
+    if (!v) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
+    OM_TRY(inputs_check(cx, v->g, v->first_grad_in, in));
     int64_t small[512], *key = small;
     int n = om_plan_key_size(v->g);
     if (n > 512 && !(key = om_alloc(cx, (size_t)n * sizeof *key))) return cx->status;
@@ -481,6 +371,47 @@ om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inp
     om_status s = forward_to(m->cx, cx, plan_find(m, variant, inputs, plan));
     pthread_mutex_unlock(&m->lock);
     return s;
+}
+
+static om_status fit_find(om_ctx *cx, om_model *m, const ask *a, const om_tensor *in, int64_t bytes,
+                          double share, om_fit *fit) {
+    om_budget *b = m->budget;
+    const uint8_t *again = NULL;
+    *fit = (om_fit){.variant = -1};
+    OM_TRY(inputs_check(m->cx, m->g, m->g->inputs.n, in));
+    while (b && !om_budget_is(b, a->wanted, a->arriving, a->group)) b = b->next;
+    if (!b) {
+        om_status s = om_budget_new(m->cx, m->g, a->wanted, a->arriving, a->group, &b);
+        if (s != OM_OK) {
+            om_budget_free(b);
+            return s;
+        }
+        b->next = m->budget;
+        m->budget = b;
+    }
+    OM_TRY(om_budget_fit(cx, b, in, bytes, share, fit, &again));
+    ask with = *a;
+    with.again = again;
+    with.n_again = b->g->values.n;
+    return again ? variant_build(m, &with, &fit->variant) : OM_OK;
+}
+
+om_status om_model_fit(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, const int *group,
+                       const om_tensor *inputs, int64_t bytes, double share, om_fit *fit) {
+    pthread_mutex_lock(&m->lock);
+    const ask a = {wanted, arriving, group, OM_RECOMPUTE_CHEAP, NULL, 0};
+    om_status s = forward_to(m->cx, cx, fit_find(cx, m, &a, inputs, bytes, share, fit));
+    pthread_mutex_unlock(&m->lock);
+    return s;
+}
+
+om_status om_model_memory(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_memory *memory) {
+    om_plan *plan;
+    *memory = (om_memory){0};
+    OM_TRY(om_plan_get(cx, m, variant, inputs, &plan));
+    *memory = om_plan_memory(cx, plan);
+    om_plan_release(m, plan);
+    return OM_OK;
 }
 
 om_plan *om_plan_hold(om_model *m, om_plan *plan) {

@@ -1,4 +1,5 @@
-/* peak.c - what lies in memory when a plan needs most of it: the answer to "where does my memory go?".
+/* peak.c - how much memory a step takes (om_plan_memory: blocks, exact), and what lies in it when a plan needs most:
+ * the answer to "where does my memory go?". Of the latter:
  *
  * Counted are the arena's storages between their first and last call, and outputs to the end of the forward at least,
  * as the host holds them. Gradients exist at the end of every backward, whatever the engine does: they are not part of
@@ -59,4 +60,41 @@ om_status om_plan_peak(om_ctx *cx, const om_plan *p, om_live *out, int max, int 
     memcpy(out, all, (size_t)*n * sizeof *out);
     om_free(cx, all);
     return OM_OK;
+}
+
+/* --- blocks ----------------------------------------------------------------------------------------- */
+
+static int64_t peak_block(om_ctx *cx, const om_plan *p, int64_t size) {
+    return p->device->block_size ? (int64_t)p->device->block_size(cx, (size_t)size) : size;
+}
+
+om_memory om_plan_memory(om_ctx *cx, const om_plan *p) {
+    const int64_t arena = peak_block(cx, p, p->bytes.arena);
+    om_memory m = {.kept = p->bytes.kept, .workspace = arena - p->bytes.kept};
+    int64_t saved = 0, most = 0; /* outputs that live on: numbers, what backward reads */
+    for (uint32_t i = 0; i < p->g->outputs.n; i++) {
+        const int64_t n = om_numel(&p->output[i]);
+        const int64_t size = peak_block(cx, p, n * (int64_t)om_dtype_size(p->output[i].dtype));
+        bool stays = n == 1;
+        for (uint32_t k = 0; k < p->n_st && !stays; k++)
+            stays = p->st[k].where == OM_W_OUTPUT && p->st[k].index == i && p->st[k].last >= p->n_forward;
+        m.outputs += size;
+        if (stays) saved += size;
+    }
+    for (int seg = 0; seg < p->n_segments; seg++) { /* as step.c takes and returns them */
+        const int from = seg ? p->seg_end[seg - 1] : p->n_forward, to = p->seg_end[seg];
+        int64_t grads = 0, loans = 0;
+        for (uint32_t i = 0; i < p->n_st; i++) {
+            const om_storage *s = &p->st[i];
+            if (s->last < 0 || s->first >= to) continue;
+            if (s->where == OM_W_GRAD) grads += peak_block(cx, p, s->size);
+            if (s->where == OM_W_LOAN && s->last >= from) loans += peak_block(cx, p, s->size);
+        }
+        m.gradients = grads;
+        if (loans > m.loans) m.loans = loans;
+        if (grads + loans > most) most = grads + loans;
+    }
+    m.peak = arena + m.outputs + most;
+    m.released = arena + (saved + m.gradients > m.outputs ? saved + m.gradients : m.outputs);
+    return m;
 }

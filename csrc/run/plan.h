@@ -126,6 +126,10 @@ void om_plan_free(om_ctx *cx, om_plan *p);
 int om_plan_key_size(const om_graph *g);
 void om_plan_key(const om_graph *g, const om_tensor *in, int64_t *key);
 
+/* What a step of this plan, its forward and its backward, takes of the device in blocks (docs/MEMORY.md): the arena and
+ * the outputs from the beginning to the end, the gradients that the segments so far hand out, and the loans of the one
+ * at hand, as if the host held every output. (peak.c) */
+om_memory om_plan_memory(om_ctx *cx, const om_plan *p);
 /* What lives at the call where arena + outputs are largest, largest first (peak.c). *n: rows written, at most max. */
 typedef struct om_live {
     int64_t size;

@@ -156,7 +156,7 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 _BLOCK = "write a Block of your own and give it to artifacts.generate_artifacts (docs/ON_DEVICE.md)"
-_STAGE3 = "shard with FSDP2, or wrap each block inside the sharded unit; ORTModule serves DDP and ZeRO 1 and 2"
+_STAGE3 = "ZeRO-3 needs no preparation: ortmodule.wrap_blocks(model) before deepspeed.initialize (docs/DISTRIBUTED.md)"
 MISSING: dict[str, str] = {
     f"{_TRAINING}.onnxblock.ForwardBlock": _BLOCK,
     f"{_TRAINING}.onnxblock.TrainingBlock": _BLOCK,
