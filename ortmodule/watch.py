@@ -492,6 +492,7 @@ class Watch:
         self.reads: set[tuple[str, str]] = set()
         self.writes: set[tuple[str, str]] = set()
         self.quiet_writes: set[tuple[str, str]] = set()
+        self._quiet_reads: set[tuple[str, str]] = set()  # looked at for what is to be put back
         self.problems: list[Problem] = []
         self.says: dict[tuple[str, int], str] = {}
         self.rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]] = {}
@@ -619,12 +620,11 @@ class Watch:
             if where is not None:
                 if (
                     self._active
-                    and (where, name) not in reads
+                    and (where, name) not in (self._quiet_reads if self.quiet else reads)
                     and name not in _REGISTRIES
-                    and not self.quiet
                     and ident() == me
                 ):
-                    reads.add((where, name))
+                    (self._quiet_reads if self.quiet else reads).add((where, name))
                     self._module_read(where, own, obj, name, value)
             elif self._active and id(own) in self._dict_owner and ident() == me:
                 self._object_read(obj, name, value)
@@ -680,7 +680,7 @@ class Watch:
             fresh = self._attributes[where].get(name, _ABSENT) is not value
             if name not in _OF_MODULES and type(value) not in _PLAIN and not isinstance(value, Tensor) and not fresh:
                 self._discover(value, where, f"self.{name}{f' of {where}' * bool(where)}")
-        elif not any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules")):
+        elif not self.quiet and not any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules")):
             self._class_read(self._classes_of[where], name, where)
 
     def _class_read(self, cls: type, name: str, token: Any) -> None:

@@ -546,6 +546,10 @@ def compare(p: Program, share: list[int] | None = None) -> str | None:
             return None
         if what != other:
             error = getattr(ours, "error", None)
+            # Nor does the wrapper raise where eager's graph has been freed by a backward of another result, though it
+            # needed nothing that was freed (views that were edited in place).
+            if other.endswith("error") and "backward through the graph a second time" in str(getattr(eager, "error", "")):
+                return None
             if what.endswith("error") and "has to be run again" in str(error):
                 return None
             # A third: what a Function keeps for backward is not known, so a second backward through it is one without

@@ -579,3 +579,30 @@ def test_nothing_is_said() -> None:
     assert up_.ways[0].startswith(f"True at {__file__}:") and down_.ways[0].startswith("False at ")
     assert up_.astray + down_.astray == 4
     assert "for branches on values of tensors: True at" in str(ours.report())
+
+
+class Counting(nn.Module):
+    """What it changes behind a branch counts once."""
+
+    def __init__(self, first: Any, change: Callable[[Any], object], count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.state, self.change, self.count = first, change, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (2.0 if x.detach().max().item() > 1 else 0.5)
+        self.change(self.state)
+        return y * self.count(self.state)
+
+
+@pytest.mark.parametrize(("first", "change", "count"), [
+    (set, lambda s: s.add(len(s)), len), (list, lambda s: s.append(1), len), (dict, lambda s: s.update({len(s): 1}), len),
+    (lambda: {"inner": [1]}, lambda s: s["inner"].append(2), lambda s: len(s["inner"])),
+    (lambda: bytearray(b"a"), lambda s: s.extend(b"b"), len),
+])  # fmt: skip
+def test_containers_changed_behind_a_branch(first: Any, change: Any, count: Any) -> None:
+    ours, eager = Counting(first(), change, count), Counting(first(), change, count)
+    model = ORTModule(ours)
+    for scale in (3.0, 0.1, 3.0, 3.0, 0.1):
+        x = torch.ones(2, 3) * scale
+        close(model(x), eager(x))
+        assert ours.state == eager.state
