@@ -327,7 +327,7 @@ class _Noting(TorchFunctionMode):
             given = [self._given(t, words) for t in tensors]
             self._given(fill([None] * len(tensors)), words)
             self._note(row.name, words)
-        self._paused = True
+        self._paused, count = True, self._count
         try:
             if row.kind == "module" or not self._again:
                 outs = row.meta(given)
@@ -343,7 +343,7 @@ class _Noting(TorchFunctionMode):
             self._words.update((id(t), f"{row.name} {self.n} {i}") for i, t in enumerate(fresh))
             return row.rebuild(fresh)
         finally:
-            self._paused = False
+            self._paused, self._count = False, count  # what is met in here only the first time has no number
 
     def last_words(self) -> dict[int, str]:
         """Of the tensors that the net keeps."""

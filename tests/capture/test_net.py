@@ -252,3 +252,23 @@ def test_what_stays_in_pytorch_is_not_entered_again() -> None:
     for _ in range(10):
         model(torch.randn(2, 4)).sum().backward()
     assert checked(model) == [100] and vars(SPACE)["entered"] == vars(SPACE)["drawn"] == 10
+
+
+class BehindAFunction(nn.Module):
+    """New tensors behind a custom Function, whose own code is entered the first time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Scaled.apply(self.layer(x), 2.0)
+        return y @ y.T
+
+
+def test_no_false_alarm_behind_a_function() -> None:
+    net = BehindAFunction()
+    model = ORTModule(net)
+    for _ in range(4):
+        model(torch.randn(3, 4)).sum().backward()
+    assert not model.report().eager, str(model.report())
