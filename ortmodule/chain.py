@@ -398,6 +398,8 @@ class Graph:
             return self.memory.fit(self, variant, tensors)
         except BudgetError:
             raise
+        except ValueError as error:
+            raise Unfit(str(error)) from error
         except Exception as error:  # of the engine, about the graph or these tensors; nothing has been computed
             raise (Unfit if self.forwards else Refusal)(str(error)) from error
 
