@@ -78,8 +78,9 @@ class Variant:
     through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph
     inputs that the Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs
     whose data backward needs; node_reads: those inputs by node.
-    others: inputs with a path from some output that is not `arriving`; the last node takes them too, in case that
-    output is used.
+    full: the variant for which all outputs arrive, None: this one. What holds of all outputs, arriving or not, is the
+    full one's: `shares`, `apart`, and inputs with a path from some output that is not arriving: the last node takes
+    them too, in case that output is used.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Variant:
         arriving: bytes,
         group: Sequence[int] | None,
         around: Container[int] = (),
-        others: frozenset[int] = frozenset(),
+        full: Variant | None = None,
         number: int | None = None,
     ) -> None:
         """number: of these gradients, with another set of values that are computed again."""
         self.number = model.variant(wanted, arriving, group) if number is None else number
-        self.group, self.around, self.others = group, around, others
+        self.group, self.around, self.full = group, around, full
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
@@ -107,10 +108,13 @@ class Variant:
             if backward:
                 self.want.setdefault(index, []).append(list(places))
         self.flow = Flow(info["flow"])
-        self.shares = self.flow.shares  # of all outputs: those of the variant for which all arrive
-        every = reduce(or_, [1 << min(i, 63) for i in self.through], 0)
-        # graph inputs that some outputs do not depend on -> those that do (bits)
-        self.apart = {i: bits for i, bits in self.flow.sources().items() if every & ~bits}
+        # apart: graph inputs that some outputs do not depend on -> those that do (bits)
+        if full is None:
+            every = reduce(or_, [1 << min(i, 63) for i in self.through], 0)
+            self.shares = self.flow.shares
+            self.apart = {i: bits for i, bits in self.flow.sources().items() if every & ~bits}
+        else:
+            self.shares, self.apart = full.shares, full.apart
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -121,7 +125,7 @@ class Variant:
             self.nodes.append((range(begin, segment + 1), by_segment[segment]))
             begin = segment + 1
         self.grads = frozenset(i for i, _ in info["grads"])
-        rest = sorted(others - self.grads)
+        rest = [] if full is None else sorted(full.grads - self.grads)
         if rest:
             segments, inputs = self.nodes.pop() if self.nodes else (range(0), [])
             self.nodes.append((segments, inputs + rest))
@@ -139,9 +143,7 @@ class Variant:
         """The same gradients in a variant that computes other values again."""
         if number == self.number:
             return self
-        made = Variant(model, self.wanted, self.arriving, self.group, self.around, self.others, number)
-        made.shares = self.shares
-        return made
+        return Variant(model, self.wanted, self.arriving, self.group, self.around, self.full, number)
 
 
 class Step:
@@ -294,8 +296,7 @@ class Graph:
         found = self._variants.get((wanted, arriving))
         if found is None:
             full = self._full_variant(wanted, tensors)
-            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, full.grads)
-            found.shares, found.apart = full.shares, full.apart
+            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, full)
             self._variants[wanted, arriving] = found
         return found
 

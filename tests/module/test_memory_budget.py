@@ -345,3 +345,36 @@ def test_copies_keep_it() -> None:
     for m in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         step(m, batch)
         assert 0 < told(m).peak <= told(m).budget
+
+
+class LossAndOutput(nn.Module):
+    """The first result looks like the loss, so the gradients of the second are not expected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = x + layer(torch.tanh(x))
+        return x.pow(2).mean(), x
+
+
+def test_gradients_of_results_that_were_not_expected() -> None:
+    """What holds of all results holds for the variant that a budget has put in another's place: an argument that
+    PyTorch has computed gets its gradient from each of them."""
+    torch.manual_seed(0)
+    eager = LossAndOutput()
+    ours = ORTModule(copy.deepcopy(eager), memory_budget="88%")
+    for take in (0, 0, 1, 2, 1, 0):
+        x = torch.randn(64, 32)
+        grads = []
+        for model in (ours, eager):
+            model.zero_grad()
+            leaf = x.clone().requires_grad_()
+            loss, out = model(leaf * 2)
+            [loss, out.sum(), loss + out.sum()][take].backward()
+            grads.append([leaf.grad, *[p.grad for p in model.parameters()]])
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not ours.report().eager
