@@ -65,14 +65,20 @@ class _Spared:
 
 def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
     """The last n of a Function's results go to its last n tensors."""
-    if not n:
-        return
     for (node, _), grad in zip(ctx.next_functions[-n:], result[-n:], strict=True):
         leaf = getattr(node, "variable", None) if grad is None else None
         hooks: dict[int, Any] = (private.tensor_hooks(leaf) if leaf is not None else None) or {}
         for key, hook in [*hooks.items()]:
             if type(hook) is not _Spared:
                 hooks[key] = _Spared(hook)
+
+
+def _spared(ctx: Any, result: tuple[Tensor | None, ...], head: int) -> tuple[Tensor | None, ...]:
+    """A Function's result, the first `head` of it for arguments that are no tensors of the graph: hooks do not see its
+    Nones."""
+    if type(None) in map(type, result[head:]):
+        _spare_hooks(ctx, result, len(result) - head)
+    return result
 
 
 def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -> tuple[Tensor | None, ...]:
@@ -105,10 +111,6 @@ def _spent(step: Step, output: int) -> bool:
     """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations
     (sums, views)."""
     return step.variant.shares[output] & step.used != 0
-
-
-def _drop(step: Step, task: int) -> None:
-    step.live.pop(task, None)
 
 
 def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool, level: int) -> Live | None:
@@ -260,9 +262,7 @@ class Head(Function):
         else:
             given = {i: grad for i, grad in zip(variant.through, grads, strict=True) if grad is not None}
         if not given:  # PyTorch also goes on behind a Function that has given None
-            result: tuple[Tensor | None, ...] = (None,) * (2 + len(variant.nodes[0][1]))
-            _spare_hooks(ctx, result, len(result) - 2)
-            return result
+            return _spared(ctx, (None,) * (2 + len(variant.nodes[0][1])), 2)
         if step.apart:
             assert arrived is not None
             live = _run_apart(step, arrived, True)
@@ -274,13 +274,11 @@ class Head(Function):
             if not keep:
                 _free(step, given)
             graph.backwards += 1
-        if type(None) in map(type, result[2:]):
-            _spare_hooks(ctx, result, len(result) - 2)
         if len(variant.nodes) > 1:
             step.live[task] = live
-            private.queue_callback(lambda: _drop(step, task))
+            private.queue_callback(lambda: step.live.pop(task, None))
         graph.backward_ms += (perf_counter() - start) * 1e3
-        return result
+        return _spared(ctx, result, 2)
 
 
 class Link(Function):
@@ -300,16 +298,12 @@ class Link(Function):
         step: Step = ctx.step
         live = step.live.get(private.task_id())
         if live is None:  # nothing has come to Head
-            result: tuple[Tensor | None, ...] = (None,) * (3 + len(step.variant.nodes[ctx.number][1]))
-            _spare_hooks(ctx, result, len(result) - 3)
-            return result
+            return _spared(ctx, (None,) * (3 + len(step.variant.nodes[ctx.number][1])), 3)
         if live.found is None:
             _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
         result = _give(step, live, ctx.number, 3)
-        if type(None) in map(type, result[3:]):
-            _spare_hooks(ctx, result, len(result) - 3)
         step.graph.backward_ms += (perf_counter() - start) * 1e3
-        return result
+        return _spared(ctx, result, 3)
 
 
 class Front(Function):
@@ -357,23 +351,23 @@ class Deliver(Function):
 
 def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The chain around a step's forward. -> the outputs that go through it."""
-    variant = step.variant
+    variant, outs, own = step.variant, step.outs, tensors
     token: Tensor | None = None
-    if not step.apart:
-        for number in range(len(variant.nodes) - 1, 0, -1):
-            token = Link.apply(step, number, token, *[tensors[i] for i in variant.nodes[number][1]])
-        return Head.apply(step, token, *[tensors[i] for i in variant.nodes[0][1]])  # type: ignore[no-any-return]
-    groups: dict[int, list[int]] = {}
-    for i in sorted(step.apart):
-        groups.setdefault(variant.apart[i], []).append(i)
-    outs = step.outs
-    delivers = [(bits, Deliver.apply(step, (*own,), *[tensors[i] for i in own])) for bits, own in groups.items()]
-    rest = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
-    token = torch.empty(0, requires_grad=True)  # all that the Functions take may stand apart
+    delivers: list[tuple[int, Tensor]] = []
+    if step.apart:
+        groups: dict[int, list[int]] = {}
+        for i in sorted(step.apart):
+            groups.setdefault(variant.apart[i], []).append(i)
+        for bits, group in groups.items():
+            delivers.append((bits, Deliver.apply(step, (*group,), *[tensors[i] for i in group])))
+        own = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
+        token = torch.empty(0, requires_grad=True)  # all that the Functions take may stand apart
     for number in range(len(variant.nodes) - 1, 0, -1):
-        token = Link.apply(step, number, token, *[rest[i] for i in variant.nodes[number][1]])
-    (head,) = Head.apply(step, token, *[rest[i] for i in variant.nodes[0][1]])
+        token = Link.apply(step, number, token, *[own[i] for i in variant.nodes[number][1]])
+    given: tuple[Tensor, ...] = Head.apply(step, token, *[own[i] for i in variant.nodes[0][1]])
+    if not step.apart:
+        return given
     return tuple([
-        Front.apply(step, i, [outs[i]], head, *[t for bits, t in delivers if bits >> min(i, 63) & 1])
+        Front.apply(step, i, [outs[i]], given[0], *[t for bits, t in delivers if bits >> min(i, 63) & 1])
         for i in variant.through
     ])  # fmt: skip
