@@ -33,10 +33,13 @@ plugins:
       handlers:
         python:
           paths: [{root}]
-          options: {{show_source: false, heading_level: 3}}
+          options: {{show_source: false, heading_level: 3, show_root_heading: true, show_root_full_path: false}}
+extra_css: [wrap.css]
+markdown_extensions: [sane_lists]
 nav:
 {nav}
 """
+WRAP = ".rst-content .section table td, .rst-content .section table th { white-space: normal !important; }\n"
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -79,6 +82,7 @@ def main() -> int:
     for module, names in REFERENCE.items():
         reference += f"## {module}\n\n" + "".join(f"::: {module}.{n}\n\n" for n in names)
     (src / "reference.md").write_text(reference)
+    (src / "wrap.css").write_text(WRAP)
     config = out / "mkdocs.yml"
     config.write_text(CONFIG.format(src=src, site=out / "site", root=DOCS.parent, nav="\n".join(f"  {n}" for n in nav)))
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", str(config)]
