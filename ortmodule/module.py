@@ -27,9 +27,10 @@ from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
 from .debug import set_level
 from .fallback import INIT, TORCH_MODEL, NotAModule, NotHere
-from .ladder import call, report
+from .ladder import call
 from .report import Report
 from .state import Refused, State
+from .summary import report
 
 logger = logging.getLogger("ortmodule")
 
@@ -176,9 +177,11 @@ class ORTModule(nn.Module):
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
-            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
+            made = isinstance(module, type)
+            got = f"the class {module.__name__}: make an object of it first" if made else type(module).__name__
+            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {got}")
         if isinstance(module, ORTModule):
-            raise NotAModule("ORTModule got a module that is already an ORTModule")
+            raise NotAModule("ORTModule got a module that is already an ORTModule: wrap it once")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise NotAModule("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
         if isinstance(module, torch.jit.ScriptModule):
