@@ -94,6 +94,7 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     pthread_mutex_init(&m->lock, NULL);
     model_enter(m);
     om_status s = om_bounded_ends(g);
+    if (s == OM_OK) s = om_passes_dump(mine, "read", NULL, m->g);
     if (s == OM_OK) s = om_passes_run(mine, om_passes_forward, &m->g);
     if (s == OM_OK) s = om_outputs_differentiable(mine, m->g, &m->differentiable);
     m->load_ms = om_now_ms() - t0;
