@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, bypassed, cuda_engine, cuts, fallback, guard, memory, net, patches, stages, watch
+from . import _C, branches, bypassed, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, stages, watch
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -733,6 +733,7 @@ def _count(state: State, made: GuardedGraph) -> None:
     """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has
     many. Who captures again and again should know why."""
     state.every.append(made)
+    profile.new_graph(made, state)
     if len(state.every) == _MANY_CAPTURES:
         reasons = Counter(c.why for c in state.every)
         logger.warning(
