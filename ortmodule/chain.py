@@ -54,7 +54,7 @@ from .capture import Captured
 from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
-from .links import Arrived, Live, put_around
+from .links import Arrived, Live, put_around, shown
 from .memory import Budget, BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
@@ -327,7 +327,8 @@ class Graph:
         before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
         run = self._start(self.plain, tensors, self._seed())
         try:
-            self.host.drive_forward(run, {}, {}, tensors)
+            with shown("forward"):
+                self.host.drive_forward(run, {}, {}, tensors)
         except Failed as error:
             self._restore(error, before, tensors)
             raise
@@ -367,7 +368,8 @@ class Graph:
         before = torch.get_rng_state() if self.host.ops else None
         run = self._start(variant, tensors, seed)
         try:
-            self.host.drive_forward(run, step.regions, variant.want, tensors)
+            with shown("forward"):
+                self.host.drive_forward(run, step.regions, variant.want, tensors)
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise

@@ -94,6 +94,12 @@ def _memory(text: str) -> int:
     return value
 
 
+def _directory(text: str) -> str:
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise ValueError
+    return text
+
+
 def _budget(text: str) -> str | int:
     parse_budget(text)
     return int(text) if text.strip().isdigit() else text
@@ -200,6 +206,14 @@ TABLE: tuple[Row, ...] = (
         "own, blas or host",
         _one_of("own", "blas", "host"),
         "force the matrix multiplication provider (host: PyTorch's bf16 product)",
+    ),
+    Row(
+        "DUMP_PASSES",
+        "",
+        "a directory",
+        _directory,
+        "write the graph there as text, before and after each rewrite that changes it: "
+        "`<process>/<n>-<rewrite>-before.txt`, `-after.txt`, and the list in `index.txt` (docs/LOOKING_IN.md)",
     ),
     Row("PASS_LIMIT", "", "an integer", int, "run only the first n rewrites of the graph (to bisect)"),
     Row(

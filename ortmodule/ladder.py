@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, stages, watch
+from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, stages, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -736,6 +736,7 @@ def _count(state: State, made: GuardedGraph) -> None:
     captured = made.graph.captured
     logger.info("%s: capture %d in %.2f s, %d nodes, %d of them in PyTorch (%s)", type(state.module).__name__,
                 len(state.every), captured.seconds, captured.n_nodes, len(captured.host_ops), made.why)  # fmt: skip
+    profile.new_graph(made, state)
     if len(state.every) == _MANY_CAPTURES:
         reasons = Counter(c.why for c in state.every)
         logger.warning(
