@@ -85,6 +85,18 @@ static double seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* The most memory this process has had. getrusage would count what it was before exec. */
+static long peak_kib(void) {
+    struct rusage use;
+    char line[128];
+    long kib = 0;
+    FILE *f = fopen("/proc/self/status", "r");
+    while (f && fgets(line, sizeof line, f) && sscanf(line, "VmHWM: %ld", &kib) != 1) continue;
+    if (f) fclose(f);
+    getrusage(RUSAGE_SELF, &use);
+    return kib ? kib : use.ru_maxrss;
+}
+
 /* Mean loss; outputs behind the first are written to `scores`, when there is one. */
 static double evaluate(om_ctx *cx, om_trainer *t, const char *path, const char *scores) {
     batch b = batch_make(t, true);
@@ -165,10 +177,8 @@ int main(int argc, char **argv) {
     }
     if (test) printf("test loss %.9g\n", evaluate(cx, t, test, scores));
     if (save) check(cx, save, om_trainer_save(t, save, true));
-    struct rusage use;
-    getrusage(RUSAGE_SELF, &use);
     fprintf(stderr, "%.3f milliseconds a step; the process took %ld KiB at most\n", steps ? 1e3 * time / steps : 0,
-            use.ru_maxrss);
+            peak_kib());
     batch_free(&b);
     om_trainer_free(t);
     om_ctx_free(cx);

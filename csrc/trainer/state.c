@@ -251,6 +251,18 @@ static om_status properties_read(om_trainer *t, const om_tensors *f) {
     return OM_OK;
 }
 
+/* A piece at a time, so that a file's bytes and what is made of them are not both there. */
+static void entry_copy(void *to, const om_entry *e, bool spend) {
+    enum { PIECE = 1 << 20 };
+    char *from = e->t.data;
+    for (size_t at = 0, n; at < e->size; at += n) {
+        n = PIECE - (uintptr_t)(from + at) % PIECE; /* ends at a page's end */
+        if (n > e->size - at) n = e->size - at;
+        memcpy((char *)to + at, from + at, n);
+        if (spend) om_pages_drop(from + at, n);
+    }
+}
+
 om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) {
     numbers x;
     int values = 0, moments = 0, want_moments = 0, with_moments = 0;
@@ -292,8 +304,7 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
     for (uint32_t i = 0; i < f->entry.n; i++) {
         const om_entry *e = &f->entry.v[i];
         om_tensor *to = entry_target(t, e->name);
-        if (e->size && to) memcpy(to->data, e->t.data, e->size);
-        if (t->spend && !f->ort) om_pages_drop(e->t.data, e->size);
+        if (to) entry_copy(to->data, e, t->spend && !f->ort);
     }
     om_trainer_grads_free(t);
     t->nominal = x.nominal;
