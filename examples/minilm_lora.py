@@ -95,8 +95,9 @@ def body(folder: Path | None) -> Any:
 
     if folder is not None:
         return AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
-    return BertModel(BertConfig(vocab_size=TINY_WORDS + 2, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                intermediate_size=64, max_position_embeddings=LENGTH), add_pooling_layer=False)  # fmt: skip
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = BertConfig(vocab_size=TINY_WORDS + 2, max_position_embeddings=LENGTH, **sizes)
+    return BertModel(config, add_pooling_layer=False)
 
 
 def encode(rows: list[tuple[str, int]], folder: Path | None) -> list[Tensor]:
@@ -104,8 +105,9 @@ def encode(rows: list[tuple[str, int]], folder: Path | None) -> list[Tensor]:
     if folder is not None:
         from transformers import AutoTokenizer
 
-        tokens = AutoTokenizer.from_pretrained(folder, local_files_only=True)(
-            [text for text, _ in rows], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        how: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": LENGTH}
+        tokens = tokenizer([text for text, _ in rows], return_tensors="pt", **how)
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
     else:
         ids = torch.zeros(len(rows), LENGTH, dtype=torch.long)
@@ -158,7 +160,8 @@ def begin(home: Path, folder: Path | None, epochs: int) -> int:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        print(f"PyTorch: epoch {epoch} loss {np.mean(losses):.4f} accuracy {accuracy(scores_of(model, test), test):.3f}")
+        right = accuracy(scores_of(model, test), test)
+        print(f"PyTorch: epoch {epoch} loss {np.mean(losses):.4f} accuracy {right:.3f}")
     home.mkdir(parents=True, exist_ok=True)
     print(model.save_for_device(home, batches(train)[0], optimizer=optimizer))
     for name, data in (("train", train), ("test", test)):

@@ -107,7 +107,7 @@ def checkpoint_bytes(
     nominal: bool = False,
     updates: int = 0,
 ) -> bytes:
-    """What om_trainer_save writes (csrc/trainer/state.c). updates: taken before; then values has the moments, if any."""
+    """What om_trainer_save writes (csrc/trainer/state.c). updates: taken before; values then has moments, if any."""
     meta = {
         "format": "ortmodule-checkpoint",
         "version": "1",

@@ -3,8 +3,8 @@
  *     om-ops MODEL.omd ... > only.h
  *
  * Loads each file as a device does and notes every node that is ever made on the way (graph.c, OM_TRACE_OPS): those of
- * the file, those that passes put in their place, gradients; and every type. The header has OM_KEEP_<operator>(row): the
- * row of the device's table, or nothing; and OM_KEEP_TYPE_<type>, 0 or 1. A graph that needs what was left out is
+ * the file, those that passes put in their place, gradients; and every type. The header has OM_KEEP_<operator>(row):
+ * the row of the device's table, or nothing; and OM_KEEP_TYPE_<type>, 0 or 1. A graph that needs what was left out is
  * refused by name when it is loaded.
  */
 #include "graph/engine.h"

@@ -147,8 +147,8 @@ om_status om_trainer_parse(om_trainer *t, const char *what, om_bytes checkpoint,
         t->host, what, checkpoint.data, checkpoint.size, f));
     const char *format = om_tensors_meta(f, "format"), *version = om_tensors_meta(f, "version");
     if (!format || strcmp(format, OM_CHECKPOINT_FORMAT) != 0)
-        return om_fail(t->host, OM_INVALID, "%s: metadata 'format' is %.40s; '" OM_CHECKPOINT_FORMAT "' is expected", what,
-                       format ? format : "missing");
+        return om_fail(t->host, OM_INVALID, "%s: metadata 'format' is %.40s; '" OM_CHECKPOINT_FORMAT "' is expected",
+                       what, format ? format : "missing");
     if (!version || strcmp(version, "1") != 0)
         return om_fail(t->host, OM_UNSUPPORTED, "%s: version %.20s; this library reads 1", what,
                        version ? version : "");

@@ -11,10 +11,10 @@ import flatbuffers
 import numpy as np
 import onnx
 import onnxruntime
+import ort_models
 import pytest
 from onnx import numpy_helper
 
-import ort_models
 from ortmodule import api
 
 HOME = Path(__file__).with_name("ort")
