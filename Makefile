@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -275,13 +275,17 @@ gpu-wheel: $(STAMP)   ## build the abi3 wheel with the CUDA kernels into dist/ (
 	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@size=$$(stat -c %s dist/ortmodule-*.whl); echo "$$(ls dist/ortmodule-*.whl): $$((size / 1024)) KiB"; test $$size -le $$((64 << 20))
 
-gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="optim-correct optim-bench", WHEEL=dist/x.whl instead of building)
-	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel)
+gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="graph-correct graph-ops ...", WHEEL=dist/x.whl and build/libom.so instead of building)
+	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel lib)
 	@$(or $(wildcard $(PY)),python3) tests/gpu/run.py --wheel $(or $(WHEEL),dist/ortmodule-*.whl) $(PARTS:%=--part %)
 
 lint: venv   ## ruff and mypy
 	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py
 	$(VENV)/bin/mypy
+
+docs: venv   ## the documents as a site, build/docs/site/index.html (MkDocs, in an environment of its own)
+	@test -x build/docs/venv/bin/mkdocs || { python3 -m venv build/docs/venv && build/docs/venv/bin/pip install -q --disable-pip-version-check mkdocs==1.6.1 'mkdocstrings[python]' 2>&1 | grep -v 'is ignored' || true; }
+	@build/docs/venv/bin/python docs/site.py build/docs && echo build/docs/site/index.html
 
 new-op: venv   ## a new operator: make new-op NAME=foo EXPR='C in x' GRAD='from DY, Y, IN(0)' DOC='y = ...', or KIND=kernel
 	@$(PY) tests/new_op.py $(foreach v,NAME KIND EXPR GRAD DOC ONNX ATEN,'$(v)=$($(v))')

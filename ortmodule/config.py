@@ -272,7 +272,9 @@ def resolve(
     env = os.environ if environ is None else environ
     unknown = set(options) - set(OPTIONS)
     if unknown:
-        raise TypeError(f"ORTModule got unknown options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
+        guess = {name: difflib.get_close_matches(name, OPTIONS, 1) for name in sorted(unknown)}
+        named = ", ".join(f"{name} (did you mean {n[0]}?)" if n else name for name, n in guess.items())
+        raise TypeError(f"ORTModule got unknown options: {named}; allowed: {', '.join(sorted(OPTIONS))}")
     values = {k: v for k, v in options.items() if v is not None}
     values.setdefault("fallback_policy", fallback.ORTMODULE_FALLBACK_POLICY)
     values.setdefault("fallback_retry", fallback.ORTMODULE_FALLBACK_RETRY)
