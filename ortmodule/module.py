@@ -274,7 +274,8 @@ class ORTModule(nn.Module):
         whose path is returned.
 
         batch: what forward is called with: a tensor, a tuple of arguments or a dict of keyword arguments; its sizes are
-        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings are taken, or None.
+        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings and state are taken, or
+        None.
         eval_batch: the call to evaluate and to export, when of other sizes. Raises CaptureError with the place of what
         needs PyTorch.
         """
