@@ -556,9 +556,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         else:
             if state.settings.save_path is not None:
                 _save(state, _with_names(state, captured, args, kwargs))
-            given = state.settings.memory_budget
-            budget = None if given is None else memory.parse(given)
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda, budget)
+            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda,
+                          memory.of_settings(state.settings))  # fmt: skip
             _save_stages(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
@@ -847,6 +846,9 @@ def report(state: State) -> Report:
                 ways=[f"{c.answer} at {c.place}" for c in made.answers],
                 astray=made.astray,
                 unchecked=made.no_net,
+                checkpoints=str(whole.captured.checkpoints),
+                table=whole.memory.table(whole) if isinstance(whole, Graph) else None,
+                page_faults=whole.memory.faults if isinstance(whole, Graph) else 0,
             )
         )
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):

@@ -47,4 +47,8 @@ extern PyType_Spec om_py_model_spec, om_py_run_spec, om_py_state_spec;
 extern PyMethodDef om_optim_methods[], om_cuda_methods[], om_guard_methods[];
 void om_torch_gemm_fill(void *libtorch, om_services *sv); /* python/gemm.c */
 PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw); /* Model.forward */
+PyObject *om_py_clusters(PyObject *model, PyObject *args);               /* python/choice.c */
+PyObject *om_py_choose(PyObject *model, PyObject *args);
+/* For nw wanted inputs and na arriving outputs; 0, or -1 with an error set. *out: NULL for None; free it. */
+int om_py_variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out);
 #endif
