@@ -55,7 +55,7 @@ from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
 from .links import Arrived, Live, put_around, shown
-from .memory import Budget, BudgetError, Memory
+from .memory import BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
 
@@ -219,13 +219,14 @@ class Graph:
         segment_mb: float,
         memory_level: int = 0,
         cuda: int = -1,
-        budget: Budget | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """budget: of a step; it decides in the place of memory_level."""
+        """memory: what a step may take; a budget decides in the place of memory_level."""
         self.captured = captured
         self.cuda = cuda
-        self.model = _C.Model(captured.onnx, 0 if budget else min(memory_level, 1), cuda)
-        self.memory = Memory(budget)
+        self.memory = memory or Memory(None)
+        decided = self.memory.budget is not None or bool(self.memory.plans)
+        self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda)
         holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)

@@ -556,9 +556,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
         else:
             stages.save_capture(state, captured, args, kwargs)
-            given = state.settings.memory_budget
-            budget = None if given is None else memory.parse(given)
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda, budget)
+            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda,
+                          memory.of_settings(state.settings))  # fmt: skip
             stages.save_graph(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error

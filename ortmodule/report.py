@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .memory import StepMemory, mib
+from .memory_table import Table
 
 _ROWS = 4  # of a list, in the text
 
@@ -91,6 +92,9 @@ class GraphEntry:
     memory: StepMemory | None = None  # of the largest step, when there is one with a backward
     ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
     astray: int = 0  # forwards that were thrown away: their call went another way
+    checkpoints: str = ""  # regions of torch.utils.checkpoint, and what became of them; empty: there are none
+    table: Table | None = None  # clusters of operators that backward may compute again, for the sizes of that step
+    page_faults: int = 0  # of the process between its last two training forwards
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -170,7 +174,11 @@ class Report:
             )
             lines += [f"    {text}" for text in g.cuts]
             if g.memory:
-                lines.append(f"    memory of a step: {g.memory}")
+                lines.append(f"    memory of a step: {g.memory}; {g.page_faults} page faults in the last")
+            if g.table:
+                lines += [f"    {text}" for text in str(g.table).splitlines()]
+            if g.checkpoints:
+                lines.append(f"    regions of torch.utils.checkpoint: {g.checkpoints}")
             if g.ways:
                 ways = f"{', '.join(g.ways[:_ROWS])}{', ...' * (len(g.ways) > _ROWS)}"
                 lines.append(f"    for branches on values of tensors: {ways}; {g.astray} calls went another way")

@@ -64,6 +64,9 @@ def report(state: State) -> Report:
                 ways=[f"{c.answer} at {c.place}" for c in made.answers],
                 astray=made.astray,
                 unchecked=made.no_net,
+                checkpoints=str(whole.captured.checkpoints),
+                table=whole.memory.table(whole) if isinstance(whole, Graph) else None,
+                page_faults=whole.memory.faults if isinstance(whole, Graph) else 0,
             )
         )
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):

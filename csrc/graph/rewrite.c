@@ -104,7 +104,8 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
         om_scope *sc = OM_PUSH(cx, &g->scopes);
         if (sc)
             *sc = (om_scope){om_arena_str(&g->arena, from->scopes.v[i].module),
-                             om_arena_str(&g->arena, from->scopes.v[i].file), from->scopes.v[i].line};
+                             om_arena_str(&g->arena, from->scopes.v[i].file), from->scopes.v[i].line,
+                             om_arena_str(&g->arena, from->scopes.v[i].region)};
     }
     for (uint32_t i = 0; i < from->inputs.n; i++) {
         const om_value *v = om_val(from, from->inputs.v[i]);

@@ -33,6 +33,7 @@ const om_pass *const om_passes_forward[] = {
     &om_pass_simplify, /* again: fold and cse made operands equal that were not */
     &om_pass_patterns,
     &om_pass_bias,
+    &om_pass_losses,
     &om_pass_layout,
     &om_pass_dce,
     NULL,

@@ -158,7 +158,7 @@ static PyObject *Model_nodes(PyObject *o, PyObject *args) {
 }
 
 /* 0, or -1 with an error set. *group: NULL for None; free it. */
-static int variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
+int om_py_variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
     const om_graph *g = om_model_graph(self->m, -1);
     *out = NULL;
     if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n) {
@@ -195,7 +195,7 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     PyObject *group = Py_None;
     int level = self->level, *grp;
     if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) ||
-        !level_known(level) || variant_key(self, nw, na, group, &grp))
+        !level_known(level) || om_py_variant_key(self, nw, na, group, &grp))
         return NULL;
     om_ctx *cx = om_py_ctx();
     int variant = -1;
@@ -231,7 +231,7 @@ static PyObject *Model_fit(PyObject *o, PyObject *args) {
     double share;
     int *grp;
     if (!PyArg_ParseTuple(args, "y#y#OOLd:fit", &wanted, &nw, &arriving, &na, &group, &tensors, &bytes, &share) ||
-        variant_key(self, nw, na, group, &grp))
+        om_py_variant_key(self, nw, na, group, &grp))
         return NULL;
     const int n = om_model_inputs(self->m);
     om_tensor *in = malloc((size_t)(n + 1) * sizeof *in);
@@ -415,6 +415,8 @@ static PyMethodDef Model_methods[] = {
     {"variant_info", Model_variant_info, METH_VARARGS, NULL},
     {"fit", Model_fit, METH_VARARGS, NULL},
     {"memory", Model_memory, METH_VARARGS, NULL},
+    {"clusters", om_py_clusters, METH_VARARGS, NULL},
+    {"choose", om_py_choose, METH_VARARGS, NULL},
     {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
     {"plan_report", Model_plan_report, METH_NOARGS, NULL},
     {"profile", om_py_profile, METH_VARARGS, NULL},

@@ -51,4 +51,8 @@ PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw); /* Model
 PyObject *om_py_profile(PyObject *model, PyObject *args);
 PyObject *om_py_profile_calls(PyObject *model, PyObject *none);
 PyObject *om_py_timeline(PyObject *model, PyObject *none);
+PyObject *om_py_clusters(PyObject *model, PyObject *args);               /* python/choice.c */
+PyObject *om_py_choose(PyObject *model, PyObject *args);
+/* For nw wanted inputs and na arriving outputs; 0, or -1 with an error set. *out: NULL for None; free it. */
+int om_py_variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out);
 #endif

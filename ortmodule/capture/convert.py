@@ -325,12 +325,15 @@ class Converter:
                 assert source.tensor is not None
                 self.values[node] = self.b.tensor(source.tensor, "lifted")
         for node in p.nodes:
-            self.b.source = node.src
+            self.b.source, self.b.within = node.src, node.within
+            before = len(self.host_ops)
             try:
                 self.emit(node)
             except UnsupportedError as e:
                 raise CaptureError(f"{node.target}: {e}", *node.src) from e
-        self.b.source = ("", "", 0)
+            if node.within:
+                self.exported.table.checkpoints.kept += len(self.host_ops) - before
+        self.b.source, self.b.within = ("", "", 0), ""
         for i, out in enumerate(p.outputs):
             self.b.output(f"output_{i}", self.v(out) if isinstance(out, Node) else self.symbolic(out.node.expr))
         for i, (target, new) in enumerate(p.writes):
