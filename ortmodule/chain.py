@@ -138,6 +138,9 @@ class Variant:
             by_node[0].update(set(self.reads).difference(*by_node))
         self.node_reads = [sorted(reads) for reads in by_node]
         self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
+        logger.debug("variant %d: gradients of %d outputs for %d inputs, %d nodes of autograd, %d values read",
+                     self.number, sum(arriving), len(self.grads), len(self.nodes),
+                     len(self.reads) + len(self.reads_outputs))  # fmt: skip
 
     def numbered(self, model: _C.Model, number: int) -> Variant:
         """The same gradients in a variant that computes other values again."""
@@ -424,6 +427,10 @@ class Graph:
         with torch.no_grad():
             for i in self.writes:
                 tensors[i].copy_(clones[i])
+        if self.cuda >= 0 and isinstance(error.__cause__, ValueError):
+            # an index or label out of range, of this step or the one before: on it PyTorch's kernels would end the
+            # process's work with the GPU
+            raise IndexError(str(error)) from None
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's

@@ -27,10 +27,11 @@ from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
 from .debug import set_level
 from .fallback import INIT, TORCH_MODEL, NotAModule, NotHere
-from .ladder import call, report
+from .ladder import call
 from .profile import Profile, profile
 from .report import Report
 from .state import Refused, State
+from .summary import report
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -181,9 +182,11 @@ class ORTModule(nn.Module):
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
-            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
+            made = isinstance(module, type)
+            got = f"the class {module.__name__}: make an object of it first" if made else type(module).__name__
+            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {got}")
         if isinstance(module, ORTModule):
-            raise NotAModule("ORTModule got a module that is already an ORTModule")
+            raise NotAModule("ORTModule got a module that is already an ORTModule: wrap it once")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise NotAModule("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
         if isinstance(module, torch.jit.ScriptModule):
@@ -271,7 +274,8 @@ class ORTModule(nn.Module):
         whose path is returned.
 
         batch: what forward is called with: a tensor, a tuple of arguments or a dict of keyword arguments; its sizes are
-        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings are taken, or None.
+        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings and state are taken, or
+        None.
         eval_batch: the call to evaluate and to export, when of other sizes. Raises CaptureError with the place of what
         needs PyTorch.
         """
