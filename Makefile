@@ -122,7 +122,7 @@ $(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.h
 $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
@@ -159,6 +159,8 @@ $(TOOLS): $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@$(CC) $(CBASE) -c $< -o $@
 $(B)/om-opt: $(filter-out $(B)/tools/om_ops.o,$(TOOLS)) $(B)/libom.a
 	@$(CC) -o $@ $^ $(PBC) $(LIBS)
+$(B)/om-opt-sabotaged: $(SAB_OBJ) $(OBJ) $(filter-out $(B)/tools/om_ops.o,$(TOOLS))   # what `om-opt bisect` is tried on
+	@$(CC) -o $@ $(filter-out $(SABOTAGED:%=$(B)/%.o),$^) $(PBC) $(LIBS)
 $(B)/om-ops: $(B)/tools/om_ops.o $(B)/libom.a csrc/graph/graph.c   # notes the nodes that are made
 	@$(CC) $(CBASE) -DOM_TRACE_OPS -MF $@.d -c csrc/graph/graph.c -o $(B)/graph.traced.o
 	@$(CC) -o $@ $(B)/tools/om_ops.o $(B)/graph.traced.o $(B)/libom.a $(PBC) $(LIBS)

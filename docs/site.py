@@ -77,6 +77,7 @@ def main() -> int:
         to = src / path.relative_to(DOCS)
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(page(path.read_text(), to, src))
+    shutil.copytree(DOCS / "pictures", src / "pictures")
     (src / "index.md").write_text(page((DOCS.parent / "README.md").read_text(), src / "index.md", src))
     reference = "# Reference\n\n"
     for module, names in REFERENCE.items():

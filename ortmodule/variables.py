@@ -37,8 +37,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PRINT_INPUT_DENSITY", "no", "nothing is decided by the density of the first batch"),
     Variable("PRINT_MEMORY_STATS", "no", "report() has the planned peak by kind and place; training.utils has "
              "log_memory_usage"),
-    Variable("MEMORY_OPT_CONFIG", "no", "names of onnxruntime's subgraphs mean nothing here; MEMORY_OPT_LEVEL=1"),
-    Variable("MEMORY_OPT_PROBE_RECOMPUTE_LEVEL", "no", "as MEMORY_OPT_CONFIG"),
+    Variable("MEMORY_OPT_CONFIG", "nearest", "clusters are named by the engine's operators: the memory table has them"),
+    Variable("MEMORY_OPT_PROBE_RECOMPUTE_LEVEL", "no", "clusters are looked for among all operators"),
     Variable("CACHE_DIR", "no", "nothing is kept between processes; a capture takes about a second"),
     Variable("USE_TRITON", "no", _TRITON),
     Variable("TRITON_CONFIG_FILE", "no", _TRITON),

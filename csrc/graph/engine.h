@@ -155,6 +155,7 @@ typedef struct om_scope { /* where in the user's source a node comes from */
     const char *module;   /* "transformer.h.0.attn" */
     const char *file;
     int line;
+    const char *region;   /* checkpoints it lies in, outermost first: "2/3"; NULL: none. Of equal text: one region */
 } om_scope;
 
 /* UPDATE: optimizer steps and what reads their results. Such nodes run once per run, after every FORWARD node and never
@@ -214,6 +215,12 @@ typedef struct om_graph {
 om_graph *om_graph_new(om_ctx *cx);
 void om_graph_free(om_graph *g);
 static inline const om_id *om_ins(const om_graph *g, const om_node *n) { return g->operands.v + n->in; }
+/* The checkpoints a node lies in; a node of the backward: those of the node it is the gradient of. NULL: none. */
+static inline const char *om_region(const om_graph *g, const om_node *n) {
+    return n && n->scope < g->scopes.n ? g->scopes.v[n->scope].region : NULL;
+}
+int om_region_depth(const char *region);               /* how many; NULL: 0 */
+int om_region_common(const char *a, const char *b);    /* how many of the outermost are the same */
 static inline om_value *om_val(const om_graph *g, om_id v) { return &g->values.v[v]; }
 static inline const om_type *om_ty(const om_graph *g, om_id v) { return &g->values.v[v].type; }
 
@@ -387,6 +394,9 @@ typedef struct om_rewriter {
 } om_rewriter;
 typedef om_status (*om_emit_fn)(om_rewriter *r, om_id node);
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out);
+/* Told of each rewrite of this thread when it is done, NULL: nobody. map: as om_rewriter's, of the finished graph. */
+typedef void (*om_rewrite_told)(void *arg, const om_graph *from, const om_graph *to, const om_id *map);
+void om_rewrite_tell(om_rewrite_told told, void *arg);
 om_status om_rewrite_copy(om_rewriter *r, om_id node);
 /* the same over these operands (of `to`) */
 om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in);

@@ -25,6 +25,23 @@ const om_op *om_op_find(const char *name) {
     return NULL;
 }
 
+int om_region_depth(const char *region) {
+    int n = region && *region;
+    for (; n && *region; region++) n += *region == '/';
+    return n;
+}
+
+int om_region_common(const char *a, const char *b) {
+    int n = 0;
+    for (; a && b && *a && *b; n++) {
+        const size_t x = strcspn(a, "/"), y = strcspn(b, "/");
+        if (x != y || memcmp(a, b, x) != 0) break;
+        a += x + (a[x] == '/');
+        b += y + (b[y] == '/');
+    }
+    return n;
+}
+
 om_graph *om_graph_new(om_ctx *cx) {
     om_graph *g = om_alloc(cx, sizeof *g);
     if (!g) return NULL;

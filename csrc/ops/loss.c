@@ -7,6 +7,7 @@
  *     dx_c   = g_i ((a exp(x_c - lse_i)) - e / C w_c - (1 - e) w_y [c = y]),           a = (1 - e) w_y + e / C sum_c
  *            w_c
  * where g_i is the arriving gradient, over denom for the mean. Ignored rows contribute 0 and get gradient 0.
+ * wide: of logits in half precision the loss is f32, and so is the gradient that arrives: as if they had been cast first.
  * The forward keeps only lse; the gradient may write over the logits.
  */
 #include "ops/attr.h"
@@ -45,6 +46,7 @@ static om_status cross_entropy_infer(om_graph *g, const om_node *n, om_type *out
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     out[0] = out[1] = out[2] = *x;
     out[0].rank = om_node_int(n, "reduction", OM_LOSS_MEAN) == OM_LOSS_NONE;
+    if (om_node_int(n, "wide", 0) && om_is_half(x->dtype)) out[0].dtype = OM_F32;
     out[1].rank = 1;
     out[2].rank = 0;
     out[1].dtype = out[2].dtype = OM_F64; /* two numbers a row: what is lost here is lost for every logit of the row */

@@ -158,7 +158,7 @@ static PyObject *Model_nodes(PyObject *o, PyObject *args) {
 }
 
 /* 0, or -1 with an error set. *group: NULL for None; free it. */
-static int variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
+int om_py_variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
     const om_graph *g = om_model_graph(self->m, -1);
     *out = NULL;
     if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n) {
@@ -195,7 +195,7 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     PyObject *group = Py_None;
     int level = self->level, *grp;
     if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) ||
-        !level_known(level) || variant_key(self, nw, na, group, &grp))
+        !level_known(level) || om_py_variant_key(self, nw, na, group, &grp))
         return NULL;
     om_ctx *cx = om_py_ctx();
     int variant = -1;
@@ -231,7 +231,7 @@ static PyObject *Model_fit(PyObject *o, PyObject *args) {
     double share;
     int *grp;
     if (!PyArg_ParseTuple(args, "y#y#OOLd:fit", &wanted, &nw, &arriving, &na, &group, &tensors, &bytes, &share) ||
-        variant_key(self, nw, na, group, &grp))
+        om_py_variant_key(self, nw, na, group, &grp))
         return NULL;
     const int n = om_model_inputs(self->m);
     om_tensor *in = malloc((size_t)(n + 1) * sizeof *in);
@@ -406,19 +406,6 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
     return list;
 }
 
-static PyObject *Model_profile(PyObject *o, PyObject *args) {
-    om_profile_row rows[512];
-    int on;
-    if (!PyArg_ParseTuple(args, "p:profile", &on)) return NULL;
-    const int n = om_model_profile(((Model *)o)->m, on, rows, 512);
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < n && i < 512; i++)
-        if (om_py_list_add(list, Py_BuildValue("{s:s,s:K,s:d}", "op", rows[i].op, "count",
-                                               (unsigned long long)rows[i].count, "ms", rows[i].ms)))
-            Py_CLEAR(list);
-    return list;
-}
-
 #define KWARGS(f) ((PyCFunction)(void (*)(void))(f))
 static PyMethodDef Model_methods[] = {
     {"from_text", Model_from_text, METH_VARARGS | METH_STATIC, NULL},
@@ -428,9 +415,13 @@ static PyMethodDef Model_methods[] = {
     {"variant_info", Model_variant_info, METH_VARARGS, NULL},
     {"fit", Model_fit, METH_VARARGS, NULL},
     {"memory", Model_memory, METH_VARARGS, NULL},
+    {"clusters", om_py_clusters, METH_VARARGS, NULL},
+    {"choose", om_py_choose, METH_VARARGS, NULL},
     {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
     {"plan_report", Model_plan_report, METH_NOARGS, NULL},
-    {"profile", Model_profile, METH_VARARGS, NULL},
+    {"profile", om_py_profile, METH_VARARGS, NULL},
+    {"profile_calls", om_py_profile_calls, METH_NOARGS, NULL},
+    {"timeline", om_py_timeline, METH_NOARGS, NULL},
     {0},
 };
 static PyGetSetDef Model_getset[] = {

@@ -63,6 +63,7 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
     *at = 0;
     while (om_passes_joint[*at] != &om_pass_remat) (*at)++;
     OM_TRY(om_grad_flow(cx, forward, wanted, arriving, flow, g));
+    OM_TRY(om_passes_dump(cx, "grad", forward, *g));
     return om_passes_range(cx, om_passes_joint, 0, *at, g);
 }
 
