@@ -551,14 +551,15 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(c for c in captured.captured if c is not None):
                 _save(state, part.onnx, f"_part{number}")
-            level = state.settings.memory_opt_level
-            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
+            level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
+            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda, dense)
         else:
             if state.settings.save_path is not None:
                 _save(state, _with_names(state, captured, args, kwargs))
             given = state.settings.memory_budget
             budget = None if given is None else memory.parse(given)
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda, budget)
+            level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
+            graph = Graph(captured, state.settings.segment_mb, level, cuda, budget, dense)
             _save_stages(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
@@ -846,6 +847,10 @@ def report(state: State) -> Report:
                 cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
                 ways=[f"{c.answer} at {c.place}" for c in made.answers],
                 astray=made.astray,
+                sparse_heads=(
+                    max(g.sparse_heads[0] for g in graphs),
+                    max(g.sparse_heads[1] for g in graphs),
+                ),
                 unchecked=made.no_net,
             )
         )

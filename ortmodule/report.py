@@ -91,6 +91,8 @@ class GraphEntry:
     memory: StepMemory | None = None  # of the largest step, when there is one with a backward
     ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
     astray: int = 0  # forwards that were thrown away: their call went another way
+    # heads that leave out rows whose label is ignored: in forward and backward, in the backward alone
+    sparse_heads: tuple[int, int] = (0, 0)
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -169,6 +171,11 @@ class Report:
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
+            if any(g.sparse_heads):
+                lines.append(
+                    "    rows whose label is ignored are left out by: "
+                    f"{g.sparse_heads[0]} heads, the gradients of {g.sparse_heads[1]} more"
+                )
             if g.memory:
                 lines.append(f"    memory of a step: {g.memory}")
             if g.ways:
