@@ -347,13 +347,14 @@ typedef struct om_trainer_options {
 
 typedef struct om_bytes { const void *data; size_t size; } om_bytes;
 
-/* What om_trainer_load reads. From Python: model.save_for_device, ortmodule.artifacts.generate_artifacts. */
+/* What om_trainer_load reads. From Python: model.save_for_device, ortmodule.artifacts.generate_artifacts. Files of
+ * onnxruntime-training 1.19 go in the same places: its checkpoint tells that they are. */
 typedef struct om_trainer_files {
     om_bytes packed;     /* one file (.omd) that holds the others; then these are not looked at */
     om_bytes train;      /* ONNX: forward whose first output is the loss; parameters are inputs (docs/ONNX.md) */
     om_bytes eval;       /* ONNX: the same for evaluation and export; may be empty */
     om_bytes optimizer;  /* ONNX: an AdamWOptimizer or SGDOptimizerV2 node; empty: no om_trainer_update */
-    om_bytes checkpoint; /* safetensors: om_trainer_save */
+    om_bytes checkpoint; /* safetensors: om_trainer_save; or onnxruntime-training's */
 } om_trainer_files;
 
 /* The bytes are not kept. options NULL: all zero. */

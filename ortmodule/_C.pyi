@@ -271,6 +271,16 @@ class Model:
         apart; empty in the others)."""
     def profile(self, on: bool) -> list[dict[str, Any]]:
         """Switch timing of nodes on or off; returns and clears what was gathered: op, count, ms."""
+    def profile_calls(self) -> list[dict[str, Any]]:
+        """Of every cached plan of which a run was timed since profile() was called: variant, threads, sizes, calls: a
+        dict per call in order. kind ('run' | 'copy' | 'view copy' | 'write' | 'host'), op, phase, segment, module,
+        file, line, program (statements of an elementwise chain; None), again (backward computes it again), dtype,
+        host_index (-1: none), count, ms (of all), flops and bytes (of one, by calculation: csrc/run/work.c)."""
+    def timeline(self) -> dict[str, Any] | None:
+        """What lies in memory over a step of the plan with a backward that was used last; None: there is none. variant,
+        sizes, n_forward, segment_ends (calls), arena (bytes), peak, released (see memory), calls (as in
+        profile_calls), storages: (bytes, first call, last call, 'kept' | 'workspace' | 'scratch' | 'output' |
+        'gradient' | 'loan', user output or entry of the gradients)."""
 
 class Run:
     """One forward or one backward in progress. Not thread-safe."""

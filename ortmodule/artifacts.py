@@ -101,13 +101,17 @@ def file_replace(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def checkpoint_bytes(
-    values: Mapping[str, tuple[str, Sequence[int], bytes]], frozen: Sequence[str], rate: float, nominal: bool = False
+    values: Mapping[str, tuple[str, Sequence[int], bytes]],
+    frozen: Sequence[str],
+    rate: float,
+    nominal: bool = False,
+    updates: int = 0,
 ) -> bytes:
-    """What om_trainer_save writes, without moments (csrc/trainer/state.c)."""
+    """What om_trainer_save writes (csrc/trainer/state.c). updates: taken before; values then has moments, if any."""
     meta = {
         "format": "ortmodule-checkpoint",
         "version": "1",
-        "updates": "0",
+        "updates": str(updates),
         "rate": repr(rate),
         "initial_rate": repr(rate),
     }

@@ -54,7 +54,7 @@ from .capture import Captured
 from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
-from .links import Arrived, Live, put_around
+from .links import Arrived, Live, put_around, shown
 from .memory import Budget, BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
@@ -139,6 +139,9 @@ class Variant:
             by_node[0].update(set(self.reads).difference(*by_node))
         self.node_reads = [sorted(reads) for reads in by_node]
         self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
+        logger.debug("variant %d: gradients of %d outputs for %d inputs, %d nodes of autograd, %d values read",
+                     self.number, sum(arriving), len(self.grads), len(self.nodes),
+                     len(self.reads) + len(self.reads_outputs))  # fmt: skip
 
     def numbered(self, model: _C.Model, number: int) -> Variant:
         """The same gradients in a variant that computes other values again."""
@@ -332,7 +335,8 @@ class Graph:
         before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
         run = self._start(self.plain, tensors, self._seed())
         try:
-            self.host.drive_forward(run, {}, {}, tensors)
+            with shown("forward"):
+                self.host.drive_forward(run, {}, {}, tensors)
         except Failed as error:
             self._restore(error, before, tensors)
             raise
@@ -372,7 +376,8 @@ class Graph:
         before = torch.get_rng_state() if self.host.ops else None
         run = self._start(variant, tensors, seed)
         try:
-            self.host.drive_forward(run, step.regions, variant.want, tensors)
+            with shown("forward"):
+                self.host.drive_forward(run, step.regions, variant.want, tensors)
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise
@@ -430,6 +435,10 @@ class Graph:
         with torch.no_grad():
             for i in self.writes:
                 tensors[i].copy_(clones[i])
+        if self.cuda >= 0 and isinstance(error.__cause__, ValueError):
+            # an index or label out of range, of this step or the one before: on it PyTorch's kernels would end the
+            # process's work with the GPU
+            raise IndexError(str(error)) from None
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's

@@ -94,6 +94,12 @@ def _memory(text: str) -> int:
     return value
 
 
+def _directory(text: str) -> str:
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise ValueError
+    return text
+
+
 def _budget(text: str) -> str | int:
     parse_budget(text)
     return int(text) if text.strip().isdigit() else text
@@ -209,6 +215,14 @@ TABLE: tuple[Row, ...] = (
         _one_of("own", "blas", "host"),
         "force the matrix multiplication provider (host: PyTorch's bf16 product)",
     ),
+    Row(
+        "DUMP_PASSES",
+        "",
+        "a directory",
+        _directory,
+        "write the graph there as text, before and after each rewrite that changes it: "
+        "`<process>/<n>-<rewrite>-before.txt`, `-after.txt`, and the list in `index.txt` (docs/LOOKING_IN.md)",
+    ),
     Row("PASS_LIMIT", "", "an integer", int, "run only the first n rewrites of the graph (to bisect)"),
     Row(
         "NO_REUSE",
@@ -284,7 +298,9 @@ def resolve(
     env = os.environ if environ is None else environ
     unknown = set(options) - set(OPTIONS)
     if unknown:
-        raise TypeError(f"ORTModule got unknown options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
+        guess = {name: difflib.get_close_matches(name, OPTIONS, 1) for name in sorted(unknown)}
+        named = ", ".join(f"{name} (did you mean {n[0]}?)" if n else name for name, n in guess.items())
+        raise TypeError(f"ORTModule got unknown options: {named}; allowed: {', '.join(sorted(OPTIONS))}")
     values = {k: v for k, v in options.items() if v is not None}
     values.setdefault("fallback_policy", fallback.ORTMODULE_FALLBACK_POLICY)
     values.setdefault("fallback_retry", fallback.ORTMODULE_FALLBACK_RETRY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .config import Settings
 from .fallback import FallbackPolicy
+from .memory import mib
 from .report import Report
 
 _LEVELS = {0: "cheap values alone", 1: "transformer layers", 2: "transformer layers"}
@@ -40,6 +41,6 @@ def features(report: Report, settings: Settings) -> str:
     plan = sum(g.plan_ms for g in report.graphs)
     lines.append(f"Initialization took {capture + load:.2f}s, where export takes {capture:.2f}s, graph building "
                  f"{load:.2f}s, planning {plan / 1e3:.3f}s.")  # fmt: skip
-    peaks = [f"{name} {size / 2**20:.1f} MiB" for g in report.graphs[:1] for name, size in g.peak_bytes.items()]
+    peaks = [f"{name} {mib(size)}" for g in report.graphs[:1] for name, size in g.peak_bytes.items()]
     lines.append(f"Memory, planned peak: {', '.join(peaks) or 'nothing is planned yet'}.")
     return "\n".join(lines)

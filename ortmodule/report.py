@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .memory import StepMemory
+from .memory import StepMemory, mib
 
 _ROWS = 4  # of a list, in the text
 
@@ -162,7 +162,7 @@ class Report:
     def __str__(self) -> str:
         lines = [self.headline()]
         for g in self.graphs:
-            peak = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in g.peak_bytes.items())
+            peak = ", ".join(f"{name} {mib(size)}" for name, size in g.peak_bytes.items())
             lines.append(
                 f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic} [{g.why}]: capture {g.capture_s:.2f} s, "
                 f"load {g.load_s:.3f} s, "
@@ -185,7 +185,7 @@ class Report:
                 lines.append(f"    not compared with forward later on: {g.unchecked}")
             if g.largest:
                 rows = [
-                    f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}"
+                    f"{mib(e.bytes)} {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}"
                     for e in g.largest[:_ROWS]
                 ]
                 lines.append(f"    at the peak: {'; '.join(rows)}{'; ...' * (len(g.largest) > _ROWS)}")

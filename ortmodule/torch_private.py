@@ -112,6 +112,8 @@ TABLE: tuple[Row, ...] = (
         "a hook on an output that misses the way through another output is not warned of", instead=lambda _: None),
     Row("is_zero", ("torch.Tensor._is_zerotensor",), "zeros without memory are told by their address",
         instead=lambda t: t.numel() > 0 and t.layout is torch.strided and t.data_ptr() == 0),
+    Row("profiler", ("torch.autograd.profiler._is_profiler_enabled",), "torch.profiler shows no ranges of the engine",
+        instead=types.SimpleNamespace(_is_profiler_enabled=False), owner=True),
     # --- hooks on submodules
     Row("call_impl", ("torch.nn.Module._call_impl", "torch.nn.Module._get_backward_hooks",
                       "torch.nn.Module._get_backward_pre_hooks"),

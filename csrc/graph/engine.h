@@ -391,6 +391,9 @@ typedef struct om_rewriter {
 } om_rewriter;
 typedef om_status (*om_emit_fn)(om_rewriter *r, om_id node);
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out);
+/* Told of each rewrite of this thread when it is done, NULL: nobody. map: as om_rewriter's, of the finished graph. */
+typedef void (*om_rewrite_told)(void *arg, const om_graph *from, const om_graph *to, const om_id *map);
+void om_rewrite_tell(om_rewrite_told told, void *arg);
 om_status om_rewrite_copy(om_rewriter *r, om_id node);
 /* the same over these operands (of `to`) */
 om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in);

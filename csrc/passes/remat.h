@@ -35,6 +35,9 @@ extern const om_remat_policy om_remat_policies[OM_N_RECOMPUTE]; /* by om_recompu
 /* Microseconds that the node takes at these sizes, roughly (remat_cost.c): to compare with others. Views: 0. */
 double om_remat_cost(const om_graph *g, const om_node *n, const int64_t *sym);
 
+/* Operations of a node that is a matrix product, a convolution, attention or the like; -1: it is none of these. */
+double om_remat_products(const om_graph *g, const om_node *n, const int64_t *sym);
+
 /* NULL: value v may be flagged; else why not. */
 const char *om_remat_illegal(const om_facts *f, om_id v);
 /* OM_INVALID, naming the value, when a flag is illegal. */

@@ -420,19 +420,6 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
     return list;
 }
 
-static PyObject *Model_profile(PyObject *o, PyObject *args) {
-    om_profile_row rows[512];
-    int on;
-    if (!PyArg_ParseTuple(args, "p:profile", &on)) return NULL;
-    const int n = om_model_profile(((Model *)o)->m, on, rows, 512);
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < n && i < 512; i++)
-        if (om_py_list_add(list, Py_BuildValue("{s:s,s:K,s:d}", "op", rows[i].op, "count",
-                                               (unsigned long long)rows[i].count, "ms", rows[i].ms)))
-            Py_CLEAR(list);
-    return list;
-}
-
 #define KWARGS(f) ((PyCFunction)(void (*)(void))(f))
 static PyMethodDef Model_methods[] = {
     {"from_text", Model_from_text, METH_VARARGS | METH_STATIC, NULL},
@@ -444,7 +431,9 @@ static PyMethodDef Model_methods[] = {
     {"memory", Model_memory, METH_VARARGS, NULL},
     {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
     {"plan_report", Model_plan_report, METH_NOARGS, NULL},
-    {"profile", Model_profile, METH_VARARGS, NULL},
+    {"profile", om_py_profile, METH_VARARGS, NULL},
+    {"profile_calls", om_py_profile_calls, METH_NOARGS, NULL},
+    {"timeline", om_py_timeline, METH_NOARGS, NULL},
     {0},
 };
 static PyGetSetDef Model_getset[] = {

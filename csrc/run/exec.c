@@ -89,6 +89,9 @@ void om_run_profile_add(om_run *r, const om_call *c, double ms) {
                                                                 : r->plan->g->nodes.v[c->node].op->id];
     row->count++;
     row->ms += ms;
+    om_clock *clock = (om_clock *)(void *)(r->profile + OM_N_PROFILE) + (c - r->plan->calls);
+    clock->count++;
+    clock->ms += ms;
 }
 
 om_status om_run_slice_rows(om_run *r, int from, int to) {

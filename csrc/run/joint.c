@@ -68,6 +68,7 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
         if (om_is(&forward->nodes.v[i], cross_entropy)) s = om_rewrite(cx, forward, om_rewrite_copy, NULL, &own);
     if (s == OM_OK && own) s = om_passes_run(cx, om_passes_variant, &own);
     if (s == OM_OK) s = om_grad_flow(cx, own ? own : forward, wanted, arriving, flow, g);
+    if (s == OM_OK) s = om_passes_dump(cx, "grad", own ? own : forward, *g);
     om_graph_free(own);
     OM_TRY(s);
     return om_passes_range(cx, om_passes_joint, 0, *at, g);

@@ -70,6 +70,13 @@ void *om_heap_alloc(void *heap, size_t size) {
     return p;
 }
 
+void *om_heap_zeros(om_heap *h, size_t size) {
+    const char *used = h->base + (h->mapped ? h->high : h->size);
+    char *p = om_heap_alloc(h, size);
+    if (p && p < used) memset(p, 0, (size_t)(used - p) < size ? (size_t)(used - p) : size);
+    return p;
+}
+
 static void join(block *b) { /* with the next, if they touch */
     block *n = b->next;
     if (!n || (char *)b + b->size != (char *)n) return;
