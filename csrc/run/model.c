@@ -89,6 +89,7 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
         return om_fail(cx, OM_NOMEM, "out of memory");
     }
     mine->device = cx->device;
+    mine->all_rows = cx->all_rows;
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);

@@ -83,6 +83,7 @@ typedef struct om_call {
     uint32_t scratch;          /* storage or OM_NONE */
     const int8_t *bounded;     /* om_args.bounded, or NULL; then count.storage is OM_NONE */
     om_parg count;             /* what om_args.count points to: as good as an operand */
+    bool past;                 /* om_args.past */
 } om_call;
 
 /* kept: arena bytes alive between forward and backward */
