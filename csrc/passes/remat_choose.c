@@ -9,7 +9,9 @@
  *   wanted       kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway:
  *                backward reads those
  *
- * Casts of graph inputs stay: one low-precision copy of a weight serves the whole step.
+ * The low-precision copy of a parameter (autocast) is made again too: a copy of each for the whole step is half of what
+ * the parameters take. Backward then reads the parameter, and whoever runs it sees to it that it has not changed. Other
+ * values that are computed from graph inputs alone stay.
  *
  * layers (memory level 1): cheap, and whole transformer layers, whatever their operators cost:
  *
@@ -71,10 +73,17 @@ static bool choice_computable(const choice *c, om_id v, int depth) {
     return true;
 }
 
+/* A parameter in low precision. */
+static bool choice_copy(const om_graph *g, const om_node *n) {
+    const om_id x = om_ins(g, n)[0];
+    return om_is(n, cast) && om_val(g, x)->role == OM_PARAM && om_is_half(om_ty(g, n->out)->dtype) &&
+           !om_is_half(om_ty(g, x)->dtype);
+}
+
 static bool choice_wants(const choice *c, const om_node *n) {
     const om_graph *g = c->g;
     if (n->phase != OM_FORWARD || n->op->view || !choice_cheap(n) || !c->kept[n->out]) return false;
-    bool computed = false; /* from more than graph inputs */
+    bool computed = choice_copy(g, n); /* from more than graph inputs */
     for (int k = 0; k < n->n_in; k++) {
         om_id v = om_ins(g, n)[k];
         if (v == OM_NONE) continue;

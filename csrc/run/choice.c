@@ -120,7 +120,6 @@ om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strat
     size_t at = 0;
     for (uint32_t i = 0; i < c->cluster.row.n && at < sizeof names; i++)
         at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", c->cluster.row.v[i].name);
-    return om_fail(cx, OM_INVALID, "there is no cluster %s%s; there are %s%s", cluster,
-                   strategy == 1 ? " without compromise" : "", *names ? names : "none",
+    return om_fail(cx, OM_INVALID, "there is no cluster %s; there are %s%s", cluster, *names ? names : "none",
                    at >= sizeof names ? ", ..." : "");
 }

@@ -490,6 +490,17 @@ void om_model_profile_add(om_model *m, om_run *r) {
     memset(rows, 0, OM_N_PROFILE * sizeof *rows + (size_t)p->n_calls * sizeof *clock);
 }
 
+bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out) {
+    bool any = false;
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < p->n_calls; i++) {
+        out[i] = p->clock ? p->clock[i] : (om_clock){0};
+        any |= out[i].count != 0;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return any;
+}
+
 static void clock_clear(om_plan *p) {
     if (p->clock) memset(p->clock, 0, (size_t)p->n_calls * sizeof *p->clock);
 }

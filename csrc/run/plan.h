@@ -218,6 +218,7 @@ void om_plan_release(om_model *m, om_plan *plan);
 om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
 bool om_model_profiling(const om_model *m);
 void om_model_profile_add(om_model *m, om_run *r);                      /* what r has gathered, and empties it */
+bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out);      /* one per call; false: none was timed */
 
 /* needs.c */
 om_status om_needs_make(om_ctx *cx, om_variant *v);                     /* fills v->needs and v->grad_at */
