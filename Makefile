@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -206,6 +206,16 @@ SIZE_MAX   ?= $(if $(OPS),800000,2000000)
 device-arm: venv   ## the same for aarch64 and armv7 (build/device-aarch64, build/device-armv7)
 	@$(MAKE) --no-print-directory device ARCH=aarch64 ISA=generic CC=aarch64-linux-gnu-gcc DEV_CROSS=aarch64-linux-gnu- DEVICE=build/device-aarch64
 	@$(MAKE) --no-print-directory device ARCH=arm TRIPLET=arm-linux-gnueabihf ISA=generic CC='arm-linux-gnueabihf-gcc -march=armv7-a -mfpu=neon-vfpv4' DEV_CROSS=arm-linux-gnueabihf- DEVICE=build/device-armv7
+# and for WebAssembly (clang, lld, wasi-libc, libclang-rt-dev-wasm32 of Debian): a program that trains, one thread. PROTOBUF_C: the sources, `apt-get source protobuf-c`
+WASM       := build/device-wasm
+WASI_CC    ?= $(or $(shell command -v clang-14),clang) --target=wasm32-wasi -msimd128
+PROTOBUF_C ?=
+device-wasm: venv   ## om-losses.wasm, for any runtime of WASI (PROTOBUF_C=directory of protobuf-c's sources)
+	@test -f "$(PROTOBUF_C)/protobuf-c/protobuf-c.c" || { echo "device-wasm: PROTOBUF_C=<directory of protobuf-c's sources> is needed (apt-get source protobuf-c)" >&2; exit 2; }
+	@mkdir -p $(WASM)/gen/sys $(WASM)/gen/protobuf-c && cp csrc/trainer/wasi/pthread.h $(WASM)/gen/ && cp csrc/trainer/wasi/mman.h $(WASM)/gen/sys/ && cp $(PROTOBUF_C)/protobuf-c/protobuf-c.[ch] $(WASM)/gen/protobuf-c/
+	@$(MAKE) --no-print-directory -j$$(nproc) B=$(WASM) KB=$(WASM) ISAS=generic ROOMS='$(DEV_ROOMS)' OPT='-O2 -DOM_ONE_ISA=generic -D_SC_LEVEL3_CACHE_SIZE=-1 -Wno-unknown-warning-option' CC='$(WASI_CC) -I$(WASM)/gen' $(WASM)/om-losses.wasm
+$(B)/om-losses.wasm: $(OBJ) tests/ondevice/losses.c tests/ondevice/inputs.h
+	@$(CC) -std=gnu11 -w -O2 -Icsrc $(OBJ) $(B)/gen/protobuf-c/protobuf-c.c tests/ondevice/losses.c -Wl,-z,stack-size=1048576 -lm -o $@
 LP         := (
 check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are
 	@if command -v aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc >/dev/null; then $(MAKE) --no-print-directory device-arm; fi

@@ -99,6 +99,7 @@ class Variant:
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
+        self.sparse_heads: tuple[int, int] = info["sparse_heads"]
         self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
@@ -220,13 +221,14 @@ class Graph:
         memory_level: int = 0,
         cuda: int = -1,
         memory: Memory | None = None,
+        all_rows: bool = False,
     ) -> None:
-        """memory: what a step may take; a budget decides in the place of memory_level."""
+        """memory: what a step may take; a budget decides in the place of memory_level. all_rows: no label sparsity."""
         self.captured = captured
         self.cuda = cuda
         self.memory = memory or Memory(None)
         decided = self.memory.budget is not None or bool(self.memory.plans)
-        self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda)
+        self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda, all_rows)
         holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
@@ -262,6 +264,12 @@ class Graph:
         self.gathered: list[int] = []  # parameters of DeepSpeed's ZeRO-3
         self.forward_ms = self.backward_ms = 0.0
         self.forwards = self.backwards = self.reruns = 0
+
+    @property
+    def sparse_heads(self) -> tuple[int, int]:
+        """Heads that leave out rows whose label is ignored: forward and backward, backward alone."""
+        both, back = zip(*[v.sparse_heads for v in [self.plain, *self._variants.values()]], strict=True)
+        return max(both), max(back)
 
     # --- choosing a variant -----------------------------------------------------------------------
 

@@ -204,6 +204,14 @@ TABLE: tuple[Row, ...] = (
         "further apart is noticed (docs/MEMORY.md)",
     ),
     Row(
+        "LABEL_SPARSITY",
+        "label_sparsity",
+        "0 or 1",
+        _bool,
+        "1 (default): the last product before a cross entropy leaves out the rows whose label is ignore_index: in the "
+        "backward always, in the forward where only the loss reads its result (docs/SPARSITY.md). 0: all rows",
+    ),
+    Row(
         "CUDA_ENGINE",
         "cuda_engine",
         "0 or 1",
@@ -252,6 +260,9 @@ TABLE: tuple[Row, ...] = (
 )
 PREFIX = "ORTMODULE_"
 
+# Names that onnxruntime-training had for LABEL_SPARSITY; any of them turns it off.
+SPARSITY = ("ENABLE_COMPUTE_OPTIMIZER", "ENABLE_SPARSE_OPTIMIZER", "ENABLE_LABEL_SPARSE_OPTIMIZER")
+
 # Known to onnxruntime-training, without effect here.
 WITHOUT_EFFECT = {PREFIX + v.name: v.why for v in VARIABLES if v.kept == "no"}
 
@@ -269,6 +280,7 @@ class Settings:
     memory_budget: str | int | None = None
     memory_opt_config: str | None = None
     keep_memory: float = 2.0
+    label_sparsity: bool = True
     cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
@@ -336,6 +348,12 @@ def resolve(
             raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
         if row.field:  # the others are read by the engine
             values[row.field] = value
+    for name in SPARSITY:
+        try:
+            if env.get(PREFIX + name) and not _bool(env[PREFIX + name]):
+                values["label_sparsity"] = False
+        except ValueError:
+            raise ValueError(f"{PREFIX}{name}={env[PREFIX + name]!r} is not allowed; give 0 or 1") from None
     rows = {PREFIX + row.name for row in TABLE} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}
     for name in env:
         if name.startswith(PREFIX) and name not in rows and name not in _warned:

@@ -10,11 +10,19 @@ from .report import Report
 _LEVELS = {0: "cheap values alone", 1: "transformer layers", 2: "transformer layers"}
 
 
+def _label_sparsity(both: int, backward: int) -> str:
+    told = [f"{both} heads run on labelled rows"] * (both > 0)
+    told += [f"the gradients of {backward} heads, whose logits are results, on labelled rows"] * (backward > 0)
+    return ", ".join(told) or "no head before a cross entropy with ignore_index is in the graph"
+
+
 def features(report: Report, settings: Settings) -> str:
     """Rows of name, ON or OFF, comment; then what capture and planning took, and the planned peak of memory."""
     host = [h.name for h in report.host]
     functions = [h.name for h in report.host if h.kind == "python_op"]
     policy = " | ".join(str(p.name) for p in FallbackPolicy if p in settings.fallback_policy)
+    sparse = settings.label_sparsity
+    heads = [max([g.sparse_heads[k] for g in report.graphs], default=0) for k in (0, 1)]
     rows = [
         ("Engine", not settings.disable, f"{report.node_share:.0%} of the nodes, {report.isa}"),
         ("ATen operators in PyTorch", bool(host), ", ".join(dict.fromkeys(host)) or "none is needed"),
@@ -22,7 +30,8 @@ def features(report: Report, settings: Settings) -> str:
         ("Cast Propagation", True, "by the autocast that was captured"),
         ("Memory Optimizer", settings.memory_opt_level > 0,
          f"level {settings.memory_opt_level}: backward computes again {_LEVELS[settings.memory_opt_level]}"),
-        ("Compute Optimizer", True, "always: label and padding sparsity where the graph shows them"),
+        ("Compute Optimizer", sparse, "label sparsity; padding is computed as everything else"),
+        ("- Label Sparsity", sum(heads) > 0, _label_sparsity(*heads) if sparse else "LABEL_SPARSITY=0"),
         ("Auto Fallback", not settings.strict, policy + " (retried)" * settings.fallback_retry),
         ("Whole calls in PyTorch", bool(report.eager), "; ".join(e.reason for e in report.eager[:2]) or "none"),
     ]  # fmt: skip

@@ -95,6 +95,8 @@ class GraphEntry:
     checkpoints: str = ""  # regions of torch.utils.checkpoint, and what became of them; empty: there are none
     table: Table | None = None  # clusters of operators that backward may compute again, for the sizes of that step
     page_faults: int = 0  # of the process between its last two training forwards
+    # heads that leave out rows whose label is ignored: in forward and backward, in the backward alone
+    sparse_heads: tuple[int, int] = (0, 0)
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -173,6 +175,11 @@ class Report:
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
+            if any(g.sparse_heads):
+                lines.append(
+                    "    rows whose label is ignored are left out by: "
+                    f"{g.sparse_heads[0]} heads, the gradients of {g.sparse_heads[1]} more"
+                )
             if g.memory:
                 lines.append(f"    memory of a step: {g.memory}; {g.page_faults} page faults in the last")
             if g.table:

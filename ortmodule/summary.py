@@ -63,6 +63,10 @@ def report(state: State) -> Report:
                 cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
                 ways=[f"{c.answer} at {c.place}" for c in made.answers],
                 astray=made.astray,
+                sparse_heads=(
+                    max(g.sparse_heads[0] for g in graphs),
+                    max(g.sparse_heads[1] for g in graphs),
+                ),
                 unchecked=made.no_net,
                 checkpoints=str(whole.captured.checkpoints),
                 table=whole.memory.table(whole) if isinstance(whole, Graph) else None,

@@ -118,6 +118,8 @@ def verify(state: State, wrap: Callable[[nn.Module, Any], nn.Module], batch: Any
     else:
         call = _Call(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
     found = Verification(type(state.module).__name__)
+    if state.assigned or state.override is not None:
+        found.notes.append("methods assigned to the wrapper are left out: the module's own forward is compared")
     settings = dataclasses.replace(
         state.settings, save_path=None, strict=False, asked_strict=False, disable=False, memory_budget=None
     )

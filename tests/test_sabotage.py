@@ -29,6 +29,9 @@ import test_bias
 import test_cse
 import test_fold
 import test_fuse
+import test_label_grads
+import test_label_parts
+import test_label_rows
 import test_layers
 import test_losses
 import test_masks
@@ -309,6 +312,9 @@ PASSES: dict[str, Callable[[], None]] = {
     "remat": remat_rows,
     "masks": mask_rows,
     "attention": written_rows,
+    "label_parts": lambda: test_label_parts.test_parts("in the middle"),
+    "label_rows": test_label_rows.test_interpreted,
+    "label_grads": test_label_grads.test_interpreted,
 }
 
 

@@ -30,6 +30,7 @@ struct om_ctx {
     /* 0: no limit. A run lowers om_num_threads to what its plan counted on when it sized scratch */
     int max_threads;
     bool host_alloc;       /* services.alloc is the host's own */
+    bool all_rows;         /* rows that do not count are computed all the same (passes/label_rows.c) */
     const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
 };
 
@@ -294,6 +295,9 @@ typedef struct om_args { /* what a kernel gets */
      * prepared, and where no plan runs it. */
     const int8_t *bounded;
     const int64_t *count;
+    /* Somebody reads what lies past the count in an output: then it must be what it is without a count (zeros, where
+     * the operator says so) */
+    bool past;
     om_fault *fault;     /* of this run; never NULL where a kernel runs */
 } om_args;
 typedef struct om_builder om_builder;
@@ -423,6 +427,9 @@ const om_id *om_bounded_operands(om_graph *g, const om_op *op, const om_id *in, 
                                  int n_attr, om_id *with);
 om_status om_bounded_check(om_graph *g, const om_node *n, const om_type *out);
 om_status om_bounded_ends(const om_graph *g);
+/* Bit per operand of which n needs what lies past the count. past: somebody reads it of n's result; counted: operands
+ * of which its kernel reads nothing there (om_device.counted). */
+uint32_t om_bounded_past(om_graph *g, const om_node *n, bool past, uint32_t counted);
 /* the axis of a bounded size, and which; -1: none, -2: several, or a size computed from one */
 int om_bounded_axis(const om_graph *g, const om_type *t, om_dim *size);
 

@@ -8,9 +8,11 @@
  *            w_c
  * where g_i is the arriving gradient, over denom for the mean. Ignored rows contribute 0 and get gradient 0.
  * wide: of logits in half precision the loss is f32, and so is the gradient that arrives: as if they had been cast.
- * The forward keeps only lse; the gradient may write over the logits.
+ * The forward keeps only lse; the gradient may write over the logits. Given rows (idx, count of a select_rows), it
+ * makes only those, one after the other: the others are known to be zero (passes/label_grads.c).
  */
 #include "ops/attr.h"
+#include "ops/bounded.h"
 #include "ops/loss.h"
 
 #include <math.h>
@@ -80,6 +82,14 @@ const om_op om_op_cross_entropy = {
 static om_status cross_entropy_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     OM_TRY(loss_check(g, n, 1));
     out[0] = *om_ty(g, om_ins(g, n)[1]);
+    if (n->n_in == 6) return OM_OK;
+    OM_CHECK(g->cx, n->n_in == 8 && om_node_int(n, "reduction", OM_LOSS_MEAN) != OM_LOSS_NONE,
+             "cross_entropy_grad of some rows needs idx and count, and a reduction");
+    om_dim size;
+    OM_TRY(bounded_operands(g, n, 6, 7, &size));
+    OM_CHECK(g->cx, g->syms.v[g->exprs.v[~size].a].bound == out[0].dim[0],
+             "cross_entropy_grad: idx is not of as many rows as the logits have");
+    out[0].dim[0] = size;
     return OM_OK;
 }
 
@@ -87,7 +97,7 @@ const om_op om_op_cross_entropy_grad = {
     OM_OP(cross_entropy_grad),
     .kind = OM_K_ROW,
     .min_in = 6,
-    .max_in = 6,
+    .max_in = 8,
     .n_out = 1,
     .optional = 1u << 3,
     .infer = cross_entropy_grad_infer,

@@ -39,10 +39,17 @@ const om_pass *const om_passes_forward[] = {
     NULL,
 };
 
+const om_pass *const om_passes_variant[] = {
+    &om_pass_label_parts,
+    &om_pass_label_rows,
+    NULL,
+};
+
 const om_pass *const om_passes_joint[] = {
     &om_pass_simplify,
     &om_pass_fold,
     &om_pass_cse,
+    &om_pass_label_grads,
     &om_pass_accumulate,
     &om_pass_remat, /* a variant: the flags it is asked by */
     &om_pass_dce,

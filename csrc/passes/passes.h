@@ -12,6 +12,7 @@
 
 extern const om_pass *const om_passes[];         /* all of them, NULL-terminated */
 extern const om_pass *const om_passes_forward[]; /* after import, before gradients are built */
+extern const om_pass *const om_passes_variant[]; /* the forward of a variant, before its gradients */
 /* forward + backward graph; in the place of `remat` a variant's own set of flags is applied (run/model.c) */
 extern const om_pass *const om_passes_joint[];
 /* Passes [from, to) of a list, and one step that is none of it, number i of the pipeline: replaces *g. */

@@ -9,11 +9,11 @@
  *   wanted       kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway:
  *                backward reads those
  *
- * The low-precision copy of a parameter (autocast) is made again too: a copy of each for the whole step is half of what
- * the parameters take. Backward then reads the parameter, and whoever runs it sees to it that it has not changed. Other
- * values that are computed from graph inputs alone stay.
+ * Casts of graph inputs stay: one low-precision copy of a weight serves the whole step.
  *
- * layers (memory level 1): cheap, and whole transformer layers, whatever their operators cost:
+ * layers (memory level 1): cheap, and the low-precision copies of parameters (autocast), half of what these take:
+ * backward then reads the parameter, and whoever runs it sees to it that it has not changed; and whole transformer
+ * layers, whatever their operators cost:
  *
  *   boundary     the input of a norm whose result reaches an attention before another norm: where a layer begins. It is
  *                kept.
@@ -45,6 +45,7 @@ typedef struct choice {
     /* per value, at roots: backward reads it, or it is a boundary; exists anyway; wanted */
     uint8_t *kept, *fixed, *wanted;
     uint8_t *written;              /* per value: a graph input that the forward writes */
+    bool layers;
     uint8_t *boundary;             /* per value; layers */
     uint8_t *layer;                /* per node: of a layer; layers */
     uint8_t *inside, *asked;       /* per value, at roots; checkpoints. inside NULL: there are none */
@@ -83,7 +84,7 @@ static bool choice_copy(const om_graph *g, const om_node *n) {
 static bool choice_wants(const choice *c, const om_node *n) {
     const om_graph *g = c->g;
     if (n->phase != OM_FORWARD || n->op->view || !choice_cheap(n) || !c->kept[n->out]) return false;
-    bool computed = choice_copy(g, n); /* from more than graph inputs */
+    bool computed = c->layers && choice_copy(g, n); /* from more than graph inputs */
     for (int k = 0; k < n->n_in; k++) {
         om_id v = om_ins(g, n)[k];
         if (v == OM_NONE) continue;
@@ -238,6 +239,7 @@ static om_status choose(om_ctx *cx, const om_remat_ask *ask, bool layers, uint8_
     size_t n = (size_t)g->values.n + 1;
     choice c = {.g = g,
                 .f = ask->f,
+                .layers = layers,
                 .kept = om_alloc(cx, n),
                 .fixed = om_alloc(cx, n),
                 .wanted = om_alloc(cx, n),

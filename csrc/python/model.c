@@ -27,17 +27,18 @@ static bool level_known(int level) {
 }
 
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-    static char *names[] = {"onnx", "memory_level", "cuda", NULL};
+    static char *names[] = {"onnx", "memory_level", "cuda", "all_rows", NULL};
     const char *data;
     Py_ssize_t size;
-    int level = 0, cuda = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|ii:Model", names, &data, &size, &level, &cuda) ||
+    int level = 0, cuda = -1, all_rows = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|iip:Model", names, &data, &size, &level, &cuda, &all_rows) ||
         !level_known(level))
         return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     om_model *m = NULL;
     om_status s;
+    cx->all_rows = all_rows;
     Py_BEGIN_ALLOW_THREADS;
     s = cuda < 0 ? OM_OK : om_cuda_use(cx, cuda);
     if (s == OM_OK) s = om_model_load(cx, data, (size_t)size, &m);
@@ -322,6 +323,18 @@ static PyObject *flow_rows(const om_variant *vr) {
     return NULL;
 }
 
+/* (heads whose rows without a label are left out in forward and backward, those where only the backward does) */
+static PyObject *sparse_heads(const om_graph *g) {
+    int both = 0, chosen = 0;
+    om_dim size;
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        chosen += om_is(n, select_rows) && n->phase == OM_FORWARD;
+        both += om_is(n, cross_entropy) && om_bounded_axis(g, om_ty(g, om_ins(g, n)[0]), &size) == 0;
+    }
+    return Py_BuildValue("(ii)", both, chosen - both);
+}
+
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     int variant;
@@ -338,10 +351,11 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
         bad = om_py_list_add(reads, Py_BuildValue("(ii)", needs->reads[i].segment, needs->reads[i].input));
     for (int i = 0; i < needs->n_host && !bad; i++) bad = om_py_list_add(host, host_row(&needs->host[i]));
     if (!bad)
-        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:d}", "segments", needs->n_segments, "grads", grads,
+        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:d}", "segments", needs->n_segments, "grads", grads,
                              "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
                              marked(needs->reads_output, n_out), "reaches", marked(needs->reaches, n_out), "reads",
-                             reads, "host_nodes", host, "flow", flow_rows(vr), "ms", vr->ms);
+                             reads, "host_nodes", host, "flow", flow_rows(vr), "sparse_heads",
+                             sparse_heads(vr->g), "ms", vr->ms);
     Py_XDECREF(grads);
     Py_XDECREF(reads);
     Py_XDECREF(host);

@@ -1,6 +1,8 @@
 /* profile.c - class Model, windows to look in: times of operators and of calls, what lies in memory over a step. */
 #include "python/pymodule.h"
 
+#include <stdlib.h>
+
 enum { MAX_ROWS = 512 };
 
 PyObject *om_py_profile(PyObject *o, PyObject *args) {
@@ -23,13 +25,12 @@ static const char *call_kind(const om_plan *p, const om_call *c) {
     return c->node == OM_NONE || !p->g->nodes.v[c->node].op->view ? "copy" : "view copy";
 }
 
-/* A dict for call i of a plan. count, ms: 0 where it was not timed. */
-static PyObject *call_row(const om_plan *p, int i) {
+/* A dict for call i of a plan. */
+static PyObject *call_row(const om_plan *p, int i, om_clock clock) {
     const om_call *c = &p->calls[i];
     const om_node *n = c->node == OM_NONE ? NULL : &p->g->nodes.v[c->node];
     const om_scope *at = n && n->scope < p->g->scopes.n ? &p->g->scopes.v[n->scope] : NULL;
     const om_work w = om_call_work(p, c);
-    const om_clock clock = p->clock ? p->clock[i] : (om_clock){0};
     const int out = c->n_out ? c->n_in : 0;
     const bool backward = i >= p->n_forward;
     return Py_BuildValue("{s:s,s:s,s:s,s:i,s:z,s:z,s:i,s:z,s:O,s:s,s:i,s:K,s:d,s:d,s:d}", "kind", call_kind(p, c), "op",
@@ -46,10 +47,11 @@ static PyObject *call_row(const om_plan *p, int i) {
                          (unsigned long long)clock.count, "ms", clock.ms, "flops", w.flops, "bytes", w.bytes);
 }
 
-static PyObject *call_rows(const om_plan *p) {
+/* clock: NULL: nothing was timed */
+static PyObject *call_rows(const om_plan *p, const om_clock *clock) {
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < p->n_calls; i++)
-        if (om_py_list_add(list, call_row(p, i))) Py_CLEAR(list);
+        if (om_py_list_add(list, call_row(p, i, clock ? clock[i] : (om_clock){0}))) Py_CLEAR(list);
     return list;
 }
 
@@ -70,8 +72,14 @@ PyObject *om_py_profile_calls(PyObject *o, PyObject *none) {
     const int n = om_model_plans(m, plans, MAX_ROWS);
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < n; i++) {
-        if (!plans[i]->clock) continue;
-        PyObject *sizes = sizes_dict(plans[i]), *calls = sizes ? call_rows(plans[i]) : NULL;
+        om_clock *clock = malloc((size_t)(plans[i]->n_calls + 1) * sizeof *clock);
+        if (!clock) PyErr_NoMemory();
+        if (clock && !om_plan_clocks(m, plans[i], clock)) {
+            free(clock);
+            continue;
+        }
+        PyObject *sizes = clock ? sizes_dict(plans[i]) : NULL, *calls = sizes ? call_rows(plans[i], clock) : NULL;
+        free(clock);
         if (!calls) Py_CLEAR(sizes);
         PyObject *row = calls ? Py_BuildValue("{s:i,s:i,s:N,s:N}", "variant", plans[i]->variant, "threads",
                                               plans[i]->threads, "sizes", sizes, "calls", calls)
@@ -120,7 +128,8 @@ PyObject *om_py_timeline(PyObject *o, PyObject *none) {
         result = (Py_INCREF(Py_None), Py_None);
     } else {
         const om_memory memory = om_plan_memory(cx, p);
-        PyObject *ends = PyList_New(0), *sizes = sizes_dict(p), *calls = call_rows(p), *storages = storage_rows(p, cx);
+        PyObject *ends = PyList_New(0), *sizes = sizes_dict(p), *calls = call_rows(p, NULL);
+        PyObject *storages = storage_rows(p, cx);
         for (int i = 0; ends && i < p->n_segments; i++)
             if (om_py_list_add(ends, PyLong_FromLong(p->seg_end[i]))) Py_CLEAR(ends);
         const int64_t arena = memory.kept + memory.workspace;

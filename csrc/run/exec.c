@@ -55,6 +55,7 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .fault = &r->fault};
     if (c->count.storage != OM_NONE) {
         a.bounded = c->bounded;
+        a.past = c->past;
         a.count = (void *)((char *)om_run_storage(r, &r->plan->st[c->count.storage]) + c->count.offset);
     }
     if (c->scratch != OM_NONE) a.scratch = om_run_storage(r, &r->plan->st[c->scratch]);

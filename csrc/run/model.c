@@ -89,6 +89,7 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
         return om_fail(cx, OM_NOMEM, "out of memory");
     }
     mine->device = cx->device;
+    mine->all_rows = cx->all_rows;
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
@@ -488,6 +489,17 @@ void om_model_profile_add(om_model *m, om_run *r) {
         p->clock[i].count += clock[i].count, p->clock[i].ms += clock[i].ms;
     pthread_mutex_unlock(&m->lock);
     memset(rows, 0, OM_N_PROFILE * sizeof *rows + (size_t)p->n_calls * sizeof *clock);
+}
+
+bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out) {
+    bool any = false;
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < p->n_calls; i++) {
+        out[i] = p->clock ? p->clock[i] : (om_clock){0};
+        any |= out[i].count != 0;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return any;
 }
 
 static void clock_clear(om_plan *p) {

@@ -83,6 +83,7 @@ typedef struct om_call {
     uint32_t scratch;          /* storage or OM_NONE */
     const int8_t *bounded;     /* om_args.bounded, or NULL; then count.storage is OM_NONE */
     om_parg count;             /* what om_args.count points to: as good as an operand */
+    bool past;                 /* om_args.past */
 } om_call;
 
 /* kept: arena bytes alive between forward and backward */
@@ -218,6 +219,7 @@ void om_plan_release(om_model *m, om_plan *plan);
 om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
 bool om_model_profiling(const om_model *m);
 void om_model_profile_add(om_model *m, om_run *r);                      /* what r has gathered, and empties it */
+bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out);      /* one per call; false: none was timed */
 
 /* needs.c */
 om_status om_needs_make(om_ctx *cx, om_variant *v);                     /* fills v->needs and v->grad_at */

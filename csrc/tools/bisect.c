@@ -20,8 +20,8 @@
 const char om_tool_bisect_usage[] =
     "om-opt bisect FILE [OPTION...]   which pass changes what the graph computes: random inputs, the interpreter\n"
     "\n"
-    "  --pass NAME[,NAME...]   passes in order; forward, joint: the engine's lists; grad: gradients of all inputs\n"
-    "                          (default: forward,grad,joint; joint alone where FILE has gradients already)\n"
+    "  --pass NAME[,NAME...]   passes in order; forward, variant, joint: lists; grad: gradients of all inputs\n"
+    "                          (default: forward,variant,grad,joint; joint alone where FILE has gradients)\n"
     "  --tries N               sets of random inputs (3)          --seed N   of the first (1)\n"
     "  --size NAME=N           a size that is a symbol; may be repeated (others: 2 to 7)\n"
     "\n"
@@ -365,9 +365,10 @@ static om_status application_find(bisect *b, om_graph *before, om_graph *after, 
 static om_status steps_add(bisect *b, char *names) {
     for (char *rest, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
         const om_pass *one[2] = {om_pass_find(name), NULL};
-        const om_pass *const *list = !strcmp(name, "forward") ? om_passes_forward
-                                     : !strcmp(name, "joint") ? om_passes_joint
-                                                              : one;
+        const om_pass *const *list = !strcmp(name, "forward")   ? om_passes_forward
+                                     : !strcmp(name, "variant") ? om_passes_variant
+                                     : !strcmp(name, "joint")   ? om_passes_joint
+                                                                : one;
         const bool grad = !strcmp(name, "grad");
         OM_CHECK(b->cx, grad || list[0], "no pass is named '%s'; om-opt --list shows them", name);
         for (int i = 0; grad ? i < 1 : list[i] != NULL; i++) {
@@ -501,7 +502,7 @@ int om_tool_bisect(om_ctx *cx, int argc, char **argv) {
     om_status s = options_read(&b, argc, argv);
     if (s == OM_OK) s = om_tool_load(cx, argv[2], &g);
     if (s == OM_OK && !b.n_steps) {
-        char every[] = "forward,grad,joint", joint[] = "joint";
+        char every[] = "forward,variant,grad,joint", joint[] = "joint";
         s = steps_add(&b, g->grads.n ? joint : every);
     }
     const int rc = s == OM_OK ? search(&b, &g) : 1;

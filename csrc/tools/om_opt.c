@@ -87,9 +87,10 @@ static om_status tool_write(om_ctx *cx, const om_graph *g, const char *path) {
 static om_status tool_pass(om_ctx *cx, om_graph **g, char *names) {
     for (char *rest, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
         const om_pass *one[2] = {om_pass_find(name), NULL};
-        const om_pass *const *list = !strcmp(name, "forward") ? om_passes_forward
-                                     : !strcmp(name, "joint") ? om_passes_joint
-                                                              : one;
+        const om_pass *const *list = !strcmp(name, "forward")   ? om_passes_forward
+                                     : !strcmp(name, "variant") ? om_passes_variant
+                                     : !strcmp(name, "joint")   ? om_passes_joint
+                                                                : one;
         if (!list[0]) return om_fail(cx, OM_INVALID, "no pass is named '%s'; om-opt --list shows them", name);
         OM_TRY(om_passes_run(cx, list, g));
     }

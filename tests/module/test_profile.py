@@ -131,6 +131,16 @@ def test_context_counts_what_happens_inside_and_nothing_else() -> None:
     assert not profiles._active
 
 
+def test_a_graph_in_parts() -> None:
+    """Hooks on submodules cut the graph: all parts are timed, and their memory is shown."""
+    model, x = made()
+    seen: list[int] = []
+    model.up.register_forward_hook(lambda *_: seen.append(1))
+    p = model.profile(stepping(model, x), steps=2)
+    assert p.steps == 2 and sum(r.calls for r in p.rows if r.what == "matmul" and r.phase == "forward") == 5 and seen
+    assert max(model.memory_timeline().held) > 0
+
+
 def test_errors_end_a_profile() -> None:
     model, x = made()
     with pytest.raises(ZeroDivisionError), model.profile():

@@ -70,6 +70,25 @@ def test_what_is_held_is_what_the_pool_hands_out(options: dict[str, Any]) -> Non
     assert kept[t.n_forward] == model.report().graphs[0].memory.kept and sum(p.bytes for p in t.pieces) + parameters == t.total[t.peak]
 
 
+def test_what_is_held_while_segments_run() -> None:
+    """Asked of the pool when gradients are handed out."""
+    model, batch = made(segment_mb=0.02)
+    step(model, batch)
+    t = model.memory_timeline()
+    parameters = sum(p.nbytes for p in model.parameters())
+    seen: list[int] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: seen.append(_C.pool_stats()["live"] - before))
+    model.zero_grad()
+    gc.collect()
+    _C.pool_trim()
+    before = _C.pool_stats()["live"]
+    step(model, batch)
+    assert len(t.segment_ends) > 2 and len(set(seen)) == len(t.segment_ends) and seen == sorted(seen)
+    for begin, end in zip(t.segment_ends, t.segment_ends[1:]):  # but for the first, whose loan goes back with its end
+        assert set(t.held[begin:end]) == {t.held[begin]} and t.held[begin] - parameters in seen
+
+
 def test_whole_layers_computed_again_keep_less() -> None:
     make, batch = MODELS["gpt2"]
     found = []
