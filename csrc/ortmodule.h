@@ -175,8 +175,8 @@ om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const ui
 int om_choice_values(const om_choice *c); /* how many: n_again of a set */
 om_choice_row om_choice_value(const om_choice *c, int i);                 /* strings are the choice's */
 const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy); /* the flags it sets, one per value */
-/* The same by structure: equal subgraphs, as the layers of a model have them, are one row. What each of `count` computes
- * is not kept when they are computed again. For inputs of these sizes; NULL: `bytes` are 0. */
+/* The same by structure: equal subgraphs, as the layers of a model have them, are one row. What each of `count`
+ * computes is not kept when they are computed again. For inputs of these sizes; NULL: `bytes` are 0. */
 typedef struct om_cluster_row {
     const char *name;             /* operators in their order, each followed by "+" */
     const char *formula;          /* of the bytes: over the graph's symbols, or a number */

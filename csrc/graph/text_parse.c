@@ -423,7 +423,7 @@ typedef OM_VEC(const char *) text_words;
 typedef OM_VEC(om_id) text_ids;
 typedef OM_VEC(om_attr) text_attrs;
 
-/* [names =] op(operands) {attributes}: types @scope in "region" rng= backward seg=      `lhs` holds the names already */
+/* [names =] op(operands) {attributes}: types @scope in "region" rng= backward seg=   `lhs` holds the names already */
 static om_status text_parse_node(text_in *in, const text_words *lhs, text_ids *ins, text_attrs *attrs) {
     om_graph *g = in->g;
     const char *word;

@@ -7,7 +7,7 @@
  *     dx_c   = g_i ((a exp(x_c - lse_i)) - e / C w_c - (1 - e) w_y [c = y]),           a = (1 - e) w_y + e / C sum_c
  *            w_c
  * where g_i is the arriving gradient, over denom for the mean. Ignored rows contribute 0 and get gradient 0.
- * wide: of logits in half precision the loss is f32, and so is the gradient that arrives: as if they had been cast first.
+ * wide: of logits in half precision the loss is f32, and so is the gradient that arrives: as if they had been cast.
  * The forward keeps only lse; the gradient may write over the logits. Given rows (idx, count of a select_rows), it
  * makes only those, one after the other: the others are known to be zero (passes/label_grads.c).
  */

@@ -3,10 +3,10 @@
  *   cross_entropy(views(cast(x)), labels, weight?)      x: bf16 or f16, cast to f32
  *   -> cross_entropy(views(x), labels, weight?) {wide=1}
  *
- * Under autocast, and in models that call float() on their logits, the f32 copy is the largest tensor of a step, and its
- * gradient another. The kernels compute in f32 either way, and the gradient is rounded to x's type once, where the cast's
- * gradient would: the bits are the same. Cast and views must have no other reader, or the sum of their gradients would be
- * rounded at another place.
+ * Under autocast, and in models that call float() on their logits, the f32 copy is the largest tensor of a step, and
+ * its gradient another. The kernels compute in f32 either way, and the gradient is rounded to x's type once, where the
+ * cast's gradient would: the bits are the same. Cast and views must have no other reader, or the sum of their gradients
+ * would be rounded at another place.
  */
 #include "graph/facts.h"
 #include "graph/sabotage.h"
@@ -33,13 +33,14 @@ static om_status losses_emit(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id], *view[VIEWS];
     om_attr attr[OM_MAX_ATTR];
     om_id x, in[OM_MAX_IN];
-    if (!om_is(n, cross_entropy) || n->n_attr + 1 > OM_MAX_ATTR || n->phase != OM_FORWARD) return om_rewrite_copy(r, id);
+    if (!om_is(n, cross_entropy) || n->n_attr + 1 > OM_MAX_ATTR) return om_rewrite_copy(r, id);
     int k = losses_chain(r->arg, om_ins(r->from, n)[0], view, &x);
     if (k < 0) return om_rewrite_copy(r, id);
     om_id at = r->map[x];
     while (k-- > 0) at = om_rewrite_node(r, view[k], &at, 1);
     in[0] = at;
-    for (int i = 1; i < n->n_in; i++) in[i] = om_ins(r->from, n)[i] == OM_NONE ? OM_NONE : r->map[om_ins(r->from, n)[i]];
+    for (int i = 1; i < n->n_in; i++)
+        in[i] = om_ins(r->from, n)[i] == OM_NONE ? OM_NONE : r->map[om_ins(r->from, n)[i]];
     for (int i = 0; i < n->n_attr; i++) attr[i] = n->attr[i]; /* numbers: none has sizes */
     attr[n->n_attr] = OM_AI("wide", 1);
     const om_id out = om_make(r->to, n->op, in, n->n_in, attr, n->n_attr + 1);

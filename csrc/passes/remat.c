@@ -23,7 +23,7 @@
 typedef struct remat {
     const om_facts *f;
     const uint8_t *again;
-    om_id *clone;                  /* per shared checkpoints and old value: its clone in the new graph, OM_NONE before */
+    om_id *clone;                  /* per shared checkpoints and old value: the clone, OM_NONE before */
     const char *region;            /* of who reads: checkpoints */
     OM_VEC(om_id) todo;            /* remat_read: values to be cloned, each needed by the one before */
 } remat;

@@ -4,9 +4,9 @@
  * it is kept, whoever in the backward (or among the values computed again) reads it. Flags are set where memory is
  * (om_facts.root), never at a view of it.
  *
- * A policy decides (remat_choose.c; of the user's clusters: remat_cluster.c), or a caller (om_model_variant_again); a policy is given the graph and its facts
- * and sets flags. om_remat_apply (remat.c) takes any set of legal flags, whoever has set them, and clones nodes; the
- * results have the same bits with every set.
+ * A policy decides (remat_choose.c), or a caller (om_model_variant_again), who may choose among clusters
+ * (remat_cluster.c); a policy is given the graph and its facts and sets flags. om_remat_apply (remat.c) takes any set
+ * of legal flags, whoever has set them, and clones nodes; the results have the same bits with every set.
  * Illegal is a flag at
  *   - what no forward node computes: graph inputs, constants, values of the backward, updates;
  *   - a view: the flag belongs to the value it is a view of;

@@ -2,12 +2,12 @@
  * for who wants to choose among them.
  *
  *   kept         a forward value whose memory backward reads, and that may be computed again
- *   its cluster  the nodes that compute it from kept values, graph inputs and what exists anyway; views are not counted.
- *                At most MOST of them, and none that may not be computed again: else there is no cluster
+ *   its cluster  the nodes that compute it from kept values, graph inputs and what exists anyway, without views. At
+ *                most MOST of them, and none that may not be computed again: else there is no cluster
  *   compromise   a cast from a narrower type may begin a cluster: its operand is kept in the place of the result
  *
- * Clusters of the same operators in the same order are one row, "layer_norm+matmul+": the layers of a model share theirs.
- * These are the names that onnxruntime-training gave (ORTMODULE_MEMORY_OPT_CONFIG).
+ * Clusters of the same operators in the same order are one row, "layer_norm+matmul+": the layers of a model share
+ * theirs. These are the names that onnxruntime-training gave (ORTMODULE_MEMORY_OPT_CONFIG).
  */
 #include "passes/remat.h"
 

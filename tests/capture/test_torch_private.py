@@ -83,6 +83,24 @@ def checkpointed(m: nn.Module) -> Tensor:
     return loss.detach()
 
 
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=True).sum()  # type: ignore[no-any-return]
+
+
+def checkpoint_inside() -> None:
+    def run(m: nn.Module) -> Tensor:
+        loss = m(torch.ones(2, 8, requires_grad=True))
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    in_engine(alike(Inside(), run))
+
+
 def sizes(m: nn.Module) -> list[Any]:
     return [train(m, rows) for rows in (3, 1, 2)]
 
@@ -194,6 +212,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
+    "checkpoint": checkpoint_inside,
     "transformer": lambda: in_engine(alike(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1), masked)),
     "composite_kernel": lambda: alike(Recurrent(), lengths),
     "NoTorchFunction": no_net,
