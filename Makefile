@@ -98,7 +98,7 @@ CU_MMA     := attention_mma attention_mma_grad
 ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
 ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
 gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
-CUH        := kernel scalar params strip_body attention_body attention_mma mma optim
+CUH        := kernel scalar params strip_body attention_body optim
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
 $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/cpu/kernels/vmath.h
@@ -110,6 +110,7 @@ else
 endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(CU_MMA:%=$(KB)/cuda/%.fatbin): csrc/cuda/attention_mma.h csrc/cuda/mma.h
 $(B)/cuda/image.o: $(FATBINS)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 

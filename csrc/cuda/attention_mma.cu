@@ -12,18 +12,16 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
     a.kv = a.h / (p.hq / p.hk);
     /* those that see most begin first */
-    const int64_t i0 = (int64_t)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
-    const int64_t k_base = a.b * p.sk[0] + a.kv * p.sk[1], v_base = a.b * p.sv[0] + a.kv * p.sv[1];
+    const int i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale;
     uint32_t q[D / 16][4];
     float y[D / 8][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-    int64_t mask_row[2] = {0, 0};
+    int at[2];
     am_span see[2];
     for (int r = 0; r < 2; r++) {
-        const int64_t i = own + g + 8 * r < p.tq ? own + g + 8 * r : p.tq - 1;
-        see[r] = am_keys(p, a.b, i);
-        mask_row[r] = a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2];
+        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : (int)p.tq - 1;
+        see[r] = am_keys(p, a.b, at[r]);
     }
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
@@ -37,8 +35,8 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
     for (int j0 = am_keys(p, a.b, i0).lo / AM_TILE * AM_TILE; j0 < end; j0 += AM_TILE) {
         __syncthreads();
-        am_load<D>(p.k, p.sk, k_base, j0, AM_TILE, p.tk, (int)p.d, k);
-        am_load<D>(p.v, p.sv, v_base, j0, AM_TILE, p.tk, (int)p.dv_size, v);
+        am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, AM_TILE, p.tk, (int)p.d, k);
+        am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, AM_TILE, p.tk, (int)p.dv_size, v);
         __syncthreads();
         if (low.lo >= j0 + AM_TILE || high.hi <= j0) continue;
         const bool all = high.lo <= j0 && low.hi >= j0 + AM_TILE && !p.mask_kind;
@@ -63,7 +61,8 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
                 for (int e = 0; e < 4; e++) {
                     const int j = j0 + n * 8 + t * 2 + e % 2, r = e / 2;
                     if (j < see[r].lo || j >= see[r].hi) s[n][e] = -INFINITY;
-                    else if (p.mask_kind) s[n][e] = am_masked(p, s[n][e], mask_row[r] + j * p.smask[3]);
+                    else if (p.mask_kind) s[n][e] = am_masked(p, a, at[r], j, s[n][e]);
+                    IN_TURN();
                 }
         }
 #pragma unroll
@@ -123,9 +122,13 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     am_store<D>(p.out, p.sout, a.b * p.sout[0] + a.h * p.sout[1], own, p.tq, (int)p.dv_size, y, by, k + warp * 16 * W);
 }
 
-#define KERNELS(D)                                                                                                   \
-    EXPORT(AM_BLOCK) om_k_attention_mma##D##_bf16(PARAM(om_gpu_attention) p) { MMA_BODY((attention_mma<bf16, D>(p))); } \
-    EXPORT(AM_BLOCK) om_k_attention_mma##D##_f16(PARAM(om_gpu_attention) p) { MMA_BODY((attention_mma<f16, D>(p))); }
-KERNELS(64)
-KERNELS(128)
+#define KERNELS(D, blocks)                                                              \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_bf16(PARAM(om_gpu_attention) p) {  \
+        MMA_BODY((attention_mma<bf16, D>(p)));                                          \
+    }                                                                                   \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_f16(PARAM(om_gpu_attention) p) {   \
+        MMA_BODY((attention_mma<f16, D>(p)));                                           \
+    }
+KERNELS(64, 3)
+KERNELS(128, 2)
 #undef KERNELS

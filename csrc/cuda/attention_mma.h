@@ -68,7 +68,8 @@ struct am_span { int lo, hi; };
 FN int am_clip(int64_t x, int64_t most) { return (int)(x < 0 ? 0 : x > most ? most : x); }
 /* keys that query i sees, but for the mask; rows beyond the last are as the last */
 FN am_span am_keys(const om_gpu_attention &p, int64_t b, int64_t i) {
-    int64_t lo = p.kv_start ? ld(p.kv_start + b * p.start_step) : 0, hi = p.kv_end ? ld(p.kv_end + b * p.end_step) : p.tk;
+    int64_t lo = p.kv_start ? ld(p.kv_start + b * p.start_step) : 0;
+    int64_t hi = p.kv_end ? ld(p.kv_end + b * p.end_step) : p.tk;
     if (i >= p.tq) i = p.tq - 1;
     if (p.causal && hi > i + p.offset + 1) hi = i + p.offset + 1;
     if (p.window > 0 && lo < i - p.window + 1) lo = i - p.window + 1;
@@ -83,8 +84,9 @@ FN am_span am_queries(const om_gpu_attention &p, int64_t b, int64_t j) {
     return {am_clip(lo, p.tq), am_clip(hi, p.tq)};
 }
 
-/* A score with the mask's say; -inf: hidden. at: of the pair in the mask */
-FN float am_masked(const om_gpu_attention &p, float s, int64_t at) {
+/* A score with the mask's say; -inf: hidden. */
+FN float am_masked(const om_gpu_attention &p, const att_head &a, int i, int j, float s) {
+    const int64_t at = a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2] + j * p.smask[3];
     if (p.mask_kind == 1) return ld((const uint8_t *)p.mask + at) ? s : -INFINITY;
     switch (p.mask_type) {
     case OM_F32: return s + ld((const float *)p.mask + at);

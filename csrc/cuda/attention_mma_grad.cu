@@ -4,16 +4,15 @@
 
 enum { AM_STEP = 32 }; /* of the other side at a time */
 
-FN bool am_frozen(const om_gpu_attention &p, const att_head &a, int64_t i, int64_t j) {
+FN bool am_frozen(const om_gpu_attention &p, const att_head &a, int i, int j) {
     return p.frozen &&
            ld(p.frozen + a.b * p.sfrozen[0] + a.h * p.sfrozen[1] + i * p.sfrozen[2] + j * p.sfrozen[3]);
 }
 
 /* The product's score of a pair; -inf: not seen. `inside`: the mask alone can hide it */
-FN float am_score(const om_gpu_attention &p, const att_head &a, int64_t i, int64_t j, float dot, bool inside) {
+FN float am_score(const om_gpu_attention &p, const att_head &a, int i, int j, float dot, bool inside) {
     if (!inside) return -INFINITY;
-    return p.mask_kind ? am_masked(p, dot, a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2] + j * p.smask[3])
-                       : dot;
+    return p.mask_kind ? am_masked(p, a, i, j, dot) : dot;
 }
 
 /* Two 16 x 8 products side by side, rounded, as half of the operand a. */
@@ -31,17 +30,16 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     uint64_t *bits = (uint64_t *)(v + TILE * W) + warp * 16;
     att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
     a.kv = a.h / (p.hq / p.hk);
-    const int64_t i0 = (int64_t)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
-    const int64_t k_base = a.b * p.sk[0] + a.kv * p.sk[1], v_base = a.b * p.sv[0] + a.kv * p.sv[1];
+    const int i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
     const int64_t rows = p.batch * p.hq * p.tq;
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale, keep = (float)p.drop_scale;
     uint32_t q[D / 16][4], dy[D / 16][4];
     float dq[D / 8][4], delta[2], m[2], il[2];
-    int64_t at[2];
+    int at[2];
     am_span see[2];
     for (int r = 0; r < 2; r++) {
-        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : p.tq - 1;
+        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : (int)p.tq - 1;
         see[r] = am_keys(p, a.b, at[r]);
         const float *stat = (const float *)p.delta + blockIdx.y * p.tq + at[r];
         delta[r] = ld(stat), m[r] = ld(stat + rows), il[r] = ld(stat + 2 * rows);
@@ -59,8 +57,8 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
     for (int j0 = am_keys(p, a.b, i0).lo / TILE * TILE; j0 < end; j0 += TILE) {
         __syncthreads();
-        am_load<D>(p.k, p.sk, k_base, j0, TILE, p.tk, (int)p.d, k);
-        am_load<D>(p.v, p.sv, v_base, j0, TILE, p.tk, (int)p.dv_size, v);
+        am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, TILE, p.tk, (int)p.d, k);
+        am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, TILE, p.tk, (int)p.dv_size, v);
         __syncthreads();
         if (low.lo >= j0 + TILE || high.hi <= j0) continue;
         const bool all = high.lo <= j0 && low.hi >= j0 + TILE && !p.mask_kind && !p.frozen;
@@ -97,6 +95,7 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
                         d = am_exp(x - m[r]) * il[r] * (d - delta[r]);
                         if (!all && (x == -INFINITY || il[r] == 0 || am_frozen(p, a, at[r], j))) d = 0;
                         s[n][e] = d;
+                        IN_TURN();
                     }
             }
 #pragma unroll
@@ -126,8 +125,8 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
     uint64_t *bits = (uint64_t *)(dy + AM_STEP * W);
     float *stat = (float *)(bits + AM_STEP); /* delta, m, il of the tile's queries */
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
-    const int64_t group = p.hq / p.hk, rows = p.batch * p.hq * p.tq;
-    const int64_t j0 = (int64_t)blockIdx.x * AM_OWN, own = j0 + warp * 16;
+    const int group = (int)(p.hq / p.hk);
+    const int j0 = (int)blockIdx.x * AM_OWN, own = j0 + warp * 16;
     att_head a = {blockIdx.y / p.hk, 0, blockIdx.y % p.hk};
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale, keep = p.drop ? (float)p.drop_scale : 1.0f;
@@ -159,8 +158,10 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
             am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_STEP, p.tq, (int)p.d, q);
             am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + a.h * p.sdy[1], i0, AM_STEP, p.tq, (int)p.dv_size, dy);
             if (warp < 3) /* beyond the last: il 0 */
-                stat[threadIdx.x] = i0 + lane < p.tq ? ld((const float *)p.delta + warp * rows + head * p.tq + i0 + lane)
-                                                     : 0.0f;
+                stat[threadIdx.x] =
+                    i0 + lane < p.tq
+                        ? ld((const float *)p.delta + (warp * p.batch * p.hq + head) * p.tq + i0 + lane)
+                        : 0.0f;
             if (p.drop) am_bits(p, seed, head, i0 + warp * 8, 8, j0, bits + warp * 8);
             __syncthreads();
             const bool all = whole && high.lo <= i0 && low.hi >= i0 + AM_STEP;
@@ -189,7 +190,7 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
 #pragma unroll
                     for (int r = 0; r < 2; r++) { /* s becomes dropped probabilities, dp the scores' gradient */
                         float x = s[n][2 * r + e] * scale;
-                        const int64_t j = own + g + 8 * r;
+                        const int j = own + g + 8 * r;
                         if (!all) x = am_score(p, a, i, j, x, i >= see[r].lo && i < see[r].hi);
                         float w = am_exp(x - m) * il;
                         if (!all && (x == -INFINITY || il == 0)) w = 0;
@@ -198,6 +199,7 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
                         if (!all && (w == 0 || am_frozen(p, a, i, j))) d = 0;
                         s[n][2 * r + e] = stays ? w : 0.0f;
                         dp[n][2 * r + e] = d;
+                        IN_TURN();
                     }
                 }
 #pragma unroll
@@ -223,15 +225,15 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
     am_store<D>(p.dv, p.sdv, a.b * p.sdv[0] + a.kv * p.sdv[1], own, p.tk, (int)p.dv_size, dv, by_v, v + warp * 16 * W);
 }
 
-#define KERNELS(D, what)                                                                     \
-    EXPORT(AM_BLOCK) om_k_attention_mma##D##_##what##_bf16(PARAM(om_gpu_attention) p) {      \
-        MMA_BODY((attention_mma_##what<bf16, D>(p)));                                        \
-    }                                                                                        \
-    EXPORT(AM_BLOCK) om_k_attention_mma##D##_##what##_f16(PARAM(om_gpu_attention) p) {       \
-        MMA_BODY((attention_mma_##what<f16, D>(p)));                                         \
+#define KERNELS(D, what, blocks)                                                             \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_##what##_bf16(PARAM(om_gpu_attention) p) {      \
+        MMA_BODY((attention_mma_##what<bf16, D>(p)));                                                \
+    }                                                                                                \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_##what##_f16(PARAM(om_gpu_attention) p) {       \
+        MMA_BODY((attention_mma_##what<f16, D>(p)));                                                 \
     }
-KERNELS(64, dq)
-KERNELS(64, dkv)
-KERNELS(128, dq)
-KERNELS(128, dkv)
+KERNELS(64, dq, 3)
+KERNELS(64, dkv, 2)
+KERNELS(128, dq, 2)
+KERNELS(128, dkv, 2)
 #undef KERNELS

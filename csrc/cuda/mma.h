@@ -1,5 +1,5 @@
-/* cuda/mma.h - tensor cores (sm_80 and later): products of 16x16 by 16x8 fragments, their way from shared memory, 16-bit
- * pairs, 2^x. Which lane holds what is the PTX manual's; emulate.h has the same functions for the tests.
+/* cuda/mma.h - tensor cores (sm_80 and later): products of 16x16 by 16x8 fragments, their way from shared memory,
+ * 16-bit pairs, 2^x. Which lane holds what is the PTX manual's; emulate.h has the same functions for the tests.
  *
  * Of a warp's lane with g = lane / 4, t = lane % 4, a pair being two 16-bit numbers of a register, the lower first:
  *   a (16 x 16)  a[0] row g, a[1] row g + 8, columns 2t, 2t + 1; a[2], a[3]: columns + 8
@@ -29,8 +29,8 @@ template <> FN_MEMBER void mma_16816<bf16>(float *c, const uint32_t *a, const ui
 template <> FN_MEMBER void mma_16816<f16>(float *c, const uint32_t *a, const uint32_t *b) { MMA("f16"); }
 #undef MMA
 
-/* Four 8 x 8 matrices of 16-bit numbers, the rows of the ith told by lanes 8i to 8i + 7: lane gets row g, columns 2t and
- * 2t + 1 of each; turned: column g, rows 2t and 2t + 1. */
+/* Four 8 x 8 matrices of 16-bit numbers, the rows of the ith told by lanes 8i to 8i + 7: a lane gets row g, columns 2t
+ * and 2t + 1 of each; turned: column g, rows 2t and 2t + 1. */
 template <bool turned> FN void ldmatrix(uint32_t *r, const void *row) {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
     if (turned)
@@ -58,6 +58,7 @@ FN float exp2_of(float x) {
     return y;
 }
 FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); }
+#define IN_TURN() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
 #else
 #define MMA_BODY(call) call
 template <class S> FN void mma_16816(float *c, const uint32_t *a, const uint32_t *b) { emu_mma_16816<S>(c, a, b); }
@@ -71,9 +72,10 @@ template <class S> FN uint32_t pair_of(float lo, float hi) {
 }
 FN float exp2_of(float x) { return exp2f(x); }
 FN uint32_t votes(bool x) { return emu_ballot(x); }
+#define IN_TURN() ((void)0)
 #endif
 
-/* Tiles in shared memory: rows of `width` 16-bit numbers, width a multiple of 8 that is 8 modulo 64: eight rows that are
+/* Tiles in shared memory: rows of `width` 16-bit numbers, which is 8 modulo 64: eight rows that are
  * read together lie in different banks. */
 
 /* a: rows from `row`, columns from `col` of a tile */
@@ -81,7 +83,8 @@ template <class S> FN void mma_a(uint32_t *a, const S *tile, int width, int row,
     const int lane = threadIdx.x & 31;
     ldmatrix<false>(a, tile + (row + lane % 16) * width + col + lane / 16 * 8);
 }
-/* b of two products side by side, columns of b being rows of the tile: b[0], b[1] from `row`, b[2], b[3] from row + 8 */
+/* b of two products side by side, columns of b being rows of the tile: b[0], b[1] from `row` on, the rest from
+ * row + 8 */
 template <class S> FN void mma_b(uint32_t *b, const S *tile, int width, int row, int col) {
     const int lane = threadIdx.x & 31;
     ldmatrix<false>(b, tile + (row + lane % 8 + lane / 16 * 8) * width + col + lane / 8 % 2 * 8);

@@ -83,7 +83,8 @@ template <class S> static int compare(uint64_t seed) {
             for (int i = 0; ok && i < 256; i++) {
                 float want = 0; /* exact: small multiples of 1/8 */
                 for (int k = 0; k < 16; k++) want += in(S{a[i / 16 * 16 + k]}) * in(S{b[k * 16 + i % 16]});
-                if (c[i] != want) return fprintf(stderr, "%d: (%d, %d): %g, not %g\n", how, i / 16, i % 16, c[i], want), -1;
+                if (c[i] != want)
+                    return fprintf(stderr, "%d: %d: %g, not %g\n", how, i, c[i], want), -1;
                 n++;
             }
         }

@@ -100,8 +100,9 @@ def case(shape, dtype, mask=None, start=None, end=None, frozen=None, scale=None,
         e, ref = [(x.double() - exact).square().mean().sqrt().item() for x in (own, theirs)]
         unit = torch.finfo(dtype).eps * exact.abs().max().item()
         most, ref_most = [(x.double() - exact).abs().max().item() for x in (own, theirs)]
-        assert not compare or e <= 2 * ref + 1e-2 * unit, (what, shape, e, ref)
-        assert most <= 4 * ref_most + unit, (what, shape, most, ref_most)
+        # 1e-7: of two f32 sums whose difference is 0, as where a query sees one key
+        assert not compare or e <= 2 * ref + 1e-2 * unit + 1e-7, (what, shape, e, ref)
+        assert most <= 4 * ref_most + unit + 1e-6, (what, shape, most, ref_most)
     return mine
 
 def done(want):
@@ -158,7 +159,8 @@ fake.late(False)
 runs = []
 for seed in (0, 3, 8, 13):
     fake.seed(seed)
-    runs.append(case((1, 4, 2, 67, 131, 64, 64), BF, drop=0.1, causal=1, offset=64) + case((1, 1, 1, 35, 66, 128, 96), HF, drop=0.1, end=[65]))
+    runs.append(case((1, 2, 1, 67, 131, 64, 64), BF, drop=0.1, causal=1, offset=64) + case((1, 1, 1, 35, 66, 128, 96), HF, drop=0.1, end=[65]))
+    runs[-1] += case((1, 1, 1, 64, 131, 8, 8), BF, causal=1, offset=30)  # a warp has done when others have another tile
 for other in runs[1:]:
     assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 done(MMA[:1])
