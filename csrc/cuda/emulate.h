@@ -116,8 +116,8 @@ static uint32_t emu_ballot(bool x) {
 
 /* Tensor cores, from the PTX manual: element i of a lane's a (16 x 16) stands in row lane / 4, + 8 where i is 2, 3, 6
  * or 7, and in column lane % 4 * 2 + i % 2, + 8 where i >= 4; of b (16 x 8) in row lane % 4 * 2 + i % 2, + 8 where
- * i >= 2, and column lane / 4; of c (16 x 8) in row lane / 4, + 8 where i >= 2, and column lane % 4 * 2 + i % 2. Two elements a
- * register, the lower half first. Sums in f32, one after the other. */
+ * i >= 2, and column lane / 4; of c (16 x 8) in row lane / 4, + 8 where i >= 2, and column lane % 4 * 2 + i % 2. Two
+ * elements a register, the lower half first. Sums in f32, one after the other. */
 static uint16_t emu_fragment[EMU_THREADS][16];
 template <class S> static void emu_mma_16816(float *c, const uint32_t *a, const uint32_t *b) {
     const unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31;
