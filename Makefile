@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -128,7 +128,7 @@ $(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.h
 $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/om-quiet   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
@@ -165,6 +165,8 @@ $(TOOLS): $(B)/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@$(CC) $(CBASE) -c $< -o $@
 $(B)/om-opt: $(filter-out $(B)/tools/om_ops.o,$(TOOLS)) $(B)/libom.a
 	@$(CC) -o $@ $^ $(PBC) $(LIBS)
+$(B)/om-opt-sabotaged: $(SAB_OBJ) $(OBJ) $(filter-out $(B)/tools/om_ops.o,$(TOOLS))   # what `om-opt bisect` is tried on
+	@$(CC) -o $@ $(filter-out $(SABOTAGED:%=$(B)/%.o),$^) $(PBC) $(LIBS)
 $(B)/om-ops: $(B)/tools/om_ops.o $(B)/libom.a csrc/graph/graph.c   # notes the nodes that are made
 	@$(CC) $(CBASE) -DOM_TRACE_OPS -MF $@.d -c csrc/graph/graph.c -o $(B)/graph.traced.o
 	@$(CC) -o $@ $(B)/tools/om_ops.o $(B)/graph.traced.o $(B)/libom.a $(PBC) $(LIBS)
@@ -175,14 +177,15 @@ $(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 QUIET := malloc calloc realloc aligned_alloc posix_memalign mmap
-$(B)/om-quiet: tests/ondevice/quiet.c $(B)/libom.a   # steps of a trainer while nobody gives memory (tests/ondevice/test_files.py)
+$(B)/om-quiet: tests/ondevice/quiet.c tests/ondevice/inputs.h $(B)/libom.a   # steps of a trainer while nobody gives memory (tests/ondevice/test_files.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(QUIET:%=-Wl,--wrap=%) $(B)/libom.a $(PBC) $(LIBS) -o $@
 
 # the example sees one header of the engine's
 EXAMPLE_LIB ?= libom.a
-$(B)/om-losses: tests/ondevice/losses.c
-$(B)/train_mlp $(B)/train_digits: $(B)/%: examples/%.c
-$(B)/train_mlp $(B)/train_digits $(B)/om-losses: csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
+EXAMPLES   := $(B)/train_mlp $(B)/train_digits $(B)/train_batches
+$(B)/om-losses: tests/ondevice/losses.c tests/ondevice/inputs.h
+$(EXAMPLES): $(B)/%: examples/%.c
+$(EXAMPLES) $(B)/om-losses: csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
 	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
 	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $(filter %.c,$^) $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
 
@@ -200,15 +203,25 @@ DEV_OPT    ?= $(if $(OPS),-Os,-O2)
 DEV_KFLAGS  = $(if $(OPS),-O2 -ftree-vectorize -fvect-cost-model=dynamic $(filter-out -O3,$(KFLAGS)),$(KFLAGS))
 device: venv   ## libortmodule.{a,so} without PyTorch and Python in build/device (ISA=generic|avx2|avx512, BLAS=-lopenblas)
 	@$(if $(OPS),$(MAKE) --no-print-directory build/om-ops && mkdir -p $(DEVICE)/gen && build/om-ops $(OPS) > $(DEVICE)/gen/only.new && { cmp -s $(DEVICE)/gen/only.new $(DEVICE)/gen/only.h || mv $(DEVICE)/gen/only.new $(DEVICE)/gen/only.h; })
-	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(DEVICE)/train_mlp $(DEVICE)/train_digits $(DEVICE)/om-losses
-size: device   ## what the library for devices weighs, stripped (2 MB at most; 850 KB with OPS="a.omd ..." and small models)
+	@$(DEV_MAKE) -j$$(nproc) $(DEVICE)/libortmodule.a $(DEVICE)/libortmodule.so $(EXAMPLES:$(B)/%=$(DEVICE)/%) $(DEVICE)/om-losses
+size: device   ## what the library for devices weighs, stripped (2 MB at most; 800 KB with OPS="a.omd ..." and small models)
 	@$(DEV_CROSS)strip -s -o $(DEVICE)/stripped.so $(DEVICE)/libortmodule.so
 	@size=$$(stat -c %s $(DEVICE)/stripped.so); echo "$(DEVICE)/libortmodule.so ($(ISA)), stripped: $$size bytes"; test $$size -lt $(SIZE_MAX)
-SIZE_MAX   ?= $(if $(OPS),850000,2000000)
+SIZE_MAX   ?= $(if $(OPS),800000,2000000)
 # the same for ARM, with Debian's gcc-aarch64-linux-gnu, gcc-arm-linux-gnueabihf and libprotobuf-c-dev of both (dpkg --add-architecture arm64 armhf)
 device-arm: venv   ## the same for aarch64 and armv7 (build/device-aarch64, build/device-armv7)
 	@$(MAKE) --no-print-directory device ARCH=aarch64 ISA=generic CC=aarch64-linux-gnu-gcc DEV_CROSS=aarch64-linux-gnu- DEVICE=build/device-aarch64
 	@$(MAKE) --no-print-directory device ARCH=arm TRIPLET=arm-linux-gnueabihf ISA=generic CC='arm-linux-gnueabihf-gcc -march=armv7-a -mfpu=neon-vfpv4' DEV_CROSS=arm-linux-gnueabihf- DEVICE=build/device-armv7
+# and for WebAssembly (clang, lld, wasi-libc, libclang-rt-dev-wasm32 of Debian): a program that trains, one thread. PROTOBUF_C: the sources, `apt-get source protobuf-c`
+WASM       := build/device-wasm
+WASI_CC    ?= $(or $(shell command -v clang-14),clang) --target=wasm32-wasi -msimd128
+PROTOBUF_C ?=
+device-wasm: venv   ## om-losses.wasm, for any runtime of WASI (PROTOBUF_C=directory of protobuf-c's sources)
+	@test -f "$(PROTOBUF_C)/protobuf-c/protobuf-c.c" || { echo "device-wasm: PROTOBUF_C=<directory of protobuf-c's sources> is needed (apt-get source protobuf-c)" >&2; exit 2; }
+	@mkdir -p $(WASM)/gen/sys $(WASM)/gen/protobuf-c && cp csrc/trainer/wasi/pthread.h $(WASM)/gen/ && cp csrc/trainer/wasi/mman.h $(WASM)/gen/sys/ && cp $(PROTOBUF_C)/protobuf-c/protobuf-c.[ch] $(WASM)/gen/protobuf-c/
+	@$(MAKE) --no-print-directory -j$$(nproc) B=$(WASM) KB=$(WASM) ISAS=generic ROOMS='$(DEV_ROOMS)' OPT='-O2 -DOM_ONE_ISA=generic -D_SC_LEVEL3_CACHE_SIZE=-1 -Wno-unknown-warning-option' CC='$(WASI_CC) -I$(WASM)/gen' $(WASM)/om-losses.wasm
+$(B)/om-losses.wasm: $(OBJ) tests/ondevice/losses.c tests/ondevice/inputs.h
+	@$(CC) -std=gnu11 -w -O2 -Icsrc $(OBJ) $(B)/gen/protobuf-c/protobuf-c.c tests/ondevice/losses.c -Wl,-z,stack-size=1048576 -lm -o $@
 LP         := (
 check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are
 	@if command -v aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc >/dev/null; then $(MAKE) --no-print-directory device-arm; fi
@@ -243,9 +256,9 @@ fuzz-files: lib   ## fuzz what a device reads (checkpoints, packed files) for FU
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/ondevice/seeds.py $(B)/fuzz-$(FUZZ_CC)/files
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/files-corpus
 	OM_FUZZ_TRAINER=$(B)/fuzz-$(FUZZ_CC)/files/0.omd $(B)/fuzz-$(FUZZ_CC)/fuzz_files -max_total_time=$(FUZZ_S) -max_len=32768 -timeout=5 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(if $(filter clang%,$(FUZZ_CC)),$(B)/fuzz-$(FUZZ_CC)/files-corpus) $(B)/fuzz-$(FUZZ_CC)/files
-$(B)/fuzz_files: $(OBJ) tests/ondevice/fuzz_files.c tests/fuzz/blind.c
+$(B)/fuzz_files: $(OBJ) tests/ondevice/fuzz_files.c tests/fuzz/fuzz.h tests/fuzz/blind.c
 	@$(CC) $(CBASE) -DFUZZ_MAX_LEN=32768 -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/ondevice/fuzz_files.c $(OBJ) $(PBC) $(LIBS) -o $@
-$(B)/fuzz_onnx: $(OBJ) $(B)/tools/onnx_write.o tests/fuzz/fuzz_onnx.c tests/fuzz/blind.c
+$(B)/fuzz_onnx: $(OBJ) $(B)/tools/onnx_write.o tests/fuzz/fuzz_onnx.c tests/fuzz/fuzz.h tests/fuzz/blind.c
 	@$(CC) $(CBASE) -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/fuzz/fuzz_onnx.c $(OBJ) $(B)/tools/onnx_write.o $(PBC) $(LIBS) -o $@
 
 # --- chosen tests under ASAN and UBSAN, the engine and its AVX2 kernels included. Kernels are not vectorised there: rows that measure accuracy
@@ -280,13 +293,17 @@ gpu-wheel: $(STAMP)   ## build the abi3 wheel with the CUDA kernels into dist/ (
 	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@size=$$(stat -c %s dist/ortmodule-*.whl); echo "$$(ls dist/ortmodule-*.whl): $$((size / 1024)) KiB"; test $$size -le $$((64 << 20))
 
-gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="optim-correct optim-bench", WHEEL=dist/x.whl instead of building)
-	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel)
+gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="graph-correct graph-ops ...", WHEEL=dist/x.whl and build/libom.so instead of building)
+	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel lib)
 	@$(or $(wildcard $(PY)),python3) tests/gpu/run.py --wheel $(or $(WHEEL),dist/ortmodule-*.whl) $(PARTS:%=--part %)
 
 lint: venv   ## ruff and mypy
 	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py
 	$(VENV)/bin/mypy
+
+docs: venv   ## the documents as a site, build/docs/site/index.html (MkDocs, in an environment of its own)
+	@test -x build/docs/venv/bin/mkdocs || { python3 -m venv build/docs/venv && build/docs/venv/bin/pip install -q --disable-pip-version-check mkdocs==1.6.1 'mkdocstrings[python]' 2>&1 | grep -v 'is ignored' || true; }
+	@build/docs/venv/bin/python docs/site.py build/docs && echo build/docs/site/index.html
 
 new-op: venv   ## a new operator: make new-op NAME=foo EXPR='C in x' GRAD='from DY, Y, IN(0)' DOC='y = ...', or KIND=kernel
 	@$(PY) tests/new_op.py $(foreach v,NAME KIND EXPR GRAD DOC ONNX ATEN,'$(v)=$($(v))')

@@ -175,6 +175,21 @@ om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const ui
 int om_choice_values(const om_choice *c); /* how many: n_again of a set */
 om_choice_row om_choice_value(const om_choice *c, int i);                 /* strings are the choice's */
 const uint8_t *om_choice_policy(const om_choice *c, om_recompute policy); /* the flags it sets, one per value */
+/* The same by structure: equal subgraphs, as the layers of a model have them, are one row. What each of `count` computes
+ * is not kept when they are computed again. For inputs of these sizes; NULL: `bytes` are 0. */
+typedef struct om_cluster_row {
+    const char *name;             /* operators in their order, each followed by "+" */
+    const char *formula;          /* of the bytes: over the graph's symbols, or a number */
+    int64_t bytes;
+    int count;
+    bool compromise;              /* the narrower operand of its first operator, a cast, is kept instead */
+    int again[OM_N_RECOMPUTE];    /* how many of them each policy computes again */
+} om_cluster_row;
+om_status om_choice_clusters(om_ctx *cx, om_choice *c, const om_tensor *inputs, int *n);
+om_cluster_row om_choice_cluster(const om_choice *c, int i);              /* after om_choice_clusters */
+/* In a set of flags (om_choice_values), for the first `count` of a cluster, -1: all. strategy 0: keep what they
+ * compute; 1: compute it again; 2: or with a compromise. OM_INVALID, with the names there are, when there is none. */
+om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strategy, int count, uint8_t *again);
 void om_choice_free(om_choice *c); /* NULL is fine; before the model */
 
 /* --- what a step takes of memory (docs/MEMORY.md) ----------------------------------------------- */
@@ -347,13 +362,14 @@ typedef struct om_trainer_options {
 
 typedef struct om_bytes { const void *data; size_t size; } om_bytes;
 
-/* What om_trainer_load reads. From Python: model.save_for_device, ortmodule.artifacts.generate_artifacts. */
+/* What om_trainer_load reads. From Python: model.save_for_device, ortmodule.artifacts.generate_artifacts. Files of
+ * onnxruntime-training 1.19 go in the same places: its checkpoint tells that they are. */
 typedef struct om_trainer_files {
     om_bytes packed;     /* one file (.omd) that holds the others; then these are not looked at */
     om_bytes train;      /* ONNX: forward whose first output is the loss; parameters are inputs (docs/ONNX.md) */
     om_bytes eval;       /* ONNX: the same for evaluation and export; may be empty */
     om_bytes optimizer;  /* ONNX: an AdamWOptimizer or SGDOptimizerV2 node; empty: no om_trainer_update */
-    om_bytes checkpoint; /* safetensors: om_trainer_save */
+    om_bytes checkpoint; /* safetensors: om_trainer_save; or onnxruntime-training's */
 } om_trainer_files;
 
 /* The bytes are not kept. options NULL: all zero. */

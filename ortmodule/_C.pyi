@@ -12,10 +12,11 @@ def isa() -> str:
     """Instruction set the kernels were chosen for: 'generic', 'avx2' or 'avx512'."""
 
 def pool_stats() -> dict[str, int]:
-    """Bytes of the block pool: 'live' (handed out), 'free' (kept for reuse), 'peak_live'."""
+    """Bytes of the block pool: 'live' (handed out), 'free' (kept for reuse), 'peak_live'; counters: 'mapped' (blocks of
+    64 KiB and more that the system was asked for), 'moved' (blocks handed out and given back)."""
 
-def pool_trim() -> int:
-    """Give free blocks back to the system and let peak_live start anew; returns bytes."""
+def pool_trim(anew: bool = True) -> int:
+    """Give free blocks back to the system; anew: and let peak_live start anew; returns bytes."""
 
 def guard_hash(dicts: Sequence[dict[str, Any] | tuple[Any, ...]]) -> int:
     """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry
@@ -210,8 +211,9 @@ def cuda_axpby(
 class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 
-    def __init__(self, onnx: bytes, memory_level: int = 0, cuda: int = -1) -> None:
-        """memory_level: of variants that are asked for without one. cuda: ordinal of the plans' device; -1: the CPU."""
+    def __init__(self, onnx: bytes, memory_level: int = 0, cuda: int = -1, all_rows: bool = False) -> None:
+        """memory_level: of variants that are asked for without one. cuda: ordinal of the plans' device; -1: the CPU.
+        all_rows: heads are computed for rows whose label is ignored, too."""
     @staticmethod
     def from_text(text: str) -> Model:
         """From the text form of the internal graph (tests)."""
@@ -261,6 +263,15 @@ class Model:
         """Bytes that a step of the variant takes in blocks: peak; released (the same when outputs are let go of
         after the forward); kept (from forward to backward), workspace, outputs,
         gradients, loans (gradients of outputs that somebody still holds)."""
+    def clusters(self, wanted: bytes, arriving: bytes, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """What backward may compute again, by structure, at the sizes of these tensors: name, count, bytes, formula,
+        cheap and layers (of how many levels 0 and 1 do), compromise (memory_table.Cluster)."""
+    def choose(
+        self, wanted: bytes, arriving: bytes, group: Sequence[int] | None, level: int,
+        plans: Sequence[tuple[str, int, int]] | None,
+    ) -> int:
+        """The variant that computes again what the level does, changed by these (cluster, strategy, count). None:
+        nothing. ValueError, with the names there are, for a cluster that there is not."""
     def forward(self, variant: int, tensors: Sequence[Tensor], seed: int = 0, write: bool = True) -> Run:
         """Plans (cached) and starts a forward. tensors: one per graph input, in order. write=False: leave the graph
         inputs that a forward overwrites as they are (a forward run again for other output gradients)."""
@@ -270,6 +281,16 @@ class Model:
         apart; empty in the others)."""
     def profile(self, on: bool) -> list[dict[str, Any]]:
         """Switch timing of nodes on or off; returns and clears what was gathered: op, count, ms."""
+    def profile_calls(self) -> list[dict[str, Any]]:
+        """Of every cached plan of which a run was timed since profile() was called: variant, threads, sizes, calls: a
+        dict per call in order. kind ('run' | 'copy' | 'view copy' | 'write' | 'host'), op, phase, segment, module,
+        file, line, program (statements of an elementwise chain; None), again (backward computes it again), dtype,
+        host_index (-1: none), count, ms (of all), flops and bytes (of one, by calculation: csrc/run/work.c)."""
+    def timeline(self) -> dict[str, Any] | None:
+        """What lies in memory over a step of the plan with a backward that was used last; None: there is none. variant,
+        sizes, n_forward, segment_ends (calls), arena (bytes), peak, released (see memory), calls (as in
+        profile_calls), storages: (bytes, first call, last call, 'kept' | 'workspace' | 'scratch' | 'output' |
+        'gradient' | 'loan', user output or entry of the gradients)."""
 
 class Run:
     """One forward or one backward in progress. Not thread-safe."""

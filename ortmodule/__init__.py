@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ORTModuleONNXModelException,
         ORTModuleTorchModelException,
     )
+    from .memory_idle import release_memory
     from .module import ORTModule
     from .report import Report
 
@@ -38,6 +39,7 @@ _HOME = {
     "ORTModuleTorchModelException": "fallback",
     "CaptureError": "capture",
     "Report": "report",
+    "release_memory": "memory_idle",
     "wrap_blocks": "blocks",
 }
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "ORTModuleTorchModelException",
     "Report",
     "__version__",
+    "release_memory",
     "wrap_blocks",
 ]
 

@@ -200,6 +200,7 @@ class _Trainer:
             raise TrainingError(message)
         self.p = p
         self.end = weakref.finalize(self, _Trainer._free, p, self.cx)
+        self._ios: dict[tuple[bool, bool], list[_Io]] = {}
         _lib.om_trainer_seed(p, _seed & (2**64 - 1))
         _live.add(self)
 
@@ -215,12 +216,15 @@ class _Trainer:
             raise TrainingError(message)
 
     def ios(self, evaluation: bool, outputs: bool) -> list[_Io]:
-        count, at = (
-            (_lib.om_trainer_outputs, _lib.om_trainer_output)
-            if outputs
-            else (_lib.om_trainer_inputs, _lib.om_trainer_input)
-        )
-        return [at(self.p, evaluation, i) for i in range(count(self.p, evaluation))]
+        key = evaluation, outputs
+        if key not in self._ios:
+            count, at = (
+                (_lib.om_trainer_outputs, _lib.om_trainer_output)
+                if outputs
+                else (_lib.om_trainer_inputs, _lib.om_trainer_input)
+            )
+            self._ios[key] = [at(self.p, evaluation, i) for i in range(count(self.p, evaluation))]
+        return self._ios[key]
 
 
 # --- checkpoints

@@ -49,15 +49,6 @@ class OptimType(IntEnum):
     SGD = 2
 
 
-ADAMW: dict[str, Any] = {
-    "alpha": 0.9,
-    "beta": 0.999,
-    "epsilon": 1e-6,
-    "weight_decay": 0.0,
-    "adam_mode": 1,
-    "correct_bias": 1,
-}
-
 # --- files
 
 _KINDS = {
@@ -101,13 +92,17 @@ def file_replace(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def checkpoint_bytes(
-    values: Mapping[str, tuple[str, Sequence[int], bytes]], frozen: Sequence[str], rate: float, nominal: bool = False
+    values: Mapping[str, tuple[str, Sequence[int], bytes]],
+    frozen: Sequence[str],
+    rate: float,
+    nominal: bool = False,
+    updates: int = 0,
 ) -> bytes:
-    """What om_trainer_save writes, without moments (csrc/trainer/state.c)."""
+    """What om_trainer_save writes (csrc/trainer/state.c). updates: taken before; values then has moments, if any."""
     meta = {
         "format": "ortmodule-checkpoint",
         "version": "1",
-        "updates": "0",
+        "updates": str(updates),
         "rate": repr(rate),
         "initial_rate": repr(rate),
     }
@@ -173,10 +168,16 @@ def optimizer_model(
         producer_name="ortmodule")  # fmt: skip
 
 
-def optimizer_of(kind: OptimType, opset: int) -> onnx.ModelProto:
-    if kind == OptimType.AdamW:
-        return optimizer_model("AdamWOptimizer", "com.microsoft", ADAMW, 2, opset)
-    return optimizer_model("SGDOptimizerV2", "com.microsoft", {}, 0, opset)
+def optimizer_of(kind: Any, opset: int) -> onnx.ModelProto:
+    """Of an OptimType, or of onnxblock.AdamW or SGD with their settings."""
+    block = kind
+    if not isinstance(kind, (onnxblock.AdamW, onnxblock.SGD)):
+        try:
+            block = onnxblock.AdamW() if OptimType(kind) == OptimType.AdamW else onnxblock.SGD()
+        except ValueError:
+            raise RuntimeError(f"optimizer: {kind!r}; an OptimType, onnxblock.AdamW or SGD is expected") from None
+    norm = block.clip_grad.max_norm if block.clip_grad else None
+    return optimizer_model(block.op, "com.microsoft", block.attributes, block.moments, opset, norm)
 
 
 # --- from an ONNX file
@@ -246,7 +247,7 @@ def generate_artifacts(
     requires_grad: Sequence[str] | None = None,
     frozen_params: Sequence[str] | None = None,
     loss: LossType | onnxblock.Block | None = None,
-    optimizer: OptimType | None = None,
+    optimizer: OptimType | onnxblock.AdamW | onnxblock.SGD | None = None,
     artifact_directory: str | os.PathLike[str] | None = None,
     prefix: str = "",
     ort_format: bool = False,
@@ -309,7 +310,7 @@ def generate_artifacts(
     still = [n for n in frozen if n in used]
     parts = {"training_model.onnx": train.SerializeToString(), "eval_model.onnx": evaluation.SerializeToString()}
     if optimizer is not None:
-        parts["optimizer_model.onnx"] = optimizer_of(OptimType(optimizer), opset).SerializeToString()
+        parts["optimizer_model.onnx"] = optimizer_of(optimizer, opset).SerializeToString()
     parts["checkpoint"] = checkpoint_bytes(arrays, still, 1e-3)
     nominal = checkpoint_bytes({}, still, 1e-3, nominal=True) if nominal_checkpoint else None
     write_artifacts(artifact_directory if artifact_directory is not None else os.getcwd(), prefix, parts, nominal)

@@ -54,8 +54,8 @@ from .capture import Captured
 from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
-from .links import Arrived, Live, put_around
-from .memory import Budget, BudgetError, Memory
+from .links import Arrived, Live, put_around, shown
+from .memory import BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
 
@@ -99,6 +99,7 @@ class Variant:
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
+        self.sparse_heads: tuple[int, int] = info["sparse_heads"]
         self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
@@ -138,6 +139,9 @@ class Variant:
             by_node[0].update(set(self.reads).difference(*by_node))
         self.node_reads = [sorted(reads) for reads in by_node]
         self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
+        logger.debug("variant %d: gradients of %d outputs for %d inputs, %d nodes of autograd, %d values read",
+                     self.number, sum(arriving), len(self.grads), len(self.nodes),
+                     len(self.reads) + len(self.reads_outputs))  # fmt: skip
 
     def numbered(self, model: _C.Model, number: int) -> Variant:
         """The same gradients in a variant that computes other values again."""
@@ -216,13 +220,15 @@ class Graph:
         segment_mb: float,
         memory_level: int = 0,
         cuda: int = -1,
-        budget: Budget | None = None,
+        memory: Memory | None = None,
+        all_rows: bool = False,
     ) -> None:
-        """budget: of a step; it decides in the place of memory_level."""
+        """memory: what a step may take; a budget decides in the place of memory_level. all_rows: no label sparsity."""
         self.captured = captured
         self.cuda = cuda
-        self.model = _C.Model(captured.onnx, 0 if budget else min(memory_level, 1), cuda)
-        self.memory = Memory(budget)
+        self.memory = memory or Memory(None)
+        decided = self.memory.budget is not None or bool(self.memory.plans)
+        self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda, all_rows)
         holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
@@ -258,6 +264,12 @@ class Graph:
         self.gathered: list[int] = []  # parameters of DeepSpeed's ZeRO-3
         self.forward_ms = self.backward_ms = 0.0
         self.forwards = self.backwards = self.reruns = 0
+
+    @property
+    def sparse_heads(self) -> tuple[int, int]:
+        """Heads that leave out rows whose label is ignored: forward and backward, backward alone."""
+        both, back = zip(*[v.sparse_heads for v in [self.plain, *self._variants.values()]], strict=True)
+        return max(both), max(back)
 
     # --- choosing a variant -----------------------------------------------------------------------
 
@@ -324,7 +336,8 @@ class Graph:
         before = {i: tensors[i].detach().clone() for i in self.writes if tensors[i].nbytes <= _SMALL}
         run = self._start(self.plain, tensors, self._seed())
         try:
-            self.host.drive_forward(run, {}, {}, tensors)
+            with shown("forward"):
+                self.host.drive_forward(run, {}, {}, tensors)
         except Failed as error:
             self._restore(error, before, tensors)
             raise
@@ -364,7 +377,8 @@ class Graph:
         before = torch.get_rng_state() if self.host.ops else None
         run = self._start(variant, tensors, seed)
         try:
-            self.host.drive_forward(run, step.regions, variant.want, tensors)
+            with shown("forward"):
+                self.host.drive_forward(run, step.regions, variant.want, tensors)
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise
@@ -422,6 +436,10 @@ class Graph:
         with torch.no_grad():
             for i in self.writes:
                 tensors[i].copy_(clones[i])
+        if self.cuda >= 0 and isinstance(error.__cause__, ValueError):
+            # an index or label out of range, of this step or the one before: on it PyTorch's kernels would end the
+            # process's work with the GPU
+            raise IndexError(str(error)) from None
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's

@@ -22,6 +22,7 @@ from . import fallback
 from .debug import DebugOptions, LogLevel
 from .fallback import Category, FallbackPolicy, policy_of
 from .memory import parse as parse_budget
+from .memory_table import read as read_config
 from .variables import VARIABLES
 
 __all__ = ["DebugOptions", "LogLevel", "Settings", "SkipCheck", "resolve"]
@@ -71,6 +72,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise ValueError
+    return value
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -92,6 +100,12 @@ def _memory(text: str) -> int:
     if value not in (0, 1, 2):
         raise ValueError
     return value
+
+
+def _directory(text: str) -> str:
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise ValueError
+    return text
 
 
 def _budget(text: str) -> str | int:
@@ -173,6 +187,31 @@ TABLE: tuple[Row, ...] = (
         "of what a step takes without a budget. Goes before MEMORY_OPT_LEVEL (docs/MEMORY.md)",
     ),
     Row(
+        "MEMORY_OPT_CONFIG",
+        "memory_opt_config",
+        "a JSON file: a list of `cluster:strategy:count`",
+        str,
+        "which clusters of operators backward computes again (1; 2: with a compromise at casts) or keeps (0), the "
+        "first `count` of them, -1: all; names: the memory table of report(), and of the log at INFO. On top of level "
+        "0; level 1 and MEMORY_BUDGET do not ask it (docs/MEMORY.md)",
+    ),
+    Row(
+        "KEEP_MEMORY",
+        "keep_memory",
+        "seconds >= 0, or inf",
+        _seconds,
+        "memory that no step is using for so long (default 2) is given back to the system; a loop whose steps are "
+        "further apart is noticed (docs/MEMORY.md)",
+    ),
+    Row(
+        "LABEL_SPARSITY",
+        "label_sparsity",
+        "0 or 1",
+        _bool,
+        "1 (default): the last product before a cross entropy leaves out the rows whose label is ignore_index: in the "
+        "backward always, in the forward where only the loss reads its result (docs/SPARSITY.md). 0: all rows",
+    ),
+    Row(
         "CUDA_ENGINE",
         "cuda_engine",
         "0 or 1",
@@ -201,6 +240,14 @@ TABLE: tuple[Row, ...] = (
         _one_of("own", "blas", "host"),
         "force the matrix multiplication provider (host: PyTorch's bf16 product)",
     ),
+    Row(
+        "DUMP_PASSES",
+        "",
+        "a directory",
+        _directory,
+        "write the graph there as text, before and after each rewrite that changes it: "
+        "`<process>/<n>-<rewrite>-before.txt`, `-after.txt`, and the list in `index.txt` (docs/LOOKING_IN.md)",
+    ),
     Row("PASS_LIMIT", "", "an integer", int, "run only the first n rewrites of the graph (to bisect)"),
     Row(
         "NO_REUSE",
@@ -212,6 +259,9 @@ TABLE: tuple[Row, ...] = (
     Row("POISON", "", "anything", str, "when set: fill memory that is not in use with NaN (to find memory errors)"),
 )
 PREFIX = "ORTMODULE_"
+
+# Names that onnxruntime-training had for LABEL_SPARSITY; any of them turns it off.
+SPARSITY = ("ENABLE_COMPUTE_OPTIMIZER", "ENABLE_SPARSE_OPTIMIZER", "ENABLE_LABEL_SPARSE_OPTIMIZER")
 
 # Known to onnxruntime-training, without effect here.
 WITHOUT_EFFECT = {PREFIX + v.name: v.why for v in VARIABLES if v.kept == "no"}
@@ -228,6 +278,9 @@ class Settings:
     recheck: bool = True
     memory_opt_level: int = 0
     memory_budget: str | int | None = None
+    memory_opt_config: str | None = None
+    keep_memory: float = 2.0
+    label_sparsity: bool = True
     cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
@@ -272,7 +325,9 @@ def resolve(
     env = os.environ if environ is None else environ
     unknown = set(options) - set(OPTIONS)
     if unknown:
-        raise TypeError(f"ORTModule got unknown options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
+        guess = {name: difflib.get_close_matches(name, OPTIONS, 1) for name in sorted(unknown)}
+        named = ", ".join(f"{name} (did you mean {n[0]}?)" if n else name for name, n in guess.items())
+        raise TypeError(f"ORTModule got unknown options: {named}; allowed: {', '.join(sorted(OPTIONS))}")
     values = {k: v for k, v in options.items() if v is not None}
     values.setdefault("fallback_policy", fallback.ORTMODULE_FALLBACK_POLICY)
     values.setdefault("fallback_retry", fallback.ORTMODULE_FALLBACK_RETRY)
@@ -293,6 +348,12 @@ def resolve(
             raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
         if row.field:  # the others are read by the engine
             values[row.field] = value
+    for name in SPARSITY:
+        try:
+            if env.get(PREFIX + name) and not _bool(env[PREFIX + name]):
+                values["label_sparsity"] = False
+        except ValueError:
+            raise ValueError(f"{PREFIX}{name}={env[PREFIX + name]!r} is not allowed; give 0 or 1") from None
     rows = {PREFIX + row.name for row in TABLE} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}
     for name in env:
         if name.startswith(PREFIX) and name not in rows and name not in _warned:
@@ -313,6 +374,13 @@ def resolve(
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
     if settings.memory_opt_level not in (0, 1, 2):
         raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
+    if not settings.keep_memory >= 0:
+        raise ValueError(f"keep_memory={settings.keep_memory!r} is not allowed; give seconds >= 0")
+    if settings.memory_opt_config is not None:
+        read_config(settings.memory_opt_config)
+        if settings.memory_opt_level == 1 or settings.memory_budget is not None:
+            logger.warning("memory_opt_config=%s has no effect beside memory_opt_level=1 or memory_budget",
+                           settings.memory_opt_config)  # fmt: skip
     if settings.memory_budget is not None:
         parse_budget(settings.memory_budget)
         if settings.memory_opt_level:

@@ -170,7 +170,13 @@ class CutGraph:
     """The parts of one captured module, loaded: what State.run expects of a Graph."""
 
     def __init__(
-        self, captured: CutCaptured, module: nn.Module, segment_mb: float, memory_level: int, cuda: int
+        self,
+        captured: CutCaptured,
+        module: nn.Module,
+        segment_mb: float,
+        memory_level: int,
+        cuda: int,
+        all_rows: bool = False,
     ) -> None:
         assert captured.cut is not None
         self.captured = captured
@@ -179,7 +185,9 @@ class CutGraph:
         self.marks = captured.cut.marks
         self.n_slots = captured.cut.n_slots
         self.outputs = captured.cut.outputs
-        self.graphs = [None if c is None else Graph(c, segment_mb, memory_level, cuda) for c in captured.captured]
+        self.graphs = [
+            None if c is None else Graph(c, segment_mb, memory_level, cuda, None, all_rows) for c in captured.captured
+        ]
         self.again = [_Again(i) for i in captured.interpreters]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]

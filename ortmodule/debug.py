@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -118,8 +119,23 @@ class _FirstRank(logging.Filter):
         return not distributed or torch.distributed.get_rank() == 0
 
 
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Where nobody has set up logging, a level that was asked for is shown; Python alone shows warnings and worse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("ortmodule %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            self.setStream(sys.stderr)  # as it is now
+            super().emit(record)
+
+
 def set_level(level: int) -> None:
-    """Of the logger 'ortmodule'."""
+    """Of the logger 'ortmodule', as the user has asked."""
     logger.setLevel(level)
     if not any(isinstance(f, _FirstRank) for f in logger.filters):
         logger.addFilter(_FirstRank())
+    if level < logging.WARNING and not logger.handlers:
+        logger.addHandler(_Stderr())

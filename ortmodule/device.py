@@ -112,6 +112,25 @@ def _optimizer(given: Any, parameters: list[Tensor]) -> tuple[onnx.ModelProto | 
     raise ValueError(f"optimizer: {type(given).__name__}; AdamW and SGD of torch.optim are supported on a device")
 
 
+def _moments(given: Any, trained: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+    """How many updates a torch optimizer has taken, and what it keeps of each parameter, as a checkpoint names it."""
+    if not isinstance(given, torch.optim.Optimizer) or not any(p in given.state for p in trained.values()):
+        return 0, {}
+    adam = type(given) is torch.optim.AdamW
+    kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"} if adam else {"momentum_buffer": "exp_avg"}
+    rows = {name: given.state.get(p, {}) for name, p in trained.items()}
+    steps = {int(row["step"]) if "step" in row else 0 for row in rows.values()} if adam else {1}
+    found = {f"optimizer.{to}:{name}": row.get(of) for name, row in rows.items() for of, to in kinds.items()}
+    if not adam and all(t is None for t in found.values()):  # neither momentum nor steps: nothing to go on with
+        return 0, {}
+    if len(steps) > 1 or any(t is None for t in found.values()):
+        raise ValueError(
+            "optimizer: some parameters have taken fewer steps than others; a device has one count for all. "
+            "Freeze them, or give an optimizer that has taken no step"
+        )
+    return steps.pop(), {name: t for name, t in found.items() if t is not None}
+
+
 def _bytes(t: Tensor) -> tuple[str, list[int], bytes]:
     flat = t.detach().to("cpu").contiguous()
     return _KINDS[t.dtype], list(t.shape), flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -149,14 +168,14 @@ def save_for_device(
     _check_loss(train.onnx)
     values: dict[str, tuple[str, list[int], bytes]] = {}
     frozen: list[str] = []
-    trained: list[Tensor] = []
+    trained: dict[str, Tensor] = {}
     for spec in train.inputs:
         if spec.kind == "user":
             continue
         t = tensor_of(state.module, spec)
         values[spec.name] = _bytes(t)
         if spec.kind == "param" and t.requires_grad:
-            trained.append(t)
+            trained[spec.name] = t
         elif spec.kind == "param":
             frozen.append(spec.name)
     known = {s.name for s in train.inputs if s.kind != "user"}
@@ -165,10 +184,12 @@ def save_for_device(
         raise CaptureError(f"save_for_device: only evaluation reads {', '.join(other)}")
     if not trained:
         raise ValueError("save_for_device: no parameter of the graph requires a gradient")
-    update, rate = _optimizer(optimizer, trained)
+    update, rate = _optimizer(optimizer, list(trained.values()))
+    updates, moments = _moments(optimizer, trained)
+    values.update({name: _bytes(t) for name, t in moments.items()})
     parts = {"training_model.onnx": train.onnx, "eval_model.onnx": evaluation.onnx}
     if update is not None:
         parts["optimizer_model.onnx"] = update.SerializeToString()
-    parts["checkpoint"] = artifacts.checkpoint_bytes(values, frozen, rate)
+    parts["checkpoint"] = artifacts.checkpoint_bytes(values, frozen, rate, updates=updates)
     nominal = artifacts.checkpoint_bytes({}, frozen, rate, nominal=True)
     return artifacts.write_artifacts(directory, prefix, parts, nominal)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from .config import Settings
 from .fallback import FallbackPolicy
+from .memory import mib
 from .report import Report
 
 _LEVELS = {0: "cheap values alone", 1: "transformer layers", 2: "transformer layers"}
+
+
+def _label_sparsity(both: int, backward: int) -> str:
+    told = [f"{both} heads run on labelled rows"] * (both > 0)
+    told += [f"the gradients of {backward} heads, whose logits are results, on labelled rows"] * (backward > 0)
+    return ", ".join(told) or "no head before a cross entropy with ignore_index is in the graph"
 
 
 def features(report: Report, settings: Settings) -> str:
@@ -14,6 +21,8 @@ def features(report: Report, settings: Settings) -> str:
     host = [h.name for h in report.host]
     functions = [h.name for h in report.host if h.kind == "python_op"]
     policy = " | ".join(str(p.name) for p in FallbackPolicy if p in settings.fallback_policy)
+    sparse = settings.label_sparsity
+    heads = [max([g.sparse_heads[k] for g in report.graphs], default=0) for k in (0, 1)]
     rows = [
         ("Engine", not settings.disable, f"{report.node_share:.0%} of the nodes, {report.isa}"),
         ("ATen operators in PyTorch", bool(host), ", ".join(dict.fromkeys(host)) or "none is needed"),
@@ -21,7 +30,8 @@ def features(report: Report, settings: Settings) -> str:
         ("Cast Propagation", True, "by the autocast that was captured"),
         ("Memory Optimizer", settings.memory_opt_level > 0,
          f"level {settings.memory_opt_level}: backward computes again {_LEVELS[settings.memory_opt_level]}"),
-        ("Compute Optimizer", True, "always: label and padding sparsity where the graph shows them"),
+        ("Compute Optimizer", sparse, "label sparsity; padding is computed as everything else"),
+        ("- Label Sparsity", sum(heads) > 0, _label_sparsity(*heads) if sparse else "LABEL_SPARSITY=0"),
         ("Auto Fallback", not settings.strict, policy + " (retried)" * settings.fallback_retry),
         ("Whole calls in PyTorch", bool(report.eager), "; ".join(e.reason for e in report.eager[:2]) or "none"),
     ]  # fmt: skip
@@ -31,6 +41,6 @@ def features(report: Report, settings: Settings) -> str:
     plan = sum(g.plan_ms for g in report.graphs)
     lines.append(f"Initialization took {capture + load:.2f}s, where export takes {capture:.2f}s, graph building "
                  f"{load:.2f}s, planning {plan / 1e3:.3f}s.")  # fmt: skip
-    peaks = [f"{name} {size / 2**20:.1f} MiB" for g in report.graphs[:1] for name, size in g.peak_bytes.items()]
+    peaks = [f"{name} {mib(size)}" for g in report.graphs[:1] for name, size in g.peak_bytes.items()]
     lines.append(f"Memory, planned peak: {', '.join(peaks) or 'nothing is planned yet'}.")
     return "\n".join(lines)

@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, bypassed, cuda_engine, cuts, fallback, guard, memory, net, patches, stages, watch
+from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, stages, watch
 from . import torch_private as private
-from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
-from .features import features
 from .host import Failed
-from .report import GraphEntry, HostEntry, MemoryEntry, Report
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
+from .summary import announce
 
 logger = logging.getLogger("ortmodule")
 
+_PATIENCE_S = 2.0
 _EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _MANY_CAPTURES = 16  # of one module, before a warning
@@ -193,7 +193,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     """gone: captures for other ways through forward than this call's."""
     graph = captured.graph
     if not state.announced and graph.forwards:
-        _announce(state)
+        announce(state)
     given = flat.tensors
     if captured.symbolic and flat.scalars:
         given = given + [
@@ -395,7 +395,8 @@ def _new_graph(
             fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
             began = perf_counter()
             try:
-                graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers)
+                with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
+                    graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers)
             except _Skip as skip:
                 return Left(str(skip))
             except Exception as error:
@@ -550,16 +551,14 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     try:
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(c for c in captured.captured if c is not None):
-                _save(state, part.onnx, f"_part{number}")
-            level = state.settings.memory_opt_level
-            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda)
+                stages.save(state, part.onnx, stages.file_name(state, "torch_exported", f"_part{number}"))
+            level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
+            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda, dense)
         else:
-            if state.settings.save_path is not None:
-                _save(state, _with_names(state, captured, args, kwargs))
-            given = state.settings.memory_budget
-            budget = None if given is None else memory.parse(given)
-            graph = Graph(captured, state.settings.segment_mb, state.settings.memory_opt_level, cuda, budget)
-            _save_stages(state, graph)
+            stages.save_capture(state, captured, args, kwargs)
+            level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
+            graph = Graph(captured, state.settings.segment_mb, level, cuda, memory.of_settings(state.settings), dense)
+            stages.save_graph(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
     for i in graph.writes:
@@ -733,6 +732,10 @@ def _count(state: State, made: GuardedGraph) -> None:
     """Every state a module is in is captured once, without a limit: a limit would slow down a model that merely has
     many. Who captures again and again should know why."""
     state.every.append(made)
+    captured = made.graph.captured
+    logger.info("%s: capture %d in %.2f s, %d nodes, %d of them in PyTorch (%s)", type(state.module).__name__,
+                len(state.every), captured.seconds, captured.n_nodes, len(captured.host_ops), made.why)  # fmt: skip
+    profile.new_graph(made, state)
     if len(state.every) == _MANY_CAPTURES:
         reasons = Counter(c.why for c in state.every)
         logger.warning(
@@ -750,123 +753,6 @@ def _tell(state: State, seen: watch.Watch) -> None:
             state.told.add((file, line))
             logger.warning("%s: forward %s (%s:%d). In the engine it does so only when it is captured.",
                            type(state.module).__name__, does, file, line)
-
-
-def _save(state: State, onnx: bytes, part: str = "", stage: str = "torch_exported", name: str = "") -> None:
-    """name: of the file, when it is known already."""
-    path = state.settings.save_path
-    if path is None:
-        return
-    name = name or _file_name(state, stage, part)
-    try:
-        os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, name), "wb") as file:
-            file.write(onnx)
-    except OSError as error:
-        logger.warning("the captured graph cannot be saved: %s", error)
-
-
-def _with_names(state: State, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The file, with the names of forward's parameters."""
-    names = stages.argument_names(state.module.forward, args, kwargs, flatten_inputs(args, kwargs).tensors)
-    own = [spec for spec in captured.inputs if spec.kind == "user" and spec.leaf < len(names)]
-    return stages.named(captured.onnx, [spec.name for spec in own], [names[spec.leaf] for spec in own])
-
-
-def _file_name(state: State, stage: str, part: str = "") -> str:
-    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
-    prefix = state.settings.save_prefix or type(state.module).__name__
-    number = f"_{len(state.every)}" if state.every else ""  # of a later capture
-    return f"{prefix}_{stage}_{mode}{part}{number}.onnx"
-
-
-def _save_stages(state: State, graph: Graph) -> None:
-    """The engine's own graphs, for DebugOptions(save_onnx=True): the simplified forward now, the one that runs, with
-    its gradients, when it is made."""
-    if state.settings.save_path is None or not state.settings.save_prefix:
-        return
-
-    def write(variant: int, *names: str) -> None:
-        model = stages.model_of(graph.model.text(variant), type(state.module).__name__)
-        for name in names:
-            _save(state, model.SerializeToString(), name=name)
-
-    if not torch.is_grad_enabled() or not state.module.training:
-        write(-1, _file_name(state, "optimized"))
-        write(graph.plain.number, _file_name(state, "execution_model"))
-    else:
-        write(-1, _file_name(state, "optimized_pre_grad"))
-        names = _file_name(state, "optimized"), _file_name(state, "execution_model")
-        graph.made = lambda variant: write(variant, *names)
-
-
-def _announce(state: State) -> None:
-    """One line, after the first step."""
-    state.announced = True
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
-        return
-    told = report(state)
-    text = told.headline()
-    if logger.isEnabledFor(logging.INFO):
-        text += "\n" + features(told, state.settings)
-    logger.log(logging.WARNING if told.eager else logging.INFO, "%s", text)
-
-
-def report(state: State) -> Report:
-    report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
-    host: dict[tuple[str, str, int], HostEntry] = {}
-    for made, state_of in [(made, each) for each in bypassed.states(state) for made in each.every]:
-        whole = made.graph
-        graphs = whole.loaded if isinstance(whole, cuts.CutGraph) else [whole]
-        plans = [plan for g in graphs for plan in g.model.plan_report()]
-        peak: dict[str, int] = {}
-        for plan in plans:
-            for name, size in plan.get("peak_bytes", {}).items():
-                peak[name] = max(peak.get(name, 0), size)
-        report.graphs.append(
-            GraphEntry(
-                nodes=whole.captured.n_nodes,
-                engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
-                dynamic=whole.captured.dynamic,
-                capture_s=whole.captured.seconds,
-                load_s=state_of.load_s[id(whole)],
-                plans=len(plans),
-                plan_ms=sum(p["plan_ms"] for p in plans),
-                arena_bytes=max((p["arena_bytes"] for p in plans), default=0),
-                peak_bytes=peak,
-                largest=_largest(plans),
-                memory=whole.memory.step if isinstance(whole, Graph) else None,
-                forwards=whole.forwards,
-                backwards=max((g.backwards for g in graphs), default=0),
-                reruns=sum(g.reruns for g in graphs),
-                why=made.why,
-                forward_ms=sum(g.forward_ms for g in graphs),
-                backward_ms=sum(g.backward_ms for g in graphs),
-                host_ms=sum(sum(g.host.ms) for g in graphs),
-                cuts=whole.describe() if isinstance(whole, cuts.CutGraph) else [],
-                ways=[f"{c.answer} at {c.place}" for c in made.answers],
-                astray=made.astray,
-                unchecked=made.no_net,
-            )
-        )
-        for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
-            entry = host.get((op.name, op.file, op.line))
-            if entry is None:
-                why = state_of.reasons.get(op.module) if op.kind == "module" else None
-                file, line, reason = (
-                    (op.file, op.line, op.reason)
-                    if why is None
-                    else (why.file, why.line, f"{op.reason}: it {why.reason}")
-                )
-                host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, file, line, reason, 1, ms)
-            else:
-                entry.count += 1
-                entry.ms += ms
-    report.host = list(host.values())
-    report.failed = [e for each in bypassed.states(state) for e in each.failed.values()]
-    report.missing = private.missing()
-    report.eager = [e for each in bypassed.states(state) for e in each.eager_entries.values() if e.calls]
-    return report
 
 
 # --- small things ------------------------------------------------------------------------------------
@@ -893,6 +779,25 @@ def quiet() -> Iterator[None]:
         ends.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
         yield
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """What takes longer than a user waits without a word is said on stderr, with its end."""
+    start = perf_counter()
+
+    def say() -> None:
+        print(f"ortmodule: {text} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_PATIENCE_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if (took := perf_counter() - start) > _PATIENCE_S:
+            print(f"ortmodule: that took {took:.1f} s", file=sys.stderr, flush=True)
 
 
 class _Stderr:
@@ -940,17 +845,6 @@ class _Holder(nn.Module):
 def _named(error: BaseException) -> str:
     first = next((s.strip() for s in str(error).splitlines() if s.strip()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _largest(plans: list[dict[str, Any]]) -> list[MemoryEntry]:
-    """Of the plan that needs most: what lies in memory at its peak, gathered by kind and place."""
-    found: dict[tuple[str, str, str, int], MemoryEntry] = {}
-    for row in max(plans, key=lambda p: p["arena_bytes"], default={"largest": []})["largest"]:
-        key = row["class"], row["op"], row["file"] or "", row["line"]
-        entry = found.setdefault(key, MemoryEntry(*key, 0, 0))
-        entry.count += 1
-        entry.bytes += row["bytes"]
-    return sorted(found.values(), key=lambda e: -e.bytes)
 
 
 def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:

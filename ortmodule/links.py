@@ -4,12 +4,14 @@ differ in what they depend on; and the backward that Head starts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.profiler import record_function
 
 from . import _C
 from . import torch_private as private
@@ -18,6 +20,16 @@ from .host import Answers, Missing, plain
 
 if TYPE_CHECKING:
     from .chain import Step
+
+
+_NOT_SHOWN: AbstractContextManager[Any] = nullcontext()
+
+
+def shown(what: str, segment: int = -1) -> AbstractContextManager[Any]:
+    """A range for torch.profiler, while one runs."""
+    if not private.profiler._is_profiler_enabled:
+        return _NOT_SHOWN
+    return record_function(f"ORTModule {what}" + f", segment {segment}" * (segment >= 0))
 
 
 class Arrived:
@@ -96,11 +108,12 @@ def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -
     missing = live.missing if graph.host.ops else None
     assert run is not None
     for segment in segments:
-        if graph.host.ops:
-            assert missing is not None
-            graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers, missing)
-        else:
-            run.resume(segment)
+        with shown("backward", segment):
+            if graph.host.ops:
+                assert missing is not None
+                graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers, missing)
+            else:
+                run.resume(segment)
         for i, grad in run.grads(segment):
             if (live.only is None or i in live.only) and (missing is None or not missing.of_input(i)):
                 result[head + places[i]] = grad

@@ -13,13 +13,18 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from resource import RUSAGE_SELF, getrusage
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import memory_table
+from .memory_idle import idle
+
 if TYPE_CHECKING:
     from .chain import Graph, Variant
+    from .config import Settings
 
 logger = logging.getLogger("ortmodule")
 
@@ -34,6 +39,10 @@ _KNOWN = 4096  # sizes of calls that are remembered
 
 class BudgetError(ValueError):
     """No set of recomputed values makes a step fit the budget. Nothing has been computed."""
+
+
+class ClusterError(BudgetError):
+    """ORTMODULE_MEMORY_OPT_CONFIG names a cluster that the graph does not have. Nothing has been computed."""
 
 
 class Budget(NamedTuple):
@@ -55,6 +64,14 @@ def parse(value: object) -> Budget:
     if number > 0 and unit in _UNITS and 1 <= number * _UNITS[unit] < 2**62:
         return Budget(int(number * _UNITS[unit]), 0.0, str(value))
     raise ValueError(f"memory_budget={value!r} is not allowed; give {ALLOWED}")
+
+
+def of_settings(settings: Settings) -> Memory:
+    """For one graph of a module with these settings."""
+    budget = None if settings.memory_budget is None else parse(settings.memory_budget)
+    config = settings.memory_opt_config if budget is None and settings.memory_opt_level != 1 else None
+    plans = memory_table.read(config) if config else ()
+    return Memory(budget, min(settings.memory_opt_level, 1) if not plans else 0, plans, settings.keep_memory)
 
 
 @dataclass
@@ -114,10 +131,18 @@ def of_step(found: dict[str, int], graph: Graph, tensors: Sequence[Tensor], want
 
 
 class Memory:
-    """The variants of one graph that fit its budget."""
+    """The variants of one graph that fit its budget, or are what a configuration file asks for."""
 
-    def __init__(self, budget: Budget | None) -> None:
+    def __init__(
+        self, budget: Budget | None, level: int = 0, plans: Sequence[memory_table.Plan] = (), keep: float = math.inf
+    ) -> None:
+        """keep: seconds after which memory that nobody uses is given back."""
         self.budget = budget
+        self.level = level
+        self.plans = plans
+        self.keep_seconds = keep
+        self.faults = self._faults = 0
+        self._like: tuple[Variant, list[memory_table.Like]] | None = None  # of the largest step so far
         self.step: StepMemory | None = None  # of the largest step so far
         self.known: dict[Any, Variant] = {}
         self.made: dict[int, Variant] = {}
@@ -125,8 +150,14 @@ class Memory:
 
     def fit(self, graph: Graph, variant: Variant, tensors: Sequence[Tensor]) -> Variant:
         """The variant that takes `variant`'s place for tensors of these sizes. BudgetError: there is none."""
+        idle.arm(self.keep_seconds)
+        before, self._faults = self._faults, getrusage(RUSAGE_SELF).ru_minflt
+        self.faults = self._faults - before if before else 0
+        if self.plans:
+            variant = self._planned(graph, variant)
         if self.budget is None:
             if self.step is None:
+                self._like = variant, [memory_table.like(t) for t in tensors]
                 self._keep(of_step(graph.model.memory(variant.number, tensors), graph, tensors, variant.wanted), graph)
             return variant
         leaves = tensors[: len(graph.leaves)]
@@ -153,18 +184,41 @@ class Memory:
         step = of_step(fit["memory"], graph, tensors, variant.wanted)
         step.budget, step.without, step.again = fit["bytes"], fit["most"], fit["again_us"] / fit["step_us"]
         step.least = fit["least"] if fit["least"] < fit["most"] else 0
-        self._keep(step, graph)
         number: int = fit["variant"]
         made = self.made.get(number)
         if made is None:
             made = self.made[number] = variant.numbered(graph.model, number)
+        if self.step is None or step.peak > self.step.peak:
+            self._like = made, [memory_table.like(t) for t in tensors]
+        self._keep(step, graph)
         return made
+
+    def _planned(self, graph: Graph, variant: Variant) -> Variant:
+        """What the configuration file makes of it."""
+        made = self.made.get(~variant.number)
+        if made is None:
+            try:
+                number = graph.model.choose(variant.wanted, variant.arriving, variant.group, 0, self.plans)
+            except ValueError as error:
+                raise ClusterError(f"ORTMODULE_MEMORY_OPT_CONFIG: {error}") from error
+            made = self.made[~variant.number] = variant.numbered(graph.model, number)
+        return made
+
+    def table(self, graph: Graph) -> memory_table.Table | None:
+        """What is computed again by structure, for the largest step so far."""
+        if self._like is None or graph.cuda >= 0:
+            return None
+        variant, likes = self._like
+        decided = "" if self.budget is None else "by the budget"
+        return memory_table.make(graph, variant, [x.make() for x in likes], self.level, self.plans, decided)
 
     def _keep(self, step: StepMemory, graph: Graph) -> None:
         if self.step is None:  # before the first step
             n = len(graph.captured.host_ops)
             apart = f"; not counted: what PyTorch keeps for {n} operators of its own" if n else ""
             logger.info("memory of a step: %s%s", step, apart)
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("%s", self.table(graph))
         if self.step is None or step.peak > self.step.peak:
             self.step = step
 

@@ -17,19 +17,25 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import bypassed, guard
 from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
 from .debug import set_level
 from .fallback import INIT, TORCH_MODEL, NotAModule, NotHere
-from .ladder import call, report
+from .ladder import call
+from .profile import Profile, profile
 from .report import Report
 from .state import Refused, State
+from .summary import report
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+    from .verify import Verification
 
 logger = logging.getLogger("ortmodule")
 
@@ -86,7 +92,7 @@ def _is_method(cls: type, name: str) -> bool:
     return isinstance(static, (types.FunctionType, classmethod, staticmethod, _Assigned)) and not name.startswith("__")
 
 
-_OURS = ("report", "module", "save_for_device", "_ortmodule")
+_OURS = ("report", "module", "save_for_device", "profile", "memory_timeline", "verify", "_ortmodule")
 
 
 def _users(name: str) -> Callable[[Any], Any]:
@@ -132,7 +138,7 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
             logger.warning("%s has an attribute %r of its own, which is also one of ORTModule. %s", cls.__name__, name,
                            "The wrapper's is ORTModule's; forward sees its own" if name not in taken else
                            "It keeps its meaning; ORTModule's is "
-                           f"ORTModule.{name}{'(model)' if name == 'report' else '.fget(model)'}")
+                           f"ORTModule.{name}{'.fget(model)' if name == 'module' else '(model)'}")
 
     def new(made: type, *args: Any, **kwargs: Any) -> Any:
         """What the user's methods mean by `self.__class__(...)` (nn.Sequential cut by a slice): their own class."""
@@ -162,7 +168,7 @@ class ORTModule(nn.Module):
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
     options: strict, fallback_policy, fallback_retry, disable, segment_mb, max_captures, recheck, memory_opt_level,
-    memory_budget, log_level, save_path
+    memory_budget, label_sparsity, log_level, save_path
     (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and
@@ -176,9 +182,11 @@ class ORTModule(nn.Module):
 
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
-            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {type(module).__name__}")
+            made = isinstance(module, type)
+            got = f"the class {module.__name__}: make an object of it first" if made else type(module).__name__
+            raise NotAModule(f"ORTModule wraps a torch.nn.Module, got {got}")
         if isinstance(module, ORTModule):
-            raise NotAModule("ORTModule got a module that is already an ORTModule")
+            raise NotAModule("ORTModule got a module that is already an ORTModule: wrap it once")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise NotAModule("ORTModule must be inside: DistributedDataParallel(ORTModule(model))")
         if isinstance(module, torch.jit.ScriptModule):
@@ -231,6 +239,34 @@ class ORTModule(nn.Module):
         """What runs in the engine, what does not and why, and what capture and planning have cost."""
         return report(self._ortmodule)
 
+    def profile(self, step: Callable[[], Any] | None = None, steps: int = 5) -> Profile:
+        """Where the time of a step goes, by operator and line of the user's code (docs/LOOKING_IN.md).
+
+        As a context, `with model.profile() as p:`, it times every step inside. With step, a function that makes one
+        training step, it runs that once for the captures and then `steps` times. The result has table(), html(path),
+        rows and to_dict(); times are per step.
+        """
+        return profile(self._ortmodule, step, steps)
+
+    def memory_timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
+        """What lies in memory over the largest of the steps that ran last, by class, as it is planned. Written to path
+        as a picture or page: .html, .svg; .png and .pdf need matplotlib. RuntimeError before the first step."""
+        from .timeline import memory_timeline
+
+        return memory_timeline(self._ortmodule, path)
+
+    def verify(self, batch: Any, loss: Callable[[Any], Tensor] | None = None, band: float = 2.0) -> Verification:
+        """Engine and PyTorch side by side on copies of the module, in its own precision and in fp64; names the first
+        module whose result or gradient is outside of the error band. The model is not touched.
+
+        batch: what forward is called with: a tensor, a tuple of arguments or a dict of keyword arguments. loss: from
+        forward's result to a number (default: the first output if it is one, else a fixed random sum of all). band: how
+        many times PyTorch's own error is allowed. Takes about four times the module's memory, half of it in fp64.
+        """
+        from .verify import verify
+
+        return verify(self._ortmodule, _child, batch, loss, band)
+
     def save_for_device(self, directory: str | os.PathLike[str], batch: Any, *, optimizer: Any = 1,
                         eval_batch: Any = None, prefix: str = "") -> Path:  # fmt: skip
         """Writes what a device needs to go on training this module without PyTorch (docs/ON_DEVICE.md): its forward
@@ -238,7 +274,8 @@ class ORTModule(nn.Module):
         whose path is returned.
 
         batch: what forward is called with: a tensor, a tuple of arguments or a dict of keyword arguments; its sizes are
-        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings are taken, or None.
+        the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings and state are taken, or
+        None.
         eval_batch: the call to evaluate and to export, when of other sizes. Raises CaptureError with the place of what
         needs PyTorch.
         """

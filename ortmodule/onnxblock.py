@@ -176,6 +176,14 @@ class Cast(Block):
         return node("Cast", inputs, to=self.to)
 
 
+class Clip(Block):
+    def __init__(self, clip_min: float | None = None, clip_max: float | None = None) -> None:
+        self.limits = clip_min, clip_max
+
+    def build(self, *inputs: str) -> str:
+        return node("Clip", [inputs[0], *("" if limit is None else constant(limit) for limit in self.limits)])
+
+
 class InputLike(Block):
     """A new graph input with the sizes and type of a value."""
 
@@ -252,3 +260,36 @@ class CrossEntropyLoss(_Loss):
         if self.ignore_index is not None:
             attributes["ignore_index"] = self.ignore_index
         return node("SoftmaxCrossEntropyLoss", operands, **attributes)
+
+
+# --- optimizers, for artifacts.generate_artifacts(optimizer=...)
+
+
+class ClipGradNorm:
+    """Before an update: gradients whose norm, over all of them, is above max_norm are scaled down to it."""
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+
+class SGD:
+    def __init__(self, clip_grad: ClipGradNorm | None = None) -> None:
+        self.op, self.moments, self.clip_grad = "SGDOptimizerV2", 0, clip_grad
+        self.attributes: dict[str, float | int] = {}
+
+
+class AdamW:
+    """onnxruntime-training's defaults: transformers' order of decay, eps 1e-6, no decay."""
+
+    def __init__(
+        self,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        clip_grad: ClipGradNorm | None = None,
+    ) -> None:
+        self.op, self.moments, self.clip_grad = "AdamWOptimizer", 2, clip_grad
+        self.attributes: dict[str, float | int] = {
+            "alpha": betas[0], "beta": betas[1], "epsilon": eps, "weight_decay": weight_decay, "adam_mode": 1,
+            "correct_bias": int(bias_correction)}  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .memory import StepMemory
+from .memory import StepMemory, mib
+from .memory_table import Table
 
 _ROWS = 4  # of a list, in the text
 
@@ -91,6 +92,11 @@ class GraphEntry:
     memory: StepMemory | None = None  # of the largest step, when there is one with a backward
     ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
     astray: int = 0  # forwards that were thrown away: their call went another way
+    checkpoints: str = ""  # regions of torch.utils.checkpoint, and what became of them; empty: there are none
+    table: Table | None = None  # clusters of operators that backward may compute again, for the sizes of that step
+    page_faults: int = 0  # of the process between its last two training forwards
+    # heads that leave out rows whose label is ignored: in forward and backward, in the backward alone
+    sparse_heads: tuple[int, int] = (0, 0)
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -160,7 +166,7 @@ class Report:
     def __str__(self) -> str:
         lines = [self.headline()]
         for g in self.graphs:
-            peak = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in g.peak_bytes.items())
+            peak = ", ".join(f"{name} {mib(size)}" for name, size in g.peak_bytes.items())
             lines.append(
                 f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic} [{g.why}]: capture {g.capture_s:.2f} s, "
                 f"load {g.load_s:.3f} s, "
@@ -169,8 +175,17 @@ class Report:
                 f"{g.backward_ms:.1f} ms, host {g.host_ms:.1f} ms" + (f", planned peak: {peak}" if peak else "")
             )
             lines += [f"    {text}" for text in g.cuts]
+            if any(g.sparse_heads):
+                lines.append(
+                    "    rows whose label is ignored are left out by: "
+                    f"{g.sparse_heads[0]} heads, the gradients of {g.sparse_heads[1]} more"
+                )
             if g.memory:
-                lines.append(f"    memory of a step: {g.memory}")
+                lines.append(f"    memory of a step: {g.memory}; {g.page_faults} page faults in the last")
+            if g.table:
+                lines += [f"    {text}" for text in str(g.table).splitlines()]
+            if g.checkpoints:
+                lines.append(f"    regions of torch.utils.checkpoint: {g.checkpoints}")
             if g.ways:
                 ways = f"{', '.join(g.ways[:_ROWS])}{', ...' * (len(g.ways) > _ROWS)}"
                 lines.append(f"    for branches on values of tensors: {ways}; {g.astray} calls went another way")
@@ -178,7 +193,7 @@ class Report:
                 lines.append(f"    not compared with forward later on: {g.unchecked}")
             if g.largest:
                 rows = [
-                    f"{e.bytes / 2**20:.1f} MiB {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}"
+                    f"{mib(e.bytes)} {e.kind} from {e.op}{f' at {e.file}:{e.line}' * bool(e.file)}"
                     for e in g.largest[:_ROWS]
                 ]
                 lines.append(f"    at the peak: {'; '.join(rows)}{'; ...' * (len(g.largest) > _ROWS)}")

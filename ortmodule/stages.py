@@ -8,14 +8,22 @@ does not run it.
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
+import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
+from .capture import Captured, flatten_inputs
+from .chain import Graph
+from .state import State
+
+logger = logging.getLogger("ortmodule")
 DOMAIN = "ortmodule.engine"
 _TYPES = {
     "f64": TensorProto.DOUBLE, "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16,
@@ -139,3 +147,53 @@ def rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
     for rows in (graph.input, graph.output, graph.value_info, graph.initializer):
         for row in rows:
             row.name = names.get(row.name, row.name)
+
+
+def save(state: State, data: bytes, name: str) -> None:
+    """Writes a file into the directory of the module's settings, if they have one."""
+    path = state.settings.save_path
+    if path is None:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+        with open(os.path.join(path, name), "wb") as file:
+            file.write(data)
+    except OSError as error:
+        logger.warning("the captured graph cannot be saved: %s", error)
+
+
+def file_name(state: State, stage: str, part: str = "") -> str:
+    mode = "training" if state.module.training and torch.is_grad_enabled() else "inference"
+    prefix = state.settings.save_prefix or type(state.module).__name__
+    number = f"_{len(state.every)}" if state.every else ""  # of a later capture
+    return f"{prefix}_{stage}_{mode}{part}{number}.onnx"
+
+
+def save_capture(state: State, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The capture's file, with the names of forward's parameters."""
+    if state.settings.save_path is None:
+        return
+    names = argument_names(state.module.forward, args, kwargs, flatten_inputs(args, kwargs).tensors)
+    own = [spec for spec in captured.inputs if spec.kind == "user" and spec.leaf < len(names)]
+    data = named(captured.onnx, [spec.name for spec in own], [names[spec.leaf] for spec in own])
+    save(state, data, file_name(state, "torch_exported"))
+
+
+def save_graph(state: State, graph: Graph) -> None:
+    """The engine's own graphs, for DebugOptions(save_onnx=True): the simplified forward now, the one that runs, with
+    its gradients, when it is made."""
+    if state.settings.save_path is None or not state.settings.save_prefix:
+        return
+
+    def write(variant: int, *names: str) -> None:
+        model = model_of(graph.model.text(variant), type(state.module).__name__)
+        for name in names:
+            save(state, model.SerializeToString(), name)
+
+    if not torch.is_grad_enabled() or not state.module.training:
+        write(-1, file_name(state, "optimized"))
+        write(graph.plain.number, file_name(state, "execution_model"))
+    else:
+        write(-1, file_name(state, "optimized_pre_grad"))
+        names = file_name(state, "optimized"), file_name(state, "execution_model")
+        graph.made = lambda variant: write(variant, *names)

@@ -112,6 +112,8 @@ TABLE: tuple[Row, ...] = (
         "a hook on an output that misses the way through another output is not warned of", instead=lambda _: None),
     Row("is_zero", ("torch.Tensor._is_zerotensor",), "zeros without memory are told by their address",
         instead=lambda t: t.numel() > 0 and t.layout is torch.strided and t.data_ptr() == 0),
+    Row("profiler", ("torch.autograd.profiler._is_profiler_enabled",), "torch.profiler shows no ranges of the engine",
+        instead=types.SimpleNamespace(_is_profiler_enabled=False), owner=True),
     # --- hooks on submodules
     Row("call_impl", ("torch.nn.Module._call_impl", "torch.nn.Module._get_backward_hooks",
                       "torch.nn.Module._get_backward_pre_hooks"),
@@ -162,6 +164,9 @@ TABLE: tuple[Row, ...] = (
     Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),
+    Row("checkpoint", ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+                       "torch.utils.checkpoint.noop_context_fn"), "what torch.utils.checkpoint stands around is kept "
+        "for backward (but with use_reentrant=True): more memory", owner=True),
     Row("transformer", ("torch.nn.modules.transformer._detect_is_causal_mask",), "layers of nn.Transformer that are "
         "given a mask ask at every call whether it is causal", owner=True),
     Row("composite_kernel", ("torch._C.DispatchKey.CompositeImplicitAutograd",

@@ -30,15 +30,17 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("SKIPCHECK_POLICY", "no", "all checks are made at every call; together they take microseconds"),
     Variable("ALLOW_AUTOGRAD_CHECKPOINT", "no", "torch.utils.checkpoint is captured, and recomputes as it says"),
     Variable("ENABLE_CUSTOM_AUTOGRAD", "no", "custom autograd.Functions always run with their own backward"),
-    Variable("ENABLE_COMPUTE_OPTIMIZER", "no", _ALWAYS),
-    Variable("ENABLE_SPARSE_OPTIMIZER", "no", _ALWAYS),
-    Variable("ENABLE_LABEL_SPARSE_OPTIMIZER", "no", _ALWAYS),
-    Variable("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "no", _ALWAYS),
+    Variable("ENABLE_COMPUTE_OPTIMIZER", "nearest", "0 turns off label sparsity, as LABEL_SPARSITY=0; products are not "
+             "moved behind gathers otherwise"),
+    Variable("ENABLE_SPARSE_OPTIMIZER", "nearest", "as LABEL_SPARSITY: padding is not left out"),
+    Variable("ENABLE_LABEL_SPARSE_OPTIMIZER", "same", "as LABEL_SPARSITY; decided by each batch's labels, not by the "
+             "first one's density"),
+    Variable("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "no", "padding is computed as everything else"),
     Variable("PRINT_INPUT_DENSITY", "no", "nothing is decided by the density of the first batch"),
     Variable("PRINT_MEMORY_STATS", "no", "report() has the planned peak by kind and place; training.utils has "
              "log_memory_usage"),
-    Variable("MEMORY_OPT_CONFIG", "no", "names of onnxruntime's subgraphs mean nothing here; MEMORY_OPT_LEVEL=1"),
-    Variable("MEMORY_OPT_PROBE_RECOMPUTE_LEVEL", "no", "as MEMORY_OPT_CONFIG"),
+    Variable("MEMORY_OPT_CONFIG", "nearest", "clusters are named by the engine's operators: the memory table has them"),
+    Variable("MEMORY_OPT_PROBE_RECOMPUTE_LEVEL", "no", "clusters are looked for among all operators"),
     Variable("CACHE_DIR", "no", "nothing is kept between processes; a capture takes about a second"),
     Variable("USE_TRITON", "no", _TRITON),
     Variable("TRITON_CONFIG_FILE", "no", _TRITON),

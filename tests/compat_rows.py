@@ -123,7 +123,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("an unknown variable", BETTER, "is named with the nearest that is known", "test_debug_options::test_an_unknown_variable_names_the_nearest"),
         Row("`load_from_json` and its keys", SAME, "FallbackPolicy and DebugOptions act; the others are checked, and named", "test_served_names::test_a_json_file_of_settings"),
         Row("ORTMODULE_MEMORY_OPT_LEVEL", SAME, "1: transformer layers are computed again", "test_memory_level::test_same_bits_less_memory"),
-        Row("ORTMODULE_MEMORY_OPT_CONFIG", NO, "names of onnxruntime's subgraphs mean nothing here", "test_debug_options::test_every_variable_is_taken_or_named"),
+        Row("ORTMODULE_MEMORY_OPT_CONFIG", SAME, "clusters are named by the engine's operators", "test_memory_table::test_a_file_says_what_is_computed_again"),
         Row("ORTMODULE_CACHE_DIR", NO, "a capture takes about a second", "test_debug_options::test_every_variable_is_taken_or_named"),
         Row("Triton, tuning", NO, "kernels are compiled beforehand, chosen by machine and sizes", "test_debug_options::test_every_variable_is_taken_or_named"),
         Row("`register_graph_optimizer`", NO, "the gradient graph exists in the engine's form alone; says so once", "test_served_names::test_what_registers_for_absent_parts_says_so_once"),

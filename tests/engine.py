@@ -94,6 +94,8 @@ class Ctx:
         _owners[self.p.value] = 1
         if device == "checking":
             lib.om_checking_use(self.p)
+        elif device == "cuda":
+            self.check(lib.om_cuda_use(self.p, 0))
         elif device == "cuda-fake":
             from cuda import fake
 
@@ -201,8 +203,8 @@ def run(text: str | Graph, inputs: list[torch.Tensor], wanted: list[int] | None 
     """Forward (and, with dys, backward) of a graph. inputs: one per graph input in order; wanted: 0/1 per input
     (default: all floats); dys: one per output, None = does not arrive. Returns (outputs + writes, gradients of the
     wanted inputs in order).
-    device: None is the interpreter, or what OM_DEVICE says; "cpu", "checking" (tests/device) and "cuda-fake" (tests/cuda/fake.py) plan the step, after the
-    passes of every model in the place of `passes`."""
+    device: None is the interpreter, or what OM_DEVICE says; "cpu", "checking" (tests/device), "cuda-fake" (tests/cuda/fake.py) and
+    "cuda" (a GPU) plan the step, after the passes of every model in the place of `passes`."""
     device = device or os.environ.get("OM_DEVICE")
     if device:
         from device import steps

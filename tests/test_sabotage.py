@@ -29,12 +29,17 @@ import test_bias
 import test_cse
 import test_fold
 import test_fuse
+import test_label_grads
+import test_label_parts
+import test_label_rows
 import test_layers
+import test_losses
 import test_masks
 import test_patterns
 import test_plan
 import test_plan_update
 import test_remat
+import test_remat_regions
 import test_simplify
 import torch
 
@@ -254,6 +259,9 @@ POINTS: dict[str, Callable[[], None]] = {
     "accumulate.term": accumulate_rows,
     "remat.written": remat_rows,
     "remat.computable": remat_rows,
+    "remat.region": test_remat_regions.test_inside_is_computed_again_and_what_others_ask_for_is_kept,
+    "remat.nested": test_remat_regions.test_regions_within_regions_are_computed_for_the_outer_one_and_anew,
+    "losses.once": test_losses.test_a_copy_that_others_read_stays,
     "layers.written": test_layers.test_a_layer_is_computed_again_from_its_input,
     "plan.view": plans(0, 50),
     "plan.dense": plans(0, 50),
@@ -300,9 +308,13 @@ PASSES: dict[str, Callable[[], None]] = {
     "bias": test_bias.test_an_added_vector_becomes_the_products_bias,
     "patterns": lambda: rows_of(test_patterns.test_what_is_spelled_out_becomes_one_operator),
     "accumulate": accumulate_rows,
+    "losses": lambda: test_losses.test_bits_stay("bf16", "reshape", "reduction=1", ""),
     "remat": remat_rows,
     "masks": mask_rows,
     "attention": written_rows,
+    "label_parts": lambda: test_label_parts.test_parts("in the middle"),
+    "label_rows": test_label_rows.test_interpreted,
+    "label_grads": test_label_grads.test_interpreted,
 }
 
 

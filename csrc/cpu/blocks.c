@@ -89,6 +89,7 @@ static block *pool_get(size_t size) {
         if (size >= SMALL) make_room(cap);
         b = malloc(sizeof *b);
         void *data = !b ? NULL : size < SMALL ? aligned_alloc(64, cap) : map(cap);
+        pool.st.mapped += size >= SMALL;
         if (b && !data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
             while (pool.n) unmap_at(pool.n - 1);
             data = map(cap);
@@ -101,6 +102,7 @@ static block *pool_get(size_t size) {
         }
     }
     if (b) {
+        pool.st.moved++;
         pool.st.live += b->cap;
         if (pool.st.live > pool.st.peak_live) pool.st.peak_live = pool.st.live;
     }
@@ -110,6 +112,7 @@ static block *pool_get(size_t size) {
 
 static void pool_put(block *b) {
     pthread_mutex_lock(&pool.lock);
+    pool.st.moved++;
     pool.st.live -= b->cap;
     b->stamp = ++pool.clock;
     int keep = b->cap >= SMALL;
@@ -166,11 +169,11 @@ om_pool_stats om_pool_state(void) {
     return s;
 }
 
-size_t om_pool_trim(void) {
+size_t om_pool_trim(bool anew) {
     pthread_mutex_lock(&pool.lock);
     size_t bytes = pool.st.free;
     while (pool.n) unmap_at(pool.n - 1);
-    pool.st.peak_live = pool.st.live;
+    if (anew) pool.st.peak_live = pool.st.live;
     pthread_mutex_unlock(&pool.lock);
     return bytes;
 }

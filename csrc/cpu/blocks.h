@@ -15,8 +15,11 @@
 om_block *om_cpu_block_get(om_ctx *cx, size_t size); /* the CPU's om_device.block_get */
 void om_cpu_block_put(om_block *b);
 size_t om_cpu_block_size(om_ctx *cx, size_t size); /* the CPU's om_device.block_size */
-typedef struct om_pool_stats { size_t live, free, peak_live; } om_pool_stats;
+typedef struct om_pool_stats {
+    size_t live, free, peak_live;
+    uint64_t mapped, moved; /* blocks asked of the system so far; blocks handed out and given back */
+} om_pool_stats;
 om_pool_stats om_pool_state(void);
-/* gives every free block back, and what is live now counts as the highest volume; bytes */
-size_t om_pool_trim(void);
+/* gives every free block back; anew: what is live now counts as the highest volume. Bytes */
+size_t om_pool_trim(bool anew);
 #endif

@@ -3,6 +3,7 @@
 #include "cpu/copy.h"
 #include "cpu/cpu.h"
 #include "cpu/strip.h"
+#include "ops/attr.h"
 
 int64_t om_cpu_scratch_none(om_ctx *cx, const om_args *a) {
     (void)cx, (void)a;
@@ -58,6 +59,15 @@ static om_status cpu_end(om_ctx *cx, om_status s) {
     return s;
 }
 
+static uint32_t cpu_counted(const om_graph *g, const om_node *n) {
+    om_dim size;
+    if (om_is(n, matmul)) return 3;
+    if (om_is(n, cross_entropy)) return 1u << 1;
+    if (om_is(n, cross_entropy_grad)) return 1u << 2;
+    const om_type *x = om_is(n, reduce_sum) ? om_ty(g, om_ins(g, n)[0]) : NULL;
+    return x && attr_axes_mask(n->attr, n->n_attr, x->rank) == 1u << (om_bounded_axis(g, x, &size) & 31);
+}
+
 const om_device om_device_cpu = {.name = "cpu",
                                  .host_memory = true,
                                  .rows = rows,
@@ -72,6 +82,7 @@ const om_device om_device_cpu = {.name = "cpu",
                                  .upload = cpu_move,
                                  .download = cpu_move,
                                  .workers = om_num_threads,
+                                 .counted = cpu_counted,
                                  .begin = cpu_begin,
                                  .end = cpu_end,
                                  .run_slice = om_run_slice_rows};

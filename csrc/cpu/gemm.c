@@ -7,16 +7,14 @@
  * C is narrow. Many products: whole products are the tasks, each worker packing for itself.
  *
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
- * processor has one.
+ * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
+ * pairs (kernels/gemm_bf16.k.c) on AVX512_BF16: twice as fast as widening, 0.8 to 1.0 times oneDNN on large products.
  *
  * Orientation. The kernel wants C contiguous along its columns and more columns than VL; when C is column-major, or is
  * narrow and tall, (A B)^T = B^T A^T is computed instead: same numbers, swapped strides.
  */
 #include "cpu/gemm.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 #include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -31,7 +29,9 @@ enum {
     SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
 };
-static const double HOST_MIN = 1e6; /* m n k: below it a call to the host costs more than it saves */
+/* m n k: below it a call to the host costs more than it saves; the second where the own kernel multiplies bf16 itself
+ * (AVX512_BF16) and the host has nothing better (AMX): tests/bench/bench_gemm.py --bf16 */
+static const double HOST_MIN = 1e6, HOST_MIN_DOT = 4e6;
 static const double MIN_FLOPS = 4e5; /* less work than this does not pay for waking a thread */
 
 typedef struct gemm_run {
@@ -44,25 +44,30 @@ typedef struct gemm_run {
 } gemm_run;
 
 static const om_gemm_type *gemm_type(int dtype) {
+    if (dtype == OM_BF16 && om_isa_bf16() & OM_BF16_DOT) return OM_PICK(om_gemm_bf16);
     const om_gemm_kernels *k = OM_PICK(om_gemm_isa);
     return dtype == OM_F64 ? &k->f64 : &k->f32;
 }
 
 static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-/* Bytes one worker needs to fill a column block of `rows` rows. */
-static int64_t gemm_work_size(const om_gemm_type *t, bool narrow, int64_t rows) {
-    return round_up(((int64_t)t->kc + (narrow ? rows : 0)) * t->cols * t->elem, 64);
+/* Bytes one worker needs to fill a column block of `rows` rows; `aside`: its sums lie apart from C until they are
+ * rounded. */
+static int64_t gemm_work_size(const om_gemm_type *t, bool aside, int64_t rows) {
+    const int64_t sum = t->elem < 4 ? 4 : t->elem;
+    return round_up(((int64_t)t->kc * t->elem + (aside ? rows * sum : 0)) * t->cols, 64);
 }
 
 static int64_t gemm_own_scratch(const om_gemm_how *p) {
-    return p->per_product || p->workers == 1 ? p->workers * (p->pack_size + p->work_size)
-                                             : p->pack_size + p->workers * p->work_size;
+    const int64_t shared = p->pack_size + p->acc_size;
+    return p->per_product || p->workers == 1 ? p->workers * (shared + p->work_size)
+                                             : shared + p->workers * p->work_size;
 }
 
 static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p) {
     const om_gemm_type *t = p->t = gemm_type(a->dtype);
-    p->m = a->m, p->n = a->n, p->k = a->k, p->narrow = om_is_half(a->dtype);
+    const bool pairs = t->elem == 2;
+    p->m = a->m, p->n = a->n, p->k = a->k, p->narrow = om_is_half(a->dtype) && !pairs;
     bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
     p->swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
     if (p->swap) p->m = a->n, p->n = a->m;
@@ -78,18 +83,21 @@ static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p)
         p->block_k = elems / want / t->kc * t->kc;
         if (p->block_k < t->kc) p->block_k = t->kc;
     }
+    const bool cut = pairs && p->block_k < p->k, aside = p->narrow || (pairs && !cut && p->k > t->kc);
     int64_t rows = elems / (p->block_k > 0 ? p->block_k : 1) / t->mr * t->mr;
     if (rows < 8 * t->mr) rows = 8 * t->mr;
-    if (p->narrow && rows > NARROW_ROWS / t->mr * t->mr) rows = NARROW_ROWS / t->mr * t->mr;
+    if (aside && rows > NARROW_ROWS / t->mr * t->mr) rows = NARROW_ROWS / t->mr * t->mr;
     if (rows > p->m) rows = round_up(p->m, t->mr);
     p->block_rows = rows;
+    p->ld_acc = cut ? round_up(p->n, t->cols) : 0;
+    p->acc_size = round_up(rows * p->ld_acc * (int64_t)sizeof(float), 64);
     int64_t col_blocks = (p->n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
     if (!alone && col_blocks < 3 * p->workers && col_blocks > 0)
         groups = (3 * p->workers + col_blocks - 1) / col_blocks;
     p->group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
     if (p->group_rows < 4 * t->mr) p->group_rows = 4 * t->mr;
     p->pack_size = round_up((p->block_rows / t->mr + 1) * om_gemm_panel_size(t, p->block_k) * t->elem, 64);
-    p->work_size = gemm_work_size(t, p->narrow, p->block_rows);
+    p->work_size = gemm_work_size(t, aside, p->block_rows);
 }
 
 /* --- own kernel ------------------------------------------------------------------------------------ */
@@ -123,8 +131,9 @@ static om_gemm_job gemm_job(const om_gemm_args *a, bool swap, int64_t product) {
     return j;
 }
 
-/* The part of a job that one packed block covers: rows from `row`, depth from `k`. Later depths add to C. */
-static om_gemm_job gemm_block(const om_gemm_how *p, const om_gemm_job *j, int64_t row, int64_t k, void *pack) {
+/* The part of a job that one packed block covers: rows from `row`, depth from `k`. Later depths add to C, or in `acc`,
+ * which lies behind the packed block. */
+static om_gemm_job gemm_block(const om_gemm_how *p, const om_gemm_job *j, int64_t row, int64_t k, char *pack) {
     int64_t es = (int64_t)om_dtype_size(j->dtype);
     om_gemm_job b = *j;
     b.a = (const char *)j->a + (row * j->rsa + k * j->csa) * es;
@@ -133,11 +142,16 @@ static om_gemm_job gemm_block(const om_gemm_how *p, const om_gemm_job *j, int64_
     b.m = j->m - row < p->block_rows ? j->m - row : p->block_rows;
     b.k = j->k - k < p->block_k ? j->k - k : p->block_k;
     b.pa = pack;
-    if (k > 0) b.beta = 1, b.bias = NULL;
+    if (p->acc_size) {
+        b.acc = (float *)(void *)(pack + p->pack_size), b.ld_acc = p->ld_acc;
+        b.more_before = k > 0, b.more_after = k + b.k < j->k;
+    } else if (k > 0) {
+        b.beta = 1, b.bias = NULL;
+    }
     return b;
 }
 
-static void gemm_alone(const om_gemm_how *p, const om_gemm_job *j, void *pack, void *work) {
+static void gemm_alone(const om_gemm_how *p, const om_gemm_job *j, char *pack, char *work) {
     for (int64_t row = 0; row < j->m; row += p->block_rows) {
         int64_t k = 0;
         do { /* at least once: k = 0 still writes C */
@@ -181,10 +195,11 @@ typedef struct gemm_many {
 static void gemm_many_worker(void *arg, int64_t begin, int64_t end) {
     (void)begin, (void)end;
     gemm_many *r = arg;
-    char *mem = r->mem + atomic_fetch_add(&r->worker, 1) * (r->p->pack_size + r->p->work_size);
+    const int64_t shared = r->p->pack_size + r->p->acc_size;
+    char *mem = r->mem + atomic_fetch_add(&r->worker, 1) * (shared + r->p->work_size);
     for (long long i; (i = atomic_fetch_add(&r->next, 1)) < r->a->batch;) {
         om_gemm_job j = gemm_job(r->a, r->p->swap, i);
-        gemm_alone(r->p, &j, mem, mem + r->p->pack_size);
+        gemm_alone(r->p, &j, mem, mem + shared);
     }
 }
 
@@ -203,7 +218,7 @@ static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, in
             do {
                 gemm_run r = {.job = gemm_block(p, &j, row, k, mem),
                               .t = p->t,
-                              .work = mem + p->pack_size,
+                              .work = mem + p->pack_size + p->acc_size,
                               .work_size = p->work_size,
                               .group_rows = p->group_rows};
                 r.panels = (r.job.m + p->t->mr - 1) / p->t->mr;
@@ -288,28 +303,13 @@ static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *
 
 /* --- the host's bf16 product (oneDNN inside torch) -------------------------------------------------- */
 
-static bool bf16_native(void) { /* AVX512_BF16 or AMX_BF16; read once, a race writes the same value twice */
-    static atomic_int known;
-    int n = atomic_load(&known);
-    if (!n) {
-        n = 1;
-#if defined(__x86_64__)
-        unsigned a = 0, b = 0, c = 0, d = 0;
-        if (om_isa() == OM_ISA_AVX512) {
-            if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) n = 2;
-            if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1) n = 2;
-        }
-#endif
-        atomic_store(&known, n);
-    }
-    return n == 2;
-}
-
 static bool host_chosen(om_ctx *cx, const om_gemm_args *a, om_gemm_how *b) {
-    int forced = gemm_forced();
+    const int forced = gemm_forced();
+    const unsigned has = om_isa_bf16();
     if (a->dtype != OM_BF16 || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0) return false;
     if (!blas_operands(a, b)) return false;
-    return forced == FORCE_HOST || (bf16_native() && (double)a->m * (double)a->n * (double)a->k >= HOST_MIN);
+    const double least = has == OM_BF16_DOT ? HOST_MIN_DOT : HOST_MIN;
+    return forced == FORCE_HOST || (has && (double)a->m * (double)a->n * (double)a->k >= least);
 }
 
 /* How many of the products the host has done, in order. */

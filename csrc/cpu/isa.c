@@ -17,6 +17,16 @@ static bool cpu_has_f16c(void) { /* not every compiler's __builtin_cpu_supports 
 }
 #endif
 
+static unsigned cpu_bf16(void) { /* what the processor multiplies bf16 with: OM_BF16_DOT, OM_BF16_AMX */
+    unsigned has = 0;
+#if defined(__x86_64__)
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) has |= OM_BF16_DOT;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1) has |= OM_BF16_AMX;
+#endif
+    return has;
+}
+
 static int isa_detect(bool lower) {
     int best = OM_ISA_GENERIC;
 #if defined(__x86_64__)
@@ -47,6 +57,19 @@ int om_isa(void) { /* two threads may both detect: they find the same */
     return i;
 }
 #endif
+
+unsigned om_isa_bf16(void) {
+    enum { KNOWN = 1 << 8 };
+    static unsigned bits;
+    unsigned i = __atomic_load_n(&bits, __ATOMIC_RELAXED);
+    if (!i) {
+        const char *e = getenv("ORTMODULE_ISA");
+        i = KNOWN | (om_isa() == OM_ISA_AVX512 ? cpu_bf16() : 0);
+        if (e && !strcmp(e, "avx512")) i &= ~(unsigned)OM_BF16_DOT;
+        __atomic_store_n(&bits, i, __ATOMIC_RELAXED);
+    }
+    return i & (OM_BF16_DOT | OM_BF16_AMX);
+}
 
 const char *om_isa_text(void) {
     static const char *const name[] = {"generic", "avx2", "avx512"};

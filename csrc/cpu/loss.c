@@ -1,6 +1,10 @@
 /* loss.c - ops/loss.c on the CPU: every logit is read once, and in the gradient written once. Row losses are summed in
  * row order, in double: the same bits for any number of threads. A label out of range is noted as a fault and its row
  * counts as ignored. Attributes and sizes are read once per plan.
+ *
+ * The gradient of some rows (idx) may overwrite the logits too: row i is made of row idx[i] >= i, so in ascending order
+ * nothing is overwritten that is still to be read. Threads then share the columns, in pieces that are whole blocks of
+ * the kernel: the bits are those of the gradient of all rows.
  */
 #include "cpu/cpu.h"
 #include "cpu/copy.h"
@@ -45,7 +49,11 @@ typedef struct loss_job {
     uint8_t reduction;
     bool weighted;
     om_fault *fault;
+    const int64_t *idx;               /* gradient of these rows, as many as `rows` */
+    int64_t rows, share;              /* share: columns at once */
 } loss_job;
+
+enum { LOSS_BLOCK = 512 /* loss.k.c's */, LOSS_SHARES = 16 };
 
 static int64_t label_at(const loss_job *j, int64_t i) {
     int64_t at = i * j->labels->stride[0];
@@ -84,6 +92,7 @@ static om_status loss_prepare(om_ctx *cx, om_arena *mem, const om_args *a, int f
                     .weighted = w && w->dtype};
     j->weight_sum = (double)j->c;
     j->grain = 1 + 32768 / (j->c + 1);
+    j->share = (j->c / LOSS_SHARES / LOSS_BLOCK + 1) * LOSS_BLOCK;
     OM_CHECK(cx, labels->dim[0] == j->n, "%s: %lld labels for %lld rows of logits", a->node->op->name,
              (long long)labels->dim[0], (long long)j->n);
     OM_CHECK(cx, !j->weighted || w->dim[0] == j->c, "%s: %lld class weights for %lld classes", a->node->op->name,
@@ -91,9 +100,12 @@ static om_status loss_prepare(om_ctx *cx, om_arena *mem, const om_args *a, int f
     return OM_OK;
 }
 
-/* Puts the operands in and converts the weights into `memory`. */
+/* Puts the operands in and converts the weights into `memory`. Rows past the count are left out: their labels are to
+ * be ignored (graph/bounded.c). */
 static void loss_begin(const om_args *a, int first, char *memory, loss_job *j) {
     const om_tensor *w = &a->in[first + 2];
+    j->rows = j->n;
+    if (a->count && !a->past) j->rows = *a->count < 0 ? 0 : *a->count < j->n ? *a->count : j->n;
     j->x = &a->in[first];
     j->labels = &a->in[first + 1];
     j->fault = a->fault;
@@ -143,9 +155,9 @@ om_status om_cpu_run_cross_entropy(om_ctx *cx, const om_args *a) {
     j.lse_out = &a->out[1];
     j.row_loss = a->scratch, j.row_weight = j.row_loss + j.n;
     loss_begin(a, 0, (char *)(j.row_weight + j.n), &j);
-    om_parallel_for(cx, j.n, j.grain, cross_entropy_range, &j);
+    om_parallel_for(cx, j.rows, j.grain, cross_entropy_range, &j);
     double sum = 0, denom = 0;
-    for (int64_t i = 0; i < j.n; i++) {
+    for (int64_t i = 0; i < j.rows; i++) {
         sum += j.row_loss[i];
         denom += j.row_weight[i];
         if (j.reduction == OM_LOSS_NONE) float_put(&a->out[0], i, j.row_loss[i]);
@@ -185,6 +197,55 @@ static void cross_entropy_grad_range(void *arg, int64_t begin, int64_t end) {
     }
 }
 
+/* Columns [from, to) of row `at` of the gradient, made of row i. */
+static void grad_piece(const loss_job *j, int64_t at, int64_t i, int64_t from, int64_t to, bool *noted) {
+    const int64_t size = (int64_t)om_dtype_size(j->x->dtype), sx = j->x->stride[1] * size;
+    const int64_t y = label_checked(j, i, noted);
+    char *dx = (char *)j->dx->data + (at * j->c + from) * size;
+    if (y == j->ignore) {
+        memset(dx, 0, (size_t)((to - from) * size));
+        return;
+    }
+    const double e = j->smoothing, g = j->scale * float_at(j->g, 0), lse = float_at(j->lse_in, i);
+    const double hit = (1 - e) * weight_at(j, y), each = e / (double)j->c, all = hit + each * j->weight_sum;
+    const int64_t row = i * j->x->stride[0], wide = (int64_t)om_dtype_size(om_compute_dtype(j->x->dtype));
+    const bool here = y >= from && y < to;
+    const double xy = here ? float_at(j->x, row + y * j->x->stride[1]) : 0;
+    j->k->grad((const char *)j->x->data + row * size + from * sx, sx, to - from, lse, g * all, g * each,
+               j->weight ? (const char *)j->weight + from * wide : NULL, dx);
+    if (here) float_put(j->dx, at * j->c + y, g * (all * exp(xy - lse) - (each * weight_at(j, y) + hit)));
+}
+
+static void grad_rows(void *arg, int64_t begin, int64_t end) {
+    const loss_job *j = arg;
+    bool noted = false;
+    for (int64_t at = begin; at < end; at++) grad_piece(j, at, j->idx[at], 0, j->c, &noted);
+}
+
+static void grad_columns(void *arg, int64_t begin, int64_t end) {
+    const loss_job *j = arg;
+    bool noted = false;
+    for (int64_t u = begin; u < end; u++) {
+        const int64_t from = u * j->share, to = from + j->share < j->c ? from + j->share : j->c;
+        for (int64_t at = 0; at < j->rows; at++) grad_piece(j, at, j->idx[at], from, to, &noted);
+    }
+}
+
+static om_status grad_some(om_ctx *cx, const om_args *a, loss_job *j) {
+    const int64_t count = *(const int64_t *)a->in[7].data, size = (int64_t)om_dtype_size(j->x->dtype);
+    j->idx = a->in[6].data;
+    j->rows = count < 0 ? 0 : count < j->n ? count : j->n;
+    for (int64_t i = 0; i < j->rows; i++)
+        if (j->idx[i] < i || j->idx[i] >= j->n)
+            return om_fail(cx, OM_INTERNAL, "cross_entropy_grad: idx is no list of a select_rows");
+    const bool moves = j->x->data == j->dx->data && j->rows && j->idx[j->rows - 1] != j->rows - 1;
+    if (moves) om_parallel_for(cx, (j->c + j->share - 1) / j->share, 1, grad_columns, j);
+    else om_parallel_for(cx, j->rows, j->grain, grad_rows, j);
+    if (a->past || !a->count)
+        memset((char *)j->dx->data + j->rows * j->c * size, 0, (size_t)((j->n - j->rows) * j->c * size));
+    return OM_OK;
+}
+
 om_status om_cpu_prepare_cross_entropy_grad(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
     return loss_prepare(cx, mem, a, 1, prep);
 }
@@ -194,6 +255,7 @@ om_status om_cpu_run_cross_entropy_grad(om_ctx *cx, const om_args *a) {
     j.g = &a->in[0], j.lse_in = &a->in[4], j.dx = &a->out[0];
     loss_begin(a, 1, a->scratch, &j);
     if (j.reduction == OM_LOSS_MEAN) j.scale = 1 / float_at(&a->in[5], 0);
-    om_parallel_for(cx, j.n, j.grain, cross_entropy_grad_range, &j);
+    if (a->n_in > 6) return grad_some(cx, a, &j);
+    om_parallel_for(cx, j.rows, j.grain, cross_entropy_grad_range, &j);
     return OM_OK;
 }

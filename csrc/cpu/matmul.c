@@ -118,13 +118,15 @@ om_status om_cpu_run_matmul(om_ctx *cx, const om_args *ar) {
     g.a = ar->in[0].data, g.b = ar->in[1].data, g.c = ar->out[0].data;
     if (g.bias) g.bias = ar->in[2].data;
     g.scratch = ar->scratch;
-    if (ar->count && p->bounded) { /* as many rows as count, unless that wants more room than all of them */
+    if (ar->count && p->bounded) { /* as many rows as count: nothing past them is read */
         int64_t *size = (int64_t *)(void *)((char *)&g + p->bounded), all = *size;
         om_gemm_how how;
         *size = *ar->count < 0 ? 0 : *ar->count < all ? *ar->count : all;
-        if (*size < all) OM_TRY(om_gemm_prepare(cx, &g, &how));
-        if (*size < all && how.scratch <= p->how.scratch) return om_gemm_run(cx, &g, &how);
-        *size = all;
+        if (*size < all) {
+            OM_TRY(om_gemm_prepare(cx, &g, &how));
+            if (how.scratch > p->how.scratch) g.scratch = NULL; /* it wants more room than all of them */
+            return om_gemm_run(cx, &g, &how);
+        }
     }
     return om_gemm_run(cx, &g, &p->how);
 }

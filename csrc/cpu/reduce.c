@@ -20,6 +20,7 @@ enum { STRIP = 512, CHUNK = 1024 };
 typedef struct red_job {
     int op, cls, n_kept, n_red;        /* axes, outermost first */
     bool mean, is_bool, cols;
+    bool counted;                      /* of the reduced space only the rows that the run counts are read */
     int load_dtype, out_dtype;
     int64_t kdim[OM_RANK], kin[OM_RANK], kout[OM_RANK]; /* size, stride of x, stride of y (elements) */
     int64_t rdim[OM_RANK], rin[OM_RANK];
@@ -238,7 +239,9 @@ int64_t om_cpu_scratch_reduce(om_ctx *cx, const om_args *a) {
 }
 
 om_status om_cpu_prepare_reduce(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
-    const red_job j = red_job_of(a);
+    red_job j = red_job_of(a);
+    j.counted = a->bounded && a->bounded[0] >= 0 && om_is(a->node, reduce_sum) &&
+                attr_axes_mask(a->attr, a->n_attr, a->in[0].rank) == 1u << a->bounded[0];
     *prep = om_arena_copy(mem, &j, sizeof j);
     return *prep ? OM_OK : cx->status;
 }
@@ -246,6 +249,8 @@ om_status om_cpu_prepare_reduce(om_ctx *cx, om_arena *mem, const om_args *a, con
 om_status om_cpu_run_reduce(om_ctx *cx, const om_args *a) {
     red_job j = *(const red_job *)a->prep;
     j.x = a->in[0].data, j.y = a->out[0].data, j.part = a->scratch;
+    if (a->count && j.counted && j.groups) /* what lies past them is zero, or nobody made it so: om_device.counted */
+        j.rdim[0] = j.count = *a->count < 0 ? 0 : *a->count < j.count ? *a->count : j.count;
     om_parallel_for(cx, j.groups * j.blocks, j.grain, red_units, &j);
     if (j.blocks > 1) {
         const red_acc *part = (const red_acc *)j.part;

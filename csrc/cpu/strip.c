@@ -325,6 +325,19 @@ om_status om_cpu_prepare_strip(om_ctx *cx, om_arena *mem, const om_args *a, cons
     return job_prepare(cx, &p->prog, a->in, a->out, p);
 }
 
+/* Rows past the count are left out: the outermost axis becomes shorter. How many strips are left. */
+static int64_t strips_counted(const om_args *a, const strip_prep *prep, om_strip_job *j) {
+    const int64_t all = a->bounded[a->n_in] == 0 ? a->out[0].dim[0] : 0, count = *a->count;
+    if (all <= 1 || count >= all) return prep->n_strips;
+    if (count <= 0) return 0;
+    const int last = j->rank - 1;
+    j->dim[0] = j->dim[0] / all * count;
+    j->total = j->total / all * count;
+    if (j->flat) return (j->total + j->strip - 1) / j->strip;
+    if (!last) j->per_row = (j->dim[0] + j->strip - 1) / j->strip;
+    return j->total / j->dim[last] * j->per_row;
+}
+
 om_status om_cpu_run_strip(om_ctx *cx, const om_args *a) {
     const strip_prep *prep = a->prep;
     const om_strip_prog *p = &prep->prog;
@@ -345,7 +358,8 @@ om_status om_cpu_run_strip(om_ctx *cx, const om_args *a) {
     if (p->n_draw) j.seed = a->scalars->seed;
     j.in = arg;
     j.out = out;
-    om_parallel_for(cx, prep->n_strips, prep->grain, run_strips, &j);
+    const int64_t n_strips = a->count && !a->past ? strips_counted(a, prep, &j) : prep->n_strips;
+    om_parallel_for(cx, n_strips, prep->grain, run_strips, &j);
     return OM_OK;
 }
 

@@ -5,9 +5,6 @@
 
 typedef struct om_gpu_conv conv;
 
-#define EACH(i, n)                                                                                  \
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (int64_t)gridDim.x * blockDim.x)
-
 struct spot { int64_t at[3]; };
 FN spot spot_of(int64_t i, const int64_t *size) {
     spot s;
@@ -38,7 +35,7 @@ FN int64_t over(const conv &p, const spot &in, const spot &tap) {
 
 template <class S> FN void conv_y(const conv &p) {
     typedef WIDE F;
-    EACH(i, p.n * p.o * p.pixels) {
+    OVER_GRID(i, p.n * p.o * p.pixels) {
         const int64_t o = i / p.pixels % p.o, b = i / p.pixels / p.o, c0 = o / p.og * p.cg;
         const spot out = spot_of(i % p.pixels, p.out);
         F sum = p.bias ? at<S>(p.bias, o) : (F)0;
@@ -57,7 +54,7 @@ template <class S> FN void conv_y(const conv &p) {
 
 template <class S> FN void conv_dx(const conv &p) {
     typedef WIDE F;
-    EACH(i, p.n * p.c * p.plane) {
+    OVER_GRID(i, p.n * p.c * p.plane) {
         const int64_t c = i / p.plane % p.c, b = i / p.plane / p.c, o0 = c / p.cg * p.og;
         const spot in = spot_of(i % p.plane, p.in);
         F sum = 0;
@@ -108,7 +105,6 @@ template <class S> FN void conv_db(const conv &p) {
     sum = block_all<op_sum>(sum, (F)0, (F *)shared);
     if (!threadIdx.x) put<S>(p.db, blockIdx.x, sum);
 }
-#undef EACH
 
 FLOATS(conv_y, struct om_gpu_conv, 256, conv_y)
 FLOATS(conv_dx, struct om_gpu_conv, 256, conv_dx)

@@ -206,7 +206,8 @@ static om_status host_call(om_ctx *cx, om_gpu *g, om_run *r, const om_call *c, o
     if (st == OM_OK) {
         om_args a = {.node = node, .prep = call->host_prep, .attr = c->attr, .n_attr = node->n_attr, .n_in = c->n_in,
                      .n_out = c->n_out, .in = host, .out = host + c->n_in, .scratch = scratch, .scalars = scalars,
-                     .fault = &r->fault, .bounded = counted ? c->bounded : NULL, .count = counted ? &count : NULL};
+                     .fault = &r->fault, .bounded = counted ? c->bounded : NULL, .count = counted ? &count : NULL,
+                     .past = c->past};
         const om_device *device = cx->device;
         const int threads = cx->max_threads;
         cx->device = &om_device_cpu;

@@ -2,11 +2,8 @@
  * source of a target (an atomic minimum, so it is the same every time) leads, and its block adds all others. */
 #include "cuda/kernel.h"
 
-#define EACH(i, n)                                                                                  \
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (int64_t)gridDim.x * blockDim.x)
-
 EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
-    EACH(i, p.outer * p.m * p.inner) {
+    OVER_GRID(i, p.outer * p.m * p.inner) {
         const int64_t c = i % p.inner, k = i / p.inner % p.m, o = i / p.inner / p.m;
         int64_t at = index_at(p.idx, p.wide, k);
         if ((uint64_t)at >= (uint64_t)p.n) {
@@ -15,17 +12,12 @@ EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
             at = 0;
         }
         const int64_t s = o * p.x_outer + at * p.x_n + c * p.x_inner;
-        switch (p.size) {
-        case 1: st((uint8_t *)p.y + i, ld((const uint8_t *)p.x + s)); break;
-        case 2: st((uint16_t *)p.y + i, ld((const uint16_t *)p.x + s)); break;
-        case 4: st((uint32_t *)p.y + i, ld((const uint32_t *)p.x + s)); break;
-        default: st((uint64_t *)p.y + i, ld((const uint64_t *)p.x + s));
-        }
+        move_one(p.x, s, p.y, i, p.size);
     }
 }
 
 EXPORT(256) om_k_gather_elements(PARAM(struct om_gpu_elements) p) {
-    EACH(i, p.total) {
+    OVER_GRID(i, p.total) {
         int64_t rest = i, s = 0, k = 0;
         for (int r = p.rank - 1; r >= 0; r--) {
             const int64_t c = rest % p.dim[r];
@@ -39,21 +31,16 @@ EXPORT(256) om_k_gather_elements(PARAM(struct om_gpu_elements) p) {
             at = 0;
         }
         s += at * p.step;
-        switch (p.size) {
-        case 1: st((uint8_t *)p.y + i, ld((const uint8_t *)p.x + s)); break;
-        case 2: st((uint16_t *)p.y + i, ld((const uint16_t *)p.x + s)); break;
-        case 4: st((uint32_t *)p.y + i, ld((const uint32_t *)p.x + s)); break;
-        default: st((uint64_t *)p.y + i, ld((const uint64_t *)p.x + s));
-        }
+        move_one(p.x, s, p.y, i, p.size);
     }
 }
 
 EXPORT(256) om_k_scatter_clear(PARAM(struct om_gpu_scatter) p) {
-    EACH(i, p.n) st(p.head + i, INT32_MAX);
+    OVER_GRID(i, p.n) st(p.head + i, INT32_MAX);
 }
 
 EXPORT(256) om_k_scatter_link(PARAM(struct om_gpu_scatter) p) {
-    EACH(i, p.m) {
+    OVER_GRID(i, p.m) {
         const int64_t to = index_at(p.idx, p.wide, i);
         if ((uint64_t)to >= (uint64_t)p.n) {
             fault_note(p.fault, (uint32_t)p.site, 1, to, i, p.n);
@@ -87,4 +74,3 @@ template <class S> FN void scatter_add(const om_gpu_scatter &p) {
     if (c < p.inner) put<S>(p.y, row * p.inner + c, (F)x);
 }
 FLOATS(scatter_add, struct om_gpu_scatter, 256, scatter_add)
-#undef EACH

@@ -62,6 +62,20 @@ FN void out(f16 *p, float x) {
 template <class S> FN WIDE at(const char *p, int64_t i) { return in(ld((const S *)p + i)); }
 template <class S> FN void put(char *p, int64_t i, WIDE x) { out((S *)p + i, x); }
 
+/* Element i of n, each for one thread of a grid of any size in x. */
+#define OVER_GRID(i, n)                                                                             \
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (int64_t)gridDim.x * blockDim.x)
+
+/* One element of 1, 2, 4 or 8 bytes as it is; offsets in elements. */
+FN void move_one(const char *src, int64_t s, char *dst, int64_t d, int size) {
+    switch (size) {
+    case 1: st((uint8_t *)dst + d, ld((const uint8_t *)src + s)); break;
+    case 2: st((uint16_t *)dst + d, ld((const uint16_t *)src + s)); break;
+    case 4: st((uint32_t *)dst + d, ld((const uint32_t *)src + s)); break;
+    default: st((uint64_t *)dst + d, ld((const uint64_t *)src + s));
+    }
+}
+
 /* Any float dtype, told at run time. */
 FN double float_at(const char *p, int dtype, int64_t i) {
     switch (dtype) {

@@ -76,7 +76,7 @@ template <class S> FN void loss_grad_row(const om_gpu_loss &p) {
         for (int64_t c = threadIdx.x; c < p.n; c += blockDim.x) sum += weight_at(p, c);
         sum = block_all<op_sum>(sum, 0.0, (double *)shared);
     }
-    const double g = at<S>(p.dloss, p.reduction ? 0 : r * p.loss_step) * (p.reduction == 1 ? 1 / ld(p.denom) : 1);
+    const double g = float_at(p.dloss, p.gtype, p.reduction ? 0 : r * p.loss_step) * (p.reduction == 1 ? 1 / ld(p.denom) : 1);
     const double lse = ld(p.lse + r), all = hit + each * sum;
     const F hi = (F)lse, lo = (F)(lse - (double)hi), k = (F)(g * all);
     for (int64_t c = threadIdx.x; c < p.n; c += blockDim.x) {

@@ -253,7 +253,7 @@ om_status om_lower_cross_entropy(om_lower *l) {
     loss_operands(l, 0, g);
     om_gpu_out(l, &g->lse, 1, OM_GPU_WRITE);
     om_gpu_scratch_at(l, &g->row, 0, 16 * p.rows, OM_GPU_WRITE);
-    g = om_gpu_add(l, OF(loss_finish, dtype), 1, 1, 1, threads_for(p.rows), 32 * 8, sizeof *g);
+    g = om_gpu_add(l, OF(loss_finish, a->out[0].dtype), 1, 1, 1, threads_for(p.rows), 32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_scratch_at(l, &g->row, 0, 16 * p.rows, OM_GPU_READ);
@@ -271,6 +271,7 @@ om_status om_lower_cross_entropy_grad(om_lower *l) {
     if (!g) return l->cx->status;
     *g = p;
     loss_operands(l, 1, g);
+    g->gtype = a->in[0].dtype;
     if (!p.reduction) g->loss_step = a->in[0].stride[0];
     om_gpu_in(l, &g->dloss, 0);
     om_gpu_in(l, &g->lse, 4);

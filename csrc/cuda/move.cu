@@ -1,15 +1,7 @@
 /* move.cu - elements moved as they are, and made from nothing. */
 #include "cuda/kernel.h"
 
-/* one element of 1, 2, 4 or 8 bytes; offsets in elements */
-FN void move_one(const char *src, int64_t s, char *dst, int64_t d, int size) {
-    switch (size) {
-    case 1: st((uint8_t *)dst + d, ld((const uint8_t *)src + s)); break;
-    case 2: st((uint16_t *)dst + d, ld((const uint16_t *)src + s)); break;
-    case 4: st((uint32_t *)dst + d, ld((const uint32_t *)src + s)); break;
-    default: st((uint64_t *)dst + d, ld((const uint64_t *)src + s));
-    }
-}
+/* the low bytes of x */
 FN void put_one(char *dst, int64_t d, uint64_t x, int size) {
     switch (size) {
     case 1: st((uint8_t *)dst + d, (uint8_t)x); break;
@@ -19,11 +11,8 @@ FN void put_one(char *dst, int64_t d, uint64_t x, int size) {
     }
 }
 
-#define EACH(i, n)                                                                                  \
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (int64_t)gridDim.x * blockDim.x)
-
 EXPORT(256) om_k_copy(PARAM(struct om_gpu_copy) p) {
-    EACH(i, p.total) {
+    OVER_GRID(i, p.total) {
         int64_t rest = i, s = 0, d = 0;
         for (int r = p.rank - 1; r >= 0; r--) {
             const int64_t c = rest % p.dim[r];
@@ -67,11 +56,11 @@ EXPORT(256) om_k_flip(PARAM(struct om_gpu_flip) p) {
 }
 
 EXPORT(256) om_k_fill(PARAM(struct om_gpu_fill) p) {
-    EACH(i, p.n) put_one(p.dst, i, p.value, p.size);
+    OVER_GRID(i, p.n) put_one(p.dst, i, p.value, p.size);
 }
 
 EXPORT(256) om_k_iota(PARAM(struct om_gpu_iota) p) {
-    EACH(i, p.n) {
+    OVER_GRID(i, p.n) {
         const int64_t k = p.istart + i * p.istep;
         switch (p.dtype) {
         case OM_I64: st((int64_t *)p.dst + i, k); break;
@@ -84,7 +73,7 @@ EXPORT(256) om_k_iota(PARAM(struct om_gpu_iota) p) {
 }
 
 EXPORT(256) om_k_trilu(PARAM(struct om_gpu_trilu) p) {
-    EACH(i, p.total) {
+    OVER_GRID(i, p.total) {
         int64_t rest = i, s = 0, row = 0, col = 0;
         for (int r = p.rank - 1; r >= 0; r--) {
             const int64_t c = rest % p.dim[r];
@@ -98,4 +87,3 @@ EXPORT(256) om_k_trilu(PARAM(struct om_gpu_trilu) p) {
         else put_one(p.dst, i, 0, p.size);
     }
 }
-#undef EACH

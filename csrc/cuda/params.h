@@ -111,6 +111,7 @@ typedef struct om_gpu_loss {
     int64_t rows, n, xrow, xcol, label_step, weight_step, loss_step, ignore;
     double smoothing;
     int32_t wtype, wide, reduction, site; /* wide: labels are i64 */
+    int32_t gtype, none;                  /* gtype: dtype of dloss */
 } om_gpu_loss;
 
 /* --- index.cu ------------------------------------------------------------------------------------------ */

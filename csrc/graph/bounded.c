@@ -2,6 +2,7 @@
  *
  * A rule sees the operands' and the results' types and says whether rows stay apart. Where a rule adds up over rows, it
  * names the operands that must be zero past the count: om_make puts trims before these, the verifier looks for them.
+ * cross_entropy adds up too, but over rows whose label is ignore_index: past the count labels must be that.
  */
 #include "graph/engine.h"
 #include "graph/facts.h"
@@ -123,6 +124,37 @@ static const char *rule_matmul(const bounded_node *n, uint32_t *sums) {
     return NULL;
 }
 
+/* Past the count, is every label the one that is ignored? */
+static bool labels_end(const om_graph *g, om_id labels, int64_t ignore) {
+    const om_node *n = om_maker(g, labels);
+    return n && om_is(n, compress) && om_node_int(n, "past", 0) == ignore;
+}
+
+/* Rows of logits, labels, lse and gradients of logits lie side by side; or (idx) a gradient takes rows. */
+static const char *rule_loss(const bounded_node *n, uint32_t *sums) {
+    const bool grad = n->op == &om_op_cross_entropy_grad;
+    const int x = grad, labels = x + 1;
+    const int64_t ignore = om_attr_int(n->attr, n->n_attr, "ignore_index", -100);
+    (void)sums;
+    if (grad && n->n_in > 6) { /* its type rule has looked */
+        for (int i = 0; i < 6; i++)
+            if (axis_of(n, i) >= 0) return "rows of bounded operands are not chosen again";
+        return NULL;
+    }
+    if (axis_of(n, x) != 0) return "logits and labels need the same bounded rows";
+    om_dim size, other;
+    om_bounded_axis(n->g, om_ty(n->g, n->in[x]), &size);
+    for (int i = 0; i < n->n_in; i++) {
+        if (n->in[i] == OM_NONE || i == x) continue;
+        const int at = om_bounded_axis(n->g, om_ty(n->g, n->in[i]), &other);
+        const bool row = i == labels || (grad && i == 4);
+        const bool own = grad && i == 0 && other == size; /* dloss of each row */
+        if (row ? at != 0 || other != size : at >= 0 && !own)
+            return "logits and labels need the same bounded rows";
+    }
+    return labels_end(n->g, n->in[labels], ignore) ? NULL : "past the count its labels are not ignore_index";
+}
+
 static const struct { const om_op *op; bounded_rule rule; } rows[] = {
     {&om_op_select_rows, rule_own},
     {&om_op_compress, rule_own},
@@ -150,6 +182,8 @@ static const struct { const om_op *op; bounded_rule rule; } rows[] = {
     {&om_op_rms_norm, rule_norm},
     {&om_op_rms_norm_grad, rule_norm},
     {&om_op_matmul, rule_matmul},
+    {&om_op_cross_entropy, rule_loss},
+    {&om_op_cross_entropy_grad, rule_loss},
 };
 
 static bounded_rule rule_of(const om_op *op) {
@@ -160,19 +194,45 @@ static bounded_rule rule_of(const om_op *op) {
 
 /* --- zero past the count ------------------------------------------------------------------------------ */
 
+/* Zero where its operand is. */
+static bool keeps_zeros(const om_node *n) {
+    return om_is(n, permute) || om_is(n, reshape) || om_is(n, stop_grad) || om_is(n, cast);
+}
+
 static bool is_zero_past(const om_graph *g, om_id v) {
     for (;;) {
         const om_node *n = om_maker(g, v);
         if (!n) return false;
-        if (om_is(n, compress) || om_is(n, trim)) return true;
+        if (om_is(n, compress)) return om_node_int(n, "past", 0) == 0;
+        if (om_is(n, trim) || om_is(n, cross_entropy_grad)) return true;
         if (om_is(n, fill)) return om_node_float(n, "value", 0) == 0;
-        if (!om_is(n, permute) && !om_is(n, reshape) && !om_is(n, stop_grad)) return false;
+        if (!keeps_zeros(n)) return false;
         v = om_ins(g, n)[0];
     }
 }
 
+uint32_t om_bounded_past(om_graph *g, const om_node *n, bool past, uint32_t counted) {
+    const bounded_node b = {g, n->op, om_ins(g, n), n->n_in, n->attr, n->n_attr, NULL, 0};
+    const bounded_rule rule = rule_of(n->op);
+    uint32_t read = 0;
+    if (rule) rule(&b, &read);
+    const bool grad = om_is(n, cross_entropy_grad), loss = om_is(n, cross_entropy);
+    if (loss || grad) read |= 1u << (loss ? 1 : 2);
+    read &= ~counted;
+    if (past && grad) read |= 1u << 2;
+    if (past && keeps_zeros(n)) read |= 1;
+    return read;
+}
+
+/* Before the views: a trim of a transposed view would be a transposed copy. */
 static om_id trim_make(om_graph *g, om_id v) {
     om_dim size;
+    const om_node *n = om_maker(g, v);
+    if (n && (om_is(n, permute) || om_is(n, reshape))) {
+        const om_node view = *n; /* building moves the array */
+        const om_id x = trim_make(g, om_ins(g, &view)[0]);
+        return om_make(g, view.op, OM_IN(x), view.attr, view.n_attr);
+    }
     const int axis = om_bounded_axis(g, om_ty(g, v), &size);
     const om_id count = axis < 0 ? OM_NONE : g->syms.v[g->exprs.v[~size].a].count;
     return om_make(g, &om_op_trim, OM_IN(v, count), OM_ATTRS(OM_AI("axis", axis)));

@@ -59,6 +59,9 @@ typedef struct om_device {
     /* To it. Waits for what is queued, and returns what has failed there and was not told yet (late faults, below). */
     om_status (*download)(om_ctx *cx, void *to, const void *from, size_t size);
     int (*workers)(om_ctx *cx); /* how many may share a call now: scratch is sized by it */
+    /* Bit per operand of which the node's kernel, told a count, reads nothing past it. NULL: kernels here do all rows;
+     * then leaving out rows is no gain (passes/label_rows.c) */
+    uint32_t (*counted)(const om_graph *g, const om_node *n);
     /* One slice, the calls between two stops of a run, is begin, run_slice, end, on the thread that resumes the run.
      * begin sets up what the slice needs of the thread (workers: as many as the plan counted on); where it fails, the
      * slice is not run and there is no end. It waits for nothing, and returns what the device already knows to have

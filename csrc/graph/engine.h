@@ -30,6 +30,7 @@ struct om_ctx {
     /* 0: no limit. A run lowers om_num_threads to what its plan counted on when it sized scratch */
     int max_threads;
     bool host_alloc;       /* services.alloc is the host's own */
+    bool all_rows;         /* rows that do not count are computed all the same (passes/label_rows.c) */
     const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
 };
 
@@ -155,6 +156,7 @@ typedef struct om_scope { /* where in the user's source a node comes from */
     const char *module;   /* "transformer.h.0.attn" */
     const char *file;
     int line;
+    const char *region;   /* checkpoints it lies in, outermost first: "2/3"; NULL: none. Of equal text: one region */
 } om_scope;
 
 /* UPDATE: optimizer steps and what reads their results. Such nodes run once per run, after every FORWARD node and never
@@ -214,6 +216,12 @@ typedef struct om_graph {
 om_graph *om_graph_new(om_ctx *cx);
 void om_graph_free(om_graph *g);
 static inline const om_id *om_ins(const om_graph *g, const om_node *n) { return g->operands.v + n->in; }
+/* The checkpoints a node lies in; a node of the backward: those of the node it is the gradient of. NULL: none. */
+static inline const char *om_region(const om_graph *g, const om_node *n) {
+    return n && n->scope < g->scopes.n ? g->scopes.v[n->scope].region : NULL;
+}
+int om_region_depth(const char *region);               /* how many; NULL: 0 */
+int om_region_common(const char *a, const char *b);    /* how many of the outermost are the same */
 static inline om_value *om_val(const om_graph *g, om_id v) { return &g->values.v[v]; }
 static inline const om_type *om_ty(const om_graph *g, om_id v) { return &g->values.v[v].type; }
 
@@ -287,6 +295,9 @@ typedef struct om_args { /* what a kernel gets */
      * prepared, and where no plan runs it. */
     const int8_t *bounded;
     const int64_t *count;
+    /* Somebody reads what lies past the count in an output: then it must be what it is without a count (zeros, where
+     * the operator says so) */
+    bool past;
     om_fault *fault;     /* of this run; never NULL where a kernel runs */
 } om_args;
 typedef struct om_builder om_builder;
@@ -387,6 +398,9 @@ typedef struct om_rewriter {
 } om_rewriter;
 typedef om_status (*om_emit_fn)(om_rewriter *r, om_id node);
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out);
+/* Told of each rewrite of this thread when it is done, NULL: nobody. map: as om_rewriter's, of the finished graph. */
+typedef void (*om_rewrite_told)(void *arg, const om_graph *from, const om_graph *to, const om_id *map);
+void om_rewrite_tell(om_rewrite_told told, void *arg);
 om_status om_rewrite_copy(om_rewriter *r, om_id node);
 /* the same over these operands (of `to`) */
 om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in);
@@ -413,6 +427,9 @@ const om_id *om_bounded_operands(om_graph *g, const om_op *op, const om_id *in, 
                                  int n_attr, om_id *with);
 om_status om_bounded_check(om_graph *g, const om_node *n, const om_type *out);
 om_status om_bounded_ends(const om_graph *g);
+/* Bit per operand of which n needs what lies past the count. past: somebody reads it of n's result; counted: operands
+ * of which its kernel reads nothing there (om_device.counted). */
+uint32_t om_bounded_past(om_graph *g, const om_node *n, bool past, uint32_t counted);
 /* the axis of a bounded size, and which; -1: none, -2: several, or a size computed from one */
 int om_bounded_axis(const om_graph *g, const om_type *t, om_dim *size);
 

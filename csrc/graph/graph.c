@@ -25,6 +25,23 @@ const om_op *om_op_find(const char *name) {
     return NULL;
 }
 
+int om_region_depth(const char *region) {
+    int n = region && *region;
+    for (; n && *region; region++) n += *region == '/';
+    return n;
+}
+
+int om_region_common(const char *a, const char *b) {
+    int n = 0;
+    for (; a && b && *a && *b; n++) {
+        const size_t x = strcspn(a, "/"), y = strcspn(b, "/");
+        if (x != y || memcmp(a, b, x) != 0) break;
+        a += x + (a[x] == '/');
+        b += y + (b[y] == '/');
+    }
+    return n;
+}
+
 om_graph *om_graph_new(om_ctx *cx) {
     om_graph *g = om_alloc(cx, sizeof *g);
     if (!g) return NULL;
@@ -104,7 +121,24 @@ static bool attrs_copy(om_graph *g, om_node *n, const om_attr *attr, int n_attr)
 }
 
 #if defined(OM_TRACE_OPS) /* tools/om_ops.c: what was ever made */
-uint8_t om_ops_made[OM_N_OPS];
+uint8_t om_ops_made[OM_N_OPS], om_types_made[OM_N_DTYPES];
+static om_status type_note(om_ctx *cx, int dtype) {
+    om_types_made[dtype] = 1;
+    return cx->status;
+}
+#elif defined(OM_ONLY) /* make device OPS=...: copies convert between the types of these files (cpu/kernels/copy.k.c) */
+#include <only.h>
+static om_status type_note(om_ctx *cx, int dtype) {
+#define TYPE(t) [OM_##t] = OM_KEEP_TYPE_##t
+    static const uint8_t kept[OM_N_DTYPES] = {TYPE(F32), TYPE(F64), TYPE(BF16), TYPE(F16), TYPE(I64),
+                                              TYPE(I32), TYPE(I16), TYPE(I8),   TYPE(U8),  TYPE(BOOL)};
+#undef TYPE
+    return kept[dtype] ? cx->status
+                       : om_fail(cx, OM_UNSUPPORTED, "%s: this library was built for files that do not use this type",
+                                 om_dtype_name(dtype));
+}
+#else
+static om_status type_note(om_ctx *cx, int dtype) { return (void)dtype, cx->status; }
 #endif
 
 om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_attr *attr, int n_attr) {
@@ -149,6 +183,8 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
         if (cx->status == OM_OK) om_fail(cx, OM_INTERNAL, "%s: its type rule failed without a message", op->name);
         return OM_NONE;
     }
+    for (int i = 0; i < n_out; i++)
+        if (type_note(cx, ty[i].dtype) != OM_OK) return OM_NONE;
     if (g->bounded && om_bounded_check(g, &node, ty) != OM_OK) return OM_NONE;
     om_node *slot = OM_PUSH(cx, &g->nodes);
     if (!slot) return OM_NONE;
@@ -163,7 +199,7 @@ om_id om_make(om_graph *g, const om_op *op, const om_id *in, int n_in, const om_
 
 om_id om_input(om_graph *g, om_role role, const char *name, const om_type *t) {
     om_ctx *cx = g->cx;
-    if (cx->status != OM_OK) return OM_NONE;
+    if (cx->status != OM_OK || type_note(cx, t->dtype) != OM_OK) return OM_NONE;
     om_value *v = OM_PUSH(cx, &g->values);
     om_id *slot = v ? OM_PUSH(cx, &g->inputs) : NULL;
     if (!slot) return OM_NONE;

@@ -84,6 +84,11 @@ om_status om_rewrite_copy(om_rewriter *r, om_id node) {
     return om_rewrite_copy_with(r, node, in);
 }
 
+static _Thread_local om_rewrite_told rewrite_told;
+static _Thread_local void *rewrite_arg;
+
+void om_rewrite_tell(om_rewrite_told told, void *arg) { rewrite_told = told, rewrite_arg = arg; }
+
 om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *arg, om_graph **out) {
     *out = NULL;
     om_graph *g = om_graph_new(cx);
@@ -99,7 +104,8 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
         om_scope *sc = OM_PUSH(cx, &g->scopes);
         if (sc)
             *sc = (om_scope){om_arena_str(&g->arena, from->scopes.v[i].module),
-                             om_arena_str(&g->arena, from->scopes.v[i].file), from->scopes.v[i].line};
+                             om_arena_str(&g->arena, from->scopes.v[i].file), from->scopes.v[i].line,
+                             om_arena_str(&g->arena, from->scopes.v[i].region)};
     }
     for (uint32_t i = 0; i < from->inputs.n; i++) {
         const om_value *v = om_val(from, from->inputs.v[i]);
@@ -145,6 +151,7 @@ om_status om_rewrite(om_ctx *cx, const om_graph *from, om_emit_fn emit, void *ar
                               from->grads.v[i].input};
     }
     if (s == OM_OK) s = cx->status;
+    if (s == OM_OK && rewrite_told) rewrite_told(rewrite_arg, from, g, r.map);
 done:
     om_free(cx, r.map);
     om_free(cx, live);

@@ -386,7 +386,7 @@ static om_status text_parse_attr(text_in *in, om_attr *a) {
 }
 
 static om_status text_scope(text_in *in, om_node *n) {
-    const char *module, *file = NULL;
+    const char *module, *file = NULL, *region = NULL;
     int64_t line = 0;
     OM_TRY(text_quoted(in, &module));
     text_space(in);
@@ -395,12 +395,18 @@ static om_status text_scope(text_in *in, om_node *n) {
         OM_TRY(text_need(in, ":"));
         OM_TRY(text_integer(in, &line));
         if (line < 0 || line > INT32_MAX) return text_err(in, "line %lld", (long long)line);
+        text_space(in);
+    }
+    if (!strncmp(in->p, "in ", 3)) {
+        in->p += 3;
+        text_space(in);
+        OM_TRY(text_quoted(in, &region));
     }
     om_graph *g = in->g;
     for (om_id i = g->scopes.n; i-- > 0;) { /* neighbours share scopes: found at once */
         const om_scope *s = &g->scopes.v[i];
         if (!strcmp(s->module ? s->module : "", module) && (s->file ? file && !strcmp(s->file, file) : !file) &&
-            s->line == line) {
+            s->line == line && (s->region ? region && !strcmp(s->region, region) : !region)) {
             n->scope = i;
             return OM_OK;
         }
@@ -408,7 +414,8 @@ static om_status text_scope(text_in *in, om_node *n) {
     om_scope *s = OM_PUSH(in->cx, &g->scopes);
     if (!s) return in->cx->status;
     n->scope = g->scopes.n - 1;
-    *s = (om_scope){om_arena_str(&g->arena, module), om_arena_str(&g->arena, file), (int)line};
+    *s = (om_scope){om_arena_str(&g->arena, module), om_arena_str(&g->arena, file), (int)line,
+                      om_arena_str(&g->arena, region)};
     return in->cx->status;
 }
 
@@ -416,7 +423,7 @@ typedef OM_VEC(const char *) text_words;
 typedef OM_VEC(om_id) text_ids;
 typedef OM_VEC(om_attr) text_attrs;
 
-/* [names =] op(operands) {attributes}: types @scope rng= backward seg=      `lhs` holds the names already */
+/* [names =] op(operands) {attributes}: types @scope in "region" rng= backward seg=      `lhs` holds the names already */
 static om_status text_parse_node(text_in *in, const text_words *lhs, text_ids *ins, text_attrs *attrs) {
     om_graph *g = in->g;
     const char *word;

@@ -207,6 +207,10 @@ static void text_node(text_out *o, const om_graph *g, const om_node *n, const ch
             text_string(o, s->file);
             text_printf(o, ":%d", s->line);
         }
+        if (s->region) {
+            text_puts(o, " in ");
+            text_string(o, s->region);
+        }
     }
     if (n->rng) text_printf(o, " rng=%llu", (unsigned long long)n->rng);
     if (n->phase != OM_FORWARD) text_puts(o, n->phase == OM_BACKWARD ? " backward" : " update");

@@ -511,18 +511,22 @@ om_status om_onnx_constant(om_onnx *o) {
 
 static om_id read_scope(om_onnx *o) {
     const char *module = om_onnx_meta(o, "module"), *file = om_onnx_meta(o, "file"), *line = om_onnx_meta(o, "line");
+    const char *region = om_onnx_meta(o, "checkpoint");
     om_graph *g = o->g;
-    if (!module && !file) return OM_NONE;
+    if (!module && !file && !region) return OM_NONE;
     long n = 0;
     for (const char *c = line; c && isdigit((unsigned char)*c) && n < 100000000; c++) n = n * 10 + (*c - '0');
     if (!module) module = "";
     for (om_id i = g->scopes.n; i-- > 0 && g->scopes.n - i <= 64;) { /* neighbours share scopes */
         const om_scope *s = &g->scopes.v[i];
-        if (s->line == n && !strcmp(s->module, module) && (s->file ? file && !strcmp(s->file, file) : !file)) return i;
+        if (s->line == n && !strcmp(s->module, module) && (s->file ? file && !strcmp(s->file, file) : !file) &&
+            (s->region ? region && !strcmp(s->region, region) : !region))
+            return i;
     }
     om_scope *s = OM_PUSH(o->cx, &g->scopes);
     if (!s) return OM_NONE;
-    *s = (om_scope){om_arena_str(&g->arena, module), om_arena_str(&g->arena, file), (int)n};
+    *s = (om_scope){om_arena_str(&g->arena, module), om_arena_str(&g->arena, file), (int)n,
+                      om_arena_str(&g->arena, region)};
     return g->scopes.n - 1;
 }
 

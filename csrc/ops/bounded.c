@@ -4,12 +4,13 @@
  *     z = restore(y, idx, count)
  *
  * compress and restore are each other's gradients. select_rows defines the symbol in its attribute `count`: at most as
- * many rows as the mask has.
+ * many rows as the mask has. `most`: where more than that share of them is true, leaving out the others does not pay,
+ * and all rows are taken; whoever sets it must do with more rows than the mask says.
  */
 #include "ops/attr.h"
+#include "ops/bounded.h"
 
-/* The bounded size that operands `idx` and `count` (or `count` alone: idx < 0) of a node stand for. */
-static om_status bounded_operands(om_graph *g, const om_node *n, int idx, int count, om_dim *size) {
+om_status bounded_operands(om_graph *g, const om_node *n, int idx, int count, om_dim *size) {
     const om_id c = om_ins(g, n)[count];
     const om_value *v = om_val(g, c);
     const om_node *made = v->node == OM_NONE ? NULL : &g->nodes.v[v->node];
@@ -32,6 +33,8 @@ static om_status select_rows_infer(om_graph *g, const om_node *n, om_type *out) 
     OM_TRY(om_sym_bound(g, g->syms.v[g->exprs.v[~size].a].name, mask.dim[0]));
     om_sym *s = &g->syms.v[g->exprs.v[~size].a];
     if (s->count == OM_NONE) s->count = n->out + 1;
+    const double most = om_node_float(n, "most", 1);
+    OM_CHECK(g->cx, most >= 0 && most <= 1, "select_rows: most is %g; 0 to 1 is allowed", most);
     out[0] = (om_type){.dtype = OM_I64, .rank = 1, .dim = {size}};
     out[1] = (om_type){.dtype = OM_I64};
     return OM_OK;
@@ -43,6 +46,8 @@ static om_status compress_infer(om_graph *g, const om_node *n, om_type *out) {
     OM_TRY(bounded_operands(g, n, 1, 2, &size));
     const om_dim bound = g->syms.v[g->exprs.v[~size].a].bound;
     OM_CHECK(g->cx, out->rank >= 1 && out->dim[0] == bound, "compress: x must have as many rows as the mask");
+    OM_CHECK(g->cx, om_node_int(n, "past", 0) == 0 || out->dtype == OM_I64 || out->dtype == OM_I32,
+             "compress: past is for i64 and i32, x is %s", om_dtype_name(out->dtype));
     out->dim[0] = size;
     return OM_OK;
 }

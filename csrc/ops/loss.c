@@ -7,9 +7,12 @@
  *     dx_c   = g_i ((a exp(x_c - lse_i)) - e / C w_c - (1 - e) w_y [c = y]),           a = (1 - e) w_y + e / C sum_c
  *            w_c
  * where g_i is the arriving gradient, over denom for the mean. Ignored rows contribute 0 and get gradient 0.
- * The forward keeps only lse; the gradient may write over the logits.
+ * wide: of logits in half precision the loss is f32, and so is the gradient that arrives: as if they had been cast first.
+ * The forward keeps only lse; the gradient may write over the logits. Given rows (idx, count of a select_rows), it
+ * makes only those, one after the other: the others are known to be zero (passes/label_grads.c).
  */
 #include "ops/attr.h"
+#include "ops/bounded.h"
 #include "ops/loss.h"
 
 #include <math.h>
@@ -45,6 +48,7 @@ static om_status cross_entropy_infer(om_graph *g, const om_node *n, om_type *out
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     out[0] = out[1] = out[2] = *x;
     out[0].rank = om_node_int(n, "reduction", OM_LOSS_MEAN) == OM_LOSS_NONE;
+    if (om_node_int(n, "wide", 0) && om_is_half(x->dtype)) out[0].dtype = OM_F32;
     out[1].rank = 1;
     out[2].rank = 0;
     out[1].dtype = out[2].dtype = OM_F64; /* two numbers a row: what is lost here is lost for every logit of the row */
@@ -78,6 +82,14 @@ const om_op om_op_cross_entropy = {
 static om_status cross_entropy_grad_infer(om_graph *g, const om_node *n, om_type *out) {
     OM_TRY(loss_check(g, n, 1));
     out[0] = *om_ty(g, om_ins(g, n)[1]);
+    if (n->n_in == 6) return OM_OK;
+    OM_CHECK(g->cx, n->n_in == 8 && om_node_int(n, "reduction", OM_LOSS_MEAN) != OM_LOSS_NONE,
+             "cross_entropy_grad of some rows needs idx and count, and a reduction");
+    om_dim size;
+    OM_TRY(bounded_operands(g, n, 6, 7, &size));
+    OM_CHECK(g->cx, g->syms.v[g->exprs.v[~size].a].bound == out[0].dim[0],
+             "cross_entropy_grad: idx is not of as many rows as the logits have");
+    out[0].dim[0] = size;
     return OM_OK;
 }
 
@@ -85,7 +97,7 @@ const om_op om_op_cross_entropy_grad = {
     OM_OP(cross_entropy_grad),
     .kind = OM_K_ROW,
     .min_in = 6,
-    .max_in = 6,
+    .max_in = 8,
     .n_out = 1,
     .optional = 1u << 3,
     .infer = cross_entropy_grad_infer,

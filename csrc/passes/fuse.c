@@ -238,6 +238,8 @@ static om_status fuse_emit(om_rewriter *r, om_id id) {
                               OM_ATTRS(OM_AS("program", e->text), OM_AD("out_dtype", dtype, p->text.n_out)));
     if (out == OM_NONE) return g->cx->status;
     om_last(g)->segment = n->segment;
+    for (uint32_t i = 0; i < gr->member.n; i++) /* that it computes again, for who looks on */
+        if (r->from->nodes.v[gr->member.v[i]].again) om_last(g)->again = r->from->nodes.v[gr->member.v[i]].again;
     for (int i = 0; i < p->text.n_out; i++) {
         r->map[p->result[i]] = out + (om_id)i;
         const char *name = om_val(r->from, p->result[i])->name;

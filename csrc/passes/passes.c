@@ -2,7 +2,7 @@
  *
  * A pass reads a graph and writes another (om_rewrite), which replaces the first. Environment:
  *   ORTMODULE_VERIFY=1        verify after every pass (always on when built with -DOM_DEBUG)
- *   ORTMODULE_DUMP_PASSES=1   log the text of the graph, level 3, after every pass that changed it
+ *   ORTMODULE_DUMP_PASSES=d   write the graph before and after every pass that changed it into directory d (dump.c)
  *   ORTMODULE_PASS_LIMIT=n    run only the first n passes of a list: bisects a wrong pass
  */
 #include "passes/passes.h"
@@ -33,8 +33,15 @@ const om_pass *const om_passes_forward[] = {
     &om_pass_simplify, /* again: fold and cse made operands equal that were not */
     &om_pass_patterns,
     &om_pass_bias,
+    &om_pass_losses,
     &om_pass_layout,
     &om_pass_dce,
+    NULL,
+};
+
+const om_pass *const om_passes_variant[] = {
+    &om_pass_label_parts,
+    &om_pass_label_rows,
     NULL,
 };
 
@@ -42,6 +49,7 @@ const om_pass *const om_passes_joint[] = {
     &om_pass_simplify,
     &om_pass_fold,
     &om_pass_cse,
+    &om_pass_label_grads,
     &om_pass_accumulate,
     &om_pass_remat, /* a variant: the flags it is asked by */
     &om_pass_dce,
@@ -85,19 +93,6 @@ static bool passes_env(const char *name) {
     return e && *e && strcmp(e, "0") != 0;
 }
 
-static om_status passes_dump(om_ctx *cx, const char *name, const om_graph *before, const om_graph *after) {
-    char *a, *b;
-    OM_TRY(om_graph_print(before, &a));
-    om_status s = om_graph_print(after, &b);
-    if (s == OM_OK && strcmp(a, b) != 0) {
-        om_log(cx, 3, "pass %s changed the graph (%u -> %u nodes):", name, before->nodes.n, after->nodes.n);
-        if (cx->sv.log) cx->sv.log(cx->sv.user, 3, b);
-    }
-    om_free(cx, a);
-    if (s == OM_OK) om_free(cx, b);
-    return s;
-}
-
 om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step, const void *arg, om_graph **g) {
 #ifdef OM_DEBUG
     const bool verify = true;
@@ -116,7 +111,7 @@ om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step,
         om_graph_free(next);
         return cx->status;
     }
-    s = passes_env("ORTMODULE_DUMP_PASSES") ? passes_dump(cx, name, *g, next) : OM_OK;
+    s = om_passes_dump(cx, name, *g, next);
     om_graph_free(*g);
     *g = next;
     return s;
@@ -124,6 +119,13 @@ om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step,
 
 static om_status passes_call(om_ctx *cx, const om_graph *in, const void *pass, om_graph **out) {
     return ((const om_pass *)pass)->run(cx, in, out);
+}
+
+om_status om_pass_apply(om_ctx *cx, const om_pass *pass, const om_graph *in, om_graph **out) {
+    om_sabotage_enter(pass->name);
+    const om_status s = pass->run(cx, in, out);
+    om_sabotage_enter(NULL);
+    return s;
 }
 
 om_status om_passes_range(om_ctx *cx, const om_pass *const *list, int from, int to, om_graph **g) {

@@ -12,6 +12,7 @@
 
 extern const om_pass *const om_passes[];         /* all of them, NULL-terminated */
 extern const om_pass *const om_passes_forward[]; /* after import, before gradients are built */
+extern const om_pass *const om_passes_variant[]; /* the forward of a variant, before its gradients */
 /* forward + backward graph; in the place of `remat` a variant's own set of flags is applied (run/model.c) */
 extern const om_pass *const om_passes_joint[];
 /* Passes [from, to) of a list, and one step that is none of it, number i of the pipeline: replaces *g. */
@@ -19,6 +20,9 @@ om_status om_passes_range(om_ctx *cx, const om_pass *const *list, int from, int 
 typedef om_status (*om_pass_step)(om_ctx *cx, const om_graph *in, const void *arg, om_graph **out);
 om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step, const void *arg, om_graph **g);
 const om_pass *om_pass_find(const char *name);   /* NULL when unknown */
+om_status om_pass_apply(om_ctx *cx, const om_pass *pass, const om_graph *in, om_graph **out); /* one, and no more */
+/* Where ORTMODULE_DUMP_PASSES asks for it: the graphs as files, if they differ (dump.c). before NULL: there is none. */
+om_status om_passes_dump(om_ctx *cx, const char *name, const om_graph *before, const om_graph *after);
 
 /* The constant a value is, if all its elements are equal: true and the element as double (exact for every float and for
  * small integers). */

@@ -6,10 +6,15 @@
  * lives of kept values, and of those only until a reader of the clone. What nobody in the backward asks for is not
  * computed, whatever its flag.
  *
+ * Checkpoints within checkpoints: what lies in an inner one is computed once for readers in the outer one, and anew for
+ * its own, so that it need not lie there from the first to the last. So a value has a clone for each number of
+ * checkpoints that it shares with who reads it; one is enough where that is 0 or 1, or there are none.
+ *
  * Kernels are deterministic, so the bits are the same: node and clone share a number (om_node.again), by which fuse
  * lets both round, or neither, where they stay in registers. State is written from the forward's own values (the list
  * of writes), never by a clone.
  */
+#include "graph/sabotage.h"
 #include "passes/passes.h"
 #include "passes/remat.h"
 
@@ -18,7 +23,8 @@
 typedef struct remat {
     const om_facts *f;
     const uint8_t *again;
-    om_id *clone;                  /* per old value: its clone in the new graph, OM_NONE before */
+    om_id *clone;                  /* per shared checkpoints and old value: its clone in the new graph, OM_NONE before */
+    const char *region;            /* of who reads: checkpoints */
     OM_VEC(om_id) todo;            /* remat_read: values to be cloned, each needed by the one before */
 } remat;
 
@@ -71,10 +77,17 @@ static om_status remat_check(om_ctx *cx, const om_facts *f, const uint8_t *again
 
 /* --- rewriting ------------------------------------------------------------------------------------- */
 
+/* The clone of the old value v that m->region reads. */
+static om_id *remat_clone(const remat *m, om_id v) {
+    const om_graph *g = m->f->g;
+    const int shared = om_region_common(om_region(g, om_maker(g, m->f->root[v])), m->region);
+    return &m->clone[(shared > 1 && !om_sabotage("remat.nested") ? (size_t)shared - 1 : 0) * g->values.n + v];
+}
+
 /* Does the new graph have what backward reads for the old value v: the forward's own, or a clone made before? */
 static bool remat_found(const om_rewriter *r, om_id v, om_id *found) {
     const remat *m = r->arg;
-    if ((*found = m->clone[v]) != OM_NONE) return true;
+    if ((*found = *remat_clone(m, v)) != OM_NONE) return true;
     *found = r->map[v];
     return !m->again[m->f->root[v]];
 }
@@ -113,10 +126,10 @@ static om_id remat_read(om_rewriter *r, om_id v) {
             const om_id first = om_val(r->to, r->map[n->out])->node;
             r->to->nodes.v[first].again = om_last(r->to)->again = first + 1;
         }
-        for (k = 0; k < n->n_out; k++) m->clone[n->out + (om_id)k] = out + (om_id)k;
+        for (k = 0; k < n->n_out; k++) *remat_clone(m, n->out + (om_id)k) = out + (om_id)k;
         m->todo.n--;
     }
-    return m->clone[v];
+    return *remat_clone(m, v);
 }
 
 static om_status remat_emit(om_rewriter *r, om_id id) {
@@ -125,6 +138,7 @@ static om_status remat_emit(om_rewriter *r, om_id id) {
     if (n->phase != OM_BACKWARD) return om_rewrite_copy(r, id);
     if (n->n_in > OM_MAX_IN)
         return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OM_MAX_IN);
+    ((remat *)r->arg)->region = om_region(r->from, n);
     for (int k = 0; k < n->n_in; k++)
         with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
     if (r->to->cx->status != OM_OK) return r->to->cx->status;
@@ -132,7 +146,12 @@ static om_status remat_emit(om_rewriter *r, om_id id) {
 }
 
 om_status om_remat_apply(om_ctx *cx, const om_facts *f, const uint8_t *again, om_graph **out) {
-    const size_t bytes = ((size_t)f->g->values.n + 1) * sizeof(om_id);
+    int depth = 1; /* of checkpoints */
+    for (uint32_t i = 0; i < f->g->scopes.n; i++) {
+        const int at = om_region_depth(f->g->scopes.v[i].region);
+        if (at > depth) depth = at;
+    }
+    const size_t bytes = ((size_t)f->g->values.n * (size_t)depth + 1) * sizeof(om_id);
     *out = NULL;
     OM_TRY(remat_check(cx, f, again));
     remat m = {.f = f, .again = again, .clone = om_alloc(cx, bytes)};

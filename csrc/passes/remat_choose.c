@@ -11,7 +11,9 @@
  *
  * Casts of graph inputs stay: one low-precision copy of a weight serves the whole step.
  *
- * layers (memory level 1): cheap, and whole transformer layers, whatever their operators cost:
+ * layers (memory level 1): cheap, and the low-precision copies of parameters (autocast), half of what these take:
+ * backward then reads the parameter, and whoever runs it sees to it that it has not changed; and whole transformer
+ * layers, whatever their operators cost:
  *
  *   boundary     the input of a norm whose result reaches an attention before another norm: where a layer begins. It is
  *                kept.
@@ -21,6 +23,13 @@
  * What backward reads of a layer is computed again from the boundary before it. Left alone: nodes of the host, and
  * nodes that read an input which the forward overwrites. This is gradient checkpointing
  * (https://arxiv.org/abs/1604.06174) at the boundaries onnxruntime-training used.
+ *
+ * checkpoints (torch.utils.checkpoint in the user's code: om_region), with either policy:
+ *
+ *   inside       a value that a forward node of a checkpoint computes and that may be computed again. All are wanted
+ *   asked        an inside value that backward needs outside of the (outermost) checkpoint: what PyTorch keeps as the
+ *                checkpoint's result, or the input of another. It is kept, or computed as if there were no checkpoint
+ *                around it, but never from what is inside: that would be there from then on.
  *
  * Either way the wanted values come first; then, from the last node to the first, what they need that nobody keeps is
  * flagged too. So what only the next boundary needs (the last product of a layer) is not computed twice.
@@ -36,8 +45,10 @@ typedef struct choice {
     /* per value, at roots: backward reads it, or it is a boundary; exists anyway; wanted */
     uint8_t *kept, *fixed, *wanted;
     uint8_t *written;              /* per value: a graph input that the forward writes */
+    bool layers;
     uint8_t *boundary;             /* per value; layers */
     uint8_t *layer;                /* per node: of a layer; layers */
+    uint8_t *inside, *asked;       /* per value, at roots; checkpoints. inside NULL: there are none */
     uint8_t *needed;               /* per value, at roots: backward or what it computes again reads it */
 } choice;
 
@@ -45,10 +56,14 @@ static bool choice_cheap(const om_node *n) {
     return n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) || om_is(n, dropout);
 }
 
+/* v, at a root, is there in backward when its checkpoint is, and not before. */
+static bool choice_hidden(const choice *c, om_id v) { return c->inside && c->inside[v] && !c->asked[v]; }
+
 static bool choice_computable(const choice *c, om_id v, int depth) {
     const om_graph *g = c->g;
     v = c->f->root[v];
     const om_node *n = om_maker(g, v);
+    if (choice_hidden(c, v)) return false;
     if (!n) return !c->written[v] || om_sabotage("remat.written");
     if (n->phase != OM_FORWARD) return false;
     const bool there = c->kept[v] || c->fixed[v];
@@ -59,10 +74,17 @@ static bool choice_computable(const choice *c, om_id v, int depth) {
     return true;
 }
 
+/* A parameter in low precision. */
+static bool choice_copy(const om_graph *g, const om_node *n) {
+    const om_id x = om_ins(g, n)[0];
+    return om_is(n, cast) && om_val(g, x)->role == OM_PARAM && om_is_half(om_ty(g, n->out)->dtype) &&
+           !om_is_half(om_ty(g, x)->dtype);
+}
+
 static bool choice_wants(const choice *c, const om_node *n) {
     const om_graph *g = c->g;
     if (n->phase != OM_FORWARD || n->op->view || !choice_cheap(n) || !c->kept[n->out]) return false;
-    bool computed = false; /* from more than graph inputs */
+    bool computed = c->layers && choice_copy(g, n); /* from more than graph inputs */
     for (int k = 0; k < n->n_in; k++) {
         om_id v = om_ins(g, n)[k];
         if (v == OM_NONE) continue;
@@ -144,17 +166,46 @@ static om_status layers_find(om_ctx *cx, choice *c) {
     return s;
 }
 
+/* --- checkpoints ----------------------------------------------------------------------------------- */
+
+/* Does somebody in a checkpoint, or outside of any, ask for what another one has computed? */
+static void regions_ask(choice *c, const om_node *by, om_id v) {
+    v = c->f->root[v];
+    if (c->inside && c->inside[v] && !om_region_common(om_region(c->g, om_maker(c->g, v)), om_region(c->g, by)))
+        c->asked[v] = 1;
+}
+
+static om_status regions_find(om_ctx *cx, choice *c) {
+    const om_graph *g = c->g;
+    bool any = false;
+    for (uint32_t i = 0; i < g->scopes.n; i++) any |= g->scopes.v[i].region != NULL;
+    if (!any || om_sabotage("remat.region")) return OM_OK;
+    c->inside = om_alloc(cx, (size_t)g->values.n + 1);
+    c->asked = om_alloc(cx, (size_t)g->values.n + 1);
+    if (!c->inside || !c->asked) return cx->status;
+    for (om_id v = 0; v < g->values.n; v++)
+        c->inside[v] = c->f->root[v] == v && om_region(g, om_maker(g, v)) && !c->fixed[v] && !om_remat_illegal(c->f, v);
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        for (int k = 0; k < n->n_in && n->phase == OM_BACKWARD && !n->op->view && c->f->live[i]; k++)
+            if (om_ins(g, n)[k] != OM_NONE) regions_ask(c, n, om_ins(g, n)[k]);
+    }
+    return OM_OK;
+}
+
 /* --- from wanted values to flags ------------------------------------------------------------------- */
 
 /* Somebody needs v in the backward: is it computed again, rather than kept? */
 static bool choice_again(const choice *c, om_id v) {
     const om_node *n = om_maker(c->g, v);
     if (!n || n->phase != OM_FORWARD || c->fixed[v]) return false;
+    if (choice_hidden(c, v)) return true;
     if (c->wanted[v]) return true;
     if (c->kept[v]) return false;
     /* a layer's value goes with its layer; of others only what is cheap, as wanted values have counted on: the rest is
      * kept from now on */
-    return !c->layer || layers_inside(c, v) || choice_computable(c, v, DEPTH);
+    if (c->layer && layers_inside(c, v)) return true;
+    return (!c->layer && !c->inside) || choice_computable(c, v, DEPTH);
 }
 
 static void choice_close(choice *c, uint8_t *again) {
@@ -167,8 +218,11 @@ static void choice_close(choice *c, uint8_t *again) {
             const om_id v = n->out + (om_id)k;
             made |= again[v] = c->needed[v] && choice_again(c, v);
         }
-        for (int k = 0; k < n->n_in && made; k++)
-            if (om_ins(g, n)[k] != OM_NONE) c->needed[c->f->root[om_ins(g, n)[k]]] = 1;
+        for (int k = 0; k < n->n_in && made; k++) {
+            if (om_ins(g, n)[k] == OM_NONE) continue;
+            c->needed[c->f->root[om_ins(g, n)[k]]] = 1;
+            regions_ask(c, n, om_ins(g, n)[k]);
+        }
     }
 }
 
@@ -185,6 +239,7 @@ static om_status choose(om_ctx *cx, const om_remat_ask *ask, bool layers, uint8_
     size_t n = (size_t)g->values.n + 1;
     choice c = {.g = g,
                 .f = ask->f,
+                .layers = layers,
                 .kept = om_alloc(cx, n),
                 .fixed = om_alloc(cx, n),
                 .wanted = om_alloc(cx, n),
@@ -197,13 +252,17 @@ static om_status choose(om_ctx *cx, const om_remat_ask *ask, bool layers, uint8_
             if (c.f->held[v]) choice_fix(&c, v);
         }
         for (uint32_t i = 0; i < g->writes.n; i++) c.written[g->inputs.v[g->writes.v[i].input]] = 1;
-        for (om_id i = 0; i < g->nodes.n; i++)
-            if (choice_wants(&c, &g->nodes.v[i])) c.wanted[g->nodes.v[i].out] = 1;
+        s = regions_find(cx, &c);
+    }
+    for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++) {
+        if (choice_wants(&c, &g->nodes.v[i])) c.wanted[g->nodes.v[i].out] = 1;
     }
     if (s == OM_OK && layers) s = layers_find(cx, &c);
     if (s == OM_OK) choice_close(&c, again);
     om_free(cx, c.boundary);
     om_free(cx, c.layer);
+    om_free(cx, c.inside);
+    om_free(cx, c.asked);
     om_free(cx, c.kept);
     om_free(cx, c.fixed);
     om_free(cx, c.wanted);

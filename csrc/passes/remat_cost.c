@@ -21,7 +21,7 @@ static double cost_dim(const om_graph *g, om_id v, int axis, const int64_t *sym)
 }
 
 /* Products: twice the multiplications. Rows of functions (exp, sqrt, random bits): about ten operations an element. */
-static double cost_flops(const om_graph *g, const om_node *n, const int64_t *sym) {
+double om_remat_products(const om_graph *g, const om_node *n, const int64_t *sym) {
     const om_id *in = om_ins(g, n);
     const double out = cost_numel(g, n->out, sym);
     if (om_is(n, matmul)) return 2 * out * cost_dim(g, in[0], -1, sym);
@@ -43,6 +43,13 @@ static double cost_flops(const om_graph *g, const om_node *n, const int64_t *sym
     if (om_is(n, recurrent)) return 2 * cost_numel(g, in[0], sym) * cost_dim(g, in[1], -1, sym);
     if (om_is(n, recurrent_grad)) return 4 * cost_numel(g, n->out, sym) * cost_dim(g, in[2], -1, sym);
     if (om_is(n, cdist)) return 3 * out * cost_dim(g, in[0], -1, sym);
+    return -1;
+}
+
+static double cost_flops(const om_graph *g, const om_node *n, const int64_t *sym) {
+    const double products = om_remat_products(g, n, sym), out = cost_numel(g, n->out, sym);
+    const om_id *in = om_ins(g, n);
+    if (products >= 0) return products;
     if (om_is(n, topk)) return 40 * cost_numel(g, in[0], sym);
     return (n->op->kind == OM_K_POINTWISE ? 4 : 10) * out;
 }

@@ -27,17 +27,18 @@ static bool level_known(int level) {
 }
 
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-    static char *names[] = {"onnx", "memory_level", "cuda", NULL};
+    static char *names[] = {"onnx", "memory_level", "cuda", "all_rows", NULL};
     const char *data;
     Py_ssize_t size;
-    int level = 0, cuda = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|ii:Model", names, &data, &size, &level, &cuda) ||
+    int level = 0, cuda = -1, all_rows = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|iip:Model", names, &data, &size, &level, &cuda, &all_rows) ||
         !level_known(level))
         return NULL;
     om_ctx *cx = om_py_ctx();
     if (!cx) return PyErr_NoMemory();
     om_model *m = NULL;
     om_status s;
+    cx->all_rows = all_rows;
     Py_BEGIN_ALLOW_THREADS;
     s = cuda < 0 ? OM_OK : om_cuda_use(cx, cuda);
     if (s == OM_OK) s = om_model_load(cx, data, (size_t)size, &m);
@@ -158,7 +159,7 @@ static PyObject *Model_nodes(PyObject *o, PyObject *args) {
 }
 
 /* 0, or -1 with an error set. *group: NULL for None; free it. */
-static int variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
+int om_py_variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out) {
     const om_graph *g = om_model_graph(self->m, -1);
     *out = NULL;
     if (nw != (Py_ssize_t)g->inputs.n || na != (Py_ssize_t)g->outputs.n) {
@@ -195,7 +196,7 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
     PyObject *group = Py_None;
     int level = self->level, *grp;
     if (!PyArg_ParseTuple(args, "y#y#|Oi:variant", &wanted, &nw, &arriving, &na, &group, &level) ||
-        !level_known(level) || variant_key(self, nw, na, group, &grp))
+        !level_known(level) || om_py_variant_key(self, nw, na, group, &grp))
         return NULL;
     om_ctx *cx = om_py_ctx();
     int variant = -1;
@@ -231,7 +232,7 @@ static PyObject *Model_fit(PyObject *o, PyObject *args) {
     double share;
     int *grp;
     if (!PyArg_ParseTuple(args, "y#y#OOLd:fit", &wanted, &nw, &arriving, &na, &group, &tensors, &bytes, &share) ||
-        variant_key(self, nw, na, group, &grp))
+        om_py_variant_key(self, nw, na, group, &grp))
         return NULL;
     const int n = om_model_inputs(self->m);
     om_tensor *in = malloc((size_t)(n + 1) * sizeof *in);
@@ -322,6 +323,18 @@ static PyObject *flow_rows(const om_variant *vr) {
     return NULL;
 }
 
+/* (heads whose rows without a label are left out in forward and backward, those where only the backward does) */
+static PyObject *sparse_heads(const om_graph *g) {
+    int both = 0, chosen = 0;
+    om_dim size;
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        const om_node *n = &g->nodes.v[i];
+        chosen += om_is(n, select_rows) && n->phase == OM_FORWARD;
+        both += om_is(n, cross_entropy) && om_bounded_axis(g, om_ty(g, om_ins(g, n)[0]), &size) == 0;
+    }
+    return Py_BuildValue("(ii)", both, chosen - both);
+}
+
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
     Model *self = (Model *)o;
     int variant;
@@ -338,10 +351,11 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
         bad = om_py_list_add(reads, Py_BuildValue("(ii)", needs->reads[i].segment, needs->reads[i].input));
     for (int i = 0; i < needs->n_host && !bad; i++) bad = om_py_list_add(host, host_row(&needs->host[i]));
     if (!bad)
-        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:d}", "segments", needs->n_segments, "grads", grads,
+        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:d}", "segments", needs->n_segments, "grads", grads,
                              "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
                              marked(needs->reads_output, n_out), "reaches", marked(needs->reaches, n_out), "reads",
-                             reads, "host_nodes", host, "flow", flow_rows(vr), "ms", vr->ms);
+                             reads, "host_nodes", host, "flow", flow_rows(vr), "sparse_heads",
+                             sparse_heads(vr->g), "ms", vr->ms);
     Py_XDECREF(grads);
     Py_XDECREF(reads);
     Py_XDECREF(host);
@@ -406,19 +420,6 @@ static PyObject *Model_plan_report(PyObject *o, PyObject *none) {
     return list;
 }
 
-static PyObject *Model_profile(PyObject *o, PyObject *args) {
-    om_profile_row rows[512];
-    int on;
-    if (!PyArg_ParseTuple(args, "p:profile", &on)) return NULL;
-    const int n = om_model_profile(((Model *)o)->m, on, rows, 512);
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < n && i < 512; i++)
-        if (om_py_list_add(list, Py_BuildValue("{s:s,s:K,s:d}", "op", rows[i].op, "count",
-                                               (unsigned long long)rows[i].count, "ms", rows[i].ms)))
-            Py_CLEAR(list);
-    return list;
-}
-
 #define KWARGS(f) ((PyCFunction)(void (*)(void))(f))
 static PyMethodDef Model_methods[] = {
     {"from_text", Model_from_text, METH_VARARGS | METH_STATIC, NULL},
@@ -428,9 +429,13 @@ static PyMethodDef Model_methods[] = {
     {"variant_info", Model_variant_info, METH_VARARGS, NULL},
     {"fit", Model_fit, METH_VARARGS, NULL},
     {"memory", Model_memory, METH_VARARGS, NULL},
+    {"clusters", om_py_clusters, METH_VARARGS, NULL},
+    {"choose", om_py_choose, METH_VARARGS, NULL},
     {"forward", KWARGS(om_py_forward), METH_VARARGS | METH_KEYWORDS, NULL},
     {"plan_report", Model_plan_report, METH_NOARGS, NULL},
-    {"profile", Model_profile, METH_VARARGS, NULL},
+    {"profile", om_py_profile, METH_VARARGS, NULL},
+    {"profile_calls", om_py_profile_calls, METH_NOARGS, NULL},
+    {"timeline", om_py_timeline, METH_NOARGS, NULL},
     {0},
 };
 static PyGetSetDef Model_getset[] = {

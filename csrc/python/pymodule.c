@@ -151,19 +151,21 @@ static PyObject *py_isa(PyObject *self, PyObject *none) {
 static PyObject *py_pool_stats(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     om_pool_stats s = om_pool_state();
-    return Py_BuildValue("{s:n,s:n,s:n}", "live", (Py_ssize_t)s.live, "free", (Py_ssize_t)s.free, "peak_live",
-                         (Py_ssize_t)s.peak_live);
+    return Py_BuildValue("{s:n,s:n,s:n,s:K,s:K}", "live", (Py_ssize_t)s.live, "free", (Py_ssize_t)s.free, "peak_live",
+                         (Py_ssize_t)s.peak_live, "mapped", (unsigned long long)s.mapped, "moved",
+                         (unsigned long long)s.moved);
 }
 
-static PyObject *py_pool_trim(PyObject *self, PyObject *none) {
-    (void)self, (void)none;
-    return PyLong_FromSize_t(om_pool_trim());
+static PyObject *py_pool_trim(PyObject *self, PyObject *args) {
+    int anew = 1;
+    (void)self;
+    return PyArg_ParseTuple(args, "|p:pool_trim", &anew) ? PyLong_FromSize_t(om_pool_trim(anew)) : NULL;
 }
 
 static PyMethodDef module_methods[] = {
     {"isa", py_isa, METH_NOARGS, NULL},
     {"pool_stats", py_pool_stats, METH_NOARGS, NULL},
-    {"pool_trim", py_pool_trim, METH_NOARGS, NULL},
+    {"pool_trim", py_pool_trim, METH_VARARGS, NULL},
     {0},
 };
 static struct PyModuleDef module_def = {

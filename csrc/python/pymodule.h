@@ -1,6 +1,6 @@
 /* pymodule.h - what the files of ortmodule._C share. pymodule.c: services from torch, errors, tensors out, module
- * functions; python/model.c: Model; python/run.c: Run, State; python/dlpack.c: tensors across; python/optim.c, cuda.c:
- * optimizers; python/guard.c: what a capture has read. */
+ * functions; python/model.c: Model; python/profile.c: what it shows of a step; python/run.c: Run, State;
+ * python/dlpack.c: tensors across; python/optim.c, cuda.c: optimizers; python/guard.c: what a capture has read. */
 #ifndef OM_PYMODULE_H
 #define OM_PYMODULE_H
 
@@ -47,4 +47,12 @@ extern PyType_Spec om_py_model_spec, om_py_run_spec, om_py_state_spec;
 extern PyMethodDef om_optim_methods[], om_cuda_methods[], om_guard_methods[];
 void om_torch_gemm_fill(void *libtorch, om_services *sv); /* python/gemm.c */
 PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw); /* Model.forward */
+/* python/profile.c: Model.profile, .profile_calls, .timeline */
+PyObject *om_py_profile(PyObject *model, PyObject *args);
+PyObject *om_py_profile_calls(PyObject *model, PyObject *none);
+PyObject *om_py_timeline(PyObject *model, PyObject *none);
+PyObject *om_py_clusters(PyObject *model, PyObject *args);               /* python/choice.c */
+PyObject *om_py_choose(PyObject *model, PyObject *args);
+/* For nw wanted inputs and na arriving outputs; 0, or -1 with an error set. *out: NULL for None; free it. */
+int om_py_variant_key(Model *self, Py_ssize_t nw, Py_ssize_t na, PyObject *group, int **out);
 #endif

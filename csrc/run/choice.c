@@ -1,18 +1,26 @@
-/* choice.c - what there is to choose from: the values of a joint graph that backward may compute again (om_choice). */
+/* choice.c - what there is to choose from: the values of a joint graph that backward may compute again (om_choice), one
+ * by one and as clusters. */
+#include "graph/exec.h"
 #include "passes/passes.h"
 #include "passes/remat.h"
 #include "run/joint.h"
+
+#include <stdio.h>
 
 struct om_choice {
     om_ctx *cx;              /* the model's */
     om_graph *g;
     om_facts *f;
     uint8_t *policy[OM_N_RECOMPUTE];
+    om_clusters cluster;
+    OM_VEC(om_cluster_row) row;   /* one for each */
 };
 
 void om_choice_free(om_choice *c) {
     if (!c) return;
     for (int i = 0; i < OM_N_RECOMPUTE; i++) om_free(c->cx, c->policy[i]);
+    om_clusters_free(c->cx, &c->cluster);
+    om_free(c->cx, c->row.v);
     om_free(c->cx, c->f);
     om_graph_free(c->g);
     om_free(c->cx, c);
@@ -57,4 +65,61 @@ om_choice_row om_choice_value(const om_choice *c, int i) {
     for (int k = 0; k < x->type.rank; k++)
         if (!om_dim_const(g, x->type.dim[k], &row.dim[k])) row.dim[k] = -1;
     return row;
+}
+
+/* --- clusters ------------------------------------------------------------------------------------------- */
+
+enum { FORMULA = 1024 };
+
+static om_status choice_find(om_ctx *cx, om_choice *c) {
+    if (!c->cluster.mem.cx) OM_TRY(om_clusters_find(cx, c->f, &c->cluster));
+    return OM_OK;
+}
+
+om_status om_choice_clusters(om_ctx *cx, om_choice *c, const om_tensor *inputs, int *n) {
+    const om_graph *g = c->g;
+    *n = 0;
+    OM_TRY(choice_find(cx, c));
+    int64_t *sym = om_alloc(cx, (g->syms.n + 1) * sizeof *sym);
+    om_status s = !sym ? cx->status : inputs ? om_syms_bind(cx, g, inputs, sym) : OM_OK;
+    c->row.n = 0;
+    for (uint32_t i = 0; i < c->cluster.row.n && s == OM_OK; i++) {
+        const om_cluster *from = &c->cluster.row.v[i];
+        om_cluster_row *to = OM_PUSH(cx, &c->row);
+        char *formula = om_arena_alloc(&c->cluster.mem, FORMULA);
+        if (!to || !formula) {
+            s = cx->status;
+            break;
+        }
+        om_dim_print(g, from->bytes, formula, FORMULA);
+        *to = (om_cluster_row){.name = from->name,
+                               .formula = formula,
+                               .bytes = inputs ? om_dim_eval(g, from->bytes, sym) : 0,
+                               .count = (int)from->value.n,
+                               .compromise = from->compromise};
+        for (int p = 0; p < OM_N_RECOMPUTE; p++)
+            for (uint32_t k = 0; k < from->value.n; k++) to->again[p] += c->policy[p][from->value.v[k]];
+    }
+    om_free(cx, sym);
+    if (s == OM_OK) *n = (int)c->row.n;
+    return s;
+}
+
+om_cluster_row om_choice_cluster(const om_choice *c, int i) { return c->row.v[i]; }
+
+om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strategy, int count, uint8_t *again) {
+    OM_TRY(choice_find(cx, c));
+    const om_cluster *found = NULL;
+    for (uint32_t i = 0; i < c->cluster.row.n; i++) {
+        const om_cluster *row = &c->cluster.row.v[i];
+        const bool fits = !row->compromise || strategy == 2;
+        if (!strcmp(row->name, cluster) && fits && (!found || row->compromise)) found = row;
+    }
+    if (found) return om_cluster_flag(cx, c->f, found, count, strategy != 0, again);
+    char names[900] = "";
+    size_t at = 0;
+    for (uint32_t i = 0; i < c->cluster.row.n && at < sizeof names; i++)
+        at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", c->cluster.row.v[i].name);
+    return om_fail(cx, OM_INVALID, "there is no cluster %s; there are %s%s", cluster, *names ? names : "none",
+                   at >= sizeof names ? ", ..." : "");
 }

@@ -55,6 +55,7 @@ static om_status call_run(om_run *r, const om_call *c) {
                  .fault = &r->fault};
     if (c->count.storage != OM_NONE) {
         a.bounded = c->bounded;
+        a.past = c->past;
         a.count = (void *)((char *)om_run_storage(r, &r->plan->st[c->count.storage]) + c->count.offset);
     }
     if (c->scratch != OM_NONE) a.scratch = om_run_storage(r, &r->plan->st[c->scratch]);
@@ -88,6 +89,9 @@ void om_run_profile_add(om_run *r, const om_call *c, double ms) {
                                                                 : r->plan->g->nodes.v[c->node].op->id];
     row->count++;
     row->ms += ms;
+    om_clock *clock = (om_clock *)(void *)(r->profile + OM_N_PROFILE) + (c - r->plan->calls);
+    clock->count++;
+    clock->ms += ms;
 }
 
 om_status om_run_slice_rows(om_run *r, int from, int to) {

@@ -1,7 +1,7 @@
 /* joint.c - from a forward graph to the graph of a variant: gradients, what is computed again, segments.
  *
- *   begin     gradients for what is wanted and arrives, and the passes of om_passes_joint before `remat`: the graph on
- *             which what is computed again is decided
+ *   begin     om_passes_variant on a copy of the forward; gradients for what is wanted and arrives, and the passes of
+ *             om_passes_joint before `remat`: the graph on which what is computed again is decided
  *   end       the passes behind it, and segments
  */
 #include "run/joint.h"
@@ -62,7 +62,15 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
                          om_flow *flow, om_graph **g, int *at) {
     *at = 0;
     while (om_passes_joint[*at] != &om_pass_remat) (*at)++;
-    OM_TRY(om_grad_flow(cx, forward, wanted, arriving, flow, g));
+    om_graph *own = NULL; /* the variant's forward: the model's, or a copy that passes have changed */
+    om_status s = OM_OK;
+    for (om_id i = 0; i < forward->nodes.n && s == OM_OK && !own && !cx->all_rows; i++)
+        if (om_is(&forward->nodes.v[i], cross_entropy)) s = om_rewrite(cx, forward, om_rewrite_copy, NULL, &own);
+    if (s == OM_OK && own) s = om_passes_run(cx, om_passes_variant, &own);
+    if (s == OM_OK) s = om_grad_flow(cx, own ? own : forward, wanted, arriving, flow, g);
+    if (s == OM_OK) s = om_passes_dump(cx, "grad", own ? own : forward, *g);
+    om_graph_free(own);
+    OM_TRY(s);
     return om_passes_range(cx, om_passes_joint, 0, *at, g);
 }
 

@@ -89,11 +89,13 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
         return om_fail(cx, OM_NOMEM, "out of memory");
     }
     mine->device = cx->device;
+    mine->all_rows = cx->all_rows;
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
     model_enter(m);
     om_status s = om_bounded_ends(g);
+    if (s == OM_OK) s = om_passes_dump(mine, "read", NULL, m->g);
     if (s == OM_OK) s = om_passes_run(mine, om_passes_forward, &m->g);
     if (s == OM_OK) s = om_outputs_differentiable(mine, m->g, &m->differentiable);
     m->load_ms = om_now_ms() - t0;
@@ -475,11 +477,33 @@ const om_needs *om_model_needs(const om_model *m, int variant) {
 
 bool om_model_profiling(const om_model *m) { return __atomic_load_n(&m->profiling, __ATOMIC_RELAXED); }
 
-void om_model_profile_add(om_model *m, om_profile_row *rows) {
+void om_model_profile_add(om_model *m, om_run *r) {
+    om_profile_row *rows = r->profile;
+    om_clock *clock = (om_clock *)(void *)(rows + OM_N_PROFILE);
+    om_plan *p = r->plan;
     pthread_mutex_lock(&m->lock);
     for (int i = 0; i < OM_N_PROFILE; i++) m->profile[i].count += rows[i].count, m->profile[i].ms += rows[i].ms;
+    if (!p->clock && !(p->clock = om_arena_alloc(&p->mem, (size_t)(p->n_calls + 1) * sizeof *p->clock)))
+        om_ctx_clear(p->mem.cx); /* no memory for it: a profile without this plan's calls */
+    for (int i = 0; p->clock && i < p->n_calls; i++)
+        p->clock[i].count += clock[i].count, p->clock[i].ms += clock[i].ms;
     pthread_mutex_unlock(&m->lock);
-    memset(rows, 0, OM_N_PROFILE * sizeof *rows);
+    memset(rows, 0, OM_N_PROFILE * sizeof *rows + (size_t)p->n_calls * sizeof *clock);
+}
+
+bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out) {
+    bool any = false;
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < p->n_calls; i++) {
+        out[i] = p->clock ? p->clock[i] : (om_clock){0};
+        any |= out[i].count != 0;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return any;
+}
+
+static void clock_clear(om_plan *p) {
+    if (p->clock) memset(p->clock, 0, (size_t)p->n_calls * sizeof *p->clock);
 }
 
 int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max) {
@@ -492,6 +516,8 @@ int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max) {
         n++;
     }
     memset(m->profile, 0, sizeof m->profile);
+    for (int i = 0; i < m->n_plans; i++) clock_clear(m->plan[i]);
+    for (om_plan *p = m->old; p; p = p->next) clock_clear(p);
     __atomic_store_n(&m->profiling, on, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&m->lock);
     return n;

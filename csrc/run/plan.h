@@ -83,10 +83,14 @@ typedef struct om_call {
     uint32_t scratch;          /* storage or OM_NONE */
     const int8_t *bounded;     /* om_args.bounded, or NULL; then count.storage is OM_NONE */
     om_parg count;             /* what om_args.count points to: as good as an operand */
+    bool past;                 /* om_args.past */
 } om_call;
 
 /* kept: arena bytes alive between forward and backward */
 typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads, loans; } om_plan_bytes;
+
+/* Of one call, while its model is profiled: how often it ran, how long in all. */
+typedef struct om_clock { uint64_t count; double ms; } om_clock;
 
 typedef struct om_plan om_plan;
 struct om_plan {
@@ -117,6 +121,7 @@ struct om_plan {
     void *of_device;           /* the device's own, NULL at first: it sets this under a lock of its own, as several runs
                                   may share a plan, and frees it in plan_end */
     om_plan_bytes bytes;
+    om_clock *clock;           /* per call, under the model's lock; NULL: no run of the plan was timed */
     double ms;                 /* time planning took */
 };
 
@@ -140,6 +145,11 @@ typedef struct om_live {
 } om_live;
 om_status om_plan_peak(om_ctx *cx, const om_plan *p, om_live *out, int max, int *n, int *call, int64_t *bytes);
 
+/* What a call computes, by calculation (work.c): operations of products exactly, one per statement of an elementwise
+ * chain and element, a few per element of rows and reductions; and the bytes of its operands, each element once. */
+typedef struct om_work { double flops, bytes; } om_work;
+om_work om_call_work(const om_plan *p, const om_call *c);
+
 /* --- running: step.c owns the blocks of a run, exec.c does its calls ----------------------------- */
 
 /* rows of a profile: operators by id, copies the planner added */
@@ -158,7 +168,8 @@ struct om_run {
     om_fault fault;            /* what a call has noted; looked at after each one: nothing later runs */
     int pc;
     bool backward, skip_writes, host_due, done, state_taken;
-    om_profile_row *profile;   /* OM_N_PROFILE rows, or NULL */
+    om_profile_row *profile;   /* OM_N_PROFILE rows, and behind them an om_clock per call of the plan; or NULL */
+    double stop_ms;            /* when the host was given its node */
     /* blocks the run owns: NULL once handed over, or when the memory is somebody else's */
     om_block *scalar_block, *arena_block, **output_block, **grad_block, **loan_block;
     OM_VEC(om_block *) temp;   /* copies of what was given in another layout */
@@ -207,7 +218,8 @@ om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inp
 void om_plan_release(om_model *m, om_plan *plan);
 om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
 bool om_model_profiling(const om_model *m);
-void om_model_profile_add(om_model *m, om_profile_row *rows);           /* and empties them */
+void om_model_profile_add(om_model *m, om_run *r);                      /* what r has gathered, and empties it */
+bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out);      /* one per call; false: none was timed */
 
 /* needs.c */
 om_status om_needs_make(om_ctx *cx, om_variant *v);                     /* fills v->needs and v->grad_at */

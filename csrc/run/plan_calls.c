@@ -129,6 +129,23 @@ static om_status count_find(planner *pl, om_id id, om_call *c) {
     if (!made || made->phase != OM_FORWARD || om_val(g, count)->node >= id) return OM_OK;
     c->bounded = axis;
     c->count = arg_of(&pl->val[count]);
+    for (int i = 0; i < n->n_out; i++) c->past |= pl->past[n->out + (om_id)i] != 0;
+    return OM_OK;
+}
+
+/* Of which values does somebody read what lies past the count? Readers come after what they read. */
+static om_status past_find(planner *pl) {
+    om_graph *g = (om_graph *)pl->g; /* rules may intern sizes */
+    if (!(pl->past = om_alloc(pl->cx, (size_t)g->values.n + 1))) return pl->cx->status;
+    for (om_id i = g->nodes.n; i-- > 0 && g->bounded;) {
+        const om_node *n = &g->nodes.v[i];
+        bool past = false;
+        for (int k = 0; k < n->n_out; k++) past |= pl->past[n->out + (om_id)k] != 0;
+        const uint32_t counted = pl->p->device->counted ? pl->p->device->counted(g, n) : 0;
+        const uint32_t read = om_bounded_past(g, n, past, counted);
+        for (int k = 0; k < n->n_in && k < 32; k++)
+            if (read >> k & 1 && om_ins(g, n)[k] != OM_NONE) pl->past[om_ins(g, n)[k]] = 1;
+    }
     return OM_OK;
 }
 
@@ -394,6 +411,7 @@ static om_status grad_segments(planner *pl) {
     return OM_OK;
 }
 om_status om_plan_calls(planner *pl, const om_tensor *in) {
+    OM_TRY(past_find(pl));
     OM_TRY(grad_segments(pl));
     OM_TRY(values_place(pl, in));
     OM_TRY(calls_make(pl));

@@ -17,6 +17,7 @@ typedef struct planner {
     place *val;            /* per value */
     const om_facts *f;     /* a value's storage is its root's */
     uint32_t *alias;       /* storage -> storage that took over its place (in-place); itself otherwise */
+    uint8_t *past;         /* per value: somebody reads what lies past the count (graph/bounded.c) */
     bool no_reuse;
 } planner;
 

@@ -81,7 +81,8 @@ static om_status run_new(om_ctx *cx, om_model *m, om_plan *plan, const om_tensor
     }
     for (int k = 0; k < plan->n_host; k++)
         r->input[plan->host[k]] = (char *)r->scalars + ((char *)&number[k] - (char *)scalars);
-    if (om_model_profiling(m)) r->profile = om_alloc(cx, OM_N_PROFILE * sizeof *r->profile);
+    if (om_model_profiling(m))
+        r->profile = om_alloc(cx, OM_N_PROFILE * sizeof *r->profile + (size_t)plan->n_calls * sizeof(om_clock));
     if (cx->status != OM_OK) {
         om_run_free(r);
         return cx->status;
@@ -330,8 +331,9 @@ om_status om_run_resume(om_run *r, int segment) {
     om_status s = r->backward ? blocks_take(r, stop) : OM_OK;
     if (s == OM_OK) s = om_run_step(r, stop);
     if (r->backward) loans_return(r);
-    if (r->profile) om_model_profile_add(r->model, r->profile);
+    if (r->profile) om_model_profile_add(r->model, r);
     if (s == OM_HOST) s = stop_make(r);
+    r->stop_ms = r->profile ? om_now_ms() : 0;
     r->done = s != OM_OK && s != OM_HOST;
     return s;
 }
@@ -354,6 +356,7 @@ om_status om_run_answer(om_run *r, const om_tensor *outputs) {
         if (!got->dtype) OM_TRY(d->fill(r->cx, want.data, 0, (size_t)tensor_bytes(&want)));
         else if (got->data != want.data) OM_TRY(d->copy(r->cx, got, &want));
     }
+    if (r->profile) om_run_profile_add(r, &r->plan->calls[r->pc], om_now_ms() - r->stop_ms);
     om_free(r->cx, r->stop_arg);
     r->stop_arg = NULL;
     r->host_due = false;

@@ -3,7 +3,7 @@
  * Actions run in the order they are given, so `om-opt m.onnx --pass forward --grad all --stats` counts the joint graph.
  * The graph is verified after reading and after every action.
  */
-#include "passes/passes.h"
+#include "tools/tool.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -20,9 +20,11 @@ static const char usage[] =
     "  -o FILE                    write: ONNX when FILE ends in .onnx (forward part only), else text\n"
     "  --list                     the passes        --ops   the operators        --help   this text\n"
     "\n"
+    "om-opt bisect FILE ...       which pass changes what a graph computes (om-opt bisect --help)\n"
+    "\n"
     "Exit status: 0, or 1 with a message on standard error.\n";
 
-static int tool_fail(om_ctx *cx, const char *what) {
+int om_tool_fail(om_ctx *cx, const char *what) {
     fprintf(stderr, "om-opt: %s%s%s\n", what, *om_ctx_message(cx) ? ": " : "", om_ctx_message(cx));
     return 1;
 }
@@ -56,6 +58,16 @@ static char *tool_read(om_ctx *cx, const char *path, size_t *size) {
     return buf;
 }
 
+om_status om_tool_load(om_ctx *cx, const char *path, om_graph **g) {
+    size_t size;
+    *g = NULL;
+    char *bytes = tool_read(cx, path, &size);
+    om_status s = bytes ? OM_OK : OM_INVALID;
+    if (s == OM_OK) s = tool_ends(path, ".onnx") ? om_onnx_read(cx, bytes, size, g) : om_graph_parse(cx, bytes, g);
+    free(bytes);
+    return s == OM_OK ? om_verify(*g) : s;
+}
+
 static om_status tool_write(om_ctx *cx, const om_graph *g, const char *path) {
     void *bytes = NULL;
     size_t size = 0;
@@ -75,16 +87,17 @@ static om_status tool_write(om_ctx *cx, const om_graph *g, const char *path) {
 static om_status tool_pass(om_ctx *cx, om_graph **g, char *names) {
     for (char *rest, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
         const om_pass *one[2] = {om_pass_find(name), NULL};
-        const om_pass *const *list = !strcmp(name, "forward") ? om_passes_forward
-                                     : !strcmp(name, "joint") ? om_passes_joint
-                                                              : one;
+        const om_pass *const *list = !strcmp(name, "forward")   ? om_passes_forward
+                                     : !strcmp(name, "variant") ? om_passes_variant
+                                     : !strcmp(name, "joint")   ? om_passes_joint
+                                                                : one;
         if (!list[0]) return om_fail(cx, OM_INVALID, "no pass is named '%s'; om-opt --list shows them", name);
         OM_TRY(om_passes_run(cx, list, g));
     }
     return OM_OK;
 }
 
-static om_status tool_grad(om_ctx *cx, om_graph **g, char *names) {
+om_status om_tool_grad(om_ctx *cx, om_graph **g, char *names) {
     const om_graph *f = *g;
     uint8_t *wanted = om_alloc(cx, f->inputs.n + 1), *arriving = om_alloc(cx, f->outputs.n + 1);
     om_status s = wanted && arriving ? OM_OK : cx->status;
@@ -171,7 +184,7 @@ static om_status tool_run(om_ctx *cx, om_graph **g, int argc, char **argv) {
         if (!strcmp(argv[i], "--print")) shown = true, s = tool_print(*g);
         else if (!strcmp(argv[i], "--stats")) shown = true, s = tool_stats(cx, *g);
         else if (!strcmp(argv[i], "--pass") && more) s = tool_pass(cx, g, argv[++i]);
-        else if (!strcmp(argv[i], "--grad") && more) s = tool_grad(cx, g, argv[++i]);
+        else if (!strcmp(argv[i], "--grad") && more) s = om_tool_grad(cx, g, argv[++i]);
         else if (!strcmp(argv[i], "-o") && more) shown = true, s = tool_write(cx, *g, argv[++i]);
         else
             return om_fail(cx, OM_INVALID, "'%s' is no action (or lacks its argument); om-opt --help lists them",
@@ -193,15 +206,15 @@ int main(int argc, char **argv) {
         fputs("om-opt: out of memory\n", stderr);
         return 1;
     }
-    size_t size;
+    if (!strcmp(argv[1], "bisect")) {
+        const int found = om_tool_bisect(cx, argc, argv);
+        om_ctx_free(cx);
+        return found;
+    }
     om_graph *g = NULL;
-    char *bytes = tool_read(cx, argv[1], &size);
-    om_status s = bytes ? OM_OK : OM_INVALID;
-    if (s == OM_OK) s = tool_ends(argv[1], ".onnx") ? om_onnx_read(cx, bytes, size, &g) : om_graph_parse(cx, bytes, &g);
-    free(bytes);
-    if (s == OM_OK) s = om_verify(g);
+    om_status s = om_tool_load(cx, argv[1], &g);
     if (s == OM_OK) s = tool_run(cx, &g, argc, argv);
-    int rc = s == OM_OK ? 0 : tool_fail(cx, argv[1]);
+    int rc = s == OM_OK ? 0 : om_tool_fail(cx, argv[1]);
     om_graph_free(g);
     om_ctx_free(cx);
     return rc;

@@ -97,6 +97,7 @@ static const char *write_node(writer *w, const char *domain, const char *op, con
         snprintf(line, sizeof line, "%d", s->line);
         if (s->module && *s->module) write_meta(w, "module", s->module);
         if (s->file) write_meta(w, "file", s->file), write_meta(w, "line", line);
+        if (s->region) write_meta(w, "checkpoint", s->region);
     }
     Onnx__NodeProto **slot = OM_PUSH(w->cx, &w->nodes);
     if (slot) *slot = n;
@@ -590,19 +591,21 @@ static void rule_cross_entropy(writer *w, const char *onnx) {
     static const char *const how[] = {"none", "mean", "sum"};
     int64_t red = om_node_int(w->n, "reduction", 1), ignore = om_node_int(w->n, "ignore_index", -100);
     double eps = om_node_float(w->n, "label_smoothing", 0);
-    int dtype = in_type(w, 0)->dtype;
+    const int dtype = out_type(w, 0)->dtype;
+    const bool wide = dtype != in_type(w, 0)->dtype;
     const char *x = in_name(w, 0), *labels = in_name(w, 1), *weight = in_name(w, 2);
     if (red < 0 || red > 2 || out_used(w, 1) || out_used(w, 2)) {
         write_refuse(w, "its saved statistics are read");
         return;
     }
+    if (wide) x = write_cast(w, x, NULL, dtype);
     if (eps == 0) {
         EMIT(w, onnx, out_name(w, 0), x, labels, weight);
         write_text(w, "reduction", how[red]);
         write_int(w, "ignore_index", ignore);
         return;
     }
-    if (write_mixed(w, 2, 2)) return;
+    if (!wide && write_mixed(w, 2, 2)) return;
     /* (1-e) w[y] (-log p[y]) + e/C sum_c w[c] (-log p[c]), nothing where y is ignored; mean divides by the sum of
      * w[y] */
     const char *logp = EMIT(w, "LogSoftmax", NULL, x);

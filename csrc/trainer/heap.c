@@ -1,10 +1,34 @@
 /* heap.c - see heap.h. The free blocks are a list in order of address; there are few, because neighbours join. */
 #include "trainer/heap.h"
 
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 enum { HEAD = 64 };
+
+/* Address space of which only pages that were used exist; NULL: not that much. */
+static void *space_take(size_t size) {
+#if defined(__wasm__) /* one memory, which grows: what nobody has touched costs the host nothing */
+    return aligned_alloc(HEAD, size);
+#else
+    void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+#endif
+}
+static void space_give(void *p, size_t size) {
+#if defined(__wasm__)
+    (void)size;
+    free(p);
+#else
+    munmap(p, size);
+#endif
+}
+#if defined(__wasm__)
+enum { SPACE_ZERO = false }; /* may have been somebody's before */
+#else
+enum { SPACE_ZERO = true };
+#endif
 
 typedef struct om_heap_block {
     size_t size;                       /* with the head */
@@ -18,9 +42,9 @@ bool om_heap_open(om_heap *h, void *arena, size_t size) {
         h->size = sizeof(void *) > 4 ? (size_t)1 << 38 : (size_t)1 << 30;
         do {
             h->size /= 2;
-            h->base = mmap(NULL, h->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        } while (h->base == MAP_FAILED && h->size > (size_t)1 << 20);
-        if (h->base == MAP_FAILED) return false;
+            h->base = space_take(h->size);
+        } while (!h->base && h->size > (size_t)1 << 20);
+        if (!h->base) return false;
     }
     if (h->size < 2 * HEAD || (uintptr_t)h->base % HEAD) return false;
     pthread_mutex_init(&h->lock, NULL);
@@ -31,7 +55,7 @@ bool om_heap_open(om_heap *h, void *arena, size_t size) {
 
 void om_heap_close(om_heap *h) {
     if (!h->first_free && !h->high) return;
-    if (h->mapped) munmap(h->base, h->size);
+    if (h->mapped) space_give(h->base, h->size);
     pthread_mutex_destroy(&h->lock);
     *h = (om_heap){0};
 }
@@ -67,6 +91,13 @@ void *om_heap_alloc(void *heap, size_t size) {
         break;
     }
     pthread_mutex_unlock(&h->lock);
+    return p;
+}
+
+void *om_heap_zeros(om_heap *h, size_t size) {
+    const char *used = h->base + (h->mapped && SPACE_ZERO ? h->high : h->size);
+    char *p = om_heap_alloc(h, size);
+    if (p && p < used) memset(p, 0, (size_t)(used - p) < size ? (size_t)(used - p) : size);
     return p;
 }
 

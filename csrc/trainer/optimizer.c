@@ -137,7 +137,7 @@ om_status om_trainer_optimizer_memory(om_trainer *t) {
     for (int i = 0; i < t->n_param; i++) {
         om_tparam *p = &t->param[i];
         om_tensor *const x[] = {&p->value, &p->m, &p->v};
-        for (int k = 0; k < 3; k++)
+        for (int k = 0; k < 3 && p->trainable; k++) /* the others nobody has touched */
             if (x[k]->dtype) memset(x[k]->data, 0, (size_t)om_numel(x[k]) * om_dtype_size(x[k]->dtype));
     }
     return OM_OK;

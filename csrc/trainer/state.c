@@ -18,7 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static const char *const moment[] = {"optimizer.exp_avg:", "optimizer.exp_avg_sq:"};
+static const char *const moment[] = {OM_MOMENT_1, OM_MOMENT_2};
 
 /* --- one buffer ---------------------------------------------------------------------------------- */
 
@@ -141,18 +141,14 @@ static bool number_real(const char *text, double *v) {
     *v = strtod(local, &end);
     return !*end;
 }
-static void number_text(char text[64], double v) {
-    snprintf(text, 64, "%.17g", v);
-    char *point = strchr(text, *localeconv()->decimal_point);
-    if (point) *point = '.';
-}
 
 om_status om_trainer_parse(om_trainer *t, const char *what, om_bytes checkpoint, om_tensors *f) {
-    OM_TRY(om_tensors_read(t->host, what, checkpoint.data, checkpoint.size, f));
+    OM_TRY((om_odtc_is(checkpoint.data, checkpoint.size) ? om_odtc_read : om_tensors_read)(
+        t->host, what, checkpoint.data, checkpoint.size, f));
     const char *format = om_tensors_meta(f, "format"), *version = om_tensors_meta(f, "version");
-    if (!format || strcmp(format, "ortmodule-checkpoint") != 0)
-        return om_fail(t->host, OM_INVALID, "%s: metadata 'format' is %.40s; 'ortmodule-checkpoint' is expected", what,
-                       format ? format : "missing");
+    if (!format || strcmp(format, OM_CHECKPOINT_FORMAT) != 0)
+        return om_fail(t->host, OM_INVALID, "%s: metadata 'format' is %.40s; '" OM_CHECKPOINT_FORMAT "' is expected",
+                       what, format ? format : "missing");
     if (!version || strcmp(version, "1") != 0)
         return om_fail(t->host, OM_UNSUPPORTED, "%s: version %.20s; this library reads 1", what,
                        version ? version : "");
@@ -255,6 +251,18 @@ static om_status properties_read(om_trainer *t, const om_tensors *f) {
     return OM_OK;
 }
 
+/* A piece at a time, so that a file's bytes and what is made of them are not both there. */
+static void entry_copy(void *to, const om_entry *e, bool spend) {
+    enum { PIECE = 1 << 20 };
+    char *from = e->t.data;
+    for (size_t at = 0, n; at < e->size; at += n) {
+        n = PIECE - (uintptr_t)(from + at) % PIECE; /* ends at a page's end */
+        if (n > e->size - at) n = e->size - at;
+        memcpy((char *)to + at, from + at, n);
+        if (spend) om_pages_drop(from + at, n);
+    }
+}
+
 om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) {
     numbers x;
     int values = 0, moments = 0, want_moments = 0, with_moments = 0;
@@ -269,7 +277,8 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
         const om_entry *e = &f->entry.v[i];
         const bool is_moment = moment_name(e->name);
         const om_tensor *to = entry_target(t, e->name);
-        if (is_moment && t->optimizer == OM_T_NONE) continue; /* whoever only evaluates */
+        /* whoever only evaluates */
+        if (is_moment && (t->optimizer == OM_T_NONE || (f->ort && !want_moments))) continue;
         if (!to) return om_fail(t->host, OM_INVALID, "%s: has '%.80s', which the model does not have", what, e->name);
         if (x.nominal) return om_fail(t->host, OM_INVALID, "%s: is nominal, and has a tensor '%.80s'", what, e->name);
         OM_TRY(entry_fits(t, what, e, to));
@@ -295,7 +304,7 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
     for (uint32_t i = 0; i < f->entry.n; i++) {
         const om_entry *e = &f->entry.v[i];
         om_tensor *to = entry_target(t, e->name);
-        if (e->size && to) memcpy(to->data, e->t.data, e->size);
+        if (to) entry_copy(to->data, e, t->spend && !f->ort);
     }
     om_trainer_grads_free(t);
     t->nominal = x.nominal;
@@ -325,7 +334,9 @@ om_status om_trainer_restore_file(om_trainer *t, const char *path) {
     size_t size;
     OM_TRY(t->host->status);
     OM_TRY(om_file_read(t->host, path, &bytes, &size));
+    t->spend = true;
     om_status s = om_trainer_restore(t, (om_bytes){bytes, size});
+    t->spend = false;
     om_free(t->host, bytes);
     return s;
 }
@@ -360,13 +371,13 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
     char text[64];
     OM_TRY(t->host->status);
     OM_TRY(om_trainer_loaded(t));
-    meta_add(&l, "format", "", "ortmodule-checkpoint");
+    meta_add(&l, "format", "", OM_CHECKPOINT_FORMAT);
     meta_add(&l, "version", "", "1");
     snprintf(text, sizeof text, "%lld", (long long)t->updates);
     meta_add(&l, "updates", "", text);
-    number_text(text, t->rate);
+    om_number_text(text, t->rate);
     meta_add(&l, "rate", "", text);
-    number_text(text, t->initial_rate);
+    om_number_text(text, t->initial_rate);
     meta_add(&l, "initial_rate", "", text);
     om_status s = OM_OK;
     for (int i = 0; i < t->n_param && s == OM_OK; i++) {
@@ -386,7 +397,7 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
         if (p->kind == 'i')
             snprintf(text, sizeof text, "%lld", (long long)p->i);
         else
-            number_text(text, p->f);
+            om_number_text(text, p->f);
         meta_add(&l, p->kind == 'i' ? "int:" : "float:", p->name, text);
     }
     if (s == OM_OK) s = t->host->status;

@@ -5,8 +5,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -295,6 +297,12 @@ const char *om_tensors_meta(const om_tensors *f, const char *key) {
     return i == OM_NONE ? NULL : f->meta.v[i].text;
 }
 
+void om_number_text(char text[64], double v) {
+    snprintf(text, 64, "%.17g", v);
+    char *point = strchr(text, *localeconv()->decimal_point);
+    if (point) *point = '.';
+}
+
 /* --- files --------------------------------------------------------------------------------------- */
 
 static om_status file_fail(om_ctx *cx, const char *path, const char *what, int line) {
@@ -378,6 +386,12 @@ om_status om_file_read(om_ctx *cx, const char *path, void **bytes, size_t *size)
     om_free(cx, *bytes);
     *bytes = NULL;
     return s;
+}
+
+void om_pages_drop(void *p, size_t size) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = ((uintptr_t)p + page - 1) & ~(page - 1);
+    const uintptr_t end = ((uintptr_t)p + size) & ~(page - 1);
+    if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
 }
 
 /* --- writing ------------------------------------------------------------------------------------- */

@@ -28,6 +28,7 @@ typedef struct om_tensors {
     OM_VEC(om_entry) entry;
     OM_VEC(om_text_pair) meta;
     om_strmap names, keys;
+    bool ort; /* of onnxruntime-training: tensors may share bytes; plain SGD has moments that it does not use */
 } om_tensors;
 
 /* what: whose file it is, for messages. The bytes are borrowed as long as *f lives. */
@@ -35,6 +36,16 @@ om_status om_tensors_read(om_ctx *cx, const char *what, const void *bytes, size_
 void om_tensors_free(om_tensors *f); /* also after a failure; all zero is fine */
 const om_entry *om_tensors_find(const om_tensors *f, const char *name);
 const char *om_tensors_meta(const om_tensors *f, const char *key); /* NULL: absent */
+
+/* What a checkpoint says (state.c): its format, the names of moments. */
+#define OM_CHECKPOINT_FORMAT "ortmodule-checkpoint"
+#define OM_MOMENT_1 "optimizer.exp_avg:"
+#define OM_MOMENT_2 "optimizer.exp_avg_sq:"
+void om_number_text(char text[64], double v); /* with a point, whatever the locale of the program says */
+
+/* odtc.c: a checkpoint of onnxruntime-training (a flatbuffer), in the same terms; and "trained:NAME". */
+bool om_odtc_is(const void *bytes, size_t size);
+om_status om_odtc_read(om_ctx *cx, const char *what, const void *bytes, size_t size, om_tensors *f);
 
 /* The tensors (dense) and texts of a list; path: see om_file_replace. */
 om_status om_tensors_write(om_ctx *cx, const char *path, const om_entry *entry, uint32_t n, const om_text_pair *meta,
@@ -53,4 +64,6 @@ om_status om_file_put(om_file *f, const void *bytes, size_t size);
 om_status om_file_end(om_file *f, om_status s); /* s: of what was put; a failure leaves path as it was */
 /* Whole; *bytes by om_free. */
 om_status om_file_read(om_ctx *cx, const char *path, void **bytes, size_t *size);
+/* Whole pages inside of memory that nobody reads again (zeros, or as it was) go back to the system. */
+void om_pages_drop(void *p, size_t size);
 #endif

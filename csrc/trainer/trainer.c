@@ -9,6 +9,7 @@
  */
 #include "trainer/trainer.h"
 #include "cpu/kernels_isa.h"
+#include "trainer/cut.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -72,6 +73,23 @@ static om_status graph_load(om_trainer *t, om_bytes onnx, bool eval) {
     return OM_OK;
 }
 
+/* ort: the checkpoint, where the files are those of onnxruntime-training. The evaluation graph is kept for export. */
+static om_status graph_take(om_trainer *t, om_bytes onnx, const om_tensors *ort, bool eval) {
+    om_bytes own = {0};
+    om_status s = OM_OK;
+    if (ort)
+        s = om_cut_ort(t->host, onnx, ort, &own);
+    else if (eval && (own.data = om_alloc(t->host, onnx.size)))
+        own.size = onnx.size, memcpy((void *)(uintptr_t)own.data, onnx.data, onnx.size);
+    if (s == OM_OK) s = t->host->status;
+    if (s == OM_OK) s = graph_load(t, own.size ? own : onnx, eval);
+    if (eval)
+        t->eval_onnx = own;
+    else
+        om_free(t->host, (void *)(uintptr_t)own.data);
+    return s;
+}
+
 /* Parameters and buffers: of the training graph, in its order. */
 static om_status params_make(om_trainer *t) {
     const om_tgraph *g = &t->train;
@@ -116,9 +134,10 @@ static om_status eval_bind(om_trainer *t) {
 
 static om_status tensor_take(om_trainer *t, om_tensor *x) { /* zeros */
     const size_t size = (size_t)tensor_bytes(x);
-    x->data = om_alloc(t->cx, size + 1);
+    if (!(x->data = om_heap_zeros(&t->heap, size + 1)))
+        return om_fail(t->host, OM_NOMEM, "out of memory: %zu bytes were asked for", size);
     t->state_size += size;
-    return om_trainer_fail(t, t->cx, t->cx->status);
+    return OM_OK;
 }
 
 static om_status variants_make(om_trainer *t) {
@@ -256,18 +275,12 @@ static om_status load(om_trainer *t, const om_trainer_files *files, const om_tra
     OM_CHECK(t->host, f.checkpoint.size, "a checkpoint is needed: it has the parameters, or their names and sizes");
     t->one_batch = o->one_batch;
     t->loss_only = o->loss_only;
-    OM_TRY(graph_load(t, f.train, false));
-    if (f.eval.size) {
-        void *copy = om_alloc(t->host, f.eval.size);
-        if (!copy) return t->host->status;
-        memcpy(copy, f.eval.data, f.eval.size);
-        t->eval_onnx = (om_bytes){copy, f.eval.size};
-        OM_TRY(graph_load(t, f.eval, true));
-    }
-    OM_TRY(params_make(t));
-    OM_TRY(eval_bind(t));
-    if (f.optimizer.size) OM_TRY(om_trainer_optimizer(t, f.optimizer));
     om_status s = om_trainer_parse(t, "checkpoint", f.checkpoint, &checkpoint);
+    if (s == OM_OK) s = graph_take(t, f.train, checkpoint.ort ? &checkpoint : NULL, false);
+    if (s == OM_OK && f.eval.size) s = graph_take(t, f.eval, checkpoint.ort ? &checkpoint : NULL, true);
+    if (s == OM_OK) s = params_make(t);
+    if (s == OM_OK) s = eval_bind(t);
+    if (s == OM_OK && f.optimizer.size) s = om_trainer_optimizer(t, f.optimizer);
     if (s == OM_OK) s = om_trainer_trainable(t, &checkpoint);
     if (s == OM_OK) s = variants_make(t);
     if (s == OM_OK) s = memory_take(t);
@@ -276,11 +289,13 @@ static om_status load(om_trainer *t, const om_trainer_files *files, const om_tra
     if (s == OM_OK && t->train.numbers && (!t->eval.m || t->eval.numbers)) s = om_trainer_prepare(t, NULL, NULL);
     if (s == OM_OK) s = om_trainer_take(t, "checkpoint", &checkpoint);
     om_tensors_free(&checkpoint);
+    t->spend = false;
     return s;
 }
 
-om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_trainer_options *options,
-                          om_trainer **out) {
+/* spend: pages of the files' bytes may be given back to the system once they were copied */
+static om_status trainer_make(om_ctx *cx, const om_trainer_files *files, const om_trainer_options *options, bool spend,
+                              om_trainer **out) {
     static const om_trainer_options none;
     const om_trainer_options *o = options ? options : &none;
     *out = NULL;
@@ -288,6 +303,7 @@ om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_tr
     om_trainer *t = om_alloc(cx, sizeof *t);
     if (!t) return cx->status;
     t->host = cx;
+    t->spend = spend;
     om_services sv = {.user = t,
                       .alloc = sv_alloc,
                       .free = sv_free,
@@ -315,13 +331,18 @@ om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_tr
     return s;
 }
 
+om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_trainer_options *options,
+                          om_trainer **out) {
+    return trainer_make(cx, files, options, false, out);
+}
+
 om_status om_trainer_load_file(om_ctx *cx, const char *packed, const om_trainer_options *options, om_trainer **out) {
     void *bytes;
     size_t size;
     *out = NULL;
     OM_TRY(om_file_read(cx, packed, &bytes, &size));
     const om_trainer_files files = {.packed = {bytes, size}};
-    om_status s = size ? om_trainer_load(cx, &files, options, out) : om_fail(cx, OM_INVALID, "%s: is empty", packed);
+    om_status s = size ? trainer_make(cx, &files, options, true, out) : om_fail(cx, OM_INVALID, "%s: is empty", packed);
     om_free(cx, bytes);
     return s;
 }

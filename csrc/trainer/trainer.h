@@ -4,6 +4,7 @@
  *   state.c       parameters as one buffer, checkpoints, properties
  *   optimizer.c   what an optimizer graph says; the update itself; learning rates
  *   export.c      the evaluation graph with weights
+ *   cut.*, odtc.c   a graph cut to what some values need; graphs and checkpoints of onnxruntime-training
  *   heap.*, threads.*, tensors.*   memory, threads and files of programs that bring none
  *
  * Two contexts: `host` is the caller's, with its errors and its memory for what lasts one call; `cx` has the heap, and
@@ -57,6 +58,7 @@ struct om_trainer {
     float one;
     float loss;
     bool one_batch, loss_only, nominal, has_grad, reset;
+    bool spend; /* a checkpoint's bytes are ours: what was copied is given back at once (om_pages_drop) */
     size_t state_size;
     uint64_t seed, drawn;
     double rate, initial_rate;

@@ -9,6 +9,7 @@ place.
     facts.py        what the trace took for granted of the arguments besides sizes
     regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
+    checkpoints.py  where torch.utils.checkpoint stands
     marks.py        where hooks on submodules would run, while tracing
     cuts.py         submodules with hooks: the graph in parts
 
@@ -41,6 +42,7 @@ from . import (  # noqa: F401  the rows of ops_* register themselves
     ops_shape,
     ops_windows,
 )
+from .checkpoints import Regions
 from .convert import HostOp, convert
 from .export import Exported, capture_error, export_module
 from .facts import Test
@@ -111,6 +113,7 @@ class Captured:
     between: dict[int, int] = field(default_factory=dict)
     tests: list[Test] | None = None
     conditions: branches.Answers = ()
+    checkpoints: Regions = field(default_factory=Regions)
     # what submodules kept in PyTorch returned, as tensors without values
     kept: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -200,6 +203,7 @@ def capture(
         between=between,
         tests=tests,
         conditions=exported.conditions,
+        checkpoints=exported.table.checkpoints,
     )
 
 
@@ -292,6 +296,7 @@ def _capture_parts(
         captured=captured,
         interpreters=interpreters,
         tests=tests,
+        checkpoints=exported.table.checkpoints,
     )
 
 

@@ -35,23 +35,6 @@ CONCAT_MAX = 256  # operands of one concat in the engine
 F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
 _LOW = (torch.bfloat16, torch.float16)
 
-# The trace gives these operators a result of one operand's type where PyTorch's kernels raise. Refused here, so that
-# PyTorch runs and raises.
-_NORMS = {"aten::layer_norm", "aten::group_norm", "aten::batch_norm"}
-_ONE_TYPE = {
-    "aten::linear",
-    "aten::mm",
-    "aten::bmm",
-    "aten::matmul",
-    "aten::mv",
-    "aten::dot",
-    "aten::addmm",
-    "aten::baddbmm",
-    "aten::addmv",
-    "aten::scaled_dot_product_attention",
-    *_NORMS,
-}
-
 # gradients may be asked to be sparse
 _RELATIONS = {"StrictGreaterThan": "Greater", "GreaterThan": "GreaterOrEqual", "StrictLessThan": "Less",
               "LessThan": "LessOrEqual", "Equality": "Equal", "Unequality": "NotEqual"}  # fmt: skip
@@ -342,12 +325,15 @@ class Converter:
                 assert source.tensor is not None
                 self.values[node] = self.b.tensor(source.tensor, "lifted")
         for node in p.nodes:
-            self.b.source = node.src
+            self.b.source, self.b.within = node.src, node.within
+            before = len(self.host_ops)
             try:
                 self.emit(node)
             except UnsupportedError as e:
                 raise CaptureError(f"{node.target}: {e}", *node.src) from e
-        self.b.source = ("", "", 0)
+            if node.within:
+                self.exported.table.checkpoints.kept += len(self.host_ops) - before
+        self.b.source, self.b.within = ("", "", 0), ""
         for i, out in enumerate(p.outputs):
             self.b.output(f"output_{i}", self.v(out) if isinstance(out, Node) else self.symbolic(out.node.expr))
         for i, (target, new) in enumerate(p.writes):
@@ -364,10 +350,6 @@ class Converter:
         if target is opaque.HOST:
             self.opaque(n)
             return
-        if not isinstance(target, str) and not n.autocast and target._schema.name in _ONE_TYPE:
-            types = {i.val.dtype for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
-            if len(types) > 1 and not (target._schema.name in _NORMS and types in ({d, F32} for d in _LOW)):
-                raise UnsupportedError(f"operands of different types: {', '.join(sorted(map(str, types)))}")
         if not isinstance(target, str):
             refused = _refused_types(n)
             if refused is not None:
@@ -528,8 +510,9 @@ _keys: dict[Any, str] = {}
 _schemas: dict[Any, list[tuple[str, Any]]] = {}
 
 
-# What eager refuses and a trace does not: operands of a product are floats, all or none; these sums and losses do not
-# convert; there is no such operator of bools.
+# What eager refuses and a trace does not: operands of a product are floats of one type, or none is a float; a norm's
+# weight may be f32 beside a low type; these sums and losses do not convert; there is no such operator of bools.
+_NORMS = frozenset(("aten::layer_norm", "aten::group_norm", "aten::batch_norm"))
 _PRODUCTS = frozenset(f"aten::{n}" for n in (
     "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear",
     "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
@@ -550,6 +533,10 @@ def _refused_types(n: Node) -> str | None:
     given = [t for t in types[: 3 if name.endswith("attention") else None] if t is not None]  # its mask may be of bools
     kinds = {t.is_floating_point for t in given}
     text = ", ".join(sorted({str(t) for t in given}))
+    floats = {i.val.dtype for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype.is_floating_point}
+    mixed = len(floats) > 1 and not n.autocast
+    if mixed and (name in _PRODUCTS or name in _NORMS and floats not in ({d, F32} for d in _LOW)):
+        return f"{name} of operands of different types: {', '.join(sorted(map(str, floats)))}"
     if name in _PRODUCTS and (len(kinds) > 1 or kinds == {False} and len(set(given)) > 1):
         return f"{name} of operands of different types: {text}"
     if name in _ALIKE and not n.autocast and types[_ALIKE[name][0]] != types[_ALIKE[name][1]]:

@@ -37,7 +37,7 @@ from ..errors import CaptureError
 from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
 from ..watch import quiet, running
-from . import branches, marks, opaque
+from . import branches, checkpoints, marks, opaque
 from .facts import Facts, Known
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
@@ -533,6 +533,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         opaque.keep_functions(),
         marks.marked(module, cut, keep) as rest,
         opaque.keep_modules(module, rest),
+        checkpoints.marked(),
         patched_torch(),
         _light(),
         private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),

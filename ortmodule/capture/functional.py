@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from .. import torch_private as private
 from ..errors import CaptureError
-from . import marks
+from . import checkpoints, marks
 from .export import Exported, Source, source_of
 from .opaque import CUT, HOST, SHARES, Expected
 
@@ -50,9 +50,11 @@ INPUT, STOP, THROUGH, ZERO, COPY, FILL, BATCH_NORM = (
 
 class Node:
     """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src:
-    (module, file, line); grad: made in grad mode; autocast: made under autocast."""
+    (module, file, line); grad: made in grad mode; autocast: made under autocast; within: checkpoints it lies in
+    (checkpoints.py)."""
 
-    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped", "reached")
+    __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped", "reached",
+                 "within")  # fmt: skip
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class Node:
         self.live = False
         self.stopped: Node | None = None
         self.reached: bool | None = None
+        self.within = ""
 
     def differentiable(self) -> bool:
         """May it require a gradient: computed in grad mode from floating-point inputs?"""
@@ -260,6 +263,7 @@ class _Functionalizer:
         self.program = Program()
         self.src_of = source_of()
         self.src: tuple[str, str, int] = ("", "", 0)
+        self.checkpoints: list[str] = []  # the open ones
         # Under a capture-wide no_grad nothing needs a gradient: then regions make no difference.
         self.grad = True
         self.grad_matters = exported.grad_mode
@@ -276,6 +280,7 @@ class _Functionalizer:
 
     def make(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> Node:
         node = Node(target, args, kwargs, val, self.src, self.grad, self.autocast)
+        node.within = "/".join(self.checkpoints)
         self.program.nodes.append(node)
         return node
 
@@ -520,6 +525,8 @@ class _Functionalizer:
             pass
         elif target is CUT:
             self.cut(node, env)
+        elif target is checkpoints.MARK:
+            self.checkpoint(str(node.args[0]), bool(node.args[1]))
         elif not isinstance(val, Tensor) and _name(target) in ("item", "_local_scalar_dense"):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 read = self.arg(node.args[0], env)
@@ -533,6 +540,12 @@ class _Functionalizer:
             env[node] = val
         else:
             self.operation(node, target, val, env)
+
+    def checkpoint(self, number: str, begin: bool) -> None:
+        if begin:
+            self.checkpoints.append(number)
+        elif number in self.checkpoints:  # with those inside whose end an exception has left out
+            del self.checkpoints[self.checkpoints.index(number):]
 
     def set_grad(self, enabled: bool) -> None:
         if enabled and not self.grad_matters:

@@ -160,6 +160,7 @@ class Builder:
         self.graph.name = name
         self.sizes = Sizes()
         self.source: tuple[str, str, int] = ("", "", 0)
+        self.within = ""  # checkpoints that the node lies in
         self.count = 0
         self.constants: dict[Any, Val] = {}
         self.flat: set[str] = set()  # values that have no gradient: constants, and what stop_gradient gives
@@ -246,7 +247,8 @@ class Builder:
                     e = n.metadata_props.add()
                     e.key, e.value = f"f64:{key}", repr(x)
         module, file, line = self.source
-        for key, text in (("module", module), ("file", file), ("line", str(line) if line else "")):
+        for key, text in (("module", module), ("file", file), ("line", str(line) if line else ""),
+                          ("checkpoint", self.within)):  # fmt: skip
             if text:
                 e = n.metadata_props.add()
                 e.key, e.value = key, text

@@ -12,7 +12,7 @@ because it cannot run on fake tensors; then sizes come from a recording of the r
 
 Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are
 reproducible; other threads never notice; Functions by which PyTorch traces are left alone, but for reentrant
-checkpointing, which is inlined (recomputation is the engine's own decision).
+checkpointing, whose region is traced and marked (checkpoints.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ..guard import part_of_forward
 from ..patches import Patch, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import quiet
+from . import checkpoints
 from .refused import in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
@@ -90,6 +91,7 @@ class Table:
     # marks.Mark, by the index of its node; open: enters without an exit yet
     marks: list[Any] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
+    checkpoints: checkpoints.Regions = field(default_factory=checkpoints.Regions)
     # answers opaque calls, outside of a capture (net.py)
     instead: Callable[[Row, list[Tensor], Fill], Any] | None = None
 
@@ -388,7 +390,7 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _apply(cls, *args, **kwargs)
     if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
         run, _preserve_rng, *rest = args
-        return run(*rest)
+        return checkpoints.reentrant(run, tuple(rest))
     name = f"{cls.__module__}.{cls.__name__}"
     if name.startswith(_MACHINERY):
         return _apply(cls, *args, **kwargs)

@@ -7,11 +7,10 @@ scaled_dot_product_attention, interleaved, CPU time of the thread, best of n.
 
 from __future__ import annotations
 
-import ctypes as C
 import sys
-from collections.abc import Callable
 
-from bench_gemm import best  # sets the thread count before torch is imported
+import bench_gemm  # noqa: F401 - sets the thread count before torch is imported
+from op_calls import best, kernel
 
 import engine
 import torch
@@ -27,99 +26,6 @@ SHAPES = [
     (2, 12, 256, 64, 1, 0.1),
     (1, 12, 512, 64, 1, 0.1),
 ]
-
-
-class Attr(C.Structure):
-    class Value(C.Union):
-        _fields_ = [("i", C.c_int64), ("f", C.c_double), ("p", C.c_void_p)]
-
-    _anonymous_ = ("value",)
-    _fields_ = [("name", C.c_char_p), ("kind", C.c_uint8), ("n", C.c_uint32), ("value", Value)]
-
-
-class Node(C.Structure):
-    _fields_ = [
-        ("op", C.c_void_p),
-        ("in_", C.c_uint32),
-        ("out", C.c_uint32),
-        ("n_in", C.c_uint16),
-        ("n_out", C.c_uint16),
-        ("n_attr", C.c_uint16),
-        ("segment", C.c_uint16),
-        ("phase", C.c_uint8),
-        ("attr", C.c_void_p),
-        ("scope", C.c_uint32),
-        ("rng", C.c_uint64),
-        ("prep", C.c_void_p),
-    ]
-
-
-class Args(C.Structure):
-    _fields_ = [
-        ("node", C.c_void_p),
-        ("attr", C.c_void_p),
-        ("n_attr", C.c_int),
-        ("n_in", C.c_int),
-        ("n_out", C.c_int),
-        ("in_", C.c_void_p),
-        ("out", C.c_void_p),
-        ("scratch", C.c_void_p),
-        ("seed", C.c_uint64),
-    ]
-
-
-class Op(C.Structure):
-    _fields_ = [
-        ("name", C.c_char_p),
-        ("doc", C.c_char_p),
-        ("kind", C.c_uint8),
-        ("min_in", C.c_int8),
-        ("max_in", C.c_int8),
-        ("n_out", C.c_int8),
-        ("inplace", C.c_uint32),
-        ("dense", C.c_uint32),
-        ("optional", C.c_uint32),
-        ("random", C.c_bool),
-        ("meta", C.c_bool),
-        ("infer", C.c_void_p),
-        ("view", C.c_void_p),
-        ("grad", C.c_void_p),
-        ("scratch", C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_void_p)),
-        ("run", C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p)),
-    ]
-
-
-def kernel(cx: engine.Ctx, name: str, attrs: dict[str, float], ins: list[torch.Tensor | None], outs: list[torch.Tensor]) -> Callable[[], None]:
-    """One call of an operator's kernel: no graph, no allocation."""
-    op = Op.in_dll(engine.lib, "om_op_" + name)
-    attr = (Attr * len(attrs))()
-    for a, (key, v) in zip(attr, attrs.items()):
-        a.name, a.kind = key.encode(), int(isinstance(v, float))
-        if isinstance(v, float):
-            a.f = v
-        else:
-            a.i = v
-    i, o = (engine.Tensor * len(ins))(*map(engine.tensor, ins)), (engine.Tensor * len(outs))(*map(engine.tensor, outs))
-    node = Node(op=C.addressof(op), rng=7)
-    args = Args(
-        node=C.addressof(node),
-        attr=C.addressof(attr),
-        n_attr=len(attrs),
-        n_in=len(ins),
-        n_out=len(outs),
-        in_=C.addressof(i),
-        out=C.addressof(o),
-        seed=3,
-    )
-    scratch = torch.empty(op.scratch(cx.p, C.byref(args)) + 64, dtype=torch.uint8)
-    args.scratch = (scratch.data_ptr() + 63) & ~63
-    keep = (attr, i, o, node, scratch, ins, outs)
-
-    def call() -> None:
-        assert keep
-        cx.check(op.run(cx.p, C.byref(args)))
-
-    return call
 
 
 def main() -> None:

@@ -171,6 +171,12 @@ def wrapper_is_refused() -> None:
         FusedAdam([p]).step()
 
 
+def no_ranges() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        in_engine(alike(Tower(), train))
+    assert not [e for e in seen.events() if e.name.startswith("ORTModule ")]
+
+
 WITHOUT: dict[str, Callable[[], Any]] = {
     "tracing": lambda: in_engine(alike(Tower(), train)),
     "keep_graph": lambda: in_engine(alike(Tower(), twice)),
@@ -181,6 +187,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "queue_callback": lambda: in_engine(alike(Tower(), twice, segment_mb=1e-4)),
     "tensor_hooks": lambda: in_engine(alike(Tower(), train)),
     "is_zero": lambda: in_engine(alike(Tower(), zero_gradients)),
+    "profiler": no_ranges,
     "call_impl": hooked,
     "set_version": lambda: in_engine(alike(Tower(), train)),
     "size_config": lambda: in_engine(alike(Tower(), sizes)),

@@ -131,7 +131,8 @@ def test_info_prints_features_times_and_memory_once(level, caplog):
     if level == LogLevel.WARNING:
         assert not caplog.records
         return
-    record, memory = sorted(caplog.records, key=lambda r: r.getMessage().startswith("memory of a step"))
+    capture, memory, record = caplog.records
+    assert "capture 1" in capture.getMessage() and capture.levelno == logging.INFO
     assert "activations" in memory.getMessage() and memory.levelno == logging.INFO
     assert record.name == "ortmodule" and record.levelno == logging.INFO
     rows = {line.split(":")[0].strip(): line for line in record.getMessage().splitlines()}

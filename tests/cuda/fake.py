@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS = range(5)  # fake_gpu_count
@@ -60,9 +62,26 @@ seed(int(os.environ.get("OM_FAKE_SEED", "0")))
 late(os.environ.get("OM_FAKE_LATE", "1") != "0")
 
 
+class Range(C.Structure):
+    """What a launch reads (mode 1), writes (2) or both (3)."""
+
+    _fields_ = [("at", C.c_void_p), ("size", C.c_int64), ("mode", C.c_int)]
+
+
+change: Callable[[Any], None] | None = None  # set before a context is made: done to the ranges that launches declare
+
+
+@C.CFUNCTYPE(None, C.POINTER(Range), C.c_int)
+def _declare_changed(ranges: Any, n: int) -> None:
+    assert change is not None
+    change(ranges)
+    gpu.fake_gpu_declare(ranges, n)
+
+
 def declare(lib: C.CDLL) -> None:
     """Launches of this engine say what they touch."""
-    C.c_void_p.in_dll(lib, "om_cuda_declare").value = C.cast(gpu.fake_gpu_declare, C.c_void_p).value
+    function = gpu.fake_gpu_declare if change is None else _declare_changed
+    C.c_void_p.in_dll(lib, "om_cuda_declare").value = C.cast(function, C.c_void_p).value
 
 
 def use(lib: C.CDLL, ctx: C.c_void_p) -> int:

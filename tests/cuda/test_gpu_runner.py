@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,12 +49,12 @@ def test_checks_that_need_no_torch_cuda(gpu, small, monkeypatch):
     assert [r for r in rows if not r["ok"]] == []
 
 
-def test_the_whole_runner(gpu, small, monkeypatch, tmp_path, capsys):
+def test_the_optimizers_parts(gpu, small, monkeypatch, tmp_path, capsys):
     import run
 
     monkeypatch.setattr(small, "TINY", small.TINY[:12])
     with fake_torch.install(gpu, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path), "--part", "optim-correct", "--part", "optim-bench"])
         status = run.main()
     said = capsys.readouterr().out
     checks = json.loads((tmp_path / "optim-correct.json").read_text())["rows"]
@@ -63,6 +64,41 @@ def test_the_whole_runner(gpu, small, monkeypatch, tmp_path, capsys):
     bench = list(csv.DictReader(open(tmp_path / "optim-bench.csv")))
     assert {r["list"] for r in bench} == {"gpt2", "bert-large", "3000 small", "1 M each", "2 M each", "4 M each", "8 M each", "31 M each"}
     assert all(float(r["ms"]) > 0 for r in bench) and said.count("target") == 3 and "optim-correct: " in said
+
+
+GRAPH = """
+import json, sys, torch
+import graph_correct, graph_bench
+from cuda import fake
+fake.late(False)
+graph_correct.stand_in()
+rows = []
+graph_correct.MODELS = {}  # test_models_on_fake.py
+rows += graph_correct.run("cpu")
+rows += graph_correct.operators("cpu", ["tests/ops/test_softmax.py"])
+rows += graph_correct.operators("cpu", ["tests/ops/none.py"])
+from bench_models import Case
+bench = graph_bench.cases()
+assert len(bench) >= 6
+graph_bench.cases = lambda: {"tiny": Case(lambda: graph_correct.gpt2(0.1)[0], lambda: graph_correct.gpt2(0.1)[1](0)),
+                             "broken": Case(lambda: 1 / 0, None)}
+times = graph_bench.run("cpu", steps=2, arms=("eager", "ortmodule"), memory=False)
+print(json.dumps([rows, times]))
+"""
+
+
+def test_the_graph_engines_parts():
+    """graph-correct, graph-ops and graph-bench with CPU tensors that stand for cuda:0."""
+    tests = ROOT / "tests"
+    path = ":".join(map(str, (tests, ROOT, tests / "gpu", tests / "bench", tests / "optim")))
+    run = subprocess.run([sys.executable, "-c", GRAPH], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr[-4000:]
+    rows, times = json.loads(run.stdout.splitlines()[-1])
+    *checked, operators, nothing = rows
+    assert len(checked) >= 6 and [r for r in checked if not r["ok"]] == []
+    assert operators["ok"] and int(operators["detail"].split()[0]) > 10 and not nothing["ok"]
+    assert [(r["model"], r["arm"], "ms" in r) for r in times[:2]] == [("tiny", "eager", True), ("tiny", "ortmodule", True)]
+    assert all(r["verdict"].startswith("FAILED: ZeroDivisionError") for r in times if r["model"] == "broken")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -119,17 +119,11 @@ def test_an_index_out_of_range_is_named() -> None:
 
 
 SHRINK = """
-import ctypes as C, torch, engine
+import torch, engine
 from cuda import fake
-class Range(C.Structure):
-    _fields_ = [("at", C.c_void_p), ("size", C.c_int64), ("mode", C.c_int)]
-ctx = engine.Ctx(device="cuda-fake")
-@C.CFUNCTYPE(None, C.POINTER(Range), C.c_int)
-def less(r, n):
+def less(r):
     {change}
-    fake.gpu.fake_gpu_declare(r, n)
-C.c_void_p.in_dll(engine.lib, "om_cuda_declare").value = C.cast(less, C.c_void_p).value
-fake.use = lambda lib, ctx: lib.om_cuda_use(ctx, 0)
+fake.change = less
 try:
     engine.run("graph {{\\n input x: f32[40]\\n y = neg(x)\\n output y\\n}}", [torch.ones(40)], device="cuda-fake")
 except engine.EngineError as e:

@@ -371,6 +371,8 @@ static om_status checking_run(om_ctx *cx, const om_args *a) {
     return om_device_cpu.rows[a->node->op->id].run(cx, &own);
 }
 
+static uint32_t checking_counted(const om_graph *g, const om_node *n) { return om_device_cpu.counted(g, n); }
+
 static bool checking_strip_fits(const om_strip_text *t, const uint8_t *in_dtype, const bool *uniform) {
     return (!dev.strip_most || t->n_stmt <= dev.strip_most) && om_device_cpu.strip_fits(t, in_dtype, uniform);
 }
@@ -387,6 +389,7 @@ static om_device checking = {.name = "checking",
                              .upload = checking_upload,
                              .download = checking_download,
                              .workers = checking_workers,
+                             .counted = checking_counted,
                              .begin = checking_begin,
                              .end = checking_end,
                              .run_slice = checking_slice,

@@ -7,32 +7,8 @@
  */
 #include "passes/passes.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-
 enum { FUZZ_MEMORY = 512 << 20 };
-static size_t fuzz_live;
-
-static void *fuzz_alloc(void *user, size_t size) {
-    (void)user;
-    if (size > FUZZ_MEMORY || fuzz_live + size > FUZZ_MEMORY) return NULL;
-    void *p = aligned_alloc(64, (size + 63) & ~(size_t)63);
-    if (p) fuzz_live += size;
-    return p;
-}
-static void fuzz_free(void *user, void *p, size_t size) {
-    (void)user;
-    fuzz_live -= size;
-    free(p);
-}
-
-#define REQUIRE(cond)                                                                               \
-    do {                                                                                            \
-        if (!(cond)) {                                                                              \
-            fprintf(stderr, "%s:%d: %s failed; message: %s\n", __FILE__, __LINE__, #cond, om_ctx_message(cx)); \
-            abort();                                                                                \
-        }                                                                                           \
-    } while (0)
+#include "fuzz.h"
 
 /* A step may fail for lack of memory or support, with a message; it may not find the graph broken. */
 static bool fuzz_ok(om_ctx *cx, om_status s) {
@@ -75,10 +51,8 @@ static void fuzz_write(om_ctx *cx, const om_graph *g) {
     om_graph_free(h);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    om_services sv = {.alloc = fuzz_alloc, .free = fuzz_free};
-    om_ctx *cx = om_ctx_new(&sv);
+    om_ctx *cx = om_ctx_new(&fuzz_services);
     om_graph *g = NULL, *joint = NULL;
     if (!cx) return 0;
     om_status s;

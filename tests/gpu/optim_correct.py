@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import optim_reference as reference
 import torch
 from bench_optim import sizes as model_sizes
+from checks import rows_of
 
 from ortmodule.optim import DynamicLossScaler, FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD, clip_grad_norm_
 
@@ -604,13 +604,4 @@ def needs_cuda() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def run(device: str, tiny: int = len(TINY)) -> list[dict[str, Any]]:
-    checks = [*every_optimizer(device, tiny), *plain(device), *(needs_cuda() if device == "cuda" else [])]
-    rows = []
-    for name, check in checks:
-        try:
-            detail = check()
-        except Exception as e:  # a check that raises is a failed check; the rest still runs
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            detail = f"{type(e).__name__}: {e} ({where.filename}:{where.lineno})"
-        rows.append({"check": name, "ok": detail.startswith("ok"), "detail": detail})
-    return rows
+    return rows_of([*every_optimizer(device, tiny), *plain(device), *(needs_cuda() if device == "cuda" else [])])

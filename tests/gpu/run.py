@@ -1,10 +1,12 @@
 """Every CUDA check and benchmark of this project, on a machine with a GPU, from a checkout and a wheel (no compiler, no
 network, no pip).
 
-    python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part optim-correct] [--part
-    optim-bench] [--out DIR]
+    python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part PART]... [--model NAME]...
+    [--out DIR]
 
-Each part takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and
+graph-ops: every row of tests/ops through lowered plans (build/libom.so of `make lib`, pytest). graph-correct: models and
+what surrounds them. graph-bench: whole steps beside eager and torch.compile (--model: some of them). optim-correct,
+optim-bench: the optimizers. Each part but graph-bench of all models takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and
 PART.csv. The exit status is 0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run
 on. Benchmarks that miss a target are marked, not failed.
 """
@@ -22,7 +24,7 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("optim-correct", "optim-bench")
+PARTS = ("graph-correct", "graph-ops", "optim-correct", "graph-bench", "optim-bench")
 
 
 def stop(sentence: str) -> None:
@@ -74,10 +76,37 @@ def write(out: Path, part: str, about: dict[str, str], rows: list[dict[str, obje
         writer.writerows({"gpu": about["gpu"], "torch": about["torch"], **row} for row in rows)
 
 
+def run_part(part: str, models: list[str] | None) -> list[dict[str, object]]:
+    if part.startswith("graph"):
+        os.environ["ORTMODULE_CUDA_ENGINE"] = "1"
+    if part == "graph-correct":
+        import graph_correct
+
+        return graph_correct.run("cuda")
+    if part == "graph-ops":
+        import graph_correct
+
+        return graph_correct.run_operators("cuda")
+    if part == "graph-bench":
+        import graph_bench
+
+        return graph_bench.run(names=models)
+    if part == "optim-correct":
+        import optim_correct
+
+        return optim_correct.run("cuda")
+    import optim_bench
+
+    rows = optim_bench.run()
+    optim_bench.show(rows)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--model", action="append", help="of graph-bench")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE.parents[1] / "build" / "gpu")))
     args = parser.parse_args()
     if args.wheel:
@@ -90,21 +119,12 @@ def main() -> int:
     failed = 0
     for part in args.part or PARTS:
         start = time.perf_counter()
-        if part == "optim-correct":
-            import optim_correct
-
-            rows = optim_correct.run("cuda")
-            bad = [r for r in rows if not r["ok"]]
-            for r in bad:
-                print(f"FAILED {r['check']}: {r['detail']}")
-            failed += len(bad)
-            print(f"{part}: {len(rows)} checks, {len(bad)} failed, {time.perf_counter() - start:.0f} s")
-        else:
-            import optim_bench
-
-            rows = optim_bench.run()
-            optim_bench.show(rows)
-            print(f"{part}: {time.perf_counter() - start:.0f} s")
+        rows = run_part(part, args.model)
+        bad = [r for r in rows if not r.get("ok", True)]
+        for r in bad:
+            print(f"FAILED {r['check']}: {r['detail']}")
+        failed += len(bad)
+        print(f"{part}: {len(rows)} rows, {len(bad)} failed, {time.perf_counter() - start:.0f} s")
         write(args.out, part, about, rows)
     return 1 if failed else 0
 

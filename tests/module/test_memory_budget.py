@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, gpt2, ids
+from small_models import MODELS, Cube, gpt2, ids
 from torch import Tensor, nn
 
 from ortmodule import _C, ORTModule
@@ -146,19 +146,6 @@ def test_autocast(name: str, segment_mb: float) -> None:
     before = _C.pool_stats()["live"]
     run(ours)
     assert 0.97 * least <= _C.pool_stats()["peak_live"] - before <= least
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.tanh() ** 3
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        t = x.tanh()
-        return dy * 3 * t * t * (1 - t * t)
 
 
 class Block(nn.Module):

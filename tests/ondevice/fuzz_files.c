@@ -7,33 +7,8 @@
  */
 #include "trainer/trainer.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-
-#define REQUIRE(cond)                                                                                          \
-    do {                                                                                                       \
-        if (!(cond)) {                                                                                         \
-            fprintf(stderr, "%s:%d: %s failed; message: %s\n", __FILE__, __LINE__, #cond, om_ctx_message(cx)); \
-            abort();                                                                                           \
-        }                                                                                                      \
-    } while (0)
-
-enum { MEMORY = 256 << 20 };
-static size_t live;
-
-static void *fuzz_alloc(void *user, size_t size) {
-    (void)user;
-    if (size > MEMORY || live + size > MEMORY) return NULL;
-    void *p = aligned_alloc(64, (size + 63) & ~(size_t)63);
-    if (p) live += size;
-    return p;
-}
-static void fuzz_free(void *user, void *p, size_t size) {
-    (void)user;
-    live -= size;
-    free(p);
-}
-static const om_services services = {.alloc = fuzz_alloc, .free = fuzz_free};
+enum { FUZZ_MEMORY = 256 << 20 };
+#include "../fuzz/fuzz.h"
 
 static om_ctx *cx;
 static om_trainer *trainer; /* of OM_FUZZ_TRAINER */
@@ -75,13 +50,12 @@ static void step(om_trainer *t) {
     om_trainer_reset(t);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!cx) {
         const char *path = getenv("OM_FUZZ_TRAINER");
-        cx = om_ctx_new(&services);
-        arena = aligned_alloc(64, MEMORY);
-        const om_trainer_options o = {.arena = arena, .arena_size = MEMORY / 2};
+        cx = om_ctx_new(&fuzz_services);
+        arena = aligned_alloc(64, FUZZ_MEMORY);
+        const om_trainer_options o = {.arena = arena, .arena_size = FUZZ_MEMORY / 2};
         REQUIRE(path && om_trainer_load_file(cx, path, &o, &trainer) == OM_OK);
     }
     const uint64_t before = state_hash();
@@ -94,8 +68,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         step(trainer);
     }
     const om_trainer_files files = {.packed = {data, size}};
-    const om_trainer_options own = {.arena = (char *)arena + MEMORY / 2, .arena_size = MEMORY / 2};
-    const size_t lived = live;
+    const om_trainer_options own = {.arena = (char *)arena + FUZZ_MEMORY / 2, .arena_size = FUZZ_MEMORY / 2};
+    const size_t lived = fuzz_live;
     om_trainer *t = NULL;
     s = om_trainer_load(cx, &files, &own, &t);
     if (s != OM_OK) {
@@ -105,6 +79,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         step(t);
         om_trainer_free(t);
     }
-    REQUIRE(live == lived);
+    REQUIRE(fuzz_live == lived);
     return 0;
 }

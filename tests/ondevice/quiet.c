@@ -4,12 +4,11 @@
  *     om-quiet MODEL.omd THREADS
  *
  * Then the same in an arena of exactly the size that om_trainer_memory told, with the same losses; one 64 bytes smaller
- * must be refused with a message. Inputs: numbers from a counter; integers are below 5.
+ * must be refused with a message.
  */
-#include "ortmodule.h"
+#include "inputs.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -52,26 +51,7 @@ static void check(om_ctx *cx, const char *what, om_status s) {
     exit(2);
 }
 
-enum { MOST = 8, STEPS = 12 };
-
-static int64_t inputs_fill(om_trainer *t, bool eval, om_tensor *x, int step) {
-    uint64_t random = (uint64_t)step + 1;
-    for (int i = 0; i < om_trainer_inputs(t, eval); i++) {
-        const om_io io = om_trainer_input(t, eval, i);
-        int64_t n = 1;
-        for (int k = io.rank - 1; k >= 0; k--) x[i].dim[k] = io.dim[k], x[i].stride[k] = n, n *= io.dim[k];
-        x[i].dtype = io.dtype, x[i].rank = io.rank, x[i].device = -1;
-        if (!x[i].data && !(x[i].data = malloc((size_t)n * 8))) exit(2);
-        for (int64_t k = 0; k < n; k++) {
-            random = random * 6364136223846793005u + 1442695040888963407u;
-            if (io.dtype == OM_F32)
-                ((float *)x[i].data)[k] = (float)(random >> 40) / 8388608.0f - 1;
-            else
-                ((int64_t *)x[i].data)[k] = (int64_t)(random >> 33) % 5;
-        }
-    }
-    return 0;
-}
+enum { STEPS = 12 };
 
 static void train(om_ctx *cx, om_trainer *t, float *losses) {
     om_tensor x[MOST] = {0}, y[MOST] = {0}, out[MOST];
@@ -95,7 +75,8 @@ static void train(om_ctx *cx, om_trainer *t, float *losses) {
         fprintf(stderr, "quiet.c: %zu bytes were told, %zu used\n", before, om_trainer_memory(t).arena);
         exit(2);
     }
-    for (int i = 0; i < MOST; i++) free(x[i].data), free(y[i].data);
+    inputs_free(x);
+    inputs_free(y);
 }
 
 int main(int argc, char **argv) {

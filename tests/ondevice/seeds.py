@@ -29,6 +29,10 @@ packed = ORTModule(Small()).save_for_device(home / "parts", batch)
 (home / "2.safetensors").write_bytes((home / "parts" / "nominal_checkpoint").read_bytes())
 (home / "3.safetensors").write_bytes(artifacts.tensors_bytes(
     {"é\n": ("F32", [0, 3], b""), "b": ("U8", [2], b"xy")}, {"int:a": "7", "float:b": "1e-3", "string:\\": '"'}))  # fmt: skip
+theirs = Path(__file__).with_name("ort") / "mlp"  # onnxruntime-training's
+names = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
+(home / "4.omd").write_bytes(artifacts.pack({name: (theirs / name).read_bytes() for name in names}))
+(home / "5.odtc").write_bytes((theirs / "later").read_bytes())
 for part in (home / "parts").iterdir():
     part.unlink()
 (home / "parts").rmdir()

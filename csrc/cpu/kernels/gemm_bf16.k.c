@@ -1,0 +1,234 @@
+/* gemm_bf16.k.c - the packed product of bf16 for processors with AVX512_BF16 (om_isa_bf16); empty for all others.
+ *
+ * VDPBF16PS adds two products of bf16 to each float, so both operands are packed as pairs of neighbours along k: panels
+ * of A as (k / 2, MR) pairs, each broadcast, panels of B as (k / 2, NR); an odd k ends with a zero. Otherwise as
+ * gemm.k.c: any strides, slices of k in order, one chain of sums for each element however the work is divided.
+ *
+ * Sums stay in registers within a slice of KC; between slices they wait as floats: in `work`, or in the job's `acc`
+ * where the product is cut along k. The last slice adds bias and C and rounds, once.
+ * The instruction takes subnormal numbers for zeros and rounds both additions to nearest even.
+ */
+#include "cpu/gemm.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+
+#define OM_VEC_BITS 32
+#include "cpu/kernels/vec.h"
+
+#define BF16 __attribute__((target("avx512bf16")))
+/* A tile of MR x NV vectors: 28 sums, so that two instructions a cycle never wait. GROUP panels of A and one block of B
+ * lie in L2 together. AHEAD: rows of k that packing fetches early; the processor does not follow such strides itself
+ * (10 % of an input gradient). */
+enum { MR = 14, NV = 2, NR = NV * VL, COLS = 3 * NR, KC = 1024, GROUP = 16, PANELS = 8, AHEAD = 16 };
+
+static inline __mmask16 first(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+static inline __mmask32 first32(int64_t n) { return n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1; }
+
+/* --- packing ------------------------------------------------------------------------------------------- */
+
+/* Lanes are contiguous: panels of ld lanes, `size` pairs apart, filled together so that memory is read in order. */
+static void pack_lanes(uint32_t *dst, int64_t size, int ld, const uint16_t *src, int64_t w, int64_t kc, int64_t ks) {
+    for (int64_t k = 0; k < kc; k += 2, src += 2 * ks, dst += ld) {
+        uint32_t *d = dst;
+        if (k + AHEAD < kc)
+            for (int64_t i = 0; i < w; i += 32) {
+                __builtin_prefetch(src + AHEAD * ks + i);
+                __builtin_prefetch(src + (AHEAD + 1) * ks + i);
+            }
+        for (int64_t p = 0; p < w; p += ld, d += size)
+            for (int i = 0; i < ld; i += VL) {
+                const int64_t left = w - p - i < ld - i ? w - p - i : ld - i;
+                const __mmask16 have = first(left);
+                __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(have, src + p + i));
+                if (k + 1 < kc) {
+                    const __m512i y = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(have, src + ks + p + i));
+                    x = _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+                }
+                _mm512_mask_storeu_epi32(d + i, first(ld - i), x);
+            }
+    }
+}
+
+/* One panel of w <= ld lanes, ls apart; along k elements are ks apart. */
+static void pack_panel(uint32_t *dst, int ld, const uint16_t *src, int64_t w, int64_t kc, int64_t ls, int64_t ks) {
+    if (ks == 1) { /* pairs lie as they are wanted: 16 of 16 lanes are transposed */
+        for (int64_t k = 0; k < kc; k += 2 * VL)
+            for (int i0 = 0; i0 < ld; i0 += VL) {
+                const __mmask32 have = first32(kc - k);
+                const int64_t rows = kc - k >= 2 * VL ? VL : (kc - k + 1) / 2;
+                V r[VL];
+#pragma GCC unroll 16
+                for (int i = 0; i < VL; i++) __builtin_prefetch(src + (i0 + i < w ? i0 + i : 0) * ls + k + 4 * 2 * VL);
+#pragma GCC unroll 16
+                for (int i = 0; i < VL; i++)
+                    r[i] = (V)_mm512_maskz_loadu_epi16(i0 + i < w ? have : 0, src + (i0 + i < w ? i0 + i : 0) * ls + k);
+                transpose_f32(r);
+                const __mmask16 lanes = first(ld - i0);
+                uint32_t *d = dst + k / 2 * ld + i0;
+                if (rows == VL) {
+#pragma GCC unroll 16
+                    for (int j = 0; j < VL; j++) _mm512_mask_storeu_epi32(d + j * ld, lanes, (__m512i)r[j]);
+                } else {
+                    for (int j = 0; j < rows; j++) _mm512_mask_storeu_epi32(d + j * ld, lanes, (__m512i)r[j]);
+                }
+            }
+        return;
+    }
+    for (int64_t k = 0; k < kc; k += 2, dst += ld)
+        for (int i = 0; i < ld; i++) {
+            const uint16_t *s = src + i * ls + k * ks;
+            dst[i] = i >= w ? 0 : s[0] | (k + 1 < kc ? (uint32_t)s[ks] << 16 : 0);
+        }
+}
+
+static void pack_a(const om_gemm_job *g, int64_t p0, int64_t p1) {
+    const int64_t size = ((g->k * MR + 2 * VL + 15) & ~(int64_t)15) / 2;
+    for (int64_t p = p0, n; p < p1; p += n) {
+        const uint16_t *src = (const uint16_t *)g->a + p * MR * g->rsa;
+        uint32_t *dst = (uint32_t *)g->pa + p * size;
+        n = g->rsa != 1 ? 1 : p1 - p < PANELS ? p1 - p : PANELS;
+        const int64_t left = g->m - p * MR, w = left < n * MR ? left : n * MR;
+        if (g->rsa == 1) pack_lanes(dst, size, MR, src, w, g->k, g->csa);
+        else pack_panel(dst, MR, src, w, g->k, g->rsa, g->csa);
+    }
+}
+
+/* B[k0 : k0 + kc, col0 : col1] as panels of NR columns, KC * NR / 2 pairs apart */
+static void pack_b(const om_gemm_job *g, uint32_t *dst, int64_t k0, int64_t kc, int64_t col0, int64_t col1) {
+    const uint16_t *src = (const uint16_t *)g->b + k0 * g->rsb + col0 * g->csb;
+    if (g->csb == 1) {
+        pack_lanes(dst, KC / 2 * NR, NR, src, col1 - col0, kc, g->rsb);
+        return;
+    }
+    for (int64_t c = col0; c < col1; c += NR, src += NR * g->csb, dst += KC / 2 * NR)
+        pack_panel(dst, NR, src, col1 - c < NR ? col1 - c : NR, kc, g->csb, g->rsb);
+}
+
+/* --- multiplication ------------------------------------------------------------------------------------ */
+
+typedef struct tile { /* where a register tile goes */
+    float *wide;        /* sums of earlier slices, of later ones */
+    int64_t ldw;
+    bool add, last;     /* there were earlier slices; there is no later one: then the following */
+    uint16_t *c;
+    int64_t rs, cs, width;
+    float alpha;
+    bool beta;
+    const float *bias;  /* NR numbers or NULL */
+} tile;
+
+static inline __m512 widen(__m256i h) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
+
+static inline __m256i narrow(__m512 x) { /* as om_f32_to_bf16 */
+    const __m512i u = (__m512i)x, high = _mm512_srli_epi32(u, 16);
+    const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    const __m512i even = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(even, nan, high, _mm512_set1_epi32(0x40)));
+}
+
+OM_INLINE void tile_store(const tile *t, int i, int v, __m512 x) {
+    float *wide = t->wide + i * t->ldw + v * VL;
+    if (t->add) x += _mm512_loadu_ps(wide);
+    if (!t->last) {
+        _mm512_storeu_ps(wide, x);
+        return;
+    }
+    x *= _mm512_set1_ps(t->alpha);
+    if (t->bias) x += _mm512_loadu_ps(t->bias + v * VL);
+    uint16_t *c = t->c + i * t->rs + v * VL * t->cs;
+    const int64_t w = t->width - v * VL;
+    if (t->cs == 1) {
+        const __mmask16 m = first(w);
+        if (t->beta) x += widen(_mm256_maskz_loadu_epi16(m, c));
+        _mm256_mask_storeu_epi16(c, m, narrow(x));
+        return;
+    }
+    float tmp[VL];
+    _mm512_storeu_ps(tmp, x);
+    for (int64_t j = 0; j < w && j < VL; j++) {
+        uint16_t *p = c + j * t->cs;
+        *p = om_f32_to_bf16(tmp[j] + (t->beta ? om_bf16_to_f32(*p) : 0));
+    }
+}
+
+/* mr and nv are constants at the call. */
+BF16 OM_INLINE void tile_run(int mr, int nv, int64_t pairs, const uint32_t *a, const uint32_t *b, const tile *t) {
+    __m512 acc[MR][NV];
+#pragma GCC unroll 16
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v++) acc[i][v] = _mm512_setzero_ps();
+    for (int64_t p = 0; p < pairs; p++, a += MR, b += NR) {
+        __m512i bv[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v++) bv[v] = _mm512_loadu_si512(b + v * VL);
+#pragma GCC unroll 16
+        for (int i = 0; i < mr; i++) {
+            const __m512i x = _mm512_set1_epi32((int)a[i]);
+#pragma GCC unroll 4
+            for (int v = 0; v < nv; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], (__m512bh)x, (__m512bh)bv[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v++) tile_store(t, i, v, acc[i][v]);
+}
+
+#define ROWS(x)                                                                                     \
+    case x:                                                                                         \
+        if (nv == NV) tile_run(x, NV, pairs, a, b, t);                                              \
+        else tile_run(x, 1, pairs, a, b, t);                                                        \
+        break;
+BF16 static void tile_any(int64_t mr, int nv, int64_t pairs, const uint32_t *a, const uint32_t *b, const tile *t) {
+    switch (mr) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+        ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+    default: break;
+    }
+}
+#undef ROWS
+
+BF16 static __attribute__((noinline)) void tile_full_bf16(int64_t pairs, const uint32_t *a, const uint32_t *b,
+                                                          const tile *t) {
+    tile_run(MR, NV, pairs, a, b, t);
+}
+
+static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work) {
+    const int64_t size = ((g->k * MR + 2 * VL + 15) & ~(int64_t)15) / 2, width = col1 - col0;
+    uint32_t *bp = work;
+    float *wide = g->acc ? g->acc + row0 * g->ld_acc + col0 : (float *)(bp + KC / 2 * COLS), bias[COLS];
+    for (int64_t j = 0; g->bias && j < COLS; j++)
+        bias[j] = om_bf16_to_f32(((const uint16_t *)g->bias)[col0 + (j < width ? j : 0)]);
+    tile t = {.ldw = g->acc ? g->ld_acc : COLS, .rs = g->rsc, .cs = g->csc, .alpha = (float)g->alpha, .beta = g->beta};
+    int64_t k0 = 0;
+    do { /* at least once: k = 0 still writes C */
+        const int64_t kc = g->k - k0 < KC ? g->k - k0 : KC, pairs = (kc + 1) / 2;
+        pack_b(g, bp, k0, kc, col0, col1);
+        t.add = k0 > 0 || g->more_before;
+        t.last = k0 + kc >= g->k && !g->more_after;
+        for (int64_t i0 = row0; i0 < row1; i0 += GROUP * MR)
+            for (int64_t j = 0; j < width; j += NR) {
+                const int nv = width - j > VL ? NV : 1;
+                const uint32_t *b = bp + j * (KC / 2);
+                t.width = width - j;
+                t.bias = g->bias ? bias + j : NULL;
+                for (int64_t i = i0; i < row1 && i < i0 + GROUP * MR; i += MR) {
+                    const uint32_t *a = (const uint32_t *)g->pa + i / MR * size + k0 / 2 * MR;
+                    t.wide = wide + (i - row0) * t.ldw + j;
+                    t.c = (uint16_t *)g->c + i * g->rsc + (col0 + j) * g->csc;
+                    if (nv == NV && row1 - i >= MR) tile_full_bf16(pairs, a, b, &t);
+                    else tile_any(row1 - i < MR ? row1 - i : MR, nv, pairs, a, b, &t);
+                }
+            }
+        k0 += kc;
+    } while (k0 < g->k);
+}
+
+const om_gemm_type OM_ISA_NAME(om_gemm_bf16) = {.mr = MR, .cols = COLS, .kc = KC, .elem = 2, .slack = 2 * VL,
+                                                .pack_a = pack_a, .block = block};
+#else
+const om_gemm_type OM_ISA_NAME(om_gemm_bf16) = {0};
+#endif

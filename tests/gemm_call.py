@@ -1,0 +1,87 @@
+"""om_gemm called directly (csrc/cpu/gemm.h): C = alpha A B + beta C + bias on torch's memory, any strides."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Callable
+
+import torch
+
+import engine
+
+I64, PTR = C.c_int64, C.c_void_p
+
+
+class Gemm(C.Structure):
+    _fields_ = [
+        ("dtype", C.c_int),
+        ("m", I64),
+        ("n", I64),
+        ("k", I64),
+        ("a", PTR),
+        ("rsa", I64),
+        ("csa", I64),
+        ("b", PTR),
+        ("rsb", I64),
+        ("csb", I64),
+        ("c", PTR),
+        ("rsc", I64),
+        ("csc", I64),
+        ("alpha", C.c_double),
+        ("beta", C.c_int),
+        ("bias", PTR),
+        ("batch", I64),
+        ("n_axis", C.c_int),
+        ("axis", PTR),
+        ("scratch", PTR),
+    ]
+
+
+class How(C.Structure):
+    _fields_ = [
+        ("flags", C.c_char * 6),
+        ("ld", C.c_int * 3),
+        ("workers", C.c_int),
+        ("type", PTR),
+        ("sizes", I64 * 10),
+        ("scratch", I64),
+        ("fence", I64 * 8),
+    ]
+
+
+def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, alpha: float = 1.0, beta: int = 0,
+            bias: torch.Tensor | None = None) -> Callable[[], None]:
+    """A call that can be made again and again: prepared once, scratch taken once."""
+    g = Gemm(
+        dtype=engine.TORCH.index(a.dtype),
+        m=c.shape[0],
+        n=c.shape[1],
+        k=a.shape[1],
+        a=a.data_ptr(),
+        rsa=a.stride(0),
+        csa=a.stride(1),
+        b=b.data_ptr(),
+        rsb=b.stride(0),
+        csb=b.stride(1),
+        c=c.data_ptr(),
+        rsc=c.stride(0),
+        csc=c.stride(1),
+        alpha=alpha,
+        beta=beta,
+        bias=None if bias is None else bias.data_ptr(),
+        batch=1,
+    )
+    how, lib = How(), engine.lib
+    cx.check(lib.om_gemm_prepare(cx.p, C.byref(g), C.byref(how)))
+    assert not any(how.fence), "om_gemm_how has grown: How is to be written anew"
+    scratch = torch.full((how.scratch + 192,), 0xA5, dtype=torch.uint8)
+    g.scratch = (scratch.data_ptr() + 63) & ~63
+    end = g.scratch - scratch.data_ptr() + how.scratch
+    keep = (a, b, c, bias, scratch)
+
+    def call() -> None:
+        assert keep
+        cx.check(lib.om_gemm_run(cx.p, C.byref(g), C.byref(how)))
+        assert scratch[end : end + 64].eq(0xA5).all(), "wrote past its scratch"
+
+    return call

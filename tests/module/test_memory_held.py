@@ -1,0 +1,108 @@
+"""Memory between steps: blocks are kept while a loop runs and given back when it rests (ortmodule/memory_idle.py)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+import torch
+from small_models import MODELS
+from torch import nn
+
+import ortmodule
+from ortmodule import _C, ORTModule
+from ortmodule.memory_idle import idle
+
+
+@pytest.fixture(autouse=True)
+def alone() -> object:
+    """Nothing that earlier tests have left to wait for."""
+    keep, learnt = idle.keep, idle.learnt
+    yield None
+    idle.keep, idle.learnt = keep, learnt
+
+
+def train(model: nn.Module, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        out = model(**batch)
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def made(keep: float) -> tuple[ORTModule, dict[str, torch.Tensor], torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    make, batch = MODELS["gpt2"]
+    ours = ORTModule(make().train(), keep_memory=keep)
+    return ours, batch, torch.optim.SGD(ours.parameters(), lr=1e-3)
+
+
+def test_steps_after_the_first_ones_ask_the_system_for_nothing() -> None:
+    ours, batch, optimizer = made(60.0)
+    train(ours, batch, optimizer, 3)
+    before = _C.pool_stats()["mapped"]
+    train(ours, batch, optimizer, 5)
+    assert _C.pool_stats()["mapped"] == before
+    ortmodule.release_memory()
+    assert _C.pool_stats()["free"] == 0
+    train(ours, batch, optimizer, 1)
+    assert _C.pool_stats()["mapped"] > before, "the counter counts"
+
+
+def test_what_nobody_uses_is_given_back_and_a_slow_loop_is_learnt() -> None:
+    ours, batch, optimizer = made(60.0)
+    train(ours, batch, optimizer, 2)
+    assert _C.pool_stats()["free"] > 1 << 20
+    idle._wake.clear()  # the thread looks anew
+    idle.keep, idle.learnt = 0.2, 0.0
+    ours._ortmodule.every[0].graph.memory.keep_seconds = 0.2
+    train(ours, batch, optimizer, 1)
+    assert _wait(lambda: _C.pool_stats()["free"] == 0), _C.pool_stats()
+    time.sleep(0.3)
+    train(ours, batch, optimizer, 1)
+    assert idle.learnt >= 0.6, "twice the pause"
+    assert _C.pool_stats()["free"] > 1 << 20
+    time.sleep(0.3)
+    assert _C.pool_stats()["free"] > 1 << 20, "as long as the last pause was, it is kept"
+
+
+def _wait(done: object) -> bool:
+    end = time.monotonic() + 90
+    while time.monotonic() < end:
+        if done():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_page_faults_are_told() -> None:
+    ours, batch, optimizer = made(60.0)
+    train(ours, batch, optimizer, 4)
+    graph = ours.report().graphs[0]
+    assert 0 <= graph.page_faults < 5000
+    assert f"{graph.page_faults} page faults in the last" in str(ours.report())
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="keep_memory=-1 is not allowed"):
+        ORTModule(nn.Linear(2, 2), keep_memory=-1)
+    monkeypatch.setenv("ORTMODULE_KEEP_MEMORY", "inf")
+    assert ORTModule(nn.Linear(2, 2))._ortmodule.settings.keep_memory == math.inf
+    monkeypatch.setenv("ORTMODULE_KEEP_MEMORY", "long")
+    with pytest.raises(ValueError, match="ORTMODULE_KEEP_MEMORY='long' is not allowed"):
+        ORTModule(nn.Linear(2, 2))
+
+
+def test_a_forked_child_has_a_thread_of_its_own() -> None:
+    ours, batch, optimizer = made(60.0)
+    train(ours, batch, optimizer, 1)
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        alive = idle._thread is None and not idle._wake.is_set()
+        idle.arm(60.0)
+        os._exit(0 if alive and idle._thread is not None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
