@@ -89,10 +89,15 @@ $(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the
 # --- CUDA kernels: one fatbin of cubins inside the extension; empty without nvcc -------------------------------------
 CUDA_ARCHS ?= 75 80 86 89 90 100 120
 NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
-# one intermediate code for all of them: nothing in the kernels asks for a newer one
+# one intermediate code for all of them; for tensor cores a second one, as their instructions came with sm_80 (before
+# it these kernels are empty and never launched)
 COMMA      := ,
 SPACE      := $(subst ,, )
 CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
+CU_MMA     := attention_mma attention_mma_grad
+ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
+ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
+gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
 CUH        := kernel scalar params strip_body attention_body optim
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
@@ -101,10 +106,11 @@ $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/opti
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v -gencode 'arch=compute_$(firstword $(CUDA_ARCHS)),code=[$(subst $(SPACE),$(COMMA),$(CUDA_ARCHS:%=sm_%))]' -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
+	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v $(if $(filter $*,$(CU_MMA)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(CU_MMA:%=$(KB)/cuda/%.fatbin): csrc/cuda/attention_mma.h csrc/cuda/mma.h
 $(B)/cuda/image.o: $(FATBINS)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 

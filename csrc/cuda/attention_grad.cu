@@ -18,8 +18,12 @@ template <class S> FN void attention_delta(const om_gpu_attention &p) {
     const bool none = lse == -inf_of((F)0), one = p.tk <= 32;
     const bool odd = !none && (lse < -1000 || lse > 1000) && lse - lse == 0;
     F m = none ? (F)0 : lse, il = none ? (F)0 : (F)1, delta = 0;
-    for (int64_t c = 0; c < p.dv_size; c++) /* in att_dot's order: 0 is left where one key has all the probability */
+    /* in att_dot's order: 0 is left where one key has all the probability; of 16-bit numbers, whose rounding is far
+     * larger, a part by every lane */
+    const bool parts = sizeof(S) == 2 && !one;
+    for (int64_t c = parts ? lane : 0; c < p.dv_size; c += parts ? 32 : 1)
         delta += at<S>(p.dy, dy + c * p.sdy[3]) * at<S>(p.y, y + c * p.sy[3]);
+    if (parts) delta = warp_all<op_sum>(delta);
     if (!none && (one || odd)) {
         F top = -inf_of((F)0), l = 0, d = 0;
         for (int turn = 0; turn < 2; turn++) {

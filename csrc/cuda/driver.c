@@ -167,6 +167,7 @@ om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t bloc
 }
 
 int om_cuda_processors(const om_cuda *d) { return d->processors; }
+int om_cuda_capability(const om_cuda *d) { return 10 * d->major + d->minor; }
 
 om_status om_cuda_capturing(om_ctx *cx, om_cuda *d, void *stream, bool *yes) {
     unsigned status = 0; /* none, active, invalidated */

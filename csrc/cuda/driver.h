@@ -61,6 +61,7 @@ om_status om_cuda_launch(om_ctx *cx, om_cuda *d, om_cuda_kernel k, uint32_t bloc
 om_status om_cuda_fail(om_ctx *cx, const om_cuda *d, om_cu_result r, const char *what);
 
 int om_cuda_processors(const om_cuda *d); /* multiprocessors of the device */
+int om_cuda_capability(const om_cuda *d); /* compute capability: 80 is sm_80 */
 
 /* The stream is being captured into a graph: launches are recorded instead of run. */
 om_status om_cuda_capturing(om_ctx *cx, om_cuda *d, void *stream, bool *yes);

@@ -3,9 +3,10 @@
  *
  * Every thread of a block is a fiber: a stack made once (ucontext), then switched by setjmp and longjmp. __syncthreads
  * and shuffles are counting barriers, of the block and of the warp: a barrier that some threads never reach makes a
- * launch fail instead of passing. Fibers take turns in an order drawn from emu_seed, blocks as well: a result that
- * depends on the order differs between seeds. Shared memory is 0xff before each block and ends where the launch said.
- * Global memory is reached by ld and st of kernel.h, which emu_touch holds to the ranges the launch declared.
+ * launch fail instead of passing. Products on tensor cores (mma.h) exchange fragments among the fibers of a warp.
+ * Fibers take turns in an order drawn from emu_seed, blocks as well: a result that depends on the order differs between
+ * seeds. Shared memory is 0xff before each block and ends where the launch said. Global memory is reached by ld and st
+ * of kernel.h, which emu_touch holds to the ranges the launch declared.
  */
 #ifndef OM_CUDA_EMULATE_H
 #define OM_CUDA_EMULATE_H
@@ -18,7 +19,7 @@
 #include <ucontext.h>
 
 #define OM_EMULATED 1
-#define EXPORT(threads) static void
+#define EXPORT(...) static void
 #define PARAM(type) const type &
 #define SHARED(name) char *name = emu_shared
 #define touch(p, size, write) emu_touch(p, size, write)
@@ -38,6 +39,7 @@ static struct {
 } emu;
 static uint64_t emu_seed;
 alignas(64) static char emu_shared[EMU_SHARED];
+static size_t emu_shared_size; /* the launch's */
 static jmp_buf emu_main, emu_fiber[EMU_THREADS];
 static char *emu_stack[EMU_THREADS];
 static unsigned emu_fibers;
@@ -54,7 +56,7 @@ static void emu_fail(const char *what, const void *p, size_t size) {
 
 static inline void emu_touch(const void *p, size_t size, int write) {
     const char *at = (const char *)p;
-    if ((uintptr_t)p % (size > 8 ? 8 : size)) emu_fail("reaches memory that is not aligned", p, size);
+    if ((uintptr_t)p % (size == 16 ? 16 : size > 8 ? 8 : size)) emu_fail("reaches memory that is not aligned", p, size);
     if (!emu.checked) return;
     const int need = write ? 2 : 1;
     const emu_range *r = &emu.range[emu.last];
@@ -102,6 +104,56 @@ template <class T> static T shuffle(T x, int mask) {
     memcpy(&y, &emu_lane[self ^ (unsigned)mask], sizeof y);
     return y;
 }
+static uint32_t emu_ballot(bool x) {
+    const unsigned first = threadIdx.x & ~31u;
+    uint32_t all = 0;
+    emu_wait(&emu_warp_barrier[first / 32], 32);
+    emu_lane[threadIdx.x] = x;
+    emu_wait(&emu_warp_barrier[first / 32], 32);
+    for (unsigned i = 0; i < 32; i++) all |= (uint32_t)emu_lane[first + i] << i;
+    return all;
+}
+
+/* Tensor cores, from the PTX manual: element i of a lane's a (16 x 16) stands in row lane / 4, + 8 where i is 2, 3, 6
+ * or 7, and in column lane % 4 * 2 + i % 2, + 8 where i >= 4; of b (16 x 8) in row lane % 4 * 2 + i % 2, + 8 where
+ * i >= 2, and column lane / 4; of c (16 x 8) in row lane / 4, + 8 where i >= 2, and column lane % 4 * 2 + i % 2. Two
+ * elements a register, the lower half first. Sums in f32, one after the other. */
+static uint16_t emu_fragment[EMU_THREADS][16];
+template <class S> static void emu_mma_16816(float *c, const uint32_t *a, const uint32_t *b) {
+    const unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31;
+    emu_wait(&emu_warp_barrier[first / 32], 32);
+    memcpy(emu_fragment[self], a, 16);
+    memcpy(emu_fragment[self] + 8, b, 8);
+    emu_wait(&emu_warp_barrier[first / 32], 32);
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned row = lane / 4 + (i >= 2 ? 8 : 0), col = lane % 4 * 2 + i % 2;
+        for (unsigned k = 0; k < 16; k++) {
+            const unsigned owner_a = first + row % 8 * 4 + k % 8 / 2, owner_b = first + col * 4 + k % 8 / 2;
+            const S x = {emu_fragment[owner_a][(k >= 8 ? 4 : 0) + (row >= 8 ? 2 : 0) + k % 2]};
+            const S y = {emu_fragment[owner_b][8 + (k >= 8 ? 2 : 0) + k % 2]};
+            c[i] += in(x) * in(y);
+        }
+    }
+}
+
+/* ldmatrix .x4: lane 8i + r tells where row r of matrix i begins, 16 bytes; a lane gets of each matrix the elements
+ * (lane / 4, lane % 4 * 2 and the next one), turned: (lane % 4 * 2 and the next one, lane / 4). */
+static void emu_ldmatrix(uint32_t *r, const void *row, bool turned) {
+    const unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31;
+    const char *at = (const char *)row;
+    if ((uintptr_t)at % 16 || at < emu_shared || at + 16 > emu_shared + emu_shared_size)
+        emu_fail("loads a matrix's row from outside shared memory or not aligned", row, 16);
+    emu_wait(&emu_warp_barrier[first / 32], 32);
+    emu_lane[self] = (uint64_t)(uintptr_t)row;
+    emu_wait(&emu_warp_barrier[first / 32], 32);
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned e = 0; e < 2; e++) {
+            const unsigned line = turned ? lane % 4 * 2 + e : lane / 4, place = turned ? lane / 4 : lane % 4 * 2 + e;
+            const uint16_t x = ((const uint16_t *)(uintptr_t)emu_lane[first + i * 8 + line])[place];
+            r[i] = e ? r[i] | (uint32_t)x << 16 : x;
+        }
+}
+
 static uint32_t atomicExch(uint32_t *p, uint32_t x) {
     const uint32_t was = *p;
     *p = x;
@@ -143,7 +195,7 @@ static uint32_t emu_random(uint64_t *s) {
 }
 
 static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
-    memset(emu_shared, 0xff, shared);
+    memset(emu_shared, 0xff, emu_shared_size = shared);
     memset(emu_shared + shared, 0x5a, 64);
     memset(emu_done, 0, threads);
     emu_block_barrier = emu_barrier();

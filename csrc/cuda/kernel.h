@@ -12,7 +12,7 @@
 #include "ortmodule.h"
 
 #if !defined(OM_EMULATED)
-#define EXPORT(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define EXPORT(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) /* threads, blocks at once */
 #define PARAM(type) const __grid_constant__ type
 #define FN_MEMBER __device__ __forceinline__
 #define SHARED(name) extern __shared__ __align__(16) char name[]

@@ -1,4 +1,5 @@
 /* lower_attention.c - attention and its gradient on the GPU. */
+#include "cuda/queue.h"
 #include "cuda/scratch.h"
 #include "cpu/philox.h"
 #include "ops/attr.h"
@@ -8,6 +9,20 @@
 #define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
 
 enum { OWN = 16, TILE = 32, LARGEST = 256, SHARED_MOST = 64 << 10 };
+/* on tensor cores (attention_mma.h) */
+enum { MMA_OWN = 64, MMA_TILE = 64, MMA_STEP = 32, MMA_LARGEST = 128, MMA_CAPABILITY = 80, MMA_LONGEST = 1 << 30 };
+
+/* Which of the kernels on tensor cores: heads filled up to so many numbers, or 0: the plain ones. */
+static int mma_of(const om_lower *l, int dtype, const om_gpu_attention *p) {
+    const int64_t most = p->d > p->dv_size ? p->d : p->dv_size;
+    if ((dtype != OM_BF16 && dtype != OM_F16) || most > MMA_LARGEST || p->tq > MMA_LONGEST || p->tk > MMA_LONGEST ||
+        om_gpu_capability(om_cuda_gpu(l->cx)) < MMA_CAPABILITY)
+        return 0;
+    return most <= 64 ? 64 : 128;
+}
+#define MMA(name, size, dtype)                                                                     \
+    ((om_gpu_kernel)(((size) == 64 ? OM_GPU_attention_mma64##name##_bf16 : OM_GPU_attention_mma128##name##_bf16) + \
+                     ((dtype) == OM_F16)))
 
 static const om_tensor *given(const om_args *a, int i) {
     return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL;
@@ -84,9 +99,12 @@ om_status om_lower_attention(om_lower *l) {
     if (!attention_of(a, 0, 3, 4, 5, &p) || !four(&a->out[0], om_args_int(a, "seq_first", 0), p.sout) ||
         !om_is_dense(&a->out[1]))
         return om_gpu_host(l);
-    const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
+    const int mma = mma_of(l, dtype, &p);
+    size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
+    if (mma) shared = (size_t)(2 * MMA_TILE * 2 * (mma + 8) + MMA_OWN * 8);
     if (shared > SHARED_MOST) return om_gpu_host(l);
-    om_gpu_attention *g = om_gpu_add(l, OF(attention, dtype), om_gpu_blocks(p.tq, OWN), p.batch * p.hq, 1, 128, shared,
+    om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : OF(attention, dtype),
+                                     om_gpu_blocks(p.tq, mma ? MMA_OWN : OWN), p.batch * p.hq, 1, 128, shared,
                                      sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
@@ -115,8 +133,14 @@ om_status om_lower_attention_grad(om_lower *l) {
         !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) ||
         (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
         return om_gpu_host(l);
-    const size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
-    if (shared > SHARED_MOST) return om_gpu_host(l);
+    const int mma = mma_of(l, dtype, &p);
+    size_t shared[2]; /* dq, dkv */
+    shared[0] = shared[1] = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
+    if (mma) {
+        shared[0] = (size_t)(2 * MMA_TILE * 2 * (mma + 8) + MMA_OWN * 8);
+        shared[1] = (size_t)(2 * (MMA_OWN + MMA_STEP) * 2 * (mma + 8) + MMA_STEP * (8 + 3 * 4));
+    }
+    if (shared[0] > SHARED_MOST) return om_gpu_host(l);
     const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide;
     om_gpu_attention *g = om_gpu_add(l, OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0, sizeof *g);
     if (!g) return l->cx->status;
@@ -127,9 +151,10 @@ om_status om_lower_attention_grad(om_lower *l) {
     om_gpu_in(l, &g->lse, 6);
     om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
     for (int which = 0; which < 2; which++) {
-        g = om_gpu_add(l, which ? OF(attention_dkv, dtype) : OF(attention_dq, dtype),
-                       om_gpu_blocks(which ? p.tk : p.tq, OWN), p.batch * (which ? p.hk : p.hq), 1, 128, shared,
-                       sizeof *g);
+        const om_gpu_kernel plain = which ? OF(attention_dkv, dtype) : OF(attention_dq, dtype);
+        g = om_gpu_add(l, !mma ? plain : which ? MMA(_dkv, mma, dtype) : MMA(_dq, mma, dtype),
+                       om_gpu_blocks(which ? p.tk : p.tq, mma ? MMA_OWN : OWN), p.batch * (which ? p.hk : p.hq), 1, 128,
+                       shared[which], sizeof *g);
         if (!g) return l->cx->status;
         *g = p;
         attention_operands(l, g, 1, 4, 7, 8);

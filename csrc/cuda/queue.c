@@ -128,6 +128,7 @@ om_status om_gpu_enter(om_ctx *cx, om_gpu *g) { return om_cuda_enter(cx, g->ordi
 om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s) { return om_cuda_leave(cx, g->cuda, s); }
 om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
 int om_gpu_ordinal(const om_gpu *g) { return g->ordinal; }
+int om_gpu_capability(const om_gpu *g) { return om_cuda_capability(g->cuda); }
 
 /* --- memory and work ---------------------------------------------------------------------------------- */
 

@@ -41,6 +41,7 @@ om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s);
 
 void *om_cuda_stream_now(void);
 int om_gpu_ordinal(const om_gpu *g);
+int om_gpu_capability(const om_gpu *g); /* 80: sm_80 */
 om_gpu *om_cuda_gpu(const om_ctx *cx); /* of a context whose device is a GPU (device.c) */
 
 om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out);

@@ -34,9 +34,8 @@ FN uint16_t bf16_out(float x) {
     return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
 }
 
-/* Word of one element: philox.h's om_philox_at (the tests compare the two). */
-FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
-    const uint64_t counter = index / 64 * 16 + index % 16;
+/* Four words of a counter: om_philox_words (the tests compare the two). */
+FN void philox_words(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t *w) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
              c3 = (uint32_t)(stream >> 32);
@@ -46,7 +45,13 @@ FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
         c1 = (uint32_t)p1, c3 = (uint32_t)p0;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
+    w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
+}
+/* Word of one element: philox.h's om_philox_at. */
+FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint32_t w[4];
+    philox_words(seed, stream, index / 64 * 16 + index % 16, w);
     const uint32_t word = (uint32_t)(index / 16 % 4); /* an indexed array would lie in memory */
-    return word < 2 ? word ? c1 : c0 : word == 2 ? c2 : c3;
+    return word < 2 ? word ? w[1] : w[0] : word == 2 ? w[2] : w[3];
 }
 #endif

@@ -1,6 +1,6 @@
 """The fake GPU (fake_gpu.cpp, build/fake/libcuda.so.1) and its matrix products (fake_blaslt.cpp) under the engine of the tests: `use(ctx)` makes a context's plans
 run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order threads and blocks take turns.
-OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits. OM_FAKE_BLAS=0: there is no cuBLASLt."""
+OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits. OM_FAKE_BLAS=0: there is no cuBLASLt. OM_FAKE_SM: its compute capability (90)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS = range(5)  # fake_gpu_count
 
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
 blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13")) if os.environ.get("OM_FAKE_BLAS", "1") != "0" else None
-gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = C.c_long
+gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = gpu.fake_gpu_ran.restype = C.c_long
 gpu.fake_gpu_calls.argtypes = [C.c_char_p]
 gpu.fake_gpu_fail.argtypes = [C.c_char_p, C.c_long, C.c_uint]
 gpu.fake_gpu_message.restype = C.c_char_p
@@ -48,10 +48,16 @@ def calls(entry: str) -> int:
     return int(gpu.fake_gpu_calls(entry.encode()))
 
 
+def ran(kernel: str) -> int:
+    """How often om_k_<kernel> has."""
+    return int(gpu.fake_gpu_ran(f"om_k_{kernel}".encode()))
+
+
 def seed(n: int) -> None:
     gpu.fake_gpu_seed(n)
 
 
+gpu.fake_gpu_capability(int(os.environ.get("OM_FAKE_SM", "90")))
 seed(int(os.environ.get("OM_FAKE_SEED", "0")))
 late(os.environ.get("OM_FAKE_LATE", "1") != "0")
 

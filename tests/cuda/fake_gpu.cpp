@@ -23,6 +23,8 @@
 #include "cuda/conv.cu"
 #include "cuda/attention.cu"
 #include "cuda/attention_grad.cu"
+#include "cuda/attention_mma.cu"
+#include "cuda/attention_mma_grad.cu"
 
 #include "fake_gpu.h"
 
@@ -56,6 +58,8 @@ static std::vector<void *> gone; /* freed with the queue's end */
 static std::vector<range> declared;
 static bool late, declares;
 static long failures, launches, waits;
+static int capability = 90;
+static std::map<std::string, long> ran;
 static char message[640];
 static CUctx_st context = {0};
 static CUmod_st module_;
@@ -150,6 +154,13 @@ PUBLIC void fake_gpu_fail(const char *entry, long nth, unsigned code) {
     LOCKED;
     failing_ = {nth ? entry : "", nth, code};
 }
+/* What it says it is, before it is opened: 75 is sm_75. */
+PUBLIC void fake_gpu_capability(int sm) { capability = sm; }
+/* How often the kernel has run. */
+PUBLIC long fake_gpu_ran(const char *kernel) {
+    LOCKED;
+    return ran[kernel];
+}
 /* How often it was called. */
 PUBLIC long fake_gpu_calls(const char *entry) {
     LOCKED;
@@ -181,7 +192,7 @@ PUBLIC unsigned cuDeviceGetName(char *out, int size, int) {
 }
 PUBLIC unsigned cuDeviceGetAttribute(int *out, unsigned what, int) {
     ENTRY(cuDeviceGetAttribute);
-    return *out = what == 75 ? 9 : what == 16 ? 2 : 0, 0;
+    return *out = what == 75 ? capability / 10 : what == 76 ? capability % 10 : what == 16 ? 2 : 0, 0;
 }
 PUBLIC unsigned cuDevicePrimaryCtxRetain(CUctx_st **out, int) {
     ENTRY(cuDevicePrimaryCtxRetain);
@@ -299,6 +310,7 @@ static unsigned run(const work &w) {
     emu.n_range = 0;
     emu.checked = w.declares;
     launches++;
+    ran[w.f->name]++;
     for (const range &r : w.declared) {
         if (!r.size || !r.at) continue;
         if (emu.n_range == EMU_RANGES) return refuse(INVALID_VALUE, "too many ranges");

@@ -1,0 +1,134 @@
+/* attention_mma.cu - attention.cu on tensor cores: 64 queries a block, keys by tiles of 64 with a running maximum. */
+#include "cuda/attention_mma.h"
+
+enum { AM_TILE = 64 };
+
+template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
+    enum { W = AM_WIDTH(D) };
+    SHARED(shared);
+    S *k = (S *)shared, *v = k + AM_TILE * W;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+    uint64_t *bits = (uint64_t *)(v + AM_TILE * W) + warp * 16;
+    att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
+    a.kv = a.h / (p.hq / p.hk);
+    /* those that see most begin first */
+    const int i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const float scale = (float)p.scale;
+    uint32_t q[D / 16][4];
+    float y[D / 8][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
+    int at[2];
+    am_span see[2];
+    for (int r = 0; r < 2; r++) {
+        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : (int)p.tq - 1;
+        see[r] = am_keys(p, a.b, at[r]);
+    }
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+        for (int e = 0; e < 4; e++) y[n][e] = 0;
+    am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_OWN, p.tq, (int)p.d, k);
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < D / 16; c++) mma_a(q[c], k, W, warp * 16, c * 16);
+
+    const am_span low = am_keys(p, a.b, own), high = am_keys(p, a.b, own + 15); /* the warp's */
+    const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
+    for (int j0 = am_keys(p, a.b, i0).lo / AM_TILE * AM_TILE; j0 < end; j0 += AM_TILE) {
+        __syncthreads();
+        am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, AM_TILE, p.tk, (int)p.d, k);
+        am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, AM_TILE, p.tk, (int)p.dv_size, v);
+        __syncthreads();
+        if (low.lo >= j0 + AM_TILE || high.hi <= j0) continue;
+        const bool all = high.lo <= j0 && low.hi >= j0 + AM_TILE && !p.mask_kind;
+        float s[AM_TILE / 8][4] = {};
+#pragma unroll
+        for (int c = 0; c < D / 16; c++)
+#pragma unroll
+            for (int n = 0; n < AM_TILE / 16; n++) {
+                uint32_t b[4];
+                mma_b(b, k, W, n * 16, c * 16);
+                mma_16816<S>(s[2 * n], q[c], b);
+                mma_16816<S>(s[2 * n + 1], q[c], b + 2);
+            }
+#pragma unroll
+        for (int n = 0; n < AM_TILE / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[n][e] *= scale;
+        if (!all) {
+#pragma unroll
+            for (int n = 0; n < AM_TILE / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int j = j0 + n * 8 + t * 2 + e % 2, r = e / 2;
+                    if (j < see[r].lo || j >= see[r].hi) s[n][e] = -INFINITY;
+                    else if (p.mask_kind) s[n][e] = am_masked(p, a, at[r], j, s[n][e]);
+                    IN_TURN();
+                }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = m[r], sum = 0;
+#pragma unroll
+            for (int n = 0; n < AM_TILE / 8; n++) top = op_max::of(op_max::of(top, s[n][2 * r]), s[n][2 * r + 1]);
+            top = op_max::of(top, shuffle(top, 1));
+            top = op_max::of(top, shuffle(top, 2));
+            const float from = top == -INFINITY ? 0.0f : top, by = am_exp(m[r] - from);
+            m[r] = top;
+#pragma unroll
+            for (int n = 0; n < AM_TILE / 8; n++)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; e++) sum += s[n][e] = am_exp(s[n][e] - from);
+            l[r] = l[r] * by + sum;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) y[n][2 * r] *= by, y[n][2 * r + 1] *= by;
+        }
+        if (p.drop) {
+            __syncwarp();
+            am_bits(p, seed, blockIdx.y, own, 16, j0, bits);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const uint64_t kept = bits[g + 8 * r] >> t * 2;
+#pragma unroll
+                for (int n = 0; n < AM_TILE / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (!(kept >> (n * 8 + e) & 1)) s[n][2 * r + e] = 0;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < AM_TILE / 16; c++) {
+            const uint32_t w[4] = {pair_of<S>(s[2 * c][0], s[2 * c][1]), pair_of<S>(s[2 * c][2], s[2 * c][3]),
+                                   pair_of<S>(s[2 * c + 1][0], s[2 * c + 1][1]),
+                                   pair_of<S>(s[2 * c + 1][2], s[2 * c + 1][3])};
+#pragma unroll
+            for (int n = 0; n < D / 16; n++) {
+                uint32_t b[4];
+                mma_b_turned(b, v, W, c * 16, n * 16);
+                mma_16816<S>(y[2 * n], w, b);
+                mma_16816<S>(y[2 * n + 1], w, b + 2);
+            }
+        }
+    }
+    float by[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        l[r] += shuffle(l[r], 1);
+        l[r] += shuffle(l[r], 2);
+        by[r] = l[r] != 0 ? (p.drop ? (float)p.drop_scale : 1.0f) / l[r] : p.nan_rows ? NAN : 0.0f;
+        const int64_t i = own + g + 8 * r;
+        if (!t && i < p.tq) st((float *)p.lse + blockIdx.y * p.tq + i, l[r] == 0 ? -INFINITY : m[r] + log_of(l[r]));
+    }
+    __syncthreads();
+    am_store<D>(p.out, p.sout, a.b * p.sout[0] + a.h * p.sout[1], own, p.tq, (int)p.dv_size, y, by, k + warp * 16 * W);
+}
+
+#define KERNELS(D, blocks)                                                              \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_bf16(PARAM(om_gpu_attention) p) {  \
+        MMA_BODY((attention_mma<bf16, D>(p)));                                          \
+    }                                                                                   \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_f16(PARAM(om_gpu_attention) p) {   \
+        MMA_BODY((attention_mma<f16, D>(p)));                                           \
+    }
+KERNELS(64, 3)
+KERNELS(128, 2)
+#undef KERNELS

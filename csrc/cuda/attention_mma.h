@@ -1,0 +1,122 @@
+/* cuda/attention_mma.h - what attention on tensor cores (mma.h) shares: bf16 and f16, products summed in f32, weights
+ * rounded to the storage type before their products. Four warps a block; 64 rows of one side are the block's own, 16 a
+ * warp, and tiles of rows of the other side pass by in shared memory. D: 64 or 128, heads are filled up with zeros.
+ */
+#ifndef OM_CUDA_ATTENTION_MMA_H
+#define OM_CUDA_ATTENTION_MMA_H
+
+#include "cuda/attention_body.h"
+#include "cuda/mma.h"
+
+enum { AM_BLOCK = 128, AM_OWN = 64 };
+#define AM_LOG2E 1.44269504088896340736f
+#define AM_WIDTH(D) ((D) + 8) /* of a tile's row */
+
+FN float am_exp(float x) { return exp2_of(x * AM_LOG2E); }
+
+/* Rows [from, from + n) of a head into a tile; beyond `limit` rows or d columns: 0. base: the head's first element. */
+template <int D, class S>
+FN void am_load(const char *x, const int64_t *s, int64_t base, int64_t from, int n, int64_t limit, int d, S *to) {
+    const S *head = (const S *)x + base;
+    if (s[3] == 1 && s[2] % 8 == 0 && d % 8 == 0 && (uintptr_t)head % 16 == 0) {
+#pragma unroll 4
+        for (int e = threadIdx.x; e < n * (D / 8); e += AM_BLOCK) {
+            const int r = e / (D / 8), c = e % (D / 8) * 8;
+            chunk v = {};
+            if (from + r < limit && c < d) v = ld((const chunk *)(head + (from + r) * s[2] + c));
+            *(chunk *)(to + r * AM_WIDTH(D) + c) = v;
+        }
+        return;
+    }
+    for (int e = threadIdx.x; e < n * D; e += AM_BLOCK) {
+        const int r = e / D, c = e % D;
+        S v = {};
+        if (from + r < limit && c < d) v = ld(head + (from + r) * s[2] + c * s[3]);
+        to[r * AM_WIDTH(D) + c] = v;
+    }
+}
+
+/* The warp's 16 rows by * c to rows [row, ...) of a head, through 16 rows of shared memory that are its own. */
+template <int D, class S>
+FN void am_store(char *x, const int64_t *s, int64_t base, int64_t row, int64_t limit, int d, const float (*c)[4],
+                 const float *by, S *room) {
+    const int lane = threadIdx.x & 31;
+    S *head = (S *)x + base;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            *(uint32_t *)(room + (lane / 4 + 8 * r) * AM_WIDTH(D) + n * 8 + lane % 4 * 2) =
+                pair_of<S>(c[n][2 * r] * by[r], c[n][2 * r + 1] * by[r]);
+    __syncwarp();
+    if (s[3] == 1 && s[2] % 8 == 0 && d % 8 == 0 && (uintptr_t)head % 16 == 0) {
+        for (int e = lane; e < 16 * (D / 8); e += 32) {
+            const int r = e / (D / 8), k = e % (D / 8) * 8;
+            if (row + r < limit && k < d)
+                st((chunk *)(head + (row + r) * s[2] + k), *(const chunk *)(room + r * AM_WIDTH(D) + k));
+        }
+        return;
+    }
+    for (int e = lane; e < 16 * D; e += 32) {
+        const int r = e / D, k = e % D;
+        if (row + r < limit && k < d) st(head + (row + r) * s[2] + k * s[3], room[r * AM_WIDTH(D) + k]);
+    }
+}
+
+/* What of the other side is seen: [lo, hi). Both ends grow with the row. */
+struct am_span { int lo, hi; };
+FN int am_clip(int64_t x, int64_t most) { return (int)(x < 0 ? 0 : x > most ? most : x); }
+/* keys that query i sees, but for the mask; rows beyond the last are as the last */
+FN am_span am_keys(const om_gpu_attention &p, int64_t b, int64_t i) {
+    int64_t lo = p.kv_start ? ld(p.kv_start + b * p.start_step) : 0;
+    int64_t hi = p.kv_end ? ld(p.kv_end + b * p.end_step) : p.tk;
+    if (i >= p.tq) i = p.tq - 1;
+    if (p.causal && hi > i + p.offset + 1) hi = i + p.offset + 1;
+    if (p.window > 0 && lo < i - p.window + 1) lo = i - p.window + 1;
+    return {am_clip(lo, p.tk), am_clip(hi, p.tk)};
+}
+/* queries that see key j; none: of keys that are hidden or beyond the last */
+FN am_span am_queries(const om_gpu_attention &p, int64_t b, int64_t j) {
+    if (j >= p.tk || (p.kv_start && j < ld(p.kv_start + b * p.start_step)) ||
+        (p.kv_end && j >= ld(p.kv_end + b * p.end_step)))
+        return {0, 0};
+    const int64_t lo = p.causal ? j - p.offset : 0, hi = p.window > 0 ? j + p.window : p.tq;
+    return {am_clip(lo, p.tq), am_clip(hi, p.tq)};
+}
+
+/* A score with the mask's say; -inf: hidden. */
+FN float am_masked(const om_gpu_attention &p, const att_head &a, int i, int j, float s) {
+    const int64_t at = a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2] + j * p.smask[3];
+    if (p.mask_kind == 1) return ld((const uint8_t *)p.mask + at) ? s : -INFINITY;
+    switch (p.mask_type) {
+    case OM_F32: return s + ld((const float *)p.mask + at);
+    case OM_F64: return s + (float)ld((const double *)p.mask + at);
+    case OM_BF16: return s + in(ld((const bf16 *)p.mask + at));
+    default: return s + in(ld((const f16 *)p.mask + at));
+    }
+}
+
+/* Dropout of queries [i, i + n) at the 64 keys from j0 on, a multiple of 64: bit j - j0 of bits[r] is set where the
+ * pair is kept. By one warp: a lane's four words are those of keys 16 apart (cpu/philox.h). */
+FN void am_bits(const om_gpu_attention &p, uint64_t seed, int64_t head, int64_t i, int n, int64_t j0, uint64_t *bits) {
+    const int lane = threadIdx.x & 31, half = lane / 16;
+    const bool even = p.tk % 64 == 0; /* rows begin where counters do: two at once */
+#pragma unroll 1
+    for (int r = 0; r < n; r += even ? 2 : 1) {
+        const uint64_t at = (uint64_t)((head * p.tq + i + r + (even ? half : 0)) * p.tk + j0);
+        uint32_t w[4];
+        uint64_t first = 0, second = 0;
+        philox_words(seed, p.rng, (at / 64 + (even ? 0 : half)) * 16 + lane % 16, w);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint32_t kept = votes(w[k] < p.keep_below);
+            first |= (uint64_t)(kept & 0xffffu) << 16 * k;
+            second |= (uint64_t)(kept >> 16) << 16 * k;
+        }
+        const int by = (int)(at % 64);
+        if (even && lane < 2) bits[r + lane] = lane ? second : first;
+        if (!even && !lane) bits[r] = by ? first >> by | second << (64 - by) : first;
+    }
+    __syncwarp();
+}
+#endif

@@ -1,0 +1,239 @@
+/* attention_mma_grad.cu - attention_grad.cu on tensor cores, after its attention_delta: dq by queries, dk and dv by
+ * keys, each in one order; scores and random words are computed anew. */
+#include "cuda/attention_mma.h"
+
+enum { AM_STEP = 32 }; /* of the other side at a time */
+
+FN bool am_frozen(const om_gpu_attention &p, const att_head &a, int i, int j) {
+    return p.frozen &&
+           ld(p.frozen + a.b * p.sfrozen[0] + a.h * p.sfrozen[1] + i * p.sfrozen[2] + j * p.sfrozen[3]);
+}
+
+/* The product's score of a pair; -inf: not seen. `inside`: the mask alone can hide it */
+FN float am_score(const om_gpu_attention &p, const att_head &a, int i, int j, float dot, bool inside) {
+    if (!inside) return -INFINITY;
+    return p.mask_kind ? am_masked(p, a, i, j, dot) : dot;
+}
+
+/* Two 16 x 8 products side by side, rounded, as half of the operand a. */
+template <class S> FN void am_operand(uint32_t *a, const float (*c)[4]) {
+    a[0] = pair_of<S>(c[0][0], c[0][1]), a[1] = pair_of<S>(c[0][2], c[0][3]);
+    a[2] = pair_of<S>(c[1][0], c[1][1]), a[3] = pair_of<S>(c[1][2], c[1][3]);
+}
+
+/* 64 queries a block, keys by tiles of 64, in two halves. */
+template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
+    enum { W = AM_WIDTH(D), TILE = 2 * AM_STEP };
+    SHARED(shared);
+    S *k = (S *)shared, *v = k + TILE * W;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+    uint64_t *bits = (uint64_t *)(v + TILE * W) + warp * 16;
+    att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
+    a.kv = a.h / (p.hq / p.hk);
+    const int i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
+    const int64_t rows = p.batch * p.hq * p.tq;
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const float scale = (float)p.scale, keep = (float)p.drop_scale;
+    uint32_t q[D / 16][4], dy[D / 16][4];
+    float dq[D / 8][4], delta[2], m[2], il[2];
+    int at[2];
+    am_span see[2];
+    for (int r = 0; r < 2; r++) {
+        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : (int)p.tq - 1;
+        see[r] = am_keys(p, a.b, at[r]);
+        const float *stat = (const float *)p.delta + blockIdx.y * p.tq + at[r];
+        delta[r] = ld(stat), m[r] = ld(stat + rows), il[r] = ld(stat + 2 * rows);
+    }
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+        for (int e = 0; e < 4; e++) dq[n][e] = 0;
+    am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_OWN, p.tq, (int)p.d, k);
+    am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + a.h * p.sdy[1], i0, AM_OWN, p.tq, (int)p.dv_size, v);
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < D / 16; c++) mma_a(q[c], k, W, warp * 16, c * 16), mma_a(dy[c], v, W, warp * 16, c * 16);
+
+    const am_span low = am_keys(p, a.b, own), high = am_keys(p, a.b, own + 15); /* the warp's */
+    const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
+    for (int j0 = am_keys(p, a.b, i0).lo / TILE * TILE; j0 < end; j0 += TILE) {
+        __syncthreads();
+        am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, TILE, p.tk, (int)p.d, k);
+        am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, TILE, p.tk, (int)p.dv_size, v);
+        __syncthreads();
+        if (low.lo >= j0 + TILE || high.hi <= j0) continue;
+        const bool all = high.lo <= j0 && low.hi >= j0 + TILE && !p.mask_kind && !p.frozen;
+        if (p.drop) {
+            __syncwarp();
+            am_bits(p, seed, blockIdx.y, own, 16, j0, bits);
+        }
+#pragma unroll 1
+        for (int half = 0; half < TILE; half += AM_STEP) {
+            float s[AM_STEP / 8][4] = {}, dp[AM_STEP / 8][4] = {};
+#pragma unroll
+            for (int c = 0; c < D / 16; c++)
+#pragma unroll
+                for (int n = 0; n < AM_STEP / 16; n++) {
+                    uint32_t b[4];
+                    mma_b(b, k, W, half + n * 16, c * 16);
+                    mma_16816<S>(s[2 * n], q[c], b);
+                    mma_16816<S>(s[2 * n + 1], q[c], b + 2);
+                    mma_b(b, v, W, half + n * 16, c * 16);
+                    mma_16816<S>(dp[2 * n], dy[c], b);
+                    mma_16816<S>(dp[2 * n + 1], dy[c], b + 2);
+                }
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const uint32_t kept = p.drop ? (uint32_t)(bits[g + 8 * r] >> half) >> t * 2 : 0;
+#pragma unroll
+                for (int n = 0; n < AM_STEP / 8; n++)
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        const int j = j0 + half + n * 8 + t * 2 + e % 2;
+                        float x = s[n][e] * scale, d = dp[n][e];
+                        if (!all) x = am_score(p, a, at[r], j, x, j >= see[r].lo && j < see[r].hi);
+                        if (p.drop) d = kept >> (n * 8 + e % 2) & 1 ? d * keep : 0;
+                        d = am_exp(x - m[r]) * il[r] * (d - delta[r]);
+                        if (!all && (x == -INFINITY || il[r] == 0 || am_frozen(p, a, at[r], j))) d = 0;
+                        s[n][e] = d;
+                        IN_TURN();
+                    }
+            }
+#pragma unroll
+            for (int c = 0; c < AM_STEP / 16; c++) {
+                uint32_t w[4];
+                am_operand<S>(w, s + 2 * c);
+#pragma unroll
+                for (int n = 0; n < D / 16; n++) {
+                    uint32_t b[4];
+                    mma_b_turned(b, k, W, half + c * 16, n * 16);
+                    mma_16816<S>(dq[2 * n], w, b);
+                    mma_16816<S>(dq[2 * n + 1], w, b + 2);
+                }
+            }
+        }
+    }
+    const float by[2] = {scale, scale};
+    __syncthreads();
+    am_store<D>(p.dq, p.sdq, a.b * p.sdq[0] + a.h * p.sdq[1], own, p.tq, (int)p.d, dq, by, k + warp * 16 * W);
+}
+
+/* 64 keys a block, queries by tiles of 32, of every head that shares the keys. Products are turned: rows are keys. */
+template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
+    enum { W = AM_WIDTH(D), KEPT = D <= 64 /* the keys' and values' operands stay in registers */ };
+    SHARED(shared);
+    S *k = (S *)shared, *v = k + AM_OWN * W, *q = v + AM_OWN * W, *dy = q + AM_STEP * W;
+    uint64_t *bits = (uint64_t *)(dy + AM_STEP * W);
+    float *stat = (float *)(bits + AM_STEP); /* delta, m, il of the tile's queries */
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+    const int group = (int)(p.hq / p.hk);
+    const int j0 = (int)blockIdx.x * AM_OWN, own = j0 + warp * 16;
+    att_head a = {blockIdx.y / p.hk, 0, blockIdx.y % p.hk};
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const float scale = (float)p.scale, keep = p.drop ? (float)p.drop_scale : 1.0f;
+    uint32_t ka[KEPT ? D / 16 : 1][4], va[KEPT ? D / 16 : 1][4];
+    float dk[D / 8][4], dv[D / 8][4];
+    const am_span see[2] = {am_queries(p, a.b, own + g), am_queries(p, a.b, own + g + 8)};
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+        for (int e = 0; e < 4; e++) dk[n][e] = dv[n][e] = 0;
+    am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, AM_OWN, p.tk, (int)p.d, k);
+    am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, AM_OWN, p.tk, (int)p.dv_size, v);
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; KEPT && c < D / 16; c++) {
+        mma_a(ka[c], k, W, warp * 16, c * 16);
+        mma_a(va[c], v, W, warp * 16, c * 16);
+    }
+    /* the first query that sees the block's first key, the last one that sees its last; all of a warp's keys */
+    const int first = p.causal ? am_clip(j0 - p.offset, p.tq) / AM_STEP * AM_STEP : 0;
+    const int end = p.window > 0 ? am_clip(j0 + AM_OWN - 1 + p.window, p.tq) : (int)p.tq;
+    bool whole = own + 15 < p.tk && !p.mask_kind && !p.frozen;
+    if (whole && p.kv_start) whole = own >= ld(p.kv_start + a.b * p.start_step);
+    if (whole && p.kv_end) whole = own + 15 < ld(p.kv_end + a.b * p.end_step);
+    const am_span low = am_queries(p, a.b, own), high = am_queries(p, a.b, own + 15);
+    for (a.h = a.kv * group; a.h < (a.kv + 1) * group; a.h++)
+        for (int i0 = first; i0 < end; i0 += AM_STEP) {
+            const int64_t head = a.b * p.hq + a.h;
+            __syncthreads();
+            am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_STEP, p.tq, (int)p.d, q);
+            am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + a.h * p.sdy[1], i0, AM_STEP, p.tq, (int)p.dv_size, dy);
+            if (warp < 3) /* beyond the last: il 0 */
+                stat[threadIdx.x] =
+                    i0 + lane < p.tq
+                        ? ld((const float *)p.delta + (warp * p.batch * p.hq + head) * p.tq + i0 + lane)
+                        : 0.0f;
+            if (p.drop) am_bits(p, seed, head, i0 + warp * 8, 8, j0, bits + warp * 8);
+            __syncthreads();
+            const bool all = whole && high.lo <= i0 && low.hi >= i0 + AM_STEP;
+            float s[AM_STEP / 8][4] = {}, dp[AM_STEP / 8][4] = {};
+#pragma unroll
+            for (int c = 0; c < D / 16; c++) {
+                if (!KEPT) mma_a(ka[0], k, W, warp * 16, c * 16), mma_a(va[0], v, W, warp * 16, c * 16);
+#pragma unroll
+                for (int n = 0; n < AM_STEP / 16; n++) {
+                    uint32_t b[4];
+                    mma_b(b, q, W, n * 16, c * 16);
+                    mma_16816<S>(s[2 * n], ka[KEPT ? c : 0], b);
+                    mma_16816<S>(s[2 * n + 1], ka[KEPT ? c : 0], b + 2);
+                    mma_b(b, dy, W, n * 16, c * 16);
+                    mma_16816<S>(dp[2 * n], va[KEPT ? c : 0], b);
+                    mma_16816<S>(dp[2 * n + 1], va[KEPT ? c : 0], b + 2);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < AM_STEP / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int at = n * 8 + t * 2 + e, i = i0 + at;
+                    const float delta = stat[at], m = stat[AM_STEP + at], il = stat[2 * AM_STEP + at];
+                    const uint32_t kept = p.drop ? (uint32_t)(bits[at] >> warp * 16) >> g : ~0u;
+#pragma unroll
+                    for (int r = 0; r < 2; r++) { /* s becomes dropped probabilities, dp the scores' gradient */
+                        float x = s[n][2 * r + e] * scale;
+                        const int j = own + g + 8 * r;
+                        if (!all) x = am_score(p, a, i, j, x, i >= see[r].lo && i < see[r].hi);
+                        float w = am_exp(x - m) * il;
+                        if (!all && (x == -INFINITY || il == 0)) w = 0;
+                        const bool stays = kept >> 8 * r & 1;
+                        float d = w * ((stays ? dp[n][2 * r + e] * keep : 0.0f) - delta);
+                        if (!all && (w == 0 || am_frozen(p, a, i, j))) d = 0;
+                        s[n][2 * r + e] = stays ? w : 0.0f;
+                        dp[n][2 * r + e] = d;
+                        IN_TURN();
+                    }
+                }
+#pragma unroll
+            for (int c = 0; c < AM_STEP / 16; c++) {
+                uint32_t w[4], ds[4];
+                am_operand<S>(w, s + 2 * c);
+                am_operand<S>(ds, dp + 2 * c);
+#pragma unroll
+                for (int n = 0; n < D / 16; n++) {
+                    uint32_t b[4];
+                    mma_b_turned(b, dy, W, c * 16, n * 16);
+                    mma_16816<S>(dv[2 * n], w, b);
+                    mma_16816<S>(dv[2 * n + 1], w, b + 2);
+                    mma_b_turned(b, q, W, c * 16, n * 16);
+                    mma_16816<S>(dk[2 * n], ds, b);
+                    mma_16816<S>(dk[2 * n + 1], ds, b + 2);
+                }
+            }
+        }
+    const float by_k[2] = {scale, scale}, by_v[2] = {keep, keep};
+    __syncthreads();
+    am_store<D>(p.dk, p.sdk, a.b * p.sdk[0] + a.kv * p.sdk[1], own, p.tk, (int)p.d, dk, by_k, k + warp * 16 * W);
+    am_store<D>(p.dv, p.sdv, a.b * p.sdv[0] + a.kv * p.sdv[1], own, p.tk, (int)p.dv_size, dv, by_v, v + warp * 16 * W);
+}
+
+#define KERNELS(D, what, blocks)                                                             \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_##what##_bf16(PARAM(om_gpu_attention) p) {      \
+        MMA_BODY((attention_mma_##what<bf16, D>(p)));                                                \
+    }                                                                                                \
+    EXPORT(AM_BLOCK, blocks) om_k_attention_mma##D##_##what##_f16(PARAM(om_gpu_attention) p) {       \
+        MMA_BODY((attention_mma_##what<f16, D>(p)));                                                 \
+    }
+KERNELS(64, dq, 3)
+KERNELS(64, dkv, 2)
+KERNELS(128, dq, 2)
+KERNELS(128, dkv, 2)
+#undef KERNELS

@@ -1,0 +1,99 @@
+/* cuda/mma.h - tensor cores (sm_80 and later): products of 16x16 by 16x8 fragments, their way from shared memory,
+ * 16-bit pairs, 2^x. Which lane holds what is the PTX manual's; emulate.h has the same functions for the tests.
+ *
+ * Of a warp's lane with g = lane / 4, t = lane % 4, a pair being two 16-bit numbers of a register, the lower first:
+ *   a (16 x 16)  a[0] row g, a[1] row g + 8, columns 2t, 2t + 1; a[2], a[3]: columns + 8
+ *   b (16 x 8)   b[0] column g, rows 2t, 2t + 1; b[1]: rows + 8
+ *   c (16 x 8)   c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3]: row g + 8
+ * So c of two products side by side, rounded, is an a.
+ */
+#ifndef OM_CUDA_MMA_H
+#define OM_CUDA_MMA_H
+
+#include "cuda/kernel.h"
+
+#if !defined(OM_EMULATED)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define MMA_BODY(call) __trap() /* never launched there (lower_attention.c) */
+#else
+#define MMA_BODY(call) call
+#endif
+
+#define MMA(type)                                                                                                  \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+                 "{%8, %9}, {%0, %1, %2, %3};"                                                                     \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <class S> FN void mma_16816(float *c, const uint32_t *a, const uint32_t *b);
+template <> FN_MEMBER void mma_16816<bf16>(float *c, const uint32_t *a, const uint32_t *b) { MMA("bf16"); }
+template <> FN_MEMBER void mma_16816<f16>(float *c, const uint32_t *a, const uint32_t *b) { MMA("f16"); }
+#undef MMA
+
+/* Four 8 x 8 matrices of 16-bit numbers, the rows of the ith told by lanes 8i to 8i + 7: a lane gets row g, columns 2t
+ * and 2t + 1 of each; turned: column g, rows 2t and 2t + 1. */
+template <bool turned> FN void ldmatrix(uint32_t *r, const void *row) {
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+    if (turned)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+template <class S> FN uint32_t pair_of(float lo, float hi);
+template <> FN_MEMBER uint32_t pair_of<bf16>(float lo, float hi) {
+    uint32_t x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
+    return x;
+}
+template <> FN_MEMBER uint32_t pair_of<f16>(float lo, float hi) {
+    uint32_t x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
+    return x;
+}
+FN float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); }
+#define IN_TURN() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
+#else
+#define MMA_BODY(call) call
+template <class S> FN void mma_16816(float *c, const uint32_t *a, const uint32_t *b) { emu_mma_16816<S>(c, a, b); }
+template <bool turned> FN void ldmatrix(uint32_t *r, const void *row) { emu_ldmatrix(r, row, turned); }
+FN void out16(uint16_t *to, float x, bf16) { *to = bf16_out(x); }
+FN void out16(uint16_t *to, float x, f16) { *to = f16_out(x); }
+template <class S> FN uint32_t pair_of(float lo, float hi) {
+    uint16_t x, y;
+    out16(&x, lo, S()), out16(&y, hi, S());
+    return x | (uint32_t)y << 16;
+}
+FN float exp2_of(float x) { return exp2f(x); }
+FN uint32_t votes(bool x) { return emu_ballot(x); }
+#define IN_TURN() ((void)0)
+#endif
+
+/* Tiles in shared memory: rows of `width` 16-bit numbers, which is 8 modulo 64: eight rows that are
+ * read together lie in different banks. */
+
+/* a: rows from `row`, columns from `col` of a tile */
+template <class S> FN void mma_a(uint32_t *a, const S *tile, int width, int row, int col) {
+    const int lane = threadIdx.x & 31;
+    ldmatrix<false>(a, tile + (row + lane % 16) * width + col + lane / 16 * 8);
+}
+/* b of two products side by side, columns of b being rows of the tile: b[0], b[1] from `row` on, the rest from
+ * row + 8 */
+template <class S> FN void mma_b(uint32_t *b, const S *tile, int width, int row, int col) {
+    const int lane = threadIdx.x & 31;
+    ldmatrix<false>(b, tile + (row + lane % 8 + lane / 16 * 8) * width + col + lane / 8 % 2 * 8);
+}
+/* the same, rows of b being rows of the tile: b[0], b[1] are columns from `col`, b[2], b[3] from col + 8 */
+template <class S> FN void mma_b_turned(uint32_t *b, const S *tile, int width, int row, int col) {
+    const int lane = threadIdx.x & 31;
+    ldmatrix<true>(b, tile + (row + lane % 16) * width + col + lane / 16 * 8);
+}
+
+struct alignas(16) chunk { uint32_t x[4]; }; /* eight 16-bit numbers */
+#endif
