@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full coverage demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -278,6 +278,9 @@ test-full: build lib   ## models of default size beside eager in fp64 and fp32 (
 
 check-avx512: build lib   ## run TESTS on an emulated CPU with AVX-512, on any Debian machine (tests/avx512)
 	tests/avx512/check.sh $(if $(TESTS),$(TESTS),tests/ops tests/passes/test_fuse.py tests/optim/test_kernels.py tests/engine/test_gemm_scratch.py --deselect tests/optim/test_kernels.py::test_every_instruction_set)
+
+coverage: build   ## docs/COVERAGE.md: hundreds of small models beside eager, in the engine or not (an hour; goes on where it was interrupted)
+	@$(PY) tests/coverage/run.py $(ARGS)
 
 demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, about three minutes
 	$(PY) examples/train_gpt2.py

@@ -161,6 +161,14 @@ TABLE: tuple[Row, ...] = (
         "captures of one call structure before it is left to PyTorch (default 8)",
     ),
     Row(
+        "CAPTURE_SECONDS",
+        "capture_seconds",
+        "a number > 0",
+        _positive,
+        "what the captures of one model may take, all together (default 300). After that, calls that no capture fits "
+        "run in PyTorch, and report() says so",
+    ),
+    Row(
         "RECHECK",
         "recheck",
         "0 or 1",
@@ -275,6 +283,7 @@ class Settings:
     disable: bool = False
     segment_mb: float = 25.0
     max_captures: int = 8
+    capture_seconds: float = 300.0
     recheck: bool = True
     memory_opt_level: int = 0
     memory_budget: str | int | None = None
@@ -372,6 +381,8 @@ def resolve(
         raise ValueError(f"segment_mb={settings.segment_mb!r} is not allowed; give a number > 0")
     if settings.max_captures < 1:
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
+    if not settings.capture_seconds > 0:
+        raise ValueError(f"capture_seconds={settings.capture_seconds!r} is not allowed; give a number > 0")
     if settings.memory_opt_level not in (0, 1, 2):
         raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
     if not settings.keep_memory >= 0:

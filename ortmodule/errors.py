@@ -1,4 +1,4 @@
-"""The error of a capture: below everything that raises it."""
+"""The errors of a capture: below everything that raises them."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ class CaptureError(ORTModuleONNXModelException):
         self.module = module
         self.file = file
         self.line = line
+
+
+class TimeUp(BaseException):
+    """The time for captures is over. No Exception: the user's code, whose trace is given up, must not catch it."""

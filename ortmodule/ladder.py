@@ -30,6 +30,7 @@ from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
+from .errors import TimeUp
 from .host import Failed
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
 from .summary import announce
@@ -391,14 +392,22 @@ def _new_graph(
             or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
         general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
         for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
+            if state.capturing_s >= state.settings.capture_seconds:
+                return _no_time(state)
             entry.n_captures += 1
             fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
             began = perf_counter()
+            deadline = began + state.settings.capture_seconds - state.capturing_s
             try:
                 with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
-                    graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers)
+                    graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers, deadline)
             except _Skip as skip:
                 return Left(str(skip))
+            except TimeUp:
+                state.has_failed(CaptureError("the time for captures was over"), dynamic or symbolic,
+                                 perf_counter() - began)  # fmt: skip
+                state.capturing_s = state.settings.capture_seconds
+                return _no_time(state)
             except Exception as error:
                 failure = capture_error(state.module, error)
                 state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
@@ -407,6 +416,8 @@ def _new_graph(
                 if answers or anew:  # another way may do without
                     entry.n_captures -= 1
                 continue
+            finally:
+                state.capturing_s += perf_counter() - began
             made = GuardedGraph(graph, flat, dynamic, symbolic, why)
             _cast_net(state, made, entry, args, kwargs, caches)
             entry.graphs.insert(0, made)
@@ -415,6 +426,19 @@ def _new_graph(
         # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
         # should see.
         return Left(failure.reason, failure)
+
+
+def _no_time(state: State) -> Left:
+    """Captures have taken as long as they may: what none fits runs in PyTorch."""
+    limit = state.settings.capture_seconds
+    reason = f"captures of this model have taken the {limit:g} s that they may (ORTMODULE_CAPTURE_SECONDS)"
+    if state.settings.strict:
+        raise CaptureError(reason)
+    if reason not in state.eager_entries:
+        tried = "; ".join(f"{e.count}x {e.reason}" for e in state.failed.values())
+        logger.warning("%s: %s; calls that none of them fits run in PyTorch. Captured: %d%s",
+                       type(state.module).__name__, reason, len(state.every), f"; in vain: {tried}" * bool(tried))
+    return Left(reason)
 
 
 def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -437,10 +461,10 @@ def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
 
 
 def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic: bool,
-             fixed: set[tuple[int, int]],
-             answers: branches.Answers) -> tuple[Graph | cuts.CutGraph, list[Any]]:  # fmt: skip
+             fixed: set[tuple[int, int]], answers: branches.Answers,
+             deadline: float) -> tuple[Graph | cuts.CutGraph, list[Any]]:  # fmt: skip
     """Captures, climbing from failing submodules to their parents, and loads the result into the engine. Also the
-    functools caches that forward has met. Raises CaptureError."""
+    functools caches that forward has met. Raises CaptureError, and TimeUp after the deadline."""
     if any(not isinstance(p, nn.Parameter) for p in state.module.parameters()):
         raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
     lacking = private.lacks("capture") or (private.lacks("hooks") if entry.places else None)
@@ -452,12 +476,20 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         raise CaptureError("a branch on a tensor's value", *answers[-1][2:])
     # a capture whose forward assigned numbers to attributes of objects
     first: tuple[bytes, watch.Watch] | None = None
+    stopped: set[tuple[Any, ...]] = set()  # kinds of modules that could not be captured, and where
     undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for _ in range(_LADDER_LIMIT):
+            if perf_counter() > deadline:
+                raise TimeUp
             shadow = shadow_of(state.body)
             try:
-                with unwrapped(shadow), watch.Watch(shadow, state.module) as seen, quiet():
+                with (
+                    patches.scope(deadline=deadline),
+                    unwrapped(shadow),
+                    watch.Watch(shadow, state.module) as seen,
+                    quiet(),
+                ):
                     seen.symbolic = dynamic or symbolic
                     captured = capture(
                         shadow,
@@ -470,6 +502,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                         cut=entry.places,
                         answers=answers if branching else None,
                         rehearse=branching and any(g.answers for g in entry.graphs),
+                        earlier=[g.graph.captured.kept for g in state.every if g.graph.captured.kept],
                     )
                 if entry.effect is not None:
                     cuts.check(entry.effect, seen.reads)
@@ -536,7 +569,10 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                     name = name.rpartition(".")[0]
                 if state.settings.strict or not name:
                     raise error from raised
-                keep = _outermost(keep | {name})
+                like = _alike(shadow, name)
+                at = type(shadow.get_submodule(name)), error.reason, error.file, error.line
+                keep = _outermost(keep | (like if at in stopped else {name}))
+                stopped.add(at)
                 branching = branching and _still(keep, answers, error)
         else:
             raise CaptureError(f"more than {_LADDER_LIMIT} submodules cannot be captured")
@@ -825,6 +861,13 @@ def _restore(undo: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 def _inside(name: str, keep: Collection[str]) -> bool:
     """Is the module of this name one of `keep`, or in one?"""
     return any(name == k or name.startswith(k + ".") for k in keep)
+
+
+def _alike(root: nn.Module, name: str) -> set[str]:
+    """Submodules of the same class as this one. Where two of them could not be captured for the same reason, at the
+    same line, nobody should try the others one by one."""
+    kind = type(root.get_submodule(name))
+    return {fqn for fqn, m in root.named_modules() if type(m) is kind}
 
 
 def _outermost(names: set[str]) -> set[str]:

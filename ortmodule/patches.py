@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import sys
 import threading
 import types
@@ -52,13 +53,15 @@ class _Layer:
 
 class Scope(NamedTuple):
     """What is known inside. watch: a watch.Watch, which notes what forward reads; table: the opaque.Table of the trace;
-    exporting: the user's forward is being traced (Functions and kept submodules become nodes)."""
+    exporting: the user's forward is being traced (Functions and kept submodules become nodes). deadline: on
+    perf_counter, for traces."""
 
     thread: int
     ends: contextlib.ExitStack
     watch: Any = None
     table: Any = None
     exporting: bool = False
+    deadline: float = math.inf
 
     def replace(self, owner: Any, name: Any, value: Any) -> None:
         """Until the end of this scope."""

@@ -159,6 +159,7 @@ class State:
         self.eager_entries: dict[str, EagerEntry] = {}
         self.failed: dict[tuple[str, bool], FailedEntry] = {}  # captures
         self.every: list[GuardedGraph] = []
+        self.capturing_s = 0.0  # what captures have taken, those that failed, too
         self.load_s: dict[int, float] = {}
         self.lock = threading.RLock()
         self.announced = False

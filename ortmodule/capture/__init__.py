@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -48,7 +48,7 @@ from .export import Exported, capture_error, export_module
 from .facts import Test
 from .functional import STOP, Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
-from .opaque import without_values
+from .opaque import Recorded, without_values
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 
@@ -115,7 +115,7 @@ class Captured:
     conditions: branches.Answers = ()
     checkpoints: Regions = field(default_factory=Regions)
     # what submodules kept in PyTorch returned, as tensors without values
-    kept: dict[str, list[Any]] = field(default_factory=dict)
+    kept: dict[str, list[Recorded]] = field(default_factory=dict)
 
 
 def capture(
@@ -130,6 +130,7 @@ def capture(
     cut: tuple[Place, ...] = (),
     answers: branches.Answers | None = None,
     rehearse: bool = False,
+    earlier: Sequence[dict[str, list[Recorded]]] = (),
 ) -> Captured:
     """Captures `module(*args, **kwargs)` for training. The module, its state and all random generators are left as they
     were.
@@ -138,7 +139,8 @@ def capture(
     symbolic_scalars: int and float arguments are graph inputs (0-d int64, float64) instead of constants. keep_in_torch:
     fully qualified names of submodules that stay outside the graph. cut: submodules whose hooks run between parts of it
     (the result is a CutCaptured). answers: to the first branches on values that forward meets, () when none is known;
-    None: such a branch is an error. rehearse: forward is known to have more. Grad mode and autocast are the caller's.
+    None: such a branch is an error. rehearse: forward is known to have more. earlier: `kept` of captures at other
+    sizes. Grad mode and autocast are the caller's.
     Raises CaptureError with the innermost submodule, file and line.
     """
     started = time.perf_counter()
@@ -153,6 +155,7 @@ def capture(
         cut=cut,
         answers=answers,
         rehearse=rehearse,
+        earlier=earlier,
     )
     program = functionalize(exported)
     tests = _tests(program, exported, flatten_inputs(args, kwargs), module)

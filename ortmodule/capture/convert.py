@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..errors import CaptureError
 from . import opaque
+from .composites import apart
 from .export import Exported
 from .functional import Node, Program
 from .onnx_build import ONNX_TYPE, Builder, UnsupportedError, Val, expr_of, shape_of
@@ -380,6 +381,12 @@ class Converter:
                 reason = f"its row in the operator table gives {wrong}"
         if isinstance(target, str):
             raise UnsupportedError(reason)
+        parts = apart(n, lambda op: (op if isinstance(op, str) else _key(op)) in TABLE) if f is None else None
+        if parts is not None:
+            for node in parts[0]:
+                self.emit(node)
+            self.values[n] = self.v(parts[1])
+            return
         self.aten(n, reason)
 
     # --- nodes that PyTorch runs

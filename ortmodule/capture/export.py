@@ -22,7 +22,7 @@ import traceback
 import types
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -380,10 +380,11 @@ def export_module(
     cut: tuple[Any, ...] = (),
     answers: branches.Answers | None = None,
     rehearse: bool = False,
+    earlier: Sequence[dict[str, list[opaque.Recorded]]] = (),
 ) -> Exported:
     """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic
     capture. cut: the cuts.Places of hooks. answers: those of the first branches on values that forward meets; None: a
-    branch is an error. rehearse: others are expected."""
+    branch is an error. rehearse: others are expected. earlier: what modules in `keep` have returned at other sizes."""
     keep = sorted(keep_in_torch)
     lacking = private.lacks("capture")
     if lacking is not None:
@@ -395,7 +396,7 @@ def export_module(
         try:
             return told.until_answered(
                 lambda table, asker: _export(
-                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker
+                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, earlier
                 )
             )
         except CaptureError:
@@ -408,7 +409,7 @@ def export_module(
         try:
             return told.until_answered(
                 lambda table, asker: _export(
-                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, False
+                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, earlier, False
                 )
             )
         except Exception:
@@ -431,7 +432,8 @@ class _Told:
                 with opaque.table() as table:
                     return trace(table, branches.Asker(self._module, self._known, self._log))
             except branches.Unanswered:
-                calls = table.rows  # a custom Function: it would run as often as a condition changes
+                # a custom Function: it would run as often as a condition changes
+                calls = [r for r in table.rows if r.kind != "aten"]
             if calls:
                 raise branches.NoBranches(f"branches on values of tensors, and {calls[0].name} kept in PyTorch")
             if self._log is not None:
@@ -482,7 +484,8 @@ def _structure(out: Any) -> Any:
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, symbolic_scalars: bool,
             keep: list[str], table: opaque.Table, fixed: Collection[tuple[int, int]], cut: tuple[Any, ...],
-            asker: branches.Asker, ones_are_symbols: bool = True) -> Exported:  # fmt: skip
+            asker: branches.Asker, earlier: Sequence[dict[str, list[opaque.Recorded]]] = (),
+            ones_are_symbols: bool = True) -> Exported:  # fmt: skip
     fill, flat = input_skeleton(args, kwargs)
     n = len(flat.tensors)
     examples: dict[int, Tensor] = {}  # an argument that is given twice is one tensor for the trace, too
@@ -496,7 +499,9 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     else:
         constants, inner = list(flat.scalars), fill
         fill = lambda values: inner([*values, *constants])  # noqa: E731
-    if keep and not dynamic:
+    recorded = bool(keep) and (not dynamic or not cut and any(all(k in c for k in keep) for c in earlier))
+    if recorded:
+        table.earlier = earlier if dynamic else ()
         with contextlib.ExitStack() as stack:
             stack.enter_context(keep_attributes(module, registered=True))
             if cut:
@@ -545,7 +550,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             wrapper._real = dict  # the arguments are the caller's to hold
     if cut:
         marks.check(program, module, table)
-    if keep and not dynamic and box["structure"] != _structure(result):
+    if recorded and box["structure"] != _structure(result):
         raise CaptureError(
             f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns "
             "something else"

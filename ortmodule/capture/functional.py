@@ -680,11 +680,16 @@ class _Functionalizer:
                 raise self.fail("detach_: on an input of the module")
             return
         val = v.node.val
-        if name in ("copy_", "fill_", "zero_"):
+        if name == "fill_diagonal_" and val.dim() == 2 and not given.get("wrap"):
+            value = self.run(aten.full.default, ([], given["fill_value"]),
+                             {"dtype": val.dtype, "device": val.device})  # fmt: skip
+            eye = self.run(aten.eye.m, (val.shape[0], val.shape[1]), {"dtype": torch.bool, "device": val.device})
+            new = self.run(aten.where.self, (eye, value, self.read(v)), {})
+        elif name in ("copy_", "fill_", "zero_"):
             source = 0 if name == "zero_" else self.arg(given["src" if name == "copy_" else "value"], env)
             new = self.make(COPY if name == "copy_" else FILL, (source,), {}, val)
         else:
-            pure = _without_out(target) if written[0] == "out" else _pure(target)
+            pure = _without_out(target) if written[0] == "out" else pure_of(target)
             if pure is None:
                 raise self.fail(f"{target}: no functional form; use the operation without the underscore")
             # exported code omits defaults
@@ -978,7 +983,7 @@ def _bound(node: Node) -> dict[str, Any]:
     return out
 
 
-def _pure(target: Any) -> Any:
+def pure_of(target: Any) -> Any:
     """The operation that returns what the in-place one writes: of the same name and the same arguments, whatever the
     overload is called (pow_.Scalar is pow.Tensor_Scalar)."""
     name = _name(target)

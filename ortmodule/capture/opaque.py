@@ -7,8 +7,9 @@ the tracer records as a single node. `index` is the row of the capture's table; 
 call from tensors.
 
 The types of the results: a Function's forward is run on the fake tensors of the trace. A kept module often is kept
-because it cannot run on fake tensors; then sizes come from a recording of the real module made before the export
-(static captures only).
+because it cannot run on fake tensors; then sizes come from a recording of the real module made before the export. In a
+capture with symbolic sizes they are guessed: what has been a size of an argument in this recording and in those of
+earlier captures, which had other sizes, is that size. Where a call shows that a guess was wrong, PyTorch computes it.
 
 Invariants: everything patched is restored, also after a failure; rows are numbered per capture, so names are
 reproducible; other threads never notice; Functions by which PyTorch traces are left alone, but for reentrant
@@ -23,9 +24,9 @@ import inspect
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from torch.autograd import Function
 from .. import patches
 from .. import torch_private as private
 from ..guard import part_of_forward
-from ..patches import Patch, replaced
+from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import quiet
 from . import checkpoints
@@ -82,11 +83,19 @@ class Row:
     silent: list[int] = field(default_factory=list)  # results marked as not differentiable; known after meta ran
 
 
+class Recorded(NamedTuple):
+    """One call of a kept module. shares: whether the result shares memory; given: sizes of its tensor arguments."""
+
+    result: Any
+    shares: bool
+    given: tuple[torch.Size, ...] = ()
+
+
 @dataclass
 class Table:
     rows: list[Row] = field(default_factory=list)
-    # fqn of a kept module -> its results, in order of calls, and whether they share memory
-    recorded: dict[str, list[tuple[Any, bool]]] = field(default_factory=dict)
+    recorded: dict[str, list[Recorded]] = field(default_factory=dict)  # by fqn of a kept module, in order of calls
+    earlier: Sequence[dict[str, list[Recorded]]] = ()  # of captures at other sizes, for one with symbols
     n_calls: dict[str, int] = field(default_factory=dict)
     # marks.Mark, by the index of its node; open: enters without an exit yet
     marks: list[Any] = field(default_factory=list)
@@ -239,15 +248,15 @@ def _record(row: Row, tensors: list[Tensor], fill: Fill) -> Any:
     return row.rebuild([y.detach() if i in row.silent else y for i, y in enumerate(outs)])
 
 
-def without_values(table: Table) -> dict[str, list[tuple[Any, bool]]]:
+def without_values(table: Table) -> dict[str, list[Recorded]]:
     """What kept submodules returned, on the meta device."""
-    found: dict[str, list[tuple[Any, bool]]] = {}
+    found: dict[str, list[Recorded]] = {}
     for fqn, results in table.recorded.items():
         found[fqn] = []
-        for result, shares in results:
-            tensors, rebuild = _results(result)
+        for call in results:
+            tensors, rebuild = _results(call.result)
             bare = rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors])
-            found[fqn].append((bare, shares))
+            found[fqn].append(call._replace(result=bare))
     return found
 
 
@@ -405,10 +414,45 @@ def exporting() -> bool:
     return scope is not None and scope.exporting
 
 
+_ctc_loss = torch.ctc_loss
+
+
+def _ctc(*args: Any, **kwargs: Any) -> Tensor:
+    """Its kernel reads the lengths: what it keeps for its backward has sizes that depend on data."""
+    if not exporting():
+        return _ctc_loss(*args, **kwargs)
+    tensors, fill = _split(args, kwargs)
+    autocast = autocast_state()
+
+    def call(xs: list[Tensor]) -> Tensor:
+        a, k = fill(xs)
+        with autocast():
+            return _ctc_loss(*a, **k)
+
+    def meta(xs: list[Tensor]) -> list[Tensor]:
+        a, k = fill(xs)
+        x, targets, lengths, _lengths, _blank, reduction, *_ = inspect.signature(_like_ctc).bind(*a, **k).args
+        rows = lengths.shape[0] if isinstance(lengths, Tensor) and lengths.dim() else None
+        single = x.dim() == 2 or rows is None and isinstance(lengths, Tensor)
+        return [x.new_empty((len(lengths) if rows is None else rows,) if reduction == 0 and not single else ())]
+
+    if current_table().instead is not None:  # the net has noted the call of nn.functional's
+        return meta(tensors)[0]
+    row = Row("aten", "aten::ctc_loss", call, meta, "sizes that depend on data")
+    row.rebuild = lambda leaves: leaves[0]
+    return _record(row, tensors, fill)  # type: ignore[no-any-return]
+
+
+def _like_ctc(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+              zero_infinity: bool = False) -> None: ...  # fmt: skip
+
+
 @contextlib.contextmanager
 def keep_functions() -> Iterator[None]:
-    """Functions become opaque nodes, whatever reference to `apply` they are called by."""
-    with patches.scope(exporting=True), replaced(Patch(_live, "__code__", _Code.__dict__["apply"].__code__)):
+    """Functions become opaque nodes, whatever reference to `apply` they are called by; and operators that do not run
+    without values."""
+    code = Patch(_live, "__code__", _Code.__dict__["apply"].__code__)
+    with patches.scope(exporting=True), replaced(code, Patch(torch, "ctc_loss", only_here(_ctc, torch.ctc_loss))):
         yield
 
 
@@ -417,10 +461,10 @@ def keep_functions() -> Iterator[None]:
 
 def record_results(
     root: nn.Module, keep: Collection[str], run: Callable[[], Any]
-) -> tuple[dict[str, list[tuple[Any, bool]]], Any]:
+) -> tuple[dict[str, list[Recorded]], Any]:
     """Runs the model once in PyTorch and notes what the kept submodules return, and whether that shares memory; of
     tensors sizes and dtypes are all that is used. Also its own result."""
-    notes: dict[str, list[tuple[Any, bool]]] = {fqn: [] for fqn in keep}
+    notes: dict[str, list[Recorded]] = {fqn: [] for fqn in keep}
     given: dict[str, list[tuple[Tensor, Any]]] = {}
 
     def before(fqn: str, args: Any, kwargs: Any) -> None:
@@ -428,7 +472,8 @@ def record_results(
 
     def after(fqn: str, out: Any) -> None:
         taken = given.pop(fqn)
-        notes[fqn].append((out, _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))))
+        shares = _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))
+        notes[fqn].append(Recorded(out, shares, tuple([t.shape for t, _ in taken])))
         for t, was in taken:
             if not torch.equal(t, was) if isinstance(was, Tensor) else t._version != was:
                 raise OpaqueError(_EDITS.format(fqn))
@@ -454,26 +499,54 @@ _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that i
 
 def kept_results(
     fqn: str, module: nn.Module, forward: Callable[..., Any]
-) -> Callable[[list[Tensor], Any], tuple[Any, bool, bool]]:
+) -> Callable[[list[Tensor], Any], tuple[Any, Sized | None, bool]]:
     """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its
-    (args, kwargs), and gives what it returns: as recorded (True), or on those tensors, which are fake; and whether that
-    shares memory."""
+    (args, kwargs), and gives what it returns: as recorded, and the sizes of that, or on those tensors, which are fake
+    (None); and whether it shares memory."""
     table, autocast = current_table(), autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
 
-    def results(xs: list[Tensor], given: Any) -> tuple[Any, bool, bool]:
+    def results(xs: list[Tensor], given: Any) -> tuple[Any, Sized | None, bool]:
         recorded = table.recorded.get(fqn)
         if recorded is not None:
-            out, shares = recorded[turn]
-            return out, True, shares
+            call = recorded[turn]
+            before = [c[fqn][turn] for c in table.earlier if turn < len(c.get(fqn, ()))]
+            return call.result, functools.partial(_sizes, fqn, call, before, xs), call.shares
         with torch.no_grad(), autocast(), quiet(), Edits(xs) as edits:
             out = forward(*given[0], **given[1])
         if edits.found:
             raise OpaqueError(_EDITS.format(fqn))
-        return out, False, _share(_results(out)[0], xs, module)
+        return out, None, _share(_results(out)[0], xs, module)
 
     return results
+
+
+Sized = Callable[[int], Sequence[Any]]  # of the result's tensors, by their number
+
+
+def _sizes(fqn: str, call: Recorded, before: list[Recorded], xs: list[Tensor], i: int) -> Sequence[Any]:
+    """Of a result that was recorded; in a capture with symbolic sizes in terms of those of the arguments."""
+    result = _results(call.result)[0][i].shape
+    if not before:
+        return result
+    earlier = [(b.given, _results(b.result)[0][i].shape) for b in before]
+    if any(len(shape) != len(result) or len(given) != len(xs) for given, shape in earlier):
+        raise OpaqueError(f"{fqn}, kept in PyTorch, returns a result of another structure from call to call")
+    sizes: list[Any] = []
+    for axis, size in enumerate(result):
+        found: dict[str, Any] = {}
+        for n, x in enumerate(xs):
+            for a, symbol in enumerate(x.shape):
+                if isinstance(symbol, torch.SymInt) and call.given[n][a] == size and all(
+                        given[n][a] == shape[axis] for given, shape in earlier):  # fmt: skip
+                    found.setdefault(str(symbol.node.expr), symbol)
+        if not found and all(shape[axis] == size for _, shape in earlier):
+            found = {"": size}
+        if len(found) != 1:
+            raise OpaqueError(f"the sizes of what {fqn}, kept in PyTorch, returns do not follow from its arguments'")
+        sizes += found.values()
+    return sizes
 
 
 def _module_node(
@@ -497,11 +570,11 @@ def _module_node(
         return a, {**k, "own": dict(zip(names, leaves[n:], strict=True))}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
-        out, recorded, expected.shares = results(xs[:n], fill(xs[:n]))
+        out, sizes, expected.shares = results(xs[:n], fill(xs[:n]))
         expected.form = form_of(fqn, out)
         outs, row.rebuild = _results(out)
-        if recorded:
-            outs = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in outs]
+        if sizes is not None:
+            outs = [torch.empty(sizes(i), dtype=y.dtype, device=y.device) for i, y in enumerate(outs)]
         return outs or [torch.zeros(())]
 
     call = _as_call(fqn, run, fill_call, autocast_state(), expected, module)

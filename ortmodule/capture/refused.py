@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_private as private
+from ..errors import TimeUp
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
 from ..patches import Patch, here, only_here, replaced
 from .facts import ABSENT, Facts
@@ -115,8 +118,12 @@ class Asked(TorchFunctionMode):
         self.facts = Facts()
         self.tried: set[tuple[str, int]] = set()  # files and lines that call torch in a `try`
         self.made: list[Tensor] = []  # what such calls have returned
+        scope = here()
+        self._deadline = math.inf if scope is None else scope.deadline
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if perf_counter() > self._deadline:
+            raise TimeUp
         kwargs = kwargs or {}
         by = _asking(1)
         file = by.f_code.co_filename

@@ -1,5 +1,5 @@
-"""Parts of a program whose sizes depend on data (x[mask], nonzero, masked_select) become one node each that PyTorch
-runs.
+"""Parts of a program whose sizes depend on data (x[mask], nonzero, masked_select), or that compute with complex numbers
+(spectra), become one node each that PyTorch runs.
 
 The engine plans with sizes that are known before it starts. A size that only the data tells has a symbol of its own
 (torch calls it unbacked): all operations that make, take or ask for such a size are gathered, symbol by symbol,
@@ -37,7 +37,7 @@ _NAMED: dict[str, Callable[..., Tensor]] = {
 def keep_unknown_sizes(program: Program, exported: Exported) -> None:
     """Moves the regions out of `program`, into rows of `exported.table`."""
     while True:
-        region = _find(program)
+        region = _find(program, exported)
         if not region:
             return
         _replace(program, exported, region)
@@ -51,9 +51,18 @@ def _numbers(args: Any) -> Iterator[Any]:
             yield from _numbers(a)
 
 
-def _unknown(program: Program, n: Node) -> set[Any]:
-    """Symbols that the engine cannot bind: of the node's results, operands and numbers."""
-    if n.target is opaque.HOST and not private.free_unbacked_symbols(list(n.val)):
+def _of_torch(n: Node, exported: Exported) -> bool:
+    """An operator that the trace did not run (CTC loss)."""
+    if n.target is not opaque.HOST:
+        return False
+    row = exported.table.rows[n.args[1]]
+    return row.kind == "aten" and row.meta is not _never
+
+
+def _unknown(program: Program, n: Node, exported: Exported) -> set[Any]:
+    """Symbols that the engine cannot bind: of the node's results, operands and numbers. A complex tensor, which the
+    engine does not have, stands as the node that makes it."""
+    if n.target is opaque.HOST and not _of_torch(n, exported) and not private.free_unbacked_symbols(list(n.val)):
         return set()
     found = set(private.free_unbacked_symbols(list(n.val) if isinstance(n.val, (list, tuple)) else n.val))
     for i in n.inputs():
@@ -61,12 +70,16 @@ def _unknown(program: Program, n: Node) -> set[Any]:
             found |= private.free_unbacked_symbols(i.val)
     for x in _numbers([*n.args, *n.kwargs.values()]):
         found |= {s for s in private.free_unbacked_symbols(x) if s not in program.item_of}
-    return found
+    return found | {x for x in (n, *n.inputs()) if _complex(x.val)} if n.target is not opaque.HOST else found
 
 
-def _find(program: Program) -> list[Node]:
+def _complex(val: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.is_complex() for t in (val if isinstance(val, (list, tuple)) else (val,)))
+
+
+def _find(program: Program, exported: Exported) -> list[Node]:
     """The first region: nodes that share unknown symbols, directly or through others, and what lies between them."""
-    unknown = {n: s for n in program.nodes if (s := _unknown(program, n))}
+    unknown = {n: s for n in program.nodes if (s := _unknown(program, n, exported))}
     if not unknown:
         return []
     first = next(n for n in program.nodes if n in unknown)
@@ -77,6 +90,8 @@ def _find(program: Program) -> list[Node]:
             if n not in inside and s & symbols:
                 inside.add(n)
                 symbols |= s
+        # results of one node belong to it, whatever their sizes
+        inside.update([n for n in program.nodes if n.target is operator.getitem and n.args[0] in inside])
         after: set[Node] = set()
         for n in program.nodes:
             if n not in inside and any(i in inside or i in after for i in n.inputs()):
@@ -104,12 +119,22 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     )
     outputs = [n for n in region if n in used | kept and isinstance(n.val, Tensor)]
     for n in region:
-        if isinstance(n.target, str) and n.target not in _NAMED or n.target is opaque.HOST:
+        unknown = n.target not in _NAMED if isinstance(n.target, str) else n.target is opaque.HOST
+        if unknown and not _of_torch(n, exported):
             raise CaptureError(f"{n.target} of a size that depends on data", *n.src)
     for n in outputs:
         if private.free_unbacked_symbols(n.val):
             raise CaptureError(f"{n.target}: a result whose size depends on data is returned or stored", *n.src)
     inputs = list(dict.fromkeys(i for n in region for i in n.inputs() if i not in inside))
+    source_of = {node: source for source, node in program.inputs}
+    constants: dict[Node, Tensor] = {}
+    for held in [i for i in inputs if _complex(i.val)]:
+        source = source_of[held]
+        if source.kind != "constant" or source.tensor is None:
+            raise CaptureError(f"{source.target or 'an argument'} is a complex tensor", *src)
+        constants[held] = source.tensor
+    inputs = [i for i in inputs if i not in constants]
+    program.inputs = [(s, node) for s, node in program.inputs if node not in constants]
     mode = next(
         v.fake_mode
         for n in [*region, *inputs]
@@ -140,17 +165,19 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     table = exported.table
     names = list(
         dict.fromkeys(
-            str(n.target).replace("aten.", "aten::") for n in region if isinstance(n.target, private.OpOverload)
+            table.rows[n.args[1]].name if n.target is opaque.HOST else str(n.target).replace("aten.", "aten::")
+            for n in region
+            if isinstance(n.target, private.OpOverload)
         )
     )
-    call = _caller(region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
+    call = _caller(table.rows, constants, region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
     table.rows.append(
         opaque.Row(
             "aten",
             " ".join(names[:3]) + " ..." * (len(names) > 3),
             call,
             _never,
-            "sizes that depend on data",
+            "complex numbers" if any(_complex(n.val) for n in region) else "sizes that depend on data",
             module=src[0],
         )
     )
@@ -180,7 +207,21 @@ def _never(_xs: list[Tensor]) -> list[Tensor]:
     raise AssertionError("a region is made after the trace")
 
 
+_SCATTERS = {torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
+             torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
+             torch.ops.aten.diagonal_scatter.default: torch.ops.aten.diagonal.default}  # fmt: skip
+
+
+def _scattered(view: Any, x: Tensor, new: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch does not differentiate the operator for complex numbers."""
+    out = x.clone()
+    view(out, *args, **kwargs).copy_(new)
+    return out
+
+
 def _caller(
+    rows: list[opaque.Row],
+    constants: dict[Node, Tensor],
     region: list[Node],
     inputs: list[Node],
     outputs: list[Node],
@@ -193,7 +234,7 @@ def _caller(
     steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]
 
     def call(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        value: dict[Node, Any] = dict(zip(inputs, tensors, strict=True))
+        value: dict[Node, Any] = {**constants, **dict(zip(inputs, tensors, strict=True))}
         size: dict[Any, Any] = {s: tensors[i].item() for s, i in numbers.items()}
 
         def number(e: Any) -> Any:
@@ -218,6 +259,11 @@ def _caller(
             ):
                 if isinstance(target, str):
                     made: Any = _NAMED[target]([of(d) for d in val.shape], *map(of, args)).to(val.dtype)
+                elif target is opaque.HOST:
+                    made = rows[args[1]].call(of(args[0]))
+                    made = (made,) if isinstance(made, Tensor) else made
+                elif target in _SCATTERS and _complex(val):
+                    made = _scattered(_SCATTERS[target], *map(of, args), **{k: of(a) for k, a in kwargs.items()})
                 else:
                     made = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
             value[n] = made

@@ -1,0 +1,125 @@
+"""What stays in PyTorch by parts: CTC loss, spectra; and operators that are taken apart. Beside eager in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+
+class Fn(nn.Module):
+    def __init__(self, f: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.f = f
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return self.f(torch.tanh(self.body(x)), *rest)
+
+
+def beside(f: Callable[..., Tensor], batches: list[tuple[Tensor, ...]], host: list[str] | None, captures: int | None = 2) -> ORTModule:
+    eager = Fn(f)
+    ours = ORTModule(eager)
+    for batch in batches:
+        results = []
+        for m in (ours, eager):
+            eager.zero_grad()
+            own = [t.clone().requires_grad_(t.is_floating_point()) for t in batch]
+            y = m(*own)
+            y.square().sum().backward()
+            results.append([y.detach(), *[t.grad for t in own], *[p.grad for p in eager.parameters()]])
+        for a, b in zip(*results):
+            assert (a is None) == (b is None)
+            assert a is None or a.dtype == b.dtype and a.shape == b.shape
+            assert a is None or (a - b).abs().max() <= 1e-10 * b.abs().max().clamp_min(1e-6)
+    report = ours.report()
+    assert not report.eager and captures in (None, report.n_captures), str(report)
+    assert host is None or sorted({h.name for h in report.host}) == host, str(report)
+    return ours
+
+
+def ctc(b: int, t: int) -> tuple[Tensor, ...]:
+    return torch.randn(b, t, 6), torch.randint(1, 6, (b, 4)), torch.full((b,), t), torch.randint(1, 5, (b,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ctc(seeded: None, reduction: str) -> None:
+    def f(x: Tensor, y: Tensor, n: Tensor, m: Tensor) -> Tensor:
+        return F.ctc_loss(x.log_softmax(-1).transpose(0, 1), y, n, m, reduction=reduction, zero_infinity=True)
+
+    beside(f, [ctc(2, 9), ctc(3, 12), ctc(4, 15)], ["aten::ctc_loss"])
+
+
+def test_ctc_with_labels_that_are_selected(seeded: None) -> None:
+    """As Wav2Vec2ForCTC does it: labels of a number that only the data knows."""
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        keep = y >= 0
+        n = torch.full((x.shape[0],), x.shape[1])
+        return F.ctc_loss(x.log_softmax(-1).transpose(0, 1), y.masked_select(keep), n, keep.sum(-1), zero_infinity=True)
+
+    batches = []
+    for b, t in ((2, 9), (3, 12), (2, 20)):
+        y = torch.randint(1, 6, (b, 4))
+        y[0, 2:] = -100
+        batches.append((torch.randn(b, t, 6), y))
+    ours = beside(f, batches, ["aten::masked_select.default aten::ctc_loss"], 2)
+    assert {h.reason for h in ours.report().host} == {"sizes that depend on data"}
+
+
+def test_ctc_outside_of_captures_is_pytorchs(seeded: None) -> None:
+    own = torch.ctc_loss
+    beside(lambda x, *rest: F.ctc_loss(x.log_softmax(-1).transpose(0, 1), *rest), [ctc(2, 9)], ["aten::ctc_loss"], 1)
+    assert torch.ctc_loss is own
+
+
+def test_spectra_are_regions_of_their_own(seeded: None) -> None:
+    """Two filters, with work of the engine's between them: two regions."""
+    def mix(x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.tensor([1.0, 0.5j, 2.0, 1.0, 1.0, 1.0]), n=x.shape[1], dim=1)
+
+    def f(x: Tensor) -> Tensor:
+        return mix(torch.relu(mix(x)) * 2)
+
+    ours = beside(f, [(torch.randn(b, 8, 6),) for b in (2, 3, 5)], None)
+    host = ours.report().host
+    assert sum(h.count for h in host) == 4 and {h.reason for h in host} == {"complex numbers"}, host
+
+
+def test_spectra_that_are_written_in_parts(seeded: None) -> None:
+    def f(x: Tensor) -> Tensor:
+        s = torch.fft.rfft(x, dim=1)
+        out = torch.zeros_like(s)
+        out[:, :3] = s[:, :3] * 2
+        out[:, 4] = s[:, 1]
+        return torch.fft.irfft(out, n=x.shape[1], dim=1)
+
+    beside(f, [(torch.randn(b, 8, 6),) for b in (2, 3, 5)], None)
+
+
+COMPOSITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "pairwise_distance": lambda x, y: F.pairwise_distance(x, y, keepdim=True),
+    "triplet_margin_loss": lambda x, y: F.triplet_margin_loss(x, y, y.roll(1, 0), swap=True),
+    "hinge_embedding_loss": lambda x, y: F.hinge_embedding_loss(x, y.sign(), 0.5),
+    "cosine_embedding_loss": lambda x, y: F.cosine_embedding_loss(x, y, y[:, 0].sign(), 0.1),
+    "poisson_nll_loss": lambda x, y: F.poisson_nll_loss(x, y.abs(), full=True),
+    "margin_ranking_loss": lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.2, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composites_are_taken_apart(seeded: None, name: str) -> None:
+    beside(COMPOSITES[name], [(torch.randn(b, 6), torch.randn(b, 6)) for b in (4, 7, 5)], [])
+
+
+def test_fill_diagonal(seeded: None) -> None:
+    def f(x: Tensor) -> Tensor:
+        s = x @ x.t()
+        s.fill_diagonal_(0.25)
+        return s * (x[:, :1] > 0).to(x.dtype).expand(-1, len(x)).clone().fill_diagonal_(3)
+
+    beside(f, [(torch.randn(b, 6),) for b in (4, 7, 5)], [], None)
