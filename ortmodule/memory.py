@@ -210,15 +210,18 @@ class Memory:
             return None
         variant, likes = self._like
         decided = "" if self.budget is None else "by the budget"
-        return memory_table.make(graph, variant, [x.make() for x in likes], self.level, self.plans, decided)
+        try:
+            return memory_table.make(graph, variant, [x.make() for x in likes], self.level, self.plans, decided)
+        except (ValueError, RuntimeError):  # sizes that the graph has turned out not to hold for
+            return None
 
     def _keep(self, step: StepMemory, graph: Graph) -> None:
         if self.step is None:  # before the first step
             n = len(graph.captured.host_ops)
             apart = f"; not counted: what PyTorch keeps for {n} operators of its own" if n else ""
             logger.info("memory of a step: %s%s", step, apart)
-            if logger.isEnabledFor(logging.INFO):
-                logger.info("%s", self.table(graph))
+            if logger.isEnabledFor(logging.INFO) and (table := self.table(graph)) is not None:
+                logger.info("%s", table)
         if self.step is None or step.peak > self.step.peak:
             self.step = step
 

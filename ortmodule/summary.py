@@ -22,14 +22,15 @@ def announce(state: State) -> None:
     state.announced = True
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
-    told = report(state)
+    told = report(state, False)
     text = told.headline()
     if logger.isEnabledFor(logging.INFO):
         text += "\n" + features(told, state.settings)
     logger.log(logging.WARNING if told.eager else logging.INFO, "%s", text)
 
 
-def report(state: State) -> Report:
+def report(state: State, table: bool = True) -> Report:
+    """table: of what backward may compute again, which plans a step with and without."""
     report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
     host: dict[tuple[str, str, int], HostEntry] = {}
     for made, state_of in [(made, each) for each in bypassed.states(state) for made in each.every]:
@@ -69,7 +70,7 @@ def report(state: State) -> Report:
                 ),
                 unchecked=made.no_net,
                 checkpoints=str(whole.captured.checkpoints),
-                table=whole.memory.table(whole) if isinstance(whole, Graph) else None,
+                table=whole.memory.table(whole) if table and isinstance(whole, Graph) else None,
                 page_faults=whole.memory.faults if isinstance(whole, Graph) else 0,
             )
         )

@@ -131,7 +131,8 @@ def test_info_prints_features_times_and_memory_once(level, caplog):
     if level == LogLevel.WARNING:
         assert not caplog.records
         return
-    capture, memory, record = caplog.records
+    capture, memory, table, record = caplog.records
+    assert "Memory Optimizer" in table.getMessage()
     assert "capture 1" in capture.getMessage() and capture.levelno == logging.INFO
     assert "activations" in memory.getMessage() and memory.levelno == logging.INFO
     assert record.name == "ortmodule" and record.levelno == logging.INFO
@@ -160,11 +161,14 @@ def test_other_ranks_keep_silent(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("row", VARIABLES, ids=lambda row: row.name)
-def test_every_variable_is_taken_or_named(row, caplog, monkeypatch):
+def test_every_variable_is_taken_or_named(row, caplog, monkeypatch, tmp_path):
     from ortmodule import config
 
+    (tmp_path / "plans.json").write_text("[]")
+
     monkeypatch.setattr(config, "_warned", set())
-    value = {"LOG_LEVEL": "INFO", "FALLBACK_POLICY": "FALLBACK_DISABLE", "MEMORY_OPT_LEVEL": "1"}.get(row.name, "1")
+    value = {"LOG_LEVEL": "INFO", "FALLBACK_POLICY": "FALLBACK_DISABLE", "MEMORY_OPT_LEVEL": "1",
+             "MEMORY_OPT_CONFIG": str(tmp_path / "plans.json")}.get(row.name, "1")  # fmt: skip
     with caplog.at_level(logging.WARNING, "ortmodule"):
         resolve({}, None, {f"ORTMODULE_{row.name}": value})
         resolve({}, None, {f"ORTMODULE_{row.name}": value})

@@ -12,16 +12,19 @@ from small_models import MODELS
 from torch import nn
 
 import ortmodule
-from ortmodule import _C, ORTModule
-from ortmodule.memory_idle import idle
+from ortmodule import _C, ORTModule, memory
+from ortmodule.memory_idle import Idle
+from ortmodule.memory_idle import idle as of_process
+
+idle = Idle()
 
 
 @pytest.fixture(autouse=True)
-def alone() -> object:
-    """Nothing that earlier tests have left to wait for."""
-    keep, learnt = idle.keep, idle.learnt
-    yield None
-    idle.keep, idle.learnt = keep, learnt
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has learnt nothing: the process's may be asleep for as long as a pause of earlier tests was."""
+    global idle
+    idle = Idle()
+    monkeypatch.setattr(memory, "idle", idle)
 
 
 def train(model: nn.Module, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -96,7 +99,9 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ORTModule(nn.Linear(2, 2))
 
 
-def test_a_forked_child_has_a_thread_of_its_own() -> None:
+def test_a_forked_child_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = of_process
+    monkeypatch.setattr(memory, "idle", idle)
     ours, batch, optimizer = made(60.0)
     train(ours, batch, optimizer, 1)
     child = os.fork()
