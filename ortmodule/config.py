@@ -239,7 +239,7 @@ TABLE: tuple[Row, ...] = (
         "",
         "generic, avx2 or avx512",
         _one_of("generic", "avx2", "avx512"),
-        "highest instruction set the kernels may use",
+        "highest instruction set the kernels may use (avx512: without AVX512_BF16)",
     ),
     Row(
         "GEMM",
