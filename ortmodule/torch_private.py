@@ -164,6 +164,8 @@ TABLE: tuple[Row, ...] = (
     Row("size_node", ("torch.fx.experimental.sym_node.SymNode.guard_bool",
                       "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards"),
         "batches of 1 have captures of their own", owner=True),
+    Row("or_false", ("torch.fx.experimental.symbolic_shapes.guard_or_false",), "squeeze of a size that varies and is 1 "
+        "is not captured", owner=True),
     Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),

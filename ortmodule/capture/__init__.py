@@ -358,11 +358,17 @@ def _between(program: Program) -> dict[int, int]:
 
 
 def _views(program: Program, index: dict[Node, int]) -> dict[int, tuple[int, int, list[View]]]:
+    """In the order in which they are made: views of results after those results, which may be views themselves."""
     place = {out: i for i, out in reversed([*enumerate(program.outputs)]) if isinstance(out, Node)}
-    return {
+    made = {
         i: (index.get(node, -1), place.get(node, -1) if node not in index else -1, views)
         for i, (node, views) in program.views.items()
     }
+
+    def depth(i: int) -> int:
+        return 1 + depth(made[i][1]) if i in made else 0
+
+    return {i: made[i] for i in sorted(made, key=depth)}
 
 
 def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], Any]:

@@ -582,6 +582,8 @@ class _Functionalizer:
 
     def operation(self, node: fx.Node, target: Any, val: Any, env: dict[fx.Node, Any]) -> None:
         name = _name(target)
+        if name.startswith("squeeze"):
+            layouts.pin_ones(cast(fx.Node, node.args[0]).meta["val"], node.args[1:], self.exported)
         if name == "batch_norm" and self.batch_norm(node, env):
             return
         if target._schema.is_mutable:

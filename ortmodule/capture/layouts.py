@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_private as private
+from ..errors import CaptureError
 from ..frames import TORCH_DIR
 from ..patches import Patch, only_here, replaced
 
@@ -76,12 +77,27 @@ def _guard_bool(original: Callable[..., bool]) -> Callable[..., bool]:
     return guard_bool
 
 
+def _or_false(original: Callable[..., bool]) -> Callable[..., bool]:
+    def guard_or_false(a: Any) -> bool:
+        """squeeze leaves a size out where it is 1: what PyTorch then takes to be another is a condition."""
+        code = sys._getframe(2).f_code
+        if code.co_name == "squeeze" and code.co_filename.startswith(TORCH_DIR):
+            return bool(a)
+        return original(a)
+
+    return guard_or_false
+
+
 def unasked() -> contextlib.AbstractContextManager[None]:
     """Around a trace: see the file's head."""
-    if not private.has("size_node"):
-        return contextlib.nullcontext()
-    node = private.size_node
-    return replaced(Patch(node, "guard_bool", only_here(_guard_bool(node.guard_bool), node.guard_bool)))
+    made = []
+    if private.has("size_node"):
+        node = private.size_node
+        made.append(Patch(node, "guard_bool", only_here(_guard_bool(node.guard_bool), node.guard_bool)))
+    if private.has("or_false"):
+        sizes = private.or_false
+        made.append(Patch(sizes, "guard_or_false", only_here(_or_false(sizes.guard_or_false), sizes.guard_or_false)))
+    return replaced(*made)
 
 
 def no_conditions(mode: Any) -> contextlib.AbstractContextManager[None]:
@@ -99,6 +115,20 @@ def pin(t: Tensor, exported: Exported | None = None) -> bool:
     if exported is not None and sizes is not None:
         exported.guards += [g.expr for g in sizes.guards[before:]]
     return answer
+
+
+def pin_ones(t: Tensor, dims: Sequence[Any], exported: Exported) -> None:
+    """squeeze leaves a size out where it is 1. With symbols for sizes PyTorch takes it to be another without saying so:
+    here that is a condition. dims: none, one or several, as squeeze takes them."""
+    mode = getattr(t, "fake_mode", None)
+    if mode is None or mode.shape_env is None:
+        return
+    asked = dims[0] if dims and isinstance(dims[0], (list, tuple)) else dims
+    before = len(mode.shape_env.guards)
+    for d in asked or range(t.dim()):
+        if t.dim() and not isinstance(t.shape[d], int) and t.shape[d] == 1:
+            raise CaptureError("squeeze of a size that varies, and is 1 now")
+    exported.guards += [g.expr for g in mode.shape_env.guards[before:]]
 
 
 def _follow(t: Tensor) -> bool:

@@ -104,6 +104,15 @@ def checkpoint_inside() -> None:
     in_engine(alike(Inside(), run))
 
 
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).squeeze(0).cumsum(0)
+
+
 def sizes(m: nn.Module) -> list[Any]:
     return [train(m, rows) for rows in (3, 1, 2)]
 
@@ -223,6 +232,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "set_version": lambda: in_engine(alike(Tower(), train)),
     "size_config": lambda: in_engine(alike(Tower(), sizes)),
     "size_node": lambda: in_engine(alike(Tower(), sizes)),
+    "or_false": lambda: alike(Squeezed(), lambda m: [m(torch.ones(rows, 4)).sum().backward() for rows in (2, 3, 1, 2)]),
     "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
