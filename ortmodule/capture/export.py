@@ -158,8 +158,8 @@ class _Wrapper(nn.Module):
 
 def set_cudnn(*flags: Any) -> tuple[Any, ...]:
     """Sets the switches of torch.backends.cudnn, none without arguments. -> those of before."""
-    names = inspect.signature(torch.backends.cudnn.set_flags).parameters  # type: ignore[no-untyped-call]
-    before: tuple[Any, ...] = torch.backends.cudnn.set_flags(*(flags or [None] * len(names)))  # type: ignore[no-untyped-call]
+    put: Any = torch.backends.cudnn.set_flags
+    before: tuple[Any, ...] = put(*(flags or [None] * len(inspect.signature(put).parameters)))
     return before
 
 
