@@ -50,6 +50,7 @@ class Result:
     parameters: int = 0
     random: bool = False
     exact: bool = True  # judged by float64
+    earlier: bool = False  # kept from a run of an earlier state of the program
     rounding: str = ""  # how far float32 is off where float64 agrees
 
 

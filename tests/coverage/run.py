@@ -86,6 +86,7 @@ def _cell(text: str) -> str:
 def _why(r: Result) -> str:
     told = [r.message] * bool(r.message) + (r.reasons if r.status != "wrong" else [])
     told += ["random numbers: not compared"] * r.random + ["float32 is the judge"] * (not r.exact and not r.random)
+    told += ["*"] * r.earlier
     told += [f"agrees in float64, in float32 {r.rounding}"] * bool(r.rounding)
     text = "; ".join(told[:4]) + f"; {len(told) - 4} more" * (len(told) > 4)
     return _cell(text)
@@ -114,6 +115,8 @@ def document(made: Table, results: dict[str, Result]) -> str:
     count = Counter(r.status for r in used)
     lines += [f"| {text} | {count[s]} | {100 * count[s] / max(len(used), 1):.1f} % |" for s, text in STATUSES.items() if s != "unusable"]
     lines += [f"| all | {len(used)} | |", ""]
+    earlier = [r for r in used if r.earlier]
+    lines += [f"{len(earlier)} of them were measured with an earlier state of the program (*).", ""] if earlier else []
     normal = Counter("/".join(map(str, r.captures)) for r in used if r.captures and r.status in ("engine", "regions"))
     lines += [f"Captures after the four steps: {', '.join(f'{k} ({n})' for k, n in normal.most_common(8))}.", ""]
     slow = [r for r in used if max(r.steps_s, default=0) > 30]
