@@ -161,6 +161,9 @@ TABLE: tuple[Row, ...] = (
         instead=lambda tensors, versions: None),
     Row("size_config", ("torch.fx.experimental._config.backed_size_oblivious",), "sizes of 0 and 1 have captures of "
         "their own", owner=True, works=lambda m: callable(m.patch)),
+    Row("size_node", ("torch.fx.experimental.sym_node.SymNode.guard_bool",
+                      "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards"),
+        "batches of 1 have captures of their own", owner=True),
     Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),

@@ -222,6 +222,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "call_impl": hooked,
     "set_version": lambda: in_engine(alike(Tower(), train)),
     "size_config": lambda: in_engine(alike(Tower(), sizes)),
+    "size_node": lambda: in_engine(alike(Tower(), sizes)),
     "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
