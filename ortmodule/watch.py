@@ -644,6 +644,8 @@ class Watch:
                 if type(value) in _PLAIN and own.get(name, _ABSENT) is value:
                     if not self.quiet:
                         self.reads.add((where, name))  # as long as it is that, nothing is assigned
+                elif isinstance(value, nn.Module) and obj._modules.get(name) is value:
+                    pass  # the submodule that is there: the guard knows the tree
                 elif not _of_torch(sys._getframe(1).f_code.co_filename):
                     (self.quiet_writes if self.quiet else self.writes).add((where, name))
                 elif name != "training":  # by train() and eval(), for whoever calls them

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import random
 import sys
@@ -95,6 +96,7 @@ class _Wrapper(nn.Module):
     ) -> None:
         super().__init__()
         self._asker = asker
+        self._flags = set_cudnn()
         self.m = module
         self._fill = fill
         known = Known(module)
@@ -120,8 +122,12 @@ class _Wrapper(nn.Module):
         contents = _contents((args, kwargs))
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        with refusing(is_user_file, standing, self._real()) as asked, running(), self._asker.tracing():
-            out = self.m(*args, **kwargs)
+        inside = set_cudnn(*self._flags)  # the export has put its own, which forward may read
+        try:
+            with refusing(is_user_file, standing, self._real()) as asked, running(), self._asker.tracing():
+                out = self.m(*args, **kwargs)
+        finally:
+            set_cudnn(*inside)
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
@@ -148,6 +154,13 @@ class _Wrapper(nn.Module):
         self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
         self._box["conditions"] = tuple(self._asker.conditions)
         return (*flat, *made, *self._asker.values)
+
+
+def set_cudnn(*flags: Any) -> tuple[Any, ...]:
+    """Sets the switches of torch.backends.cudnn, none without arguments. -> those of before."""
+    put: Any = torch.backends.cudnn.set_flags
+    before: tuple[Any, ...] = put(*(flags or [None] * len(inspect.signature(put).parameters)))
+    return before
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -543,6 +543,37 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+# --- a module that is moved to where it is ---------------------------------------------------------
+
+
+def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """nn.Module.to in forward (a router that is kept in another type): where all is of that type and in that place it
+    changes nothing, but reads gradients on its way. Any other is refused by what it does."""
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = [*args, *[kwargs[k] for k in ("device", "dtype") if k in kwargs]]
+        rest = kwargs.keys() - {"device", "dtype", "non_blocking", "copy"}
+        tensors = [*self.parameters(), *self.buffers()]
+        if rest or not wanted or not all(_is_so(t, wanted) for t in tensors):
+            return original(self, *args, **kwargs)
+        return self
+
+    return to
+
+
+def _is_so(t: Tensor, wanted: list[Any]) -> bool:
+    for x in wanted:
+        if isinstance(x, torch.dtype):
+            if x != t.dtype and (t.is_floating_point() or t.is_complex()):
+                return False
+        elif isinstance(x, (str, torch.device)):
+            if torch.device(x) != t.device:
+                return False
+        elif x is not None and not isinstance(x, bool):
+            return False
+    return True
+
+
 # --- modes that a graph does not have ---------------------------------------------------------------
 
 
@@ -605,6 +636,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
     with replaced(
         Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
         Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
+        Patch(nn.Module, "to", only_here(_moving(nn.Module.to), nn.Module.to)),
         Patch(infer, "__enter__", only_here(_inference(infer.__enter__), infer.__enter__)),
         Patch(save, "__enter__", only_here(_saving(save.__enter__), save.__enter__)),
         *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]

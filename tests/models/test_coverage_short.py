@@ -37,8 +37,8 @@ SHORT: dict[str, tuple[str, str]] = {
     "PPO, discrete and continuous": ("1/1/2/2", "engine"),
     "ViTForImageClassification": ("1/1/2/2", "engine"),
     "BertForMaskedLM": ("1/1/2/2", "engine"),
-    "GPT2LMHeadModel": ("1/1/2/3", "engine"),
-    "MixtralForCausalLM": ("1/1/2/3", "regions"),
+    "GPT2LMHeadModel": ("1/1/2/2", "engine"),
+    "MixtralForCausalLM": ("1/1/2/2", "regions"),
 }
 
 
