@@ -754,6 +754,9 @@ class _Functionalizer:
             if base.version > base.flushed and source.kind != "constant":
                 assert base.input is not None
                 self.check_unshared(source, [s for s, _ in held])
+                if source.kind == "user" and self.needs_gradient(base.node, held):
+                    raise CaptureError("forward writes what requires a gradient into an argument that requires none",
+                                       "", *base.node.src[1:])  # fmt: skip
                 p.writes.append((base.input, base.node))
         p.edited = [source for source, base in held if base.version > 0 and source.kind != "constant"]
         self.check_returned({base.input for source, base in held if source.kind == "user"})
@@ -777,6 +780,22 @@ class _Functionalizer:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+
+    def needs_gradient(self, node: Node, held: list[tuple[Source, _Base]]) -> bool:
+        """Does PyTorch give it a grad_fn?"""
+        def tensor(s: Source) -> Any:
+            return self.exported.leaves[s.leaf] if s.kind == "user" else s.tensor
+
+        leaves = {b.input for s, b in held if isinstance(t := tensor(s), Tensor) and t.requires_grad}
+        rest, seen = [node] if self.grad_matters else [], set[Node]()
+        while rest:
+            n = rest.pop()
+            if n not in seen and n.differentiable():
+                if n in leaves:
+                    return True
+                seen.add(n)
+                rest += n.inputs()
+        return False
 
     def pin_layouts(self) -> None:
         """Who can tell whether contiguous() has made a copy: an edit of one of the two afterwards, who is given a

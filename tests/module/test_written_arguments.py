@@ -1,0 +1,77 @@
+"""Forward writes what requires a gradient into an argument that requires none: PyTorch makes the argument part of the graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+
+def view(x: Tensor, y: Tensor) -> Any:
+    x.add_(y)
+    return x.view(-1)
+
+
+def itself(x: Tensor, y: Tensor) -> Any:
+    x.add_(y)
+    return x
+
+
+def a_part(x: Tensor, y: Tensor) -> Any:
+    x[0] = y[0]
+    return x.t() * 1, x[1:]
+
+
+def a_view_from_before(x: Tensor, y: Tensor) -> Any:
+    v = x.view(-1)
+    x.mul_(y)
+    return v
+
+
+def sums(x: Tensor, y: Tensor) -> Any:
+    v = x.view(-1)
+    x.copy_(y)
+    return v.sum(), x.sum()
+
+
+def values_alone(x: Tensor, y: Tensor) -> Any:
+    x.add_(y.detach())
+    return y * 2
+
+
+class Writes(nn.Module):
+    def __init__(self, rule: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.rule = nn.Linear(4, 4), rule
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rule(x, self.a(torch.ones(3, 4, dtype=x.dtype)))
+
+
+@pytest.mark.parametrize("rule", [view, itself, a_part, a_view_from_before, sums, values_alone])
+def test_gradients_and_what_is_written(rule: Callable[[Tensor, Tensor], Any]) -> None:
+    eager = Writes(rule).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for _ in range(3):
+        found: list[Any] = []
+        for model in (ours, eager):
+            model.zero_grad()
+            x = torch.arange(12.0, dtype=torch.float64).view(3, 4)
+            out = model(x)
+            out = out if isinstance(out, tuple) else (out,)
+            (sum((t * t).sum() for t in out) + (x.sum() if x.requires_grad else 0)).backward()
+            found.append((x.requires_grad, [t.detach().clone() for t in (*out, x)], [p.grad.clone() for p in model.parameters()]))
+        assert found[0][0] == found[1][0] == (rule is not values_alone)
+        torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-11, atol=1e-12)
+    reasons = [e.reason for e in ours.report().eager]
+    assert reasons == ([] if rule is values_alone else ["forward writes what requires a gradient into an argument that requires none"])
+    with torch.no_grad():
+        x, z = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+        torch.testing.assert_close(ours(x), eager(z))
+        torch.testing.assert_close(x, z)
