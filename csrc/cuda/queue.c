@@ -48,6 +48,7 @@ void *om_cuda_stream_now(void) { return stream_now; }
 static om_status failed(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what) {
     return om_cuda_fail(cx, g->cuda, r, what);
 }
+om_status om_gpu_fail(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what) { return failed(cx, g, r, what); }
 static om_status failed_of(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what, const char *kernel) {
     char text[128];
     snprintf(text, sizeof text, "%s of %s", what, kernel);
@@ -175,7 +176,14 @@ void om_gpu_free(om_gpu *g, void *p, void *stream) {
     if (!gone) owe(g, (om_cu_address)(uintptr_t)p, stream);
 }
 
+/* A graph that the host records would copy from memory of the host's that is gone when it runs. */
 om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
+    bool capturing = false;
+    OM_TRY(om_cuda_capturing(cx, g->cuda, stream_now, &capturing));
+    if (capturing)
+        return om_fail(cx, OM_UNSUPPORTED,
+                       "the stream is being captured into a CUDA graph: a step takes its seed and numbers from the "
+                       "host, which a graph would repeat; leave the module out of the capture");
     if (size) CALL(to_device, (om_cu_address)(uintptr_t)to, from, size, stream_now);
     return OM_OK;
 }
