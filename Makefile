@@ -158,8 +158,8 @@ $(B)/sabotage/sabotage.o: tests/sabotage/sabotage.c | $(B)/gen/onnx.pb-c.c
 $(B)/sabotage/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DOM_SABOTAGE_BUILD -c $< -o $@
-$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ)
-	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(PYOBJ) $(PBC) $(LIBS)
+$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
+	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
 TOOLS  := $(patsubst csrc/%.c,$(B)/%.o,$(wildcard csrc/tools/*.c))

@@ -1,9 +1,10 @@
 /* cuda/capture.h - CUDA graphs through the driver: what a thread queues is recorded instead of run, and the record is
  * launched as a whole.
  *
- * Recording is done on a stream of the engine's own, one per device (the legacy stream cannot be captured), which never
- * runs anything; a graph is launched on the caller's. Mode thread-local: calls of other threads (NCCL's watchdog, torch's
- * for page-locked memory) neither break a record nor are broken. Entry points are opened at first use.
+ * Recording is done on a stream of the engine's own, one per device (the legacy stream cannot be captured), which
+ * never runs anything; a graph is launched on the caller's. Mode thread-local: calls of other threads (NCCL's
+ * watchdog, torch's for page-locked memory) neither break a record nor are broken. Entry points are opened at first
+ * use.
  */
 #ifndef OM_CUDA_CAPTURE_H
 #define OM_CUDA_CAPTURE_H

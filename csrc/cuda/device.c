@@ -1,12 +1,13 @@
 /* device.c - a GPU as a device: blocks, copies, and the calls of a slice as launches on the thread's stream.
  *
  * A slice resolves each launch's relocations into a copy of its parameters and queues it, or launches what graphs.h has
- * recorded of that; it waits for nothing, unless a call is the CPU's or before write-backs. Faults are noted in memory of the host and looked at when somebody waits or the next slice
- * begins; by then the calls behind the fault have run.
+ * recorded of that; it waits for nothing, unless a call is the CPU's or before write-backs. Faults are noted in memory
+ * of the host and looked at when somebody waits or the next slice begins; by then the calls behind the fault have run.
  */
 #include "cuda/device.h"
 
 #include "cuda/blaslt.h"
+#include "cuda/blocks.h"
 #include "cuda/graphs.h"
 
 #include <pthread.h>
@@ -36,16 +37,16 @@ static om_block *cuda_get(om_ctx *cx, size_t size) {
     if (!b) return om_fail(cx, OM_NOMEM, "no memory for a block"), NULL;
     *b = (block){.b = {.size = size, .device = cx->device}, .gpu = g, .stream = om_cuda_stream_now()};
     om_status s = om_gpu_enter(cx, g);
-    if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_alloc(cx, g, size, b->stream, &b->b.data));
+    if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_block_get(cx, g, size, b->stream, &b->b.data));
     if (s == OM_OK) return &b->b;
-    if (b->b.data) om_gpu_free(g, b->b.data, b->stream); /* leaving failed */
+    if (b->b.data) om_gpu_block_put(g, b->b.data, size, b->stream); /* leaving failed */
     free(b);
     return NULL;
 }
 
 static void cuda_put(om_block *b) {
     block *own = (block *)(void *)b;
-    om_gpu_free(own->gpu, b->data, own->stream);
+    om_gpu_block_put(own->gpu, b->data, b->size, own->stream);
     free(own);
 }
 

@@ -21,12 +21,13 @@ enum {
     MOST_MISSED = 16,      /* runs with new addresses, and one more for */
     PLAYED_A_MISS = 8,     /* so many launches of its graphs */
     MOST_ALIVE = 512,      /* graphs of a process: each holds memory of the device's */
-    MOST_COPIED = 1 << 20, /* bytes of an input */
+    MOST_COPIED = 1 << 20, /* bytes of an input that may be copied */
+    MOST_BUFFER = 1 << 16, /* of a buffer */
     PLACE = 256            /* alignment in a graph's memory */
 };
 
-/* A block that a piece reaches. size > 0: may be copied to `at` of the graph's memory. */
-typedef struct base { uint8_t where; uint32_t index; size_t at, size; } base;
+/* A block that a piece reaches. size > 0: may be copied to `at` of the graph's memory, and is since it moved. */
+typedef struct base { uint8_t where; bool moved; uint32_t index; size_t at, size; const void *last; } base;
 
 typedef struct entry {
     uint64_t used;         /* clock of the piece; 0: free */
@@ -90,7 +91,8 @@ static size_t copied_size(const om_plan *p, uint32_t input) {
         n += (t->dim[i] - 1) * t->stride[i];
     }
     n *= (int64_t)om_dtype_size(t->dtype);
-    return n <= MOST_COPIED && (role == OM_INPUT || role == OM_GRAD_IN) && !written(p, input) ? (size_t)n : 0;
+    const int64_t most = role == OM_INPUT || role == OM_GRAD_IN ? MOST_COPIED : role == OM_BUFFER ? MOST_BUFFER : 0;
+    return n <= most && !written(p, input) ? (size_t)n : 0;
 }
 
 static bool reach(const om_plan *p, piece *x, uint32_t storage) {
@@ -169,14 +171,17 @@ static char *address(const om_run *r, const base *b) {
 }
 
 /* Copied: given, and as well aligned as its place (products choose by alignment). */
-static bool copied(const base *b, const void *at) { return b->size && at && (uintptr_t)at % 16 == 0; }
+static bool copied(const base *b, const void *at) { return b->moved && at && (uintptr_t)at % 16 == 0; }
 
-static void key_of(const om_run *r, const piece *x, uintptr_t *key) {
-    key[STREAM] = om_sabotage("graphs.stream") ? 0 : (uintptr_t)om_cuda_stream_now();
+static void key_of(const om_run *r, piece *x, uintptr_t *key) {
+    key[STREAM] = (uintptr_t)om_cuda_stream_now();
     key[TF32] = om_cuda_tf32_now(), key[WRITES] = r->skip_writes;
     for (int i = 0; i < x->n_base; i++) {
-        char *at = address(r, &x->base[i]);
-        key[HEAD + i] = copied(&x->base[i], at) || om_sabotage("graphs.address") ? 1 : (uintptr_t)at;
+        base *b = &x->base[i];
+        char *at = address(r, b);
+        b->moved |= b->size && at && b->last && b->last != at;
+        if (at) b->last = at;
+        key[HEAD + i] = copied(b, at) || om_sabotage("graphs.address") ? 1 : (uintptr_t)at;
     }
 }
 

@@ -2,19 +2,20 @@
  * stay the same.
  *
  * A slice is cut into pieces: a call that the CPU does is one of its own, and before write-backs the host waits; the
- * rest is recorded piece by piece. Of a piece that is run with addresses seen before a graph is made (the first time it
- * runs call by call: the driver and cuBLASLt load kernels at their first launch). The key is everything that a record
- * holds: the stream, whether products cut operands to TF32, whether write-backs are left out, and the address of every
- * block the piece reaches. A piece keeps the graphs of a few keys.
+ * rest is recorded piece by piece. Of a piece that is run with addresses seen before a graph is made (the first time
+ * it runs call by call: the driver and cuBLASLt load kernels at their first launch). The key is everything that a
+ * record holds: the stream, whether products cut operands to TF32, whether write-backs are left out, and the address
+ * of every block the piece reaches. A piece keeps the graphs of a few keys.
  *
- * What is another at every step is no part of a record. Seed, sizes and numbers of the host (om_value.host), and inputs
- * of at most 1 MiB that nothing writes, have a place in memory of the graph's own, where kernels were told to read them;
- * copies queued before the launch fill it. Lengths, counts and indices are tensors, faults have one address for ever.
+ * What is another at every step is no part of a record. Seed, sizes and numbers of the host (om_value.host), and small
+ * inputs, arriving gradients and buffers that nothing writes, once their address has changed, have a place in memory
+ * of the graph's own, where kernels were told to read them; copies queued before the launch fill it. Lengths, counts
+ * and indices are tensors, faults have one address for ever.
  *
- * A piece is given up, and runs call by call from then on, when its addresses change more than rarely or a graph cannot
- * be made; om_cuda_graph_reason says why. A failure while a graph is made is no failure of the step, which runs call by
- * call: what is broken for good fails there again. A failure of a launch, or of a copy before it, is the step's, as that
- * of a kernel's launch is.
+ * A piece is given up, and runs call by call from then on, when its addresses change more than rarely or a graph
+ * cannot be made; om_cuda_graph_reason says why. A failure while a graph is made is no failure of the step, which runs
+ * call by call: what is broken for good fails there again. A failure of a launch, or of a copy before it, is the
+ * step's, as that of a kernel's launch is.
  */
 #ifndef OM_CUDA_GRAPHS_H
 #define OM_CUDA_GRAPHS_H

@@ -1,8 +1,9 @@
 /* cuda/queue.h - memory, copies and launches of the graph engine on a stream of a GPU, through the driver.
  *
  * Memory comes from the device's own pool in the order of the stream (cuMemAllocAsync): a block that is given back is
- * handed on at once, to work queued later. Only a download waits for the device. The stream is the calling thread's
- * (om_cuda_stream): torch's current one, or the legacy default stream.
+ * handed on at once, to work queued later (blocks of steps stay with the engine in between: blocks.h). Only a download
+ * waits for the device. The stream is the calling thread's (om_cuda_stream): torch's current one, or the legacy
+ * default stream.
  */
 #ifndef OM_CUDA_QUEUE_H
 #define OM_CUDA_QUEUE_H

@@ -2,7 +2,8 @@
 run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order threads and blocks take turns.
 OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits.
 OM_FAKE_REUSE=1: blocks come back in the order of their stream, as from the driver's pool, so that steps repeat their
-addresses. OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt. OM_FAKE_SM: its compute capability (90)."""
+addresses. OM_FAKE_KEEP=1: the engine keeps blocks for the next step, as it does where
+not told otherwise (here it is, so that memory is poisoned and watched). OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt. OM_FAKE_SM: its compute capability (90)."""
 
 from __future__ import annotations
 
@@ -96,6 +97,7 @@ def declare(lib: C.CDLL) -> None:
 
 def use(lib: C.CDLL, ctx: C.c_void_p) -> int:
     declare(lib)
+    lib.om_cuda_keep(C.c_bool(os.environ.get("OM_FAKE_KEEP", "0") != "0"))
     return lib.om_cuda_use(ctx, 0)
 
 

@@ -8,7 +8,7 @@
  * queued, as the driver does of memory that is not page-locked.
  * Memory. A block is 0xff when its turn comes, and has a fence behind it that is looked at when it goes. Without
  * fake_gpu_reuse no address comes back while anything is queued; with it, as from a pool in the order of a stream, the
- * block given back last on that stream is handed out again at once. What a launch declares must lie in one live block; or,
+ * lowest block of that size given back on that stream is handed out again at once. What a launch declares must lie in one live block; or,
  * unless fake_gpu_strict, in memory that is nobody's, which the host has told of.
  * Graphs. From cuStreamBeginCapture on a stream's work is recorded and nothing of it runs; what may not be done
  * meanwhile returns its code and invalidates the record, which its end tells. A graph's launch is one piece of work that
@@ -47,7 +47,7 @@ static uint64_t queued, seed_;
 static std::map<uintptr_t, size_t> blocks;                         /* live when the device is there */
 struct held { size_t size; CUstream_st *stream; };
 static std::map<uintptr_t, held> owned;                            /* as the host sees it */
-static std::map<std::pair<CUstream_st *, size_t>, std::vector<char *>> pool;
+static std::map<std::pair<CUstream_st *, size_t>, std::set<char *>> pool;
 static std::vector<void *> gone;                                   /* freed with the queue's end */
 static std::vector<range> declared;
 static bool late, declares, reuse, strict;
@@ -295,10 +295,10 @@ PUBLIC unsigned cuMemAllocAsync(uint64_t *out, size_t size, CUstream_st *stream)
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
     if (const unsigned r = never_recorded(stream, "memory")) return r;
-    std::vector<char *> &kept = pool[{of(stream), size}];
+    std::set<char *> &kept = pool[{of(stream), size}];
     char *p = nullptr;
     if (unstable > 0) unstable--;
-    else if (reuse && !kept.empty()) p = kept.back(), kept.pop_back();
+    else if (reuse && !kept.empty()) p = *kept.begin(), kept.erase(p);
     if (!p && !(p = (char *)aligned_alloc(256, room(size)))) return OUT_OF_MEMORY;
     owned[(uintptr_t)p] = {size, of(stream)};
     *out = (uint64_t)(uintptr_t)p;
@@ -320,7 +320,7 @@ PUBLIC unsigned cuMemFreeAsync(uint64_t at, CUstream_st *stream) {
     const held h = owned[at];
     owned.erase(at);
     const bool again = reuse && h.stream == of(stream);
-    if (again) pool[{h.stream, h.size}].push_back(p);
+    if (again) pool[{h.stream, h.size}].insert(p);
     return put(stream, [p, h, again] {
         const bool whole = blocks.count((uintptr_t)p) && blocks[(uintptr_t)p] == h.size;
         blocks.erase((uintptr_t)p);
