@@ -2,9 +2,9 @@
  *
  * What is given back is kept and handed out again on the same stream for the same size, the lowest address first. A
  * step that asks for the same sizes in the same order as the one before so gets the same addresses, in whatever order
- * its blocks came back; CUDA graphs (graphs.h) live on that, and the driver is asked for nothing. What nobody has
- * asked for during many requests goes to the driver's pool when memory is missing, and everything when the pool has
- * none.
+ * its blocks came back; CUDA graphs (graphs.h) live on that, and the driver is asked for nothing. When another block is
+ * needed, what nobody has asked for during many requests goes to the driver's pool, then the oldest, until all is at
+ * most twice what was ever in use; when there is no memory, everything.
  */
 #ifndef OM_CUDA_BLOCKS_H
 #define OM_CUDA_BLOCKS_H
