@@ -220,6 +220,14 @@ TABLE: tuple[Row, ...] = (
         "backward always, in the forward where only the loss reads its result (docs/SPARSITY.md). 0: all rows",
     ),
     Row(
+        "PRECISION",
+        "precision",
+        "bf16",
+        _one_of("bf16"),
+        "bf16: forward runs as under torch.autocast(..., torch.bfloat16), where the caller has no autocast of its own; "
+        "a loss outside of forward does not",
+    ),
+    Row(
         "CUDA_ENGINE",
         "cuda_engine",
         "0 or 1",
@@ -298,6 +306,7 @@ class Settings:
     memory_opt_config: str | None = None
     keep_memory: float = 2.0
     label_sparsity: bool = True
+    precision: Literal["bf16"] | None = None
     cuda_engine: bool = False
     cuda_graphs: bool = True
     log_level: LogLevel | None = None
@@ -392,6 +401,8 @@ def resolve(
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
     if not settings.capture_seconds > 0:
         raise ValueError(f"capture_seconds={settings.capture_seconds!r} is not allowed; give a number > 0")
+    if settings.precision not in (None, "bf16"):
+        raise ValueError(f"precision={settings.precision!r} is not allowed; give None or 'bf16'")
     if settings.memory_opt_level not in (0, 1, 2):
         raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
     if not settings.keep_memory >= 0:
