@@ -57,7 +57,7 @@ def compare(text, step, n, unstable=()):
 RANDOM = """
 from graphs import random_graph
 played = 0
-for seed in range({first}, {first} + 12):
+for seed in range({first}, {first} + 9):
     text, ins, n_out, _ = random_graph(seed)
     def step(model, k):
         given = [t + k / 8 * rand(*t.shape, seed=k, dtype=t.dtype) if t.is_floating_point() else t.roll(k) for t in ins]
@@ -72,11 +72,11 @@ print("done", played)
 """
 
 
-@pytest.mark.parametrize("first,seed,late", [(0, 0, 1), (12, 5, 1), (24, 8, 0)])
+@pytest.mark.parametrize("first,seed,late", [(0, 0, 1), (9, 5, 1), (18, 8, 0)])
 def test_random_graphs(first: int, seed: int, late: int) -> None:
     """Other values, other seeds of dropout, arenas that have moved, gradients by segments, addresses that change."""
     out = child(HEAD + RANDOM.format(first=first), OM_FAKE_SEED=str(seed), OM_FAKE_LATE=str(late), **POOL)
-    assert out.startswith("done") and int(out.split()[1]) > 30, out
+    assert out.startswith("done") and int(out.split()[1]) > 20, out
 
 
 DROPOUT = """
@@ -360,9 +360,9 @@ except engine.EngineError as e:
 
 
 def test_a_capture_of_the_users_is_refused() -> None:
-    """It would repeat the seed for ever. (This fake has no memory in graphs, so it is that, or the sentence.)"""
+    """It would repeat the seed for ever."""
     out = child(HEAD + REFUSED)
-    assert "captured into a CUDA graph" in out or "CAPTURE" in out or "900" in out, out
+    assert out.startswith("the stream is being captured into a CUDA graph: a step takes its seed"), out
 
 
 SABOTAGE = {
@@ -375,7 +375,5 @@ SABOTAGE = {
 @pytest.mark.parametrize("point", SABOTAGE)
 def test_what_is_broken_is_noticed(point: str) -> None:
     """csrc/graph/sabotage.h: an address left out of the key, a seed or an input of the first launch kept for ever."""
-    env = POOL | SABOTAGED
-    assert child(HEAD + SABOTAGE[point], **env).startswith("done")
     with pytest.raises(AssertionError, match="AssertionError|leaves its block"):
-        child(HEAD + SABOTAGE[point], OM_SABOTAGE=point, **env)
+        child(HEAD + SABOTAGE[point], OM_SABOTAGE=point, **POOL, **SABOTAGED)
