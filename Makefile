@@ -120,10 +120,13 @@ cuda-table: $(FATBINS)   ## registers, spills and shared memory of every CUDA ke
 
 # a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
 CXX ?= g++
-$(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.cpp $(wildcard csrc/cuda/*.cu csrc/cuda/*.h csrc/cuda/*.def) csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def csrc/ops/strip_op.h
+CXX_FAKE = $(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -fvisibility=hidden -Icsrc
+$(B)/fake/gpu.o: $(wildcard csrc/cuda/*.cu) $(CUH:%=csrc/cuda/%.h) csrc/cuda/attention_mma.h csrc/cuda/mma.h csrc/cuda/emulate.h csrc/cuda/host_emulation.h csrc/cuda/engine.def csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(B)/fake/%.o: tests/cuda/fake_%.cpp tests/cuda/fake_gpu.h
 	@mkdir -p $(@D)
-	@$(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcuda.so.1 -o $@ $<
-$(B)/fake/libcuda.so.1: tests/cuda/fake_gpu.h
+	@$(CXX_FAKE) -c -o $@ $<
+$(B)/fake/libcuda.so.1: $(B)/fake/gpu.o $(B)/fake/driver.o
+	@$(CXX) -shared -Wl,-soname,libcuda.so.1 -o $@ $^
 # matrix products on it
 $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
@@ -155,8 +158,8 @@ $(B)/sabotage/sabotage.o: tests/sabotage/sabotage.c | $(B)/gen/onnx.pb-c.c
 $(B)/sabotage/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DOM_SABOTAGE_BUILD -c $< -o $@
-$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ)
-	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(PYOBJ) $(PBC) $(LIBS)
+$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
+	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
 TOOLS  := $(patsubst csrc/%.c,$(B)/%.o,$(wildcard csrc/tools/*.c))

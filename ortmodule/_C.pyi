@@ -127,6 +127,12 @@ def cuda_engine_stream(stream: int) -> None:
     """Where this thread's next runs on a CUDA device are queued."""
 def cuda_engine_tf32(allowed: bool) -> None:
     """Whether this thread's next float32 products on a CUDA device may cut their operands to TF32."""
+def cuda_engine_graphs(allowed: bool) -> None:
+    """Whether this thread's next runs on a CUDA device may be launched as CUDA graphs."""
+def cuda_engine_keep(on: bool) -> None:
+    """Whether blocks that are given back are kept for the next step; gives back those that are."""
+def cuda_engine_graph_counts() -> tuple[int, int, int, list[str]]:
+    """CUDA graphs made, launched, pieces of plans that were given up, and why."""
 def cuda_engine_stand_in(on: bool) -> None:
     """Tests: CPU tensors stand for those of a CUDA device."""
 def cuda_engine_counts() -> tuple[int, int, list[str], int]:

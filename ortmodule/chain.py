@@ -222,10 +222,12 @@ class Graph:
         cuda: int = -1,
         memory: Memory | None = None,
         all_rows: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         """memory: what a step may take; a budget decides in the place of memory_level. all_rows: no label sparsity."""
         self.captured = captured
         self.cuda = cuda
+        self.cuda_graphs = cuda_graphs
         self.memory = memory or Memory(None)
         decided = self.memory.budget is not None or bool(self.memory.plans)
         self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda, all_rows)
@@ -419,7 +421,7 @@ class Graph:
             raise (Unfit if self.forwards else Refusal)(str(error)) from error
 
     def _start(self, variant: Variant, tensors: Sequence[Tensor], seed: int) -> _C.Run:
-        cuda_engine.follow_stream(self.cuda)
+        cuda_engine.follow_stream(self.cuda, self.cuda_graphs)
         try:
             return self.model.forward(variant.number, tensors, seed)
         except ValueError as error:
@@ -479,7 +481,7 @@ class Graph:
         for i, t in step.aliases.items():
             tensors[i] = t
         assert step.state is not None
-        cuda_engine.follow_stream(self.cuda)
+        cuda_engine.follow_stream(self.cuda, self.cuda_graphs)
         run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped)
         return Live(run, None, keep, Missing(step.variant.flow, arrived))
 

@@ -234,6 +234,14 @@ TABLE: tuple[Row, ...] = (
         _bool,
         "1: modules on a CUDA device run in the engine; its kernels were emulated, not measured (docs/GPU_STATUS.md)",
     ),
+    Row(
+        "CUDA_GRAPHS",
+        "cuda_graphs",
+        "0 or 1",
+        _bool,
+        "1 (default): on a CUDA device, steps that repeat their addresses are launched as CUDA graphs, with the same "
+        "bits; report() says where that was given up and why. 0: every kernel is launched by itself",
+    ),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row(
         "SAVE_ONNX_PATH",
@@ -300,6 +308,7 @@ class Settings:
     label_sparsity: bool = True
     precision: Literal["bf16"] | None = None
     cuda_engine: bool = False
+    cuda_graphs: bool = True
     log_level: LogLevel | None = None
     save_path: str | None = None
     save_prefix: str = ""  # empty: the class's name

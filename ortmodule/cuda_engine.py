@@ -33,10 +33,12 @@ def tf32_allowed() -> bool:
     return now == "tf32" if now is not None else torch.backends.cuda.matmul.allow_tf32
 
 
-def follow_stream(index: int) -> None:
-    """What this thread queues next goes on torch's current stream, in torch's precision."""
+def follow_stream(index: int, graphs: bool) -> None:
+    """What this thread queues next goes on torch's current stream, in torch's precision, and with `graphs` as CUDA
+    graphs where it can."""
     if index < 0:
         return
+    _C.cuda_engine_graphs(graphs)
     _C.cuda_engine_tf32(tf32_allowed())
     if not stand_in:
         _C.cuda_engine_stream(torch.cuda.current_stream(index).cuda_stream)

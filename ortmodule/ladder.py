@@ -585,11 +585,21 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             for number, part in enumerate(c for c in captured.captured if c is not None):
                 stages.save(state, part.onnx, stages.file_name(state, "torch_exported", f"_part{number}"))
             level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
-            graph = cuts.CutGraph(captured, state.module, state.settings.segment_mb, level, cuda, dense)
+            graph = cuts.CutGraph(
+                captured, state.module, state.settings.segment_mb, level, cuda, dense, state.settings.cuda_graphs
+            )
         else:
             stages.save_capture(state, captured, args, kwargs)
             level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
-            graph = Graph(captured, state.settings.segment_mb, level, cuda, memory.of_settings(state.settings), dense)
+            graph = Graph(
+                captured,
+                state.settings.segment_mb,
+                level,
+                cuda,
+                memory.of_settings(state.settings),
+                dense,
+                state.settings.cuda_graphs,
+            )
             stages.save_graph(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error

@@ -111,6 +111,9 @@ class Report:
     failed: list[FailedEntry] = field(default_factory=list)
     isa: str = ""
     on_cpu: list[str] = field(default_factory=list)  # operators that the CPU did for a CUDA device, in this process
+    # CUDA graphs of this process: made, launched, parts of plans that run without one; and why those do
+    cuda_graphs: tuple[int, int, int] = (0, 0, 0)
+    without_cuda_graph: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # names of PyTorch, and what happens without them
 
     @property
@@ -159,6 +162,8 @@ class Report:
             text += f"; {n} attempt{'s' * (n != 1)} to capture failed in {s:.2f} s"
         if self.on_cpu:
             text += f"; on the CPU for the GPU: {', '.join(self.on_cpu)}"
+        if self.cuda_graphs[2]:
+            text += f"; without a CUDA graph: {self.cuda_graphs[2]} ({'; '.join(self.without_cuda_graph)})"
         if self.eager:
             text += f"; {sum(e.calls for e in self.eager)} calls wholly in PyTorch: {self.eager[0].reason}"
         return text

@@ -31,7 +31,14 @@ def announce(state: State) -> None:
 
 def report(state: State, table: bool = True) -> Report:
     """table: of what backward may compute again, which plans a step with and without."""
-    report = Report(type(state.module).__name__, isa=_C.isa(), on_cpu=_C.cuda_engine_counts()[2])
+    graphs_made, graphs_played, without, reasons = _C.cuda_engine_graph_counts()
+    report = Report(
+        type(state.module).__name__,
+        isa=_C.isa(),
+        on_cpu=_C.cuda_engine_counts()[2],
+        cuda_graphs=(graphs_made, graphs_played, without),
+        without_cuda_graph=reasons,
+    )
     host: dict[tuple[str, str, int], HostEntry] = {}
     for made, state_of in [(made, each) for each in bypassed.states(state) for made in each.every]:
         whole = made.graph

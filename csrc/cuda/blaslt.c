@@ -34,6 +34,7 @@ static int log_known;
 static _Thread_local bool tf32;
 
 void om_cuda_tf32(bool allowed) { tf32 = allowed; }
+bool om_cuda_tf32_now(void) { return tf32; }
 
 bool om_lt_present(void) { return present; }
 

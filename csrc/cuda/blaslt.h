@@ -33,6 +33,7 @@ typedef struct om_lt_at { const char *a, *b, *bias; char *c, *space; } om_lt_at;
 
 bool om_lt_open(void);  /* looks for the library, once */
 bool om_lt_present(void);
+bool om_cuda_tf32_now(void); /* what om_cuda_tf32 has said on this thread */
 /* *out is NULL where the library refuses. The device's context is current. */
 om_status om_lt_prepare(om_ctx *cx, om_gpu *g, om_arena *mem, const om_lt_shape *s, const om_lt_product **out);
 om_status om_lt_run(om_ctx *cx, om_gpu *g, const om_lt_product *p, const om_lt_at *at);

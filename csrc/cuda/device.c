@@ -1,13 +1,14 @@
 /* device.c - a GPU as a device: blocks, copies, and the calls of a slice as launches on the thread's stream.
  *
- * A slice resolves each launch's relocations into a copy of its parameters and queues it; it waits for nothing, unless
- * a call is the CPU's. Faults are noted in memory of the host and looked at when somebody waits or the next slice
- * begins; by then the calls behind the fault have run.
+ * A slice resolves each launch's relocations into a copy of its parameters and queues it, or launches what graphs.h has
+ * recorded of that; it waits for nothing, unless a call is the CPU's or before write-backs. Faults are noted in memory
+ * of the host and looked at when somebody waits or the next slice begins; by then the calls behind the fault have run.
  */
 #include "cuda/device.h"
 
 #include "cuda/blaslt.h"
-#include "run/plan.h"
+#include "cuda/blocks.h"
+#include "cuda/graphs.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -36,16 +37,16 @@ static om_block *cuda_get(om_ctx *cx, size_t size) {
     if (!b) return om_fail(cx, OM_NOMEM, "no memory for a block"), NULL;
     *b = (block){.b = {.size = size, .device = cx->device}, .gpu = g, .stream = om_cuda_stream_now()};
     om_status s = om_gpu_enter(cx, g);
-    if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_alloc(cx, g, size, b->stream, &b->b.data));
+    if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_block_get(cx, g, size, b->stream, &b->b.data));
     if (s == OM_OK) return &b->b;
-    if (b->b.data) om_gpu_free(g, b->b.data, b->stream); /* leaving failed */
+    if (b->b.data) om_gpu_block_put(g, b->b.data, size, b->stream); /* leaving failed */
     free(b);
     return NULL;
 }
 
 static void cuda_put(om_block *b) {
     block *own = (block *)(void *)b;
-    om_gpu_free(own->gpu, b->data, own->stream);
+    om_gpu_block_put(own->gpu, b->data, b->size, own->stream);
     free(own);
 }
 
@@ -62,6 +63,12 @@ static om_status fault_look(om_ctx *cx, om_gpu *g) {
     x = *f;
     memset(f, 0, sizeof *f);
     return om_gpu_site_fail(cx, &x);
+}
+
+/* Before write-backs: none behind a fault. Waits, as long as kernels do not look at the fault word. */
+om_status om_gpu_settled(om_ctx *cx, om_gpu *g) {
+    OM_TRY(om_gpu_download(cx, g, NULL, NULL, 0));
+    return fault_look(cx, g);
 }
 
 static om_status cuda_fill(om_ctx *cx, void *to, int byte, size_t size) {
@@ -238,10 +245,6 @@ static om_status call_run(om_run *r, om_gpu *g, const om_call *c) {
     const int n = c->n_in + c->n_out;
     if (n > OM_MAX_ARGS) return om_fail(cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, OM_MAX_ARGS);
     for (int i = 0; i < n; i++) arg[i] = om_run_arg(r, c, i);
-    if (c->write != OM_NONE && !r->skip_writes) { /* none behind a fault: waits, as long as kernels do not look */
-        OM_TRY(om_gpu_download(cx, g, NULL, NULL, 0));
-        OM_TRY(fault_look(cx, g));
-    }
     const om_gpu_call *call = c->prep;
     place at = {.arg = arg, .scalars = r->scalars};
     if (c->kind == OM_CALL_COPY)
@@ -253,11 +256,12 @@ static om_status call_run(om_run *r, om_gpu *g, const om_call *c) {
     return call->host ? host_call(cx, g, r, c, arg, &at) : launch_all(cx, g, call, &at);
 }
 
-static om_status cuda_slice(om_run *r, int from, int to) {
-    om_gpu *g = om_cuda_gpu(r->cx);
+static om_status calls_run(om_run *r, om_gpu *g, int from, int to, bool settled) {
     for (r->pc = from; r->pc < to; r->pc++) {
         const om_call *c = &r->plan->calls[r->pc];
         const double t0 = r->profile ? om_now_ms() : 0;
+        if (c->write != OM_NONE && !r->skip_writes && (r->pc == from ? !settled : c[-1].write == OM_NONE))
+            OM_TRY(om_gpu_settled(r->cx, g));
         OM_TRY(call_run(r, g, c));
         if (r->profile) { /* a profile waits after each call */
             OM_TRY(om_gpu_download(r->cx, g, NULL, NULL, 0));
@@ -266,6 +270,10 @@ static om_status cuda_slice(om_run *r, int from, int to) {
         OM_TRY(om_run_poison(r, r->pc));
     }
     return OM_OK;
+}
+
+static om_status cuda_slice(om_run *r, int from, int to) {
+    return om_gpu_graphs_run(r, om_cuda_gpu(r->cx), from, to, calls_run);
 }
 
 static om_status cuda_begin(om_ctx *cx, int workers) {
@@ -303,7 +311,8 @@ om_status om_cuda_use(om_ctx *cx, int ordinal) {
                                    .workers = cuda_workers,
                                    .begin = cuda_begin,
                                    .end = cuda_end,
-                                   .run_slice = cuda_slice};
+                                   .run_slice = cuda_slice,
+                                   .plan_end = om_gpu_graphs_free};
     pthread_mutex_unlock(&lock);
     cx->device = &devices[ordinal];
     return OM_OK;
@@ -318,3 +327,7 @@ const char *om_cuda_host_op(int nth) {
 }
 
 long om_cuda_count(int what) { return atomic_load(&counts[what]); }
+void om_cuda_count_add(long launches, long products) {
+    atomic_fetch_add_explicit(&counts[1], launches, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counts[2], products, memory_order_relaxed);
+}

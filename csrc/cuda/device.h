@@ -8,10 +8,16 @@
 om_status om_cuda_use(om_ctx *cx, int ordinal);
 void om_cuda_stream(void *stream); /* what this thread queues from now on goes there; at first: the legacy stream */
 void om_cuda_tf32(bool allowed);   /* f32 products of this thread's may cut their operands to TF32; at first: no */
+void om_cuda_graphs(bool allowed); /* this thread's runs may be recorded and launched as CUDA graphs; at first: yes */
+/* Blocks that are given back are kept for the next step (at first: yes). What is kept now goes to the driver's pool. */
+void om_cuda_keep(bool on);
 /* Of a device that om_cuda_use has made; -1: another one. */
 int om_cuda_ordinal(const struct om_device *d);
 /* Names of the operators of which this process has planned a call that the CPU does; the nth, NULL: no more. */
 const char *om_cuda_host_op(int nth);
 /* How often such calls have run (0), kernels were launched (1), products left to cuBLASLt (2). */
 long om_cuda_count(int what);
+/* CUDA graphs that were made (0), launched (1), pieces of plans that were given up (2), graphs that there are (3). */
+long om_cuda_graph_count(int what);
+const char *om_cuda_graph_reason(int nth); /* why pieces were given up, each reason once; NULL: no more */
 #endif

@@ -48,6 +48,7 @@ void *om_cuda_stream_now(void) { return stream_now; }
 static om_status failed(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what) {
     return om_cuda_fail(cx, g->cuda, r, what);
 }
+om_status om_gpu_fail(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what) { return failed(cx, g, r, what); }
 static om_status failed_of(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what, const char *kernel) {
     char text[128];
     snprintf(text, sizeof text, "%s of %s", what, kernel);
@@ -152,9 +153,20 @@ static om_status pay(om_ctx *cx, om_gpu *g) {
     return s;
 }
 
+/* A graph that the host records would copy from memory of the host's that is gone when it runs. */
+static om_status not_captured(om_ctx *cx, om_gpu *g, void *stream) {
+    bool yes = false;
+    OM_TRY(om_cuda_capturing(cx, g->cuda, stream, &yes));
+    return !yes ? OM_OK
+                : om_fail(cx, OM_UNSUPPORTED,
+                          "the stream is being captured into a CUDA graph: a step takes its seed and numbers from the "
+                          "host, which a graph would repeat; leave the module out of the capture");
+}
+
 om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **out) {
     enum { OUT_OF_MEMORY = 2 };
     om_cu_address p = 0;
+    OM_TRY(not_captured(cx, g, stream));
     OM_TRY(pay(cx, g));
     const om_cu_result r = api.alloc(&p, size ? size : 1, stream);
     if (r == OUT_OF_MEMORY) {
@@ -176,6 +188,7 @@ void om_gpu_free(om_gpu *g, void *p, void *stream) {
 }
 
 om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
+    OM_TRY(not_captured(cx, g, stream_now));
     if (size) CALL(to_device, (om_cu_address)(uintptr_t)to, from, size, stream_now);
     return OM_OK;
 }

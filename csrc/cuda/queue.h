@@ -1,8 +1,9 @@
 /* cuda/queue.h - memory, copies and launches of the graph engine on a stream of a GPU, through the driver.
  *
  * Memory comes from the device's own pool in the order of the stream (cuMemAllocAsync): a block that is given back is
- * handed on at once, to work queued later. Only a download waits for the device. The stream is the calling thread's
- * (om_cuda_stream): torch's current one, or the legacy default stream.
+ * handed on at once, to work queued later (blocks of steps stay with the engine in between: blocks.h). Only a download
+ * waits for the device. The stream is the calling thread's (om_cuda_stream): torch's current one, or the legacy
+ * default stream.
  */
 #ifndef OM_CUDA_QUEUE_H
 #define OM_CUDA_QUEUE_H
@@ -51,6 +52,9 @@ om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, siz
 om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size);
 om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void *param);
 om_gpu_fault *om_gpu_fault_word(om_gpu *g);
+om_status om_gpu_settled(om_ctx *cx, om_gpu *g); /* waits; returns a fault that was noted (device.c) */
+om_status om_gpu_fail(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what); /* a driver function's failure */
+void om_cuda_count_add(long launches, long products); /* to om_cuda_count: not queued one by one (device.c) */
 
 /* What the kernels of the next launches may touch: the tests' fake device sets it; NULL else. */
 typedef struct om_gpu_range { const void *at; int64_t size; int mode; } om_gpu_range;

@@ -379,6 +379,28 @@ static PyObject *py_engine_tf32(PyObject *none, PyObject *allowed) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_engine_graphs(PyObject *none, PyObject *allowed) {
+    (void)none;
+    om_cuda_graphs(PyObject_IsTrue(allowed) > 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_engine_keep(PyObject *none, PyObject *on) {
+    (void)none;
+    om_cuda_keep(PyObject_IsTrue(on) > 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_engine_graph_counts(PyObject *none, PyObject *unused) {
+    (void)none, (void)unused;
+    PyObject *why = PyList_New(0);
+    const char *text;
+    for (int i = 0; why && (text = om_cuda_graph_reason(i)); i++)
+        if (om_py_list_add(why, PyUnicode_FromString(text))) Py_CLEAR(why);
+    return why ? Py_BuildValue("(lllN)", om_cuda_graph_count(0), om_cuda_graph_count(1), om_cuda_graph_count(2), why)
+               : NULL;
+}
+
 static PyObject *py_engine_stand_in(PyObject *none, PyObject *on) {
     (void)none;
     om_py_stand_in = PyObject_IsTrue(on) > 0;
@@ -399,6 +421,12 @@ PyMethodDef om_cuda_methods[] = {
      "cuda_engine_stream(stream): where this thread's next runs on a CUDA device are queued."},
     {"cuda_engine_tf32", py_engine_tf32, METH_O,
      "cuda_engine_tf32(allowed): whether this thread's next float32 products may cut their operands to TF32."},
+    {"cuda_engine_graphs", py_engine_graphs, METH_O,
+     "cuda_engine_graphs(allowed): whether this thread's next runs may be launched as CUDA graphs."},
+    {"cuda_engine_keep", py_engine_keep, METH_O,
+     "cuda_engine_keep(on): whether blocks that are given back are kept for the next step; gives those back that are."},
+    {"cuda_engine_graph_counts", py_engine_graph_counts, METH_NOARGS,
+     "cuda_engine_graph_counts(): CUDA graphs made, launched, pieces of plans that were given up, why."},
     {"cuda_engine_stand_in", py_engine_stand_in, METH_O,
      "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device."},
     {"cuda_engine_counts", py_engine_counts, METH_NOARGS,

@@ -1,6 +1,7 @@
 /* api_check.c - compiled, never run: the entry points csrc/cuda/driver.h declares have the types of cuda.h. */
 #include <cuda.h>
 
+#include "cuda/capture.h"
 #include "cuda/driver.h"
 #include "cuda/queue.h"
 
@@ -12,6 +13,10 @@ OM_CUDA_API(X)
 #define X(field, name, params) om_cu_result(*check_queue_##field) params = name;
 OM_CUDA_QUEUE_API(X)
 #undef X
+#define X(field, name, params) om_cu_result(*check_capture_##field) params = name;
+OM_CUDA_CAPTURE_API(X)
+#undef X
+_Static_assert(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL == 1 && CU_STREAM_NON_BLOCKING == 1, "capture");
 _Static_assert(CU_MEMPOOL_ATTR_RELEASE_THRESHOLD == 4 && CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == 8,
                "attributes");
 _Static_assert(CU_MEMHOSTALLOC_PORTABLE == 1 && CU_MEMHOSTALLOC_DEVICEMAP == 2, "flags");

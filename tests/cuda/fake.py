@@ -1,6 +1,9 @@
-"""The fake GPU (fake_gpu.cpp, build/fake/libcuda.so.1) and its matrix products (fake_blaslt.cpp) under the engine of the tests: `use(ctx)` makes a context's plans
+"""The fake GPU (fake_gpu.cpp, fake_driver.cpp, build/fake/libcuda.so.1) and its matrix products (fake_blaslt.cpp) under the engine of the tests: `use(ctx)` makes a context's plans
 run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order threads and blocks take turns.
-OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits. OM_FAKE_BLAS=0: there is no cuBLASLt. OM_FAKE_SM: its compute capability (90)."""
+OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits.
+OM_FAKE_REUSE=1: blocks come back in the order of their stream, as from the driver's pool, so that steps repeat their
+addresses. OM_FAKE_KEEP=1: the engine keeps blocks for the next step, as it does where
+not told otherwise (here it is, so that memory is poisoned and watched). OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt. OM_FAKE_SM: its compute capability (90)."""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS = range(5)  # fake_gpu_count
+FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS, GRAPHS, PLAYED, RECORDED = range(8)  # fake_gpu_count
 
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
 blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13")) if os.environ.get("OM_FAKE_BLAS", "1") != "0" else None
@@ -20,6 +23,7 @@ gpu.fake_gpu_calls.argtypes = [C.c_char_p]
 gpu.fake_gpu_fail.argtypes = [C.c_char_p, C.c_long, C.c_uint]
 gpu.fake_gpu_message.restype = C.c_char_p
 gpu.fake_gpu_seed.argtypes = [C.c_uint64]
+gpu.fake_gpu_unstable.argtypes = [C.c_long]
 
 
 def count(what: int) -> int:
@@ -53,10 +57,17 @@ def ran(kernel: str) -> int:
     return int(gpu.fake_gpu_ran(f"om_k_{kernel}".encode()))
 
 
+def unstable(blocks: int) -> None:
+    """The next blocks have addresses of their own."""
+    gpu.fake_gpu_unstable(blocks)
+
+
 def seed(n: int) -> None:
     gpu.fake_gpu_seed(n)
 
 
+gpu.fake_gpu_reuse(int(os.environ.get("OM_FAKE_REUSE", "0")))
+gpu.fake_gpu_strict(int(os.environ.get("OM_FAKE_STRICT", "0")))
 gpu.fake_gpu_capability(int(os.environ.get("OM_FAKE_SM", "90")))
 seed(int(os.environ.get("OM_FAKE_SEED", "0")))
 late(os.environ.get("OM_FAKE_LATE", "1") != "0")
@@ -86,6 +97,7 @@ def declare(lib: C.CDLL) -> None:
 
 def use(lib: C.CDLL, ctx: C.c_void_p) -> int:
     declare(lib)
+    lib.om_cuda_keep(C.c_bool(os.environ.get("OM_FAKE_KEEP", "0") != "0"))
     return lib.om_cuda_use(ctx, 0)
 
 

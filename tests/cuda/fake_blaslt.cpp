@@ -16,7 +16,7 @@
 #include <map>
 #include <mutex>
 
-enum { OK = 0, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, INVALID_VALUE = 7, EXECUTION_FAILED = 13, NOT_SUPPORTED = 15 };
+enum { OK = 0, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, WRONG_VALUE = 7, EXECUTION_FAILED = 13, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_64F = 1, R_16F = 2, R_16BF = 14, COMPUTE_32F = 68, COMPUTE_64F = 70, COMPUTE_TF32 = 77 };
 enum { LAYOUT = 0x4c41594f, DESC = 0x44455343, WISH = 0x57495348, HANDLE = 0x48414e44 };
 
@@ -29,7 +29,7 @@ struct handle { uint64_t magic; };
 static handle the_handle = {HANDLE};
 static long products;
 
-static unsigned wrong(const char *why) { return fake_gpu_refuse(INVALID_VALUE, (std::string("cuBLASLt: ") + why).c_str()); }
+static unsigned wrong(const char *why) { return fake_gpu_refuse(WRONG_VALUE, (std::string("cuBLASLt: ") + why).c_str()); }
 #define ENTRY(name)                                                         \
     if (const unsigned code_ = fake_gpu_injected(#name)) return (int)code_; \
     if (!fake_gpu_current()) return (int)wrong(#name ": no context is current")
@@ -51,7 +51,7 @@ PUBLIC const char *cublasLtGetStatusName(int s) {
 
 PUBLIC int cublasLtCreate(handle **out) {
     ENTRY(cublasLtCreate);
-    return out ? (*out = &the_handle, OK) : INVALID_VALUE;
+    return out ? (*out = &the_handle, OK) : WRONG_VALUE;
 }
 
 /* --- descriptors --------------------------------------------------------------------------------------------- */
@@ -63,7 +63,7 @@ template <class T> static int begin(T *out, size_t size, T x) {
     return OK;
 }
 template <class T> static int give(T *field, const void *from, size_t size) {
-    if (size != sizeof(T)) return INVALID_VALUE;
+    if (size != sizeof(T)) return WRONG_VALUE;
     memcpy(field, from, size);
     return OK;
 }
@@ -75,7 +75,7 @@ PUBLIC int cublasLtMatrixLayoutInit_internal(layout *l, size_t size, int type, u
 PUBLIC int cublasLtMatrixLayoutSetAttribute(layout *l, int what, const void *from, size_t size) {
     ENTRY(cublasLtMatrixLayoutSetAttribute);
     if (!LIKE(l, LAYOUT)) return (int)wrong("no layout");
-    return what == 5 ? give(&l->batch, from, size) : what == 6 ? give(&l->step, from, size) : INVALID_VALUE;
+    return what == 5 ? give(&l->batch, from, size) : what == 6 ? give(&l->step, from, size) : WRONG_VALUE;
 }
 PUBLIC int cublasLtMatmulDescInit_internal(desc *d, size_t size, int compute, int scale) {
     ENTRY(cublasLtMatmulDescInit_internal);
@@ -89,7 +89,7 @@ PUBLIC int cublasLtMatmulDescSetAttribute(desc *d, int what, const void *from, s
     case 4: return give(&d->tb, from, size);
     case 7: return give(&d->epilogue, from, size);
     case 8: return give(&d->bias, from, size);
-    default: return INVALID_VALUE;
+    default: return WRONG_VALUE;
     }
 }
 PUBLIC int cublasLtMatmulPreferenceInit_internal(wish *w, size_t size) {
@@ -102,7 +102,7 @@ PUBLIC int cublasLtMatmulPreferenceSetAttribute(wish *w, int what, const void *f
     return what == 1             ? give(&w->space, from, size)
            : what == 3           ? give(&w->reduction, from, size)
            : what > 4 && what < 9 ? give(&w->align[what - 5], from, size)
-                                 : INVALID_VALUE;
+                                 : WRONG_VALUE;
 }
 
 /* --- problems -------------------------------------------------------------------------------------------------- */
@@ -111,7 +111,7 @@ static bool turned(int op) { return op == 1; }
 
 /* Why not, or NULL; *code. */
 static const char *problem(const desc *d, const layout *a, const layout *b, const layout *c, const layout *z, int *code) {
-    *code = INVALID_VALUE;
+    *code = WRONG_VALUE;
     if (!LIKE(d, DESC) || !LIKE(a, LAYOUT) || !LIKE(b, LAYOUT) || !LIKE(c, LAYOUT) || !LIKE(z, LAYOUT))
         return "a descriptor that is none";
     if (d->ta < 0 || d->ta > 1 || d->tb < 0 || d->tb > 1) return "transposition";
@@ -151,9 +151,9 @@ PUBLIC int cublasLtMatmulAlgoGetHeuristic(handle *h, const desc *d, const layout
     ENTRY(cublasLtMatmulAlgoGetHeuristic);
     int code;
     if (h != &the_handle) return NOT_INITIALIZED;
-    if (asked < 1 || !out || !found || !LIKE(w, WISH)) return INVALID_VALUE;
+    if (asked < 1 || !out || !found || !LIKE(w, WISH)) return WRONG_VALUE;
     *found = 0;
-    if (const char *why = problem(d, a, b, c, z, &code)) return code == INVALID_VALUE ? (int)wrong(why) : code;
+    if (const char *why = problem(d, a, b, c, z, &code)) return code == WRONG_VALUE ? (int)wrong(why) : code;
     if (w->reduction != 2) return (int)wrong("a sum whose parts are rounded");
     uint64_t bias = 16;
     if (d->epilogue == 4) bias = (uint64_t)(uintptr_t)d->bias & -(uint64_t)(uintptr_t)d->bias;
@@ -194,7 +194,7 @@ static double cut(double x) { /* to the nearest with 10 bits behind the point */
 }
 
 static bool declared(const work &w, const char *at, int64_t size, int mode) {
-    if (!fake_gpu_inside(at, size) && (w.checks || fake_gpu_inside(at, 1))) return false; /* else: the host's, which stands for it */
+    if (!fake_gpu_inside(at, size) && (w.checks || !fake_gpu_hosts(at))) return false; /* else: the host's, which stands for it */
     if (!w.checks) return true;
     for (const range &r : w.declared)
         if (at >= (const char *)r.at && at + size <= (const char *)r.at + r.size && (r.mode & mode) == mode) return true;
@@ -239,13 +239,13 @@ static unsigned run(const work &w) {
 
 PUBLIC int cublasLtMatmul(handle *h, const desc *d, const void *alpha, const char *pa, const layout *a, const char *pb,
                           const layout *b, const void *beta, const char *pc, const layout *c, char *pz, const layout *z,
-                          const algo *how, char *space, size_t size, void *) {
+                          const algo *how, char *space, size_t size, CUstream_st *stream) {
     ENTRY(cublasLtMatmul);
     int code;
     work w = {};
     w.checks = fake_gpu_declared(&w.declared);
     if (h != &the_handle) return NOT_INITIALIZED;
-    if (const char *why = problem(d, a, b, c, z, &code)) return code == INVALID_VALUE ? (int)wrong(why) : code;
+    if (const char *why = problem(d, a, b, c, z, &code)) return code == WRONG_VALUE ? (int)wrong(why) : code;
     const bool f64 = d->compute == COMPUTE_64F;
     if (f64 ? *(const double *)alpha != 1 || *(const double *)beta != 0 : *(const float *)alpha != 1 || *(const float *)beta != 0)
         return NOT_SUPPORTED; /* not by this fake */
@@ -256,5 +256,5 @@ PUBLIC int cublasLtMatmul(handle *h, const desc *d, const void *alpha, const cha
     if (all % how->data[2]) return (int)wrong("addresses are not aligned as the algorithm asks");
     w.d = *d, w.a = *a, w.b = *b, w.z = *z, w.pa = pa, w.pb = pb, w.pz = pz, w.space = space, w.size = size;
     const std::function<unsigned()> later = [w] { return run(w) ? 719u : 0u; };
-    return fake_gpu_put(&later) ? EXECUTION_FAILED : OK;
+    return fake_gpu_put(stream, &later) ? EXECUTION_FAILED : OK;
 }

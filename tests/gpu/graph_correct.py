@@ -150,6 +150,21 @@ def same_bits_again(device: str) -> str:
     return "ok"
 
 
+def graphs_on_and_off(device: str) -> str:
+    """Steps that are launched as CUDA graphs have the bits of those that are not, with other dropout at every step."""
+    for make, dtype in ((gpt2, torch.bfloat16), (bert, torch.float32)):
+        off = train(make, "cuda", dtype, 0.1, device, steps=7, cuda_graphs=False)
+        before = _C.cuda_engine_graph_counts()[1]
+        on = train(make, "cuda", dtype, 0.1, device, steps=7)
+        played = _C.cuda_engine_graph_counts()[1] - before
+        bad = [i for i, (a, b) in enumerate(zip(off, on, strict=True)) if not torch.equal(a, b)]
+        if bad:
+            return f"{make.__name__}: {len(bad)} of {len(on)} tensors have other bits"
+        if not played:
+            return f"{make.__name__}: no graph was launched: {_C.cuda_engine_graph_counts()}"
+    return f"ok, of 14 forwards and backwards {played} as graphs"
+
+
 # --- what surrounds a step ------------------------------------------------------------------------------
 
 
@@ -327,6 +342,7 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
             yield f"{name}, {dtype}", lambda m=make, d=dtype: one_model(m, d, device)
     yield "memory levels and budgets", lambda: memory_choices(device)
     yield "the same bits again", lambda: same_bits_again(device)
+    yield "CUDA graphs on and off", lambda: graphs_on_and_off(device)
     yield "several sizes, streams, early memory", lambda: sizes_and_streams(device)
     yield "evaluation", lambda: evaluation(device)
     yield "an index out of range", lambda: bad_index(device)

@@ -1,0 +1,95 @@
+/* capture.c - see capture.h. */
+#include "cuda/capture.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+enum { MAX_DEVICES = 16 };
+
+#define X(field, name, params) om_cu_result (*field) params;
+static struct { OM_CUDA_CAPTURE_API(X) } api;
+#undef X
+#define X(field, name, params) __attribute__((unused)) static const char field##_name[] = #name;
+OM_CUDA_CAPTURE_API(X)
+#undef X
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* held while a graph is recorded */
+static bool api_ready;
+static om_cu_stream streams[MAX_DEVICES]; /* recorded on; NULL: none yet, or the last one cannot be trusted */
+
+#define CALL(what, ...)                                             \
+    do {                                                            \
+        const om_cu_result r_ = api.what(__VA_ARGS__);              \
+        if (r_) return om_gpu_fail(cx, g, r_, what##_name);         \
+    } while (0)
+
+static om_status api_open(om_ctx *cx) {
+    if (api_ready) return OM_OK;
+    void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!lib) return om_fail(cx, OM_UNSUPPORTED, "there is no NVIDIA driver: %s", dlerror());
+#define X(field, name, params)                                                                                      \
+    *(void **)&api.field = dlsym(lib, #name);                                                                       \
+    if (!api.field)                                                                                                 \
+        return om_fail(cx, OM_UNSUPPORTED, "the NVIDIA driver (libcuda.so.1) has no " #name                         \
+                                           ": CUDA graphs need CUDA 11.4 or later");
+    OM_CUDA_CAPTURE_API(X)
+#undef X
+    api_ready = true;
+    return OM_OK;
+}
+
+static om_status stream_open(om_ctx *cx, om_gpu *g, om_cu_stream *s) {
+    enum { NON_BLOCKING = 1 }; /* the legacy stream stays usable while this one records */
+    if (*s) return OM_OK;
+    const om_cu_result r = api.stream_new(s, NON_BLOCKING);
+    if (!r) return OM_OK;
+    *s = NULL;
+    return om_gpu_fail(cx, g, r, stream_new_name);
+}
+
+/* The end always comes, whatever became of the middle. */
+static om_status record(om_ctx *cx, om_gpu *g, om_status (*queue)(void *), void *arg, om_cu_graph *out) {
+    enum { THREAD_LOCAL = 1 };
+    om_cu_stream *own = &streams[om_gpu_ordinal(g)];
+    OM_TRY(stream_open(cx, g, own));
+    CALL(begin, *own, THREAD_LOCAL);
+    void *const before = om_cuda_stream_now();
+    om_cuda_stream(*own);
+    om_status s = queue(arg);
+    om_cuda_stream(before);
+    const om_cu_result r = api.end(*own, out);
+    if (r) {
+        *out = NULL;
+        api.stream_free(*own);
+        *own = NULL;
+    }
+    if (s == OM_OK && (r || !*out)) s = om_gpu_fail(cx, g, r, end_name);
+    if (s != OM_OK && *out) api.graph_free(*out);
+    return s;
+}
+
+om_status om_gpu_capture(om_ctx *cx, om_gpu *g, om_status (*queue)(void *), void *arg, om_cu_exec *out) {
+    om_cu_graph graph = NULL;
+    om_cu_result r = 0;
+    *out = NULL;
+    pthread_mutex_lock(&lock);
+    om_status s = api_open(cx);
+    if (s == OM_OK) s = record(cx, g, queue, arg, &graph);
+    pthread_mutex_unlock(&lock);
+    OM_TRY(s);
+    if ((r = api.make(out, graph, 0))) *out = NULL;
+    api.graph_free(graph); /* the executable one does not need it */
+    return r ? om_gpu_fail(cx, g, r, make_name) : OM_OK;
+}
+
+om_status om_gpu_play(om_ctx *cx, om_gpu *g, om_cu_exec exec) {
+    CALL(play, exec, om_cuda_stream_now());
+    return OM_OK;
+}
+
+void om_gpu_exec_free(om_cu_exec exec) { api.exec_free(exec); }
+
+om_status om_gpu_move(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
+    if (size) CALL(copy, (om_cu_address)(uintptr_t)to, (om_cu_address)(uintptr_t)from, size, om_cuda_stream_now());
+    return OM_OK;
+}
