@@ -790,7 +790,7 @@ class _Functionalizer:
         rest, seen = [node] if self.grad_matters else [], set[Node]()
         while rest:
             n = rest.pop()
-            if n not in seen and n.differentiable():
+            if n not in seen and n.differentiable() and n.target is not aten.detach.default:
                 if n in leaves:
                     return True
                 seen.add(n)
