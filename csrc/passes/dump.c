@@ -6,15 +6,24 @@
  *
  * Numbers count over the process, whatever graph a pass is run on: `read`, a graph as it was captured, and `grad`, the
  * same with its gradients, say where the next one begins. A directory that cannot be written is an error: who asks for
- * dumps and gets none should know.
+ * dumps and gets none should know. So it is in a library for given files (make device OPS=...), which has no text form.
  */
 #include "passes/passes.h"
+
+#include <stdlib.h>
+
+#ifdef OM_ONLY
+om_status om_passes_dump(om_ctx *cx, const char *name, const om_graph *before, const om_graph *after) {
+    const char *to = getenv("ORTMODULE_DUMP_PASSES");
+    (void)name, (void)before, (void)after;
+    return to && *to ? om_fail(cx, OM_INVALID, "ORTMODULE_DUMP_PASSES: a library for given files writes none") : OM_OK;
+}
+#else
 
 #include <errno.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -85,3 +94,4 @@ om_status om_passes_dump(om_ctx *cx, const char *name, const om_graph *before, c
     if (b) om_text_free(cx, b);
     return s;
 }
+#endif

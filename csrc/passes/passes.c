@@ -39,9 +39,12 @@ const om_pass *const om_passes_forward[] = {
     NULL,
 };
 
+/* make device OPS=... leaves out what only saves time: rows that do not count are computed there */
 const om_pass *const om_passes_variant[] = {
+#ifndef OM_ONLY
     &om_pass_label_parts,
     &om_pass_label_rows,
+#endif
     NULL,
 };
 
@@ -49,7 +52,9 @@ const om_pass *const om_passes_joint[] = {
     &om_pass_simplify,
     &om_pass_fold,
     &om_pass_cse,
+#ifndef OM_ONLY
     &om_pass_label_grads,
+#endif
     &om_pass_accumulate,
     &om_pass_remat, /* a variant: the flags it is asked by */
     &om_pass_dce,
@@ -88,17 +93,18 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x) {
     return om_copy(g->cx, &from, &to) == OM_OK;
 }
 
-static bool passes_env(const char *name) {
-    const char *e = getenv(name);
+static bool passes_verify(void) {
+#ifdef OM_DEBUG
+    return true;
+#elif defined(OM_ONLY) /* it has no verifier */
+    return false;
+#else
+    const char *e = getenv("ORTMODULE_VERIFY");
     return e && *e && strcmp(e, "0") != 0;
+#endif
 }
 
 om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step, const void *arg, om_graph **g) {
-#ifdef OM_DEBUG
-    const bool verify = true;
-#else
-    const bool verify = passes_env("ORTMODULE_VERIFY");
-#endif
     const char *limit = getenv("ORTMODULE_PASS_LIMIT");
     if (limit && *limit && i >= strtol(limit, NULL, 10)) return OM_OK;
     om_graph *next;
@@ -106,7 +112,7 @@ om_status om_passes_step(om_ctx *cx, int i, const char *name, om_pass_step step,
     om_status s = step(cx, *g, arg, &next);
     om_sabotage_enter(NULL);
     OM_TRY(s);
-    if (verify && om_verify(next) != OM_OK) {
+    if (passes_verify() && om_verify(next) != OM_OK) {
         om_log(cx, 0, "the graph is wrong after pass %s: %s", name, cx->message);
         om_graph_free(next);
         return cx->status;
