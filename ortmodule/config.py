@@ -220,6 +220,14 @@ TABLE: tuple[Row, ...] = (
         "backward always, in the forward where only the loss reads its result (docs/SPARSITY.md). 0: all rows",
     ),
     Row(
+        "PADDING_SPARSITY",
+        "padding_sparsity",
+        "0 or 1",
+        _bool,
+        "1 (default): layers leave out tokens that attention's mask hides, where nobody can see the difference "
+        "(docs/SPARSITY.md). 0: all tokens",
+    ),
+    Row(
         "CUDA_ENGINE",
         "cuda_engine",
         "0 or 1",
@@ -268,8 +276,13 @@ TABLE: tuple[Row, ...] = (
 )
 PREFIX = "ORTMODULE_"
 
-# Names that onnxruntime-training had for LABEL_SPARSITY; any of them turns it off.
-SPARSITY = ("ENABLE_COMPUTE_OPTIMIZER", "ENABLE_SPARSE_OPTIMIZER", "ENABLE_LABEL_SPARSE_OPTIMIZER")
+# Names that onnxruntime-training had; what each of them turns off.
+SPARSITY = {
+    "ENABLE_COMPUTE_OPTIMIZER": ("label_sparsity", "padding_sparsity"),
+    "ENABLE_SPARSE_OPTIMIZER": ("label_sparsity", "padding_sparsity"),
+    "ENABLE_LABEL_SPARSE_OPTIMIZER": ("label_sparsity",),
+    "ENABLE_EMBEDDING_SPARSE_OPTIMIZER": ("padding_sparsity",),
+}
 
 # Known to onnxruntime-training, without effect here.
 WITHOUT_EFFECT = {PREFIX + v.name: v.why for v in VARIABLES if v.kept == "no"}
@@ -290,6 +303,7 @@ class Settings:
     memory_opt_config: str | None = None
     keep_memory: float = 2.0
     label_sparsity: bool = True
+    padding_sparsity: bool = True
     cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
@@ -357,10 +371,10 @@ def resolve(
             raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
         if row.field:  # the others are read by the engine
             values[row.field] = value
-    for name in SPARSITY:
+    for name, off in SPARSITY.items():
         try:
             if env.get(PREFIX + name) and not _bool(env[PREFIX + name]):
-                values["label_sparsity"] = False
+                values.update(dict.fromkeys(off, False))
         except ValueError:
             raise ValueError(f"{PREFIX}{name}={env[PREFIX + name]!r} is not allowed; give 0 or 1") from None
     rows = {PREFIX + row.name for row in TABLE} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}

@@ -177,6 +177,7 @@ class CutGraph:
         memory_level: int,
         cuda: int,
         all_rows: bool = False,
+        all_tokens: bool = False,
     ) -> None:
         assert captured.cut is not None
         self.captured = captured
@@ -186,7 +187,8 @@ class CutGraph:
         self.n_slots = captured.cut.n_slots
         self.outputs = captured.cut.outputs
         self.graphs = [
-            None if c is None else Graph(c, segment_mb, memory_level, cuda, None, all_rows) for c in captured.captured
+            None if c is None else Graph(c, segment_mb, memory_level, cuda, None, all_rows, all_tokens)
+            for c in captured.captured
         ]
         self.again = [_Again(i) for i in captured.interpreters]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
