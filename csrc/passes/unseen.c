@@ -63,12 +63,22 @@ static void need_all(om_unseen *u, om_id v) {
     if (v != OM_NONE) u->value[v].seen = true;
 }
 
-static void need_rows(om_unseen *u, om_id v, om_unseen_form form, int at, om_id group) {
+static void need_rows(om_unseen *u, om_id v, om_unseen_value y) {
     om_unseen_value *x = &u->value[v];
-    if (group == OM_NONE) return need_all(u, v);
-    if (x->form == OM_ROWS_NONE) *x = (om_unseen_value){(uint8_t)form, (uint8_t)at, x->seen, group};
-    else if (x->form != form || x->at != at) x->seen = true;
-    else x->group = group_join(u, x->group, group);
+    if (y.group == OM_NONE) return need_all(u, v);
+    y.seen = x->seen;
+    if (x->form == OM_ROWS_NONE) *x = y;
+    else if (x->form != y.form || x->at != y.at || x->batch != y.batch) x->seen = true;
+    else x->group = group_join(u, x->group, y.group);
+}
+
+static om_unseen_value rows_flat(int at, om_id group) {
+    return (om_unseen_value){.form = OM_ROWS_FLAT, .at = (uint8_t)at, .group = group};
+}
+
+static om_unseen_value rows_turned(int batch, int time, om_id group) {
+    if (batch == 0 && time == 1) return rows_flat(2, group);
+    return (om_unseen_value){.form = OM_ROWS_TURNED, .at = (uint8_t)time, .batch = (uint8_t)batch, .group = group};
 }
 
 static om_reader *reader_new(om_ctx *cx, om_unseen *u, om_reader_kind kind, om_id node, om_id group) {
@@ -80,7 +90,8 @@ static om_reader *reader_new(om_ctx *cx, om_unseen *u, om_reader_kind kind, om_i
 bool om_unseen_apart(const om_graph *g, om_id v, const om_type *y, const om_unseen_value *form) {
     const om_type *t = om_ty(g, v);
     if (t->rank != y->rank) return false;
-    if (form->form == OM_ROWS_TURNED) return t->dim[0] == y->dim[0] && t->dim[form->at] == y->dim[form->at];
+    if (form->form == OM_ROWS_TURNED)
+        return t->dim[form->batch] == y->dim[form->batch] && t->dim[form->at] == y->dim[form->at];
     for (int i = 0; i < form->at; i++)
         if (t->dim[i] != y->dim[i]) return false;
     return true;
@@ -148,8 +159,8 @@ static om_status attention_visit(om_ctx *cx, om_unseen *u, om_id id, bool unseen
     const bool plain = om_node_int(n, "causal_offset", 0) == 0 && om_node_int(n, "window", 0) == 0;
     for (int i = 0; i < n->n_in; i++)
         if (i > 2) need_all(u, in[i]);
-    unseen &= q.rank == 4 && y.form == (first ? OM_ROWS_FLAT : OM_ROWS_TURNED) && y.at == 2;
-    if (unseen) need_rows(u, in[0], OM_ROWS_TURNED, 2, y.group);
+    unseen &= q.rank == 4 && y.form == (first ? OM_ROWS_FLAT : OM_ROWS_TURNED) && y.at == 2 && y.batch == 0;
+    if (unseen) need_rows(u, in[0], rows_turned(0, 2, y.group));
     else need_all(u, in[0]);
     om_reader r = {.kind = OM_READER_KEYS, .node = id, .mask = OM_NONE, .causal = causal && plain};
     bool fits = q.rank == 4 && q.dim[0] == k.dim[0];
@@ -171,26 +182,34 @@ static om_status attention_visit(om_ctx *cx, om_unseen *u, om_id id, bool unseen
     om_reader *slot = r.group == OM_NONE ? NULL : OM_PUSH(cx, &u->readers);
     if (!slot) return cx->status;
     *slot = r;
-    need_rows(u, in[1], OM_ROWS_TURNED, 2, r.group);
-    need_rows(u, in[2], OM_ROWS_TURNED, 2, r.group);
+    need_rows(u, in[1], rows_turned(0, 2, r.group));
+    need_rows(u, in[2], rows_turned(0, 2, r.group));
     return OM_OK;
 }
 
 /* --- the sweep -------------------------------------------------------------------------------------------------- */
 
 static bool axis_apart(const om_unseen_value *y, int64_t axis) {
-    return y->form == OM_ROWS_FLAT ? axis >= y->at : axis != 0 && axis != y->at;
+    return y->form == OM_ROWS_FLAT ? axis >= y->at : axis != y->batch && axis != y->at;
 }
 
 /* The operand's form where a permutation's result has y's; false: rows are taken apart. */
-static bool permute_back(const om_node *n, const om_unseen_value *y, om_unseen_form *form, int *at) {
+static bool permute_back(const om_node *n, const om_unseen_value *y, om_unseen_value *x) {
     const om_attr *p = om_attr_get(n->attr, n->n_attr, "perm");
-    if (!p || p->kind != OM_ATTR_DIMS || !p->n || p->dims[0] != 0) return false;
-    if (y->form == OM_ROWS_FLAT && y->at != 2) return *form = OM_ROWS_FLAT, *at = 1, y->at == 1;
-    const int time = (int)p->dims[y->form == OM_ROWS_FLAT ? 1 : y->at];
-    *form = time == 1 ? OM_ROWS_FLAT : OM_ROWS_TURNED;
-    *at = time == 1 ? 2 : time;
+    const bool flat = y->form == OM_ROWS_FLAT;
+    if (!p || p->kind != OM_ATTR_DIMS || p->n < 2) return false;
+    if (flat && y->at != 2) return *x = *y, y->at == 1 && p->dims[0] == 0;
+    *x = rows_turned((int)p->dims[flat ? 0 : y->batch], (int)p->dims[flat ? 1 : y->at], y->group);
     return true;
+}
+
+/* The axis of x that axis `at` of its reshape y is; -1: it is taken apart or merged. */
+static int axis_before(om_graph *g, const om_type *x, const om_type *y, int at) {
+    om_dim before = 1, n = 1;
+    for (int i = 0; i < at; i++) before = om_dim_mul(g, before, y->dim[i]);
+    for (int i = 0; i < x->rank; n = om_dim_mul(g, n, x->dim[i++]))
+        if (n == before && x->dim[i] == y->dim[at]) return i;
+    return -1;
 }
 
 /* A node of which nobody needs more than the rows of y: is it so of its operands? True: it is said. */
@@ -198,22 +217,25 @@ static bool rows_visit(om_unseen *u, const om_node *n, const om_unseen_value y) 
     om_graph *g = (om_graph *)u->f->g;
     const om_id *in = om_ins(g, n);
     const om_type *t = om_ty(g, n->out), *x = n->n_in ? om_ty(g, in[0]) : NULL;
-    om_unseen_form form;
-    int at;
+    om_unseen_value of;
     if (n->op->pw || om_is(n, stop_grad) || om_is(n, copy)) {
         for (int i = 0; i < n->n_in; i++)
-            if (om_unseen_apart(g, in[i], t, &y)) need_rows(u, in[i], y.form, y.at, y.group);
+            if (om_unseen_apart(g, in[i], t, &y)) need_rows(u, in[i], y);
             else need_all(u, in[i]);
         return true;
     }
     if (om_is(n, reshape)) {
-        at = y.form == OM_ROWS_FLAT ? om_labels_lead(g, x, u->groups.v[om_unseen_root(u, y.group)].rows) : 0;
-        if (at) need_rows(u, in[0], OM_ROWS_FLAT, at, y.group);
-        return at != 0;
+        const bool flat = y.form == OM_ROWS_FLAT;
+        const int at = flat ? om_labels_lead(g, x, u->groups.v[om_unseen_root(u, y.group)].rows)
+                            : axis_before(g, x, t, y.at);
+        const int batch = flat ? 0 : axis_before(g, x, t, y.batch);
+        if (flat ? !at : at < 0 || batch < 0 || at == batch) return false;
+        need_rows(u, in[0], flat ? rows_flat(at, y.group) : rows_turned(batch, at, y.group));
+        return true;
     }
     if (om_is(n, permute)) {
-        if (!permute_back(n, &y, &form, &at)) return false;
-        need_rows(u, in[0], form, at, y.group);
+        if (!permute_back(n, &y, &of)) return false;
+        need_rows(u, in[0], of);
         return true;
     }
     if (om_is(n, matmul)) {
@@ -222,14 +244,14 @@ static bool rows_visit(om_unseen *u, const om_node *n, const om_unseen_value y) 
         u->groups.v[om_unseen_root(u, y.group)].products++;
     } else if (om_is(n, layer_norm) || om_is(n, rms_norm)) {
         const int64_t axis = om_node_int(n, "axis", -1);
-        if (y.form == OM_ROWS_FLAT ? axis < y.at : axis <= y.at) return false;
+        if (y.form == OM_ROWS_FLAT ? axis < y.at : axis <= y.at || axis <= y.batch) return false;
     } else if (om_is(n, softmax) || om_is(n, log_softmax) || om_is(n, slice) || om_is(n, concat)) {
         if (!axis_apart(&y, om_node_int(n, "axis", -1))) return false;
     } else {
         return false;
     }
     for (int i = 0; i < n->n_in; i++)
-        if (i == 0 || om_is(n, concat)) need_rows(u, in[i], y.form, y.at, y.group);
+        if (i == 0 || om_is(n, concat)) need_rows(u, in[i], y);
         else need_all(u, in[i]);
     return true;
 }
@@ -249,19 +271,22 @@ static om_status node_visit(om_ctx *cx, om_unseen *u, om_id id) {
     if (om_is(n, cross_entropy) && !others && om_node_int(n, "reduction", OM_LOSS_MEAN) != OM_LOSS_NONE &&
         om_val(g, in[1])->role != OM_CONST) {
         for (int i = 1; i < n->n_in; i++) need_all(u, in[i]);
-        const om_id group = group_new(cx, u, om_ty(g, in[1])->dim[0]);
+        const om_id group = group_new(cx, u, om_ty(g, in[0])->dim[0]);
         if (group == OM_NONE || !reader_new(cx, u, OM_READER_LOSS, id, group)) return cx->status;
-        need_rows(u, in[0], OM_ROWS_FLAT, 1, group);
+        need_rows(u, in[0], rows_flat(1, group));
         return OM_OK;
     }
     if (om_is(n, attention) && !others) return attention_visit(cx, u, id, unseen);
-    if (unseen && rows_visit(u, n, y)) return OM_OK;
+    /* (batch, time, size) at one position: of rows that are samples, but made of rows that are positions */
+    const bool one = om_is(n, slice) && om_node_int(n, "axis", -1) == 1 && om_ty(g, n->out)->rank == 3 &&
+                     om_ty(g, n->out)->dim[1] == 1 && y.form == OM_ROWS_FLAT && y.at == 1;
+    if (unseen && !one && rows_visit(u, n, y)) return OM_OK;
     if (om_is(n, slice) && om_node_int(n, "axis", -1) == 1 && om_node_int(n, "step", 1) == 1 &&
         om_ty(g, n->out)->rank > 2 && om_maker(g, in[0])) {
         const om_type *t = om_ty(g, in[0]);
         const om_id group = group_turned(cx, u, t->dim[0], t->dim[1]);
         if (group == OM_NONE || !reader_new(cx, u, OM_READER_SLICE, id, group)) return cx->status;
-        need_rows(u, in[0], OM_ROWS_FLAT, 2, group);
+        need_rows(u, in[0], rows_flat(2, group));
         return OM_OK;
     }
     for (int i = 0; i < n->n_in; i++) need_all(u, in[i]);

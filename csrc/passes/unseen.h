@@ -22,11 +22,11 @@
 typedef enum om_unseen_form {
     OM_ROWS_NONE, /* not looked at */
     OM_ROWS_FLAT, /* the leading `at` axes count the rows */
-    OM_ROWS_TURNED, /* (batch, ..., time at axis `at`, ...) */
+    OM_ROWS_TURNED, /* samples along axis `batch`, positions along axis `at`, which are not the leading two */
 } om_unseen_form;
 
 typedef struct om_unseen_value {
-    uint8_t form, at;
+    uint8_t form, at, batch;
     bool seen;        /* somebody needs all rows */
     om_id group;
 } om_unseen_value;
