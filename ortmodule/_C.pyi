@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+def has_bf16() -> bool:
+    """Whether the processor multiplies bf16 (AVX512_BF16 or AMX), and the engine may use that (ORTMODULE_ISA)."""
+
 def isa() -> str:
     """Instruction set the kernels were chosen for: 'generic', 'avx2' or 'avx512'."""
 

@@ -228,6 +228,14 @@ TABLE: tuple[Row, ...] = (
         "(docs/SPARSITY.md). 0: all tokens",
     ),
     Row(
+        "PRECISION",
+        "precision",
+        "bf16",
+        _one_of("bf16"),
+        "bf16: forward runs as under torch.autocast(..., torch.bfloat16), where the caller has no autocast of its own; "
+        "a loss outside of forward does not",
+    ),
+    Row(
         "CUDA_ENGINE",
         "cuda_engine",
         "0 or 1",
@@ -304,6 +312,7 @@ class Settings:
     keep_memory: float = 2.0
     label_sparsity: bool = True
     padding_sparsity: bool = True
+    precision: Literal["bf16"] | None = None
     cuda_engine: bool = False
     log_level: LogLevel | None = None
     save_path: str | None = None
@@ -397,6 +406,8 @@ def resolve(
         raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
     if not settings.capture_seconds > 0:
         raise ValueError(f"capture_seconds={settings.capture_seconds!r} is not allowed; give a number > 0")
+    if settings.precision not in (None, "bf16"):
+        raise ValueError(f"precision={settings.precision!r} is not allowed; give None or 'bf16'")
     if settings.memory_opt_level not in (0, 1, 2):
         raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
     if not settings.keep_memory >= 0:

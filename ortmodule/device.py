@@ -17,7 +17,7 @@ from .artifacts import OptimType
 from .capture import Captured, capture
 from .capture.export import capture_error
 from .errors import CaptureError
-from .ladder import quiet
+from .quiet import quiet
 from .state import State, shadow_of, tensor_of, unwrapped
 
 _KINDS = {

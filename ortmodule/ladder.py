@@ -10,13 +10,10 @@ steps     what cannot be captured or computed goes to PyTorch in the smallest pi
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -32,13 +29,12 @@ from .capture.skeleton import Unreadable, input_skeleton, skeleton
 from .chain import Graph, Refusal, Unfit
 from .errors import TimeUp
 from .host import Failed
+from .quiet import progress, quiet
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
 from .summary import announce
 
 logger = logging.getLogger("ortmodule")
 
-_PATIENCE_S = 2.0
-_EXPORTER = os.path.join("torch", "export", "_trace.py")
 _LADDER_LIMIT = 24  # submodules tried to be left out before the whole module is
 _MANY_CAPTURES = 16  # of one module, before a warning
 _FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
@@ -793,64 +789,6 @@ def _tell(state: State, seen: watch.Watch) -> None:
 
 
 # --- small things ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs and prints
-    about an attempt that fails is not shown (the ladder's own message says what happened)."""
-    thread = threading.get_ident()
-
-    def others(record: logging.LogRecord) -> bool:
-        return record.thread != thread or not record.name.startswith("torch.")
-
-    loggers = [
-        logging.getLogger(name)
-        for name in [*logging.root.manager.loggerDict]
-        if name == "torch" or name.startswith("torch.")
-    ]
-    with contextlib.ExitStack() as ends:
-        for handler in {handler for log in (logging.root, *loggers) for handler in log.handlers}:
-            handler.addFilter(others)
-            ends.callback(handler.removeFilter, others)
-        ends.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
-        ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
-        yield
-
-
-@contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """What takes longer than a user waits without a word is said on stderr, with its end."""
-    start = perf_counter()
-
-    def say() -> None:
-        print(f"ortmodule: {text} ...", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(_PATIENCE_S, say)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if (took := perf_counter() - start) > _PATIENCE_S:
-            print(f"ortmodule: that took {took:.1f} s", file=sys.stderr, flush=True)
-
-
-class _Stderr:
-    """sys.stderr without the half-made graph that torch.export prints there when it fails."""
-
-    def __init__(self, inner: Any, thread: int) -> None:
-        self.inner = inner
-        self.thread = thread
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self.thread and sys._getframe(1).f_code.co_filename.endswith(_EXPORTER):
-            return len(text)
-        return int(self.inner.write(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def _restore(undo: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

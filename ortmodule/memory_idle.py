@@ -25,6 +25,10 @@ class Idle:
     """One for the process. keep: seconds; the longest that any module asks for counts."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As in a fresh process; also in the child of a fork, which has no such thread."""
         self.keep = 0.0
         self.learnt = 0.0
         self.given_back = 0  # how often
@@ -66,13 +70,9 @@ class Idle:
                 self._gone = since, moved
             self._wake.clear()
 
-    def forked(self) -> None:
-        """The child has no such thread."""
-        self.__init__()  # type: ignore[misc]
-
 
 idle = Idle()
-os.register_at_fork(after_in_child=idle.forked)
+os.register_at_fork(after_in_child=idle.reset)
 
 
 def release_memory() -> int:

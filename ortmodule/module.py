@@ -28,6 +28,7 @@ from .config import DebugOptions, Settings, resolve
 from .debug import set_level
 from .fallback import INIT, TORCH_MODEL, NotAModule, NotHere
 from .ladder import call
+from .precision import tell_slow, within
 from .profile import Profile, profile
 from .report import Report
 from .state import Refused, State
@@ -92,7 +93,7 @@ def _is_method(cls: type, name: str) -> bool:
     return isinstance(static, (types.FunctionType, classmethod, staticmethod, _Assigned)) and not name.startswith("__")
 
 
-_OURS = ("report", "module", "save_for_device", "profile", "memory_timeline", "verify", "_ortmodule")
+_OURS = ("report", "module", "unwrap", "save_for_device", "profile", "memory_timeline", "verify", "_ortmodule")
 
 
 def _users(name: str) -> Callable[[Any], Any]:
@@ -108,7 +109,7 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
     cls = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with bypassed.itself(self._ortmodule):
+        with bypassed.itself(self._ortmodule), within(self._ortmodule):
             return call(self._ortmodule, args, kwargs)
 
     forward.__doc__ = cls.forward.__doc__
@@ -168,8 +169,8 @@ class ORTModule(nn.Module):
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
     options: strict, fallback_policy, fallback_retry, disable, segment_mb, max_captures, capture_seconds, recheck,
-    memory_opt_level, memory_opt_config, memory_budget, keep_memory, label_sparsity, padding_sparsity, log_level,
-    save_path
+    memory_opt_level, memory_opt_config, memory_budget, keep_memory, label_sparsity, padding_sparsity, precision,
+    log_level, save_path
     (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and
@@ -207,6 +208,8 @@ class ORTModule(nn.Module):
             raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")
         if settings.log_level is not None:
             set_level(settings.log_level)
+        if settings.precision is not None:
+            tell_slow(type(module).__name__)
         self._wrap(module, settings)
         if off is not None:
             self._ortmodule.off = off
@@ -231,9 +234,13 @@ class ORTModule(nn.Module):
         """The wrapped module."""
         return self._ortmodule.module
 
+    def unwrap(self) -> nn.Module:
+        """The wrapped module, as `module`: the user's own class, with the parameters as they are now."""
+        return self.module
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, in the engine."""
-        with bypassed.itself(self._ortmodule):
+        with bypassed.itself(self._ortmodule), within(self._ortmodule):
             return call(self._ortmodule, args, kwargs)
 
     def report(self) -> Report:
@@ -266,7 +273,8 @@ class ORTModule(nn.Module):
         """
         from .verify import verify
 
-        return verify(self._ortmodule, _child, batch, loss, band)
+        with within(self._ortmodule):
+            return verify(self._ortmodule, _child, batch, loss, band)
 
     def save_for_device(self, directory: str | os.PathLike[str], batch: Any, *, optimizer: Any = 1,
                         eval_batch: Any = None, prefix: str = "") -> Path:  # fmt: skip
@@ -282,9 +290,10 @@ class ORTModule(nn.Module):
         """
         from .device import save_for_device
 
-        return save_for_device(
-            self._ortmodule, directory, batch, optimizer=optimizer, eval_batch=eval_batch, prefix=prefix
-        )
+        with within(self._ortmodule):
+            return save_for_device(
+                self._ortmodule, directory, batch, optimizer=optimizer, eval_batch=eval_batch, prefix=prefix
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (

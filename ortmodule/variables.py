@@ -35,8 +35,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ENABLE_SPARSE_OPTIMIZER", "nearest", "0 turns off LABEL_SPARSITY and PADDING_SPARSITY"),
     Variable("ENABLE_LABEL_SPARSE_OPTIMIZER", "same", "as LABEL_SPARSITY; decided by each batch's labels, not by the "
              "first one's density"),
-    Variable("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "nearest", "as PADDING_SPARSITY: tokens that attention's mask hides, not "
-             "those at padding_idx, and only where nobody can see the difference"),
+    Variable("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "nearest", "as PADDING_SPARSITY: tokens that attention's mask "
+             "hides, not those at padding_idx, and only where nobody can see the difference"),
     Variable("PRINT_INPUT_DENSITY", "no", "nothing is decided by the density of the first batch"),
     Variable("PRINT_MEMORY_STATS", "no", "report() has the planned peak by kind and place; training.utils has "
              "log_memory_usage"),

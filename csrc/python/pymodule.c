@@ -148,6 +148,11 @@ static PyObject *py_isa(PyObject *self, PyObject *none) {
     return PyUnicode_FromString(om_isa_text());
 }
 
+static PyObject *py_has_bf16(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyBool_FromLong(om_isa_bf16() & (OM_BF16_DOT | OM_BF16_AMX));
+}
+
 static PyObject *py_pool_stats(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     om_pool_stats s = om_pool_state();
@@ -164,6 +169,7 @@ static PyObject *py_pool_trim(PyObject *self, PyObject *args) {
 
 static PyMethodDef module_methods[] = {
     {"isa", py_isa, METH_NOARGS, NULL},
+    {"has_bf16", py_has_bf16, METH_NOARGS, NULL},
     {"pool_stats", py_pool_stats, METH_NOARGS, NULL},
     {"pool_trim", py_pool_trim, METH_VARARGS, NULL},
     {0},

@@ -364,11 +364,7 @@ static om_status application_find(bisect *b, om_graph *before, om_graph *after, 
 
 static om_status steps_add(bisect *b, char *names) {
     for (char *rest, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
-        const om_pass *one[2] = {om_pass_find(name), NULL};
-        const om_pass *const *list = !strcmp(name, "forward")   ? om_passes_forward
-                                     : !strcmp(name, "variant") ? om_passes_variant
-                                     : !strcmp(name, "joint")   ? om_passes_joint
-                                                                : one;
+        const om_pass *one[2], *const *list = om_tool_list(name, one);
         const bool grad = !strcmp(name, "grad");
         OM_CHECK(b->cx, grad || list[0], "no pass is named '%s'; om-opt --list shows them", name);
         for (int i = 0; grad ? i < 1 : list[i] != NULL; i++) {

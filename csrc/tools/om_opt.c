@@ -84,13 +84,17 @@ static om_status tool_write(om_ctx *cx, const om_graph *g, const char *path) {
     return ok ? OM_OK : om_fail(cx, OM_INVALID, "%s: %s", path, strerror(errno));
 }
 
+const om_pass *const *om_tool_list(const char *name, const om_pass *one[2]) {
+    one[0] = om_pass_find(name), one[1] = NULL;
+    return !strcmp(name, "forward")   ? om_passes_forward
+           : !strcmp(name, "variant") ? om_passes_variant
+           : !strcmp(name, "joint")   ? om_passes_joint
+                                      : one;
+}
+
 static om_status tool_pass(om_ctx *cx, om_graph **g, char *names) {
     for (char *rest, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
-        const om_pass *one[2] = {om_pass_find(name), NULL};
-        const om_pass *const *list = !strcmp(name, "forward")   ? om_passes_forward
-                                     : !strcmp(name, "variant") ? om_passes_variant
-                                     : !strcmp(name, "joint")   ? om_passes_joint
-                                                                : one;
+        const om_pass *one[2], *const *list = om_tool_list(name, one);
         if (!list[0]) return om_fail(cx, OM_INVALID, "no pass is named '%s'; om-opt --list shows them", name);
         OM_TRY(om_passes_run(cx, list, g));
     }

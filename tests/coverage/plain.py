@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows import IMAGES, SEQUENCES, Row, Size, Table, ids
+from rows import IMAGES, Family, ids
 from torch import Tensor, nn
 
 D = 16
-ROWS: list[tuple[str, Callable[[], nn.Module], Callable[..., Any], tuple[Size, ...]]] = []
-
-
-def row(name: str, batch: Callable[..., Any], sizes: tuple[Size, ...] = SEQUENCES) -> Callable[[type], type]:
-    def add(cls: type) -> type:
-        ROWS.append((name, cls, batch, sizes))
-        return cls
-
-    return add
+row = Family("plain torch")
 
 
 def randn(g: torch.Generator, *shape: int) -> Tensor:
@@ -49,11 +41,6 @@ def images(_m: Any, b: int, t: int, g: torch.Generator) -> Any:
 
 def vectors(_m: Any, b: int, t: int, g: torch.Generator) -> Any:
     return randn(g, b * t, D), randn(g, b * t, D)
-
-
-def add_to(table: Table) -> None:
-    for name, make, batch, sizes in ROWS:
-        table.add(Row(name, "plain torch", make, batch, sizes))
 
 
 # --- sequences ---------------------------------------------------------------------------------------
@@ -374,7 +361,7 @@ class Inception(nn.Module):
 
 
 def cnn(name: str, *body: Callable[[], nn.Module]) -> None:
-    ROWS.append((name, lambda: Classifier(*[m() for m in body]), image, IMAGES))
+    row.of(name, lambda: Classifier(*[m() for m in body]), image, IMAGES)
 
 
 cnn("ResNet, basic blocks", lambda: conv(3, D), lambda: Block(D, D), lambda: Block(D, D, 2))

@@ -10,23 +10,10 @@ import torch
 import torch.distributions as dist
 import torch.nn.functional as F
 from plain import D, conv, features, image, images, randn, sentence, tokens, vectors
-from rows import IMAGES, SEQUENCES, Row, Size, Table, ids
+from rows import IMAGES, Family, ids
 from torch import Tensor, nn
 
-ROWS: list[tuple[str, Callable[[], nn.Module], Callable[..., Any], tuple[Size, ...]]] = []
-
-
-def row(name: str, batch: Callable[..., Any], sizes: tuple[Size, ...] = SEQUENCES) -> Callable[[type], type]:
-    def add(cls: type) -> type:
-        ROWS.append((name, cls, batch, sizes))
-        return cls
-
-    return add
-
-
-def add_to(table: Table) -> None:
-    for name, make, batch, sizes in ROWS:
-        table.add(Row(name, "plain torch", make, batch, sizes))
+row = Family("plain torch")
 
 
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -205,7 +192,7 @@ def likelihood(name: str, n: int, make: Callable[[Tensor], Any], value: Callable
             d = make(self.body(x))
             return -d.log_prob(value(y)).mean()
 
-    ROWS.append((f"distribution: {name}", Likelihood, vectors, SEQUENCES))
+    row.of(f"distribution: {name}", Likelihood, vectors)
 
 
 def positive(x: Tensor) -> Tensor:
@@ -570,7 +557,7 @@ def loss(name: str, f: Callable[[Tensor, Tensor], Tensor]) -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return f(self.body(x), y)
 
-    ROWS.append((f"loss: {name}", Loss, vectors, SEQUENCES))
+    row.of(f"loss: {name}", Loss, vectors)
 
 
 def info_nce(h: Tensor, y: Tensor) -> Tensor:

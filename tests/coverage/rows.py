@@ -40,6 +40,28 @@ class Table:
         self.rows.append(row)
 
 
+class Family(list[Row]):
+    """Rows made of classes, by decorating them: `row = Family("plain torch")`, `@row("name", batch)`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def of(self, name: str, make: Callable[[], nn.Module], batch: Callable[..., Any], sizes: tuple[Size, ...] = SEQUENCES) -> None:
+        self.append(Row(name, self.name, make, batch, sizes))
+
+    def __call__(self, name: str, batch: Callable[..., Any], sizes: tuple[Size, ...] = SEQUENCES) -> Callable[[type], type]:
+        def add(cls: type) -> type:
+            self.of(name, cls, batch, sizes)
+            return cls
+
+        return add
+
+    def add_to(self, table: Table) -> None:
+        for made in self:
+            table.add(made)
+
+
 def ids(b: int, t: int, g: Generator, low: int = 5, high: int = 60) -> Tensor:
     return torch.randint(low, high, (b, t), generator=g)
 
@@ -51,6 +73,6 @@ def table() -> Table:
     import plain_more
 
     made = Table()
-    for family in (plain, plain_more, hugging, others):
+    for family in (plain.row, plain_more.row, hugging, others):
         family.add_to(made)
     return made

@@ -3,26 +3,17 @@ of at most twice that of eager in the same type; the emulated fragments by thems
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from cuda.children import TESTS, on_fake
+from cuda.children import child as any_child
 
-from ortmodule import _C
-
-TESTS = Path(__file__).resolve().parents[1]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OM_DEVICE": "cuda-fake"}
-pytestmark = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcuda.so.1").exists(),
-                                reason="built without CUDA kernels, or `make lib` has not run")
-
-
-def child(source: str, **env: str) -> str:
-    res = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
-    assert res.returncode == 0, res.stderr[-4000:]
-    return res.stdout
+pytestmark = on_fake
+child = functools.partial(any_child, OM_DEVICE="cuda-fake")
 
 
 @pytest.fixture(scope="module")

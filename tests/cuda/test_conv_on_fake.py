@@ -3,24 +3,10 @@ tests/ops/test_conv.py and test_gather.py run there too: `OM_DEVICE=cuda-fake py
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cuda.children import child, on_fake
 
-from ortmodule import _C
-
-TESTS = Path(__file__).resolve().parents[1]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OM_DEVICE": "cuda-fake"}
-pytestmark = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcuda.so.1").exists(),
-                                reason="built without CUDA kernels, or `make lib` has not run")
-
-
-def child(source: str, **env: str) -> None:
-    res = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
-    assert res.returncode == 0 and res.stdout == "done\n", res.stdout + res.stderr[-4000:]
+pytestmark = on_fake
 
 
 CONV = """
@@ -54,7 +40,7 @@ print("done")
 
 @pytest.mark.parametrize("seed", [0, 3, 6])
 def test_convolution(seed: int) -> None:
-    child(CONV, OM_FAKE_SEED=str(seed))
+    assert child(CONV, OM_DEVICE="cuda-fake", OM_FAKE_SEED=str(seed)) == "done\n"
 
 
 ELEMENTS = """
@@ -87,4 +73,4 @@ print("done")
 
 @pytest.mark.parametrize("seed", [0, 5])
 def test_elements_by_index(seed: int) -> None:
-    child(ELEMENTS, OM_FAKE_SEED=str(seed))
+    assert child(ELEMENTS, OM_DEVICE="cuda-fake", OM_FAKE_SEED=str(seed)) == "done\n"

@@ -6,19 +6,10 @@ be given back is given back later."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cuda.children import child, on_fake
 
-from ortmodule import _C
-
-TESTS = Path(__file__).resolve().parents[1]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-pytestmark = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcublasLt.so.13").exists(),
-                                reason="built without CUDA kernels, or `make lib` has not run")
+pytestmark = on_fake
 
 STATE = (3, 4, 201)  # NOT_INITIALIZED, DEINITIALIZED, INVALID_CONTEXT
 LATE = (700, 701, 702, 719)  # of earlier work
@@ -69,12 +60,6 @@ for entry, nth, codes in {entries}:
 assert y.tolist() == [-1] * 3 and fake.count(fake.FAILURES) == 0, fake.message()
 print("done")
 """
-
-
-def child(source: str, **env: str) -> str:
-    res = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
-    assert res.returncode == 0, res.stderr[-4000:]
-    return res.stdout
 
 
 def test_opening() -> None:

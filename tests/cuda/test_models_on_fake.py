@@ -7,19 +7,10 @@ those of the CPU engine, whose masks are the same. Nothing may be left to the CP
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cuda.children import child, on_fake
 
-from ortmodule import _C
-
-TESTS = Path(__file__).resolve().parents[1]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}:{TESTS / 'gpu'}"}
-pytestmark = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcublasLt.so.13").exists(),
-                                reason="built without CUDA kernels, or `make lib` has not run")
+pytestmark = on_fake
 
 SOURCE = """
 import torch, graph_correct
@@ -39,6 +30,4 @@ print("done")
 
 @pytest.mark.parametrize("model,seed", [("bert", 2), ("llama", 5), ("vit", 8), ("gpt2", 3)])
 def test_trains(model: str, seed: int) -> None:
-    res = subprocess.run([sys.executable, "-c", SOURCE.format(make=model)], capture_output=True, text=True, check=False, timeout=900,
-                         env=ENV | {"OM_FAKE_SEED": str(seed)}, cwd=TESTS.parent)
-    assert res.returncode == 0 and res.stdout.endswith("done\n"), res.stderr[-4000:]
+    assert child(SOURCE.format(make=model), OM_FAKE_SEED=str(seed)).endswith("done\n")

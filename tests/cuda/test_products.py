@@ -10,13 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda.children import ENV, TESTS, child, on_fake
 
-from ortmodule import _C, cuda_engine
-
-TESTS = Path(__file__).resolve().parents[1]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-on_fake = pytest.mark.skipif(not _C.cuda_archs() or not (TESTS.parent / "build/fake/libcublasLt.so.13").exists(),
-                             reason="built without CUDA kernels, or `make lib` has not run")
+from ortmodule import cuda_engine
 
 HEAD = """
 import ctypes as C, torch, engine
@@ -33,12 +29,6 @@ def run(body, *ins):
 def rand(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
 """
-
-
-def child(source: str, **env: str) -> str:
-    res = subprocess.run([sys.executable, "-c", HEAD + source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
-    assert res.returncode == 0, res.stderr[-4000:]
-    return res.stdout
 
 
 LAYOUTS = """
@@ -81,12 +71,12 @@ print("done")
 @on_fake
 def test_layouts_the_library_is_given() -> None:
     """Every layout, in every dtype; sums of 16-bit floats in f32: rounded once."""
-    assert child(LAYOUTS.replace("{calls}", "calls"), OM_FAKE_SEED="3") == "done\n"
+    assert child(HEAD + LAYOUTS.replace("{calls}", "calls"), OM_FAKE_SEED="3") == "done\n"
 
 
 @on_fake
 def test_without_the_library_the_kernel_does_it() -> None:
-    assert child(LAYOUTS.replace("{calls}", "0"), OM_FAKE_BLAS="0") == "done\n"
+    assert child(HEAD + LAYOUTS.replace("{calls}", "0"), OM_FAKE_BLAS="0") == "done\n"
 
 
 TF32 = """
@@ -108,7 +98,7 @@ print("done")
 
 @on_fake
 def test_operands_are_cut_to_tf32_when_allowed() -> None:
-    assert child(TF32) == "done\n"
+    assert child(HEAD + TF32) == "done\n"
 
 
 CHOICES = """
@@ -137,7 +127,7 @@ print("done")
 
 @on_fake
 def test_an_algorithm_is_chosen_once_per_shape_and_dtype() -> None:
-    assert child(CHOICES) == "done\n"
+    assert child(HEAD + CHOICES) == "done\n"
 
 
 MEMORY = """
@@ -154,7 +144,7 @@ print(fake.calls("cuMemAllocAsync") - before, fake.products())
 @on_fake
 def test_workspace_is_the_plans() -> None:
     """As many blocks a step as without the library: its workspace lies in the arena. (The fake fills it all.)"""
-    (own, none), (blocks, products) = (child(MEMORY, OM_FAKE_BLAS=b).split() for b in "01")
+    (own, none), (blocks, products) = (child(HEAD + MEMORY, OM_FAKE_BLAS=b).split() for b in "01")
     assert own == blocks and none == "0" and products == "6", (own, blocks, products)
 
 
@@ -174,7 +164,7 @@ except engine.EngineError as e:
 @pytest.mark.parametrize("change,says", [("r[0].size -= 4", "B reaches"), ("r[1].size -= 4", "A reaches"), ("r[2].size -= 4", "the bias reaches"),
                                          ("r[3].mode = 1", "D reaches"), ("r[4].size = 255", "workspace"), ("r[4].mode = 1", "workspace"), ("pass", "")])
 def test_products_are_held_to_what_they_declare(change: str, says: str) -> None:
-    out = child(SHRINK.format(change=change))
+    out = child(HEAD + SHRINK.format(change=change))
     assert says in out and bool(says) == bool(out), out
 
 

@@ -12,7 +12,7 @@ import peaks
 import pytest
 import torch
 import transformers
-from small_models import VOCAB, gpt2, ids
+from small_models import VOCAB, Cube, gpt2, ids
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -251,17 +251,6 @@ class Flat(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.batch(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return 3 * ctx.saved_tensors[0] ** 2 * dy
 
 
 class Cubed(Block):

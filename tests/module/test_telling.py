@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ortmodule import ladder
+from ortmodule import quiet
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -59,13 +59,13 @@ def test_a_users_logging_is_used_and_nothing_twice(before: str) -> None:
 def test_a_long_wait_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    monkeypatch.setattr(ladder, "_PATIENCE_S", 0.05)
-    with ladder.progress("Net is being captured"):
+    monkeypatch.setattr(quiet, "PATIENCE_S", 0.05)
+    with quiet.progress("Net is being captured"):
         time.sleep(0.3)
-    with ladder.progress("nothing to tell"):
+    with quiet.progress("nothing to tell"):
         pass
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "ortmodule: Net is being captured ..." and lines[1].startswith("ortmodule: that took 0.") and len(lines) == 2
-    with pytest.raises(KeyError), ladder.progress("an error"):
+    with pytest.raises(KeyError), quiet.progress("an error"):
         raise KeyError
     assert logging.getLogger("ortmodule").name == "ortmodule"

@@ -1,0 +1,77 @@
+"""What is heard of a capture: nothing of what PyTorch prints about attempts, a line where it takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from . import patches
+
+PATIENCE_S = 2.0
+_EXPORTER = os.path.join("torch", "export", "_trace.py")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """While a capture runs: saved_tensors_hooks of the caller do not see its tensors, and what PyTorch logs and prints
+    about an attempt that fails is not shown (the ladder's own message says what happened)."""
+    thread = threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not record.name.startswith("torch.")
+
+    loggers = [
+        logging.getLogger(name)
+        for name in [*logging.root.manager.loggerDict]
+        if name == "torch" or name.startswith("torch.")
+    ]
+    with contextlib.ExitStack() as ends:
+        for handler in {handler for log in (logging.root, *loggers) for handler in log.handlers}:
+            handler.addFilter(others)
+            ends.callback(handler.removeFilter, others)
+        ends.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
+        yield
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """What takes longer than a user waits without a word is said on stderr, with its end."""
+    start = perf_counter()
+
+    def say() -> None:
+        print(f"ortmodule: {text} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(PATIENCE_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if (took := perf_counter() - start) > PATIENCE_S:
+            print(f"ortmodule: that took {took:.1f} s", file=sys.stderr, flush=True)
+
+
+class _Stderr:
+    """sys.stderr without the half-made graph that torch.export prints there when it fails."""
+
+    def __init__(self, inner: Any, thread: int) -> None:
+        self.inner = inner
+        self.thread = thread
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self.thread and sys._getframe(1).f_code.co_filename.endswith(_EXPORTER):
+            return len(text)
+        return int(self.inner.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
