@@ -7,6 +7,9 @@
  * from them. restore puts rows back where a position is asked for: before attention, and before whoever sees all rows.
  * Its gradient is compress, and the other way round, so the backward follows from the operators' own rules.
  *
+ * Where a mask of bools hides keys it then also hides queries that are left out: their result is zero, nobody reads it,
+ * and tiles in which nothing is visible are skipped.
+ *
  * The set is computed in front of the first node that needs it, from labels and masks alone. Heads before a loss are
  * left to label_rows.c: fewer rows have a label. A pass of the forward before gradients are built, of a variant's copy.
  */
@@ -24,6 +27,8 @@ typedef struct padding {
     uint8_t *deep;         /* per value: a node of the region is behind it */
     om_id *rows;           /* per value: its chosen rows, in the new graph */
     om_label_rows *chosen; /* per group */
+    om_id *keep;           /* per group: the set, bool (rows) */
+    om_id *mask, *of;      /* per value: a mask that hides queries too, and those of which group */
     uint8_t *made;
     bool cones;            /* masks and labels are there */
 } padding;
@@ -195,7 +200,10 @@ static const om_label_rows *chosen(om_rewriter *r, om_id group) {
         if (s->u.cone[i] && s->u.f->live[i] && r->map[r->from->nodes.v[i].out] == OM_NONE) om_rewrite_copy(r, i);
     s->cones = true;
     r->to->cur_scope = scope;
-    if (!s->made[group]) s->chosen[group] = om_labels_select_true(r->to, keep_make(r, s, group));
+    if (!s->made[group]) {
+        s->keep[group] = keep_make(r, s, group);
+        s->chosen[group] = om_labels_select_true(r->to, s->keep[group]);
+    }
     s->made[group] = 1;
     return &s->chosen[group];
 }
@@ -254,15 +262,39 @@ static om_id region_node(om_rewriter *r, const om_node *n, const om_label_rows *
     return om_make(g, n->op, of, n->n_in, attr, n->n_attr);
 }
 
+/* A mask of bools by which attention leaves out queries; OM_NONE: it is none. Of one mask there is one, for one group. */
+static om_id mask_queries(om_rewriter *r, const om_node *n) {
+    padding *s = r->arg;
+    const om_id *in = om_ins(r->from, n), group = om_unseen_group(&s->u, n->out);
+    om_graph *g = r->to;
+    if (!om_is(n, attention) || n->n_in < 4 || in[3] == OM_NONE || group == OM_NONE || !s->made[group]) return OM_NONE;
+    const om_type t = *om_ty(r->from, in[3]), q = *om_ty(r->from, in[0]);
+    if (t.dtype != OM_BOOL || t.rank != 4 || om_node_int(n, "nan_rows", 0) != 0) return OM_NONE;
+    if (s->mask[in[3]] == OM_NONE) {
+        const om_dim shape[4] = {om_dim_copy(g, r->from, q.dim[0]), 1, om_dim_copy(g, r->from, q.dim[2]), 1};
+        const om_id rows = om_b_reshape(g, s->keep[group], shape, 4);
+        s->mask[in[3]] = om_b_bin(g, &om_op_and, r->map[in[3]], rows);
+        s->of[in[3]] = group;
+    }
+    return s->of[in[3]] == group ? s->mask[in[3]] : OM_NONE;
+}
+
 static om_status padding_emit(om_rewriter *r, om_id id) {
     padding *s = r->arg;
     const om_graph *f = r->from;
     const om_node *n = &f->nodes.v[id];
     om_graph *g = r->to;
     if (n->n_out && r->map[n->out] != OM_NONE) return OM_OK; /* of a mask, made before */
-    if (!s->region[id]) return om_rewrite_copy(r, id);
     g->cur_scope = n->scope;
     g->cur_phase = n->phase;
+    const om_id mask = mask_queries(r, n);
+    if (mask != OM_NONE) {
+        om_id of[OM_MAX_IN];
+        for (int i = 0; i < n->n_in; i++) of[i] = om_ins(f, n)[i] == OM_NONE ? OM_NONE : r->map[om_ins(f, n)[i]];
+        of[3] = mask;
+        return om_rewrite_copy_with(r, id, of);
+    }
+    if (!s->region[id]) return om_rewrite_copy(r, id);
     const om_label_rows *rows = chosen(r, om_unseen_group(&s->u, n->out));
     const om_id y = region_node(r, n, rows);
     if (y == OM_NONE || g->cx->status != OM_OK) return g->cx->status;
@@ -292,20 +324,26 @@ static void padding_tell(om_ctx *cx, const padding *s) {
 om_status om_pass_run_padding(om_ctx *cx, const om_graph *in, om_graph **out) {
     const size_t values = (size_t)in->values.n + 1, nodes = (size_t)in->nodes.n + 1;
     om_facts *f = om_facts_new(cx, in);
-    padding s = {.region = om_alloc(cx, nodes), .deep = om_alloc(cx, values), .rows = om_alloc(cx, values * sizeof *s.rows)};
-    om_status st = f && s.region && s.deep && s.rows ? OM_OK : cx->status;
-    for (om_id v = 0; v < in->values.n && st == OM_OK; v++) s.rows[v] = OM_NONE;
+    padding s = {.region = om_alloc(cx, nodes), .deep = om_alloc(cx, values), .rows = om_alloc(cx, values * sizeof *s.rows),
+                 .mask = om_alloc(cx, values * sizeof *s.mask), .of = om_alloc(cx, values * sizeof *s.of)};
+    om_status st = f && s.region && s.deep && s.rows && s.mask && s.of ? OM_OK : cx->status;
+    for (om_id v = 0; v < in->values.n && st == OM_OK; v++) s.rows[v] = s.mask[v] = OM_NONE;
     if (st == OM_OK && cx->device->counted && !cx->all_tokens) {
         st = om_unseen_find(cx, f, &s.u);
         s.chosen = om_alloc(cx, ((size_t)s.u.groups.n + 1) * sizeof *s.chosen);
         s.made = om_alloc(cx, (size_t)s.u.groups.n + 1);
-        if (st == OM_OK && s.chosen && s.made) st = region_find(cx, &s);
+        s.keep = om_alloc(cx, ((size_t)s.u.groups.n + 1) * sizeof *s.keep);
+        if (st == OM_OK && s.chosen && s.made && s.keep) st = region_find(cx, &s);
         if (st == OM_OK) st = cx->status;
         if (st == OM_OK) padding_tell(cx, &s);
     }
-    if (st == OM_OK) st = om_rewrite(cx, in, padding_emit, &s, out);
+    if (st == OM_OK && s.u.value) st = om_rewrite(cx, in, padding_emit, &s, out);
+    else if (st == OM_OK) st = om_rewrite(cx, in, om_rewrite_copy, NULL, out);
     om_unseen_free(cx, &s.u);
+    om_free(cx, s.keep);
     om_free(cx, s.made);
+    om_free(cx, s.of);
+    om_free(cx, s.mask);
     om_free(cx, s.chosen);
     om_free(cx, s.rows);
     om_free(cx, s.deep);
