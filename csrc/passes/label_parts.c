@@ -6,8 +6,8 @@
  * others stays: the same bits. The copy of the logits is gone, and so is that of their gradient between zeros; and rows
  * of labels are rows of the product before them, as label_rows.c and label_grads.c want them.
  *
- * So are labels whose number of rows has another name (s2 * s3 beside s0 * s1, when nothing in the graph compares them):
- * a reshape gives them that of the logits, and fails where the loss would.
+ * So are labels whose number of rows has another name (s2 * s3 beside s0 * s1, when nothing in the graph compares
+ * them): a reshape gives them that of the logits, and fails where the loss would.
  */
 #include "graph/facts.h"
 #include "passes/labels.h"

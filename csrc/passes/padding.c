@@ -231,7 +231,8 @@ static om_id operand_each(om_rewriter *r, const om_label_rows *rows, const om_no
     if (shared) return om_b_reshape(g, r->map[v], now.dim + drop, now.rank - drop);
     for (int i = 0; i < y.rank; i++) {
         const int at = i - (y.rank - t.rank);
-        now.dim[i] = i >= form->at ? (at < 0 ? 1 : om_dim_copy(g, r->from, t.dim[at])) : om_dim_copy(g, r->from, y.dim[i]);
+        const om_dim d = i < form->at ? y.dim[i] : at < 0 ? 1 : t.dim[at];
+        now.dim[i] = om_dim_copy(g, r->from, d);
     }
     return om_labels_take(g, rows, om_b_expand(g, r->map[v], now.dim, y.rank), form->at);
 }
@@ -262,7 +263,7 @@ static om_id region_node(om_rewriter *r, const om_node *n, const om_label_rows *
     return om_make(g, n->op, of, n->n_in, attr, n->n_attr);
 }
 
-/* A mask of bools by which attention leaves out queries; OM_NONE: it is none. Of one mask there is one, for one group. */
+/* A mask of bools by which attention leaves out queries; OM_NONE: it has none. Of one mask one, for one group. */
 static om_id mask_queries(om_rewriter *r, const om_node *n) {
     padding *s = r->arg;
     const om_id *in = om_ins(r->from, n), group = om_unseen_group(&s->u, n->out);
@@ -324,8 +325,11 @@ static void padding_tell(om_ctx *cx, const padding *s) {
 om_status om_pass_run_padding(om_ctx *cx, const om_graph *in, om_graph **out) {
     const size_t values = (size_t)in->values.n + 1, nodes = (size_t)in->nodes.n + 1;
     om_facts *f = om_facts_new(cx, in);
-    padding s = {.region = om_alloc(cx, nodes), .deep = om_alloc(cx, values), .rows = om_alloc(cx, values * sizeof *s.rows),
-                 .mask = om_alloc(cx, values * sizeof *s.mask), .of = om_alloc(cx, values * sizeof *s.of)};
+    padding s = {.region = om_alloc(cx, nodes),
+                 .deep = om_alloc(cx, values),
+                 .rows = om_alloc(cx, values * sizeof *s.rows),
+                 .mask = om_alloc(cx, values * sizeof *s.mask),
+                 .of = om_alloc(cx, values * sizeof *s.of)};
     om_status st = f && s.region && s.deep && s.rows && s.mask && s.of ? OM_OK : cx->status;
     for (om_id v = 0; v < in->values.n && st == OM_OK; v++) s.rows[v] = s.mask[v] = OM_NONE;
     if (st == OM_OK && cx->device->counted && !cx->all_tokens) {

@@ -1,9 +1,9 @@
 /* unseen.c - the proof that rows of padding may be left out (unseen.h).
  *
  * One sweep from the results to the inputs. When a node is reached, all who read its result have said what they need
- * of it: all rows (`seen`), or only the rows that its group's readers name. Then the node says the same of its operands.
- * A node that is not known here, or whose own result is needed in full, needs its operands in full: so what is proven
- * holds whatever else the graph does.
+ * of it: all rows (`seen`), or only the rows that its group's readers name. Then the node says the same of its
+ * operands. A node that is not known here, or whose own result is needed in full, needs its operands in full: so what
+ * is proven holds whatever else the graph does.
  */
 #include "passes/unseen.h"
 #include "ops/loss.h"
@@ -326,9 +326,9 @@ static void groups_check(om_unseen *u) {
         masked |= r->mask != OM_NONE;
         if (r->kind == OM_READER_KEYS && r->mask == OM_NONE && r->queries != r->group)
             group_fail(u, r->group, "its keys are read by other rows, without a mask");
-        bool fits = true;
+        bool fits = r->mask == OM_NONE || cone_mark(u, r->mask);
         if (r->kind == OM_READER_LOSS) fits = cone_mark(u, om_ins(g, n)[1]);
-        else if (r->mask != OM_NONE) fits = cone_mark(u, r->checked ? om_ins(g, n)[3] : r->mask) && cone_mark(u, r->mask);
+        else if (r->checked) fits &= cone_mark(u, om_ins(g, n)[3]);
         if (!fits) group_fail(u, r->group, "its mask or labels are constants, or computed by products");
     }
     for (om_id i = 0; i < u->readers.n; i++) { /* without a mask all keys up to the last row are read */
@@ -344,7 +344,8 @@ static void groups_check(om_unseen *u) {
         if (x->parent != i) continue;
         om_graph *own = (om_graph *)g;
         if (!masked) group_fail(u, i, "no attention has a mask of padding");
-        if (!x->turned || om_dim_mul(own, x->batch, x->time) != x->rows) group_fail(u, i, "no attention reads its rows");
+        const bool known = x->turned && om_dim_mul(own, x->batch, x->time) == x->rows;
+        if (!known) group_fail(u, i, "no attention reads its rows");
         if (x->products < PRODUCTS) group_fail(u, i, "there are too few products");
     }
 }

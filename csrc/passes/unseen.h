@@ -11,8 +11,9 @@
  *               rule hides keys, all up to the sample's last row that somebody reads
  *
  * A query that sees no key at all gives zeros (a mask of bools: then nothing depends on keys), or a mean over all keys
- * (a finite number was added to scores): `checked` readers, where the run looks whether there is such a query among the
- * rows that are read, and then keeps all rows of its sample.
+ * (a finite number was added to scores: at MX_HIDE and below it hides, above half of that a key is there). The second
+ * are `checked` readers: the run looks whether there is such a query among the rows that are read, and then keeps all
+ * rows of its sample.
  */
 #ifndef OM_PASSES_UNSEEN_H
 #define OM_PASSES_UNSEEN_H
@@ -57,7 +58,6 @@ typedef struct om_unseen {
     OM_VEC(om_reader) readers;
 } om_unseen;
 
-/* At or below this an added mask hides, above half of it a key is there (MX_HIDE). */
 om_status om_unseen_find(om_ctx *cx, const om_facts *f, om_unseen *u);
 void om_unseen_free(om_ctx *cx, om_unseen *u);
 om_id om_unseen_root(const om_unseen *u, om_id group);
