@@ -354,8 +354,8 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
         bad = om_py_list_add(reads, Py_BuildValue("(ii)", needs->reads[i].segment, needs->reads[i].input));
     for (int i = 0; i < needs->n_host && !bad; i++) bad = om_py_list_add(host, host_row(&needs->host[i]));
     if (!bad)
-        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:s,s:d}", "segments", needs->n_segments, "grads", grads,
-                             "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
+        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:s,s:d}", "segments", needs->n_segments, "grads",
+                             grads, "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
                              marked(needs->reads_output, n_out), "reaches", marked(needs->reaches, n_out), "reads",
                              reads, "host_nodes", host, "flow", flow_rows(vr), "sparse_heads",
                              sparse_heads(vr->g), "padding", vr->padding, "ms", vr->ms);
