@@ -27,8 +27,8 @@ def blocks_of(model: nn.Module) -> list[str]:
 def wrap_blocks(model: nn.Module, **options: Any) -> list[str]:
     """Puts ORTModule(block, **options) in the place of every repeated block of the model (see blocks_of).
 
-    model: changed in place; parameters, names and state_dict stay. Call it before `fully_shard` of the blocks and
-    before `deepspeed.initialize`. -> names of the blocks. Raises ValueError when there are none; blocks that are
+    model: changed in place; parameters, names and state_dict stay. Call it before `deepspeed.initialize`; before
+    `fully_shard` of the blocks or after. -> names of the blocks. Raises ValueError when there are none; blocks that are
     wrapped already are left alone.
     """
     names = blocks_of(model)

@@ -86,7 +86,9 @@ def save(folder: str | os.PathLike[str], step: int, model: nn.Module, optimizer:
             for name in ("shards", "."):
                 _sync(new / name)
             if whole.exists():
-                os.rename(whole, folder / f"step-{step}.old")
+                old = folder / f"step-{step}.old"
+                _remove(old, folder)  # of a process that was killed
+                os.rename(whole, old)
             os.rename(new, whole)
             _sync(folder)
             for old in [p for _, p in _steps(folder)][: -max(1, keep)] + [*folder.glob("step-*.old")]:
@@ -103,16 +105,15 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     -> the steps that are done, 0 when there is no checkpoint. Raises on every rank what has failed on one.
     """
     folder, (rank, n) = Path(folder), _place()
-    step = 0
+    step, whole = 0, folder
     with _together("loading", folder):
-        found = _steps(folder)
-        step = found[-1][0] if found else 0
+        if found := _steps(folder):
+            step, whole = found[-1]
     steps = _gathered(step)
     if len(set(steps)) > 1:
         raise RuntimeError(f"ortmodule.checkpoint: the ranks see different checkpoints in {folder}: steps {steps}")
     if not step:
         return 0
-    whole = folder / f"step-{step}"
     model = _bare(model)
     wanted: dict[str, Tensor] = {}
     tree: Any = None

@@ -121,7 +121,9 @@ def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | N
     for name, m in module.named_modules():
         if name and any(c.__name__ == "FSDPModule" for c in type(m).__mro__):
             return (f"submodule {name!r} is sharded by fully_shard: its hooks cannot run inside one graph. "
-                    "Wrap each block before sharding it: fully_shard(ORTModule(block))")  # fmt: skip
+                    "Wrap each block, before it is sharded or after: ORTModule(block)")  # fmt: skip
+    if called is None and private.fsdp_state(module) is not None:
+        return None  # whole when it is called: looked at then
     for name, p in module.named_parameters():
         if hasattr(p, "ds_id") and called is not None:
             if p.numel() != getattr(p, "ds_numel", -1):
@@ -132,8 +134,8 @@ def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | N
                         "module is over. Wrap the model's blocks: ortmodule.wrap_blocks(model)")  # fmt: skip
         if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
             return (
-                f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. "
-                "Wrap the module before it is sharded"
+                f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. Wrap the module before "
+                "fully_shard; leave what parallelize_module has made parallel as it is, and wrap what is not"
             )
     return None
 

@@ -243,6 +243,11 @@ def _run_apart(step: Step, arrived: Arrived, last: bool) -> Live:
     return arrived.live
 
 
+def _gradient_of(token: Tensor | None) -> Tensor | None:
+    """What says to a Link that its turn has come; who takes graphs apart sees that the Link needs it."""
+    return None if token is None or token.is_leaf else token.detach()
+
+
 class Head(Function):
     """The last Function of the chain in forward order, the first in backward: owns the saved state."""
 
@@ -250,6 +255,7 @@ class Head(Function):
     def forward(ctx: Any, step: Step, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         variant, outs = step.variant, step.outs
         ctx.step = step
+        ctx.token = _gradient_of(token)
         ctx.set_materialize_grads(False)
         aliases, reads, apart = step.aliases, variant.node_reads[0], step.apart
         if apart:  # all segments run at once, and the outputs are those of Fronts
@@ -283,7 +289,7 @@ class Head(Function):
         else:
             keep = private.keep_graph()
             live = _run(ctx, step, given, keep)
-            result = _give(step, live, 0, 2)
+            result = (None, ctx.token, *_give(step, live, 0, 2)[2:])
             if not keep:
                 _free(step, given)
             graph.backwards += 1
@@ -301,20 +307,27 @@ class Link(Function):
     def forward(ctx: Any, step: Step, number: int, token: Tensor | None, *inputs: Tensor) -> Tensor:
         ctx.step = step
         ctx.number = number
+        ctx.token = _gradient_of(token)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[step.aliases[i] for i in step.variant.node_reads[number]])
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         start = perf_counter()
         step: Step = ctx.step
         live = step.live.get(private.task_id())
+        if live is None and grad is not None:
+            raise RuntimeError(
+                "ortmodule: a backward begins in the middle of a module's segments, where the engine cannot begin "
+                "(zero-bubble schedules of torch.distributed.pipelining take the gradients of weights apart so). Let "
+                "the module's gradients be one segment: ORTModule(stage, segment_mb=1e6)"
+            )
         if live is None:  # nothing has come to Head
             return _spared(ctx, (None,) * (3 + len(step.variant.nodes[ctx.number][1])), 3)
         if live.found is None:
             _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
-        result = _give(step, live, ctx.number, 3)
+        result = (None, None, ctx.token, *_give(step, live, ctx.number, 3)[3:])
         step.graph.backward_ms += (perf_counter() - start) * 1e3
         return _spared(ctx, result, 3)
 

@@ -228,6 +228,7 @@ class ORTModule(nn.Module):
         object.__setattr__(self, "__class__", wrapper)
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_ortmodule", state)
+        private.share_fsdp_state(module, self)
 
     @property
     def module(self) -> nn.Module:

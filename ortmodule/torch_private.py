@@ -161,6 +161,9 @@ TABLE: tuple[Row, ...] = (
         instead=lambda tensors, versions: None),
     Row("size_config", ("torch.fx.experimental._config.backed_size_oblivious",), "sizes of 0 and 1 have captures of "
         "their own", owner=True, works=lambda m: callable(m.patch)),
+    Row("size_node", ("torch.fx.experimental.sym_node.SymNode.guard_bool",
+                      "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards"),
+        "batches of 1 have captures of their own", owner=True),
     Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),
@@ -177,6 +180,10 @@ TABLE: tuple[Row, ...] = (
     Row("NoTorchFunction", (_C + "DisableTorchFunction",), "calls of torch cannot be told apart", need="net"),
     Row("makers", ("torch.utils._device._device_constructors",), "functions that make tensors cannot be told",
         need="net"),
+    # --- several processes
+    Row("composable", ("torch.distributed._composable_state._get_module_state",
+                       "torch.distributed._composable_state._insert_module_state"), "a block that fully_shard has "
+        "sharded cannot be wrapped; wrap it before", owner=True),
     # --- optimizers
     Row("foreach_norm", ("torch._foreach_norm",), "norms of lists are computed one by one", instead=_foreach_norm),
     Row("foreach_copy", ("torch._foreach_copy_",), "lists are copied one by one", instead=_foreach_copy),
@@ -278,6 +285,20 @@ def mode_of_caller() -> str | None:
         if device is None or device.type != "cpu":
             return f"a default device ({device})" if device is not None else f"the mode {type(mode).__name__}"
     return None
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """What fully_shard keeps for the module that it was called with; None for others."""
+    if not any(c.__name__ == "FSDPModule" for c in type(module).__mro__) or not has("composable"):
+        return None
+    return _get("composable")._get_module_state(module)
+
+
+def share_fsdp_state(module: nn.Module, wrapper: nn.Module) -> None:
+    """fully_shard finds for the wrapper what it keeps for the module."""
+    state = fsdp_state(module)
+    if state is not None and fsdp_state(wrapper) is None:
+        _get("composable")._insert_module_state(wrapper, state)
 
 
 def switches() -> list[Callable[[], Any]]:

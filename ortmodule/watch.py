@@ -1131,7 +1131,8 @@ class Watch:
             raise CaptureError("compares a class with int or float: what stands for sizes and numbers has another",
                                "", frame.f_code.co_filename, frame.f_lineno)  # fmt: skip
         elif how == "IS_OP" and all(v is _UNKNOWN or isinstance(v, Tensor) for v in values):
-            self.identity = True
+            classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors then
+            self.identity = self.identity or not classes
         if how == "IS_OP":
             for x, v in zip(pair, values, strict=True):
                 self._same_container(frame, x, v)

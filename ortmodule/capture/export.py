@@ -37,7 +37,7 @@ from ..errors import CaptureError
 from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
 from ..watch import quiet, running
-from . import branches, checkpoints, marks, opaque
+from . import branches, checkpoints, layouts, marks, opaque
 from .facts import Facts, Known
 from .refused import NotRepeatable, refusing
 from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
@@ -540,6 +540,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         opaque.keep_modules(module, rest),
         checkpoints.marked(),
         patched_torch(),
+        layouts.unasked(),
         _light(),
         private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),
     ):

@@ -80,6 +80,7 @@ class Facts:
     def __init__(self) -> None:
         self.layouts: set[int] = set()
         self.by_layout = False  # something was not copied because of its layout (contiguous)
+        self.looks = False  # forward asks for the layout of a tensor that it has made
         self.offsets: set[int] = set()
         self.answers: dict[tuple[int, Any, str], tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
         self.attributes: dict[tuple[int, str], Any] = {}

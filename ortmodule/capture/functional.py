@@ -28,9 +28,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from .. import patches
 from .. import torch_private as private
 from ..errors import CaptureError
-from . import checkpoints, marks
+from . import checkpoints, layouts, marks
 from .export import Exported, Source, source_of
 from .opaque import CUT, HOST, SHARES, Expected
 
@@ -272,6 +273,8 @@ class _Functionalizer:
         self.fake_mode: Any = None
         self.held: list[tuple[Source, _Base]] = []
         self.mutates = any(_writes(n) for g in _graphs(exported.graph_module) for n in g.nodes)
+        # contiguous() of what is so for some sizes: its operand, the version of that then, and its result
+        self.same_or_copy: list[tuple[_V, int, _V]] = []
 
     # --- nodes
 
@@ -292,7 +295,12 @@ class _Functionalizer:
             return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         try:
-            with self.fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with (
+                self.fake_mode,
+                torch.no_grad(),
+                torch.autocast("cpu", enabled=False),
+                layouts.no_conditions(self.fake_mode),  # the trace has made those of the operation
+            ):
                 return target(*[val(a) for a in args], **{k: val(a) for k, a in kwargs.items()})
         except Exception as e:  # whatever an operator does on fake tensors: the module then runs in PyTorch
             raise self.fail(f"{target}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
@@ -587,7 +595,10 @@ class _Functionalizer:
         args = tuple([self.arg(a, env) for a in node.args])
         made = self.make(target, args, kwargs, val)
         if isinstance(val, Tensor):
-            env[node] = self.result(node, made, made, val, env)
+            v = env[node] = self.result(node, made, made, val, env)
+            if name == "contiguous" and len(args) == 1 and not kwargs and layouts.depends(made.args[0].val):
+                of = env[cast(fx.Node, node.args[0])]
+                self.same_or_copy.append((of, of.base.version, v))
             return
         if not isinstance(val, (list, tuple)):
             raise self.fail(f"{target}: result of type {type(val).__name__}")
@@ -619,7 +630,10 @@ class _Functionalizer:
                 of = env.get(x)
                 if not isinstance(of, _V) or of is first or not _one_memory(val, x.meta.get("val")):
                     continue
-                for view in same_memory(x.meta["val"], val, self.grad) or ():
+                views = same_memory(x.meta["val"], val, self.grad)
+                if views is None and _name(node.target) == "broadcast_tensors":  # of sizes that are symbols
+                    views = [View(aten.expand.default, (list(val.shape),), {}, -1, self.grad)]
+                for view in views or ():
                     step = self.run(view.target, (self.read(of), *view.args), {})
                     of = _V(of.base, step, of, step)
                 if of is env[x]:
@@ -732,6 +746,7 @@ class _Functionalizer:
                 p.outputs.append(out)
             else:
                 p.outputs.append(v)
+        self.pin_layouts()
         self.find_views(result, {b.input for s, b in held if s.kind != "constant"})
         for source, base in held:
             if base.version > base.flushed and source.kind != "constant":
@@ -760,6 +775,25 @@ class _Functionalizer:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
+
+    def pin_layouts(self) -> None:
+        """Who can tell whether contiguous() has made a copy: an edit of one of the two afterwards, who is given a
+        result, or who looks. For them the answer is a condition on sizes."""
+        exported, scope = self.exported, patches.here()
+        looks = exported.facts.looks or exported.facts.identity or bool(exported.table.marks)
+        looks = looks or scope is not None and scope.watch is not None and scope.watch.identity
+        looks = looks or any(row.kind != "aten" for row in exported.table.rows)
+        returned: set[Node] = set()
+        for out in self.program.outputs:
+            while isinstance(out, Node) and out not in returned:
+                returned.add(out)
+                of = out.args[0] if out.target is operator.getitem else out
+                follow = of is not out or _name(of.target) in _MAYBE or _is_view(of)
+                out = next((x for x in of.inputs() if isinstance(x.val, Tensor)), None) if follow else None
+        for v, version, result in self.same_or_copy:
+            edited = v.base.version > version or result.base is not v.base and result.base.version > 0
+            if looks or edited or result.node in returned:
+                layouts.pin(v.node.val, exported)
 
     def check_returned(self, arguments: Collection[Node | None]) -> None:
         """What is kept in PyTorch may return memory of what it is given. Whoever has both, sees it."""
@@ -823,9 +857,12 @@ class _Functionalizer:
         other."""
         p = self.program
         others = {out: i for i, out in reversed([*enumerate(p.outputs)]) if isinstance(out, Node)}
-        # The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that PyTorch
-        # has.
-        whole = {out for out in others if isinstance(out.val, Tensor) and out.val.is_contiguous()}
+
+        def whole(out: Node) -> bool:
+            """The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that
+            PyTorch has."""
+            return isinstance(out.val, Tensor) and layouts.pin(out.val, self.exported)
+
         for i, out in enumerate(p.outputs):
             if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
                 continue
@@ -857,7 +894,7 @@ class _Functionalizer:
                 known = known and again is not None
                 chain[:0] = again or []
                 node = source
-                if node in inputs or (node in whole and others[node] != i):
+                if node in inputs or (others.get(node, i) != i and whole(node)):
                     if not known:  # with numbers for sizes it may be
                         raise CaptureError(f"a result is a view ({made.target}) of an argument or of another result, "
                                            "in a way that is not known here", *made.src)  # fmt: skip
@@ -930,13 +967,16 @@ def _is_view(node: Node) -> bool:
 def same_memory(source: Tensor, val: Tensor, grad: bool) -> list[View] | None:
     """Views that lead from one tensor to another over the same memory; None: none that is known, or its sizes are
     symbols."""
-    a, b = [list(zip(t.shape, t.stride(), strict=True)) for t in (source, val)]
-    if any(not isinstance(n, int) for pair in (*a, *b) for n in pair):
-        return None
-    if source.dtype != val.dtype or source.storage_offset() != val.storage_offset():
+    def plain(n: Any) -> Any:  # compared as it stands: a comparison of symbols would be a condition
+        return n.node.expr if isinstance(n, torch.SymInt) else n
+
+    a, b = [[(plain(n), plain(m)) for n, m in zip(t.shape, t.stride(), strict=True)] for t in (source, val)]
+    if source.dtype != val.dtype or plain(source.storage_offset()) != plain(val.storage_offset()):
         return None
     if a == b:
         return [View(aten.alias.default, (), {}, -1, grad)]
+    if any(not isinstance(n, int) for pair in (*a, *b) for n in pair):
+        return None
     if sorted(a) == sorted(b) and len(set(a)) == len(a):
         return [View(aten.permute.default, ([a.index(pair) for pair in b],), {}, -1, grad)]
     wide = [*[(1, 0)] * (len(b) - len(a)), *a]

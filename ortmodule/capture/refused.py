@@ -39,6 +39,7 @@ from .. import torch_private as private
 from ..errors import TimeUp
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
 from ..patches import Patch, here, only_here, replaced
+from . import layouts
 from .facts import ABSENT, Facts
 
 
@@ -161,6 +162,9 @@ class Asked(TorchFunctionMode):
                 self._note_layout(func, args[0], args[1:], kwargs, out)
         elif isinstance(out, Tensor) or type(out) in (tuple, list):
             self.facts.by_layout |= func in _BY_LAYOUT
+            if func is Tensor.contiguous and layouts.depends(args[0]) and (
+                    out is args[0] or _shares([args[0]], [out])):  # fmt: skip
+                layouts.pin(args[0])
             return itself(func, args, kwargs, out)
         return out
 
@@ -183,6 +187,10 @@ class Asked(TorchFunctionMode):
         if isinstance(where, int):
             self.facts.answers.setdefault((where, func, repr((args, kwargs))), (args, kwargs, told))
         elif where is None:  # strides go from operands to results
+            self.facts.looks = True
+            if layouts.depends(t):  # it may be known, without a condition
+                layouts.pin(t)
+                _ = [n == 1 for n in t.shape if (args or kwargs) and bool(n == 1)]
             self.facts.layouts.update(self._leaves())
             if func is Tensor.storage_offset:
                 self.facts.offsets.update(self._leaves())

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ortmodule import ORTModule, holders
@@ -195,6 +198,16 @@ def no_ranges() -> None:
     assert not [e for e in seen.events() if e.name.startswith("ORTModule ")]
 
 
+def sharded_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        block = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(RuntimeError, match="DTensor"):
+            ORTModule(block)
+    finally:
+        dist.destroy_process_group()
+
+
 WITHOUT: dict[str, Callable[[], Any]] = {
     "tracing": lambda: in_engine(alike(Tower(), train)),
     "keep_graph": lambda: in_engine(alike(Tower(), twice)),
@@ -209,6 +222,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "call_impl": hooked,
     "set_version": lambda: in_engine(alike(Tower(), train)),
     "size_config": lambda: in_engine(alike(Tower(), sizes)),
+    "size_node": lambda: in_engine(alike(Tower(), sizes)),
     "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
@@ -217,6 +231,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "composite_kernel": lambda: alike(Recurrent(), lengths),
     "NoTorchFunction": no_net,
     "makers": no_net,
+    "composable": sharded_is_refused,
     "foreach_norm": lists_are_the_same,
     "foreach_copy": lists_are_the_same,
     "foreach_mul": lists_are_the_same,

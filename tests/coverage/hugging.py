@@ -135,7 +135,11 @@ def build(name: str) -> nn.Module:
         size = sum(p.numel() for p in cls(config(**small(config, over))).parameters())
     if size > _LIMIT:
         raise ValueError(f"{size} parameters are not tiny")
-    return cls(config(**small(config, over)))  # type: ignore[no-any-return]
+    model = cls(config(**small(config, over)))
+    for p in model.parameters():
+        if p.dim() > 1 and not p.any():  # a router of zeros sends everything anywhere
+            nn.init.normal_(p, 0.0, 0.02)
+    return model  # type: ignore[no-any-return]
 
 
 # --- batches, by task --------------------------------------------------------------------------------

@@ -38,18 +38,18 @@ def _image(side: int) -> Callable[..., Any]:
 
 # name -> side of the image, options that make it tiny
 TIMM: dict[str, tuple[int, dict[str, Any]]] = {
-    "resnet18": (32, {}), "resnet26d": (32, {}), "resnetv2_50": (32, {}), "seresnet18": (32, {}), "ecaresnet26t": (64, {}), "mobilenetv3_small_050": (32, {}),
-    "efficientnet_b0": (32, {}), "tf_efficientnetv2_b0": (32, {}), "regnetx_002": (32, {}), "regnety_002": (32, {}), "convnext_atto": (32, {}),
+    "resnet18": (64, {}), "resnet26d": (64, {}), "resnetv2_50": (64, {}), "seresnet18": (64, {}), "ecaresnet26t": (64, {}), "mobilenetv3_small_050": (64, {}),
+    "efficientnet_b0": (64, {}), "tf_efficientnetv2_b0": (64, {}), "regnetx_002": (64, {}), "regnety_002": (64, {}), "convnext_atto": (32, {}),
     "vit_tiny_patch16_224": (32, {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 4}),
     "deit_tiny_distilled_patch16_224": (32, {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 4}),
     "beit_base_patch16_224": (32, {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 4}),
     "swin_tiny_patch4_window7_224": (64, {"img_size": 64, "window_size": 4, "depths": (2, 2), "embed_dim": 16, "num_heads": (1, 2)}),
     "mixer_s32_224": (32, {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 32}),
     "gmlp_s16_224": (32, {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 32}),
-    "poolformer_s12": (32, {"layers": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32)}), "densenet121": (32, {"block_config": (1, 1, 1, 1)}),
-    "cspresnet50": (64, {}), "dla34": (32, {}), "hrnet_w18_small": (64, {}), "res2net50_14w_8s": (32, {}), "xcit_nano_12_p16_224": (32, {"img_size": 32, "depth": 2, "embed_dim": 32}),
+    "poolformer_s12": (32, {"layers": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32)}), "densenet121": (64, {"block_config": (1, 1, 1, 1)}),
+    "cspresnet50": (64, {}), "dla34": (64, {}), "hrnet_w18_small": (64, {}), "res2net50_14w_8s": (64, {}), "xcit_nano_12_p16_224": (32, {"img_size": 32, "depth": 2, "embed_dim": 32}),
     "cait_xxs24_224": (32, {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 4, "patch_size": 8}), "levit_128s": (64, {"img_size": 64}), "coat_lite_tiny": (64, {"img_size": 64}),
-    "maxvit_rmlp_pico_rw_256": (64, {"img_size": 64}), "edgenext_xx_small": (64, {}), "mobilevit_xxs": (64, {}), "ghostnet_050": (32, {}), "repvgg_a0": (32, {}),
+    "maxvit_rmlp_pico_rw_256": (64, {"img_size": 64}), "edgenext_xx_small": (64, {}), "mobilevit_xxs": (64, {}), "ghostnet_050": (64, {}), "repvgg_a0": (64, {}),
     "nfnet_l0": (64, {}), "eva02_tiny_patch14_224": (28, {"img_size": 28, "patch_size": 7, "depth": 2, "embed_dim": 32, "num_heads": 4}), "focalnet_tiny_srf": (64, {"depths": (1, 1, 1, 1), "embed_dim": 16}),
 }  # fmt: skip
 

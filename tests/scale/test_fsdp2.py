@@ -21,12 +21,15 @@ if "RANK" in os.environ:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
 
-def shard(ours, mesh, reshard=True, bf16=False):
+def shard(ours, mesh, reshard=True, bf16=False, after=False):
     model = build()
     policy = dict(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)) if bf16 else {}
-    wrapped = [model.get_submodule(name) for name in wrap_blocks(model)] if ours else []
+    names = wrap_blocks(model) if ours and not after else []
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **policy)
+    if ours and after:
+        names = wrap_blocks(model)
+    wrapped = [model.get_submodule(name) for name in names]
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **policy), wrapped
 
 def train(model, opt, steps, gen, clip=1.0):
@@ -62,11 +65,17 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if
 for bf16 in (False, True):
     for reshard in (True, False) if world == 2 else (True,):
         found = []
-        for ours in (False, True):
-            model, wrapped = shard(ours, mesh, reshard, bf16)
+        for ours, after in ((False, False), (True, False), (True, True)):
+            model, wrapped = shard(ours, mesh, reshard, bf16, after)
+            assert set(dict(model.named_parameters())) == set(dict(build().named_parameters()))
             found.append(train(model, torch.optim.AdamW(model.parameters(), 1e-3), 4, data()))
-        near(found[1], found[0], 2e-3 if bf16 else 1e-6)
-        in_engine(wrapped)
+            # gathered for the call and, where asked for, given back at once
+            local = [p.to_local().numel() < p.numel() for p in model.blocks[0].parameters() if type(p).__name__ == "DTensor"]
+            assert any(local), "nothing is sharded"
+            if ours:
+                near(found[-1], found[0], 2e-3 if bf16 else 1e-6)
+                in_engine(wrapped)
+        assert found[1] == found[2]
 end()
 """
 
@@ -117,7 +126,11 @@ mesh = init_device_mesh("cpu", (2,))
 model = build()
 for block in model.blocks:
     fully_shard(block, mesh=mesh)
-for wrap in (lambda: ORTModule(model), lambda: wrap_blocks(model)):
+model = fully_shard(model, mesh=mesh)
+single = build()
+for p in [p for p in single.head.parameters()]:
+    single.head.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(p.detach(), mesh, [torch.distributed.tensor.Shard(0)]))
+for wrap in (lambda: ORTModule(model), lambda: ORTModule(single)):
     try:
         wrap()
     except RuntimeError as error:
@@ -127,9 +140,43 @@ for wrap in (lambda: ORTModule(model), lambda: wrap_blocks(model)):
 end()
 """
 
+METHODS = """
+# what FSDPModule's methods do on a wrapper, on either side of the sharding
+mesh = init_device_mesh("cpu", (world,))
+found = []
+for ours, after in ((False, False), (True, False), (True, True)):
+    model, wrapped = shard(ours, mesh, after=after)
+    first, second = model.blocks
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+    first.unshard()
+    second.set_reshard_after_backward(False)
+    opt = torch.optim.AdamW(model.parameters(), 1e-3)
+    gen, losses = data(), []
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            loss = model(batch(gen)) / 2
+            loss.backward()
+            losses.append(loss.item())
+        second.reshard()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(batch(gen)).item())
+        model.train()
+    found.append(losses)
+    assert not ours or all(not m.report().eager for m in wrapped)
+near(found[1], found[0], 1e-6)
+assert found[1] == found[2]
+end()
+"""
+
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_blocks_wrapped_and_then_sharded(ranks: int) -> None:
+def test_blocks_wrapped_before_they_are_sharded_and_after(ranks: int) -> None:
     """Both modes of resharding, fp32 and bf16; on four ranks a mesh of 2 x 2 (HSDP)."""
     launch(START + MODES, ranks=ranks)
 
@@ -141,5 +188,10 @@ def test_checkpoints_of_two_ranks_in_one_and_in_four(tmp_path: object) -> None:
     launch(START + ONE, path, ranks=1)
 
 
-def test_blocks_that_are_sharded_already_are_refused() -> None:
+def test_methods_of_sharded_modules() -> None:
+    """Prefetching, unshard and reshard by hand, gradients kept local for accumulation, evaluation in between."""
+    launch(START + METHODS)
+
+
+def test_a_whole_model_that_is_sharded_and_other_dtensors_are_refused() -> None:
     launch(START + REFUSED)

@@ -1,0 +1,185 @@
+"""Whether a tensor is contiguous makes a condition of a capture only where somebody can tell: batches of 1 run in the graph
+for all batches, and an edit, a result or a question that depends on it is eager PyTorch's at every size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+
+class Of(nn.Module):
+    def __init__(self, f: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(self, x)
+
+
+class Cells(nn.Module):
+    """A result that is written piece by piece."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        out[:, 1:] = x[:, :-1].sin()
+        return out
+
+
+def step(module: nn.Module, x: Tensor) -> list[Any]:
+    """Results, gradients, what has become of the argument, and which results lie in its memory."""
+    x = x.clone().requires_grad_(x.is_floating_point() and not getattr(module, "edits", False))
+    for p in module.parameters():
+        p.grad = None
+    try:
+        out = module(x)
+    except Exception as error:  # noqa: BLE001
+        return [type(error)]
+    outs = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
+    told = [t for t in (out if isinstance(out, tuple) else (out,)) if not isinstance(t, Tensor)]
+    loss = sum((t.double().cos().sum() for t in outs if t.requires_grad), torch.zeros((), dtype=torch.float64))
+    if loss.requires_grad:
+        try:
+            loss.backward()
+        except RuntimeError:  # what it needs has been edited
+            return [RuntimeError]
+    of_x = [t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in outs]
+    return [*[t.detach().clone() for t in outs], x.detach().clone(), x.grad, *[p.grad for p in module.parameters()], of_x, told]
+
+
+def agree(a: list[Any], b: list[Any]) -> None:
+    assert len(a) == len(b)
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            assert x.shape == y.shape and x.dtype == y.dtype
+            assert torch.allclose(x, y, rtol=1e-12, atol=1e-12), (i, (x - y).abs().max())
+        else:
+            assert x == y, (i, x, y)
+
+
+def run(module: nn.Module, sizes: list[tuple[int, ...]]) -> int:
+    eager, wrapped = copy.deepcopy(module), ORTModule(copy.deepcopy(module))
+    for i, size in enumerate(sizes):
+        x = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        agree(step(wrapped, x), step(eager, x))
+    return wrapped.report().n_captures  # type: ignore[no-any-return]
+
+
+def labels(m: Any, x: Tensor) -> Tensor:
+    """Hugging Face's loss: the labels are a slice, which is contiguous where there is one row."""
+    y = (x * 3).long().abs().clamp(max=5)
+    scores = (x.unsqueeze(-1) * m.w)[:, :-1].contiguous().view(-1, 6)
+    return F.nll_loss(scores, y[..., 1:].contiguous().view(-1), ignore_index=5)
+
+
+SAME: dict[str, Callable[[], nn.Module]] = {
+    "labels": lambda: Of(labels),
+    "heads": lambda: Of(lambda m, x: (x.unsqueeze(-1) * m.w).transpose(0, 1).contiguous().sin()),
+    "softmax": lambda: Of(lambda m, x: F.softmax((x.unsqueeze(-1) * m.w).transpose(0, 2), -1)),
+    "log_softmax": lambda: Of(lambda m, x: F.log_softmax((x.unsqueeze(-1) * m.w).transpose(0, 1), -1)),
+    "linear": lambda: Of(lambda m, x: m.part((x.unsqueeze(-1) * m.w).transpose(0, 1)), part=nn.Linear(6, 3).double()),
+    "convolution": lambda: Of(lambda m, x: m.part(x.unsqueeze(1)), part=nn.Conv1d(1, 3, 3, padding=1).double()),
+    "attention": lambda: Of(lambda m, x: m.part(*[x.unsqueeze(-1) * m.w] * 3)[0],
+                             part=nn.MultiheadAttention(6, 2, batch_first=True).double()),
+    "written by pieces": Cells,
+    "loss beside an edit": lambda: Of(lambda m, x: F.mse_loss(m.part((x.unsqueeze(-1) * m.w).transpose(1, 2)).relu_(), x.unsqueeze(1).expand(-1, 6, -1).sin()),
+                                       part=nn.BatchNorm1d(6).double()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_batch_of_one_needs_no_capture(name: str) -> None:
+    torch.manual_seed(0)
+    assert run(SAME[name](), [(2, 5), (3, 7), (1, 6), (2, 4), (1, 9), (4, 5)]) == 2
+
+
+def test_batches_of_one_first() -> None:
+    """The second capture is made for a batch of 1, and holds for that alone or for all: no more than one further."""
+    torch.manual_seed(0)
+    assert run(Of(labels), [(1, 5), (1, 7), (2, 6), (1, 4), (3, 5)]) <= 3
+
+
+def edits_copy(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.5
+    y = x[:, 1:].contiguous()
+    y.mul_(2)
+    return x * m.w[0] + y.sum()
+
+
+def edits_source(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.5
+    y = x[:, 1:].contiguous()
+    x.add_(1)
+    return y * m.w[0]
+
+
+def edits_argument(m: Any, x: Tensor) -> Tensor:
+    x[:, 1:].contiguous().mul_(2)
+    return x * m.w[0]
+
+
+def asks(m: Any, x: Tensor) -> tuple[Any, ...]:
+    y = (x * m.w[0])[:, 1:]
+    z = y.contiguous()
+    return z.sin(), y.is_contiguous(), z is y
+
+
+def strides(m: Any, x: Tensor) -> tuple[Any, ...]:
+    y = (x * m.w[0])[:, 1:].contiguous()
+    return y.sin(), y.stride()[0] == x.shape[1]
+
+
+def branches(m: Any, x: Tensor) -> Tensor:
+    y = (x * m.w[0])[:, 1:]
+    z = y.contiguous()
+    return z.sin() if z is y else z.cos()
+
+
+SEEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "the copy is edited": edits_copy,
+    "the source is edited": edits_source,
+    "an argument is edited": edits_argument,
+    "a result": lambda m, x: (x[:, 1:].contiguous(), x * m.w[0]),
+    "a result, turned": lambda m, x: x[:, 1:].contiguous().transpose(0, 1),
+    "two results": lambda m, x: ((y := (x * m.w[0])[:, 1:]), y.contiguous()),
+    "pieces as results": lambda m, x: x[:, 1:].contiguous().split(1, 1)[0],
+    "forward asks": asks,
+    "forward asks for strides": strides,
+    "forward branches on it": branches,
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("order", [(2, 3, 1, 2, 1), (1, 2, 1, 3), (3, 1, 2, 1)], ids=str)
+def test_where_it_can_be_told_it_is_a_condition(name: str, order: tuple[int, ...]) -> None:
+    module = Of(SEEN[name])
+    module.edits = name == "an argument is edited" or "result" in name  # type: ignore[assignment]
+    run(module, [(b, 4 + i) for i, b in enumerate(order)])
+
+
+RAISES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
+    "features": (lambda: Of(lambda m, x: m.part(x.transpose(0, 1)), part=nn.Linear(6, 3).double()),
+                 [(6, 2), (6, 4), (6, 1), (5, 4), (6, 3), (1, 1)]),
+    "channels": (lambda: Of(lambda m, x: m.part(x), part=nn.Conv1d(2, 3, 2).double()),
+                 [(3, 2, 5), (4, 2, 6), (1, 2, 5), (2, 1, 5), (1, 3, 5), (2, 2, 1), (2, 2, 5)]),
+    "an expanded tensor is written": (lambda: Of(lambda m, x: x[:1].expand_as(x).copy_(torch.ones_like(x)) * m.w[0]), [(1, 4), (1, 5), (2, 4), (1, 3)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_sizes_that_do_not_fit_raise(name: str) -> None:
+    make, sizes = RAISES[name]
+    torch.manual_seed(0)
+    module = make()
+    module.edits = "written" in name  # type: ignore[assignment]
+    run(module, sizes)
