@@ -220,9 +220,11 @@ def cuda_axpby(
 class Model:
     """A captured graph: owner of its variants and plans. Thread-safe."""
 
-    def __init__(self, onnx: bytes, memory_level: int = 0, cuda: int = -1, all_rows: bool = False) -> None:
+    def __init__(
+        self, onnx: bytes, memory_level: int = 0, cuda: int = -1, all_rows: bool = False, all_tokens: bool = False
+    ) -> None:
         """memory_level: of variants that are asked for without one. cuda: ordinal of the plans' device; -1: the CPU.
-        all_rows: heads are computed for rows whose label is ignored, too."""
+        all_rows: heads are computed for rows whose label is ignored, too. all_tokens: layers for padding, too."""
     @staticmethod
     def from_text(text: str) -> Model:
         """From the text form of the internal graph (tests)."""

@@ -100,6 +100,7 @@ class Variant:
         self.wanted = wanted
         self.arriving = arriving
         self.sparse_heads: tuple[int, int] = info["sparse_heads"]
+        self.padding: str = info["padding"]
         self.through: list[int] = [i for i in info["reaches"] if i not in around]
         self.reads: list[int] = list(info["reads_inputs"])
         self.reads_outputs: list[int] = list(info["reads_outputs"])
@@ -222,15 +223,17 @@ class Graph:
         cuda: int = -1,
         memory: Memory | None = None,
         all_rows: bool = False,
+        all_tokens: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
-        """memory: what a step may take; a budget decides in the place of memory_level. all_rows: no label sparsity."""
+        """memory: what a step may take; a budget decides in the place of memory_level. all_rows, all_tokens: no label
+        sparsity, no padding sparsity."""
         self.captured = captured
         self.cuda = cuda
         self.cuda_graphs = cuda_graphs
         self.memory = memory or Memory(None)
         decided = self.memory.budget is not None or bool(self.memory.plans)
-        self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda, all_rows)
+        self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda, all_rows, all_tokens)
         holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
         self.host = Host(captured.host_ops)
@@ -272,6 +275,12 @@ class Graph:
         """Heads that leave out rows whose label is ignored: forward and backward, backward alone."""
         both, back = zip(*[v.sparse_heads for v in [self.plain, *self._variants.values()]], strict=True)
         return max(both), max(back)
+
+    @property
+    def padding(self) -> str:
+        """How many products leave out padding in the variants there are, the newest first; or why none does."""
+        told = [v.padding for v in reversed([self.plain, *self._variants.values()]) if v.padding]
+        return min(told, key=lambda text: text.startswith("none")) if told else ""
 
     # --- choosing a variant -----------------------------------------------------------------------
 

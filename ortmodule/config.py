@@ -220,6 +220,14 @@ TABLE: tuple[Row, ...] = (
         "backward always, in the forward where only the loss reads its result (docs/SPARSITY.md). 0: all rows",
     ),
     Row(
+        "PADDING_SPARSITY",
+        "padding_sparsity",
+        "0 or 1",
+        _bool,
+        "1: layers leave out tokens that attention's mask hides, where nobody can see the difference; a step may take "
+        "5 % more memory (docs/SPARSITY.md). 0 (default): all tokens",
+    ),
+    Row(
         "PRECISION",
         "precision",
         "bf16",
@@ -284,8 +292,13 @@ TABLE: tuple[Row, ...] = (
 )
 PREFIX = "ORTMODULE_"
 
-# Names that onnxruntime-training had for LABEL_SPARSITY; any of them turns it off.
-SPARSITY = ("ENABLE_COMPUTE_OPTIMIZER", "ENABLE_SPARSE_OPTIMIZER", "ENABLE_LABEL_SPARSE_OPTIMIZER")
+# Names that onnxruntime-training had; what each of them turns off.
+SPARSITY = {
+    "ENABLE_COMPUTE_OPTIMIZER": ("label_sparsity", "padding_sparsity"),
+    "ENABLE_SPARSE_OPTIMIZER": ("label_sparsity", "padding_sparsity"),
+    "ENABLE_LABEL_SPARSE_OPTIMIZER": ("label_sparsity",),
+    "ENABLE_EMBEDDING_SPARSE_OPTIMIZER": ("padding_sparsity",),
+}
 
 # Known to onnxruntime-training, without effect here.
 WITHOUT_EFFECT = {PREFIX + v.name: v.why for v in VARIABLES if v.kept == "no"}
@@ -306,6 +319,7 @@ class Settings:
     memory_opt_config: str | None = None
     keep_memory: float = 2.0
     label_sparsity: bool = True
+    padding_sparsity: bool = False
     precision: Literal["bf16"] | None = None
     cuda_engine: bool = False
     cuda_graphs: bool = True
@@ -375,10 +389,13 @@ def resolve(
             raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
         if row.field:  # the others are read by the engine
             values[row.field] = value
-    for name in SPARSITY:
+    for name, off in SPARSITY.items():
         try:
-            if env.get(PREFIX + name) and not _bool(env[PREFIX + name]):
-                values["label_sparsity"] = False
+            if env.get(PREFIX + name):
+                if not _bool(env[PREFIX + name]):
+                    values.update(dict.fromkeys(off, False))
+                elif off == ("padding_sparsity",):  # the others are on
+                    values["padding_sparsity"] = True
         except ValueError:
             raise ValueError(f"{PREFIX}{name}={env[PREFIX + name]!r} is not allowed; give 0 or 1") from None
     rows = {PREFIX + row.name for row in TABLE} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}

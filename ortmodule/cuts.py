@@ -177,6 +177,7 @@ class CutGraph:
         memory_level: int,
         cuda: int,
         all_rows: bool = False,
+        all_tokens: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
         assert captured.cut is not None
@@ -187,7 +188,7 @@ class CutGraph:
         self.n_slots = captured.cut.n_slots
         self.outputs = captured.cut.outputs
         self.graphs = [
-            None if c is None else Graph(c, segment_mb, memory_level, cuda, None, all_rows, cuda_graphs)
+            None if c is None else Graph(c, segment_mb, memory_level, cuda, None, all_rows, all_tokens, cuda_graphs)
             for c in captured.captured
         ]
         self.again = [_Again(i) for i in captured.interpreters]

@@ -23,6 +23,8 @@ def features(report: Report, settings: Settings) -> str:
     policy = " | ".join(str(p.name) for p in FallbackPolicy if p in settings.fallback_policy)
     sparse = settings.label_sparsity
     heads = [max([g.sparse_heads[k] for g in report.graphs], default=0) for k in (0, 1)]
+    padded = [g.padding for g in report.graphs if g.padding and not g.padding.startswith("none")]
+    why = [g.padding for g in report.graphs if g.padding.startswith("none")]
     rows = [
         ("Engine", not settings.disable, f"{report.node_share:.0%} of the nodes, {report.isa}"),
         ("ATen operators in PyTorch", bool(host), ", ".join(dict.fromkeys(host)) or "none is needed"),
@@ -30,8 +32,10 @@ def features(report: Report, settings: Settings) -> str:
         ("Cast Propagation", True, "by the autocast that was captured"),
         ("Memory Optimizer", settings.memory_opt_level > 0,
          f"level {settings.memory_opt_level}: backward computes again {_LEVELS[settings.memory_opt_level]}"),
-        ("Compute Optimizer", sparse, "label sparsity; padding is computed as everything else"),
+        ("Compute Optimizer", sparse or settings.padding_sparsity, "rows that do not count: labels, padding"),
         ("- Label Sparsity", sum(heads) > 0, _label_sparsity(*heads) if sparse else "LABEL_SPARSITY=0"),
+        ("- Padding Sparsity", bool(padded), padded[0] + " run without padding" if padded else
+         (why or ["no attention"])[0].removeprefix("none: ") if settings.padding_sparsity else "PADDING_SPARSITY=0"),
         ("Auto Fallback", not settings.strict, policy + " (retried)" * settings.fallback_retry),
         ("Whole calls in PyTorch", bool(report.eager), "; ".join(e.reason for e in report.eager[:2]) or "none"),
     ]  # fmt: skip

@@ -580,26 +580,17 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     start = perf_counter()
     graph: Graph | cuts.CutGraph
     cuda = cuda_engine.ordinal(state.module, state.settings.cuda_engine)
+    dense = not state.settings.label_sparsity, not state.settings.padding_sparsity
+    segment_mb, recorded = state.settings.segment_mb, state.settings.cuda_graphs
     try:
+        level, taken = state.settings.memory_opt_level, memory.of_settings(state.settings)
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(c for c in captured.captured if c is not None):
                 stages.save(state, part.onnx, stages.file_name(state, "torch_exported", f"_part{number}"))
-            level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
-            graph = cuts.CutGraph(
-                captured, state.module, state.settings.segment_mb, level, cuda, dense, state.settings.cuda_graphs
-            )
+            graph = cuts.CutGraph(captured, state.module, segment_mb, level, cuda, *dense, recorded)
         else:
             stages.save_capture(state, captured, args, kwargs)
-            level, dense = state.settings.memory_opt_level, not state.settings.label_sparsity
-            graph = Graph(
-                captured,
-                state.settings.segment_mb,
-                level,
-                cuda,
-                memory.of_settings(state.settings),
-                dense,
-                state.settings.cuda_graphs,
-            )
+            graph = Graph(captured, segment_mb, level, cuda, taken, *dense, recorded)
             stages.save_graph(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error

@@ -97,6 +97,7 @@ class GraphEntry:
     page_faults: int = 0  # of the process between its last two training forwards
     # heads that leave out rows whose label is ignored: in forward and backward, in the backward alone
     sparse_heads: tuple[int, int] = (0, 0)
+    padding: str = ""  # how many products leave out padding ("6 products"), or why none does ("none: ...")
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -185,6 +186,8 @@ class Report:
                     "    rows whose label is ignored are left out by: "
                     f"{g.sparse_heads[0]} heads, the gradients of {g.sparse_heads[1]} more"
                 )
+            if g.padding:
+                lines.append(f"    padding is left out by: {g.padding}")
             if g.memory:
                 lines.append(f"    memory of a step: {g.memory}; {g.page_faults} page faults in the last")
             if g.table:

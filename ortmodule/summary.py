@@ -75,6 +75,7 @@ def report(state: State, table: bool = True) -> Report:
                     max(g.sparse_heads[0] for g in graphs),
                     max(g.sparse_heads[1] for g in graphs),
                 ),
+                padding=next((g.padding for g in sorted(graphs, key=lambda g: g.padding[:4] in ("", "none"))), ""),
                 unchecked=made.no_net,
                 checkpoints=str(whole.captured.checkpoints),
                 table=whole.memory.table(whole) if table and isinstance(whole, Graph) else None,

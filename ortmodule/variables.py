@@ -30,12 +30,13 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("SKIPCHECK_POLICY", "no", "all checks are made at every call; together they take microseconds"),
     Variable("ALLOW_AUTOGRAD_CHECKPOINT", "no", "torch.utils.checkpoint is captured, and recomputes as it says"),
     Variable("ENABLE_CUSTOM_AUTOGRAD", "no", "custom autograd.Functions always run with their own backward"),
-    Variable("ENABLE_COMPUTE_OPTIMIZER", "nearest", "0 turns off label sparsity, as LABEL_SPARSITY=0; products are not "
-             "moved behind gathers otherwise"),
-    Variable("ENABLE_SPARSE_OPTIMIZER", "nearest", "as LABEL_SPARSITY: padding is not left out"),
+    Variable("ENABLE_COMPUTE_OPTIMIZER", "nearest", "0 turns off LABEL_SPARSITY and PADDING_SPARSITY; products are "
+             "not moved behind gathers otherwise"),
+    Variable("ENABLE_SPARSE_OPTIMIZER", "nearest", "0 turns off LABEL_SPARSITY and PADDING_SPARSITY"),
     Variable("ENABLE_LABEL_SPARSE_OPTIMIZER", "same", "as LABEL_SPARSITY; decided by each batch's labels, not by the "
              "first one's density"),
-    Variable("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "no", "padding is computed as everything else"),
+    Variable("ENABLE_EMBEDDING_SPARSE_OPTIMIZER", "nearest", "as PADDING_SPARSITY: tokens that attention's mask "
+             "hides, not those at padding_idx, and only where nobody can see the difference"),
     Variable("PRINT_INPUT_DENSITY", "no", "nothing is decided by the density of the first batch"),
     Variable("PRINT_MEMORY_STATS", "no", "report() has the planned peak by kind and place; training.utils has "
              "log_memory_usage"),

@@ -30,7 +30,9 @@ struct om_ctx {
     /* 0: no limit. A run lowers om_num_threads to what its plan counted on when it sized scratch */
     int max_threads;
     bool host_alloc;       /* services.alloc is the host's own */
-    bool all_rows;         /* rows that do not count are computed all the same (passes/label_rows.c) */
+    bool all_rows;         /* rows whose label does not count are computed all the same (passes/label_rows.c) */
+    bool all_tokens;       /* so is padding (passes/padding.c) */
+    char padding[96];      /* what that pass has done, or why not */
     const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
 };
 

@@ -5,6 +5,9 @@
  * So is the usual shift, logits[:, :-1] against labels[:, 1:]. Rows that are ignored add nothing, and the order of the
  * others stays: the same bits. The copy of the logits is gone, and so is that of their gradient between zeros; and rows
  * of labels are rows of the product before them, as label_rows.c and label_grads.c want them.
+ *
+ * So are labels whose number of rows has another name (s2 * s3 beside s0 * s1, when nothing in the graph compares
+ * them): a reshape gives them that of the logits, and fails where the loss would.
  */
 #include "graph/facts.h"
 #include "passes/labels.h"
@@ -37,13 +40,33 @@ static om_dim bound_of(om_rewriter *r, const om_node *n, const char *name, om_di
     return !a ? none : a->kind == OM_ATTR_DIMS ? om_dim_copy(r->to, r->from, a->dims[0]) : a->i;
 }
 
+/* The loss of x and labels in the place of node id. */
+static om_status loss_put(om_rewriter *r, const om_node *loss, om_id x, om_id labels) {
+    const om_id *in = om_ins(r->from, loss), weight = loss->n_in > 2 && in[2] != OM_NONE ? r->map[in[2]] : OM_NONE;
+    om_graph *g = r->to;
+    g->cur_scope = loss->scope;
+    g->cur_phase = loss->phase;
+    const om_id y = om_rewrite_node(r, loss, OM_IN(x, labels, weight));
+    for (int i = 0; i < 3 && y != OM_NONE; i++) r->map[loss->out + (om_id)i] = y + (om_id)i;
+    if (y != OM_NONE && om_val(r->from, loss->out)->name)
+        om_val(g, y)->name = om_arena_str(&g->arena, om_val(r->from, loss->out)->name);
+    return g->cx->status;
+}
+
 static om_status label_parts_emit(om_rewriter *r, om_id id) {
     const om_graph *f = r->from;
     const om_node *loss = &f->nodes.v[id];
     om_graph *g = r->to;
     part p;
-    if (!part_find(r->arg, loss, &p)) return om_rewrite_copy(r, id);
-    const om_id *in = om_ins(f, loss), weight = loss->n_in > 2 && in[2] != OM_NONE ? r->map[in[2]] : OM_NONE;
+    const om_id *in = om_ins(f, loss);
+    if (!part_find(r->arg, loss, &p)) {
+        const om_dim rows = om_is(loss, cross_entropy) ? om_ty(f, in[0])->dim[0] : 0;
+        if (!om_is(loss, cross_entropy) || om_ty(f, in[1])->rank != 1 || om_ty(f, in[1])->dim[0] == rows ||
+            om_val(f, in[1])->role == OM_CONST)
+            return om_rewrite_copy(r, id);
+        const om_dim shape = om_dim_copy(g, f, rows);
+        return loss_put(r, loss, r->map[in[0]], om_b_reshape(g, r->map[in[1]], &shape, 1));
+    }
     const om_node *cut = &f->nodes.v[p.slice];
     om_id x = r->map[om_ins(f, cut)[0]], labels = r->map[in[1]];
     const om_type all = *om_ty(g, x), some = *om_ty(g, r->map[cut->out]);
@@ -57,11 +80,7 @@ static om_status label_parts_emit(om_rewriter *r, om_id id) {
                      OM_ATTRS(OM_AD("lo", lo, p.lead), OM_AD("hi", hi, p.lead),
                               OM_AF("value", (double)om_node_int(loss, "ignore_index", -100))));
     labels = om_b_reshape(g, labels, shape, 1);
-    const om_id y = om_rewrite_node(r, loss, OM_IN(om_b_reshape(g, x, shape, 2), labels, weight));
-    for (int i = 0; i < 3 && y != OM_NONE; i++) r->map[loss->out + (om_id)i] = y + (om_id)i;
-    if (y != OM_NONE && om_val(f, loss->out)->name)
-        om_val(g, y)->name = om_arena_str(&g->arena, om_val(f, loss->out)->name);
-    return g->cx->status;
+    return loss_put(r, loss, om_b_reshape(g, x, shape, 2), labels);
 }
 
 om_status om_pass_run_label_parts(om_ctx *cx, const om_graph *in, om_graph **out) {

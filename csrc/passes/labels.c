@@ -49,10 +49,10 @@ bool om_labels_apart(const om_graph *g, const om_node *n, int lead, int *at) {
     return *at >= 0;
 }
 
-om_label_rows om_labels_select(om_graph *g, om_id labels, int64_t ignore) {
-    om_label_rows r = {.labels = labels, .ignore = ignore};
+om_label_rows om_labels_select_true(om_graph *g, om_id mask) {
+    om_label_rows r = {.labels = OM_NONE};
     if (g->cx->status != OM_OK) return r;
-    const om_type t = *om_ty(g, labels);
+    const om_type t = *om_ty(g, mask);
     char name[24];
     bool taken = true;
     for (uint32_t i = 0; taken; i++) {
@@ -62,9 +62,16 @@ om_label_rows om_labels_select(om_graph *g, om_id labels, int64_t ignore) {
     }
     r.all = t.dim[0];
     r.size = om_dim_sym(g, name);
-    const om_id mask = om_b_bin(g, &om_op_ne, labels, om_scalar(g, t.dtype, (double)ignore));
     r.idx = om_make(g, &om_op_select_rows, OM_IN(mask), OM_ATTRS(OM_AD("count", &r.size, 1), OM_AF("most", MOST)));
     r.count = r.idx + 1;
+    return r;
+}
+
+om_label_rows om_labels_select(om_graph *g, om_id labels, int64_t ignore) {
+    if (g->cx->status != OM_OK) return (om_label_rows){.labels = labels};
+    const om_id none = om_scalar(g, om_ty(g, labels)->dtype, (double)ignore);
+    om_label_rows r = om_labels_select_true(g, om_b_bin(g, &om_op_ne, labels, none));
+    r.labels = labels, r.ignore = ignore;
     return r;
 }
 

@@ -21,6 +21,7 @@ int om_labels_lead(om_graph *g, const om_type *t, om_dim rows);
 /* Does an elementwise node of `lead` axes of rows make row i of row i of operand *at and of what all rows share? */
 bool om_labels_apart(const om_graph *g, const om_node *n, int lead, int *at);
 om_label_rows om_labels_select(om_graph *g, om_id labels, int64_t ignore);
+om_label_rows om_labels_select_true(om_graph *g, om_id mask); /* rows where it is true; no labels */
 om_id om_labels_take(om_graph *g, const om_label_rows *r, om_id x, int lead);
 /* zeros elsewhere; t: of all rows */
 om_id om_labels_put(om_graph *g, const om_label_rows *r, om_id y, const om_type *t);

@@ -43,6 +43,7 @@ const om_pass *const om_passes_forward[] = {
 const om_pass *const om_passes_variant[] = {
 #ifndef OM_ONLY
     &om_pass_label_parts,
+    &om_pass_padding,
     &om_pass_label_rows,
 #endif
     NULL,

@@ -27,11 +27,12 @@ static bool level_known(int level) {
 }
 
 static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-    static char *names[] = {"onnx", "memory_level", "cuda", "all_rows", NULL};
+    static char *names[] = {"onnx", "memory_level", "cuda", "all_rows", "all_tokens", NULL};
     const char *data;
     Py_ssize_t size;
-    int level = 0, cuda = -1, all_rows = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|iip:Model", names, &data, &size, &level, &cuda, &all_rows) ||
+    int level = 0, cuda = -1, all_rows = 0, all_tokens = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "y#|iipp:Model", names, &data, &size, &level, &cuda, &all_rows,
+                                     &all_tokens) ||
         !level_known(level))
         return NULL;
     om_ctx *cx = om_py_ctx();
@@ -39,6 +40,7 @@ static PyObject *Model_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
     om_model *m = NULL;
     om_status s;
     cx->all_rows = all_rows;
+    cx->all_tokens = all_tokens;
     Py_BEGIN_ALLOW_THREADS;
     s = cuda < 0 ? OM_OK : om_cuda_use(cx, cuda);
     if (s == OM_OK) s = om_model_load(cx, data, (size_t)size, &m);
@@ -325,14 +327,15 @@ static PyObject *flow_rows(const om_variant *vr) {
 
 /* (heads whose rows without a label are left out in forward and backward, those where only the backward does) */
 static PyObject *sparse_heads(const om_graph *g) {
-    int both = 0, chosen = 0;
+    int both = 0, back = 0;
     om_dim size;
     for (om_id i = 0; i < g->nodes.n; i++) {
         const om_node *n = &g->nodes.v[i];
-        chosen += om_is(n, select_rows) && n->phase == OM_FORWARD;
+        if (om_is(n, cross_entropy_grad))
+            back += n->n_in > 6 || om_bounded_axis(g, om_ty(g, om_ins(g, n)[1]), &size) == 0;
         both += om_is(n, cross_entropy) && om_bounded_axis(g, om_ty(g, om_ins(g, n)[0]), &size) == 0;
     }
-    return Py_BuildValue("(ii)", both, chosen - both);
+    return Py_BuildValue("(ii)", both, back > both ? back - both : 0);
 }
 
 static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
@@ -351,11 +354,11 @@ static PyObject *Model_variant_info(PyObject *o, PyObject *args) {
         bad = om_py_list_add(reads, Py_BuildValue("(ii)", needs->reads[i].segment, needs->reads[i].input));
     for (int i = 0; i < needs->n_host && !bad; i++) bad = om_py_list_add(host, host_row(&needs->host[i]));
     if (!bad)
-        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:d}", "segments", needs->n_segments, "grads", grads,
-                             "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
+        return Py_BuildValue("{s:i,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:s,s:d}", "segments", needs->n_segments, "grads",
+                             grads, "reads_inputs", marked(needs->reads_input, n_in), "reads_outputs",
                              marked(needs->reads_output, n_out), "reaches", marked(needs->reaches, n_out), "reads",
                              reads, "host_nodes", host, "flow", flow_rows(vr), "sparse_heads",
-                             sparse_heads(vr->g), "ms", vr->ms);
+                             sparse_heads(vr->g), "padding", vr->padding, "ms", vr->ms);
     Py_XDECREF(grads);
     Py_XDECREF(reads);
     Py_XDECREF(host);

@@ -64,8 +64,12 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
     while (om_passes_joint[*at] != &om_pass_remat) (*at)++;
     om_graph *own = NULL; /* the variant's forward: the model's, or a copy that passes have changed */
     om_status s = OM_OK;
-    for (om_id i = 0; i < forward->nodes.n && s == OM_OK && !own && !cx->all_rows; i++)
-        if (om_is(&forward->nodes.v[i], cross_entropy)) s = om_rewrite(cx, forward, om_rewrite_copy, NULL, &own);
+    cx->padding[0] = 0;
+    for (om_id i = 0; i < forward->nodes.n && s == OM_OK && !own; i++) {
+        const om_node *n = &forward->nodes.v[i];
+        if ((om_is(n, cross_entropy) && !cx->all_rows) || (om_is(n, attention) && !cx->all_tokens))
+            s = om_rewrite(cx, forward, om_rewrite_copy, NULL, &own);
+    }
     if (s == OM_OK && own) s = om_passes_run(cx, om_passes_variant, &own);
     if (s == OM_OK) s = om_grad_flow(cx, own ? own : forward, wanted, arriving, flow, g);
     if (s == OM_OK) s = om_passes_dump(cx, "grad", own ? own : forward, *g);

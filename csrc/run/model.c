@@ -90,6 +90,7 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     }
     mine->device = cx->device;
     mine->all_rows = cx->all_rows;
+    mine->all_tokens = cx->all_tokens;
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
@@ -249,6 +250,7 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
         memcpy(v.arriving, a->arriving, n_out);
         if (a->group) memcpy(v.group, a->group, n_in * sizeof *v.group);
         s = om_joint_begin(cx, m->g, a->wanted, a->arriving, &v.flow, &v.g, &at);
+        memcpy(v.padding, cx->padding, sizeof v.padding);
     }
     if (s == OM_OK) s = joint_finish(m, a, at, &v, &same);
     if (s == OM_OK && same) {

@@ -205,6 +205,7 @@ typedef struct om_variant {
     om_needs needs;            /* in g's arena; so is */
     const int *grad_at;        /* per graph input: entry of g->grads, -1: none */
     double ms;
+    char padding[96];          /* om_ctx's, when it was made */
 } om_variant;
 
 om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out); /* takes the graph */

@@ -150,7 +150,8 @@ def test_the_feature_table(caplog: pytest.LogCaptureFixture) -> None:
         model(torch.randn(2, 3)).sum().backward()
     row = next(line for line in caplog.text.splitlines() if line.startswith("- Label Sparsity"))
     assert ": OFF" in row and "no head" in row
-    assert "padding is computed" in caplog.text
+    row = next(line for line in caplog.text.splitlines() if line.startswith("- Padding Sparsity"))
+    assert ": OFF" in row and "PADDING_SPARSITY=0" in row
 
 
 def bert() -> nn.Module:
