@@ -395,7 +395,8 @@ typedef struct om_trainer_bytes {
 } om_trainer_bytes;
 om_trainer_bytes om_trainer_memory(const om_trainer *t);
 
-/* One forward and backward. inputs: dense or strided, of the dtypes and sizes the graph names. loss may be NULL.
+/* One forward and backward. inputs: dense, of the dtypes and sizes the graph names (strided ones need memory that a
+ * trainer of known sizes has not set aside: OM_NOMEM). loss may be NULL.
  * outputs: NULL, or all of the graph's, borrowed until the next call. */
 om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
 om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -148,14 +149,18 @@ def _open() -> C.CDLL:
 _lib = _open()
 _seed = 0
 _live: weakref.WeakSet[_Trainer] = weakref.WeakSet()
+_live_lock = threading.Lock()
 
 
 def set_seed(seed: int) -> None:
     """Of random operators (dropout), for modules made later and those that exist."""
     global _seed
     _seed = seed
-    for trainer in _live:
-        _lib.om_trainer_seed(trainer.p, seed & (2**64 - 1))
+    with _live_lock:
+        trainers = list(_live)
+    for trainer in trainers:
+        if trainer.end.alive:
+            _lib.om_trainer_seed(trainer.p, seed & (2**64 - 1))
 
 
 def _tensor(x: Array) -> _Tensor:
@@ -202,7 +207,8 @@ class _Trainer:
         self.end = weakref.finalize(self, _Trainer._free, p, self.cx)
         self._ios: dict[tuple[bool, bool], list[_Io]] = {}
         _lib.om_trainer_seed(p, _seed & (2**64 - 1))
-        _live.add(self)
+        with _live_lock:
+            _live.add(self)
 
     @staticmethod
     def _free(p: C.c_void_p, cx: int) -> None:
@@ -233,11 +239,11 @@ class _Trainer:
 class Parameter:
     """A parameter of a CheckpointState."""
 
-    def __init__(self, trainer: _Trainer, index: int) -> None:
-        self._trainer, self._index = trainer, index
+    def __init__(self, state: CheckpointState, index: int) -> None:
+        self._state, self._index = state, index
 
     def _row(self) -> _Param:
-        row: _Param = _lib.om_trainer_param_at(self._trainer.p, self._index)
+        row: _Param = _lib.om_trainer_param_at(self._state._loaded().p, self._index)
         return row
 
     @property
@@ -277,7 +283,7 @@ class _Parameters(Mapping[str, Parameter]):
 
     def _all(self) -> dict[str, Parameter]:
         t = self._state._loaded()
-        rows = [Parameter(t, i) for i in range(_lib.om_trainer_params(t.p))]
+        rows = [Parameter(self._state, i) for i in range(_lib.om_trainer_params(t.p))]
         return {row.name: row for row in rows}
 
     def __getitem__(self, name: str) -> Parameter:
@@ -419,7 +425,8 @@ class Module:
         self._state._trainer = self._t
 
     def _give(self, optimizer: bytes) -> None:
-        """The optimizer's file has come: another trainer from the same files, with the values of the one so far."""
+        """The optimizer's file has come: another trainer from the same files, with the values of the one so far, which
+        stays when there is something wrong with the file."""
         old = self._t
         buffer, rest = None, {}
         with contextlib.suppress(TrainingError):  # names and sizes only
@@ -430,7 +437,6 @@ class Module:
                 if p._row().value.dtype not in (_F32, _BF16)
             }
         properties = dict(self._state.properties)
-        old.end()
         self._make(self._state._data, optimizer)
         if buffer is not None:
             self.copy_buffer_to_parameters(buffer, False)
@@ -438,6 +444,7 @@ class Module:
             self._state.parameters[name].data = value
         for name, prop in properties.items():
             self._state.properties[name] = prop
+        old.end()
 
     def __call__(self, *user_inputs: npt.ArrayLike) -> Any:
         """The graph's outputs as arrays: one, or a tuple. While training, gradients are added to those there are."""
@@ -448,7 +455,7 @@ class Module:
         if len(user_inputs) != len(ios):
             names = ", ".join(i.name.decode() for i in ios)
             raise TrainingError(f"{len(user_inputs)} inputs were given; the graph takes {len(ios)}: {names}")
-        arrays = [np.asarray(x) for x in user_inputs]
+        arrays = [np.asarray(x, order="C") for x in user_inputs]  # what is prepared is prepared for dense ones
         outputs = (_Tensor * len(t.ios(evaluation, True)))()
         given = (_Tensor * max(len(arrays), 1))(*map(_tensor, arrays))
         call = _lib.om_trainer_eval if evaluation else _lib.om_trainer_step
@@ -524,8 +531,10 @@ class LinearLRScheduler:
     def __init__(
         self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float
     ) -> None:
-        self._t = optimizer._module._t
-        self._t.check(_lib.om_trainer_schedule(self._t.p, 2, warmup_step_count, total_step_count, initial_lr))
+        self._module = optimizer._module
+        t = self._module._t
+        t.check(_lib.om_trainer_schedule(t.p, 2, warmup_step_count, total_step_count, initial_lr))
 
     def step(self) -> None:
-        self._t.check(_lib.om_trainer_schedule_step(self._t.p))
+        t = self._module._t
+        t.check(_lib.om_trainer_schedule_step(t.p))

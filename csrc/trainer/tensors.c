@@ -10,6 +10,9 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 #include <unistd.h>
 
 static const struct {
@@ -309,11 +312,20 @@ static om_status file_fail(om_ctx *cx, const char *path, const char *what, int l
     return om_fail_at(cx, OM_INVALID, __FILE__, line, "%s: %s: %s", path, what, strerror(errno));
 }
 
+/* Of the thread: two of a process may save to one path. */
+static long file_owner(void) {
+#ifdef __linux__
+    return (long)syscall(SYS_gettid);
+#else
+    return (long)getpid();
+#endif
+}
+
 om_status om_file_begin(om_ctx *cx, const char *path, om_file *f) {
     const size_t n = strlen(path);
     *f = (om_file){.cx = cx, .path = path, .fd = -1, .aside = om_alloc(cx, n + 32)};
     if (!f->aside) return cx->status;
-    snprintf(f->aside, n + 32, "%s.%ld.part", path, (long)getpid());
+    snprintf(f->aside, n + 32, "%s.%ld.part", path, file_owner());
     f->fd = open(f->aside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (f->fd >= 0) return OM_OK;
     file_fail(cx, f->aside, "cannot be written", __LINE__);
