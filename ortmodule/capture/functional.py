@@ -33,6 +33,7 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from . import checkpoints, layouts, marks
 from .export import Exported, Source, source_of
+from .layouts import as_written
 from .opaque import CUT, HOST, SHARES, Expected
 
 aten = torch.ops.aten
@@ -781,12 +782,12 @@ class _Functionalizer:
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
 
+    def tensor_of(self, source: Source) -> Any:
+        return self.exported.leaves[source.leaf] if source.kind == "user" else source.tensor
+
     def needs_gradient(self, node: Node, held: list[tuple[Source, _Base]]) -> bool:
         """Does PyTorch give it a grad_fn?"""
-        def tensor(s: Source) -> Any:
-            return self.exported.leaves[s.leaf] if s.kind == "user" else s.tensor
-
-        leaves = {b.input for s, b in held if isinstance(t := tensor(s), Tensor) and t.requires_grad}
+        leaves = {b.input for s, b in held if isinstance(t := self.tensor_of(s), Tensor) and t.requires_grad}
         rest, seen = [node] if self.grad_matters else [], set[Node]()
         while rest:
             n = rest.pop()
@@ -924,12 +925,9 @@ class _Functionalizer:
 
     def check_unshared(self, source: Source, sources: list[Source]) -> None:
         """A write must not be visible through another input that is a different object over the same memory."""
-        def tensor(s: Source) -> Any:
-            return self.exported.leaves[s.leaf] if s.kind == "user" else s.tensor
-
-        mine = tensor(source)
+        mine = self.tensor_of(source)
         for other in sources:
-            t = tensor(other)
+            t = self.tensor_of(other)
             if other is source or t is mine or not isinstance(t, Tensor) or not isinstance(mine, Tensor):
                 continue
             if t.numel() and mine.numel() and t.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
@@ -988,11 +986,8 @@ def _is_view(node: Node) -> bool:
 def same_memory(source: Tensor, val: Tensor, grad: bool) -> list[View] | None:
     """Views that lead from one tensor to another over the same memory; None: none that is known, or its sizes are
     symbols."""
-    def plain(n: Any) -> Any:  # compared as it stands: a comparison of symbols would be a condition
-        return n.node.expr if isinstance(n, torch.SymInt) else n
-
-    a, b = [[(plain(n), plain(m)) for n, m in zip(t.shape, t.stride(), strict=True)] for t in (source, val)]
-    if source.dtype != val.dtype or plain(source.storage_offset()) != plain(val.storage_offset()):
+    a, b = [[(as_written(n), as_written(m)) for n, m in zip(t.shape, t.stride(), strict=True)] for t in (source, val)]
+    if source.dtype != val.dtype or as_written(source.storage_offset()) != as_written(val.storage_offset()):
         return None
     if a == b:
         return [View(aten.alias.default, (), {}, -1, grad)]

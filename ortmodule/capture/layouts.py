@@ -135,20 +135,21 @@ def _follow(t: Tensor) -> bool:
     """Do its strides follow from its sizes as they are written? No condition."""
     wanted: Any = 1
     for size, stride in reversed([*zip(t.shape, t.stride(), strict=True)]):
-        if _text(stride) != _text(wanted):
+        if as_written(stride) != as_written(wanted):
             return False
         wanted = wanted * size
     return True
 
 
-def _text(n: Any) -> Any:
+def as_written(n: Any) -> Any:
+    """A size to compare as it stands: a comparison of symbols would be a condition."""
     return n.node.expr if isinstance(n, torch.SymInt) else n
 
 
 def _dense(t: Tensor) -> bool:
     wanted: Any = 1
     for size, stride in reversed([*zip(t.shape, t.stride(), strict=True)]):
-        if _text(stride) == _text(wanted):
+        if as_written(stride) == as_written(wanted):
             wanted = wanted * size
         elif size != 1:
             if stride != wanted:
