@@ -102,7 +102,8 @@ SIMPLE: dict[str, Callable[..., Any]] = {
     "Min": torch.minimum, "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor, "BitwiseNot": torch.bitwise_not, "Equal": torch.eq, "Less": torch.lt,
     "LessOrEqual": torch.le, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "MatMul": torch.matmul, "Identity": lambda x: x.view_as(x),
-    "StopGradient": torch.detach, "Log1p": torch.log1p, "Expm1": torch.expm1, "FloorDiv": torch.floor_divide, "Remainder": torch.remainder,
+    "StopGradient": torch.detach, "Log1p": torch.log1p, "Expm1": torch.expm1, "LogGamma": torch.lgamma, "Digamma": torch.digamma, "Atan2": torch.atan2, "XLogY": torch.xlogy,
+    **{name.capitalize(): getattr(torch, name) for name in ("acos", "asin", "atan", "acosh", "atanh", "tan", "sinh", "cosh")}, "FloorDiv": torch.floor_divide, "Remainder": torch.remainder,
     "Shape": lambda x: torch.tensor(x.shape, dtype=torch.int64), "Size": lambda x: torch.tensor(x.numel()),
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
     "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.dim())), keepdim=True),
@@ -245,6 +246,25 @@ def op_TopK(x: Any, a: Any, n: int) -> Any:
 
 def op_CumProd(x: Any, a: Any, n: int) -> Tensor:
     return x[0].cumprod(-1)
+
+
+def op_LogCumSumExp(x: Any, a: Any, n: int) -> Tensor:
+    return x[0].logcumsumexp(-1)
+
+
+def op_SearchSorted(x: Any, a: Any, n: int) -> Tensor:
+    return torch.searchsorted(x[0], x[1], right=bool(a["right"]))
+
+
+def op_GroupedMatMul(x: Any, a: Any, n: int) -> Tensor:
+    ends = x[2].tolist()
+    parts = [x[0][i:j] @ w for i, j, w in zip([0, *ends], ends, x[1])]
+    return torch.cat([*parts, x[0][ends[-1] :] @ x[1][0] * 0])
+
+
+def op_CTCLoss(x: Any, a: Any, n: int) -> Tensor:
+    targets = x[1] if len(x) < 5 or x[4] is None else x[1][x[4]]
+    return F.ctc_loss(x[0], targets, x[2], x[3], a["blank"], "none", bool(a["zero_infinity"]))
 
 
 def op_GridSample(x: Any, a: Any, n: int) -> Tensor:

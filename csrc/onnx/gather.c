@@ -244,6 +244,34 @@ static om_status map_cumprod(om_onnx *o) {
     return o->cx->status;
 }
 
+/* ortmodule.LogCumSumExp: along the last axis */
+static om_status map_logcumsumexp(om_onnx *o) {
+    om_id x = IN(0);
+    om_type t = om_map_type_of(o, x);
+    ONNX_CHECK(o, t.rank >= 1, "x has rank 0");
+    SET(0, om_make(o->g, &om_op_logcumsumexp, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank - 1))));
+    return o->cx->status;
+}
+
+static om_status map_search_sorted(om_onnx *o) {
+    const om_id x = IN(0), v = IN(1);
+    SET(0, om_make(o->g, &om_op_search_sorted, OM_IN(x, v), OM_ATTRS(OM_AI("right", INT("right", 0) != 0))));
+    return o->cx->status;
+}
+
+static om_status map_ctc_loss(om_onnx *o) {
+    const om_id x = IN(0), t = IN(1), a = IN(2), c = IN(3), v = om_onnx_has(o, 4) ? IN(4) : OM_NONE;
+    SET(0, om_make(o->g, &om_op_ctc_loss, OM_IN(x, t, v, a, c),
+                   OM_ATTRS(OM_AI("blank", INT("blank", 0)), OM_AI("zero_infinity", INT("zero_infinity", 0) != 0))));
+    return o->cx->status;
+}
+
+static om_status map_grouped_matmul(om_onnx *o) {
+    const om_id x = IN(0), w = IN(1), ends = IN(2);
+    SET(0, om_make(o->g, &om_op_grouped_matmul, OM_IN(x, w, ends), NULL, 0));
+    return o->cx->status;
+}
+
 /* ortmodule.Cdist: p, -1 for infinity */
 static om_status map_cdist(om_onnx *o) {
     SET(0, om_make(o->g, &om_op_cdist, OM_IN(IN(0), IN(1)), OM_ATTRS(OM_AF("p", FLT("p", 2)))));
@@ -298,6 +326,10 @@ const om_onnx_op om_onnx_ops_gather[] = {
     {"", "GridSample", 2, 2, 1, map_grid_sample, NULL, NULL},
     {"ortmodule", "CumProd", 1, 1, 1, map_cumprod, NULL, NULL},
     {"ortmodule", "Cdist", 2, 2, 1, map_cdist, NULL, NULL},
+    {"ortmodule", "LogCumSumExp", 1, 1, 1, map_logcumsumexp, NULL, NULL},
+    {"ortmodule", "SearchSorted", 2, 2, 1, map_search_sorted, NULL, NULL},
+    {"ortmodule", "CTCLoss", 4, 5, 1, map_ctc_loss, NULL, NULL},
+    {"ortmodule", "GroupedMatMul", 3, 3, 1, map_grouped_matmul, NULL, NULL},
     {"", "TopK", 2, 2, 2, map_topk, NULL, NULL},
     {"", "ArgMax", 1, 1, 1, map_arg, NULL, &om_op_argmax},
     {"", "ArgMin", 1, 1, 1, map_arg, NULL, &om_op_argmin},

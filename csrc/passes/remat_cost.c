@@ -42,6 +42,8 @@ double om_remat_products(const om_graph *g, const om_node *n, const int64_t *sym
                cost_dim(g, in[2], -om_ty(g, in[2])->rank, sym);
     if (om_is(n, recurrent)) return 2 * cost_numel(g, in[0], sym) * cost_dim(g, in[1], -1, sym);
     if (om_is(n, recurrent_grad)) return 4 * cost_numel(g, n->out, sym) * cost_dim(g, in[2], -1, sym);
+    if (om_is(n, grouped_matmul)) return out * cost_dim(g, in[0], -1, sym);
+    if (om_is(n, grouped_outer)) return cost_numel(g, in[0], sym) * cost_dim(g, in[1], -1, sym);
     if (om_is(n, cdist)) return 3 * out * cost_dim(g, in[0], -1, sym);
     return -1;
 }

@@ -39,7 +39,9 @@ from . import (  # noqa: F401  the rows of ops_* register themselves
     ops_nn,
     ops_recurrent,
     ops_select,
+    ops_sequence,
     ops_shape,
+    ops_special,
     ops_windows,
 )
 from .checkpoints import Regions
@@ -166,6 +168,7 @@ def capture(
             program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started,
             tests,
         )  # fmt: skip
+    ops_sequence.ctc_into_graph(program, exported)
     keep_unknown_sizes(program, exported)
     asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
     program.outputs = program.outputs[: len(program.outputs) - len(asked)]

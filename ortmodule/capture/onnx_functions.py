@@ -31,6 +31,138 @@ def _near_zero(name: str, body: str) -> str:
     return f"{name} (x) => (y)\n{{ one_f = Constant <value_float = 1.0> ()\n one = CastLike (one_f, x)\n {body} }}"
 
 
+def _gamma(name: str, tail: str, series: list[float]) -> str:
+    """Of w = x, or of 1 - x below 1/2 (reflection), which is shifted to y = w + 10; z = 1 / y, p: the asymptotic
+    series in z^2 but for its first term, a_0. In double: runtimes lack these functions for most types anyway."""
+    lines = [
+        """wide = Cast <to = 11> (x)
+    one = Constant <value = double {1.0}> ()
+    half = Constant <value = double {0.5}> ()
+    pi = Constant <value = double {3.14159265358979323846}> ()
+    low = Less (wide, half)
+    reflected = Sub (one, wide)
+    w_0 = Where (low, reflected, wide)
+    nearest = Round (wide)
+    rest = Sub (wide, nearest)
+    angle = Mul (pi, rest)
+    sine = Sin (angle)
+    cosine = Cos (angle)
+    tangent = Div (sine, cosine)
+    cot = Div (pi, tangent)
+    size = Abs (sine)
+    turn = Div (pi, size)
+    product_0 = Identity (w_0)
+    sum_0 = Div (one, w_0)"""
+    ]
+    for k in range(1, 10):
+        lines += [f"w_{k} = Add (w_{k - 1}, one)", f"product_{k} = Mul (product_{k - 1}, w_{k})",
+                  f"part_{k} = Div (one, w_{k})", f"sum_{k} = Add (sum_{k - 1}, part_{k})"]  # fmt: skip
+    lines += ["product = Identity (product_9)", "sum = Identity (sum_9)", "y = Add (w_9, one)", "z = Div (one, y)"]
+    lines += ["zz = Mul (z, z)"]
+    lines += [f"a_{k} = Constant <value = double {{{a!r}}}> ()" for k, a in enumerate(series)]
+    last = len(series) - 1
+    at = f"a_{last}"
+    for k in range(last - 1, 0, -1):
+        lines += [f"m_{k} = Mul ({at}, zz)", f"h_{k} = Add (m_{k}, a_{k})"]
+        at = f"h_{k}"
+    body = "\n".join([*lines, f"p = Identity ({at})", tail, "out = CastLike (res, x)"])
+    return f"{name} (x) => (out) {{\n{body}\n}}"
+
+
+_ATAN2 = """Atan2 (y, x) => (out) {
+    zero_f = Constant <value_float = 0.0> ()
+    zero = CastLike (zero_f, x)
+    pi_d = Constant <value = double {3.14159265358979323846}> ()
+    pi = CastLike (pi_d, x)
+    ratio = Div (y, x)
+    near = Atan (ratio)
+    below = Less (y, zero)
+    minus = Neg (pi)
+    turn = Where (below, minus, pi)
+    left = Less (x, zero)
+    other = Add (near, turn)
+    res = Where (left, other, near)
+    none_y = Equal (y, zero)
+    right = Not (left)
+    flat = And (none_y, right)
+    out = Where (flat, zero, res)
+}"""
+
+_GROUPED = """GroupedMatMul (x, w, ends) => (y) {
+    zero = Constant <value = int64 {0}> ()
+    one = Constant <value = int64 {1}> ()
+    first = Constant <value = int64[1] {0}> ()
+    second = Constant <value = int64[1] {1}> ()
+    all = Constant <value = int64[1] {-1}> ()
+    wide = Unsqueeze (x, first)
+    every = MatMul (wide, w)
+    before = Slice (ends, first, all)
+    starts = Concat <axis = 0> (first, before)
+    from = Unsqueeze (starts, second)
+    to = Unsqueeze (ends, second)
+    x_shape = Shape (x)
+    rows_1 = Gather (x_shape, first)
+    rows = Squeeze (rows_1)
+    r = Range (zero, rows, one)
+    behind = GreaterOrEqual (r, from)
+    ahead = Less (r, to)
+    inside = And (behind, ahead)
+    column = Unsqueeze (inside, all)
+    none_f = Constant <value_float = 0.0> ()
+    none = CastLike (none_f, x)
+    kept = Where (column, every, none)
+    y = ReduceSum <keepdims = 0> (kept, first)
+}"""
+
+_LOG_CUMSUM_EXP = """LogCumSumExp (x) => (y) {
+    zero = Constant <value = int64 {0}> ()
+    one = Constant <value = int64 {1}> ()
+    all = Constant <value = int64[1] {-1}> ()
+    row = Constant <value = int64[1] {-2}> ()
+    x_shape = Shape (x)
+    n_1 = Gather (x_shape, all)
+    n = Squeeze (n_1)
+    i = Range (zero, n, one)
+    down = Unsqueeze (i, all)
+    later = Greater (i, down)
+    rows = Unsqueeze (x, row)
+    none_f = Constant <value_float = -1.0> ()
+    zero_f = Constant <value_float = 0.0> ()
+    infinite_f = Div (none_f, zero_f)
+    infinite = CastLike (infinite_f, x)
+    kept = Where (later, infinite, rows)
+    y = ReduceLogSumExp <keepdims = 0> (kept, all)
+}"""
+
+_SEARCH_SORTED = """SearchSorted <right> (sorted, v) => (y) {
+    all = Constant <value = int64[1] {-1}> ()
+    row = Constant <value = int64[1] {-2}> ()
+    rows = Unsqueeze (sorted, row)
+    column = Unsqueeze (v, all)
+    less = Less (rows, column)
+    upto = LessOrEqual (rows, column)
+    right_i = Constant <value_int: int = @right> ()
+    to_right = Cast <to = 9> (right_i)
+    too = And (upto, to_right)
+    counts = Or (less, too)
+    counted = Cast <to = 7> (counts)
+    sum = ReduceSum <keepdims = 0> (counted, all)
+    shape = Shape (v)
+    y = Reshape (sum, shape)
+}"""
+
+_XLOGY = """XLogY (x, y) => (out) {
+    zero_f = Constant <value_float = 0.0> ()
+    zero = CastLike (zero_f, x)
+    none = Equal (x, zero)
+    log = Log (y)
+    plain = Mul (x, log)
+    kept = Where (none, zero, plain)
+    nan = IsNaN (y)
+    out = Where (nan, y, kept)
+}"""
+
+
 _BATCH_NORM = """BatchNorm <momentum, eps, training> (x, w, b, mean, var) => (y, new_mean, new_var) {
     rows = Constant <value = int64[3] {0, 0, -1}> ()
     flat = Reshape (x, rows)
@@ -256,6 +388,40 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "Embedding": "Embedding <padding_idx> (w, idx) => (y)\n{ y = Gather <axis = 0> (w, idx) }",
         "Log1p": _near_zero("Log1p", "s = Add (x, one)\n y = Log (s)"),
         "Expm1": _near_zero("Expm1", "e = Exp (x)\n y = Sub (e, one)"),
+        "LogGamma": _gamma(
+            "LogGamma",
+            """whole = Log (turn)
+    series = Mul (z, p)
+    near = Add (a_0, series)
+    lz = Log (y)
+    less = Sub (y, half)
+    first = Mul (less, lz)
+    second = Sub (first, y)
+    third = Add (second, near)
+    shifts = Log (product)
+    above = Sub (third, shifts)
+    other = Sub (whole, above)
+    res = Where (low, other, above)""",
+            [0.9189385332046727, 1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156],
+        ),
+        "Digamma": _gamma(
+            "Digamma",
+            """lz = Log (y)
+    square = Mul (z, z)
+    series = Mul (square, p)
+    halves = Mul (half, z)
+    first = Sub (lz, halves)
+    second = Sub (first, series)
+    above = Sub (second, sum)
+    other = Sub (above, cot)
+    res = Where (low, other, above)""",
+            [0.0, 1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12],
+        ),
+        "GroupedMatMul": _GROUPED,
+        "LogCumSumExp": _LOG_CUMSUM_EXP,
+        "SearchSorted": _SEARCH_SORTED,
+        "Atan2": _ATAN2,
+        "XLogY": _XLOGY,
         "BatchNorm": _BATCH_NORM,
         "Im2Col": _IM2COL,
         "CumProd": _CUMPROD,

@@ -81,6 +81,7 @@ class Row:
     module: str = ""
     rebuild: Fill | None = None  # tensor results -> what the Python call returns; known after meta ran
     silent: list[int] = field(default_factory=list)  # results marked as not differentiable; known after meta ran
+    arguments: Fill | None = None  # of an operator that the engine may have: its tensors -> args, kwargs
 
 
 class Recorded(NamedTuple):
@@ -431,7 +432,7 @@ def _ctc(*args: Any, **kwargs: Any) -> Tensor:
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
-        x, targets, lengths, _lengths, _blank, reduction, *_ = inspect.signature(_like_ctc).bind(*a, **k).args
+        x, targets, lengths, _lengths, _blank, reduction, *_ = inspect.signature(like_ctc).bind(*a, **k).args
         rows = lengths.shape[0] if isinstance(lengths, Tensor) and lengths.dim() else None
         single = x.dim() == 2 or rows is None and isinstance(lengths, Tensor)
         return [x.new_empty((len(lengths) if rows is None else rows,) if reduction == 0 and not single else ())]
@@ -440,10 +441,11 @@ def _ctc(*args: Any, **kwargs: Any) -> Tensor:
         return meta(tensors)[0]
     row = Row("aten", "aten::ctc_loss", call, meta, "sizes that depend on data")
     row.rebuild = lambda leaves: leaves[0]
+    row.arguments = fill
     return _record(row, tensors, fill)  # type: ignore[no-any-return]
 
 
-def _like_ctc(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+def like_ctc(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
               zero_infinity: bool = False) -> None: ...  # fmt: skip
 
 
