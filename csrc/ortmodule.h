@@ -198,7 +198,7 @@ void om_choice_free(om_choice *c); /* NULL is fine; before the model */
  * the gradients; what the host gives (parameters, inputs) apart. The arena is kept + workspace. */
 typedef struct om_memory {
     int64_t peak;                 /* at the moment when most is taken */
-    int64_t released;             /* the same, if the host lets go of the outputs, but for numbers, after the forward */
+    int64_t released;             /* the same, if nobody but the backward holds the outputs, but for numbers */
     int64_t kept, workspace;      /* values from the forward for the backward; all else that is computed on the way */
     int64_t outputs, gradients;
     int64_t loans;                /* gradients of outputs; none where the host let go of these (om_run_backward) */
@@ -319,6 +319,10 @@ void om_state_free(om_state *state); /* NULL is fine */
  *             the place */
 om_status om_run_backward(om_ctx *cx, const om_state *state, void *arena, size_t arena_size, const om_tensor *inputs,
                           const om_tensor *outputs, const om_tensor *grads, const uint8_t *dropped, om_run **run);
+
+/* Between two segments, one byte per user output: calls to come read it, or put its gradient in its place. The host may
+ * let go of the others. */
+void om_run_outputs_needed(const om_run *run, uint8_t *needed);
 
 /* When its segment has run, once each: the gradient of a graph input (needs->grad_segment), with the input's sizes and
  * dtype, and its strides where these leave no gaps, in a block that becomes the host's. */
