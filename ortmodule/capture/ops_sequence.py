@@ -11,7 +11,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import torch_private as private
 from . import opaque
@@ -21,6 +20,7 @@ from .functional import Node, Program
 from .onnx_build import Val
 
 CTC = "ctc_loss"
+_PICKS = (torch.ops.aten.masked_select.default, torch.ops.aten.index.Tensor)
 
 
 def ctc_into_graph(program: Program, exported: Exported) -> None:
@@ -43,9 +43,10 @@ def ctc_into_graph(program: Program, exported: Exported) -> None:
         given.apply_defaults()
         x, targets, inputs, lengths, blank, reduction, zero = given.args
         valid, picked = None, targets
-        if _picked(targets) and users[targets] == [n] and targets not in kept:
+        of = _picked(targets)
+        if of is not None and users[targets] == [n] and targets not in kept:
             gone.add(targets)
-            targets, valid = targets.args[:2]
+            targets, valid = of
         known = targets.val.dim() in (1, 2) and not private.free_unbacked_symbols(targets.val)
         if not known or x.val.dim() != 3 or x.val.dtype not in (torch.float32, torch.float64):
             gone.discard(picked)
@@ -58,12 +59,15 @@ def ctc_into_graph(program: Program, exported: Exported) -> None:
     program.nodes = [n for n in program.nodes if n not in gone]
 
 
-def _picked(n: Any) -> bool:
-    """masked_select of a mask of the same shape"""
-    if not isinstance(n, Node) or n.target is not torch.ops.aten.masked_select.default:
-        return False
-    x, mask = n.args[0].val, n.args[1].val
-    return isinstance(x, Tensor) and tuple(x.shape) == tuple(mask.shape) and x.dim() in (1, 2)
+def _picked(n: Any) -> tuple[Node, Node] | None:
+    """Of masked_select(x, mask) and x[mask], where the mask has the shape of x: both."""
+    if not isinstance(n, Node) or n.target not in _PICKS:
+        return None
+    x, mask = n.args[:2]
+    mask = mask[0] if isinstance(mask, (list, tuple)) and len(mask) == 1 else mask
+    if not isinstance(mask, Node) or mask.val.dtype != torch.bool or x.val.dim() not in (1, 2):
+        return None
+    return (x, mask) if tuple(x.val.shape) == tuple(mask.val.shape) else None
 
 
 @row(CTC)
