@@ -1,9 +1,10 @@
 """One model of the table beside eager PyTorch: four training steps (SGD aside: forward and backward), the second of the
 same sizes as the first, then two of other sizes, the last of batch 1.
 
-Judge: eager PyTorch in float64. Every output and every parameter's gradient may be off by twice what eager in float32
+Judge: eager PyTorch in float64, with what forward casts to float32 (a softmax, a norm, the loss) in float64 as well: a
+judge that rounds as eager does would find eager right and what is more exact wrong. Every output and every parameter's gradient may be off by twice what eager in float32
 is off, or by TOLERANCE of the tensor's largest number (a gradient: at least a thousandth of the largest gradient's), if
-that is more. A model that is further off runs again in float64: where that is eager's to FINE, it was rounding (a ReLU at its
+that is more. A model that is further off runs again in float64, casts as they are: where that is eager's to FINE, it was rounding (a ReLU at its
 kink goes one way or the other), and said to be. Where eager does not run in float64, float32 is the judge, and COARSE
 the tolerance. Models that draw
 random numbers are not compared, and said to be random.
@@ -19,8 +20,22 @@ from typing import Any
 import torch
 from rows import Row
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ortmodule import ORTModule
+
+
+class Wide(TorchFunctionMode):
+    """float64 wherever float32 is asked for by name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        if func is Tensor.float:
+            return args[0].double()
+        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+
 
 TOLERANCE, COARSE, FINE = 5e-5, 5e-4, 1e-9
 STATUSES = {
@@ -163,11 +178,12 @@ def eager_steps(row: Row, state: dict[str, Any], batches: list[Any], dtype: torc
     return out, first
 
 
-def agrees(row: Row, state: dict[str, Any], batches: list[Any], exact: list[dict[str, Any]], **options: Any) -> bool:
+def agrees(row: Row, state: dict[str, Any], batches: list[Any], **options: Any) -> bool:
     """The same steps in float64: is the engine there what eager is?"""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
+        exact = eager_steps(row, state, batches, torch.float64)[0]
         model = ORTModule(_same(row, state).to(torch.float64), **options)
         mine = [step(model, batch, torch.float64, 100 + i) for i, batch in enumerate(batches)]
     except Exception:
@@ -199,7 +215,8 @@ def measure(row: Row, only_eager: bool = False, **options: Any) -> Result:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)  # for tensors that forward makes
         try:
-            exact = eager_steps(row, state, batches, torch.float64)[0]
+            with Wide():
+                exact = eager_steps(row, state, batches, torch.float64)[0]
         finally:
             torch.set_default_dtype(before)
     except Exception:
@@ -220,7 +237,7 @@ def measure(row: Row, only_eager: bool = False, **options: Any) -> Result:
     _tell(r, model)
     if r.status:
         return r
-    if wrong and exact is not None and not draws and agrees(row, state, batches, exact, **options):
+    if wrong and exact is not None and not draws and agrees(row, state, batches, **options):
         r.rounding, wrong = wrong, ""
     if wrong and draws:  # numbers that this seed has made no use of, another does
         r.random, wrong = True, ""

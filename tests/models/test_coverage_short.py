@@ -14,7 +14,7 @@ SHORT: dict[str, tuple[str, str]] = {
     "loss: poisson_nll": ("1/1/2/2", "engine"),
     "SIREN": ("1/1/2/2", "engine"),
     "loss: cross entropy with class weights": ("1/1/2/2", "engine"),
-    "loss: CTC": ("1/1/2/2", "regions"),
+    "loss: CTC": ("1/1/2/2", "engine"),
     "loss: cosine embedding": ("1/1/2/2", "engine"),
     "loss: triplet": ("1/1/2/2", "engine"),
     "loss: over selected rows": ("1/1/2/2", "regions"),
