@@ -19,6 +19,7 @@ from time import monotonic
 from . import _C
 
 MOST = 120.0
+NAP = 3600.0  # at a time: `keep` may have become infinite, which no wait takes
 
 
 class Idle:
@@ -59,7 +60,7 @@ class Idle:
                 wait = max(self.keep, self.learnt)
                 left = since + wait - monotonic()
                 if left > 0:
-                    threading.Event().wait(left)
+                    threading.Event().wait(min(left, NAP))
                 now = _C.pool_stats()
                 if now["moved"] != moved:
                     moved, since = now["moved"], monotonic()

@@ -106,3 +106,14 @@ def test_a_forked_child_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch)
         idle.arm(60.0)
         os._exit(0 if alive and idle._thread is not None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_model_that_keeps_for_ever_comes_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is at work for the first one by then: it goes on, and gives nothing back."""
+    died: list[object] = []
+    monkeypatch.setattr("threading.excepthook", died.append)
+    one = Idle()
+    one.arm(0.3)
+    one.arm(math.inf)
+    time.sleep(0.6)
+    assert not died and one._thread is not None and one._thread.is_alive() and not one.given_back
