@@ -23,7 +23,7 @@ KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-sim
 ROOMS  := graph ops cpu optim passes passes/masks onnx run trainer cuda
 KSRC   := $(wildcard $(ROOMS:%=csrc/%/kernels/*.k.c))
 SRC    := $(filter-out %.k.c,$(wildcard $(ROOMS:%=csrc/%/*.c)))
-PYSRC  := $(wildcard csrc/python/*.c)
+PYSRC  := $(filter-out %/glibc.c,$(wildcard csrc/python/*.c))
 ifeq ($(ARCH),x86_64)
 ISAS   := generic avx2 avx512
 else
@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full coverage demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -146,8 +146,14 @@ PYOBJ  := $(PYSRC:csrc/%.c=$(B)/%.o)
 $(PYOBJ): $(B)/%.o: csrc/%.c | $(STAMP)
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
-$(EXT): $(OBJ) $(PYOBJ)
-	@$(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/python/export.map -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
+# names with a newer version than glibc 2.28's, and the libraries that had them then: csrc/python/glibc.c. Elsewhere (musl, other processors) nothing is done
+GLIBC_NAMES := exp log pow fstat pthread_create pthread_join pthread_once pthread_mutex_trylock dlopen dlsym dlerror
+GLIBC_OLD    = $(if $(filter x86_64 aarch64,$(ARCH)),$(shell echo '__GLIBC__' | $(CC) -include stdlib.h -E -P - | grep -q '^2$$' && for l in libpthread.so.0 libdl.so.2; do $(CC) -print-file-name=$$l; done))
+$(B)/python/glibc.o: csrc/python/glibc.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) -c $< -o $@
+$(EXT): $(OBJ) $(PYOBJ) $(B)/python/glibc.o
+	@old="$(GLIBC_OLD)"; $(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/python/export.map -o $@ $(OBJ) $(PYOBJ) $${old:+$(B)/python/glibc.o $(GLIBC_NAMES:%=-Wl,--wrap=%)} $(PBC) $${old:+-Wl,--no-as-needed $$old} $(LIBS)
 
 # --- the same engine with one thing broken on request (csrc/graph/sabotage.h): extension and C interface in one file --------------
 SABOTAGED := $(patsubst csrc/%.c,%,$(shell grep -l '"graph/sabotage.h"' -r csrc --include=*.c))
@@ -290,6 +296,12 @@ demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, 
 
 bench: build   ## whole training steps beside eager (BENCH="all", "gpt2-124m --bf16", "--help")
 	$(PY) tests/bench/bench_models.py $(BENCH)
+
+bench-sparsity: build   ## steps without padding and unlabelled rows beside steps with them: BERT MLM, GPT-2, T5 (BENCH="t5 --layers 2")
+	$(PY) tests/bench/bench_sparsity.py $(BENCH)
+
+bench-first: build   ## the first step of fresh processes, eager and ORTModule (BENCH="bert-base --pairs 5")
+	$(PY) tests/bench/bench_first.py $(BENCH)
 
 check-wheel: venv   ## clean clone -> sdist -> wheel -> new environment -> three training steps
 	tests/wheel/check.sh $(PY)
