@@ -46,9 +46,15 @@ def _same_tensors(x: Any) -> list[int]:
     return [first.setdefault(id(t), i) for i, t in enumerate(flatten_inputs((x,), {}).tensors)]
 
 
+def _wanting(x: Any) -> list[bool]:
+    """Which of the tensors that could do require a gradient."""
+    return [t.requires_grad for t in flatten_inputs((x,), {}).tensors if t.is_floating_point() or t.is_complex()]
+
+
 class Effect:
     """What the hooks of a module did in one call: `reason` why they cannot run between parts, `changed` attributes
-    (module, name), submodules where one tensor at several places becomes several (`apart`)."""
+    (module, name), submodules where one tensor at several places becomes several (`apart`), and those whose hooks make
+    tensors require a gradient (`asks`: name, behind forward)."""
 
     def __init__(self, module: nn.Module, places: Sequence[guard.Place]) -> None:
         self.module = module
@@ -56,6 +62,12 @@ class Effect:
         self.reason: str | None = None
         self.changed: set[tuple[str, str]] = set()
         self.apart: set[str] = set()
+        self.asks: set[tuple[str, bool]] = set()
+
+    def seen(self, place: guard.Place) -> guard.Place:
+        """The place with what was found out about it."""
+        asks = (place.name, False) in self.asks, (place.name, True) in self.asks
+        return place._replace(apart=place.apart or place.name in self.apart, asks=asks)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward in PyTorch."""
@@ -90,10 +102,15 @@ class Effect:
         seen: list[Any] = []
 
         def note(_m: Any, *given: Any) -> None:
-            seen.append((_form(given), _same_tensors(given)))
+            seen.append((_form(given), _same_tensors(given), _wanting(given)))
 
         def compare(_m: Any, *given: Any) -> None:
-            form, same = seen.pop()
+            form, same, wanting = seen.pop()
+            now = _wanting(given)
+            if any(after and not before for before, after in zip(wanting, now)):
+                self.asks.add((place.name, len(given) == 1))
+                if not all(now):
+                    self.reason = f"a hook on {place.name} makes some of its tensors require a gradient, others not"
             if same != _same_tensors(given):
                 self.apart.add(place.name)
             if form != _form(given):

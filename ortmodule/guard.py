@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import types
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -79,21 +80,42 @@ def part_of_forward(hook: object) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
+def _asks(module: nn.Module, input: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def idle(hook: object, m: nn.Module) -> bool:
+    """A hook whose code is that of `_asks` and no more (Hugging Face puts one on the embedding for gradient
+    checkpointing), behind an embedding that is trained: its result requires a gradient already."""
+    code, asks = getattr(hook, "__code__", None), _asks.__code__
+    return (
+        code is not None
+        and (code.co_code, code.co_names, code.co_consts) == (asks.co_code, asks.co_names, asks.co_consts)
+        and (code.co_argcount, code.co_kwonlyargcount, code.co_freevars) == (3, 0, ())
+        and not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR)
+        and type(m).forward is nn.Embedding.forward
+        and m.weight.requires_grad is True
+        and torch.is_grad_enabled()
+    )
+
+
 class Place(NamedTuple):
     """A submodule with hooks. apart: they make several tensors of one that comes at several places (backward hooks do);
     early: its forward hooks come before those that are part of the forward; whole: it can only be called as a whole, by
-    PyTorch."""
+    PyTorch; asks: they make tensors require a gradient that did not, before forward and behind it."""
 
     name: str
     apart: bool
     early: bool
     whole: bool
+    asks: tuple[bool, bool] = (False, False)
 
 
 def place_of(name: str, m: nn.Module) -> Place | None:
     """Where the hooks of a submodule make cuts; None when it has none."""
     own = m.__dict__
     hooks = {h: list(own.get(h, {}).values()) for h in HOOKS}
+    hooks["_forward_hooks"] = [f for f in hooks["_forward_hooks"] if not idle(f, m)]
     if not any(hooks.values()):
         return None
     users = [not part_of_forward(f) for f in hooks["_forward_hooks"]]

@@ -446,7 +446,7 @@ def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
     with state.lock:
         if entry.effect is None and entry.eager is None and guard.places(state.module) == entry.places:
             entry.effect = effect
-            entry.places = tuple([p._replace(apart=p.apart or p.name in effect.apart) for p in entry.places])
+            entry.places = tuple([effect.seen(p) for p in entry.places])
             if effect.reason is not None:
                 _leave(state, entry, CaptureError(effect.reason))
             else:

@@ -27,7 +27,7 @@ from torch.export.graph_signature import InputKind
 
 from .. import frames
 from ..errors import CaptureError
-from ..guard import Place
+from ..guard import Place, idle
 from ..patches import Patch, replaced
 from . import opaque
 from .opaque import CUT
@@ -118,7 +118,7 @@ def _enter(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     index = len(table.marks)
     outs = _add(Mark("enter", place.name, fill, order, key, torch.is_grad_enabled(), opaque.autocast_state()), tensors)
     table.open.append(index)
-    result: tuple[Any, Any] = fill(outs)
+    result: tuple[Any, Any] = fill(_asked(outs, place.asks[0]))
     return result
 
 
@@ -128,7 +128,12 @@ def _exit(place: Place, out: Any) -> Any:
         raise CutError(f"an error inside of {place.name} is caught by the code around it")
     table.marks[table.open.pop()].partner = len(table.marks)
     tensors, fill, order, key = _leaves(out, not place.apart)
-    return fill(_add(Mark("exit", place.name, fill, order, key), tensors))
+    return fill(_asked(_add(Mark("exit", place.name, fill, order, key), tensors), place.asks[1]))
+
+
+def _asked(xs: list[Tensor], asks: bool) -> list[Tensor]:
+    """Forward may ask, and a checkpoint of the old kind does, whether what a hook has given requires a gradient."""
+    return [x.requires_grad_() if asks and x.is_floating_point() else x for x in xs]
 
 
 def _call(
@@ -170,7 +175,8 @@ def marked(root: nn.Module, places: tuple[Place, ...], keep: list[str]) -> Itera
     """Marks in the place of hooks. Gives the kept submodules that have none, which are somebody else's to keep."""
     live = {k for k in keep if any(p.name == k or p.name.startswith(k + ".") for p in places)}
     with contextlib.ExitStack() as ends:
-        ends.enter_context(silent(root) if places else contextlib.nullcontext())
+        at_rest = places or any(idle(f, m) for m in root.modules() for f in m._forward_hooks.values())
+        ends.enter_context(silent(root) if at_rest else contextlib.nullcontext())
         for place in places:
             if any(place.name == k or place.name.startswith(k + ".") for k in keep):
                 continue
