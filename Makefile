@@ -23,7 +23,7 @@ KFLAGS := -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-sim
 ROOMS  := graph ops cpu optim passes passes/masks onnx run trainer cuda
 KSRC   := $(wildcard $(ROOMS:%=csrc/%/kernels/*.k.c))
 SRC    := $(filter-out %.k.c,$(wildcard $(ROOMS:%=csrc/%/*.c)))
-PYSRC  := $(wildcard csrc/python/*.c)
+PYSRC  := $(filter-out %/glibc.c,$(wildcard csrc/python/*.c))
 ifeq ($(ARCH),x86_64)
 ISAS   := generic avx2 avx512
 else
@@ -146,8 +146,14 @@ PYOBJ  := $(PYSRC:csrc/%.c=$(B)/%.o)
 $(PYOBJ): $(B)/%.o: csrc/%.c | $(STAMP)
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
-$(EXT): $(OBJ) $(PYOBJ)
-	@$(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/python/export.map -o $@ $(OBJ) $(PYOBJ) $(PBC) $(LIBS)
+# names with a newer version than glibc 2.28's, and the libraries that had them then: csrc/python/glibc.c. Elsewhere (musl, other processors) nothing is done
+GLIBC_NAMES := exp log pow fstat pthread_create pthread_join pthread_once pthread_mutex_trylock dlopen dlsym dlerror
+GLIBC_OLD    = $(if $(filter x86_64 aarch64,$(ARCH)),$(shell echo '__GLIBC__' | $(CC) -include stdlib.h -E -P - | grep -q '^2$$' && for l in libpthread.so.0 libdl.so.2; do $(CC) -print-file-name=$$l; done))
+$(B)/python/glibc.o: csrc/python/glibc.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) -c $< -o $@
+$(EXT): $(OBJ) $(PYOBJ) $(B)/python/glibc.o
+	@old="$(GLIBC_OLD)"; $(CC) -shared -Wl,-Bsymbolic -Wl,--version-script=csrc/python/export.map -o $@ $(OBJ) $(PYOBJ) $${old:+$(B)/python/glibc.o $(GLIBC_NAMES:%=-Wl,--wrap=%)} $(PBC) $${old:+-Wl,--no-as-needed $$old} $(LIBS)
 
 # --- the same engine with one thing broken on request (csrc/graph/sabotage.h): extension and C interface in one file --------------
 SABOTAGED := $(patsubst csrc/%.c,%,$(shell grep -l '"graph/sabotage.h"' -r csrc --include=*.c))

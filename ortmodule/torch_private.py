@@ -69,6 +69,15 @@ def _has_code(f: Any) -> bool:
     return isinstance(f, types.FunctionType) and not f.__closure__
 
 
+def _apply_is_known(cls: Any) -> bool:
+    """A Python function whose code is of one form (up to 2.13), or one of C that calls `forward` of its class (2.14)."""
+    made = cls.__dict__.get("apply")
+    if isinstance(made, types.ClassMethodDescriptorType):
+        return made.__objclass__.__name__ == "_FunctionBase"
+    f = getattr(made, "__func__", None)
+    return isinstance(f, types.FunctionType) and f.__code__.co_freevars == ("__class__",)
+
+
 _C = "torch._C."
 _MODULE = "torch.nn.modules.module."
 _VMAP = "torch._C._functorch."
@@ -123,9 +132,8 @@ TABLE: tuple[Row, ...] = (
         "cannot be read while it is traced", need="capture"),
     Row("no_python_dispatcher", (_C + "_DisablePythonDispatcher",), "a result that is an operand itself (dropout that "
         "drops nothing) cannot be told", need="capture"),
-    Row("function_apply", ("torch.autograd.Function.apply.__func__",), "custom autograd.Functions would be traced "
-        "through, and their backward lost", need="capture",
-        works=lambda f: isinstance(f, types.FunctionType) and f.__code__.co_freevars == ("__class__",)),
+    Row("function_apply", ("torch.autograd.Function.apply",), "custom autograd.Functions would be traced "
+        "through, and their backward lost", need="capture", owner=True, works=_apply_is_known),
     Row("compiler", ("torch.compiler._is_compiling_flag", "torch.compiler._is_exporting_flag"), "code that asks "
         "whether it is compiled would be answered as if by torch.compile", need="capture", owner=True,
         works=lambda m: _has_code(m.is_compiling) and _has_code(m.is_exporting)),

@@ -1,8 +1,8 @@
 """What stays PyTorch's inside a captured graph: custom autograd.Functions and submodules kept outside.
 
 torch.export would trace through both, and the backward a user wrote, or the hooks on a module, would be lost without a
-word. So while an export runs, the code of `Function.apply` (bound early or late, it is one function) and `forward` of
-kept submodules are replaced by one opaque operator, ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which
+word. So while an export runs, the code of `Function.apply` (bound early or late, it is one function; where it is one of
+C, since torch 2.14, `forward` of every Function, which it calls) and `forward` of kept submodules are replaced by one opaque operator, ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which
 the tracer records as a single node. `index` is the row of the capture's table; the row knows how to rebuild the Python
 call from tensors.
 
@@ -310,6 +310,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
+    forward = getattr(cls.forward, "ortmodule_own", cls.forward)
     tensors, fill = _split(args, kwargs)
     direct = {id(x) for x in args if isinstance(x, Tensor)}
     tensors = [x if id(x) in direct else x.detach() for x in tensors]  # autograd does not see tensors inside of lists
@@ -321,10 +322,10 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         ctx = _MetaContext(needs)
         with torch.no_grad(), autocast(), Edits(xs) as edits:
             if new_style:
-                out = cls.forward(*a, **k)
+                out = forward(*a, **k)
                 cls.setup_context(ctx, a, out)
             else:
-                out = cls.forward(ctx, *a, **k)
+                out = forward(ctx, *a, **k)
         if ctx.dirty or edits.found:
             raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place")
         expected.form = form_of(name, out)
@@ -348,8 +349,16 @@ def _copy(f: types.FunctionType) -> types.FunctionType:
     return made
 
 
-_live = private.function_apply
-_apply: Any = None if _live is None else _copy(_live)
+_made: Any = Function.__dict__["apply"] if private.has("function_apply") else None
+_live = getattr(_made, "__func__", None)  # None: C, which calls the `forward` that its class has at the time (2.14)
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """As PyTorch does it."""
+    return _made.__get__(None, cls)(*args, **kwargs) if _live is None else _python_apply(cls, *args, **kwargs)
+
+
+_python_apply: Any = _live and _copy(_live)
 
 # Parts of PyTorch whose Functions belong to tracing itself, or only pass tensors through.
 _MACHINERY = (
@@ -451,9 +460,41 @@ def _like_ctc(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: 
 def keep_functions() -> Iterator[None]:
     """Functions become opaque nodes, whatever reference to `apply` they are called by; and operators that do not run
     without values."""
-    code = Patch(_live, "__code__", _Code.__dict__["apply"].__code__)
-    with patches.scope(exporting=True), replaced(code, Patch(torch, "ctc_loss", only_here(_ctc, torch.ctc_loss))):
+    with patches.scope(exporting=True) as scope, replaced(Patch(torch, "ctc_loss", only_here(_ctc, torch.ctc_loss))):
+        if _live is not None:
+            scope.replace(_live, "__code__", _Code.__dict__["apply"].__code__)
+        else:
+            scope.replace(Function, "apply", classmethod(_applied_by_class))
+            for cls, own in [(cls, cls.forward) for cls in _functions(Function)]:
+                scope.replace(cls, "forward", staticmethod(_forward_of(cls, own)))
         yield
+
+
+def _applied_by_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return _applied(cls, args, kwargs)
+
+
+def _functions(base: Any) -> Iterator[Any]:
+    """The classes that become nodes."""
+    for cls in base.__subclasses__():
+        if not f"{cls.__module__}.{cls.__name__}".startswith(_MACHINERY):
+            yield cls
+        yield from _functions(cls)
+
+
+def _forward_of(cls: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """What an `apply` of C that was bound early calls in the place of a class's own forward."""
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        scope = patches.here()
+        if scope is None or not scope.exporting or scope.table is None or not torch.compiler.is_exporting():
+            return own(*args, **kwargs)
+        new_style = cls.setup_context is not Function.setup_context
+        return _applied(cls, args if new_style else args[1:], kwargs)
+
+    forward.ortmodule_own = own  # type: ignore[attr-defined]
+    return forward
 
 
 # --- submodules kept in PyTorch -------------------------------------------------------------------
