@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from small_models import MODELS
 from torch import nn
 
 import ortmodule
-from ortmodule import _C, ORTModule, memory
+from ortmodule import _C, ORTModule, memory, memory_idle
 from ortmodule.memory_idle import Idle
 from ortmodule.memory_idle import idle as of_process
 
@@ -112,8 +114,10 @@ def test_a_model_that_keeps_for_ever_comes_second(monkeypatch: pytest.MonkeyPatc
     """The thread is at work for the first one by then: it goes on, and gives nothing back."""
     died: list[object] = []
     monkeypatch.setattr("threading.excepthook", died.append)
-    one = Idle()
-    one.arm(0.3)
-    one.arm(math.inf)
-    time.sleep(0.6)
-    assert not died and one._thread is not None and one._thread.is_alive() and not one.given_back
+    for moves in (itertools.count(), itertools.repeat(0)):  # of blocks meanwhile
+        monkeypatch.setattr(memory_idle, "_C", SimpleNamespace(pool_stats=lambda: {"moved": next(moves)}, pool_trim=lambda _: 1))
+        one = Idle()
+        one.arm(0.3)
+        one.arm(math.inf)
+        time.sleep(0.8)
+        assert not died and one._thread is not None and one._thread.is_alive() and not one.given_back
