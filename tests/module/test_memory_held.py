@@ -115,7 +115,7 @@ def test_a_model_that_keeps_for_ever_comes_second(monkeypatch: pytest.MonkeyPatc
     died: list[object] = []
     monkeypatch.setattr("threading.excepthook", died.append)
     for moves in (itertools.count(), itertools.repeat(0)):  # of blocks meanwhile
-        monkeypatch.setattr(memory_idle, "_C", SimpleNamespace(pool_stats=lambda: {"moved": next(moves)}, pool_trim=lambda _: 1))
+        monkeypatch.setattr(memory_idle, "_C", SimpleNamespace(pool_stats=lambda moves=moves: {"moved": next(moves)}, pool_trim=lambda _: 1))
         one = Idle()
         one.arm(0.3)
         one.arm(math.inf)
