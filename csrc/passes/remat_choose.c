@@ -1,8 +1,8 @@
 /* remat_choose.c - which values backward computes again (remat.h): the policies, one row each at the end.
  *
  * cheap (memory level 0). Gelu comes from the linear layer's output that its gradient reads anyway, a normalisation
- * from its input, a cast, a dropout (its mask comes from a counter). Such values are most of what a transformer's
- * forward leaves behind, and computing them costs one sweep over memory.
+ * from its input, a cast, a dropout (its mask comes from a counter), chosen rows from all rows (compress). Such values
+ * are most of what a transformer's forward leaves behind, and computing them costs one sweep over memory.
  *
  *   kept         a forward value whose memory backward reads
  *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
@@ -53,7 +53,8 @@ typedef struct choice {
 } choice;
 
 static bool choice_cheap(const om_node *n) {
-    return n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) || om_is(n, dropout);
+    return n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) || om_is(n, dropout) ||
+           om_is(n, compress);
 }
 
 /* v, at a root, is there in backward when its checkpoint is, and not before. */
