@@ -62,6 +62,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_C":
+        import os
+
+        raise ImportError(
+            f"ortmodule has no extension in {os.path.dirname(os.path.abspath(__file__))}: these are its sources, which "
+            "Python finds first where it is started. Start it in another directory, or build the extension there: "
+            "make, or pip install -e ."
+        )
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
