@@ -62,6 +62,7 @@ for v in ${TORCHES-2.11.0 2.12.1}; do
         rm -rf torch-$v && mkdir torch-$v && "$py" "$root/tests/wheel/older_torch.py" wheels/torch-$v-*.whl torch-$v && touch torch-$v/laid
     fi
     PYTHONPATH="$here/torch-$v:$root" "$py" -m ortmodule.selftest > selftest-$v.log 2>&1 || { bad "torch $v" "$(grep failed selftest-$v.log)"; continue; }
+    names=$(PYTHONPATH="$here/torch-$v:$root" "$py" "$root/tests/wheel/private_names.py" wheels/torch-$v-*.whl) && say "torch $v" "$names" || bad "torch $v" "$names"
     say "torch $v" "its Python files on the libraries of $("$py" -c 'import torch; print(torch.__version__)'): $(tail -1 selftest-$v.log)"
 done
 
