@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full coverage demo bench lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -296,6 +296,12 @@ demo: build   ## the main job: GPT-2 on Python sources, ORTModule beside eager, 
 
 bench: build   ## whole training steps beside eager (BENCH="all", "gpt2-124m --bf16", "--help")
 	$(PY) tests/bench/bench_models.py $(BENCH)
+
+bench-sparsity: build   ## steps without padding and unlabelled rows beside steps with them: BERT MLM, GPT-2, T5 (BENCH="t5 --layers 2")
+	$(PY) tests/bench/bench_sparsity.py $(BENCH)
+
+bench-first: build   ## the first step of fresh processes, eager and ORTModule (BENCH="bert-base --pairs 5")
+	$(PY) tests/bench/bench_first.py $(BENCH)
 
 check-wheel: venv   ## clean clone -> sdist -> wheel -> new environment -> three training steps
 	tests/wheel/check.sh $(PY)

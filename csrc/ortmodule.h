@@ -198,7 +198,7 @@ void om_choice_free(om_choice *c); /* NULL is fine; before the model */
  * the gradients; what the host gives (parameters, inputs) apart. The arena is kept + workspace. */
 typedef struct om_memory {
     int64_t peak;                 /* at the moment when most is taken */
-    int64_t released;             /* the same, if the host lets go of the outputs, but for numbers, after the forward */
+    int64_t released;             /* the same, if nobody but the backward holds the outputs, but for numbers */
     int64_t kept, workspace;      /* values from the forward for the backward; all else that is computed on the way */
     int64_t outputs, gradients;
     int64_t loans;                /* gradients of outputs; none where the host let go of these (om_run_backward) */
@@ -320,6 +320,10 @@ void om_state_free(om_state *state); /* NULL is fine */
 om_status om_run_backward(om_ctx *cx, const om_state *state, void *arena, size_t arena_size, const om_tensor *inputs,
                           const om_tensor *outputs, const om_tensor *grads, const uint8_t *dropped, om_run **run);
 
+/* Between two segments, one byte per user output: calls to come read it, or put its gradient in its place. The host may
+ * let go of the others. */
+void om_run_outputs_needed(const om_run *run, uint8_t *needed);
+
 /* When its segment has run, once each: the gradient of a graph input (needs->grad_segment), with the input's sizes and
  * dtype, and its strides where these leave no gaps, in a block that becomes the host's. */
 om_status om_run_grad(om_run *run, int input, om_tensor *t, om_block **block);
@@ -343,7 +347,8 @@ int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max);
  *     om_trainer_free(t)
  *
  * Errors are in the context the trainer was made with, which it uses until it is freed. After a failed call the trainer
- * is as it was before, except that a step that fails in the middle has lost the gradients gathered so far.
+ * is as it was before, except that a step that fails in the middle has lost the gradients gathered so far and may have
+ * written buffers (statistics of batch norm). Asked for an index it does not have, it gives zeros and the name "".
  * Threads: one trainer by one thread at a time; different trainers, each with a context of its own, do not meet.
  * Memory: one arena, the caller's or mapped. Sizes that are numbers in the artifacts are planned and tried in load (one
  * forward and backward that change nothing), so om_trainer_memory is known before the first step and no later step asks
@@ -385,7 +390,8 @@ om_io om_trainer_input(const om_trainer *t, bool eval, int i);
 om_io om_trainer_output(const om_trainer *t, bool eval, int i);
 
 /* Plans steps and evaluations for inputs of these sizes (data is not looked at; eval NULL: none) and tries them. Then
- * the arena is as large as it will be: a step of sizes that were never prepared may be refused. */
+ * the arena is as large as it will be, and steps of other sizes are refused. Called again, up to 64 times, for more
+ * sizes: each is tried after each (one_batch: n trials instead of n * n). Where it fails, what was prepared stays. */
 om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval);
 
 typedef struct om_trainer_bytes {
@@ -395,20 +401,20 @@ typedef struct om_trainer_bytes {
 } om_trainer_bytes;
 om_trainer_bytes om_trainer_memory(const om_trainer *t);
 
-/* One forward and backward. inputs: dense, of the dtypes and sizes the graph names (strided ones need memory that a
- * trainer of known sizes has not set aside: OM_NOMEM). loss may be NULL.
+/* One forward and backward. inputs: dense, of the dtypes and sizes the graph names; others are OM_INVALID before
+ * anything has happened. loss may be NULL.
  * outputs: NULL, or all of the graph's, borrowed until the next call. */
 om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
 om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
 om_status om_trainer_update(om_trainer *t);
-void om_trainer_reset(om_trainer *t); /* lazily: the gradients may be read until the next step */
+void om_trainer_reset(om_trainer *t); /* lazily: until the next step they can be read, and an update uses them */
 void om_trainer_seed(om_trainer *t, uint64_t seed); /* of random operators: step n after this call draws the same */
 
 /* The learning rate the next update uses. A schedule sets it, when it begins and at every om_trainer_schedule_step,
  * from the number of updates so far. Warm-up: 0 to `rate`; after it linear, or half a cosine, to 0 at `total`. */
 typedef enum om_schedule { OM_SCHEDULE_NONE, OM_SCHEDULE_CONSTANT, OM_SCHEDULE_LINEAR, OM_SCHEDULE_COSINE } om_schedule;
 double om_trainer_rate(const om_trainer *t);
-void om_trainer_set_rate(om_trainer *t, double rate);
+om_status om_trainer_set_rate(om_trainer *t, double rate); /* from 0 up, finite; a schedule's rate too */
 om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, int64_t total, double rate);
 om_status om_trainer_schedule_step(om_trainer *t);
 int64_t om_trainer_updates(const om_trainer *t); /* updates so far, those before the checkpoint included */
@@ -430,11 +436,15 @@ om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, in
 om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n);
 
 /* A safetensors file: parameters by name, with `moments` what the optimizer keeps as well, and the properties. Written
- * beside `path`, synchronised, then renamed: whenever it is interrupted, path holds the old or the new state. */
+ * beside `path`, synchronised, then renamed: whenever it is interrupted, path holds the old or the new state. Moments
+ * of a checkpoint that was loaded without an optimizer are not there: asked for, that is OM_INVALID. */
 om_status om_trainer_save(om_trainer *t, const char *path, bool moments);
-/* Everything is checked before anything is changed: another model's, a cut or a broken file is refused. */
+/* Everything is checked before anything is changed: another model's, a nominal, a cut or a broken file is refused. */
 om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint);
 om_status om_trainer_restore_file(om_trainer *t, const char *path);
+/* What lives between steps, from another trainer of the same parameters: values, seed, properties, and of an optimizer
+ * of the same kind moments, updates, rate and schedule. No gradients. */
+om_status om_trainer_copy(om_trainer *t, const om_trainer *from);
 
 /* Named values that travel with the checkpoint. kind: 'i', 'f' or 's'. */
 typedef struct om_property { const char *name; char kind; int64_t i; double f; const char *s; } om_property;

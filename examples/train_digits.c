@@ -124,7 +124,7 @@ int main(int argc, char **argv) {
         io[1].rank != 1 || batch < 1 || batch > d.n - TRAIN || batch > 4096)
         fail(file[0], "takes something else than x (f32, batch x 64) and labels (i64, batch)");
     om_tensor in[2] = {tensor_make(&io[0]), tensor_make(&io[1])}, out[2];
-    if (rate > 0) om_trainer_set_rate(t, rate);
+    if (rate > 0) check(cx, file[0], om_trainer_set_rate(t, rate));
     const om_trainer_bytes bytes = om_trainer_memory(t);
     printf("memory %zu bytes, of these parameters and moments %zu\n", bytes.arena, bytes.state);
 

@@ -271,8 +271,8 @@ class Model:
         (see memory); bytes: what was asked for; most, least: the peak of level 0, the smallest one that is known;
         again_us, step_us: by calculation, what it computes again and the step of level 0. docs/MEMORY.md."""
     def memory(self, variant: int, tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Bytes that a step of the variant takes in blocks: peak; released (the same when outputs are let go of
-        after the forward); kept (from forward to backward), workspace, outputs,
+        """Bytes that a step of the variant takes in blocks: peak; released (the same when nobody but the
+        backward holds outputs); kept (from forward to backward), workspace, outputs,
         gradients, loans (gradients of outputs that somebody still holds)."""
     def clusters(self, wanted: bytes, arriving: bytes, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
         """What backward may compute again, by structure, at the sizes of these tensors: name, count, bytes, formula,

@@ -15,7 +15,6 @@ trainable_only (False, True, True), so do these. Differences: docs/ON_DEVICE.md.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes as C
 import os
 import threading
@@ -39,7 +38,6 @@ class TrainingError(RuntimeError):
 # --- the C interface (csrc/ortmodule.h)
 
 _RANK = 8
-_F32, _BF16 = 1, 3
 _NAMES = ["", "float32", "float64", "", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 _CODES = {np.dtype(n): i for i, n in enumerate(_NAMES) if n}
 
@@ -118,7 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "om_trainer_reset": (None, [C.c_void_p]),
     "om_trainer_seed": (None, [C.c_void_p, C.c_uint64]),
     "om_trainer_rate": (C.c_double, [C.c_void_p]),
-    "om_trainer_set_rate": (None, [C.c_void_p, C.c_double]),
+    "om_trainer_set_rate": (C.c_int, [C.c_void_p, C.c_double]),
     "om_trainer_schedule": (C.c_int, [C.c_void_p, C.c_int, C.c_int64, C.c_int64, C.c_double]),
     "om_trainer_schedule_step": (C.c_int, [C.c_void_p]),
     "om_trainer_updates": (C.c_int64, [C.c_void_p]),
@@ -129,6 +127,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "om_trainer_set": (C.c_int, [C.c_void_p, C.c_bool, _FLOATS, C.c_int64]),
     "om_trainer_save": (C.c_int, [C.c_void_p, C.c_char_p, C.c_bool]),
     "om_trainer_restore": (C.c_int, [C.c_void_p, _Bytes]),
+    "om_trainer_copy": (C.c_int, [C.c_void_p, C.c_void_p]),
     "om_trainer_set_property": (C.c_int, [C.c_void_p, C.POINTER(_Property)]),
     "om_trainer_properties": (C.c_int, [C.c_void_p]),
     "om_trainer_property_at": (_Property, [C.c_void_p, C.c_int]),
@@ -163,10 +162,31 @@ def set_seed(seed: int) -> None:
             _lib.om_trainer_seed(trainer.p, seed & (2**64 - 1))
 
 
-def _tensor(x: Array) -> _Tensor:
+def _path(uri: str | os.PathLike[str]) -> bytes:
+    path = os.fsencode(uri)
+    if b"\0" in path:
+        raise ValueError(f"{os.fspath(uri)!r}: a path has no NUL")
+    return path
+
+
+def _text(text: str, what: str) -> bytes:
+    if "\0" in text:
+        raise ValueError(f"{what} {text!r}: has a NUL, which checkpoints do not")
+    return text.encode()
+
+
+def _expect(given: Any, kind: type, what: str) -> None:
+    if not isinstance(given, kind):
+        raise TypeError(f"{what}: a {kind.__name__} is expected, got {type(given).__name__}")
+
+
+def _tensor(x: Array, what: str) -> _Tensor:
     code = _CODES.get(x.dtype)
-    if code is None or x.ndim > _RANK:
-        raise TrainingError(f"an array of type {x.dtype} and {x.ndim} dimensions")
+    if code is None:
+        known = ", ".join(n for n in _NAMES if n)
+        raise TrainingError(f"{what}: an array of type {x.dtype}; {known} are taken")
+    if x.ndim > _RANK:
+        raise TrainingError(f"{what}: {x.ndim} dimensions; {_RANK} at most are taken")
     t = _Tensor(x.ctypes.data, dtype=code, rank=x.ndim, device=-1)
     for k in range(x.ndim):
         t.dim[k] = x.shape[k]
@@ -236,7 +256,17 @@ class _Trainer:
 # --- checkpoints
 
 
-class Parameter:
+class _Handle:
+    """What stands for memory of the engine's: it is neither copied nor pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled: it stands for memory of the engine's. "
+            "CheckpointState.save_checkpoint keeps what it has; make another one from the files"
+        )
+
+
+class Parameter(_Handle):
     """A parameter of a CheckpointState."""
 
     def __init__(self, state: CheckpointState, index: int) -> None:
@@ -317,17 +347,22 @@ class _Properties(MutableMapping[str, "int | float | str"]):
         kind = "i" if isinstance(value, int) else "f" if isinstance(value, float) else "s"
         if not isinstance(value, (int, float, str)):
             raise TypeError(f"property {name!r}: int, float or str, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise OverflowError(f"property {name!r}: {value} does not fit into 64 bits; a str can keep it")
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a property's name is a str that is not empty, got {name!r}")
+        encoded = _text(name, "property"), _text(value, f"property {name!r}:") if isinstance(value, str) else b""
         t = self._state._trainer
         if t is None:
             self.early[name] = value
             return
-        p = _Property(name=name.encode(), kind=kind.encode())
+        p = _Property(name=encoded[0], kind=kind.encode())
         if kind == "i":
             p.i = int(value)
         elif kind == "f":
             p.f = float(value)
         else:
-            p.s = str(value).encode()
+            p.s = encoded[1]
         t.check(_lib.om_trainer_set_property(t.p, p))
 
     def __delitem__(self, name: str) -> None:
@@ -343,7 +378,7 @@ class _Properties(MutableMapping[str, "int | float | str"]):
         return name in self._all()
 
 
-class CheckpointState:
+class CheckpointState(_Handle):
     """Parameters, properties and what the optimizer keeps. Parameters can be read when a Module was made with it."""
 
     def __init__(self, data: bytes) -> None:
@@ -369,8 +404,9 @@ class CheckpointState:
         cls, state: CheckpointState, checkpoint_uri: str | os.PathLike[str], include_optimizer_state: bool = False
     ) -> None:
         """Written beside, synchronised and renamed."""
+        _expect(state, CheckpointState, "save_checkpoint: state")
         t = state._loaded()
-        t.check(_lib.om_trainer_save(t.p, os.fsencode(checkpoint_uri), include_optimizer_state))
+        t.check(_lib.om_trainer_save(t.p, _path(checkpoint_uri), include_optimizer_state))
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -390,7 +426,7 @@ def _file(uri: str | os.PathLike[str] | bytes | None) -> bytes:
     return uri if isinstance(uri, bytes) else Path(uri).read_bytes()
 
 
-class Module:
+class Module(_Handle):
     """The model. device: "cpu". session_options: not looked at. threads: of the engine's pool; 0: one.
 
     As in onnxruntime-training the optimizer's file comes later, with Optimizer: until then the trainer is made without.
@@ -408,42 +444,28 @@ class Module:
     ) -> None:
         if device != "cpu":
             raise TrainingError(f"device {device!r}: only 'cpu'")
+        _expect(state, CheckpointState, "Module: state")
         self.training = True
         self._state = state
         self._files = {"train": _file(train_model_uri), "eval": _file(eval_model_uri)}
         self._threads = threads
         if state._trainer is not None:
             raise TrainingError("this CheckpointState belongs to another Module")
-        self._make(state._data, b"")
+        self._t = state._trainer = self._trainer(state._data, b"")
         for name, value in state._properties.early.items():
             state.properties[name] = value
 
-    def _make(self, checkpoint: bytes, optimizer: bytes) -> None:
-        self._t = _Trainer(
-            {**self._files, "optimizer": optimizer, "checkpoint": checkpoint}, threads=self._threads
-        )
-        self._state._trainer = self._t
+    def _trainer(self, checkpoint: bytes, optimizer: bytes) -> _Trainer:
+        files = {**self._files, "optimizer": optimizer, "checkpoint": checkpoint}
+        return _Trainer(files, threads=self._threads)
 
     def _give(self, optimizer: bytes) -> None:
         """The optimizer's file has come: another trainer from the same files, with the values of the one so far, which
         stays when there is something wrong with the file."""
         old = self._t
-        buffer, rest = None, {}
-        with contextlib.suppress(TrainingError):  # names and sizes only
-            buffer = self.get_contiguous_parameters()
-            rest = {
-                name: p.data
-                for name, p in self._state.parameters.items()
-                if p._row().value.dtype not in (_F32, _BF16)
-            }
-        properties = dict(self._state.properties)
-        self._make(self._state._data, optimizer)
-        if buffer is not None:
-            self.copy_buffer_to_parameters(buffer, False)
-        for name, value in rest.items():
-            self._state.parameters[name].data = value
-        for name, prop in properties.items():
-            self._state.properties[name] = prop
+        made = self._trainer(self._state._data, optimizer)
+        made.check(_lib.om_trainer_copy(made.p, old.p))
+        self._t = self._state._trainer = made
         old.end()
 
     def __call__(self, *user_inputs: npt.ArrayLike) -> Any:
@@ -457,7 +479,8 @@ class Module:
             raise TrainingError(f"{len(user_inputs)} inputs were given; the graph takes {len(ios)}: {names}")
         arrays = [np.asarray(x, order="C") for x in user_inputs]  # what is prepared is prepared for dense ones
         outputs = (_Tensor * len(t.ios(evaluation, True)))()
-        given = (_Tensor * max(len(arrays), 1))(*map(_tensor, arrays))
+        named = (_tensor(x, f"input {i} ({io.name.decode()!r})") for i, (x, io) in enumerate(zip(arrays, ios)))
+        given = (_Tensor * max(len(arrays), 1))(*named)
         call = _lib.om_trainer_eval if evaluation else _lib.om_trainer_step
         t.check(call(t.p, given, None, outputs))
         results = tuple(_array(y).copy() for y in outputs)
@@ -471,7 +494,8 @@ class Module:
         return self.train(False)
 
     def lazy_reset_grad(self) -> None:
-        """The next training call begins with gradients of its own; until then these can be read."""
+        """The next training call begins with gradients of its own; until then these can be read, and step() uses them
+        (so in onnxruntime-training)."""
         _lib.om_trainer_reset(self._t.p)
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> Array:
@@ -492,8 +516,11 @@ class Module:
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: list[str]
     ) -> None:
         """The evaluation graph up to these outputs, with the weights as they are."""
-        names = (C.c_char_p * len(graph_output_names))(*[n.encode() for n in graph_output_names])
-        self._t.check(_lib.om_trainer_export(self._t.p, os.fsencode(inference_model_uri), names, len(names)))
+        if isinstance(graph_output_names, str):
+            raise TypeError(f"graph_output_names: a list of names is expected, got {graph_output_names!r}")
+        texts = [_text(n, "graph_output_names:") for n in graph_output_names]
+        names = (C.c_char_p * len(texts))(*texts)
+        self._t.check(_lib.om_trainer_export(self._t.p, _path(inference_model_uri), names, len(names)))
 
     def input_names(self) -> list[str]:
         return [i.name.decode() for i in self._t.ios(not self.training, False)]
@@ -507,10 +534,11 @@ class Module:
         return {"arena": m.arena, "state": m.state}
 
 
-class Optimizer:
-    """The optimizer of a Module."""
+class Optimizer(_Handle):
+    """The optimizer of a Module. A later one of the same kind goes on with the moments of the one before."""
 
     def __init__(self, optimizer_uri: str | os.PathLike[str] | bytes, module: Module) -> None:
+        _expect(module, Module, "Optimizer: module")
         self._module = module
         module._give(_file(optimizer_uri))
 
@@ -519,18 +547,20 @@ class Optimizer:
         t.check(_lib.om_trainer_update(t.p))
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        _lib.om_trainer_set_rate(self._module._t.p, learning_rate)
+        t = self._module._t
+        t.check(_lib.om_trainer_set_rate(t.p, learning_rate))
 
     def get_learning_rate(self) -> float:
         return float(_lib.om_trainer_rate(self._module._t.p))
 
 
-class LinearLRScheduler:
+class LinearLRScheduler(_Handle):
     """The rate rises from 0 to initial_lr in warmup_step_count updates, then falls to 0 at total_step_count."""
 
     def __init__(
         self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float
     ) -> None:
+        _expect(optimizer, Optimizer, "LinearLRScheduler: optimizer")
         self._module = optimizer._module
         t = self._module._t
         t.check(_lib.om_trainer_schedule(t.p, 2, warmup_step_count, total_step_count, initial_lr))

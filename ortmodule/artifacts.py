@@ -68,6 +68,8 @@ _KINDS = {
 def tensors_bytes(tensors: Mapping[str, tuple[str, Sequence[int], bytes]], meta: Mapping[str, str]) -> bytes:
     """A safetensors file of (dtype as safetensors spells it, shape, bytes)."""
     header: dict[str, Any] = {"__metadata__": dict(meta)}
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor named '__metadata__': safetensors has that name for something else; rename it")
     at = 0
     for name, (kind, shape, data) in tensors.items():
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + len(data)]}
@@ -226,6 +228,17 @@ def _lifted(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
     return result
 
 
+def _check_loss(name: str, info: onnx.ValueInfoProto, given: Any) -> None:
+    """The result must be one f32 number; what is not known is the engine's to refuse."""
+    kind = info.type.tensor_type
+    sizes = [d.dim_param or d.dim_value for d in kind.shape.dim] if kind.HasField("shape") else []
+    if kind.elem_type in (TensorProto.UNDEFINED, TensorProto.FLOAT) and all(s in (0, 1) for s in sizes):
+        return
+    shape = f"{TensorProto.DataType.Name(kind.elem_type).lower()} [{', '.join(map(str, sizes))}]"
+    remedy = "give loss=LossType..." if given is None else "end the block with a ReduceMean or ReduceSum"
+    raise RuntimeError(f"loss: {name!r} is {shape}; one float number is expected: {remedy}")
+
+
 def _loss_block(loss: Any) -> onnxblock.Block:
     if loss is None:
         return onnxblock.PassThrough()
@@ -290,6 +303,8 @@ def generate_artifacts(
     unknown = [n for n in keep if n not in infos]
     if unknown:
         raise RuntimeError(f"additional_output_names: {', '.join(unknown)}: no value of the model")
+    if result in infos:
+        _check_loss(result, infos[result], loss)
     del whole.graph.output[:]
     whole.graph.output.extend([infos[n] for n in [result, *(k for k in keep if k != result)]])
     opset = next(o.version for o in whole.opset_import if o.domain in ("", "ai.onnx"))

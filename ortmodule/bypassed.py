@@ -77,13 +77,13 @@ class Way:
         table = state.module._modules
         if state.children is None:
             state.children = {
-                name: (child, self.wrap(child)) for name, child in table.items() if child is not None and _fits(child)
+                name: (child, self.wrap(child)) for name, child in table.items() if child is not None and fits(child)
             }
         with _placed(state, True):
             yield
 
 
-def _fits(child: nn.Module) -> bool:
+def fits(child: nn.Module) -> bool:
     return (
         not isinstance(getattr(child, "_ortmodule", None), State)
         and type(child).forward is not nn.Module.forward

@@ -88,7 +88,7 @@ class StepMemory:
     gradients: int
     loans: int  # gradients of outputs; in the outputs' own memory once nobody holds those
     peak: int
-    released: int  # the same, if the outputs are let go of before the backward
+    released: int  # the same, if nobody but the backward holds the outputs
     budget: int = 0  # 0: none
     without: int = 0  # peak without a budget
     least: int = 0  # the smallest peak that is known to be possible; 0: nobody has looked

@@ -12,6 +12,7 @@ A block takes names of values of the graph and returns the name of a value it ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -269,6 +270,8 @@ class ClipGradNorm:
     """Before an update: gradients whose norm, over all of them, is above max_norm are scaled down to it."""
 
     def __init__(self, max_norm: float) -> None:
+        if not (max_norm > 0 and math.isfinite(max_norm)):
+            raise ValueError(f"max_norm: {max_norm}; a finite number above 0 is expected")
         self.max_norm = max_norm
 
 
@@ -289,6 +292,10 @@ class AdamW:
         weight_decay: float = 0.0,
         clip_grad: ClipGradNorm | None = None,
     ) -> None:
+        if not all(0 <= b < 1 for b in betas):
+            raise ValueError(f"betas: {betas}; numbers from 0 up and below 1 are expected")
+        if not (eps >= 0 and math.isfinite(eps) and math.isfinite(weight_decay)):
+            raise ValueError(f"eps {eps} and weight_decay {weight_decay}: finite numbers are expected, eps from 0 up")
         self.op, self.moments, self.clip_grad = "AdamWOptimizer", 2, clip_grad
         self.attributes: dict[str, float | int] = {
             "alpha": betas[0], "beta": betas[1], "epsilon": eps, "weight_decay": weight_decay, "adam_mode": 1,

@@ -70,7 +70,7 @@ def _has_code(f: Any) -> bool:
 
 
 def _apply_is_known(cls: Any) -> bool:
-    """A Python function whose code is of one form (to 2.13), or one of C that calls `forward` of its class (2.14)."""
+    """A Python function with code of one form (up to 2.13), or one of C that calls `forward` of its class (2.14)."""
     made = cls.__dict__.get("apply")
     if isinstance(made, types.ClassMethodDescriptorType):
         return made.__objclass__.__name__ == "_FunctionBase"

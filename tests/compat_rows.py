@@ -129,7 +129,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("`register_graph_optimizer`", NO, "the gradient graph exists in the engine's form alone; says so once", "test_served_names::test_what_registers_for_absent_parts_says_so_once"),
         Row("`register_gradient`, `register_symbolic`, `enable_custom_autograd_support`", NO, "PyTorch differentiates what the engine does not know; says so once", "test_served_names::test_what_registers_for_absent_parts_says_so_once"),
         Row("ZeRO stage 3, `configure_ort_compatible_zero_stage3`, `ZeROOffloadSubscriber`", NO, "ZeRO-3 needs no preparation: wrap the blocks (DISTRIBUTED.md); the name says so", "test_served_names::test_what_is_not_served_says_what_to_do"),
-        Row("`ORTPipelineModule`", NO, "wrap the layers", "test_served_names::test_what_is_not_served_says_what_to_do"),
+        Row("`ORTPipelineModule`", BETTER, "a rank's layers are one graph, tied layers and functions among them", "test_deepspeed_pipeline::test_stages"),
     ],
     "Utilities": [
         Row("`extract_data_and_schema`, `unflatten_data_using_schema`, `PrimitiveType`", SAME, "", "test_utilities::test_schemas"),

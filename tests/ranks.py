@@ -23,11 +23,15 @@ def python_with(package: str, tested: str) -> str:
     return found or pytest.skip(f"{package} is not installed (tested with {tested}): install it here, or let {variable} name a Python that has it")
 
 
-def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable) -> None:
-    """Every rank must exit with 0 and print "done" as its last line."""
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return int(s.getsockname()[1])
+
+
+def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable) -> None:
+    """Every rank must exit with 0 and print "done" as its last line."""
+    port = free_port()
     base = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     running = []

@@ -35,6 +35,7 @@ import test_label_rows
 import test_layers
 import test_losses
 import test_masks
+import test_padding
 import test_patterns
 import test_plan
 import test_plan_update
@@ -236,6 +237,11 @@ def remat_rows() -> None:
     test_remat.test_norm_is_computed_from_its_input()
 
 
+def padding_rows() -> None:
+    for name in ("bools", "added", "bools, causal"):
+        test_padding.test_interpreted(name, "anywhere")
+
+
 NOTICED, UNSEEN, NEVER_REACHED = range(3)
 # Seeds are those of test_plan.py that notice first.
 POINTS: dict[str, Callable[[], None]] = {
@@ -262,6 +268,12 @@ POINTS: dict[str, Callable[[], None]] = {
     "remat.region": test_remat_regions.test_inside_is_computed_again_and_what_others_ask_for_is_kept,
     "remat.nested": test_remat_regions.test_regions_within_regions_are_computed_for_the_outer_one_and_anew,
     "losses.once": test_losses.test_a_copy_that_others_read_stays,
+    "padding.labels": padding_rows,
+    "padding.keys": padding_rows,
+    "padding.blind": padding_rows,
+    "padding.bounds": padding_rows,
+    "padding.end": padding_rows,
+    "unseen.seen": lambda: rows_of(test_padding.test_seen),
     "layers.written": test_layers.test_a_layer_is_computed_again_from_its_input,
     "plan.view": plans(0, 50),
     "plan.dense": plans(0, 50),
@@ -312,6 +324,7 @@ PASSES: dict[str, Callable[[], None]] = {
     "remat": remat_rows,
     "masks": mask_rows,
     "attention": written_rows,
+    "padding": lambda: test_padding.test_interpreted("added", "tokens"),
     "label_parts": lambda: test_label_parts.test_parts("in the middle"),
     "label_rows": test_label_rows.test_interpreted,
     "label_grads": test_label_grads.test_interpreted,

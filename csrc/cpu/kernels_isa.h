@@ -19,6 +19,14 @@
 #define OM_ISA_CAT(a, b) OM_ISA_CAT_(a, b)
 #define OM_ISA_NAME(name) OM_ISA_CAT(name, OM_ISA)
 
+/* make device OPS=...: whether these files have an element type (tools/om_ops.c writes the header) */
+#if defined(OM_ONLY)
+#include <only.h>
+#define OM_KEPT(TYPE) OM_KEEP_TYPE_##TYPE
+#else
+#define OM_KEPT(TYPE) 1
+#endif
+
 #if defined(__AVX512F__)
 #define OM_VBYTES 64
 #elif defined(__AVX2__)

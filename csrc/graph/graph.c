@@ -134,7 +134,9 @@ static om_status type_note(om_ctx *cx, int dtype) {
                                               TYPE(I32), TYPE(I16), TYPE(I8),   TYPE(U8),  TYPE(BOOL)};
 #undef TYPE
     return kept[dtype] ? cx->status
-                       : om_fail(cx, OM_UNSUPPORTED, "%s: this library was built for files that do not use this type",
+                       : om_fail(cx, OM_UNSUPPORTED,
+                                 "%s: this library was built for files that do not use this type: make device "
+                                 "OPS=\"...\" with this one as well",
                                  om_dtype_name(dtype));
 }
 #else

@@ -30,6 +30,20 @@ static inline uint16_t om_f32_to_bf16(float x) {
     return (uint16_t)(abs > 0x7f800000u ? nan : rounded);
 }
 
+#if defined(__aarch64__) && defined(__ARM_FP16_FORMAT_IEEE) /* the processor's own: fcvt, fcvtl, fcvtn */
+static inline float om_f16_to_f32(uint16_t h) {
+    __fp16 x;
+    memcpy(&x, &h, sizeof x);
+    return (float)x;
+}
+
+static inline uint16_t om_f32_to_f16(float f) {
+    const __fp16 x = (__fp16)f;
+    uint16_t h;
+    memcpy(&h, &x, sizeof h);
+    return h;
+}
+#else
 static inline float om_f16_to_f32(uint16_t h) {
     uint32_t abs = (uint32_t)(h & 0x7fffu) << 13, sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t finite = om_f32_bits(om_bits_f32(abs) * 0x1p112f); /* moves the exponent bias; subnormals come out right */
@@ -47,5 +61,6 @@ static inline uint16_t om_f32_to_f16(float x) {
     uint32_t r = abs < 0x38800000u ? small : normal;
     return (uint16_t)((abs >= 0x47800000u ? special : r) | sign);
 }
+#endif
 
 #endif

@@ -7,19 +7,23 @@
  * from them. restore puts rows back where a position is asked for: before attention, and before whoever sees all rows.
  * Its gradient is compress, and the other way round, so the backward follows from the operators' own rules.
  *
- * Where a mask of bools hides keys it then also hides queries that are left out: their result is zero, nobody reads it,
+ * Where a mask is added, attention is told each sample's first and last key that is there (kv_start, kv_end). Where a
+ * mask of bools hides keys it then also hides queries that are left out: their result is zero, nobody reads it,
  * and tiles in which nothing is visible are skipped.
  *
  * The set is computed in front of the first node that needs it, from labels and masks alone. Heads before a loss are
  * left to label_rows.c: fewer rows have a label. A pass of the forward before gradients are built, of a variant's copy.
  */
 #include "graph/device.h"
+#include "graph/sabotage.h"
 #include "passes/labels.h"
 #include "passes/masks/masks.h"
 #include "passes/passes.h"
 #include "passes/unseen.h"
 
 #include <stdio.h>
+
+typedef struct om_bounds { om_id from, to; } om_bounds; /* keys of a sample, i64 (batch); OM_NONE: not made */
 
 typedef struct padding {
     om_unseen u;
@@ -28,6 +32,7 @@ typedef struct padding {
     om_id *rows;           /* per value: its chosen rows, in the new graph */
     om_label_rows *chosen; /* per group */
     om_id *keep;           /* per group: the set, bool (rows) */
+    om_bounds *bounds;     /* per reader */
     om_id *mask, *of;      /* per value: a mask that hides queries too, and those of which group */
     uint8_t *made;
     bool cones;            /* masks and labels are there */
@@ -141,21 +146,23 @@ static bool reader_again(const padding *s, om_id i) { /* as one before it */
     return false;
 }
 
+static om_id places(om_graph *g, om_dim time) { /* i64 (1, time) */
+    const om_attr attr[] = {OM_AD("shape", &time, 1), OM_AI("dtype", OM_I64), OM_AI("start", 0), OM_AI("step", 1)};
+    return om_b_reshape(g, om_make(g, &om_op_iota, NULL, 0, attr, 4), (om_dim[]){1, time}, 2);
+}
+
 static om_id keep_make(om_rewriter *r, const padding *s, om_id group) {
     om_graph *g = r->to;
     const om_group *x = &s->u.groups.v[group];
     const om_dim shape[2] = {om_dim_copy(g, r->from, x->batch), om_dim_copy(g, r->from, x->time)};
-    const om_id place = om_b_reshape(g, om_make(g, &om_op_iota, NULL, 0,
-                                                OM_ATTRS(OM_AD("shape", &shape[1], 1), OM_AI("dtype", OM_I64),
-                                                         OM_AI("start", 0), OM_AI("step", 1))),
-                                     (om_dim[]){1, shape[1]}, 2);
+    const om_id place = places(g, shape[1]);
     om_id keep = om_b_expand(g, om_scalar(g, OM_BOOL, 0), shape, 2), upto = OM_NONE;
     bool own = false, causal = true; /* attention among these rows; all of it causal */
     for (om_id i = 0; i < s->u.readers.n; i++) {
         const om_reader *d = &s->u.readers.v[i];
         const om_node *n = &r->from->nodes.v[d->node];
         if (d->group != group || reader_again(s, i)) continue;
-        if (d->kind == OM_READER_LOSS) {
+        if (d->kind == OM_READER_LOSS && !om_sabotage("padding.labels")) {
             const om_id labels = r->map[om_ins(r->from, n)[1]];
             if (g->cx->status != OM_OK) return OM_NONE;
             const double ignore = (double)om_node_int(n, "ignore_index", -100);
@@ -167,6 +174,8 @@ static om_id keep_make(om_rewriter *r, const padding *s, om_id group) {
             const om_id in = om_b_bin(g, &om_op_and, om_b_bin(g, &om_op_ge, place, from),
                                       om_b_bin(g, &om_op_lt, place, to));
             keep = either(g, keep, in);
+        } else if (d->kind != OM_READER_KEYS) {
+            continue;
         } else if (d->queries != group) {
             keep = either(g, keep, keys_seen(r, d, shape));
         } else {
@@ -181,12 +190,14 @@ static om_id keep_make(om_rewriter *r, const padding *s, om_id group) {
         const om_reader *d = &s->u.readers.v[i];
         if (d->group != group || d->kind != OM_READER_KEYS || d->queries != group || reader_again(s, i)) continue;
         om_id keys = d->mask == OM_NONE ? upto : keys_seen(r, d, shape);
+        if (om_sabotage("padding.keys")) continue;
         if (d->mask != OM_NONE && upto != OM_NONE) keys = om_b_bin(g, &om_op_and, keys, upto);
         keep = either(g, keep, keys);
     }
     const om_id before = keep;
     for (om_id i = 0; i < s->u.readers.n; i++)
-        if (s->u.readers.v[i].group == group && s->u.readers.v[i].checked && !reader_again(s, i))
+        if (s->u.readers.v[i].group == group && s->u.readers.v[i].checked && !reader_again(s, i) &&
+            !om_sabotage("padding.blind"))
             keep = either(g, keep, samples_blind(r, &s->u.readers.v[i], before));
     const om_dim rows = om_dim_copy(g, r->from, x->rows);
     return om_b_reshape(g, keep, &rows, 1);
@@ -280,6 +291,57 @@ static om_id mask_queries(om_rewriter *r, const om_node *n) {
     return s->of[in[3]] == group ? s->mask[in[3]] : OM_NONE;
 }
 
+/* Of an attention whose mask is added: each sample's first key that is there and one past its last, so that tiles of
+ * padding alone are skipped; where a query that is read sees none, all (it is a mean over them). False: none. */
+static bool bounds_keys(om_rewriter *r, const om_node *n, om_id *from, om_id *to) {
+    padding *s = r->arg;
+    om_graph *g = r->to;
+    const om_id id = (om_id)(n - r->from->nodes.v), *in = om_ins(r->from, n);
+    if (!om_is(n, attention) || n->n_in < 4 || in[3] == OM_NONE) return false;
+    if (om_ty(r->from, in[3])->dtype == OM_BOOL) return false; /* the kernel sees what it hides by itself */
+    om_id at = 0;
+    while (at < s->u.readers.n && (s->u.readers.v[at].node != id || s->u.readers.v[at].kind != OM_READER_KEYS)) at++;
+    const om_reader *d = at < s->u.readers.n ? &s->u.readers.v[at] : NULL;
+    if (!d || d->mask == OM_NONE || s->u.groups.v[d->group].why) return false;
+    om_bounds *b = &s->bounds[at];
+    for (om_id k = 0; k < at && b->from == OM_NONE; k++) { /* as of one before it */
+        const om_reader *o = &s->u.readers.v[k];
+        if (s->bounds[k].from != OM_NONE && o->group == d->group && o->mask == d->mask && o->negated == d->negated &&
+            o->queries == d->queries && om_ins(r->from, &r->from->nodes.v[o->node])[3] == in[3])
+            *b = s->bounds[k];
+    }
+    if (b->from == OM_NONE) {
+        (void)chosen(r, d->group);
+        const om_group *x = &s->u.groups.v[d->group];
+        const om_dim shape[2] = {om_dim_copy(g, r->from, x->batch), om_dim_copy(g, r->from, x->time)};
+        const om_id keep = om_b_reshape(g, s->keep[d->group], shape, 2), seen = keys_seen(r, d, shape);
+        const om_id place = places(g, shape[1]), none = om_scalar(g, OM_I64, 0), end = number(r, NULL, shape[1]);
+        const om_id next = om_b_bin(g, &om_op_add, place, om_scalar(g, OM_I64, !om_sabotage("padding.end")));
+        om_id first = reduced(g, &om_op_reduce_min, om_make(g, &om_op_where, OM_IN(seen, place, end), NULL, 0), 1);
+        om_id last = reduced(g, &om_op_reduce_max, om_make(g, &om_op_where, OM_IN(seen, next, none), NULL, 0), 1);
+        if (d->checked && !om_sabotage("padding.bounds")) {
+            const om_id blind = samples_blind(r, d, keep);
+            first = om_make(g, &om_op_where, OM_IN(blind, none, first), NULL, 0);
+            last = om_make(g, &om_op_where, OM_IN(blind, end, last), NULL, 0);
+        }
+        *b = (om_bounds){om_b_reshape(g, first, shape, 1), om_b_reshape(g, last, shape, 1)};
+    }
+    *from = b->from, *to = b->to;
+    return g->cx->status == OM_OK;
+}
+
+static om_status attention_within(om_rewriter *r, const om_node *n, om_id from, om_id to) {
+    om_id of[OM_MAX_IN];
+    for (int i = 0; i < n->n_in || i < 6; i++) {
+        const om_id v = i < n->n_in ? om_ins(r->from, n)[i] : OM_NONE;
+        of[i] = v == OM_NONE ? OM_NONE : r->map[v];
+    }
+    of[4] = from, of[5] = to;
+    const om_id y = om_rewrite_node(r, n, of, n->n_in < 6 ? 6 : n->n_in);
+    for (int i = 0; i < n->n_out && y != OM_NONE; i++) r->map[n->out + (om_id)i] = y + (om_id)i;
+    return r->to->cx->status;
+}
+
 static om_status padding_emit(om_rewriter *r, om_id id) {
     padding *s = r->arg;
     const om_graph *f = r->from;
@@ -288,6 +350,9 @@ static om_status padding_emit(om_rewriter *r, om_id id) {
     if (n->n_out && r->map[n->out] != OM_NONE) return OM_OK; /* of a mask, made before */
     g->cur_scope = n->scope;
     g->cur_phase = n->phase;
+    om_id from, to;
+    if (bounds_keys(r, n, &from, &to)) return attention_within(r, n, from, to);
+    OM_TRY(g->cx->status);
     const om_id mask = mask_queries(r, n);
     if (mask != OM_NONE) {
         om_id of[OM_MAX_IN];
@@ -337,13 +402,16 @@ om_status om_pass_run_padding(om_ctx *cx, const om_graph *in, om_graph **out) {
         s.chosen = om_alloc(cx, ((size_t)s.u.groups.n + 1) * sizeof *s.chosen);
         s.made = om_alloc(cx, (size_t)s.u.groups.n + 1);
         s.keep = om_alloc(cx, ((size_t)s.u.groups.n + 1) * sizeof *s.keep);
-        if (st == OM_OK && s.chosen && s.made && s.keep) st = region_find(cx, &s);
+        s.bounds = om_alloc(cx, ((size_t)s.u.readers.n + 1) * sizeof *s.bounds);
+        for (om_id i = 0; i < s.u.readers.n && s.bounds; i++) s.bounds[i] = (om_bounds){OM_NONE, OM_NONE};
+        if (st == OM_OK && s.chosen && s.made && s.keep && s.bounds) st = region_find(cx, &s);
         if (st == OM_OK) st = cx->status;
         if (st == OM_OK) padding_tell(cx, &s);
     }
     if (st == OM_OK && s.u.value) st = om_rewrite(cx, in, padding_emit, &s, out);
     else if (st == OM_OK) st = om_rewrite(cx, in, om_rewrite_copy, NULL, out);
     om_unseen_free(cx, &s.u);
+    om_free(cx, s.bounds);
     om_free(cx, s.keep);
     om_free(cx, s.made);
     om_free(cx, s.of);

@@ -1,7 +1,8 @@
-/* The extension on a glibc older than the one it is linked with, down to 2.28 (2018): the linker sends calls of the names
- * below here (-Wl,--wrap, GLIBC_NAMES of the Makefile), and each goes on to the version of that name which glibc has had
- * from its beginning. What changed with the newer versions: where the threads lie (2.34: libpthread and libdl became
- * part of libc), errno of exp, log and pow (2.29), that fstat is a symbol at all (2.33). Nothing that is computed.
+/* The extension on a glibc older than the one it is linked with, down to 2.28 (2018): the linker sends calls of the
+ * names below here (-Wl,--wrap, GLIBC_NAMES of the Makefile), and each goes on to the version of that name which glibc
+ * has had from its beginning. What changed with the newer versions: where the threads lie (2.34: libpthread and libdl
+ * became part of libc), errno of exp, log and pow (2.29), that fstat is a symbol at all (2.33). Nothing that is
+ * computed.
  *
  * A static library has no versions, so this is no part of libom or libortmodule. */
 #include <dlfcn.h>

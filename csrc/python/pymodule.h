@@ -38,6 +38,7 @@ typedef struct Run {
     PyObject_HEAD
     Model *model;
     PyObject *held; /* the tensors given: alive while addresses are used */
+    PyObject *outputs; /* a list within `held`, of a backward: until they have been read */
     om_ctx *cx;
     om_run *r;
 } Run;

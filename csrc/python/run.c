@@ -78,14 +78,17 @@ static PyObject *State_backward(PyObject *o, PyObject *args, PyObject *kw) {
         return PyErr_Format(PyExc_ValueError, "backward: %zd dropped flags for %d outputs", n_dropped, n_out);
     om_tensor ar, *in = malloc((size_t)(n + 2 * n_out + 1) * sizeof *in);
     if (!in) return PyErr_NoMemory();
+    PyObject *own = PySequence_List(outputs);
     om_tensor *out = in + n, *dy = out + n_out;
-    Run *self = om_dl_import(arena, &ar) || om_dl_import_list(tensors, n, in, "tensors") ||
+    Run *self = !own || om_dl_import(arena, &ar) || om_dl_import_list(tensors, n, in, "tensors") ||
                         om_dl_import_list(outputs, n_out, out, "outputs") ||
                         om_dl_import_list(grads, n_out, dy, "grads")
                     ? NULL
-                    : run_new(state->model, PyTuple_Pack(4, arena, tensors, outputs, grads));
+                    : run_new(state->model, PyTuple_Pack(4, arena, tensors, own, grads));
+    Py_XDECREF(own);
     om_status s = OM_OK;
     if (self) {
+        self->outputs = own;
         const size_t size = ar.dtype == OM_U8 && om_is_dense(&ar) ? (size_t)om_numel(&ar) : SIZE_MAX;
         Py_BEGIN_ALLOW_THREADS;
         s = om_run_backward(self->cx, state->s, ar.data, size, in, out, dy, (const uint8_t *)dropped, &self->r);
@@ -93,6 +96,19 @@ static PyObject *State_backward(PyObject *o, PyObject *args, PyObject *kw) {
     }
     free(in);
     return self ? run_started(self, s) : NULL;
+}
+
+/* Lets go of outputs that a backward has read for the last time. */
+static int outputs_drop(Run *self) {
+    const Py_ssize_t n = self->outputs ? PyList_Size(self->outputs) : 0;
+    uint8_t small[64], *needed = n <= 64 ? small : malloc((size_t)n);
+    if (!needed) return PyErr_NoMemory(), -1;
+    if (n) om_run_outputs_needed(self->r, needed);
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!needed[i] && PyList_GetItem(self->outputs, i) != Py_None)
+            PyList_SetItem(self->outputs, i, (Py_INCREF(Py_None), Py_None));
+    if (needed != small) free(needed);
+    return 0;
 }
 
 static PyObject *Run_resume(PyObject *o, PyObject *args) {
@@ -103,8 +119,11 @@ static PyObject *Run_resume(PyObject *o, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     s = om_run_resume(self->r, segment);
     Py_END_ALLOW_THREADS;
-    if (s == OM_OK) Py_RETURN_NONE;
-    if (s != OM_HOST) return om_py_error(self->cx);
+    if (s != OM_OK && s != OM_HOST) return om_py_error(self->cx);
+    if (s == OM_OK) {
+        if (outputs_drop(self)) return NULL;
+        Py_RETURN_NONE;
+    }
     const om_host_stop *stop = om_run_host(self->r);
     PyObject *list = PyList_New(stop->n_in);
     for (int i = 0; list && i < stop->n_in; i++) {

@@ -11,10 +11,65 @@
 
 #include <limits.h>
 
+/* --- the gradient of an output is read by the end of the segment that makes it -------------------------------- */
+
+enum { PULLED = 6 };
+
+static bool pulled_cheap(const om_node *n) {
+    return n->op->view || n->op->kind == OM_K_POINTWISE || om_is(n, layer_norm) || om_is(n, rms_norm) ||
+           om_is(n, compress) || om_is(n, restore) || om_is(n, trim);
+}
+
+/* Can node n of the backward run in segment `at`, with what only it needs? (at most `depth` nodes behind each other)
+ * set: it does from now on. */
+static bool pulled(om_graph *g, om_node *n, int at, int depth, bool set) {
+    if (!n || n->phase != OM_BACKWARD || n->segment <= at) return true;
+    if (!depth || (depth < PULLED && !pulled_cheap(n))) return false;
+    for (int k = 0; k < n->n_in; k++) {
+        const om_id v = om_ins(g, n)[k];
+        const om_node *m = om_maker(g, v);
+        if (m && !pulled(g, (om_node *)m, at, depth - 1, set)) return false;
+    }
+    if (set) n->segment = (uint16_t)at;
+    return true;
+}
+
+/* Has v x's sizes, or a bounded one in the place of one of them? */
+static bool as_large(const om_graph *g, om_id v, om_id x) {
+    const om_type *t = om_ty(g, v), *of = om_ty(g, x);
+    om_dim size;
+    const int bounded = om_bounded_axis(g, t, &size);
+    bool same = t->dtype == of->dtype && t->rank == of->rank && t->rank > 0;
+    for (int i = 0; i < t->rank && same; i++) same = t->dim[i] == of->dim[i] || i == bounded;
+    return same;
+}
+
+/* A product that reads a gradient in an output's place (of tied weights: that of the head is due with the embedding's)
+ * goes where the gradient is made: its memory is the host's, which gets it back sooner (the output itself, or a block
+ * beside it). */
+static void segments_pull(om_graph *g, const om_facts *f) {
+    for (om_id i = 0; i < g->nodes.n; i++) {
+        om_node *n = &g->nodes.v[i];
+        if (n->phase != OM_BACKWARD || !om_is(n, matmul)) continue;
+        for (int k = 0; k < n->n_in; k++) {
+            const om_id v = om_ins(g, n)[k];
+            const om_node *m = v == OM_NONE ? NULL : om_maker(g, f->root[v]);
+            if (!m || m->phase != OM_BACKWARD || m->segment >= n->segment) continue;
+            bool place = false;
+            for (int j = 0; j < m->n_in && !place; j++) {
+                const om_id x = om_ins(g, m)[j];
+                place = x != OM_NONE && f->root_held[f->root[x]] & OM_HELD_OUTPUT && as_large(g, m->out, x);
+            }
+            if (place && pulled(g, n, m->segment, PULLED, false)) pulled(g, n, m->segment, PULLED, true);
+        }
+    }
+}
+
 /* Each backward node runs in the first segment that needs it, and not after the segment that hands out the gradient of
  * a graph input whose memory it reads: who has the gradient may change the tensor at once (an optimizer step in a
  * hook). */
-static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, const int *group, int *n_segments) {
+static om_status segments_assign(om_ctx *cx, om_graph *g, const om_facts *f, const int *group, int *n_segments) {
+    const om_id *root = f->root;
     int last = 0;
     int *seg = om_alloc(cx, (g->values.n + 1) * sizeof *seg);
     /* at roots: last segment that may read what lies there */
@@ -52,6 +107,7 @@ static om_status segments_assign(om_ctx *cx, om_graph *g, const om_id *root, con
             if (v != OM_NONE && s < seg[v]) seg[v] = s;
         }
     }
+    segments_pull(g, f);
     *n_segments = g->n_segments = g->grads.n ? last + 1 : 0;
     om_free(cx, seg);
     om_free(cx, until);
@@ -81,5 +137,5 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
 om_status om_joint_end(om_ctx *cx, int at, const int *group, om_graph **g, om_facts **facts, int *n_segments) {
     OM_TRY(om_passes_range(cx, om_passes_joint, at + 1, INT_MAX, g));
     if (!(*facts = om_facts_new(cx, *g))) return cx->status;
-    return segments_assign(cx, *g, (*facts)->root, group, n_segments);
+    return segments_assign(cx, *g, *facts, group, n_segments);
 }

@@ -315,6 +315,12 @@ static void plan_evict(om_model *m, om_plan *p) {
     plan_unref(m, p);
 }
 
+void om_model_plans_drop(om_model *m) {
+    pthread_mutex_lock(&m->lock);
+    while (m->n_plans) plan_evict(m, m->plan[--m->n_plans]);
+    pthread_mutex_unlock(&m->lock);
+}
+
 void om_plan_release(om_model *m, om_plan *plan) {
     if (!plan) return;
     pthread_mutex_lock(&m->lock);

@@ -68,33 +68,56 @@ static int64_t peak_block(om_ctx *cx, const om_plan *p, int64_t size) {
     return p->device->block_size ? (int64_t)p->device->block_size(cx, (size_t)size) : size;
 }
 
+/* The first segment that hands out a gradient: until then autograd holds what it has saved of the outputs. */
+static int peak_head(const om_plan *p) {
+    int head = p->n_segments;
+    for (uint32_t i = 0; i < p->g->grads.n; i++) {
+        const om_id v = p->g->grads.v[i].value;
+        const om_node *n = v == OM_NONE ? NULL : om_maker(p->g, v);
+        const int at = !n || n->phase == OM_FORWARD ? 0 : (int)n->segment;
+        if (v != OM_NONE && at < head) head = at;
+    }
+    return head;
+}
+
+/* The last call that needs output i or the gradient in its place; -1: only the forward does. */
+static int peak_until(const om_plan *p, uint32_t i) {
+    int last = -1;
+    for (uint32_t k = 0; k < p->n_st; k++) {
+        const om_storage *s = &p->st[k];
+        const bool own = (s->where == OM_W_OUTPUT || s->where == OM_W_LOAN) && s->index == i;
+        if (own && s->last >= p->n_forward && s->last > last) last = s->last;
+    }
+    return last;
+}
+
 om_memory om_plan_memory(om_ctx *cx, const om_plan *p) {
     const int64_t arena = peak_block(cx, p, p->bytes.arena);
+    const int head = peak_head(p);
     om_memory m = {.kept = p->bytes.kept, .workspace = arena - p->bytes.kept};
-    int64_t saved = 0, most = 0; /* outputs that live on: numbers, what backward reads */
-    for (uint32_t i = 0; i < p->g->outputs.n; i++) {
-        const int64_t n = om_numel(&p->output[i]);
-        const int64_t size = peak_block(cx, p, n * (int64_t)om_dtype_size(p->output[i].dtype));
-        bool stays = n == 1;
-        for (uint32_t k = 0; k < p->n_st && !stays; k++)
-            stays = p->st[k].where == OM_W_OUTPUT && p->st[k].index == i && p->st[k].last >= p->n_forward;
-        m.outputs += size;
-        if (stays) saved += size;
-    }
+    int64_t most = 0, alone = 0; /* gradients, and loans; gradients, and outputs that nobody else holds */
+    for (uint32_t i = 0; i < p->g->outputs.n; i++)
+        m.outputs += peak_block(cx, p, om_numel(&p->output[i]) * (int64_t)om_dtype_size(p->output[i].dtype));
     for (int seg = 0; seg < p->n_segments; seg++) { /* as step.c takes and returns them */
         const int from = seg ? p->seg_end[seg - 1] : p->n_forward, to = p->seg_end[seg];
-        int64_t grads = 0, loans = 0;
+        int64_t grads = 0, loans = 0, saved = 0;
         for (uint32_t i = 0; i < p->n_st; i++) {
             const om_storage *s = &p->st[i];
             if (s->last < 0 || s->first >= to) continue;
             if (s->where == OM_W_GRAD) grads += peak_block(cx, p, s->size);
             if (s->where == OM_W_LOAN && s->last >= from) loans += peak_block(cx, p, s->size);
         }
+        for (uint32_t i = 0; i < p->g->outputs.n; i++) { /* a number's holder is expected to keep it */
+            const int64_t n = om_numel(&p->output[i]);
+            if (n == 1 || peak_until(p, i) >= (seg <= head ? p->n_forward : from))
+                saved += peak_block(cx, p, n * (int64_t)om_dtype_size(p->output[i].dtype));
+        }
         m.gradients = grads;
         if (loans > m.loans) m.loans = loans;
         if (grads + loans > most) most = grads + loans;
+        if (grads + saved > alone) alone = grads + saved;
     }
     m.peak = arena + m.outputs + most;
-    m.released = arena + (saved + m.gradients > m.outputs ? saved + m.gradients : m.outputs);
+    m.released = arena + (alone > m.outputs ? alone : m.outputs);
     return m;
 }

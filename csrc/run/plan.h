@@ -217,6 +217,7 @@ const om_variant *om_model_variant_at(const om_model *m, int variant);
 om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan);
 /* Ends the use of a plan that om_plan_get, om_plan_hold or om_model_plans has given; once each. It may stay cached. */
 void om_plan_release(om_model *m, om_plan *plan);
+void om_model_plans_drop(om_model *m);                                  /* empties the cache; who uses one keeps it */
 om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
 bool om_model_profiling(const om_model *m);
 void om_model_profile_add(om_model *m, om_run *r);                      /* what r has gathered, and empties it */

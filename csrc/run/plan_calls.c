@@ -160,8 +160,15 @@ static om_status plan_node(planner *pl, om_id id) {
     const bool host = n->op->kind == OM_K_HOST;
     const om_row *row = om_row_of(pl->p->device, n->op);
     if (!host && !row->run)
+#if defined(OM_ONLY)
+        return om_fail(pl->cx, OM_UNSUPPORTED,
+                       "%s: this library was built for files that do not use this operator: make device OPS=\"...\" "
+                       "with this one as well",
+                       n->op->name);
+#else
         return om_fail(pl->cx, OM_UNSUPPORTED, "%s: device %s has no kernel for it", n->op->name,
                        pl->p->device->name);
+#endif
     om_tensor in[OM_MAX_IN] = {0}, out[OM_MAX_OUT];
     place ins[OM_MAX_IN];
     if (n->n_in > OM_MAX_IN || n->n_out > OM_MAX_OUT)

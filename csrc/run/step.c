@@ -274,6 +274,15 @@ static void loans_return(om_run *r) {
     }
 }
 
+void om_run_outputs_needed(const om_run *r, uint8_t *needed) {
+    const om_plan *p = r->plan;
+    memset(needed, 0, p->g->outputs.n);
+    for (uint32_t i = 0; i < p->n_st; i++) {
+        const om_storage *s = &p->st[i];
+        if ((s->where == OM_W_OUTPUT || s->where == OM_W_LOAN) && s->last >= r->pc) needed[s->index] = 1;
+    }
+}
+
 om_status om_run_grad(om_run *r, int input, om_tensor *t, om_block **block) {
     const om_plan *p = r->plan;
     const om_variant *v = om_model_variant_at(r->model, p->variant);

@@ -6,6 +6,8 @@
 #include "trainer/cut.h"
 #include "trainer/trainer.h"
 
+#include <stdio.h>
+
 enum { FIELD_GRAPH = 7 << 3 | 2, FIELD_INITIALIZER = 5 << 3 | 2, FIELD_RAW_DATA = 9 << 3 | 2 };
 
 typedef struct export {
@@ -29,7 +31,14 @@ static om_status export_make(export *e, const Onnx__GraphProto *of, const char *
     for (int i = 0; i < n; i++) {
         Onnx__ValueInfoProto *v = value_find(of->n_output, of->output, outputs[i]);
         if (!v) v = value_find(of->n_value_info, of->value_info, outputs[i]);
-        if (!v) return om_fail(c->cx, OM_INVALID, "export: '%.80s' is no output of the evaluation graph", outputs[i]);
+        if (!v) {
+            char known[400] = "";
+            size_t at = 0;
+            for (size_t k = 0; k < of->n_output && at < sizeof known; k++)
+                at += (size_t)snprintf(known + at, sizeof known - at, "%s%s", k ? ", " : "", of->output[k]->name);
+            return om_fail(c->cx, OM_INVALID, "export: '%.80s' is no output of the evaluation graph, which has: %s",
+                           outputs[i], known);
+        }
         g->output[g->n_output++] = v;
     }
     for (size_t i = 0; i < of->n_input; i++) {

@@ -37,7 +37,7 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
     if (!strcmp(op, "SequenceConstruct") || !strcmp(op, "SequenceAt") || !strcmp(op, "Identity")) return OM_OK;
     if (ort && (!strcmp(op, "InplaceClipGradNorm") || !strcmp(op, "ClipGradNorm"))) {
         t->max_norm = number(n, "max_norm", 1.0);
-        return t->max_norm > 0
+        return t->max_norm > 0 && isfinite(t->max_norm)
                    ? OM_OK
                    : om_fail(t->host, OM_INVALID, "optimizer graph: max_norm %g; it must be above 0", t->max_norm);
     }
@@ -57,6 +57,11 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
                               .weight_decay = number(n, "weight_decay", 0),
                               .nesterov = number(n, "nesterov", 0) != 0,
                               .inv_scale = 1};
+    const om_sgd_cfg *d = &t->sgd;
+    OM_CHECK(t->host, d->momentum >= 0 && isfinite(d->momentum) && isfinite(d->dampening) && isfinite(d->weight_decay),
+             "optimizer graph: momentum %g, dampening %g and weight_decay %g; finite numbers are expected, the first "
+             "from 0 up",
+             d->momentum, d->dampening, d->weight_decay);
     if (!adam) return OM_OK;
     const double mode = number(n, "adam_mode", 0);
     if (mode != 0 && mode != 1)
@@ -68,6 +73,12 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
                             .inv_scale = 1,
                             .mode = mode == 0 ? OM_ADAMW_TORCH : OM_ADAMW_HF,
                             .bias_correction = number(n, "correct_bias", 1) != 0};
+    const om_adam_cfg *a = &t->adam;
+    OM_CHECK(t->host, a->beta1 >= 0 && a->beta1 < 1 && a->beta2 >= 0 && a->beta2 < 1,
+             "optimizer graph: betas %g and %g; numbers from 0 up and below 1 are expected", a->beta1, a->beta2);
+    OM_CHECK(t->host, a->eps >= 0 && isfinite(a->eps) && isfinite(a->weight_decay),
+             "optimizer graph: epsilon %g and weight_decay %g; finite numbers are expected, the first from 0 up",
+             a->eps, a->weight_decay);
     return OM_OK;
 }
 
@@ -156,11 +167,19 @@ om_status om_trainer_update(om_trainer *t) {
 /* --- learning rate ------------------------------------------------------------------------------- */
 
 double om_trainer_rate(const om_trainer *t) { return t->rate; }
-void om_trainer_set_rate(om_trainer *t, double rate) { t->rate = rate; }
+om_status om_trainer_set_rate(om_trainer *t, double rate) {
+    OM_TRY(t->host->status);
+    OM_CHECK(t->host, rate >= 0 && isfinite(rate), "a learning rate of %g; a number from 0 up is expected", rate);
+    t->rate = rate;
+    return OM_OK;
+}
 int64_t om_trainer_updates(const om_trainer *t) { return t->updates; }
 
 om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, int64_t total, double rate) {
-    OM_CHECK(t->host, (unsigned)kind <= OM_SCHEDULE_COSINE, "schedule: kind %d", (int)kind);
+    OM_TRY(t->host->status);
+    OM_CHECK(t->host, (unsigned)kind <= OM_SCHEDULE_COSINE, "schedule: kind %d; an om_schedule is expected", (int)kind);
+    OM_CHECK(t->host, rate >= 0 && isfinite(rate), "schedule: a learning rate of %g; a number from 0 up is expected",
+             rate);
     OM_CHECK(t->host, warmup >= 0 && (kind < OM_SCHEDULE_LINEAR || total > warmup),
              "schedule: %lld steps of warm-up, %lld in all: the first must be at least 0 and below the second",
              (long long)warmup, (long long)total);

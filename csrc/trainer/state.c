@@ -117,7 +117,9 @@ om_status om_trainer_set_property(om_trainer *t, const om_property *p) {
 }
 
 int om_trainer_properties(const om_trainer *t) { return (int)t->property.n; }
-om_property om_trainer_property_at(const om_trainer *t, int i) { return t->property.v[i]; }
+om_property om_trainer_property_at(const om_trainer *t, int i) {
+    return i >= 0 && i < om_trainer_properties(t) ? t->property.v[i] : (om_property){.name = ""};
+}
 bool om_trainer_property(const om_trainer *t, const char *name, om_property *p) {
     const int i = property_find(t, name);
     if (i >= 0) *p = t->property.v[i];
@@ -172,14 +174,10 @@ static bool same_kind(const om_tensor *a, const om_tensor *b) {
 }
 
 static om_status entry_fits(om_trainer *t, const char *what, const om_entry *e, const om_tensor *want) {
-    char a[160] = "", b[160] = "";
     if (same_kind(&e->t, want)) return OM_OK;
-    for (int k = 0, n = 0; k < e->t.rank; k++)
-        n += snprintf(a + n, sizeof a - (size_t)n, " %lld", (long long)e->t.dim[k]);
-    for (int k = 0, n = 0; k < want->rank; k++)
-        n += snprintf(b + n, sizeof b - (size_t)n, " %lld", (long long)want->dim[k]);
-    return om_fail(t->host, OM_INVALID, "%s: '%.80s' is %s [%s ], the model's is %s [%s ]: another model's file", what,
-                   e->name, om_dtype_name(e->t.dtype), a, om_dtype_name(want->dtype), b);
+    return om_fail(t->host, OM_INVALID, "%s: '%.80s' is %s, the model's is %s: another model's file", what, e->name,
+                   om_kind_write(e->t.dtype, e->t.rank, e->t.dim).s,
+                   om_kind_write(want->dtype, want->rank, want->dim).s);
 }
 
 typedef struct numbers {
@@ -265,7 +263,7 @@ static void entry_copy(void *to, const om_entry *e, bool spend) {
 
 om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) {
     numbers x;
-    int values = 0, moments = 0, want_moments = 0, with_moments = 0;
+    int values = 0, moments = 0, want_moments = 0, with_moments = 0, left = 0;
     OM_TRY(meta_check(t, what, f, &x));
     for (int i = 0; i < t->n_param; i++) {
         const om_tparam *p = &t->param[i];
@@ -278,7 +276,10 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
         const bool is_moment = moment_name(e->name);
         const om_tensor *to = entry_target(t, e->name);
         /* whoever only evaluates */
-        if (is_moment && (t->optimizer == OM_T_NONE || (f->ort && !want_moments))) continue;
+        if (is_moment && (t->optimizer == OM_T_NONE || (f->ort && !want_moments))) {
+            left++;
+            continue;
+        }
         if (!to) return om_fail(t->host, OM_INVALID, "%s: has '%.80s', which the model does not have", what, e->name);
         if (x.nominal) return om_fail(t->host, OM_INVALID, "%s: is nominal, and has a tensor '%.80s'", what, e->name);
         OM_TRY(entry_fits(t, what, e, to));
@@ -308,6 +309,7 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
     }
     om_trainer_grads_free(t);
     t->nominal = x.nominal;
+    t->left_moments = left && t->optimizer == OM_T_NONE;
     t->updates = with_moments || !want_moments ? x.updates : 0; /* no moments: the optimizer begins anew */
     t->rate = x.rate;
     t->initial_rate = x.initial_rate;
@@ -318,6 +320,10 @@ om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint) {
     om_tensors f;
     OM_TRY(t->host->status);
     om_status s = om_trainer_parse(t, "checkpoint", checkpoint, &f);
+    const char *nominal = s == OM_OK ? om_tensors_meta(&f, "nominal") : NULL;
+    if (nominal && !strcmp(nominal, "1"))
+        s = om_fail(t->host, OM_INVALID, "checkpoint: is nominal, names without values: a trainer is made from it "
+                                         "(om_trainer_load), there is nothing to restore");
     for (int i = 0; i < t->n_param && s == OM_OK; i++) { /* what is trained is fixed when a trainer is made */
         char key[512];
         if ((size_t)snprintf(key, sizeof key, "frozen:%s", t->param[i].name) >= sizeof key) continue;
@@ -339,6 +345,50 @@ om_status om_trainer_restore_file(om_trainer *t, const char *path) {
     t->spend = false;
     om_free(t->host, bytes);
     return s;
+}
+
+static om_status same_model(om_trainer *t, const om_trainer *of) {
+    bool same = t->n_param == of->n_param;
+    for (int i = 0; i < t->n_param && same; i++)
+        same = !strcmp(t->param[i].name, of->param[i].name) && same_kind(&t->param[i].value, &of->param[i].value);
+    OM_CHECK(t->host, same, "copy: the two trainers have different parameters");
+    return OM_OK;
+}
+
+static void value_copy(om_tensor *to, const om_tensor *from) {
+    if (to->dtype && from->dtype) memcpy(to->data, from->data, (size_t)om_numel(to) * om_dtype_size(to->dtype));
+}
+
+om_status om_trainer_copy(om_trainer *t, const om_trainer *from) {
+    om_trainer fresh = {.host = t->host};
+    OM_TRY(t->host->status);
+    OM_TRY(same_model(t, from));
+    for (uint32_t i = 0; i < from->property.n; i++)
+        if (om_trainer_set_property(&fresh, &from->property.v[i]) != OM_OK) {
+            om_trainer_properties_free(&fresh);
+            return t->host->status;
+        }
+    om_trainer_properties_free(t);
+    t->property.v = fresh.property.v, t->property.n = fresh.property.n, t->property.cap = fresh.property.cap;
+    om_trainer_grads_free(t);
+    const bool moments = t->optimizer != OM_T_NONE && t->optimizer == from->optimizer &&
+                         (t->sgd.momentum != 0) == (from->sgd.momentum != 0);
+    for (int i = 0; i < t->n_param; i++) {
+        om_tparam *to = &t->param[i];
+        const om_tparam *of = &from->param[i];
+        if (!from->nominal) value_copy(&to->value, &of->value);
+        if (!moments || !to->trainable || !of->trainable) continue;
+        value_copy(&to->m, &of->m);
+        value_copy(&to->v, &of->v);
+    }
+    if (moments) t->updates = from->updates;
+    if (from->optimizer != OM_T_NONE) {
+        t->rate = from->rate, t->initial_rate = from->initial_rate;
+        t->schedule = from->schedule;
+    }
+    t->seed = from->seed, t->drawn = from->drawn;
+    t->nominal = from->nominal;
+    return OM_OK;
 }
 
 /* --- writing one --------------------------------------------------------------------------------- */
@@ -371,6 +421,9 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
     char text[64];
     OM_TRY(t->host->status);
     OM_TRY(om_trainer_loaded(t));
+    OM_CHECK(t->host, !moments || !t->left_moments,
+             "save: moments were asked for; those of the checkpoint were not read, because this trainer has no "
+             "optimizer: give it one before, or save without moments");
     meta_add(&l, "format", "", OM_CHECKPOINT_FORMAT);
     meta_add(&l, "version", "", "1");
     snprintf(text, sizeof text, "%lld", (long long)t->updates);
@@ -382,7 +435,9 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
     om_status s = OM_OK;
     for (int i = 0; i < t->n_param && s == OM_OK; i++) {
         const om_tparam *p = &t->param[i];
-        if (moment_name(p->name)) s = om_fail(t->host, OM_UNSUPPORTED, "save: a parameter named '%.80s'", p->name);
+        if (moment_name(p->name) || !strcmp(p->name, "__metadata__"))
+            s = om_fail(t->host, OM_UNSUPPORTED,
+                        "save: a parameter named '%.80s', a name that checkpoints use themselves", p->name);
         entry_add(&l, "", p->name, &p->value);
         if (moments && p->m.dtype) entry_add(&l, moment[0], p->name, &p->m);
         if (moments && p->v.dtype) entry_add(&l, moment[1], p->name, &p->v);

@@ -3,9 +3,6 @@
  * A step: gradients that were to be reset are given back, forward, backward; each gradient is a block of its own and
  * stays where the backward has put it, so the first step after a reset copies nothing. A step that finds gradients adds
  * the new to the old and gives the new back.
- *
- * prepare() runs what steps will run, with zeros for inputs and write-backs off, also what takes the most memory
- * (gradients of an earlier step lie there while the next one runs), then closes the heap.
  */
 #include "trainer/trainer.h"
 #include "cpu/kernels_isa.h"
@@ -24,16 +21,27 @@ extern void dgemm_(const char *, const char *, const int *, const int *, const i
 
 om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s) {
     if (s == OM_OK || from == t->host) return s;
-    om_fail(t->host, s, "%s%s", *from->message ? from->message : om_status_text(s),
-            s == OM_NOMEM && t->heap.sealed ? "; these sizes were not prepared: om_trainer_prepare" : "");
+    om_fail(t->host, s, "%s", *from->message ? from->message : om_status_text(s));
     om_ctx_clear(from);
     return s;
 }
 #define T_TRY(t, expr) OM_TRY(om_trainer_fail((t), (t)->cx, (expr)))
 
-static const char *role_text(bool eval) { return eval ? "evaluation graph" : "training graph"; }
+const char *om_trainer_role(bool eval) { return eval ? "evaluation graph" : "training graph"; }
 
-static int64_t tensor_bytes(const om_tensor *x) { return om_numel(x) * (int64_t)om_dtype_size(x->dtype); }
+om_kind_text om_kind_write(int dtype, int rank, const int64_t *dim) {
+    om_kind_text k;
+    int n = snprintf(k.s, sizeof k.s, "%s [", om_dtype_name((om_dtype)dtype));
+    for (int i = 0; i < rank && i < OM_RANK; i++) {
+        const char *comma = i ? ", " : "";
+        n += dim[i] < 0 ? snprintf(k.s + n, sizeof k.s - (size_t)n, "%s?", comma)
+                        : snprintf(k.s + n, sizeof k.s - (size_t)n, "%s%lld", comma, (long long)dim[i]);
+    }
+    snprintf(k.s + n, sizeof k.s - (size_t)n, "]");
+    return k;
+}
+
+int64_t om_trainer_tensor_bytes(const om_tensor *x) { return om_numel(x) * (int64_t)om_dtype_size(x->dtype); }
 
 int om_trainer_find(const om_trainer *t, const char *name) {
     for (int i = 0; i < t->n_param; i++)
@@ -65,11 +73,11 @@ static om_status graph_load(om_trainer *t, om_bytes onnx, bool eval) {
         if (io.role != OM_INPUT) continue;
         g->user[g->n_user++] = i;
         if (io.written)
-            return om_fail(t->host, OM_UNSUPPORTED, "%s: forward writes into its argument '%s'", role_text(eval),
+            return om_fail(t->host, OM_UNSUPPORTED, "%s: forward writes into its argument '%s'", om_trainer_role(eval),
                            io.name);
         for (int k = 0; k < io.rank; k++) g->numbers &= io.dim[k] >= 0;
     }
-    if (!g->n_out) return om_fail(t->host, OM_INVALID, "%s: has no output", role_text(eval));
+    if (!g->n_out) return om_fail(t->host, OM_INVALID, "%s: has no output", om_trainer_role(eval));
     return OM_OK;
 }
 
@@ -133,7 +141,7 @@ static om_status eval_bind(om_trainer *t) {
 }
 
 static om_status tensor_take(om_trainer *t, om_tensor *x) { /* zeros */
-    const size_t size = (size_t)tensor_bytes(x);
+    const size_t size = (size_t)om_trainer_tensor_bytes(x);
     if (!(x->data = om_heap_zeros(&t->heap, size + 1)))
         return om_fail(t->host, OM_NOMEM, "out of memory: %zu bytes were asked for", size);
     t->state_size += size;
@@ -148,8 +156,10 @@ static om_status variants_make(om_trainer *t) {
     if (!one || !loss.differentiable)
         return om_fail(
             t->host, OM_INVALID,
-            "training graph: its first output, '%s', must be the loss: one f32 number computed from parameters",
-            loss.name);
+            "training graph: its first output, '%s', is %s%s; it must be the loss: one f32 number computed from "
+            "parameters (reduce it in the model, or let generate_artifacts put a loss behind it)",
+            loss.name, om_kind_write(loss.dtype, loss.rank, loss.dim).s,
+            loss.differentiable ? "" : ", and no parameter reaches it");
     uint8_t *wanted = om_alloc(t->cx, (size_t)g->n_in + 1), *arriving = om_alloc(t->cx, (size_t)g->n_out + 1);
     om_status s = t->cx->status;
     if (s == OM_OK) {
@@ -359,6 +369,8 @@ void om_trainer_free(om_trainer *t) {
     om_threads_free(host, t->threads);
     om_trainer_properties_free(t);
     om_free(host, (void *)(uintptr_t)t->eval_onnx.data);
+    om_free(host, t->train.prepared.v);
+    om_free(host, t->eval.prepared.v);
     om_free(host, t);
 }
 
@@ -369,11 +381,15 @@ int om_trainer_inputs(const om_trainer *t, bool eval) { return graph_of(t, eval)
 int om_trainer_outputs(const om_trainer *t, bool eval) { return graph_of(t, eval)->n_out; }
 om_io om_trainer_input(const om_trainer *t, bool eval, int i) {
     const om_tgraph *g = graph_of(t, eval);
-    return om_model_input(g->m, g->user[i]);
+    return i >= 0 && i < g->n_user ? om_model_input(g->m, g->user[i]) : (om_io){.name = ""};
 }
-om_io om_trainer_output(const om_trainer *t, bool eval, int i) { return om_model_output(graph_of(t, eval)->m, i); }
+om_io om_trainer_output(const om_trainer *t, bool eval, int i) {
+    const om_tgraph *g = graph_of(t, eval);
+    return i >= 0 && i < g->n_out ? om_model_output(g->m, i) : (om_io){.name = ""};
+}
 int om_trainer_params(const om_trainer *t) { return t->n_param; }
 om_trainer_param om_trainer_param_at(const om_trainer *t, int i) {
+    if (i < 0 || i >= t->n_param) return (om_trainer_param){.name = ""};
     const om_tparam *p = &t->param[i];
     return (om_trainer_param){.name = p->name, .trainable = p->trainable, .value = p->value, .grad = p->grad};
 }
@@ -405,37 +421,53 @@ void om_trainer_grads_free(om_trainer *t) {
     t->has_grad = t->reset = false;
 }
 
-static void outputs_free(om_tgraph *g) {
+void om_trainer_outputs_free(om_tgraph *g) {
     for (int i = 0; i < g->n_out; i++) om_block_put(g->block[i]);
     if (g->n_out) memset(g->block, 0, (size_t)g->n_out * sizeof *g->block);
 }
 
-static om_status inputs_bind(om_trainer *t, om_tgraph *g, bool eval, const om_tensor *inputs) {
+om_status om_trainer_bind(om_trainer *t, om_tgraph *g, bool eval, const om_tensor *inputs) {
+    OM_CHECK(t->host, inputs || !g->n_user, "%s: no inputs were given; it takes %d", om_trainer_role(eval), g->n_user);
     for (int i = 0; i < g->n_user; i++) {
         const om_io io = om_model_input(g->m, g->user[i]);
         const om_tensor *x = &inputs[i];
-        bool fits = x->dtype == io.dtype && x->rank == io.rank && x->device == -1;
+        bool fits = x->dtype == io.dtype && x->rank == io.rank;
         for (int k = 0; fits && k < io.rank; k++) fits = io.dim[k] < 0 ? x->dim[k] >= 0 : x->dim[k] == io.dim[k];
+        if (x->device != -1)
+            return om_fail(t->host, OM_INVALID, "%s: input %d ('%s') is on device %d; -1, the CPU, is expected",
+                           om_trainer_role(eval), i, io.name, x->device);
         if (!fits)
-            return om_fail(t->host, OM_INVALID,
-                           "%s: input %d ('%s') is %s of rank %d, first size %lld; %s of rank %d, first size %lld (-1: "
-                           "any) expected",
-                           role_text(eval), i, io.name, om_dtype_name(x->dtype), x->rank,
-                           (long long)(x->rank ? x->dim[0] : 0), om_dtype_name(io.dtype), io.rank,
-                           (long long)(io.rank ? io.dim[0] : 0));
-        if (!x->data && om_numel(x))
-            return om_fail(t->host, OM_INVALID, "%s: input %d has no data", role_text(eval), i);
-        g->in[g->user[i]] = *x;
+            return om_fail(t->host, OM_INVALID, "%s: input %d ('%s') is %s; the graph takes %s%s",
+                           om_trainer_role(eval), i, io.name,
+                           om_kind_write(x->dtype, x->rank, x->dim).s, om_kind_write(io.dtype, io.rank, io.dim).s,
+                           x->dtype != io.dtype || x->rank != io.rank
+                               ? ""
+                               : ": a size that is a number there is part of the artifacts; pad or cut the batch, or "
+                                 "export with that size as a symbol");
+        if (!om_numel(x)) continue;
+        if (!x->data)
+            return om_fail(t->host, OM_INVALID, "%s: input %d ('%s') has no data", om_trainer_role(eval), i, io.name);
+        om_tensor dense = *x;
+        om_dense_strides(&dense);
+        for (int k = 0; k < x->rank; k++)
+            if (x->dim[k] != 1 && x->stride[k] != dense.stride[k])
+                return om_fail(t->host, OM_INVALID,
+                               "%s: input %d ('%s') has a stride of %lld in dimension %d, where a dense tensor has "
+                               "%lld: copy it",
+                               om_trainer_role(eval), i, io.name, (long long)x->stride[k], k,
+                               (long long)dense.stride[k]);
     }
+    if (t->heap.sealed) OM_TRY(om_trainer_prepared(t, g, eval, inputs));
+    for (int i = 0; i < g->n_user; i++) g->in[g->user[i]] = inputs[i];
     for (int i = 0; i < g->n_in; i++)
         if (g->param[i] >= 0) g->in[i] = t->param[g->param[i]].value;
     return OM_OK;
 }
 
 /* Forward to its end: outputs in g->out; with state and arena, what a backward needs. */
-static om_status forward(om_trainer *t, om_tgraph *g, bool write, om_state **state, om_block **arena) {
+om_status om_trainer_forward(om_trainer *t, om_tgraph *g, bool write, om_state **state, om_block **arena) {
     om_run *run;
-    const uint64_t seed = t->seed * 0x9e3779b97f4a7c15u + (write ? t->drawn++ : 0);
+    const uint64_t seed = t->seed * 0x9e3779b97f4a7c15u + (write ? t->drawn : 0);
     OM_TRY(om_run_forward(t->cx, g->m, g->variant, g->in, seed, write, &run));
     om_status s = om_run_resume(run, 0);
     for (int i = 0; i < g->n_out && s == OM_OK; i++) s = om_run_output(run, i, &g->out[i], &g->block[i]);
@@ -469,11 +501,11 @@ static om_status backward(om_trainer *t, om_tgraph *g, const om_state *state, om
     return s;
 }
 
-static om_status step(om_trainer *t, om_tgraph *g, bool write, bool drop) {
+om_status om_trainer_pass(om_trainer *t, om_tgraph *g, bool write, bool drop) {
     om_state *state = NULL;
     om_block *arena = NULL;
     if (t->reset) om_trainer_grads_free(t);
-    om_status s = forward(t, g, write, &state, &arena);
+    om_status s = om_trainer_forward(t, g, write, &state, &arena);
     if (s == OM_OK) t->loss = *(const float *)g->out[0].data;
     memset(g->drop, drop, (size_t)g->n_out);
     if (s == OM_OK) {
@@ -481,11 +513,11 @@ static om_status step(om_trainer *t, om_tgraph *g, bool write, bool drop) {
         if (s != OM_OK)
             om_trainer_grads_free(t);
         else
-            t->has_grad = true;
+            t->has_grad = true, t->drawn += write;
     }
     om_state_free(state);
     om_block_put(arena);
-    if (drop || s != OM_OK) outputs_free(g);
+    if (drop || s != OM_OK) om_trainer_outputs_free(g);
     return s;
 }
 
@@ -499,10 +531,10 @@ om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, o
                        "om_trainer_reset comes first");
     if (t->loss_only && outputs)
         return om_fail(t->host, OM_INVALID, "outputs were asked for: this trainer was made with loss_only");
-    OM_TRY(inputs_bind(t, g, false, inputs));
-    outputs_free(&t->train);
-    outputs_free(&t->eval);
-    T_TRY(t, step(t, g, true, !outputs));
+    OM_TRY(om_trainer_bind(t, g, false, inputs));
+    om_trainer_outputs_free(&t->train);
+    om_trainer_outputs_free(&t->eval);
+    T_TRY(t, om_trainer_pass(t, g, true, !outputs));
     if (loss) *loss = t->loss;
     if (outputs) memcpy(outputs, g->out, (size_t)g->n_out * sizeof *outputs);
     return OM_OK;
@@ -513,10 +545,10 @@ om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, o
     OM_TRY(t->host->status);
     OM_TRY(om_trainer_loaded(t));
     OM_CHECK(t->host, g->m, "eval: the artifacts have no evaluation graph");
-    OM_TRY(inputs_bind(t, g, true, inputs));
-    outputs_free(&t->train);
-    outputs_free(g);
-    T_TRY(t, forward(t, g, false, NULL, NULL));
+    OM_TRY(om_trainer_bind(t, g, true, inputs));
+    om_trainer_outputs_free(&t->train);
+    om_trainer_outputs_free(g);
+    T_TRY(t, om_trainer_forward(t, g, false, NULL, NULL));
     if (loss) {
         const bool one = g->out[0].dtype == OM_F32 && om_numel(&g->out[0]) == 1;
         if (!one)
@@ -526,89 +558,8 @@ om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, o
     if (outputs)
         memcpy(outputs, g->out, (size_t)g->n_out * sizeof *outputs);
     else
-        outputs_free(g);
+        om_trainer_outputs_free(g);
     return OM_OK;
 }
 
 void om_trainer_reset(om_trainer *t) { t->reset = t->has_grad; }
-
-/* --- prepare ------------------------------------------------------------------------------------- */
-
-/* Tensors of zeros for a graph's inputs; sizes from `like`, or the graph's own. One piece of host's memory. */
-static om_status inputs_zero(om_trainer *t, const om_tgraph *g, bool eval, const om_tensor *like, om_tensor **out) {
-    size_t size = (size_t)g->n_user * sizeof **out + 64;
-    om_tensor *x = *out = NULL;
-    for (int pass = 0; pass < 2; pass++) {
-        size_t at = size;
-        for (int i = 0; i < g->n_user; i++) {
-            const om_io io = om_model_input(g->m, g->user[i]);
-            om_tensor one = {.dtype = io.dtype, .rank = io.rank, .device = -1};
-            int64_t bytes = (int64_t)om_dtype_size(io.dtype);
-            for (int k = 0; k < io.rank; k++) {
-                one.dim[k] = like ? like[i].dim[k] : io.dim[k];
-                if (one.dim[k] < 0)
-                    return om_fail(t->host, OM_INVALID,
-                                   "prepare: input '%s' of the %s has sizes that only a call tells: give inputs",
-                                   io.name, role_text(eval));
-                if (__builtin_mul_overflow(bytes, one.dim[k], &bytes) || bytes > OM_ADDRESSES)
-                    return om_fail(t->host, OM_INVALID, "prepare: input '%s' is too large", io.name);
-            }
-            om_dense_strides(&one);
-            if (pass) {
-                one.data = (char *)x + at;
-                x[i] = one;
-            }
-            at += ((size_t)bytes + 63) & ~(size_t)63;
-        }
-        if (!pass) {
-            if (!(x = *out = om_alloc(t->host, at + 64))) return t->host->status;
-            size = (size + 63) & ~(size_t)63;
-        }
-    }
-    return OM_OK;
-}
-
-static om_status rehearse_step(om_trainer *t, bool drop) {
-    om_status s = om_trainer_fail(t, t->cx, step(t, &t->train, false, drop));
-    outputs_free(&t->train);
-    return s;
-}
-
-static om_status rehearse_eval(om_trainer *t) {
-    om_status s = om_trainer_fail(t, t->cx, forward(t, &t->eval, false, NULL, NULL));
-    outputs_free(&t->eval);
-    return s;
-}
-
-/* Once to make the plans, which stay. Then every kind of step that may come, without and with gradients there. */
-static om_status rehearse(om_trainer *t, const om_tensor *train, const om_tensor *eval) {
-    om_tensor *x = NULL, *y = NULL;
-    const bool evaluates = t->eval.m && (eval || t->eval.numbers);
-    om_status s = inputs_zero(t, &t->train, false, train, &x);
-    if (s == OM_OK) s = inputs_bind(t, &t->train, false, x);
-    if (s == OM_OK && evaluates) s = inputs_zero(t, &t->eval, true, eval, &y);
-    if (s == OM_OK && evaluates) s = inputs_bind(t, &t->eval, true, y);
-    if (s == OM_OK) s = rehearse_step(t, true);
-    if (s == OM_OK && evaluates) s = rehearse_eval(t);
-    for (int held = 0; held <= !t->one_batch; held++)
-        for (int keep = 0; keep <= !t->loss_only && s == OM_OK; keep++) {
-            if (!held) om_trainer_grads_free(t);
-            s = rehearse_step(t, !keep);
-        }
-    if (s == OM_OK && evaluates) s = rehearse_eval(t);
-    om_trainer_grads_free(t);
-    om_free(t->host, x);
-    om_free(t->host, y);
-    return s;
-}
-
-om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval) {
-    OM_TRY(t->host->status);
-    t->heap.sealed = false;
-    om_trainer_grads_free(t);
-    outputs_free(&t->train);
-    outputs_free(&t->eval);
-    OM_TRY(rehearse(t, train, eval));
-    t->heap.sealed = true;
-    return OM_OK;
-}

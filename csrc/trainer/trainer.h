@@ -1,6 +1,7 @@
 /* trainer.h - what the files of the trainer share. ortmodule.h is its manual.
  *
- *   trainer.c     load, plan, step, evaluate, update
+ *   trainer.c     load, step, evaluate
+ *   prepare.c     plans, and the memory of every step that may come
  *   state.c       parameters as one buffer, checkpoints, properties
  *   optimizer.c   what an optimizer graph says; the update itself; learning rates
  *   export.c      the evaluation graph with weights
@@ -36,6 +37,8 @@ typedef struct om_tgraph {
     uint8_t *keep, *drop; /* per output */
     om_tensor *dy;
     bool numbers; /* every size of what a call is given is a number */
+    OM_VEC(om_tensor) prepared; /* n_prepared rows of n_user tensors without data: the sizes a step may have */
+    int n_prepared;             /* host's memory */
 } om_tgraph;
 
 typedef enum om_toptimizer { OM_T_NONE, OM_T_ADAM, OM_T_SGD } om_toptimizer;
@@ -58,6 +61,7 @@ struct om_trainer {
     float one;
     float loss;
     bool one_batch, loss_only, nominal, has_grad, reset;
+    bool left_moments; /* the checkpoint had some, and there is no optimizer to keep them */
     bool spend; /* a checkpoint's bytes are ours: what was copied is given back at once (om_pages_drop) */
     size_t state_size;
     uint64_t seed, drawn;
@@ -71,9 +75,24 @@ struct om_trainer {
 };
 
 om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s);
+/* "f32 [6, ?]", for messages; ?: any size */
+typedef struct om_kind_text { char s[200]; } om_kind_text;
+om_kind_text om_kind_write(int dtype, int rank, const int64_t *dim);
 int om_trainer_find(const om_trainer *t, const char *name); /* a parameter; -1 */
 om_status om_trainer_loaded(om_trainer *t);                 /* refuses while there are names and sizes only */
 void om_trainer_grads_free(om_trainer *t);
+const char *om_trainer_role(bool eval);
+int64_t om_trainer_tensor_bytes(const om_tensor *x);
+
+/* a call, in its parts: checked inputs to g->in; forward to outputs in g->out and, with state and arena, what a
+ * backward needs; the whole training step (drop: nobody asks for its outputs). write: as om_run_forward */
+om_status om_trainer_bind(om_trainer *t, om_tgraph *g, bool eval, const om_tensor *inputs);
+om_status om_trainer_forward(om_trainer *t, om_tgraph *g, bool write, om_state **state, om_block **arena);
+om_status om_trainer_pass(om_trainer *t, om_tgraph *g, bool write, bool drop);
+void om_trainer_outputs_free(om_tgraph *g);
+
+/* prepare.c */
+om_status om_trainer_prepared(om_trainer *t, const om_tgraph *g, bool eval, const om_tensor *inputs);
 
 /* optimizer.c */
 om_status om_trainer_optimizer(om_trainer *t, om_bytes onnx);

@@ -101,6 +101,7 @@ NAMES: dict[str, dict[str, str]] = {
     f"{_ORTMODULE}.experimental.hierarchical_ortmodule": _rows(
         "ortmodule.experimental.hierarchical_ortmodule", "HierarchicalORTModule"
     ),
+    f"{_ORTMODULE}.experimental.pipe": _rows("ortmodule.experimental.pipe", "ORTPipelineModule"),
     f"{_ORTMODULE}.torch_cpp_extensions": _rows("ortmodule.torch_cpp_extensions", "is_installed"),
     f"{_ORTMODULE}.torch_cpp_extensions.install": {
         **_rows("ortmodule.torch_cpp_extensions.install", "build_torch_cpp_extensions"),
@@ -169,6 +170,5 @@ MISSING: dict[str, str] = {
     f"{_TRAINING}.onnxblock.optim": "artifacts.generate_artifacts(optimizer=OptimType...) writes the update",
     f"{_TRAINING}.utils.hooks.ZeROOffloadSubscriber": _STAGE3,
     f"{_TRAINING}.utils.hooks.configure_ort_compatible_zero_stage3": _STAGE3,
-    f"{_ORTMODULE}.experimental.pipe": "give ORTModule(layer) to DeepSpeed's PipelineModule for each layer",
     f"{_TRAINING}.ort_triton": "the engine has its own kernels and generates none",
 }

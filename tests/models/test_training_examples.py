@@ -23,6 +23,9 @@ EXAMPLES = {  # name: its options, what it needs
     "seq2seq": ("", ""),
     "hf_trainer": ("--length 32 --out {out}", ""),
     "lightning_trainer": ("", "lightning"),
+    "lightning_callback": ("", "lightning"),
+    "trl_trainers": ("--out {out}", "trl"),
+    "trl_trainers --dpo": ("--out {out}", "trl"),
     "peft_lora": ("--length 16 --save {out}", "peft"),
 }
 

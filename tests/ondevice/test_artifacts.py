@@ -272,11 +272,27 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         (dict(requires_grad=["w1"], loss_input_names=["z"]), "loss_input_names: z"),
         (dict(requires_grad=["w1"], additional_output_names=["z"]), "additional_output_names: z"),
         (dict(requires_grad=["w1"], loss="mse"), "a LossType or an onnxblock.Block"),
-        (dict(requires_grad=["w1"], optimizer="adam"), "an OptimType, onnxblock.AdamW or SGD"),
+        (dict(requires_grad=["w1"], loss=LossType.MSELoss, optimizer="adam"), "an OptimType, onnxblock.AdamW or SGD"),
     ):
         with pytest.raises(RuntimeError, match=words):
             generate_artifacts(model, artifact_directory=tmp_path / "none", **arguments)
     assert not (tmp_path / "none").exists()
-    generate_artifacts(model, ["w1"], artifact_directory=tmp_path)  # the first output is no number
-    with pytest.raises(api.TrainingError, match="'y', must be the loss"):
-        api.Module(tmp_path / "training_model.onnx", api.CheckpointState.load_checkpoint(tmp_path / "checkpoint"))
+    with pytest.raises(RuntimeError, match=r"'y' is float \[rows, 4\]; one float number is expected: give loss="):
+        generate_artifacts(model, ["w1"], artifact_directory=tmp_path / "none")
+    with pytest.raises(RuntimeError, match="ReduceMean or ReduceSum"):
+        generate_artifacts(model, ["w1"], loss=onnxblock.MSELoss("none"), artifact_directory=tmp_path / "none")
+    for wrong in (dict(betas=(0.9, 1.5)), dict(eps=float("nan")), dict(weight_decay=float("inf"))):
+        with pytest.raises(ValueError, match="expected"):
+            onnxblock.AdamW(**wrong)
+    for norm in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="max_norm"):
+            onnxblock.ClipGradNorm(norm)
+
+
+def test_an_output_that_is_no_loss_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    generate_artifacts(base(), TRAINED, loss=LossType.MSELoss, artifact_directory=tmp_path, additional_output_names=["y"])
+    model = onnx.load(tmp_path / "training_model.onnx")
+    first, second = model.graph.output
+    first.CopyFrom(model.graph.output[1]), second.CopyFrom(onnx.load(tmp_path / "training_model.onnx").graph.output[0])
+    with pytest.raises(api.TrainingError, match=r"'y', is f32 \[\?, 4\]; it must be the loss"):
+        api.Module(model.SerializeToString(), api.CheckpointState.load_checkpoint(tmp_path / "checkpoint"))

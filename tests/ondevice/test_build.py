@@ -67,6 +67,28 @@ def test_size(machine: str, tmp_path: Path) -> None:
     assert (tmp_path / "so").stat().st_size < 2_000_000
 
 
+def test_half_is_half_everywhere(tmp_path: Path) -> None:
+    """Also where the processor converts by itself (aarch64)."""
+    found = {}
+    for name, cc in (("device", "cc"), ("device-aarch64", "aarch64-linux-gnu-gcc"), ("device-armv7", "arm-linux-gnueabihf-gcc")):
+        if not shutil.which(cc) or (MACHINES[name] and not shutil.which(MACHINES[name][0])):
+            continue
+        subprocess.run([cc, "-O2", "-ftree-vectorize", "-ffp-contract=fast", f"-I{ROOT}/csrc", ROOT / "tests" / "ondevice" / "half.c", "-o", tmp_path / name], check=True)
+        found[name] = subprocess.check_output([*MACHINES[name], str(tmp_path / name)], text=True)
+    assert len(set(found.values())) == 1, found
+
+
+def test_neon(tmp_path: Path) -> None:
+    """aarch64: products by vectors with a lane of another, sums in f32; halves converted four at a time."""
+    library = BUILD / "device-aarch64" / "libortmodule.so"
+    if not library.exists():
+        pytest.skip("build/device-aarch64 is not there (make device-arm)")
+    text = subprocess.check_output(["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", library], text=True)
+    count = {op: len(re.findall(pattern, text)) for op, pattern in {
+        "fmla": r"\bfmla\tv\d+\.4s, v\d+\.4s, v\d+\.s\[\d\]", "fmla64": r"\bfmla\tv\d+\.2d", "fcvtl": r"\bfcvtl2?\tv\d+\.4s, v\d+\.[48]h"}.items()}
+    assert count["fmla"] > 500 and count["fmla64"] > 100 and count["fcvtl"] > 10, count
+
+
 def test_header_is_cplusplus(tmp_path: Path) -> None:
     if not shutil.which("g++"):
         pytest.skip("no g++")
@@ -136,7 +158,7 @@ def test_only_what_files_use(tmp_path: Path) -> None:
     assert outs[0] == outs[1] and len(outs[0]) == 20
     models.artifacts(models.Cnn(), tmp_path / "cnn", models.Cnn, 1)
     done = subprocess.run([home / "om-losses", tmp_path / "cnn" / "model.omd", "1"], capture_output=True, text=True)
-    assert done.returncode == 2 and re.search(r"\w+: device cpu has no kernel for it", done.stderr), done.stderr
+    assert done.returncode == 2 and re.search(r"\w+: this library was built for files that do not use this operator: make device OPS=", done.stderr), done.stderr
 
 
 def test_python_over_the_library(tmp_path: Path) -> None:

@@ -110,6 +110,30 @@ def test_masks(name: str, labels: str, device: str) -> None:
     model.free()
 
 
+@pytest.mark.parametrize("labels", ["tokens", "anywhere"])
+@pytest.mark.parametrize("name", list(MASKS))
+def test_interpreted(name: str, labels: str) -> None:
+    """The graph of the pass, node by node."""
+    for left in (False, True):
+        for lengths in ([4, 2, 1], [5, 0, 2]):
+            ins = given(lengths, labels, left)
+            loss, grads = eager(ins, mask_of(name, ins[1]), name == "bools, causal")
+            g = engine.Graph.parse(layer(**MASKS[name])).apply("padding", "dce")
+            got, dxs = engine.run(g, ins, [1, 0, 0] + [1] * 7, [torch.ones((), dtype=torch.float64)])
+            torch.testing.assert_close(got[0], loss, rtol=1e-10, atol=1e-11)
+            for i, (a, b) in enumerate(zip([d for d in dxs if d is not None], grads, strict=True)):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=f"{lengths} {left}, gradient {i}")
+
+
+@pytest.mark.parametrize("name", list(MASKS))
+def test_bounds_of_keys(name: str) -> None:
+    """Where a mask is added, attention has them; forward and backward."""
+    text = engine.Graph.parse(layer(**MASKS[name])).apply("padding").grad([1, 0, 0] + [1] * 7, [1]).text()
+    calls = [ln.partition("(")[2].partition(")")[0].split(", ") for ln in text.splitlines() if "= attention" in ln]
+    has = [c[4:6] if len(c) < 7 else c[7:9] for c in calls]
+    assert len(has) == 2 and all((len(h) == 2 and "_" not in h) == name.startswith("added") for h in has), calls
+
+
 SEEN: dict[str, str] = {
     "the logits are a result": layer(end="  output l"),
     "a hidden state is one": layer(end="  output y"),

@@ -156,14 +156,8 @@ static inline int64_t integer_of(double x) { return x >= -0x1p63 && x < 0x1p63 ?
 #define CONVERT_FROM(FROM, FT, FW, FK, ...) COPY_TYPES COPY_NOTHING()()(CONVERT, FROM, FT, FW, FK)
 COPY_TWICE(CONVERT_TYPES(CONVERT_FROM, ))
 
-/* make device OPS=...: only between the types of these files and those of sums (tools/om_ops.c) */
-#if defined(OM_ONLY)
-#include <only.h>
-#define KEPT(t) OM_KEEP_TYPE_##t
-#else
-#define KEPT(t) 1
-#endif
-#define CELL(TO, TT, TW, TK, FROM) [OM_##TO] = KEPT(FROM) && KEPT(TO) ? convert_##FROM##_##TO : NULL,
+/* make device OPS=...: only between the types of these files and those of sums */
+#define CELL(TO, TT, TW, TK, FROM) [OM_##TO] = OM_KEPT(FROM) && OM_KEPT(TO) ? convert_##FROM##_##TO : NULL,
 #define CELL_FROM(FROM, FT, FW, FK, ...) [OM_##FROM] = {COPY_TYPES COPY_NOTHING()()(CELL, FROM)},
 #define MOVE_CELL(I, T) move_##I,
 #define TILE_CELL(I, T) tile_##I,

@@ -92,7 +92,8 @@ LOSS(f64, double, double, SAME, SAME, EXP_f64)
 LOSS(bf16, uint16_t, float, om_bf16_to_f32, om_f32_to_bf16, EXP_f32)
 LOSS(f16, uint16_t, float, om_f16_to_f32, om_f32_to_f16, EXP_f32)
 
-#define ROW(TYPE, NAME) [TYPE] = {lse_##NAME, smooth_##NAME, grad_##NAME}
+#define FOR(TYPE, f) (OM_KEPT(TYPE) ? (f) : NULL)
+#define ROW(TYPE, NAME) [OM_##TYPE] = {FOR(TYPE, lse_##NAME), FOR(TYPE, smooth_##NAME), FOR(TYPE, grad_##NAME)}
 const struct om_loss_kernels OM_ISA_NAME(om_loss) = {
-    .type = {ROW(OM_F32, f32), ROW(OM_F64, f64), ROW(OM_BF16, bf16), ROW(OM_F16, f16)},
+    .type = {ROW(F32, f32), ROW(F64, f64), ROW(BF16, bf16), ROW(F16, f16)},
 };
