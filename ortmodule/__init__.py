@@ -72,9 +72,9 @@ def _extension() -> Any:
         if error.name != f"{__name__}._C":
             raise
     raise ImportError(
-        f"ortmodule has no extension in {os.path.dirname(os.path.abspath(__file__))}: these are its sources, which Python "
-        "finds first where it is started. Start it in another directory, or build the extension there: make, or pip "
-        "install -e ."
+        f"ortmodule has no extension in {os.path.dirname(os.path.abspath(__file__))}: these are its sources, which "
+        "Python finds first where it is started. Start it in another directory, or build the extension there: "
+        "make, or pip install -e ."
     )
 
 
