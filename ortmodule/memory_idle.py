@@ -19,6 +19,7 @@ from time import monotonic
 from . import _C
 
 MOST = 120.0
+NAP = 3600.0  # at a time: `keep` may have become infinite, which no wait takes
 
 
 class Idle:
@@ -56,14 +57,13 @@ class Idle:
             self._wake.wait()
             moved, since = _C.pool_stats()["moved"], monotonic()
             while True:
-                wait = max(self.keep, self.learnt)
-                left = since + wait - monotonic()
+                left = since + max(self.keep, self.learnt) - monotonic()
                 if left > 0:
-                    threading.Event().wait(left)
+                    threading.Event().wait(min(left, NAP))
                 now = _C.pool_stats()
                 if now["moved"] != moved:
                     moved, since = now["moved"], monotonic()
-                elif monotonic() >= since + wait:
+                elif monotonic() >= since + max(self.keep, self.learnt):  # may have grown
                     break
             if _C.pool_trim(False):
                 self.given_back += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from small_models import MODELS
 from torch import nn
 
 import ortmodule
-from ortmodule import _C, ORTModule, memory
+from ortmodule import _C, ORTModule, memory, memory_idle
 from ortmodule.memory_idle import Idle
 from ortmodule.memory_idle import idle as of_process
 
@@ -106,3 +108,16 @@ def test_a_forked_child_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch)
         idle.arm(60.0)
         os._exit(0 if alive and idle._thread is not None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_model_that_keeps_for_ever_comes_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is at work for the first one by then: it goes on, and gives nothing back."""
+    died: list[object] = []
+    monkeypatch.setattr("threading.excepthook", died.append)
+    for moves in (itertools.count(), itertools.repeat(0)):  # of blocks meanwhile
+        monkeypatch.setattr(memory_idle, "_C", SimpleNamespace(pool_stats=lambda moves=moves: {"moved": next(moves)}, pool_trim=lambda _: 1))
+        one = Idle()
+        one.arm(0.3)
+        one.arm(math.inf)
+        time.sleep(0.8)
+        assert not died and one._thread is not None and one._thread.is_alive() and not one.given_back
