@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -308,6 +308,12 @@ bench-first: build   ## the first step of fresh processes, eager and ORTModule (
 
 check-wheel: venv   ## clean clone -> sdist -> wheel -> new environment -> three training steps
 	tests/wheel/check.sh $(PY)
+
+wheel: venv   ## the wheel for an index in dist/, checked: size, glibc 2.28, no library but libc and libm
+	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@$(PY) tests/wheel/audit.py --tag dist/ortmodule-*.whl
+check-pythons: build   ## the wheel on every Python and PyTorch that can be had here (DEBIAN=forky: also Debian's; needs a package index)
+	@tests/wheel/pythons.sh $(PY)
 
 gpu-wheel: $(STAMP)   ## build the abi3 wheel with the CUDA kernels into dist/ (needs nvcc; 64 MiB at most)
 	@test -n "$(NVCC)" || { echo "gpu-wheel: nvcc is needed for a wheel with CUDA kernels: put it on PATH, or give NVCC=..."; exit 2; }

@@ -61,7 +61,26 @@ __all__ = [
 ]
 
 
+def _extension() -> Any:
+    """Asked for before it is imported."""
+    import importlib
+    import os
+
+    try:
+        return importlib.import_module(f"{__name__}._C")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}._C":
+            raise
+    raise ImportError(
+        f"ortmodule has no extension in {os.path.dirname(os.path.abspath(__file__))}: these are its sources, which "
+        "Python finds first where it is started. Start it in another directory, or build the extension there: "
+        "make, or pip install -e ."
+    )
+
+
 def __getattr__(name: str) -> Any:
+    if name == "_C":
+        return _extension()
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,27 +27,63 @@ def outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+def _catches(code: types.CodeType, handler: Iterable[dis.Instruction]) -> bool:
+    """May the handler that begins here end an exception? That of an `except` and of `with contextlib.suppress`; others
+    raise it again."""
+    popped = False
+    for s in handler:
+        if popped:  # what is left behind a handler's own code raises again
+            return s.opname != "RERAISE"
+        if s.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+            return True
+        if s.opname == "WITH_EXCEPT_START":
+            return "suppress" in code.co_names
+        if s.opname == "RERAISE":
+            return False
+        popped = s.opname == "POP_EXCEPT"
+    return popped
+
+
+def _blocks(steps: list[dis.Instruction], at: dict[int, int]) -> dict[int, tuple[int, ...]]:
+    """Up to 3.10: the handlers around each step, from what sets them up and takes them away on the ways through the
+    code; -1 stands for one that runs."""
+    found: dict[int, tuple[int, ...]] = {}
+    ways: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    while ways:
+        i, around = ways.pop()
+        if i in found or i >= len(steps):
+            continue
+        found[i], s = around, steps[i]
+        if s.opname in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
+            ways += [(at[s.argval], (*around, -1)), (i + 1, (*around, at[s.argval]))]
+        elif s.opname in ("POP_BLOCK", "POP_EXCEPT"):
+            ways.append((i + 1, around[:-1]))
+        elif s.opname not in ("RETURN_VALUE", "RAISE_VARARGS", "RERAISE"):
+            if s.opcode in dis.hasjrel or s.opcode in dis.hasjabs:
+                ways.append((at[s.argval], around))
+            if s.opname not in ("JUMP_FORWARD", "JUMP_ABSOLUTE"):
+                ways.append((i + 1, around))
+    return found
+
+
 @functools.cache
 def _tries(code: types.CodeType) -> tuple[tuple[int, int], ...]:
-    """Bytes of the code whose exceptions it may end itself: bodies of `try` with an `except`, and of
-    `with contextlib.suppress`."""
+    """Bytes of the code whose exceptions it may end itself, also where a `with` or a `finally` stands between."""
     steps = list(dis.get_instructions(code))
     at = {s.offset: i for i, s in enumerate(steps)}
-    if hasattr(dis, "_parse_exception_table"):
-        rows = [(e.start, e.end, e.target) for e in dis._parse_exception_table(code)]
-    else:  # up to 3.10 blocks are instructions
-        rows = [(s.offset, s.argval, s.argval) for s in steps if s.opname in ("SETUP_FINALLY", "SETUP_WITH")]
-    found: list[tuple[int, int]] = []
-    for start, end, target in rows:
-        for s in steps[at[target]:]:
-            if s.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "POP_EXCEPT") or (
-                    s.opname == "WITH_EXCEPT_START" and "suppress" in code.co_names):
-                found.append((start, end))
-            elif s.opname not in ("RERAISE", "WITH_EXCEPT_START"):
-                continue
-            break
-    # what is left behind a handler is such a row, too: no code of the user's runs there
-    return tuple(dict.fromkeys(found))
+    if not hasattr(dis, "_parse_exception_table"):
+        return tuple((steps[i].offset, steps[i].offset + 2) for i, around in sorted(_blocks(steps, at).items())
+                     if any(h >= 0 and _catches(code, steps[h:]) for h in around))  # fmt: skip
+    rows = dis._parse_exception_table(code)
+
+    def ends(target: int, met: frozenset[int] = frozenset()) -> bool:
+        """Here, or where the handler raises again: a table names the innermost handler of each byte alone."""
+        if _catches(code, steps[at[target]:]):
+            return True
+        outer = {e.target for e in rows if e.start <= target < e.end} - met
+        return any(ends(t, met | outer) for t in outer)
+
+    return tuple((e.start, e.end) for e in rows if ends(e.target))
 
 
 def tried(frame: types.FrameType) -> bool:

@@ -74,8 +74,10 @@ _REGISTRY = 8
 _TRACER = tuple(os.path.join(TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo",
                                                       os.path.join("fx", "experimental")))  # fmt: skip
 _STD_DIR = sysconfig.get_path("stdlib") + os.sep
-_SITE = tuple({path + os.sep for path in (os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"),
-                                          sysconfig.get_path("platlib"), os.path.join(_STD_DIR, "site-packages"))})
+_SITE = tuple({path + os.sep for path in (
+    os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
+    os.path.join(_STD_DIR, "site-packages"),
+    *[p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")])})  # fmt: skip
 _ABSENT = patches.ABSENT
 _UNKNOWN: Any = object()
 _LOCK = type(threading.Lock())

@@ -3,9 +3,8 @@
 torch.export would trace through both, and the backward a user wrote, or the hooks on a module, would be lost without a
 word. So while an export runs, the code of `Function.apply` (bound early or late, it is one function; where it is one of
 C, since torch 2.14, `forward` of every Function, which it calls) and `forward` of kept submodules are replaced by one
-opaque operator, ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which the tracer records as a single
-node. `index` is the row of the capture's table; the row knows how to rebuild the Python
-call from tensors.
+opaque operator, ortmodule_capture::host(Tensor[] xs, int index) -> Tensor[], which the tracer records as a single node.
+`index` is the row of the capture's table; the row knows how to rebuild the Python call from tensors.
 
 The types of the results: a Function's forward is run on the fake tensors of the trace. A kept module often is kept
 because it cannot run on fake tensors; then sizes come from a recording of the real module made before the export. In a
