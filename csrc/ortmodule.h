@@ -358,7 +358,9 @@ int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max);
 typedef struct om_trainer om_trainer;
 
 typedef struct om_trainer_options {
-    void *arena;         /* NULL: mapped, as much as is needed. Else aligned to 64 bytes; the trainer's until freed */
+    /* NULL: mapped, as much as is needed (while load runs, and where sizes are symbols always, from half of the address
+     * space that is left: where that is limited, give one). Else aligned to 64 bytes; the trainer's until freed. */
+    void *arena;
     size_t arena_size;
     int threads;         /* > 1: a pool of its own with this many, the caller's included; else the context's services */
     /* What never happens, so that no memory is kept for it: gradients added up over steps; outputs asked of a step. */
@@ -391,7 +393,8 @@ om_io om_trainer_output(const om_trainer *t, bool eval, int i);
 
 /* Plans steps and evaluations for inputs of these sizes (data is not looked at; eval NULL: none) and tries them. Then
  * the arena is as large as it will be, and steps of other sizes are refused. Called again, up to 64 times, for more
- * sizes: each is tried after each (one_batch: n trials instead of n * n). Where it fails, what was prepared stays. */
+ * sizes: each is tried after each (one_batch: n trials instead of n * n), and has a plan, some 100 KB in the arena.
+ * Refused while there are gradients, which it would lose. Where it fails, what was prepared stays. */
 om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval);
 
 typedef struct om_trainer_bytes {
@@ -417,7 +420,7 @@ double om_trainer_rate(const om_trainer *t);
 om_status om_trainer_set_rate(om_trainer *t, double rate); /* from 0 up, finite; a schedule's rate too */
 om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, int64_t total, double rate);
 om_status om_trainer_schedule_step(om_trainer *t);
-int64_t om_trainer_updates(const om_trainer *t); /* updates so far, those before the checkpoint included */
+int64_t om_trainer_updates(const om_trainer *t); /* so far; those before a checkpoint too, if it has moments */
 
 /* Parameters and buffers, in the order of the training graph's inputs. */
 typedef struct om_trainer_param {
@@ -431,13 +434,15 @@ om_trainer_param om_trainer_param_at(const om_trainer *t, int i);
 
 /* All floating-point ones, or the trainable ones, as one run of f32 in that order. n: its elements, which must be
  * om_trainer_elements. After a nominal checkpoint (names and sizes, no values) the first set must be of all. */
+bool om_trainer_nominal(const om_trainer *t); /* there are no values yet */
 int64_t om_trainer_elements(const om_trainer *t, bool trainable_only);
 om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, int64_t n);
 om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n);
 
 /* A safetensors file: parameters by name, with `moments` what the optimizer keeps as well, and the properties. Written
  * beside `path`, synchronised, then renamed: whenever it is interrupted, path holds the old or the new state. Moments
- * of a checkpoint that was loaded without an optimizer are not there: asked for, that is OM_INVALID. */
+ * of a checkpoint that was loaded without an optimizer are not there: asked for, that is OM_INVALID. A link at `path`
+ * is replaced, not followed. */
 om_status om_trainer_save(om_trainer *t, const char *path, bool moments);
 /* Everything is checked before anything is changed: another model's, a nominal, a cut or a broken file is refused. */
 om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint);

@@ -16,6 +16,7 @@ trainable_only (False, True, True), so do these. Differences: docs/ON_DEVICE.md.
 from __future__ import annotations
 
 import ctypes as C
+import operator
 import os
 import threading
 import weakref
@@ -128,6 +129,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "om_trainer_save": (C.c_int, [C.c_void_p, C.c_char_p, C.c_bool]),
     "om_trainer_restore": (C.c_int, [C.c_void_p, _Bytes]),
     "om_trainer_copy": (C.c_int, [C.c_void_p, C.c_void_p]),
+    "om_trainer_nominal": (C.c_bool, [C.c_void_p]),
     "om_trainer_set_property": (C.c_int, [C.c_void_p, C.POINTER(_Property)]),
     "om_trainer_properties": (C.c_int, [C.c_void_p]),
     "om_trainer_property_at": (_Property, [C.c_void_p, C.c_int]),
@@ -154,7 +156,7 @@ _live_lock = threading.Lock()
 def set_seed(seed: int) -> None:
     """Of random operators (dropout), for modules made later and those that exist."""
     global _seed
-    _seed = seed
+    _seed = operator.index(seed)
     with _live_lock:
         trainers = list(_live)
     for trainer in trainers:
@@ -173,6 +175,13 @@ def _text(text: str, what: str) -> bytes:
     if "\0" in text:
         raise ValueError(f"{what} {text!r}: has a NUL, which checkpoints do not")
     return text.encode()
+
+
+def _count(n: Any, what: str) -> int:
+    n = operator.index(n)
+    if not 0 <= n < 2**63:
+        raise OverflowError(f"{what}: {n}; 0 to 2**63 - 1 are expected")
+    return n
 
 
 def _expect(given: Any, kind: type, what: str) -> None:
@@ -272,6 +281,15 @@ class Parameter(_Handle):
     def __init__(self, state: CheckpointState, index: int) -> None:
         self._state, self._index = state, index
 
+    def _value(self) -> _Tensor:
+        t = self._state._loaded()
+        if _lib.om_trainer_nominal(t.p):
+            raise TrainingError(
+                f"{self.name}: this state has names and sizes of parameters and no values: give all of them first "
+                "(Module.copy_buffer_to_parameters(buffer, trainable_only=False))"
+            )
+        return self._row().value
+
     def _row(self) -> _Param:
         row: _Param = _lib.om_trainer_param_at(self._state._loaded().p, self._index)
         return row
@@ -283,11 +301,11 @@ class Parameter(_Handle):
     @property
     def data(self) -> Array:
         """A copy of the value."""
-        return _array(self._row().value).copy()
+        return _array(self._value()).copy()
 
     @data.setter
     def data(self, value: npt.ArrayLike) -> None:
-        mine = _array(self._row().value)
+        mine = _array(self._value())
         given = np.asarray(value)
         if given.shape != mine.shape or given.dtype != mine.dtype:
             raise TrainingError(f"{self.name}: {mine.dtype} {mine.shape} expected, got {given.dtype} {given.shape}")
@@ -420,10 +438,13 @@ class CheckpointState(_Handle):
 # --- training
 
 
-def _file(uri: str | os.PathLike[str] | bytes | None) -> bytes:
+def _file(uri: str | os.PathLike[str] | bytes | None, what: str) -> bytes:
     if uri is None:
         return b""
-    return uri if isinstance(uri, bytes) else Path(uri).read_bytes()
+    data = uri if isinstance(uri, bytes) else Path(uri).read_bytes()
+    if not data:
+        raise TrainingError(f"{what}: {'the bytes are' if isinstance(uri, bytes) else os.fspath(uri)} empty")
+    return data
 
 
 class Module(_Handle):
@@ -447,7 +468,10 @@ class Module(_Handle):
         _expect(state, CheckpointState, "Module: state")
         self.training = True
         self._state = state
-        self._files = {"train": _file(train_model_uri), "eval": _file(eval_model_uri)}
+        self._files = {
+            "train": _file(train_model_uri, "training model"),
+            "eval": _file(eval_model_uri, "evaluation model"),
+        }
         self._threads = threads
         if state._trainer is not None:
             raise TrainingError("this CheckpointState belongs to another Module")
@@ -516,7 +540,7 @@ class Module(_Handle):
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: list[str]
     ) -> None:
         """The evaluation graph up to these outputs, with the weights as they are."""
-        if isinstance(graph_output_names, str):
+        if isinstance(graph_output_names, str) or not all(isinstance(n, str) for n in graph_output_names):
             raise TypeError(f"graph_output_names: a list of names is expected, got {graph_output_names!r}")
         texts = [_text(n, "graph_output_names:") for n in graph_output_names]
         names = (C.c_char_p * len(texts))(*texts)
@@ -540,7 +564,7 @@ class Optimizer(_Handle):
     def __init__(self, optimizer_uri: str | os.PathLike[str] | bytes, module: Module) -> None:
         _expect(module, Module, "Optimizer: module")
         self._module = module
-        module._give(_file(optimizer_uri))
+        module._give(_file(optimizer_uri, "optimizer model"))
 
     def step(self) -> None:
         t = self._module._t
@@ -548,7 +572,7 @@ class Optimizer(_Handle):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         t = self._module._t
-        t.check(_lib.om_trainer_set_rate(t.p, learning_rate))
+        t.check(_lib.om_trainer_set_rate(t.p, float(learning_rate)))
 
     def get_learning_rate(self) -> float:
         return float(_lib.om_trainer_rate(self._module._t.p))
@@ -563,7 +587,8 @@ class LinearLRScheduler(_Handle):
         _expect(optimizer, Optimizer, "LinearLRScheduler: optimizer")
         self._module = optimizer._module
         t = self._module._t
-        t.check(_lib.om_trainer_schedule(t.p, 2, warmup_step_count, total_step_count, initial_lr))
+        steps = _count(warmup_step_count, "warmup_step_count"), _count(total_step_count, "total_step_count")
+        t.check(_lib.om_trainer_schedule(t.p, 2, *steps, float(initial_lr)))
 
     def step(self) -> None:
         t = self._module._t

@@ -193,6 +193,17 @@ static const struct { const char *name; int onnx; size_t size; } dtypes[OM_N_DTY
 
 size_t om_dtype_size(int t) { return (unsigned)t < OM_N_DTYPES ? dtypes[t].size : 0; }
 const char *om_dtype_name(int t) { return (unsigned)t < OM_N_DTYPES ? dtypes[t].name : "?"; }
+om_kind_text om_kind_write(int dtype, int rank, const int64_t *dim) {
+    om_kind_text k;
+    int n = snprintf(k.s, sizeof k.s, "%s [", om_dtype_name(dtype));
+    for (int i = 0; i < rank && i < OM_RANK; i++) {
+        const char *comma = i ? ", " : "";
+        n += dim[i] < 0 ? snprintf(k.s + n, sizeof k.s - (size_t)n, "%s?", comma)
+                        : snprintf(k.s + n, sizeof k.s - (size_t)n, "%s%lld", comma, (long long)dim[i]);
+    }
+    snprintf(k.s + n, sizeof k.s - (size_t)n, "]");
+    return k;
+}
 int om_dtype_onnx(int t) { return (unsigned)t < OM_N_DTYPES ? dtypes[t].onnx : 0; }
 om_dtype om_dtype_from_name(const char *name) {
     for (int t = 1; t < OM_N_DTYPES; t++)

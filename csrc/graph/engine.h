@@ -75,6 +75,9 @@ bool om_grow(om_ctx *cx, void **v, uint32_t *cap, size_t elem); /* new memory is
 
 size_t om_dtype_size(int dtype);
 const char *om_dtype_name(int dtype);
+/* "f32 [6, ?]", for messages; ?: any size (a negative one) */
+typedef struct om_kind_text { char s[200]; } om_kind_text;
+om_kind_text om_kind_write(int dtype, int rank, const int64_t *dim);
 om_dtype om_dtype_from_name(const char *name);  /* OM_NODTYPE if unknown */
 om_dtype om_dtype_from_onnx(int onnx);          /* OM_NODTYPE if unknown */
 int om_dtype_onnx(int dtype);
@@ -201,6 +204,7 @@ typedef struct om_graph {
     OM_VEC(om_scope) scopes;
     OM_VEC(om_id) inputs;              /* value ids, in the order the host passes tensors; GRAD_IN ones last */
     OM_VEC(om_id) outputs;             /* user outputs */
+    OM_VEC(const char *) output_names; /* of a graph that was just read: the file's */
     OM_VEC(om_write) writes;
     OM_VEC(om_gradout) grads;
     om_dim_index expr_index, sym_index;

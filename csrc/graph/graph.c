@@ -72,6 +72,7 @@ void om_graph_free(om_graph *g) {
     om_free(cx, g->scopes.v);
     om_free(cx, g->inputs.v);
     om_free(cx, g->outputs.v);
+    om_free(cx, g->output_names.v);
     om_free(cx, g->writes.v);
     om_free(cx, g->grads.v);
     om_arena_free(&g->arena);

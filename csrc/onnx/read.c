@@ -698,6 +698,8 @@ static om_status read_outputs(om_onnx *o) {
         } else {
             om_id *out = OM_PUSH(o->cx, &g->outputs);
             if (out) *out = v;
+            const char **kept = OM_PUSH(o->cx, &g->output_names);
+            if (kept) *kept = om_arena_str(&g->arena, name);
         }
         if (o->cx->status != OM_OK) return o->cx->status;
     }

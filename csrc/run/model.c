@@ -33,6 +33,7 @@ struct om_model {
     uint64_t clock;
     double load_ms;
     uint8_t *differentiable; /* per user output */
+    char **output_name;      /* the file's; NULL: it was no file */
     bool profiling;
     struct { uint64_t count; double ms; } profile[OM_N_PROFILE];
 };
@@ -109,13 +110,31 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     return OM_OK;
 }
 
+/* One piece: pointers, then texts. */
+static om_status names_keep(om_ctx *cx, const om_graph *g, char ***names) {
+    const uint32_t n = g->output_names.n;
+    size_t size = ((size_t)n + 1) * sizeof **names;
+    for (uint32_t i = 0; i < n; i++) size += strlen(g->output_names.v[i]) + 1;
+    char **to = *names = om_alloc(cx, size), *text = (char *)(to + n + 1);
+    for (uint32_t i = 0; i < n && to; i++) {
+        to[i] = strcpy(text, g->output_names.v[i]);
+        text += strlen(text) + 1;
+    }
+    return cx->status;
+}
+
 om_status om_model_load(om_ctx *cx, const void *onnx, size_t size, om_model **out) {
     om_graph *g = NULL;
     *out = NULL;
+    char **names = NULL;
     double t0 = om_now_ms();
     OM_TRY(om_onnx_read(cx, onnx, size, &g));
     double read = om_now_ms() - t0;
-    OM_TRY(om_model_from_graph(cx, g, out));
+    om_status s = names_keep(cx, g, &names);
+    if (s == OM_OK) s = om_model_from_graph(cx, g, out);
+    else om_graph_free(g);
+    if (s != OM_OK) return om_free(cx, names), s;
+    (*out)->output_name = names;
     (*out)->load_ms += read;
     return OM_OK;
 }
@@ -147,6 +166,7 @@ void om_model_free(om_ctx *cx, om_model *m) {
     om_free(m->cx, m->differentiable);
     pthread_mutex_destroy(&m->lock);
     om_ctx_free(m->cx);
+    om_free(cx, m->output_name);
     om_free(cx, m);
 }
 
@@ -466,6 +486,7 @@ om_io om_model_input(const om_model *m, int i) {
 om_io om_model_output(const om_model *m, int i) {
     om_io io = io_of(m->g, m->g->outputs.v[i]);
     io.role = OM_ACT;
+    if (m->output_name) io.name = m->output_name[i];
     io.differentiable = m->differentiable[i];
     return io;
 }

@@ -226,11 +226,10 @@ static om_status values_place(planner *pl, const om_tensor *in) {
                 const om_tensor *t = &in[x->input];
                 if (t->dtype != o->t.dtype || t->rank != o->t.rank ||
                     memcmp(t->dim, o->t.dim, t->rank * sizeof *t->dim))
-                    return om_fail(pl->cx, OM_INVALID,
-                                   "graph input %u (%s): %s of rank %d given, %s of rank %d expected, or its sizes "
-                                   "contradict other inputs",
-                                   x->input, x->name ? x->name : "?", om_dtype_name(t->dtype), t->rank,
-                                   om_dtype_name(o->t.dtype), o->t.rank);
+                    return om_fail(pl->cx, OM_INVALID, "graph input %u (%s): %s given, %s expected: its sizes "
+                                   "contradict those of other inputs",
+                                   x->input, x->name ? x->name : "?", om_kind_write(t->dtype, t->rank, t->dim).s,
+                                   om_kind_write(o->t.dtype, o->t.rank, o->t.dim).s);
                 memcpy(o->t.stride, t->stride, sizeof o->t.stride);
             }
             pl->p->input[x->input] = o->t;

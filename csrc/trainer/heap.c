@@ -16,6 +16,14 @@ static void *space_take(size_t size) {
     return p == MAP_FAILED ? NULL : p;
 #endif
 }
+/* the last part of it */
+static bool space_cut(void *p, size_t size) {
+#if defined(__wasm__)
+    return (void)p, (void)size, false;
+#else
+    return !munmap(p, size);
+#endif
+}
 static void space_give(void *p, size_t size) {
 #if defined(__wasm__)
     (void)size;
@@ -39,12 +47,11 @@ bool om_heap_open(om_heap *h, void *arena, size_t size) {
     *h = (om_heap){.base = arena, .size = size & ~(size_t)(HEAD - 1)};
     if (!arena) {
         h->mapped = true;
-        h->size = sizeof(void *) > 4 ? (size_t)1 << 38 : (size_t)1 << 30;
-        do {
-            h->size /= 2;
-            h->base = space_take(h->size);
-        } while (!h->base && h->size > (size_t)1 << 20);
-        if (!h->base) return false;
+        const size_t most = sizeof(void *) > 4 ? (size_t)1 << 37 : (size_t)1 << 29;
+        for (h->size = most; !(h->base = space_take(h->size)); h->size /= 2)
+            if (h->size <= (size_t)1 << 20) return false;
+        /* space is limited: half of what was found is for others */
+        if (h->size < most && space_cut(h->base + h->size / 2, h->size / 2)) h->size /= 2;
     }
     if (h->size < 2 * HEAD || (uintptr_t)h->base % HEAD) return false;
     pthread_mutex_init(&h->lock, NULL);
@@ -125,6 +132,22 @@ void om_heap_free(void *heap, void *p, size_t size) {
         h->first_free = b;
     join(b);
     if (prev) join(prev);
+    pthread_mutex_unlock(&h->lock);
+}
+
+void om_heap_fix(om_heap *h) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    pthread_mutex_lock(&h->lock);
+    block *b = h->first_free;
+    while (b && b->next) b = b->next;
+    if (h->mapped && b && offset_of(h, b) + b->size == h->size) {
+        const size_t used = offset_of(h, b) + HEAD > h->high ? offset_of(h, b) + HEAD : h->high;
+        const size_t end = (used + page - 1) / page * page;
+        if (end < h->size && space_cut(h->base + end, h->size - end)) {
+            b->size = end - offset_of(h, b);
+            h->size = end;
+        }
+    }
     pthread_mutex_unlock(&h->lock);
 }
 

@@ -27,5 +27,6 @@ void om_heap_close(om_heap *h);                      /* all blocks at once */
 void *om_heap_alloc(void *heap, size_t size);        /* services.alloc; NULL: it does not fit */
 void *om_heap_zeros(om_heap *h, size_t size);        /* of bytes 0; pages nobody has used stay so */
 void om_heap_free(void *heap, void *p, size_t size); /* services.free */
+void om_heap_fix(om_heap *h);                        /* mapped: it never grows again; address space goes back */
 void om_heap_trim(om_heap *h);                       /* mapped: whole pages of free blocks go back to the system */
 #endif

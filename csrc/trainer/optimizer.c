@@ -187,13 +187,14 @@ om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, i
     t->schedule.warmup = warmup;
     t->schedule.total = total;
     t->initial_rate = rate;
-    return om_trainer_schedule_step(t);
+    return kind == OM_SCHEDULE_NONE ? OM_OK : om_trainer_schedule_step(t);
 }
 
 om_status om_trainer_schedule_step(om_trainer *t) {
     const double n = (double)t->updates, warmup = (double)t->schedule.warmup, total = (double)t->schedule.total;
     double part = 1;
-    if (t->schedule.kind == OM_SCHEDULE_NONE) return OM_OK;
+    OM_TRY(t->host->status);
+    OM_CHECK(t->host, t->schedule.kind != OM_SCHEDULE_NONE, "there is no schedule; om_trainer_schedule makes one");
     if (n < warmup)
         part = n / warmup;
     else if (t->schedule.kind == OM_SCHEDULE_LINEAR)

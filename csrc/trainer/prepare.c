@@ -35,11 +35,18 @@ static om_status row_add(om_trainer *t, om_tgraph *g, bool eval, const om_tensor
     const uint32_t at = g->prepared.n;
     for (int i = 0; i < g->n_user; i++) {
         const om_io io = om_model_input(g->m, g->user[i]);
+        if (like && (like[i].dtype != io.dtype || like[i].rank != io.rank))
+            return om_fail(t->host, OM_INVALID, "prepare: input %d ('%s') of the %s is %s; the graph takes %s", i,
+                           io.name, om_trainer_role(eval), om_kind_write(like[i].dtype, like[i].rank, like[i].dim).s,
+                           om_kind_write(io.dtype, io.rank, io.dim).s);
         om_tensor *one = OM_PUSH(t->host, &g->prepared);
         if (!one) return t->host->status;
         *one = (om_tensor){.dtype = io.dtype, .rank = io.rank, .device = -1};
         for (int k = 0; k < io.rank; k++) {
             one->dim[k] = like ? like[i].dim[k] : io.dim[k];
+            if (one->dim[k] < 0 && like)
+                return om_fail(t->host, OM_INVALID, "prepare: input '%s' of the %s has a size of %lld in dimension %d",
+                               io.name, om_trainer_role(eval), (long long)one->dim[k], k);
             if (one->dim[k] < 0)
                 return om_fail(t->host, OM_INVALID,
                                "prepare: input '%s' of the %s has sizes that only a call tells: give inputs", io.name,
@@ -148,6 +155,10 @@ static void prepare_undo(om_trainer *t, int n_train, int n_eval) {
 
 om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval) {
     OM_TRY(t->host->status);
+    OM_CHECK(t->host, !t->has_grad || t->reset,
+             "prepare: there are gradients of a step, which it would lose; om_trainer_update uses them, "
+             "om_trainer_reset gives them up");
+    OM_CHECK(t->host, !eval || t->eval.m, "prepare: the artifacts have no evaluation graph; eval NULL is expected");
     const bool sealed = t->heap.sealed;
     const int n_train = t->train.n_prepared, n_eval = t->eval.n_prepared;
     t->heap.sealed = false;

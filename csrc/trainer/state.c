@@ -26,6 +26,8 @@ static bool in_buffer(const om_tparam *p, bool trainable_only) {
     return om_is_float(p->value.dtype) && (p->trainable || !trainable_only);
 }
 
+bool om_trainer_nominal(const om_trainer *t) { return t->nominal; }
+
 int64_t om_trainer_elements(const om_trainer *t, bool trainable_only) {
     int64_t n = 0;
     for (int i = 0; i < t->n_param; i++)
@@ -196,9 +198,9 @@ static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f
         if (!strcmp(key, "updates"))
             good = number_whole(text, &x->updates) && x->updates >= 0;
         else if (!strcmp(key, "rate"))
-            good = number_real(text, &x->rate) && isfinite(x->rate);
+            good = number_real(text, &x->rate) && isfinite(x->rate) && x->rate >= 0;
         else if (!strcmp(key, "initial_rate"))
-            good = number_real(text, &x->initial_rate) && isfinite(x->initial_rate);
+            good = number_real(text, &x->initial_rate) && isfinite(x->initial_rate) && x->initial_rate >= 0;
         else if (!strcmp(key, "nominal"))
             good = !strcmp(text, "1") || !strcmp(text, "0"), x->nominal = *text == '1';
         else if (!strncmp(key, "int:", 4))
@@ -363,6 +365,7 @@ om_status om_trainer_copy(om_trainer *t, const om_trainer *from) {
     om_trainer fresh = {.host = t->host};
     OM_TRY(t->host->status);
     OM_TRY(same_model(t, from));
+    OM_CHECK(t->host, !from->nominal || t->nominal, "copy: the other trainer has names and sizes and no values");
     for (uint32_t i = 0; i < from->property.n; i++)
         if (om_trainer_set_property(&fresh, &from->property.v[i]) != OM_OK) {
             om_trainer_properties_free(&fresh);
@@ -381,11 +384,12 @@ om_status om_trainer_copy(om_trainer *t, const om_trainer *from) {
         value_copy(&to->m, &of->m);
         value_copy(&to->v, &of->v);
     }
-    if (moments) t->updates = from->updates;
-    if (from->optimizer != OM_T_NONE) {
+    if (moments) {
+        t->updates = from->updates;
         t->rate = from->rate, t->initial_rate = from->initial_rate;
         t->schedule = from->schedule;
     }
+    t->left_moments |= t->optimizer == OM_T_NONE && (from->left_moments || from->optimizer != OM_T_NONE);
     t->seed = from->seed, t->drawn = from->drawn;
     t->nominal = from->nominal;
     return OM_OK;

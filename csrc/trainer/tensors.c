@@ -323,6 +323,7 @@ static long file_owner(void) {
 
 om_status om_file_begin(om_ctx *cx, const char *path, om_file *f) {
     const size_t n = strlen(path);
+    if (!n) return om_fail(cx, OM_INVALID, "a path is needed: it is empty");
     *f = (om_file){.cx = cx, .path = path, .fd = -1, .aside = om_alloc(cx, n + 32)};
     if (!f->aside) return cx->status;
     snprintf(f->aside, n + 32, "%s.%ld.part", path, file_owner());

@@ -21,25 +21,18 @@ extern void dgemm_(const char *, const char *, const int *, const int *, const i
 
 om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s) {
     if (s == OM_OK || from == t->host) return s;
-    om_fail(t->host, s, "%s", *from->message ? from->message : om_status_text(s));
+    const char *text = *from->message ? from->message : om_status_text(s);
+    if (s == OM_NOMEM && !t->heap.mapped)
+        om_fail(t->host, s, "%s: options.arena, of %zu bytes, is too small; om_trainer_memory of a trainer without one "
+                            "tells what it must have", text, t->heap.size);
+    else
+        om_fail(t->host, s, "%s", text);
     om_ctx_clear(from);
     return s;
 }
 #define T_TRY(t, expr) OM_TRY(om_trainer_fail((t), (t)->cx, (expr)))
 
 const char *om_trainer_role(bool eval) { return eval ? "evaluation graph" : "training graph"; }
-
-om_kind_text om_kind_write(int dtype, int rank, const int64_t *dim) {
-    om_kind_text k;
-    int n = snprintf(k.s, sizeof k.s, "%s [", om_dtype_name((om_dtype)dtype));
-    for (int i = 0; i < rank && i < OM_RANK; i++) {
-        const char *comma = i ? ", " : "";
-        n += dim[i] < 0 ? snprintf(k.s + n, sizeof k.s - (size_t)n, "%s?", comma)
-                        : snprintf(k.s + n, sizeof k.s - (size_t)n, "%s%lld", comma, (long long)dim[i]);
-    }
-    snprintf(k.s + n, sizeof k.s - (size_t)n, "]");
-    return k;
-}
 
 int64_t om_trainer_tensor_bytes(const om_tensor *x) { return om_numel(x) * (int64_t)om_dtype_size(x->dtype); }
 
@@ -234,7 +227,8 @@ static om_status files_unpack(om_trainer *t, const om_trainer_files *files, om_t
 }
 
 static om_status contexts_make(om_trainer *t, const om_trainer_options *o) {
-    if (o->threads > 1024) return om_fail(t->host, OM_INVALID, "%d threads", o->threads);
+    if (o->threads < 0 || o->threads > 1024)
+        return om_fail(t->host, OM_INVALID, "options.threads is %d; 0 to 1024 are expected", o->threads);
     if (!om_isa_runs())
         return om_fail(t->host, OM_UNSUPPORTED, "this library was built for %s, which this processor lacks",
                        om_isa_text());
@@ -298,6 +292,7 @@ static om_status load(om_trainer *t, const om_trainer_files *files, const om_tra
     om_heap_trim(&t->heap);
     if (s == OM_OK && t->train.numbers && (!t->eval.m || t->eval.numbers)) s = om_trainer_prepare(t, NULL, NULL);
     if (s == OM_OK) s = om_trainer_take(t, "checkpoint", &checkpoint);
+    if (s == OM_OK && t->heap.sealed) om_heap_fix(&t->heap);
     om_tensors_free(&checkpoint);
     t->spend = false;
     return s;
@@ -329,7 +324,9 @@ static om_status trainer_make(om_ctx *cx, const om_trainer_files *files, const o
 #endif
     om_tensors pack = {0};
     om_status s = contexts_make(t, o);
-    if (s == OM_OK && !(t->cx = om_ctx_new(&sv))) s = om_fail(cx, OM_NOMEM, "the arena is too small");
+    if (s == OM_OK && !(t->cx = om_ctx_new(&sv)))
+        s = om_fail(cx, OM_NOMEM, "options.arena, of %zu bytes, is too small; om_trainer_memory of a trainer without "
+                                  "one tells what it must have", o->arena_size);
     sv.alloc = sv_alloc_update, sv.free = sv_free_update;
     t->update_services = sv;
     if (s == OM_OK) s = load(t, files, o, &pack);
@@ -436,6 +433,10 @@ om_status om_trainer_bind(om_trainer *t, om_tgraph *g, bool eval, const om_tenso
         if (x->device != -1)
             return om_fail(t->host, OM_INVALID, "%s: input %d ('%s') is on device %d; -1, the CPU, is expected",
                            om_trainer_role(eval), i, io.name, x->device);
+        for (int k = 0; k < x->rank && k < OM_RANK; k++)
+            if (x->dim[k] < 0)
+                return om_fail(t->host, OM_INVALID, "%s: input %d ('%s') has a size of %lld in dimension %d",
+                               om_trainer_role(eval), i, io.name, (long long)x->dim[k], k);
         if (!fits)
             return om_fail(t->host, OM_INVALID, "%s: input %d ('%s') is %s; the graph takes %s%s",
                            om_trainer_role(eval), i, io.name,

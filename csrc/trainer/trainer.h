@@ -75,9 +75,6 @@ struct om_trainer {
 };
 
 om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s);
-/* "f32 [6, ?]", for messages; ?: any size */
-typedef struct om_kind_text { char s[200]; } om_kind_text;
-om_kind_text om_kind_write(int dtype, int rank, const int64_t *dim);
 int om_trainer_find(const om_trainer *t, const char *name); /* a parameter; -1 */
 om_status om_trainer_loaded(om_trainer *t);                 /* refuses while there are names and sizes only */
 void om_trainer_grads_free(om_trainer *t);

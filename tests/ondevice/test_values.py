@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes as C
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ortmodule import ORTModule, api
+from ortmodule.artifacts import OptimType, optimizer_of
 
 LIB = api._lib
 NAN = float("nan")
@@ -179,6 +182,13 @@ def test_values(tmp_path: Path) -> None:
         (lambda: module(x[:3], labels[:3]), api.TrainingError, r"is f32 \[3, 8\]; the graph takes f32 \[6, 8\]: a size that is a number there"),
         (lambda: copy.deepcopy(module), TypeError, "a Module can be neither copied nor pickled"),
         (lambda: copy.copy(state), TypeError, "a CheckpointState can be neither"),
+        (lambda: schedule(optimizer, 0, 2**64 + 10, 0.1), OverflowError, "total_step_count"),
+        (lambda: schedule(optimizer, 0, 10, "a"), ValueError, "could not convert"),
+        (lambda: module.export_model_for_inferencing(tmp_path / "x", [None]), TypeError, "a list of names"),
+        (lambda: api.Optimizer(b"", module), api.TrainingError, "optimizer model: the bytes are empty"),
+        (lambda: api.set_seed(1.5), TypeError, "float"),  # type: ignore[arg-type]
+        (lambda: api.Module(tmp_path / "training_model.onnx", api.CheckpointState(b"x"), b""), api.TrainingError, "evaluation model: the bytes are empty"),
+        (lambda: api.CheckpointState.save_checkpoint(state, ""), api.TrainingError, "a path is needed"),
         (lambda: pickle.dumps(optimizer), TypeError, "a Optimizer can be neither"),
     ]
     rate, before = optimizer.get_learning_rate(), module.get_contiguous_parameters()
@@ -261,7 +271,78 @@ def test_a_prepare_that_fails_leaves_what_was_prepared(tmp_path: Path) -> None:
     prepare(t, 6, 6)
     want = call(t, 6)
     for _ in range(3):
-        with pytest.raises(api.TrainingError, match="out of memory"):
+        with pytest.raises(api.TrainingError, match="there are gradients of a step, which it would lose"):
             prepare(t, 5000, 6)
         LIB.om_trainer_reset(t.p)
+        with pytest.raises(api.TrainingError, match="out of memory: .*options.arena, of .* bytes, is too small; om_trainer_memory"):
+            prepare(t, 5000, 6)
         assert call(t, 6) == want and call(t, 6, True) > 0
+    LIB.om_trainer_reset(t.p)
+    wrong = (api._Tensor * 2)(api._tensor(np.zeros(6, np.float32), "x"), api._tensor(rows(6)[1], "y"))
+    with pytest.raises(api.TrainingError, match=r"prepare: input 0 .'input_0'. of the training graph is f32 \[6\]; the graph takes f32 \[\?, 8\]"):
+        t.check(LIB.om_trainer_prepare(t.p, wrong, None))
+    with pytest.raises(api.TrainingError, match=r"f32 \[6, 8\] .*expected|i64 \[5\] given, i64 \[6\] expected: its sizes contradict"):
+        t.check(LIB.om_trainer_prepare(t.p, (api._Tensor * 2)(api._tensor(rows(6)[0], "x"), api._tensor(rows(5)[1], "y")), None))
+    assert call(t, 6) == want
+
+
+def test_copy_between_trainers(tmp_path: Path) -> None:
+    """Nothing of a trainer without values; rate and schedule of the same kind of optimizer alone."""
+    _, module, optimizer = made(tmp_path)
+    adam = module._t
+    optimizer.set_learning_rate(0.25)
+    train(module, optimizer, range(2))
+    files = {part: (tmp_path / name).read_bytes() for part, name in (("train", "training_model.onnx"), ("checkpoint", "nominal_checkpoint"))}
+    nominal = api._Trainer(files)
+    assert LIB.om_trainer_nominal(nominal.p) and not LIB.om_trainer_nominal(adam.p)
+    with pytest.raises(api.TrainingError, match="the other trainer has names and sizes and no values"):
+        adam.check(LIB.om_trainer_copy(adam.p, nominal.p))
+    module(*batch())
+    files |= {"checkpoint": (tmp_path / "checkpoint").read_bytes(), "optimizer": optimizer_of(OptimType.SGD, 23).SerializeToString()}
+    sgd = api._Trainer(files)
+    rate = LIB.om_trainer_rate(sgd.p)
+    sgd.check(LIB.om_trainer_copy(sgd.p, adam.p))
+    assert LIB.om_trainer_rate(sgd.p) == rate != 0.25 and LIB.om_trainer_updates(sgd.p) == 0
+    with pytest.raises(api.TrainingError, match="there is no schedule; om_trainer_schedule makes one"):
+        sgd.check(LIB.om_trainer_schedule_step(sgd.p))
+    nominal.check(LIB.om_trainer_copy(nominal.p, adam.p))
+    assert not LIB.om_trainer_nominal(nominal.p)
+    with pytest.raises(api.TrainingError, match="moments were asked for"):
+        nominal.check(LIB.om_trainer_save(nominal.p, bytes(tmp_path / "x"), True))
+
+
+def test_names_are_the_files(tmp_path: Path) -> None:
+    _, module, _ = made(tmp_path)
+    for mode, name in ((True, "training_model.onnx"), (False, "eval_model.onnx")):
+        module.train(mode)
+        assert module.output_names() == [o.name for o in onnx.load(tmp_path / name).graph.output if o.name.startswith("output")]
+    module.export_model_for_inferencing(tmp_path / "x.onnx", module.output_names()[1:])
+
+
+def test_a_state_without_values(tmp_path: Path) -> None:
+    made(tmp_path)
+    state, module, _ = again(tmp_path, "nominal_checkpoint")
+    with pytest.raises(api.TrainingError, match="i.weight: this state has names and sizes of parameters and no values"):
+        state.parameters["i.weight"].data  # noqa: B018
+    module.copy_buffer_to_parameters(np.ones(module.get_parameters_size(False)), False)
+    assert (state.parameters["i.weight"].data == 1).all()
+
+
+def test_address_space(tmp_path: Path) -> None:
+    """What a trainer of known sizes will never use goes back when it is made."""
+    made(tmp_path)
+    program = """
+import resource, sys
+from pathlib import Path
+from ortmodule import api
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+home = Path(sys.argv[1])
+made = []
+for _ in range(20):
+    state = api.CheckpointState.load_checkpoint(home / "checkpoint")
+    made.append(api.Module(home / "training_model.onnx", state))
+    made.append(api.Optimizer(home / "optimizer_model.onnx", made[-1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
