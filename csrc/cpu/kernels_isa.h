@@ -19,12 +19,16 @@
 #define OM_ISA_CAT(a, b) OM_ISA_CAT_(a, b)
 #define OM_ISA_NAME(name) OM_ISA_CAT(name, OM_ISA)
 
-/* make device OPS=...: whether these files have an element type (tools/om_ops.c writes the header) */
+/* make device OPS=...: whether these files have an element type; what is there for an operator, or nothing
+ * (tools/om_ops.c writes the header) */
 #if defined(OM_ONLY)
 #include <only.h>
+#pragma GCC diagnostic ignored "-Wunused-function"
 #define OM_KEPT(TYPE) OM_KEEP_TYPE_##TYPE
+#define OM_KEPT_OP(op, ...) OM_KEEP_##op(__VA_ARGS__)
 #else
 #define OM_KEPT(TYPE) 1
+#define OM_KEPT_OP(op, ...) __VA_ARGS__
 #endif
 
 #if defined(__AVX512F__)

@@ -233,18 +233,18 @@ BODY1(wrap_i16_I, int64_t, int64_t, (int16_t)x)
 BODY1(wrap_i8_I, int64_t, int64_t, (int8_t)x)
 BODY1(wrap_u8_I, int64_t, int64_t, (uint8_t)x)
 
-#define KERNELS_FLT(name) {name##_F, name##_D, NULL, NULL}
-#define KERNELS_TRIG(name) {name##_F, name##_D, NULL, NULL}
-#define KERNELS_PRED(name) {name##_F, name##_D, NULL, NULL}
-#define KERNELS_NUM(name) {name##_F, name##_D, name##_I, NULL}
-#define KERNELS_CMP(name) {name##_F, name##_D, name##_I, name##_B}
-#define KERNELS_LOG(name) {NULL, NULL, name##_I, name##_B}
-#define KERNELS_SEL(name) {name##_F, name##_D, name##_I, name##_B}
-#define KERNELS_CAST(name) {NULL} /* compiled to conversions */
-#define KERNELS_DRAW(name) {name##_F, name##_D, NULL, NULL}
+#define KERNELS_FLT(name) name##_F, name##_D, NULL, NULL
+#define KERNELS_TRIG(name) name##_F, name##_D, NULL, NULL
+#define KERNELS_PRED(name) name##_F, name##_D, NULL, NULL
+#define KERNELS_NUM(name) name##_F, name##_D, name##_I, NULL
+#define KERNELS_CMP(name) name##_F, name##_D, name##_I, name##_B
+#define KERNELS_LOG(name) NULL, NULL, name##_I, name##_B
+#define KERNELS_SEL(name) name##_F, name##_D, name##_I, name##_B
+#define KERNELS_CAST(name) NULL /* compiled to conversions */
+#define KERNELS_DRAW(name) name##_F, name##_D, NULL, NULL
 
 static const insn_fn table[OM_N_S][OM_STRIP_CLASSES] = {
-#define PW(name, arity, rule, fx, ix, grad, ...) [OM_S_##name] = KERNELS_##rule(name),
+#define PW(name, arity, rule, fx, ix, grad, ...) [OM_S_##name] = {OM_KEPT_OP(name, KERNELS_##rule(name))},
 #include "graph/pointwise.def"
 #undef PW
     [OM_S_to_f] = {NULL, to_f_D, to_f_I, to_f_B},
