@@ -21,6 +21,10 @@ def pool_stats() -> dict[str, int]:
 def pool_trim(anew: bool = True) -> int:
     """Give free blocks back to the system; anew: and let peak_live start anew; returns bytes."""
 
+def living(types: tuple[type, ...]) -> list[Any]:
+    """The objects of exactly one of these types that the garbage collector knows, as gc.get_objects() has them; without
+    its trap for other threads: those see no reference to a tuple that they are still filling."""
+
 def guard_hash(dicts: Sequence[dict[str, Any] | tuple[Any, ...]]) -> int:
     """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry
     of the dictionaries; tensors count by identity, dtype-free; about 10 ns an entry. Of the objects in a tuple the

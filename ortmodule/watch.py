@@ -1449,8 +1449,8 @@ class Watch:
                 missing.append((code, values))
         if missing:
             wanted = {id(code) for code, _ in missing}
-            for f in gc.get_objects():
-                if type(f) is types.FunctionType and id(f.__code__) in wanted:
+            for f in _C.living((types.FunctionType,)):
+                if id(f.__code__) in wanted:
                     self._functions.setdefault(id(f.__code__), []).append(f)
             for code, values in missing:
                 self._cells(code, values)

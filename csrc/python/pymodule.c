@@ -167,11 +167,36 @@ static PyObject *py_pool_trim(PyObject *self, PyObject *args) {
     return PyArg_ParseTuple(args, "|p:pool_trim", &anew) ? PyLong_FromSize_t(om_pool_trim(anew)) : NULL;
 }
 
+/* What lives and is of exactly one of these types. In one call: the list of everything has a reference to tuples that
+ * other threads are still filling, who would find it (SystemError) if they got to run before it is gone. */
+static PyObject *py_living(PyObject *self, PyObject *types) {
+    (void)self;
+    const Py_ssize_t n = PyTuple_Size(types);
+    PyObject *gc = n < 0 ? NULL : PyImport_ImportModule("gc");
+    PyObject *found = gc ? PyList_New(0) : NULL;
+    PyObject *all = found ? PyObject_CallMethod(gc, "get_objects", NULL) : NULL;
+    bool good = all != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_Size(all); i++) {
+        PyObject *x = PyList_GetItem(all, i);
+        for (Py_ssize_t k = 0; k < n; k++)
+            if ((PyObject *)Py_TYPE(x) == PyTuple_GetItem(types, k)) {
+                good = !PyList_Append(found, x);
+                break;
+            }
+    }
+    Py_XDECREF(all);
+    Py_XDECREF(gc);
+    if (good) return found;
+    Py_XDECREF(found);
+    return NULL;
+}
+
 static PyMethodDef module_methods[] = {
     {"isa", py_isa, METH_NOARGS, NULL},
     {"has_bf16", py_has_bf16, METH_NOARGS, NULL},
     {"pool_stats", py_pool_stats, METH_NOARGS, NULL},
     {"pool_trim", py_pool_trim, METH_VARARGS, NULL},
+    {"living", py_living, METH_O, NULL},
     {0},
 };
 static struct PyModuleDef module_def = {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import logging
 import random
@@ -32,7 +31,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from .. import frames, patches
+from .. import _C, frames, patches
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..frames import is_user_file
@@ -629,9 +628,8 @@ def _original(t: Tensor) -> Tensor:
     without gradient; the object itself is found by its memory."""
     found = [
         x
-        for x in gc.get_objects()
-        if type(x) in (Tensor, nn.Parameter)
-        and x is not t
+        for x in _C.living((Tensor, nn.Parameter))
+        if x is not t
         and x.dtype == t.dtype
         and x.shape == t.shape
         and x.layout == torch.strided
