@@ -55,3 +55,5 @@ while step < args.steps:
         print(step, loss.item().hex(), file=log, flush=True)
         if step % args.every == 0:
             checkpoint.save(args.folder, step, model, optimizer, schedule=schedule)
+if world > 1:
+    dist.destroy_process_group()  # or its threads may abort a process that is done

@@ -38,7 +38,7 @@ SHORT: dict[str, tuple[str, str]] = {
     "ViTForImageClassification": ("1/1/2/2", "engine"),
     "BertForMaskedLM": ("1/1/2/2", "engine"),
     "GPT2LMHeadModel": ("1/1/2/2", "engine"),
-    "MixtralForCausalLM": ("1/1/2/2", "regions"),
+    "MixtralForCausalLM": ("1/1/2/2", "engine"),
 }
 
 
