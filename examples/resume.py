@@ -55,5 +55,6 @@ while step < args.steps:
         print(step, loss.item().hex(), file=log, flush=True)
         if step % args.every == 0:
             checkpoint.save(args.folder, step, model, optimizer, schedule=schedule)
-if world > 1:
-    dist.destroy_process_group()  # or its threads may abort a process that is done
+if world > 1:  # the group's threads let go of what the last save has gathered, before Python ends
+    dist.barrier()
+    dist.destroy_process_group()
