@@ -8,7 +8,6 @@ Writes the loss of every step, with all its bits, to FOLDER/losses-RANK.txt.
 import argparse
 import itertools
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -56,7 +55,5 @@ while step < args.steps:
         print(step, loss.item().hex(), file=log, flush=True)
         if step % args.every == 0:
             checkpoint.save(args.folder, step, model, optimizer, schedule=schedule)
-if world > 1:  # gloo's threads let go of what the last save has gathered; one that does so while Python ends aborts
-    dist.barrier()
-    time.sleep(0.5)
+if world > 1:
     dist.destroy_process_group()

@@ -19,10 +19,12 @@ import hashlib
 import io
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -367,12 +369,35 @@ def _place() -> tuple[int, int]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Of every rank."""
+    """Of every rank.
+
+    gloo's threads let go of a collective's tensors a moment after it has ended. Such a thread needs Python for it, and
+    ends the process by SIGABRT when Python is ending: a script whose last line is save. So this waits for them, which
+    dist.all_gather_object does not do.
+    """
     n = _place()[1]
     every = [value] * n
-    if n > 1:
+    if n > 1 and "cpu:" not in dist.get_backend_config():
         dist.all_gather_object(every, value)
+    elif n > 1:
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in every]
+        _all_gather(sizes, torch.tensor([own.numel()]))
+        own = nn.functional.pad(own, (0, int(max(sizes)) - own.numel()))
+        rows = [torch.empty_like(own) for _ in every]
+        _all_gather(rows, own)
+        every = [pickle.loads(row[: int(m)].numpy().tobytes()) for row, m in zip(rows, sizes, strict=True)]
     return every
+
+
+def _all_gather(rows: list[Tensor], own: Tensor) -> None:
+    """dist.all_gather; at its end no other thread holds these tensors (it gives up after 5 s)."""
+    tensors = [*rows, own]
+    before = [sys.getrefcount(t) for t in tensors]
+    dist.all_gather(rows, own)
+    end = time.monotonic() + 5
+    while [sys.getrefcount(t) for t in tensors] != before and time.monotonic() < end:
+        time.sleep(1e-4)  # without Python's lock, which the thread may wait for
 
 
 @contextmanager
