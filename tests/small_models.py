@@ -12,6 +12,17 @@ from torch import Tensor, nn
 LAYERS, WIDTH, HEADS, VOCAB = 3, 64, 4, 211
 
 
+class LossAlone(nn.Module):
+    """onnxruntime-training's pattern (ModuleWithLoss): the loss alone leaves the module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kw: Tensor) -> Tensor:
+        return self.model(**kw).loss
+
+
 def gpt2(**kw: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCAB, n_positions=96,
                                                                 bos_token_id=0, eos_token_id=0, use_cache=False, **kw))  # fmt: skip

@@ -496,6 +496,11 @@ static inline int64_t om_numel(const om_tensor *t) {
     for (int i = 0; i < t->rank; i++) n *= t->dim[i];
     return n;
 }
+static inline int64_t om_tensor_bytes(const om_tensor *t) { return om_numel(t) * (int64_t)om_dtype_size(t->dtype); }
+/* dtype and sizes, not strides */
+static inline bool om_same_kind(const om_tensor *a, const om_tensor *b) {
+    return a->dtype == b->dtype && a->rank == b->rank && !memcmp(a->dim, b->dim, a->rank * sizeof *a->dim);
+}
 /* bytes; larger tensors are refused, so sums of a few sizes cannot overflow */
 #define OM_ADDRESSES ((int64_t)1 << 47)
 bool om_is_dense(const om_tensor *t);                       /* row-major, no gaps (size-1 and empty dims ignored) */

@@ -235,21 +235,12 @@ static om_status map_arg(om_onnx *o) {
     return o->cx->status;
 }
 
-/* ortmodule.CumProd: along the last axis */
-static om_status map_cumprod(om_onnx *o) {
+/* ortmodule.CumProd, LogCumSumExp: along the last axis */
+static om_status map_running(om_onnx *o) {
     om_id x = IN(0);
     om_type t = om_map_type_of(o, x);
     ONNX_CHECK(o, t.rank >= 1, "x has rank 0");
-    SET(0, om_make(o->g, &om_op_cumprod, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank - 1))));
-    return o->cx->status;
-}
-
-/* ortmodule.LogCumSumExp: along the last axis */
-static om_status map_logcumsumexp(om_onnx *o) {
-    om_id x = IN(0);
-    om_type t = om_map_type_of(o, x);
-    ONNX_CHECK(o, t.rank >= 1, "x has rank 0");
-    SET(0, om_make(o->g, &om_op_logcumsumexp, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank - 1))));
+    SET(0, om_make(o->g, o->row->op, OM_IN(x), OM_ATTRS(OM_AI("axis", t.rank - 1))));
     return o->cx->status;
 }
 
@@ -324,9 +315,9 @@ const om_onnx_op om_onnx_ops_gather[] = {
     {"", "ReduceLogSum", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "ReduceLogSumExp", 1, 2, 1, map_reduce, NULL, NULL},
     {"", "GridSample", 2, 2, 1, map_grid_sample, NULL, NULL},
-    {"ortmodule", "CumProd", 1, 1, 1, map_cumprod, NULL, NULL},
+    {"ortmodule", "CumProd", 1, 1, 1, map_running, NULL, &om_op_cumprod},
     {"ortmodule", "Cdist", 2, 2, 1, map_cdist, NULL, NULL},
-    {"ortmodule", "LogCumSumExp", 1, 1, 1, map_logcumsumexp, NULL, NULL},
+    {"ortmodule", "LogCumSumExp", 1, 1, 1, map_running, NULL, &om_op_logcumsumexp},
     {"ortmodule", "SearchSorted", 2, 2, 1, map_search_sorted, NULL, NULL},
     {"ortmodule", "CTCLoss", 4, 5, 1, map_ctc_loss, NULL, NULL},
     {"ortmodule", "GroupedMatMul", 3, 3, 1, map_grouped_matmul, NULL, NULL},

@@ -97,7 +97,7 @@ om_memory om_plan_memory(om_ctx *cx, const om_plan *p) {
     om_memory m = {.kept = p->bytes.kept, .workspace = arena - p->bytes.kept};
     int64_t most = 0, alone = 0; /* gradients, and loans; gradients, and outputs that nobody else holds */
     for (uint32_t i = 0; i < p->g->outputs.n; i++)
-        m.outputs += peak_block(cx, p, om_numel(&p->output[i]) * (int64_t)om_dtype_size(p->output[i].dtype));
+        m.outputs += peak_block(cx, p, om_tensor_bytes(&p->output[i]));
     for (int seg = 0; seg < p->n_segments; seg++) { /* as step.c takes and returns them */
         const int from = seg ? p->seg_end[seg - 1] : p->n_forward, to = p->seg_end[seg];
         int64_t grads = 0, loans = 0, saved = 0;
@@ -108,9 +108,8 @@ om_memory om_plan_memory(om_ctx *cx, const om_plan *p) {
             if (s->where == OM_W_LOAN && s->last >= from) loans += peak_block(cx, p, s->size);
         }
         for (uint32_t i = 0; i < p->g->outputs.n; i++) { /* a number's holder is expected to keep it */
-            const int64_t n = om_numel(&p->output[i]);
-            if (n == 1 || peak_until(p, i) >= (seg <= head ? p->n_forward : from))
-                saved += peak_block(cx, p, n * (int64_t)om_dtype_size(p->output[i].dtype));
+            if (om_numel(&p->output[i]) == 1 || peak_until(p, i) >= (seg <= head ? p->n_forward : from))
+                saved += peak_block(cx, p, om_tensor_bytes(&p->output[i]));
         }
         m.gradients = grads;
         if (loans > m.loans) m.loans = loans;

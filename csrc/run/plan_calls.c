@@ -4,8 +4,6 @@
 #include "graph/sabotage.h"
 #include "run/planner.h"
 
-static int64_t bytes_of(const om_tensor *t) { return om_numel(t) * (int64_t)om_dtype_size(t->dtype); }
-
 static uint32_t storage_new(planner *pl, om_where where, int64_t size, uint32_t index) {
     om_storage *s = OM_PUSH(pl->cx, &pl->st);
     if (!s) return OM_NONE;
@@ -43,7 +41,7 @@ static om_status dense_copy(planner *pl, const place *from, place *to) {
     *to = *from;
     om_dense_strides(&to->t);
     to->offset = 0;
-    if ((to->st = storage_new(pl, OM_W_ARENA, bytes_of(&to->t), 0)) == OM_NONE) return pl->cx->status;
+    if ((to->st = storage_new(pl, OM_W_ARENA, om_tensor_bytes(&to->t), 0)) == OM_NONE) return pl->cx->status;
     return copy_call(pl, from, to);
 }
 
@@ -193,7 +191,7 @@ static om_status plan_node(planner *pl, om_id id) {
         place *o = &pl->val[n->out + (om_id)i];
         om_id input;
         if (n->phase == OM_UPDATE && state_in_place(pl, id, i, &input)) *o = pl->val[g->inputs.v[input]];
-        else if ((o->st = storage_new(pl, OM_W_ARENA, bytes_of(&o->t), 0)) == OM_NONE) return pl->cx->status;
+        else if ((o->st = storage_new(pl, OM_W_ARENA, om_tensor_bytes(&o->t), 0)) == OM_NONE) return pl->cx->status;
         c->arg[n->n_in + i] = arg_of(o);
         out[i] = o->t;
     }
@@ -235,7 +233,7 @@ static om_status values_place(planner *pl, const om_tensor *in) {
             pl->p->input[x->input] = o->t;
             o->st = storage_new(pl, OM_W_INPUT, 0, x->input);
         } else if (x->role == OM_CONST) {
-            o->st = storage_new(pl, OM_W_CONST, bytes_of(&o->t), 0);
+            o->st = storage_new(pl, OM_W_CONST, om_tensor_bytes(&o->t), 0);
             if (o->st != OM_NONE) pl->st.v[o->st].data = x->data;
         }
         if (pl->cx->status != OM_OK) return pl->cx->status;
@@ -263,7 +261,7 @@ static om_status written_inputs_save(planner *pl) {
  * arena. */
 static bool owns_storage(const planner *pl, const place *v, const om_tensor *want) {
     return pl->st.v[v->st].where == OM_W_ARENA && v->offset == 0 &&
-           (pl->st.v[v->st].size == bytes_of(want) || om_sabotage("plan.owns")) &&
+           (pl->st.v[v->st].size == om_tensor_bytes(want) || om_sabotage("plan.owns")) &&
            !memcmp(v->t.stride, want->stride, want->rank * sizeof *want->stride) && om_is_dense(&v->t);
 }
 
@@ -282,7 +280,7 @@ static om_status outputs_place(planner *pl, om_id id) {
             continue;
         }
         to.offset = 0;
-        if ((to.st = storage_new(pl, OM_W_OUTPUT, bytes_of(&to.t), i)) == OM_NONE) return pl->cx->status;
+        if ((to.st = storage_new(pl, OM_W_OUTPUT, om_tensor_bytes(&to.t), i)) == OM_NONE) return pl->cx->status;
         OM_TRY(copy_call(pl, v, &to));
     }
     return OM_OK;
@@ -398,7 +396,7 @@ static om_status backward_make(planner *pl) {
                 pl->st.v[x->st].index = i;
                 continue;
             }
-            if ((to.st = storage_new(pl, OM_W_GRAD, bytes_of(&to.t), i)) == OM_NONE) s = pl->cx->status;
+            if ((to.st = storage_new(pl, OM_W_GRAD, om_tensor_bytes(&to.t), i)) == OM_NONE) s = pl->cx->status;
             else s = copy_call(pl, x, &to);
         }
         p->seg_end[seg] = (int)pl->calls.n;

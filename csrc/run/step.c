@@ -17,12 +17,6 @@ struct om_state {
     uint64_t seed;
 };
 
-static int64_t tensor_bytes(const om_tensor *t) { return om_numel(t) * (int64_t)om_dtype_size(t->dtype); }
-
-static bool same_type(const om_tensor *a, const om_tensor *b) {
-    return a->dtype == b->dtype && a->rank == b->rank && !memcmp(a->dim, b->dim, b->rank * sizeof *b->dim);
-}
-
 void om_block_put(om_block *b) {
     if (b) b->device->block_put(b);
 }
@@ -115,7 +109,7 @@ om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *
         if (!om_val(v->g, v->g->inputs.v[i])->host) r->input[i] = inputs[i].data;
     if ((r->arena_block = block_get(r, plan->bytes.arena))) r->arena = r->arena_block->data;
     for (uint32_t i = 0; i < plan->g->outputs.n && cx->status == OM_OK; i++)
-        if ((r->output_block[i] = block_get(r, tensor_bytes(&plan->output[i]))))
+        if ((r->output_block[i] = block_get(r, om_tensor_bytes(&plan->output[i]))))
             r->output[i] = r->output_block[i]->data;
     if (cx->status != OM_OK) {
         om_run_free(r);
@@ -185,7 +179,7 @@ static om_status temp_copy(om_run *r, const om_tensor *t, const om_tensor *as, v
  * otherwise) it is copied. */
 static om_status backward_given(om_run *r, const om_tensor *t, const om_tensor *want, const char *what, uint32_t i,
                                 void **data) {
-    if (!same_type(t, want))
+    if (!om_same_kind(t, want))
         return om_fail(r->cx, OM_INVALID, "backward: %s %u has another dtype or shape than in the forward", what, i);
     bool same = true;
     for (int k = 0; k < t->rank; k++) same &= t->dim[k] <= 1 || t->stride[k] == want->stride[k];
@@ -358,11 +352,11 @@ om_status om_run_answer(om_run *r, const om_tensor *outputs) {
     for (int i = 0; i < r->stop.n_out; i++) {
         om_tensor want = r->stop.out[i];
         const om_tensor *got = &outputs[i];
-        if (got->dtype && !same_type(got, &want))
+        if (got->dtype && !om_same_kind(got, &want))
             return om_fail(r->cx, OM_INVALID,
                            "%s: output %d came back as %s of rank %d with other sizes than captured (%s of rank %d)",
                            name, i, om_dtype_name(got->dtype), got->rank, om_dtype_name(want.dtype), want.rank);
-        if (!got->dtype) OM_TRY(d->fill(r->cx, want.data, 0, (size_t)tensor_bytes(&want)));
+        if (!got->dtype) OM_TRY(d->fill(r->cx, want.data, 0, (size_t)om_tensor_bytes(&want)));
         else if (got->data != want.data) OM_TRY(d->copy(r->cx, got, &want));
     }
     if (r->profile) om_run_profile_add(r, &r->plan->calls[r->pc], om_now_ms() - r->stop_ms);

@@ -6,9 +6,13 @@
 #include "run/plan.h"
 #include "trainer/trainer.h"
 
+static bool same_size(const om_tensor *a, const om_tensor *b) {
+    return !memcmp(a->dim, b->dim, a->rank * sizeof *a->dim);
+}
+
 static bool same_sizes(const om_tgraph *g, const om_tensor *a, const om_tensor *b) {
     for (int i = 0; i < g->n_user; i++)
-        if (memcmp(a[i].dim, b[i].dim, a[i].rank * sizeof *a[i].dim) != 0) return false;
+        if (!same_size(&a[i], &b[i])) return false;
     return true;
 }
 
@@ -17,7 +21,7 @@ om_status om_trainer_prepared(om_trainer *t, const om_tgraph *g, bool eval, cons
     for (int r = 0; r < g->n_prepared; r++)
         if (same_sizes(g, last = &g->prepared.v[r * g->n_user], inputs)) return OM_OK;
     for (int i = 0; i < g->n_user && last; i++)
-        if (memcmp(last[i].dim, inputs[i].dim, inputs[i].rank * sizeof *last[i].dim) != 0) {
+        if (!same_size(&last[i], &inputs[i])) {
             const om_io io = om_model_input(g->m, g->user[i]);
             return om_fail(t->host, OM_INVALID,
                            "%s: input %d ('%s') is %s; these sizes were not prepared (%s was): om_trainer_prepare",
@@ -87,7 +91,7 @@ static om_status inputs_zero(om_trainer *t, const om_tgraph *g, const om_tensor 
     for (int i = 0; i < g->n_user && x; i++) {
         x[i] = row[i];
         x[i].data = (char *)x + size;
-        size += ((size_t)om_trainer_tensor_bytes(&row[i]) + 63) & ~(size_t)63;
+        size += ((size_t)om_tensor_bytes(&row[i]) + 63) & ~(size_t)63;
     }
     return t->host->status;
 }

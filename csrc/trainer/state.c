@@ -171,12 +171,8 @@ om_status om_trainer_trainable(om_trainer *t, const om_tensors *f) {
     return OM_OK;
 }
 
-static bool same_kind(const om_tensor *a, const om_tensor *b) {
-    return a->dtype == b->dtype && a->rank == b->rank && !memcmp(a->dim, b->dim, a->rank * sizeof *a->dim);
-}
-
 static om_status entry_fits(om_trainer *t, const char *what, const om_entry *e, const om_tensor *want) {
-    if (same_kind(&e->t, want)) return OM_OK;
+    if (om_same_kind(&e->t, want)) return OM_OK;
     return om_fail(t->host, OM_INVALID, "%s: '%.80s' is %s, the model's is %s: another model's file", what, e->name,
                    om_kind_write(e->t.dtype, e->t.rank, e->t.dim).s,
                    om_kind_write(want->dtype, want->rank, want->dim).s);
@@ -352,13 +348,13 @@ om_status om_trainer_restore_file(om_trainer *t, const char *path) {
 static om_status same_model(om_trainer *t, const om_trainer *of) {
     bool same = t->n_param == of->n_param;
     for (int i = 0; i < t->n_param && same; i++)
-        same = !strcmp(t->param[i].name, of->param[i].name) && same_kind(&t->param[i].value, &of->param[i].value);
+        same = !strcmp(t->param[i].name, of->param[i].name) && om_same_kind(&t->param[i].value, &of->param[i].value);
     OM_CHECK(t->host, same, "copy: the two trainers have different parameters");
     return OM_OK;
 }
 
 static void value_copy(om_tensor *to, const om_tensor *from) {
-    if (to->dtype && from->dtype) memcpy(to->data, from->data, (size_t)om_numel(to) * om_dtype_size(to->dtype));
+    if (to->dtype && from->dtype) memcpy(to->data, from->data, (size_t)om_tensor_bytes(to));
 }
 
 om_status om_trainer_copy(om_trainer *t, const om_trainer *from) {

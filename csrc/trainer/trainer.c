@@ -34,8 +34,6 @@ om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s) {
 
 const char *om_trainer_role(bool eval) { return eval ? "evaluation graph" : "training graph"; }
 
-int64_t om_trainer_tensor_bytes(const om_tensor *x) { return om_numel(x) * (int64_t)om_dtype_size(x->dtype); }
-
 int om_trainer_find(const om_trainer *t, const char *name) {
     for (int i = 0; i < t->n_param; i++)
         if (!strcmp(t->param[i].name, name)) return i;
@@ -134,7 +132,7 @@ static om_status eval_bind(om_trainer *t) {
 }
 
 static om_status tensor_take(om_trainer *t, om_tensor *x) { /* zeros */
-    const size_t size = (size_t)om_trainer_tensor_bytes(x);
+    const size_t size = (size_t)om_tensor_bytes(x);
     if (!(x->data = om_heap_zeros(&t->heap, size + 1)))
         return om_fail(t->host, OM_NOMEM, "out of memory: %zu bytes were asked for", size);
     t->state_size += size;

@@ -79,7 +79,6 @@ int om_trainer_find(const om_trainer *t, const char *name); /* a parameter; -1 *
 om_status om_trainer_loaded(om_trainer *t);                 /* refuses while there are names and sizes only */
 void om_trainer_grads_free(om_trainer *t);
 const char *om_trainer_role(bool eval);
-int64_t om_trainer_tensor_bytes(const om_tensor *x);
 
 /* a call, in its parts: checked inputs to g->in; forward to outputs in g->out and, with state and arena, what a
  * backward needs; the whole training step (drop: nobody asks for its outputs). write: as om_run_forward */

@@ -11,23 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from small_models import LossAlone
 from torch import Tensor, nn
 from training import compare_step, stay_fp64
 
 from ortmodule import ORTModule
 
 VOCAB, WIDTH, T = 301, 24, 11
-
-
-class Loss(nn.Module):
-    """The loss alone leaves the module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kw: Tensor) -> Tensor:
-        return self.model(**kw).loss
 
 
 def bert(kind: str = "BertForMaskedLM", p: float = 0.0) -> nn.Module:
@@ -79,7 +69,7 @@ def test_models(name: str, attention: str, left: bool, monkeypatch: pytest.Monke
     torch.manual_seed(0)
     model = MODELS[name]()
     model.set_attn_implementation(attention)
-    eager = Loss(model).double().train()
+    eager = LossAlone(model).double().train()
     ours = ORTModule(copy.deepcopy(eager), strict="engine", padding_sparsity=True)
     for k, (lengths, t) in enumerate(BATCHES):
         given = batch(lengths, t, left, k, classes=3 if name == "classifier" else 0)

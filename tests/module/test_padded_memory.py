@@ -8,18 +8,10 @@ import copy
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from small_models import LossAlone
+from torch import nn
 
 from ortmodule import ORTModule
-
-
-class Loss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kw: Tensor) -> Tensor:
-        return self.model(**kw).loss
 
 
 def bert() -> nn.Module:
@@ -35,7 +27,7 @@ def gpt2() -> nn.Module:
 @pytest.mark.parametrize("make", [bert, gpt2])
 def test_planned_memory(make) -> None:
     torch.manual_seed(0)
-    model = Loss(make()).train()
+    model = LossAlone(make()).train()
     ids = torch.randint(1, 301, (8, 64), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(64) < torch.tensor([64, 10, 20, 30, 40, 50, 5, 25])[:, None]
     given = {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.where(mask, ids, -100)}

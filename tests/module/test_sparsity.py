@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from small_models import LossAlone
 from torch import Tensor, nn
 from training import compare_step, stay_fp64
 
@@ -169,17 +170,6 @@ def t5() -> nn.Module:
                                                                          decoder_start_token_id=0))  # fmt: skip
 
 
-class Loss(nn.Module):
-    """onnxruntime-training's pattern (ModuleWithLoss): the loss alone leaves the module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kw: Tensor) -> Tensor:
-        return self.model(**kw).loss
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {"bert": bert, "gpt2": gpt2, "t5": t5}
 
 
@@ -192,7 +182,7 @@ def test_models(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None
     for m in model.modules():
         if isinstance(m, nn.Dropout):
             m.p = 0.0
-    eager = (Loss(model) if alone else model).double().train()
+    eager = (LossAlone(model) if alone else model).double().train()
     ours = ORTModule(copy.deepcopy(eager), strict="engine")
     for k, density in enumerate([0.15, 0.6, 1.0]):
         given = batch(density, seed=k)
@@ -205,7 +195,7 @@ def test_models(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_bits_of_levels_and_budgets(logits: bool) -> None:
     """What backward computes again changes nothing, with dropout before the head too."""
     torch.manual_seed(4)
-    model = (gpt2() if logits else Loss(gpt2())).train()
+    model = (gpt2() if logits else LossAlone(gpt2())).train()
     runs = []
     for options in ({}, {"memory_opt_level": 1}, {"memory_budget": "90%"}):
         ours = ORTModule(copy.deepcopy(model), **options)
