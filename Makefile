@@ -131,7 +131,7 @@ $(B)/fake/libcuda.so.1: $(B)/fake/gpu.o $(B)/fake/driver.o
 $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/amx.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet $(if $(filter x86_64,$(ARCH)),$(B)/om-tiles $(B)/om-tiles-emulated)   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
@@ -166,6 +166,31 @@ $(B)/sabotage/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@$(CC) $(CBASE) -DOM_SABOTAGE_BUILD -c $< -o $@
 $(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
 	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
+
+# --- the same engine with AMX tiles emulated in C (csrc/cpu/kernels/amx.h): what an AMX machine would compute, tests/engine/test_amx.py ----
+AMX_OBJ := $(B)/amx/cpu/isa.o $(ISAS:%=$(B)/amx/cpu/kernels/gemm_amx.%.o)
+$(B)/amx/cpu/isa.o: csrc/cpu/isa.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) -DOM_AMX_EMULATED -c $< -o $@
+define AMX_RULE
+$(B)/amx/cpu/kernels/gemm_amx.$(1).o: csrc/cpu/kernels/gemm_amx.k.c
+	@mkdir -p $$(@D)
+	@$(CC) $$(CBASE) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -DOM_AMX_EMULATED -c $$< -o $$@
+endef
+$(foreach i,$(ISAS),$(eval $(call AMX_RULE,$(i))))
+$(B)/amx/tiles.o: tests/amx/tiles.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) $(KFLAGS) -DOM_AMX_EMULATED -c $< -o $@
+$(B)/amx.so: $(AMX_OBJ) $(B)/amx/tiles.o $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
+	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(filter-out $(AMX_OBJ:$(B)/amx/%=$(B)/%),$^) $(PBC) $(LIBS)
+# has this processor's tile product the emulation's bits? tests/amx/compare.c
+$(B)/amx/native.o: tests/amx/tiles.c
+	@mkdir -p $(@D)
+	@$(CC) $(CBASE) $(KFLAGS) $(MARCH_avx512) -c $< -o $@
+$(B)/om-tiles: tests/amx/compare.c $(B)/amx/native.o $(B)/amx/tiles.o $(B)/libom.a
+	@$(CC) $(CBASE) -MF $@.d $^ $(PBC) $(LIBS) $(TILES_LD) -o $@
+$(B)/om-tiles-emulated: tests/amx/compare.c $(B)/amx/native.o $(B)/amx/tiles.o $(AMX_OBJ) $(B)/libom.a
+	@$(CC) $(CBASE) -MF $@.d $^ $(PBC) $(LIBS) -o $@
 
 om-opt: $(B)/om-opt   ## build the graph tool (prints, checks and transforms graphs)
 TOOLS  := $(patsubst csrc/%.c,$(B)/%.o,$(wildcard csrc/tools/*.c))
@@ -341,4 +366,4 @@ check-op: $(B)/libom.so   ## build and test one operator family: make check-op O
 clean:   ## remove build products (keeps .venv)
 	rm -rf build ortmodule/_C*.so dist *.egg-info
 
--include $(B)/checking.d $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(SAB_OBJ:.o=.d) $(TOOLS:.o=.d)
+-include $(B)/checking.d $(OBJ:.o=.d) $(PYOBJ:.o=.d) $(SAB_OBJ:.o=.d) $(AMX_OBJ:.o=.d) $(B)/amx/tiles.d $(B)/amx/native.d $(TOOLS:.o=.d)

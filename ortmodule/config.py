@@ -261,16 +261,17 @@ TABLE: tuple[Row, ...] = (
     Row(
         "ISA",
         "",
-        "generic, avx2 or avx512",
-        _one_of("generic", "avx2", "avx512"),
-        "highest instruction set the kernels may use (avx512: without AVX512_BF16)",
+        "generic, avx2, avx512 or avx512_bf16",
+        _one_of("generic", "avx2", "avx512", "avx512_bf16"),
+        "highest instruction set the kernels may use (avx512: without AVX512_BF16 and AMX; avx512_bf16: without AMX)",
     ),
     Row(
         "GEMM",
         "",
         "own, blas or host",
         _one_of("own", "blas", "host"),
-        "force the matrix multiplication provider (host: PyTorch's bf16 product)",
+        "force the matrix multiplication provider (host: PyTorch's bf16 product; own: on AMX also the engine's bf16 "
+        "product on tiles, which no machine has timed)",
     ),
     Row(
         "DUMP_PASSES",

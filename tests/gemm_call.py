@@ -85,3 +85,12 @@ def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a
         assert scratch[end : end + 64].eq(0xA5).all(), "wrote past its scratch"
 
     return call
+
+
+def kernel(cx: engine.Ctx, dtype: torch.dtype) -> str:
+    """The engine's kernel for a product that it computes itself: the table's name, as om_gemm_amx_avx512."""
+    g = Gemm(dtype=engine.TORCH.index(dtype), m=64, n=64, k=64, rsa=64, csa=1, rsb=64, csb=1, rsc=64, csc=1, alpha=1.0, batch=1)
+    how = How()
+    cx.check(engine.lib.om_gemm_prepare(cx.p, C.byref(g), C.byref(how)))
+    names = [f"om_gemm_{k}_{i}" for k in ("amx", "bf16", "isa") for i in ("generic", "avx2", "avx512")]
+    return {C.addressof(C.c_char.in_dll(engine.lib, n)): n for n in names if hasattr(engine.lib, n)}[how.type]

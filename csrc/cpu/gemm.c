@@ -9,6 +9,7 @@
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
  * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
  * pairs (kernels/gemm_bf16.k.c) on AVX512_BF16: twice as fast as widening, 0.8 to 1.0 times oneDNN on large products.
+ * On tiles (kernels/gemm_amx.k.c) only when the own kernel is asked for, ORTMODULE_GEMM=own: nobody has timed it.
  *
  * Orientation. The kernel wants C contiguous along its columns and more columns than VL; when C is column-major, or is
  * narrow and tall, (A B)^T = B^T A^T is computed instead: same numbers, swapped strides.
@@ -43,7 +44,24 @@ typedef struct gemm_run {
     atomic_llong pack_next, packed, task_next;
 } gemm_run;
 
+enum { FORCE_NONE, FORCE_OWN, FORCE_BLAS, FORCE_HOST };
+static int gemm_forced(void) { /* read once; a race writes the same value twice */
+    static atomic_int known;
+    int f = atomic_load(&known);
+    if (!f) {
+        const char *e = getenv("ORTMODULE_GEMM");
+        f = 1 + (e && !strcmp(e, "own")    ? FORCE_OWN
+                 : e && !strcmp(e, "blas") ? FORCE_BLAS
+                 : e && !strcmp(e, "host") ? FORCE_HOST
+                                           : FORCE_NONE);
+        atomic_store(&known, f);
+    }
+    return f - 1;
+}
+
 static const om_gemm_type *gemm_type(int dtype) {
+    const om_gemm_type *tiles = OM_PICK(om_gemm_amx);
+    if (dtype == OM_BF16 && gemm_forced() == FORCE_OWN && tiles->block && om_isa_tiles()) return tiles;
     if (dtype == OM_BF16 && om_isa_bf16() & OM_BF16_DOT) return OM_PICK(om_gemm_bf16);
     const om_gemm_kernels *k = OM_PICK(om_gemm_isa);
     return dtype == OM_F64 ? &k->f64 : &k->f32;
@@ -232,21 +250,6 @@ static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, in
 }
 
 /* --- the host's BLAS ------------------------------------------------------------------------------- */
-
-enum { FORCE_NONE, FORCE_OWN, FORCE_BLAS, FORCE_HOST };
-static int gemm_forced(void) { /* read once; a race writes the same value twice */
-    static atomic_int known;
-    int f = atomic_load(&known);
-    if (!f) {
-        const char *e = getenv("ORTMODULE_GEMM");
-        f = 1 + (e && !strcmp(e, "own")    ? FORCE_OWN
-                 : e && !strcmp(e, "blas") ? FORCE_BLAS
-                 : e && !strcmp(e, "host") ? FORCE_HOST
-                                           : FORCE_NONE);
-        atomic_store(&known, f);
-    }
-    return f - 1;
-}
 
 bool om_gemm_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *trans, int *ld) {
     int64_t l;

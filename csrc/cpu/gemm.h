@@ -1,9 +1,9 @@
 /* gemm.h - C = alpha * A B + beta * C + bias, any strides, batched: the one door to matrix products.
  *
- * Two providers: the engine's packed kernels (kernels/gemm.k.c, gemm_bf16.k.c) and the BLAS of the host process. Which
- * one runs, and how the work is cut, depends only on sizes, strides' form, dtype and instruction set, never on values
- * or timing, and the sums run in one order whatever the number of threads: same inputs, same bits. So both are decided
- * once per plan (om_gemm_prepare); om_gemm_run is given addresses and starts.
+ * Two providers: the engine's packed kernels (kernels/gemm.k.c, gemm_bf16.k.c, gemm_amx.k.c) and the BLAS of the host
+ * process. Which one runs, and how the work is cut, depends only on sizes, strides' form, dtype and instruction set,
+ * never on values or timing, and the sums run in one order whatever the number of threads: same inputs, same bits. So
+ * both are decided once per plan (om_gemm_prepare); om_gemm_run is given addresses and starts.
  */
 #ifndef OM_GEMM_H
 #define OM_GEMM_H
@@ -69,7 +69,7 @@ typedef struct om_gemm_job {         /* one product whose A fits its packed form
     int beta;
     /* packed A: panels of mr rows, each (k, mr), om_gemm_type.panel_size elements apart */
     void *pa;
-    /* bf16 in pairs, cut along k: where the sums of C's rows wait as floats, ld_acc apart; what other blocks of k do */
+    /* bf16 as bf16, cut along k: where the sums of C's rows wait as floats, ld_acc apart; what other blocks of k do */
     float *acc;
     int64_t ld_acc;
     bool more_before, more_after;
@@ -82,13 +82,14 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
     int slack;                       /* elements after a packed panel that packing may overwrite */
     void (*pack_a)(const om_gemm_job *g, int64_t panel0, int64_t panel1);
     /* C[row0:row1, col0:col1]; row0 a multiple of mr, at most `cols` columns. `work`: kc * cols elements, then
-     * (row1 - row0) * cols of the compute type when C is stored narrower (pairs: when k > kc and there is no acc). */
+     * (row1 - row0) * cols of the compute type when C is stored narrower (bf16 as bf16: when k > kc and there is no acc). */
     void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work);
 } om_gemm_type;
 
 typedef struct om_gemm_kernels { om_gemm_type f32, f64; } om_gemm_kernels;
 OM_DECLARE_ISA(om_gemm_kernels, om_gemm_isa);
 OM_DECLARE_ISA(om_gemm_type, om_gemm_bf16); /* where om_isa_bf16 has OM_BF16_DOT */
+OM_DECLARE_ISA(om_gemm_type, om_gemm_amx);  /* where om_isa_tiles; no `block` where the compiler has no tiles */
 
 static inline int64_t om_gemm_panel_size(const om_gemm_type *t, int64_t k) {
     return (k * t->mr + t->slack + 15) & ~(int64_t)15;

@@ -7,6 +7,10 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 /* --- instruction set --------------------------------------------------------------------------- */
 
@@ -58,17 +62,44 @@ int om_isa(void) { /* two threads may both detect: they find the same */
 }
 #endif
 
+/* -DOM_AMX_EMULATED (build/amx.so): kernels/amx.h computes what tiles would, on every machine. */
+#if defined(OM_AMX_EMULATED)
+enum { EMULATED = OM_BF16_AMX };
+#else
+enum { EMULATED = 0 };
+#endif
+
 unsigned om_isa_bf16(void) {
     enum { KNOWN = 1 << 8 };
     static unsigned bits;
     unsigned i = __atomic_load_n(&bits, __ATOMIC_RELAXED);
     if (!i) {
         const char *e = getenv("ORTMODULE_ISA");
-        i = KNOWN | (om_isa() == OM_ISA_AVX512 ? cpu_bf16() : 0);
-        if (e && !strcmp(e, "avx512")) i &= ~(unsigned)OM_BF16_DOT;
-        __atomic_store_n(&bits, i, __ATOMIC_RELAXED);
+        i = (om_isa() == OM_ISA_AVX512 ? cpu_bf16() : 0) | EMULATED;
+        if (e && !strcmp(e, "avx512")) i = 0;
+        if (e && !strcmp(e, "avx512_bf16")) i &= OM_BF16_DOT;
+        __atomic_store_n(&bits, i |= KNOWN, __ATOMIC_RELAXED);
     }
     return i & (OM_BF16_DOT | OM_BF16_AMX);
+}
+
+static bool tiles_permitted(void) {
+    if (EMULATED) return true;
+#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
+    enum { REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 }; /* asm/prctl.h, since Linux 5.16 */
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 24 & 1 && /* AMX-TILE */
+           syscall(SYS_arch_prctl, REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
+bool om_isa_tiles(void) { /* two threads may both ask: they are told the same */
+    static int known;
+    int k = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!k) __atomic_store_n(&known, k = om_isa_bf16() & OM_BF16_AMX && tiles_permitted() ? 2 : 1, __ATOMIC_RELAXED);
+    return k == 2;
 }
 
 const char *om_isa_text(void) {

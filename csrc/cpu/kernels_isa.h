@@ -41,9 +41,13 @@
 
 enum { OM_ISA_GENERIC, OM_ISA_AVX2, OM_ISA_AVX512, OM_N_ISA };
 int om_isa(void);              /* best this CPU has; ORTMODULE_ISA=generic|avx2|avx512 lowers it */
-/* What the processor has beyond AVX-512 to multiply bf16: bits. ORTMODULE_ISA=avx512 takes away the first. */
+/* What the processor has beyond AVX-512 to multiply bf16: bits. ORTMODULE_ISA=avx512 takes away both, =avx512_bf16 the
+ * second. */
 enum { OM_BF16_DOT = 1 /* AVX512_BF16 */, OM_BF16_AMX = 2 };
 unsigned om_isa_bf16(void);
+/* May this process use tiles? The first call asks the system, for all threads: one whose signal stack is too small for
+ * the larger state makes it refuse, and none can be made that small from then on. */
+bool om_isa_tiles(void);
 bool om_isa_runs(void);        /* can this CPU run the kernels of this build? */
 const char *om_isa_text(void);
 
