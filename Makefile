@@ -188,7 +188,7 @@ $(B)/amx/native.o: tests/amx/tiles.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) $(KFLAGS) $(MARCH_avx512) -c $< -o $@
 $(B)/om-tiles: tests/amx/compare.c $(B)/amx/native.o $(B)/amx/tiles.o $(B)/libom.a
-	@$(CC) $(CBASE) -MF $@.d $^ $(PBC) $(LIBS) $(TILES_LD) -o $@
+	@$(CC) $(CBASE) -MF $@.d $^ $(PBC) $(LIBS) -o $@
 $(B)/om-tiles-emulated: tests/amx/compare.c $(B)/amx/native.o $(B)/amx/tiles.o $(AMX_OBJ) $(B)/libom.a
 	@$(CC) $(CBASE) -MF $@.d $^ $(PBC) $(LIBS) -o $@
 
