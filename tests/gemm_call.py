@@ -88,7 +88,7 @@ def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a
 
 
 def kernel(cx: engine.Ctx, dtype: torch.dtype) -> str:
-    """The engine's kernel for a product that it computes itself: the table's name, as om_gemm_amx_avx512."""
+    """The kernel of a product in bf16 or f32 that the engine computes itself, as om_gemm_amx_avx512."""
     g = Gemm(dtype=engine.TORCH.index(dtype), m=64, n=64, k=64, rsa=64, csa=1, rsb=64, csb=1, rsc=64, csc=1, alpha=1.0, batch=1)
     how = How()
     cx.check(engine.lib.om_gemm_prepare(cx.p, C.byref(g), C.byref(how)))

@@ -22,7 +22,7 @@ static uint32_t draw(void) { /* xorshift64 */
     return (uint32_t)(state >> 32);
 }
 
-enum { ONE_SIZE, ALL, ONE_SIZE_AGAIN, TINY, SMALL, SPECIAL, KINDS };
+enum { ONE_SIZE, ALL, CLOSE, TINY, SMALL, SPECIAL, KINDS };
 static uint32_t number(int kind, bool bf16) { /* bits of a float; a bf16's are the high half */
     static const uint8_t least[KINDS] = {120, 1, 120, 58, 0, 0}, span[KINDS] = {10, 254, 2, 12, 70, 255};
     const uint32_t sign = draw() & 0x80000000u, fraction = draw() & (bf16 ? 0x7f0000u : 0x7fffffu);
