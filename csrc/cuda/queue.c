@@ -50,6 +50,7 @@ static om_status failed_of(om_ctx *cx, om_gpu *g, om_cu_result r, const char *wh
     snprintf(text, sizeof text, "%s of %s", what, kernel);
     return failed(cx, g, r, text);
 }
+
 /* --- opening ------------------------------------------------------------------------------------------ */
 
 static om_status api_open(om_ctx *cx) {

@@ -50,7 +50,8 @@ EXPORT(256) om_k_gather_nd(PARAM(struct om_gpu_nd) p) {
     OVER_GRID(i, p.count * p.inner) {
         const int64_t c = i % p.inner;
         int64_t at;
-        if (nd_place(p, i / p.inner, !c, &at)) move_one(p.x, at + offset_of(c, p.rank, p.dim, p.stride), p.y, i, p.size);
+        if (nd_place(p, i / p.inner, !c, &at))
+            move_one(p.x, at + offset_of(c, p.rank, p.dim, p.stride), p.y, i, p.size);
     }
 }
 
