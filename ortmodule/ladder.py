@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, stages, watch
+from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, watch
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
@@ -583,6 +583,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     dense = not state.settings.label_sparsity, not state.settings.padding_sparsity
     segment_mb, recorded = state.settings.segment_mb, state.settings.cuda_graphs
     try:
+        from . import stages
+
         level, taken = state.settings.memory_opt_level, memory.of_settings(state.settings)
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(c for c in captured.captured if c is not None):
