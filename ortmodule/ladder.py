@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, watch
 from . import torch_private as private
-from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
@@ -579,6 +579,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             asked = state.settings.asked_strict
             what = f"strict={asked!r}" if asked else "the fallback policy"
             raise CaptureError(f"{what}: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+    _check_coverage(state, captured)
     start = perf_counter()
     graph: Graph | cuts.CutGraph
     cuda = cuda_engine.ordinal(state.module, state.settings.cuda_engine)
@@ -733,10 +734,28 @@ def _check_devices(state: State, flat: FlatInputs) -> None:
             )
 
 
+def _check_coverage(state: State, captured: Captured | CutCaptured) -> None:
+    least = state.settings.min_coverage
+    if not least:
+        return
+    engine = captured.n_nodes - len(captured.host_ops)
+    every = engine + sum(
+        len([*state.module.get_submodule(op.name).modules()]) if op.kind == "module" else 1 for op in captured.host_ops
+    )
+    if engine < least * every:
+        first = captured.host_ops[0]
+        names = ", ".join(sorted({op.name for op in captured.host_ops}))
+        raise CaptureError(
+            f"min_coverage={least}: of {every} nodes {engine / every:.1%} would run in the engine; in PyTorch: {names}",
+            first.module, first.file, first.line)  # fmt: skip
+
+
 def _forbid(state: State, error: CaptureError) -> None:
     """Raises what the policy does not leave to PyTorch."""
     if state.settings.asked_strict:
         raise error.say("without strict PyTorch runs that, by name in report()")
+    if state.settings.min_coverage:
+        raise error.say("without min_coverage, or with a lower one, PyTorch runs that, by name in report()")
     category = fallback.DATA if isinstance(error.__cause__, Unreadable) else fallback.ONNX_MODEL
     if not state.settings.allows(category):
         data = category is fallback.DATA
