@@ -15,7 +15,8 @@ from new leaves.
 
 Invariants: both walks visit leaves in the same order (keyword arguments by name; __dict__ in insertion order); a leaf
 that occurs twice as the same object keeps its identity in the filled copy; objects that hold no leaf are constants,
-shared, not copied, except plain containers and caches, which callers are free to edit.
+shared, not copied, except what callers are free to edit: plain containers, caches, arrays, and objects of a result that
+nothing else holds.
 """
 
 from __future__ import annotations
@@ -121,14 +122,13 @@ def _exact(x: Any) -> Hashable:
     return type(x), x
 
 
-def _visit_constant(x: Any, key: list[Any], depth: int) -> None:
+def _visit_constant(x: Any, what: str, key: list[Any], depth: int) -> None:
     """What the skeleton takes as it is: its numbers are constants, too."""
     tensors: list[Tensor] = []
     scalars: list[int | float] = []
     _visit(x, tensors, scalars, key, depth)
     if tensors:
-        kind = "dict that has a tensor in a key" if not isinstance(x, tuple) else "partial that holds a tensor"
-        raise Unreadable(f"a {kind}")
+        raise Unreadable(f"a {what} that holds a tensor")
     key.append(tuple([_exact(y) for y in scalars]))
 
 
@@ -158,7 +158,7 @@ def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[
             if type(k) is str:
                 key.append(k)
             else:
-                _visit_constant(k, key, depth + 1)
+                _visit_constant(k, "key", key, depth + 1)
             _visit(y, tensors, scalars, key, depth + 1)
         _visit_state(x, tensors, scalars, key, depth)
     elif isinstance(x, (list, tuple)):
@@ -187,10 +187,10 @@ def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key:
         key.append(tuple(exact) if t is collections.deque else frozenset(exact))
         return
     if t is functools.partial:
-        _visit_constant((x.func, x.args, x.keywords), key, depth + 1)
+        _visit_constant((x.func, x.args, x.keywords), "partial", key, depth + 1)
         return
     if t is slice:
-        _visit_constant((x.start, x.stop, x.step), key, depth + 1)
+        _visit_constant((x.start, x.stop, x.step), "slice", key, depth + 1)
         return
     if is_array(x) and x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
         key.append((x.dtype, x.shape, x.tobytes()))
