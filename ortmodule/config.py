@@ -72,6 +72,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise ValueError
+    return share
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not value >= 0:
@@ -129,6 +136,14 @@ TABLE: tuple[Row, ...] = (
         "1: raise instead of leaving the model or a submodule to PyTorch (single operators and custom "
         "autograd.Functions may be; report() names "
         "them). engine: raise for those, too",
+    ),
+    Row(
+        "MIN_COVERAGE",
+        "min_coverage",
+        "a number from 0 to 1",
+        _share,
+        "raise where a capture leaves the engine less than this share of the nodes (a submodule in PyTorch counts as "
+        "many as it has modules), or where the model is left to PyTorch (default 0: never)",
     ),
     Row(
         "FALLBACK_POLICY",
@@ -310,6 +325,7 @@ class Settings:
     """How one ORTModule behaves. Build with `resolve`."""
 
     strict: bool | Literal["engine"] = False
+    min_coverage: float = 0.0
     disable: bool = False
     segment_mb: float = 25.0
     max_captures: int = 8
@@ -413,6 +429,8 @@ def resolve(
     settings = Settings(**values, asked_strict=values.get("strict", False))
     if settings.strict not in (False, True, "engine"):
         raise ValueError(f"strict={settings.strict!r} is not allowed; give False, True or 'engine'")
+    if not 0 <= settings.min_coverage <= 1:
+        raise ValueError(f"min_coverage={settings.min_coverage!r} is not allowed; give a number from 0 to 1")
     if settings.segment_mb <= 0:
         raise ValueError(f"segment_mb={settings.segment_mb!r} is not allowed; give a number > 0")
     if settings.max_captures < 1:

@@ -18,6 +18,12 @@ class CaptureError(ORTModuleONNXModelException):
         self.file = file
         self.line = line
 
+    def say(self, text: str) -> CaptureError:
+        """Adds what to do."""
+        if not str(self.args[0]).endswith(text):
+            self.args = (f"{self.args[0]}; {text}",)
+        return self
+
 
 class TimeUp(BaseException):
     """The time for captures is over. No Exception: the user's code, whose trace is given up, must not catch it."""

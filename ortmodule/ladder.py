@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, stages, watch
+from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, watch
 from . import torch_private as private
-from .capture import CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
@@ -574,13 +574,18 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         _restore(undo)
     for op in captured.host_ops if state.settings.strict else ():
         if op.kind == "module" or state.settings.strict == "engine":
-            raise CaptureError(f"strict: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+            asked = state.settings.asked_strict
+            what = f"strict={asked!r}" if asked else "the fallback policy"
+            raise CaptureError(f"{what}: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+    _check_coverage(state, captured)
     start = perf_counter()
     graph: Graph | cuts.CutGraph
     cuda = cuda_engine.ordinal(state.module, state.settings.cuda_engine)
     dense = not state.settings.label_sparsity, not state.settings.padding_sparsity
     segment_mb, recorded = state.settings.segment_mb, state.settings.cuda_graphs
     try:
+        from . import stages
+
         level, taken = state.settings.memory_opt_level, memory.of_settings(state.settings)
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(c for c in captured.captured if c is not None):
@@ -703,7 +708,9 @@ def _eager(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, A
 def _odd(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """This call in PyTorch, because of its arguments; or an error, by the policy."""
     if not state.settings.allows(fallback.DATA):
-        raise fallback.ORTModuleIOError(f"{type(state.module).__name__}: {reason}")
+        raise fallback.ORTModuleIOError(
+            f"{type(state.module).__name__}: {reason}; FALLBACK_UNSUPPORTED_DATA leaves such calls to PyTorch"
+        )
     return _eager(state, reason, args, kwargs)
 
 
@@ -714,19 +721,43 @@ def _check_devices(state: State, flat: FlatInputs) -> None:
     name = type(state.module).__name__
     if len(own) > 1:
         raise fallback.ORTModuleDeviceException(
-            f"{name}: ORTModule supports a single device per model, and it has {', '.join(sorted(map(str, own)))}"
+            f"{name}: ORTModule supports a single device per model, and it has {', '.join(sorted(map(str, own)))}; "
+            "FALLBACK_UNSUPPORTED_DEVICE leaves it to PyTorch"
         )
     for device in own | {t.device for t in flat.tensors}:
         if device.type != engine and not cuda_engine.stand_in:
-            raise fallback.ORTModuleDeviceException(f"{name}: the engine runs on {engine}, and here is {device}")
+            raise fallback.ORTModuleDeviceException(
+                f"{name}: the engine runs on {engine}, and here is {device}; "
+                "FALLBACK_UNSUPPORTED_DEVICE leaves that to PyTorch"
+            )
+
+
+def _check_coverage(state: State, captured: Captured | CutCaptured) -> None:
+    least = state.settings.min_coverage
+    if not least:
+        return
+    engine = captured.n_nodes - len(captured.host_ops)
+    every = engine + sum(
+        len([*state.module.get_submodule(op.name).modules()]) if op.kind == "module" else 1 for op in captured.host_ops
+    )
+    if engine < least * every:
+        first = captured.host_ops[0]
+        names = ", ".join(sorted({op.name for op in captured.host_ops}))
+        raise CaptureError(
+            f"min_coverage={least}: of {every} nodes {engine / every:.1%} would run in the engine; in PyTorch: {names}",
+            first.module, first.file, first.line)  # fmt: skip
 
 
 def _forbid(state: State, error: CaptureError) -> None:
     """Raises what the policy does not leave to PyTorch."""
     if state.settings.asked_strict:
-        raise error
+        raise error.say("without strict PyTorch runs that, by name in report()")
+    if state.settings.min_coverage:
+        raise error.say("without min_coverage, or with a lower one, PyTorch runs that, by name in report()")
     category = fallback.DATA if isinstance(error.__cause__, Unreadable) else fallback.ONNX_MODEL
     if not state.settings.allows(category):
+        data = category is fallback.DATA
+        error.say(f"FALLBACK_UNSUPPORTED_{'DATA' if data else 'ONNX_MODEL'} leaves that to PyTorch")
         raise error if isinstance(error, category.exception) else fallback.wrap_exception(category.exception, error)
 
 

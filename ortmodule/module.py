@@ -168,9 +168,9 @@ class ORTModule(nn.Module):
 
     module: the module to wrap; it stays usable and shares its state with the result.
     debug_options: log level and saving of the captured graphs.
-    options: strict, fallback_policy, fallback_retry, disable, segment_mb, max_captures, capture_seconds, recheck,
-    memory_opt_level, memory_opt_config, memory_budget, keep_memory, label_sparsity, padding_sparsity, precision,
-    log_level, save_path
+    options: strict, min_coverage, fallback_policy, fallback_retry, disable, segment_mb, max_captures, capture_seconds,
+    recheck, memory_opt_level, memory_opt_config, memory_budget, keep_memory, label_sparsity, padding_sparsity,
+    precision, log_level, save_path
     (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and

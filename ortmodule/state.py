@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import types
 from collections import OrderedDict
@@ -86,6 +87,7 @@ class GuardedGraph:
         self.symbolic = symbolic
         self.shapes = [t.shape for t in flat.tensors]
         self.scalars = list(flat.scalars)
+        self.zeros = [i for i, x in enumerate(self.scalars) if type(x) is float and x == 0.0]
         self.refused: list[list[torch.Size]] = []  # sizes the engine turned down
         self.tests = graph.captured.tests
         self.answers = graph.captured.conditions
@@ -102,8 +104,12 @@ class GuardedGraph:
         if self.dynamic or self.symbolic:
             fits = self.graph.captured.fits(flat)
         else:
-            fits = self.shapes == shapes and self.scalars == flat.scalars
+            fits = self.shapes == shapes and self.scalars == flat.scalars and self._same_zeros(flat)
         return fits and (self.tests is None or hold(self.tests, flat.tensors, known))
+
+    def _same_zeros(self, flat: FlatInputs) -> bool:
+        """0.0 == -0.0"""
+        return all(math.copysign(1.0, flat.scalars[i]) == math.copysign(1.0, self.scalars[i]) for i in self.zeros)
 
 
 class Site:

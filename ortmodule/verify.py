@@ -121,8 +121,8 @@ def verify(state: State, wrap: Callable[[nn.Module, Any], nn.Module], batch: Any
     if state.assigned or state.override is not None:
         found.notes.append("methods assigned to the wrapper are left out: the module's own forward is compared")
     settings = dataclasses.replace(
-        state.settings, save_path=None, strict=False, asked_strict=False, disable=False, memory_budget=None,
-        precision=None,
+        state.settings, save_path=None, strict=False, asked_strict=False, min_coverage=0.0, disable=False,
+        memory_budget=None, precision=None,
     )
     with _generators_kept():
         check = _Check(wrap, settings, band, found.notes)

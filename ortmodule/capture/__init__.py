@@ -429,6 +429,8 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
     fixed = [i for i in range(len(flat.scalars)) if not symbolic or isinstance(held.get(n + i, 0), int)]
     known: dict[str, Any] = {f"x{i}": flat.scalars[i] for i in fixed}
     terms = [f"type(c[{i}]) is {type(flat.scalars[i]).__name__} and c[{i}] == x{i}" for i in fixed]
+    terms += [f"math.copysign(1.0, c[{i}]) == {math.copysign(1.0, x)}" for i in fixed
+              if type(x := flat.scalars[i]) is float and x == 0.0]  # fmt: skip
     lines: list[str] = []
     if not dynamic:
         for i, t in enumerate(flat.tensors):

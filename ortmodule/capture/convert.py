@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import onnx
 import torch
 from torch import Tensor
 
@@ -276,6 +275,8 @@ class Converter:
         if not shape:
             return self.b.constant(x, dtype)
         raw = torch.tensor([x], dtype=dtype).view(torch.uint8).numpy().tobytes()
+        import onnx
+
         value = onnx.TensorProto(data_type=ONNX_TYPE[dtype], dims=[1], raw_data=raw)
         return self.b.op("ConstantOfShape", [self.b.dims(shape)], dtype, shape, value=value)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from sympy import sympify
 from torch import Tensor
 
 from .. import torch_private as private
@@ -346,7 +345,7 @@ class Interpreter:
             if isinstance(a, Node):
                 return value[a]
             if isinstance(a, (torch.SymInt, torch.SymFloat)):
-                e = sympify(a.node.expr)
+                e = a.node.expr
                 size.update(
                     (s, value[self.item_of[s]].item()) for s in e.free_symbols if s not in size and s in self.item_of
                 )

@@ -12,6 +12,7 @@ attributes (the export edits those for real), and everything that is patched whi
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -40,7 +41,17 @@ from ..watch import quiet, running
 from . import branches, checkpoints, layouts, marks, opaque
 from .facts import Facts, Known
 from .refused import NotRepeatable, refusing
-from .skeleton import Fill, Unreadable, flatten_inputs, input_skeleton, skeleton, unreadable
+from .skeleton import (
+    Fill,
+    Unreadable,
+    flatten_inputs,
+    input_skeleton,
+    is_array,
+    is_cache,
+    skeleton,
+    state_of,
+    unreadable,
+)
 
 _PREFIX = "m."  # the user's module inside the wrapper
 
@@ -118,7 +129,7 @@ class _Wrapper(nn.Module):
         standing: dict[int, int | str] = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         standing.update(given)
         args, kwargs = self._fill(values)
-        contents = _contents((args, kwargs))
+        contents, objects = _contents((args, kwargs)), _objects((args, *kwargs.values()), {})
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
         inside = set_cudnn(*self._flags)  # the export has put its own, which forward may read
@@ -139,6 +150,8 @@ class _Wrapper(nn.Module):
         def leaf(x: Any) -> int | None:
             if not isinstance(x, (Tensor, torch.SymInt, torch.SymFloat)):
                 reason = unreadable(x)
+                if reason is None and id(x) in objects:
+                    reason = f"forward returns a {type(x).__name__} that is among its arguments"
                 if reason is not None:
                     raise CaptureError(reason)
                 return None
@@ -476,14 +489,30 @@ def _contents(x: Any, depth: int = 0) -> Any:
     """What stands where in the arguments, by identity (a comparison of symbolic numbers would fix them)."""
     if depth > 8:
         return id(x)
-    if isinstance(x, (list, tuple)):
-        return [_contents(y, depth + 1) for y in x]
-    if isinstance(x, dict):
-        return [(k, _contents(y, depth + 1)) for k, y in dict.items(x)]
+    if is_array(x):
+        return id(x), x.tobytes()
+    items: list[Any] = []
+    if isinstance(x, (list, tuple, set, frozenset, collections.deque)):
+        items = [_contents(y, depth + 1) for y in x]
+    elif isinstance(x, dict):
+        items = [(k, _contents(y, depth + 1)) for k, y in dict.items(x)]
     library = type(x).__module__.partition(".")[0] in ("torch", "builtins", "types")
-    if library or isinstance(x, (Tensor, nn.Module, type)) or not hasattr(x, "__dict__"):
-        return id(x)
-    return [(k, _contents(y, depth + 1)) for k, y in vars(x).items()]
+    if library or isinstance(x, (Tensor, nn.Module, type)):
+        return items or id(x)
+    state = state_of(x)
+    return [*items, *[(k, _contents(y, depth + 1)) for k, y in state.items()]] if state else items or id(x)
+
+
+def _objects(x: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """What among the arguments somebody may edit: for who gets such an object back it must be the same one."""
+    if isinstance(x, (Tensor, torch.SymInt, torch.SymFloat)) or id(x) in found or is_cache(x):
+        return found
+    state = state_of(x) or {}
+    if isinstance(x, (list, dict)) or state:
+        found[id(x)] = x
+    for y in [*(x if isinstance(x, (list, tuple)) else dict.values(x) if isinstance(x, dict) else ()), *state.values()]:
+        _objects(y, found)
+    return found
 
 
 def _structure(out: Any) -> Any:

@@ -13,29 +13,29 @@ are: they are graph inputs); nodes carry the module, file and line that were cur
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-import sympy
 import torch
-from onnx import TensorProto, helper
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import onnx  # imported when the first graph is built, as sympy is
 
 OPSET, IR_VERSION = 23, 10
 DOMAINS = {"": OPSET, "com.microsoft": 1, "org.pytorch.aten": 1, "ortmodule": 1}
 
-ONNX_TYPE = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float64: TensorProto.DOUBLE,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-    torch.int64: TensorProto.INT64,
-    torch.int32: TensorProto.INT32,
-    torch.int16: TensorProto.INT16,
-    torch.int8: TensorProto.INT8,
-    torch.uint8: TensorProto.UINT8,
-    torch.bool: TensorProto.BOOL,
+ONNX_TYPE = {  # TensorProto.DataType
+    torch.float32: 1,
+    torch.float64: 11,
+    torch.float16: 10,
+    torch.bfloat16: 16,
+    torch.int64: 7,
+    torch.int32: 6,
+    torch.int16: 5,
+    torch.int8: 3,
+    torch.uint8: 2,
+    torch.bool: 9,
 }
 
 
@@ -85,17 +85,21 @@ class Sizes:
         rest: list[tuple[str, int, Any]] = []
         for name, dims in inputs:
             for axis, d in enumerate(dims):
-                if isinstance(d, sympy.Symbol):
+                if isinstance(d, int):
+                    continue
+                if d.is_Symbol:
                     if d not in self.names:
                         self.add(d, name, axis)
-                elif not isinstance(d, int):
+                else:
                     rest.append((name, axis, d))
+        if rest:
+            from sympy import Symbol
         for name, axis, d in rest:
             unknown = [s for s in d.free_symbols if s not in self.names and s not in self.replaced]
             if len(unknown) == 1:
                 c, s = d.as_coeff_Mul()
                 if s == unknown[0] and c.is_Integer and c > 0:
-                    new = sympy.Symbol(f"dim_{name}_{axis}", integer=True, nonnegative=True)
+                    new = Symbol(f"dim_{name}_{axis}", integer=True, nonnegative=True)
                     self.add(new, name, axis)
                     self.replaced[s] = (new, int(c))
 
@@ -109,7 +113,7 @@ class Sizes:
         return str(e) if isinstance(e, int) else self._text(e, 0)
 
     def _text(self, e: Any, level: int) -> str:  # level 0 sum, 1 product, 2 atom
-        if isinstance(e, sympy.Symbol):
+        if e.is_Symbol:
             if e in self.replaced:
                 new, c = self.replaced[e]
                 return self._paren(f"{self.names[new]}//{c}", level > 0)
@@ -119,7 +123,7 @@ class Sizes:
         if e.is_Integer:
             return str(int(e)) if int(e) >= 0 or level == 0 else f"({int(e)})"
         kind = type(e).__name__
-        if isinstance(e, sympy.Add):
+        if e.is_Add:
             terms = sorted(e.args, key=lambda a: (a.is_Integer, str(a)))
             text = self._text(terms[0], 1)
             for t in terms[1:]:
@@ -129,11 +133,11 @@ class Sizes:
                 else:
                     text += " + " + self._text(t, 1)
             return self._paren(text, level > 0)
-        if isinstance(e, sympy.Mul):
+        if e.is_Mul:
             return self._paren(
                 "*".join(self._text(a, 2) for a in sorted(e.args, key=lambda a: (a.is_Integer, str(a)))), level > 1
             )
-        if isinstance(e, sympy.Pow) and e.exp.is_Integer and int(e.exp) > 0:
+        if e.is_Pow and e.exp.is_Integer and int(e.exp) > 0:
             return self._paren("*".join([self._text(e.base, 2)] * int(e.exp)), level > 1)
         if kind in ("FloorDiv", "CleanDiv"):
             return self._paren(f"{self._text(e.args[0], 2)}//{self._text(e.args[1], 2)}", level > 0)
@@ -155,6 +159,8 @@ class Builder:
     """The graph being made. `source` is stamped on every node."""
 
     def __init__(self, name: str) -> None:
+        import onnx
+
         self.model = onnx.ModelProto(ir_version=IR_VERSION, producer_name="ortmodule")
         self.graph = self.model.graph
         self.graph.name = name
@@ -311,7 +317,7 @@ class Builder:
 
     def _size(self, e: Any) -> Val:
         i64 = torch.int64
-        if isinstance(e, sympy.Symbol):
+        if e.is_Symbol:
             if e in self.sizes.replaced:
                 new, c = self.sizes.replaced[e]
                 return self._binary("Div", self.size(new), self.size(c))
@@ -326,13 +332,13 @@ class Builder:
         if e.is_Integer:
             return self.constant([int(e)], i64)
         kind = type(e).__name__
-        if isinstance(e, (sympy.Add, sympy.Mul)):
+        if e.is_Add or e.is_Mul:
             args = sorted(e.args, key=lambda a: (a.is_Integer, str(a)))
             v = self.size(expr_of(args[0]))
             for a in args[1:]:
-                v = self._binary("Add" if isinstance(e, sympy.Add) else "Mul", v, self.size(expr_of(a)))
+                v = self._binary("Add" if e.is_Add else "Mul", v, self.size(expr_of(a)))
             return v
-        if isinstance(e, sympy.Pow) and e.exp.is_Integer and int(e.exp) > 0:
+        if e.is_Pow and e.exp.is_Integer and int(e.exp) > 0:
             base = v = self.size(expr_of(e.base))
             for _ in range(int(e.exp) - 1):
                 v = self._binary("Mul", v, base)
@@ -384,16 +390,18 @@ def _bytes(t: Tensor) -> bytes:
 def _attribute(a: Any, key: str, x: Any) -> None:
     a.name = key
     if isinstance(x, (bool, int, np.integer)):
-        a.type, a.i = onnx.AttributeProto.INT, int(x)
+        a.type, a.i = a.INT, int(x)
     elif isinstance(x, float):
-        a.type, a.f = onnx.AttributeProto.FLOAT, x
+        a.type, a.f = a.FLOAT, x
     elif isinstance(x, str):
-        a.type, a.s = onnx.AttributeProto.STRING, x.encode()
-    elif isinstance(x, onnx.TensorProto):
-        a.type = onnx.AttributeProto.TENSOR
+        a.type, a.s = a.STRING, x.encode()
+    elif isinstance(x, type(a.t)):
+        a.type = a.TENSOR
         a.t.CopyFrom(x)
     elif isinstance(x, (list, tuple)) and all(isinstance(i, int) for i in x):
-        a.type = onnx.AttributeProto.INTS
+        a.type = a.INTS
         a.ints.extend(x)
     else:
+        from onnx import helper
+
         a.CopyFrom(helper.make_attribute(key, x))

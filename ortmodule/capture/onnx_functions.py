@@ -7,19 +7,23 @@ stays valid, and only runtimes that know the operator run it. The engine reads t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
-from onnx import helper, parser
+if TYPE_CHECKING:
+    import onnx
 
 _HEAD = '<domain: "ortmodule", opset_import: ["" : 23]>\n'
 
 
 def _function(text: str) -> onnx.FunctionProto:
+    from onnx import parser
+
     return parser.parse_function(_HEAD + text)
 
 
 def _attr(node: onnx.NodeProto, name: str) -> Any:
+    from onnx import helper
+
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), None)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sympy import sympify
 
 from .. import torch_private as private
 from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
@@ -146,6 +145,12 @@ def broadcast_tensors(c: Converter, n: Node, xs: Sequence[Node], *_: Any) -> lis
             out.append(c.expand(c.unsqueeze(v, [j for j in range(len(shape)) if j != axis]), shape))
         return out
     return [c.expand(c.v(x), shape_of(t)) for x, t in zip(xs, n.val, strict=True)]
+
+
+def _sympify(size: Any) -> Any:
+    from sympy import sympify  # takes longer to import than all the rest of this package
+
+    return sympify(size)
 
 
 def _bounds(size: Any, start: Any, end: Any) -> tuple[Any, Any]:
@@ -318,9 +323,9 @@ def roll(c: Converter, n: Node, x: Node, shifts: Any, dims: Any) -> Val:
         if isinstance(size, int) and isinstance(s, int):
             cut = -s % max(size, 1)
         elif s.could_extract_minus_sign() if not isinstance(s, int) else s < 0:
-            cut = private.Mod(sympify(-s), size)
+            cut = private.Mod(_sympify(-s), size)
         else:
-            cut = expr_of(size - private.Mod(sympify(s), size))
+            cut = expr_of(size - private.Mod(_sympify(s), size))
         if cut != 0:  # the part before the cut goes behind the rest
             v = c.concat([c.slice(v, d, cut, INT_MAX, 1, expr_of(size - cut)), c.slice(v, d, 0, cut, 1, cut)], d)
     return c.reshape(v, shape)
@@ -529,7 +534,7 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
         size, new = v.shape[axis], out[axis]
         if size == new:  # PyTorch copies then, and repeats for twice the size, whatever factor was given
             continue
-        factor = sympify(new) / sympify(size)
+        factor = _sympify(new) / _sympify(size)
         if factor == 2 or (factor.is_Integer and given[axis - 2] in (None, float(factor))):
             wide = c.unsqueeze(v, [axis + 1])
             wide = c.expand(wide, (*wide.shape[: axis + 1], int(factor), *wide.shape[axis + 2 :]))

@@ -26,11 +26,11 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from time import perf_counter
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -61,7 +61,7 @@ def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
     return tensor.requires_grad != bool(wanted)
 
 
-_SYMPY = os.path.dirname(sympy.__file__) + os.sep
+_SYMPY = os.path.join(os.path.dirname(cast(str, find_spec("sympy").origin)), "")  # type: ignore[union-attr]
 _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
 _GRAD = "a graph leaves the gradients of before a call alone"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from sympy import sympify
 from torch import Tensor
 
 from .. import torch_private as private
@@ -230,6 +229,8 @@ def _caller(
     low: torch.dtype,
 ) -> opaque.Call:
     """The region as a function of its tensors."""
+    from sympy import sympify
+
     # as they are now: outputs change their meaning
     steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]
 

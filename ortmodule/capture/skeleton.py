@@ -15,12 +15,15 @@ from new leaves.
 
 Invariants: both walks visit leaves in the same order (keyword arguments by name; __dict__ in insertion order); a leaf
 that occurs twice as the same object keeps its identity in the filled copy; objects that hold no leaf are constants,
-shared, not copied, except plain containers and caches, which callers are free to edit.
+shared, not copied, except what callers are free to edit: plain containers, caches, arrays, and objects of a result that
+nothing else holds.
 """
 
 from __future__ import annotations
 
+import array
 import collections
+import copy
 import enum
 import functools
 import gc
@@ -32,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 Fill = Callable[[list[Any]], Any]
+
+_EDITED = (set, collections.deque, bytearray, array.array)  # copied, as lists and dicts are
 
 # Never looked into: they hold no data of one call, or are singletons.
 _ATOMS = (
@@ -45,6 +50,8 @@ class Unreadable(TypeError):
 
 
 _SMALL_ARRAY = 1 << 12  # bytes of a numpy array that are compared at every step
+_DEEP = 8  # levels of objects in objects, which may hold themselves
+_INT64 = 1 << 63  # other integers are constants
 
 
 class FlatInputs(NamedTuple):
@@ -59,27 +66,36 @@ def _is_config(x: object) -> bool:
     return any(c.__name__ in ("PretrainedConfig", "PreTrainedConfig") for c in type(x).__mro__)
 
 
-def _is_cache(x: object) -> bool:
+def is_cache(x: object) -> bool:
     return any(c.__name__ in ("Cache", "CacheLayerMixin") for c in type(x).__mro__)
 
 
-def _state(x: object) -> dict[str, Any] | None:
+def is_array(x: object) -> bool:
+    return type(x).__module__ == "numpy" and type(x).__name__ == "ndarray"
+
+
+@functools.cache
+def _slots(cls: type) -> tuple[str, ...]:
+    """Names of the attributes that objects of this class have in slots."""
+    found = []
+    for c in cls.__mro__:
+        own = c.__dict__.get("__slots__", ())
+        for s in (own,) if isinstance(own, str) else own:
+            if s not in ("__dict__", "__weakref__"):
+                private = s.startswith("__") and not s.endswith("__")
+                found.append(f"_{c.__name__.lstrip('_')}{s}" if private else s)
+    return tuple(found)
+
+
+def state_of(x: object) -> dict[str, Any] | None:
     """Attributes of an object that is worth looking into, else None."""
     if isinstance(x, _ATOMS) or _is_config(x):
         return None
     state = getattr(x, "__dict__", None)
-    slots = [
-        s
-        for c in type(x).__mro__
-        for s in (
-            [c.__dict__["__slots__"]]
-            if isinstance(c.__dict__.get("__slots__"), str)
-            else c.__dict__.get("__slots__", ())
-        )
-    ]
-    if slots and not isinstance(x, (tuple, list, dict, set, frozenset)):
+    slots = _slots(type(x))  # type: ignore[arg-type]
+    if slots:
         state = dict(state or {})
-        state.update({s: getattr(x, s) for s in slots if s != "__dict__" and s != "__weakref__" and hasattr(x, s)})
+        state.update({s: getattr(x, s) for s in slots if hasattr(x, s)})
     return state
 
 
@@ -91,17 +107,29 @@ class _Bare:
 def _is_bare(cls: type) -> bool:
     """Whether there is nothing in an object of this class but its __dict__ and slots (no memory of a C type:
     random.Random, iterators)."""
-    slots = [
-        s
-        for c in cls.__mro__
-        for s in (
-            [c.__dict__["__slots__"]]
-            if isinstance(c.__dict__.get("__slots__"), str)
-            else c.__dict__.get("__slots__", ())
-        )
-        if s not in ("__dict__", "__weakref__")
-    ]
-    return cls.__basicsize__ <= _Bare.__basicsize__ + 8 * len(slots) and cls.__itemsize__ == 0
+    return cls.__basicsize__ <= _Bare.__basicsize__ + 8 * len(_slots(cls)) and cls.__itemsize__ == 0
+
+
+def _exact(x: Any) -> Hashable:
+    """Equal for two constants only where nothing can tell them apart: 0.0 and -0.0, 1 and True, Decimal("1.0") and
+    Decimal("1.00") are equal, and not the same."""
+    if isinstance(x, complex):
+        return type(x), x.real.hex(), x.imag.hex()
+    if isinstance(x, float):
+        return type(x), x.hex()
+    if type(x).__module__ in ("numpy", "decimal", "datetime"):
+        return type(x), x.__reduce_ex__(4)  # type: ignore[return-value]
+    return type(x), x
+
+
+def _visit_constant(x: Any, what: str, key: list[Any], depth: int) -> None:
+    """What the skeleton takes as it is: its numbers are constants, too."""
+    tensors: list[Tensor] = []
+    scalars: list[int | float] = []
+    _visit(x, tensors, scalars, key, depth)
+    if tensors:
+        raise Unreadable(f"a {what} that holds a tensor")
+    key.append(tuple([_exact(y) for y in scalars]))
 
 
 def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[Any], depth: int) -> None:
@@ -112,7 +140,7 @@ def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[
         key.append(x.ndim)
     elif x is None:
         key.append(None)
-    elif t is int or t is float:
+    elif t is float or t is int and -_INT64 <= x < _INT64:
         scalars.append(x)
         key.append(t)
     elif t is bool or t is str:
@@ -127,13 +155,19 @@ def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[
         key.append(t)
         key.append(len(x))
         for k, y in x.items():
-            key.append(k)
+            if type(k) is str:
+                key.append(k)
+            else:
+                _visit_constant(k, "key", key, depth + 1)
             _visit(y, tensors, scalars, key, depth + 1)
         _visit_state(x, tensors, scalars, key, depth)
     elif isinstance(x, (list, tuple)):
         key.append(t)
         key.append(len(x))
         for y in x:
+            _visit(y, tensors, scalars, key, depth + 1)
+        for k, y in (state_of(x) or {}).items():
+            key.append(k)
             _visit(y, tensors, scalars, key, depth + 1)
     else:
         _visit_state(x, tensors, scalars, key, depth)
@@ -149,29 +183,32 @@ def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key:
         for y in items:
             if not isinstance(y, (int, float, str, bytes, complex, enum.Enum, type(None))):
                 raise Unreadable(f"a {t.__name__} of {type(y).__name__}")
-        key.append(
-            tuple((type(y), y) for y in items) if t is collections.deque else frozenset((type(y), y) for y in items)
-        )
+        exact = [_exact(y) for y in items]
+        key.append(tuple(exact) if t is collections.deque else frozenset(exact))
         return
     if t is functools.partial:
-        inner: tuple[list[Tensor], list[int | float]] = [], []  # no leaves: the skeleton takes a partial as it is
-        _visit((x.func, x.args, x.keywords), *inner, key, depth + 1)
-        if inner[0]:
-            raise Unreadable("a partial that holds a tensor")
-        key.append(tuple(inner[1]))
+        _visit_constant((x.func, x.args, x.keywords), "partial", key, depth + 1)
         return
-    if t.__module__ == "numpy" and t.__name__ == "ndarray" and x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
+    if t is slice:
+        _visit_constant((x.start, x.stop, x.step), "slice", key, depth + 1)
+        return
+    if is_array(x) and x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
         key.append((x.dtype, x.shape, x.tobytes()))
         return
-    state = None if depth > 8 else _state(x)
+    state = state_of(x)
+    if state is not None and depth > _DEEP:
+        raise Unreadable(f"a {t.__name__} more than {_DEEP} levels deep")
     if state is None or not isinstance(x, (dict, list, tuple)) and not _is_bare(t):  # type: ignore[arg-type]
         if isinstance(x, (Iterator, torch.Generator, nn.Module)) or state is not None:
             raise Unreadable(f"a {t.__name__}, whose state is not watched")
         try:
-            hash(x)
-        except TypeError:
+            exact_x = _exact(x)
+            hash(exact_x)
+        except (TypeError, ValueError):
             raise Unreadable(f"a {t.__name__}, whose contents are not watched") from None
-        key.append(x)
+        if isinstance(x, (str, bytes, complex)) and not isinstance(x, enum.Enum) and getattr(x, "__dict__", None):
+            raise Unreadable(f"a {t.__name__}, whose state is not watched")
+        key.append(exact_x)
         return
     held = {id(v) for _, v in (dict.items(x) if isinstance(x, dict) else ()) if v is not None}
     for k, y in state.items():
@@ -199,11 +236,13 @@ def unreadable(x: Any) -> str | None:
     when it can."""
     if isinstance(x, (Iterator, types.CoroutineType)):
         return f"forward returns a {type(x).__name__}"
+    if is_array(x):
+        return "forward returns a numpy array"
     if isinstance(x, (nn.Module, type, types.ModuleType, int, float, str, bytes, list, tuple, dict)):
         return None
     if (
         not isinstance(x, (types.FunctionType, types.MethodType, functools.partial, set, frozenset))
-        and _state(x) is not None
+        and state_of(x) is not None
         and _is_bare(type(x))  # type: ignore[arg-type]
     ):
         return None
@@ -278,6 +317,9 @@ class _Walk:
         self.share = share
         self.any_shared = False
         self.seen: dict[int, _Part] = {}
+        self.open: set[int] = set()  # objects whose contents are being walked
+        self.closed_on: set[int] = set()  # those of them that were met again inside
+        self.inside: set[int] = set()  # what the walk has come through: objects, and the dicts of their attributes
 
     def part(self, x: Any, held: dict[int, _Part] | None = None) -> _Part:
         if x is None or type(x) in (str, bool):
@@ -286,6 +328,8 @@ class _Walk:
         if met is not None:
             if not isinstance(x, Tensor):
                 met.shared = self.any_shared = True
+                if id(x) in self.open:
+                    self.closed_on.add(id(x))
             return met
         where = self.leaf(x)
         if where is not None:
@@ -295,9 +339,15 @@ class _Walk:
             return part
         if isinstance(x, (int, float, *_ATOMS)) or _is_config(x):
             return _constant(x)
+        alone = self.share and self.alone(x)
         part = _constant(x)
         self.seen[id(x)] = part  # a cycle meets this one
-        fill, part.has_leaf = self.container(x)
+        self.open.add(id(x))
+        self.inside.add(id(x))
+        fill, part.has_leaf = self.container(x, alone)
+        self.open.remove(id(x))
+        if id(x) in self.closed_on and part.has_leaf:
+            raise Unreadable(f"a {type(x).__name__} that holds itself")
 
         def fill_once(leaves: list[Any]) -> Any:
             if not part.shared:
@@ -310,24 +360,33 @@ class _Walk:
         part.fill = fill_once
         return part
 
-    def container(self, x: Any) -> tuple[Fill, bool]:
+    def alone(self, x: Any) -> bool:
+        """Is this an object whose attributes a caller may edit, and that nothing but the result holds? Then forward has
+        made it, and makes another at every call."""
+        if isinstance(x, (list, tuple, dict)) or not state_of(x) or not _is_bare(type(x)):  # type: ignore[arg-type]
+            return False
+        return all(isinstance(r, types.FrameType) or id(r) in self.inside for r in gc.get_referrers(x))
+
+    def container(self, x: Any, alone: bool) -> tuple[Fill, bool]:
         cls: Any = type(x)
         if isinstance(x, (list, tuple)):
             return self.sequence(x)
         if isinstance(x, dict):
             return self.mapping(x)
-        if _state(x) is None or isinstance(x, (set, frozenset)):
+        if cls in _EDITED or is_array(x):
+            return (lambda _leaves: copy.copy(x)), False
+        if state_of(x) is None or isinstance(x, (set, frozenset)):
             return (lambda _leaves: x), False
         names, has = self.attributes(x, {})
-        if not has and not _is_cache(x):
+        if not has and not is_cache(x) and not alone:
             return (lambda _leaves: x), False
 
         def fill(leaves: list[Any]) -> Any:
-            new = cls.__new__(cls)
+            new = _blank(cls)
             _set_state(new, names, leaves)
             return new
 
-        return fill, True
+        return fill, has or is_cache(x)
 
     def sequence(self, x: Any) -> tuple[Fill, bool]:
         cls: Any = type(x)
@@ -337,9 +396,10 @@ class _Walk:
             return (lambda leaves: [p.fill(leaves) for p in parts]), has
         if cls is tuple:
             return (lambda leaves: tuple([p.fill(leaves) for p in parts])), has
+        names, attribute_has = self.attributes(x, {})
+        has = has or attribute_has
         if isinstance(x, torch.Size) or not (has or isinstance(x, list)):
             return (lambda _leaves: x), False
-        names, _ = self.attributes(x, {}) if getattr(x, "__dict__", None) else ([], False)
 
         def fill(leaves: list[Any]) -> Any:
             items = [p.fill(leaves) for p in parts]
@@ -348,7 +408,7 @@ class _Walk:
             if isinstance(x, tuple):
                 new: Any = tuple.__new__(cls, items)
             else:
-                new = cls.__new__(cls)
+                new = _blank(cls)
                 list.extend(new, items)
             _set_state(new, names, leaves)
             return new
@@ -357,7 +417,7 @@ class _Walk:
 
     def mapping(self, x: dict[Any, Any]) -> tuple[Fill, bool]:
         cls = type(x)
-        parts = [(k, self.part(y)) for k, y in dict.items(x)]
+        parts = [(k, self.part(dict.__getitem__(x, k))) for k in dict.keys(x)]
         has = any(p.has_leaf for _, p in parts)
         if cls is dict:
             return (lambda leaves: {k: p.fill(leaves) for k, p in parts}), has
@@ -367,7 +427,7 @@ class _Walk:
         put = collections.OrderedDict.__setitem__ if isinstance(x, collections.OrderedDict) else dict.__setitem__
 
         def fill(leaves: list[Any]) -> Any:
-            new: Any = cls.__new__(cls)
+            new: Any = _blank(cls)
             for k, p in parts:
                 put(new, k, p.fill(leaves))
             if factory is not None:
@@ -378,17 +438,26 @@ class _Walk:
         return fill, has or state_has
 
     def attributes(self, x: Any, held: dict[int, _Part]) -> tuple[list[tuple[str, _Part]], bool]:
-        parts = [(name, self.part(y, held)) for name, y in (_state(x) or {}).items()]
+        state = state_of(x) or {}
+        self.inside.add(id(state))
+        parts = [(name, self.part(state[name], held)) for name in list(state)]
         return parts, any(p.has_leaf for _, p in parts)
 
 
 def _set_state(new: Any, names: list[tuple[str, _Part]], leaves: list[Any]) -> None:
-    state = getattr(new, "__dict__", None)
+    slots = _slots(type(new))  # type: ignore[arg-type]
     for name, part in names:
-        if state is not None:
-            state[name] = part.fill(leaves)
-        else:
+        if name in slots:
             object.__setattr__(new, name, part.fill(leaves))
+        else:
+            new.__dict__[name] = part.fill(leaves)
+
+
+def _blank(cls: type) -> Any:
+    """An object of the class without any attributes: by the constructor of C that it inherits, not by one of its own,
+    which may want arguments."""
+    made = next(m for c in cls.__mro__ if isinstance(m := c.__dict__.get("__new__"), types.BuiltinFunctionType))
+    return made(cls)
 
 
 def input_skeleton(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fill, FlatInputs]:
@@ -401,6 +470,6 @@ def input_skeleton(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fill,
     def leaf(x: Any) -> int | None:
         if isinstance(x, Tensor):
             return next(tensors)
-        return next(scalars) if type(x) in (int, float) else None
+        return next(scalars) if type(x) is float or type(x) is int and -_INT64 <= x < _INT64 else None
 
     return skeleton((tuple(args), dict(sorted(kwargs.items()))), leaf, share=False), flat

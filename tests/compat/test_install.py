@@ -42,6 +42,25 @@ def test_import_costs_nothing_beyond_torch() -> None:
     assert min(times) < 0.2, times
 
 
+def test_wrapping_imports_nothing_of_others() -> None:
+    """sympy, onnx and what torch.export wants take longer to import than all of this package: they are imported by the first capture."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+from ortmodule import ORTModule
+model = ORTModule(torch.nn.Linear(2, 2))
+print(*sorted({m.split(".")[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names) - {"ortmodule"}))
+print(len([m for m in set(sys.modules) - before if m.startswith("torch")]))
+model(torch.ones(1, 2)).sum().backward()
+print(*[m for m in ("sympy", "onnx") if m in sys.modules])
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout.splitlines()
+    roots = set(found[0].split())
+    assert {r for r in roots if not r.startswith("_")} <= {"torch"} and int(found[1]) <= 2, found
+    assert found[2] == "sympy onnx"
+
+
 def test_the_extension_loads_on_older_systems() -> None:
     """No glibc after 2.28, no library but its own, no name exported that others could meet."""
     spec = importlib.util.spec_from_file_location("audit", ROOT / "tests" / "wheel" / "audit.py")

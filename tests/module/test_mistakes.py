@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ortmodule import CaptureError, DebugOptions, ORTModule
+from ortmodule import (
+    CaptureError,
+    DebugOptions,
+    FallbackPolicy,
+    ORTModule,
+    ORTModuleDeviceException,
+    ORTModuleIOError,
+)
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -51,6 +58,10 @@ def twice(model: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
 def two_rows(self: Any, x: Tensor) -> Tensor:
     assert x.shape[0] == 2, "two rows, please"
     return self.a(x)
+
+
+def through_numpy(self: Any, x: Tensor) -> Tensor:
+    return self.a(torch.from_numpy(x.detach().numpy()))
 
 
 def backward_twice(w: Wrap) -> None:
@@ -131,7 +142,22 @@ OURS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "graphs without a prefix": (lambda: DebugOptions(save_onnx=True), ValueError, "onnx_prefix must be provided when save_onnx is set."),
     "graphs to nowhere": (lambda: DebugOptions(save_onnx=True, onnx_prefix="a", save_path="/nonexistent/x"), OSError, "Directory /nonexistent/x is not writable. .*"),
     "strict, an operator in PyTorch": (lambda: ORTModule(Line(lambda self, x: torch.linalg.inv(self.w + self.a(x))), strict="engine")(torch.randn(3, 4)), CaptureError,
-                                       r"capture failed \(.*test_mistakes.py:\d+\): strict: aten::linalg_inv.default would run in PyTorch \(no row in the operator table\)"),
+                                       r"capture failed \(.*test_mistakes.py:\d+\): strict='engine': aten::linalg_inv.default would run in PyTorch \(no row in the operator table\); "
+                                       r"without strict PyTorch runs that, by name in report\(\)"),
+    "a graph that the policy does not allow": (
+        lambda: ORTModule(Line(through_numpy), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)(torch.randn(3, 4)), CaptureError,
+        r"capture failed \(.*test_mistakes.py:\d+\): RuntimeError: .numpy\(\) is not supported for tensor subclasses.; "
+        "FALLBACK_UNSUPPORTED_ONNX_MODEL leaves that to PyTorch"),
+    "strict, a submodule in PyTorch": (lambda: ORTModule(nn.Sequential(Line(), Line(through_numpy, 3)), strict=True)(torch.randn(3, 4)), CaptureError,
+                                       r"capture failed in submodule '1' \(.*test_mistakes.py:\d+\): RuntimeError: .numpy\(\) is not supported for tensor subclasses.; "
+                                       r"without strict PyTorch runs that, by name in report\(\)"),
+    "data that the policy does not allow": (lambda: ORTModule(Line(), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)(iter([1])), ORTModuleIOError,
+                                            "Line: among the arguments is a list_iterator, whose state is not watched; FALLBACK_UNSUPPORTED_DATA leaves such calls to PyTorch"),
+    "a device that the policy does not allow": (
+        lambda: ORTModule(Line().to("meta"), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)(torch.randn(3, 4, device="meta")), ORTModuleDeviceException,
+        "Line: the engine runs on cpu, and here is meta; FALLBACK_UNSUPPORTED_DEVICE leaves that to PyTorch"),
+    "wrapped around what must be outside": (lambda: ORTModule(torch.jit.script(nn.Linear(4, 3))), TypeError,
+                                            "ORTModule wraps the module before torch.jit.script or torch.jit.trace, not what they return"),
 }  # fmt: skip
 
 
