@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, watch
+from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, settle, watch
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture.onnx_build import same_graph
 from .capture.opaque import Changed
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton, skeleton
@@ -46,7 +47,12 @@ _check = _C.guard_check
 
 
 class _Skip(Exception):
-    """This call runs in PyTorch, the next may not have to."""
+    """This call runs in PyTorch, the next may not have to. onnx: the graph, when forward has done no more than to
+    change modules."""
+
+    def __init__(self, reason: str, onnx: bytes = b"") -> None:
+        super().__init__(reason)
+        self.onnx = onnx
 
 
 class _Stale(CaptureError):
@@ -59,10 +65,11 @@ class _Stale(CaptureError):
 
 class Left(NamedTuple):
     """A call for which there is no capture, and why. failure: the calls of its kind stay in PyTorch, once it has been
-    seen that PyTorch can run them."""
+    seen that PyTorch can run them. onnx: of _Skip."""
 
     reason: str
     failure: CaptureError | None = None
+    onnx: bytes = b""
 
 
 class ModuleCall(NamedTuple):
@@ -76,7 +83,7 @@ class ModuleCall(NamedTuple):
     def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
         """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
         site, state = self.site, self.state
-        if state.guard.fast() != site.fast:
+        if state.guard.fast() != site.fast and not state.unchanged(site):
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
         graph = site.captured.graph if site.captured is not None else None
         assert isinstance(graph, Graph)
@@ -173,6 +180,8 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         if site.entry.places and site.entry.effect is None:
             return _observe(state, site, flat, args, kwargs)
         found = _new_graph(state, site, flat, args, kwargs)
+        if isinstance(found, Left) and found.onnx and not state.settled:
+            return _settle(state, site, flat, found, env, args, kwargs)
         if isinstance(found, Left):
             return _eager_site(state, site, found, args, kwargs)
         captured = found
@@ -196,6 +205,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
         ]
     if graph.captured.rebinds:
         site = state.rebind(site, captured)
+    site, before = state.leave(site, captured, flat) if graph.captured.left else (site, [])
     tensors = [given[i] for i in graph.leaves]
     wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
     tensors += site.bound
@@ -203,11 +213,16 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
         return _play(state, site, graph, tensors, env)
     moment = branches.Moment(graph, tensors) if captured.answers else None
     try:
-        if not env[0] or True not in wanted:
-            return graph.infer(tensors)
-        if site.fill is None:
-            site.fill = input_skeleton(args, kwargs)[0]
-        return graph.train(tensors, wanted, ModuleCall(state, site, flat, site.fill), env[2])
+        try:
+            if not env[0] or True not in wanted:
+                return graph.infer(tensors)
+            if site.fill is None:
+                site.fill = input_skeleton(args, kwargs)[0]
+            return graph.train(tensors, wanted, ModuleCall(state, site, flat, site.fill), env[2])
+        except BaseException:
+            for own, name, old in before:
+                own.pop(name) if old is patches.ABSENT else own.update({name: old})
+            raise
     except Unfit as error:
         return _unfit(state, site, captured, flat, error, args, kwargs, turned_down)
     except Refusal as error:
@@ -305,6 +320,39 @@ def _without_branches(state: State, entry: Entry) -> None:
                 site.captured = None
 
 
+def _settle(state: State, site: Site, flat: FlatInputs, left: Left, env: tuple[Any, ...], args: tuple[Any, ...],
+            kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    """A call that changes modules: once for all, so that it can be captured as they are then (settle.py)? Asked
+    once."""
+    with state.lock:
+        state.settled = True
+        try:
+            with unwrapped(state.body):
+                settled = settle.Settled(state.module, state.body.forward, args, kwargs)
+        except Exception:  # PyTorch's to raise
+            return _eager_site(state, site, left, args, kwargs)
+        if not settled.whole:
+            return _eager_site(state, site, left, args, kwargs)
+        key = (guard.Guard(state.module).fast(), flat.key, env, tuple([t.requires_grad for t in flat.tensors]))
+        found: GuardedGraph | Left = left
+        try:
+            site = state.find_site(key, flat.key, env, args, kwargs)
+            if site.entry.eager is None and not site.entry.places:
+                found = _new_graph(state, site, flat, args, kwargs)
+        finally:
+            same = isinstance(found, GuardedGraph) and same_graph(found.graph.captured.onnx, left.onnx)
+            if not same:
+                settled.put_back()
+    if isinstance(found, Left) or not same:
+        return _eager_site(state, site, left, args, kwargs)
+    found.calls += 1
+    random = torch.get_rng_state()
+    result = _run(state, site, found, flat, env, args, kwargs, 0)
+    if torch.equal(torch.get_rng_state(), random):  # the call itself draws nothing
+        torch.set_rng_state(settled.random)
+    return result
+
+
 def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
     """A call with hooks on submodules, which may change the module."""
     try:
@@ -358,6 +406,9 @@ def _new_graph(
             if any(c.shapes == shapes and c.scalars == flat.scalars for c in entry.graphs):
                 why = "layout, identity or attributes of arguments"
             why = f"changed: {why or 'sizes or numbers that forward branches on'}"
+            widest = next((g for g in entry.graphs if g.dynamic or g.symbolic), None)
+            unmet = "" if widest is None else widest.graph.captured.unmet(flat)
+            why += f"; a capture holds where {unmet}" * bool(unmet)
             entry.dynamic = entry.dynamic or all(c.shapes != shapes for c in entry.graphs)
             entry.symbolic = bool(flat.scalars) and not entry.no_symbolic and (
                 entry.symbolic or all(c.scalars != flat.scalars for c in entry.graphs))  # fmt: skip
@@ -396,7 +447,7 @@ def _new_graph(
                 with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
                     graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers, deadline)
             except _Skip as skip:
-                return Left(str(skip))
+                return Left(str(skip), onnx=skip.onnx)
             except TimeUp:
                 state.has_failed(CaptureError("the time for captures was over"), dynamic or symbolic,
                                  perf_counter() - began)  # fmt: skip
@@ -500,7 +551,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                     )
                 if entry.effect is not None:
                     cuts.check(entry.effect, seen.reads)
-                written = sorted(seen.writes)  # what a kept module's own forward assigns is not among them
+                # what a kept module's own forward assigns is not among them; hooks may look in between
+                lasting = set() if entry.places else {*captured.left, *seen.restored}
+                written = sorted(seen.writes - lasting)
                 if not written:
                     problems = [p for p in seen.problems if not _inside(p.module, keep)]
                     # What a kept module assigns and the code around it reads is of this call: they stay together.
@@ -545,7 +598,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 # that it is written; a module that does it again and again stays there.
                 entry.writes_seen += 1
                 if entry.writes_seen <= 2 and not state.settings.strict:
-                    raise _Skip("forward assigns attributes of a module")
+                    more = keep or entry.places or seen.keeps or seen.problems or seen.assigns or captured.conditions
+                    plain = not more and all(op.kind == "aten" for op in captured.host_ops)
+                    raise _Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
                 where, name = written[0]
                 while _inside(where, keep):
                     where = where.rpartition(".")[0]
@@ -602,7 +657,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
             raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
     entry.keep = keep
-    reads = {r for r in seen.reads if not _inside(r[0], keep)}
+    reads = {r for r in seen.reads - set(captured.left) if not _inside(r[0], keep)}
     if entry.reads is None:
         entry.reads = guard.Reads(state.module, reads)
     else:

@@ -35,6 +35,7 @@ from .torch_private import HOOK_TABLES
 
 logger = logging.getLogger("ortmodule")
 
+_FLOATS = (float, complex)  # 0.0 == -0.0
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
 
 
@@ -123,6 +124,7 @@ class Site:
         "fast",
         "fill",
         "known",
+        "left",
         "other",
         "params",
         "params_grad",
@@ -143,6 +145,7 @@ class Site:
         self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
         self.captured: GuardedGraph | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
+        self.left: list[dict[str, Any]] = []  # the modules whose attributes it leaves as forward would
         self.wanted_bound: tuple[bool, ...] = ()
         self.fill: Callable[[list[Any]], Any] | None = None
 
@@ -170,6 +173,7 @@ class State:
         self.load_s: dict[int, float] = {}
         self.lock = threading.RLock()
         self.announced = False
+        self.settled = False  # settle.py has been asked
         self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
         self.told: set[tuple[str, int]] = set()
         # bypassed.py
@@ -265,9 +269,9 @@ class State:
         bound = [tensor_of(self.module, spec) for spec in captured.graph.bound]
         site.bound = bound
         site.wanted_bound = tuple([t.requires_grad for t in bound])
+        site.left = [self.module.get_submodule(where).__dict__ for where, _ in captured.graph.captured.left]
         site.captured = captured
         return captured
-
 
     def find_graph(self, site: Site, flat: FlatInputs, answers: branches.Answers = ()) -> GuardedGraph | None:
         """The capture of the site's entry that holds for these sizes and numbers, and for answers. Of those that
@@ -300,6 +304,32 @@ class State:
                     buffers[name] = torch.clone(cast(Tensor, buffers[name]).detach())
             # what is new is among its `bound`
             return self.move(site, captured, Site(site.entry, self.guard.fast(), self.guard, site))
+
+    def leave(
+        self, site: Site, captured: GuardedGraph, flat: FlatInputs
+    ) -> tuple[Site, list[tuple[dict[str, Any], str, Any]]]:
+        """Attributes get what forward would leave in them. Also what was in those that had something else."""
+        made, before = captured.graph.captured, []
+        for own, (_, name), value in zip(site.left, made.left, made.leave(flat), strict=True):
+            old = own.get(name, patches.ABSENT)
+            if old is not value and (type(value) in _FLOATS or type(old) is not type(value) or old != value):
+                before.append((own, name, old))
+                own[name] = value
+        if not before:
+            return site, before
+        with self.lock:  # no capture has read them
+            own_guard = self.guard = guard.Guard(self.module)
+            return self.move(site, captured, Site(site.entry, own_guard.fast(), own_guard)), before
+
+    def unchanged(self, site: Site) -> bool:
+        """Is all that its captures have read as it was, and are the tensors that they were given?"""
+        captured = site.captured
+        return (
+            captured is not None
+            and guard.Guard(self.module).structure() == site.structure
+            and site.entry.holds(self.module)
+            and all(tensor_of(self.module, s) is t for s, t in zip(captured.graph.bound, site.bound, strict=True))
+        )
 
     def move(self, site: Site, captured: GuardedGraph, fresh: Site) -> Site:
         """`fresh` takes the place of `site`: the same captures, for the module as it is now. The sites beside it hold

@@ -82,6 +82,7 @@ _ABSENT = patches.ABSENT
 _UNKNOWN: Any = object()
 _LOCK = type(threading.Lock())
 _PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
+_LEFT = _PLAIN | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt}
 _ATOMS = _PLAIN | {
     type(...),
     type(NotImplemented),
@@ -494,6 +495,17 @@ class Watch:
         self.reads: set[tuple[str, str]] = set()
         self.writes: set[tuple[str, str]] = set()
         self.quiet_writes: set[tuple[str, str]] = set()
+        # attributes that forward assigned before it had read them; those that it leaves as numbers, words or sizes that
+        # a call can be given without forward, and those that it leaves as they were
+        self._blind: set[tuple[str, str]] = set()
+        self._looked_into: set[str] = set()  # modules whose __dict__ the user's code has asked for
+        self.kept = 0  # a run of all in PyTorch is in modules that will be kept there
+        self._kept_reads: set[tuple[str, str]] = set()  # by what the graph will call
+        self._kept_writes: set[tuple[str, str]] = set()
+        self._past: set[tuple[str, str]] = set()  # assigned to the module that `_outside` belongs to
+        self.left: dict[tuple[str, str], Any] = {}
+        self.restored: set[tuple[str, str]] = set()
+        self.keeps = False  # it leaves something of the call in others
         self._quiet_reads: set[tuple[str, str]] = set()  # looked at for what is to be put back
         self.problems: list[Problem] = []
         self.says: dict[tuple[str, int], str] = {}
@@ -513,8 +525,9 @@ class Watch:
         self._dicts = [(name, m.__dict__) for name, m in module.named_modules()]
         self._outside: dict[str, Any] = known_as.__dict__ if known_as is not None else {}  # no export puts it back
         self._dicts += [("", self._outside)] * bool(self._outside)
-        # what those, and their tables, held when the code that runs now began
+        # what those, and their tables, held when the code that runs now began; what those held when forward began
         self._before: list[tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = []
+        self._start: list[dict[str, Any]] = []
         self._by_torch: set[tuple[str, str]] = set()  # attributes that PyTorch's own code has assigned
         self._contents: dict[int, str] = {}  # met containers whose contents count
         self._patched: dict[type, Any] = {}  # -> its own __getattribute__ from before
@@ -591,9 +604,12 @@ class Watch:
             gc.disable()  # finalizers and callbacks of the collector are no part of forward
             if self._active == 1:
                 self._before = [_snapshot(own) for _, own in self._dicts]
+                self._start = [old for old, _ in self._before]
                 _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _told_types())
             yield
         finally:
+            if self._active == 1 and not self.quiet:
+                self._note_left()
             self._note_assigned()
             self._active -= 1
             if not self._active:
@@ -620,7 +636,12 @@ class Watch:
             own = get(obj, "__dict__")
             where = names.get(id(own))
             if where is not None:
-                if (
+                if self.quiet and ident() == me and self._in_kept():
+                    self._kept_reads.add((where, name))
+                if name == "__dict__" and self._active and ident() == me:
+                    if not _of_torch(sys._getframe(1).f_code.co_filename):
+                        self._looked_into.add(where)
+                elif (
                     self._active
                     and (where, name) not in (self._quiet_reads if self.quiet else reads)
                     and name not in _REGISTRIES
@@ -643,6 +664,12 @@ class Watch:
             own = get(obj, "__dict__")
             where = names.get(id(own))
             if where is not None and ident() == me and name not in obj._buffers:
+                if own is self._outside:
+                    self._past.add((where, name))
+                elif self._in_kept():
+                    self._kept_writes.add((where, name))
+                elif not self.quiet and (where, name) not in self.reads:
+                    self._blind.add((where, name))
                 if type(value) in _PLAIN and own.get(name, _ABSENT) is value:
                     if not self.quiet:
                         self.reads.add((where, name))  # as long as it is that, nothing is assigned
@@ -672,10 +699,39 @@ class Watch:
                     continue
                 if not isinstance(getattr(self._classes_of[where], k, None), functools.cached_property):
                     (self.quiet_writes if self.quiet else self.writes).add((where, k))
+                    if self._in_kept():
+                        self._kept_writes.add((where, k))
             if own is self._outside:
                 own.clear()
                 own.update(old)
         self._before = [_snapshot(own) for _, own in self._dicts]
+
+    def _note_left(self) -> None:
+        """What forward, which has returned, leaves in the attributes that it has assigned."""
+        self.left, self.restored, self.keeps = {}, set(), False
+        of = {where: (own, old) for (where, own), old in reversed([*zip(self._dicts, self._start, strict=True)])}
+        blind = set() if self._past_names() else self._blind
+        for key in (self.writes | blind) - self._kept_reads - self._kept_writes - self._past:
+            where, name = key
+            own, old = of[where]
+            now, was = own.get(name, _ABSENT), old.get(name, _ABSENT)
+            if name in _OF_MODULES:
+                continue
+            if key in blind and where not in self._looked_into and lasts(now):
+                self.left[key] = now
+            elif now is was or lasts(now) and type(now) is type(was) and repr(now) == repr(was):
+                self.restored.add(key)
+                self.reads.add(key)
+            elif not isinstance(now, nn.Module) and not lasts(now):
+                self.keeps = True
+
+    def _in_kept(self) -> bool:
+        """Does code run that the graph will call?"""
+        return bool(self.quiet and (self.kept or self._active > 1))
+
+    def _past_names(self) -> bool:
+        """Has forward read attributes of modules by a way that nothing here sees?"""
+        return any({"object", "__getattribute__"} <= set(code.co_names) for code in self._ran.values())
 
     def _module_read(self, where: str, own: dict[str, Any], obj: Any, name: str, value: Any) -> None:
         """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads'
@@ -1538,6 +1594,14 @@ def _cell(c: Any) -> Any:
         return _ABSENT
 
 
+def lasts(v: Any) -> bool:
+    """Can an attribute be given this value at every call, without forward? Numbers and words; sizes, of which a trace
+    has symbols."""
+    if type(v) in (tuple, torch.Size):
+        return all(map(lasts, v))
+    return type(v) in _LEFT
+
+
 def _flat(d: Any) -> tuple[Any, ...]:
     return tuple(x for pair in d.items() for x in pair)
 
@@ -1645,6 +1709,13 @@ def quiet() -> Iterator[None]:
     finally:
         watch.settle()
         watch.quiet -= 1
+
+
+def in_kept(entered: int) -> None:
+    """A run of all in PyTorch enters a module that will be kept there (1), or has left it (-1)."""
+    watch = _here()
+    if watch is not None:
+        watch.kept += entered
 
 
 def running() -> contextlib.AbstractContextManager[None]:

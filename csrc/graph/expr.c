@@ -3,7 +3,8 @@
  * A size is a constant (>= 0) or ~index of a hash-consed expression. Sums and products are held as polynomials over
  * atoms (a symbol, or a DIV/MOD/MIN/MAX that could not be simplified): every result is flattened to a sorted list of
  * coefficient * atom * atom ..., and rebuilt in that order, so two sizes that are equal as polynomials are the same
- * om_dim. DIV and MOD are simplified only when exact for all values (every term divisible); sizes are taken to be
+ * om_dim. DIV and MOD are simplified only when exact for all values: every term divisible,
+ * or, of DIV by a constant, some, and what is whole in the constant term; sizes are taken to be
  * non-zero where they divide. A polynomial too large for the fixed arrays stays as it was written (opaque), and so does
  * what is made of it: correct, only not canonical. Arithmetic never wraps: what 64 bits do not hold stays unevaluated,
  * and evaluates to OM_DIM_BAD.
@@ -286,6 +287,23 @@ static bool poly_div_term(const poly *p, const term *t, poly *out) {
     return true;
 }
 
+/* The terms of p that y divides, divided, and of the constant what is whole: floor((y*w + r) / y) = w + floor(r / y).
+ * False when there are none; rest: the others. */
+static bool poly_whole(const poly *p, int64_t y, poly *whole, poly *rest) {
+    *whole = *rest = (poly){0};
+    for (int i = 0; i < p->n; i++) {
+        term w = p->t[i], r = p->t[i];
+        r.coef = floor_mod(p->t[i].coef, y);
+        if (!floor_div(p->t[i].coef, y, &w.coef)) return false;
+        if (r.coef && w.n) poly_add_term(rest, &p->t[i]);
+        else {
+            if (w.coef) poly_add_term(whole, &w);
+            if (r.coef) poly_add_term(rest, &r);
+        }
+    }
+    return whole->n > 0;
+}
+
 om_dim om_dim_div(om_graph *g, om_dim a, om_dim b) {
     int64_t x, y;
     if (om_dim_const(g, b, &y) && om_dim_const(g, a, &x) && floor_div(x, y, &x)) return om_dim_int(g, x);
@@ -295,6 +313,8 @@ om_dim om_dim_div(om_graph *g, om_dim a, om_dim b) {
     poly_of(g, a, &p);
     poly_of(g, b, &q);
     if (!p.overflow && !q.overflow && q.n == 1 && poly_div_term(&p, &q.t[0], &r)) return poly_dim(g, &r);
+    if (om_dim_const(g, b, &y) && y > 0 && !p.overflow && poly_whole(&p, y, &q, &r))
+        return om_dim_add(g, poly_dim(g, &q), om_dim_div(g, poly_dim(g, &r), b));
     return expr_cons(g, OM_DIM_DIV, a, b);
 }
 

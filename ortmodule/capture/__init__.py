@@ -19,10 +19,11 @@ Nothing of the user's model is copied: parameters and buffers are graph inputs, 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,11 +92,12 @@ class Captured:
     input itself. writes: graph input index per write-back; write-backs follow the user outputs. quiet: those of
     them that are no new version. host_ops: rows for
     nodes with `host_index`. fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this
-    graph. fixed_scalars: int/float leaves whose value the graph depends on (all of them unless captured with
-    symbolic_scalars). conditions: of branches.py; their tensors are the last of the outputs, and rebuild raises
-    branches.Other when they say something else. rebinds: graph inputs that are buffers to which forward assigns new
-    tensors; the graph writes into them. between: output -> outputs (bits) that it is computed from. tests: of facts.py,
-    for tensors that `fits`.
+    graph; unmet: what it took for granted that does not hold for them, in words. fixed_scalars: int/float leaves whose
+    value the graph depends on (all of them unless captured with symbolic_scalars). conditions: of branches.py; their
+    tensors are the last of the outputs, and rebuild raises branches.Other when they say something else. rebinds: graph
+    inputs that are buffers to which forward assigns new tensors; the graph writes into them. between: output -> outputs
+    (bits) that it is computed from. tests: of facts.py, for tensors that `fits`. left: attributes of modules to which
+    forward assigns numbers, words or sizes; leave: what they are after a call.
     """
 
     onnx: bytes
@@ -110,7 +112,10 @@ class Captured:
     n_nodes: int
     dynamic: bool
     fits: Callable[[FlatInputs], bool]
+    unmet: Callable[[FlatInputs], str] = lambda _: ""
     fixed_scalars: list[int] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    leave: Callable[[FlatInputs], Sequence[Any]] = lambda _: ()
     places: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     quiet: frozenset[int] = frozenset()
@@ -190,7 +195,8 @@ def capture(
             )
     specs, index = _inputs(program, builder)
     flat = flatten_inputs(args, kwargs)
-    fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
+    called = {s.leaf: s.name for s in specs if s.kind == "user"}
+    held = _conditions(program, exported, flat, dynamic, symbolic_scalars, called)
     return Captured(
         onnx=onnx_bytes,
         inputs=specs,
@@ -204,8 +210,11 @@ def capture(
         seconds=time.perf_counter() - started,
         n_nodes=len(builder.graph.node),
         dynamic=dynamic,
-        fits=fits,
-        fixed_scalars=fixed_scalars,
+        fits=held.fits,
+        unmet=held.unmet,
+        fixed_scalars=held.fixed,
+        left=held.left,
+        leave=held.leave,
         kept=without_values(exported.table),
         quiet=frozenset([index[n] for n, _ in program.writes if n in program.quiet]),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],
@@ -237,7 +246,7 @@ def _capture_parts(
     tests: list[Test] | None,
 ) -> CutCaptured:
     rebuild, places = _outputs(program, exported)
-    fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
+    held = _conditions(program, exported, flat, dynamic, symbolic_scalars, {})
     try:
         cut = cuts.split(program, exported)
     except marks.CutError as e:
@@ -300,8 +309,9 @@ def _capture_parts(
         seconds=time.perf_counter() - started,
         n_nodes=sum(c.n_nodes for c in made),
         dynamic=dynamic,
-        fits=fits,
-        fixed_scalars=fixed_scalars,
+        fits=held.fits,
+        unmet=held.unmet,
+        fixed_scalars=held.fixed,
         cut=cut,
         captured=captured,
         interpreters=interpreters,
@@ -420,10 +430,21 @@ def _outputs(program: Program, exported: Exported) -> tuple[Callable[[list[Tenso
     return rebuild, places
 
 
-def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool,
-                symbolic: bool) -> tuple[Callable[[FlatInputs], bool], list[int]]:
-    """What the trace took for granted about sizes and numbers, as one compiled expression: it is asked at every
-    step."""
+class Conditions(NamedTuple):
+    """What a trace took for granted about sizes and numbers. fits: does it hold for a call? unmet: the first of it that
+    does not, in words. fixed: numbers that must be the same. left: attributes that forward leaves as they follow from a
+    call; leave: what they are."""
+
+    fits: Callable[[FlatInputs], bool]
+    unmet: Callable[[FlatInputs], str]
+    fixed: list[int]
+    left: list[tuple[str, str]]
+    leave: Callable[[FlatInputs], Sequence[Any]]
+
+
+def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool, symbolic: bool,
+                called: dict[int, str]) -> Conditions:  # fmt: skip
+    """As compiled expressions: the first is asked at every step. called: names of arguments."""
     n = len(flat.tensors)
     held = {s.leaf: node.val for s, node in program.inputs if s.kind == "user"}
     fixed = [i for i in range(len(flat.scalars)) if not symbolic or isinstance(held.get(n + i, 0), int)]
@@ -466,14 +487,55 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
     for symbol, (lo, hi) in exported.ranges.items():
         if symbol in name and (lo > 0 or hi < _UNBOUNDED):
             terms.append(f"{lo} <= {name[symbol]} <= {hi}" if hi < _UNBOUNDED else f"{name[symbol]} >= {lo}")
-    terms += [
-        f"({_python(g, name)})" for g in exported.guards if g.free_symbols and all(s in name for s in g.free_symbols)
-    ]
-    body = "\n    ".join(["t, c = f.tensors, f.scalars", *lines, f"return {' and '.join(terms) or 'True'}"])
+    asked: dict[str, str] = {}  # where
+    for g in exported.guards:
+        if g.free_symbols and all(s in name for s in g.free_symbols):
+            terms.append(f"({_python(g, name)})")
+            asked.setdefault(terms[-1], exported.asked.get(g, ""))
     space: dict[str, Any] = {**known, "math": math, "torch": torch}
-    exec(f"def fits(f):\n    {body}\n", space)  # our own text: names above, and expressions printed by sympy
-    fits: Callable[[FlatInputs], bool] = space["fits"]
-    return fits, fixed
+
+    def compiled(text: str) -> Callable[[FlatInputs], Any]:
+        """Our own text: names above, and expressions printed by sympy."""
+        made: dict[str, Any] = {}
+        exec("\n    ".join(["def f(f):", "t, c = f.tensors, f.scalars", *lines, f"return {text}"]), space, made)
+        found: Callable[[FlatInputs], Any] = made["f"]
+        return found
+
+    def words(term: str) -> str:
+        """As the caller knows the arguments."""
+        text = re.sub(r"\bd(\d+)_(\d+)\b", lambda m: f"{called.get(int(m[1]), f'argument {m[1]}')}.size({m[2]})", term)
+        text = re.sub(r"\bc\[(\d+)\]", lambda m: called.get(n + int(m[1]), f"number {m[1]}"), text)
+        text = text[1:-1] if term in asked else text
+        return f"{text} ({asked[term]})" if asked.get(term) else text
+
+    def unmet(f: FlatInputs) -> str:
+        ordered = sorted(terms, key=lambda term: not asked.get(term))  # what has a place in the code says more
+        return next((words(term) for term in ordered if not compiled(term)(f)), "")
+
+    left: dict[tuple[str, str], str] = {}
+    for i, (key, value) in enumerate(exported.left.items()):
+        text_of = _text_of(value, name) if _symbolic(value) else f"left{i}"
+        if text_of is not None:
+            space[f"left{i}"], left[key] = value, text_of
+    leave = compiled(f"({', '.join(left.values())},)") if left else lambda _: ()
+    return Conditions(compiled(" and ".join(terms) or "True"), unmet, fixed, list(left), leave)
+
+
+def _symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or isinstance(value, tuple) and any(map(_symbolic, value))
+
+
+def _text_of(value: Any, name: dict[Any, str]) -> str | None:
+    """A value of an attribute as Python text over the given names; None when there is more in it."""
+    if isinstance(value, torch.SymInt):
+        e = expr_of(value)
+        known = isinstance(e, int) or all(s in name for s in e.free_symbols)
+        return str(e) if isinstance(e, int) else _python(e, name) if known else None
+    if isinstance(value, tuple):
+        parts = [_text_of(v, name) for v in value]
+        text = f"({', '.join([*map(str, parts), ''])})"
+        return None if None in parts else f"torch.Size({text})" if type(value) is torch.Size else text
+    return repr(value) if type(value) in (int, bool, str, type(None)) else None
 
 
 _UNBOUNDED = 2**62

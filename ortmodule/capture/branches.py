@@ -335,7 +335,7 @@ class _Looks(private.DispatchMode):  # type: ignore[misc, name-defined]
         return out
 
 
-class _Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
+class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
     """Notes what memory held before it is edited in place."""
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ def rehearse(module: nn.Module, run: Callable[[], Any], answers: Sequence[Condit
     """Runs forward in PyTorch and notes what it asks of values. Of what it changes nothing remains."""
     flags = [(p, p.requires_grad) for p in module.parameters()]
     cached = torch.is_autocast_cache_enabled()
-    undo = _Undo()
+    undo = Undo()
     try:
         torch.set_autocast_cache_enabled(False)  # weights cast here are for nobody
         with (

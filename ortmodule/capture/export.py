@@ -73,7 +73,9 @@ class Exported:
     rebuild: from values of the slots. rebinds: buffers to which forward assigns a new tensor. tried: files and lines of
     the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs.
     facts: what the trace was told of the arguments. conditions: what it was told of values; the tensors asked stand
-    behind all other outputs. same: which results are a tensor argument (its number), parameter or buffer (its name)."""
+    behind all other outputs. same: which results are a tensor argument (its number), parameter or buffer (its name).
+    asked: where (file:line) a relation of `guards` was.
+    left: of modules (their names), attributes and what forward leaves in them: numbers, words, sizes."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -90,6 +92,8 @@ class Exported:
     facts: Facts = field(default_factory=Facts)
     same: dict[int, int | str] = field(default_factory=dict)
     conditions: branches.Answers = ()
+    asked: dict[Any, str] = field(default_factory=dict)
+    left: dict[tuple[str, str], Any] = field(default_factory=dict)
 
 
 class _Wrapper(nn.Module):
@@ -138,6 +142,8 @@ class _Wrapper(nn.Module):
                 out = self.m(*args, **kwargs)
         finally:
             set_cudnn(*inside)
+        scope = patches.here()
+        self._box["left"] = dict(scope.watch.left) if scope is not None and scope.watch is not None else {}
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
@@ -553,6 +559,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             table.recorded, result = opaque.record_results(module, keep, lambda: module(*inner_args, **inner_kwargs))
     box: dict[str, Any] = {}
     wrapper = _Wrapper(module, fill, flat.tensors, floats, box, asker)
+    asked: dict[Any, str] = {}
     shapes: Any = None
     if dynamic or symbolic_scalars:
         auto = Dim.AUTO
@@ -581,7 +588,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         opaque.keep_modules(module, rest),
         checkpoints.marked(),
         patched_torch(),
-        layouts.unasked(),
+        layouts.unasked(asked),
         _light(),
         private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),
     ):
@@ -613,6 +620,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         box["facts"],
         box["same"],
         box["conditions"],
+        asked,
+        box["left"],
     )
 
 

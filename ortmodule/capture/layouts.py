@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import torch_private as private
 from ..errors import CaptureError
-from ..frames import TORCH_DIR
+from ..frames import TORCH_DIR, is_user_file, outwards
 from ..patches import Patch, only_here, replaced
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _PLACES = frozenset(
     (os.path.join(TORCH_DIR, *path), name)
     for path, name in (
         (("_subclasses", "fake_impls.py"), "conv"),
+        (("_subclasses", "fake_tensor.py"), "_get_output_tensor_from_cache_entry"),  # of what the operator has asked
         (("nn", "functional.py"), "_in_projection_packed"),
         (("_meta_registrations.py",), "meta_copy_"),
         (("_decomp", "decompositions.py"), "_softmax"),
@@ -67,10 +68,34 @@ def _overlaps(t: Any) -> bool:
     return not isinstance(t, Tensor) or any(isinstance(n, int) and n == 0 for n in t.stride())
 
 
-def _guard_bool(original: Callable[..., bool]) -> Callable[..., bool]:
+def _attends(frame: FrameType) -> bool:
+    """The C++ of attention: it asks whether sizes are 1 to see what is broadcast. That they are not adds nothing to the
+    condition that they are equal, which it asks then."""
+    func = frame.f_locals.get("func", frame.f_locals.get("self"))
+    if not isinstance(func, private.OpOverload) or not frame.f_code.co_filename.startswith(TORCH_DIR):
+        return False
+    return bool(func._schema.name == "aten::scaled_dot_product_attention")
+
+
+def _not_one(e: Any) -> bool:
+    """Is it the question whether a size is another than 1, which is answered so?"""
+    return getattr(e, "rel_op", "") in ("==", "!=") and 1 in e.args
+
+
+def _guard_bool(original: Callable[..., bool], asked: dict[Any, str]) -> Callable[..., bool]:
     def guard_bool(self: Any, file: str, line: int) -> bool:
-        if not file.endswith(_CPP) or not _chooses(sys._getframe(2)):  # below: this, only_here's
-            return original(self, file, line)
+        frame = sys._getframe(2)  # below: this, only_here's
+        if not file.endswith(_CPP) or not (_chooses(frame) or _attends(frame) and _not_one(self.expr)
+                                           and self.hint is (self.expr.rel_op == "!=")):  # fmt: skip
+            conditions = self.shape_env.guards
+            before = len(conditions)
+            answer = original(self, file, line)
+            if len(conditions) == before:
+                return answer
+            user = next((f for f in outwards(frame) if is_user_file(f.f_code.co_filename)), None)
+            if user is not None:
+                asked.setdefault(conditions[-1].expr, f"{user.f_code.co_filename}:{user.f_lineno}")
+            return answer
         with self.shape_env.suppress_guards():
             return original(self, file, line)
 
@@ -88,12 +113,12 @@ def _or_false(original: Callable[..., bool]) -> Callable[..., bool]:
     return guard_or_false
 
 
-def unasked() -> contextlib.AbstractContextManager[None]:
-    """Around a trace: see the file's head."""
+def unasked(asked: dict[Any, str]) -> contextlib.AbstractContextManager[None]:
+    """Around a trace: see the file's head. asked: where (file:line) the user's code has asked for a condition."""
     made = []
     if private.has("size_node"):
         node = private.size_node
-        made.append(Patch(node, "guard_bool", only_here(_guard_bool(node.guard_bool), node.guard_bool)))
+        made.append(Patch(node, "guard_bool", only_here(_guard_bool(node.guard_bool, asked), node.guard_bool)))
     if private.has("or_false"):
         sizes = private.or_false
         made.append(Patch(sizes, "guard_or_false", only_here(_or_false(sizes.guard_or_false), sizes.guard_or_false)))

@@ -12,6 +12,7 @@ are: they are graph inputs); nodes carry the module, file and line that were cur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +59,47 @@ class Val:
         return len(self.shape)
 
 
+def same_graph(a: bytes, b: bytes) -> bool:
+    """Do they compute the same, wherever in the module that is written?"""
+    import onnx
+
+    graphs = [onnx.load_from_string(x).graph for x in (a, b)]
+    for node in [n for g in graphs for n in g.node]:
+        del node.metadata_props[:]
+    return bool(graphs[0] == graphs[1])
+
+
 def expr_of(d: Any) -> Any:
     """int or SymInt or sympy -> int when it is a known number, else sympy."""
     if isinstance(d, int):
         return d
     e = d.node.expr if isinstance(d, torch.SymInt) else d
     return int(e) if getattr(e, "is_Integer", False) else e
+
+
+def _least(e: Any) -> float:
+    """A number that is below a size, whatever the symbols are, which are sizes."""
+    if isinstance(e, int) or e.is_Integer:
+        return int(e)
+    if e.is_Symbol:
+        return 0
+    kind = type(e).__name__
+    if e.is_Add:
+        return sum(map(_least, e.args))
+    if e.is_Mul:
+        factors = [_least(a) for a in e.args]
+        whole = [a for a in e.args if not a.is_Integer]
+        c = math.prod(int(a) for a in e.args if a.is_Integer)
+        if min(factors) >= 0:
+            return math.prod(factors)
+        return c * _least(whole[0]) if c > 0 and len(whole) == 1 else -math.inf
+    if kind in ("FloorDiv", "CleanDiv") and e.args[1].is_Integer and int(e.args[1]) > 0:
+        return _least(e.args[0]) // int(e.args[1])
+    if kind in ("PythonMod", "Mod") and e.args[1].is_Integer and int(e.args[1]) > 0:
+        return 0
+    if kind in ("Max", "Min"):
+        return (max if kind == "Max" else min)(map(_least, e.args))
+    return -math.inf
 
 
 def shape_of(t: Tensor) -> tuple[Any, ...]:
@@ -344,14 +380,23 @@ class Builder:
                 v = self._binary("Mul", v, base)
             return v
         if kind in ("FloorDiv", "CleanDiv", "PythonMod", "Mod"):
-            a, b = (self.size(expr_of(x)) for x in e.args)
-            return self._binary("Div" if kind in ("FloorDiv", "CleanDiv") else "Mod", a, b)
+            a, b = (expr_of(x) for x in e.args)
+            if kind in ("FloorDiv", "CleanDiv"):
+                return self._floor(a, b)
+            return self._binary("Mod", self.size(a), self.size(b))
         if kind in ("Max", "Min"):
             v = self.size(expr_of(e.args[0]))
             for a in e.args[1:]:
                 v = self._binary(kind, v, self.size(expr_of(a)))
             return v
         raise UnsupportedError(f"a size computed as {e} (only + - * // % min max)")
+
+    def _floor(self, a: Any, b: Any) -> Val:
+        """ONNX truncates, so what is divided is made positive for all sizes: (s - 10) // 5 is (s + 0) // 5 - 2."""
+        least = _least(a)
+        more = -(least // b) if isinstance(b, int) and b > 0 and -(2**31) < least < 0 else 0
+        v = self._binary("Div", self.size(expr_of(a + more * b)), self.size(b))
+        return self._binary("Add", v, self.size(-more)) if more else v
 
     def prune(self) -> None:
         """Drops nodes and initialisers that nothing uses; rows leave some behind (an empty part of a concatenation,

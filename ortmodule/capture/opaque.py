@@ -37,7 +37,7 @@ from .. import torch_private as private
 from ..guard import part_of_forward
 from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
-from ..watch import quiet
+from ..watch import in_kept, quiet
 from . import checkpoints
 from .refused import in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
@@ -511,9 +511,11 @@ def record_results(
     given: dict[str, list[tuple[Tensor, Any]]] = {}
 
     def before(fqn: str, args: Any, kwargs: Any) -> None:
+        in_kept(1)
         given[fqn] = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
 
     def after(fqn: str, out: Any) -> None:
+        in_kept(-1)
         taken = given.pop(fqn)
         shares = _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))
         notes[fqn].append(Recorded(out, shares, tuple([t.shape for t, _ in taken])))

@@ -13,6 +13,7 @@ random numbers are not compared, and said to be random.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 import traceback
 from typing import Any
@@ -67,6 +68,7 @@ class Result:
     exact: bool = True  # judged by float64
     earlier: bool = False  # kept from a run of an earlier state of the program
     rounding: str = ""  # how far float32 is off where float64 agrees
+    again: list[str] = dataclasses.field(default_factory=list)  # why there is more than a capture per change of sizes
 
 
 def tensors(x: Any, path: str = "", depth: int = 0) -> dict[str, Tensor]:
@@ -256,10 +258,21 @@ def _place(file: str, line: int) -> str:
     return f" ({file.rpartition('/')[2]}:{line})" if file else ""
 
 
+def _again(why: str, failed: list[Any]) -> str:
+    """Why another capture was needed: what the others hold for, or why there is none with symbols for sizes."""
+    _, known, holds = why.rpartition("; a capture holds where ")
+    if known:
+        return f"a capture holds where {re.sub(r'[^ (]*/', '', holds)}"
+    why = why.partition(";")[0]
+    symbolic = next((f for f in failed if f.symbolic), None)
+    return why if symbolic is None else f"{why}, not captured as symbols: {symbolic.reason}{_place(symbolic.file, symbolic.line)}"
+
+
 def _tell(r: Result, model: Any) -> None:
     report = model.report()
     r.share = report.node_share
     r.in_pytorch = sum(e.calls for e in report.eager)
+    r.again = [_again(g.why, report.failed) for g in report.graphs[2:]]
     r.reasons = [f"{e.reason}{_place(e.file, e.line)}" for e in report.eager]
     r.reasons += sorted({f"{h.name}: {h.reason}{_place(h.file, h.line)}" for h in report.host})
     if r.status == "raised" or r.in_pytorch:

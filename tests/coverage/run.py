@@ -85,6 +85,7 @@ def _cell(text: str) -> str:
 
 def _why(r: Result) -> str:
     told = [r.message] * bool(r.message) + (r.reasons if r.status != "wrong" else [])
+    told += [f"captured again: {text}" for text in r.again]
     told += ["random numbers: not compared"] * r.random + ["float32 is the judge"] * (not r.exact and not r.random)
     told += ["*"] * r.earlier
     told += [f"agrees in float64, in float32 {r.rounding}"] * bool(r.rounding)
@@ -106,7 +107,7 @@ def document(made: Table, results: dict[str, Result]) -> str:
         "PyTorch: outputs and all gradients of parameters in float32, off by at most twice what eager is off from float64",
         "(casts of forward's own to float32 too), or by 5e-5 of a tensor's largest number; what is further off must agree in float64 (1e-9) and is shown (a ReLU at its",
         "kink goes either way; tests/coverage/measure.py). *In the engine*: nodes of the captured graphs",
-        "that the engine computes. *Captures*: after each step. *Seconds*: of processor time, of the first step with its",
+        "that the engine computes. *Captures*: after each step; *captured again*: why there is a third. *Seconds*: of processor time, of the first step with its",
         "capture, of the slowest of the four, and of eager's first (the modules that a capture imports are there already).",
         "",
         "| | models | |",

@@ -63,7 +63,7 @@ def test_value_and_round_trip(text):
 
 @pytest.mark.parametrize("a, b", [
     ("s0*12 + 3*s0", "15*s0"), ("(s0 + s1)*(s0 - s1)", "s0*s0 - s1*s1"), ("s1*s0*2", "2*(s0*s1)"), ("(s0*12)//12", "s0"),
-    ("(s0*s1*4)//(2*s1)", "2*s0"),
+    ("(s0*s1*4)//(2*s1)", "2*s0"), ("(s0 - 10)//5 + 1", "s0//5 - 1"), ("(3*s0 + s1 + 8)//3", "s0 + (s1 + 2)//3 + 2"),
     ("Mod(s0*6, 3)", "0"), ("s0 - s0", "0"), ("Max(s0 + 2, s0)", "s0 + 2"), ("Min(s0, s1)", "Min(s1, s0)"), ("-(-3)", "3"), ("s0 - 5 + 5", "s0")])
 def test_equal_expressions_are_one(a, b):
     d = Dims()

@@ -32,7 +32,7 @@ EVERYTHING = """graph {
   const nan: f32[1] = hex "0100c0ff"
   y = permute(x) {perm=[1, 0, 2]}: f32[s0*12 + 3, 2, 4] @"h.0.ln" "model.py":12
   v8 = reshape(_7_odd_name_) {shape=[35]}: f32[35] @"a \\"b\\""
-  z = slice(v8) {axis=0, start=[3], end=[s3 + 4], step=2}: f32[(s3 + 2)//2]
+  z = slice(v8) {axis=0, start=[3], end=[s3 + 4], step=2}: f32[s3//2 + 1]
   d = dropout(y) {p=0.1}: f32[s0*12 + 3, 2, 4] rng=3
   q, v12, r~2 = layer_norm(d, _, _) {axis=2, eps=1e-05}: f32[s0*12 + 3, 2, 4], f32[s0*12 + 3, 2], f32[s0*12 + 3, 2] backward seg=1
   w = cast(q) {to=bf16}: bf16[s0*12 + 3, 2, 4] update
