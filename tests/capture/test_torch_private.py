@@ -249,6 +249,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "makers": no_net,
     "composable": sharded_is_refused,
     "default_store": gone_has_no_name,
+    "backend_of": lambda: private.patience(),
     "foreach_norm": lists_are_the_same,
     "foreach_copy": lists_are_the_same,
     "foreach_mul": lists_are_the_same,
