@@ -1,5 +1,5 @@
 """Optimizers and mixed precision: FusedAdam, FusedLAMB, FusedSGD, FP16_Optimizer, loss scaling, gradient clipping,
-learning-rate schedules.
+learning-rate schedules, updates within backward.
 
 The names and formulas are those of onnxruntime.training.optim; docs/OPTIMIZERS.md says what is more and what differs.
 """
@@ -7,6 +7,7 @@ The names and formulas are those of onnxruntime.training.optim; docs/OPTIMIZERS.
 from .clip import clip_grad_norm_
 from .fp16_optimizer import FP16_Optimizer
 from .fused import AdamWMode, FusedAdam, FusedLAMB, FusedSGD
+from .in_backward import StepInBackward, step_in_backward
 from .loss_scaler import DynamicLossScaler
 from .lr_scheduler import (
     ConstantWarmupLRScheduler,
@@ -28,5 +29,7 @@ __all__ = [
     "LinearLRScheduler",
     "LinearWarmupLRScheduler",
     "PolyWarmupLRScheduler",
+    "StepInBackward",
     "clip_grad_norm_",
+    "step_in_backward",
 ]

@@ -95,25 +95,23 @@ class ModuleCall(NamedTuple):
                 if b is not None:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
         out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
-        outputs: list[Tensor | None] = []
-        seen: dict[int, int] = {}
+        found: dict[int, Tensor] = {}
 
         def leaf(x: Any) -> int | None:
             if not isinstance(x, Tensor):
                 return None
-            if id(x) not in seen:
-                seen[id(x)] = len(outputs)
-                outputs.append(x)
-            return seen[id(x)]
+            found.setdefault(id(x), x)
+            return 0
 
         skeleton(out, leaf)
-        n_conditions = len(graph.captured.conditions)
-        if len(outputs) != graph.n_outputs - n_conditions:
+        places = graph.captured.places
+        if len(found) != len(places):
             raise RuntimeError(
-                f"ortmodule: the module returned {len(outputs)} tensors in PyTorch, {graph.n_outputs - n_conditions} "
-                "when captured"
+                f"ortmodule: the module returned {len(found)} tensors in PyTorch, {len(places)} when captured"
             )
-        outputs += [None] * n_conditions
+        outputs: list[Tensor | None] = [None] * graph.n_outputs
+        for place, t in zip(places, found.values(), strict=True):
+            outputs[place] = t
         given = [*leaves, *[torch.tensor(0)] * len(self.flat.scalars)]
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases

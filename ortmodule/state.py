@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from . import branches, cuts, guard, net, patches, watch
+from . import torch_private as private
 from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
 from .chain import Graph
@@ -181,6 +182,9 @@ class State:
             reason = guard.refuse(self.module, flatten_inputs(args, kwargs).tensors)
             if reason is not None:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
+            for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
+                if private.is_transformed(t):
+                    raise RuntimeError(f"{name} is a tensor of torch.func's (vmap, jvp, grad), which has ended")
             own = self.guard = guard.Guard(self.module)
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])

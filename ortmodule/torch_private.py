@@ -112,6 +112,8 @@ TABLE: tuple[Row, ...] = (
                          _C + "_dispatch_keys", "torch._remove_batch_dim",
                          "torch._add_batch_dim"),
         "torch.autograd.grad(is_grads_batched=True) through the module is an error"),
+    Row("is_transformed", (_VMAP + "is_functorch_wrapped_tensor",),
+        "a parameter or buffer that a transform of torch.func has left behind is an error", instead=lambda _: False),
     Row("functorch", (_VMAP + "is_batchedtensor", _VMAP + "get_unwrapped", _VMAP + "maybe_get_level",
                       _VMAP + "maybe_get_bdim", _VMAP + "_add_batch_dim"),
         "torch.func.vmap over a backward through the module is an error", owner=True),

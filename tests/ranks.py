@@ -29,15 +29,20 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable) -> None:
-    """Every rank must exit with 0 and print "done" as its last line."""
+# gloo's threads let go of a collective's tensors a moment after it, and abort a process that ends meanwhile (PyTorch's;
+# ortmodule.checkpoint waits for them): ranks that end do so later
+SETTLED = "\nimport time\ntime.sleep(0.3)\n"
+
+
+def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable, after: str = SETTLED) -> None:
+    """Every rank must exit with 0 and print "done" as its last line. after: what a rank runs at its end."""
     port = free_port()
     base = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     running = []
     for rank in range(ranks):
         env = {**base, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else base
-        command = [python, "-c", code, *map(str, args)]
+        command = [python, "-c", code + (after if ranks > 1 else ""), *map(str, args)]
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
         for rank, process in enumerate(running):

@@ -220,6 +220,18 @@ STEPS = {
     "hooks": ["call(rows={rows}, features=True)", "call(rows={rows}, features=True, wants=True)",
               "model.second.register_forward_hook(lambda m, a, out: out * 0.5)", "model.first.register_forward_pre_hook(lambda m, a: LOG.append(1))"],
     "two": ["call(rows={rows}, back='each')", "call(rows={rows}, back='last')"],
+    "surgery": ["prune.l1_unstructured(model.first, 'weight', 0.5)", "prune.remove(model.first, 'weight')",
+                "parametrize.register_parametrization(model.second, 'weight', Symmetric())",
+                "parametrize.remove_parametrizations(model.second, 'weight')",
+                "torch.manual_seed(1)\nparametrizations.spectral_norm(model.second)", "model.first = nn.Sequential(model.first, nn.ReLU())", "model.second.register_parameter('bias', None)",
+                "model.second.forward = lambda h: torch.tanh(h) * {scale}", "model.second.__class__ = Doubling",
+                "model.first.weight.data = model.first.weight.data * {scale}", "model.second.weight = model.first.weight",
+                "nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()).detach() * {scale}, model.parameters())",
+                "model.first, model.second = model.second, model.first", "model.bias = nn.Parameter(model.bias.detach() * {scale})",
+                "model.matrix.register_post_accumulate_grad_hook(lambda p: LOG.append(p.grad.clone()))"],
+    "second": ["penalty(rows={rows})", "penalty(rows={rows}, of='parameters')", "functional(rows={rows}, scale={scale})",
+               "functional(rows={rows}, scale={scale}, grad=True)", "lbfgs(rows={rows})", "transformed(rows={rows}, how='vmap')",
+               "transformed(rows={rows}, how='jvp')", "transformed(rows={rows}, how='jacrev')", "checkpointed(rows={rows})"],
 }  # fmt: skip
 FEATURES = sorted({*GRAMMAR, *RETURNS, *STEPS} - {"base"})
 
@@ -230,6 +242,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 LOG, METRICS, SWITCH, CELL, ARRAY, GLOBAL = [], {{}}, {{"k": 1.5}}, [1.25], np.array([0.75]), 1.125
@@ -328,6 +341,16 @@ class Named(nn.Module):
         return self.a(a)
 
 
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).t()
+
+
+class Doubling(nn.Linear):
+    def forward(self, h):
+        return super().forward(h) * 2
+
+
 class Holder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -385,7 +408,7 @@ def program(seed: int, features: Collection[str]) -> Program:
         forward.append(rng.choice(GRAMMAR[kind]))
     kinds = ["base", "base", "base", *(f for f in features if f in RETURNS)]
     result = rng.choice(RETURNS[rng.choice(kinds)])
-    kinds = ["base", "base", *(f for f in ("control", "empty", "two") if f in features)]
+    kinds = ["base", "base", *(f for f in ("control", "empty", "two", "surgery", "second") if f in features)]
     kinds += [f for f in wanted if f in ("parts", "hooks", "state")]
     sizes = rng.sample((1, 2, 3, 5, 7), 2)
     steps = [f"call(rows={sizes[0]}, wants={rng.random() < 0.5})"]
@@ -427,7 +450,9 @@ class Script:
         self.model = wrap(self.net)
         object.__setattr__(self.model, "net", self.net) if "net" not in self.model.__dict__ else None
         del self.model.__dict__["net"]
-        self.space.update(model=self.model, call=self.call, optimize=self.optimize, copied=self.copied)
+        self.space.update(model=self.model, call=self.call, optimize=self.optimize, copied=self.copied, penalty=self.penalty,
+                          functional=self.functional, lbfgs=self.lbfgs, transformed=self.transformed,
+                          checkpointed=self.checkpointed)  # fmt: skip
         for step in p.steps:
             try:
                 exec(step.replace("type(model.net)", "Net"), self.space)
@@ -466,6 +491,65 @@ class Script:
         """The script goes on with a copy."""
         self.model = self.space["model"] = copy.deepcopy(self.model)
         self.net = getattr(self.model, "module", self.model)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Of all results that have a gradient, in a way that tells them apart."""
+        found = [t for t in flat(self.model(x)) if isinstance(t, Tensor) and t.requires_grad]
+        return sum(((k + 1) * t.sin().sum() for k, t in enumerate(found)), x.sum())  # type: ignore[return-value]
+
+    def penalty(self, rows: int, of: str = "input") -> None:
+        """A loss made of first derivatives."""
+        x = self.random(rows, 4).requires_grad_()
+        to = [x] if of == "input" else [x, *[p for p in self.net.parameters() if p.requires_grad]]
+        grads = torch.autograd.grad(self.total(x), to, create_graph=True, allow_unused=True)
+        self.note("first derivatives", [None if g is None else g.detach().clone() for g in grads])
+        sum((g.pow(2).sum() for g in grads if g is not None), x.sum()).backward()  # type: ignore[union-attr]
+        self.note("gradient of the input", x.grad)
+
+    def functional(self, rows: int, scale: float, grad: bool = False) -> None:
+        """Other weights for one call."""
+        x = self.random(rows, 4)
+        weights = {k: (v.detach() * scale).requires_grad_(grad) for k, v in self.model.named_parameters()}
+        found = [t for t in flat(torch.func.functional_call(self.model, weights, (x,))) if isinstance(t, Tensor)]
+        self.note("with other weights", [t.detach().clone() for t in found])
+        if grad and (found := [t for t in found if t.requires_grad]):
+            torch.autograd.backward(found, [self.random(*t.shape) for t in found])
+            self.note("gradients of other weights", [v.grad for v in weights.values()])
+
+    def lbfgs(self, rows: int) -> None:
+        """A closure that runs several times."""
+        x, optimizer = self.random(rows, 4), torch.optim.LBFGS([p for p in self.net.parameters() if p.requires_grad], 0.01, 3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.total(x)
+            if loss.requires_grad:
+                loss.backward()
+            return loss
+
+        self.note("closure", optimizer.step(closure).item())
+        optimizer.zero_grad()
+
+    def transformed(self, rows: int, how: str) -> None:
+        """torch.func around the model."""
+        x = self.random(rows, 4)
+
+        def first(x: Tensor) -> Tensor:
+            return next(t for t in flat(self.model(x)) if isinstance(t, Tensor))
+
+        if how == "vmap":
+            self.note(how, torch.func.vmap(first)(torch.stack([x, x * 2])).detach())
+        elif how == "jvp":
+            self.note(how, [t.detach() for t in torch.func.jvp(first, (x,), (x.cos(),))])
+        else:
+            self.note(how, torch.func.jacrev(first)(x).detach())
+
+    def checkpointed(self, rows: int) -> None:
+        """The model within a checkpoint of the script's, which runs it again as a whole (docs/SEMANTICS.md)."""
+        x = self.random(rows, 4).requires_grad_()
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            torch.utils.checkpoint.checkpoint(self.total, x, use_reentrant=False).backward()
+        self.note("gradient of the input", x.grad)
 
     def call(self, rows: int, wants: bool = False, back: str = "once", times: int = 1, grad: bool = True, y: bool = False,
              inference: bool = False, retain: bool = False, features: bool = False, **kwargs: Any) -> None:  # fmt: skip

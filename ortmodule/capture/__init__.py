@@ -86,7 +86,8 @@ class Captured:
     """A captured module.
 
     onnx: the graph (docs/ONNX.md). inputs: in the order of the graph inputs. rebuild: tensor outputs -> what the user's
-    forward returns, a fresh object each time. passthrough: output index -> graph input index where an output is that
+    forward returns, a fresh object each time. places: which output each tensor of that result is, in its order; the
+    other outputs are numbers and conditions. passthrough: output index -> graph input index where an output is that
     input itself. writes: graph input index per write-back; write-backs follow the user outputs. quiet: those of
     them that are no new version. host_ops: rows for
     nodes with `host_index`. fits: whether tensors and scalars of another call (FlatInputs of equal key) may use this
@@ -110,6 +111,7 @@ class Captured:
     dynamic: bool
     fits: Callable[[FlatInputs], bool]
     fixed_scalars: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     quiet: frozenset[int] = frozenset()
     between: dict[int, int] = field(default_factory=dict)
@@ -172,7 +174,7 @@ def capture(
     keep_unknown_sizes(program, exported)
     asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
     program.outputs = program.outputs[: len(program.outputs) - len(asked)]
-    users = _outputs(program, exported)  # changes program.outputs
+    users, places = _outputs(program, exported)  # changes program.outputs
     between = _between(program)
     rebuild = branches.asking(users, len(program.outputs), exported.conditions)
     program.outputs += asked
@@ -194,6 +196,7 @@ def capture(
         inputs=specs,
         n_user_outputs=len(program.outputs),
         rebuild=rebuild,
+        places=places,
         passthrough={i: index[n] for i, n in program.passthrough.items() if n in index},
         views=_views(program, index),
         writes=[index[n] for n, _ in program.writes],
@@ -233,7 +236,7 @@ def _capture_parts(
     started: float,
     tests: list[Test] | None,
 ) -> CutCaptured:
-    rebuild = _outputs(program, exported)
+    rebuild, places = _outputs(program, exported)
     fits, fixed_scalars = _conditions(program, exported, flat, dynamic, symbolic_scalars)
     try:
         cut = cuts.split(program, exported)
@@ -289,6 +292,7 @@ def _capture_parts(
         inputs=specs,
         n_user_outputs=len(cut.outputs),
         rebuild=rebuild,
+        places=places,
         passthrough={},
         views=_views(program, {node: i for i, node in enumerate(n for s, n in program.inputs if s.kind != "constant")}),
         writes=[],
@@ -374,8 +378,9 @@ def _views(program: Program, index: dict[Node, int]) -> dict[int, tuple[int, int
     return {i: made[i] for i in sorted(made, key=depth)}
 
 
-def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], Any]:
-    """Results that are numbers become 0-d outputs, read back by rebuild; numbers known at capture are constants."""
+def _outputs(program: Program, exported: Exported) -> tuple[Callable[[list[Tensor]], Any], list[int]]:
+    """Results that are numbers become 0-d outputs, read back by rebuild; numbers known at capture are constants.
+    -> rebuild, places (Captured)."""
     slots: list[Any] = []
     kept: list[Any] = []
     passthrough: dict[int, Node] = {}
@@ -403,15 +408,16 @@ def _outputs(program: Program, exported: Exported) -> Callable[[list[Tensor]], A
     program.passthrough = passthrough
     program.views = views
     fill = exported.rebuild
+    places = [x for kind, x in slots if kind == "tensor"]
     if all(s == ("tensor", i) for i, s in enumerate(slots)):
-        return fill
+        return fill, places
 
     def rebuild(tensors: list[Tensor]) -> Any:
         return fill(
             [x if kind == "value" else tensors[x] if kind == "tensor" else tensors[x].item() for kind, x in slots]
         )
 
-    return rebuild
+    return rebuild, places
 
 
 def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic: bool,

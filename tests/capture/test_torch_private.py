@@ -223,12 +223,31 @@ def gone_has_no_name():
     assert "a rank does not answer" == saved._absent(private.store(), 1, 2)
 
 
+def no_transformed_buffers() -> None:
+    class Steps(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("steps", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.steps = self.steps + 1
+            y = super().forward(x)
+            return y.square().mean(), y
+
+    model, x = alike(Steps(), train), torch.ones(3, 8)
+    in_engine(model)
+    torch.func.jvp(model, (x,), (x,))
+    with pytest.raises(NotImplementedError, match="storage"):
+        train(model)
+
+
 WITHOUT: dict[str, Callable[[], Any]] = {
     "tracing": lambda: in_engine(alike(Tower(), train)),
     "keep_graph": lambda: in_engine(alike(Tower(), twice)),
     "task_id": lambda: (in_engine(alike(Tower(), train, segment_mb=1e-4)), alike(Tower(), checkpointed)),
     "storage_use_count": lambda: in_engine(alike(Tower(), train)),
     "vmap_nesting": no_batched_gradients,
+    "is_transformed": no_transformed_buffers,
     "functorch": no_vmap,
     "queue_callback": lambda: in_engine(alike(Tower(), twice, segment_mb=1e-4)),
     "tensor_hooks": lambda: in_engine(alike(Tower(), train)),

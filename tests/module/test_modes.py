@@ -107,3 +107,29 @@ def test_autocast_on_and_off():
                 assert torch.allclose(a.float(), b.float(), rtol=3e-2 if on else 1e-5, atol=3e-2 if on else 1e-6)
     finally:
         torch.set_default_dtype(before)
+
+
+class Steps(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        return self.fc(x)
+
+
+def test_a_buffer_that_a_transform_has_left_behind():
+    """What forward assigned within torch.func.jvp is a tensor of that transform, also when it has ended."""
+    model = ORTModule(Steps())
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    torch.func.jvp(model, (x,), (x,))
+    out = model(x)
+    assert int(model.steps) == 3 and torch.equal(out, torch.nn.functional.linear(x, model.fc.weight, model.fc.bias))
+    assert any("torch.func" in e.reason for e in model.report().eager)
+    model.steps = torch.tensor(10)
+    before = sum(g.forwards for g in model.report().graphs)
+    model(x).sum().backward()
+    assert model.steps == 11 and sum(g.forwards for g in model.report().graphs) == before + 1

@@ -200,6 +200,36 @@ def test_second_order_gradients(segment_mb):
     same_state(w, eager)
 
 
+class Counted(torch.nn.Module):
+    """Numbers among the results, some known when it is captured, and the same result twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.fc(x))
+        return {"rows": x.shape[0], "h": h, "none": None, "more": [x.shape[0] * 2, h, 7, h.detach(), h.sum()]}
+
+
+def test_create_graph_beside_numbers_that_vary():
+    w, eager = pair(Counted)
+    for rows in (5, 2, 3):
+        x, both = torch.randn(rows, 4), []
+        for m in (w, eager):
+            m.zero_grad()
+            z = x.clone().requires_grad_()
+            out = m(z)
+            assert out["rows"] == rows and out["more"][0] == 2 * rows
+            total = (out["more"][1].sin() + out["more"][3]).sum() + out["more"][4].square()
+            (gx,) = torch.autograd.grad(total, z, create_graph=True)
+            gx.square().sum().backward()
+            both.append([gx.detach(), z.grad, *[p.grad for p in m.parameters()]])
+        for a, b in zip(*both, strict=True):
+            close(a, b)
+    assert len(w.report().graphs) == 2
+
+
 def test_create_graph_with_dropout_is_refused():
     w, _ = pair(lambda: MLP(0.5))
     x = torch.randn(13, 5, requires_grad=True)

@@ -368,7 +368,7 @@ def test_ddp_and_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_script_may_end_right_after_a_save(tmp_path: Path) -> None:
     """No thread of gloo's holds a tensor any more: one that lets go of it while Python ends aborts the process."""
-    launch(LAST, tmp_path)
+    launch(LAST, tmp_path, after="")
 
 
 def test_a_kill_within_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
