@@ -439,7 +439,7 @@ def _absent(store: Any, number: int, n: int) -> str:
         return ("a rank does not answer, nor does the process group's store, which is rank 0's where no launcher keeps "
                 "it: rank 0 has ended")  # fmt: skip
     if not absent:
-        return "all ranks had come, and one of them went, or does not answer"
+        return "all ranks had come, and one of them has failed or gone since"
     return f"rank {', '.join(map(str, absent))} has not come: it died, hangs, or did not call this"
 
 

@@ -328,9 +328,10 @@ def patience() -> float | None:
     dist = torch.distributed
     if not has("backend_of") or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    options = getattr(_get("backend_of")(dist.group.WORLD, torch.device(device)), "options", None)
-    return None if options is None else float(options._timeout.total_seconds())
+    device = torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
+    with contextlib.suppress(Exception):  # a backend of its own kind
+        return float(_get("backend_of")(dist.group.WORLD, device).options._timeout.total_seconds())
+    return None
 
 
 def switches() -> list[Callable[[], Any]]:
