@@ -111,6 +111,7 @@ else
 endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(KB)/cuda/each.fatbin $(B)/fake/gpu.o: csrc/cpu/kernels/special.h
 $(CU_MMA:%=$(KB)/cuda/%.fatbin): csrc/cuda/attention_mma.h csrc/cuda/mma.h
 $(B)/cuda/image.o: $(FATBINS)
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
@@ -132,7 +133,11 @@ $(B)/fake/libcuda.so.1: $(B)/fake/gpu.o $(B)/fake/driver.o
 $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/sabotage.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet   ## what the tests load
+# torch's allocator on it
+$(B)/fake/libtorch_cuda.so: tests/cuda/fake_allocator.cpp tests/cuda/fake_gpu.h $(B)/fake/libcuda.so.1
+	@$(CXX) -std=c++17 -O2 -g -Wall -fPIC -shared -fvisibility=hidden -Wl,-soname,libtorch_cuda.so -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
+
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/fake/libtorch_cuda.so $(B)/sabotage.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes

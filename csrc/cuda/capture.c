@@ -1,39 +1,19 @@
 /* capture.c - see capture.h. */
 #include "cuda/capture.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 
 enum { MAX_DEVICES = 16 };
 
-#define X(field, name, params) om_cu_result (*field) params;
-static struct { OM_CUDA_CAPTURE_API(X) } api;
-#undef X
-#define X(field, name, params) __attribute__((unused)) static const char field##_name[] = #name;
-OM_CUDA_CAPTURE_API(X)
-#undef X
+OM_CUDA_ENTRIES(OM_CUDA_CAPTURE_API)
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* held while a graph is recorded */
 static bool api_ready;
 static om_cu_stream streams[MAX_DEVICES]; /* recorded on; NULL: none yet, or the last one cannot be trusted */
 
-#define CALL(what, ...)                                             \
-    do {                                                            \
-        const om_cu_result r_ = api.what(__VA_ARGS__);              \
-        if (r_) return om_gpu_fail(cx, g, r_, what##_name);         \
-    } while (0)
-
 static om_status api_open(om_ctx *cx) {
     if (api_ready) return OM_OK;
-    void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!lib) return om_fail(cx, OM_UNSUPPORTED, "there is no NVIDIA driver: %s", dlerror());
-#define X(field, name, params)                                                                                      \
-    *(void **)&api.field = dlsym(lib, #name);                                                                       \
-    if (!api.field)                                                                                                 \
-        return om_fail(cx, OM_UNSUPPORTED, "the NVIDIA driver (libcuda.so.1) has no " #name                         \
-                                           ": CUDA graphs need CUDA 11.4 or later");
-    OM_CUDA_CAPTURE_API(X)
-#undef X
+    OM_TRY(OM_CUDA_LOOK(cx, "CUDA graphs need CUDA 11.4 or later"));
     api_ready = true;
     return OM_OK;
 }
@@ -52,7 +32,7 @@ static om_status record(om_ctx *cx, om_gpu *g, om_status (*queue)(void *), void 
     enum { THREAD_LOCAL = 1 };
     om_cu_stream *own = &streams[om_gpu_ordinal(g)];
     OM_TRY(stream_open(cx, g, own));
-    CALL(begin, *own, THREAD_LOCAL);
+    OM_GPU_CALL(begin, *own, THREAD_LOCAL);
     void *const before = om_cuda_stream_now();
     om_cuda_stream(*own);
     om_status s = queue(arg);
@@ -83,13 +63,14 @@ om_status om_gpu_capture(om_ctx *cx, om_gpu *g, om_status (*queue)(void *), void
 }
 
 om_status om_gpu_play(om_ctx *cx, om_gpu *g, om_cu_exec exec) {
-    CALL(play, exec, om_cuda_stream_now());
+    OM_GPU_CALL(play, exec, om_cuda_stream_now());
     return OM_OK;
 }
 
 void om_gpu_exec_free(om_cu_exec exec) { api.exec_free(exec); }
 
 om_status om_gpu_move(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
-    if (size) CALL(copy, (om_cu_address)(uintptr_t)to, (om_cu_address)(uintptr_t)from, size, om_cuda_stream_now());
+    const om_cu_address there = (om_cu_address)(uintptr_t)to, here = (om_cu_address)(uintptr_t)from;
+    if (size) OM_GPU_CALL(copy, there, here, size, om_cuda_stream_now());
     return OM_OK;
 }

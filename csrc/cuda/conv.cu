@@ -110,3 +110,26 @@ FLOATS(conv_y, struct om_gpu_conv, 256, conv_y)
 FLOATS(conv_dx, struct om_gpu_conv, 256, conv_dx)
 FLOATS(conv_dw, struct om_gpu_conv, 256, conv_dw)
 FLOATS(conv_db, struct om_gpu_conv, 256, conv_db)
+
+/* Columns (n, c * taps, pixels): y from x. */
+template <class S> FN void unfold(const conv &p) {
+    OVER_GRID(i, p.n * p.c * p.taps * p.pixels) {
+        const int64_t row = i / p.pixels, s = under(p, spot_of(i % p.pixels, p.out), spot_of(row % p.taps, p.k));
+        put<S>(p.y, i, s < 0 ? 0 : at<S>(p.x, row / p.taps * p.plane + s));
+    }
+}
+/* And back: dx from dy, the taps in order. */
+template <class S> FN void fold(const conv &p) {
+    typedef WIDE F;
+    OVER_GRID(i, p.n * p.c * p.plane) {
+        const spot in = spot_of(i % p.plane, p.in);
+        F sum = 0;
+        for (int64_t t = 0; t < p.taps; t++) {
+            const int64_t s = over(p, in, spot_of(t, p.k));
+            if (s >= 0) sum += at<S>(p.dy, (i / p.plane * p.taps + t) * p.pixels + s);
+        }
+        put<S>(p.dx, i, sum);
+    }
+}
+FLOATS(unfold, struct om_gpu_conv, 256, unfold)
+FLOATS(fold, struct om_gpu_conv, 256, fold)

@@ -10,9 +10,7 @@
 
 enum { MAX_DEVICES = 64 };
 
-#define X(field, name, params) om_cu_result (*field) params;
-static struct { OM_CUDA_API(X) } api;
-#undef X
+OM_CUDA_ENTRIES(OM_CUDA_API)
 
 struct om_cuda {
     _Atomic bool open;
@@ -66,17 +64,21 @@ om_status om_cuda_fail(om_ctx *cx, const om_cuda *d, om_cu_result r, const char 
 
 /* --- opening ----------------------------------------------------------------------------------------- */
 
-static om_status driver_api(om_ctx *cx) {
-    if (api_ready) return OM_OK;
+om_status om_cuda_look(om_ctx *cx, const char *const *names, size_t n, void *slots, const char *needs) {
     void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!lib) return om_fail(cx, OM_UNSUPPORTED, "CUDA tensors given, but there is no NVIDIA driver: %s", dlerror());
-#define X(field, name, params)                \
-    *(void **)&api.field = dlsym(lib, #name); \
-    if (!api.field)                           \
-        return om_fail(cx, OM_UNSUPPORTED,    \
-                       "the NVIDIA driver (libcuda.so.1) has no " #name ": CUDA 11 or later is needed");
-    OM_CUDA_API(X)
-#undef X
+    for (size_t i = 0; i < n; i++) {
+        void *const found = dlsym(lib, names[i]);
+        if (!found)
+            return om_fail(cx, OM_UNSUPPORTED, "the NVIDIA driver (libcuda.so.1) has no %s: %s", names[i], needs);
+        memcpy((char *)slots + i * sizeof found, &found, sizeof found);
+    }
+    return OM_OK;
+}
+
+static om_status driver_api(om_ctx *cx) {
+    if (api_ready) return OM_OK;
+    OM_TRY(OM_CUDA_LOOK(cx, "CUDA 11 or later is needed"));
     const om_cu_result r = api.init(0);
     if (r) return driver_fail(cx, r, NULL, "cuInit");
     api_ready = true;

@@ -39,6 +39,18 @@ typedef struct CUstream_st *om_cu_stream;
       (om_cu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, om_cu_stream, void **, \
        void **))
 
+/* In a file that calls the driver: the table `api` of its entry points, their names in order, field_name of each. */
+#define OM_CUDA_ENTRIES(TABLE)                                      \
+    static struct { TABLE(OM_CUDA_FIELD) } api;                     \
+    static const char *const api_names[] = {TABLE(OM_CUDA_NAME)};   \
+    TABLE(OM_CUDA_TEXT)
+#define OM_CUDA_FIELD(field, name, params) om_cu_result (*field) params;
+#define OM_CUDA_NAME(field, name, params) #name,
+#define OM_CUDA_TEXT(field, name, params) __attribute__((unused)) static const char field##_name[] = #name;
+/* Fills it from libcuda.so.1; `needs`: the end of the sentence about a driver that lacks one. */
+#define OM_CUDA_LOOK(cx, needs) om_cuda_look(cx, api_names, sizeof api_names / sizeof *api_names, &api, needs)
+om_status om_cuda_look(om_ctx *cx, const char *const *names, size_t n, void *slots, const char *needs);
+
 typedef enum om_cuda_kernel {
 #define KERNEL(name, type) name##_kernel,
 #include "cuda/kernels.def"

@@ -94,6 +94,27 @@ FN void float_put(char *p, int dtype, int64_t i, double x) {
     }
 }
 
+/* Any integer dtype, and bool. */
+FN int64_t integer_at(const char *p, int dtype, int64_t i) {
+    switch (dtype) {
+    case OM_I64: return ld((const int64_t *)p + i);
+    case OM_I32: return ld((const int32_t *)p + i);
+    case OM_I16: return ld((const int16_t *)p + i);
+    case OM_I8: return ld((const int8_t *)p + i);
+    default: return ld((const uint8_t *)p + i);
+    }
+}
+FN void integer_put(char *p, int dtype, int64_t i, int64_t x) {
+    switch (dtype) {
+    case OM_I64: st((int64_t *)p + i, x); break;
+    case OM_I32: st((int32_t *)p + i, (int32_t)x); break;
+    case OM_I16: st((int16_t *)p + i, (int16_t)x); break;
+    case OM_BOOL: st((uint8_t *)p + i, (uint8_t)(x != 0)); break;
+    default: st((uint8_t *)p + i, (uint8_t)x);
+    }
+}
+FN bool is_float(int dtype) { return dtype == OM_F32 || dtype == OM_F64 || dtype == OM_BF16 || dtype == OM_F16; }
+
 /* name_f32, name_f64, ...: body<element>(p) */
 #define FLOATS(name, param, threads, body)                                                          \
     EXPORT(threads) om_k_##name##_f32(PARAM(param) p) { body<float>(p); }                        \
@@ -127,6 +148,16 @@ template <class OP, class T> FN T block_all(T x, T none, T *sh) {
     if (!lane) sh[warp] = x;
     __syncthreads();
     return warp_all<OP>(lane < blockDim.x >> 5 ? sh[lane] : none);
+}
+
+/* Of element i in row-major order of dim, the place by strides. */
+FN int64_t offset_of(int64_t i, int rank, const int64_t *dim, const int64_t *stride) {
+    int64_t off = 0;
+    for (int d = rank - 1; d > 0; d--) {
+        off += i % dim[d] * stride[d];
+        i /= dim[d];
+    }
+    return rank ? off + i * stride[0] : 0;
 }
 
 /* --- faults -------------------------------------------------------------------------------------------------- */

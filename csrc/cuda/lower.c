@@ -1,6 +1,7 @@
 /* lower.c - records of launches, and the table of rows (lower.h). */
 #include "cuda/lower.h"
 #include "cuda/scratch.h"
+#include "ops/attr.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -32,6 +33,12 @@ void *om_gpu_add(om_lower *l, om_gpu_kernel k, int64_t gx, int64_t gy, int64_t g
     while (*end) end = &(*end)->next;
     *end = l->last = n;
     return param;
+}
+
+int64_t om_gpu_setting(const om_args *a, const char *name, int axis, int64_t otherwise) {
+    int count = 0;
+    const int64_t *v = attr_values(a, name, &count);
+    return v ? v[count == 1 ? 0 : axis] : otherwise;
 }
 
 static void reloc_add(om_lower *l, void *field, om_gpu_reloc r) {
@@ -142,6 +149,11 @@ om_status om_gpu_host(om_lower *l) {
     l->call->host_scratch = cpu->scratch(l->cx, l->a);
     OM_TRY(l->cx->status);
     return cpu->prepare(l->cx, l->mem, l->a, &l->call->host_prep);
+}
+
+om_status om_gpu_check(om_lower *l) {
+    const void *none = NULL;
+    return om_device_cpu.rows[l->a->node->op->id].prepare(l->cx, l->mem, l->a, &none);
 }
 
 static om_status prepare(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {

@@ -77,6 +77,7 @@ uint32_t om_gpu_fault_at(om_lower *l, void *field);
 
 typedef om_status (*om_lower_fn)(om_lower *l);
 om_status om_gpu_host(om_lower *l); /* the CPU does it */
+om_status om_gpu_check(om_lower *l); /* sizes that do not fit are refused as by the CPU's row */
 /* dst = src, any strides and dtypes; in and out are operands of the call */
 om_status om_gpu_copy_lower(om_lower *l, int in, const om_tensor *src, int64_t src_offset, int out,
                             const om_tensor *dst, int64_t dst_offset);
@@ -87,6 +88,14 @@ om_status om_gpu_fill_lower(om_lower *l, int out, const om_tensor *dst, int64_t 
 om_status om_gpu_site_fail(om_ctx *cx, const om_gpu_fault *f);
 
 static inline int64_t om_gpu_blocks(int64_t n, int64_t per) { return (n + per - 1) / per; }
+static inline int64_t om_gpu_grid(int64_t n, int64_t threads) { /* for OVER_GRID */
+    const int64_t blocks = om_gpu_blocks(n, threads);
+    return blocks < 1 << 20 ? blocks : 1 << 20;
+}
+/* Number `axis` of an attribute's list, one number for all, or `otherwise`. */
+int64_t om_gpu_setting(const om_args *a, const char *name, int axis, int64_t otherwise);
+/* The kernel of an EACH_FLOAT for a dtype. */
+#define OM_GPU_OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
 const om_row *om_cuda_rows(void); /* filled at first use */
 
 #define ROW(op, fn, scratch) om_status om_lower_##fn(om_lower *l);

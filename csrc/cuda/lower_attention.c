@@ -6,8 +6,6 @@
 
 #include <math.h>
 
-#define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
-
 enum { OWN = 16, TILE = 32, LARGEST = 256, SHARED_MOST = 64 << 10 };
 /* on tensor cores (attention_mma.h) */
 enum { MMA_OWN = 64, MMA_TILE = 64, MMA_STEP = 32, MMA_LARGEST = 128, MMA_CAPABILITY = 80, MMA_LONGEST = 1 << 30 };
@@ -103,7 +101,7 @@ om_status om_lower_attention(om_lower *l) {
     size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
     if (mma) shared = (size_t)(2 * MMA_TILE * 2 * (mma + 8) + MMA_OWN * 8);
     if (shared > SHARED_MOST) return om_gpu_host(l);
-    om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : OF(attention, dtype),
+    om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : OM_GPU_OF(attention, dtype),
                                      om_gpu_blocks(p.tq, mma ? MMA_OWN : OWN), p.batch * p.hq, 1, 128, shared,
                                      sizeof *g);
     if (!g) return l->cx->status;
@@ -142,7 +140,8 @@ om_status om_lower_attention_grad(om_lower *l) {
     }
     if (shared[0] > SHARED_MOST) return om_gpu_host(l);
     const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide;
-    om_gpu_attention *g = om_gpu_add(l, OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0, sizeof *g);
+    om_gpu_attention *g = om_gpu_add(l, OM_GPU_OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0,
+                                     sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     attention_operands(l, g, 1, 4, 7, 8);
@@ -151,7 +150,7 @@ om_status om_lower_attention_grad(om_lower *l) {
     om_gpu_in(l, &g->lse, 6);
     om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
     for (int which = 0; which < 2; which++) {
-        const om_gpu_kernel plain = which ? OF(attention_dkv, dtype) : OF(attention_dq, dtype);
+        const om_gpu_kernel plain = which ? OM_GPU_OF(attention_dkv, dtype) : OM_GPU_OF(attention_dq, dtype);
         g = om_gpu_add(l, !mma ? plain : which ? MMA(_dkv, mma, dtype) : MMA(_dq, mma, dtype),
                        om_gpu_blocks(which ? p.tk : p.tq, mma ? MMA_OWN : OWN), p.batch * (which ? p.hk : p.hq), 1, 128,
                        shared[which], sizeof *g);

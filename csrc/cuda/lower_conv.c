@@ -2,14 +2,6 @@
 #include "cuda/scratch.h"
 #include "ops/attr.h"
 
-#define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
-
-static int64_t setting(const om_args *a, const char *name, int axis, int64_t otherwise) {
-    int count = 0;
-    const int64_t *v = attr_values(a, name, &count);
-    return v && count ? v[count == 1 ? 0 : axis] : otherwise;
-}
-
 static om_status conv_of(om_lower *l, const om_tensor *x, const om_tensor *w, const om_tensor *y, om_gpu_conv *p) {
     const om_args *a = l->a;
     const int64_t groups = om_args_int(a, "groups", 1);
@@ -24,17 +16,12 @@ static om_status conv_of(om_lower *l, const om_tensor *x, const om_tensor *w, co
         p->in[i] = s < 0 ? 1 : x->dim[2 + s];
         p->k[i] = s < 0 ? 1 : w->dim[2 + s];
         p->out[i] = s < 0 ? 1 : y->dim[2 + s];
-        p->stride[i] = s < 0 ? 1 : setting(a, "stride", s, 1);
-        p->dil[i] = s < 0 ? 1 : setting(a, "dilation", s, 1);
-        p->lo[i] = s < 0 ? 0 : setting(a, "pad", s, 0);
+        p->stride[i] = s < 0 ? 1 : om_gpu_setting(a, "stride", s, 1);
+        p->dil[i] = s < 0 ? 1 : om_gpu_setting(a, "dilation", s, 1);
+        p->lo[i] = s < 0 ? 0 : om_gpu_setting(a, "pad", s, 0);
         p->taps *= p->k[i], p->pixels *= p->out[i], p->plane *= p->in[i];
     }
     return OM_OK;
-}
-
-static int64_t blocks_for(int64_t n) {
-    const int64_t blocks = om_gpu_blocks(n, 256);
-    return blocks < 1 << 20 ? blocks : 1 << 20;
 }
 
 static om_gpu_conv *conv_add(om_lower *l, om_gpu_kernel k, int64_t blocks, const om_gpu_conv *p) {
@@ -47,11 +34,55 @@ om_status om_lower_conv(om_lower *l) {
     const om_args *a = l->a;
     om_gpu_conv p, *g;
     OM_TRY(conv_of(l, &a->in[0], &a->in[1], &a->out[0], &p));
-    if (!(g = conv_add(l, OF(conv_y, a->in[0].dtype), blocks_for(p.n * p.o * p.pixels), &p))) return l->cx->status;
+    g = conv_add(l, OM_GPU_OF(conv_y, a->in[0].dtype), om_gpu_grid(p.n * p.o * p.pixels, 256), &p);
+    if (!g) return l->cx->status;
     om_gpu_in(l, &g->x, 0);
     om_gpu_in(l, &g->w, 1);
     om_gpu_in(l, &g->bias, 2);
     om_gpu_out(l, &g->y, 0, OM_GPU_WRITE);
+    return OM_OK;
+}
+
+/* The gradient of a convolution for its x: x in the place of dy, y in that of dx. */
+om_status om_lower_conv_transpose(om_lower *l) {
+    const om_args *a = l->a;
+    om_gpu_conv p, *g;
+    OM_TRY(om_gpu_check(l));
+    OM_TRY(conv_of(l, &a->out[0], &a->in[1], &a->in[0], &p));
+    g = conv_add(l, OM_GPU_OF(conv_dx, a->in[0].dtype), om_gpu_grid(p.n * p.c * p.plane, 256), &p);
+    if (!g) return l->cx->status;
+    om_gpu_in(l, &g->dy, 0);
+    om_gpu_in(l, &g->w, 1);
+    om_gpu_out(l, &g->dx, 0, OM_GPU_WRITE);
+    return OM_OK;
+}
+
+om_status om_lower_patches(om_lower *l) {
+    const om_args *a = l->a;
+    const bool to = om_is(a->node, im2col);
+    const om_tensor *x = to ? &a->in[0] : &a->out[0];
+    const int nd = x->rank - 2, dtype = x->dtype;
+    om_gpu_conv p = {.n = x->dim[0], .c = x->dim[1], .taps = 1, .pixels = 1, .plane = 1}, *g;
+    int n_pad;
+    const int64_t *pad = attr_values(a, "pad", &n_pad);
+    OM_TRY(om_gpu_check(l));
+    for (int i = 0; i < 3; i++) {
+        const int s = i - (3 - nd);
+        p.in[i] = s < 0 ? 1 : x->dim[2 + s];
+        p.k[i] = s < 0 ? 1 : om_gpu_setting(a, "kernel", s, 1);
+        p.stride[i] = s < 0 ? 1 : om_gpu_setting(a, "stride", s, 1);
+        p.dil[i] = s < 0 ? 1 : om_gpu_setting(a, "dilation", s, 1);
+        p.lo[i] = s < 0 ? 0 : om_gpu_setting(a, "pad", s, 0);
+        const int64_t hi = s < 0 ? 0 : n_pad == 2 * nd ? pad[nd + s] : p.lo[i];
+        const int64_t room = p.in[i] + p.lo[i] + hi - p.dil[i] * (p.k[i] - 1) - 1;
+        p.out[i] = room < 0 ? 0 : room / p.stride[i] + 1;
+        p.taps *= p.k[i], p.pixels *= p.out[i], p.plane *= p.in[i];
+    }
+    g = conv_add(l, to ? OM_GPU_OF(unfold, dtype) : OM_GPU_OF(fold, dtype),
+                 om_gpu_grid(p.n * p.c * (to ? p.taps * p.pixels : p.plane), 256), &p);
+    if (!g) return l->cx->status;
+    om_gpu_in(l, to ? &g->x : &g->dy, 0);
+    om_gpu_out(l, to ? &g->y : &g->dx, 0, OM_GPU_WRITE);
     return OM_OK;
 }
 
@@ -65,8 +96,10 @@ om_status om_lower_conv_grad(om_lower *l) {
     if (p.o * p.cg * p.taps > INT32_MAX) return om_gpu_host(l);
     for (int i = 0; i < 3 && i < a->n_out; i++) {
         if (i < count && !want[i]) continue;
-        const om_gpu_kernel k = i == 0 ? OF(conv_dx, dtype) : i == 1 ? OF(conv_dw, dtype) : OF(conv_db, dtype);
-        g = conv_add(l, k, i == 0 ? blocks_for(p.n * p.c * p.plane) : i == 1 ? p.o * p.cg * p.taps : p.o, &p);
+        const om_gpu_kernel k = i == 0   ? OM_GPU_OF(conv_dx, dtype)
+                                : i == 1 ? OM_GPU_OF(conv_dw, dtype)
+                                         : OM_GPU_OF(conv_db, dtype);
+        g = conv_add(l, k, i == 0 ? om_gpu_grid(p.n * p.c * p.plane, 256) : i == 1 ? p.o * p.cg * p.taps : p.o, &p);
         if (!g) return l->cx->status;
         om_gpu_in(l, &g->dy, 0);
         if (i == 1) om_gpu_in(l, &g->x, 1);

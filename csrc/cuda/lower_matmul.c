@@ -8,8 +8,6 @@
 #include "cuda/blaslt.h"
 #include "cuda/scratch.h"
 
-#define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
-
 enum { MOST_CALLS = 64 };                /* of the library's for one of ours */
 static const int64_t MOST_SPACE = 32 << 20; /* what it is said to use best on sm_90 */
 
@@ -141,7 +139,7 @@ om_status om_lower_matmul(om_lower *l) {
     if (done) return OM_OK;
     const int64_t gx = om_gpu_blocks(p.m, 64), gy = om_gpu_blocks(p.n, 64);
     if (gy > 65535) return om_gpu_host(l);
-    om_gpu_gemm *g = om_gpu_add(l, OF(gemm, z->dtype), gx, gy, batch < 65535 ? batch : 65535, 256,
+    om_gpu_gemm *g = om_gpu_add(l, OM_GPU_OF(gemm, z->dtype), gx, gy, batch < 65535 ? batch : 65535, 256,
                                 2 * 16 * 65 * om_dtype_size(om_compute_dtype(z->dtype)), sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
@@ -152,3 +150,31 @@ om_status om_lower_matmul(om_lower *l) {
     return OM_OK;
 }
 
+/* Products of groups of rows, by the engine's own kernel: only the device knows where groups end. */
+om_status om_lower_grouped(om_lower *l) {
+    const om_args *a = l->a;
+    const om_tensor *x = &a->in[0], *w = &a->in[1], *ends = &a->in[2], *y = &a->out[0];
+    const bool outer = y->rank == 3;
+    const int64_t rows = x->dim[0], groups = ends->dim[0];
+    OM_TRY(om_gpu_check(l));
+    om_gpu_grouped p = {.ends_step = ends->stride[0], .groups = groups, .rows = rows, .outer = outer,
+                        .per_a = x->stride[0], .per_b = w->stride[0], .per_c = y->stride[0]};
+    om_gpu_gemm *g = &p.g;
+    g->m = outer ? x->dim[1] : rows, g->n = w->dim[outer ? 1 : 2], g->k = outer ? 0 : x->dim[1];
+    g->ra = x->stride[outer], g->ca = x->stride[!outer];
+    g->rb = w->stride[!outer], g->cb = w->stride[outer ? 1 : 2];
+    g->rc = y->stride[outer], g->cc = y->stride[outer ? 2 : 1];
+    const int64_t bm = om_gpu_blocks(g->m, 64), bn = om_gpu_blocks(g->n, 64);
+    if (bm > INT32_MAX || bn > 65535 || groups > 65535 || !om_is_dense(y)) return om_gpu_host(l);
+    if (!outer) OM_TRY(om_gpu_fill_lower(l, a->n_in, y, 0, 0)); /* rows behind the last group */
+    const size_t shared = 2 * 16 * 65 * (y->dtype == OM_F64 ? 8 : 4);
+    om_gpu_grouped *q = om_gpu_add(l, OM_GPU_OF(grouped, y->dtype), bm, bn, groups, 256, shared, sizeof *q);
+    if (!q) return l->cx->status;
+    *q = p;
+    om_gpu_in(l, &q->g.a, 0);
+    om_gpu_in(l, &q->g.b, 1);
+    om_gpu_in(l, &q->ends, 2);
+    q->site = (int32_t)om_gpu_fault_at(l, &q->fault);
+    om_gpu_out(l, &q->g.c, 0, OM_GPU_WRITE);
+    return OM_OK;
+}

@@ -7,8 +7,6 @@
 static uint32_t threads_for(int64_t n) {
     return n <= 32 ? 32 : n <= 128 ? 64 : n <= 512 ? 128 : n <= 8192 ? 256 : 1024;
 }
-#define OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
-
 /* --- reductions --------------------------------------------------------------------------------------- */
 
 static void axis_add(int64_t n, int64_t step, int *rank, int64_t *dim, int64_t *stride) {
@@ -116,7 +114,7 @@ om_status om_lower_softmax(om_lower *l) {
     }
     if (!n) rows = 0;
     if (!om_is_dense(&a->out[0]) || rows > INT32_MAX) return om_gpu_host(l);
-    om_gpu_softmax *g = om_gpu_add(l, OF(softmax, x->dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
+    om_gpu_softmax *g = om_gpu_add(l, OM_GPU_OF(softmax, x->dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     g->rows = rows, g->n = n, g->step = step;
     g->log = id == OM_OP_log_softmax || id == OM_OP_log_softmax_grad;
@@ -147,7 +145,7 @@ om_status om_lower_norm(om_lower *l) {
     int64_t rows, n;
     norm_sizes(a, &a->in[0], &rows, &n);
     if (!n || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
-    om_gpu_norm *g = om_gpu_add(l, OF(norm, a->in[0].dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
+    om_gpu_norm *g = om_gpu_add(l, OM_GPU_OF(norm, a->in[0].dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     g->rows = rows, g->n = n, g->eps = om_args_float(a, "eps", 1e-5), g->rms = rms;
     om_gpu_in(l, &g->x, 0);
@@ -183,7 +181,7 @@ om_status om_lower_norm_grad(om_lower *l) {
     const int64_t size = p.parts * 2 * n * (int64_t)om_dtype_size(om_compute_dtype(dtype));
     om_gpu_norm *g;
     if (params) {
-        g = om_gpu_add(l, OF(norm_params, dtype), om_gpu_blocks(n, 32), p.parts, 1, 256, 512 * 8, sizeof *g);
+        g = om_gpu_add(l, OM_GPU_OF(norm_params, dtype), om_gpu_blocks(n, 32), p.parts, 1, 256, 512 * 8, sizeof *g);
         if (!g) return l->cx->status;
         *g = p;
         om_gpu_in(l, &g->dy, 0);
@@ -191,7 +189,7 @@ om_status om_lower_norm_grad(om_lower *l) {
         if (!rms) om_gpu_in(l, &g->mean, 3);
         om_gpu_in(l, &g->rstd, a->n_in - 1);
         om_gpu_scratch_at(l, &g->partial, 0, size, OM_GPU_WRITE);
-        g = om_gpu_add(l, OF(norm_finish, dtype), om_gpu_blocks(n, 256), 1, 1, 256, 0, sizeof *g);
+        g = om_gpu_add(l, OM_GPU_OF(norm_finish, dtype), om_gpu_blocks(n, 256), 1, 1, 256, 0, sizeof *g);
         if (!g) return l->cx->status;
         *g = p;
         g->wtype = a->out[1].dtype;
@@ -199,7 +197,7 @@ om_status om_lower_norm_grad(om_lower *l) {
         om_gpu_out(l, &g->dw, 1, OM_GPU_WRITE);
         if (!rms) om_gpu_out(l, &g->db, 2, OM_GPU_WRITE);
     }
-    g = om_gpu_add(l, OF(norm_grad, dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
+    g = om_gpu_add(l, OM_GPU_OF(norm_grad, dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->dy, 0);
@@ -247,13 +245,13 @@ om_status om_lower_cross_entropy(om_lower *l) {
     om_gpu_loss p;
     OM_TRY(loss_of(l, 0, &p));
     if (p.rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
-    om_gpu_loss *g = om_gpu_add(l, OF(loss, dtype), p.rows, 1, 1, threads_for(p.n), 32 * 8, sizeof *g);
+    om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss, dtype), p.rows, 1, 1, threads_for(p.n), 32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     loss_operands(l, 0, g);
     om_gpu_out(l, &g->lse, 1, OM_GPU_WRITE);
     om_gpu_scratch_at(l, &g->row, 0, 16 * p.rows, OM_GPU_WRITE);
-    g = om_gpu_add(l, OF(loss_finish, a->out[0].dtype), 1, 1, 1, threads_for(p.rows), 32 * 8, sizeof *g);
+    g = om_gpu_add(l, OM_GPU_OF(loss_finish, a->out[0].dtype), 1, 1, 1, threads_for(p.rows), 32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_scratch_at(l, &g->row, 0, 16 * p.rows, OM_GPU_READ);
@@ -267,7 +265,8 @@ om_status om_lower_cross_entropy_grad(om_lower *l) {
     om_gpu_loss p;
     OM_TRY(loss_of(l, 1, &p));
     if (p.rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
-    om_gpu_loss *g = om_gpu_add(l, OF(loss_grad, a->in[1].dtype), p.rows, 1, 1, threads_for(p.n), 32 * 8, sizeof *g);
+    om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss_grad, a->in[1].dtype), p.rows, 1, 1, threads_for(p.n), 32 * 8,
+                                sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     loss_operands(l, 1, g);
@@ -363,7 +362,7 @@ om_status om_lower_gather_grad(om_lower *l) {
     om_gpu_in(l, &g->idx, 1);
     om_gpu_scratch_at(l, &g->head, 0, 4 * p.n, OM_GPU_READ | OM_GPU_WRITE);
     g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
-    g = om_gpu_add(l, OF(scatter_add, y->dtype), p.m, chunks, outer, 256, 256, sizeof *g);
+    g = om_gpu_add(l, OM_GPU_OF(scatter_add, y->dtype), p.m, chunks, outer, 256, 256, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->dy, 0);

@@ -179,4 +179,100 @@ typedef struct om_gpu_attention {
     int32_t causal, nan_rows, mask_kind /* 0 none, 1 bool, 2 float */, mask_type, drop, none;
 } om_gpu_attention;
 
+/* --- each.cu, lines.cu --------------------------------------------------------------------------------- */
+
+/* Numbers of what a kernel computes. */
+enum {
+    OM_GPU_ACOS, OM_GPU_ASIN, OM_GPU_ATAN, OM_GPU_ACOSH, OM_GPU_ATANH, OM_GPU_TAN, OM_GPU_SINH, OM_GPU_COSH,
+    OM_GPU_LGAMMA, OM_GPU_DIGAMMA, OM_GPU_TRIGAMMA, OM_GPU_ATAN2, OM_GPU_XLOGY
+};
+enum { OM_GPU_CUMPROD, OM_GPU_CUMPROD_GRAD, OM_GPU_LOGS, OM_GPU_LOGS_GRAD };
+
+typedef struct om_gpu_special { const char *x, *y; char *out; int64_t n; int32_t what, dtype; } om_gpu_special;
+
+typedef struct om_gpu_search { /* per value: how many of its row (dense) are before it */
+    const char *sorted, *values;
+    char *y;
+    int64_t row, per_row, count; /* elements of a row; values that look into one; all values */
+    int32_t dtype, right;
+} om_gpu_search;
+
+typedef struct om_gpu_cdist { /* x (items / rows, rows, m), y (items / rows, r, m), all dense; gradient: dx */
+    const char *x, *y, *dd, *d;
+    char *out;
+    int64_t items, rows, r, m;
+    double p;
+} om_gpu_cdist;
+
+/* Lines of `len` elements along one axis; the others are dim. Operands 0 to 2 are inputs, then outputs: strides over
+ * dim, and `step` along the axis. */
+typedef struct om_gpu_lines {
+    const char *x[3];
+    char *y[2];
+    double *space; /* lines * len */
+    int64_t lines, len, dim[OM_GPU_RANK], stride[5][OM_GPU_RANK], step[5];
+    int64_t k;     /* of the largest */
+    int32_t rank, dtype, what, exclusive, reverse, largest;
+} om_gpu_lines;
+
+/* --- scatter.cu ---------------------------------------------------------------------------------------- */
+
+/* y op= src at idx along one axis; the other axes of idx are dim. Strides of y, idx, src, positions in a dense idx. */
+typedef struct om_gpu_put {
+    const char *idx, *src;
+    char *y;
+    om_gpu_fault *fault;
+    int64_t lines, len, n, dim[OM_GPU_RANK], stride[4][OM_GPU_RANK], step[4];
+    int32_t rank, dtype, size, wide, reduce, site; /* reduce: 0 set, 1 add, 2 max, 3 min */
+} om_gpu_put;
+
+/* Rows by tuples of k indices (dense): y (count, inner) = x at them, or y op= src (count, inner). */
+typedef struct om_gpu_nd {
+    const char *x, *idx;
+    char *y;
+    int32_t *head;             /* scatter: per target the first source, or the last */
+    om_gpu_fault *fault;
+    int64_t count, k, inner, targets;
+    int64_t limit[OM_GPU_RANK], step[OM_GPU_RANK];   /* of the k axes */
+    int64_t dim[OM_GPU_RANK], stride[OM_GPU_RANK];   /* gather: of x's other axes */
+    int32_t rank, dtype, size, wide, reduce, site;
+} om_gpu_nd;
+
+/* --- pool.cu ------------------------------------------------------------------------------------------- */
+
+typedef struct om_gpu_pool { /* windows over the last axes of x (planes, in), one per element of y (planes, out) */
+    const char *x, *dy;
+    const int64_t *at;         /* max_pool_grad: positions in a plane */
+    char *y;
+    int64_t *idx;
+    float *wide;               /* max_pool_grad of 16-bit floats: sums, as dx */
+    om_gpu_fault *fault;
+    int64_t planes, in_size, out_size, in[3], out[3], k[3], stride[3], pad[3], dil[3];
+    int32_t adaptive, include_pad, site, none;
+} om_gpu_pool;
+
+/* --- batch_norm.cu ------------------------------------------------------------------------------------- */
+
+/* One number per channel, of a type told at run time; steps in elements; data NULL: none is given. */
+typedef struct om_gpu_channel { char *data; int64_t step; int32_t dtype, none; } om_gpu_channel;
+typedef struct om_gpu_batch_norm { /* x (n, c, inner) */
+    const char *x, *dy;
+    char *y;                   /* or dx, which may lie where dy or x do */
+    om_gpu_channel w, b, in_mean, in_var;        /* gradient: mean and rstd of the forward */
+    om_gpu_channel new_mean, new_var, mean, rstd; /* gradient: dw, db */
+    int64_t n, c, inner;
+    double eps, momentum;
+    int32_t batch, running;
+} om_gpu_batch_norm;
+
+/* --- grouped.cu ---------------------------------------------------------------------------------------- */
+
+typedef struct om_gpu_grouped { /* g: of one group, its rows or (outer) its sums from ends[e - 1] to ends[e] */
+    om_gpu_gemm g;
+    const int64_t *ends;
+    om_gpu_fault *fault;
+    int64_t ends_step, groups, rows, per_a, per_b, per_c; /* per_*: steps to the next row, or matrix */
+    int32_t outer, site;
+} om_gpu_grouped;
+
 #endif

@@ -2,8 +2,8 @@
 #include "cuda/queue.h"
 
 #include "cuda/blaslt.h"
+#include "cuda/host_memory.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -11,12 +11,7 @@
 
 enum { MAX_DEVICES = 16 };
 
-#define X(field, name, params) om_cu_result (*field) params;
-static struct { OM_CUDA_QUEUE_API(X) } api;
-#undef X
-#define X(field, name, params) __attribute__((unused)) static const char field##_name[] = #name;
-OM_CUDA_QUEUE_API(X)
-#undef X
+OM_CUDA_ENTRIES(OM_CUDA_QUEUE_API)
 
 /* A block that could not be given back: tried again by the next that asks for one. */
 typedef struct owed { struct owed *next; om_cu_address at; om_cu_stream stream; } owed;
@@ -28,6 +23,7 @@ struct om_gpu {
     om_gpu_fault *fault;          /* page-locked memory of the host, which the device reaches at the same address */
     om_cu_function kernel[OM_N_GPU_KERNELS];
     om_cu_module module[32];      /* per image */
+    bool of_torch;                /* its memory */
     _Atomic(owed *) owed;
 };
 
@@ -54,25 +50,14 @@ static om_status failed_of(om_ctx *cx, om_gpu *g, om_cu_result r, const char *wh
     snprintf(text, sizeof text, "%s of %s", what, kernel);
     return failed(cx, g, r, text);
 }
-#define CALL(what, ...)                                             \
-    do {                                                            \
-        const om_cu_result r_ = api.what(__VA_ARGS__);              \
-        if (r_) return failed(cx, g, r_, what##_name);              \
-    } while (0)
 
 /* --- opening ------------------------------------------------------------------------------------------ */
 
 static om_status api_open(om_ctx *cx) {
-    if (api.launch) return OM_OK;
-    void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!lib) return om_fail(cx, OM_UNSUPPORTED, "there is no NVIDIA driver: %s", dlerror());
-#define X(field, name, params)                                                                       \
-    *(void **)&api.field = dlsym(lib, #name);                                                        \
-    if (!api.field)                                                                                  \
-        return om_fail(cx, OM_UNSUPPORTED,                                                           \
-                       "the NVIDIA driver (libcuda.so.1) has no " #name ": CUDA 11.2 or later is needed");
-    OM_CUDA_QUEUE_API(X)
-#undef X
+    static bool ready;
+    if (ready) return OM_OK;
+    OM_TRY(OM_CUDA_LOOK(cx, "CUDA 11.2 or later is needed"));
+    ready = true;
     return OM_OK;
 }
 
@@ -85,10 +70,10 @@ static om_status kernels_load(om_ctx *cx, om_gpu *g) {
         if (!om_gpu_images[i].name || !*om_gpu_images[i].size)
             return om_fail(cx, OM_UNSUPPORTED, "this build has no CUDA kernels (%s): it was made without nvcc",
                            kernels[k].image);
-        if (!g->module[i]) CALL(module_load, &g->module[i], om_gpu_images[i].bytes);
+        if (!g->module[i]) OM_GPU_CALL(module_load, &g->module[i], om_gpu_images[i].bytes);
         const om_cu_result r = api.module_function(&g->kernel[k], g->module[i], kernels[k].name);
         if (r) return failed_of(cx, g, r, module_function_name, kernels[k].name);
-        if (strstr(kernels[k].name, "attention")) CALL(function_attribute, g->kernel[k], MOST_SHARED, 64 << 10);
+        if (strstr(kernels[k].name, "attention")) OM_GPU_CALL(function_attribute, g->kernel[k], MOST_SHARED, 64 << 10);
     }
     return OM_OK;
 }
@@ -99,11 +84,12 @@ static om_status gpu_open(om_ctx *cx, om_gpu *g) {
     om_cu_pool pool = NULL;
     uint64_t keep = UINT64_MAX; /* what was given back stays in the pool */
     OM_TRY(kernels_load(cx, g));
-    if (!g->fault) CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
+    if (!g->fault) OM_GPU_CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
     if (host) memset(g->fault = host, 0, sizeof *g->fault);
     om_lt_open();
-    CALL(pool, &pool, g->ordinal);
-    CALL(pool_attribute, pool, RELEASE_THRESHOLD, &keep);
+    g->of_torch = om_torch_memory_open();
+    OM_GPU_CALL(pool, &pool, g->ordinal);
+    OM_GPU_CALL(pool_attribute, pool, RELEASE_THRESHOLD, &keep);
     return OM_OK;
 }
 
@@ -140,13 +126,19 @@ static void owe(om_gpu *g, om_cu_address at, om_cu_stream stream) {
     while (!atomic_compare_exchange_weak(&g->owed, &o->next, o)) continue;
 }
 
+static om_status torch_failed(om_ctx *cx, om_gpu *g) {
+    return om_fail(cx, OM_UNSUPPORTED, "torch's allocator took no block of CUDA device %d back "
+                                       "(aoti_torch_cuda_caching_allocator_raw_delete failed)", g->ordinal);
+}
+
 static om_status pay(om_ctx *cx, om_gpu *g) {
     if (!atomic_load(&g->owed)) return OM_OK;
     om_status s = OM_OK;
     for (owed *o = atomic_exchange(&g->owed, NULL), *next; o; o = next) {
         next = o->next;
-        const om_cu_result r = s == OM_OK ? api.free(o->at, o->stream) : 0;
+        const om_cu_result r = s != OM_OK || g->of_torch ? 0 : api.free(o->at, o->stream);
         if (r) s = failed(cx, g, r, free_name);
+        else if (s == OM_OK && g->of_torch && !om_torch_memory_put((void *)(uintptr_t)o->at)) s = torch_failed(cx, g);
         if (s != OM_OK) owe(g, o->at, o->stream);
         free(o);
     }
@@ -168,6 +160,12 @@ om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **
     om_cu_address p = 0;
     OM_TRY(not_captured(cx, g, stream));
     OM_TRY(pay(cx, g));
+    if (g->of_torch) {
+        if ((*out = om_torch_memory_get(g->ordinal, size ? size : 1, stream))) return OM_OK;
+        om_fail(cx, OM_NOMEM, "CUDA device %d is out of memory: %zu bytes were asked for "
+                              "(aoti_torch_cuda_caching_allocator_raw_alloc)", g->ordinal, size);
+        return OM_NOMEM;
+    }
     const om_cu_result r = api.alloc(&p, size ? size : 1, stream);
     if (r == OUT_OF_MEMORY) {
         om_fail(cx, OM_NOMEM, "CUDA device %d is out of memory: %zu bytes were asked for (cuMemAllocAsync: %u)",
@@ -181,26 +179,26 @@ om_status om_gpu_alloc(om_ctx *cx, om_gpu *g, size_t size, void *stream, void **
 
 void om_gpu_free(om_gpu *g, void *p, void *stream) {
     om_ctx quiet = {.status = OM_OK};
-    const bool entered = om_gpu_enter(&quiet, g) == OM_OK;
-    const bool gone = entered && !api.free((om_cu_address)(uintptr_t)p, stream);
+    const bool entered = !g->of_torch && om_gpu_enter(&quiet, g) == OM_OK;
+    const bool gone = g->of_torch ? om_torch_memory_put(p) : entered && !api.free((om_cu_address)(uintptr_t)p, stream);
     if (entered) om_gpu_leave(&quiet, g, OM_OK);
     if (!gone) owe(g, (om_cu_address)(uintptr_t)p, stream);
 }
 
 om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
     OM_TRY(not_captured(cx, g, stream_now));
-    if (size) CALL(to_device, (om_cu_address)(uintptr_t)to, from, size, stream_now);
+    if (size) OM_GPU_CALL(to_device, (om_cu_address)(uintptr_t)to, from, size, stream_now);
     return OM_OK;
 }
 
 om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
-    if (size) CALL(to_host, to, (om_cu_address)(uintptr_t)from, size, stream_now);
-    CALL(wait, stream_now);
+    if (size) OM_GPU_CALL(to_host, to, (om_cu_address)(uintptr_t)from, size, stream_now);
+    OM_GPU_CALL(wait, stream_now);
     return OM_OK;
 }
 
 om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size) {
-    if (size) CALL(set, (om_cu_address)(uintptr_t)to, (unsigned char)byte, size, stream_now);
+    if (size) OM_GPU_CALL(set, (om_cu_address)(uintptr_t)to, (unsigned char)byte, size, stream_now);
     return OM_OK;
 }
 

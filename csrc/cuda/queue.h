@@ -1,9 +1,9 @@
 /* cuda/queue.h - memory, copies and launches of the graph engine on a stream of a GPU, through the driver.
  *
- * Memory comes from the device's own pool in the order of the stream (cuMemAllocAsync): a block that is given back is
- * handed on at once, to work queued later (blocks of steps stay with the engine in between: blocks.h). Only a download
- * waits for the device. The stream is the calling thread's (om_cuda_stream): torch's current one, or the legacy
- * default stream.
+ * Memory comes from torch's caching allocator (host_memory.h), or where there is none from the device's own pool, in
+ * the order of the stream: a block that is given back is handed on at once, to work queued later (blocks of steps stay
+ * with the engine in between: blocks.h). Only a download waits for the device. The stream is the calling thread's
+ * (om_cuda_stream): torch's current one, or the legacy default stream.
  */
 #ifndef OM_CUDA_QUEUE_H
 #define OM_CUDA_QUEUE_H
@@ -54,6 +54,12 @@ om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void
 om_gpu_fault *om_gpu_fault_word(om_gpu *g);
 om_status om_gpu_settled(om_ctx *cx, om_gpu *g); /* waits; returns a fault that was noted (device.c) */
 om_status om_gpu_fail(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what); /* a driver function's failure */
+/* In a file with OM_CUDA_ENTRIES, where cx and g are the context and the device. */
+#define OM_GPU_CALL(field, ...)                                         \
+    do {                                                                \
+        const om_cu_result r_ = api.field(__VA_ARGS__);                 \
+        if (r_) return om_gpu_fail(cx, g, r_, field##_name);            \
+    } while (0)
 void om_cuda_count_add(long launches, long products); /* to om_cuda_count: not queued one by one (device.c) */
 
 /* What the kernels of the next launches may touch: the tests' fake device sets it; NULL else. */

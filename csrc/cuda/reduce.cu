@@ -13,26 +13,10 @@ template <> FN_MEMBER float load_as<float>(const char *p, int dtype, int64_t i) 
                               : in(ld((const f16 *)p + i));
 }
 template <> FN_MEMBER double load_as<double>(const char *p, int, int64_t i) { return ld((const double *)p + i); }
-template <> FN_MEMBER int64_t load_as<int64_t>(const char *p, int dtype, int64_t i) {
-    switch (dtype) {
-    case OM_I64: return ld((const int64_t *)p + i);
-    case OM_I32: return ld((const int32_t *)p + i);
-    case OM_I16: return ld((const int16_t *)p + i);
-    case OM_I8: return ld((const int8_t *)p + i);
-    default: return ld((const uint8_t *)p + i);
-    }
-}
+template <> FN_MEMBER int64_t load_as<int64_t>(const char *p, int dtype, int64_t i) { return integer_at(p, dtype, i); }
 
 FN void store_as(char *p, int dtype, int64_t i, double x) { float_put(p, dtype, i, x); }
-FN void store_as(char *p, int dtype, int64_t i, int64_t x) {
-    switch (dtype) {
-    case OM_I64: st((int64_t *)p + i, x); break;
-    case OM_I32: st((int32_t *)p + i, (int32_t)x); break;
-    case OM_I16: st((int16_t *)p + i, (int16_t)x); break;
-    case OM_BOOL: st((uint8_t *)p + i, (uint8_t)(x != 0)); break;
-    default: st((uint8_t *)p + i, (uint8_t)x);
-    }
-}
+FN void store_as(char *p, int dtype, int64_t i, int64_t x) { integer_put(p, dtype, i, x); }
 
 FN void unit(int what, float *x) {
     *x = what == OM_GPU_PROD ? 1 : what == OM_GPU_MAX ? -INFINITY : what == OM_GPU_MIN ? INFINITY : 0;
@@ -59,15 +43,6 @@ template <> FN_MEMBER int64_t both(int what, int64_t a, int64_t b) { /* wraps */
     case OM_GPU_PROD: return (int64_t)((uint64_t)a * (uint64_t)b);
     default: return (int64_t)((uint64_t)a + (uint64_t)b);
     }
-}
-
-FN int64_t offset_of(int64_t i, int rank, const int64_t *dim, const int64_t *stride) {
-    int64_t off = 0;
-    for (int d = rank - 1; d > 0; d--) {
-        off += i % dim[d] * stride[d];
-        i /= dim[d];
-    }
-    return rank ? off + i * stride[0] : 0;
 }
 
 FN double mean_of(double x, double scale) { return x * scale; }

@@ -8,5 +8,8 @@ int64_t om_gpu_scratch_reduce(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_norm_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_cross_entropy(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_scatter_nd(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_products(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_max_pool_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a);
 #endif

@@ -3,7 +3,7 @@ run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order
 OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits.
 OM_FAKE_REUSE=1: blocks come back in the order of their stream, as from the driver's pool, so that steps repeat their
 addresses. OM_FAKE_KEEP=1: the engine keeps blocks for the next step, as it does where
-not told otherwise (here it is, so that memory is poisoned and watched). OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt. OM_FAKE_SM: its compute capability (90)."""
+not told otherwise (here it is, so that memory is poisoned and watched). OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt; a path: that one. OM_FAKE_TORCH=path: a libtorch_cuda.so, whose allocator gives memory (fake_allocator.cpp). OM_FAKE_SM: its compute capability (90)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS, GRAPHS, PLAYED, RECORDED = range(8)  # fake_gpu_count
 
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
-blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13")) if os.environ.get("OM_FAKE_BLAS", "1") != "0" else None
+_blas = os.environ.get("OM_FAKE_BLAS", "1")
+blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13") if _blas == "1" else _blas) if _blas != "0" else None
+torch_memory = C.CDLL(os.environ["OM_FAKE_TORCH"]) if "OM_FAKE_TORCH" in os.environ else None
+if torch_memory:
+    torch_memory.fake_torch_blocks.restype, torch_memory.fake_torch_block_stream.restype = C.c_long, C.c_size_t
 gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = gpu.fake_gpu_ran.restype = C.c_long
 gpu.fake_gpu_calls.argtypes = [C.c_char_p]
 gpu.fake_gpu_fail.argtypes = [C.c_char_p, C.c_long, C.c_uint]
@@ -37,6 +41,11 @@ def message() -> str:
 def products() -> int:
     """That the library has done."""
     return int(blas.fake_blaslt_products()) if blas else 0
+
+
+def torch_blocks() -> int:
+    """Of the allocator, on loan."""
+    return int(torch_memory.fake_torch_blocks()) if torch_memory else 0
 
 
 def late(on: bool) -> None:

@@ -1,0 +1,101 @@
+/* scatter.cu - elements put at indices, and rows at tuples of indices: in the order of the sources, the same every
+ * time. Along an axis sources meet in one line only, which a thread works off. Rows: of the sources of a target one
+ * leads (found by an atomic minimum or maximum), and its block does them all. */
+#include "cuda/kernel.h"
+
+/* y = y + x, or the further one; NaN wins. Sums of 16-bit floats are rounded each time. */
+FN void put_more(char *y, int64_t to, const char *x, int64_t from, int dtype, int size, int reduce) {
+    if (!reduce) {
+        move_one(x, from, y, to, size);
+    } else if (is_float(dtype)) {
+        const double a = float_at(y, dtype, to), b = float_at(x, dtype, from);
+        if (reduce == 1 && dtype == OM_F64) float_put(y, dtype, to, a + b);
+        else if (reduce == 1) float_put(y, dtype, to, (float)a + (float)b);
+        else if ((reduce == 2 ? b > a : b < a) || b != b) move_one(x, from, y, to, size);
+    } else {
+        const int64_t a = integer_at(y, dtype, to), b = integer_at(x, dtype, from);
+        if (reduce == 1) integer_put(y, dtype, to, (int64_t)((uint64_t)a + (uint64_t)b));
+        else if (reduce == 2 ? b > a : b < a) move_one(x, from, y, to, size);
+    }
+}
+
+EXPORT(128) om_k_put(PARAM(struct om_gpu_put) p) {
+    OVER_GRID(line, p.lines) {
+        int64_t at[4];
+        for (int k = 0; k < 4; k++) at[k] = offset_of(line, p.rank, p.dim, p.stride[k]);
+        for (int64_t i = 0; i < p.len; i++) {
+            const int64_t to = index_at(p.idx, p.wide, at[1] + i * p.step[1]);
+            if ((uint64_t)to >= (uint64_t)p.n)
+                fault_note(p.fault, (uint32_t)p.site, 1, to, at[3] + i * p.step[3], p.n);
+            else put_more(p.y, at[0] + to * p.step[0], p.src, at[2] + i * p.step[2], p.dtype, p.size, p.reduce);
+        }
+    }
+}
+
+/* *at: the place that tuple i means; false: there is none. */
+FN bool nd_place(const om_gpu_nd &p, int64_t i, bool tell, int64_t *at) {
+    *at = 0;
+    for (int64_t d = 0; d < p.k; d++) {
+        const int64_t v = index_at(p.idx, p.wide, i * p.k + d);
+        if ((uint64_t)v >= (uint64_t)p.limit[d]) {
+            if (tell) fault_note(p.fault, (uint32_t)p.site, 1, v, i * p.k + d, p.limit[d]);
+            return false;
+        }
+        *at += v * p.step[d];
+    }
+    return true;
+}
+
+EXPORT(256) om_k_gather_nd(PARAM(struct om_gpu_nd) p) {
+    OVER_GRID(i, p.count * p.inner) {
+        const int64_t c = i % p.inner;
+        int64_t at;
+        if (nd_place(p, i / p.inner, !c, &at))
+            move_one(p.x, at + offset_of(c, p.rank, p.dim, p.stride), p.y, i, p.size);
+    }
+}
+
+EXPORT(256) om_k_nd_clear(PARAM(struct om_gpu_nd) p) {
+    OVER_GRID(i, p.targets) st(p.head + i, INT32_MAX);
+}
+
+/* The first source leads; where the last one is to stay, it (its number from the end is the smallest). */
+FN int32_t nd_turn(const om_gpu_nd &p, int64_t i) { return (int32_t)(p.reduce ? i : p.count - 1 - i); }
+EXPORT(256) om_k_nd_link(PARAM(struct om_gpu_nd) p) {
+    OVER_GRID(i, p.count) {
+        int64_t to;
+        if (!nd_place(p, i, true, &to)) continue;
+        touch(p.head + to, sizeof *p.head, 1);
+        atomicMin(p.head + to, nd_turn(p, i));
+    }
+}
+
+/* block (source, 256 elements of a row) */
+EXPORT(256) om_k_nd_put(PARAM(struct om_gpu_nd) p) {
+    SHARED(shared);
+    uint8_t *same = (uint8_t *)shared;
+    const int64_t first = blockIdx.x;
+    int64_t to, other;
+    if (!nd_place(p, first, false, &to) || ld(p.head + to) != nd_turn(p, first)) return; /* the whole block */
+    const int64_t c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x, y = to * p.inner + c;
+    if (!p.reduce) {
+        if (c < p.inner) move_one(p.x, first * p.inner + c, p.y, y, p.size);
+        return;
+    }
+    const bool real = is_float(p.dtype), mine = c < p.inner;
+    double x = real && mine ? float_at(p.y, p.dtype, y) : 0;
+    uint64_t n = !real && mine ? (uint64_t)integer_at(p.y, p.dtype, y) : 0;
+    for (int64_t k0 = first; k0 < p.count; k0 += blockDim.x) {
+        const int64_t k = k0 + threadIdx.x;
+        __syncthreads();
+        same[threadIdx.x] = k < p.count && nd_place(p, k, false, &other) && other == to;
+        __syncthreads();
+        for (unsigned j = 0; j < blockDim.x; j++) {
+            if (!same[j] || !mine) continue;
+            if (real) x += float_at(p.x, p.dtype, (k0 + j) * p.inner + c);
+            else n += (uint64_t)integer_at(p.x, p.dtype, (k0 + j) * p.inner + c);
+        }
+    }
+    if (real && mine) float_put(p.y, p.dtype, y, x);
+    else if (mine) integer_put(p.y, p.dtype, y, (int64_t)n);
+}
