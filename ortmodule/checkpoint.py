@@ -10,7 +10,8 @@ FOLDER/step-N/       whole and on the disk: it gets this name when every rank's 
 FOLDER/new/, gone/   what is being written, removed; left over by a process that was killed
 
 Invariants: save and load are called by all ranks of the default process group, which see one folder. What fails on one
-rank is raised on all. Nothing of an older checkpoint is touched before the newer one has its name.
+rank is raised on all. A rank that does not come (it died, it hangs) is named by the error of the others. Nothing of an
+older checkpoint is touched before the newer one has its name.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from . import torch_private as private
+
 logger = logging.getLogger("ortmodule")
 
 _SAME, _SHARD = "ortmodule: rank 0's", "ortmodule: shard "
+_KEY = "ortmodule.checkpoint/"
 _Path = tuple[Any, ...]
 
 
@@ -82,7 +86,8 @@ def save(folder: str | os.PathLike[str], step: int, model: nn.Module, optimizer:
     if any(_gathered(bool(shards))):
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(shards, checkpoint_id=new / "shards", no_dist=n == 1)  # type: ignore[arg-type]  # syncs its files
+        with _called():
+            dcp.save(shards, checkpoint_id=new / "shards", no_dist=n == 1)  # type: ignore[arg-type]  # syncs its files
     with _together("saving", whole):
         if rank == 0:
             for name in ("shards", "."):
@@ -132,7 +137,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     if any(_gathered(bool(wanted))):
         import torch.distributed.checkpoint as dcp
 
-        dcp.load(wanted, checkpoint_id=whole / "shards", no_dist=n == 1)  # type: ignore[arg-type]
+        with _called():
+            dcp.load(wanted, checkpoint_id=whole / "shards", no_dist=n == 1)  # type: ignore[arg-type]
     with _together("loading", whole):
         model.load_state_dict(parts["model"])
         for p in model.parameters():
@@ -257,7 +263,8 @@ def _leave_out_what_rank_0_has(tree: dict[str, Any], buffers: set[str]) -> list[
     found: dict[_Path, Any] = {}
     _mapped(tree, lambda path, value: found.update({path: _digest(value)}) if isinstance(value, Tensor) else None)
     given = [found if rank == 0 else None]
-    dist.broadcast_object_list(given)
+    with _called():
+        dist.broadcast_object_list(given)
     if rank == 0:
         return []
     same = {path for path, digest in found.items() if (given[0] or {}).get(path) == digest and path[0] != "random"}
@@ -377,9 +384,12 @@ def _gathered(value: Any) -> list[Any]:
     """
     n = _place()[1]
     every = [value] * n
-    if n > 1 and "cpu:" not in dist.get_backend_config():
-        dist.all_gather_object(every, value)
-    elif n > 1:
+    if n == 1:
+        return every
+    with _called():
+        if "cpu:" not in dist.get_backend_config():
+            dist.all_gather_object(every, value)
+            return every
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in every]
         _all_gather(sizes, torch.tensor([own.numel()]))
@@ -398,6 +408,39 @@ def _all_gather(rows: list[Tensor], own: Tensor) -> None:
     end = time.monotonic() + 5
     while [sys.getrefcount(t) for t in tensors] != before and time.monotonic() < end:
         time.sleep(1e-4)  # without Python's lock, which the thread may wait for
+
+
+@contextmanager
+def _called() -> Iterator[None]:
+    """Around a collective. Every rank that enters is counted in the process group's store, so that those that do not
+    come can be named when it fails: PyTorch's error tells an address, or no more than the time-out."""
+    rank, n = _place()
+    if n == 1:
+        yield
+        return
+    store, number = private.store(), 0
+    try:
+        if store is not None:
+            number = store.add(_KEY + str(rank), 1)
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0].strip()
+        raise RuntimeError(f"ortmodule.checkpoint: {_absent(store, number, n)} ({reason})") from error
+
+
+def _absent(store: Any, number: int, n: int) -> str:
+    """Which ranks have not come to a collective that has failed on this one, its number-th."""
+    if store is None:
+        return "a rank does not answer"
+    try:
+        keys = [_KEY + str(rank) for rank in range(n)]
+        absent = [r for r, key in enumerate(keys) if not store.check([key]) or int(store.get(key)) < number]
+    except Exception:
+        return ("a rank does not answer, nor does the process group's store, which is rank 0's where no launcher keeps "
+                "it: rank 0 has ended")  # fmt: skip
+    if not absent:
+        return "all ranks had come, and one of them has failed or gone since"
+    return f"rank {', '.join(map(str, absent))} has not come: it died, hangs, or did not call this"
 
 
 @contextmanager

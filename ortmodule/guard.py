@@ -144,6 +144,10 @@ def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | N
         if name and any(c.__name__ == "FSDPModule" for c in type(m).__mro__):
             return (f"submodule {name!r} is sharded by fully_shard: its hooks cannot run inside one graph. "
                     "Wrap each block, before it is sharded or after: ORTModule(block)")  # fmt: skip
+        if any(c.__name__ == "FullyShardedDataParallel" for c in type(m).__mro__):
+            return (f"{f'submodule {name!r}' if name else 'it'} is sharded by FullyShardedDataParallel, which gathers "
+                    "parameters in forward. ORTModule must be inside: FullyShardedDataParallel(ORTModule(block))"
+                    )  # fmt: skip
     if called is None and private.fsdp_state(module) is not None:
         return None  # whole when it is called: looked at then
     for name, p in module.named_parameters():

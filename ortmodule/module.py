@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import bypassed, guard
+from . import bypassed, deepspeed, guard
 from . import torch_private as private
 from .config import DebugOptions, Settings, resolve
 from .debug import set_level
@@ -208,6 +208,8 @@ class ORTModule(nn.Module):
             raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")
         if settings.log_level is not None:
             set_level(settings.log_level)
+        if "deepspeed" in sys.modules:
+            deepspeed.tell()
         if settings.precision is not None:
             tell_slow(type(module).__name__)
         self._wrap(module, settings)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import patches
+from . import torch_private as private
 
 PATIENCE_S = 2.0
 _EXPORTER = os.path.join("torch", "export", "_trace.py")
@@ -44,11 +45,21 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """What takes longer than a user waits without a word is said on stderr, with its end."""
+    """What takes longer than a user waits without a word is said on stderr, with its end; and, before other ranks have
+    waited half as long as they do, that they may fail."""
     start = perf_counter()
 
-    def say() -> None:
-        print(f"ortmodule: {text} ...", file=sys.stderr, flush=True)
+    def say(what: str = text) -> None:
+        print(f"ortmodule: {what} ...", file=sys.stderr, flush=True)
+
+    limit = private.patience()
+    late = threading.Timer((limit or 0.0) / 2, say, [
+        f"{text}, still; ranks that wait for this one fail at their time-out, {limit} s "
+        "(init_process_group(timeout=...))"
+    ])  # fmt: skip
+    late.daemon = True
+    if limit is not None:
+        late.start()
 
     timer = threading.Timer(PATIENCE_S, say)
     timer.daemon = True
@@ -57,6 +68,7 @@ def progress(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        late.cancel()
         if (took := perf_counter() - start) > PATIENCE_S:
             print(f"ortmodule: that took {took:.1f} s", file=sys.stderr, flush=True)
 

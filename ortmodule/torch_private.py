@@ -196,6 +196,10 @@ TABLE: tuple[Row, ...] = (
     Row("composable", ("torch.distributed._composable_state._get_module_state",
                        "torch.distributed._composable_state._insert_module_state"), "a block that fully_shard has "
         "sharded cannot be wrapped; wrap it before", owner=True),
+    Row("default_store", ("torch.distributed.distributed_c10d._get_default_store",), "ortmodule.checkpoint does not "
+        "name a rank that is gone"),
+    Row("backend_of", ("torch.distributed.ProcessGroup._get_backend",), "a long capture does not say how long other "
+        "ranks wait for it"),
     # --- optimizers
     Row("foreach_norm", ("torch._foreach_norm",), "norms of lists are computed one by one", instead=_foreach_norm),
     Row("foreach_copy", ("torch._foreach_copy_",), "lists are copied one by one", instead=_foreach_copy),
@@ -311,6 +315,23 @@ def share_fsdp_state(module: nn.Module, wrapper: nn.Module) -> None:
     state = fsdp_state(module)
     if state is not None and fsdp_state(wrapper) is None:
         _get("composable")._insert_module_state(wrapper, state)
+
+
+def store() -> Any:
+    """The key-value store of the default process group; None where it cannot be had."""
+    return _get("default_store")() if has("default_store") else None
+
+
+def patience() -> float | None:
+    """Seconds that other ranks wait at a collective of the default process group; None where there are none, or it
+    cannot be told."""
+    dist = torch.distributed
+    if not has("backend_of") or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    device = torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
+    with contextlib.suppress(Exception):  # a backend of its own kind
+        return float(_get("backend_of")(dist.group.WORLD, device).options._timeout.total_seconds())
+    return None
 
 
 def switches() -> list[Callable[[], Any]]:

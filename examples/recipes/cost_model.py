@@ -7,16 +7,18 @@ P parameters, b rows of T tokens a device and micro-batch, L layers of width d, 
 parameters  P = L (12 d^2 + 13 d) + (V + T) d + 2 d: a GPT-2, whose head is its embedding
 compute     6 P + 12 L d T operations a token, backward twice forward (Kaplan et al. 2020, section 2.1, with the
             products of attention), over --flops x --share
-traffic     a ring's all-reduce of n bytes sends 2 (N - 1) / N n in 2 (N - 1) hops (Patarasuk and Yuan 2009); n is a
-            gradient's bytes x P; once a step with ZeRO-0 and -1, every micro-batch with -2 and -3; ZeRO-3 half as much
-            again (Rajbhandari et al. 2020, section 7)
-overlap     exposed is what backward, 2/3 of a micro-batch's compute, does not hide; with ZeRO-3, which gathers for
-            forward as well, what the whole of it does not
+traffic     a pass (reduce-scatter or all-gather) of n bytes sends (N - 1) / N n in N - 1 hops (Patarasuk and Yuan
+            2009); n is a gradient's bytes x P. A step of m micro-batches makes 2 passes with ZeRO-0 and -1, m + 1 with
+            -2 (each micro-batch is reduced, weights are gathered once), 3 m with -3 (Rajbhandari et al. 2020, 7)
+overlap     exposed is what backward, 2/3 of a micro-batch's compute, does not hide of the passes beside it: both with
+            ZeRO-0, the reduction with -1 and -2, whose gathering follows the optimizer; with ZeRO-3, which gathers for
+            forward as well, what the whole micro-batch does not hide
 memory      weights w, gradients g, optimizer k bytes a parameter (2, 2, 12 with Adam and masters; 4, 4, 8 in fp32):
             w + g + k, with ZeRO-1 w + g + k / N, -2 w + (g + k) / N, -3 (w + g + k) / N (Rajbhandari, section 3)
 activations L T b d 34 bytes in 16 bits with attention by tiles, nothing computed again (Korthikanti et al. 2022,
             section 4, without the 5 a T / d); twice that in fp32
-Two processes, tests/scale/test_cost_model.py: memory and traffic are these bytes. Times are as good as the rates given.
+Two processes, tests/scale/test_cost_model.py: memory and traffic are these bytes; activations are what autograd keeps,
+to a fifth; a step takes what these times say, to a factor of two. They are as good as the rates given.
 """
 
 from __future__ import annotations
@@ -65,10 +67,14 @@ def memory(parameters: float, each: Bytes, stage: int, devices: int) -> float:
     return parameters * sum(b / devices if i < stage else b for i, b in enumerate(shares))
 
 
-def traffic(parameters: float, each: Bytes, stage: int, devices: int) -> float:
-    """Bytes that a device sends in a step: reduce-scatter and all-gather, with ZeRO-3 another all-gather."""
-    passes = 3 if stage == 3 else 2
-    return passes * (devices - 1) / devices * parameters * each.gradient
+def passes(stage: int, accumulate: int) -> int:
+    """Times that a step reduces or gathers all parameters."""
+    return (2, 2, accumulate + 1, 3 * accumulate)[stage]
+
+
+def traffic(parameters: float, each: Bytes, stage: int, devices: int, accumulate: int = 1) -> float:
+    """Bytes that a device sends in a step."""
+    return passes(stage, accumulate) * (devices - 1) / devices * parameters * each.gradient
 
 
 def activations(model: Model, batch: int, each: Bytes) -> float:
@@ -89,13 +95,17 @@ def step(
 ) -> tuple[float, float, float]:
     """Seconds: compute, communication, and what of that is exposed."""
     micro = batch * model.length * model.operations / flops
-    moved = traffic(model.parameters, each, stage, devices)
-    hops = (3 if stage == 3 else 2) * (devices - 1)
-    # ZeRO-2 reduces and ZeRO-3 gathers for every micro-batch
-    times = accumulate if stage > 1 else 1
-    talk = moved / bandwidth + hops * latency
-    hidden = micro if stage == 3 else micro * 2 / 3
-    return micro * accumulate, talk * times, max(talk - hidden, 0) * times
+    talk = traffic(model.parameters, each, stage, devices, accumulate) / bandwidth
+    talk += passes(stage, accumulate) * (devices - 1) * latency
+    a_pass = talk / passes(stage, accumulate)
+    backward = micro * 2 / 3
+    exposed = (
+        max(2 * a_pass - backward, 0),
+        max(a_pass - backward, 0) + a_pass,
+        max(a_pass - backward, 0) * accumulate + a_pass,
+        max(3 * a_pass - micro, 0) * accumulate,
+    )
+    return micro * accumulate, talk, exposed[stage]
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from ..errors import CaptureError
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards
 from ..patches import Patch, only_here, replaced, silent
 from ..watch import quiet
-from .refused import NotRepeatable, note_caught, refusing
+from .refused import NotRepeatable, SilentProcesses, note_caught, refusing
 
 _MOST = 128  # conditions of one capture
 _EXPORT = os.path.join(OWN_DIR, "capture", "export.py")
@@ -385,6 +385,7 @@ def rehearse(module: nn.Module, run: Callable[[], Any], answers: Sequence[Condit
                      Patch(private.compiler, "_is_exporting_flag", True)),
             Asker(module, answers).rehearsing() as found,
             undo,
+            SilentProcesses(),
         ):  # fmt: skip
             run()
     finally:

@@ -29,6 +29,7 @@ from .export import Exported
 from .functional import Node, Program
 from .onnx_build import ONNX_TYPE, Builder, UnsupportedError, Val, expr_of, shape_of
 from .onnx_functions import functions
+from .refused import talks
 
 INT_MAX = 2**63 - 1
 CONCAT_MAX = 256  # operands of one concat in the engine
@@ -356,6 +357,8 @@ class Converter:
             refused = _refused_types(n)
             if refused is not None:
                 raise UnsupportedError(refused)
+            if (talk := talks(target)) is not None:
+                raise CaptureError(str(talk), "", *n.src[1:])
         if not isinstance(target, str) and target._schema.name in _SPARSE and self.exported.grad_mode:
             given = dict(zip((a.name for a in target._schema.arguments), bound(n), strict=True))
             if given.get("sparse") or given.get("sparse_grad"):

@@ -39,7 +39,7 @@ from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import in_kept, quiet
 from . import checkpoints
-from .refused import in_try
+from .refused import SilentProcesses, in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
@@ -531,7 +531,7 @@ def record_results(
         )
         handles.append(m.register_forward_hook(lambda _m, _args, out, fqn=fqn: after(fqn, out)))
     try:
-        with quiet():
+        with quiet(), SilentProcesses():
             result = run()
     finally:
         for h in handles:

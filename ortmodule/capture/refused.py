@@ -10,6 +10,7 @@ ever. torch.export notices none of it. So while the user's forward is traced
     contiguous) gives it here, too;
   - attributes that are no tensor's (`x.tag`) are looked for on the argument behind the stand-in, and noted;
   - inference mode, and a user's own saved_tensors_hooks and dispatch modes, are refused at their entry;
+  - collectives are refused before they are sent: a rank that captures alone would send one that no other rank awaits;
   - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
     a new state;
   - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without
@@ -510,6 +511,52 @@ def _honest_flags() -> list[Patch]:
             Patch(torch.compiler.is_exporting, "__code__", _is_exporting.__code__)]
 
 
+# --- other processes ------------------------------------------------------------------------------
+
+_TALK = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "send", "recv",
+         "recv_anysource", "barrier", "monitored_barrier", "allgather", "_allgather_base", "allgather_coalesced",
+         "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "reduce_scatter",
+         "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single",
+         "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single")  # fmt: skip
+_TALKING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+
+
+def talks(target: Any) -> NotRepeatable | None:
+    """The error for an operator that communicates with other processes; None for others."""
+    namespace = getattr(target, "namespace", "")
+    return _talk(target.__name__.partition(".")[0]) if namespace in _TALKING else None
+
+
+def _talk(name: str) -> NotRepeatable:
+    return NotRepeatable(
+        f"forward communicates with other processes ({name}), which run captures of their own when they need one: wrap "
+        "the parts of the model that do not",
+        True,
+    )
+
+
+def _processes() -> list[Patch]:
+    group = getattr(torch.distributed, "ProcessGroup", None) if torch.distributed.is_available() else None
+
+    def refused(name: str) -> Callable[..., Any]:
+        def talk(*args: Any, **kwargs: Any) -> Any:
+            raise _noted(_talk(name))
+
+        return talk
+
+    names = [name for name in _TALK if hasattr(group, name)]
+    return [Patch(group, name, only_here(refused(name), getattr(group, name))) for name in names]
+
+
+class SilentProcesses(private.DispatchMode):  # type: ignore[misc]
+    """Around a run of forward on values that is none of the user's: it sends nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (error := talks(func)) is not None:
+            raise _noted(error)
+        return func(*args, **(kwargs or {}))
+
+
 # --- a module whose eval mode computes something else ----------------------------------------------
 
 
@@ -642,6 +689,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
         *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]
           if private.has("DispatchMode") else []),
         *_honest_flags(),
+        *_processes(),
         *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
           for cls, name in _NUMBERS if name in vars(cls)],
         *[Patch(cls, name, only_here(make(vars(cls)[name], turned), vars(cls)[name]))

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ortmodule import ORTModule, holders
+from ortmodule import checkpoint as saved
 from ortmodule import torch_private as private
 from ortmodule.optim import FusedAdam, lists
 
@@ -217,6 +218,11 @@ def sharded_is_refused() -> None:
         dist.destroy_process_group()
 
 
+def gone_has_no_name():
+    assert private.store() is None
+    assert "a rank does not answer" == saved._absent(private.store(), 1, 2)
+
+
 def no_transformed_buffers() -> None:
     class Steps(nn.Linear):
         def __init__(self) -> None:
@@ -261,6 +267,8 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "NoTorchFunction": no_net,
     "makers": no_net,
     "composable": sharded_is_refused,
+    "default_store": gone_has_no_name,
+    "backend_of": lambda: private.patience(),
     "foreach_norm": lists_are_the_same,
     "foreach_copy": lists_are_the_same,
     "foreach_mul": lists_are_the_same,
