@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import patches
 from .capture.branches import Undo
 from .capture.export import keep_random_state, without_warnings
+from .capture.refused import SilentProcesses
 from .capture.skeleton import input_skeleton
 from .torch_private import HOOK_TABLES
 from .watch import lasts
@@ -39,7 +40,7 @@ class Settled:
         undo = Undo()
         try:
             torch.set_autocast_cache_enabled(False)  # weights cast here are for nobody
-            with patches.scope(), keep_random_state(), without_warnings(), patches.silent(), undo:
+            with patches.scope(), keep_random_state(), without_warnings(), patches.silent(), undo, SilentProcesses():
                 given, named = _copies(root, args, kwargs)
                 run(*given, **named)
                 self.random = torch.get_rng_state()
