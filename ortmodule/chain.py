@@ -559,6 +559,12 @@ class Graph:
                 "not possible: it is "
                 "run again in PyTorch, where other random numbers are drawn. Set their p to 0, or call eval() on them.")
         self.check_versions(step)
+        if any(i not in step.clones for i in self.writes):
+            self.reruns += 1  # from now on copies are kept
+            raise RuntimeError(
+                "ortmodule: backward(create_graph=True) runs the forward again, which has overwritten "
+                f"{[self.captured.inputs[i].name for i in self.writes]}. Run the forward again; it will keep what "
+                "they were.")
         assert step.call is not None
         with torch.enable_grad(), autocast_as(step.autocast):
             outputs, aliases = step.call.replay(step.tensors, step.clones)

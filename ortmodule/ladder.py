@@ -87,7 +87,9 @@ class ModuleCall(NamedTuple):
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
         graph = site.captured.graph if site.captured is not None else None
         assert isinstance(graph, Graph)
-        leaves = [t.view_as(t) if t.requires_grad else t for t in self.flat.tensors]
+        first = {leaf: clones[i] for i, leaf in enumerate(graph.leaves) if i in clones}  # arguments that are edited
+        leaves = [t.view_as(t) if t.requires_grad else first[i].clone() if i in first else t
+                  for i, t in enumerate(self.flat.tensors)]  # fmt: skip
         args, kwargs = self.fill([*leaves, *self.flat.scalars])
         holder = _Holder(state.body)
         before = {id(tensors[i]): t for i, t in clones.items()}
@@ -101,6 +103,11 @@ class ModuleCall(NamedTuple):
             for name, b in m._buffers.items():
                 if b is not None:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
+        for i in graph.writes:
+            if i >= len(graph.leaves) and id(tensors[i]) not in alias:
+                name = graph.captured.inputs[i].name
+                raise RuntimeError(f"ortmodule: backward(create_graph=True) runs forward again, which edits {name}: a "
+                                   "tensor that is no buffer has no copy for that. Give it to register_buffer")
         out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
         found: dict[int, Tensor] = {}
 

@@ -230,6 +230,55 @@ def test_create_graph_beside_numbers_that_vary():
     assert len(w.report().graphs) == 2
 
 
+class Edits(torch.nn.Module):
+    """Forward edits a tensor that its result is made of: a buffer, an argument, an attribute."""
+
+    def __init__(self, what="argument", rows=3):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+        self.register_buffer("kept", torch.ones(rows, 4)) if what == "buffer" else None
+        if what == "attribute":
+            self.kept = torch.ones(rows, 4)
+
+    def forward(self, x, y=None):
+        y = self.kept if y is None else y
+        y.add_(1)
+        return torch.tanh(self.fc(x)) * y[:3]
+
+
+@pytest.mark.parametrize("what", ["argument", "buffer"])
+def test_create_graph_where_forward_edits(what):
+    """It is run again on what it has edited, as that was."""
+    w, eager = pair(lambda: Edits(what))
+    for plain in (True, False, False):
+        x, both = torch.randn(3, 4), []
+        for m in (w, eager):
+            m.zero_grad()
+            z, y = x.clone().requires_grad_(), torch.ones(3, 4)
+            out = m(z, *[y] * (what == "argument"))
+            (gx,) = torch.autograd.grad(out.square().sum(), z, create_graph=not plain)
+            if not plain:
+                gx.square().sum().backward()
+            both.append([gx.detach(), y, *[p.grad for p in m.parameters() if not plain], *m.buffers()])
+        for a, b in zip(*both, strict=True):
+            close(a, b)
+
+
+def test_create_graph_where_what_was_edited_is_gone():
+    w, _ = pair(lambda: Edits("attribute"))
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"edits kept: a tensor that is no buffer"):
+        torch.autograd.grad(w(x).sum(), x, create_graph=True)
+    assert torch.equal(w.kept, torch.full((3, 4), 2.0))
+    w, eager = pair(lambda: Edits("buffer", rows=300_000))  # no copy of that is made for each step
+    for m in (w, w, eager, eager):
+        m(x).sum().backward()
+    with pytest.raises(RuntimeError, match="overwritten.*kept.*Run the forward again"):
+        torch.autograd.grad(w(x).sum(), x, create_graph=True)
+    eager(x)
+    close(*[torch.autograd.grad(m(x).square().sum(), x, create_graph=True)[0] for m in (w, eager)])
+
+
 def test_create_graph_with_dropout_is_refused():
     w, _ = pair(lambda: MLP(0.5))
     x = torch.randn(13, 5, requires_grad=True)
