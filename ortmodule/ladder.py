@@ -108,7 +108,12 @@ class ModuleCall(NamedTuple):
                 name = graph.captured.inputs[i].name
                 raise RuntimeError(f"ortmodule: backward(create_graph=True) runs forward again, which edits {name}: a "
                                    "tensor that is no buffer has no copy for that. Give it to register_buffer")
-        out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
+        left = [(at, name, at.get(name, patches.ABSENT))
+                for at, (_, name) in zip(site.left, graph.captured.left, strict=True)]  # fmt: skip
+        try:
+            out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
+        finally:
+            _put_back(left)  # a later call may have left something else
         found: dict[int, Tensor] = {}
 
         def leaf(x: Any) -> int | None:
@@ -129,6 +134,12 @@ class ModuleCall(NamedTuple):
         given = [*leaves, *[torch.tensor(0)] * len(self.flat.scalars)]
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases
+
+
+def _put_back(attributes: list[tuple[dict[str, Any], str, Any]]) -> None:
+    """Attributes of modules, by their __dict__ and name, as they were."""
+    for own, name, old in attributes:
+        own.pop(name, None) if old is patches.ABSENT else own.update({name: old})
 
 
 def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int = 0) -> Any:
@@ -227,8 +238,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
                 site.fill = input_skeleton(args, kwargs)[0]
             return graph.train(tensors, wanted, ModuleCall(state, site, flat, site.fill), env[2])
         except BaseException:
-            for own, name, old in before:
-                own.pop(name) if old is patches.ABSENT else own.update({name: old})
+            _put_back(before)
             raise
     except Unfit as error:
         return _unfit(state, site, captured, flat, error, args, kwargs, turned_down)

@@ -266,3 +266,21 @@ def test_changes_that_are_of_the_call(more: str) -> None:
         torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-12)
     report = ours.report()
     assert sum(e.calls for e in report.eager) >= 1 and report.n_captures >= 1, str(report)
+
+
+def test_second_derivatives_leave_what_a_later_call_has_left():
+    """They run forward again, of the call before."""
+    torch.manual_seed(0)
+    eager = Assigns(lambda m, h: _length(m, torch.tanh(h)))
+    ours = ORTModule(copy.deepcopy(eager))
+    for rows in (4, 2):
+        ours(torch.ones(rows, 5, dtype=torch.float64)).sum().backward()
+    for m in (eager, ours):
+        m.zero_grad()
+        x = torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
+        first = m(x)
+        m(x[:2])
+        (g,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        g.square().sum().backward()
+        assert m.length == 2
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in eager.parameters()], rtol=1e-10, atol=1e-12)
