@@ -47,6 +47,8 @@ def test_less_than_eager(make: Any) -> None:
     eager = fresh(make)
     ours = ORTModule(copy.deepcopy(eager), strict=True)
     assert abs(step(ours) - step(eager)) < 0.05
+    for m in (eager, ours):
+        m.zero_grad()  # some profiles count those that go, others do not
     theirs, mine = (f(lambda m=m: step(m)) for f, m in ((peaks.of_torch, eager), (peaks.of_engine, ours)))
     assert mine <= 0.85 * theirs, (mine, theirs)
     assert not [e for e in ours.report().graphs[0].largest if e.bytes >= e.count * BATCH.numel() * VOCAB * 4], "fp32 logits"
