@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import patches
-from .capture.branches import Undo
+from .capture.branches import undoing
 from .capture.export import keep_random_state, without_warnings
 from .capture.refused import SilentProcesses
 from .capture.skeleton import input_skeleton
@@ -36,21 +36,15 @@ class Settled:
         self._before = [(m, dict(m.__dict__), _contents(m)) for m in root.modules()]
         self.whole = False
         flags = [(p, p.requires_grad) for p in root.parameters()]
-        cached = torch.is_autocast_cache_enabled()
-        undo = Undo()
         try:
-            torch.set_autocast_cache_enabled(False)  # weights cast here are for nobody
-            with patches.scope(), keep_random_state(), without_warnings(), patches.silent(), undo, SilentProcesses():
-                given, named = _copies(root, args, kwargs)
-                run(*given, **named)
-                self.random = torch.get_rng_state()
-            self.whole = all(p.requires_grad == wanted for p, wanted in flags) and self._of_no_call(root)
+            with undoing(root) as undo:
+                with (patches.scope(), keep_random_state(), without_warnings(), patches.silent(), undo,
+                      SilentProcesses()):  # fmt: skip
+                    given, named = _copies(root, args, kwargs)
+                    run(*given, **named)
+                    self.random = torch.get_rng_state()
+                self.whole = all(p.requires_grad == wanted for p, wanted in flags) and self._of_no_call(root)
         finally:
-            torch.set_autocast_cache_enabled(cached)
-            undo.put_back()
-            for p, wanted in flags:
-                if p.requires_grad != wanted:
-                    p.requires_grad_(wanted)
             if not self.whole:
                 self.put_back()
 

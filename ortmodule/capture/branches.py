@@ -370,13 +370,27 @@ class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
                 private.set_version((t,), (version,))
 
 
-def rehearse(module: nn.Module, run: Callable[[], Any], answers: Sequence[Condition]) -> list[Condition | Read]:
-    """Runs forward in PyTorch and notes what it asks of values. Of what it changes nothing remains."""
+@contextlib.contextmanager
+def undoing(module: nn.Module) -> Iterator[Undo]:
+    """Around a run of forward that is none of the user's. -> the mode to run it in; at the end memory is as it was
+    before what that has seen, and so are requires_grad of parameters and autocast's cache."""
     flags = [(p, p.requires_grad) for p in module.parameters()]
     cached = torch.is_autocast_cache_enabled()
     undo = Undo()
     try:
         torch.set_autocast_cache_enabled(False)  # weights cast here are for nobody
+        yield undo
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        undo.put_back()
+        for p, wanted in flags:
+            if p.requires_grad != wanted:
+                p.requires_grad_(wanted)
+
+
+def rehearse(module: nn.Module, run: Callable[[], Any], answers: Sequence[Condition]) -> list[Condition | Read]:
+    """Runs forward in PyTorch and notes what it asks of values. Of what it changes nothing remains."""
+    with undoing(module) as undo:
         with (
             quiet(),
             silent(),
@@ -388,10 +402,4 @@ def rehearse(module: nn.Module, run: Callable[[], Any], answers: Sequence[Condit
             SilentProcesses(),
         ):  # fmt: skip
             run()
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-        undo.put_back()
-        for p, wanted in flags:
-            if p.requires_grad != wanted:
-                p.requires_grad_(wanted)
     return found
