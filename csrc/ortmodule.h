@@ -79,6 +79,15 @@ typedef struct om_tensor {
     int16_t device; /* -1 CPU, 0.. CUDA ordinal */
 } om_tensor;
 
+/* Of 1 to 3 spatial axes, all tensors dense and of one type, f32 or bf16: x (n, c, ...), w (o, c / groups, ...),
+ * y (n, o, ...). Zeros before and behind x: `pad` on each side. NULL in data: not there, or not wanted. */
+typedef struct om_conv_call {
+    int64_t stride[3], pad[3], dilation[3], groups; /* as many of each as there are spatial axes */
+    om_tensor x, w, bias, y;
+    bool grad;             /* y is its gradient, which is read, and these are written */
+    om_tensor dx, dw, db;
+} om_conv_call;
+
 /* What the engine asks of its host. Every entry may be NULL unless said otherwise: then the built-in
  * (malloc, one thread, own kernels, silence) is used. All entries may be called from any thread. */
 typedef struct om_services {
@@ -102,6 +111,8 @@ typedef struct om_services {
      * contiguous. False: not done, C is untouched. */
     bool (*gemm_bf16)(void *user, int64_t m, int64_t n, int64_t k, const void *a, int64_t rsa, int64_t csa,
                       const void *b, int64_t rsb, int64_t csb, int beta, void *c, int64_t rsc, const void *bias);
+    /* A convolution, or its gradients. False: not done; what it would have written may hold anything. */
+    bool (*conv)(void *user, const struct om_conv_call *c);
     void (*log)(void *user, int level, const char *text);              /* level 0 error .. 3 debug */
 } om_services;
 
@@ -117,6 +128,7 @@ typedef struct om_block {
     void *data;
     size_t size;
     const struct om_device *device; /* whose memory it is */
+    struct om_parts *parts;         /* the engine's; NULL: nobody has a part of it */
 } om_block;
 void om_block_put(om_block *b); /* NULL is fine */
 
@@ -202,6 +214,7 @@ typedef struct om_memory {
     int64_t kept, workspace;      /* values from the forward for the backward; all else that is computed on the way */
     int64_t outputs, gradients;
     int64_t loans;                /* gradients of outputs; none where the host let go of these (om_run_backward) */
+    int64_t placed;               /* so much less is the peak where gradients lie in the arena (om_run_grad) */
 } om_memory;
 
 typedef struct om_fit {
@@ -320,12 +333,18 @@ void om_state_free(om_state *state); /* NULL is fine */
 om_status om_run_backward(om_ctx *cx, const om_state *state, void *arena, size_t arena_size, const om_tensor *inputs,
                           const om_tensor *outputs, const om_tensor *grads, const uint8_t *dropped, om_run **run);
 
+/* Before the first resume: the host adds the gradients to others as they come and keeps none of them. Then they may lie
+ * in the arena (om_run_grad) whatever was held of earlier ones. */
+void om_run_fleeting(om_run *run);
+
 /* Between two segments, one byte per user output: calls to come read it, or put its gradient in its place. The host may
  * let go of the others. */
 void om_run_outputs_needed(const om_run *run, uint8_t *needed);
 
 /* When its segment has run, once each: the gradient of a graph input (needs->grad_segment), with the input's sizes and
- * dtype, and its strides where these leave no gaps, in a block that becomes the host's. */
+ * dtype, and its strides where these leave no gaps, in a block that becomes the host's. The block may be a part of the
+ * arena that the backward no longer uses; the arena's memory then goes back when its block and all such parts have been
+ * put. A model whose next forward finds parts still out gives no more of them (of this kind: om_run_fleeting). */
 om_status om_run_grad(om_run *run, int input, om_tensor *t, om_block **block);
 
 const om_needs *om_run_needs(const om_run *run); /* of its variant */

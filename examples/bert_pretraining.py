@@ -4,8 +4,12 @@
     python examples/bert_pretraining.py --size base --batch 8 --steps 100 --bf16
     python examples/compare.py bert_pretraining.py --size base --batch 4 --steps 12   # beside eager and torch.compile
 
+    python examples/bert_pretraining.py --phase 1 --save phase1.pt --size large --length 128 --accumulate 16
+    python examples/bert_pretraining.py --phase 2 --begin phase1.pt --size large --length 512 --accumulate 16
+
 The text is the source of Python's library, the vocabulary is learnt from it. The last tenth of the steps has rows four
-times as long and a fourth of the rows (phase 2). --accumulate: batches before LAMB makes one update.
+times as long and a fourth of the rows (phase 2); with --phase 1 or 2 all rows are --length long, 4 x as long is what
+phase 1 leaves positions for. --accumulate: batches before LAMB makes one update.
 """
 
 from __future__ import annotations
@@ -51,10 +55,10 @@ def rows_of(
 def batches(documents: list[list[int]], words: int, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
     """15 % of the tokens are to be found: of these 80 % are masked, 10 % are others, 10 % as they are."""
     random = np.random.default_rng(args.seed)
-    phases = [
-        (args.batch, args.length, args.steps - args.steps // 10),
-        (max(args.batch // 4, 1), 4 * args.length, args.steps // 10),
-    ]
+    phases = [(args.batch, args.length, args.steps)]
+    if not args.phase:
+        last = args.steps // 10
+        phases = [(args.batch, args.length, args.steps - last), (max(args.batch // 4, 1), 4 * args.length, last)]
     for rows, length, steps in phases:
         source = rows_of(documents, length, random)
         for _ in range(steps * args.accumulate):
@@ -83,8 +87,10 @@ def train(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     layers, width, heads = SIZES[args.size]
     net = BertForPreTraining(BertConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=4 * width, max_position_embeddings=4 * args.length, hidden_dropout_prob=args.dropout,
-        attention_probs_dropout_prob=args.dropout))  # fmt: skip
+        intermediate_size=4 * width, max_position_embeddings=args.length * (1 if args.phase == 2 else 4),
+        hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout))  # fmt: skip
+    if args.begin:
+        net.load_state_dict(torch.load(args.begin, weights_only=True))
     run = arms.Run(net, arm, args, tokens=args.batch * args.length * args.accumulate)
     decayed = [p for p in net.parameters() if p.dim() > 1]
     plain = [p for p in net.parameters() if p.dim() < 2]
@@ -105,6 +111,8 @@ def train(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         rate.step()
         optimizer.zero_grad()
         run.losses.append(total)
+    if args.save:
+        torch.save(net.state_dict(), args.save)
     return run.told()
 
 
@@ -114,4 +122,7 @@ if __name__ == "__main__":
     parser.add_argument("--words", type=int, default=4096, help="the vocabulary")
     parser.add_argument("--text", type=int, default=1_000_000, help="characters")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--phase", type=int, choices=(0, 1, 2), default=0, help="0: both in one run")
+    parser.add_argument("--begin", help="weights to begin with")
+    parser.add_argument("--save", help="a file for the weights")
     arms.main(parser, train)

@@ -63,7 +63,7 @@ def main() -> int:
                 found[arm].append(told)
     rows = {arm: largest_batch(script, arm, rest, args.limit) for arm in found} if args.limit else {}
     columns = ["rows_per_s", "first_step_s", "peak_mb"]
-    costs = {*columns, "arm", "losses", "tokens_per_s", "in_engine"}
+    costs = {*columns, "arm", "losses", "in_engine"}
     measures = sorted({name for runs in found.values() for run in runs for name in run} - costs)
     head = [f"{name:>14}" for name in ("rows/s", "first step s", "peak MiB", "last loss", *measures)]
     print(f"\n{'arm':10}" + "".join(head) + (f"{'largest batch':>15}" if rows else ""))

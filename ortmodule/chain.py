@@ -37,7 +37,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from operator import or_
 from time import perf_counter
@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import _C, cuda_engine
+from . import _C, cuda_engine, ranks
 from . import torch_private as private
 from .capture import Captured
 from .capture.functional import SIZES, View
@@ -144,6 +144,13 @@ class Variant:
                      self.number, sum(arriving), len(self.grads), len(self.nodes),
                      len(self.reads) + len(self.reads_outputs))  # fmt: skip
 
+    def lonely(self) -> frozenset[int]:
+        """Graph inputs whose gradients may not arrive: those that no expected output depends on; of all that some
+        output does not depend on, until a backward has shown what is expected."""
+        if not self.confirmed:
+            return frozenset(self.apart)
+        return frozenset() if self.full is None else (self.full.grads - self.grads).intersection(self.apart)
+
     def numbered(self, model: _C.Model, number: int) -> Variant:
         """The same gradients in a variant that computes other values again."""
         if number == self.number:
@@ -168,7 +175,7 @@ class Step:
         "kinds",
         "live",
         "outs",
-        "random_state",
+        "random_states",
         "regions",
         "seed",
         "state",
@@ -200,7 +207,7 @@ class Step:
     outs: tuple[Tensor, ...]
     autocast: torch.dtype | None
     used: int  # user outputs (bits) of backward passes that have freed what they needed
-    random_state: Tensor | None  # torch's generator before the forward, when a host node has drawn from it
+    random_states: list[Tensor] | None  # torch's generators before the forward, when a host node has drawn from one
 
 
 class Call(Protocol):
@@ -231,16 +238,20 @@ class Graph:
         self.captured = captured
         self.cuda = cuda
         self.cuda_graphs = cuda_graphs
+        if cuda >= 0:
+            cuda_engine.listen()
         self.memory = memory or Memory(None)
         decided = self.memory.budget is not None or bool(self.memory.plans)
         self.model = _C.Model(captured.onnx, 0 if decided else min(memory_level, 1), cuda, all_rows, all_tokens)
         holders_when_dropped()  # measured here rather than inside the first backward
         self.segment_bytes = segment_mb * 2**20
-        self.host = Host(captured.host_ops)
+        follow = partial(cuda_engine.follow_stream, cuda, cuda_graphs) if cuda >= 0 else None
+        self.host = Host(captured.host_ops, follow)
         self.random: bool = self.model.random
         self.n_outputs = captured.n_user_outputs
         self.passthrough = list(captured.passthrough.items())
         self.views = bool(captured.views)
+        self.formats = list(captured.formats.items())
         self.between = captured.between
         self.around = frozenset((*captured.passthrough, *captured.views))  # outputs that the chain knows nothing of
         self.writes = list(dict.fromkeys(captured.writes))
@@ -381,11 +392,13 @@ class Graph:
         step.live = {}
         step.fronts = {}
         step.apart = frozenset([i for i in variant.apart if wanted[i] and tensors[i].grad_fn is not None])
+        if variant.apart and ranks.several():
+            step.apart |= variant.lonely().intersection([i for i, on in enumerate(wanted) if on])
         step.call = call
         step.used = 0
         step.autocast = autocast
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
-        before = torch.get_rng_state() if self.host.ops else None
+        before = cuda_engine.random_states(self.cuda) if self.host.ops else None
         run = self._start(variant, tensors, seed)
         try:
             with shown("forward"):
@@ -393,7 +406,8 @@ class Graph:
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise
-        step.random_state = before if before is not None and not torch.equal(before, torch.get_rng_state()) else None
+        drawn = before is not None and not cuda_engine.same_states(before, cuda_engine.random_states(self.cuda))
+        step.random_states = before if drawn else None
         if self.edits:
             increment_version([tensors[i] for i in self.edits])
         clones = step.clones
@@ -463,11 +477,14 @@ class Graph:
         return {i: tensors[i].detach().clone() for i in chosen}
 
     def _seed(self) -> int:
-        return int(torch.randint(_SEED_END, ())) if self.random else 0
+        return cuda_engine.seed(self.cuda, _SEED_END) if self.random else 0
 
     def _rebuild(self, outs: list[Tensor | None], tensors: Sequence[Tensor]) -> Any:
         for i, source in self.passthrough:
             outs[i] = tensors[source]
+        for i, kind in self.formats:
+            out = outs[i]
+            outs[i] = None if out is None else out.contiguous(memory_format=kind)
         if self.views:
             view_again(self.captured.views, tensors, outs)
         return self.captured.rebuild(outs)  # type: ignore[arg-type]
@@ -491,8 +508,20 @@ class Graph:
             tensors[i] = t
         assert step.state is not None
         cuda_engine.follow_stream(self.cuda, self.cuda_graphs)
-        run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped)
+        fleeting = self._added_up(step)
+        run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped, fleeting)
         return Live(run, None, keep, Missing(step.variant.flow, arrived))
+
+    def _added_up(self, step: Step) -> bool:
+        """Are there gradients already that those of this backward will be added to? (Where autograd.grad asks for them
+        instead, the engine notices that they are kept.)"""
+        found = False
+        for t, wanted in zip(step.tensors, step.variant.wanted, strict=False):
+            if wanted and t.is_leaf:
+                if t.grad is None:
+                    return False
+                found = True
+        return found
 
     def can_run_again(self, step: Step, arriving: bytes) -> bool:
         """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a
@@ -533,10 +562,8 @@ class Graph:
         tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
         variant = self.memory.fit(self, variant, tensors)
         regions: Regions = {}
-        random = nullcontext() if step.random_state is None else torch.random.fork_rng(devices=())
+        random = cuda_engine.random_from(self.cuda, step.random_states)
         with torch.no_grad(), random, autocast_as(step.autocast):
-            if step.random_state is not None:
-                torch.set_rng_state(step.random_state)
             run = self.model.forward(variant.number, tensors, step.seed, write=False)
             self.host.drive_forward(run, regions, variant.want, tensors)
         state, arena = run.state()
@@ -553,7 +580,7 @@ class Graph:
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:
         """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's
         tensors."""
-        if self.random or step.random_state is not None:
+        if self.random or step.random_states is not None:
             raise RuntimeError(
                 "ortmodule: backward(create_graph=True) through a module with active random operations (dropout) is "
                 "not possible: it is "

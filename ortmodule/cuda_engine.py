@@ -1,15 +1,23 @@
-"""The graph engine on a CUDA device (csrc/cuda/): for which modules, and on which stream.
+"""The graph engine on a CUDA device (csrc/cuda/): for which modules, on which stream, with which random numbers.
 
 Off unless ORTMODULE_CUDA_ENGINE=1: its kernels have run under emulation only (docs/GPU_STATUS.md). A module whose
 tensors lie on one CUDA device is then planned for it; several devices are left to PyTorch, as without the setting.
+
+Dropout follows the device's generator, as PyTorch's does: a forward takes a seed that is a function of the generator's
+seed and offset, and moves the offset on, so torch.cuda.manual_seed, get_rng_state and set_rng_state (checkpoints) do
+what they do elsewhere. Both numbers are the host's: nothing waits for the device. Inside a capture of the user's the
+generator is left alone; the engine refuses such a step.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import _C
 
@@ -42,3 +50,96 @@ def follow_stream(index: int, graphs: bool) -> None:
     _C.cuda_engine_tf32(tf32_allowed())
     if not stand_in:
         _C.cuda_engine_stream(torch.cuda.current_stream(index).cuda_stream)
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+_listening = False
+
+
+def listen() -> None:
+    """From now on torch.cuda.empty_cache reaches what the engine keeps for the next step, and Tensor.record_stream what
+    it has given out (torch's allocator knows neither: to it both are memory in use, of somebody else)."""
+    global _listening
+    if _listening or stand_in:
+        return
+    _listening = True
+    empty, record = torch.cuda.empty_cache, Tensor.record_stream
+
+    @functools.wraps(empty)
+    def empty_cache() -> None:
+        _C.cuda_engine_empty()
+        empty()
+
+    @functools.wraps(record)
+    def record_stream(self: Tensor, s: torch.Stream) -> None:
+        if self.is_cuda and (type(self) is Tensor or isinstance(self, nn.Parameter)):
+            stream: int = s.cuda_stream  # type: ignore[attr-defined]
+            _C.cuda_engine_record_stream(self.device.index, self.data_ptr(), stream)
+        record(self, s)
+
+    torch.cuda.empty_cache = torch.cuda.memory.empty_cache = empty_cache
+    Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
+
+
+# --- random numbers ---------------------------------------------------------------------------------
+
+_OFFSETS = 4  # of the generator, that a forward takes: as many as one draw of four words
+
+
+def generator(index: int) -> torch.Generator | None:
+    """Whose numbers dropout follows; None: torch's on the CPU."""
+    return None if index < 0 or stand_in else torch.cuda.default_generators[index]
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _mixed(x: int) -> int:
+    """splitmix64's finalizer: a bijection of 64-bit words."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 2**64 - 1
+    return x ^ x >> 31
+
+
+def seed(index: int, end: int) -> int:
+    """Of a forward that draws: below `end`."""
+    of = generator(index)
+    if of is None:
+        return int(torch.randint(end, ()))
+    if capturing():
+        return 0
+    offset = of.get_offset()
+    of.set_offset(offset + _OFFSETS)
+    return _mixed(_mixed(of.initial_seed() % 2**64) ^ offset) % end
+
+
+def random_states(index: int) -> list[Tensor]:
+    """Of the CPU's generator, and of the device's."""
+    of = generator(index)
+    return [torch.get_rng_state(), *([] if of is None or capturing() else [of.get_state()])]
+
+
+def set_random_states(index: int, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    of = generator(index)
+    if of is not None and len(states) > 1:
+        of.set_state(states[1])
+
+
+def same_states(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+@contextmanager
+def random_from(index: int, states: Sequence[Tensor] | None) -> Iterator[None]:
+    """Random numbers as from there, and as before afterwards; None: as they come."""
+    before = None if states is None else random_states(index)
+    try:
+        if states is not None:
+            set_random_states(index, states)
+        yield
+    finally:
+        if before is not None:
+            set_random_states(index, before)

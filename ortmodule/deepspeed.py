@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.abc
 import logging
 import os
 import shutil
 import sys
+from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger("ortmodule")
 
@@ -15,13 +18,7 @@ def lacks() -> str | None:
     """What is missing for DeepSpeed to compile, in a sentence with the remedy; None: nothing, or DeepSpeed has not been
     imported, or was installed with its parts compiled."""
     installed = getattr(sys.modules.get("deepspeed.git_version_info"), "installed_ops", None)
-    if installed is None or any(installed.values()):
-        return None
-    compiler = os.environ.get("CXX", "c++")
-    missing = [f"{what} ({how})" for found, what, how in (
-        (shutil.which("ninja"), "ninja", "pip install ninja, and its folder in PATH"),
-        (shutil.which(compiler), f"the C++ compiler {compiler}", "apt-get install g++, or CXX=..."),
-    ) if not found]  # fmt: skip
+    missing = [] if installed is None or any(installed.values()) else _missing()
     if not missing:
         return None
     return (f"DeepSpeed compiles parts of itself when they are first used (DeepSpeedCPUAdam, the FusedAdam of its "
@@ -29,8 +26,40 @@ def lacks() -> str | None:
             "found; torch.optim.AdamW with zero_force_ds_cpu_optimizer: false needs neither")  # fmt: skip
 
 
+def _missing() -> list[str]:
+    compiler = os.environ.get("CXX", "c++")
+    return [f"{what} ({how})" for found, what, how in (
+        (shutil.which("ninja"), "ninja", "pip install ninja, and its folder in PATH"),
+        (shutil.which(compiler), f"the C++ compiler {compiler}", "apt-get install g++, or CXX=..."),
+    ) if not found]  # fmt: skip
+
+
 @functools.cache
 def tell() -> None:
-    """Once in a process."""
-    if text := lacks():
-        logger.warning("%s", text)
+    """Once in a process: now, or when DeepSpeed has been imported."""
+    if "deepspeed" in sys.modules:
+        if text := lacks():
+            logger.warning("%s", text)
+    elif _missing():
+        sys.meta_path.insert(0, _Imported())
+
+
+class _Imported(importlib.abc.MetaPathFinder):
+    """Finds DeepSpeed as the other finders do, and tells when it has been imported."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if name != "deepspeed":
+            return None
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        spec = next((s for s in (f.find_spec(name, path, target) for f in others) if s is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                sys.meta_path[:] = [f for f in sys.meta_path if f is not self]
+                run(module)
+                tell.cache_clear()
+                tell()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

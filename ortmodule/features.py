@@ -24,6 +24,8 @@ def features(report: Report, settings: Settings) -> str:
     sparse = settings.label_sparsity
     heads = [max([g.sparse_heads[k] for g in report.graphs], default=0) for k in (0, 1)]
     padded = [g.padding for g in report.graphs if g.padding and not g.padding.startswith("none")]
+    shares = [[f"{d:.0f}%" for kind, d, _ in report.densities() if kind == k] for k in ("Label", "Embedding")]
+    density = [f". Input density: {', '.join(s)}" if s else "" for s in shares]
     why = [g.padding for g in report.graphs if g.padding.startswith("none")]
     rows = [
         ("Engine", not settings.disable, f"{report.node_share:.0%} of the nodes, {report.isa}"),
@@ -33,9 +35,10 @@ def features(report: Report, settings: Settings) -> str:
         ("Memory Optimizer", settings.memory_opt_level > 0,
          f"level {settings.memory_opt_level}: backward computes again {_LEVELS[settings.memory_opt_level]}"),
         ("Compute Optimizer", sparse or settings.padding_sparsity, "rows that do not count: labels, padding"),
-        ("- Label Sparsity", sum(heads) > 0, _label_sparsity(*heads) if sparse else "LABEL_SPARSITY=0"),
-        ("- Padding Sparsity", bool(padded), padded[0] + " run without padding" if padded else
-         (why or ["no attention"])[0].removeprefix("none: ") if settings.padding_sparsity else "PADDING_SPARSITY=0"),
+        ("- Label Sparsity", sum(heads) > 0, (_label_sparsity(*heads) if sparse else "LABEL_SPARSITY=0") + density[0]),
+        ("- Padding Sparsity", bool(padded), (padded[0] + " run without padding" if padded else
+         (why or ["no attention"])[0].removeprefix("none: ") if settings.padding_sparsity else "PADDING_SPARSITY=0")
+         + density[1]),
         ("Auto Fallback", not settings.strict, policy + " (retried)" * settings.fallback_retry),
         ("Whole calls in PyTorch", bool(report.eager), "; ".join(e.reason for e in report.eager[:2]) or "none"),
     ]  # fmt: skip

@@ -157,7 +157,8 @@ def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | N
                         "deepspeed.initialize, and call through its engine")  # fmt: skip
             if torch.is_grad_enabled() and not any(t.requires_grad for t in called):
                 return ("no argument requires a gradient, so DeepSpeed ZeRO-3 does not learn when the backward of this "
-                        "module is over. Wrap the model's blocks: ortmodule.wrap_blocks(model)")  # fmt: skip
+                        "module is over. Wrap the model's blocks: ortmodule.wrap_blocks(model); where all before them "
+                        "is frozen (PEFT), call model.enable_input_require_grads()")  # fmt: skip
         if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
             return (
                 f"parameter {name!r} is a DTensor: ORTModule computes on whole tensors. Wrap the module before "

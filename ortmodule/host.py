@@ -117,16 +117,33 @@ class Missing:
         return True
 
 
-class Host:
-    """The host nodes of one captured graph. `ms` adds up the time spent outside the engine."""
+def _nothing() -> None:
+    pass
 
-    def __init__(self, ops: Sequence[HostOp]) -> None:
+
+class Host:
+    """The host nodes of one captured graph. `ms` adds up the time spent outside the engine. follow: called before the
+    engine goes on, as others may have used this thread meanwhile (a GPU's stream is the thread's)."""
+
+    def __init__(self, ops: Sequence[HostOp], follow: Callable[[], None] | None = None) -> None:
         self.ops = ops
+        self.follow = follow or _nothing
         self.ms = [0.0] * len(ops)
+
+    def resume(self, run: _C.Run, segment: int) -> tuple[int, int, list[Tensor]] | None:
+        """A backward goes on. On a GPU it may be what tells that an index or label of the forward was out of range."""
+        self.follow()
+        try:
+            return run.resume(segment)
+        except ValueError as error:
+            if self.follow is _nothing:
+                raise
+            raise IndexError(str(error)) from None
 
     def drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor]) -> None:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph
         input."""
+        self.follow()
         stop = _of_engine(run.resume)
         mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
         while stop is not None:
@@ -141,7 +158,7 @@ class Host:
     ) -> None:
         """Runs a backward to the end of `segment`. retain: keep the Regions usable for another backward. missing: what
         arrives as None in PyTorch does so here, and what comes back as None is noted."""
-        stop = run.resume(segment)
+        stop = self.resume(run, segment)
         while stop is not None:
             start = perf_counter()
             index, part, grads = stop
@@ -152,9 +169,10 @@ class Host:
                 found = _region_grads(regions[index], places, given, retain)
                 missing.none.update([(index, place) for place, g in zip(places, found, strict=True) if g is None])
                 answers[index] = dict(zip(places, found, strict=True))
+            self.follow()
             run.host_done([answers[index].pop(place) for place in parts[part]])
             self.ms[index] += (perf_counter() - start) * 1e3
-            stop = run.resume(segment)
+            stop = self.resume(run, segment)
 
     def _call(self, op: HostOp, inputs: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """What PyTorch's own operators raise is raised again by the user's forward, which may catch it; what the user
@@ -169,6 +187,7 @@ class Host:
         if node not in want:
             with torch.no_grad():
                 answer = [plain(t) for t in _as_tuple(self._call(op, _given(inputs)))]
+            self.follow()
             _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
@@ -190,6 +209,7 @@ class Host:
         with torch.enable_grad():
             outputs = _as_tuple(self._call(op, _given(leaves)))
         regions[node] = Region(leaves, outputs)
+        self.follow()
         _of_engine(run.host_done, [plain(t.detach()) for t in outputs])
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, settle, watch
+from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, ranks, settle, watch
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.onnx_build import same_graph
@@ -87,6 +87,9 @@ class ModuleCall(NamedTuple):
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
         graph = site.captured.graph if site.captured is not None else None
         assert isinstance(graph, Graph)
+        if own_gradient := next((op.gradient for op in graph.captured.host_ops if op.gradient), ""):
+            raise RuntimeError("ortmodule: backward(create_graph=True) runs forward again in PyTorch, which does not "
+                               f"know {own_gradient}: second derivatives need a torch.autograd.Function")
         first = {leaf: clones[i] for i, leaf in enumerate(graph.leaves) if i in clones}  # arguments that are edited
         leaves = [t.view_as(t) if t.requires_grad else first[i].clone() if i in first else t
                   for i, t in enumerate(self.flat.tensors)]  # fmt: skip
@@ -453,6 +456,7 @@ def _new_graph(
         general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
             or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
         general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
+        ranks.begin()
         for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
             if state.capturing_s >= state.settings.capture_seconds:
                 return _no_time(state)

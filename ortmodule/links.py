@@ -113,7 +113,7 @@ def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -
                 assert missing is not None
                 graph.host.drive_backward(run, segment, step.regions, variant.want, live.keep, live.answers, missing)
             else:
-                run.resume(segment)
+                graph.host.resume(run, segment)
         for i, grad in run.grads(segment):
             if (live.only is None or i in live.only) and (missing is None or not missing.of_input(i)):
                 result[head + places[i]] = grad
@@ -372,7 +372,7 @@ class Deliver(Function):
         step: Step = ctx.step
         arrived = step.fronts.get(private.task_id())
         found = {} if arrived is None else _run_apart(step, arrived, False).found or {}
-        return (None, None, *[found.pop(i, None) for i in ctx.numbers])
+        return _spared(ctx, (None, None, *[found.pop(i, None) for i in ctx.numbers]), 2)
 
 
 def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -87,6 +87,7 @@ class StepMemory:
     outputs: int
     gradients: int
     loans: int  # gradients of outputs; in the outputs' own memory once nobody holds those
+    placed: int  # the peak is less by this while gradients may lie in the place of activations
     peak: int
     released: int  # the same, if nobody but the backward holds the outputs
     budget: int = 0  # 0: none
@@ -108,6 +109,8 @@ class StepMemory:
         text += f"; the engine's peak {mib(self.peak)}"
         if self.released < self.peak:
             text += f" ({mib(self.released)} if nobody holds the outputs)"
+        if self.placed and not self.budget:
+            text += f", {mib(self.placed)} less while gradients take the place of activations"
         if self.budget:
             text += (
                 f" of a budget of {mib(self.budget)} ({mib(self.without)} without one), computing again adds "
@@ -183,6 +186,7 @@ class Memory:
             raise BudgetError(_infeasible(budget, fit))
         step = of_step(fit["memory"], graph, tensors, variant.wanted)
         step.budget, step.without, step.again = fit["bytes"], fit["most"], fit["again_us"] / fit["step_us"]
+        step.placed = 0  # a budget counts gradients apart, and so they are
         step.least = fit["least"] if fit["least"] < fit["most"] else 0
         number: int = fit["variant"]
         made = self.made.get(number)

@@ -174,8 +174,8 @@ class ORTModule(nn.Module):
     (see config.TABLE; the environment wins).
 
     The result is an instance of ORTModule and of type(module), with the same parameters, names, attributes, methods and
-    signature. A subclass calls super().__init__(module, ...); its methods and its forward go before the module's, and
-    its super().forward(...) is the module's in the engine.
+    signature. A subclass calls `super().__init__(module, ...)`; its methods and its forward go before the module's, and
+    its `super().forward(...)` is the module's in the engine.
     """
 
     __slots__ = ("_ortmodule",)
@@ -208,8 +208,7 @@ class ORTModule(nn.Module):
             raise Refused(f"ORTModule cannot run {type(module).__name__}: {reason}.")
         if settings.log_level is not None:
             set_level(settings.log_level)
-        if "deepspeed" in sys.modules:
-            deepspeed.tell()
+        deepspeed.tell()
         if settings.precision is not None:
             tell_slow(type(module).__name__)
         self._wrap(module, settings)

@@ -98,6 +98,8 @@ class GraphEntry:
     # heads that leave out rows whose label is ignored: in forward and backward, in the backward alone
     sparse_heads: tuple[int, int] = (0, 0)
     padding: str = ""  # how many products leave out padding ("6 products"), or why none does ("none: ...")
+    # of the captured call, at level INFO: label or embedding, module, percent of what counts
+    densities: list[tuple[str, str, float]] = field(default_factory=list)
     unchecked: str = ""  # why forward is not compared with the capture from time to time (ORTMODULE_RECHECK)
 
 
@@ -146,6 +148,13 @@ class Report:
             "n_captures": self.n_captures,
             "n_plans": self.n_plans,
         }
+
+    def densities(self) -> list[tuple[str, float, bool]]:
+        """Label or Embedding, percent, whether the engine leaves out the rest; of every capture made at level INFO."""
+        def on(g: GraphEntry, kind: str) -> bool:
+            return any(g.sparse_heads) if kind == "label" else g.padding[:4] not in ("", "none")
+
+        return [(kind.capitalize(), d, d < 90 and on(g, kind)) for g in self.graphs for kind, _, d in g.densities]
 
     def headline(self) -> str:
         """One line."""

@@ -25,6 +25,9 @@ def announce(state: State) -> None:
     told = report(state, False)
     text = told.headline()
     if logger.isEnabledFor(logging.INFO):
+        for kind, density, on in told.densities():
+            what = "ON" if on else "OFF"
+            logger.info("%s sparsity-based optimization is %s for density: %.0f%%", kind, what, density)
         text += "\n" + features(told, state.settings)
     logger.log(logging.WARNING if told.eager else logging.INFO, "%s", text)
 
@@ -51,6 +54,7 @@ def report(state: State, table: bool = True) -> Report:
         report.graphs.append(
             GraphEntry(
                 nodes=whole.captured.n_nodes,
+                densities=whole.captured.densities,
                 engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
                 dynamic=whole.captured.dynamic,
                 capture_s=whole.captured.seconds,

@@ -31,7 +31,7 @@ CLASSES = {
     "workspace": "#a84848",
 }
 _OF = {"kept": "activations kept", "workspace": "workspace", "scratch": "workspace", "output": "outputs",
-       "gradient": "gradients", "loan": "gradients of outputs"}  # fmt: skip
+       "gradient": "gradients", "placed": "gradients", "loan": "gradients of outputs"}  # fmt: skip
 _ROWS = 20
 
 
@@ -136,9 +136,10 @@ def _of(model: str, found: dict[str, Any], graph: Graph) -> Timeline:
         if kind == "output":
             alive = first, n - 1
             put(held, size, 0, n - 1)
-        elif kind == "gradient":
+        elif kind in ("gradient", "placed"):
             alive = first, n - 1
-            put(held, size, _begin(begins, ends, first), n - 1)
+            if kind == "gradient":  # the other ones lie in the arena
+                put(held, size, _begin(begins, ends, first), n - 1)
         elif kind == "loan":
             put(held, size, _begin(begins, ends, first), _end(ends, last))
         spans.append((size, *alive, kind))

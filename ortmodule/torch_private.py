@@ -196,8 +196,8 @@ TABLE: tuple[Row, ...] = (
     Row("composable", ("torch.distributed._composable_state._get_module_state",
                        "torch.distributed._composable_state._insert_module_state"), "a block that fully_shard has "
         "sharded cannot be wrapped; wrap it before", owner=True),
-    Row("default_store", ("torch.distributed.distributed_c10d._get_default_store",), "ortmodule.checkpoint does not "
-        "name a rank that is gone"),
+    Row("default_store", ("torch.distributed.distributed_c10d._get_default_store",), "no error names a rank "
+        "that is gone"),
     Row("backend_of", ("torch.distributed.ProcessGroup._get_backend",), "a long capture does not say how long other "
         "ranks wait for it"),
     # --- optimizers

@@ -82,6 +82,7 @@ _ABSENT = patches.ABSENT
 _UNKNOWN: Any = object()
 _LOCK = type(threading.Lock())
 _PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _LEFT = _PLAIN | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt}
 _ATOMS = _PLAIN | {
     type(...),
@@ -311,16 +312,23 @@ _COMPARES = {"IS_OP": ("is",), "COMPARE_OP": ("==", "!=")}
 
 def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
     """The operands of every `is`, and of == where one of them may be a class. An operand is (kind, name, attributes)
-    when it is loaded as such, None when it is computed. Comparisons with constants (None) do not count."""
+    when it is loaded as such, None when it is computed. Comparisons with constants (None) do not count. An argument
+    that the code never assigns is of a kind of its own."""
     if not {_NAME["IS_OP"], _NAME["COMPARE_OP"]} & set(code.co_code[::2]):
         return ()
     found: list[tuple[str, Any]] = []
     stack: list[Any] = []
-    for i in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    arguments = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    for i in instructions:
+        if "STORE_FAST" in i.opname or "DELETE_FAST" in i.opname:
+            arguments.difference_update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    for i in instructions:
         if i.opcode in _PREFIXES:
             continue
         kind = _LOADS_ONE.get(i.opname)
         if kind is not None:
+            kind = "argument" if kind == "local" and i.argval in arguments else kind
             stack.append((kind, i.argval, ()))
         elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and stack and stack[-1] is not None:
             stack[-1] = (*stack[-1][:2], (*stack[-1][2], i.argval))
@@ -551,6 +559,7 @@ class Watch:
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str, Any]] = {}
         self._slots: list[tuple[Any, str, Any, str, Any]] = []
         self._entered: set[tuple[int, bool]] = set()
+        self._given_class: dict[int, set[str]] = {}  # arguments of code that are compared with int or float
         self._seen: set[int] = set()
         self._seen_quietly: set[int] = set()
         self._loggers: dict[int, logging.Logger] = {}
@@ -1088,6 +1097,10 @@ class Watch:
         if (key, self.quiet > 0) not in self._entered:
             self._entered.add((key, self.quiet > 0))
             self._first_call(frame, code)
+        if key in self._given_class and not self.quiet:
+            given = [frame.f_locals.get(n) for n in self._given_class[key]]
+            if any(x is cls for x in given for cls in _SYMBOLIC):
+                raise _class_of_number(frame)
         if code.co_freevars and key not in self._inner:
             values = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals and n[:2] != "__"}
             which = key, tuple(id(v) for v in values.values())
@@ -1188,8 +1201,10 @@ class Watch:
                 self._stop(f"compares the class of a tensor by `{'is' if how == 'IS_OP' else '=='}`: isinstance can be "
                            "followed", frame)  # fmt: skip
         elif self.symbolic and any(v is _UNKNOWN for v in values) and any(v is int or v is float for v in values):
-            raise CaptureError("compares a class with int or float: what stands for sizes and numbers has another",
-                               "", frame.f_code.co_filename, frame.f_lineno)  # fmt: skip
+            unknown = [x for x, v in zip(pair, values, strict=True) if v is _UNKNOWN]
+            if any(x is None or x[0] != "argument" or x[2] for x in unknown):
+                raise _class_of_number(frame)
+            self._given_class.setdefault(id(frame.f_code), set()).update(x[1] for x in unknown)
         elif how == "IS_OP" and all(v is _UNKNOWN or isinstance(v, Tensor) for v in values):
             classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors then
             self.identity = self.identity or not classes
@@ -1609,6 +1624,11 @@ def _flat(d: Any) -> tuple[Any, ...]:
 def _decimal_context() -> str:
     now = decimal.getcontext()
     return f"{now.prec} {now.rounding} {now.Emin} {now.Emax} {now.clamp}"
+
+
+def _class_of_number(frame: types.FrameType) -> CaptureError:
+    return CaptureError("compares a class with int or float: what stands for sizes and numbers has another", "",
+                        frame.f_code.co_filename, frame.f_lineno)  # fmt: skip
 
 
 def _operand(frame: types.FrameType, x: Any) -> Any:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from expected import EXPECTED
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -78,6 +80,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("Hugging Face's ModelOutput", SAME, "", "test_surroundings::test_hugging_face_output_and_generate"),
         Row("tensor subclasses, nested tensors", SAME, "FALLBACK_UNSUPPORTED_DATA: PyTorch, or ORTModuleIOError", "test_policies::test_a_flag_leaves_its_category_to_pytorch_and_no_other"),
         Row("sizes change without another export", SAME, "one capture more, with symbols", "test_changes::test_new_shapes_cost_one_more_capture"),
+        Row("channels_last", BETTER, "results have eager's order of memory; there they were contiguous", "test_flags::test_channels_last"),
         Row("non-contiguous tensors", SAME, "not copied", "test_surroundings::test_non_contiguous_and_expanded"),
         Row("unused arguments", SAME, "", "test_wrapper_members::test_arguments_that_are_not_used"),
         Row("arguments that are results", SAME, "also views of them", "test_training::test_outputs_that_are_inputs"),
@@ -96,8 +99,11 @@ SECTIONS: dict[str, list[Row]] = {
         Row("freezing and unfreezing", SAME, "noticed at once", "test_training::test_frozen_and_unfrozen"),
         Row("tied weights", SAME, "", "test_training::test_tied_weights"),
         Row("custom autograd.Function (PythonOp)", SAME, "always on; `infer_shape` and `alias_input` of the class are not asked", "test_models::test_custom_function_keeps_its_backward"),
-        Row("a Function that edits its input, or returns its memory", NO, "the submodule around it runs in PyTorch, by name; under FALLBACK_DISABLE that is an error", "test_functions::test_functions_that_edit_their_input_stay_in_pytorch"),
+        Row("a Function that returns memory of its argument", SAME, "called on the argument itself, behind the graph, when the result leaves forward", "test_function_memory::test_pointer_type"),
+        Row("a Function that edits its input, or returns its memory beside a second reader of the result", NO, "the submodule around it runs in PyTorch, by name; under FALLBACK_DISABLE that is an error", "test_functions::test_functions_that_edit_their_input_stay_in_pytorch"),
         Row("an operator without gradient is an error", BETTER, "PyTorch runs and differentiates it inside the graph", "test_left_to_pytorch::test_host_nodes"),
+        Row("an exception in backward (a Function's, a hook's)", BETTER, "the user's own, under every policy; there ORTModuleFallbackException around it", "test_failing_backward::test_an_exception_in_backward"),
+        Row("no memory in backward", SAME, "an error of PyTorch's class and words, which is a `MemoryError` too; the model is usable", "test_failing_backward::test_no_memory_in_backward"),
         Row("random state is left alone by an export", SAME, "", "test_modes::test_capture_leaves_random_state_alone"),
         Row("`torch.autocast`", SAME, "as it was captured, and again when it changes", "test_modes::test_autocast_on_and_off"),
     ],
@@ -114,7 +120,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("errors of the user's forward", BETTER, "are the user's own, under every policy", "test_wrapper::test_the_users_own_errors_are_the_users"),
         Row("an error of the engine in a step is raised", BETTER, "PyTorch repeats the call; its error is the one that is seen", "test_wrapper::test_an_index_out_of_range_is_pytorchs_error"),
         Row("what fell back and why", BETTER, "`model.report()` by file and line", "test_left_to_pytorch::test_host_nodes"),
-        Row("`HierarchicalORTModule`", BETTER, "every ORTModule does it, in one graph; the class keeps its names of parameters", "test_utilities::test_hierarchical_by_name_and_automatic"),
+        Row("`HierarchicalORTModule`", BETTER, "every ORTModule does it, in one graph; the class keeps its names of parameters", "test_hierarchical_and_json::test_hierarchical"),
     ],
     "DebugOptions and logging": [
         Row("`DebugOptions(log_level, save_onnx, onnx_prefix, save_path, config)`", SAME, "what it refuses, too", "test_debug_options::test_what_is_refused_when_the_options_are_made"),
@@ -123,6 +129,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("`<prefix>_torch_exported_<mode>.onnx`", SAME, "standard ONNX, arguments by their names; later captures have a number", "test_debug_options::test_names_of_arguments_are_kept"),
         Row("`_optimized_pre_grad_`, `_optimized_`, `_execution_model_`", SAME, "the engine's operators in a domain of their own, for viewers; the last two are one graph", "test_debug_options::test_files_of_every_stage"),
         Row("feature table, times", SAME, "at INFO, with the planned memory; there at WARNING", "test_debug_options::test_info_prints_features_times_and_memory_once"),
+        Row("densities of labels and of tokens, at INFO", SAME, "its words; of every loss and embedding whose input comes of arguments, on or off by what the engine does", "test_densities::test_density_of_labels"),
         Row("rank 0 alone speaks at INFO and above", SAME, "but for errors", "test_debug_options::test_other_ranks_keep_silent"),
         Row("logger `orttraining`", BETTER, "`ortmodule`, the same on all ranks", "test_ortmodule::test_report_and_log"),
         Row("the exporter's output is captured and filtered", BETTER, "an attempt that fails prints nothing", "test_wrapper_members::test_a_capture_that_fails_prints_nothing"),
@@ -130,13 +137,19 @@ SECTIONS: dict[str, list[Row]] = {
     "Options": [
         Row("environment variables", SAME, "docs/SETTINGS.md has all of them: same, nearest, or not kept and why", "test_debug_options::test_every_variable_is_taken_or_named"),
         Row("an unknown variable", BETTER, "is named with the nearest that is known", "test_debug_options::test_an_unknown_variable_names_the_nearest"),
-        Row("`load_from_json` and its keys", SAME, "FallbackPolicy and DebugOptions act; the others are checked, and named", "test_served_names::test_a_json_file_of_settings"),
+        Row("`load_from_json` and its keys", SAME, "FallbackPolicy and DebugOptions act; the others are checked, and named", "test_hierarchical_and_json::test_json_keys_of_parts_that_are_not_here"),
         Row("ORTMODULE_MEMORY_OPT_LEVEL", SAME, "1: transformer layers are computed again", "test_memory_level::test_same_bits_less_memory"),
         Row("ORTMODULE_MEMORY_OPT_CONFIG", SAME, "clusters are named by the engine's operators", "test_memory_table::test_a_file_says_what_is_computed_again"),
         Row("ORTMODULE_CACHE_DIR", NO, "a capture takes about a second", "test_debug_options::test_every_variable_is_taken_or_named"),
         Row("Triton, tuning", NO, "kernels are compiled beforehand, chosen by machine and sizes", "test_debug_options::test_every_variable_is_taken_or_named"),
-        Row("`register_graph_optimizer`", NO, "the gradient graph exists in the engine's form alone; says so once", "test_served_names::test_what_registers_for_absent_parts_says_so_once"),
-        Row("`register_gradient`, `register_symbolic`, `enable_custom_autograd_support`", NO, "PyTorch differentiates what the engine does not know; says so once", "test_served_names::test_what_registers_for_absent_parts_says_so_once"),
+        Row("`register_graph_optimizer`, `GraphOptimizerRegistry`: module classes, devices, priority, an edited GraphProto", SAME, "of a training capture", "test_registered::test_graph_optimizers_are_chosen_by_class_device_and_priority"),
+        Row("a graph optimizer sees the gradient graph", NO, "it sees the graph before it is differentiated: the gradient is the engine's, of what the optimizer leaves", "test_registered::test_register_graph_optimizer_rewrites_before_gradients"),
+        Row("`register_gradient` of a torch operator", SAME, "nodes of ONNX and ATen; the operator runs in PyTorch inside the graph", "test_registered::test_register_gradient_of_onnx_nodes"),
+        Row("`CustomGradientRegistry.register_custom_stop_gradient_edges`", SAME, "", "test_registered::test_edges_that_stop"),
+        Row("`register_gradient` of an ONNX operator", NO, "the engine's own; refused, with the way by torch.autograd.Function", "test_registered::test_a_gradient_that_is_refused"),
+        Row("`register_symbolic`, `CustomOpSymbolicRegistry`", SAME, "ONNX operators and org.pytorch.aten::ATen", "test_registered::test_register_symbolic_of_an_operator_without_a_row"),
+        Row("a symbolic with operators of a custom-op library", BETTER, "such a library cannot be loaded: PyTorch runs the torch operator, and the report says why", "test_registered::test_a_symbolic_that_the_engine_cannot_take_leaves_the_operator_to_pytorch"),
+        Row("`enable_custom_autograd_support(False)`", NO, "Functions are never inlined; says so once", "test_served_names::test_functions_cannot_be_inlined_and_that_is_said_once"),
         Row("ZeRO stage 3, `configure_ort_compatible_zero_stage3`, `ZeROOffloadSubscriber`", NO, "ZeRO-3 needs no preparation: wrap the blocks (DISTRIBUTED.md); the name says so", "test_served_names::test_what_is_not_served_says_what_to_do"),
         Row("`ORTPipelineModule`", BETTER, "a rank's layers are one graph, tied layers and functions among them", "test_deepspeed_pipeline::test_stages"),
     ],
@@ -196,6 +209,12 @@ def doc() -> str:
             path = tests().get(row.test, "")
             name = row.test.partition("::")[2]
             lines.append(f"| {row.name} | {_KEPT[row.kept]} | {row.text} | [{name}]({path.partition('#')[0]}) |")
+    lines += ["", "## Beside the names", "", "| | what is expected | test |", "|---|---|---|"]
+    for title, expected in EXPECTED.items():
+        for what, test in expected:
+            path = tests().get(test, "").partition("#")[0]
+            lines.append(f"| {title} | {what} | [{test.partition('::')[2]}]({path}) |")
+            title = ""
     return "\n".join(lines) + "\n"
 
 

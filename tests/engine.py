@@ -31,7 +31,7 @@ FREE = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_size_t)
 
 class Services(C.Structure):
     _fields_ = [("user", C.c_void_p), ("alloc", ALLOC), ("free", FREE), ("parallel_for", PFOR), ("num_threads", NTHR),
-                ("sgemm", C.c_void_p), ("dgemm", C.c_void_p), ("gemm_bf16", C.c_void_p), ("log", C.c_void_p)]
+                ("sgemm", C.c_void_p), ("dgemm", C.c_void_p), ("gemm_bf16", C.c_void_p), ("conv", C.c_void_p), ("log", C.c_void_p)]
 
 
 class EngineError(RuntimeError):

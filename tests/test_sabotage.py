@@ -36,6 +36,7 @@ import test_layers
 import test_losses
 import test_masks
 import test_padding
+import test_parts
 import test_patterns
 import test_plan
 import test_plan_update
@@ -64,6 +65,7 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lib = engine.load(str(PATH))
     monkeypatch.setattr(engine, "lib", lib)
     monkeypatch.setattr(test_plan, "_C", sys.modules["sabotage"])
+    monkeypatch.setattr(test_parts, "_C", sys.modules["sabotage"])
     monkeypatch.setattr(test_plan_update, "_C", sys.modules["sabotage"])
     yield
     lib.om_sabotage_set(None)
@@ -190,6 +192,12 @@ def plans(first: int, n: int, group: bool = False) -> Callable[[], None]:
     return run
 
 
+def gradients_in_arena() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "lib", PLAIN)
+        test_parts.test_they_are_the_interpreters_and_do_not_overlap(0)
+
+
 def updates() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "lib", PLAIN)
@@ -289,6 +297,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "plan.clash": plans(86, 1),
     "plan.home": plans(0, 50),
     "plan.overlap": plans(0, 50),
+    "plan.place": gradients_in_arena,
     "plan.state_until": updates,
     "plan.state_operand": updates,
     "plan.state_output": updates,

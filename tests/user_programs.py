@@ -599,7 +599,12 @@ def differs(a: Any, b: Any) -> str | None:
             return f"{tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}"
         if a.numel() == 0:
             return None
-        x, y = a.detach().double(), b.detach().double()
+        try:
+            x, y = a.detach().double(), b.detach().double()
+        except RuntimeError as error:  # of a level of vmap that has ended: nobody can read it
+            if "escaped" not in str(error):
+                raise
+            return None
         if not torch.equal(x.isnan(), y.isnan()) or not torch.equal(x.isinf(), y.isinf()):
             return f"{a} against {b}"
         x, y = (t.nan_to_num(0, 0, 0) for t in (x, y))

@@ -33,6 +33,7 @@ typedef struct conv_product { /* one group of one chunk of images */
 typedef struct conv_copies { /* prepared with the call */
     om_copy_job widen[3], narrow[3]; /* operands and results, where these are of 16 bits */
     om_copy_job side[2];             /* the images of a chunk, and of the last one, side by side or back */
+    om_copy_job side_x;              /* narrow: x as dy */
 } conv_copies;
 
 typedef struct conv_plan {
@@ -40,12 +41,15 @@ typedef struct conv_plan {
     int dtype, wide_dtype;     /* storage; what is computed in */
     int64_t size;              /* bytes of wide_dtype */
     bool pointwise, direct, side_by_side;
+    bool narrow;               /* products of bf16 as bf16: pointwise, where the processor has them */
+    bool host;                 /* is asked first; own scratch is taken when it has turned the call down */
     bool bias, want[3];        /* forward: is there one; gradient: dx, dw, db */
     int64_t chunk;             /* images at a time; what is left is the last chunk */
     int64_t row_step, image_step; /* of the patch matrix */
     const struct om_conv_type *k;
     /* scratch, bytes from its start */
     int64_t x_at, w_at, y_at, bias_at, dx_at, dw_at, db_at, col_at, side_at, gemm_at, total;
+    om_conv_direct direct_y, direct_dw, direct_dx;
     const conv_copies *copy;
     int n_product;
     /* of a whole chunk, then, where it differs, of the last: forward y each, gradient dw and dx each */
@@ -56,7 +60,6 @@ typedef union conv_room {
     conv_plan p;
     char bytes[sizeof(conv_plan) + CONV_PRODUCTS * sizeof(conv_product)];
 } conv_room;
-enum { CONV_Y, CONV_DW, CONV_DX };
 
 static int64_t conv_take(int64_t *total, int64_t bytes) {
     int64_t at = *total;
@@ -76,11 +79,14 @@ static om_status conv_product_add(om_ctx *cx, conv_plan *p, int which, int64_t i
     conv_product *to = &p->product[p->n_product++];
     om_gemm_args *a = &to->g;
     *to = (conv_product){.g = {.dtype = p->wide_dtype, .alpha = 1, .batch = 1}};
-    if (which == CONV_Y) { /* y (og, px) = w (og, depth) patches (depth, px) */
+    if (which == OM_CONV_Y) { /* y (og, px) = w (og, depth) patches (depth, px) */
         a->m = g->og, a->n = px, a->k = depth;
         a->rsa = depth, a->csa = 1, a->rsb = prs, a->csb = 1, a->rsc = yrs, a->csc = 1;
         to->axis = (om_gemm_axis){images, 0, pstep, ystep};
-    } else if (which == CONV_DW) { /* dw (og, depth) += dy (og, px) patches^T (px, depth), image after image */
+    } else if (which == OM_CONV_DW && p->narrow) { /* rounded once: all images in one product */
+        a->m = g->og, a->n = depth, a->k = images * g->pixels;
+        a->rsa = a->k, a->csa = 1, a->rsb = 1, a->csb = a->k, a->rsc = depth, a->csc = 1;
+    } else if (which == OM_CONV_DW) { /* dw (og, depth) += dy (og, px) patches^T (px, depth), image after image */
         a->m = g->og, a->n = depth, a->k = px;
         a->rsa = yrs, a->csa = 1, a->rsb = 1, a->csb = prs, a->rsc = depth, a->csc = 1;
     } else { /* dpatches (depth, px) = w^T (depth, og) dy (og, px) */
@@ -88,7 +94,7 @@ static om_status conv_product_add(om_ctx *cx, conv_plan *p, int which, int64_t i
         a->rsa = 1, a->csa = depth, a->rsb = yrs, a->csb = 1, a->rsc = prs, a->csc = 1;
         to->axis = (om_gemm_axis){images, 0, ystep, pstep};
     }
-    if (which != CONV_DW && !p->side_by_side) a->batch = images, a->n_axis = 1;
+    if (which != OM_CONV_DW && !p->side_by_side) a->batch = images, a->n_axis = 1;
     return om_gemm_prepare(cx, a, &to->how);
 }
 
@@ -128,12 +134,15 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     p->direct = g->cg * g->og <= CONV_DIRECT;
     p->pointwise = !p->direct && plain;
     const int64_t depth = g->cg * g->taps, image = depth * g->pixels * p->size;
+    p->narrow = p->pointwise && g->groups == 1 && p->dtype == OM_BF16 && om_isa_bf16();
+    if (p->narrow) p->wide_dtype = p->dtype, p->size = 2;
     p->side_by_side = !p->direct && !p->pointwise && g->pixels < CONV_WIDE && g->n > 1;
     p->chunk = p->pointwise ? g->n : image > 0 ? CONV_CHUNK / image : g->n;
     p->chunk = p->chunk < 1 ? 1 : p->chunk > g->n ? g->n : p->chunk;
     p->row_step = p->side_by_side ? p->chunk * g->pixels : g->pixels;
     p->image_step = p->side_by_side ? g->pixels : depth * g->pixels;
 
+    p->host = om_conv_host(cx, g, p->dtype, p->pointwise, grad);
     const bool widen = p->dtype != p->wide_dtype;
     if (widen) { /* f32 copies of everything */
         p->x_at = conv_take(&p->total, om_numel(x) * p->size);
@@ -144,12 +153,27 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
         p->dw_at = conv_take(&p->total, grad ? om_numel(&a->out[1]) * p->size : 0);
         p->db_at = conv_take(&p->total, grad ? om_numel(&a->out[2]) * p->size : 0);
     }
-    if (p->direct) return OM_OK;
+    if (p->narrow && p->want[2]) { /* for the bias's gradient */
+        p->y_at = conv_take(&p->total, om_numel(y) * (int64_t)sizeof(float));
+        p->db_at = conv_take(&p->total, g->o * (int64_t)sizeof(float));
+    }
+    if (p->narrow && p->want[1] && g->n > 1) {
+        p->side_at = conv_take(&p->total, om_numel(y) * p->size);
+        p->x_at = conv_take(&p->total, om_numel(x) * p->size);
+    }
+    if (p->direct && !grad) om_conv_direct_prepare(cx, g, OM_CONV_Y, p->size, &p->direct_y);
+    if (p->direct && p->want[0]) om_conv_direct_prepare(cx, g, OM_CONV_DX, p->size, &p->direct_dx);
+    if (p->direct && p->want[1]) om_conv_direct_prepare(cx, g, OM_CONV_DW, p->size, &p->direct_dw);
+    if (p->direct) {
+        const int64_t dx = p->direct_dx.scratch, dw = p->direct_dw.scratch;
+        p->gemm_at = conv_take(&p->total, grad ? dx > dw ? dx : dw : p->direct_y.scratch);
+        return OM_OK;
+    }
     p->col_at = conv_take(&p->total, p->pointwise ? 0 : p->chunk * depth * g->pixels * p->size);
-    p->side_at = conv_take(&p->total, p->side_by_side ? p->chunk * g->og * g->pixels * p->size : 0);
+    if (p->side_by_side) p->side_at = conv_take(&p->total, p->chunk * g->og * g->pixels * p->size);
     const int64_t chunks[] = {p->chunk, p->chunk > 0 ? g->n % p->chunk : 0};
     for (int i = 0; i < 2 && chunks[i]; i++)
-        for (int which = grad ? CONV_DW : CONV_Y; which <= (grad ? CONV_DX : CONV_Y); which++)
+        for (int which = grad ? OM_CONV_DW : OM_CONV_Y; which <= (grad ? OM_CONV_DX : OM_CONV_Y); which++)
             OM_TRY(conv_product_add(cx, p, which, chunks[i]));
     int64_t most = 0;
     for (int i = 0; i < p->n_product; i++)
@@ -160,20 +184,25 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
 
 static int64_t conv_scratch(om_ctx *cx, const om_args *a, bool grad) {
     conv_room room;
-    return conv_layout(cx, a, grad, &room) == OM_OK ? room.p.total : 0;
+    if (conv_layout(cx, a, grad, &room) != OM_OK) return 0;
+    if (!room.p.host) return room.p.total;
+    int64_t results = 0; /* the host makes them beside the plan's memory, which is to know of them */
+    for (int i = 0; i < a->n_out; i++) results += om_numel(&a->out[i]) * (int64_t)om_dtype_size(a->out[i].dtype);
+    return results;
 }
 
-/* (images, og, pixels) of one group, inside (n, o, pixels), as (og, images, pixels) */
-static void conv_side(const conv_plan *p, int64_t images, om_tensor *inside, om_tensor *side) {
-    const om_conv_geo *g = &p->g;
+/* (images, channels, pixels) of one group, inside (n, all channels, pixels), as (channels, images, pixels) */
+static void conv_side(const conv_plan *p, int64_t images, int64_t channels, int64_t all, om_tensor *inside,
+                      om_tensor *side) {
+    const int64_t pixels = p->g.pixels;
     *inside = (om_tensor){.dtype = (uint8_t)p->wide_dtype,
                           .rank = 3,
                           .device = -1,
-                          .dim = {images, g->og, g->pixels},
-                          .stride = {g->o * g->pixels, g->pixels, 1}};
+                          .dim = {images, channels, pixels},
+                          .stride = {all * pixels, pixels, 1}};
     *side = *inside;
-    side->stride[0] = g->pixels;
-    side->stride[1] = images * g->pixels;
+    side->stride[0] = pixels;
+    side->stride[1] = images * pixels;
 }
 
 static om_status conv_copies_make(om_ctx *cx, om_arena *mem, const om_args *a, bool grad, conv_plan *p) {
@@ -190,9 +219,22 @@ static om_status conv_copies_make(om_ctx *cx, om_arena *mem, const om_args *a, b
         if (is_in) OM_TRY(om_copy_prepared(cx, mem, t, &wide, &c->widen[i]));
         else OM_TRY(om_copy_prepared(cx, mem, &wide, t, &c->narrow[i - a->n_in]));
     }
+    om_tensor inside, side;
+    if (p->narrow && p->want[1] && p->g.n > 1) {
+        conv_side(p, p->g.n, p->g.o, p->g.o, &inside, &side);
+        OM_TRY(om_copy_prepared(cx, mem, &inside, &side, &c->side[0]));
+        conv_side(p, p->g.n, p->g.c, p->g.c, &inside, &side);
+        OM_TRY(om_copy_prepared(cx, mem, &inside, &side, &c->side_x));
+    }
+    if (p->narrow && p->want[2]) {
+        om_tensor dy = a->in[0], db = a->out[2];
+        dy.dtype = db.dtype = OM_F32;
+        om_dense_strides(&dy), om_dense_strides(&db);
+        OM_TRY(om_copy_prepared(cx, mem, &a->in[0], &dy, &c->widen[0]));
+        OM_TRY(om_copy_prepared(cx, mem, &db, &a->out[2], &c->narrow[2]));
+    }
     for (int i = 0; i < 2 && p->side_by_side; i++) {
-        om_tensor inside, side;
-        conv_side(p, i ? p->g.n % p->chunk : p->chunk, &inside, &side);
+        conv_side(p, i ? p->g.n % p->chunk : p->chunk, p->g.og, p->g.o, &inside, &side);
         OM_TRY(om_copy_prepared(cx, mem, grad ? &inside : &side, grad ? &side : &inside, &c->side[i]));
     }
     return OM_OK;
@@ -234,18 +276,6 @@ static void col2im_range(void *arg, int64_t b, int64_t e) {
     conv_run_job *j = arg;
     j->p->k->col2im(&j->p->g, j->col, j->row_step, j->p->image_step, j->dimage, b, e);
 }
-static void direct_range(void *arg, int64_t b, int64_t e) {
-    conv_run_job *j = arg;
-    j->p->k->direct(&j->p->g, j->x, j->w, j->bias, j->y, b, e);
-}
-static void direct_dx_range(void *arg, int64_t b, int64_t e) {
-    conv_run_job *j = arg;
-    j->p->k->direct_dx(&j->p->g, j->dy, j->w, j->dx, b, e);
-}
-static void direct_dw_range(void *arg, int64_t b, int64_t e) {
-    conv_run_job *j = arg;
-    j->p->k->direct_dw(&j->p->g, j->x, j->dy, j->dw, b, e);
-}
 static void bias_grad_range(void *arg, int64_t b, int64_t e) {
     conv_run_job *j = arg;
     j->p->k->bias_grad(&j->p->g, j->dy, j->db, b, e);
@@ -270,7 +300,7 @@ static om_status conv_product_run(om_ctx *cx, const conv_plan *p, int which, int
                                   const conv_run_job *j, char *scratch, int beta) {
     const om_conv_geo *g = &p->g;
     const bool rest = g->n - first < p->chunk;
-    const conv_product *pr = &p->product[which == CONV_Y ? rest : 2 * rest + (which == CONV_DX)];
+    const conv_product *pr = &p->product[which == OM_CONV_Y ? rest : 2 * rest + (which == OM_CONV_DX)];
     const int64_t depth = g->cg * g->taps, size = p->size, images = rest ? g->n - first : p->chunk;
     const int64_t yo = (first * g->o + group * g->og) * g->pixels * size,
                   xo = (first * g->c + group * g->cg) * g->plane * size, wo = group * g->og * depth * size;
@@ -280,16 +310,20 @@ static om_status conv_product_run(om_ctx *cx, const conv_plan *p, int which, int
     ga.scratch = scratch + p->gemm_at;
     ga.axis = &pr->axis;
     /* only a group's rows of a pointwise dx are written: the product goes straight into dx */
-    if (which == CONV_Y) {
+    if (which == OM_CONV_Y) {
         ga.a = j->w + wo, ga.b = p->pointwise ? j->x + xo : j->col, ga.c = p->side_by_side ? side : j->y + yo;
         return om_gemm_run(cx, &ga, &pr->how);
     }
-    if (which == CONV_DX) {
+    if (which == OM_CONV_DX) {
         ga.a = j->w + wo, ga.b = p->side_by_side ? side : j->dy + yo, ga.c = p->pointwise ? j->dx + xo : j->col;
         return om_gemm_run(cx, &ga, &pr->how);
     }
     const int64_t ystep = g->o * g->pixels, pstep = p->pointwise ? g->c * g->plane : p->image_step;
     ga.c = j->dw + wo;
+    if (p->narrow) {
+        ga.a = g->n > 1 ? side : j->dy, ga.b = g->n > 1 ? scratch + p->x_at : j->x;
+        return om_gemm_run(cx, &ga, &pr->how);
+    }
     for (int64_t b = 0; b < (p->side_by_side ? 1 : images); b++) { /* image after image: the sum has one order */
         ga.a = p->side_by_side ? side : j->dy + yo + b * ystep * size;
         ga.b = (p->pointwise ? j->x + xo : j->col) + b * pstep * size;
@@ -301,7 +335,7 @@ static om_status conv_product_run(om_ctx *cx, const conv_plan *p, int which, int
 
 typedef struct bias_job {
     int64_t pixels, channels; /* of a plane; of an image */
-    bool f64;
+    int dtype;
     char *y;
     const char *bias;
 } bias_job;
@@ -309,7 +343,10 @@ typedef struct bias_job {
 static void bias_range(void *arg, int64_t begin, int64_t end) { /* y = bias, over planes (image, channel) */
     const bias_job *j = arg;
     for (int64_t i = begin; i < end; i++) {
-        if (j->f64) {
+        if (j->dtype == OM_BF16) {
+            uint16_t *y = (uint16_t *)j->y + i * j->pixels, v = ((const uint16_t *)j->bias)[i % j->channels];
+            for (int64_t k = 0; k < j->pixels; k++) y[k] = v;
+        } else if (j->dtype == OM_F64) {
             double *y = (double *)j->y + i * j->pixels, v = ((const double *)j->bias)[i % j->channels];
             for (int64_t k = 0; k < j->pixels; k++) y[k] = v;
         } else {
@@ -319,23 +356,22 @@ static void bias_range(void *arg, int64_t begin, int64_t end) { /* y = bias, ove
     }
 }
 
-om_status om_cpu_run_conv(om_ctx *cx, const om_args *a) {
+static om_status conv_own(om_ctx *cx, const om_args *a) {
     const conv_plan *p = a->prep;
     const om_conv_geo *g = &p->g;
     om_tensor *y = &a->out[0];
-    if (!g->n || !g->o || !g->pixels) return OM_OK;
     char *scratch = a->scratch, *x, *w, *bias = NULL, *out = p->dtype == p->wide_dtype ? y->data : scratch + p->y_at;
     x = conv_widen(cx, p, a, 0, p->x_at);
     w = conv_widen(cx, p, a, 1, p->w_at);
     if (p->bias) bias = conv_widen(cx, p, a, 2, p->bias_at);
     conv_run_job j = {.p = p, .x = x, .w = w, .bias = bias, .y = out, .col = scratch + p->col_at};
     if (p->direct) {
-        om_parallel_for(cx, g->n * g->o, conv_grain(g->pixels * g->taps * g->cg), direct_range, &j);
+        om_conv_direct_run(cx, &p->direct_y, g, x, w, NULL, bias, out, scratch + p->gemm_at);
         conv_narrow(cx, p, a, out, 0);
         return OM_OK;
     }
     if (bias && !p->side_by_side) { /* else the copy below would overwrite it: added through the matrix */
-        bias_job bj = {g->pixels, g->o, p->wide_dtype == OM_F64, out, bias};
+        bias_job bj = {g->pixels, g->o, p->wide_dtype, out, bias};
         om_parallel_for(cx, g->n * g->o, conv_grain(g->pixels), bias_range, &bj);
     }
     for (int64_t first = 0; first < g->n; first += p->chunk) {
@@ -345,11 +381,11 @@ om_status om_cpu_run_conv(om_ctx *cx, const om_args *a) {
             j.image = x + (first * g->c + group * g->cg) * g->plane * p->size;
             if (!p->pointwise) om_parallel_for(cx, images * g->cg * g->taps, conv_grain(g->pixels), im2col_range, &j);
             if (p->side_by_side && bias) { /* rows of the wide matrix start at the bias */
-                bias_job bj = {images * g->pixels, g->og, p->wide_dtype == OM_F64, scratch + p->side_at,
+                bias_job bj = {images * g->pixels, g->og, p->wide_dtype, scratch + p->side_at,
                                bias + group * g->og * p->size};
                 om_parallel_for(cx, g->og, conv_grain(bj.pixels), bias_range, &bj);
             }
-            OM_TRY(conv_product_run(cx, p, CONV_Y, first, group, &j, scratch, p->bias));
+            OM_TRY(conv_product_run(cx, p, OM_CONV_Y, first, group, &j, scratch, p->bias));
             if (p->side_by_side)
                 om_copy_run(cx, &p->copy->side[images < p->chunk], scratch + p->side_at,
                             out + (first * g->o + group * g->og) * g->pixels * p->size);
@@ -359,7 +395,7 @@ om_status om_cpu_run_conv(om_ctx *cx, const om_args *a) {
     return OM_OK;
 }
 
-om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
+static om_status conv_grad_own(om_ctx *cx, const om_args *a) {
     const conv_plan *p = a->prep;
     const om_conv_geo *g = &p->g;
     const bool narrow = p->dtype != p->wide_dtype, want_x = p->want[0], want_w = p->want[1], want_b = p->want[2];
@@ -370,10 +406,20 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
     if (want_w) x = conv_widen(cx, p, a, 1, p->x_at);
     if (want_x) w = conv_widen(cx, p, a, 2, p->w_at);
     conv_run_job j = {.p = p, .x = x, .w = w, .dy = dy, .dx = dx, .dw = dw, .db = db, .col = scratch + p->col_at};
+    if (p->narrow && want_w && g->n > 1) {
+        om_copy_run(cx, &p->copy->side[0], dy, scratch + p->side_at);
+        om_copy_run(cx, &p->copy->side_x, x, scratch + p->x_at);
+    }
+    if (p->narrow && want_b) {
+        om_copy_run(cx, &p->copy->widen[0], dy, scratch + p->y_at);
+        j.dy = scratch + p->y_at, j.db = scratch + p->db_at;
+    }
     if (want_b) om_parallel_for(cx, g->o, conv_grain(g->n * g->pixels), bias_grad_range, &j);
+    if (p->narrow && want_b) om_copy_run(cx, &p->copy->narrow[2], j.db, a->out[2].data);
+    j.dy = dy;
     if (p->direct) {
-        if (want_x) om_parallel_for(cx, g->n * g->c, conv_grain(g->pixels * g->taps * g->og), direct_dx_range, &j);
-        if (want_w) om_parallel_for(cx, g->o * g->cg, conv_grain(g->n * g->pixels * g->taps), direct_dw_range, &j);
+        if (want_x) om_conv_direct_run(cx, &p->direct_dx, g, NULL, w, dy, NULL, dx, scratch + p->gemm_at);
+        if (want_w) om_conv_direct_run(cx, &p->direct_dw, g, x, NULL, dy, NULL, dw, scratch + p->gemm_at);
     } else {
         if (want_w && (g->n == 0 || g->pixels == 0)) memset(dw, 0, (size_t)(g->o * g->cg * g->taps * p->size));
         if (want_x && !g->pixels) memset(dx, 0, (size_t)(g->n * g->c * g->plane * p->size));
@@ -389,10 +435,10 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
                     j.image = x + xo;
                     if (!p->pointwise)
                         om_parallel_for(cx, images * g->cg * g->taps, conv_grain(g->pixels), im2col_range, &j);
-                    OM_TRY(conv_product_run(cx, p, CONV_DW, first, group, &j, scratch, first > 0));
+                    OM_TRY(conv_product_run(cx, p, OM_CONV_DW, first, group, &j, scratch, first > 0));
                 }
                 if (want_x) {
-                    OM_TRY(conv_product_run(cx, p, CONV_DX, first, group, &j, scratch, 0));
+                    OM_TRY(conv_product_run(cx, p, OM_CONV_DX, first, group, &j, scratch, 0));
                     j.dimage = dx + xo;
                     if (!p->pointwise)
                         om_parallel_for(cx, images * g->cg, conv_grain(g->pixels * g->taps), col2im_range, &j);
@@ -405,6 +451,20 @@ om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) {
     if (want_b) conv_narrow(cx, p, a, db, 2);
     return OM_OK;
 }
+
+static om_status conv_run(om_ctx *cx, const om_args *a, bool grad) {
+    const conv_plan *p = a->prep;
+    const bool none = !grad && (!p->g.n || !p->g.o || !p->g.pixels);
+    if (none || (p->host && om_conv_host_run(cx, a, &p->g, grad ? p->want : NULL))) return OM_OK;
+    om_args own = *a;
+    if (p->host && !(own.scratch = om_alloc(cx, (size_t)p->total + 1))) return OM_NOMEM;
+    const om_status s = grad ? conv_grad_own(cx, &own) : conv_own(cx, &own);
+    if (p->host) om_free(cx, own.scratch);
+    return s;
+}
+
+om_status om_cpu_run_conv(om_ctx *cx, const om_args *a) { return conv_run(cx, a, false); }
+om_status om_cpu_run_conv_grad(om_ctx *cx, const om_args *a) { return conv_run(cx, a, true); }
 
 /* --- transpose: conv_grad's dx, x in the place of dy, y in those of x and dx -------------------------------------- */
 

@@ -7,7 +7,7 @@
 #define OM_CONV_H
 
 #include "cpu/kernels_isa.h"
-#include "ortmodule.h"
+#include "graph/engine.h"
 
 typedef struct om_conv_geo {
     int64_t n, c, o, groups, cg, og;           /* images, channels in and out, and per group */
@@ -25,16 +25,27 @@ struct om_conv_type {
      * from them. */
     void (*col2im)(const om_conv_geo *g, const void *col, int64_t row_step, int64_t image_step, void *dx, int64_t p0,
                    int64_t p1);
-    /* Without a matrix, for few channels per group. y: planes (image, output channel); dx: planes (image, channel);
-     * dw: filters (output channel, channel of its group). bias may be NULL. */
-    void (*direct)(const om_conv_geo *g, const void *x, const void *w, const void *bias, void *y, int64_t p0,
-                   int64_t p1);
-    void (*direct_dx)(const om_conv_geo *g, const void *dy, const void *w, void *dx, int64_t p0, int64_t p1);
-    void (*direct_dw)(const om_conv_geo *g, const void *x, const void *dy, void *dw, int64_t f0, int64_t f1);
     /* db: sums of dy over images and pixels for output channels [o0, o1) */
     void (*bias_grad)(const om_conv_geo *g, const void *dy, void *db, int64_t o0, int64_t o1);
 };
 struct om_conv_kernels { struct om_conv_type f32, f64; };
 OM_DECLARE_ISA(struct om_conv_kernels, om_conv);
+
+/* conv_direct.c: what is asked for, f32 or f64, prepared with the call. `scratch` bytes are wanted by a run. */
+enum { OM_CONV_Y, OM_CONV_DW, OM_CONV_DX };
+typedef struct om_conv_direct {
+    int what, workers;
+    int64_t size, wide[3], phases, plane, flat;    /* bytes of an element; a phase's plane; outputs laid flat */
+    int64_t source, tasks;                         /* elements of one plane laid out */
+    int64_t lanes_at, offsets_at, order_at, weights_at, work, scratch; /* bytes, of a worker but for the last */
+} om_conv_direct;
+void om_conv_direct_prepare(om_ctx *cx, const om_conv_geo *g, int what, int64_t size, om_conv_direct *d);
+/* y of x, w, bias or none; dx of dy, w; dw of x, dy */
+void om_conv_direct_run(om_ctx *cx, const om_conv_direct *d, const om_conv_geo *g, const void *x, const void *w,
+                        const void *dy, const void *bias, void *out, char *scratch);
+
+/* conv_host.c. Does the host do this one? want: which gradients; NULL: forward. False: it has not. */
+bool om_conv_host(om_ctx *cx, const om_conv_geo *g, int dtype, bool pointwise, bool grad);
+bool om_conv_host_run(om_ctx *cx, const om_args *a, const om_conv_geo *g, const bool *want);
 
 #endif

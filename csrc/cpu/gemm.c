@@ -59,6 +59,11 @@ static int gemm_forced(void) { /* read once; a race writes the same value twice 
     return f - 1;
 }
 
+int om_gemm_host(void) {
+    const int f = gemm_forced();
+    return f == FORCE_OWN ? OM_HOST_NEVER : f == FORCE_HOST ? OM_HOST_ALWAYS : OM_HOST_MAY;
+}
+
 static const om_gemm_type *gemm_type(int dtype) {
     const om_gemm_type *tiles = OM_PICK(om_gemm_amx);
     if (dtype == OM_BF16 && gemm_forced() == FORCE_OWN && tiles->block && om_isa_tiles()) return tiles;

@@ -53,6 +53,9 @@ om_status om_gemm_prepare(om_ctx *cx, const om_gemm_args *a, om_gemm_how *how);
 om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how);
 om_status om_gemm(om_ctx *cx, const om_gemm_args *a); /* both */
 
+enum { OM_HOST_NEVER = -1, OM_HOST_MAY, OM_HOST_ALWAYS };
+int om_gemm_host(void); /* ORTMODULE_GEMM, for who else asks the host to multiply */
+
 /* A row-major operand (rows, cols) as BLAS sees it: column-major and transposed. Fills 'N' and ld when rows are
  * contiguous, 'T' when columns are; false: neither. */
 bool om_gemm_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *trans, int *ld);

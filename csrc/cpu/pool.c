@@ -7,10 +7,9 @@
  */
 #include "cpu/cpu.h"
 #include "cpu/fault.h"
+#include "cpu/pool.h"
 #include "graph/half.h"
 #include "ops/attr.h"
-
-#include <math.h>
 
 enum { POOL_AXES = 3 };
 
@@ -27,6 +26,9 @@ struct pool_job { /* made once per plan; a run copies it and puts the addresses 
     window *win[POOL_AXES];                                 /* out[i] entries each; NULL: none is asked for */
     bool include_pad;
     pool_fn fn;
+    int64_t stride[POOL_AXES], pad[POOL_AXES];              /* max_pool */
+    om_pool_row row;
+    int dtype;
     const char *x;
     char *y;
     int64_t *idx;
@@ -112,28 +114,30 @@ static int64_t pool_count(const pool_job *j, const window *const *o) {
     return (o[0]->hi - o[0]->lo) * (o[1]->hi - o[1]->lo) * (o[2]->hi - o[2]->lo);
 }
 
+/* Rows of outputs: along the last axis all windows have one form, but for what lies outside. */
+static void max_pool(void *arg, int64_t begin, int64_t end) {
+    const pool_job *j = arg;
+    const struct om_pool_kernels *fn = OM_PICK(om_pool);
+    const om_pool_fn row = j->dtype == OM_F32    ? fn->f32
+                           : j->dtype == OM_F64  ? fn->f64
+                           : j->dtype == OM_BF16 ? fn->bf16
+                                                 : fn->f16;
+    const int64_t rows = j->out[0] * j->out[1], size = (int64_t)om_dtype_size(j->dtype);
+    for (int64_t i = begin * rows; i < end * rows; i++) {
+        const int64_t o[] = {i % rows / j->out[1], i % j->out[1]}, at = i * j->out[2];
+        om_pool_row r = j->row;
+        for (int axis = 0; axis < 2; axis++) {
+            const window *w = &j->win[axis][o[axis]];
+            const int64_t from = o[axis] * j->stride[axis] - j->pad[axis];
+            r.lo[axis] = w->lo, r.hi[axis] = w->hi, r.by[axis] = j->step[axis];
+            r.begin[axis] = (int32_t)((w->lo - from) / j->step[axis]);
+            r.base += axis ? from * j->in[2] : from * j->in[1] * j->in[2];
+        }
+        row(&r, j->x + i / rows * j->in_size * size, j->y + at * size, j->idx + at);
+    }
+}
+
 #define POOL(S, T, W, LOAD, STORE)                                                      \
-    static void max_pool_##S(void *arg, int64_t begin, int64_t end) {                   \
-        const pool_job *j = arg;                                                        \
-        for (int64_t p = begin; p < end; p++) {                                         \
-            const T *x = (const T *)j->x + p * j->in_size;                              \
-            T *y = (T *)j->y + p * j->out_size;                                         \
-            int64_t *idx = j->idx + p * j->out_size;                                    \
-            FOR_OUTPUT(j, o, at, {                                                      \
-                W best = -(W)INFINITY;                                                  \
-                int64_t where = (o[0]->lo * j->in[1] + o[1]->lo) * j->in[2] + o[2]->lo; \
-                FOR_WINDOW(j, o, i, {                                                   \
-                    const W v = LOAD(x[i_row + i2]);                                    \
-                    if (v > best || v != v) {                                           \
-                        best = v;                                                       \
-                        where = i_row + i2;                                             \
-                    }                                                                   \
-                })                                                                      \
-                y[at] = (T)STORE(best);                                                 \
-                idx[at] = where;                                                        \
-            })                                                                          \
-        }                                                                               \
-    }                                                                                   \
     static void avg_pool_##S(void *arg, int64_t begin, int64_t end) {                   \
         const pool_job *j = arg;                                                        \
         for (int64_t p = begin; p < end; p++) {                                         \
@@ -187,7 +191,9 @@ POOL(bf16, uint16_t, float, om_bf16_to_f32, om_f32_to_bf16)
 POOL(f16, uint16_t, float, om_f16_to_f32, om_f32_to_f16)
 
 #define POOL_ROW(name) {[OM_F32] = name##_f32, [OM_F64] = name##_f64, [OM_BF16] = name##_bf16, [OM_F16] = name##_f16}
-static const pool_fn pool_max[] = POOL_ROW(max_pool), pool_avg[] = POOL_ROW(avg_pool),
+static const pool_fn pool_max[] = {[OM_F32] = max_pool, [OM_F64] = max_pool, [OM_BF16] = max_pool,
+                                   [OM_F16] = max_pool},
+                     pool_avg[] = POOL_ROW(avg_pool),
                      pool_max_grad[] = POOL_ROW(max_pool_grad), pool_avg_grad[] = POOL_ROW(avg_pool_grad);
 
 static int pool_axes(const om_args *a, const char *attr) {
@@ -219,8 +225,43 @@ static om_status pool_prepare(om_ctx *cx, om_arena *mem, const om_args *a, const
     return OM_OK;
 }
 
+/* what kernels/pool.k.c wants of the last axis, and where each tap of a window lies */
+static om_status max_pool_tables(om_ctx *cx, om_arena *mem, const om_args *a, pool_job *j) {
+    const int axes = pool_axes(a, "kernel");
+    int64_t k[POOL_AXES];
+    for (int i = 0; i < POOL_AXES; i++) {
+        const int axis = i - (POOL_AXES - axes);
+        k[i] = axis < 0 ? 1 : pool_attr(a, "kernel", axis, 1);
+        j->stride[i] = axis < 0 ? 1 : pool_attr(a, "stride", axis, k[i]);
+        j->pad[i] = axis < 0 ? 0 : pool_attr(a, "pad", axis, 0);
+    }
+    const int64_t s = j->stride[2], d = j->step[2];
+    om_pool_tap *tap = om_arena_alloc(mem, (size_t)k[2] * sizeof *tap);
+    int32_t *first = om_arena_alloc(mem, (size_t)(j->out[2] + 1) * sizeof *first);
+    int64_t *offset = om_arena_alloc(mem, (size_t)(k[0] * k[1] * k[2]) * sizeof *offset);
+    if (!tap || !first || !offset) return cx->status;
+    for (int64_t t = 0; t < k[2]; t++) {
+        const int64_t at = t * d - j->pad[2], lo = at < 0 ? (-at + s - 1) / s : 0;
+        int64_t hi = at < j->in[2] ? (j->in[2] - 1 - at) / s + 1 : 0;
+        if (hi > j->out[2]) hi = j->out[2];
+        tap[t] = (om_pool_tap){at, lo, hi};
+    }
+    for (int64_t o = 0; o < j->out[2]; o++) first[o] = (int32_t)((j->win[2][o].lo - (o * s - j->pad[2])) / d);
+    for (int64_t t = 0; t < k[0] * k[1] * k[2]; t++) {
+        const int64_t t0 = t / k[2] / k[1] * j->step[0], t1 = t / k[2] % k[1] * j->step[1], t2 = t % k[2] * d;
+        offset[t] = (t0 * j->in[1] + t1) * j->in[2] + t2;
+    }
+    j->row = (om_pool_row){.tap = tap, .taps = k[2], .step = s, .n = j->out[2], .first = first, .offset = offset,
+                           .size = {j->in[1], j->in[2]}, .kernel = (int32_t)k[1], .base = -j->pad[2]};
+    return OM_OK;
+}
+
 om_status om_cpu_prepare_max_pool(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
-    return pool_prepare(cx, mem, a, pool_max, false, false, prep);
+    pool_job *j = NULL;
+    OM_TRY(pool_prepare(cx, mem, a, pool_max, false, false, prep));
+    j = (pool_job *)(uintptr_t)*prep;
+    j->dtype = a->in[0].dtype;
+    return max_pool_tables(cx, mem, a, j);
 }
 
 om_status om_cpu_prepare_avg_pool(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {

@@ -7,22 +7,14 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     enum { W = AM_WIDTH(D) };
     SHARED(shared);
     S *k = (S *)shared, *v = k + AM_TILE * W;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+    const am_queries_of rows = am_queries_at(p);
+    const att_head a = rows.a;
+    const int warp = threadIdx.x >> 5, g = rows.g, t = rows.t, i0 = rows.i0, own = rows.own;
     uint64_t *bits = (uint64_t *)(v + AM_TILE * W) + warp * 16;
-    att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
-    a.kv = a.h / (p.hq / p.hk);
-    /* those that see most begin first */
-    const int i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale;
     uint32_t q[D / 16][4];
     float y[D / 8][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-    int at[2];
-    am_span see[2];
-    for (int r = 0; r < 2; r++) {
-        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : (int)p.tq - 1;
-        see[r] = am_keys(p, a.b, at[r]);
-    }
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
         for (int e = 0; e < 4; e++) y[n][e] = 0;
@@ -60,8 +52,8 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int j = j0 + n * 8 + t * 2 + e % 2, r = e / 2;
-                    if (j < see[r].lo || j >= see[r].hi) s[n][e] = -INFINITY;
-                    else if (p.mask_kind) s[n][e] = am_masked(p, a, at[r], j, s[n][e]);
+                    if (j < rows.see[r].lo || j >= rows.see[r].hi) s[n][e] = -INFINITY;
+                    else if (p.mask_kind) s[n][e] = am_masked(p, a, rows.at[r], j, s[n][e]);
                     IN_TURN();
                 }
         }

@@ -84,6 +84,28 @@ FN am_span am_queries(const om_gpu_attention &p, int64_t b, int64_t j) {
     return {am_clip(lo, p.tq), am_clip(hi, p.tq)};
 }
 
+/* The 64 queries of a block that works off keys, 16 a warp, as a thread sees them. */
+struct am_queries_of {
+    int g, t;            /* its row and column in fragments: lane / 4, lane % 4 */
+    att_head a;
+    int i0, own, at[2];  /* the block's first query, the warp's; the thread's two */
+    am_span see[2];      /* the keys of those */
+};
+FN am_queries_of am_queries_at(const om_gpu_attention &p) {
+    am_queries_of q;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    q.g = lane / 4, q.t = lane % 4;
+    q.a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
+    q.a.kv = q.a.h / (p.hq / p.hk);
+    /* those that see most begin first */
+    q.i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, q.own = q.i0 + warp * 16;
+    for (int r = 0; r < 2; r++) {
+        q.at[r] = q.own + q.g + 8 * r < p.tq ? q.own + q.g + 8 * r : (int)p.tq - 1;
+        q.see[r] = am_keys(p, q.a.b, q.at[r]);
+    }
+    return q;
+}
+
 /* A score with the mask's say; -inf: hidden. */
 FN float am_masked(const om_gpu_attention &p, const att_head &a, int i, int j, float s) {
     const int64_t at = a.b * p.smask[0] + a.h * p.smask[1] + i * p.smask[2] + j * p.smask[3];

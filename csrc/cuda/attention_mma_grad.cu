@@ -26,22 +26,17 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     enum { W = AM_WIDTH(D), TILE = 2 * AM_STEP };
     SHARED(shared);
     S *k = (S *)shared, *v = k + TILE * W;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+    const am_queries_of mine = am_queries_at(p);
+    const att_head a = mine.a;
+    const int warp = threadIdx.x >> 5, g = mine.g, t = mine.t, i0 = mine.i0, own = mine.own;
     uint64_t *bits = (uint64_t *)(v + TILE * W) + warp * 16;
-    att_head a = {blockIdx.y / p.hq, blockIdx.y % p.hq, 0};
-    a.kv = a.h / (p.hq / p.hk);
-    const int i0 = (int)(p.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * AM_OWN, own = i0 + warp * 16;
     const int64_t rows = p.batch * p.hq * p.tq;
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale, keep = (float)p.drop_scale;
     uint32_t q[D / 16][4], dy[D / 16][4];
     float dq[D / 8][4], delta[2], m[2], il[2];
-    int at[2];
-    am_span see[2];
     for (int r = 0; r < 2; r++) {
-        at[r] = own + g + 8 * r < p.tq ? own + g + 8 * r : (int)p.tq - 1;
-        see[r] = am_keys(p, a.b, at[r]);
-        const float *stat = (const float *)p.delta + blockIdx.y * p.tq + at[r];
+        const float *stat = (const float *)p.delta + blockIdx.y * p.tq + mine.at[r];
         delta[r] = ld(stat), m[r] = ld(stat + rows), il[r] = ld(stat + 2 * rows);
     }
 #pragma unroll
@@ -90,10 +85,10 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
                     for (int e = 2 * r; e < 2 * r + 2; e++) {
                         const int j = j0 + half + n * 8 + t * 2 + e % 2;
                         float x = s[n][e] * scale, d = dp[n][e];
-                        if (!all) x = am_score(p, a, at[r], j, x, j >= see[r].lo && j < see[r].hi);
+                        if (!all) x = am_score(p, a, mine.at[r], j, x, j >= mine.see[r].lo && j < mine.see[r].hi);
                         if (p.drop) d = kept >> (n * 8 + e % 2) & 1 ? d * keep : 0;
                         d = am_exp(x - m[r]) * il[r] * (d - delta[r]);
-                        if (!all && (x == -INFINITY || il[r] == 0 || am_frozen(p, a, at[r], j))) d = 0;
+                        if (!all && (x == -INFINITY || il[r] == 0 || am_frozen(p, a, mine.at[r], j))) d = 0;
                         s[n][e] = d;
                         IN_TURN();
                     }

@@ -103,10 +103,20 @@ void om_gpu_block_put(om_gpu *g, void *p, size_t size, void *stream) {
     if (!room) om_gpu_free(g, p, stream);
 }
 
+static void empty(void) {
+    for (int i = 0; i < MAX_DEVICES; i++)
+        if (stores[i].n) forget_all(gpus[i], &stores[i]);
+}
+
 void om_cuda_keep(bool on) {
     pthread_mutex_lock(&lock);
     keeps = on;
-    for (int i = 0; i < MAX_DEVICES; i++)
-        if (stores[i].n) forget_all(gpus[i], &stores[i]);
+    empty();
+    pthread_mutex_unlock(&lock);
+}
+
+void om_cuda_empty(void) {
+    pthread_mutex_lock(&lock);
+    empty();
     pthread_mutex_unlock(&lock);
 }

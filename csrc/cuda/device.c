@@ -1,14 +1,17 @@
 /* device.c - a GPU as a device: blocks, copies, and the calls of a slice as launches on the thread's stream.
  *
  * A slice resolves each launch's relocations into a copy of its parameters and queues it, or launches what graphs.h has
- * recorded of that; it waits for nothing, unless a call is the CPU's or before write-backs. Faults are noted in memory
- * of the host and looked at when somebody waits or the next slice begins; by then the calls behind the fault have run.
+ * recorded of that; it waits for nothing, unless a call is the CPU's. Faults are noted in memory of the host and looked
+ * at when somebody waits or the next slice begins; by then the calls behind the fault have run, but for write-backs.
  */
 #include "cuda/device.h"
 
 #include "cuda/blaslt.h"
 #include "cuda/blocks.h"
 #include "cuda/graphs.h"
+#include "cuda/lent.h"
+#include "cuda/torch_conv.h"
+#include "graph/sabotage.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -19,7 +22,7 @@ static om_device devices[MAX_DEVICES]; /* by ordinal */
 static om_gpu *gpus[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic bool host_ops[OM_N_OPS];
-static atomic_long counts[3]; /* calls of the CPU's, launches, products by the library */
+static atomic_long counts[4]; /* calls of the CPU's, launches, products by the library, convolutions by torch */
 
 typedef struct block {
     om_block b;
@@ -38,6 +41,7 @@ static om_block *cuda_get(om_ctx *cx, size_t size) {
     *b = (block){.b = {.size = size, .device = cx->device}, .gpu = g, .stream = om_cuda_stream_now()};
     om_status s = om_gpu_enter(cx, g);
     if (s == OM_OK) s = om_gpu_leave(cx, g, om_gpu_block_get(cx, g, size, b->stream, &b->b.data));
+    if (s == OM_OK) s = om_gpu_lend(cx, g, b->b.data, size);
     if (s == OM_OK) return &b->b;
     if (b->b.data) om_gpu_block_put(g, b->b.data, size, b->stream); /* leaving failed */
     free(b);
@@ -46,7 +50,8 @@ static om_block *cuda_get(om_ctx *cx, size_t size) {
 
 static void cuda_put(om_block *b) {
     block *own = (block *)(void *)b;
-    om_gpu_block_put(own->gpu, b->data, b->size, own->stream);
+    if (om_gpu_lent_back(own->gpu, b->data, own->stream))
+        om_gpu_block_put(own->gpu, b->data, b->size, own->stream);
     free(own);
 }
 
@@ -57,19 +62,37 @@ static void cuda_put(om_block *b) {
         return om_gpu_leave(cx, g, (expr));     \
     } while (0)
 
+/* --- faults: write-backs look at the fault word on the device (kernel.h), so the host may clear it only when none that
+ * comes behind the fault is still to run. Those that are queued are waited for. A run that was under way when a fault
+ * was told may be behind it and queues none. ----------------------------------------------------------------------- */
+
+static pthread_rwlock_t telling = PTHREAD_RWLOCK_INITIALIZER; /* shared while write-backs are queued */
+static long told[MAX_DEVICES]; /* faults so far */
+
+/* The context is current. */
 static om_status fault_look(om_ctx *cx, om_gpu *g) {
-    om_gpu_fault *f = om_gpu_fault_word(g), x;
+    om_gpu_fault *f = om_gpu_fault_word(g), x = {0};
     if (!__atomic_load_n(&f->kind, __ATOMIC_ACQUIRE)) return OM_OK;
-    x = *f;
-    memset(f, 0, sizeof *f);
-    return om_gpu_site_fail(cx, &x);
+    pthread_rwlock_wrlock(&telling);
+    om_status s = OM_OK;
+    if (__atomic_load_n(&f->kind, __ATOMIC_ACQUIRE) && 
+        (om_sabotage("device.told") || (s = om_gpu_idle(cx, g)) == OM_OK)) {
+        x = *f;
+        memset(f, 0, sizeof *f);
+        told[om_gpu_ordinal(g)]++;
+    }
+    pthread_rwlock_unlock(&telling);
+    return s == OM_OK && x.kind ? om_gpu_site_fail(cx, &x) : s;
 }
 
-/* Before write-backs: none behind a fault. Waits, as long as kernels do not look at the fault word. */
-om_status om_gpu_settled(om_ctx *cx, om_gpu *g) {
-    OM_TRY(om_gpu_download(cx, g, NULL, NULL, 0));
-    return fault_look(cx, g);
+om_status om_gpu_writes_begin(om_run *r, om_gpu *g) {
+    pthread_rwlock_rdlock(&telling);
+    if (r->of_device == 1 + told[om_gpu_ordinal(g)] || om_sabotage("device.meanwhile")) return OM_OK;
+    pthread_rwlock_unlock(&telling);
+    return om_fail(r->cx, OM_INVALID, "while this step ran, another one's fault was told; it may have failed as well, "
+                                      "so nothing of it is written back");
 }
+void om_gpu_writes_end(void) { pthread_rwlock_unlock(&telling); }
 
 static om_status cuda_fill(om_ctx *cx, void *to, int byte, size_t size) {
     INSIDE(om_gpu_set(cx, g, to, byte, size));
@@ -80,8 +103,9 @@ static om_status cuda_upload(om_ctx *cx, void *to, const void *from, size_t size
 static om_status cuda_download(om_ctx *cx, void *to, const void *from, size_t size) {
     om_gpu *g = om_cuda_gpu(cx);
     OM_TRY(om_gpu_enter(cx, g));
-    const om_status s = om_gpu_leave(cx, g, om_gpu_download(cx, g, to, from, size));
-    return s == OM_OK ? fault_look(cx, g) : s;
+    om_status s = om_gpu_download(cx, g, to, from, size);
+    if (s == OM_OK) s = fault_look(cx, g);
+    return om_gpu_leave(cx, g, s);
 }
 
 /* --- launches ------------------------------------------------------------------------------------------ */
@@ -90,6 +114,7 @@ typedef struct place { /* where one call's addresses come from */
     const om_tensor *arg;
     void *scratch;
     const void *scalars;
+    bool write;
 } place;
 
 static om_status launch(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const place *at) {
@@ -101,7 +126,8 @@ static om_status launch(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const pla
         char *base = r->what == OM_GPU_ARG       ? at->arg[r->arg].data
                      : r->what == OM_GPU_SCRATCH ? at->scratch
                      : r->what == OM_GPU_SCALARS ? (char *)(uintptr_t)at->scalars
-                                                 : (char *)om_gpu_fault_word(g);
+                     : r->what == OM_GPU_FAULT || at->write ? (char *)om_gpu_fault_word(g)
+                                                            : NULL;
         base = base ? base + r->offset : NULL;
         memcpy(param + r->at, &base, sizeof base);
         if (om_cuda_declare && i < OM_MAX_ARGS)
@@ -246,23 +272,28 @@ static om_status call_run(om_run *r, om_gpu *g, const om_call *c) {
     if (n > OM_MAX_ARGS) return om_fail(cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, OM_MAX_ARGS);
     for (int i = 0; i < n; i++) arg[i] = om_run_arg(r, c, i);
     const om_gpu_call *call = c->prep;
-    place at = {.arg = arg, .scalars = r->scalars};
+    place at = {.arg = arg, .scalars = r->scalars, .write = c->write != OM_NONE && !om_sabotage("device.guard")};
     if (c->kind == OM_CALL_COPY)
         return c->write != OM_NONE && r->skip_writes ? OM_OK : launch_all(cx, g, call, &at);
     const om_node *node = &r->plan->g->nodes.v[c->node];
     if (node->phase == OM_UPDATE && r->skip_writes)
         return om_fail(cx, OM_INVALID, "%s: an update cannot be repeated without its writes", node->op->name);
     if (c->scratch != OM_NONE) at.scratch = om_run_storage(r, &r->plan->st[c->scratch]);
-    return call->host ? host_call(cx, g, r, c, arg, &at) : launch_all(cx, g, call, &at);
+    bool done = false;
+    if (call->torch) OM_TRY(om_torch_conv_run(cx, g, call->torch, arg, c->n_in, c->n_out, &done));
+    if (done) atomic_fetch_add_explicit(&counts[3], 1, memory_order_relaxed);
+    return done ? OM_OK : call->host ? host_call(cx, g, r, c, arg, &at) : launch_all(cx, g, call, &at);
 }
 
-static om_status calls_run(om_run *r, om_gpu *g, int from, int to, bool settled) {
+static om_status calls_run(om_run *r, om_gpu *g, int from, int to, bool writing) {
     for (r->pc = from; r->pc < to; r->pc++) {
         const om_call *c = &r->plan->calls[r->pc];
         const double t0 = r->profile ? om_now_ms() : 0;
-        if (c->write != OM_NONE && !r->skip_writes && (r->pc == from ? !settled : c[-1].write == OM_NONE))
-            OM_TRY(om_gpu_settled(r->cx, g));
-        OM_TRY(call_run(r, g, c));
+        const bool writes = c->write != OM_NONE && !r->skip_writes && !writing;
+        if (writes) OM_TRY(om_gpu_writes_begin(r, g));
+        const om_status s = call_run(r, g, c);
+        if (writes) om_gpu_writes_end();
+        OM_TRY(s);
         if (r->profile) { /* a profile waits after each call */
             OM_TRY(om_gpu_download(r->cx, g, NULL, NULL, 0));
             om_run_profile_add(r, c, om_now_ms() - t0);
@@ -273,7 +304,13 @@ static om_status calls_run(om_run *r, om_gpu *g, int from, int to, bool settled)
 }
 
 static om_status cuda_slice(om_run *r, int from, int to) {
-    return om_gpu_graphs_run(r, om_cuda_gpu(r->cx), from, to, calls_run);
+    om_gpu *g = om_cuda_gpu(r->cx);
+    if (!r->of_device) {
+        pthread_rwlock_rdlock(&telling);
+        r->of_device = 1 + told[om_gpu_ordinal(g)];
+        pthread_rwlock_unlock(&telling);
+    }
+    return om_gpu_graphs_run(r, g, from, to, calls_run);
 }
 
 static om_status cuda_begin(om_ctx *cx, int workers) {

@@ -11,11 +11,17 @@ void om_cuda_tf32(bool allowed);   /* f32 products of this thread's may cut thei
 void om_cuda_graphs(bool allowed); /* this thread's runs may be recorded and launched as CUDA graphs; at first: yes */
 /* Blocks that are given back are kept for the next step (at first: yes). What is kept now goes to the driver's pool. */
 void om_cuda_keep(bool on);
+/* What is kept now goes to torch's allocator, or the driver's pool. */
+void om_cuda_empty(void);
+/* The block with that address is worked with on another stream than its own; when it is given back, what that stream
+ * has been given is waited for. 0: it is no block of the engine's; -1: no memory. */
+int om_cuda_record_stream(int ordinal, const void *p, void *stream);
 /* Of a device that om_cuda_use has made; -1: another one. */
 int om_cuda_ordinal(const struct om_device *d);
 /* Names of the operators of which this process has planned a call that the CPU does; the nth, NULL: no more. */
 const char *om_cuda_host_op(int nth);
-/* How often such calls have run (0), kernels were launched (1), products left to cuBLASLt (2). */
+/* How often such calls have run (0), kernels were launched (1), products left to cuBLASLt (2), convolutions to torch
+ * (3). */
 long om_cuda_count(int what);
 /* CUDA graphs that were made (0), launched (1), pieces of plans that were given up (2), graphs that there are (3). */
 long om_cuda_graph_count(int what);

@@ -4,9 +4,10 @@
  * Every thread of a block is a fiber: a stack made once (ucontext), then switched by setjmp and longjmp. __syncthreads
  * and shuffles are counting barriers, of the block and of the warp: a barrier that some threads never reach makes a
  * launch fail instead of passing. Products on tensor cores (mma.h) exchange fragments among the fibers of a warp.
- * Fibers take turns in an order drawn from emu_seed, blocks as well: a result that depends on the order differs between
- * seeds. Shared memory is 0xff before each block and ends where the launch said. Global memory is reached by ld and st
- * of kernel.h, which emu_touch holds to the ranges the launch declared.
+ * Fibers take turns in an order drawn from emu_seed, blocks as well; with an odd seed warps run as far ahead of each
+ * other as barriers of the block let them: a result that depends on the order differs between seeds. Shared memory is
+ * 0xff before each block and ends where the launch said. Global memory is reached by ld and st of kernel.h, which
+ * emu_touch holds to the ranges the launch declared.
  */
 #ifndef OM_CUDA_EMULATE_H
 #define OM_CUDA_EMULATE_H
@@ -38,6 +39,7 @@ static struct {
     const char *name;
 } emu;
 static uint64_t emu_seed;
+static long emu_touches; /* loads and stores of global memory */
 alignas(64) static char emu_shared[EMU_SHARED];
 static size_t emu_shared_size; /* the launch's */
 static jmp_buf emu_main, emu_fiber[EMU_THREADS];
@@ -56,6 +58,7 @@ static void emu_fail(const char *what, const void *p, size_t size) {
 
 static inline void emu_touch(const void *p, size_t size, int write) {
     const char *at = (const char *)p;
+    emu_touches++;
     if ((uintptr_t)p % (size == 16 ? 16 : size > 8 ? 8 : size)) emu_fail("reaches memory that is not aligned", p, size);
     if (!emu.checked) return;
     const int need = write ? 2 : 1;
@@ -194,31 +197,48 @@ static uint32_t emu_random(uint64_t *s) {
     return (uint32_t)((*s = *s * 6364136223846793005u + 1442695040888963407u) >> 33);
 }
 
+/* One turn for each of n fibers that is not done; false: one failed in the middle. */
+static bool emu_round(const unsigned *order, unsigned n, unsigned *left) {
+    for (volatile unsigned k = 0; k < n; k = k + 1) {
+        const unsigned t = order[k];
+        if (emu_done[t]) continue;
+        threadIdx.x = t;
+        const int from = _setjmp(emu_main);
+        if (!from) _longjmp(emu_fiber[t], 1);
+        if (from == 2) return false;
+        *left += !emu_done[t];
+    }
+    return true;
+}
+
+/* Threads take turns; with an odd seed a warp goes on alone until all of it waits for the block. */
 static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
     memset(emu_shared, 0xff, emu_shared_size = shared);
     memset(emu_shared + shared, 0x5a, 64);
     memset(emu_done, 0, threads);
     emu_block_barrier = emu_barrier();
     memset(emu_warp_barrier, 0, sizeof emu_warp_barrier);
-    for (volatile unsigned left = threads; left;) {
+    const unsigned group = emu_seed & 1 ? 32 : threads;
+    for (unsigned left = threads; left;) {
+        bool any = false, whole = true;
         left = 0;
-        emu_moved = false;
-        for (volatile unsigned k = 0; k < threads; k = k + 1) {
-            const unsigned t = order[k];
-            if (emu_done[t]) continue;
-            threadIdx.x = t;
-            const int from = _setjmp(emu_main);
-            if (!from) _longjmp(emu_fiber[t], 1);
-            if (from == 2) { /* failed in the middle: its fibers begin anew */
-                while (emu_fibers) free(emu_stack[--emu_fibers]);
-                return false;
-            }
-            left = left + !emu_done[t];
+        for (unsigned k = 0; k < threads && whole; k += group) {
+            unsigned of_group;
+            do {
+                of_group = 0;
+                emu_moved = false;
+                whole = emu_round(order + k, group, &of_group);
+                any |= emu_moved;
+            } while (whole && emu_moved && group < threads);
+            left += of_group;
         }
-        if (left && !emu_moved) {
+        if (whole && left && !any) {
             snprintf(emu.message, sizeof emu.message,
                      "%s: block (%u, %u, %u): threads wait at a barrier others never reach", emu.name,
                      blockIdx.x, blockIdx.y, blockIdx.z);
+            whole = false;
+        }
+        if (!whole) { /* its fibers begin anew */
             while (emu_fibers) free(emu_stack[--emu_fibers]);
             return false;
         }
@@ -230,6 +250,21 @@ static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
             return false;
         }
     return true;
+}
+
+/* Warp after warp, in the order of their first threads. */
+static void emu_by_warp(unsigned *order, unsigned threads) {
+    static unsigned by[EMU_THREADS];
+    bool taken[EMU_THREADS / 32] = {};
+    unsigned n = 0;
+    for (unsigned i = 0; i < threads; i++) {
+        const unsigned warp = order[i] / 32;
+        if (taken[warp]) continue;
+        taken[warp] = true;
+        for (unsigned k = i; k < threads; k++)
+            if (order[k] / 32 == warp) by[n++] = order[k];
+    }
+    memcpy(order, by, threads * sizeof *by);
 }
 
 /* Runs call(param) for every thread of every block; false: emu.message says why. */
@@ -247,6 +282,7 @@ static bool emu_launch(const char *name, void (*call)(const void *), const void 
         order[t] = order[at];
         order[at] = t;
     }
+    if (emu_seed & 1) emu_by_warp(order, threads);
     emu_call = call, emu_param = param;
     gridDim.x = grid[0], gridDim.y = grid[1], gridDim.z = grid[2], blockDim.x = threads, blockDim.y = blockDim.z = 1;
     const uint64_t n = (uint64_t)grid[0] * grid[1] * grid[2], first = emu_seed ? emu_random(&s) % n : 0;

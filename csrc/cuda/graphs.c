@@ -39,6 +39,7 @@ typedef struct entry {
 typedef struct piece {
     int from, to;
     bool plain, off;       /* runs call by call: never meant for graphs; given up */
+    bool writes;           /* has write-backs */
     long launches, products;
     bool scalars;          /* reads them, or a number of the host's; they lie first in a graph's memory */
     size_t scalar_size, memory_size;
@@ -66,10 +67,10 @@ const char *om_cuda_graph_reason(int nth) { return nth < 8 && reasons[nth][0] ? 
 
 /* --- pieces --------------------------------------------------------------------------------------------- */
 
-/* 0: the device's; 1: a write-back; 2: the CPU's. A piece has calls of one kind, the CPU's are alone. */
-static int kind_of(const om_call *c) {
+/* The CPU's, or torch's: a piece of its own, in no graph. */
+static bool alone(const om_call *c) {
     const om_gpu_call *call = c->prep;
-    return c->kind == OM_CALL_RUN && call->host ? 2 : c->write != OM_NONE;
+    return c->kind == OM_CALL_RUN && (call->host || call->torch);
 }
 
 static bool written(const om_plan *p, uint32_t input) {
@@ -135,15 +136,14 @@ static slice *slice_new(const om_plan *p, int from, int to) {
     slice *s = calloc(1, sizeof *s + (size_t)(to - from) * sizeof *s->piece);
     if (!s) return NULL;
     *s = (slice){.from = from, .to = to, .piece = (piece *)(void *)(s + 1)};
-    for (int i = from, last = -1; i < to; i++) {
-        const int kind = kind_of(&p->calls[i]);
-        if (kind != last || kind == 2) s->piece[s->n++] = (piece){.from = i};
+    for (int i = from; i < to; i++) {
+        if (i == from || alone(&p->calls[i]) || alone(&p->calls[i - 1])) s->piece[s->n++] = (piece){.from = i};
         s->piece[s->n - 1].to = i + 1;
-        last = kind;
+        s->piece[s->n - 1].writes |= p->calls[i].write != OM_NONE;
     }
     for (int i = 0; i < s->n; i++) {
         piece *x = &s->piece[i];
-        x->plain = kind_of(&p->calls[x->from]) == 2 || !piece_fill(p, x) || x->launches + x->products < FEWEST;
+        x->plain = alone(&p->calls[x->from]) || !piece_fill(p, x) || x->launches + x->products < FEWEST;
     }
     return s;
 }
@@ -309,16 +309,15 @@ om_status om_gpu_graphs_run(om_run *r, om_gpu *g, int from, int to, om_gpu_calls
         bool done = false;
         r->pc = x->from;
         if (!x->plain) {
-            if (kind_of(&r->plan->calls[x->from]) == 1) {
-                if (r->skip_writes) continue;
-                OM_TRY(om_gpu_settled(r->cx, g));
-            }
+            const bool writes = x->writes && !r->skip_writes;
+            if (writes) OM_TRY(om_gpu_writes_begin(r, g));
             pthread_mutex_lock(&gs->lock);
             const om_status st = piece_graph(r, g, x, calls, &done);
             pthread_mutex_unlock(&gs->lock);
+            if (writes) om_gpu_writes_end();
             OM_TRY(st);
         }
-        if (!done) OM_TRY(calls(r, g, x->from, x->to, !x->plain));
+        if (!done) OM_TRY(calls(r, g, x->from, x->to, false));
     }
     r->pc = to;
     return OM_OK;

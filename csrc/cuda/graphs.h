@@ -1,11 +1,11 @@
 /* cuda/graphs.h - the calls of a slice as CUDA graphs: recorded once, then launched as a whole while their addresses
  * stay the same.
  *
- * A slice is cut into pieces: a call that the CPU does is one of its own, and before write-backs the host waits; the
- * rest is recorded piece by piece. Of a piece that is run with addresses seen before a graph is made (the first time
- * it runs call by call: the driver and cuBLASLt load kernels at their first launch). The key is everything that a
- * record holds: the stream, whether products cut operands to TF32, whether write-backs are left out, and the address
- * of every block the piece reaches. A piece keeps the graphs of a few keys.
+ * A slice is cut into pieces: a call that the CPU or torch does is one of its own, the rest is recorded piece by
+ * piece. Of a piece that is run with addresses seen before a graph is made (the first time it runs call by call: the
+ * driver and cuBLASLt load kernels at their first launch). The key is everything that a record holds: the stream,
+ * whether products cut operands to TF32, whether write-backs are left out, and the address of every block the piece
+ * reaches. A piece keeps the graphs of a few keys.
  *
  * What is another at every step is no part of a record. Seed, sizes and numbers of the host (om_value.host), and small
  * inputs, arriving gradients and buffers that nothing writes, once their address has changed, have a place in memory
@@ -23,8 +23,8 @@
 #include "cuda/queue.h"
 #include "run/plan.h"
 
-/* Queues the calls [from, to) of a run one by one. settled: the first may be a write-back, the host has waited. */
-typedef om_status (*om_gpu_calls)(om_run *r, om_gpu *g, int from, int to, bool settled);
+/* Queues the calls [from, to) of a run one by one. writing: within om_gpu_writes_begin and _end. */
+typedef om_status (*om_gpu_calls)(om_run *r, om_gpu *g, int from, int to, bool writing);
 
 /* The slice [from, to): `calls` for pieces that run call by call, or are recorded. The device's context is current. */
 om_status om_gpu_graphs_run(om_run *r, om_gpu *g, int from, int to, om_gpu_calls calls);

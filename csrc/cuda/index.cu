@@ -1,5 +1,5 @@
-/* index.cu - rows by index, and their gradient. The gradient adds the rows of one target in their order: the first
- * source of a target (an atomic minimum, so it is the same every time) leads, and its block adds all others. */
+/* index.cu - rows by index, and their gradient. The gradient sorts the sources by target (sort.cu), and a block per
+ * target adds its rows in their order. */
 #include "cuda/kernel.h"
 
 EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
@@ -35,42 +35,37 @@ EXPORT(256) om_k_gather_elements(PARAM(struct om_gpu_elements) p) {
     }
 }
 
-EXPORT(256) om_k_scatter_clear(PARAM(struct om_gpu_scatter) p) {
-    OVER_GRID(i, p.n) st(p.head + i, INT32_MAX);
-}
-
-EXPORT(256) om_k_scatter_link(PARAM(struct om_gpu_scatter) p) {
+EXPORT(256) om_k_scatter_words(PARAM(struct om_gpu_scatter) p) {
     OVER_GRID(i, p.m) {
-        const int64_t to = index_at(p.idx, p.wide, i);
+        int64_t to = index_at(p.idx, p.wide, i);
         if ((uint64_t)to >= (uint64_t)p.n) {
             fault_note(p.fault, (uint32_t)p.site, 1, to, i, p.n);
-        } else if (to != p.skip) {
-            touch(p.head + to, sizeof *p.head, 1);
-            atomicMin(p.head + to, (int32_t)i);
+            to = p.n;
         }
+        st(p.words + i, (uint64_t)(to == p.skip ? p.n : to) << 32 | (uint64_t)i);
     }
 }
 
-/* block (source, 256 elements of a row, outer) */
+/* block (place in the order of the targets, elements of a row, outer): the first source of a target adds them all */
 template <class S> FN void scatter_add(const om_gpu_scatter &p) {
     typedef WIDE F;
-    SHARED(shared);
-    uint8_t *same = (uint8_t *)shared;
-    const int64_t first = blockIdx.x, to = index_at(p.idx, p.wide, first);
-    if ((uint64_t)to >= (uint64_t)p.n || to == p.skip) return; /* the whole block */
-    if (ld(p.head + to) != (int32_t)first) return;
+    enum { AHEAD = 8 }; /* rows that are read before the first is added */
+    const int64_t first = blockIdx.x, to = (int64_t)(ld(p.words + first) >> 32);
+    if (to >= p.n || (first && (int64_t)(ld(p.words + first - 1) >> 32) == to)) return; /* the whole block */
     const int64_t c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
     const int64_t row = blockIdx.z * p.n + to, src = blockIdx.z * p.m;
-    double x = 0;
-    if (c < p.inner) x = at<S>(p.y, row * p.inner + c);
-    for (int64_t k0 = first; k0 < p.m; k0 += blockDim.x) {
-        const int64_t k = k0 + threadIdx.x;
-        __syncthreads();
-        same[threadIdx.x] = k < p.m && index_at(p.idx, p.wide, k) == to;
-        __syncthreads();
-        for (unsigned j = 0; j < blockDim.x; j++)
-            if (same[j] && c < p.inner) x += at<S>(p.dy, (src + k0 + j) * p.inner + c);
+    if (c >= p.inner) return;
+    double x = at<S>(p.y, row * p.inner + c);
+    int n = AHEAD;
+    for (int64_t k = first; n == AHEAD; k += AHEAD) {
+        F dy[AHEAD];
+        for (n = 0; n < AHEAD && k + n < p.m; n++) {
+            const uint64_t w = ld(p.words + k + n);
+            if ((int64_t)(w >> 32) != to) break;
+            dy[n] = at<S>(p.dy, (src + (uint32_t)w) * p.inner + c);
+        }
+        for (int j = 0; j < n; j++) x += dy[j];
     }
-    if (c < p.inner) put<S>(p.y, row * p.inner + c, (F)x);
+    put<S>(p.y, row * p.inner + c, (F)x);
 }
 FLOATS(scatter_add, struct om_gpu_scatter, 256, scatter_add)

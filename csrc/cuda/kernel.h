@@ -18,8 +18,12 @@
 #define SHARED(name) extern __shared__ __align__(16) char name[]
 #define touch(p, size, write) ((void)0)
 template <class T> FN T shuffle(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); } /* bit per lane of the warp */
+FN int ones(uint32_t x) { return __popc(x); }
 #else
 #define FN_MEMBER inline
+FN uint32_t votes(bool x) { return emu_ballot(x); }
+FN int ones(uint32_t x) { return __builtin_popcount(x); }
 #endif
 
 #include "cpu/kernels/vmath.h"
@@ -173,6 +177,13 @@ FN void fault_note(om_gpu_fault *f, uint32_t site, uint32_t kind, int64_t value,
     }
     __threadfence();
     atomicExch(&f->busy, 0u);
+}
+
+/* A write-back that comes behind a fault: what was told, or will be, ends the step. */
+FN bool behind_fault(const om_gpu_fault *f) {
+    if (!f) return false;
+    touch(&f->kind, sizeof f->kind, 0);
+    return *(const volatile uint32_t *)&f->kind != 0;
 }
 
 FN int64_t index_at(const char *p, int wide_index, int64_t i) {

@@ -92,6 +92,10 @@ void om_gpu_scalars_at(om_lower *l, void *field) {
     reloc_add(l, field, (om_gpu_reloc){.what = OM_GPU_SCALARS, .mode = OM_GPU_READ, .hi = sizeof(om_scalars)});
 }
 
+void om_gpu_guard_at(om_lower *l, void *field) {
+    reloc_add(l, field, (om_gpu_reloc){.what = OM_GPU_GUARD, .mode = OM_GPU_READ, .hi = sizeof(om_gpu_fault)});
+}
+
 /* --- sites: who reports a fault. A process has as many as its graphs have different indexing operators and lines. */
 
 typedef struct site { const char *op; char at[400]; int64_t ignore; } site;

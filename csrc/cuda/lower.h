@@ -23,7 +23,7 @@ typedef enum om_gpu_kernel {
 } om_gpu_kernel;
 
 enum { OM_GPU_READ = 1, OM_GPU_WRITE = 2 };
-typedef enum om_gpu_what { OM_GPU_ARG, OM_GPU_SCRATCH, OM_GPU_SCALARS, OM_GPU_FAULT } om_gpu_what;
+typedef enum om_gpu_what { OM_GPU_ARG, OM_GPU_SCRATCH, OM_GPU_SCALARS, OM_GPU_FAULT, OM_GPU_GUARD } om_gpu_what;
 
 typedef struct om_gpu_reloc {
     uint16_t at;            /* byte of the parameters that the address is stored at */
@@ -44,6 +44,7 @@ typedef struct om_gpu_launch {
 /* A row's prep. */
 typedef struct om_gpu_call {
     om_gpu_launch *first;
+    const struct om_torch_conv *torch; /* torch's kernels do it (torch_conv.h), where they can */
     /* the CPU does it: what its row prepared for so many workers */
     bool host;
     int host_workers;
@@ -72,6 +73,7 @@ void om_gpu_out(om_lower *l, void *field, int i, int mode);
 void om_gpu_part(om_lower *l, void *field, int operand, int64_t offset, int64_t lo, int64_t hi, int mode);
 void om_gpu_scratch_at(om_lower *l, void *field, int64_t offset, int64_t bytes, int mode);
 void om_gpu_scalars_at(om_lower *l, void *field);
+void om_gpu_guard_at(om_lower *l, void *field); /* the fault word in a write-back, else NULL */
 /* the fault word; returns the number of the call's place in the user's source (never 0) */
 uint32_t om_gpu_fault_at(om_lower *l, void *field);
 

@@ -333,7 +333,7 @@ om_status om_lower_gather_elements(om_lower *l) {
 
 int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a) {
     (void)cx;
-    return 4 * a->out[0].dim[(int)om_args_int(a, "axis", 0)];
+    return om_gpu_sort_scratch(om_numel(&a->in[1]));
 }
 
 om_status om_lower_gather_grad(om_lower *l) {
@@ -346,28 +346,25 @@ om_status om_lower_gather_grad(om_lower *l) {
         if (i != axis) *(i < axis ? &outer : &inner) *= y->dim[i];
     om_gpu_scatter p = {.outer = outer, .n = y->dim[axis], .m = om_numel(idx), .inner = inner,
                         .skip = om_args_int(a, "padding_idx", -1), .wide = idx->dtype == OM_I64};
-    const int64_t chunks = om_gpu_blocks(inner, 256);
+    const uint32_t threads = threads_for(inner);
+    const int64_t chunks = om_gpu_blocks(inner, threads);
     if (!om_is_dense(y) || !om_is_float(y->dtype) || outer > 65535 || chunks > 65535 || p.m > INT32_MAX ||
-        p.n > INT32_MAX)
+        p.n >= INT32_MAX)
         return om_gpu_host(l);
     if (base) OM_TRY(om_gpu_copy_lower(l, 2, &a->in[2], 0, a->n_in, y, 0));
     else OM_TRY(om_gpu_fill_lower(l, a->n_in, y, 0, 0));
-    om_gpu_scatter *g = om_gpu_add(l, OM_GPU_scatter_clear, om_gpu_blocks(p.n, 256), 1, 1, 256, 0, sizeof *g);
-    if (!g) return l->cx->status;
-    *g = p;
-    om_gpu_scratch_at(l, &g->head, 0, 4 * p.n, OM_GPU_WRITE);
-    g = om_gpu_add(l, OM_GPU_scatter_link, om_gpu_blocks(p.m, 256), 1, 1, 256, 0, sizeof *g);
+    om_gpu_scatter *g = om_gpu_add(l, OM_GPU_scatter_words, om_gpu_grid(p.m, 256), 1, 1, 256, 0, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->idx, 1);
-    om_gpu_scratch_at(l, &g->head, 0, 4 * p.n, OM_GPU_READ | OM_GPU_WRITE);
+    om_gpu_scratch_at(l, &g->words, 0, 8 * p.m, OM_GPU_WRITE);
     g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
-    g = om_gpu_add(l, OM_GPU_OF(scatter_add, y->dtype), p.m, chunks, outer, 256, 256, sizeof *g);
+    const int64_t words = om_gpu_sort_lower(l, p.m, p.n);
+    g = om_gpu_add(l, OM_GPU_OF(scatter_add, y->dtype), p.m, chunks, outer, threads, 0, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->dy, 0);
-    om_gpu_in(l, &g->idx, 1);
-    om_gpu_scratch_at(l, &g->head, 0, 4 * p.n, OM_GPU_READ);
+    om_gpu_scratch_at(l, &g->words, words, 8 * p.m, OM_GPU_READ);
     om_gpu_out(l, &g->y, 0, OM_GPU_READ | OM_GPU_WRITE);
     return OM_OK;
 }

@@ -69,36 +69,29 @@ int64_t om_gpu_scratch_scatter_nd(om_ctx *cx, const om_args *a) {
     om_gpu_nd p;
     (void)cx;
     tuples_of(a, &a->out[0], &p);
-    return 4 * p.targets;
+    return om_gpu_sort_scratch(p.count);
 }
 
-/* Sources of one target are looked for by all of its block: many are the CPU's. */
 om_status om_lower_scatter_nd(om_lower *l) {
-    enum { MOST = 1 << 18 };
     const om_args *a = l->a;
     const om_tensor *y = &a->out[0];
     om_gpu_nd p, *g;
     tuples_of(a, y, &p);
-    const int64_t chunks = om_gpu_blocks(p.inner, 256);
-    if (!om_is_dense(y) || chunks > 65535 || p.count > (p.reduce ? MOST : INT32_MAX) || p.targets > INT32_MAX)
-        return om_gpu_host(l);
+    const int64_t threads = p.inner >= 256 ? 256 : 32 * om_gpu_blocks(p.inner, 32);
+    const int64_t chunks = threads ? om_gpu_blocks(p.inner, threads) : 0;
+    if (!om_is_dense(y) || chunks > 65535 || p.count > INT32_MAX || p.targets >= INT32_MAX) return om_gpu_host(l);
     OM_TRY(om_gpu_copy_lower(l, 0, &a->in[0], 0, a->n_in, y, 0));
     if (!p.count || !p.inner) return OM_OK;
-    if (!(g = om_gpu_add(l, OM_GPU_nd_clear, om_gpu_grid(p.targets, 256), 1, 1, 256, 0, sizeof *g)))
-        return l->cx->status;
-    *g = p;
-    om_gpu_scratch_at(l, &g->head, 0, 4 * p.targets, OM_GPU_WRITE);
-    if (!(g = om_gpu_add(l, OM_GPU_nd_link, om_gpu_grid(p.count, 256), 1, 1, 256, 0, sizeof *g)))
-        return l->cx->status;
+    if (!(g = om_gpu_add(l, OM_GPU_nd_words, om_gpu_grid(p.count, 256), 1, 1, 256, 0, sizeof *g))) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->idx, 1);
-    om_gpu_scratch_at(l, &g->head, 0, 4 * p.targets, OM_GPU_READ | OM_GPU_WRITE);
+    om_gpu_scratch_at(l, &g->words, 0, 8 * p.count, OM_GPU_WRITE);
     g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
-    if (!(g = om_gpu_add(l, OM_GPU_nd_put, p.count, chunks, 1, 256, 256, sizeof *g))) return l->cx->status;
+    const int64_t words = om_gpu_sort_lower(l, p.count, p.targets);
+    if (!(g = om_gpu_add(l, OM_GPU_nd_put, p.count, chunks, 1, (uint32_t)threads, 0, sizeof *g))) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->x, 2);
-    om_gpu_in(l, &g->idx, 1);
-    om_gpu_scratch_at(l, &g->head, 0, 4 * p.targets, OM_GPU_READ);
+    om_gpu_scratch_at(l, &g->words, words, 8 * p.count, OM_GPU_READ);
     om_gpu_out(l, &g->y, 0, OM_GPU_READ | OM_GPU_WRITE);
     return OM_OK;
 }

@@ -179,6 +179,7 @@ om_status om_gpu_copy_lower(om_lower *l, int in, const om_tensor *src, int64_t s
             *g = p;
             om_gpu_part(l, &g->src, in, src_offset, lo[0], hi[0], OM_GPU_READ);
             om_gpu_part(l, &g->dst, out, dst_offset, lo[1], hi[1], OM_GPU_WRITE);
+            om_gpu_guard_at(l, &g->guard);
             return OM_OK;
         }
     }
@@ -191,5 +192,6 @@ om_status om_gpu_copy_lower(om_lower *l, int in, const om_tensor *src, int64_t s
     for (int i = 0; i < n; i++) g->dim[i] = axis[i].n, g->from[i] = axis[i].from, g->to[i] = axis[i].to;
     om_gpu_part(l, &g->src, in, src_offset, lo[0], hi[0], OM_GPU_READ);
     om_gpu_part(l, &g->dst, out, dst_offset, lo[1], hi[1], OM_GPU_WRITE);
+    om_gpu_guard_at(l, &g->guard);
     return OM_OK;
 }

@@ -57,7 +57,6 @@ FN float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); }
 #define IN_TURN() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
 #else
 #define MMA_BODY(call) call
@@ -71,7 +70,6 @@ template <class S> FN uint32_t pair_of(float lo, float hi) {
     return x | (uint32_t)y << 16;
 }
 FN float exp2_of(float x) { return exp2f(x); }
-FN uint32_t votes(bool x) { return emu_ballot(x); }
 #define IN_TURN() ((void)0)
 #endif
 

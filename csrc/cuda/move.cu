@@ -12,6 +12,7 @@ FN void put_one(char *dst, int64_t d, uint64_t x, int size) {
 }
 
 EXPORT(256) om_k_copy(PARAM(struct om_gpu_copy) p) {
+    if (behind_fault(p.guard)) return;
     OVER_GRID(i, p.total) {
         int64_t rest = i, s = 0, d = 0;
         for (int r = p.rank - 1; r >= 0; r--) {
@@ -42,6 +43,7 @@ EXPORT(256) om_k_flip(PARAM(struct om_gpu_flip) p) {
             }
         }
     __syncthreads();
+    if (behind_fault(p.guard)) return;
     for (unsigned x = row; x < 32; x += 8)
         if (x0 + x < p.n[0] && y0 + lane < p.n[1]) {
             const int64_t at = d0 + (x0 + x) * p.to[0] + (y0 + lane) * p.to[1];

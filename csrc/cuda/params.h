@@ -41,6 +41,7 @@ typedef struct om_gpu_strip_large { OM_GPU_STRIP_HEAD; uint64_t blob[OM_GPU_STRI
 typedef struct om_gpu_copy { /* elements of 1, 2, 4 or 8 bytes */
     const char *src;
     char *dst;
+    const om_gpu_fault *guard; /* write-backs: nothing is written behind a fault; else NULL */
     int64_t total, dim[OM_GPU_RANK], from[OM_GPU_RANK], to[OM_GPU_RANK];
     int32_t rank, size;
 } om_gpu_copy;
@@ -48,6 +49,7 @@ typedef struct om_gpu_copy { /* elements of 1, 2, 4 or 8 bytes */
 typedef struct om_gpu_flip { /* tiles: src runs along axis x, dst along axis y; z and w are outer axes */
     const char *src;
     char *dst;
+    const om_gpu_fault *guard;
     int64_t n[4], from[4], to[4]; /* x, y, z, w */
     int32_t size, none;
 } om_gpu_flip;
@@ -134,13 +136,24 @@ typedef struct om_gpu_elements { /* y (dense, as idx) = x at idx along one axis 
 } om_gpu_elements;
 
 typedef struct om_gpu_scatter { /* y (outer, n, inner) += dy (outer, m, inner) at idx, in the order of m */
-    const char *dy, *idx, *base;
+    const char *dy, *idx;
     char *y;
-    int32_t *head, *next;      /* scratch: per n the first position, per position the next one at the same place */
+    uint64_t *words;           /* scratch: {target, position}, as sort.cu sorts them; target n: none */
     om_gpu_fault *fault;
     int64_t outer, n, m, inner, skip; /* skip: an index that is left out */
     int32_t wide, site;
 } om_gpu_scatter;
+
+/* --- sort.cu ------------------------------------------------------------------------------------------- */
+
+enum { OM_GPU_SORT_THREADS = 256, OM_GPU_SORT_TILE = 2048 };
+typedef struct om_gpu_sort { /* n words by the 8 bits from `shift` on */
+    const uint64_t *from;
+    uint64_t *to;
+    uint32_t *counts;          /* [tiles][256] */
+    int64_t n, tiles;
+    int32_t shift, none;
+} om_gpu_sort;
 
 /* --- gemm.cu ------------------------------------------------------------------------------------------- */
 
@@ -230,7 +243,7 @@ typedef struct om_gpu_put {
 typedef struct om_gpu_nd {
     const char *x, *idx;
     char *y;
-    int32_t *head;             /* scatter: per target the first source, or the last */
+    uint64_t *words;           /* scatter: {target, source}, as of om_gpu_scatter */
     om_gpu_fault *fault;
     int64_t count, k, inner, targets;
     int64_t limit[OM_GPU_RANK], step[OM_GPU_RANK];   /* of the k axes */

@@ -115,6 +115,7 @@ om_status om_gpu_enter(om_ctx *cx, om_gpu *g) { return om_cuda_enter(cx, g->ordi
 om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s) { return om_cuda_leave(cx, g->cuda, s); }
 om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
 int om_gpu_ordinal(const om_gpu *g) { return g->ordinal; }
+bool om_cuda_memory_of_torch(const om_ctx *cx) { return om_cuda_gpu(cx)->of_torch; }
 int om_gpu_capability(const om_gpu *g) { return om_cuda_capability(g->cuda); }
 
 /* --- memory and work ---------------------------------------------------------------------------------- */
@@ -194,6 +195,11 @@ om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_
 om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
     if (size) OM_GPU_CALL(to_host, to, (om_cu_address)(uintptr_t)from, size, stream_now);
     OM_GPU_CALL(wait, stream_now);
+    return OM_OK;
+}
+
+om_status om_gpu_idle(om_ctx *cx, om_gpu *g) {
+    OM_GPU_CALL(wait_all);
     return OM_OK;
 }
 

@@ -22,6 +22,7 @@ typedef struct CUmemPoolHandle_st *om_cu_pool;
     X(to_host, cuMemcpyDtoHAsync_v2, (void *, om_cu_address, size_t, om_cu_stream))                                \
     X(set, cuMemsetD8Async, (om_cu_address, unsigned char, size_t, om_cu_stream))                                  \
     X(wait, cuStreamSynchronize, (om_cu_stream))                                                                   \
+    X(wait_all, cuCtxSynchronize, (void))                                                                          \
     X(host_alloc, cuMemHostAlloc, (void **, size_t, unsigned))                                                     \
     X(module_load, cuModuleLoadData, (om_cu_module *, const void *))                                               \
     X(module_function, cuModuleGetFunction, (om_cu_function *, om_cu_module, const char *))                        \
@@ -42,6 +43,7 @@ om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s);
 
 void *om_cuda_stream_now(void);
 int om_gpu_ordinal(const om_gpu *g);
+bool om_cuda_memory_of_torch(const om_ctx *cx); /* of the context's device */
 int om_gpu_capability(const om_gpu *g); /* 80: sm_80 */
 om_gpu *om_cuda_gpu(const om_ctx *cx); /* of a context whose device is a GPU (device.c) */
 
@@ -52,7 +54,10 @@ om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, siz
 om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size);
 om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void *param);
 om_gpu_fault *om_gpu_fault_word(om_gpu *g);
-om_status om_gpu_settled(om_ctx *cx, om_gpu *g); /* waits; returns a fault that was noted (device.c) */
+om_status om_gpu_idle(om_ctx *cx, om_gpu *g); /* waits for all streams of the device */
+/* Around the queueing of a run's write-backs (device.c). */
+om_status om_gpu_writes_begin(om_run *r, om_gpu *g);
+void om_gpu_writes_end(void);
 om_status om_gpu_fail(om_ctx *cx, om_gpu *g, om_cu_result r, const char *what); /* a driver function's failure */
 /* In a file with OM_CUDA_ENTRIES, where cx and g are the context and the device. */
 #define OM_GPU_CALL(field, ...)                                         \

@@ -1,6 +1,6 @@
 /* scatter.cu - elements put at indices, and rows at tuples of indices: in the order of the sources, the same every
- * time. Along an axis sources meet in one line only, which a thread works off. Rows: of the sources of a target one
- * leads (found by an atomic minimum or maximum), and its block does them all. */
+ * time. Along an axis sources meet in one line only, which a thread works off. Rows: the sources are sorted by target
+ * (sort.cu), and a block per target does them all. */
 #include "cuda/kernel.h"
 
 /* y = y + x, or the further one; NaN wins. Sums of 16-bit floats are rounded each time. */
@@ -55,47 +55,36 @@ EXPORT(256) om_k_gather_nd(PARAM(struct om_gpu_nd) p) {
     }
 }
 
-EXPORT(256) om_k_nd_clear(PARAM(struct om_gpu_nd) p) {
-    OVER_GRID(i, p.targets) st(p.head + i, INT32_MAX);
-}
-
-/* The first source leads; where the last one is to stay, it (its number from the end is the smallest). */
-FN int32_t nd_turn(const om_gpu_nd &p, int64_t i) { return (int32_t)(p.reduce ? i : p.count - 1 - i); }
-EXPORT(256) om_k_nd_link(PARAM(struct om_gpu_nd) p) {
+EXPORT(256) om_k_nd_words(PARAM(struct om_gpu_nd) p) {
     OVER_GRID(i, p.count) {
         int64_t to;
-        if (!nd_place(p, i, true, &to)) continue;
-        touch(p.head + to, sizeof *p.head, 1);
-        atomicMin(p.head + to, nd_turn(p, i));
+        if (!nd_place(p, i, true, &to)) to = p.targets;
+        st(p.words + i, (uint64_t)to << 32 | (uint64_t)i);
     }
 }
 
-/* block (source, 256 elements of a row) */
+/* block (place in the order of the targets, elements of a row): the first source of a target adds them all, or the
+ * last one stays */
 EXPORT(256) om_k_nd_put(PARAM(struct om_gpu_nd) p) {
-    SHARED(shared);
-    uint8_t *same = (uint8_t *)shared;
-    const int64_t first = blockIdx.x;
-    int64_t to, other;
-    if (!nd_place(p, first, false, &to) || ld(p.head + to) != nd_turn(p, first)) return; /* the whole block */
+    const int64_t own = blockIdx.x, to = (int64_t)(ld(p.words + own) >> 32), other = p.reduce ? own - 1 : own + 1;
+    if (to >= p.targets) return; /* the whole block */
+    if (other >= 0 && other < p.count && (int64_t)(ld(p.words + other) >> 32) == to) return;
     const int64_t c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x, y = to * p.inner + c;
+    if (c >= p.inner) return;
     if (!p.reduce) {
-        if (c < p.inner) move_one(p.x, first * p.inner + c, p.y, y, p.size);
+        move_one(p.x, (int64_t)(uint32_t)ld(p.words + own) * p.inner + c, p.y, y, p.size);
         return;
     }
-    const bool real = is_float(p.dtype), mine = c < p.inner;
-    double x = real && mine ? float_at(p.y, p.dtype, y) : 0;
-    uint64_t n = !real && mine ? (uint64_t)integer_at(p.y, p.dtype, y) : 0;
-    for (int64_t k0 = first; k0 < p.count; k0 += blockDim.x) {
-        const int64_t k = k0 + threadIdx.x;
-        __syncthreads();
-        same[threadIdx.x] = k < p.count && nd_place(p, k, false, &other) && other == to;
-        __syncthreads();
-        for (unsigned j = 0; j < blockDim.x; j++) {
-            if (!same[j] || !mine) continue;
-            if (real) x += float_at(p.x, p.dtype, (k0 + j) * p.inner + c);
-            else n += (uint64_t)integer_at(p.x, p.dtype, (k0 + j) * p.inner + c);
-        }
+    const bool real = is_float(p.dtype);
+    double x = real ? float_at(p.y, p.dtype, y) : 0;
+    uint64_t n = !real ? (uint64_t)integer_at(p.y, p.dtype, y) : 0;
+    for (int64_t k = own; k < p.count; k++) {
+        const uint64_t w = ld(p.words + k);
+        if ((int64_t)(w >> 32) != to) break;
+        const int64_t from = (int64_t)(uint32_t)w * p.inner + c;
+        if (real) x += float_at(p.x, p.dtype, from);
+        else n += (uint64_t)integer_at(p.x, p.dtype, from);
     }
-    if (real && mine) float_put(p.y, p.dtype, y, x);
-    else if (mine) integer_put(p.y, p.dtype, y, (int64_t)n);
+    if (real) float_put(p.y, p.dtype, y, x);
+    else integer_put(p.y, p.dtype, y, (int64_t)n);
 }

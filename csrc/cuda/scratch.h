@@ -7,6 +7,10 @@ int64_t om_gpu_scratch_matmul(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_reduce(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_norm_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_cross_entropy(om_ctx *cx, const om_args *a);
+/* Of m words to be sorted: they and room for their sorting. */
+int64_t om_gpu_sort_scratch(int64_t m);
+/* The scratch's m words, keys of at most `most`, in order; what follows reads them at the offset that is returned. */
+int64_t om_gpu_sort_lower(om_lower *l, int64_t m, int64_t most);
 int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_scatter_nd(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_products(om_ctx *cx, const om_args *a);

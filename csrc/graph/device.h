@@ -80,8 +80,9 @@ typedef struct om_device {
  * when the run that queued it has returned OM_OK, or is gone. It becomes an error at the first place that may wait for
  * the device or finds out without waiting, and there once:
  *   - download, which waits: every place where the host reads results, also the operands of a host node;
- *   - begin, so om_run_resume, which does not wait: of whichever run comes next, where the device knows by then. None
- *     of that slice was queued, and the run can only be freed.
+ *   - begin, so om_run_resume, which does not wait to find out: of whichever run comes next, where the device knows by
+ *     then. None of that slice was queued, and the run can only be freed. (Having found one it may wait, for those
+ *     write-backs behind the fault that are still to be kept from happening.)
  * om_run_resume's OM_OK and OM_HOST mean that everything before is queued, not that it went well. Nothing else tells:
  * not om_run_output, om_run_grad, om_run_answer, nor freeing. Who is told may trust nothing that was queued between the
  * fault and the telling. Of the run with the fault, no write-back and no update behind it is done: the device looks at

@@ -10,7 +10,7 @@
  *   pass.<name>         rewrite.c   the next value the pass replaces is wrong
  *   rewrite.stream|write|grad       a node gets another's random stream; a write-back, a returned gradient is lost
  *   uses, same_type, splat          facts.c, passes.c: a condition most passes share always holds
- *   the rest                        a condition where it stands: plan.c, model.c, passes/, cuda/graphs.c
+ *   the rest                        a condition where it stands: plan.c, model.c, passes/, cuda/
  */
 #ifndef OM_SABOTAGE_H
 #define OM_SABOTAGE_H

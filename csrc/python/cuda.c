@@ -391,6 +391,22 @@ static PyObject *py_engine_keep(PyObject *none, PyObject *on) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_engine_empty(PyObject *none, PyObject *unused) {
+    (void)none, (void)unused;
+    om_cuda_empty();
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_engine_record_stream(PyObject *none, PyObject *const *args, Py_ssize_t nargs) {
+    (void)none;
+    if (om_py_count(nargs, 3, "cuda_engine_record_stream(device, address, stream)")) return NULL;
+    const long device = PyLong_AsLong(args[0]);
+    void *at = PyLong_AsVoidPtr(args[1]), *stream = PyLong_AsVoidPtr(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    const int found = om_cuda_record_stream((int)device, at, stream);
+    return found < 0 ? PyErr_NoMemory() : PyBool_FromLong(found);
+}
+
 static PyObject *py_engine_graph_counts(PyObject *none, PyObject *unused) {
     (void)none, (void)unused;
     PyObject *why = PyList_New(0);
@@ -419,6 +435,11 @@ static PyObject *py_engine_counts(PyObject *none, PyObject *unused) {
 PyMethodDef om_cuda_methods[] = {
     {"cuda_engine_stream", py_engine_stream, METH_O,
      "cuda_engine_stream(stream): where this thread's next runs on a CUDA device are queued."},
+    {"cuda_engine_empty", py_engine_empty, METH_NOARGS,
+     "cuda_engine_empty(): blocks that are kept for the next step go back to torch's allocator."},
+    {"cuda_engine_record_stream", (PyCFunction)(void (*)(void))py_engine_record_stream, METH_FASTCALL,
+     "cuda_engine_record_stream(device, address, stream): the block there is worked with on that stream, too; whether "
+     "it is one of the engine's."},
     {"cuda_engine_tf32", py_engine_tf32, METH_O,
      "cuda_engine_tf32(allowed): whether this thread's next float32 products may cut their operands to TF32."},
     {"cuda_engine_graphs", py_engine_graphs, METH_O,

@@ -219,10 +219,10 @@ static PyObject *Model_variant(PyObject *o, PyObject *args) {
 /* --- memory ------------------------------------------------------------------------------------- */
 
 static PyObject *memory_dict(const om_memory *m) {
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "peak", (long long)m->peak, "released",
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "peak", (long long)m->peak, "released",
                          (long long)m->released, "kept", (long long)m->kept, "workspace",
                          (long long)m->workspace, "outputs", (long long)m->outputs, "gradients",
-                         (long long)m->gradients, "loans", (long long)m->loans);
+                         (long long)m->gradients, "loans", (long long)m->loans, "placed", (long long)m->placed);
 }
 
 static PyObject *Model_fit(PyObject *o, PyObject *args) {

@@ -91,7 +91,7 @@ PyObject *om_py_profile_calls(PyObject *o, PyObject *none) {
 }
 
 /* (bytes, first call, last call, class, graph output or gradient it belongs to) of what lies in memory for some time */
-static PyObject *storage_rows(const om_plan *p, om_ctx *cx) {
+static PyObject *storage_rows(const om_plan *p, bool apart, om_ctx *cx) {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < p->n_st; i++) {
         const om_storage *s = &p->st[i];
@@ -102,7 +102,7 @@ static PyObject *storage_rows(const om_plan *p, om_ctx *cx) {
         if (s->where == OM_W_ARENA)
             class = kept ? "kept" : p->calls[s->first].scratch == i ? "scratch" : "workspace";
         else if (s->where == OM_W_OUTPUT) class = "output";
-        else if (s->where == OM_W_GRAD) class = "gradient";
+        else if (s->where == OM_W_GRAD) class = s->offset >= 0 && !apart ? "placed" : "gradient";
         else if (s->where == OM_W_LOAN) class = "loan";
         if (!class) continue;
         if (s->where != OM_W_ARENA && p->device->block_size) size = (int64_t)p->device->block_size(cx, (size_t)size);
@@ -129,7 +129,7 @@ PyObject *om_py_timeline(PyObject *o, PyObject *none) {
     } else {
         const om_memory memory = om_plan_memory(cx, p);
         PyObject *ends = PyList_New(0), *sizes = sizes_dict(p), *calls = call_rows(p, NULL);
-        PyObject *storages = storage_rows(p, cx);
+        PyObject *storages = storage_rows(p, !om_model_places(m, p, false), cx);
         for (int i = 0; ends && i < p->n_segments; i++)
             if (om_py_list_add(ends, PyLong_FromLong(p->seg_end[i]))) Py_CLEAR(ends);
         const int64_t arena = memory.kept + memory.workspace;

@@ -8,6 +8,7 @@
 #include "python/pymodule.h"
 
 #include "python/dlpack.h"
+#include "python/shim.h"
 
 #include "cuda/device.h"
 #include "cpu/blocks.h"
@@ -53,7 +54,10 @@ static void services_fill(void) {
     }
     *(void **)&services.sgemm = dlsym(lib, "sgemm_");
     *(void **)&services.dgemm = dlsym(lib, "dgemm_");
-    om_torch_gemm_fill(lib, &services);
+    if (om_torch_open(lib)) {
+        om_torch_gemm_fill(lib, &services);
+        om_torch_conv_fill(lib, &services);
+    }
 }
 
 bool om_py_stand_in;
@@ -61,11 +65,17 @@ om_ctx *om_py_ctx(void) { return om_ctx_new(&services); }
 
 /* --- errors ------------------------------------------------------------------------------------- */
 
+/* A RuntimeError as PyTorch raises, in whose text tools that lower the batch size find PyTorch's words, and a
+ * MemoryError. */
+static PyObject *out_of_memory;
+
 PyObject *om_py_error(om_ctx *cx) {
-    PyObject *type = cx->status == OM_INVALID ? PyExc_ValueError
-                     : cx->status == OM_NOMEM ? PyExc_MemoryError
-                                              : PyExc_RuntimeError;
-    PyErr_SetString(type, cx->message[0] ? cx->message : om_status_text(cx->status));
+    const char *text = cx->message[0] ? cx->message : om_status_text(cx->status);
+    if (cx->status == OM_NOMEM)
+        PyErr_Format(out_of_memory, "%s: %s",
+                     strstr(text, "CUDA") ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory", text);
+    else
+        PyErr_SetString(cx->status == OM_INVALID ? PyExc_ValueError : PyExc_RuntimeError, text);
     om_ctx_clear(cx);
     return NULL;
 }
@@ -209,6 +219,9 @@ PyMODINIT_FUNC PyInit__C(void) {
     Py_DECREF(torch);
     if (om_dl_init()) return NULL;
     services_fill();
+    PyObject *bases = PyTuple_Pack(2, PyExc_RuntimeError, PyExc_MemoryError);
+    if (!bases || !(out_of_memory = PyErr_NewException("ortmodule.OutOfMemoryError", bases, NULL))) return NULL;
+    Py_DECREF(bases);
     PyObject *m = PyModule_Create(&module_def);
     om_py_model_type = (PyTypeObject *)PyType_FromSpec(&om_py_model_spec);
     om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);

@@ -46,7 +46,9 @@ typedef struct Run {
 extern PyTypeObject *om_py_model_type, *om_py_run_type, *om_py_state_type;
 extern PyType_Spec om_py_model_spec, om_py_run_spec, om_py_state_spec;
 extern PyMethodDef om_optim_methods[], om_cuda_methods[], om_guard_methods[];
+/* after om_torch_open */
 void om_torch_gemm_fill(void *libtorch, om_services *sv); /* python/gemm.c */
+void om_torch_conv_fill(void *libtorch, om_services *sv); /* python/conv.c */
 PyObject *om_py_forward(PyObject *model, PyObject *args, PyObject *kw); /* Model.forward */
 /* python/profile.c: Model.profile, .profile_calls, .timeline */
 PyObject *om_py_profile(PyObject *model, PyObject *args);

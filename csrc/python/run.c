@@ -65,14 +65,15 @@ PyObject *om_py_forward(PyObject *o, PyObject *args, PyObject *kw) {
 }
 
 static PyObject *State_backward(PyObject *o, PyObject *args, PyObject *kw) {
-    static char *names[] = {"arena", "tensors", "outputs", "grads", "dropped", NULL};
+    static char *names[] = {"arena", "tensors", "outputs", "grads", "dropped", "fleeting", NULL};
     State *state = (State *)o;
     const char *dropped = NULL;
     Py_ssize_t n_dropped = 0;
+    int fleeting = 0;
     PyObject *arena, *tensors, *outputs, *grads;
     const int n = om_model_inputs(state->model->m), n_out = om_model_outputs(state->model->m);
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|z#:backward", names, &arena, &tensors, &outputs, &grads, &dropped,
-                                     &n_dropped))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|z#p:backward", names, &arena, &tensors, &outputs, &grads, &dropped,
+                                     &n_dropped, &fleeting))
         return NULL;
     if (dropped && n_dropped != n_out)
         return PyErr_Format(PyExc_ValueError, "backward: %zd dropped flags for %d outputs", n_dropped, n_out);
@@ -92,6 +93,7 @@ static PyObject *State_backward(PyObject *o, PyObject *args, PyObject *kw) {
         const size_t size = ar.dtype == OM_U8 && om_is_dense(&ar) ? (size_t)om_numel(&ar) : SIZE_MAX;
         Py_BEGIN_ALLOW_THREADS;
         s = om_run_backward(self->cx, state->s, ar.data, size, in, out, dy, (const uint8_t *)dropped, &self->r);
+        if (s == OM_OK && fleeting) om_run_fleeting(self->r);
         Py_END_ALLOW_THREADS;
     }
     free(in);

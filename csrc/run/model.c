@@ -28,6 +28,9 @@ struct om_model {
     om_plan *plan[MAX_PLANS];
     int n_plans;
     om_plan *old;            /* left the cache, still in use */
+    om_parts *lent;          /* arena in which the last backward has put gradients; or NULL */
+    bool lent_fleeting;      /* the host was going to keep none of them */
+    bool held[2];            /* gradients, fleeting ones, were still there when a forward began: no more of these */
     om_budget *budget;       /* one for each set of gradients that was asked for with one */
     om_model *next, **link;  /* of all models */
     uint64_t clock;
@@ -162,6 +165,7 @@ void om_model_free(om_ctx *cx, om_model *m) {
         next = b->next;
         om_budget_free(b);
     }
+    om_parts_forget(m->lent);
     om_graph_free(m->g);
     om_free(m->cx, m->differentiable);
     pthread_mutex_destroy(&m->lock);
@@ -433,6 +437,40 @@ om_status om_model_fit(om_ctx *cx, om_model *m, const uint8_t *wanted, const uin
     om_status s = forward_to(m->cx, cx, fit_find(cx, m, &a, inputs, bytes, share, fit));
     pthread_mutex_unlock(&m->lock);
     return s;
+}
+
+/* --- gradients in the arena ---------------------------------------------------------------------- */
+
+static bool places(const om_model *m, const om_plan *p, bool fleeting) {
+    return p->bytes.placed && (fleeting || p->stay) && !m->budget && !m->held[fleeting];
+}
+
+bool om_model_places(om_model *m, const om_plan *p, bool fleeting) {
+    pthread_mutex_lock(&m->lock);
+    const bool may = places(m, p, fleeting);
+    pthread_mutex_unlock(&m->lock);
+    return may;
+}
+
+bool om_model_lend(om_model *m, const om_plan *p, bool fleeting, om_parts *parts) {
+    pthread_mutex_lock(&m->lock);
+    const bool may = places(m, p, fleeting);
+    if (may) {
+        om_parts_know(parts);
+        om_parts_forget(m->lent);
+        m->lent = parts;
+        m->lent_fleeting = fleeting;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return may;
+}
+
+void om_model_back(om_model *m) {
+    pthread_mutex_lock(&m->lock);
+    if (m->lent) m->held[m->lent_fleeting] |= om_parts_out(m->lent);
+    om_parts_forget(m->lent);
+    m->lent = NULL;
+    pthread_mutex_unlock(&m->lock);
 }
 
 om_status om_model_memory(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_memory *memory) {

@@ -95,16 +95,18 @@ om_memory om_plan_memory(om_ctx *cx, const om_plan *p) {
     const int64_t arena = peak_block(cx, p, p->bytes.arena);
     const int head = peak_head(p);
     om_memory m = {.kept = p->bytes.kept, .workspace = arena - p->bytes.kept};
-    int64_t most = 0, alone = 0; /* gradients, and loans; gradients, and outputs that nobody else holds */
+    /* gradients, and loans; the same without those in the arena; gradients, and outputs that nobody else holds */
+    int64_t most = 0, beside = 0, alone = 0;
     for (uint32_t i = 0; i < p->g->outputs.n; i++)
         m.outputs += peak_block(cx, p, om_tensor_bytes(&p->output[i]));
     for (int seg = 0; seg < p->n_segments; seg++) { /* as step.c takes and returns them */
         const int from = seg ? p->seg_end[seg - 1] : p->n_forward, to = p->seg_end[seg];
-        int64_t grads = 0, loans = 0, saved = 0;
+        int64_t grads = 0, placed = 0, loans = 0, saved = 0;
         for (uint32_t i = 0; i < p->n_st; i++) {
             const om_storage *s = &p->st[i];
             if (s->last < 0 || s->first >= to) continue;
             if (s->where == OM_W_GRAD) grads += peak_block(cx, p, s->size);
+            if (s->where == OM_W_GRAD && s->offset >= 0) placed += peak_block(cx, p, s->size);
             if (s->where == OM_W_LOAN && s->last >= from) loans += peak_block(cx, p, s->size);
         }
         for (uint32_t i = 0; i < p->g->outputs.n; i++) { /* a number's holder is expected to keep it */
@@ -114,9 +116,11 @@ om_memory om_plan_memory(om_ctx *cx, const om_plan *p) {
         m.gradients = grads;
         if (loans > m.loans) m.loans = loans;
         if (grads + loans > most) most = grads + loans;
+        if (grads - placed + loans > beside) beside = grads - placed + loans;
         if (grads + saved > alone) alone = grads + saved;
     }
     m.peak = arena + m.outputs + most;
+    m.placed = p->stay ? most - beside : 0;
     m.released = arena + (alone > m.outputs ? alone : m.outputs);
     return m;
 }

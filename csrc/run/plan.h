@@ -23,7 +23,13 @@
  *     OUTPUT   a block of its own that the host owns when the forward has ended: what a user can hold is never in the
  *              arena.
  *     GRAD     the same for a returned gradient: sizes, dtype and strides of its input, no other reference, handed over
- *              at the end of its segment and not touched afterwards.
+ *              at the end of its segment and not touched afterwards. Its block is a part of the arena (parts.c) where
+ *              the plan has found a place that nothing else uses from its first call on (offset, else -1), if the arena
+ *              is still the forward's block: not when it was moved or copied, the host has its own allocator, the
+ *              model has a budget (which counts gradients apart), or gradients of a step before were still held when
+ *              the next forward began. Once, then, an arena has stood beside the next one, where gradients alone would
+ *              have: places are given only if what they save is no less than that costs (om_plan.stay), or the host
+ *              says that it keeps none (om_run_fleeting).
  *     LOAN     a value of the backward that may overwrite an output nobody reads any more (the gradient of the logits
  *              over the logits). The host knows whether the user has dropped the output: then that block is lent, else
  *              another one. Taken when first written, free after the last use.
@@ -55,7 +61,7 @@
 typedef enum om_where { OM_W_ARENA, OM_W_INPUT, OM_W_OUTPUT, OM_W_GRAD, OM_W_LOAN, OM_W_CONST } om_where;
 
 typedef struct om_storage {
-    int64_t size, offset;      /* bytes; offset within the arena */
+    int64_t size, offset;      /* bytes; offset within the arena; GRAD: -1, or where it may lie there */
     int32_t first, last;       /* calls */
     uint8_t where;
     /* INPUT: graph input; OUTPUT: user output; GRAD: entry of graph->grads; LOAN: user output */
@@ -86,8 +92,8 @@ typedef struct om_call {
     bool past;                 /* om_args.past */
 } om_call;
 
-/* kept: arena bytes alive between forward and backward */
-typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads, loans; } om_plan_bytes;
+/* kept: arena bytes alive between forward and backward; placed: of grads, those with a place in the arena */
+typedef struct om_plan_bytes { int64_t arena, kept, outputs, grads, loans, placed; } om_plan_bytes;
 
 /* Of one call, while its model is profiled: how often it ran, how long in all. */
 typedef struct om_clock { uint64_t count; double ms; } om_clock;
@@ -121,6 +127,7 @@ struct om_plan {
     void *of_device;           /* the device's own, NULL at first: it sets this under a lock of its own, as several runs
                                   may share a plan, and frees it in plan_end */
     om_plan_bytes bytes;
+    bool stay;                 /* gradients that the host keeps may lie in the arena */
     om_clock *clock;           /* per call, under the model's lock; NULL: no run of the plan was timed */
     double ms;                 /* time planning took */
 };
@@ -150,6 +157,20 @@ om_status om_plan_peak(om_ctx *cx, const om_plan *p, om_live *out, int max, int 
 typedef struct om_work { double flops, bytes; } om_work;
 om_work om_call_work(const om_plan *p, const om_call *c);
 
+/* --- parts of a block (parts.c) ------------------------------------------------------------------ */
+
+/* Of a block: who has it or a part of it, and who wants to know. Made with one holder, the block's (om_block_put of it
+ * is its end), and known to the caller. NULL: recorded. */
+typedef struct om_parts om_parts;
+om_parts *om_parts_new(om_ctx *cx, om_block *whole);
+void om_parts_know(om_parts *p);                       /* once more */
+void om_parts_forget(om_parts *p);                     /* once each; NULL is fine */
+/* `data`, which the caller knows to be there, is the block's memory */
+bool om_parts_is(const om_parts *p, const void *data);
+bool om_parts_out(const om_parts *p);                  /* a part has not been put */
+om_block *om_parts_take(om_ctx *cx, om_parts *p, int64_t offset, int64_t size); /* while the block is held */
+void om_parts_put(om_block *b);                        /* om_block_put of the block or a part; any thread */
+
 /* --- running: step.c owns the blocks of a run, exec.c does its calls ----------------------------- */
 
 /* rows of a profile: operators by id, copies the planner added */
@@ -165,6 +186,7 @@ struct om_run {
     void **output;             /* per user output */
     void **grad;               /* per graph->grads entry */
     void **loan;               /* per user output */
+    om_parts *own, *parts;     /* of the arena, if it is the forward's; where gradients may lie in it; else NULL */
     om_fault fault;            /* what a call has noted; looked at after each one: nothing later runs */
     int pc;
     bool backward, skip_writes, host_due, done, state_taken;
@@ -176,6 +198,7 @@ struct om_run {
     om_host_stop stop;         /* when host_due */
     om_tensor *stop_arg;       /* its tensors */
     uint64_t seed;
+    long of_device;            /* the device's own; 0 when the run begins */
 };
 
 /* Calls up to `stop` or the next one of the host's: OM_HOST, run->host_due, and calls[run->pc] is it. */
@@ -219,6 +242,11 @@ om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inp
 void om_plan_release(om_model *m, om_plan *plan);
 void om_model_plans_drop(om_model *m);                                  /* empties the cache; who uses one keeps it */
 om_plan *om_plan_hold(om_model *m, om_plan *plan);                      /* one more user */
+/* Gradients in the arena (above, GRAD): they may be there; a backward puts them there, if they may; a forward with a
+ * backward begins */
+bool om_model_places(om_model *m, const om_plan *p, bool fleeting);
+bool om_model_lend(om_model *m, const om_plan *p, bool fleeting, om_parts *parts);
+void om_model_back(om_model *m);
 bool om_model_profiling(const om_model *m);
 void om_model_profile_add(om_model *m, om_run *r);                      /* what r has gathered, and empties it */
 bool om_plan_clocks(om_model *m, const om_plan *p, om_clock *out);      /* one per call; false: none was timed */

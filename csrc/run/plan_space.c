@@ -1,10 +1,13 @@
 /* plan_space.c - where storages lie (rules: plan.h): lifetimes, what works in place, offsets. The last is quadratic in
- * the number of storages: largest first, into the smallest gap among those placed that live at the same time.
+ * the number of storages: largest first, into the smallest gap among those placed that live at the same time. Then
+ * gradients, which live to the end, into what gaps there are.
  */
 #include "graph/sabotage.h"
 #include "run/planner.h"
 
 #include <stdlib.h>
+
+enum { PART_LEAST = 4 << 10 }; /* a smaller gradient in the arena saves nothing and may hold all of it for long */
 
 static void use(om_storage *s, int call) {
     if (call < s->first) s->first = call;
@@ -93,6 +96,54 @@ static int by_size(const void *a, const void *b) { /* larger first; ties by firs
     return x->st < y->st ? -1 : x->st > y->st;
 }
 
+/* The smallest gap of `size` bytes among n slots, and up to `top`, that nobody uses from `first` to `last`; -1: none.
+ * *end: past the last of those in use. */
+static int64_t gap_find(const slot *placed, uint32_t n, int64_t size, int32_t first, int32_t last, int64_t top,
+                        int64_t *end) {
+    int64_t at = 0, best = -1, best_gap = INT64_MAX;
+    for (uint32_t k = 0; k < n; k++) { /* gaps between neighbours in time */
+        if (placed[k].last < first + (om_sabotage("plan.overlap") ? 1 : 0) || placed[k].first > last) continue;
+        const int64_t gap = placed[k].offset - at;
+        if (gap >= size && gap < best_gap) best = at, best_gap = gap;
+        if (placed[k].end > at) at = placed[k].end;
+    }
+    if (top - at >= size && top - at < best_gap) best = at;
+    *end = at;
+    return best;
+}
+
+static void slot_put(slot *placed, uint32_t n, slot s) {
+    while (n > 0 && placed[n - 1].offset > s.offset) placed[n] = placed[n - 1], n--;
+    placed[n] = s;
+}
+
+static int64_t aligned(int64_t size) { return (size + OM_PLAN_ALIGN - 1) & ~(int64_t)(OM_PLAN_ALIGN - 1); }
+
+/* Gradients that find a place in the arena of `top` bytes, in which n storages lie. ord: room for every storage. */
+static void gradients(planner *pl, order *ord, slot *placed, uint32_t n, int64_t top) {
+    uint32_t count = 0;
+    int64_t sum = 0, found = 0;
+    for (uint32_t i = 0; i < pl->st.n; i++) {
+        om_storage *s = &pl->st.v[i];
+        if (s->where != OM_W_GRAD || pl->alias[i] != i || s->last < 0) continue;
+        s->offset = -1;
+        sum += s->size;
+        if (s->size >= PART_LEAST) ord[count++] = (order){aligned(s->size), i, s->first};
+    }
+    if (!pl->p->device->host_memory || pl->no_reuse) return;
+    qsort(ord, count, sizeof *ord, by_size);
+    for (uint32_t i = 0; i < count; i++) {
+        om_storage *s = &pl->st.v[ord[i].st];
+        const int32_t first = s->first + (om_sabotage("plan.place") ? 1 : 0);
+        int64_t end;
+        if ((s->offset = gap_find(placed, n, ord[i].size, first, INT32_MAX, top, &end)) < 0) continue;
+        slot_put(placed, n++, (slot){s->offset, s->offset + ord[i].size, s->first, INT32_MAX});
+        found += s->size;
+    }
+    pl->p->bytes.placed = found;
+    pl->p->stay = top <= sum + found;
+}
+
 static om_status offsets(planner *pl) {
     uint32_t n = 0;
     order *ord = om_alloc(pl->cx, (pl->st.n + 1) * sizeof *ord);
@@ -105,33 +156,27 @@ static om_status offsets(planner *pl) {
     for (uint32_t i = 0; i < pl->st.n; i++) {
         om_storage *s = &pl->st.v[i];
         if (s->where == OM_W_ARENA && pl->alias[i] == i && s->last >= 0)
-            ord[n++] = (order){(s->size + OM_PLAN_ALIGN - 1) & ~(int64_t)(OM_PLAN_ALIGN - 1), i, s->first};
+            ord[n++] = (order){aligned(s->size), i, s->first};
     }
     qsort(ord, n, sizeof *ord, by_size);
     int64_t top = 0;
     for (uint32_t i = 0; i < n; i++) {
         om_storage *s = &pl->st.v[ord[i].st];
-        int64_t size = ord[i].size, at = 0, best = -1, best_gap = INT64_MAX;
+        const int64_t size = ord[i].size;
+        int64_t end;
         if (pl->no_reuse) {
             s->offset = top;
             if ((top += size) > OM_ADDRESSES) break;
             continue;
         }
-        for (uint32_t k = 0; k < i; k++) { /* gaps between neighbours in time */
-            if (placed[k].last < s->first + (om_sabotage("plan.overlap") ? 1 : 0) || placed[k].first > s->last)
-                continue;
-            int64_t gap = placed[k].offset - at;
-            if (gap >= size && gap < best_gap) best = at, best_gap = gap;
-            if (placed[k].end > at) at = placed[k].end;
-        }
-        s->offset = best >= 0 ? best : at;
+        const int64_t gap = gap_find(placed, i, size, s->first, s->last, -1, &end);
+        s->offset = gap >= 0 ? gap : end;
         if (s->offset + size > top) top = s->offset + size;
         if (top > OM_ADDRESSES) break;
-        uint32_t k = i;
-        while (k > 0 && placed[k - 1].offset > s->offset) placed[k] = placed[k - 1], k--;
-        placed[k] = (slot){s->offset, s->offset + size, s->first, s->last};
+        slot_put(placed, i, (slot){s->offset, s->offset + size, s->first, s->last});
     }
     pl->p->bytes.arena = top;
+    if (top <= OM_ADDRESSES) gradients(pl, ord, placed, n, top);
     om_free(pl->cx, ord);
     om_free(pl->cx, placed);
     return top <= OM_ADDRESSES

@@ -1,9 +1,9 @@
 /* step.c - one forward or one backward from beginning to end: om_run_* of ortmodule.h.
  *
  * A run owns its blocks until they are handed over, and a hold on its plan. Blocks of a forward's outputs and its arena
- * are taken when it starts; those of gradients and loans when the first call that writes them is about to run, and a
- * loan goes back after its last use. What a backward is given in another layout than planned is copied first. All
- * memory is the plan's device's; nothing here looks into it.
+ * are taken when it starts; those of gradients (or parts of the arena) and loans when the first call that writes them
+ * is about to run, and a loan goes back after its last use. What a backward is given in another layout than planned is
+ * copied first. All memory is the plan's device's; nothing here looks into it.
  *
  * Invariants: r->X[i] is NULL or memory that storage X[i] may use now; r->X_block[i] is the block of it when the run
  * owns one. After a failure `done` is set and the run can only be freed.
@@ -14,11 +14,13 @@ struct om_state {
     om_services sv;  /* it was allocated by */
     om_model *model;
     om_plan *plan;   /* held */
+    om_parts *parts; /* of the arena, where gradients may come to lie in it; else NULL */
     uint64_t seed;
 };
 
 void om_block_put(om_block *b) {
-    if (b) b->device->block_put(b);
+    if (b && b->parts) om_parts_put(b);
+    else if (b) b->device->block_put(b);
 }
 
 static om_block *block_get(om_run *r, int64_t size) { return r->plan->device->block_get(r->cx, (size_t)size); }
@@ -105,6 +107,7 @@ om_status om_run_forward(om_ctx *cx, om_model *m, int variant, const om_tensor *
     if (s == OM_OK) s = run_new(cx, m, plan, inputs, seed, &r);
     if (s != OM_OK) return s;
     r->skip_writes = !write;
+    if (plan->n_segments) om_model_back(m);
     for (uint32_t i = 0; i < v->first_grad_in; i++)
         if (!om_val(v->g, v->g->inputs.v[i])->host) r->input[i] = inputs[i].data;
     if ((r->arena_block = block_get(r, plan->bytes.arena))) r->arena = r->arena_block->data;
@@ -141,9 +144,18 @@ om_status om_run_state(om_run *r, om_state **state, om_block **arena) {
         return om_fail(r->cx, OM_INVALID,
                        "state: the forward has not ended, its variant has no backward, or it was taken already");
     om_state *s = om_alloc(r->cx, sizeof *s);
-    if (!s) return r->cx->status;
-    *s = (om_state){
-        .sv = r->cx->sv, .model = r->model, .plan = om_plan_hold(r->model, r->plan), .seed = r->seed};
+    const om_plan *p = r->plan;
+    const bool may = om_model_places(r->model, p, false) || om_model_places(r->model, p, true);
+    om_parts *parts = s && may && !r->cx->host_alloc ? om_parts_new(r->cx, r->arena_block) : NULL;
+    if (r->cx->status != OM_OK) {
+        om_free(r->cx, s);
+        return r->cx->status;
+    }
+    *s = (om_state){.sv = r->cx->sv,
+                    .model = r->model,
+                    .plan = om_plan_hold(r->model, r->plan),
+                    .parts = parts,
+                    .seed = r->seed};
     *state = s;
     *arena = r->arena_block;
     r->arena_block = NULL;
@@ -155,6 +167,7 @@ void om_state_free(om_state *s) {
     if (!s) return;
     om_ctx cx = {.sv = s->sv};
     om_plan_release(s->model, s->plan);
+    om_parts_forget(s->parts);
     om_free(&cx, s);
 }
 
@@ -233,10 +246,17 @@ om_status om_run_backward(om_ctx *cx, const om_state *state, void *arena, size_t
     r->backward = true;
     r->pc = plan->n_forward;
     r->arena = arena;
+    if (om_parts_is(state->parts, arena)) r->own = state->parts;
+    if (r->own && om_model_lend(state->model, plan, false, r->own)) r->parts = r->own;
     om_status s = backward_begin(r, om_model_variant_at(state->model, plan->variant), inputs, outputs, grads, dropped);
     if (s == OM_OK) *run = r;
     else om_run_free(r);
     return s;
+}
+
+void om_run_fleeting(om_run *r) {
+    if (r->own && r->pc == r->plan->n_forward)
+        r->parts = om_model_lend(r->model, r->plan, true, r->own) ? r->own : NULL;
 }
 
 /* Where storage `s` of a backward lies, when it is a block of its own. */
@@ -252,7 +272,9 @@ static om_status blocks_take(om_run *r, int stop) {
         om_block **block;
         void **data = s->first >= stop || s->last < r->pc ? NULL : own_block(r, s, &block);
         if (!data || *data) continue;
-        if (!(*block = block_get(r, s->size))) return r->cx->status;
+        const bool in_arena = r->parts && s->where == OM_W_GRAD && s->offset >= 0;
+        *block = in_arena ? om_parts_take(r->cx, r->parts, s->offset, s->size) : block_get(r, s->size);
+        if (!*block) return r->cx->status;
         *data = (*block)->data;
     }
     return OM_OK;

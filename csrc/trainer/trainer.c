@@ -264,6 +264,10 @@ static bool sv_gemm_bf16(void *user, int64_t m, int64_t n, int64_t k, const void
     const om_services *sv = &((om_trainer *)user)->host->sv;
     return sv->gemm_bf16(sv->user, m, n, k, a, rsa, csa, b, rsb, csb, beta, c, rsc, bias);
 }
+static bool sv_conv(void *user, const om_conv_call *c) {
+    const om_services *sv = &((om_trainer *)user)->host->sv;
+    return sv->conv(sv->user, c);
+}
 static void sv_log(void *user, int level, const char *text) {
     const om_services *sv = &((om_trainer *)user)->host->sv;
     sv->log(sv->user, level, text);
@@ -315,6 +319,7 @@ static om_status trainer_make(om_ctx *cx, const om_trainer_files *files, const o
                       .sgemm = cx->sv.sgemm,
                       .dgemm = cx->sv.dgemm,
                       .gemm_bf16 = cx->sv.gemm_bf16 ? sv_gemm_bf16 : NULL,
+                      .conv = cx->sv.conv ? sv_conv : NULL,
                       .log = cx->sv.log ? sv_log : NULL};
 #if defined(OM_BLAS)
     if (!sv.sgemm) sv.sgemm = sgemm_;

@@ -7,6 +7,8 @@ place.
     onnx_build.py   the ModelProto; onnx_functions.py: bodies of the ortmodule operators
     skeleton.py     flattening of arguments and results
     facts.py        what the trace took for granted of the arguments besides sizes
+    registered.py   gradients and graph optimizers that a user registers; symbolic.py: symbolics
+    density.py      which share of the labels and tokens counts
     regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
     checkpoints.py  where torch.utils.checkpoint stands
@@ -18,6 +20,7 @@ Nothing of the user's model is copied: parameters and buffers are graph inputs, 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -47,8 +50,9 @@ from . import (  # noqa: F401  the rows of ops_* register themselves
 )
 from .checkpoints import Regions
 from .convert import HostOp, convert
+from .density import Density, densities
 from .export import Exported, capture_error, export_module
-from .facts import Test
+from .facts import Test, format_of
 from .functional import STOP, Node, Program, View, functionalize
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import Recorded, without_values
@@ -123,6 +127,8 @@ class Captured:
     tests: list[Test] | None = None
     conditions: branches.Answers = ()
     checkpoints: Regions = field(default_factory=Regions)
+    densities: list[Density] = field(default_factory=list)  # of the call that was captured, at level INFO
+    formats: dict[int, torch.memory_format] = field(default_factory=dict)  # of outputs that are not contiguous
     # what submodules kept in PyTorch returned, as tensors without values
     kept: dict[str, list[Recorded]] = field(default_factory=dict)
 
@@ -167,24 +173,27 @@ def capture(
         earlier=earlier,
     )
     program = functionalize(exported)
+    training = module.training and exported.grad_mode
     tests = _tests(program, exported, flatten_inputs(args, kwargs), module)
     if exported.table.marks:
         if exported.rebinds:
             raise CaptureError(f"forward assigns to the buffer {exported.rebinds[0]} while submodules have hooks")
         return _capture_parts(
-            program, exported, type(module).__name__, flatten_inputs(args, kwargs), dynamic, symbolic_scalars, started,
-            tests,
+            program, exported, type(module).__name__, training, flatten_inputs(args, kwargs), dynamic, symbolic_scalars,
+            started, tests,
         )  # fmt: skip
+    told = logging.getLogger("ortmodule").isEnabledFor(logging.INFO)
+    shares = densities(program, exported, flatten_inputs(args, kwargs).tensors) if told else []
     ops_sequence.ctc_into_graph(program, exported)
     keep_unknown_sizes(program, exported)
     asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
     program.outputs = program.outputs[: len(program.outputs) - len(asked)]
     users, places = _outputs(program, exported)  # changes program.outputs
-    between = _between(program)
+    between, formats = _between(program), _formats(program)
     rebuild = branches.asking(users, len(program.outputs), exported.conditions)
     program.outputs += asked
     try:
-        onnx_bytes, host_ops, builder = convert(program, exported, type(module).__name__)
+        onnx_bytes, host_ops, builder = convert(program, exported, type(module).__name__, training)
     except UnsupportedError as e:
         raise CaptureError(str(e)) from e
     if exported.conditions:
@@ -222,6 +231,8 @@ def capture(
         tests=tests,
         conditions=exported.conditions,
         checkpoints=exported.table.checkpoints,
+        densities=shares,
+        formats=formats,
     )
 
 
@@ -239,6 +250,7 @@ def _capture_parts(
     program: Program,
     exported: Exported,
     name: str,
+    training: bool,
     flat: FlatInputs,
     dynamic: bool,
     symbolic_scalars: bool,
@@ -273,7 +285,7 @@ def _capture_parts(
         keep_unknown_sizes(p, exported)
         n_outputs = len(p.outputs)
         try:
-            onnx_bytes, host_ops, builder = convert(p, exported, name)
+            onnx_bytes, host_ops, builder = convert(p, exported, name, training)
         except UnsupportedError as e:
             raise CaptureError(str(e)) from e
         own, index = _inputs(p, builder)
@@ -331,12 +343,31 @@ def _tests(program: Program, exported: Exported, flat: FlatInputs, module: nn.Mo
                             or len(outs) != len(set(outs))):  # fmt: skip
         facts.layouts.update(range(len(flat.tensors)))
     facts.layouts |= program.layouts
+    if any(_is_image(n) for n in outs) and not exported.table.marks:
+        facts.formats.update([i for i, t in enumerate(flat.tensors) if t.dim() in (4, 5)])
     for source in program.edited:
         if source.kind == "user":
             facts.edited.add(source.leaf)
         else:
             facts.edited_names.add(source.target)
     return facts.freeze(flat.tensors, module)
+
+
+def _is_image(n: Any) -> bool:
+    return isinstance(n, Node) and isinstance(n.val, Tensor) and n.val.dim() in (4, 5)
+
+
+def _formats(program: Program) -> dict[int, torch.memory_format]:
+    """Outputs that eager gives in the order of channels_last. The engine's are contiguous."""
+    found: dict[int, torch.memory_format] = {}
+    for i, n in enumerate(program.outputs):
+        if _is_image(n) and i not in program.passthrough and i not in program.views:
+            both = n.val.shape, n.val.stride()
+            sizes, strides = ([d if isinstance(d, int) else d.node.hint for d in ds] for ds in both)
+            kind = format_of(torch.empty_strided(sizes, strides, device="meta"))
+            if kind is not None:
+                found[i] = kind
+    return found
 
 
 def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[Node, int]]:
@@ -488,7 +519,7 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
         if symbol in name and (lo > 0 or hi < _UNBOUNDED):
             terms.append(f"{lo} <= {name[symbol]} <= {hi}" if hi < _UNBOUNDED else f"{name[symbol]} >= {lo}")
     asked: dict[str, str] = {}  # where
-    for g in exported.guards:
+    for g in exported.guards():
         if g.free_symbols and all(s in name for s in g.free_symbols):
             terms.append(f"({_python(g, name)})")
             asked.setdefault(terms[-1], exported.asked.get(g, ""))

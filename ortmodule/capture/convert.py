@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError
-from . import opaque
+from . import opaque, symbolic
 from .composites import apart
 from .export import Exported
 from .functional import Node, Program
-from .onnx_build import ONNX_TYPE, Builder, UnsupportedError, Val, expr_of, shape_of
+from .onnx_build import DOMAINS, ONNX_TYPE, Builder, UnsupportedError, Val, _attribute, expr_of, shape_of
 from .onnx_functions import functions
 from .refused import talks
+from .registered import ATEN, GRADIENTS, STOPPED, Key, NotServed, called, key_of, optimized, registered_call
 
 INT_MAX = 2**63 - 1
 CONCAT_MAX = 256  # operands of one concat in the engine
@@ -45,7 +46,7 @@ _SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "at
 @dataclass
 class HostOp:
     """A node that PyTorch runs. call: takes the node's tensor inputs in order, is differentiable. reason: why it is not
-    in the engine."""
+    in the engine. gradient: the one that somebody has registered for it."""
 
     kind: Literal["aten", "python_op", "module"]
     call: Callable[[list[Tensor]], Tensor | tuple[Tensor, ...]]
@@ -54,6 +55,7 @@ class HostOp:
     file: str
     line: int
     reason: str
+    gradient: str = ""
 
 
 Row = TypeVar("Row", bound=Callable[..., Any])
@@ -75,7 +77,8 @@ class NotHere(Exception):
 
 
 class Converter:
-    def __init__(self, program: Program, exported: Exported, name: str) -> None:
+    def __init__(self, program: Program, exported: Exported, name: str, training: bool = False) -> None:
+        self.training = training  # graph optimizers are asked
         self.program = program
         self.exported = exported
         self.b = Builder(name)
@@ -343,7 +346,32 @@ class Converter:
             self.b.output(f"write_{i}", self.cast(self.v(new), target.val.dtype))
             self.b.graph_note(f"write:write_{i}", self.v(target).name)
         self.b.prune()
+        if self.training:
+            self.optimize()
         return self.b.finish(functions(self.b.graph))
+
+    def optimize(self) -> None:
+        """What graph optimizers make of it."""
+        graph = self.b.graph
+        device = next((n.val.device.type for _, n in self.program.inputs if isinstance(n.val, Tensor)), "cpu")
+        try:
+            names = optimized(graph, graph.name, "rocm" if device == "cuda" and torch.version.hip else device)
+        except ValueError as e:
+            raise UnsupportedError(str(e)) from e
+        if not names:
+            return
+        what = ", ".join(names)
+        try:
+            self.adopt(graph.node)
+        except (UnsupportedError, NotServed) as e:
+            raise UnsupportedError(f"the graph optimizer {what}: {e}") from e
+        rows = [x.i for n in graph.node for x in n.attribute if x.name == "host_index"]
+        if len(set(rows)) != len(rows) or not set(rows) <= set(range(len(self.host_ops))):
+            raise UnsupportedError(f"the graph optimizer {what} has copied a node with a host_index")
+        self.b.domains |= {n.domain for n in graph.node}
+        if strange := self.b.domains - set(DOMAINS):
+            raise UnsupportedError(f"the graph optimizer {what} has put in nodes of the domain {min(strange)!r}, which "
+                                   f"the engine lacks; an operator of torch.library is {ATEN}::ATen with its name")
 
     def emit(self, n: Node) -> None:
         target = n.target
@@ -370,6 +398,17 @@ class Converter:
                 )
         f = TABLE.get(target if isinstance(target, str) else _key(target))
         reason = "no row in the operator table"
+        if not isinstance(target, str):
+            key = key_of(target._schema.name, target._overloadname)
+            if (fn := symbolic.find(key)) is not None:
+                try:
+                    self.values[n] = symbolic.emit(self, n, fn, bound(n), self.lowered(n))
+                except UnsupportedError as e:
+                    self.aten(n, str(e))
+                return
+            if key in GRADIENTS or key in STOPPED:
+                self.aten(n, "a gradient is registered for it")
+                return
         if f is not None:
             try:
                 out = f(self, n, *bound(n))
@@ -413,13 +452,11 @@ class Converter:
         inputs."""
         ins: list[Val] = []
         vals = bound(n)
-        dtype = n.val.dtype if isinstance(n.val, Tensor) else None
-        lowered = n.autocast and dtype is not None and dtype.is_floating_point and self.natural_dtype(n) != dtype
+        dtype = self.lowered(n)
 
         def tensor(x: Node) -> int:
             v = self.v(x)
-            if lowered and v.dtype.is_floating_point:
-                assert dtype is not None
+            if dtype is not None and v.dtype.is_floating_point:
                 v = self.cast(v, dtype)
             ins.append(v)
             return len(ins) - 1
@@ -451,9 +488,10 @@ class Converter:
                 out = target(*[f(ts) for f in args], **{k: f(ts) for k, f in kwargs})
             return out if isinstance(out, Tensor) else tuple(x for x in out if isinstance(x, Tensor))
 
-        module, file, line = n.src
-        host = len(self.host_ops)
-        self.host_ops.append(HostOp("aten", call, str(target).replace("aten.", "aten::"), module, file, line, reason))
+        key = key_of(target._schema.name, target._overloadname)
+        places = [p[0]["input"] if isinstance(x, Node) else None for p, x in zip(parts, vals, strict=True)]
+        self.host(registered_call(key, call, [p[1] for p in parts], places),
+                  str(target).replace("aten.", "aten::"), n.src, reason, key)  # fmt: skip
         outs = [n.val] if isinstance(n.val, Tensor) else [t for t in n.val if isinstance(t, Tensor)]
         values = self.b.ops(
             "ATen",
@@ -463,11 +501,42 @@ class Converter:
             operator=target._schema.name,
             overload_name="" if target._overloadname == "default" else target._overloadname,
             arguments=json.dumps([p[0] for p in parts]),
-            host_index=host,
+            host_index=len(self.host_ops) - 1,
         )
         for i, dead in enumerate(self.passive(n) if any(t.is_floating_point() for t in outs) else ()):
             values[i] = self.stop(values[i]) if dead else values[i]
         self.values[n] = values[0] if isinstance(n.val, Tensor) else values
+
+    def host(
+        self, call: Callable[[list[Tensor]], Any], name: str, src: tuple[str, str, int], reason: str, key: Key
+    ) -> None:
+        gradient = GRADIENTS[key].name if key in GRADIENTS else ""
+        self.host_ops.append(HostOp("aten", call, name, *src, reason, gradient))
+
+    def adopt(self, nodes: Iterable[Any]) -> None:
+        """Calls for nodes of ATen that are not the converter's."""
+        told = {v.name for v in self.b.graph.value_info}
+        for node in nodes:
+            a = {x.name: x for x in node.attribute}
+            if node.domain != ATEN or "host_index" in a:
+                continue
+            if node.op_type != "ATen" or "operator" not in a:
+                raise UnsupportedError(f"{node.domain}::{node.op_type} without an operator")
+            if absent := [x for x in node.output if x and x not in told]:
+                raise UnsupportedError(f"no value_info says what {absent[0]!r} of {ATEN}::ATen is")
+            key = key_of(a["operator"].s.decode(), a["overload_name"].s.decode() if "overload_name" in a else "")
+            notes = {e.key: e.value for e in node.metadata_props}
+            src = notes.get("module", ""), notes.get("file", ""), int(notes.get("line", 0))
+            call = called(key, [bool(x) for x in node.input], len(node.output))
+            self.host(call, key[0], src, f"given as {ATEN}::ATen", key)
+            _attribute(node.attribute.add(), "host_index", len(self.host_ops) - 1)
+            self.b.domains.add(ATEN)
+
+    def lowered(self, n: Node) -> torch.dtype | None:
+        """What autocast computes this operator in, where that is not what its operands say."""
+        dtype = n.val.dtype if isinstance(n.val, Tensor) else None
+        changes = n.autocast and dtype is not None and dtype.is_floating_point and self.natural_dtype(n) != dtype
+        return dtype if changes else None
 
     def passive(self, n: Node) -> list[bool]:
         """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without
@@ -598,8 +667,10 @@ def broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def convert(program: Program, exported: Exported, name: str) -> tuple[bytes, list[HostOp], Builder]:
+def convert(
+    program: Program, exported: Exported, name: str, training: bool = False
+) -> tuple[bytes, list[HostOp], Builder]:
     """The ONNX bytes, the table of host calls, and the builder (symbols, inputs, counts)."""
-    c = Converter(program, exported, name)
+    c = Converter(program, exported, name, training)
     onnx_bytes = c.go()
     return onnx_bytes, c.host_ops, c.b

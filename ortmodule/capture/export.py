@@ -74,7 +74,7 @@ class Exported:
     the user's that call torch where an exception may be caught; n_made: what they have returned, behind the outputs.
     facts: what the trace was told of the arguments. conditions: what it was told of values; the tensors asked stand
     behind all other outputs. same: which results are a tensor argument (its number), parameter or buffer (its name).
-    asked: where (file:line) a relation of `guards` was.
+    asked: where (file:line) a relation of `guards()` was.
     left: of modules (their names), attributes and what forward leaves in them: numbers, words, sizes."""
 
     graph_module: fx.GraphModule
@@ -84,7 +84,7 @@ class Exported:
     grad_mode: bool
     autocast: bool
     ranges: dict[Any, tuple[int, int]]
-    guards: list[Any]
+    sizes: Any  # the ShapeEnv
     leaves: list[Any] = field(default_factory=list)
     rebinds: list[str] = field(default_factory=list)
     tried: set[tuple[str, int]] = field(default_factory=set)
@@ -94,6 +94,10 @@ class Exported:
     conditions: branches.Answers = ()
     asked: dict[Any, str] = field(default_factory=dict)
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def guards(self) -> list[Any]:
+        """Relations between sizes that were taken one way so far, by the trace or by what was made of it (sympy)."""
+        return [] if self.sizes is None else [g.expr for g in self.sizes.guards]
 
 
 class _Wrapper(nn.Module):
@@ -225,10 +229,12 @@ def _write_assigned(
 def keep_random_state() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         torch.set_rng_state(before[0])
+        torch.cuda.set_rng_state_all(devices)
         random.setstate(before[1])
         if numpy:
             numpy.random.set_state(before[2])
@@ -285,9 +291,10 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
         rows.append(Patch(private.transformer, "_detect_is_causal_mask", only_here(never_looks, detect)))
     if private.has("composite_kernel"):
         aten, key = torch.ops.aten, private.composite_kernel
+        _lowered()  # now, while tensors have values
         for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
             before = op.py_kernels.get(key) or functools.partial(_recurrent, op)
-            rows += [Patch(op.py_kernels, key, only_here(_types_only, before)),
+            rows += [Patch(op.py_kernels, key, only_here(functools.partial(_types_only, op), before)),
                      Patch(op, "_dispatch_cache", {})]  # filled from the kernels, for all keys
     return replaced(*rows)
 
@@ -297,11 +304,30 @@ def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(private.composite_kernel, *args, **kwargs)
 
 
-def _types_only(x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-                bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
+@functools.cache
+def _lowered() -> set[tuple[Any, torch.dtype]]:
+    """The recurrent operators whose results have autocast's type: what they are made of is cast, or they are (oneDNN's
+    LSTM). Asked of PyTorch, because it depends on the processor."""
+    found = set()
+    for op, gates in ((torch.lstm, 4), (torch.gru, 3), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
+        x, w, b, zero = torch.ones(2, 1, 8), torch.ones(8 * gates, 8), torch.ones(8 * gates), torch.zeros(1, 1, 8)
+        for low in (torch.bfloat16, torch.float16):
+            with torch.no_grad(), torch.autocast("cpu", low, cache_enabled=False), contextlib.suppress(RuntimeError):
+                states: Any = (zero, zero) if gates == 4 else zero
+                y = op(x, states, [w, w, b, b], True, 1, 0.0, False, False, False)[0]
+                if y.dtype == low:
+                    found.add((getattr(torch.ops.aten, op.__name__).input, low))
+    return found
+
+
+def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
+                train: bool, bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
     state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     made = [x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))]
     made += [torch.empty_like(s) for s in state]
+    low = torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled("cpu") and (op, low) in _lowered():
+        made = [t.to(low) for t in made]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *state, *params)):
         made = [t.requires_grad_().clone() for t in made]  # a result, no leaf
     return tuple(made)
@@ -612,7 +638,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         _ranges(program),
-        _guards(program),
+        _sizes(program),
         leaves,
         box["rebinds"],
         box["tried"],
@@ -682,14 +708,12 @@ def _registered(module: nn.Module, fqn: str) -> Tensor:
     return getattr(module.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
-def _guards(program: Any) -> list[Any]:
-    """Relations between sizes that the trace took one way (sympy)."""
+def _sizes(program: Any) -> Any:
     for node in program.graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, Tensor) and getattr(val, "fake_mode", None) is not None:
-            env = val.fake_mode.shape_env  # type: ignore[attr-defined]
-            return [] if env is None else [g.expr for g in env.guards]
-    return []
+            return val.fake_mode.shape_env  # type: ignore[attr-defined]
+    return None
 
 
 def _ranges(program: Any) -> dict[Any, tuple[int, int]]:

@@ -1,6 +1,7 @@
 """What a trace took for granted of the arguments besides sizes: asked again at every call, of what was asked alone.
 
 layout      forward branches on strides, reshapes what it edits or returns, or makes a view that other strides forbid
+formats     an image or volume is returned: which arguments are channels_last, as eager's result may be
 answers     what a method of an argument (is_contiguous, stride, storage_offset) has said to forward
 attributes  Python attributes of arguments that forward looks for, and what was found
 classes     forward asks whether an argument is an nn.Parameter
@@ -68,6 +69,14 @@ def layout(t: Tensor) -> Hashable:
     return order, merges, tuple([strides[d] == 0 for d in wide]), 1 in strides
 
 
+def format_of(t: Tensor) -> torch.memory_format | None:
+    """channels_last, channels_last_3d, or None for any other order."""
+    kind = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
+    if kind is None or t.layout is not torch.strided or t.is_contiguous():
+        return None
+    return kind if t.is_contiguous(memory_format=kind) else None
+
+
 def pattern(tensors: Sequence[Tensor], known: Known) -> tuple[Hashable, ...]:
     """Of each: the first that is the same object, or the name of the parameter or buffer that it is."""
     first: dict[int, int] = {}
@@ -79,7 +88,10 @@ class Facts:
 
     def __init__(self) -> None:
         self.layouts: set[int] = set()
+        self.formats: set[int] = set()
         self.by_layout = False  # something was not copied because of its layout (contiguous)
+        # operands that contiguous() has not copied, for some sizes: functional.py looks whether anybody can tell
+        self.uncopied: list[Tensor] = []
         self.looks = False  # forward asks for the layout of a tensor that it has made
         self.offsets: set[int] = set()
         self.answers: dict[tuple[int, Any, str], tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
@@ -99,6 +111,8 @@ class Facts:
             tests.append(lambda given, _: all([given[i].is_contiguous() for i in plain]))
         for i in sorted(self.layouts.difference(plain)):
             tests.append(_of_leaf(i, layout, layout(tensors[i])))
+        for i in sorted(self.formats - self.layouts):
+            tests.append(_of_leaf(i, format_of, format_of(tensors[i])))
         for i in sorted(self.offsets):
             tests.append(_of_leaf(i, Tensor.storage_offset, tensors[i].storage_offset()))
         for (i, ask, _), (args, kwargs, told) in self.answers.items():

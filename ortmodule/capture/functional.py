@@ -276,6 +276,7 @@ class _Functionalizer:
         self.mutates = any(_writes(n) for g in _graphs(exported.graph_module) for n in g.nodes)
         # contiguous() of what is so for some sizes: its operand, the version of that then, and its result
         self.same_or_copy: list[tuple[_V, int, _V]] = []
+        self.memory: dict[int, set[_Base]] = {}  # which values have had tensors over a storage of the trace
 
     # --- nodes
 
@@ -492,7 +493,7 @@ class _Functionalizer:
                 env[node] = same[id(source.tensor)]
                 continue
             base = _Base(Node(INPUT, (), {}, val, self.src), True)
-            env[node] = _V(base, base.node)
+            env[node] = self.lies(_V(base, base.node))
             held.append((source, base))
             if source.tensor is not None:
                 same[id(source.tensor)] = env[node]
@@ -584,7 +585,7 @@ class _Functionalizer:
     def operation(self, node: fx.Node, target: Any, val: Any, env: dict[fx.Node, Any]) -> None:
         name = _name(target)
         if name.startswith("squeeze"):
-            layouts.pin_ones(cast(fx.Node, node.args[0]).meta["val"], node.args[1:], self.exported)
+            layouts.pin_ones(cast(fx.Node, node.args[0]).meta["val"], node.args[1:])
         if name == "batch_norm" and self.batch_norm(node, env):
             return
         if target._schema.is_mutable:
@@ -598,7 +599,7 @@ class _Functionalizer:
         args = tuple([self.arg(a, env) for a in node.args])
         made = self.make(target, args, kwargs, val)
         if isinstance(val, Tensor):
-            v = env[node] = self.result(node, made, made, val, env)
+            v = env[node] = self.lies(self.result(node, made, made, val, env))
             if name == "contiguous" and len(args) == 1 and not kwargs and layouts.depends(made.args[0].val):
                 of = env[cast(fx.Node, node.args[0])]
                 self.same_or_copy.append((of, of.base.version, v))
@@ -611,13 +612,18 @@ class _Functionalizer:
                 items.append(x)
                 continue
             item = self.make(operator.getitem, (made, i), {}, x)
-            items.append(self.result(node, made, item, x, env, i))
+            items.append(self.lies(self.result(node, made, item, x, env, i)))
         env[node] = items
         if target is HOST:
             xs, index = cast("tuple[list[fx.Node], int]", node.args)
             for v in (*[env[x] for x in xs], *items):
                 if isinstance(v, _V):
                     v.base.hosts.append(self.exported.table.rows[index].expected)
+
+    def lies(self, v: _V) -> _V:
+        if isinstance(v.node.val, Tensor) and v.node.val.layout is torch.strided:
+            self.memory.setdefault(private.storage_of(v.node.val), set()).add(v.base)
+        return v
 
     def result(
         self, node: fx.Node, made: Node, value: Node, val: Tensor, env: dict[fx.Node, Any], item: int = -1
@@ -805,17 +811,63 @@ class _Functionalizer:
         looks = exported.facts.looks or exported.facts.identity or bool(exported.table.marks)
         looks = looks or scope is not None and scope.watch is not None and scope.watch.identity
         looks = looks or any(row.kind != "aten" for row in exported.table.rows)
-        returned: set[Node] = set()
-        for out in self.program.outputs:
-            while isinstance(out, Node) and out not in returned:
-                returned.add(out)
+        returned = self.returned()
+        pinned = {node for v, version, result in self.same_or_copy for node in (v.node, result.node)
+                  if looks or v.base.version > version or result.node in returned
+                  or result.base is not v.base and result.base.version > 0}  # fmt: skip
+        for v, _, result in self.same_or_copy:
+            if result.node in pinned:
+                layouts.pin(v.node.val)
+        rest = [(t, *self.follow(t)) for t in exported.facts.uncopied]
+        again = True
+        while again:
+            again = False
+            for row in [*rest]:
+                t, own, nodes, strict = row
+                edited = self.mutates and any(base.loud for base in self.memory.get(private.storage_of(t), ()))
+                if looks or edited or strict or not own or not (returned | pinned).isdisjoint(own | nodes):
+                    layouts.pin(t)
+                    pinned |= own
+                    rest = [other for other in rest if other is not row]
+                    again = True
+
+    def follow(self, t: Tensor) -> tuple[set[Node], set[Node], bool]:
+        """Nodes over the memory of what contiguous() has given back as it was; those whose strides follow from its; and
+        whether other strides might forbid one of these. For other sizes contiguous() copies: the trace knows the
+        strides of now alone. What is contiguous can be viewed in any way, which gives what is contiguous."""
+        at, like = private.storage_of(t), _lies(t)
+        own = {n for n in self.program.nodes if isinstance(n.val, Tensor) and private.storage_of(n.val) == at}
+        dense, found, strict = {n for n in own if _lies(n.val) == like}, set[Node](), False
+        for n in self.program.nodes if not layouts.follows(t) else ():
+            name = _name(n.target)
+            given = [x for x in n.inputs() if x in dense or x in found]
+            if not given or n in dense or name in _ONE_LAYOUT or isinstance(n.val, Tensor) and n.val.dim() == 0:
+                continue
+            if given[0] in dense and (name in _RESHAPES or name == "contiguous"):
+                dense.add(n)
+            else:
+                strict = strict or name in _STRICT
+                found.add(n)
+        return own, dense | found, strict
+
+    def returned(self) -> set[Node]:
+        """What results, and buffers to which forward assigns, may be views of, whatever the strides."""
+        rest = [out for out in self.program.outputs if isinstance(out, Node)]
+        for source, base in self.held:
+            if source.kind == "buffer" and source.target in self.exported.rebinds:
+                n = base.node
+                while n.target in (THROUGH, ZERO, COPY) or _name(n.target) == "clone":  # how it is written
+                    n = n.args[0]
+                rest.append(n)
+        found: set[Node] = set()
+        while rest:
+            out = rest.pop()
+            if out not in found:
+                found.add(out)
                 of = out.args[0] if out.target is operator.getitem else out
-                follow = of is not out or _name(of.target) in _MAYBE or _is_view(of)
-                out = next((x for x in of.inputs() if isinstance(x.val, Tensor)), None) if follow else None
-        for v, version, result in self.same_or_copy:
-            edited = v.base.version > version or result.base is not v.base and result.base.version > 0
-            if looks or edited or result.node in returned:
-                layouts.pin(v.node.val, exported)
+                if of is not out or _name(of.target) in _MAYBE or _is_view(of):
+                    rest += [x for x in of.inputs() if isinstance(x.val, Tensor)]
+        return found
 
     def check_returned(self, arguments: Collection[Node | None]) -> None:
         """What is kept in PyTorch may return memory of what it is given. Whoever has both, sees it."""
@@ -827,13 +879,42 @@ class _Functionalizer:
                 x = x.args[0]
             return x
 
-        for out in p.outputs:
+        def item_of(x: Node, made: Node) -> Any:
+            while x.args[0] is not made:
+                x = x.args[0]
+            return x.args[1]
+
+        for i, out in enumerate(p.outputs):
             made = root(out.args[0]) if isinstance(out, Node) and _is_view(out) else None
             if not isinstance(made, Node) or made.target is not HOST:
                 continue
-            if self.exported.table.rows[made.args[1]].expected.shares and any(root(x) in known for x in made.args[0]):
+            expected = self.exported.table.rows[made.args[1]].expected
+            if not expected.shares or item_of(out, made) in expected.fresh:
+                continue
+            if any(root(x) in known for x in made.args[0]) and not self.outside(i, made, arguments):
                 raise CaptureError("what is kept in PyTorch returns memory of an argument or of another result", "",
                                    *made.src[1:])  # fmt: skip
+
+    def outside(self, i: int, made: Node, arguments: Collection[Node | None]) -> bool:
+        """A Function of one argument of forward, whose only result leaves forward, can be called on that argument
+        itself, behind the graph. made: its node. -> whether that is the case, and done."""
+        p, out = self.program, self.program.outputs[i]
+        row, xs = self.exported.table.rows[made.args[1]], made.args[0]
+        alone = [n for n in p.nodes if made in n.inputs()] == [out] and out.target is operator.getitem
+        read = p.outputs.count(out) > 1 or any(out in n.inputs() for n in p.nodes)
+        other = self.exported.table.marks or self.exported.conditions or p.writes or i in p.views or i in p.passthrough
+        if row.kind != "python_op" or len(xs) != 1 or xs[0] not in arguments or not alone or read or other:
+            return False
+        call, item = row.call, out.args[1]
+
+        def result(t: Tensor) -> Tensor:
+            y = call([t])
+            return y if isinstance(y, Tensor) else y[item]
+
+        p.nodes = [n for n in p.nodes if n is not made and n is not out]
+        p.outputs[i] = xs[0]
+        p.views[i] = xs[0], [View(result, (), {}, -1, True)]
+        return True
 
     def layouts_that_matter(self, held: list[tuple[Source, _Base]]) -> set[int]:
         """Arguments whose strides a later call must share. Strides go from operands to results."""
@@ -883,7 +964,7 @@ class _Functionalizer:
         def whole(out: Node) -> bool:
             """The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that
             PyTorch has."""
-            return isinstance(out.val, Tensor) and layouts.pin(out.val, self.exported)
+            return isinstance(out.val, Tensor) and layouts.pin(out.val)
 
         for i, out in enumerate(p.outputs):
             if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
@@ -933,6 +1014,10 @@ class _Functionalizer:
             if t.numel() and mine.numel() and t.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
                 a, b = source.target or f"input {source.leaf}", other.target or f"input {other.leaf}"
                 raise CaptureError(f"{a} is written in place and shares its memory with {b}; clone one of them")
+
+
+def _lies(t: Tensor) -> list[Any]:
+    return [as_written(n) for n in (*t.shape, *t.stride(), t.storage_offset())]
 
 
 class _Held:

@@ -8,9 +8,10 @@ as they are now and make no condition.
 Only what is asked by the C++ of the operators named here counts (SymInt's comparisons): what Python asks (the checks of
 shapes, forward's own code) stays a condition, and so does what other operators ask.
 
-`contiguous` alone can be told by its result: it shares the operand's memory, or does not. Where it does,
-or where forward's own code asks for a layout, the answer is a condition at once (`pin`). Where it is a copy now,
-functional.py looks whether anybody could see that (an edit in place, a result), and pins it then.
+`contiguous` alone can be told by its result: it shares the operand's memory, or does not. Where forward's own code asks
+for a layout, the answer is a condition at once (`pin`). For `contiguous` functional.py looks at the end whether anybody
+could see it (an edit in place, a result, a buffer; where it copies nothing now, also a view that other strides forbid),
+and pins it then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,6 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from ..frames import TORCH_DIR, is_user_file, outwards
 from ..patches import Patch, only_here, replaced
-
-if TYPE_CHECKING:
-    from .export import Exported
 
 _CPP = "SymInt.h"
 # files of PyTorch below its directory, and functions in them that choose kernels and strides
@@ -69,12 +67,26 @@ def _overlaps(t: Any) -> bool:
 
 
 def _attends(frame: FrameType) -> bool:
-    """The C++ of attention: it asks whether sizes are 1 to see what is broadcast. That they are not adds nothing to the
-    condition that they are equal, which it asks then."""
+    """The C++ of attention and einsum: it asks whether sizes are 1 to see what is broadcast. That they are not adds
+    nothing to the condition that they are equal, which it asks then."""
     func = frame.f_locals.get("func", frame.f_locals.get("self"))
     if not isinstance(func, private.OpOverload) or not frame.f_code.co_filename.startswith(TORCH_DIR):
         return False
-    return bool(func._schema.name == "aten::scaled_dot_product_attention")
+    return func._schema.name in ("aten::scaled_dot_product_attention", "aten::einsum")
+
+
+_BY_FORMAT = frozenset(("group_norm", "adaptive_avg_pool1d"))
+
+
+def _seeks_format(frame: FrameType, e: Any) -> bool:
+    """Is it the last question of those by which C++ sees whether an operand is channels-last: whether the batch is
+    above 1? What follows is the same for either answer (is_channels_last_strides_2d of c10)."""
+    func, args = frame.f_locals.get("func", frame.f_locals.get("self")), frame.f_locals.get("args")
+    if not isinstance(func, private.OpOverload) or not frame.f_code.co_filename.startswith(TORCH_DIR):
+        return False
+    x = args[0] if args else None
+    return (func._schema.name.partition("::")[2] in _BY_FORMAT and isinstance(x, Tensor) and x.dim() > 2
+            and getattr(e, "rel_op", "") == ">" and tuple(e.args) == (as_written(x.shape[0]), 1))  # fmt: skip
 
 
 def _not_one(e: Any) -> bool:
@@ -85,7 +97,8 @@ def _not_one(e: Any) -> bool:
 def _guard_bool(original: Callable[..., bool], asked: dict[Any, str]) -> Callable[..., bool]:
     def guard_bool(self: Any, file: str, line: int) -> bool:
         frame = sys._getframe(2)  # below: this, only_here's
-        if not file.endswith(_CPP) or not (_chooses(frame) or _attends(frame) and _not_one(self.expr)
+        if not file.endswith(_CPP) or not (_chooses(frame) or _seeks_format(frame, self.expr)
+                                           or _attends(frame) and _not_one(self.expr)
                                            and self.hint is (self.expr.rel_op == "!=")):  # fmt: skip
             conditions = self.shape_env.guards
             before = len(conditions)
@@ -131,32 +144,24 @@ def no_conditions(mode: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if sizes is None else sizes.suppress_guards()
 
 
-def pin(t: Tensor, exported: Exported | None = None) -> bool:
-    """Is it contiguous? The answer is a condition on sizes: of the trace that is being made, or of one that is."""
-    mode = getattr(t, "fake_mode", None)
-    sizes = None if mode is None else mode.shape_env
-    before = 0 if sizes is None else len(sizes.guards)
-    answer = _follow(t) or any(size == 0 for size in t.shape) or _dense(t)
-    if exported is not None and sizes is not None:
-        exported.guards += [g.expr for g in sizes.guards[before:]]
-    return answer
+def pin(t: Tensor) -> bool:
+    """Is it contiguous? The answer is a condition on sizes."""
+    return follows(t) or any(size == 0 for size in t.shape) or _dense(t)
 
 
-def pin_ones(t: Tensor, dims: Sequence[Any], exported: Exported) -> None:
+def pin_ones(t: Tensor, dims: Sequence[Any]) -> None:
     """squeeze leaves a size out where it is 1. With symbols for sizes PyTorch takes it to be another without saying so:
     here that is a condition. dims: none, one or several, as squeeze takes them."""
     mode = getattr(t, "fake_mode", None)
     if mode is None or mode.shape_env is None:
         return
     asked = dims[0] if dims and isinstance(dims[0], (list, tuple)) else dims
-    before = len(mode.shape_env.guards)
     for d in asked or range(t.dim()):
         if t.dim() and not isinstance(t.shape[d], int) and t.shape[d] == 1:
             raise CaptureError("squeeze of a size that varies, and is 1 now")
-    exported.guards += [g.expr for g in mode.shape_env.guards[before:]]
 
 
-def _follow(t: Tensor) -> bool:
+def follows(t: Tensor) -> bool:
     """Do its strides follow from its sizes as they are written? No condition."""
     wanted: Any = 1
     for size, stride in reversed([*zip(t.shape, t.stride(), strict=True)]):

@@ -66,6 +66,7 @@ class Expected:
     # memory in place, which a graph does on values of its own
     shares: bool = False
     edited: bool = False
+    fresh: frozenset[int] = frozenset()  # results that surely do not
 
 
 @dataclass
@@ -332,6 +333,9 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         expected.form = form_of(name, out)
         outs, row.rebuild = _results(out)
         expected.shares = _share(outs, xs, None)
+        expected.fresh = frozenset(
+            [k for k, y in enumerate(outs) if not _share([y], [*xs, *outs[:k], *outs[k + 1 :]], None)]
+        )
         row.silent = [i for i, y in enumerate(outs) if any(y is t for t in ctx.silent)]
         return outs or [torch.zeros(())]
 

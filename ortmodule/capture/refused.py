@@ -19,6 +19,7 @@ ever. torch.export notices none of it. So while the user's forward is traced
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import math
@@ -62,6 +63,11 @@ def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
     return tensor.requires_grad != bool(wanted)
 
 
+def _no_float(tensor: Tensor) -> bool:
+    """It never has a gradient, so never a grad_fn."""
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
 _SYMPY = os.path.join(os.path.dirname(cast(str, find_spec("sympy").origin)), "")  # type: ignore[union-attr]
 _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
@@ -95,6 +101,7 @@ _OF_A_MOMENT: dict[Any, tuple[str, bool]] = {
                     "untyped_storage", "_typed_storage", "__dir__")},
     torch.is_inference: (f"forward calls torch.is_inference: {_MOMENT}", True),
 }
+_GRAD_FN = _getter("grad_fn")
 _LAYOUT = frozenset((Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.dim_order))
 # what returns its operand or a copy as the strides have it
 _BY_LAYOUT = frozenset((Tensor.contiguous, Tensor.to, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten,
@@ -130,7 +137,7 @@ class Asked(TorchFunctionMode):
         by = _asking(1)
         file = by.f_code.co_filename
         user, refused = self._is_user_file(file), _REFUSED.get(func)
-        if user and refused is None:
+        if user and refused is None and not (func == _GRAD_FN and _no_float(args[0])):
             refused = _OF_A_MOMENT.get(func)
         if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
             return self._noted(func, args, kwargs, func(*args, **kwargs), False)
@@ -165,7 +172,7 @@ class Asked(TorchFunctionMode):
             self.facts.by_layout |= func in _BY_LAYOUT
             if func is Tensor.contiguous and layouts.depends(args[0]) and (
                     out is args[0] or _shares([args[0]], [out])):  # fmt: skip
-                layouts.pin(args[0])
+                self.facts.uncopied.append(args[0])
             return itself(func, args, kwargs, out)
         return out
 
@@ -355,6 +362,17 @@ def _raises(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
         return original(self, other)
 
     return op
+
+
+def _length(original: Callable[..., int]) -> Callable[..., Any]:
+    """len(): of a tensor, in the user's code, a size like any other. Python's own makes it a number."""
+
+    def length(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dim() and _users(sys._getframe(2)):
+            return x.shape[0]
+        return original(x)
+
+    return length
 
 
 _ARITHMETIC = [(cls, f"__{'r' if turned else ''}{name}__", make, turned)
@@ -690,6 +708,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
           if private.has("DispatchMode") else []),
         *_honest_flags(),
         *_processes(),
+        Patch(builtins, "len", only_here(_length(len), len)),
         *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
           for cls, name in _NUMBERS if name in vars(cls)],
         *[Patch(cls, name, only_here(make(vars(cls)[name], turned), vars(cls)[name]))

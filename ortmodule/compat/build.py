@@ -1,6 +1,5 @@
-"""Names of onnxruntime.training and onnxruntime.training.ortmodule that speak of its build, its exporter and its
-gradient builder. Constants tell what holds here; what registers something for a part that does not exist here says so
-once, by name, and changes nothing."""
+"""Names of onnxruntime.training and onnxruntime.training.ortmodule that speak of its build and its exporter. Constants
+tell what holds here."""
 
 from __future__ import annotations
 
@@ -9,12 +8,11 @@ import enum
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("ortmodule")
 
 ONNX_OPSET_VERSION = 23  # of every captured graph; assigning another one changes nothing
@@ -78,41 +76,9 @@ def _without_effect(what: str, why: str) -> None:
         logger.warning("%s has no effect here: %s", what, why)
 
 
-def _registers(what: str, why: str) -> Callable[[F], F]:
-    def keep(function: F) -> F:
-        _without_effect(f"{what} ({function.__qualname__})", why)
-        return function
-
-    return keep
-
-
 def enable_custom_autograd_support(to_enable: bool = True) -> None:
     """Custom autograd.Functions always run, with their own backward."""
     if not to_enable:
         _without_effect(
             "enable_custom_autograd_support(False)", "custom autograd.Functions run with the backward that they define"
         )
-
-
-def register_gradient(domain: str, name: str, *attributes: str) -> Callable[[F], F]:
-    """Accepted; PyTorch differentiates an operator that the engine does not know."""
-    return _registers(
-        f"register_gradient({'::'.join((domain, name, *attributes))!r})",
-        "PyTorch differentiates what the engine does not know; a gradient of your own is a torch.autograd.Function or "
-        "torch.library.register_autograd",
-    )
-
-
-def register_symbolic(name: str, domain: str = "", torch_version_start: str | None = None,
-                      torch_version_end: str | None = None, need_node: bool = False) -> Callable[[F], F]:  # fmt: skip
-    """Accepted; an operator without ONNX spelling is one that PyTorch runs inside the graph."""
-    return _registers(
-        f"register_symbolic({name!r})", "torch.export captures; what has no ONNX spelling is run by PyTorch"
-    )
-
-
-def register_graph_optimizer(target_modules: str = "all", devices: str = "all", priority: int = 0) -> Callable[[F], F]:
-    """Accepted; the engine derives the gradient graph in its own form, so there is none in ONNX to edit."""
-    return _registers(
-        "register_graph_optimizer", "the engine derives the gradient graph in a form of its own, not in ONNX"
-    )

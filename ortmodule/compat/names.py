@@ -73,9 +73,9 @@ NAMES: dict[str, dict[str, str]] = {
             "ONNXRUNTIME_CUDA_VERSION",
             "ONNXRUNTIME_ROCM_VERSION",
             "export_context",
-            "register_graph_optimizer",
             "_defined_from_envvar",
         ),
+        **_rows("ortmodule.capture.registered", "register_graph_optimizer"),
         **_rows("ortmodule.fallback", "ORTMODULE_FALLBACK_POLICY", "ORTMODULE_FALLBACK_RETRY"),
     },
     f"{_ORTMODULE}.ortmodule": _ORT,
@@ -91,9 +91,15 @@ NAMES: dict[str, dict[str, str]] = {
     f"{_ORTMODULE}._fallback_exceptions": _rows("ortmodule.fallback", *_EXCEPTIONS),
     f"{_ORTMODULE}._logger": _rows("ortmodule.config", "LogLevel"),
     f"{_ORTMODULE}._custom_autograd_function": _rows(f"{_HERE}.build", "enable_custom_autograd_support"),
-    f"{_ORTMODULE}._custom_gradient_registry": _rows(f"{_HERE}.build", "register_gradient"),
-    f"{_ORTMODULE}._custom_op_symbolic_registry": _rows(f"{_HERE}.build", "register_symbolic"),
-    f"{_ORTMODULE}.graph_optimizer_registry": _rows(f"{_HERE}.build", "register_graph_optimizer"),
+    f"{_ORTMODULE}._custom_gradient_registry": _rows(
+        "ortmodule.capture.registered", "register_gradient", "CustomGradientRegistry"
+    ),
+    f"{_ORTMODULE}._custom_op_symbolic_registry": _rows(
+        "ortmodule.capture.symbolic", "register_symbolic", "CustomOpSymbolicRegistry"
+    ),
+    f"{_ORTMODULE}.graph_optimizer_registry": _rows(
+        "ortmodule.capture.registered", "register_graph_optimizer", "GraphOptimizerRegistry"
+    ),
     f"{_ORTMODULE}.experimental": {},
     f"{_ORTMODULE}.experimental.json_config": _rows(
         "ortmodule.experimental.json_config", "load_from_json", "JSON_PATH_ENVIRONMENT_KEY"

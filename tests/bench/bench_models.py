@@ -29,6 +29,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
+import nets  # noqa: E402
+
 
 @dataclass
 class Case:
@@ -37,6 +39,7 @@ class Case:
     speed: float = 1.0    # target: eager's time / ours
     memory: float = 1.0   # target: our step memory / eager's
     note: str = ""
+    channels_last: bool = False
 
 
 def _lm(vocab: int, b: int, t: int, mask: bool = False, labels: bool = True) -> Callable[[], dict[str, torch.Tensor]]:
@@ -87,6 +90,18 @@ CASES: dict[str, Case] = {
     "llama-60m": Case(_hf("LlamaForCausalLM", "LlamaConfig", vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
                           num_attention_heads=8, num_key_value_heads=4), _lm(8000, 4, 256), 1.2),
     "vit-base": Case(_hf("ViTForImageClassification", "ViTConfig"), _vit_batch, 1.2),
+    "resnet50": Case(nets.resnet50, lambda: nets.images(4, 3, 160, 1000), 0.98),
+    "resnet50-cl": Case(nets.resnet50, lambda: nets.images(4, 3, 160, 1000), 0.98, 1.0, "channels_last", True),
+    "convnext-tiny": Case(nets.convnext_tiny, lambda: nets.images(4, 3, 160, 1000), 0.98),
+    "convnext-tiny-cl": Case(nets.convnext_tiny, lambda: nets.images(4, 3, 160, 1000), 0.98, 1.0, "channels_last", True),
+    "unet": Case(nets.UNet, lambda: nets.images(2, 3, 128, 4, True), 0.98),
+    "unet-cl": Case(nets.UNet, lambda: nets.images(2, 3, 128, 4, True), 0.98, 1.0, "channels_last", True),
+    "lstm-lm": Case(nets.LSTMLanguageModel, lambda: nets.tokens(10000, 16, 64), 0.98),
+    "mlp": Case(nets.mlp, lambda: nets.images(32, 1, 28, 10), 0.98, 1.0, "small: what the wrapper costs"),
+    "tiny-cnn": Case(nets.tiny_cnn, lambda: nets.images(32, 1, 28, 10), 0.98, 1.0, "small"),
+    "lstm-classifier": Case(nets.LSTMClassifier, lambda: nets.tokens(2000, 16, 32, 2), 0.98, 1.0, "small"),
+    "gpt-tiny": Case(_gpt2(n_layer=2, n_embd=128, n_head=4, vocab_size=256, n_positions=64), _lm(256, 1, 64), 0.98, 1.0, "small, batch 1"),
+    "dlrm-tiny": Case(nets.DLRM, lambda: nets.clicks(32), 0.98, 1.0, "small"),
 }
 QUICK = ["g-small", "gpt2-124m", "bert-base"]
 
@@ -94,6 +109,8 @@ QUICK = ["g-small", "gpt2-124m", "bert-base"]
 def arm_model(arm: str, case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
     m = case.make().train()
+    if case.channels_last:
+        m = m.to(memory_format=torch.channels_last)
     if arm == "ortmodule":
         from ortmodule import ORTModule
         return ORTModule(m)
@@ -105,6 +122,8 @@ def arm_model(arm: str, case: Case) -> torch.nn.Module:
 class Stepper:
     def __init__(self, arm: str, case: Case, bf16: bool):
         self.model, self.batch, self.bf16 = arm_model(arm, case), case.batch(), bf16
+        if case.channels_last:
+            self.batch = {k: v.to(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in self.batch.items()}
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def __call__(self) -> float:

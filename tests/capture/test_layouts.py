@@ -3,28 +3,14 @@ for all batches, and an edit, a result or a question that depends on it is eager
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sizes import Of, run
 from torch import Tensor, nn
-
-from ortmodule import ORTModule
-
-
-class Of(nn.Module):
-    def __init__(self, f: Callable[..., Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self.f = f
-        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.f(self, x)
 
 
 class Cells(nn.Module):
@@ -34,45 +20,6 @@ class Cells(nn.Module):
         out = torch.zeros_like(x)
         out[:, 1:] = x[:, :-1].sin()
         return out
-
-
-def step(module: nn.Module, x: Tensor) -> list[Any]:
-    """Results, gradients, what has become of the argument, and which results lie in its memory."""
-    x = x.clone().requires_grad_(x.is_floating_point() and not getattr(module, "edits", False))
-    for p in module.parameters():
-        p.grad = None
-    try:
-        out = module(x)
-    except Exception as error:  # noqa: BLE001
-        return [type(error)]
-    outs = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
-    told = [t for t in (out if isinstance(out, tuple) else (out,)) if not isinstance(t, Tensor)]
-    loss = sum((t.double().cos().sum() for t in outs if t.requires_grad), torch.zeros((), dtype=torch.float64))
-    if loss.requires_grad:
-        try:
-            loss.backward()
-        except RuntimeError:  # what it needs has been edited
-            return [RuntimeError]
-    of_x = [t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in outs]
-    return [*[t.detach().clone() for t in outs], x.detach().clone(), x.grad, *[p.grad for p in module.parameters()], of_x, told]
-
-
-def agree(a: list[Any], b: list[Any]) -> None:
-    assert len(a) == len(b)
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            assert x.shape == y.shape and x.dtype == y.dtype
-            assert torch.allclose(x, y, rtol=1e-12, atol=1e-12), (i, (x - y).abs().max())
-        else:
-            assert x == y, (i, x, y)
-
-
-def run(module: nn.Module, sizes: list[tuple[int, ...]]) -> int:
-    eager, wrapped = copy.deepcopy(module), ORTModule(copy.deepcopy(module))
-    for i, size in enumerate(sizes):
-        x = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
-        agree(step(wrapped, x), step(eager, x))
-    return wrapped.report().n_captures  # type: ignore[no-any-return]
 
 
 def labels(m: Any, x: Tensor) -> Tensor:

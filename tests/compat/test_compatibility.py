@@ -7,6 +7,7 @@ from pathlib import Path
 
 import compat_rows
 import pytest
+from expected import EXPECTED
 
 from ortmodule.compat.names import MISSING, NAMES
 from ortmodule.variables import VARIABLES
@@ -19,6 +20,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_a_row_has_a_test(row):
     assert row.test in compat_rows.tests(), f"{row.name}: there is no {row.test}"
     assert row.kept in ("same", "better", "no") and (row.text or row.kept == "same")
+
+
+@pytest.mark.parametrize("what, test", [row for part in EXPECTED.values() for row in part])
+def test_what_is_expected_has_a_test(what, test):
+    assert test in compat_rows.tests(), f"{what}: there is no {test}"
 
 
 def test_the_document_is_current():

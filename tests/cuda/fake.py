@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS, GRAPHS, PLAYED, RECORDED = range(8)  # fake_gpu_count
+FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS, GRAPHS, PLAYED, RECORDED, EVENTS = range(9)  # fake_gpu_count
 
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
 _blas = os.environ.get("OM_FAKE_BLAS", "1")
@@ -22,7 +22,7 @@ blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13") if _blas == "1"
 torch_memory = C.CDLL(os.environ["OM_FAKE_TORCH"]) if "OM_FAKE_TORCH" in os.environ else None
 if torch_memory:
     torch_memory.fake_torch_blocks.restype, torch_memory.fake_torch_block_stream.restype = C.c_long, C.c_size_t
-gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = gpu.fake_gpu_ran.restype = C.c_long
+gpu.fake_gpu_count.restype = gpu.fake_gpu_calls.restype = gpu.fake_gpu_ran.restype = gpu.fake_gpu_touches.restype = C.c_long
 gpu.fake_gpu_calls.argtypes = [C.c_char_p]
 gpu.fake_gpu_fail.argtypes = [C.c_char_p, C.c_long, C.c_uint]
 gpu.fake_gpu_message.restype = C.c_char_p
@@ -104,10 +104,10 @@ def declare(lib: C.CDLL) -> None:
     C.c_void_p.in_dll(lib, "om_cuda_declare").value = C.cast(function, C.c_void_p).value
 
 
-def use(lib: C.CDLL, ctx: C.c_void_p) -> int:
+def use(lib: C.CDLL, ctx: C.c_void_p, ordinal: int = 0) -> int:
     declare(lib)
     lib.om_cuda_keep(C.c_bool(os.environ.get("OM_FAKE_KEEP", "0") != "0"))
-    return lib.om_cuda_use(ctx, 0)
+    return lib.om_cuda_use(ctx, ordinal)
 
 
 def host_ops(lib: C.CDLL) -> list[str]:

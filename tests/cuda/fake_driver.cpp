@@ -32,15 +32,18 @@ enum { FENCE = 256 };
 typedef std::function<unsigned()> job;
 
 struct record { std::thread::id thread; bool invalid, local; std::vector<job> work; };
-struct work { job run; uint64_t number; const void *graph; };
-struct CUstream_st { bool blocking; std::deque<work> queue; std::unique_ptr<record> records; };
+struct work { job run; uint64_t number; const void *graph; CUstream_st *after; uint64_t upto; };
+struct CUstream_st { int device; bool blocking; std::deque<work> queue; std::unique_ptr<record> records; };
 struct CUgraph_st { std::vector<job> work; };
 struct CUgraphExec_st { std::shared_ptr<std::vector<job>> work; };
 struct CUctx_st { int device; };
 
 std::recursive_mutex fake_lock;
-static CUstream_st legacy = {true, {}, nullptr};
-static std::set<CUstream_st *> streams = {&legacy};
+enum { DEVICES = 2 };
+static CUstream_st legacy[DEVICES] = {{0, true, {}, nullptr}, {1, true, {}, nullptr}};
+static std::set<CUstream_st *> streams = {&legacy[0], &legacy[1]};
+struct CUevent_st;
+static std::set<CUevent_st *> events;
 static std::set<CUgraph_st *> graphs;
 static std::set<CUgraphExec_st *> execs;
 static uint64_t queued, seed_;
@@ -52,8 +55,11 @@ static std::vector<void *> gone;                                   /* freed with
 static std::vector<range> declared;
 static bool late, declares, reuse, strict;
 static long failures, waits, played, unstable;
-static CUctx_st context = {0};
-static thread_local int depth;
+static CUctx_st contexts[DEVICES] = {{0}, {1}};
+static std::map<uintptr_t, int> places;                            /* devices of blocks */
+static int running = -1;                                           /* the device whose work runs now */
+static thread_local std::vector<int> current;                      /* devices whose contexts the thread has made current */
+#define depth ((int)current.size())
 static char message[640];
 
 static unsigned refuse(unsigned code, const std::string &why) {
@@ -70,19 +76,23 @@ static bool inside(const void *p, int64_t size) {
     auto b = blocks.upper_bound((uintptr_t)p);
     if (b == blocks.begin()) return false;
     --b;
+    const auto at = places.find(b->first);
+    if (running >= 0 && at != places.end() && at->second != running) return false;
     return (uintptr_t)p + (size_t)size <= b->first + b->second;
 }
 
 /* --- time ------------------------------------------------------------------------------------------------ */
 
-static CUstream_st *of(CUstream_st *s) { return s ? s : &legacy; }
+static CUstream_st *of(CUstream_st *s) { return s ? s : &legacy[current.empty() ? 0 : current.back()]; }
+static bool is_legacy(const CUstream_st *s) { return s == &legacy[s->device]; }
 
 /* The stream whose head must run before this one's, or NULL. */
 static CUstream_st *before(CUstream_st *s) {
     const work &w = s->queue.front();
+    if (w.after && streams.count(w.after) && !w.after->queue.empty() && w.after->queue.front().number < w.upto) return w.after;
     for (CUstream_st *o : streams) {
         if (o == s || o->queue.empty()) continue;
-        if (s->blocking && o->blocking && (s == &legacy || o == &legacy) && o->queue.front().number < w.number) return o;
+        if (s->blocking && o->blocking && s->device == o->device && (is_legacy(s) || is_legacy(o)) && o->queue.front().number < w.number) return o;
         for (const work &x : o->queue)
             if (w.graph && x.graph == w.graph && x.number < w.number) return o;
     }
@@ -140,19 +150,28 @@ static CUstream_st *recording_here() {
     return nullptr;
 }
 
-static unsigned put(CUstream_st *stream, const job &run, const void *graph = nullptr) {
+static unsigned put(CUstream_st *stream, const job &work, const void *graph = nullptr) {
     CUstream_st *s = of(stream);
     if (!streams.count(s)) return refuse(INVALID_HANDLE, "a stream that is none");
+    if (!current.empty() && s->device != current.back()) return refuse(INVALID_HANDLE, "a stream of another device");
+    const int device = s->device;
+    const job run = [work, device] {
+        const int before = running;
+        running = device;
+        const unsigned r = work();
+        running = before;
+        return r;
+    };
     if (s->records) {
         if (s->records->invalid) return CAPTURE_INVALIDATED;
         s->records->work.push_back(run);
         return 0;
     }
-    if (s == &legacy)
+    if (is_legacy(s))
         for (CUstream_st *o : streams)
             if (o->records && o->blocking) return o->records->invalid = true, (unsigned)CAPTURE_IMPLICIT;
     if (!late) return run();
-    s->queue.push_back({run, queued++, graph});
+    s->queue.push_back({run, queued++, graph, nullptr, 0});
     return 0;
 }
 
@@ -212,6 +231,14 @@ PUBLIC void fake_gpu_late(int on) {
     sweep();
     late = on;
 }
+/* n pieces of what the stream has run; has the kernel, ever? */
+PUBLIC long fake_gpu_ran(const char *kernel);
+PUBLIC int fake_gpu_some(CUstream_st *stream, long n, const char *kernel) {
+    LOCKED;
+    static long before = fake_gpu_ran(kernel);
+    for (CUstream_st *s = of(stream); n-- && !s->queue.empty();) step(s);
+    return fake_gpu_ran(kernel) > before;
+}
 PUBLIC void fake_gpu_seed_driver(uint64_t seed) { seed_ = seed; }
 PUBLIC void fake_gpu_reuse(int on) { reuse = on; }
 PUBLIC void fake_gpu_strict(int on) { strict = on; }
@@ -224,13 +251,13 @@ PUBLIC void fake_gpu_declare(const range *r, int n) {
 }
 PUBLIC long fake_gpu_launches(void);
 /* 0 failures, 1 launches of kernels, 2 live blocks, 3 queued, 4 waits, 5 graphs that there are, executable or not,
- * 6 graphs that have run, 7 streams that are recorded */
+ * 6 graphs that have run, 7 streams that are recorded, 8 events */
 PUBLIC long fake_gpu_count(int what) {
     LOCKED;
     long recorded = 0;
     for (CUstream_st *s : streams) recorded += s->records != nullptr;
     const long n[] = {failures, fake_gpu_launches(), (long)blocks.size(), waiting(), waits,
-                      (long)(graphs.size() + execs.size()), played, recorded};
+                      (long)(graphs.size() + execs.size()), played, recorded, (long)events.size()};
     return n[what];
 }
 /* The nth call of the entry point from now on returns the code; nth 0: none does. */
@@ -255,25 +282,29 @@ PUBLIC unsigned cuInit(unsigned) {
     FAILS(cuInit);
     return 0;
 }
-PUBLIC unsigned cuDevicePrimaryCtxRetain(CUctx_st **out, int) {
+PUBLIC unsigned cuDevicePrimaryCtxRetain(CUctx_st **out, int device) {
     FAILS(cuDevicePrimaryCtxRetain);
-    return *out = &context, 0;
+    return *out = &contexts[device], 0;
 }
-PUBLIC unsigned cuCtxPushCurrent_v2(CUctx_st *) {
+/* NULL, of tests: device 0's */
+PUBLIC unsigned cuCtxPushCurrent_v2(CUctx_st *context) {
     FAILS(cuCtxPushCurrent_v2);
-    return depth++, 0;
+    return current.push_back(context ? context->device : 0), 0;
 }
+PUBLIC void *fake_gpu_context(int device) { return &contexts[device]; }
+PUBLIC int fake_gpu_device(void) { return current.empty() ? -1 : current.back(); }
 PUBLIC unsigned cuCtxPopCurrent_v2(CUctx_st **out) {
     FAILS(cuCtxPopCurrent_v2);
     if (!depth) return INVALID_CONTEXT;
-    return *out = &context, depth--, 0;
+    *out = &contexts[current.back()];
+    return current.pop_back(), 0;
 }
 
 /* --- memory and copies ---------------------------------------------------------------------------------------- */
 
 PUBLIC unsigned cuDeviceGetDefaultMemPool(void **out, int) {
     FAILS(cuDeviceGetDefaultMemPool);
-    return *out = &context, 0;
+    return *out = &contexts[0], 0;
 }
 PUBLIC unsigned cuMemPoolSetAttribute(void *, int, void *) {
     FAILS(cuMemPoolSetAttribute);
@@ -301,6 +332,7 @@ PUBLIC unsigned cuMemAllocAsync(uint64_t *out, size_t size, CUstream_st *stream)
     else if (reuse && !kept.empty()) p = *kept.begin(), kept.erase(p);
     if (!p && !(p = (char *)aligned_alloc(256, room(size)))) return OUT_OF_MEMORY;
     owned[(uintptr_t)p] = {size, of(stream)};
+    places[(uintptr_t)p] = of(stream)->device;
     *out = (uint64_t)(uintptr_t)p;
     const job begin = [p, size] {
         memset(p, 0xff, size);
@@ -384,7 +416,7 @@ PUBLIC unsigned cuStreamCreate(CUstream_st **out, unsigned flags) {
     FAILS(cuStreamCreate);
     LOCKED;
     if (!depth) return INVALID_CONTEXT;
-    streams.insert(*out = new CUstream_st{!(flags & 1), {}, nullptr});
+    streams.insert(*out = new CUstream_st{current.back(), !(flags & 1), {}, nullptr});
     return 0;
 }
 PUBLIC unsigned cuStreamDestroy_v2(CUstream_st *s) {
@@ -410,6 +442,16 @@ PUBLIC unsigned cuStreamSynchronize(CUstream_st *stream) {
     FAILS(cuStreamSynchronize); /* told when the work is done */
     return r;
 }
+PUBLIC unsigned cuCtxSynchronize(void) {
+    FAILS(cuCtxSynchronize);
+    LOCKED;
+    waits++;
+    if (!depth) return INVALID_CONTEXT;
+    if (const unsigned r = fake_gpu_unsafe("cuCtxSynchronize")) return r;
+    const unsigned r = drain_all();
+    sweep();
+    return r;
+}
 PUBLIC unsigned cuStreamIsCapturing(CUstream_st *stream, unsigned *out) {
     FAILS(cuStreamIsCapturing);
     LOCKED;
@@ -418,6 +460,41 @@ PUBLIC unsigned cuStreamIsCapturing(CUstream_st *stream, unsigned *out) {
             if (o->records && o->blocking) return CAPTURE_IMPLICIT;
     const CUstream_st *s = of(stream);
     return *out = !s->records ? 0 : s->records->invalid ? 2 : 1, 0;
+}
+
+/* --- events: of a stream, as far as it had come ----------------------------------------------------------------- */
+
+struct CUevent_st { CUstream_st *stream; uint64_t upto; };
+
+PUBLIC unsigned cuEventCreate(CUevent_st **out, unsigned) {
+    FAILS(cuEventCreate);
+    LOCKED;
+    if (!depth) return INVALID_CONTEXT;
+    events.insert(*out = new CUevent_st{nullptr, 0});
+    return 0;
+}
+PUBLIC unsigned cuEventDestroy_v2(CUevent_st *e) {
+    LOCKED;
+    if (!events.erase(e)) return refuse(INVALID_HANDLE, "an event that is none goes");
+    delete e;
+    FAILS(cuEventDestroy_v2);
+    return 0;
+}
+PUBLIC unsigned cuEventRecord(CUevent_st *e, CUstream_st *stream) {
+    FAILS(cuEventRecord);
+    LOCKED;
+    if (!depth || !events.count(e) || !streams.count(of(stream))) return refuse(INVALID_HANDLE, "cuEventRecord");
+    if (const unsigned r = never_recorded(stream, "an event of the host's")) return r;
+    *e = {of(stream), queued};
+    return 0;
+}
+PUBLIC unsigned cuStreamWaitEvent(CUstream_st *stream, CUevent_st *e, unsigned flags) {
+    FAILS(cuStreamWaitEvent);
+    LOCKED;
+    if (!depth || !events.count(e) || !streams.count(of(stream)) || flags) return refuse(INVALID_HANDLE, "cuStreamWaitEvent");
+    if (const unsigned r = never_recorded(stream, "an event of another stream")) return r;
+    if (late && e->stream) of(stream)->queue.push_back({[] { return 0u; }, queued++, nullptr, e->stream, e->upto});
+    return 0;
 }
 
 /* --- graphs ---------------------------------------------------------------------------------------------------- */

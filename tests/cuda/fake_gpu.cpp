@@ -13,6 +13,7 @@
 #include "cuda/norm.cu"
 #include "cuda/loss.cu"
 #include "cuda/index.cu"
+#include "cuda/sort.cu"
 #include "cuda/gemm.cu"
 #include "cuda/each.cu"
 #include "cuda/lines.cu"
@@ -29,19 +30,20 @@
 
 #include <map>
 
-struct CUfunc_st { const char *name; void (*call)(const void *); size_t size; };
-struct CUmod_st { int none; };
+struct CUfunc_st { const char *name; void (*call)(const void *); size_t size; int device; };
+struct CUmod_st { int device; };
 
 #define KERNEL(file, name, type) static void call_##name(const void *p) { om_k_##name(*(const struct type *)p); }
 #include "cuda/engine.def"
 #undef KERNEL
 static CUfunc_st functions[] = {
-#define KERNEL(file, name, type) {"om_k_" #name, call_##name, sizeof(struct type)},
+#define KERNEL(file, name, type) {"om_k_" #name, call_##name, sizeof(struct type), 0},
 #include "cuda/engine.def"
 #undef KERNEL
-    {"", nullptr, 0}, /* the optimizers': not here */
+    {"", nullptr, 0, 0}, /* the optimizers': not here */
 };
-static CUmod_st module_;
+static CUmod_st modules[] = {{0}, {1}};
+static std::map<std::pair<const CUfunc_st *, int>, CUfunc_st> loaded; /* functions of a device's modules */
 static int capability = 90;
 static long launches;
 static std::map<std::string, long> ran;
@@ -53,6 +55,9 @@ static unsigned refuse(unsigned code, const std::string &why) { return fake_gpu_
 PUBLIC void fake_gpu_seed_driver(uint64_t seed);
 PUBLIC void fake_gpu_seed(uint64_t seed) { emu_seed = seed, fake_gpu_seed_driver(seed); }
 PUBLIC long fake_gpu_launches(void) { return launches; }
+static std::map<CUstream_st *, long> launched;
+PUBLIC long fake_gpu_launched(CUstream_st *stream) { return launched[stream]; } /* kernels given to the stream */
+PUBLIC long fake_gpu_touches(void) { return emu_touches; } /* loads and stores of kernels */
 /* What it says it is, before it is opened: 75 is sm_75. */
 PUBLIC void fake_gpu_capability(int sm) { capability = sm; }
 /* How often the kernel has run. */
@@ -61,15 +66,21 @@ PUBLIC long fake_gpu_ran(const char *kernel) {
     return ran[kernel];
 }
 
+/* Called before the next thing that is queued once the kernel has been; NULL: no more. */
+static std::string watched;
+static void (*watcher)(const char *);
+static bool watch_due;
+PUBLIC void fake_gpu_watch(const char *kernel, void (*call)(const char *)) { watched = kernel ? kernel : "", watcher = call, watch_due = false; }
+
 /* --- devices and modules ---------------------------------------------------------------------------------- */
 
 PUBLIC unsigned cuDriverGetVersion(int *out) {
     FAILS(cuDriverGetVersion);
     return *out = 13000, 0;
 }
-PUBLIC unsigned cuDeviceGet(int *out, int) {
+PUBLIC unsigned cuDeviceGet(int *out, int ordinal) {
     FAILS(cuDeviceGet);
-    return *out = 0, 0;
+    return ordinal < 2 ? (*out = ordinal, 0) : 101;
 }
 PUBLIC unsigned cuDeviceGetName(char *out, int size, int) {
     FAILS(cuDeviceGetName);
@@ -82,13 +93,15 @@ PUBLIC unsigned cuDeviceGetAttribute(int *out, unsigned what, int) {
 PUBLIC unsigned cuModuleLoadData(CUmod_st **out, const void *) {
     FAILS(cuModuleLoadData);
     if (const unsigned r = fake_gpu_unsafe("cuModuleLoadData")) return r;
-    return fake_gpu_current() ? (*out = &module_, 0) : INVALID_CONTEXT;
+    return fake_gpu_current() ? (*out = &modules[fake_gpu_device()], 0) : INVALID_CONTEXT;
 }
-PUBLIC unsigned cuModuleGetFunction(CUfunc_st **out, CUmod_st *, const char *name) {
+PUBLIC unsigned cuModuleGetFunction(CUfunc_st **out, CUmod_st *module, const char *name) {
     FAILS(cuModuleGetFunction);
     CUfunc_st *f = functions;
     while (f->call && strcmp(f->name, name)) f++;
-    *out = f;
+    CUfunc_st *of = &loaded[{f, module->device}];
+    *of = *f, of->device = module->device;
+    *out = of;
     return !f->call && !strncmp(name, "om_k_", 5) ? (unsigned)NOT_FOUND : 0;
 }
 PUBLIC unsigned cuFuncSetAttribute(CUfunc_st *, int, int) {
@@ -125,11 +138,15 @@ static unsigned run(const work &w) {
 PUBLIC unsigned cuLaunchKernel(CUfunc_st *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                                unsigned shared, CUstream_st *stream, void **params, void **extra) {
     FAILS(cuLaunchKernel);
+    if (watcher && watch_due) watcher(f->name);
+    watch_due = watcher && watched == f->name;
     LOCKED;
     if (!fake_gpu_current()) return INVALID_CONTEXT;
+    if (f->device != fake_gpu_device()) return refuse(INVALID_HANDLE, "a kernel of another device's module");
     if (!f->call || !gx || !gy || !gz || gx > INT32_MAX || gy > 65535 || gz > 65535 || !bx || bx > 1024 || by != 1 || bz != 1 ||
         extra || shared > (64 << 10) || f->size > 4096)
         return refuse(INVALID_VALUE, std::string(f->name) + ": bad launch sizes");
+    launched[stream]++;
     work w = {f, {gx, gy, gz}, bx, shared, std::string((const char *)params[0], f->size), {}, false};
     w.declares = fake_gpu_declared(&w.declared);
     const std::function<unsigned()> later = [w] { return run(w); };

@@ -22,6 +22,8 @@ extern std::recursive_mutex fake_lock;
 
 PUBLIC unsigned fake_gpu_injected(const char *entry); /* the failure a test wants of this call, or 0; counts it */
 #define FAILS(name) if (const unsigned code_ = fake_gpu_injected(#name)) return code_
+PUBLIC void *fake_gpu_context(int device);
+PUBLIC int fake_gpu_device(void);                     /* whose context is current; -1: none */
 PUBLIC bool fake_gpu_current(void);                   /* the thread has a context */
 /* What the launch that is being queued has declared; false: nobody declares. */
 PUBLIC bool fake_gpu_declared(std::vector<range> *out);

@@ -299,7 +299,7 @@ text = '''graph {{
  output b
  {write}
 }}'''
-for write, waits in (("", 0), ("write c -> s", 1)):
+for write, waits in (("", 0), ("write c -> s", 0)):
     model = steps.Model.text(steps.cx("cuda-fake"), text.format(write=write))
     mem = steps.Memory(model.cx)
     s = mem.give(torch.zeros(9, 4))
@@ -321,7 +321,7 @@ for write, waits in (("", 0), ("write c -> s", 1)):
     assert counted(PLAYED) >= 4
     held = mem.fetch(s)
     before = counted(PLAYED)
-    try:  # the fault's run itself where it waits before its writes, else the next one
+    try:  # at the first wait, or when the next run begins
         run(good[:4] + [50] + good[5:])
         mem.fetch(s)
     except engine.EngineError as e:

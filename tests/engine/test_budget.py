@@ -16,7 +16,7 @@ from opcheck import rand
 
 
 class Memory(C.Structure):
-    _fields_ = [(name, C.c_int64) for name in ("peak", "released", "kept", "workspace", "outputs", "gradients", "loans")]
+    _fields_ = [(name, C.c_int64) for name in ("peak", "released", "kept", "workspace", "outputs", "gradients", "loans", "placed")]
 
 
 class Fit(C.Structure):

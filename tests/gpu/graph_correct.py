@@ -19,12 +19,13 @@ import transformers as hf
 from checks import rows_of
 from torch import Tensor, nn
 
-from ortmodule import _C, ORTModule, cuda_engine
+from ortmodule import _C, ORTModule, chain, cuda_engine
 
 TESTS = Path(__file__).resolve().parents[1]
 Batch = Callable[[int], dict[str, Tensor]]
 Make = Callable[[float], tuple[nn.Module, Batch]]
 STEPS = 3
+SEED = chain.Graph._seed
 
 
 def stand_in(on: bool = True) -> None:
@@ -94,7 +95,8 @@ def train(make: Make, how: str, dtype: torch.dtype, drop: float, device: str, st
             model.double()
         run = ORTModule(model, strict=True, **options) if how in ("cuda", "cpu") else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        torch.manual_seed(1)
+        seeds = iter(range(1, steps + 1))  # of both engines, whichever generator theirs is
+        chain.Graph._seed = lambda graph: next(seeds) if graph.random else 0  # type: ignore[method-assign]
         found = []
         for k in range(steps):
             given = {n: (t.double() if how == "double" and t.is_floating_point() else t).to(place) for n, t in batch(k).items()}
@@ -106,6 +108,7 @@ def train(make: Make, how: str, dtype: torch.dtype, drop: float, device: str, st
             optimizer.zero_grad()
         return found
     finally:
+        chain.Graph._seed = SEED  # type: ignore[method-assign]
         if faked:
             stand_in()
 
@@ -128,6 +131,30 @@ def one_model(make: Make, dtype: torch.dtype, device: str) -> str:
         return "dropout changes nothing"
     names = _C.cuda_engine_counts()[2]
     return f"left to the CPU: {names}" if names else f"ok {own:.2g}, eager {allowed / 2:.2g}"
+
+
+def seeds_of_the_generator(device: str) -> str:
+    """Dropout repeats with the device's generator, and goes on where a state was taken."""
+    seed = torch.cuda.manual_seed if device == "cuda" else torch.manual_seed
+    state, put = (torch.cuda.get_rng_state, torch.cuda.set_rng_state) if device == "cuda" else (torch.get_rng_state, torch.set_rng_state)
+    run = ORTModule(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)).to(device), strict=True)
+    x = torch.ones(4, 8, device=device)
+
+    def masks() -> Tensor:
+        return torch.stack([run(x).detach() != 0 for _ in range(2)])
+
+    run(x)
+    seed(3)
+    first, at = masks(), state()
+    further = masks()
+    seed(3)
+    again = masks()
+    put(at)
+    if not torch.equal(first, again) or not torch.equal(further, masks()):
+        return "other masks from the same seed or state"
+    seed(4)
+    kinds = [*first, *further, *masks()]
+    return "ok" if all(not torch.equal(a, b) for i, a in enumerate(kinds) for b in kinds[:i]) else "a mask occurs twice"
 
 
 def memory_choices(device: str) -> str:
@@ -347,6 +374,7 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "evaluation", lambda: evaluation(device)
     yield "an index out of range", lambda: bad_index(device)
     yield "FusedAdam behind the engine", lambda: fused_optimizer(device)
+    yield "dropout follows the generator", lambda: seeds_of_the_generator(device)
     if device == "cuda":
         yield "memory of forty steps", lambda: no_memory_grows(device)
         yield "a step waits for nothing", lambda: no_waiting(device)

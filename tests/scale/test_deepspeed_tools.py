@@ -1,5 +1,5 @@
-"""DeepSpeed where ninja or a compiler is missing: a sentence with the remedy when a model is wrapped, before DeepSpeed
-fails."""
+"""DeepSpeed where ninja or a compiler is missing: a sentence with the remedy when a model is wrapped, or DeepSpeed is
+imported behind that, before DeepSpeed fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import logging, os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["PATH"].partition(os.pathsep)[0] + "/built"
 missing = sys.argv[1].split()
-import torch, deepspeed
+import importlib.util
+import torch
+if sys.argv[2] == "before":
+    import deepspeed
 from ortmodule import ORTModule, wrap_blocks
 from tiny_gpt import build
 said = []
@@ -26,6 +29,11 @@ logging.getLogger("ortmodule").addHandler(type("Says", (logging.Handler,), {"emi
 model = build()
 wrap_blocks(model)
 ORTModule(build())
+if sys.argv[2] == "after":
+    assert importlib.util.find_spec("deepspeed") is not None and not said  # who only looks for it is told nothing
+    import deepspeed
+    assert deepspeed.__spec__.name == "deepspeed" and deepspeed.__file__
+    ORTModule(build())
 assert len(said) == bool(missing), said
 remedies = {"ninja": "pip install ninja", "c++": "apt-get install g++"}
 assert all((name in missing) == (remedy in said[0]) for name, remedy in remedies.items() for _ in said), said
@@ -42,8 +50,10 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("missing", ["", "ninja", "c++", "ninja c++"])
-def test_what_is_missing_is_said_once(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("missing", "imported"), [
+    ("", "before"), ("ninja", "before"), ("c++", "after"), ("ninja c++", "before"), ("", "after"), ("ninja c++", "after"),
+])  # fmt: skip
+def test_what_is_missing_is_said_once(missing: str, imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A PATH with every program but those."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -56,4 +66,4 @@ def test_what_is_missing_is_said_once(missing: str, tmp_path: Path, monkeypatch:
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.delenv("CXX", raising=False)
-    launch(CODE, missing, ranks=1, python=python())
+    launch(CODE, missing, imported, ranks=1, python=python())

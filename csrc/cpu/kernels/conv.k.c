@@ -1,8 +1,8 @@
-/* conv.k.c - loops between images and the matrix of patches, and direct convolution for depthwise-like shapes.
+/* conv.k.c - loops between images and the matrix of patches.
  *
- * One idea serves all: for one tap (kd, kh, kw) and one line of output pixels, the input pixels are one strided line
- * too, and the part of it that lies in the image is one interval, computed once per tap. So the inner loops are copies,
- * scaled adds and dot products of lines; the padding costs nothing but the zeros of im2col.
+ * One idea serves both: for one tap (kd, kh, kw) and one line of output pixels, the input pixels are one strided line
+ * too, and the part of it that lies in the image is one interval, computed once per tap. So the inner loops are copies
+ * and adds of lines; the padding costs nothing but the zeros of im2col.
  */
 #include "cpu/conv.h"
 #include <string.h>
@@ -91,64 +91,6 @@ static inline int64_t tap_line(const om_conv_geo *g, const tap *p, int64_t d, in
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    static void direct_##S(const om_conv_geo *g, const void *x, const void *w, const void *bias, void *y_, int64_t p0, \
-                           int64_t p1) {                                                                               \
-        for (int64_t i = p0; i < p1; i++) {                                                                            \
-            const int64_t o = i % g->o, b = i / g->o, group = o / g->og;                                               \
-            T *y = (T *)y_ + i * g->pixels, start = bias ? ((const T *)bias)[o] : 0;                                   \
-            for (int64_t k = 0; k < g->pixels; k++) y[k] = start;                                                      \
-            for (int64_t c = 0; c < g->cg; c++)                                                                        \
-                for (int64_t t = 0; t < g->taps; t++) {                                                                \
-                    const tap p = tap_of(g, t);                                                                        \
-                    const T *plane = (const T *)x + (b * g->c + group * g->cg + c) * g->plane;                         \
-                    add_taps_##S(g, &p, y, 0, plane, ((const T *)w)[(o * g->cg + c) * g->taps + t]);                   \
-                }                                                                                                      \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void direct_dx_##S(const om_conv_geo *g, const void *dy, const void *w, void *dx, int64_t p0, int64_t p1) { \
-        for (int64_t i = p0; i < p1; i++) {                                                                            \
-            const int64_t ci = i % g->c, b = i / g->c, group = ci / g->cg, c = ci % g->cg;                             \
-            T *y = (T *)dx + i * g->plane;                                                                             \
-            memset(y, 0, (size_t)g->plane * sizeof(T));                                                                \
-            for (int64_t o = group * g->og; o < (group + 1) * g->og; o++)                                              \
-                for (int64_t t = 0; t < g->taps; t++) {                                                                \
-                    const tap p = tap_of(g, t);                                                                        \
-                    add_taps_##S(g, &p, y, 1, (const T *)dy + (b * g->o + o) * g->pixels,                              \
-                                 ((const T *)w)[(o * g->cg + c) * g->taps + t]);                                       \
-                }                                                                                                      \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void direct_dw_##S(const om_conv_geo *g, const void *x, const void *dy, void *dw, int64_t f0, int64_t f1) { \
-        const int64_t s = g->stride[2];                                                                                \
-        for (int64_t f = f0; f < f1; f++) {                                                                            \
-            const int64_t c = f % g->cg, o = f / g->cg, group = o / g->og;                                             \
-            for (int64_t t = 0; t < g->taps; t++) {                                                                    \
-                const tap p = tap_of(g, t);                                                                            \
-                double sum = 0;                                                                                        \
-                for (int64_t b = 0; b < g->n; b++) {                                                                   \
-                    const T *xp = (const T *)x + (b * g->c + group * g->cg + c) * g->plane;                            \
-                    const T *yp = (const T *)dy + (b * g->o + o) * g->pixels;                                          \
-                    for (int64_t d = p.lo[0]; d < p.hi[0]; d++)                                                        \
-                        for (int64_t h = p.lo[1]; h < p.hi[1]; h++) {                                                  \
-                            const T *u = xp + tap_line(g, &p, d, h);                                                   \
-                            const T *v = yp + (d * g->out[1] + h) * g->out[2];                                         \
-                            for (int64_t w0 = p.lo[2]; w0 < p.hi[2]; w0 += RUN) {                                      \
-                                const int64_t w1 = p.hi[2] - w0 < RUN ? p.hi[2] : w0 + RUN;                            \
-                                T part = 0;                                                                            \
-                                if (s == 1) {                                                                          \
-                                    _Pragma("omp simd reduction(+ : part)") for (int64_t w = w0; w < w1; w++)          \
-                                        part += u[w] * v[w];                                                           \
-                                } else {                                                                               \
-                                    for (int64_t w = w0; w < w1; w++) part += u[w * s] * v[w];                         \
-                                }                                                                                      \
-                                sum += (double)part;                                                                   \
-                            }                                                                                          \
-                        }                                                                                              \
-                }                                                                                                      \
-                ((T *)dw)[f * g->taps + t] = (T)sum;                                                                   \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
     static void bias_grad_##S(const om_conv_geo *g, const void *dy, void *db, int64_t o0, int64_t o1) {                \
         for (int64_t o = o0; o < o1; o++) {                                                                            \
             double sum = 0;                                                                                            \
@@ -166,5 +108,5 @@ static inline int64_t tap_line(const om_conv_geo *g, const tap *p, int64_t d, in
 CONV(f32, float)
 CONV(f64, double)
 
-#define TYPE(S) {im2col_##S, col2im_##S, direct_##S, direct_dx_##S, direct_dw_##S, bias_grad_##S}
+#define TYPE(S) {im2col_##S, col2im_##S, bias_grad_##S}
 const struct om_conv_kernels OM_ISA_NAME(om_conv) = {.f32 = TYPE(f32), .f64 = TYPE(f64)};
