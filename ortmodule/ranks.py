@@ -130,7 +130,8 @@ def explain(error: BaseException) -> None:
 
 
 def _find(group: _Group, late: bool) -> str | None:
-    patience = min(_LATE_S, (private.patience() or 2 * _LATE_S) / 2) if late else _CLOSED_S
+    longest = min(_LATE_S, (private.patience() or 2 * _LATE_S) / 2)
+    patience = longest if late else _CLOSED_S
     others = [r for r in range(group.n) if r != group.rank]
     began = time.monotonic()
     try:
@@ -161,7 +162,7 @@ def _find(group: _Group, late: bool) -> str | None:
         with suppress(_NoStore):
             ask.leave()
             if group.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                _keep(ask, doors, [r for r in silent if r not in ended], began, patience)
+                _keep(ask, doors, [r for r in silent if r not in ended], began + patience, longest)
     if ended:
         return f"{_ranks(ended)} ended: no such process is there any more"
     if not silent:
@@ -176,15 +177,15 @@ def _find(group: _Group, late: bool) -> str | None:
     )
 
 
-def _keep(ask: _Store, doors: dict[int, _Door], silent: list[int], began: float, patience: float) -> None:
-    """On rank 0, with which the store ends: until the others have looked. Who has not failed is given the patience of
-    this search, who searches, one of its own."""
+def _keep(ask: _Store, doors: dict[int, _Door], silent: list[int], end: float, longest: float) -> None:
+    """On rank 0, with which the store ends: until the others have looked. Who has not failed is waited for until this
+    search ends; who searches, for the longest time that a search takes."""
     while True:
-        passed = time.monotonic() - began
+        now = time.monotonic()
         failed, left = ask.failed(), ask.left()
         silent = [r for r in silent if r not in failed and doors[r].open()]
         searching = [r for r in failed - left if r in doors and doors[r].open()]
-        if not (silent and passed < patience) and not (searching and passed < 2 * patience):
+        if not (silent and now < end) and not (searching and now < end + longest):
             return
         time.sleep(0.05)
 
