@@ -578,18 +578,19 @@ class Graph:
         return Live(None, found, keep)
 
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:
-        """Gradients that can be differentiated again: the user's module runs in PyTorch on aliases of the step's
-        tensors."""
+        """Gradients that can be differentiated again, or in forward mode as they are made: the user's module runs in
+        PyTorch on aliases of the step's tensors."""
         if self.random or step.random_states is not None:
             raise RuntimeError(
-                "ortmodule: backward(create_graph=True) through a module with active random operations (dropout) is "
-                "not possible: it is "
+                "ortmodule: a backward that is differentiated itself (create_graph=True, gradients with tangents) "
+                "through a module with active random operations (dropout) is not possible: it is "
                 "run again in PyTorch, where other random numbers are drawn. Set their p to 0, or call eval() on them.")
         self.check_versions(step)
         if any(i not in step.clones for i in self.writes):
             self.reruns += 1  # from now on copies are kept
             raise RuntimeError(
-                "ortmodule: backward(create_graph=True) runs the forward again, which has overwritten "
+                "ortmodule: a backward that is differentiated itself (create_graph=True, gradients with tangents) "
+                "runs the forward again, which has overwritten "
                 f"{[self.captured.inputs[i].name for i in self.writes]}. Run the forward again; it will keep what "
                 "they were.")
         assert step.call is not None
@@ -603,8 +604,8 @@ class Graph:
         if pairs:
             sources, incoming = zip(*pairs, strict=True)
             found = torch.autograd.grad(
-                sources, [aliases[i] for i in numbers], incoming, create_graph=True, allow_unused=True
-            )
+                sources, [aliases[i] for i in numbers], incoming, create_graph=torch.is_grad_enabled(),
+                allow_unused=True)
         return Live(None, dict(zip(numbers, found, strict=True)), True)
 
     def look_between(self, step: Step, arrived: int) -> None:

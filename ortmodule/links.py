@@ -152,16 +152,26 @@ def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool,
     return Live(None, result, keep)
 
 
+def _has_tangent(grad: Tensor | None) -> bool:
+    """Forward-mode differentiation of this backward: the engine would lose it."""
+    return grad is not None and private.forward_ad.unpack_dual(grad).tangent is not None
+
+
 def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live:
     """Starts the backward of a step; grads: one per user output."""
     graph, variant = step.graph, step.variant
+    if private.transforms() is not None and any(g is not None and private.is_transformed(g) for g in grads):
+        raise RuntimeError(
+            "ortmodule: torch.func (jvp, grad, vjp) around a backward whose forward ran outside of it is not possible: "
+            "call the module inside of the transform, or differentiate with backward(create_graph=True)"
+        )
     grads = [g if g is None else plain(g) for g in grads]
     if step.used and any([g is not None and _spent(step, i) for i, g in enumerate(grads)]):
         _ = ctx.saved_tensors  # PyTorch's own error
         raise RuntimeError(
             "Trying to backward through the graph a second time: the state of the forward has been freed"
         )
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or private.forward_ad._current_level >= 0 and any(map(_has_tangent, grads)):
         return graph.backward_in_torch(step, grads)
     arriving = bytes([g is not None for g in grads])
     if step.used or any([a > b for a, b in zip(arriving, variant.arriving, strict=True)]):

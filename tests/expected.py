@@ -49,7 +49,7 @@ EXPECTED: dict[str, list[tuple[str, str]]] = {  # what, file::test
     "torch.autograd.Function": [
         ("its parts, one by one and with recomputation", "test_function_parts::test_is_as_in_pytorch"),
         ("once_differentiable", "test_function_parts::test_once_differentiable_refuses_a_second_time"),
-        ("jvp", "test_function_parts::test_forward_mode"),
+        ("jvp", "test_function_parts::test_jvp"),
         ("bound late", "test_function_parts::test_bound_late"),
         ("several threads", "test_function_parts::test_several_threads"),
         ("memory of its arguments", "test_function_memory::test_pointer_type"),

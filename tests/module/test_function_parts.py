@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 from ortmodule import ORTModule
@@ -331,32 +331,93 @@ def test_under_autocast() -> None:
         same(*found, tol=2e-2)
 
 
-def test_forward_mode() -> None:
-    """jvp of the user's is PyTorch's business: such calls run there, and it decides."""
+class Tangents(Function):
+    """Its jvp is not the transpose of its backward, so that it is seen whose is asked."""
 
-    class Linear(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 3
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g * 3
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
-        @staticmethod
-        def jvp(ctx: Any, t: Tensor) -> Tensor:
-            return t * 5
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-1.5, 1.5) * 3 * ctx.saved_tensors[0] ** 2
 
-    eager = Uses(lambda m, x: Linear.apply(m.fc(x))).double()
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return t * 5 * ctx.saved_tensors[0] ** 2
+
+
+class NoTangents(Tangents):
+    jvp = Function.jvp
+
+
+def forward_mode(model: nn.Module) -> Any:
+    return torch.func.jvp(model, (X,), (X.cos(),))
+
+
+def forward_mode_of_weights(model: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        weights = {k: forward_ad.make_dual(p.detach(), p.detach().cos()) for k, p in model.named_parameters()}
+        return tuple(forward_ad.unpack_dual(torch.func.functional_call(model, weights, (X,))))
+
+
+def forward_over_reverse(model: nn.Module) -> Any:
+    return torch.func.jvp(torch.func.grad(lambda x: model(x).square().sum()), (X,), (X.cos(),))
+
+
+def forward_mode_of_backward(model: nn.Module) -> Any:
+    """The forward is over when the level begins: gradients have tangents."""
+    y = model(X)
+    with forward_ad.dual_level():
+        grads = torch.autograd.grad(y, [*model.fc.parameters()], forward_ad.make_dual(y.detach(), y.detach().cos()))
+        assert not any(g.requires_grad for g in grads)
+        return [t for g in grads for t in forward_ad.unpack_dual(g)]
+
+
+def told(do: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+    try:
+        return do(model)
+    except NotImplementedError as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize("kind", [Tangents, NoTangents])
+def test_jvp(kind: type[Function]) -> None:
+    """A Function trains in the engine whether it has a jvp or not. Forward mode is PyTorch's, which runs the call: with the
+    user's jvp, and its own error where there is none."""
+    eager = Uses(lambda m, x: m.last(kind.apply(m.fc(x)))).double()
     ours = ORTModule(copy.deepcopy(eager))
-    ours(X)
-    from torch.autograd import forward_ad
+    for _ in range(2):
+        same(run(ours, X, 0), run(eager, X, 0))
+    report = ours.report()
+    assert not report.eager and [h.name for h in report.host] == [f"{kind.__name__}.apply"] and sum(g.backwards for g in report.graphs) == 2
+    for do in (forward_mode, forward_mode_of_weights, forward_over_reverse):
+        found, want = (told(do, model) for model in (ours, eager))
+        if kind is NoTangents:
+            assert found == want and "jvp" in want[0]
+        else:
+            same(list(found), list(want))
+    assert [(e.reason, e.calls) for e in ours.report().eager] == [("called inside forward-mode differentiation", 3)]
+    same(forward_mode_of_backward(ours), forward_mode_of_backward(eager))
+    same(run(ours, X, 0), run(eager, X, 0))
 
-    found = []
-    for model in (ours, eager):
-        with forward_ad.dual_level():
-            found.append(forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X)))).tangent)
-    same([found[0]], [found[1]])
+
+def test_torch_func_around_a_backward_is_refused() -> None:
+    ours = ORTModule(Uses(lambda m, x: m.last(Tangents.apply(m.fc(x)))).double())
+    y = ours(X)
+
+    def back(g: Tensor) -> Tensor:
+        return torch.autograd.grad(y, ours.fc.weight, g, retain_graph=True)[0].sum()
+
+    for do in (lambda: torch.func.jvp(back, (y.detach(),), (y.detach(),)), lambda: torch.func.grad(back)(y.detach())):
+        with pytest.raises(RuntimeError, match="around a backward whose forward ran outside of it .* call the module inside"):
+            do()
+    y.sum().backward()
 
 
 def test_bound_late() -> None:
