@@ -270,10 +270,26 @@ class FusedOptimizer(torch.optim.Optimizer):
             step = group["step"] = group.get("step", 0) + 1
             sign = -inv_scale if group["maximize"] else inv_scale
             for store, (params, grads, states) in lists.items():
-                self._update_list(group, store, params, grads, states, sign, self._seed(index, step))
+                try:
+                    self._update_list(group, store, params, grads, states, sign, self._seed(index, step))
+                except ValueError as error:
+                    self._tell_converted(params, states, error)
+                    raise
                 touched += params
         if touched:
             torch.autograd.graph.increment_version(touched)
+
+    def _tell_converted(self, params: list[Tensor], states: list[dict[str, Any]], error: ValueError) -> None:
+        """Whether the engine refuses a list because its parameters have been converted since the first step."""
+        for p, state in zip(params, states):
+            for name in (*self._moments, "momentum_buffer"):
+                moment, wide = state.get(name, p), torch.float64
+                if moment.shape != p.shape or (moment.dtype == wide) != (p.dtype == wide):
+                    raise RuntimeError(
+                        f"{type(self).__name__}: a parameter of sizes {tuple(p.shape)} is {p.dtype} now, its {name} of "
+                        f"an earlier step has sizes {tuple(moment.shape)} and is {moment.dtype}. Convert the model "
+                        "first and make the optimizer then; state is taken along by load_state_dict(old.state_dict())"
+                    ) from error
 
     def _leave_out(self, collected: list[dict[int, list[list[Any]]]], inv_scale: float) -> bool:
         """Whether the gradients of the groups forbid the step."""

@@ -654,8 +654,8 @@ class Graph:
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version "
                     f"{t._version}; expected "
                     f"version {version} instead. (Gradients arrive for other outputs than before, or are to be "
-                    "differentiated again, so the "
-                    "forward has to be run again.)")
+                    "differentiated again, so the forward has to be run again.) Edit it after its last backward, or "
+                    "edit a clone() of it.")
 
 
 def view_again(

@@ -391,7 +391,8 @@ def resolve(
     values.setdefault("fallback_retry", fallback.ORTMODULE_FALLBACK_RETRY)
     if debug is not None:
         if not isinstance(debug, DebugOptions):
-            raise TypeError(f"debug_options must be a DebugOptions, got {type(debug).__name__}")
+            raise TypeError(f"debug_options must be a DebugOptions, got {type(debug).__name__}; give "
+                            "DebugOptions(log_level=LogLevel.INFO, save_onnx=..., onnx_prefix=...)")
         values.setdefault("log_level", debug.log_level)
         if debug.save_onnx:
             values.setdefault("save_path", debug.save_onnx_models.path)
@@ -454,7 +455,8 @@ def resolve(
             logger.info("memory_budget decides what is computed again; memory_opt_level=%d has no effect beside it",
                         settings.memory_opt_level)  # fmt: skip
     if not isinstance(settings.fallback_policy, FallbackPolicy):
-        raise ValueError(f"fallback_policy={settings.fallback_policy!r} is not allowed; give a FallbackPolicy")
+        raise ValueError(f"fallback_policy={settings.fallback_policy!r} is not allowed; give a FallbackPolicy, as "
+                         "FallbackPolicy.FALLBACK_DISABLE")
     return with_policy(settings, settings.fallback_policy)
 
 

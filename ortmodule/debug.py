@@ -55,7 +55,8 @@ class DebugOptions:
         config: Any = None,
     ) -> None:
         if not isinstance(log_level, LogLevel):
-            raise TypeError(f"Expected log_level of type LogLevel, got {type(log_level)}.")
+            raise TypeError(f"Expected log_level of type LogLevel, got {type(log_level)}. Give LogLevel.INFO, for "
+                            "instance.")
         self.log_level = log_level
         self.save_onnx = save_onnx
         self.onnx_prefix = onnx_prefix
@@ -73,7 +74,7 @@ class DebugOptions:
                 "writable path."
             )
         if not isinstance(onnx_prefix, str):
-            raise TypeError(f"Expected name prefix of type str, got {type(onnx_prefix)}.")
+            raise TypeError(f"Expected name prefix of type str, got {type(onnx_prefix)}. File names begin with it.")
         if not onnx_prefix:
             raise ValueError("onnx_prefix must be provided when save_onnx is set.")
 

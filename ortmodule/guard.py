@@ -140,6 +140,9 @@ def places(module: nn.Module) -> tuple[Place, ...]:
 
 def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | None:
     """Why this module must not be run as one graph at all, or None. called: tensors of the call that is to come."""
+    lazy = nn.modules.lazy.LazyModuleMixin
+    if called is None and isinstance(module, lazy) and module.cls_to_become and module.has_uninitialized_params():
+        return "its parameters have no sizes yet, and its first call makes it another class: call it once, then wrap it"
     for name, m in module.named_modules():
         if name and any(c.__name__ == "FSDPModule" for c in type(m).__mro__):
             return (f"submodule {name!r} is sharded by fully_shard: its hooks cannot run inside one graph. "

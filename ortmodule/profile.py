@@ -272,6 +272,9 @@ def profile(state: State, step: Callable[[], Any] | None, steps: int) -> Profile
     made = Profile(state)
     if step is None:
         return made
+    if not callable(step):
+        raise TypeError(f"profile(step={step!r}): step is a function that makes one training step; how often it is "
+                        "called is steps=")
     if steps < 1:
         raise ValueError(f"profile(steps={steps!r}) is not allowed; give an integer >= 1")
     step()  # captures and plans

@@ -193,6 +193,8 @@ class State:
             if reason is not None:
                 raise Refused(f"ORTModule cannot run {type(self.module).__name__}: {reason}.")
             for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
+                if nn.parameter.is_lazy(t):
+                    raise RuntimeError(f"{name} of a lazy module gets its size at the first call")
                 if private.is_transformed(t):
                     raise RuntimeError(f"{name} is a tensor of torch.func's (vmap, jvp, grad), which has ended")
             own = self.guard = guard.Guard(self.module)

@@ -71,6 +71,7 @@ EXPECTED: dict[str, list[tuple[str, str]]] = {  # what, file::test
     "Errors": [
         ("mistakes are PyTorch's errors, word for word", "test_mistakes::test_the_error_is_pytorchs"),
         ("mistakes about ORTModule say what to do", "test_mistakes::test_the_error_says_what_to_do"),
+        ("edits of what backward reads name it", "test_mistakes::test_what_backward_reads_is_edited"),
         ("no memory in backward", "test_failing_backward::test_no_memory_in_backward"),
     ],
     "Documents": [

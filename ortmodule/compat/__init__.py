@@ -15,6 +15,7 @@ import difflib
 import importlib
 import importlib.abc
 import importlib.machinery
+import opcode
 import sys
 from types import ModuleType
 from typing import Any
@@ -42,7 +43,7 @@ class _Served(ModuleType):
         below = f"{self.__name__}.{name}"
         if below in NAMES:
             return importlib.import_module(below)
-        raise AttributeError(_unknown(self.__name__, name))
+        raise (ImportError if _imported() else AttributeError)(_unknown(self.__name__, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         entry = NAMES[self.__name__].get(name)
@@ -56,6 +57,12 @@ class _Served(ModuleType):
         prefix = self.__name__ + "."
         below = [m[len(prefix) :] for m in NAMES if m.startswith(prefix) and "." not in m[len(prefix) :]]
         return sorted({*NAMES[self.__name__], *below, *self.__dict__})
+
+
+def _imported() -> bool:
+    """Does `from module import name` ask? Python puts a text of its own in the place of an AttributeError."""
+    frame = sys._getframe(2)
+    return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
 
 
 def _unknown(module: str, name: str) -> str:

@@ -79,7 +79,10 @@ def load_from_json(ortmodule: ORTModule, path: str | os.PathLike[str] | None = N
             f"Path to json is not provided. Give it to load_from_json, or set {JSON_PATH_ENVIRONMENT_KEY}"
         )
     with open(path, encoding="utf-8") as file:
-        data: dict[str, Any] = json.load(file)
+        try:
+            data: dict[str, Any] = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
     state = ortmodule._ortmodule
     settings = state.settings
     idle = []
@@ -93,7 +96,8 @@ def load_from_json(ortmodule: ORTModule, path: str | os.PathLike[str] | None = N
             _WITHOUT_EFFECT[key](key, value)
             idle.append(key)
         else:
-            raise KeyError(key)
+            raise KeyError(f"{key} of {os.fspath(path)} is unknown; allowed: FallbackPolicy, DebugOptions, "
+                           f"{', '.join(_WITHOUT_EFFECT)}")
     state.settings = settings
     if "DebugOptions" in data and settings.log_level is not None:
         set_level(settings.log_level)

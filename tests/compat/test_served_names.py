@@ -53,6 +53,10 @@ def test_what_is_not_served_says_what_to_do(name):
     with pytest.raises(AttributeError, match="has no attribute") as error:
         getattr(importlib.import_module(module), attribute)
     assert MISSING[name] in str(error.value)
+    assert not hasattr(importlib.import_module(module), attribute)
+    with pytest.raises(ImportError) as error:
+        exec(f"from {module} import {attribute}")
+    assert MISSING[name] in str(error.value)
 
 
 def test_an_unknown_name_names_the_nearest():
@@ -60,6 +64,8 @@ def test_an_unknown_name_names_the_nearest():
 
     with pytest.raises(AttributeError, match="the nearest is 'DebugOptions'"):
         module.DebugOption  # noqa: B018
+    with pytest.raises(ImportError, match="the nearest is 'ORTModule'"):
+        from onnxruntime.training import ORTModul  # noqa: F401
 
 
 def test_constants_are_assigned_through_the_module():
