@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
 import types
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -188,6 +189,9 @@ TABLE: tuple[Row, ...] = (
                              "torch.ops.aten.lstm.input.py_kernels", "torch.ops.aten.lstm.input._dispatch_cache",
                              "torch.ops.aten.lstm.input._op_dk"),
         "LSTM, GRU and RNN are unrolled: more nodes, and a capture for each length"),
+    Row("onnx_symbolics", ("torch.onnx._internal.torchscript_exporter.registration.registry",), "the report does not "
+        "say that symbolics of torch.onnx.register_custom_op_symbolic are not read",
+        works=lambda r: r.get_function_group("") is None),
     # --- the net
     Row("NoTorchFunction", (_C + "DisableTorchFunction",), "calls of torch cannot be told apart", need="net"),
     Row("makers", ("torch.utils._device._device_constructors",), "functions that make tensors cannot be told",
@@ -338,6 +342,14 @@ def switches() -> list[Callable[[], Any]]:
     """Functions that tell switches of PyTorch's libraries: as many as there are."""
     ends = ("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")
     return [getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_") and n.endswith(ends)]
+
+
+def has_onnx_symbolic(operator: str) -> bool:
+    """Has the script given torch.onnx a symbolic of this operator ("domain::name")?"""
+    if "torch.onnx._internal.torchscript_exporter.registration" not in sys.modules or not has("onnx_symbolics"):
+        return False
+    group = _get("onnx_symbolics").get_function_group(operator)
+    return group is not None and any(map(group._functions.overridden, group._functions))
 
 
 def storage_of(t: Tensor) -> int:

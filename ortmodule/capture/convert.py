@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from .. import torch_private as private
 from ..errors import CaptureError
 from . import opaque, symbolic
 from .composites import apart
@@ -399,6 +400,10 @@ class Converter:
         f = TABLE.get(target if isinstance(target, str) else _key(target))
         reason = "no row in the operator table"
         if not isinstance(target, str):
+            if private.has_onnx_symbolic(target._schema.name):
+                space, name = target._schema.name.split("::")
+                reason += (f"; its symbolic of torch.onnx is for files: register_symbolic({name!r}, {space!r})(fn) of "
+                           "ortmodule.capture.symbolic gives it to the engine")
             key = key_of(target._schema.name, target._overloadname)
             if (fn := symbolic.find(key)) is not None:
                 try:

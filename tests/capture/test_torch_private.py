@@ -241,6 +241,19 @@ def no_transformed_buffers() -> None:
         train(model)
 
 
+def symbolic_for_files() -> None:
+    class Inverts(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = torch.linalg.inv(super().forward(x) + 9 * torch.eye(8))
+            return y.square().mean(), y
+
+    torch.onnx.register_custom_op_symbolic("aten::linalg_inv", lambda g, x: g.op("Inverse", x), 15)
+    model = ORTModule(Inverts(8, 8))
+    model(torch.eye(8))[0].backward()
+    torch.onnx.unregister_custom_op_symbolic("aten::linalg_inv", 15)
+    assert [h.reason for h in model.report().host] == ["no row in the operator table"]
+
+
 WITHOUT: dict[str, Callable[[], Any]] = {
     "tracing": lambda: in_engine(alike(Tower(), train)),
     "keep_graph": lambda: in_engine(alike(Tower(), twice)),
@@ -264,6 +277,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "checkpoint": checkpoint_inside,
     "transformer": lambda: in_engine(alike(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1), masked)),
     "composite_kernel": lambda: alike(Recurrent(), lengths),
+    "onnx_symbolics": symbolic_for_files,
     "NoTorchFunction": no_net,
     "makers": no_net,
     "composable": sharded_is_refused,

@@ -248,6 +248,43 @@ def test_register_symbolic_with_node_helpers_and_versions() -> None:
     assert calls[0] == ("ortmodule_registered::swish", "Double")
 
 
+@torch.library.custom_op("ortmodule_registered::gated", mutates_args=())
+def gated(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(2 * x)
+
+
+def gated_gradient(ctx: Any, g: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    s = torch.sigmoid(2 * x)
+    return g * (s + 2 * x * s * (1 - s))
+
+
+gated.register_fake(torch.empty_like)
+gated.register_autograd(gated_gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def test_a_symbolic_of_torch_onnx_changes_no_training_and_is_named() -> None:
+    """What a script registers for its files need not be what it trains: the operator stays PyTorch's, and the report says how
+    the engine gets it."""
+    name = "ortmodule_registered::gated"
+
+    def rough(g: Any, x: Any) -> Any:
+        return g.op("Mul", x, g.op("Sigmoid", x))
+
+    torch.onnx.register_custom_op_symbolic(name, rough, 15)
+    try:
+        wrapped = same(gated, reference, host=1)
+        (entry,) = wrapped.report().host
+        assert entry.reason == ("no row in the operator table; its symbolic of torch.onnx is for files: "
+                                "register_symbolic('gated', 'ortmodule_registered')(fn) of ortmodule.capture.symbolic gives it to the engine")  # fmt: skip
+        register_symbolic("gated", "ortmodule_registered")(rough)
+        same(gated, lambda x: x * torch.sigmoid(x), host=0)
+    finally:
+        torch.onnx.unregister_custom_op_symbolic(name, 15)
+    symbolic.SYMBOLICS.clear()
+    assert same(gated, reference, host=1).report().host[0].reason == "no row in the operator table"
+
+
 def test_a_symbolic_comes_before_the_engines_own_row() -> None:
     """As in onnxruntime-training, whose registrations replaced the exporter's."""
     @register_symbolic("sin")
