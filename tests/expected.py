@@ -76,6 +76,7 @@ EXPECTED: dict[str, list[tuple[str, str]]] = {  # what, file::test
     ],
     "Documents": [
         ("every block of a guide runs", "test_pages::test_what_a_guide_says"),
+        ("and those of the other pages", "test_pages::test_what_another_page_says"),
         ("examples train as in eager", "test_training_examples::test_losses_are_eagers"),
         ("links", "test_pages::test_links"),
         ("the site: its menu, its links", "test_site::test_links_that_lead_nowhere_are_found"),

@@ -1,8 +1,9 @@
-"""The documents: every Python block of a guide runs, in order, in one process a page, and prints what stands below it; no
+"""The documents: every Python block of a page runs, in order, in one process a page, and prints what stands below it; no
 link leads nowhere.
 
 A block fenced as `python` runs unless the line before it is a comment `<!-- not run: why -->`. One fenced as `output`
-is what the block before it prints; `...` stands for anything.
+is what the block before it prints; `...` stands for anything. A comment `<!-- first`, code, `-->` runs and is not shown:
+what a fragment takes for granted. Guides have none, since people paste all of their blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+_CODE = re.compile(r"^(?:```(?P<kind>\w*)\n(?P<body>.*?)^```|<!-- first\n(?P<first>.*?)^-->)$", re.M | re.S)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _RUNNER = """
 import contextlib, io, json, sys, traceback
@@ -39,9 +41,11 @@ def blocks(text: str) -> list[tuple[str, str | None]]:
     """(code, what it prints)"""
     found: list[tuple[str, str | None]] = []
     ran = False
-    for m in _FENCE.finditer(text):
-        kind, body = m[1], m[2]
-        if kind == "python":
+    for m in _CODE.finditer(text):
+        kind, body = m["kind"], m["body"]
+        if m["first"] is not None:
+            found.append((m["first"], None))
+        elif kind == "python":
             before = text[: m.start()].rstrip("\n").rpartition("\n")[2]
             ran = not before.startswith("<!-- not run: ")
             if ran:
@@ -53,9 +57,19 @@ def blocks(text: str) -> list[tuple[str, str | None]]:
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.stem)
 def test_what_a_guide_says(page: Path, tmp_path: Path) -> None:
+    assert "<!-- first" not in page.read_text()
     parts = blocks(page.read_text())
     if not parts:
         pytest.skip("a page without code")
+    run(parts, tmp_path)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in GUIDES and blocks(p.read_text())], ids=lambda p: p.stem)
+def test_what_another_page_says(page: Path, tmp_path: Path) -> None:
+    run(blocks(page.read_text()), tmp_path)
+
+
+def run(parts: list[tuple[str, str | None]], tmp_path: Path) -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     res = subprocess.run([sys.executable, "-c", _RUNNER], input=json.dumps([code for code, _ in parts]), capture_output=True, text=True,
                          cwd=tmp_path, env=env, timeout=600, check=False)  # fmt: skip
@@ -81,6 +95,10 @@ def test_links(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file.read_text()), f"{page.name}: {target}"
+
+
+def test_what_is_not_shown_runs_first() -> None:
+    assert blocks("<!-- first\nx = 1\n-->\n```python\nprint(x)\n```\n```sh\nls\n```\n") == [("x = 1\n", None), ("print(x)\n", None)]
 
 
 def test_what_is_not_run_says_why() -> None:
