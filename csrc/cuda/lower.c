@@ -184,6 +184,7 @@ static void rows_fill(void) {
 #define ROW(op, fn, sc) lowerings[OM_OP_##op] = om_lower_##fn, rows[OM_OP_##op].scratch = om_gpu_scratch_##sc;
 #include "cuda/cuda.def"
 #undef ROW
+    rows[OM_OP_compress].inplace = 0; /* all rows are moved at once */
 #define PW(op, ...) lowerings[OM_OP_##op] = om_lower_strip;
 #include "graph/pointwise.def"
 #undef PW

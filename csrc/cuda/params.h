@@ -288,4 +288,67 @@ typedef struct om_gpu_grouped { /* g: of one group, its rows or (outer) its sums
     int32_t outer, site;
 } om_gpu_grouped;
 
+/* --- bounded.cu ---------------------------------------------------------------------------------------- */
+
+enum { OM_GPU_SELECT_THREADS = 256, OM_GPU_SELECT_TILE = 4096 };
+typedef struct om_gpu_select { /* idx: where mask (n) is true, in order, then zeros */
+    const uint8_t *mask;
+    uint32_t *counts;          /* scratch: of each tile */
+    int64_t *idx, *count;
+    int64_t n, tiles;
+    double most;
+} om_gpu_select;
+
+enum { OM_GPU_COMPRESS, OM_GPU_RESTORE, OM_GPU_TRIM };
+/* Rows of `row` elements. COMPRESS: y (limit) = x (n) at idx, `past` behind the count; RESTORE: y (limit) at idx = x
+ * (n); TRIM: y (outer, n) = x, zeros behind the count */
+typedef struct om_gpu_counted {
+    const char *x;
+    const int64_t *idx, *count;
+    char *y;
+    om_gpu_fault *fault;
+    int64_t outer, n, limit, row, past;
+    int32_t what, size, site, none;
+} om_gpu_counted;
+
+/* --- recurrent.cu -------------------------------------------------------------------------------------- */
+
+enum { OM_GPU_RELU, OM_GPU_TANH, OM_GPU_LSTM, OM_GPU_GRU };
+/* One step of n samples with `size` units, all dense; of the compute type unless said */
+typedef struct om_gpu_recurrent {
+    const char *gx, *w, *b;    /* of the operands' type, so is y */
+    const char *h, *c;         /* of the step before; first: h0 and c0, of the operands' type */
+    char *y, *gates, *cells;
+    char *wide;                /* y once more; NULL: y is of the compute type */
+    char *last;                /* the cells once more, in the operands' type; NULL: not the last step */
+    int64_t n, size;
+    int32_t kind, first;
+} om_gpu_recurrent;
+typedef struct om_gpu_recurrent_grad {
+    const char *after;         /* gradient (n, gates * size) of the step after this one; NULL: there is none */
+    const char *dy, *w, *h, *dlast; /* of the operands' type; h: RNN this step's, GRU the one before; dlast: dc's first */
+    const char *gates, *cells, *before; /* before: cells of the step before; first: c0, of the operands' type */
+    char *dgx, *dgh;           /* of the operands' type */
+    char *wide;                /* dgh (dgx) once more; NULL: they are of the compute type */
+    char *own, *dc;            /* scratch: GRU: what reaches the step before around the product; LSTM */
+    char *dh0, *dc0;           /* behind all steps: of the operands' type; else NULL */
+    int64_t n, size;
+    int32_t kind, first;
+} om_gpu_recurrent_grad;
+
+/* --- ctc.cu -------------------------------------------------------------------------------------------- */
+
+typedef struct om_gpu_ctc {    /* x (time, rows, classes); columns: entries with blanks, at most */
+    const char *x, *dy;
+    const int64_t *targets, *inputs, *lengths;
+    const uint8_t *valid;
+    int64_t *list, *begin;     /* scratch: targets that are valid; per row where its own begin, then how many there are */
+    double *alpha, *beta, *loss; /* scratch: per row, [time or 2][columns]; beta NULL: no gradient */
+    uint32_t *next;            /* scratch, per row: what entry has the same class next; bit 31: one before has */
+    char *y;
+    om_gpu_fault *fault;
+    int64_t time, rows, classes, bound, listed, blank, columns;
+    int32_t dtype, zero, one_after_another, site;
+} om_gpu_ctc;
+
 #endif

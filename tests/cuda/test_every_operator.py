@@ -17,7 +17,6 @@ from engine import ROOT
 pytestmark = on_fake
 
 ON_THE_CPU = {  # for now: docs/GPU_STATUS.md
-    "select_rows", "compress", "restore", "trim", "ctc_loss", "ctc_loss_grad", "recurrent", "recurrent_grad",
     "adamw_step", "sgd_step", "lamb_step", "clip_by_norm", "l2_norm_all", "all_finite", "accumulate",
 }  # fmt: skip
 VIEWS = {"reshape", "permute", "expand", "slice", "flip", "stop_grad", "straight_through", "zero_grad"}  # move nothing
@@ -66,8 +65,11 @@ SIMPLE = [
     ("search_sorted", "up:5,40 5,6", 1, ""), ("search_sorted", "steps:40 idx4:5,6", 1, ""), ("grouped_matmul", "150,6 3,6,70 ends:3", 1, ""),
     ("grouped_outer", "150,6 150,70 ends:3", 1, ""), *[(n, "unit:5,60", 1, "") for n in ("acos", "asin", "atanh", "tan", "atan", "sinh", "cosh")],
     ("acosh", "over:5,60", 1, ""), *[(n, "pos:5,60", 1, "") for n in ("lgamma", "digamma", "trigamma")], ("atan2", "5,60 5,60", 1, ""), ("xlogy", "5,60 pos:5,60", 1, ""),
-    ("recurrent", "4,2,12 12,3 _ 2,3 2,3", 4, "kind=2"), ("recurrent", "4,2,9 9,3 9 2,3 _", 4, "kind=3"),
-    ("ctc_loss", "log:9,2,4 label:2,3 _ frames:2 letters:2", 1, ""), ("dropout", "7,90", 1, "p=0.25"),
+    ("recurrent", "4,2,12 12,3 _ 2,3 2,3", 4, "kind=2"), ("recurrent", "4,2,9 9,3 9 2,3 _", 4, "kind=3"), ("recurrent", "4,2,9 9,3 _ 2,3 _", 4, "kind=3, reverse=1"),
+    ("recurrent", "5,18,160 160,40 _ 18,40 18,40", 4, "kind=2, reverse=1"), ("recurrent", "3,18,120 120,40 120 18,40 _", 4, "kind=3"),
+    ("recurrent", "3,18,40 40,40 _ 18,40 _", 4, "kind=0"), ("recurrent", "3,2,5 5,5 _ 2,5 _", 4, "kind=1, reverse=1"), ("recurrent", "0,2,12 12,3 _ 2,3 2,3", 4, "kind=2"),
+    ("ctc_loss", "log:9,2,4 label:2,3 _ frames:2 letters:2", 1, ""), ("ctc_loss", "log:9,2,4 label:5 _ frames:2 letters:2", 1, "zero_infinity=1"),
+    ("ctc_loss", "log:9,2,4 label:2,9 some:2,9 frames:2 letters:2", 1, ""), ("dropout", "7,90", 1, "p=0.25"),
     ("fused", "5,60 60", 1, 'program="tanh:@ 0;mul:@ 2 1;gelu:@ 3;out 4", out_dtype=[#]'), ("clip_by_norm", "5,7 norm:", 1, "max_norm=0.5"),
     ("l2_norm_all", "5,7 9", 1, ""), ("all_finite", "5,7 9", 1, ""), ("accumulate", "5,7 5,7", 1, ""), ("sgd_step", "lr: _ 5,7 5,7", 1, "out_dtype=[#]"),
     ("adamw_step", "lr: count: _ 5,7 5,7 5,7 pos:5,7", 3, "out_dtype=[#, #, #]"),
@@ -135,7 +137,7 @@ def operand(kind, shape, dtype, seed):
     if kind == "log":
         return normal.log_softmax(-1).to(dtype)
     return {"idx4": lambda: torch.randint(0, 4, shape, generator=g), "steps": lambda: torch.arange(shape[-1]) // 9, "ends": lambda: torch.tensor([40, 40, 140]),
-            "label": lambda: torch.randint(1, 4, shape, generator=g), "frames": lambda: torch.tensor([9, 7]), "letters": lambda: torch.tensor([3, 2]),
+            "label": lambda: torch.randint(1, 4, shape, generator=g), "frames": lambda: torch.tensor([9, 7]), "letters": lambda: torch.tensor([3, 2]), "some": lambda: (torch.arange(18) % 4 == 1).view(shape),
             "lr": lambda: torch.tensor(0.1), "count": lambda: torch.tensor(3)}[kind]()
 for op, operands, n_out, attrs in CASES:
     taken = 0
@@ -187,9 +189,14 @@ for name, rule, arity in CASES:
 
 BOUNDED = """
 text = "graph {\\n sym s0 = x[0]\\n input x: f64[s0, 6]\\n input labels: i64[s0]\\n const k: i64[] = -100\\n mask = ne(labels, k)\\n"
-text += " idx, count = select_rows(mask) {count=[c0]}\\n r = compress(x, idx, count)\\n t = cos(r)\\n s = reduce_sum(t) {axes=[0]}\\n"
-text += " z = restore(t, idx, count) {shape=[s0, 6]}\\n output z\\n output s\\n}"
-assert both(text, [torch.randn(9, 6, dtype=torch.float64), torch.tensor([1, -100, 2, -100, 3, 3, -100, 0, 1])], 100), refused
+text += " idx, count = select_rows(mask) {count=[c0], most=MOST}\\n r = compress(x, idx, count)\\n l = compress(labels, idx, count) {past=-7}\\n t = cos(r)\\n s = reduce_sum(t) {axes=[0]}\\n"
+text += " z = restore(t, idx, count) {shape=[s0, 6]}\\n w = restore(l, idx, count) {shape=[s0]}\\n output z\\n output s\\n output w\\n}"
+for n, least in ((9, 0), (9, -9), (9, 9), (1, 0), (0, 0), (9000, 2), (9000, 0), (4096, 1)):  # several tiles of a scan, of few and of most
+    for most in (1.0, 0.5):
+        labels = torch.randint(-4, 5, (n,), generator=torch.Generator().manual_seed(n))
+        labels[labels < least] = -100
+        ins = [torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), labels]
+        assert both(text.replace("MOST", str(most)), ins, 10000 if n > 99 else 100), refused
 """
 
 TAIL = """
