@@ -169,3 +169,66 @@ assert torch.allclose(y, x @ w, atol=1e-6) and fake.products() == 1 and fake.cou
 print("done")
 """
     assert child(HEAD.format(late=True) + source) == "done\n"
+
+
+TELLING = """
+text = "graph {{\\n input x: f32[5, 4]\\n input i: i64[3]\\n y = gather(x, i) {{axis=0}}\\n output y\\n}}"
+x, good, bad = torch.randn(5, 4), torch.tensor([4, 0, 1]), torch.tensor([4, 5, 1])
+model = steps.Model.text(steps.cx("cuda-fake"), text)
+def step(i):
+    try:
+        return model.step([x, i], seed=1).outputs[0]
+    except engine.EngineError as e:
+        return e
+assert torch.equal(step(good), x[good])
+blocks = fake.count(fake.BLOCKS)
+for code in {codes}:
+    for i in (bad, good):  # whoever downloads is to be told, then the run that comes next
+        fake.fail("cuCtxSynchronize", 1, code)
+        told(step(i), "cuCtxSynchronize", code)
+    assert "index 5 at position 1 is out of range" in str(step(good))  # kept until it can be told
+    assert torch.equal(step(good), x[good]) and fake.gpu.fake_gpu_depth() == 0
+    assert fake.count(fake.BLOCKS) == blocks and fake.count(fake.FAILURES) == 0, (code, fake.message())
+print("done")
+"""
+
+
+def test_a_fault_is_told_once_the_device_can_be_waited_for() -> None:
+    """cuCtxSynchronize comes before a fault is forgotten: where it fails, the fault stays."""
+    assert child((HEAD + TELLING).format(late=False, codes=(*STATE, *LATE))) == "done\n"
+
+
+EVENT = {"cuEventCreate": (*STATE, 1, 2), "cuEventRecord": (*STATE, 1, 400), "cuStreamWaitEvent": (*STATE, 1, 400), "cuEventDestroy_v2": (*STATE, 1, 400)}
+
+EVENTS = """
+ctx, gpu, other = steps.cx("cuda-fake"), fake.gpu, C.c_void_p()
+lib, at_64 = engine.lib, C.c_uint64
+assert gpu.cuCtxPushCurrent_v2(None) == 0 and gpu.cuStreamCreate(C.byref(other), 1) == 0
+def lent_block_goes(entry, code):
+    "Another stream copies it; its own stream, on which it is given back, runs first."
+    mem, z = steps.Memory(ctx), torch.zeros(300)
+    t = mem.give(torch.ones(300))
+    assert gpu.cuStreamSynchronize(None) == 0
+    assert gpu.cuMemcpyDtoDAsync_v2(at_64(z.data_ptr()), at_64(t.data), C.c_size_t(z.nbytes), other) == 0
+    assert lib.om_cuda_record_stream(0, C.c_void_p(t.data), other) == 1
+    waits, before = fake.count(fake.WAITS), fake.calls(entry) if entry else 0
+    fake.fail(entry, 1 if entry else 0, code)
+    mem.put()
+    assert fake.count(fake.WAITS) - waits == (entry not in ("", "cuEventDestroy_v2")), (entry, code)  # in the event's place
+    assert not entry or fake.calls(entry) == before + 1
+    fake.fail("", 0, 0)
+    assert gpu.cuStreamSynchronize(None) == 0 and gpu.cuStreamSynchronize(other) == 0
+    assert z.tolist() == [1] * 300 and fake.count(fake.BLOCKS) == blocks, (entry, code)
+    assert fake.count(fake.EVENTS) == 0 and fake.count(fake.FAILURES) == 0 and gpu.fake_gpu_depth() == 1, (entry, code, fake.message())
+blocks = fake.count(fake.BLOCKS)
+lent_block_goes("", 0)
+for entry, codes in {entries}.items():
+    for code in codes:
+        lent_block_goes(entry, code)
+print("done")
+"""
+
+
+def test_events_between_streams() -> None:
+    """Where they fail the host waits for the other stream; nobody is told, as blocks go where nobody can be."""
+    assert child((HEAD + EVENTS).format(late=True, entries=EVENT)) == "done\n"
