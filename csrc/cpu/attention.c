@@ -52,6 +52,12 @@ static om_status attention_broadcast(om_ctx *cx, const om_tensor *t, const om_te
     return OM_OK;
 }
 
+static const om_attn_type *attention_type(int dtype) {
+    if (dtype == OM_BF16 && om_isa_bf16() & OM_BF16_DOT) return OM_PICK(om_attn_bf16);
+    const om_attn_kernels *k = OM_PICK(om_attn_isa);
+    return dtype == OM_F64 ? &k->f64 : &k->f32;
+}
+
 static int64_t attention_number(const om_args *a, const char *name) { /* a size expression or an integer */
     const om_attr *x = om_attr_get(a->attr, a->n_attr, name);
     return x ? x->kind == OM_ATTR_DIMS ? x->dims[0] : x->i : 0;
@@ -63,8 +69,7 @@ static om_status attention_form(om_ctx *cx, const om_args *a, const attention_pl
     const om_tensor *q = &a->in[at->q], *k = q + 1, *v = q + 2;
     const om_tensor *mask = attention_operand(a, at->mask), *frozen = attention_operand(a, at->frozen),
                     *start = attention_operand(a, at->start), *end = attention_operand(a, at->end);
-    const om_attn_kernels *kernels = OM_PICK(om_attn_isa);
-    p->type = q->dtype == OM_F64 ? &kernels->f64 : &kernels->f32;
+    p->type = attention_type(q->dtype);
     int r = q->rank;
     f->batch = 1;
     for (int i = 0; i < r - 3; i++) {

@@ -26,6 +26,7 @@
 
 #include <math.h>
 
+#define ATTN_PAIRS 0
 #define OM_VEC_BITS 32
 #include "cpu/kernels/vec.h"
 #include "cpu/kernels/attention_type.h"
@@ -34,9 +35,4 @@
 #include "cpu/kernels/vec.h"
 #include "cpu/kernels/attention_type.h"
 
-#define ATTN_TYPE(suf)                                                                        \
-    {                                                                                         \
-        .rows = BR, .forward_work = forward_work_##suf, .backward_work = backward_work_##suf, \
-        .forward = forward_##suf, .backward = backward_##suf                                  \
-    }
 const om_attn_kernels OM_ISA_NAME(om_attn_isa) = {ATTN_TYPE(f32), ATTN_TYPE(f64)};

@@ -4,6 +4,12 @@
 enum { BR = 64, BC = 64 }; /* queries and keys of a tile: S, P and dP (16 KB each in f32) stay in L1/L2 */
 enum { TILE_HIDDEN, TILE_PLAIN, TILE_MASKED };
 
+#define ATTN_TYPE(suf)                                                                        \
+    {                                                                                         \
+        .rows = BR, .forward_work = forward_work_##suf, .backward_work = backward_work_##suf, \
+        .forward = forward_##suf, .backward = backward_##suf                                  \
+    }
+
 /* First element of (batch entry b, head h). */
 static int64_t head_at(const om_tensor *t, const om_tensor *like, int64_t b, int64_t h) {
     int64_t at = h * t->stride[t->rank - 3];
@@ -87,106 +93,21 @@ OM_INLINE V N(vexp)(V x) {
 
 static inline int64_t N(pad)(int64_t n) { return (n + VL - 1) / VL * VL; }
 
-/* --- small products ---------------------------------------------------------------------------------- */
-
-/* c (mr, nv * VL) = or += a b; a (mr, kc) row-major, or with `flip` stored (kc, mr). */
-OM_INLINE void N(product_tile)(int mr, int nv, bool flip, int64_t kc, const T *a, int64_t lda, const T *b, int64_t ldb,
-                               T *c, int64_t ldc, bool add) {
-    V acc[OM_MR][OM_NV];
-    N(micro)(mr, nv, kc, a, flip ? 1 : lda, flip ? lda : 1, b, ldb, acc);
-#pragma GCC unroll 8
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int v = 0; v < nv; v++) {
-            T *p = c + i * ldc + v * VL;
-            N(vstore)(p, add ? acc[i][v] + N(vload)(p) : acc[i][v]);
-        }
+/* Which of VL dropout words keep their element. */
+OM_INLINE I N(keeps)(const uint32_t *word, uint32_t below) {
+    typedef uint32_t words __attribute__((vector_size(VL * 4)));
+    words w;
+    memcpy(&w, word, sizeof w);
+    return __builtin_convertvector(w < below, I);
 }
 
-#define ROWS(x)                                                                                     \
-    case x:                                                                                         \
-        if (wide) N(product_tile)(x, 2, flip, kc, a, lda, b, ldb, c, ldc, add);                     \
-        else N(product_tile)(x, 1, flip, kc, a, lda, b, ldb, c, ldc, add);                          \
-        break;
-OM_INLINE void N(product_rows)(int64_t mr, bool wide, bool flip, int64_t kc, const T *a, int64_t lda, const T *b,
-                               int64_t ldb, T *c, int64_t ldc, bool add) {
-    switch (mr) {
-        ROWS(1) ROWS(2) ROWS(3)
-#if OM_MR > 4
-        ROWS(4) ROWS(5)
+#if ATTN_PAIRS
+#include "cpu/kernels/attention_pairs.h"
+#else
+#include "cpu/kernels/attention_wide.h"
 #endif
-#if OM_MR > 6
-        ROWS(6) ROWS(7)
-#endif
-        ROWS(OM_MR)
-    default: break;
-    }
-}
-#undef ROWS
-
-/* c (m, n) = or += a b with n a multiple of VL: a (m, kc) row-major; b (kc, n). */
-static __attribute__((noinline)) void N(product)(int64_t m, int64_t n, int64_t kc, const T *a, int64_t lda, const T *b,
-                                                 int64_t ldb, T *c, int64_t ldc, bool add) {
-    for (int64_t j = 0; j < n; j += 2 * VL)
-        for (int64_t i = 0; i < m; i += OM_MR)
-            N(product_rows)
-            (m - i < OM_MR ? m - i : OM_MR, n - j > VL, false, kc, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc,
-             add);
-}
-
-/* c (m, n) += a^T b: a (kc, m) row-major. */
-static __attribute__((noinline)) void N(product_flip)(int64_t m, int64_t n, int64_t kc, const T *a, int64_t lda,
-                                                      const T *b, int64_t ldb, T *c, int64_t ldc) {
-    for (int64_t j = 0; j < n; j += 2 * VL)
-        for (int64_t i = 0; i < m; i += OM_MR)
-            N(product_rows)
-            (m - i < OM_MR ? m - i : OM_MR, n - j > VL, true, kc, a + i, lda, b + j, ldb, c + i * ldc + j, ldc, true);
-}
 
 /* --- moving rows between tensors and tiles -------------------------------------------------------------- */
-
-OM_INLINE void N(rows_in_as)(T *dst, int64_t ld, const void *src, int64_t n, int64_t w, int64_t rs, int64_t es, int s) {
-    for (int64_t i = 0; i < n; i++) {
-        int64_t k = 0;
-        if (es == 1)
-            for (; k + VL <= w; k += VL) N(vstore)(dst + i * ld + k, N(vget)(src, i * rs + k, s));
-        for (; k < w; k++) dst[i * ld + k] = N(get)(src, i * rs + k * es, s);
-        for (; k < ld; k++) dst[i * ld + k] = 0;
-    }
-}
-
-/* Rows [t0, t0 + n) of head `at` as (n, ld), ld >= width a multiple of VL, zeros after the width. Where the tensor
- * already is such a matrix it is used as it stands. */
-static const T *N(rows_in)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, T *buf, int64_t *ld) {
-    int r = x->rank;
-    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
-    const void *src = elem(x, at + t0 * rs);
-    if (x->dtype == STORE_T && es == 1 && w % VL == 0) {
-        *ld = rs;
-        return src;
-    }
-    *ld = N(pad)(w);
-#if OM_VEC_BITS == 32
-    if (x->dtype == OM_BF16) N(rows_in_as)(buf, *ld, src, n, w, rs, es, OM_BF16);
-    else if (x->dtype == OM_F16) N(rows_in_as)(buf, *ld, src, n, w, rs, es, OM_F16);
-    else
-#endif
-        N(rows_in_as)(buf, *ld, src, n, w, rs, es, STORE_T);
-    return buf;
-}
-
-/* Rows [t0, t0 + n) transposed: (width, BC), zeros after n. */
-static void N(cols_in)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, T *dst) {
-    int r = x->rank;
-    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
-    const void *src = elem(x, at + t0 * rs);
-#if OM_VEC_BITS == 32
-    if (x->dtype == OM_BF16) N(pack_strip)(dst, BC, src, n, w, rs, es, OM_BF16);
-    else if (x->dtype == OM_F16) N(pack_strip)(dst, BC, src, n, w, rs, es, OM_F16);
-    else
-#endif
-        N(pack_strip)(dst, BC, src, n, w, rs, es, STORE_T);
-}
 
 OM_INLINE void N(rows_out_as)(void *dst, int64_t n, int64_t w, int64_t rs, int64_t es, const T *src, int64_t ld,
                               int s) {
@@ -273,10 +194,13 @@ OM_INLINE T N(row_scores)(T *s, int64_t w, T scale, const T *mask, int64_t lo, i
 /* --- forward ---------------------------------------------------------------------------------------------- */
 
 typedef struct N(work) { /* carved from the worker's memory */
-    T *kt, *vt;          /* K and V transposed: blocks of (width, BC) */
-    T *kr, *vr;          /* K and V as rows, where the tensor cannot be used as it stands */
-    T *q, *dy, *y;       /* one block of queries: (BR, width) */
+    RIGHT *kt, *vt;      /* K and V transposed: blocks of (width, BC) */
+    RIGHT *kr, *vr;      /* K and V as rows, where the tensor cannot be used as it stands */
+    LEFT *q, *dy, *y;    /* one block of queries: (BR, width) */
+    RIGHT *q_right, *dy_right; /* the same where they stand on the right */
     T *s, *dp, *mask;    /* tiles (BR, BC) */
+    LEFT *left;          /* P (forward) or dS (backward) as the left operand, */
+    RIGHT *p_flip, *ds_flip; /* both as those of product_flip */
     T *out;              /* (BR, width): O, or dQ */
     T *dk, *dv;          /* sums over a head's queries: (tk, width) */
     T *m, *l, *delta;    /* per query */
@@ -292,9 +216,9 @@ static int64_t N(carve)(const om_attn_form *f, bool backward, char *base, N(work
 #define CARVE(field, type, count)                                                                   \
     w->field = (type *)(void *)(base + at);                                                         \
     at = (at + (int64_t)sizeof(type) * (count) + 63) & ~(int64_t)63;
-    CARVE(kt, T, blocks * BC * f->d + VL)
-    CARVE(vr, T, f->tk * vp)
-    CARVE(q, T, BR * dp)
+    CARVE(kt, RIGHT, blocks * BC * N(terms)(f->d) + VL)
+    CARVE(vr, RIGHT, N(terms)(f->tk) * vp)
+    CARVE(q, LEFT, BR * N(left_ld)(f->d))
     CARVE(s, T, BR * BC)
     CARVE(mask, T, BR * BC)
     CARVE(out, T, BR * big)
@@ -305,16 +229,28 @@ static int64_t N(carve)(const om_attn_form *f, bool backward, char *base, N(work
     CARVE(word, uint32_t, BC)
     CARVE(drop, drop_row, f->dropout > 0 ? BR : 0)
     if (backward) {
-        CARVE(vt, T, blocks * BC * f->dv_size + VL)
-        CARVE(kr, T, f->tk * dp)
-        CARVE(dy, T, BR * vp)
-        CARVE(y, T, BR * vp)
+        CARVE(vt, RIGHT, blocks * BC * N(terms)(f->dv_size) + VL)
+        CARVE(kr, RIGHT, N(terms)(f->tk) * dp)
+        CARVE(dy, LEFT, BR * N(left_ld)(f->dv_size))
+        CARVE(y, LEFT, BR * N(left_ld)(f->dv_size))
         CARVE(dp, T, BR * BC)
         CARVE(dk, T, f->tk * dp)
         CARVE(dv, T, f->tk * vp)
         CARVE(delta, T, BR)
         CARVE(p, T, BC)
     }
+#if ATTN_PAIRS
+    CARVE(left, LEFT, BR * BC)
+    if (backward) {
+        CARVE(q_right, RIGHT, N(terms)(BR) * dp)
+        CARVE(dy_right, RIGHT, N(terms)(BR) * vp)
+        CARVE(p_flip, RIGHT, N(terms)(BR) * BC)
+        CARVE(ds_flip, RIGHT, N(terms)(BR) * BC)
+    }
+#else
+    w->left = backward ? w->dp : w->s; /* the tiles serve as they are */
+    w->p_flip = w->s, w->ds_flip = w->dp;
+#endif
 #undef CARVE
     return at;
 }
@@ -338,7 +274,7 @@ static void N(range)(const om_attn_job *j, int64_t b, int64_t i0, int64_t n, int
     *to = hi1;
 }
 
-static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
+ATTN_TARGET static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
     N(work) w;
     N(carve)(j->f, false, memory, &w);
     int64_t chunk = task % j->f->chunks, head = task / j->f->chunks, b = head / j->f->hq, h = head % j->f->hq,
@@ -357,15 +293,15 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
     N(range)(j, b, first, last - first, &from, &to);
     if (to > from) {
         for (int64_t j0 = from; j0 < to; j0 += BC)
-            N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * j->f->d);
+            N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * N(terms)(j->f->d));
     }
-    const T *v = to > from ? N(rows_in)(&j->v, v_at, from, to - from, w.vr, &ldv) : NULL;
+    const RIGHT *v = to > from ? N(right_in)(&j->v, v_at, from, to - from, w.vr, &ldv) : NULL;
     int64_t v_from = from;
     T *lse = (T *)j->lse.data + head * j->f->tq;
 
     for (int64_t i0 = first; i0 < last; i0 += BR) {
         int64_t n = last - i0 < BR ? last - i0 : BR, ldq, ldm = 0;
-        const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq);
+        const LEFT *q = N(left_in)(&j->q, q_at, i0, n, w.q, &ldq);
         for (int64_t i = 0; i < BR; i++) w.m[i] = w.top[i] = -(T)INFINITY, w.l[i] = 0;
         memset(w.out, 0, (size_t)(n * vp) * sizeof(T));
         for (int64_t i = 0; drop && i < n; i++) w.drop[i].block = UINT64_MAX;
@@ -375,7 +311,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
             if (j0 + c > to) c = to - j0;
             int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
             if (tile == TILE_HIDDEN) continue;
-            N(product)(n, N(pad)(c), j->f->d, q, ldq, w.kt + j0 * j->f->d, BC, w.s, BC, false);
+            N(product)(n, N(pad)(c), j->f->d, q, ldq, w.kt + j0 * N(terms)(j->f->d), BC, w.s, BC, false);
             for (int64_t i = 0; i < n; i++) {
                 int64_t lo, hi;
                 visible(j, b, i0 + i, &lo, &hi);
@@ -392,28 +328,28 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
             }
             for (int64_t i = 0; i < n; i++) {
                 T *s = w.s + i * BC, *o = w.out + i * vp, m = w.m[i], fade = w.fade[i];
+                LEFT *left = w.left + i * BC;
                 if (m == -(T)INFINITY) { /* nothing visible so far; a NaN must still come through */
                     for (int64_t k = 0; k < c; k++) {
                         s[k] = s[k] != s[k] ? s[k] : 0;
                         w.l[i] += s[k];
                     }
+                    for (int64_t k = 0; k < c; k += VL) N(left_put)(left + k, N(vload)(s + k));
                     continue;
                 }
                 V sum = {0};
+                if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->f->tq + i0 + i) * j->f->tk + j0), c, w.word);
                 for (int64_t k = 0; k < c; k += VL) {
                     V p = N(vexp)(N(vload)(s + k) - m);
                     sum += p;
-                    N(vstore)(s + k, p);
-                }
-                if (drop) {
-                    drop_words(j, &w.drop[i], (uint64_t)((head * j->f->tq + i0 + i) * j->f->tk + j0), c, w.word);
-                    for (int64_t k = 0; k < c; k++) s[k] = w.word[k] < keep_below ? s[k] * keep_scale : 0;
+                    if (drop) p = N(pick)(N(keeps)(w.word + k, keep_below), p * keep_scale, (V){0});
+                    N(left_put)(left + k, p);
                 }
                 w.l[i] = w.l[i] * fade + N(vsum)(sum);
                 if (fade != 1)
                     for (int64_t k = 0; k < vp; k += VL) N(vstore)(o + k, N(vload)(o + k) * fade);
             }
-            N(product)(n, vp, c, w.s, BC, v + (j0 - v_from) * ldv, ldv, w.out, vp, true);
+            N(product)(n, vp, c, w.left, BC, v + N(terms)(j0 - v_from) * ldv, ldv, w.out, vp, true);
         }
         for (int64_t i = 0; i < n; i++) {
             T *o = w.out + i * vp, inv = w.l[i] != 0 ? 1 / w.l[i] : j->f->nan_rows ? (T)NAN : 0;
@@ -428,7 +364,7 @@ static void N(forward)(const om_attn_job *j, int64_t task, void *memory) {
 
 /* m and 1 / l of the queries whose lse is too large in magnitude to hold log l. */
 static void N(stats)(const om_attn_job *j, N(work) * w, int64_t b, int64_t m_at, int64_t i0, int64_t n, int64_t from,
-                     int64_t to, const T *q, int64_t ldq) {
+                     int64_t to, const LEFT *q, int64_t ldq) {
     T m[BR], l[BR];
     int64_t ldm = 0;
     for (int64_t i = 0; i < n; i++) m[i] = -(T)INFINITY, l[i] = 0;
@@ -436,7 +372,7 @@ static void N(stats)(const om_attn_job *j, N(work) * w, int64_t b, int64_t m_at,
         int64_t c = to - j0 < BC ? to - j0 : BC;
         int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w->mask, &ldm);
         if (tile == TILE_HIDDEN) continue;
-        N(product)(n, N(pad)(c), j->f->d, q, ldq, w->kt + j0 * j->f->d, BC, w->s, BC, false);
+        N(product)(n, N(pad)(c), j->f->d, q, ldq, w->kt + j0 * N(terms)(j->f->d), BC, w->s, BC, false);
         for (int64_t i = 0; i < n; i++) {
             T *s = w->s + i * BC;
             int64_t lo, hi;
@@ -476,7 +412,8 @@ static void N(dmask_columns)(T *dst, int64_t col, const T *column, int64_t c) {
     if (!col) *dst += sum;
 }
 
-static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b, int64_t h, const T *kr, int64_t ldk) {
+static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b, int64_t h, const RIGHT *kr,
+                             int64_t ldk) {
     N(work) w = *mem;
     int64_t head = b * j->f->hq + h, dp = N(pad)(j->f->d), vp = N(pad)(j->f->dv_size);
     int64_t q_at = head_at(&j->q, &j->q, b, h), y_at = head_at(&j->y, &j->q, b, h),
@@ -492,13 +429,15 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
     bool drop = j->f->dropout > 0;
     T column[BC];
     for (int64_t i0 = 0; i0 < j->f->tq; i0 += BR) {
-        int64_t n = j->f->tq - i0 < BR ? j->f->tq - i0 : BR, ldq, lddy, ldy, ldm = 0, from, to;
-        const T *q = N(rows_in)(&j->q, q_at, i0, n, w.q, &ldq), *dy = N(rows_in)(&j->dy, dy_at, i0, n, w.dy, &lddy);
-        const T *y = N(rows_in)(&j->y, y_at, i0, n, w.y, &ldy);
+        int64_t n = j->f->tq - i0 < BR ? j->f->tq - i0 : BR, ldq, lddy, ldy, ldqr, lddyr, ldm = 0, from, to;
+        const LEFT *q = N(left_in)(&j->q, q_at, i0, n, w.q, &ldq), *dy = N(left_in)(&j->dy, dy_at, i0, n, w.dy, &lddy);
+        const LEFT *y = N(left_in)(&j->y, y_at, i0, n, w.y, &ldy);
+        const RIGHT *q_right = N(right_again)(&j->q, q_at, i0, n, q, ldq, w.q_right, &ldqr);
+        const RIGHT *dy_right = N(right_again)(&j->dy, dy_at, i0, n, dy, lddy, w.dy_right, &lddyr);
         bool odd = false, blind = false; /* blind: some query saw nothing, and that is NaN */
         for (int64_t i = 0; i < n; i++) {
             V sum = {0};
-            for (int64_t k = 0; k < vp; k += VL) sum += N(vload)(dy + i * lddy + k) * N(vload)(y + i * ldy + k);
+            for (int64_t k = 0; k < vp; k += VL) sum += N(left_get)(dy + i * lddy + k) * N(left_get)(y + i * ldy + k);
             w.delta[i] = N(vsum)(sum);
             T x = lse[i0 + i];
             w.m[i] = x == -(T)INFINITY ? 0 : x;
@@ -518,8 +457,8 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
             int tile = N(mask_tile)(j, m_at, i0, n, j0, c, w.mask, &ldm);
             if (tile == TILE_HIDDEN && !blind) continue;
             if (tile == TILE_HIDDEN) tile = TILE_MASKED; /* the mask's tile is all -inf */
-            N(product)(n, N(pad)(c), j->f->d, q, ldq, w.kt + j0 * j->f->d, BC, w.s, BC, false);
-            N(product)(n, N(pad)(c), j->f->dv_size, dy, lddy, w.vt + j0 * j->f->dv_size, BC, w.dp, BC, false);
+            N(product)(n, N(pad)(c), j->f->d, q, ldq, w.kt + j0 * N(terms)(j->f->d), BC, w.s, BC, false);
+            N(product)(n, N(pad)(c), j->f->dv_size, dy, lddy, w.vt + j0 * N(terms)(j->f->dv_size), BC, w.dp, BC, false);
             if (dm_row == 0) memset(column, 0, sizeof column);
             for (int64_t i = 0; i < n; i++) {
                 T *s = w.s + i * BC, *ds = w.dp + i * BC, m = w.m[i], l = w.l[i], delta = w.delta[i];
@@ -540,11 +479,9 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                 for (int64_t k = 0; k < c; k += VL) {
                     V p = N(vexp)(N(vload)(s + k) - m) * l, g = N(vload)(ds + k), kept = p;
                     if (drop) {
-                        T f[VL];
-#pragma GCC unroll 16
-                        for (int t = 0; t < VL; t++) f[t] = w.word[k + t] < keep_below ? keep_scale : 0;
-                        kept = p * N(vload)(f);
-                        g *= N(vload)(f);
+                        V f = N(pick)(N(keeps)(w.word + k, keep_below), N(splat)(keep_scale), (V){0});
+                        kept = p * f;
+                        g *= f;
                     }
                     N(vstore)(s + k, kept);
                     N(vstore)(ds + k, single ? g : p * (g - delta));
@@ -574,9 +511,10 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                 for (int64_t k = 0; k < c; k += VL) N(vstore)(ds + k, N(vload)(ds + k) * scale);
             }
             if (dmask && dm_row == 0) N(dmask_columns)(dmask + j0 * dm_col, dm_col, column, c);
-            N(product_flip)(c, vp, n, w.s, BC, dy, lddy, w.dv + j0 * vp, vp);
-            N(product_flip)(c, dp, n, w.dp, BC, q, ldq, w.dk + j0 * dp, dp);
-            N(product)(n, dp, c, w.dp, BC, kr + j0 * ldk, ldk, w.out, dp, true);
+            N(tiles_turn)(n, c, w.s, w.dp, w.p_flip, w.ds_flip, w.left);
+            N(product_flip)(c, vp, n, w.p_flip, BC, dy_right, lddyr, w.dv + j0 * vp, vp);
+            N(product_flip)(c, dp, n, w.ds_flip, BC, q_right, ldqr, w.dk + j0 * dp, dp);
+            N(product)(n, dp, c, w.left, BC, kr + N(terms)(j0) * ldk, ldk, w.out, dp, true);
         }
         N(rows_out)(&j->dq, dq_at, i0, n, w.out, dp);
     }
@@ -594,10 +532,10 @@ static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
             int64_t k_at = head_at(&j->k, &j->q, b, kv), v_at = head_at(&j->v, &j->q, b, kv);
             for (int64_t j0 = 0; j0 < j->f->tk; j0 += BC) {
                 int64_t c = j->f->tk - j0 < BC ? j->f->tk - j0 : BC;
-                N(cols_in)(&j->k, k_at, j0, c, w.kt + j0 * j->f->d);
-                N(cols_in)(&j->v, v_at, j0, c, w.vt + j0 * j->f->dv_size);
+                N(cols_in)(&j->k, k_at, j0, c, w.kt + j0 * N(terms)(j->f->d));
+                N(cols_in)(&j->v, v_at, j0, c, w.vt + j0 * N(terms)(j->f->dv_size));
             }
-            const T *kr = N(rows_in)(&j->k, k_at, 0, j->f->tk, w.kr, &ldk);
+            const RIGHT *kr = N(right_in)(&j->k, k_at, 0, j->f->tk, w.kr, &ldk);
             memset(w.dk, 0, (size_t)(j->f->tk * dp) * sizeof(T));
             memset(w.dv, 0, (size_t)(j->f->tk * vp) * sizeof(T));
             for (int64_t h = kv * group; h < (kv + 1) * group; h++) N(backward_head)(j, &w, b, h, kr, ldk);
