@@ -11,9 +11,9 @@ kept in PyTorch) and hands over the node's inputs. `drive` answers such stops un
             with very many inputs in parts, from one walk).
 Regions live in the dictionary of one forward, keyed by the node, so several forwards may be in flight.
 
-Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, so its inputs are
-copies, except when they are the caller's own tensors (parameters; all of a submodule in PyTorch): those are used as
-they are.
+Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, and what users have
+written may keep what it is given (a feature in an attribute, the gradient in a Function's backward). Both get copies,
+except of the caller's own tensors (parameters; all of a submodule in PyTorch): those are used as they are.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ class Host:
             if index not in answers:
                 places = [place for wanted in parts for place in wanted]
                 given = [None if missing.all(missing.flow.host[index, k]) else g for k, g in enumerate(grads)]
+                if not self.ops[index].of_torch:
+                    given = [None if g is None else g.clone() for g in given]
                 found = _region_grads(regions[index], places, given, retain)
                 missing.none.update([(index, place) for place, g in zip(places, found, strict=True) if g is None])
                 answers[index] = dict(zip(places, found, strict=True))
@@ -186,7 +188,8 @@ class Host:
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
-                answer = [plain(t) for t in _as_tuple(self._call(op, _given(inputs)))]
+                given = [t if op.of_torch else _copied(op, t, own) for t in _given(inputs)]
+                answer = [plain(t) for t in _as_tuple(self._call(op, given))]
             self.follow()
             _of_engine(run.host_done, answer)
             return
@@ -196,15 +199,7 @@ class Host:
             if t is None:
                 leaves.append(None)
                 continue
-            mine = own.get(t.data_ptr())
-            same = (
-                mine is not None
-                and mine.shape == t.shape
-                and mine.dtype == t.dtype
-                and mine.stride() == t.stride()
-                and (mine.requires_grad or op.kind == "module")
-            )
-            leaf = mine.detach() if same and mine is not None else t.detach().clone()
+            leaf = _copied(op, t, own)
             leaves.append(leaf.requires_grad_() if place in wanted else leaf)
         with torch.enable_grad():
             outputs = _as_tuple(self._call(op, _given(leaves)))
@@ -233,6 +228,20 @@ def plain(t: Tensor) -> Tensor:
     if t.layout is not torch.strided:
         t = t.to_dense()
     return t.resolve_neg().clone() if t.is_neg() or private.is_zero(t) else t
+
+
+def _copied(op: HostOp, t: Tensor, own: dict[int, Tensor]) -> Tensor:
+    """What outlives the run: a copy, or the caller's own tensor."""
+    mine = own.get(t.data_ptr())
+    if (
+        mine is not None
+        and mine.shape == t.shape
+        and mine.dtype == t.dtype
+        and mine.stride() == t.stride()
+        and (mine.requires_grad or op.kind == "module")
+    ):
+        return mine.detach()
+    return t.detach().clone()
 
 
 def _given(inputs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -58,6 +58,11 @@ class HostOp:
     reason: str
     gradient: str = ""
 
+    @property
+    def of_torch(self) -> bool:
+        """Does it run PyTorch's own code alone, which keeps nothing that it is given?"""
+        return self.kind == "aten" and self.name.startswith("aten::")
+
 
 Row = TypeVar("Row", bound=Callable[..., Any])
 TABLE: dict[str, Callable[..., Any]] = {}

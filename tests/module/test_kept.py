@@ -216,3 +216,56 @@ def test_no_gradient_through_numbers() -> None:
         for p, q in zip(wrapped.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
     assert sum(g.forwards for g in wrapped.report().graphs) == 3
+
+
+GRADS: list[Tensor] = []
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        GRADS.append(grad)
+        return grad * 2
+
+
+class Cache(nn.Module):
+    """Stays in PyTorch, and remembers what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given = x
+        return x * (1 + random.random())
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cache, self.last = nn.Linear(4, 4), Cache(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Keeps.apply(self.first(x))
+        return torch.tanh(self.last(self.cache(h))) @ self.last.weight
+
+
+def test_what_is_kept_of_what_was_given_stays_what_it_was() -> None:
+    """A gradient in a Function's backward, an argument of a module when no gradients are wanted."""
+    torch.manual_seed(0)
+    eager = Remembers().double()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for m in (eager, wrapped):
+        m.found = []
+        for step in range(6):
+            x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            random.seed(step)
+            m(x).square().sum().backward()
+            with torch.no_grad():
+                m(x)
+            m.found.append(m.cache.given)
+        m.found += GRADS
+        GRADS.clear()
+    assert len(wrapped.report().host) == 2 and sum(g.forwards for g in wrapped.report().graphs) >= 6
+    for got, want in zip(wrapped.found, eager.found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
