@@ -201,7 +201,8 @@ class Step:
     call: Call | None  # what PyTorch needs to do this forward itself; None once a backward has used the step up
     kinds: list[tuple[torch.Size, torch.dtype]]  # of the user outputs
     live: dict[int, Live]
-    state: _C.State | None  # what the engine knows of the arena: lives as long as the saved arena does
+    # what the engine knows of the arena: until a backward begins that does not retain the graph
+    state: _C.State | None
     hooked: bool  # saved tensors went through hooks: who holds them cannot be told
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
@@ -506,10 +507,17 @@ class Graph:
         tensors: list[Tensor | None] = [None] * len(self.captured.inputs)
         for i, t in step.aliases.items():
             tensors[i] = t
-        assert step.state is not None
+        state = step.state
+        if state is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the first, which has failed, has used up the state of "
+                "the forward. Specify retain_graph=True at the first backward."
+            )
+        if not keep:  # from here on what lies there is the backward's, which may stop in the middle
+            step.state = None
         cuda_engine.follow_stream(self.cuda, self.cuda_graphs)
         fleeting = self._added_up(step)
-        run = step.state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped, fleeting)
+        run = state.backward(arena.clone() if keep else arena, tensors, outputs, grads, dropped, fleeting)
         return Live(run, None, keep, Missing(step.variant.flow, arrived))
 
     def _added_up(self, step: Step) -> bool:

@@ -170,6 +170,45 @@ def test_a_failed_backward_leaves_other_forwards_alone() -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
+class Deep(nn.Module):
+    """Much is computed in backward before it fails."""
+
+    def __init__(self, switch: Switch) -> None:
+        super().__init__()
+        self.first, self.switch = nn.Linear(6, 6), switch
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Fails.apply(torch.tanh(self.first(x)), self.switch)
+        for layer in self.layers:
+            h = h + nn.functional.gelu(layer(h))
+        return h.square().sum()
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_failed_backward_again(retain: bool) -> None:
+    """It was computed from what the failed one had left of the forward's values."""
+    switch = Switch()
+    eager = Deep(switch).double()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(40, 6, dtype=torch.float64)
+    for m in (wrapped, eager):
+        loss, switch.on = m(x), True
+        with pytest.raises(Mine):
+            loss.backward(retain_graph=retain)
+        switch.on = False
+        m.zero_grad()
+        if retain:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                loss.backward()
+    for p, q in zip(wrapped.parameters(), eager.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == (not retain)
+        if retain:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("policy", list(FallbackPolicy))
 def test_a_failing_backward_is_no_matter_of_the_policy(policy: FallbackPolicy) -> None:
     """Neither repeated by PyTorch nor wrapped, also under FALLBACK_FORCE_TORCH_BACKWARD."""
