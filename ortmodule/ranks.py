@@ -4,8 +4,9 @@ begin     at a capture in a process group of several: opens a port that nobody s
           where. The kernel answers there as long as this process is there, stopped or not.
 explain   when a collective has failed here: says so in the store, then asks. Who has failed, too, is not gone; whose
           port is closed has ended; who is there and says nothing hangs, or works at something else.
-named     a context (and decorator) that explains what fails inside; begin() puts it around torch.autograd.backward and
-          DistributedDataParallel.forward.
+named     a context (and decorator) that explains what fails inside; begin() puts the same around what trainings call:
+          backward, forward of DDP and FSDP1, FSDP2's gathers, DeepSpeed's engines; and before the last words of a
+          process that ends with the error of a collective, whoever has called it.
 
 Invariants: nothing is sent, waited for or started in a thread until a collective fails; then the store, which may be
 gone or hang itself, is asked in a thread that is not waited for longer than _STORE_S. What cannot be told is not said.
@@ -18,6 +19,7 @@ import functools
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +78,7 @@ def begin() -> None:
     global _group, _met
     if not several():
         return
+    _patch()
     store = private.store()
     if store is None or (_group is not None and _group.store() is store):
         return
@@ -84,11 +87,35 @@ def begin() -> None:
         _group = _Group(store, _met)
     except Exception:  # no port, no store: errors stay as they are
         _group = None
-        return
-    parallel = nn.parallel.DistributedDataParallel
-    for owner, name in ((torch.autograd, "backward"), (parallel, "forward")):
+
+
+def _patch() -> None:
+    """Of what has been imported by now: what begins a collective there, or waits for one."""
+    parallel = [(torch.autograd, "backward"), (nn.parallel.DistributedDataParallel, "forward")]
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        parallel.append((fsdp.FullyShardedDataParallel, "forward"))
+        if private.has("fsdp_group"):
+            parallel += [(private.fsdp_group, "unshard"), (private.fsdp_group, "wait_for_unshard")]
+    if engine := getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None):
+        parallel += [(engine, "forward"), (engine, "backward"), (engine, "step")]
+    if engine := getattr(sys.modules.get("deepspeed.runtime.pipe.engine"), "PipelineEngine", None):
+        parallel += [(engine, "train_batch"), (engine, "eval_batch")]
+    for owner, name in parallel:
         if not hasattr(getattr(owner, name), "_ortmodule_named"):
             setattr(owner, name, _around(getattr(owner, name)))
+    if not hasattr(sys.excepthook, "_ortmodule_named"):
+        sys.excepthook = _before(sys.excepthook)
+
+
+def _before(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def tell(kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            explain(error)
+        hook(kind, error, trace)
+
+    tell._ortmodule_named = True  # type: ignore[attr-defined]
+    return tell
 
 
 def _around(function: Callable[..., Any]) -> Callable[..., Any]:

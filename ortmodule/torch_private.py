@@ -202,6 +202,9 @@ TABLE: tuple[Row, ...] = (
         "sharded cannot be wrapped; wrap it before", owner=True),
     Row("default_store", ("torch.distributed.distributed_c10d._get_default_store",), "no error names a rank "
         "that is gone"),
+    Row("fsdp_group", ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
+                       "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard"),
+        "a gather of fully_shard in forward names no rank that is gone, but in ranks.named()", owner=True),
     Row("backend_of", ("torch.distributed.ProcessGroup._get_backend",), "a long capture does not say how long other "
         "ranks wait for it"),
     # --- optimizers

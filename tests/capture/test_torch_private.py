@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from ortmodule import ORTModule, holders
+from ortmodule import ORTModule, holders, ranks
 from ortmodule import checkpoint as saved
 from ortmodule import torch_private as private
 from ortmodule.optim import FusedAdam, lists
@@ -223,6 +223,14 @@ def gone_has_no_name():
     assert "a rank does not answer" == saved._absent(private.store(), 1, 2)
 
 
+def gathers_name_nobody() -> None:
+    from torch.distributed import fsdp  # noqa: F401
+
+    ranks._patch()
+    group = private._look_up(ROWS["fsdp_group"].names[1])[0]
+    assert not hasattr(group, "_ortmodule_named")
+
+
 def no_transformed_buffers() -> None:
     class Steps(nn.Linear):
         def __init__(self) -> None:
@@ -282,6 +290,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "makers": no_net,
     "composable": sharded_is_refused,
     "default_store": gone_has_no_name,
+    "fsdp_group": gathers_name_nobody,
     "backend_of": lambda: private.patience(),
     "foreach_norm": lists_are_the_same,
     "foreach_copy": lists_are_the_same,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, free_port
+from ranks import ROOT, free_port, python_with
 
 pytestmark = pytest.mark.slow
 LIMIT = 8
@@ -72,6 +72,105 @@ except RuntimeError as error:
     raise SystemExit(3)
 """
 
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+from ortmodule import wrap_blocks
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.b(self.a(x).relu())
+
+model = nn.Sequential(*[Block() for _ in range(3)])
+wrapped = [model.get_submodule(name) for name in wrap_blocks(model)]
+for block in wrapped:
+    fully_shard(block)
+fully_shard(model)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+try:
+    for step in range(6):
+        x = torch.randn(6, 8, requires_grad=True)
+        began = time.monotonic()
+        if step == 3 and where == "backward":
+            x.register_hook(lambda g: leave())
+        if step == 3 and where == "forward":  # within the step: the first block has been gathered
+            wrapped[0].register_forward_hook(lambda *_: leave())
+        y = model(x)
+        if step == 3 and where == "backward":
+            y.register_hook(lambda g: leave())
+        y.pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    raise AssertionError("nothing has failed")
+except RuntimeError as error:
+    assert step == 3 and not any(m.report().eager for m in wrapped)
+    print(f"{time.monotonic() - began:.1f} {type(error).__name__} {error}", flush=True)
+    os._exit(3)
+"""
+
+ZERO = """
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["LOCAL_RANK"] = str(rank)
+import deepspeed
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would compile a kernel for minutes
+whole = dist.new_group
+dist.new_group = lambda *args, **kwargs: whole(*args, **{"timeout": timedelta(seconds=LIMIT), **kwargs})  # of its own groups
+deepspeed.init_distributed("gloo", verbose=False)
+stage = 2 if where == "step" else 1
+wrapped = ORTModule(Net())
+opt = torch.optim.AdamW(wrapped.parameters(), 1e-3)
+config = {"train_micro_batch_size_per_gpu": 6, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}
+engine = deepspeed.initialize(model=wrapped, optimizer=opt, config=config)[0]
+at = "step"
+try:
+    for step in range(6):
+        x = torch.randn(6, 8)
+        began = time.monotonic()
+        loss = engine(x).pow(2).sum()
+        at = "backward"
+        engine.backward(loss)
+        at = "step"
+        if step == 3:
+            leave()
+        engine.step()
+    raise AssertionError("nothing has failed")
+except RuntimeError as error:
+    assert step == 3 and at == "step" and not wrapped.report().eager, (step, at)
+    print(f"{time.monotonic() - began:.1f} {type(error).__name__} {error}", flush=True)
+    os._exit(3)
+"""
+
+OWN = """
+from ortmodule import ranks
+module = ORTModule(Net())
+module(torch.randn(6, 8)).sum().backward()  # makes no collective
+
+def train():
+    global began
+    for step in range(6):
+        began = time.monotonic()
+        if step == 3:
+            leave()
+        dist.all_reduce(torch.ones(3))
+
+if where == "named":
+    try:
+        with ranks.named():
+            train()
+    except RuntimeError as error:
+        print(f"{time.monotonic() - began:.1f} {type(error).__name__} {error}", flush=True)
+        os._exit(3)
+before = sys.excepthook  # the last words of a process, which nobody has caught
+def last(kind, error, trace):
+    before(kind, error, trace)
+    print(f"{time.monotonic() - began:.1f} {kind.__name__} {error}", flush=True)
+    os._exit(3)
+sys.excepthook = last
+train()
+"""
+
 
 def run(code: str, how: str, where: str, victim: int, store: str, ranks: int, tmp: Path) -> dict[int, str]:
     """-> what the others have printed, by rank."""
@@ -126,4 +225,34 @@ HANGS = "(has not failed with the others .* hangs|hangs)"
 def test_a_step_names_the_rank(how: str, where: str, victim: int, store: str, ranks: int, tmp_path: Path) -> None:
     said = run(DDP, how, where, victim, store, ranks, tmp_path)
     assert len(said) == ranks - 1
+    named(said, victim, HANGS if how == "stopped" else ENDED, 2 * LIMIT + 2)
+
+
+@pytest.mark.parametrize(("how", "where", "victim", "ranks"), [
+    ("killed", "forward", 1, 2),
+    ("killed", "backward", 2, 4),
+    ("stopped", "forward", 0, 2),
+    ("stopped", "backward", 1, 2),
+])  # fmt: skip
+def test_sharded_blocks_name_the_rank(how: str, where: str, victim: int, ranks: int, tmp_path: Path) -> None:
+    said = run(SHARDED, how, where, victim, "own", ranks, tmp_path)
+    named(said, victim, HANGS if how == "stopped" else ENDED, 2 * LIMIT + 2)
+
+
+@pytest.mark.parametrize(("how", "victim", "ranks"), [("killed", 1, 2), ("stopped", 1, 2)])
+def test_deepspeeds_step_names_the_rank(how: str, victim: int, ranks: int, tmp_path: Path) -> None:
+    python_with("deepspeed", "0.19.8")
+    said = run(ZERO, how, "step", victim, "own", ranks, tmp_path)
+    named(said, victim, HANGS if how == "stopped" else ENDED, 2 * LIMIT + 2)
+
+
+@pytest.mark.parametrize(("how", "where", "victim", "ranks"), [
+    ("killed", "named", 1, 2),
+    ("stopped", "named", 2, 4),
+    ("killed", "uncaught", 0, 2),
+    ("stopped", "uncaught", 1, 2),
+])  # fmt: skip
+def test_a_collective_of_ones_own_names_the_rank(how: str, where: str, victim: int, ranks: int, tmp_path: Path) -> None:
+    """Under ranks.named(), or in what a process says at its end."""
+    said = run(OWN, how, where, victim, "own", ranks, tmp_path)
     named(said, victim, HANGS if how == "stopped" else ENDED, 2 * LIMIT + 2)
