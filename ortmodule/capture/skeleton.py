@@ -49,7 +49,7 @@ class Unreadable(TypeError):
     """An object whose contents cannot be told, so nothing may be made of it that outlives the call."""
 
 
-_SMALL_ARRAY = 1 << 12  # bytes of a numpy array that are compared at every step
+_SMALL_ARRAY = 1 << 12  # bytes of a numpy array whose bytes are its key; larger ones are read as other objects are
 _DEEP = 8  # levels of objects in objects, which may hold themselves
 _INT64 = 1 << 63  # other integers are constants
 

@@ -79,9 +79,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        parent, _, tail = name.rpartition(".")
+        if name in MISSING and isinstance(sys.modules.get(parent), _Served):
+            raise ModuleNotFoundError(_unknown(parent, tail), name=name)
         if name not in NAMES:
             return None
-        parent = name.rpartition(".")[0]
         if parent and parent not in _ROOTS and not isinstance(sys.modules.get(parent), _Served):
             return None  # an installed onnxruntime-training stays as it is
         is_package = any(other.startswith(name + ".") for other in NAMES)

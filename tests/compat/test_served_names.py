@@ -53,6 +53,9 @@ def test_what_is_not_served_says_what_to_do(name):
     with pytest.raises(AttributeError, match="has no attribute") as error:
         getattr(importlib.import_module(module), attribute)
     assert MISSING[name] in str(error.value)
+    with pytest.raises(ModuleNotFoundError) as error:
+        importlib.import_module(name)
+    assert MISSING[name] in str(error.value)
     assert not hasattr(importlib.import_module(module), attribute)
     with pytest.raises(ImportError) as error:
         exec(f"from {module} import {attribute}")

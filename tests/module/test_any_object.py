@@ -303,7 +303,7 @@ def test_is_as_in_eager(name: str) -> None:
     assert report.n_captures or all(e.reason for e in report.eager)
 
 
-CAPTURED = {"an array", "signs of zero", "equal decimals", "equal keys", "a large integer", "a slice", "private slots", "slots and attributes", "attributes of a list",
+CAPTURED = {"an array", "a large array", "signs of zero", "equal decimals", "equal keys", "a large integer", "a slice", "private slots", "slots and attributes", "attributes of a list",
             "a namedtuple", "a frozen dataclass", "a class with a constructor", "result: a class with a constructor", "result: private slots",
             "result: slots and attributes", "result: frozen", "result: an object, made anew", "result: an object that is held", "result: a set, made anew"}  # fmt: skip
 
