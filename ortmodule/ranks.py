@@ -32,6 +32,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from . import accelerate
 from . import torch_private as private
 
 _STORE_S = 5.0  # until the store is taken to be gone
@@ -76,6 +77,7 @@ def several() -> bool:
 def begin() -> None:
     """This rank can be asked after from now on, and asks after others when a collective fails."""
     global _group, _met
+    accelerate.tell()  # of processes that are not several, too
     if not several():
         return
     _patch()

@@ -3,6 +3,11 @@ are installed PEFT; losses of the same training without ORTModule, and the bits 
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 from ranks import launch, python_with
 
@@ -128,6 +133,72 @@ for precision in ("no", "bf16"):
 end()
 """
 
+LEFT_OUT = """
+import logging
+import accelerate
+from accelerate.state import AcceleratorState
+said = []
+class Heard(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("ortmodule").addHandler(Heard())
+lacking = lambda: [text for text in said if "Accelerate" in text]
+
+def train(ours, **how):
+    AcceleratorState._reset_state(True)
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        os.environ.pop(name, None)
+    accelerator = accelerate.Accelerator(**how)
+    model = ORTModule(build(0.0)) if ours else build(0.0)
+    model, opt = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    found = []
+    for row in rows[rank * 3 : rank * 3 + 3]:
+        loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+        accelerator.backward(loss)
+        opt.step(), opt.zero_grad()
+        found.append(loss.item())
+    plain = accelerator.unwrap_model(model)
+    assert not ours or plain.report().node_share == 1
+    return accelerator, found, torch.cat([p.detach().flatten() for p in plain.parameters()]).sum()
+
+def both(**how):
+    (_, theirs, same), (accelerator, found, total) = train(False, **how), train(True, **how)
+    near(found + [total.item()], theirs + [same.item()], 1e-6)
+    return accelerator, total
+
+def equal(total):
+    every = [torch.zeros(()) for _ in range(world)]
+    dist.all_gather(every, total)
+    return all(torch.equal(t, total) for t in every)
+
+# each process by itself: their weights differ
+accelerator, total = both()
+assert accelerator.num_processes == 1 and accelerator.distributed_type == "NO"
+(line,) = lacking()
+assert f"one of {world} processes" in line and "cpu=True" in line, line
+# cpu=True: one training; nothing to be said
+said.clear()
+accelerator, same = both(cpu=True)
+assert accelerator.num_processes == 2 and equal(same) and not equal(total) and not lacking(), said
+# plugins: DDP
+for how in (dict(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)), dict(deepspeed_plugin=accelerate.DeepSpeedPlugin(zero_stage=2))):
+    said.clear()
+    accelerator, total = both(cpu=True, **how)
+    assert accelerator.distributed_type == "MULTI_CPU" and torch.equal(total, same) and equal(total)
+    (line,) = lacking()
+    assert ("FSDP" if "fsdp_plugin" in how else "DEEPSPEED") in line and "MULTI_CPU" in line, line
+# the Trainer's fsdp
+said.clear()
+args = dict(per_device_train_batch_size=2, max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")
+AcceleratorState._reset_state(True)
+os.environ.pop("ACCELERATE_USE_DEEPSPEED")
+trainer = transformers.Trainer(ORTModule(build(0.0)), transformers.TrainingArguments(sys.argv[1], fsdp=True, fsdp_config={"version": 2}, **args), train_dataset=rows)
+trainer.train()
+assert trainer.accelerator.distributed_type == "MULTI_CPU"
+assert type(trainer.model_wrapped) is torch.nn.parallel.DistributedDataParallel
+end()
+"""
+
 PEFT = """
 import peft
 
@@ -164,6 +235,21 @@ def test_hugging_face_trainer(kind: str, tmp_path: object) -> None:
 
 def test_accelerate(tmp_path: object) -> None:
     launch(START + ACCELERATE, tmp_path, python=python_with("accelerate", "1.15.0"))
+
+
+def test_accelerate_leaves_out_what_it_was_asked_for_and_that_is_said(tmp_path: object) -> None:
+    """Accelerator() without cpu=True, its plugins and the Trainer's fsdp on a CPU: single processes, or DDP, with the
+    losses of the same without ORTModule."""
+    launch(START + LEFT_OUT, tmp_path, python=python_with("deepspeed", "0.19.8"))
+
+
+def test_accelerate_launch_on_a_cpu_is_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import accelerate\na = accelerate.Accelerator()\nprint('processes', a.num_processes, a.distributed_type.value)\n")
+    python = python_with("accelerate", "1.15.0")
+    command = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and re.findall("processes.*", done.stdout) == ["processes 1 NO"], done.stdout + done.stderr[-3000:]
 
 
 def test_peft_in_both_orders() -> None:
