@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -171,7 +174,7 @@ def test_mask_of_hidden_tiles() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "-1e4", "two lowest"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
     """bool and -inf: output and gradient 0. Finite values are arithmetic: the mean of v over all keys, and its true
     gradient."""
@@ -204,7 +207,7 @@ def test_rows_that_see_nothing(kind: str, dtype: torch.dtype) -> None:
   output y
 }}"""
     ys, gs = engine.run(text, [q, k, v, mask], [1, 1, 1, 0], [dy])
-    tol = 1e-10 if dtype is torch.float64 else 2e-5 if kind != "-1e4" else 5e-3
+    tol = 1e-10 if dtype is torch.float64 else 2e-2 if dtype is torch.bfloat16 else 2e-5 if kind != "-1e4" else 5e-3
     for got, ref in [(ys[0], want), *zip(gs, grads)]:
         assert torch.isfinite(got).all()
         torch.testing.assert_close(got.double(), ref.detach(), rtol=tol, atol=tol * ref.abs().max().item())
@@ -303,6 +306,109 @@ def test_error(t: int, d: int, causal: int) -> None:
     for what, exact, theirs, mine in zip(("y", "dq", "dk", "dv"), run(torch.float64), run(torch.float32), [*ys, *gs]):
         own, ref = [(x.double() - exact).square().mean().sqrt().item() for x in (mine, theirs)]
         assert own <= 2 * ref, f"{what}: {own:.3e}, eager's {ref:.3e}"
+
+
+BF16_CASES = [  # b, hq, hk, tq, tk, d, dv, what attributes and operands say
+    (2, 3, 3, 128, 128, 64, 64, {}),
+    (2, 3, 3, 197, 197, 64, 64, {}),
+    (1, 2, 2, 293, 293, 64, 64, {"causal": 1}),
+    (1, 2, 1, 1031, 1031, 32, 32, {"causal": 1}),
+    (2, 6, 2, 67, 131, 16, 48, {}),
+    (2, 4, 2, 131, 259, 33, 17, {"causal": 1, "offset": 127}),
+    (1, 3, 1, 33, 129, 7, 5, {}),
+    (1, 2, 2, 301, 301, 24, 40, {"causal": 1, "window": 37}),
+    (3, 2, 2, 71, 387, 64, 64, {"start": [3, 130, 0], "end": [387, 387, 45]}),
+    (2, 4, 4, 131, 261, 64, 64, {"mask": "bool"}),
+    (2, 4, 2, 131, 261, 64, 64, {"mask": "float"}),
+    (2, 3, 3, 128, 128, 64, 64, {"dropout": 0.1}),
+    (2, 3, 1, 197, 197, 64, 64, {"dropout": 0.1}),
+    (1, 2, 2, 293, 293, 32, 32, {"dropout": 0.5, "causal": 1}),
+]
+
+
+@pytest.mark.parametrize("b,hq,hk,tq,tk,d,dv,how", BF16_CASES)
+@pytest.mark.parametrize("layout", ["heads first", "time first", "numbers apart"])
+def test_error_in_bf16(b: int, hq: int, hk: int, tq: int, tk: int, d: int, dv: int, how: dict, layout: str) -> None:
+    """As test_error, beside torch's own kernels: what an engine that multiplies bf16 rounds on its way is no more than
+    what they round."""
+    bf16 = torch.bfloat16
+    mask = None if "mask" not in how else rand(b, 1, tq, tk) > -0.5 if how["mask"] == "bool" else rand(b, 1, tq, tk).to(bf16)
+    start, end = (torch.tensor(how[x]) if x in how else None for x in ("start", "end"))
+    place = {"causal": how.get("causal", 0), "offset": how.get("offset", 0), "window": how.get("window", 0)}
+    xs, dy = [x.to(bf16) for x in qkv(b, hq, hk, tq, tk, d, dv)], rand(b, hq, tq, dv).to(bf16)
+    if layout == "time first":
+        xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
+    elif layout == "numbers apart":
+        xs = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in xs]
+    p, keep = how.get("dropout", 0), None
+    if p:
+        text = f"graph {{ input x: f64[{b}, {hq}, {tq}, {tk}]\n y = dropout(x) {{p={p}}} rng=7\n output y\n}}"
+        keep = engine.run(text, [torch.ones(b, hq, tq, tk, dtype=torch.float64)])[0][0]
+
+    def run(dtype: torch.dtype, torchs: bool) -> list[torch.Tensor]:
+        ins = [x.to(dtype).contiguous().requires_grad_() for x in xs]  # torch's kernels are for these
+        if torchs:
+            zero = torch.zeros(b, 1, tq, tk, dtype=torch.float64)
+            see = eager(zero[..., :1], torch.zeros(b, 1, tk, 1).double(), torch.eye(tk).double().expand(b, 1, tk, tk), None, start, end, **place) > 0
+            also = see if mask is None else see & mask if mask.dtype is torch.bool else torch.where(see, mask.to(dtype), -INF)
+            y = torch.nn.functional.scaled_dot_product_attention(*ins, attn_mask=also, enable_gqa=True)
+        else:
+            y = eager(*ins, mask, start, end, **place, keep=keep)
+        return [y.detach(), *torch.autograd.grad(y, ins, dy.to(dtype))]
+
+    extra = [("m", mask), ("s", start), ("e", end)]
+    lines = [f"input {n}: bf16[{', '.join(map(str, x.shape))}]" for n, x in zip("qkv", xs)]
+    lines += [f"input {n}: {engine.NAMES[engine.TORCH.index(x.dtype)]}[{', '.join(map(str, x.shape))}]" for n, x in extra if x is not None]
+    names = ", ".join(n if x is not None else "_" for n, x in extra)
+    attrs = f"causal={place['causal']}, causal_offset={place['offset']}, window={place['window']}, dropout={p}"
+    text = "graph {\n" + "\n".join(lines) + f"\n y, lse = attention(q, k, v, {names}) {{{attrs}}} rng=7\n output y\n}}"
+    given = [*xs, *(x for _, x in extra if x is not None)]
+    ys, gs = engine.run(text, given, [1, 1, 1] + [0] * (len(given) - 3), [dy])
+    for what, exact, theirs, mine in zip(("y", "dq", "dk", "dv"), run(torch.float64, False), run(bf16, not p), [*ys, *gs]):
+        own, ref = [(x.double() - exact).square().mean().sqrt().item() for x in (mine, theirs)]
+        assert own <= 2 * ref, f"{what}: {own:.3e}, torch's {ref:.3e}"
+
+
+@pytest.mark.parametrize("tk,end", [(131, 67), (197, 1), (64, 33), (300, 129)])
+def test_what_lies_behind_the_last_key_is_not_multiplied_in_bf16(tk: int, end: int) -> None:
+    """Pairs of keys: beside an odd last one lies a number that nobody may see."""
+    xs, dy = [x.to(torch.bfloat16) for x in qkv(1, 2, 2, 37, tk, 16, 16)], rand(1, 2, 37, 16).to(torch.bfloat16)
+    text = f"""graph {{
+  input q: bf16[1, 2, 37, 16]
+  input k: bf16[1, 2, {tk}, 16]
+  input v: bf16[1, 2, {tk}, 16]
+  input e: i64[1]
+  y, lse = attention(q, k, v, _, _, e)
+  output y
+}}"""
+    runs = []
+    for value in (0.0, float("nan"), INF):
+        k, v = xs[1].clone(), xs[2].clone()
+        k[:, :, end:], v[:, :, end:] = value, value
+        ys, gs = engine.run(text, [xs[0], k, v, torch.tensor([end])], [1, 1, 1, 0], [dy])
+        runs.append([*ys, *gs])
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other):
+            assert torch.isfinite(a).all() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("value", [float("nan"), INF, -INF])
+def test_nan_and_inf_come_through_in_bf16(value: float) -> None:
+    """Where they are in eager's result, there and nowhere else."""
+    for which, at in itertools.product(range(3), [(0, 0, 3, 1), (0, 1, 36, 6), (0, 1, 130, 0)]):
+        xs = [x.to(torch.bfloat16) for x in qkv(1, 2, 2, 131, 131, 7, 7)]
+        xs[which][at] = value
+        text = "graph {" + "\n".join(f"input {n}: bf16[1, 2, 131, 7]" for n in "qkv") + "\n y, l = attention(q, k, v)\n output y\n}"
+        got, want = engine.run(text, xs)[0][0], eager(*(x.double() for x in xs))
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+
+
+@pytest.mark.skipif(not engine.lib.om_isa_bf16() & 1, reason="the processor has no AVX512_BF16: all of the above ran without it")
+def test_without_the_instruction() -> None:
+    env = {**os.environ, "ORTMODULE_ISA": "avx512", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", "in_bf16"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize(

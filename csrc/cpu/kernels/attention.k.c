@@ -24,6 +24,9 @@
 #include "cpu/attention.h"
 #include "cpu/philox.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 #include <math.h>
 
 #define ATTN_PAIRS 0

@@ -9,6 +9,22 @@
 static inline int64_t N(terms)(int64_t k) { return (k + 1) / 2; }
 static inline int64_t N(left_ld)(int64_t w) { return (w + 2 * VL - 1) / (2 * VL) * (2 * VL); }
 
+/* e^x for x <= 0 (and a little above): 0 below -104, NaN stays NaN. Relative error below 2e-7 where the result counts
+ * beside one bf16. */
+OM_INLINE V N(vexp)(V v) {
+    const __m512 x = _mm512_max_ps(_mm512_set1_ps(-200), (__m512)v); /* NaN: the second */
+    const __m512 n = _mm512_roundscale_ps(x * _mm512_set1_ps(1.44269504f), _MM_FROUND_TO_NEAREST_INT);
+    const __m512 f = x - n * _mm512_set1_ps(0.693147182f);
+    __m512 p = f * _mm512_set1_ps(0.008312501f) + _mm512_set1_ps(0.04189033f);
+    p = p * f + _mm512_set1_ps(0.16667116f);
+    p = p * f + _mm512_set1_ps(0.4999923f);
+    p = p * f + _mm512_set1_ps(1);
+    p = p * f + _mm512_set1_ps(1);
+    return (V)_mm512_scalef_ps(p, n);
+}
+
+OM_INLINE float N(row_top)(V top) { return _mm512_reduce_max_ps((__m512)top); }
+
 /* --- small products ---------------------------------------------------------------------------------- */
 
 enum { PAIRS_MR = 8 }; /* x 2 vectors: 16 sums, two more than hide the instruction's latency */
@@ -149,4 +165,16 @@ ATTN_TARGET static __attribute__((noinline)) void N(tiles_turn)(int64_t n, int64
     turn(n, c, ds, ds_flip);
     for (int64_t i = 0; i < n; i++)
         for (int64_t k = 0; k < c; k += VL) N(left_put)(left + i * BC + k, N(vload)(ds + i * BC + k));
+}
+
+static void N(rows_out)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, const float *src, int64_t ld) {
+    const int r = x->rank;
+    const int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
+    uint16_t *dst = (uint16_t *)elem(x, at + t0 * rs);
+    for (int64_t i = 0; i < n; i++, src += ld, dst += rs)
+        if (es == 1)
+            for (int64_t k = 0; k < w; k += VL)
+                _mm256_mask_storeu_epi16(dst + k, first(w - k), narrow(_mm512_loadu_ps(src + k)));
+        else
+            for (int64_t k = 0; k < w; k++) dst[k * es] = om_f32_to_bf16(src[k]);
 }

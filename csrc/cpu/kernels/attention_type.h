@@ -1,7 +1,13 @@
 /* attention_type.h - the part of attention.k.c that is written once and compiled per compute type (after vec.h). */
 #ifndef OM_ATTENTION_TYPE_ONCE
 #define OM_ATTENTION_TYPE_ONCE
-enum { BR = 64, BC = 64 }; /* queries and keys of a tile: S, P and dP (16 KB each in f32) stay in L1/L2 */
+/* Queries and keys of a tile: S, P and dP (16 KB each in f32) stay in L1/L2. Where products take half the time, longer
+ * rows: what is done once a row counts for more. */
+#if ATTN_PAIRS
+enum { BR = 32, BC = 128 };
+#else
+enum { BR = 64, BC = 64 };
+#endif
 enum { TILE_HIDDEN, TILE_PLAIN, TILE_MASKED };
 
 #define ATTN_TYPE(suf)                                                                        \
@@ -56,42 +62,31 @@ static void drop_words(const om_attn_job *j, drop_row *r, uint64_t first, int64_
 }
 #endif
 
-/* e^x for x <= 0 (and a little above): 0 below the smallest normal number, NaN stays NaN. Error below 1.5 ulp. */
-OM_INLINE V N(vexp)(V x) {
-#if OM_VEC_BITS == 32
-    const T low = -87.3f, log2e = 1.44269504f, ln2_hi = 0.693359375f, ln2_lo = -2.12194440e-4f, magic = 0x1.8p23f;
-    enum { SHIFT = 23, BIAS = 127 };
+static inline int64_t N(pad)(int64_t n) { return (n + VL - 1) / VL * VL; }
+
+/* a > b ? a : b */
+OM_INLINE V N(larger)(V a, V b) {
+#if OM_VBYTES == 64 && OM_VEC_BITS == 32
+    return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif OM_VBYTES == 64
+    return (V)_mm512_max_pd((__m512d)a, (__m512d)b);
 #else
-    const T low = -708.3, log2e = 1.4426950408889634, ln2_hi = 0x1.62e42fee00000p-1, ln2_lo = 0x1.a39ef35793c76p-33,
-            magic = 0x1.8p52;
-    enum { SHIFT = 52, BIAS = 1023 };
+    return N(pick)(a > b, a, b);
 #endif
-    V r = x * log2e + magic; /* the integer sits in the low bits */
-    U n = (U)r;
-    r -= magic;
-    V f = x - r * ln2_hi - r * ln2_lo;
-#if OM_VEC_BITS == 32
-    V p = f * (1.0f / 5040) + 1.0f / 720;
-#else
-    V p = f * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
-    p = p * f + 1.0 / 39916800.0;
-    p = p * f + 1.0 / 3628800.0;
-    p = p * f + 1.0 / 362880.0;
-    p = p * f + 1.0 / 40320.0;
-    p = p * f + 1.0 / 5040.0;
-    p = p * f + 1.0 / 720.0;
-#endif
-    p = p * f + (T)(1.0 / 120);
-    p = p * f + (T)(1.0 / 24);
-    p = p * f + (T)(1.0 / 6);
-    p = p * f + (T)0.5;
-    p = p * f + (T)1;
-    p = p * f + (T)1;
-    p *= (V)((n + BIAS) << SHIFT); /* bits of magic above the integer are shifted out */
-    return (V)((U)p & ~(U)(I)(x < low)); /* whatever came out below `low` becomes 0 */
 }
 
-static inline int64_t N(pad)(int64_t n) { return (n + VL - 1) / VL * VL; }
+/* Fetches rows [t0, t0 + n) of head `at` early, those there are: a head's rows lie far apart, which the processor does
+ * not foresee. */
+static void N(rows_ahead)(const om_tensor *x, int64_t at, int64_t t0, int64_t n) {
+    const int r = x->rank;
+    const int64_t left = x->dim[r - 2] - t0, rs = x->stride[r - 2];
+    if (x->stride[r - 1] != 1) return;
+    const int64_t size = x->dim[r - 1] * (int64_t)om_dtype_size(x->dtype);
+    for (int64_t i = 0; i < n && i < left; i++) {
+        const char *row = elem(x, at + (t0 + i) * rs);
+        for (int64_t k = 0; k < size; k += 64) __builtin_prefetch(row + k);
+    }
+}
 
 /* Which of VL dropout words keep their element. */
 OM_INLINE I N(keeps)(const uint32_t *word, uint32_t below) {
@@ -106,30 +101,6 @@ OM_INLINE I N(keeps)(const uint32_t *word, uint32_t below) {
 #else
 #include "cpu/kernels/attention_wide.h"
 #endif
-
-/* --- moving rows between tensors and tiles -------------------------------------------------------------- */
-
-OM_INLINE void N(rows_out_as)(void *dst, int64_t n, int64_t w, int64_t rs, int64_t es, const T *src, int64_t ld,
-                              int s) {
-    for (int64_t i = 0; i < n; i++)
-        if (es == 1)
-            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k, src[i * ld + k], s);
-        else
-            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k * es, src[i * ld + k], s);
-}
-
-/* (n, ld) back into rows [t0, t0 + n) of head `at`, rounded to the tensor's type. */
-static void N(rows_out)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, const T *src, int64_t ld) {
-    int r = x->rank;
-    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
-    void *dst = (void *)elem(x, at + t0 * rs);
-#if OM_VEC_BITS == 32
-    if (x->dtype == OM_BF16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_BF16);
-    else if (x->dtype == OM_F16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_F16);
-    else
-#endif
-        N(rows_out_as)(dst, n, w, rs, es, src, ld, STORE_T);
-}
 
 /* --- the mask ------------------------------------------------------------------------------------------- */
 
@@ -186,9 +157,9 @@ OM_INLINE T N(row_scores)(T *s, int64_t w, T scale, const T *mask, int64_t lo, i
             x = N(pick)((at >= (__typeof__(lane[0]))lo) & (at < (__typeof__(lane[0]))hi), x, none);
         }
         N(vstore)(s + k, x);
-        top = N(pick)(x > top, x, top);
+        top = N(larger)(x, top);
     }
-    return N(vmax)(top);
+    return N(row_top)(top);
 }
 
 /* --- forward ---------------------------------------------------------------------------------------------- */
@@ -291,9 +262,10 @@ ATTN_TARGET static void N(forward)(const om_attn_job *j, int64_t task, void *mem
     bool drop = j->f->dropout > 0;
     int64_t from, to, ldv = 0;
     N(range)(j, b, first, last - first, &from, &to);
-    if (to > from) {
-        for (int64_t j0 = from; j0 < to; j0 += BC)
-            N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * N(terms)(j->f->d));
+    N(rows_ahead)(&j->q, q_at, first, BR);
+    for (int64_t j0 = from; j0 < to; j0 += BC) {
+        N(rows_ahead)(&j->k, k_at, j0 + BC, BC);
+        N(cols_in)(&j->k, k_at, j0, to - j0 < BC ? to - j0 : BC, w.kt + j0 * N(terms)(j->f->d));
     }
     const RIGHT *v = to > from ? N(right_in)(&j->v, v_at, from, to - from, w.vr, &ldv) : NULL;
     int64_t v_from = from;
@@ -302,6 +274,7 @@ ATTN_TARGET static void N(forward)(const om_attn_job *j, int64_t task, void *mem
     for (int64_t i0 = first; i0 < last; i0 += BR) {
         int64_t n = last - i0 < BR ? last - i0 : BR, ldq, ldm = 0;
         const LEFT *q = N(left_in)(&j->q, q_at, i0, n, w.q, &ldq);
+        N(rows_ahead)(&j->q, q_at, i0 + BR, last - i0 - BR < BR ? last - i0 - BR : BR);
         for (int64_t i = 0; i < BR; i++) w.m[i] = w.top[i] = -(T)INFINITY, w.l[i] = 0;
         memset(w.out, 0, (size_t)(n * vp) * sizeof(T));
         for (int64_t i = 0; drop && i < n; i++) w.drop[i].block = UINT64_MAX;
@@ -434,6 +407,8 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
         const LEFT *y = N(left_in)(&j->y, y_at, i0, n, w.y, &ldy);
         const RIGHT *q_right = N(right_again)(&j->q, q_at, i0, n, q, ldq, w.q_right, &ldqr);
         const RIGHT *dy_right = N(right_again)(&j->dy, dy_at, i0, n, dy, lddy, w.dy_right, &lddyr);
+        N(rows_ahead)(&j->q, q_at, i0 + BR, BR), N(rows_ahead)(&j->dy, dy_at, i0 + BR, BR);
+        N(rows_ahead)(&j->y, y_at, i0 + BR, BR);
         bool odd = false, blind = false; /* blind: some query saw nothing, and that is NaN */
         for (int64_t i = 0; i < n; i++) {
             V sum = {0};
@@ -475,6 +450,7 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                 T top = N(row_scores)(s, c, scale, tile == TILE_MASKED ? w.mask + i * ldm : NULL, lo, hi);
                 if (drop) drop_words(j, &w.drop[i], (uint64_t)((head * j->f->tq + i0 + i) * j->f->tk + j0), c, w.word);
                 if (single) m = top, l = 1;
+                for (int64_t k = c; k < N(pad)(c); k++) ds[k] = 0; /* from keys that nobody sees: may be NaN */
                 V own = {0}, total = {0};
                 for (int64_t k = 0; k < c; k += VL) {
                     V p = N(vexp)(N(vload)(s + k) - m) * l, g = N(vload)(ds + k), kept = p;
@@ -488,15 +464,17 @@ static void N(backward_head)(const om_attn_job *j, const N(work) *mem, int64_t b
                     if (single) {
                         total += p;
                         own += p * g;
-                        N(vstore)(w.p + k, p);
+                        if (drop) N(vstore)(w.p + k, p);
                     }
                 }
                 if (single) {
                     l = 1 / N(vsum)(total);
                     delta = N(vsum)(own) * l;
+                    const T *all = drop ? w.p : s;
                     for (int64_t k = 0; k < c; k += VL) {
+                        V p = N(vload)(all + k) * l;
                         N(vstore)(s + k, N(vload)(s + k) * l);
-                        N(vstore)(ds + k, N(vload)(w.p + k) * l * (N(vload)(ds + k) - delta));
+                        N(vstore)(ds + k, p * (N(vload)(ds + k) - delta));
                     }
                 }
             scores:
@@ -532,6 +510,7 @@ static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
             int64_t k_at = head_at(&j->k, &j->q, b, kv), v_at = head_at(&j->v, &j->q, b, kv);
             for (int64_t j0 = 0; j0 < j->f->tk; j0 += BC) {
                 int64_t c = j->f->tk - j0 < BC ? j->f->tk - j0 : BC;
+                N(rows_ahead)(&j->k, k_at, j0 + BC, BC), N(rows_ahead)(&j->v, v_at, j0 + BC, BC);
                 N(cols_in)(&j->k, k_at, j0, c, w.kt + j0 * N(terms)(j->f->d));
                 N(cols_in)(&j->v, v_at, j0, c, w.vt + j0 * N(terms)(j->f->dv_size));
             }

@@ -8,6 +8,8 @@
  *   left_get, left_put   a vector of a LEFT
  *   tiles_turn           P and dS as product_flip takes them, dS as LEFT
  *   product, product_flip
+ *   vexp                 e^x of softmax
+ *   rows_out             sums back into rows of a tensor
  */
 #undef LEFT
 #undef RIGHT
@@ -18,6 +20,43 @@
 
 static inline int64_t N(terms)(int64_t k) { return k; }
 static inline int64_t N(left_ld)(int64_t w) { return N(pad)(w); }
+
+/* e^x for x <= 0 (and a little above): 0 below the smallest normal number, NaN stays NaN. Error below 1.5 ulp. */
+OM_INLINE V N(vexp)(V x) {
+#if OM_VEC_BITS == 32
+    const T low = -87.3f, log2e = 1.44269504f, ln2_hi = 0.693359375f, ln2_lo = -2.12194440e-4f, magic = 0x1.8p23f;
+    enum { SHIFT = 23, BIAS = 127 };
+#else
+    const T low = -708.3, log2e = 1.4426950408889634, ln2_hi = 0x1.62e42fee00000p-1, ln2_lo = 0x1.a39ef35793c76p-33,
+            magic = 0x1.8p52;
+    enum { SHIFT = 52, BIAS = 1023 };
+#endif
+    V r = x * log2e + magic; /* the integer sits in the low bits */
+    U n = (U)r;
+    r -= magic;
+    V f = x - r * ln2_hi - r * ln2_lo;
+#if OM_VEC_BITS == 32
+    V p = f * (1.0f / 5040) + 1.0f / 720;
+#else
+    V p = f * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+    p = p * f + 1.0 / 39916800.0;
+    p = p * f + 1.0 / 3628800.0;
+    p = p * f + 1.0 / 362880.0;
+    p = p * f + 1.0 / 40320.0;
+    p = p * f + 1.0 / 5040.0;
+    p = p * f + 1.0 / 720.0;
+#endif
+    p = p * f + (T)(1.0 / 120);
+    p = p * f + (T)(1.0 / 24);
+    p = p * f + (T)(1.0 / 6);
+    p = p * f + (T)0.5;
+    p = p * f + (T)1;
+    p = p * f + (T)1;
+    p *= (V)((n + BIAS) << SHIFT); /* bits of magic above the integer are shifted out */
+    return (V)((U)p & ~(U)(I)(x < low)); /* whatever came out below `low` becomes 0 */
+}
+
+OM_INLINE T N(row_top)(V top) { return N(vmax)(top); }
 
 /* --- small products ---------------------------------------------------------------------------------- */
 
@@ -139,4 +178,26 @@ OM_INLINE V N(left_get)(const T *p) { return N(vload)(p); }
 OM_INLINE void N(left_put)(T *p, V v) { N(vstore)(p, v); }
 OM_INLINE void N(tiles_turn)(int64_t n, int64_t c, const T *p, const T *ds, T *p_flip, T *ds_flip, T *left) {
     (void)n, (void)c, (void)p, (void)ds, (void)p_flip, (void)ds_flip, (void)left;
+}
+
+OM_INLINE void N(rows_out_as)(void *dst, int64_t n, int64_t w, int64_t rs, int64_t es, const T *src, int64_t ld,
+                              int s) {
+    for (int64_t i = 0; i < n; i++)
+        if (es == 1)
+            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k, src[i * ld + k], s);
+        else
+            for (int64_t k = 0; k < w; k++) N(put)(dst, i * rs + k * es, src[i * ld + k], s);
+}
+
+/* (n, ld) back into rows [t0, t0 + n) of head `at`, rounded to the tensor's type. */
+static void N(rows_out)(const om_tensor *x, int64_t at, int64_t t0, int64_t n, const T *src, int64_t ld) {
+    int r = x->rank;
+    int64_t w = x->dim[r - 1], rs = x->stride[r - 2], es = x->stride[r - 1];
+    void *dst = (void *)elem(x, at + t0 * rs);
+#if OM_VEC_BITS == 32
+    if (x->dtype == OM_BF16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_BF16);
+    else if (x->dtype == OM_F16) N(rows_out_as)(dst, n, w, rs, es, src, ld, OM_F16);
+    else
+#endif
+        N(rows_out_as)(dst, n, w, rs, es, src, ld, STORE_T);
 }

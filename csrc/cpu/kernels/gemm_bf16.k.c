@@ -60,16 +60,6 @@ typedef struct tile { /* where a register tile goes */
     const float *bias;  /* NR numbers or NULL */
 } tile;
 
-static inline __m512 widen(__m256i h) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
-
-static inline __m256i narrow(__m512 x) { /* as om_f32_to_bf16 */
-    const __m512i u = (__m512i)x, high = _mm512_srli_epi32(u, 16);
-    const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-    const __m512i even = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(even, nan, high, _mm512_set1_epi32(0x40)));
-}
-
 OM_INLINE void tile_store(const tile *t, int i, int v, __m512 x) {
     float *wide = t->wide + i * t->ldw + v * VL;
     if (t->add) x += _mm512_loadu_ps(wide);
