@@ -106,12 +106,14 @@ def test_inner_loops_are_vectorised(family: str, isa: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_bf16_product_keeps_its_tile_in_registers() -> None:
-    found = loops(object_of("gemm_bf16", "avx512"))["tile_full_bf16"]
-    best = max(found, key=lambda loop: sum("vdpbf16ps" in text for text in loop))
-    assert sum("vdpbf16ps" in text and "%zmm" in text for text in best) >= 24, "\n".join(best)
-    spilled = [text for text in best if re.search(r"%[yz]mm\d+,.*\(", text)]
-    assert not spilled, spilled
+@pytest.mark.parametrize("family,names,sums", [("gemm_bf16", ["tile_full_bf16"], 24), ("attention_bf16", ["product_f32", "product_flip_f32"], 16)])
+def test_bf16_products_keep_their_tiles_in_registers(family: str, names: list[str], sums: int) -> None:
+    found = loops(object_of(family, "avx512"))
+    for name in names:
+        best = max(found[name], key=lambda loop: sum("vdpbf16ps" in text for text in loop))
+        assert sum("vdpbf16ps" in text and "%zmm" in text for text in best) >= sums, "\n".join(best)
+        spilled = [text for text in best if re.search(r"%[yz]mm\d+,.*\(", text)]
+        assert not spilled, spilled
 
 
 @pytest.mark.parametrize("isa", REGISTER)

@@ -27,7 +27,7 @@ OM_INLINE float N(row_top)(V top) { return _mm512_reduce_max_ps((__m512)top); }
 
 /* --- small products ---------------------------------------------------------------------------------- */
 
-enum { PAIRS_MR = 8 }; /* x 2 vectors: 16 sums, two more than hide the instruction's latency */
+enum { PAIRS_MR = 8 }; /* x 2 vectors: 16 sums, so that two instructions a cycle need not wait for each other */
 
 OM_INLINE __m512i pair_of(const void *p, int64_t i) { /* word i of p, in every lane */
     uint32_t x;
