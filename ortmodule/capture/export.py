@@ -25,6 +25,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -305,18 +306,19 @@ def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _lowered() -> set[tuple[Any, torch.dtype]]:
-    """The recurrent operators whose results have autocast's type: what they are made of is cast, or they are (oneDNN's
-    LSTM). Asked of PyTorch, because it depends on the processor."""
-    found = set()
+def _lowered() -> dict[tuple[Any, torch.dtype, torch.dtype, torch.dtype], list[torch.dtype]]:
+    """Types of the recurrent operators' results under autocast, by operator, autocast's type, those of input and state.
+    Asked of PyTorch, because they depend on the processor (oneDNN's LSTM) and on what of the operator is cast."""
+    found = {}
+    half, double = (torch.float32, torch.bfloat16, torch.float16), torch.float64
     for op, gates in ((torch.lstm, 4), (torch.gru, 3), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
-        x, w, b, zero = torch.ones(2, 1, 8), torch.ones(8 * gates, 8), torch.ones(8 * gates), torch.zeros(1, 1, 8)
-        for low in (torch.bfloat16, torch.float16):
+        for low, (of_x, of_state) in product(half[1:], [*product(half, half), (double, double)]):
+            w = torch.ones(8 * gates, 8, dtype=double if of_x == double else None)
+            x, b, zero = torch.ones(2, 1, 8, dtype=of_x), w[:, 0], torch.zeros(1, 1, 8, dtype=of_state)
             with torch.no_grad(), torch.autocast("cpu", low, cache_enabled=False), contextlib.suppress(RuntimeError):
                 states: Any = (zero, zero) if gates == 4 else zero
-                y = op(x, states, [w, w, b, b], True, 1, 0.0, False, False, False)[0]
-                if y.dtype == low:
-                    found.add((getattr(torch.ops.aten, op.__name__).input, low))
+                made = op(x, states, [w, w, b, b], True, 1, 0.0, False, False, False)
+                found[getattr(torch.ops.aten, op.__name__).input, low, of_x, of_state] = [t.dtype for t in made]
     return found
 
 
@@ -325,9 +327,9 @@ def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_
     state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     made = [x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))]
     made += [torch.empty_like(s) for s in state]
-    low = torch.get_autocast_dtype("cpu")
-    if torch.is_autocast_enabled("cpu") and (op, low) in _lowered():
-        made = [t.to(low) for t in made]
+    if torch.is_autocast_enabled("cpu"):
+        types = _lowered().get((op, torch.get_autocast_dtype("cpu"), x.dtype, state[0].dtype))
+        made = [t.to(to) for t, to in zip(made, types or [t.dtype for t in made], strict=True)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *state, *params)):
         made = [t.requires_grad_().clone() for t in made]  # a result, no leaf
     return tuple(made)

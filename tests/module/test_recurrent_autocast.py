@@ -44,3 +44,25 @@ def test_errors_are_eagers(name: str, low: bool) -> None:
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
         mine, own = ((t.double() - want).abs().max() / want.abs().max() for t in (a, e))
         assert mine <= 2 * own + 1e-6, (float(mine), float(own))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("weight", "given", "low"), [
+    (torch.float64, torch.float64, torch.bfloat16), (torch.float32, torch.float16, torch.bfloat16),
+    (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16, torch.bfloat16)])  # fmt: skip
+def test_types(kind: type[nn.RNNBase], weight: torch.dtype, given: torch.dtype, low: torch.dtype) -> None:
+    """Autocast leaves float64 alone; what it casts meets inputs of the other half type as it is."""
+    eager, x = kind(4, 3).to(weight), torch.randn(5, 2, 4).to(given)
+    found = []
+    for model in (eager, ORTModule(copy.deepcopy(eager))):
+        try:
+            with torch.autocast("cpu", low):
+                y, states = model(x)
+        except RuntimeError:
+            if model is eager:
+                pytest.skip("PyTorch has no kernel for these types on this processor")
+            raise
+        found.append([y, *(states if isinstance(states, tuple) else [states])])
+    for e, a in zip(*found, strict=True):
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e, rtol=1e-10 if weight == torch.float64 else 2e-2, atol=1e-2 * (weight != torch.float64))
