@@ -75,14 +75,44 @@ class _Spared:
         return None if grad is None else self.hook(grad)
 
 
+class _SparedAfter:
+    """The same for a post-accumulate hook, which is not told what has arrived: .grad is as it was."""
+
+    __slots__ = ("before", "hook", "task")
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+        self.task = -1
+
+    def note(self, leaf: Tensor) -> None:
+        self.task, self.before = private.task_id(), _grad_of(leaf)
+
+    def __call__(self, leaf: Tensor) -> None:
+        if self.task != private.task_id() or self.before != _grad_of(leaf):
+            self.hook(leaf)
+
+
+def _grad_of(leaf: Tensor) -> tuple[int, int]:
+    """Which tensor, and as edited how often."""
+    g = leaf.grad
+    return id(g), 0 if g is None or g.is_inference() else g._version
+
+
 def _spare_hooks(ctx: Any, result: tuple[Tensor | None, ...], n: int) -> None:
     """The last n of a Function's results go to its last n tensors."""
     for (node, _), grad in zip(ctx.next_functions[-n:], result[-n:], strict=True):
         leaf = getattr(node, "variable", None) if grad is None else None
-        hooks: dict[int, Any] = (private.tensor_hooks(leaf) if leaf is not None else None) or {}
+        if leaf is None:
+            continue
+        hooks: dict[int, Any] = private.tensor_hooks(leaf) or {}
         for key, hook in [*hooks.items()]:
             if type(hook) is not _Spared:
                 hooks[key] = _Spared(hook)
+        hooks = private.post_hooks(leaf) or {}
+        for key, hook in [*hooks.items()]:
+            if type(hook) is not _SparedAfter:
+                hook = hooks[key] = _SparedAfter(hook)
+            hook.note(leaf)
 
 
 def _spared(ctx: Any, result: tuple[Tensor | None, ...], head: int) -> tuple[Tensor | None, ...]:

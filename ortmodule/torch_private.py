@@ -122,6 +122,8 @@ TABLE: tuple[Row, ...] = (
         "what a backward has left unfinished is kept as long as its graph", instead=lambda _: None),
     Row("tensor_hooks", ("torch.Tensor._backward_hooks.__get__",),
         "a hook on an output that misses the way through another output is not warned of", instead=lambda _: None),
+    Row("post_hooks", ("torch.Tensor._post_accumulate_grad_hooks.__get__",), "a post-accumulate hook is called for a "
+        "gradient that has not arrived", instead=lambda _: None),
     Row("is_zero", ("torch.Tensor._is_zerotensor",), "zeros without memory are told by their address",
         instead=lambda t: t.numel() > 0 and t.layout is torch.strided and t.data_ptr() == 0),
     Row("profiler", ("torch.autograd.profiler._is_profiler_enabled",), "torch.profiler shows no ranges of the engine",

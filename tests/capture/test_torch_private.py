@@ -81,6 +81,21 @@ def twice(m: nn.Module) -> None:
     logits.sum().backward()
 
 
+class Apart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x).sum(), self.other(x).sum()
+
+
+def either(m: nn.Module) -> None:
+    for both in (True, False):
+        one, other = m(torch.ones(2, 8))
+        (one + other if both else other).backward()
+
+
 def checkpointed(m: nn.Module) -> Tensor:
     loss = checkpoint(lambda x: m(x)[0], torch.ones(2, 8), use_reentrant=False)
     loss.backward()
@@ -272,6 +287,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "functorch": no_vmap,
     "queue_callback": lambda: in_engine(alike(Tower(), twice, segment_mb=1e-4)),
     "tensor_hooks": lambda: in_engine(alike(Tower(), train)),
+    "post_hooks": lambda: in_engine(alike(Apart(), either)),
     "is_zero": lambda: in_engine(alike(Tower(), zero_gradients)),
     "profiler": no_ranges,
     "call_impl": hooked,

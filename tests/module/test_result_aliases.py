@@ -208,6 +208,42 @@ def test_hooks_of_parameters_run_once_each(kind: str, segment_mb: float) -> None
         assert [name[0] for name, _ in seen[-1]] == ["b", "b", "a", "a"]
 
 
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return self.b(h).sin().sum(), self.c(h).sum()
+
+
+def test_hooks_of_parameters_that_a_backward_does_not_reach() -> None:
+    """They were called where .grad had not changed: an optimizer in backward took the last step again."""
+    eager = TwoResults().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    seen: list[list[str]] = []
+    for m in (eager, ours):
+        m.b.weight.grad = torch.ones(4, 4, dtype=torch.float64)
+        for name, p in m.named_parameters():
+            p.register_hook(lambda g, name=name: seen[-1].append(name))
+
+            def update(p: Tensor, name: str = name) -> None:
+                seen[-1].append(f"{name} updated")
+                p.data.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+
+            p.register_post_accumulate_grad_hook(update)
+        for which in (0, 1, 1, 2, 0, 1, 2, 2):
+            seen.append([])
+            one, other = m(draw(3, 4).double())
+            (one + other if which == 2 else (one, other)[which]).backward()
+    for got, want in zip(seen[8:], seen[:8], strict=True):
+        assert sorted(got) == sorted(want)
+    for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+    assert ours.report().graphs and not ours.report().eager
+
+
 # --- saved_tensors_hooks --------------------------------------------------------------------------
 
 
