@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -20,11 +21,13 @@ from typing import Any
 
 
 def one(script: Path, arm: str, rest: list[str]) -> dict[str, Any] | None:
-    """What the arm told in the end; None, with its last line of stderr shown, if it did not come to the end."""
+    """What the arm told in the end; None, with its error shown in a line, if it did not come to the end."""
     done = subprocess.run([sys.executable, script, *rest, "--arm", arm], capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        print(f"{arm}: {last}", file=sys.stderr)
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        # advice may follow it
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)]
+        print(f"{arm}: {(errors or lines)[-1]}", file=sys.stderr)
         return None
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "examples" / script), *options], capture_output=True, text=True, env=ENV)
+def run(script: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "examples" / script), *options], capture_output=True, text=True, env={**ENV, **env})
 
 
 def test_one_command() -> None:
@@ -28,6 +30,15 @@ def test_one_command() -> None:
         eager, ours = arms["eager"], arms["ortmodule"]
         assert abs(eager["loss"] - ours["loss"]) < 1e-3 and eager["tokens_per_s"] > 1 and ours["peak"] > 1
         assert eager["batch"] == ours["batch"] == 0  # nothing runs in 1 MiB
+
+
+@pytest.mark.slow
+def test_torch_compile_is_a_row_or_a_sentence(tmp_path: Path) -> None:
+    """Where nothing compiles for it, as here: the error that ended it in one line, and the rows of the others."""
+    done = run("recipes/recipes.py", "gpt2", "--arms", "compile,eager", "--", "--steps", "1", "--length", "16", "--batch", "1", CXX="/none", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    rows = [line.split()[0] for line in done.stdout.partition("\narm ")[2].splitlines()[1:]]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("compile: ")]
+    assert done.returncode == 1 and rows == ["eager"] and "InvalidCxxCompiler" in line, (done.stdout, done.stderr[-2000:])
 
 
 def test_what_is_no_recipe() -> None:
