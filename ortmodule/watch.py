@@ -78,6 +78,9 @@ _SITE = tuple({path + os.sep for path in (
     os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
     os.path.join(_STD_DIR, "site-packages"),
     *[p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")])})  # fmt: skip
+# Gathers ZeRO-3's parameters when they are read. What it keeps for that (a stack of the modules that are in forward:
+# another one where torch.utils.checkpoint calls again) is nothing that forward computes with.
+_GATHERS = os.path.join(os.sep + "deepspeed", "runtime", "zero", "parameter_offload.py")
 _ABSENT = patches.ABSENT
 _UNKNOWN: Any = object()
 _LOCK = type(threading.Lock())
@@ -348,7 +351,7 @@ def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
 def _is_library(path: str) -> bool:
     """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated
     by them."""
-    if path.startswith((TORCH_DIR, OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path):
+    if path.startswith((TORCH_DIR, OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path) or path.endswith(_GATHERS):
         return True
     site = next((p for p in _SITE if path.startswith(p)), None)
     return site is not None and path[len(site):].partition(os.sep)[0].removesuffix(".py") in _BELOW_TORCH
