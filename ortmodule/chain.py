@@ -510,8 +510,8 @@ class Graph:
         state = step.state
         if state is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: the first, which has failed, has used up the state of "
-                "the forward. Specify retain_graph=True at the first backward."
+                "Trying to backward through the graph a second time: the first, which has failed, has used up the "
+                "state of the forward. Specify retain_graph=True at the first backward."
             )
         if not keep:  # from here on what lies there is the backward's, which may stop in the middle
             step.state = None
