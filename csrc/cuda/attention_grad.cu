@@ -55,6 +55,10 @@ template <class S> FN void attention_delta(const om_gpu_attention &p) {
     st((F *)p.delta + 2 * rows + row, il);
 }
 
+template <class S> FN WIDE at_of(const char *x, const int64_t *s, int64_t b, int64_t h, int64_t t, int64_t c) {
+    return at<S>(x, b * s[0] + h * s[1] + t * s[2] + c * s[3]);
+}
+
 template <class F> struct att_stat { F delta, m, il; };
 template <class F> FN att_stat<F> att_stat_of(const om_gpu_attention &p, int64_t row, bool any) {
     const int64_t rows = p.batch * p.hq * p.tq;
@@ -175,6 +179,50 @@ template <class S> FN void attention_dkv(const om_gpu_attention &p) {
     }
 }
 
+/* An element of the mask gets the sum over all pairs that it was added to, of which every `parts`-th is a thread's:
+ * neighbouring elements by neighbouring threads. */
+template <class S> FN void attention_dmask(const om_gpu_attention_mask &m) {
+    typedef WIDE F;
+    SHARED(shared);
+    double *sums = (double *)shared, sum = 0;
+    const om_gpu_attention &p = m.a;
+    const int64_t size[4] = {p.batch, p.hq, p.tq, p.tk}, each = blockDim.x / m.parts;
+    const int64_t lane = threadIdx.x % each, part = threadIdx.x / each, own = blockIdx.x * each + lane;
+    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    int64_t elements = 1, pairs = 1, to = 0;
+#pragma unroll
+    for (int x = 0; x < 4; x++) *(m.step[x] ? &elements : &pairs) *= size[x];
+    for (int64_t r = part; r < pairs && own < elements; r += m.parts) {
+        int64_t at[4], e = own, rest = r;
+        to = 0;
+#pragma unroll
+        for (int x = 3; x >= 0; x--) {
+            int64_t *from = m.step[x] ? &e : &rest;
+            at[x] = *from % size[x];
+            *from /= size[x];
+            to += at[x] * m.step[x];
+        }
+        const att_head a = {at[0], at[1], at[1] / (p.hq / p.hk)};
+        const int64_t i = at[2], j = at[3];
+        const att_stat<F> stat = att_stat_of<F>(p, (a.b * p.hq + a.h) * p.tq + i, true);
+        if (stat.il == 0 || !att_sees(p, a.b, i, j)) continue;
+        F dot = 0, dp = 0;
+        for (int64_t c = 0; c < p.d; c++)
+            dot += at_of<S>(p.q, p.sq, a.b, a.h, i, c) * at_of<S>(p.k, p.sk, a.b, a.kv, j, c);
+        for (int64_t c = 0; c < p.dv_size; c++)
+            dp += at_of<S>(p.dy, p.sdy, a.b, a.h, i, c) * at_of<S>(p.v, p.sv, a.b, a.kv, j, c);
+        const F s = att_score<S, F>(p, a, i, j, dot);
+        if (s == -inf_of((F)0)) continue;
+        sum += exp_of(s - stat.m) * stat.il * (dp * att_keep<F>(p, a, seed, i, j) - stat.delta);
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (part || own >= elements) return;
+    for (int64_t k = 1; k < m.parts; k++) sum += sums[k * each + lane];
+    float_put(m.dmask, p.mask_type, to, sum);
+}
+
 FLOATS(attention_delta, struct om_gpu_attention, ATT_BLOCK, attention_delta)
+FLOATS(attention_dmask, struct om_gpu_attention_mask, ATT_BLOCK, attention_dmask)
 FLOATS(attention_dq, struct om_gpu_attention, ATT_BLOCK, attention_dq)
 FLOATS(attention_dkv, struct om_gpu_attention, ATT_BLOCK, attention_dkv)

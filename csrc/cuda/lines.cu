@@ -142,25 +142,63 @@ EXPORT(256) om_k_arg(PARAM(struct om_gpu_lines) p) {
     if (!threadIdx.x) st((int64_t *)p.y[0] + line_at(p, blockIdx.x, 3), place[0]);
 }
 
-/* Block (line, blockDim elements): how many of the line come before an element is its place among the first k. */
+/* A block per line: the k-th key one bit after the other, then the keys before it and the first of those equal to it,
+ * in the order of the line. */
+EXPORT(256) om_k_topk_pick(PARAM(struct om_gpu_lines) p) {
+    SHARED(shared);
+    uint32_t *fewer = (uint32_t *)shared, *same = fewer + 8; /* of each warp */
+    const uint64_t turn = p.largest ? ~(uint64_t)0 : 0;
+    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5, below = (1u << lane) - 1;
+    const int64_t x = line_at(p, blockIdx.x, 0);
+    uint64_t *key = (uint64_t *)p.space + blockIdx.x * 2 * p.k, kth = 0;
+    int64_t *place = (int64_t *)key + p.k, left = p.k, before = 0, equal = 0;
+    for (int bit = 63; bit >= 0; bit--) { /* `left`: its number among the keys with the same upper bits */
+        int64_t n = 0;
+        for (int64_t i = threadIdx.x; i < p.len; i += blockDim.x)
+            n += (order_of(p.x[0], p.dtype, x + i * p.step[0], turn) ^ kth) >> bit == 0;
+        n = block_all<op_sum>(n, (int64_t)0, (int64_t *)shared);
+        if (n < left) left -= n, kth |= (uint64_t)1 << bit;
+    }
+    for (int64_t first = 0; first < p.len; first += blockDim.x) {
+        const int64_t i = first + threadIdx.x;
+        const uint64_t own = i < p.len ? order_of(p.x[0], p.dtype, x + i * p.step[0], turn) : ~(uint64_t)0;
+        const uint32_t a = votes(i < p.len && own < kth), b = votes(i < p.len && own == kth);
+        int64_t lower = before + ones(a & below), equals = equal + ones(b & below);
+        __syncthreads();
+        if (!lane) fewer[warp] = (uint32_t)ones(a), same[warp] = (uint32_t)ones(b);
+        __syncthreads();
+        for (unsigned w = 0; w < blockDim.x / 32; w++) {
+            before += fewer[w], equal += same[w];
+            if (w < warp) lower += fewer[w], equals += same[w];
+        }
+        if (i >= p.len || own > kth || (own == kth && equals >= left)) continue;
+        const int64_t at = lower + (equals < left ? equals : left);
+        st(key + at, own);
+        st(place + at, i);
+    }
+}
+
+/* Block (line, blockDim candidates): how many of them come before one is its place. */
 EXPORT(256) om_k_topk(PARAM(struct om_gpu_lines) p) {
     SHARED(keys);
     uint64_t *key = (uint64_t *)keys;
-    const uint64_t turn = p.largest ? ~(uint64_t)0 : 0;
-    const int64_t x = line_at(p, blockIdx.x, 0), i = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
+    const uint64_t turn = p.largest ? ~(uint64_t)0 : 0, *picked = (const uint64_t *)p.space + blockIdx.x * 2 * p.k;
+    const int64_t n = p.space ? p.k : p.len, x = line_at(p, blockIdx.x, 0);
+    const int64_t i = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
     const int size = is_float(p.dtype) ? p.dtype == OM_F64 ? 8 : p.dtype == OM_F32 ? 4 : 2
                                        : p.dtype == OM_I64 ? 8 : p.dtype == OM_I32 ? 4 : p.dtype == OM_I16 ? 2 : 1;
-    const uint64_t own = i < p.len ? order_of(p.x[0], p.dtype, x + i * p.step[0], turn) : 0;
+    uint64_t own = 0;
+    if (i < n) own = p.space ? ld(picked + i) : order_of(p.x[0], p.dtype, x + i * p.step[0], turn);
     int64_t rank = 0;
-    for (int64_t first = 0; first < p.len; first += blockDim.x) {
+    for (int64_t first = 0; first < n; first += blockDim.x) {
+        const int64_t j = first + threadIdx.x, many = n - first < blockDim.x ? n - first : blockDim.x;
         __syncthreads();
-        if (first + threadIdx.x < p.len)
-            key[threadIdx.x] = order_of(p.x[0], p.dtype, x + (first + threadIdx.x) * p.step[0], turn);
+        if (j < n) key[threadIdx.x] = p.space ? ld(picked + j) : order_of(p.x[0], p.dtype, x + j * p.step[0], turn);
         __syncthreads();
-        const int64_t n = p.len - first < blockDim.x ? p.len - first : blockDim.x;
-        for (int64_t j = 0; j < n; j++) rank += key[j] < own || (key[j] == own && first + j < i);
+        for (int64_t k = 0; k < many; k++) rank += key[k] < own || (key[k] == own && first + k < i);
     }
-    if (i >= p.len || rank >= p.k) return;
-    move_one(p.x[0], x + i * p.step[0], p.y[0], line_at(p, blockIdx.x, 3) + rank * p.step[3], size);
-    st((int64_t *)p.y[1] + line_at(p, blockIdx.x, 4) + rank * p.step[4], i);
+    if (i >= n || rank >= p.k) return;
+    const int64_t from = p.space ? ld((const int64_t *)picked + p.k + i) : i;
+    move_one(p.x[0], x + from * p.step[0], p.y[0], line_at(p, blockIdx.x, 3) + rank * p.step[3], size);
+    st((int64_t *)p.y[1] + line_at(p, blockIdx.x, 4) + rank * p.step[4], from);
 }

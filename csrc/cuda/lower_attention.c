@@ -117,6 +117,28 @@ int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a) {
     return 3 * om_numel(&a->in[6]) * 8; /* delta, m, il of every query */
 }
 
+/* What each element of an added mask gets. */
+static om_status dmask_add(om_lower *l, const om_gpu_attention *p, const int64_t *step, int64_t bytes) {
+    enum { THREADS = 128 };
+    const om_args *a = l->a;
+    const int64_t size[4] = {p->batch, p->hq, p->tq, p->tk};
+    int64_t elements = 1, pairs = 1;
+    for (int i = 0; i < 4; i++) *(step[i] ? &elements : &pairs) *= size[i];
+    if (!pairs) return om_gpu_fill_lower(l, a->n_in + 3, &a->out[3], 0, 0);
+    const int32_t parts = pairs >= 64 ? 16 : pairs > 1 ? 4 : 1;
+    om_gpu_attention_mask *g = om_gpu_add(l, OM_GPU_OF(attention_dmask, a->in[1].dtype),
+                                          om_gpu_blocks(elements, THREADS / parts), 1, 1, THREADS,
+                                          THREADS * sizeof(double), sizeof *g);
+    if (!g) return l->cx->status;
+    g->a = *p, g->parts = parts;
+    memcpy(g->step, step, sizeof size);
+    attention_operands(l, &g->a, 1, 4, 7, 8);
+    om_gpu_in(l, &g->a.dy, 0);
+    om_gpu_scratch_at(l, &g->a.delta, 0, bytes, OM_GPU_READ);
+    om_gpu_out(l, &g->dmask, 3, OM_GPU_WRITE);
+    return OM_OK;
+}
+
 om_status om_lower_attention_grad(om_lower *l) {
     const om_args *a = l->a;
     const int dtype = a->in[1].dtype;
@@ -124,9 +146,10 @@ om_status om_lower_attention_grad(om_lower *l) {
     const bool turn = om_args_int(a, "seq_first", 0);
     const om_tensor *frozen = given(a, 9), *mask = given(a, 4);
     om_gpu_attention p;
-    /* queries that saw nothing and shall be NaN, the mask's own gradient: the CPU's */
+    int64_t step[4] = {0};
+    /* queries that saw nothing and shall be NaN: the CPU's */
     const bool dmask = mask && om_is_float(mask->dtype) && om_args_int(a, "want_dmask", 0);
-    if (!attention_of(a, 1, 4, 7, 8, &p) || p.nan_rows || dmask ||
+    if (!attention_of(a, 1, 4, 7, 8, &p) || p.nan_rows || (dmask && !broadcast(&a->out[3], &a->in[1], step)) ||
         !four(&a->in[0], turn, p.sdy) || !four(&a->in[5], turn, p.sy) || !four(&a->out[0], turn, p.sdq) ||
         !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) ||
         (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
@@ -163,5 +186,5 @@ om_status om_lower_attention_grad(om_lower *l) {
         if (!which) om_gpu_out(l, &g->dq, 0, OM_GPU_WRITE);
         if (which) om_gpu_out(l, &g->dk, 1, OM_GPU_WRITE), om_gpu_out(l, &g->dv, 2, OM_GPU_WRITE);
     }
-    return OM_OK;
+    return dmask ? dmask_add(l, &p, step, bytes) : OM_OK;
 }

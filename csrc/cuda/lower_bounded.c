@@ -36,7 +36,9 @@ om_status om_lower_counted(om_lower *l) {
     const int axis = (int)om_args_int(a, "axis", 0);
     om_gpu_counted p = {.outer = 1, .n = x->dim[axis], .limit = y->dim[0], .row = 1, .past = om_args_int(a, "past", 0),
                         .size = (int32_t)om_dtype_size(x->dtype),
-                        .what = om_is(n, compress) ? OM_GPU_COMPRESS : om_is(n, restore) ? OM_GPU_RESTORE : OM_GPU_TRIM};
+                        .what = om_is(n, compress)  ? OM_GPU_COMPRESS
+                                : om_is(n, restore) ? OM_GPU_RESTORE
+                                                    : OM_GPU_TRIM};
     for (int i = 0; i < x->rank; i++)
         if (i != axis) *(i < axis ? &p.outer : &p.row) *= x->dim[i];
     if (p.what == OM_GPU_RESTORE) OM_TRY(om_gpu_fill_lower(l, a->n_in, y, 0, 0));

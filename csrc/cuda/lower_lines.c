@@ -132,15 +132,37 @@ om_status om_lower_arg(om_lower *l) {
     return lines_add(l, OM_GPU_arg, &p, p.lines, 1, threads, threads * 16) ? OM_OK : l->cx->status;
 }
 
-/* Every element is compared with every other of its line: long lines are the CPU's. */
-om_status om_lower_topk(om_lower *l) {
-    enum { LONGEST = 1 << 15 };
+/* Candidates are compared with each other: all of a short line, the k picked of a long one. What has more is the
+ * CPU's. */
+static void topk_of(const om_args *a, om_gpu_lines *p, bool *picks) {
+    enum { SHORT = 1 << 10 };
+    lines_of(a, p);
+    p->k = a->out[0].dim[om_args_int(a, "axis", 0)], p->largest = om_args_int(a, "largest", 1) != 0;
+    *picks = p->len > SHORT && p->k <= p->len / 4;
+}
+
+int64_t om_gpu_scratch_topk(om_ctx *cx, const om_args *a) {
     om_gpu_lines p;
+    bool picks;
+    (void)cx;
+    topk_of(a, &p, &picks);
+    return picks ? 16 * p.lines * p.k : 0;
+}
+
+om_status om_lower_topk(om_lower *l) {
+    enum { MOST = 1 << 15 };
+    om_gpu_lines p, *g;
+    bool picks;
     OM_TRY(om_gpu_check(l));
-    lines_of(l->a, &p);
-    p.k = l->a->out[0].dim[om_args_int(l->a, "axis", 0)], p.largest = om_args_int(l->a, "largest", 1) != 0;
-    if (p.lines > INT32_MAX || p.len > LONGEST) return om_gpu_host(l);
-    const uint32_t threads = threads_for(p.len);
-    const int64_t parts = om_gpu_blocks(p.len, threads);
-    return lines_add(l, OM_GPU_topk, &p, p.k ? p.lines : 0, parts, threads, threads * 8) ? OM_OK : l->cx->status;
+    topk_of(l->a, &p, &picks);
+    const int64_t n = picks ? p.k : p.len, room = 16 * p.lines * p.k;
+    if (p.lines > INT32_MAX || n > MOST) return om_gpu_host(l);
+    const uint32_t threads = threads_for(n);
+    if (picks) {
+        if (!(g = lines_add(l, OM_GPU_topk_pick, &p, p.k ? p.lines : 0, 1, 256, 256))) return l->cx->status;
+        om_gpu_scratch_at(l, &g->space, 0, room, OM_GPU_WRITE);
+    }
+    g = lines_add(l, OM_GPU_topk, &p, p.k ? p.lines : 0, om_gpu_blocks(n, threads), threads, threads * 8);
+    if (g && picks) om_gpu_scratch_at(l, &g->space, 0, room, OM_GPU_READ);
+    return g ? OM_OK : l->cx->status;
 }

@@ -3,6 +3,8 @@
 #include "ops/attr.h"
 #include "ops/loss.h"
 
+#include <math.h>
+
 /* Threads for a row of n: whole warps. */
 static uint32_t threads_for(int64_t n) {
     return n <= 32 ? 32 : n <= 128 ? 64 : n <= 512 ? 128 : n <= 8192 ? 256 : 1024;
@@ -70,8 +72,7 @@ om_status om_lower_reduce(om_lower *l) {
                : id == OM_OP_reduce_max  ? OM_GPU_MAX
                : id == OM_OP_reduce_min  ? OM_GPU_MIN
                                          : OM_GPU_PROD;
-    if (!r.p.inner && (cls == OM_I64 || r.p.what == OM_GPU_MEAN)) return om_gpu_host(l);
-    r.p.scale = r.p.inner ? 1 / (double)r.p.inner : 0;
+    r.p.scale = r.p.inner ? 1 / (double)r.p.inner : NAN; /* the mean of no element; 0 of integers */
     r.p.xtype = dtype;
     const int64_t wide = (int64_t)om_dtype_size(acc), size = r.p.parts * r.p.outer * wide;
     r.p.ytype = r.p.parts > 1 ? acc : a->out[0].dtype;

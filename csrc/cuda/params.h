@@ -192,6 +192,13 @@ typedef struct om_gpu_attention {
     int32_t causal, nan_rows, mask_kind /* 0 none, 1 bool, 2 float */, mask_type, drop, none;
 } om_gpu_attention;
 
+typedef struct om_gpu_attention_mask { /* gradient of a mask that is added; strides 0 where it broadcasts */
+    om_gpu_attention a;
+    char *dmask;
+    int64_t step[4];
+    int32_t parts, none;       /* threads that share an element */
+} om_gpu_attention_mask;
+
 /* --- each.cu, lines.cu --------------------------------------------------------------------------------- */
 
 /* Numbers of what a kernel computes. */
@@ -222,7 +229,7 @@ typedef struct om_gpu_cdist { /* x (items / rows, rows, m), y (items / rows, r, 
 typedef struct om_gpu_lines {
     const char *x[3];
     char *y[2];
-    double *space; /* lines * len */
+    double *space; /* lines * len; topk: keys of k candidates and their places, per line; NULL: all are */
     int64_t lines, len, dim[OM_GPU_RANK], stride[5][OM_GPU_RANK], step[5];
     int64_t k;     /* of the largest */
     int32_t rank, dtype, what, exclusive, reverse, largest;
@@ -326,7 +333,8 @@ typedef struct om_gpu_recurrent {
 } om_gpu_recurrent;
 typedef struct om_gpu_recurrent_grad {
     const char *after;         /* gradient (n, gates * size) of the step after this one; NULL: there is none */
-    const char *dy, *w, *h, *dlast; /* of the operands' type; h: RNN this step's, GRU the one before; dlast: dc's first */
+    const char *dy, *w;        /* of the operands' type, so are h and dlast */
+    const char *h, *dlast;     /* h: of an RNN this step's, of a GRU the one before; dlast: the first dc */
     const char *gates, *cells, *before; /* before: cells of the step before; first: c0, of the operands' type */
     char *dgx, *dgh;           /* of the operands' type */
     char *wide;                /* dgh (dgx) once more; NULL: they are of the compute type */
@@ -342,7 +350,7 @@ typedef struct om_gpu_ctc {    /* x (time, rows, classes); columns: entries with
     const char *x, *dy;
     const int64_t *targets, *inputs, *lengths;
     const uint8_t *valid;
-    int64_t *list, *begin;     /* scratch: targets that are valid; per row where its own begin, then how many there are */
+    int64_t *list, *begin;     /* scratch: targets that are valid; where each row's begin, then how many there are */
     double *alpha, *beta, *loss; /* scratch: per row, [time or 2][columns]; beta NULL: no gradient */
     uint32_t *next;            /* scratch, per row: what entry has the same class next; bit 31: one before has */
     char *y;
