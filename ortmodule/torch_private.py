@@ -179,6 +179,8 @@ TABLE: tuple[Row, ...] = (
         "batches of 1 have captures of their own", owner=True),
     Row("or_false", ("torch.fx.experimental.symbolic_shapes.guard_or_false",), "squeeze of a size that varies and is 1 "
         "is not captured", owner=True),
+    Row("surely", ("torch.fx.experimental.symbolic_shapes.statically_known_true",), "torch.div of sizes is a number "
+        "that is read from a tensor"),
     Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),

@@ -4,10 +4,10 @@
  * atoms (a symbol, or a DIV/MOD/MIN/MAX that could not be simplified): every result is flattened to a sorted list of
  * coefficient * atom * atom ..., and rebuilt in that order, so two sizes that are equal as polynomials are the same
  * om_dim. DIV and MOD are simplified only when exact for all values: every term divisible,
- * or, of DIV by a constant, some, and what is whole in the constant term; sizes are taken to be
- * non-zero where they divide. A polynomial too large for the fixed arrays stays as it was written (opaque), and so does
- * what is made of it: correct, only not canonical. Arithmetic never wraps: what 64 bits do not hold stays unevaluated,
- * and evaluates to OM_DIM_BAD.
+ * or, of DIV by a constant, some, and what is whole in the constant term; x - Mod(x, y) is y*(x//y); sizes are taken
+ * to be non-zero where they divide. A polynomial too large for the fixed arrays stays as it was written (opaque), and
+ * so does what is made of it: correct, only not canonical. Arithmetic never wraps: what 64 bits do not hold stays
+ * unevaluated, and evaluates to OM_DIM_BAD.
  *
  * Expressions share operands, so the tree of one may be exponentially larger than what is stored. Every expression
  * knows its number of leaves, and more than OM_DIM_LEAVES are refused: that bounds depth and work of everything that
@@ -231,12 +231,47 @@ static om_dim poly_dim(om_graph *g, const poly *p) {
     return sum;
 }
 
+/* In p, x - Mod(x, y) becomes y*(x//y), a multiple of y for whoever divides by it and not negative where x is not. */
+static void poly_whole_of_mod(om_graph *g, poly *p) {
+    for (int i = 0; i < p->n; i++) {
+        const term t = p->t[i];
+        const om_expr *e = t.n == 1 && t.atom[0] < 0 ? &g->exprs.v[~t.atom[0]] : NULL;
+        int64_t y;
+        if (!e || e->kind != OM_DIM_MOD || !om_dim_const(g, e->b, &y) || t.coef == INT64_MIN) continue;
+        const om_dim of = e->a;
+        poly x = {0}, div = {0}, out = *p;
+        bool fits = true;
+        poly_of(g, of, &x);
+        for (int k = 0; k < x.n && fits; k++) {
+            term u = x.t[k];
+            int j = 0;
+            fits = !__builtin_mul_overflow(u.coef, t.coef, &u.coef); /* added to p it takes -t.coef * x away */
+            while (j < p->n && term_order(&p->t[j], &u) != 0) j++;
+            int64_t left;
+            fits = fits && j < p->n && !__builtin_add_overflow(p->t[j].coef, u.coef, &left) && left == 0;
+            if (fits) poly_add_term(&out, &u);
+        }
+        if (!fits || x.overflow) continue;
+        poly_add_term(&out, &(term){.coef = -t.coef, .n = 1, .atom = {t.atom[0]}});
+        poly_of(g, om_dim_div(g, of, om_dim_int(g, y)), &div);
+        for (int k = 0; k < div.n && fits; k++) {
+            term u = div.t[k];
+            fits = !__builtin_mul_overflow(u.coef, -t.coef, &u.coef) && !__builtin_mul_overflow(u.coef, y, &u.coef);
+            if (fits) poly_add_term(&out, &u);
+        }
+        if (!fits || div.overflow || out.overflow) continue;
+        *p = out;
+        i = -1;
+    }
+}
+
 om_dim om_dim_add(om_graph *g, om_dim a, om_dim b) {
     int64_t sum;
     if (a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, &sum)) return sum;
     poly p = {0};
     poly_of(g, a, &p);
     poly_of(g, b, &p);
+    if (!p.overflow) poly_whole_of_mod(g, &p);
     return p.overflow ? expr_cons_as(g, OM_DIM_ADD, a, b, true) : poly_dim(g, &p);
 }
 

@@ -50,7 +50,9 @@ static void size_bounds(const om_graph *g, om_dim d, int64_t least, int64_t *lo,
         break;
     }
     case OM_DIM_DIV:
-        if (a0 >= 0 && b0 >= 1) *lo = b1 == INT64_MAX ? 0 : a0 / b1, *hi = a1 == INT64_MAX ? INT64_MAX : a1 / b0;
+        if (b0 < 1) break; /* rounded down */
+        if (a0 != INT64_MIN) *lo = a0 < 0 ? a0 / b0 - (a0 % b0 != 0) : b1 == INT64_MAX ? 0 : a0 / b1;
+        if (a1 != INT64_MAX) *hi = a1 >= 0 ? a1 / b0 : b1 == INT64_MAX ? -1 : a1 / b1 - (a1 % b1 != 0);
         break;
     case OM_DIM_MOD:
         if (b0 >= 1) *lo = 0, *hi = b1 == INT64_MAX ? INT64_MAX : b1 - 1;
@@ -175,8 +177,9 @@ static bool size_binary(om_onnx *o, om_dim a, om_dim b, om_dim *out) {
     else if (!strcmp(op, "Mul")) *out = om_dim_mul(g, a, b);
     else if (!strcmp(op, "Max")) *out = om_dim_max(g, a, b);
     else if (!strcmp(op, "Min")) *out = om_dim_min(g, a, b);
-    else { /* floor and truncation agree where both are certainly not negative */
-        if (!om_onnx_nonneg(g, a) || !om_onnx_nonneg(g, b) || b == 0) return false;
+    else { /* floor and truncation agree where both are certainly not negative; Mod without fmod is floor's */
+        bool floor = !strcmp(op, "Mod") && !om_onnx_int(o, "fmod", 0) && om_dim_const(g, b, &y) && y > 0;
+        if (!floor && (!om_onnx_nonneg(g, a) || !om_onnx_nonneg(g, b) || b == 0)) return false;
         if (!strcmp(op, "Div")) *out = om_dim_div(g, a, b);
         else if (!strcmp(op, "Mod")) *out = om_dim_mod(g, a, b);
         else return false;

@@ -54,6 +54,7 @@ from .density import Density, densities
 from .export import Exported, capture_error, export_module
 from .facts import Test, format_of
 from .functional import STOP, Node, Program, View, functionalize
+from .layouts import OneNow
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import Recorded, without_values
 from .regions import keep_unknown_sizes
@@ -159,20 +160,22 @@ def capture(
     Raises CaptureError with the innermost submodule, file and line.
     """
     started = time.perf_counter()
-    exported = export_module(
-        module,
-        args,
-        kwargs,
-        dynamic=dynamic,
-        symbolic_scalars=symbolic_scalars,
-        keep_in_torch=keep_in_torch,
-        fixed=fixed,
-        cut=cut,
-        answers=answers,
-        rehearse=rehearse,
-        earlier=earlier,
-    )
-    program = functionalize(exported)
+    how: dict[str, Any] = {
+        "dynamic": dynamic,
+        "symbolic_scalars": symbolic_scalars,
+        "keep_in_torch": keep_in_torch,
+        "fixed": fixed,
+        "cut": cut,
+        "answers": answers,
+        "rehearse": rehearse,
+        "earlier": earlier,
+    }
+    try:
+        exported = export_module(module, args, kwargs, **how)
+        program = functionalize(exported)
+    except OneNow:
+        exported = export_module(module, args, kwargs, **how, ones_are_symbols=False)
+        program = functionalize(exported)
     training = module.training and exported.grad_mode
     tests = _tests(program, exported, flatten_inputs(args, kwargs), module)
     if exported.table.marks:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 import random
 import sys
 import traceback
@@ -279,10 +280,13 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def patched_torch() -> contextlib.AbstractContextManager[None]:
-    """Two places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares
+    """Three places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares
     values (the engine finds causality itself); the recurrent layers' fake kernels unroll the sequence, which fixes its
-    length."""
+    length; torch.div of sizes gives a tensor, whose value would be read as one that only the data knows."""
     rows: list[Patch] = []
+    if private.has("surely"):
+        rows += [Patch(of, name, only_here(_remembering(name, getattr(of, name)), getattr(of, name)))
+                 for of, names in ((torch, ("div", "divide", "floor_divide")), (Tensor, _SIZES)) for name in names]
     if private.has("transformer"):
         detect = private.transformer._detect_is_causal_mask
 
@@ -298,6 +302,37 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
             rows += [Patch(op.py_kernels, key, only_here(functools.partial(_types_only, op), before)),
                      Patch(op, "_dispatch_cache", {})]  # filled from the kernels, for all keys
     return replaced(*rows)
+
+
+def _remembering(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """compute, of name, for numbers that are sizes, as ints or in tensors of one number: what it makes remembers which
+    size it is."""
+
+    def size_in(x: Any) -> Any:
+        return getattr(x, "item_memo", None) if isinstance(x, private.FakeTensor) and not x.dim() else x
+
+    def computed(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        made = compute(a, b, *args, **kwargs)
+        if not isinstance(made, private.FakeTensor) or made.dtype is not torch.int64 or made.dim() or args:
+            return made
+        x, y = size_in(a), size_in(b)
+        if torch.SymInt not in (type(x), type(y)) or not {type(x), type(y)} <= {torch.SymInt, int}:
+            return made
+        if name in _SIZES:
+            made.item_memo = _SIZES[name](x, y)
+        elif (kwargs == {} if name == "floor_divide" else kwargs in ({"rounding_mode": "trunc"},
+                                                                    {"rounding_mode": "floor"})):  # fmt: skip
+            if private.surely(x >= 0) and private.surely(y > 0):
+                made.item_memo = x // y
+        return made
+
+    return computed
+
+
+_SIZES: dict[str, Callable[[Any, Any], Any]] = {
+    "__add__": operator.add, "__radd__": operator.add, "__mul__": operator.mul, "__rmul__": operator.mul,
+    "__sub__": operator.sub, "__rsub__": lambda a, b: b - a,
+}  # fmt: skip
 
 
 def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -440,10 +475,12 @@ def export_module(
     answers: branches.Answers | None = None,
     rehearse: bool = False,
     earlier: Sequence[dict[str, list[opaque.Recorded]]] = (),
+    ones_are_symbols: bool = True,
 ) -> Exported:
     """Traces `module(*args, **kwargs)`; raises CaptureError. fixed: (tensor leaf, axis) that stay numbers in a dynamic
-    capture. cut: the cuts.Places of hooks. answers: those of the first branches on values that forward meets; None: a
-    branch is an error. rehearse: others are expected. earlier: what modules in `keep` have returned at other sizes."""
+    capture, as sizes of 1 do without ones_are_symbols. cut: the cuts.Places of hooks. answers: those of the first
+    branches on values that forward meets; None: a branch is an error. rehearse: others are expected. earlier: what
+    modules in `keep` have returned at other sizes."""
     keep = sorted(keep_in_torch)
     lacking = private.lacks("capture")
     if lacking is not None:
@@ -455,14 +492,16 @@ def export_module(
         try:
             return told.until_answered(
                 lambda table, asker: _export(
-                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, earlier
+                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, earlier,
+                    ones_are_symbols,
                 )
-            )
+            )  # fmt: skip
         except CaptureError:
             raise
         except Exception as e:
             error = capture_error(module, e)
-            if not dynamic or all(d != 1 for t in flatten_inputs(args, kwargs).tensors for d in t.shape):
+            ones = any(d == 1 for t in flatten_inputs(args, kwargs).tensors for d in t.shape)
+            if not (dynamic and ones and ones_are_symbols):
                 raise error from e
         # Taken as a symbol, a size of 1 does not broadcast. Where that was the trouble, such sizes are numbers.
         try:

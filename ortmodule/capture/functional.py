@@ -251,9 +251,9 @@ _STEPS = {f"{op}_": True for op in ("eq", "ne", "lt", "le", "gt", "ge")} | {
 }
 
 _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
-# Views that are an error where strides forbid them; what is a view or a copy as the strides of its operand have it;
-# results that lie in memory in one way, whatever the operands' strides.
-_STRICT = frozenset(("view", "view_as", "unflatten", "view_as_real", "view_as_complex"))
+# Views that are an error, or see other elements, where strides forbid or have them; what is a view or a copy as the
+# strides of its operand have it; results that lie in memory in one way, whatever the operands' strides.
+_STRICT = frozenset(("view", "view_as", "unflatten", "view_as_real", "view_as_complex", "as_strided"))
 _MAYBE = frozenset(("reshape", "reshape_as", "flatten", "ravel", "contiguous", "to", "_to_copy", "einsum", "type_as",
                     "pin_memory", "narrow_copy", "tensordot", "meshgrid", "kron", "block_diag", "atleast_3d"))
 _ONE_LAYOUT = frozenset(("linear", "mm", "bmm", "addmm", "baddbmm", "embedding", "layer_norm"))

@@ -56,6 +56,8 @@ def _chooses(frame: FrameType) -> bool:
     given = frame.f_locals
     func = given.get("func", given.get("self"))
     name = func._schema.name.partition("::")[2] if isinstance(func, private.OpOverload) else ""
+    if name == "as_strided":  # does memory hold all places? In the engine one behind it is out of range
+        return True
     if func is Tensor.contiguous or name == "contiguous":  # not of another memory format
         return len(given.get("args") or ()) == 1 and not given.get("kwargs")
     return func is torch.nn.functional.linear or name == "linear"
@@ -149,6 +151,10 @@ def pin(t: Tensor) -> bool:
     return follows(t) or any(size == 0 for size in t.shape) or _dense(t)
 
 
+class OneNow(CaptureError):
+    """A size of 1 cannot be a symbol here; as a number it can be captured."""
+
+
 def pin_ones(t: Tensor, dims: Sequence[Any]) -> None:
     """squeeze leaves a size out where it is 1. With symbols for sizes PyTorch takes it to be another without saying so:
     here that is a condition. dims: none, one or several, as squeeze takes them."""
@@ -158,7 +164,7 @@ def pin_ones(t: Tensor, dims: Sequence[Any]) -> None:
     asked = dims[0] if dims and isinstance(dims[0], (list, tuple)) else dims
     for d in asked or range(t.dim()):
         if t.dim() and not isinstance(t.shape[d], int) and t.shape[d] == 1:
-            raise CaptureError("squeeze of a size that varies, and is 1 now")
+            raise OneNow("squeeze of a size that varies, and is 1 now")
 
 
 def follows(t: Tensor) -> bool:
@@ -171,15 +177,39 @@ def follows(t: Tensor) -> bool:
     return True
 
 
+def order_of(t: Tensor) -> list[int] | None:
+    """The axes as memory has them, the slowest first, where it holds the elements one behind the other; else None. The
+    answer is a condition on sizes."""
+    order: list[int] = []
+    wanted: Any = 1
+    rest = [d for d in range(t.dim()) if as_written(t.shape[d]) != 1]
+    while rest:
+        d = next((d for d in reversed(rest) if as_written(t.stride(d)) == as_written(wanted)), None)
+        d = next((d for d in reversed(rest) if _now(t.stride(d)) == _now(wanted)), None) if d is None else d
+        if d is None or t.stride(d) != wanted:
+            return None
+        order.insert(0, d)
+        rest.remove(d)
+        wanted = wanted * t.shape[d]
+    return [d for d in range(t.dim()) if d not in order] + order
+
+
 def as_written(n: Any) -> Any:
     """A size to compare as it stands: a comparison of symbols would be a condition."""
     return n.node.expr if isinstance(n, torch.SymInt) else n
+
+
+def _now(n: Any) -> Any:
+    """A size as it is at the capture. No condition."""
+    return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
 def _dense(t: Tensor) -> bool:
     wanted: Any = 1
     for size, stride in reversed([*zip(t.shape, t.stride(), strict=True)]):
         if as_written(stride) == as_written(wanted):
+            wanted = wanted * size
+        elif _now(size) != 1 and _now(stride) == _now(wanted) and stride == wanted:  # whatever size is
             wanted = wanted * size
         elif size != 1:
             if stride != wanted:

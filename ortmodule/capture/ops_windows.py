@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..errors import CaptureError
 from .convert import F64, I64, Converter, NotHere, row
 from .functional import Node
+from .layouts import as_written, order_of
 from .onnx_build import Val, expr_of, shape_of
 from .ops_nn import _per_axis
 
@@ -85,6 +88,22 @@ def unfold(c: Converter, n: Node, x: Node, dim: int, size: Any, step: int) -> Va
     shape: Sequence[Any] = (*v.shape[:dim], windows, places, *v.shape[dim + 1 :])
     y = c.no_negative(c.b.op("Gather", [v, index], v.dtype, tuple(expr_of(d) for d in shape), axis=dim))
     return c.transpose(y, [*(i for i in range(v.rank + 1) if i != dim + 1), dim + 1])
+
+
+@row("as_strided")
+def as_strided(c: Converter, n: Node, x: Node, size: Any, stride: Any, offset: Any) -> Val:
+    """Elements by their place in memory, gathered where it is known which the operand's memory holds. Places behind it
+    are out of range: PyTorch, whose memory may hold more, runs such a call."""
+    v, t = c.v(x), x.val
+    order = order_of(t)
+    if order is None or offset is not None and as_written(offset) != as_written(t.storage_offset()):
+        raise CaptureError("as_strided of a tensor whose memory holds more than its elements", *n.src)
+    flat = c.reshape(c.transpose(v, order), (math.prod(v.shape),))
+    index = c.scalar(0, I64)
+    for extent, step in zip(map(expr_of, size), map(expr_of, stride), strict=True):
+        places = c.op2("Mul", c.range(extent), c.cast(c.symbolic(step), I64))
+        index = c.op2("Add", c.unsqueeze(index, [index.rank]), places)
+    return c.no_negative(c.b.op("Gather", [flat, index], v.dtype, shape_of(n.val), axis=0))
 
 
 @row("grid_sampler", "grid_sampler_2d")

@@ -296,6 +296,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "size_node": lambda: in_engine(alike(Tower(), sizes)),
     "or_false": lambda: alike(Squeezed(), lambda m: [m(torch.ones(rows, 4)).sum().backward() for rows in (2, 3, 1, 2)]),
     "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
+    "surely": lambda: in_engine(alike(Tower(), sizes)),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
     "checkpoint": checkpoint_inside,
