@@ -1,5 +1,5 @@
-/* attention_type.h - the part of attention.k.c and attention_bf16.k.c that is written once and compiled per compute type
- * (after vec.h); ATTN_PAIRS: its products are of pairs of bf16. */
+/* attention_type.h - the part of attention.k.c and attention_bf16.k.c that is written once and compiled per compute
+ * type (after vec.h); ATTN_PAIRS: its products are of pairs of bf16. */
 #ifndef OM_ATTENTION_TYPE_ONCE
 #define OM_ATTENTION_TYPE_ONCE
 /* Queries and keys of a tile: S, P and dP (16 KB each in f32) stay in L1/L2. Where products take half the time, longer
