@@ -544,7 +544,8 @@ class _Functionalizer:
                     read = self.make(STOP, (read,), {}, read.val)
                     if read.val.dtype != torch.float64:
                         read = self.run(aten.to.dtype, (read, torch.float64), {})
-                self.program.item_of[val.node.expr] = read
+                if not isinstance(val, torch.SymInt) or private.free_unbacked_symbols(val):  # else it is a size
+                    self.program.item_of[val.node.expr] = read
             env[node] = val
         elif isinstance(val, _NUMBERS) or val is None and not target._schema.is_mutable:
             env[node] = val
