@@ -346,6 +346,7 @@ def _tests(program: Program, exported: Exported, flat: FlatInputs, module: nn.Mo
                             or len(outs) != len(set(outs))):  # fmt: skip
         facts.layouts.update(range(len(flat.tensors)))
     facts.layouts |= program.layouts
+    facts.own_layouts = program.own_layouts
     if any(_is_image(n) for n in outs) and not exported.table.marks:
         facts.formats.update([i for i, t in enumerate(flat.tensors) if t.dim() in (4, 5)])
     for source in program.edited:

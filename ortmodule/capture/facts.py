@@ -1,6 +1,7 @@
 """What a trace took for granted of the arguments besides sizes: asked again at every call, of what was asked alone.
 
 layout      forward branches on strides, reshapes what it edits or returns, or makes a view that other strides forbid
+own_layouts forward looks into the memory of a parameter or buffer, in the order that it has
 formats     an image or volume is returned: which arguments are channels_last, as eager's result may be
 answers     what a method of an argument (is_contiguous, stride, storage_offset) has said to forward
 attributes  Python attributes of arguments that forward looks for, and what was found
@@ -35,6 +36,9 @@ class Known:
         self._module = module
         self._ids: dict[int, str] | None = None
         self._memory: dict[int, set[str]] | None = None
+
+    def layouts(self) -> list[tuple[str, Hashable]]:
+        return [(name, layout(t)) for name, t in self._named()]
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return [*self._module.named_parameters(remove_duplicate=False),
@@ -88,6 +92,7 @@ class Facts:
 
     def __init__(self) -> None:
         self.layouts: set[int] = set()
+        self.own_layouts = False
         self.formats: set[int] = set()
         self.by_layout = False  # something was not copied because of its layout (contiguous)
         # operands that contiguous() has not copied, for some sizes: functional.py looks whether anybody can tell
@@ -111,6 +116,9 @@ class Facts:
             tests.append(lambda given, _: all([given[i].is_contiguous() for i in plain]))
         for i in sorted(self.layouts.difference(plain)):
             tests.append(_of_leaf(i, layout, layout(tensors[i])))
+        if self.own_layouts:
+            own = known.layouts()
+            tests.append(lambda _, known: known.layouts() == own)
         for i in sorted(self.formats - self.layouts):
             tests.append(_of_leaf(i, format_of, format_of(tensors[i])))
         for i in sorted(self.offsets):

@@ -113,8 +113,9 @@ class Program:
     """The pure graph. inputs: (source, INPUT node) of every placeholder that is used; outputs: tensors or sizes of the
     user's result; passthrough: output index -> INPUT node when the output is that input itself; views: output index ->
     (INPUT node or another output, the views that lead from it to this output); writes: (INPUT node, new value);
-    layouts: tensor arguments whose strides decide what is a copy, or whether a view is allowed; edited: inputs that are
-    edited in place; quiet: those whose edit is no new version in PyTorch (running statistics)."""
+    layouts: tensor arguments whose strides decide what is a copy, or whether a view is allowed; own_layouts: as_strided
+    sees the memory of a parameter or buffer, in its order; edited: inputs that are edited in place; quiet: those whose
+    edit is no new version in PyTorch (running statistics)."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -124,6 +125,7 @@ class Program:
         self.views: dict[int, tuple[Node, list[View]]] = {}
         self.writes: list[tuple[Node, Node]] = []
         self.layouts: set[int] = set()
+        self.own_layouts = False
         self.edited: list[Source] = []
         self.quiet: set[Node] = set()
         self.edits = False  # anything is
@@ -926,9 +928,10 @@ class _Functionalizer:
                 returned.add(out)
                 out = next((a for a in _nodes_in(out.args) if isinstance(a.val, Tensor)), None) \
                     if _name(out.target) in _MAYBE or _is_view(out) else None  # fmt: skip
+        own = -1  # a parameter or buffer
         of: dict[Node, frozenset[int]] = {
-            base.input: frozenset((s.leaf,)) for s, base in held
-            if s.kind == "user" and base.input is not None and isinstance(base.input.val, Tensor)
+            base.input: frozenset((s.leaf if s.kind == "user" else own,)) for s, base in held
+            if s.kind != "constant" and base.input is not None and isinstance(base.input.val, Tensor)
         }  # fmt: skip
         none: frozenset[int] = frozenset()
         matter: set[int] = set()
@@ -936,7 +939,8 @@ class _Functionalizer:
             name = _name(n.target)
             given = none.union(*[of.get(x, none) for x in n.inputs()])
             if name in _STRICT or name in _MAYBE and (self.mutates or n in returned):
-                matter |= given
+                matter |= given - {own}
+            p.own_layouts = p.own_layouts or name == "as_strided" and own in given
             if given and name not in _ONE_LAYOUT and not (isinstance(n.val, Tensor) and n.val.dim() == 0):
                 of[n] = given
         return matter

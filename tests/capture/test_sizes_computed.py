@@ -112,6 +112,26 @@ def test_an_argument_in_another_order() -> None:
         torch.testing.assert_close(model(x.double()), of(x.double()), rtol=1e-12, atol=1e-12)
 
 
+def test_a_parameter_and_a_buffer_in_another_order() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Buffer(torch.arange(6.0).view(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * torch.sin(self.w).as_strided((2, 3), (1, 2))) + self.b.as_strided((2, 3), (1, 2))
+
+    of, x = Own(), torch.randn(2, 3)
+    model = ORTModule(of)
+    for k in range(4):
+        if k == 2:
+            of.w.data = torch.arange(6.0).view(3, 2).t()
+        elif k == 3:
+            of.b = torch.arange(6.0).view(3, 2).t()
+        torch.testing.assert_close(model(x), Own.forward(of, x))
+    assert len(model.report().graphs) == 3
+
+
 class Table(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * {x.size(0): 2.0}[x.size(0)]  # a symbol cannot be a key
