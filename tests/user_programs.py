@@ -158,6 +158,16 @@ GRAMMAR: dict[str, list[str]] = {
         "h = self.attend(h[None], g[None], g[None])[0][0]||self.attend = nn.MultiheadAttention(4, 2, batch_first=True)",
         "h = self.gru(h[None])[0][0]||self.gru = nn.GRU(4, 4, batch_first=True)",
     ],
+    "wide": [  # gradients of more than 4 KB, which the engine may put where activations were
+        "h = self.down(F.gelu(self.up(h)))||self.up, self.down = nn.Linear(4, 200), nn.Linear(200, 4)",
+        "h = F.linear(torch.tanh(F.linear(h, self.large)), self.large.t()) * 0.1||self.large = nn.Parameter(torch.randn(300, 4))",
+        "h = h + self.words(torch.arange(x.shape[0]) * 7)||self.words = nn.Embedding(300, 4)",
+        "h = h + self.rows[: x.shape[0]] * self.rows.mean()||self.rows = nn.Parameter(torch.randn(400, 4))",
+        "h = F.layer_norm(self.over(h), (160,), self.gain)[:, :4]||self.over, self.gain = nn.Linear(4, 160), nn.Parameter(torch.ones(160))",
+        "h = self.odd(h) if x.shape[0] % 2 else h * 2||self.odd = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 4))",
+        "with torch.no_grad():\n    a = self.still(h)\nh = h + a.sum(-1, keepdim=True) * 0.01||self.still = nn.Linear(4, 256)",
+        "h = self.words(torch.arange(x.shape[0])) + F.linear(h, self.words.weight)[:, 5:9]||self.words = nn.Embedding(300, 4)",
+    ],
     "rebind": [
         "old = self.state\nself.state = h.detach().mean(0)\nh = h + old * self.state||self.register_buffer('state', "
         "torch.ones(4))",
@@ -219,6 +229,11 @@ STEPS = {
               "model.first.weight.register_hook(lambda grad: grad * 2)"],
     "hooks": ["call(rows={rows}, features=True)", "call(rows={rows}, features=True, wants=True)",
               "model.second.register_forward_hook(lambda m, a, out: out * 0.5)", "model.first.register_forward_pre_hook(lambda m, a: LOG.append(1))"],
+    "wide": ["LOG.extend(p.grad for p in model.parameters() if p.grad is not None)\nmodel.zero_grad()\ncall(rows={rows})",
+             "views = [p.grad.view(-1).numpy() for p in model.parameters() if p.grad is not None]\nmodel.zero_grad()\ncall(rows={rows}, times=2)\n"
+             "LOG.extend(torch.from_numpy(v.copy()) for v in views)",
+             "for p in model.parameters():\n    p.grad = None if p.numel() > 600 else p.grad",
+             "for p in model.parameters():\n    p.grad = torch.full_like(p, {scale})\ncall(rows={rows})", "call(rows={rows}, retain=True)"],
     "two": ["call(rows={rows}, back='each')", "call(rows={rows}, back='last')"],
     "surgery": ["prune.l1_unstructured(model.first, 'weight', 0.5)", "prune.remove(model.first, 'weight')",
                 "parametrize.register_parametrization(model.second, 'weight', Symmetric())",
@@ -409,7 +424,7 @@ def program(seed: int, features: Collection[str]) -> Program:
     kinds = ["base", "base", "base", *(f for f in features if f in RETURNS)]
     result = rng.choice(RETURNS[rng.choice(kinds)])
     kinds = ["base", "base", *(f for f in ("control", "empty", "two", "surgery", "second") if f in features)]
-    kinds += [f for f in wanted if f in ("parts", "hooks", "state")]
+    kinds += [f for f in wanted if f in ("parts", "hooks", "state", "wide")]
     sizes = rng.sample((1, 2, 3, 5, 7), 2)
     steps = [f"call(rows={sizes[0]}, wants={rng.random() < 0.5})"]
     for _ in range(rng.randint(2, 7)):

@@ -1,13 +1,14 @@
 """Whole training steps: eager, torch.compile and ORTModule, interleaved in one process, medians of the pairs' ratios.
 
-    make bench                                    # every row of the table below
+    make bench                                    # three transformers, fp32, beside eager
+    make bench BENCH=all                          # every model, fp32 and bf16, beside eager and torch.compile; an hour
     python tests/bench/bench_models.py gpt2-124m  # one
     python tests/bench/bench_models.py --list
 
 A step is forward + loss + backward + AdamW(fused). First step and step memory come from a child process per arm: peak
 resident set above the process before its first step, minus 12 bytes per trained parameter (gradient and two moments,
-which nobody can save here). Rows are appended to tests/bench/history.csv with the machine's facts. Targets are printed
-beside what was reached.
+which nobody can save here). Rows are appended to tests/bench/history.csv with the machine's facts. Under each row of
+ORTModule: its targets, whether they were reached, and the dearest operators of its step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import csv
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -36,10 +38,11 @@ import nets  # noqa: E402
 class Case:
     make: Callable[[], torch.nn.Module]
     batch: Callable[[], dict[str, torch.Tensor]]
-    speed: float = 1.0    # target: eager's time / ours
+    speed: float = 1.0    # target in fp32: eager's time / ours
     memory: float = 1.0   # target: our step memory / eager's
     note: str = ""
     channels_last: bool = False
+    half: float = 0.0     # target in bf16 where there are AMX tiles, if it is another
 
 
 def _lm(vocab: int, b: int, t: int, mask: bool = False, labels: bool = True) -> Callable[[], dict[str, torch.Tensor]]:
@@ -80,16 +83,36 @@ def _vit_batch() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(4, 3, 224, 224, generator=g), "labels": torch.randint(2, (4,), generator=g)}
 
 
+def _bart_batch() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return {"input_ids": torch.randint(4, 50265, (2, 128), generator=g), "labels": torch.randint(4, 50265, (2, 64), generator=g)}
+
+
+def _whisper_batch() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return {"input_features": torch.randn(2, 80, 1000, generator=g), "labels": torch.randint(51865, (2, 48), generator=g)}
+
+
+UNTUNED = "nothing was tuned for it"
+
 CASES: dict[str, Case] = {
-    "g-small": Case(_gpt2(n_layer=6, n_embd=384, n_head=6, vocab_size=65, n_positions=256), _lm(65, 12, 256), 1.5, 0.25),
-    "gpt2-124m": Case(_gpt2(), _lm(50257, 2, 256), 1.4, 0.35),
-    "gpt2-124m-t1024": Case(_gpt2(), _lm(50257, 1, 1024), 1.0, 1.0, "causal, long"),
-    "bert-base": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128), 1.35, 0.75),
-    "bert-base-padded": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128, mask=True), 1.2, 1.0),
-    "t5-small": Case(_hf("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0), _t5_batch, 1.2),
+    "g-small": Case(_gpt2(n_layer=6, n_embd=384, n_head=6, vocab_size=65, n_positions=256), _lm(65, 12, 256), 1.6, 0.25, half=3.0),
+    "gpt2-124m": Case(_gpt2(), _lm(50257, 2, 256), 1.5, 0.35, half=2.5),
+    "gpt2-124m-t1024": Case(_gpt2(), _lm(50257, 1, 1024), 2.2, 1.0, "causal, long", half=2.5),
+    "bert-base": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128), 1.45, 0.75, half=2.0),
+    "bert-base-padded": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128, mask=True), 1.45, 1.0, half=2.0),
+    "t5-small": Case(_hf("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0), _t5_batch, 1.45, half=2.0),
     "llama-60m": Case(_hf("LlamaForCausalLM", "LlamaConfig", vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
-                          num_attention_heads=8, num_key_value_heads=4), _lm(8000, 4, 256), 1.2),
-    "vit-base": Case(_hf("ViTForImageClassification", "ViTConfig"), _vit_batch, 1.2),
+                          num_attention_heads=8, num_key_value_heads=4), _lm(8000, 4, 256), 1.15, half=1.5),
+    "vit-base": Case(_hf("ViTForImageClassification", "ViTConfig"), _vit_batch, 1.15, half=1.5),
+    "bart-base": Case(_hf("BartForConditionalGeneration", "BartConfig", d_model=768, encoder_layers=6, decoder_layers=6, encoder_ffn_dim=3072,
+                          decoder_ffn_dim=3072, encoder_attention_heads=12, decoder_attention_heads=12), _bart_batch, 1.2, 1.0,
+                      UNTUNED, half=1.5),
+    "qwen2-90m": Case(_hf("Qwen2ForCausalLM", "Qwen2Config", vocab_size=32000, hidden_size=640, intermediate_size=1792, num_hidden_layers=10,
+                          num_attention_heads=10, num_key_value_heads=2), _lm(32000, 2, 256), 1.2, 1.0, UNTUNED, half=1.5),
+    "whisper-tiny": Case(_hf("WhisperForConditionalGeneration", "WhisperConfig", d_model=384, encoder_layers=4, decoder_layers=4,
+                             encoder_ffn_dim=1536, decoder_ffn_dim=1536, encoder_attention_heads=6, decoder_attention_heads=6,
+                             max_source_positions=500), _whisper_batch, 1.2, 1.0, UNTUNED, half=1.5),
     "resnet50": Case(nets.resnet50, lambda: nets.images(4, 3, 160, 1000), 0.98),
     "resnet50-cl": Case(nets.resnet50, lambda: nets.images(4, 3, 160, 1000), 0.98, 1.0, "channels_last", True),
     "convnext-tiny": Case(nets.convnext_tiny, lambda: nets.images(4, 3, 160, 1000), 0.98),
@@ -104,6 +127,7 @@ CASES: dict[str, Case] = {
     "dlrm-tiny": Case(nets.DLRM, lambda: nets.clicks(32), 0.98, 1.0, "small"),
 }
 QUICK = ["g-small", "gpt2-124m", "bert-base"]
+TOP = 6  # operators of a step that are printed
 
 
 def arm_model(arm: str, case: Case) -> torch.nn.Module:
@@ -170,6 +194,8 @@ def machine() -> dict[str, str]:
     flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "")
     isa = "avx512_bf16" if "avx512_bf16" in flags else "avx512" if "avx512f" in flags else "avx2" if "avx2" in flags else "generic"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    if family := re.search(r"^cpu family\s*: (\d+)\nmodel\s*: (\d+)", Path("/proc/cpuinfo").read_text(), re.M):
+        cpu += f" ({family[1]}/{family[2]})"  # names alone do not tell generations apart
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cpu": cpu, "isa": isa, "threads": str(torch.get_num_threads()),
             "torch": torch.__version__}
 
@@ -180,10 +206,18 @@ def median(xs: list[float]) -> float:
 
 def bench(name: str, arms: list[str], steps: int, bf16: bool, memory: bool) -> list[dict[str, str]]:
     case = CASES[name]
-    steppers = {a: Stepper(a, case, bf16) for a in arms}
-    first = {a: steppers[a]() for a in arms}
+    steppers, first = {}, {}
     for a in arms:
-        steppers[a]()
+        try:
+            steppers[a] = Stepper(a, case, bf16)
+            first[a] = steppers[a]()
+            steppers[a]()
+        except Exception as e:
+            if a != "compile":
+                raise
+            del steppers[a]
+            print(f"{name:18s} compile cannot run it: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", flush=True)
+    arms = list(steppers)
     times: dict[str, list[float]] = {a: [] for a in arms}
     for i in range(steps):
         for a in arms if i % 2 else arms[::-1]:
@@ -198,18 +232,41 @@ def bench(name: str, arms: list[str], steps: int, bf16: bool, memory: bool) -> l
                "x_memory": f"{side[a]['step_mib'] / side['eager']['step_mib']:.2f}" if a in side else "",
                "loss": f"{steppers[a].loss:.5f}"}
         rows.append(row)
-        goal = f"   target >= {case.speed:.2f}x, memory <= {case.memory:.2f}x" if a == "ortmodule" else ""
         print(f"{name:18s} {row['dtype']} {a:10s} step {float(row['step_s']) * 1e3:8.1f} ms  {ratio:5.2f}x eager   first {row['first_s']:>6s} s   "
-              f"step memory {row['step_mib']:>5s} MiB ({row['x_memory'] or '-'}x)   loss {row['loss']}{goal}", flush=True)
+              f"step memory {row['step_mib']:>5s} MiB ({row['x_memory'] or '-'}x)   loss {row['loss']}", flush=True)
+        if a == "ortmodule":
+            print("\n".join(f"    {line}" for line in [verdict(case, row), *dearest(steppers[a])]), flush=True)
     return rows
+
+
+def verdict(case: Case, row: dict[str, str]) -> str:
+    """Targets and whether they were reached. bf16 is aimed higher where there are AMX tiles, else it is fp32's."""
+    tiles = row["dtype"] == "bf16" and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    speed = case.half if tiles and case.half else case.speed
+    parts = [("speed", f">= {speed:.2f}x", float(row["x_eager"]) >= speed)]
+    if row["x_memory"]:
+        parts.append(("step memory", f"<= {case.memory:.2f}x", float(row["x_memory"]) <= case.memory))
+    return "target " + ", ".join(f"{what} {goal} {'reached' if held else 'MISSED'}" for what, goal, held in parts)
+
+
+def dearest(stepper: Stepper) -> list[str]:
+    """The dearest operators of a step and their share of what the engine computes."""
+    profile = stepper.model.profile(stepper, steps=2)
+    sums: dict[str, float] = {}
+    for r in profile.rows:
+        key = f"{r.phase} {r.what.partition('(')[0]}{' in PyTorch' * (r.kind == 'host')}"
+        sums[key] = sums.get(key, 0.0) + r.share
+    top = sorted(sums.items(), key=lambda item: -item[1])[:TOP]
+    return ["of the step: " + ", ".join(f"{what} {share:.0%}" for what, share in top)]
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("models", nargs="*", help=f"default: {' '.join(QUICK)}; 'all' = every case")
-    p.add_argument("--arms", default="eager,ortmodule", help="comma separated: eager (always), ortmodule, compile")
+    p.add_argument("models", nargs="*", help=f"default: {' '.join(QUICK)}; 'all' = every case, both types, all arms")
+    p.add_argument("--arms", help="comma separated: eager (always), ortmodule, compile; default: eager,ortmodule")
     p.add_argument("--steps", type=int, default=7, help="timed steps of each arm, interleaved")
     p.add_argument("--bf16", action="store_true", help="under torch.autocast(bfloat16)")
+    p.add_argument("--fp32", action="store_true", help="as it is (default); with --bf16: both")
     p.add_argument("--no-memory", action="store_true", help="skip the child processes")
     p.add_argument("--no-history", action="store_true", help="do not append to history.csv")
     p.add_argument("--list", action="store_true")
@@ -219,13 +276,18 @@ def main() -> None:
         return print("\n".join(f"{k:18s} {v.note}" for k, v in CASES.items()))
     if a.child:
         return child(a.child, a.models[0], a.bf16)
-    names = list(CASES) if a.models == ["all"] else a.models or QUICK
+    every = a.models == ["all"]
+    names = list(CASES) if every else a.models or QUICK
     if bad := [n for n in names if n not in CASES]:
         p.error(f"unknown model {bad[0]!r}: choose from {', '.join(CASES)}")
-    arms = ["eager"] + [x for x in a.arms.split(",") if x != "eager"]
+    wanted = (a.arms or ("compile,ortmodule" if every else "ortmodule")).split(",")
+    if bad := [x for x in wanted if x not in ("eager", "compile", "ortmodule")]:
+        p.error(f"unknown arm {bad[0]!r}: choose from eager, compile, ortmodule")
+    arms = ["eager"] + [x for x in wanted if x != "eager"]
+    types = [bf16 for bf16, asked in ((False, a.fp32 or not a.bf16), (True, a.bf16)) if asked or (every and a.fp32 == a.bf16)]
     path = HERE / "history.csv"
-    for n in names:
-        rows = bench(n, arms, a.steps, a.bf16, not a.no_memory)
+    for n, bf16 in ((n, bf16) for n in names for bf16 in types):
+        rows = bench(n, arms, a.steps, bf16, not a.no_memory)
         if not a.no_history:
             new = not path.exists()
             with open(path, "a", newline="") as f:
