@@ -209,6 +209,11 @@ class Profile:
         return [(*key, ms, ms / every) for key, ms in sorted(found.items(), key=lambda item: -item[1])]
 
     def headline(self) -> list[str]:
+        if not self.steps:
+            return [
+                f"{self.model}: no forward of it ran in the engine while this was open. Either nothing called the model"
+                " (is the step's model the wrapper?), or PyTorch runs it: model.report() says why"
+            ]
         wall = self.wall_ms / max(self.steps, 1)
         again = sum(row.ms for row in self.rows if row.again)
         host = sum(row.ms for row in self.rows if row.kind == "host")
@@ -234,7 +239,7 @@ class Profile:
     def table(self, limit: int = _LIMIT) -> str:
         """Text: one line per operator and line of the user's code, the dearest first."""
         head = f"{'ms':>9} {'share':>6} {'calls':>6} {'GFLOP/s':>8} {'GB/s':>6} {'roofline':>8}  what"
-        lines = [*self.headline(), "", head]
+        lines = [*self.headline(), "", head] if self.steps else self.headline()
         for row in self.rows[:limit]:
             rates = (
                 f"{row.gflops:8.1f} {row.gbs:6.1f} {row.roofline:8.0%}" if row.kind != "host" else f"{'in PyTorch':>24}"

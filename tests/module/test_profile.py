@@ -123,7 +123,7 @@ def test_context_counts_what_happens_inside_and_nothing_else() -> None:
     assert not graph.model.profile(False) and all(c["count"] == 0 for plan in graph.model.profile_calls() for c in plan["calls"])
     with model.profile() as empty:
         pass
-    assert empty.steps == 0 and not empty.rows and "0 steps" in str(empty)
+    assert empty.steps == 0 and not empty.rows and "no forward of it ran in the engine" in str(empty)
     with model.profile() as p:  # captured inside
         model(torch.randn(3, WIDE)).backward()
         step()
@@ -139,6 +139,13 @@ def test_a_graph_in_parts() -> None:
     p = model.profile(stepping(model, x), steps=2)
     assert p.steps == 2 and sum(r.calls for r in p.rows if r.what == "matmul" and r.phase == "forward") == 5 and seen
     assert max(model.memory_timeline().held) > 0
+
+
+def test_a_step_that_does_not_reach_the_engine_is_said() -> None:
+    model, x = made()
+    beside = model.profile(lambda: torch.tanh(x), steps=1)
+    assert not beside.rows and "no forward of it ran in the engine" in beside.table() == str(beside)
+    assert "1 steps" in model.profile(stepping(model, x), steps=1).table()
 
 
 def test_errors_end_a_profile() -> None:
