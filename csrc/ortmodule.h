@@ -79,8 +79,9 @@ typedef struct om_tensor {
     int16_t device; /* -1 CPU, 0.. CUDA ordinal */
 } om_tensor;
 
-/* Of 1 to 3 spatial axes, all tensors dense and of one type, f32 or bf16: x (n, c, ...), w (o, c / groups, ...),
- * y (n, o, ...). Zeros before and behind x: `pad` on each side. NULL in data: not there, or not wanted. */
+/* Of 1 to 3 spatial axes, all tensors of one type, f32 or bf16: x (n, c, ...), w (o, c / groups, ...), y (n, o, ...).
+ * All are dense; or, of two axes, x, y and dx have their channels last, as their strides say. Zeros before and behind
+ * x: `pad` on each side. NULL in data: not there, or not wanted. */
 typedef struct om_conv_call {
     int64_t stride[3], pad[3], dilation[3], groups; /* as many of each as there are spatial axes */
     om_tensor x, w, bias, y;

@@ -42,8 +42,8 @@ typedef struct conv_plan {
     int64_t size;              /* bytes of wide_dtype */
     bool pointwise, direct, side_by_side;
     bool narrow;               /* products of bf16 as bf16: pointwise, where the processor has them */
-    bool host;                 /* is asked first; own scratch is taken when it has turned the call down */
-    bool bias, want[3];        /* forward: is there one; gradient: dx, dw, db */
+    bool bias;                 /* forward: is there one */
+    om_conv_host_plan host;    /* and, of a gradient, which are wanted */
     int64_t chunk;             /* images at a time; what is left is the last chunk */
     int64_t row_step, image_step; /* of the patch matrix */
     const struct om_conv_type *k;
@@ -107,7 +107,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     *p = (conv_plan){.dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
     p->bias = !grad && a->n_in > 2 && a->in[2].dtype;
     const int64_t *want = attr_values(a, "want", &count);
-    for (int i = 0; i < 3; i++) p->want[i] = grad && i < a->n_out && (i >= count || want[i]);
+    for (int i = 0; i < 3; i++) p->host.want[i] = grad && i < a->n_out && (i >= count || want[i]);
     p->size = (int64_t)om_dtype_size(p->wide_dtype);
     p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
     g->n = x->dim[0], g->c = x->dim[1], g->o = w->dim[0], g->groups = om_args_int(a, "groups", 1);
@@ -142,7 +142,8 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     p->row_step = p->side_by_side ? p->chunk * g->pixels : g->pixels;
     p->image_step = p->side_by_side ? g->pixels : depth * g->pixels;
 
-    p->host = om_conv_host(cx, g, p->dtype, p->pointwise, grad);
+    p->host.asked = om_conv_host(cx, g, p->dtype, p->pointwise, grad);
+    if (p->host.asked) om_conv_host_layout(a, g, grad, &p->host);
     const bool widen = p->dtype != p->wide_dtype;
     if (widen) { /* f32 copies of everything */
         p->x_at = conv_take(&p->total, om_numel(x) * p->size);
@@ -153,17 +154,17 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
         p->dw_at = conv_take(&p->total, grad ? om_numel(&a->out[1]) * p->size : 0);
         p->db_at = conv_take(&p->total, grad ? om_numel(&a->out[2]) * p->size : 0);
     }
-    if (p->narrow && p->want[2]) { /* for the bias's gradient */
+    if (p->narrow && p->host.want[2]) { /* for the bias's gradient */
         p->y_at = conv_take(&p->total, om_numel(y) * (int64_t)sizeof(float));
         p->db_at = conv_take(&p->total, g->o * (int64_t)sizeof(float));
     }
-    if (p->narrow && p->want[1] && g->n > 1) {
+    if (p->narrow && p->host.want[1] && g->n > 1) {
         p->side_at = conv_take(&p->total, om_numel(y) * p->size);
         p->x_at = conv_take(&p->total, om_numel(x) * p->size);
     }
     if (p->direct && !grad) om_conv_direct_prepare(cx, g, OM_CONV_Y, p->size, &p->direct_y);
-    if (p->direct && p->want[0]) om_conv_direct_prepare(cx, g, OM_CONV_DX, p->size, &p->direct_dx);
-    if (p->direct && p->want[1]) om_conv_direct_prepare(cx, g, OM_CONV_DW, p->size, &p->direct_dw);
+    if (p->direct && p->host.want[0]) om_conv_direct_prepare(cx, g, OM_CONV_DX, p->size, &p->direct_dx);
+    if (p->direct && p->host.want[1]) om_conv_direct_prepare(cx, g, OM_CONV_DW, p->size, &p->direct_dw);
     if (p->direct) {
         const int64_t dx = p->direct_dx.scratch, dw = p->direct_dw.scratch;
         p->gemm_at = conv_take(&p->total, grad ? dx > dw ? dx : dw : p->direct_y.scratch);
@@ -185,10 +186,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
 static int64_t conv_scratch(om_ctx *cx, const om_args *a, bool grad) {
     conv_room room;
     if (conv_layout(cx, a, grad, &room) != OM_OK) return 0;
-    if (!room.p.host) return room.p.total;
-    int64_t results = 0; /* the host makes them beside the plan's memory, which is to know of them */
-    for (int i = 0; i < a->n_out; i++) results += om_numel(&a->out[i]) * (int64_t)om_dtype_size(a->out[i].dtype);
-    return results;
+    return room.p.host.asked ? room.p.host.scratch : room.p.total;
 }
 
 /* (images, channels, pixels) of one group, inside (n, all channels, pixels), as (channels, images, pixels) */
@@ -220,13 +218,13 @@ static om_status conv_copies_make(om_ctx *cx, om_arena *mem, const om_args *a, b
         else OM_TRY(om_copy_prepared(cx, mem, &wide, t, &c->narrow[i - a->n_in]));
     }
     om_tensor inside, side;
-    if (p->narrow && p->want[1] && p->g.n > 1) {
+    if (p->narrow && p->host.want[1] && p->g.n > 1) {
         conv_side(p, p->g.n, p->g.o, p->g.o, &inside, &side);
         OM_TRY(om_copy_prepared(cx, mem, &inside, &side, &c->side[0]));
         conv_side(p, p->g.n, p->g.c, p->g.c, &inside, &side);
         OM_TRY(om_copy_prepared(cx, mem, &inside, &side, &c->side_x));
     }
-    if (p->narrow && p->want[2]) {
+    if (p->narrow && p->host.want[2]) {
         om_tensor dy = a->in[0], db = a->out[2];
         dy.dtype = db.dtype = OM_F32;
         om_dense_strides(&dy), om_dense_strides(&db);
@@ -244,6 +242,7 @@ static om_status conv_prepare(om_ctx *cx, om_arena *mem, const om_args *a, bool 
     conv_room room;
     OM_TRY(conv_layout(cx, a, grad, &room));
     OM_TRY(conv_copies_make(cx, mem, a, grad, &room.p));
+    OM_TRY(om_conv_host_prepare(cx, mem, a, grad, &room.p.host));
     *prep = om_arena_copy(mem, &room, sizeof room.p + (size_t)room.p.n_product * sizeof *room.p.product);
     return *prep ? OM_OK : cx->status;
 }
@@ -398,7 +397,8 @@ static om_status conv_own(om_ctx *cx, const om_args *a) {
 static om_status conv_grad_own(om_ctx *cx, const om_args *a) {
     const conv_plan *p = a->prep;
     const om_conv_geo *g = &p->g;
-    const bool narrow = p->dtype != p->wide_dtype, want_x = p->want[0], want_w = p->want[1], want_b = p->want[2];
+    const bool narrow = p->dtype != p->wide_dtype;
+    const bool want_x = p->host.want[0], want_w = p->host.want[1], want_b = p->host.want[2];
     char *scratch = a->scratch, *dy, *x = NULL, *w = NULL;
     char *dx = narrow ? scratch + p->dx_at : a->out[0].data, *dw = narrow ? scratch + p->dw_at : a->out[1].data;
     char *db = narrow ? scratch + p->db_at : a->out[2].data;
@@ -455,11 +455,11 @@ static om_status conv_grad_own(om_ctx *cx, const om_args *a) {
 static om_status conv_run(om_ctx *cx, const om_args *a, bool grad) {
     const conv_plan *p = a->prep;
     const bool none = !grad && (!p->g.n || !p->g.o || !p->g.pixels);
-    if (none || (p->host && om_conv_host_run(cx, a, &p->g, grad ? p->want : NULL))) return OM_OK;
+    if (none || (p->host.asked && om_conv_host_run(cx, a, &p->g, grad, &p->host))) return OM_OK;
     om_args own = *a;
-    if (p->host && !(own.scratch = om_alloc(cx, (size_t)p->total + 1))) return OM_NOMEM;
+    if (p->host.asked && !(own.scratch = om_alloc(cx, (size_t)p->total + 1))) return OM_NOMEM;
     const om_status s = grad ? conv_grad_own(cx, &own) : conv_own(cx, &own);
-    if (p->host) om_free(cx, own.scratch);
+    if (p->host.asked) om_free(cx, own.scratch);
     return s;
 }
 

@@ -6,8 +6,7 @@
 #ifndef OM_CONV_H
 #define OM_CONV_H
 
-#include "cpu/kernels_isa.h"
-#include "graph/engine.h"
+#include "cpu/copy.h"
 
 typedef struct om_conv_geo {
     int64_t n, c, o, groups, cg, og;           /* images, channels in and out, and per group */
@@ -44,8 +43,24 @@ void om_conv_direct_prepare(om_ctx *cx, const om_conv_geo *g, int what, int64_t 
 void om_conv_direct_run(om_ctx *cx, const om_conv_direct *d, const om_conv_geo *g, const void *x, const void *w,
                         const void *dy, const void *bias, void *out, char *scratch);
 
-/* conv_host.c. Does the host do this one? want: which gradients; NULL: forward. False: it has not. */
-bool om_conv_host(om_ctx *cx, const om_conv_geo *g, int dtype, bool pointwise, bool grad);
-bool om_conv_host_run(om_ctx *cx, const om_args *a, const om_conv_geo *g, const bool *want);
+/* conv_host.c: what is asked of the host. Images with channels last: a copy of each in scratch, made of the operand, or
+ * what the result is made of. */
+typedef struct om_conv_last {
+    om_tensor t;               /* without address */
+    int64_t at;                /* in scratch */
+    om_copy_job copy;          /* no items: there is none */
+} om_conv_last;
+typedef struct om_conv_host_plan {
+    bool asked;                /* first; own scratch is taken when the host has turned the call down */
+    bool want[3];              /* gradient: dx, dw, db */
+    bool last;                 /* with channels last */
+    om_conv_last x, y, dx;     /* y: of a gradient it is read */
+    int64_t scratch;
+} om_conv_host_plan;
+bool om_conv_host(om_ctx *cx, const om_conv_geo *g, int dtype, bool pointwise, bool grad); /* does it do this one? */
+void om_conv_host_layout(const om_args *a, const om_conv_geo *g, bool grad, om_conv_host_plan *h); /* h->want is set */
+om_status om_conv_host_prepare(om_ctx *cx, om_arena *mem, const om_args *a, bool grad, om_conv_host_plan *h);
+/* False: it has not. */
+bool om_conv_host_run(om_ctx *cx, const om_args *a, const om_conv_geo *g, bool grad, const om_conv_host_plan *h);
 
 #endif

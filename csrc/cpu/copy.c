@@ -5,7 +5,9 @@
  *   - the innermost run, when contiguous in both and of 2, 4, 8 or 16 bytes, counts as one bigger element;
  *   - an innermost run contiguous in both is memcpy;
  *   - when the destination runs along one axis and the source along another, tiles are transposed in registers;
- *   - everything else, and every conversion, is a strided line.
+ *     of a conversion those of a piece that is converted, run by run of the source, into memory that stays in L1;
+ *   - everything else is a strided line: along the destination's run, or along the source's where that is the longer
+ *     and the other short (the four taps of a filter with channels last).
  * The work is cut into items (outer index, piece of the innermost axis), split among threads. Offsets advance by
  * additions; divisions happen once per item range. Overlapping source and destination are not supported. What sizes and
  * strides decide is a job, made once per plan where an operator has one to keep it in; om_copy makes it anew.
@@ -13,13 +15,24 @@
 #include "cpu/copy.h"
 
 enum { COPY_PIECE = 1 << 14, /* elements of a line done at once by one thread */
-       COPY_TILE = 64 };     /* elements of the source's run in one transposed strip */
+       COPY_TILE = 64,       /* elements of the source's run in one transposed strip */
+       COPY_SHORT = 16,      /* a line below it costs more to begin than to move */
+       COPY_WIDEST = 8 };    /* bytes of a number */
 
 typedef struct copy_run {
     const om_copy_job *j;
     const char *src;
     char *dst;
 } copy_run;
+
+/* Transposes `n` elements of the line axis by `nb` of the other, converted first. */
+static void copy_convert_tile(const om_copy_job *j, const char *src, int64_t other, char *dst, int64_t step, int64_t n,
+                              int64_t nb) {
+    _Alignas(64) char piece[COPY_TILE * COPY_TILE * COPY_WIDEST];
+    const int64_t row = COPY_TILE * j->size;
+    for (int64_t b = 0; b < nb; b++) j->line(src + b * other, j->from, piece + b * row, j->size, n);
+    j->tile(piece, row, dst, step, n, nb);
+}
 
 static void copy_range(void *arg, int64_t begin, int64_t end) {
     const copy_run *r = arg;
@@ -41,7 +54,8 @@ static void copy_range(void *arg, int64_t begin, int64_t end) {
         } else { /* line axis: contiguous in src; the other, contiguous in dst, in strips that stay in L1 */
             for (int64_t b = 0; b < other->n; b += COPY_TILE) {
                 int64_t nb = other->n - b < COPY_TILE ? other->n - b : COPY_TILE;
-                j->tile(s + b * other->src, other->src, t + b * j->size, line->dst, n, nb);
+                if (j->from) copy_convert_tile(j, s + b * other->src, other->src, t + b * j->size, line->dst, n, nb);
+                else j->tile(s + b * other->src, other->src, t + b * j->size, line->dst, n, nb);
             }
         }
         if (++p < j->n_pieces) continue;
@@ -72,6 +86,33 @@ static int64_t copy_abs(int64_t x) { return x < 0 ? -x : x; }
 /* a belongs outside b: the larger destination stride, then the larger source stride */
 static bool copy_outer(const om_copy_axis *a, const om_copy_axis *b) {
     return a->dst > b->dst || (a->dst == b->dst && copy_abs(a->src) >= copy_abs(b->src));
+}
+
+/* The source's run becomes the line where the destination's is short. */
+static void copy_line_choose(om_copy_axis *axis, int nd, int64_t from) {
+    const int64_t last = axis[nd - 1].n;
+    if (last >= COPY_SHORT || axis[nd - 1].src == from) return;
+    for (int i = 0; i < nd - 1; i++)
+        if (axis[i].src == from && axis[i].n > last) {
+            for (int p = i; p < nd - 1; p++) copy_swap(&axis[p], &axis[p + 1]);
+            return;
+        }
+}
+
+/* The destination runs along the last axis; where the source runs along another, at least `least` long, tiles of `size`
+ * bytes are transposed: that axis becomes the line, the last one goes with it. */
+static bool copy_tile_choose(om_copy_job *j, om_copy_axis *axis, int nd, int64_t from, int64_t size, int64_t least) {
+    const om_copy_axis *last = &axis[nd - 1];
+    if (last->dst != size || last->src == from || last->n < 8 || nd >= OM_RANK) return false;
+    for (int i = 0; i < nd - 1; i++)
+        if (axis[i].src == from && axis[i].n >= least) {
+            for (int p = i; p < nd - 2; p++) copy_swap(&axis[p], &axis[p + 1]);
+            j->tile = OM_PICK(om_copy)->tile[copy_log2(size)];
+            j->size = size;
+            j->n_outer = nd - 2;
+            return true;
+        }
+    return false;
 }
 
 om_status om_copy_prepare(om_ctx *cx, const om_tensor *src, const om_tensor *dst, om_copy_axis *axis, om_copy_job *j) {
@@ -117,6 +158,8 @@ om_status om_copy_prepare(om_ctx *cx, const om_tensor *src, const om_tensor *dst
     j->n_outer = nd - 1;
     if (src->dtype != dst->dtype) {
         j->line = k->convert[src->dtype][dst->dtype];
+        if (copy_tile_choose(j, axis, nd, from, to, COPY_SHORT)) j->from = from;
+        else copy_line_choose(axis, nd, from);
     } else {
         const om_copy_axis *last = &axis[nd - 1];
         int64_t run = last->src == from && last->dst == from ? last->n * from : 0;
@@ -128,14 +171,7 @@ om_status om_copy_prepare(om_ctx *cx, const om_tensor *src, const om_tensor *dst
             j->n_outer = nd - 1;
         }
         j->line = k->move[copy_log2(j->size)];
-        if (last->dst == j->size && last->src != j->size && last->n >= 8 && nd < OM_RANK)
-            for (int i = 0; i < nd - 1; i++)
-                if (axis[i].src == j->size && axis[i].n >= 8) { /* src runs along i, dst along nd - 1 */
-                    for (int p = i; p < nd - 2; p++) copy_swap(&axis[p], &axis[p + 1]);
-                    j->tile = k->tile[copy_log2(j->size)];
-                    j->n_outer = nd - 2;
-                    break;
-                }
+        if (!copy_tile_choose(j, axis, nd, j->size, j->size, 8)) copy_line_choose(axis, nd, j->size);
     }
     j->n_axis = nd;
     const om_copy_axis *line = &axis[j->n_outer];

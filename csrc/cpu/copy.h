@@ -29,7 +29,7 @@ typedef struct om_copy_job {            /* everything but addresses */
     const om_copy_axis *axis;
     int n_axis, n_outer;
     int64_t src_at, dst_at;             /* where the first element lies, bytes */
-    int64_t size;                       /* bytes of an element, when tile is set */
+    int64_t size, from;                 /* with tile, bytes of an element; of the source's, if converted, else 0 */
     int64_t piece, n_pieces;            /* elements of a line done at once by one thread */
     int64_t items, grain;               /* 0 items: nothing to copy */
     om_copy_line line;

@@ -9,6 +9,7 @@
  * stored at the strip's end.
  */
 #include "cpu/strip.h"
+#include "cpu/copy.h"
 #include "cpu/cpu.h"
 #include "cpu/philox.h"
 
@@ -224,6 +225,7 @@ typedef struct strip_prep {
     om_strip_job job;
     om_strip_arg *arg; /* operands, then outputs */
     int64_t n_strips, grain;
+    const om_copy_job *copy; /* a lone cast that would be walked: copies know better ways; else NULL */
 } strip_prep;
 
 static bool prog_keep(om_arena *mem, om_strip_prog *p) {
@@ -322,7 +324,11 @@ om_status om_cpu_prepare_strip(om_ctx *cx, om_arena *mem, const om_args *a, cons
     p->arg = om_arena_alloc(mem, (size_t)(a->n_in + a->n_out) * sizeof *p->arg);
     if (!p->arg || !prog_keep(mem, &p->prog)) return cx->status;
     *prep = p;
-    return job_prepare(cx, &p->prog, a->in, a->out, p);
+    OM_TRY(job_prepare(cx, &p->prog, a->in, a->out, p));
+    if (!om_is(a->node, cast) || !p->n_strips || p->arg[0].how != OM_STRIP_WALK || a->bounded) return OM_OK;
+    om_copy_job *copy = om_arena_alloc(mem, sizeof *copy);
+    p->copy = copy;
+    return copy ? om_copy_prepared(cx, mem, &a->in[0], &a->out[0], copy) : cx->status;
 }
 
 /* Rows past the count are left out: the outermost axis becomes shorter. How many strips are left. */
@@ -343,6 +349,10 @@ om_status om_cpu_run_strip(om_ctx *cx, const om_args *a) {
     const om_strip_prog *p = &prep->prog;
     om_strip_arg arg[OM_STRIP_IN + OM_STRIP_OUT], *out = arg + p->n_in;
     if (!prep->n_strips) return OM_OK;
+    if (prep->copy) {
+        om_copy_run(cx, prep->copy, a->in[0].data, a->out[0].data);
+        return OM_OK;
+    }
     memcpy(arg, prep->arg, (size_t)(p->n_in + p->n_out) * sizeof *arg);
     for (int k = 0; k < p->n_in; k++) arg[k].data = a->in[k].data;
     for (int k = 0; k < p->n_out; k++) {

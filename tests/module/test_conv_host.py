@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import engine
 from ortmodule import ORTModule
 
 # channels, filters, kernel, more of the module; what the input is
@@ -25,6 +26,8 @@ CASES = {
     "same": (nn.Conv2d, (16, 24, 3), {"padding": "same"}, (4, 16, 20, 18)),
     "unequal ends": (nn.Conv2d, (16, 24, (2, 4)), {"padding": "same"}, (4, 16, 20, 18)),  # left to the engine
     "transposed": (nn.ConvTranspose2d, (24, 16, 3), {"stride": 2, "padding": 1, "output_padding": 1}, (4, 24, 20, 18)),
+    "small images": (nn.Conv2d, (64, 64, 3), {"padding": 1}, (2, 64, 8, 10)),  # beside the filters
+    "one channel": (nn.Conv2d, (1, 64, 5), {"padding": 2}, (4, 1, 40, 18)),
     "one tap": (nn.Conv2d, (64, 64, 1), {}, (4, 64, 20, 18)),
 }
 
@@ -86,6 +89,15 @@ def test_who_computes(dtype: str) -> None:
         log = _run(["-c", STEP, dtype], ORTMODULE_GEMM=forced, ONEDNN_VERBOSE="1").splitlines()
         found = [line.split(",")[6] for line in log if "exec,cpu,convolution" in line]
         assert len(found) == calls, found
+
+
+@pytest.mark.skipif(not engine.lib.om_isa_bf16() & 1, reason="the processor has no AVX512_BF16")
+def test_large_images_have_channels_last() -> None:
+    """oneDNN's names of orders: acdb is NHWC. The net's own images are contiguous."""
+    for side, count in ((24, 3), (6, 0)):
+        log = _run(["-c", STEP.replace("24", str(side)), "bfloat16"], ORTMODULE_GEMM="host", ONEDNN_VERBOSE="1").splitlines()
+        found = [line for line in log if "exec,cpu,convolution" in line]
+        assert len(found) == 3 and sum("acdb" in line for line in found) == count, found
 
 
 @pytest.mark.parametrize("provider", ["own", "host"])

@@ -83,6 +83,19 @@ def test_rounding(to: torch.dtype) -> None:
     assert torch.equal(wide[~nan].view(torch.int32), every[~nan].float().view(torch.int32))
 
 
+@pytest.mark.parametrize("last", [(9, 40), (40, 9), (4, 130), (130, 4), (16, 8), (15, 67), (67, 70), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64])
+def test_converted_and_transposed(dtype: torch.dtype, last: tuple[int, int]) -> None:
+    """Filters with channels last and not, both ways, with rows that have gaps: what runs in one does not in the other."""
+    x = torch.arange(5 * last[0] * last[1]).remainder(113).view(5, *last)
+    for to in (torch.bfloat16, torch.float32, torch.int8, torch.float64, torch.bool):
+        for gap in (0, 3):
+            src = torch.zeros(5, last[0], last[1] + gap, dtype=dtype)[:, :, :last[1]].copy_(x).transpose(1, 2)
+            dst = torch.zeros(5, last[1], last[0] + gap, dtype=to)
+            assert torch.equal(om_copy(src, dst[:, :, :last[0]]), src.to(to))
+            assert not dst[:, :, last[0]:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "shape", [(3, 5, 7), (67, 71), (8, 8), (16, 130, 9), (1, 67, 1, 70), (2, 3, 2, 3, 2, 3, 2, 2), (64, 2, 33), (), (3, 0, 5), (40000,)]
