@@ -15,7 +15,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { STRIP = 512, CHUNK = 1024 };
+enum { STRIP = 1024, CHUNK = 1024, ROWS = 4 /* floats converted at a time: 16 KiB, in L1 */ };
 
 typedef struct red_job {
     int op, cls, n_kept, n_red;        /* axes, outermost first */
@@ -113,21 +113,40 @@ static void red_row(const red_job *j, int64_t out, int64_t r0, int64_t r1, red_a
 
 /* n outputs along the last kept axis from `x` on, reduced indices [r0, r1). */
 static void red_cols(const red_job *j, const char *x, int64_t n, int64_t r0, int64_t r1, red_acc *acc) {
-    _Alignas(64) char buf[STRIP * 8];
+    _Alignas(64) char buf[ROWS * STRIP * 4];
     const int last = j->n_red - 1;
-    const int64_t stride = j->kin[j->n_kept - 1];
+    const int64_t stride = j->kin[j->n_kept - 1], size = j->cls == OM_STRIP_F ? 4 : 8;
+    const int64_t rows = (int64_t)sizeof buf / (STRIP * size);
     const bool direct = stride == 1 && om_compute_dtype(j->load_dtype) == j->load_dtype;
     red_walk w;
     walk_set(j, &w, r0);
     for (int64_t r = r0; r < r1;) {
         int64_t m = j->rdim[last] - w.at[last];
         if (m > r1 - r) m = r1 - r;
-        if (!direct) m = 1;
+        if (!direct && m > rows) m = rows;
         const char *s = x + w.off * j->x_size;
-        if (!direct) OM_PICK(om_strip)->load[j->load_dtype](s, stride, n, buf);
-        OM_PICK(om_reduce)->col[j->op][j->cls](direct ? s : buf, j->rin[last], m, n, acc);
+        for (int64_t i = 0; i < m && !direct; i++)
+            OM_PICK(om_strip)->load[j->load_dtype](s + i * j->rin[last] * j->x_size, stride, n,
+                                                   buf + i * STRIP * size);
+        OM_PICK(om_reduce)->col[j->op][j->cls](direct ? s : buf, direct ? j->rin[last] : STRIP, m, n, acc);
         r += m;
         walk_step(j, &w, m);
+    }
+}
+
+/* The blocks' results, added up in their order, to y: strips [begin, end) of the last kept axis. */
+static void red_combine(void *arg, int64_t begin, int64_t end) {
+    const red_job *j = arg;
+    const int64_t last = j->n_kept ? j->kdim[j->n_kept - 1] : 1, stride = j->n_kept ? j->kout[j->n_kept - 1] : 1;
+    const int64_t strips = (last + STRIP - 1) / STRIP;
+    red_acc acc[STRIP];
+    for (int64_t u = begin; u < end; u++) {
+        const int64_t c0 = u % strips * STRIP, first = u / strips * last + c0;
+        const int64_t n = last - c0 < STRIP ? last - c0 : STRIP;
+        for (int64_t i = 0; i < n; i++) acc[i] = red_unit(j->op, j->cls);
+        OM_PICK(om_reduce)->col[j->op][j->cls == OM_STRIP_I ? OM_STRIP_I : OM_STRIP_D](
+            j->part + first * (int64_t)sizeof *acc, j->n_out, j->blocks, n, acc);
+        red_store(j, acc, n, j->y + offset_of(first, j->n_kept, j->kdim, j->kout) * j->y_size, stride);
     }
 }
 
@@ -159,7 +178,7 @@ static void red_units(void *arg, int64_t begin, int64_t end) {
 
 /* How many blocks the reduced space is cut into: more than one only where outputs are too few to share out. */
 static int64_t red_blocks(int64_t n_out, int64_t count) {
-    if (n_out >= 4096 || n_out == 0) return 1;
+    if (n_out >= 8 * STRIP || n_out == 0) return 1;
     int64_t n = n_out * count / 131072;
     if (n > count / 64) n = count / 64;
     return n < 1 ? 1 : n > 32 ? 32 : n;
@@ -253,14 +272,9 @@ om_status om_cpu_run_reduce(om_ctx *cx, const om_args *a) {
         j.rdim[0] = j.count = *a->count < 0 ? 0 : *a->count < j.count ? *a->count : j.count;
     om_parallel_for(cx, j.groups * j.blocks, j.grain, red_units, &j);
     if (j.blocks > 1) {
-        const red_acc *part = (const red_acc *)j.part;
-        for (int64_t i = 0; i < j.n_out; i++) {
-            red_acc acc = red_unit(j.op, j.cls);
-            for (int64_t b = 0; b < j.blocks; b++)
-                OM_PICK(om_reduce)->row[j.op][j.cls == OM_STRIP_I ? OM_STRIP_I : OM_STRIP_D](&part[b * j.n_out + i], 1,
-                                                                                             &acc);
-            red_store(&j, &acc, 1, j.y + offset_of(i, j.n_kept, j.kdim, j.kout) * j.y_size, 1);
-        }
+        const int64_t last = j.n_kept ? j.kdim[j.n_kept - 1] : 1;
+        const int64_t strips = j.n_out / last * ((last + STRIP - 1) / STRIP);
+        om_parallel_for(cx, strips, 65536 / (j.blocks * STRIP) + 1, red_combine, &j);
     }
     return OM_OK;
 }

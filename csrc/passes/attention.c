@@ -21,8 +21,8 @@
  *                                    numbers, and the operand `frozen` ends the gradient; smaller ones are not taken
  * Neither is needed where every row provably sees a key (causal masks) and nothing else can hide it.
  *
- * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape) are read unrepeated: the operator does
- * the grouping.
+ * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape, perhaps a cast) are read unrepeated:
+ * the operator does the grouping.
  */
 #include "graph/facts.h"
 #include "graph/half.h"
@@ -416,16 +416,29 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     return g->cx->status;
 }
 
+/* The same of a cast of repeated heads (autocast's, behind the repetition): the operand in `to`, the cast made anew
+ * over the heads themselves; OM_NONE: it is no repetition. */
+static om_id heads_once(om_rewriter *r, om_id v, om_dim *heads) {
+    const om_graph *from = r->from;
+    const om_node *c = om_maker(from, v);
+    if (c && !om_is(c, cast)) c = NULL;
+    const om_id repeated = c ? om_ins(from, c)[0] : v, v0 = unrepeat(from, repeated);
+    if (v0 == repeated) return OM_NONE;
+    *heads = om_ty(from, v0)->dim[1];
+    return c ? om_rewrite_node(r, c, &r->map[v0], 1) : r->map[v0];
+}
+
 /* An attention node whose keys and values are repeated heads. */
 static om_status attention_unrepeat(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id];
     attn_pass *p = r->arg;
+    om_dim kh = 0, vh = 0;
+    const om_id *in = om_ins(r->from, n), k = heads_once(r, in[1], &kh), v = heads_once(r, in[2], &vh);
     OM_TRY(om_rewrite_copy(r, id));
-    om_id k = om_ins(r->from, n)[1], v = om_ins(r->from, n)[2], k0 = unrepeat(r->from, k), v0 = unrepeat(r->from, v);
-    if (k0 == k || v0 == v || om_ty(r->from, k0)->dim[1] != om_ty(r->from, v0)->dim[1]) return OM_OK;
+    if (k == OM_NONE || v == OM_NONE || kh != vh) return r->to->cx->status;
     om_id *ins = r->to->operands.v + om_last(r->to)->in; /* the node just copied: same sizes, so its types stand */
-    ins[1] = r->map[k0];
-    ins[2] = r->map[v0];
+    ins[1] = k;
+    ins[2] = v;
     p->changed = true;
     return OM_OK;
 }

@@ -82,7 +82,8 @@ def test_integers(dtype: torch.dtype) -> None:
         assert torch.equal(node("reduce_min", x, f"axes=[{axis}]"), x.amin(axis))
 
 
-@pytest.mark.parametrize("shape,axes", [((1_000_003,), (0,)), ((4099, 257), (0,)), ((257, 4099), (1,)), ((11, 769, 97), (0, 1))])
+@pytest.mark.parametrize("shape,axes", [((1_000_003,), (0,)), ((4099, 257), (0,)), ((257, 4099), (1,)), ((11, 769, 97), (0, 1)),
+                                        ((3, 515, 1100), (1,)), ((2, 1, 390, 2500), (0, 2))])
 def test_long_sums(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
     """Accurate to the last place of f32, and bit for bit the same whatever way the work is cut."""
     x = (rand(*shape) + 1000).float()
@@ -91,6 +92,22 @@ def test_long_sums(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
     assert ((got.double() - exact).abs() / exact.abs()).max() < 2**-23
     text = f"graph {{\n  input x: f32[{', '.join(map(str, shape))}]\n  y = reduce_sum(x) {{axes={list(axes)}}}\n  output y\n}}"
     assert torch.equal(engine.run(engine.Graph.parse(text, engine.Ctx(threads=False)), [x])[0][0], got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape,axis", [((1537, 1100), 0), ((3, 515, 1100), 1), ((2, 1100, 515), 2), ((1030, 9001), 0)])
+def test_in_blocks(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+    """Several blocks, strips and kept axes at once: small whole numbers, whose sums are exact; a NaN wins from any block."""
+    x = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    assert torch.equal(node("reduce_sum", x, f"axes=[{axis}]"), x.double().sum(axis).to(dtype))
+    for order in ((0, 1), (1, 0)):  # and as it lies transposed
+        y = x.transpose(*order).contiguous().transpose(*order)
+        y[(shape[0] - 1,) + (3,) * (len(shape) - 1)] = 90
+        assert torch.equal(node("reduce_max", y, f"axes=[{axis}]"), y.amax(axis))
+        assert torch.equal(node("reduce_min", y, f"axes=[{axis}]"), y.amin(axis))
+    if dtype.is_floating_point:
+        x[(1,) * len(shape)] = math.nan
+        assert torch.equal(node("reduce_max", x, f"axes=[{axis}]").isnan(), x.amax(axis).isnan())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])

@@ -125,6 +125,36 @@ def test_repeated_heads_are_read_once() -> None:
     close(case.run(case.passed, [q, k, v], grads=False)[0][0], Repeat()(q, k, v))
 
 
+@pytest.mark.parametrize("cast", ["k and v", "k"])
+def test_repeated_heads_that_are_cast_are_read_once(cast: str) -> None:
+    """Autocast's casts stand behind the repetition: heads are cast, then read as they are."""
+
+    class Repeat(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            b, h, t, d = k.shape
+            k, v = (y[:, :, None].expand(b, h, 3, t, d).reshape(b, 3 * h, t, d) for y in (k, v))
+            return F.scaled_dot_product_attention(q, k.double(), v.double())
+
+    q, k, v = (torch.randn(2, h, 7, 5, dtype=torch.float64) for h in (6, 2, 2))
+    k, v = k.float(), v.float() if cast == "k and v" else v
+    case = Case(Repeat(), (q, k, v))
+    assert "expand" not in case.passed.text()
+    case.check([q, k, v], tol=2e-7)  # a gradient is rounded to f32 once, not once a head
+    close(case.run(case.passed, [q, k, v], grads=False)[0][0], Repeat()(q, k, v))
+
+
+def test_one_of_keys_and_values_repeated_stays() -> None:
+    class Repeat(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            b, h, t, d = k.shape
+            return F.scaled_dot_product_attention(q, k[:, :, None].expand(b, h, 3, t, d).reshape(b, 3 * h, t, d).double(), v)
+
+    q, k, v = (torch.randn(2, h, 7, 5, dtype=torch.float64) for h in (6, 2, 6))
+    case = Case(Repeat(), (q, k.float(), v))
+    assert "expand" in case.passed.text()
+    case.check([q, k.float(), v])
+
+
 # --- rows whose keys are all hidden: numbers and gradients are those of the graph that attention replaces
 # ----------------------------
 
