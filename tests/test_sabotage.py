@@ -42,6 +42,7 @@ import test_plan
 import test_plan_update
 import test_remat
 import test_remat_regions
+import test_rotary
 import test_simplify
 import torch
 
@@ -238,6 +239,11 @@ def accumulate_rows() -> None:
     test_accumulate.test_what_does_not_tile_stays("start=[4], end=[8]")
 
 
+def rotary_rows() -> None:
+    test_rotary.test_numbers_are_pytorchs()
+    test_rotary.test_forward_and_backward_are_elementwise(test_rotary.MIXED)
+
+
 def remat_rows() -> None:
     for name in test_remat.CASES:
         test_remat.test_backward_reads_only_what_is_dear(name)
@@ -275,6 +281,8 @@ POINTS: dict[str, Callable[[], None]] = {
     "remat.computable": remat_rows,
     "remat.region": test_remat_regions.test_inside_is_computed_again_and_what_others_ask_for_is_kept,
     "remat.nested": test_remat_regions.test_regions_within_regions_are_computed_for_the_outer_one_and_anew,
+    "rotary.sign": rotary_rows,
+    "rotary.back": rotary_rows,
     "losses.once": test_losses.test_a_copy_that_others_read_stays,
     "padding.labels": padding_rows,
     "padding.keys": padding_rows,
@@ -331,6 +339,7 @@ PASSES: dict[str, Callable[[], None]] = {
     "accumulate": accumulate_rows,
     "losses": lambda: test_losses.test_bits_stay("bf16", "reshape", "reduction=1", ""),
     "remat": remat_rows,
+    "rotary": rotary_rows,
     "masks": mask_rows,
     "attention": written_rows,
     "padding": lambda: test_padding.test_interpreted("added", "tokens"),

@@ -278,29 +278,44 @@ static const store_fn store_table[OM_N_DTYPES] = {
 static const uint8_t class_size[OM_STRIP_CLASSES] = {4, 8, 8, 1};
 
 /* Copies the flat range [i0, i0 + n) between a tensor that does not follow the flat index and a register, piece by
- * piece of the innermost axis. */
+ * piece: as far as the tensor itself goes on in one stride. Whole pieces one stride apart are copied without a step of
+ * the odometer between them. */
 static void walk(const om_strip_job *j, const om_strip_arg *a, int dtype, int64_t i0, int64_t n, char *reg,
                  int reg_size, bool store) {
-    int64_t at[OM_RANK], rest = i0, off = 0;
-    const int last = j->rank - 1;
+    int64_t dim[OM_RANK], stride[OM_RANK], at[OM_RANK], rest = i0, off = 0;
+    int rank = 0;
+    for (int d = 0; d < j->rank; d++) {
+        const bool merge = rank && stride[rank - 1] == a->stride[d] * j->dim[d];
+        if (!merge) dim[rank++] = 1;
+        dim[rank - 1] *= j->dim[d], stride[rank - 1] = a->stride[d];
+    }
+    const int last = rank - 1;
     for (int d = last; d >= 0; d--) {
-        at[d] = rest % j->dim[d];
-        rest /= j->dim[d];
-        off += at[d] * a->stride[d];
+        at[d] = rest % dim[d];
+        rest /= dim[d];
+        off += at[d] * stride[d];
     }
     while (n > 0) {
-        const int64_t left = j->dim[last] - at[last], m = left < n ? left : n;
+        const int64_t left = dim[last] - at[last], m = left < n ? left : n;
+        int64_t pieces = 1;
+        if (last && m == dim[last]) {
+            pieces = dim[last - 1] - at[last - 1];
+            if (pieces > n / m) pieces = n / m;
+        }
         char *p = a->data + off * a->size;
-        if (store) store_table[dtype](reg, m, p, a->stride[last]);
-        else load_table[dtype](p, a->stride[last], m, reg);
-        reg += m * reg_size;
-        n -= m;
-        off += (m - 1) * a->stride[last]; /* to the last element done, then one step of the odometer */
+        for (int64_t i = 0; i < pieces; i++, reg += m * reg_size) {
+            if (store) store_table[dtype](reg, m, p, stride[last]);
+            else load_table[dtype](p, stride[last], m, reg);
+            if (last) p += stride[last - 1] * a->size;
+        }
+        n -= pieces * m;
+        if (last) at[last - 1] += pieces - 1, off += (pieces - 1) * stride[last - 1];
+        off += (m - 1) * stride[last]; /* to the last element done, then one step of the odometer */
         at[last] += m - 1;
         for (int d = last; d >= 0; d--) {
-            off += a->stride[d];
-            if (++at[d] < j->dim[d]) break;
-            off -= a->stride[d] * j->dim[d];
+            off += stride[d];
+            if (++at[d] < dim[d]) break;
+            off -= stride[d] * dim[d];
             at[d] = 0;
         }
     }
