@@ -3,7 +3,7 @@
  * order, whoever comes first. */
 #include "cuda/kernel.h"
 
-enum { SELECT_WARPS = OM_GPU_SELECT_THREADS / 32, SELECT_ROUNDS = OM_GPU_SELECT_TILE / OM_GPU_SELECT_THREADS };
+enum { SELECT_ROUNDS = OM_GPU_SELECT_TILE / OM_GPU_SELECT_THREADS };
 
 /* Round k of the block's tile. */
 FN int64_t select_at(int k) {
@@ -25,8 +25,6 @@ EXPORT(OM_GPU_SELECT_THREADS) om_k_select_count(PARAM(struct om_gpu_select) p) {
 /* block (tile) */
 EXPORT(OM_GPU_SELECT_THREADS) om_k_select_place(PARAM(struct om_gpu_select) p) {
     SHARED(shared);
-    uint32_t *warp_count = (uint32_t *)shared;
-    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int64_t before = 0, all = 0;
     for (int64_t t = threadIdx.x; t < p.tiles; t += OM_GPU_SELECT_THREADS) {
         const uint32_t n = ld(p.counts + t);
@@ -40,18 +38,10 @@ EXPORT(OM_GPU_SELECT_THREADS) om_k_select_place(PARAM(struct om_gpu_select) p) {
     for (int k = 0; k < SELECT_ROUNDS; k++) {
         const int64_t i = select_at(k);
         const bool taken = i < p.n && ld(p.mask + i);
-        const uint32_t mates = votes(taken);
-        int64_t place = before;
-        __syncthreads();
-        if (!lane) warp_count[warp] = (uint32_t)ones(mates);
-        __syncthreads();
-        for (unsigned w = 0; w < SELECT_WARPS; w++) {
-            before += warp_count[w];
-            if (w < warp) place += warp_count[w];
-        }
+        const int64_t place = block_place(taken, &before, (uint32_t *)shared);
         if (every && i < p.n) st(p.idx + i, i);
         if (every) continue;
-        if (taken) st(p.idx + place + ones(mates & ((1u << lane) - 1)), i);
+        if (taken) st(p.idx + place, i);
         if (i >= all && i < p.n) st(p.idx + i, (int64_t)0);
     }
 }

@@ -16,21 +16,11 @@ FN double ctc_sum(double a, double b) {
 /* One block: the valid targets one after another, and where each row's begin. */
 EXPORT(256) om_k_ctc_list(PARAM(struct om_gpu_ctc) p) {
     SHARED(shared);
-    uint32_t *warp_count = (uint32_t *)shared;
-    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int64_t n = p.valid ? 0 : p.listed, sum = 0;
     for (int64_t first = 0; p.valid && first < p.listed; first += blockDim.x) {
         const int64_t i = first + threadIdx.x;
         const bool taken = i < p.listed && ld(p.valid + i);
-        const uint32_t mates = votes(taken);
-        int64_t place = n + ones(mates & ((1u << lane) - 1));
-        __syncthreads();
-        if (!lane) warp_count[warp] = (uint32_t)ones(mates);
-        __syncthreads();
-        for (unsigned w = 0; w < blockDim.x / 32; w++) {
-            n += warp_count[w];
-            if (w < warp) place += warp_count[w];
-        }
+        const int64_t place = block_place(taken, &n, (uint32_t *)shared);
         if (taken) st(p.list + place, ld(p.targets + i));
     }
     if (threadIdx.x) return;

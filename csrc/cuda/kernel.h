@@ -153,6 +153,21 @@ template <class OP, class T> FN T block_all(T x, T none, T *sh) {
     __syncthreads();
     return warp_all<OP>(lane < blockDim.x >> 5 ? sh[lane] : none);
 }
+/* The thread's place among those of the block that take one, in the order of threads, counted on from *next, which
+ * moves behind them; sh: one per warp. All threads must come. */
+FN int64_t block_place(bool takes, int64_t *next, uint32_t *sh) {
+    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const uint32_t mates = votes(takes);
+    int64_t place = *next + ones(mates & ((1u << lane) - 1));
+    __syncthreads();
+    if (!lane) sh[warp] = (uint32_t)ones(mates);
+    __syncthreads();
+    for (unsigned w = 0; w < blockDim.x >> 5; w++) {
+        *next += sh[w];
+        if (w < warp) place += sh[w];
+    }
+    return place;
+}
 
 /* Of element i in row-major order of dim, the place by strides. */
 FN int64_t offset_of(int64_t i, int rank, const int64_t *dim, const int64_t *stride) {

@@ -146,9 +146,7 @@ EXPORT(256) om_k_arg(PARAM(struct om_gpu_lines) p) {
  * in the order of the line. */
 EXPORT(256) om_k_topk_pick(PARAM(struct om_gpu_lines) p) {
     SHARED(shared);
-    uint32_t *fewer = (uint32_t *)shared, *same = fewer + 8; /* of each warp */
     const uint64_t turn = p.largest ? ~(uint64_t)0 : 0;
-    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5, below = (1u << lane) - 1;
     const int64_t x = line_at(p, blockIdx.x, 0);
     uint64_t *key = (uint64_t *)p.space + blockIdx.x * 2 * p.k, kth = 0;
     int64_t *place = (int64_t *)key + p.k, left = p.k, before = 0, equal = 0;
@@ -162,17 +160,10 @@ EXPORT(256) om_k_topk_pick(PARAM(struct om_gpu_lines) p) {
     for (int64_t first = 0; first < p.len; first += blockDim.x) {
         const int64_t i = first + threadIdx.x;
         const uint64_t own = i < p.len ? order_of(p.x[0], p.dtype, x + i * p.step[0], turn) : ~(uint64_t)0;
-        const uint32_t a = votes(i < p.len && own < kth), b = votes(i < p.len && own == kth);
-        int64_t lower = before + ones(a & below), equals = equal + ones(b & below);
-        __syncthreads();
-        if (!lane) fewer[warp] = (uint32_t)ones(a), same[warp] = (uint32_t)ones(b);
-        __syncthreads();
-        for (unsigned w = 0; w < blockDim.x / 32; w++) {
-            before += fewer[w], equal += same[w];
-            if (w < warp) lower += fewer[w], equals += same[w];
-        }
-        if (i >= p.len || own > kth || (own == kth && equals >= left)) continue;
-        const int64_t at = lower + (equals < left ? equals : left);
+        const int64_t equals = block_place(i < p.len && own == kth, &equal, (uint32_t *)shared);
+        const bool taken = i < p.len && (own < kth || (own == kth && equals < left));
+        const int64_t at = block_place(taken, &before, (uint32_t *)shared);
+        if (!taken) continue;
         st(key + at, own);
         st(place + at, i);
     }
