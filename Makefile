@@ -129,7 +129,7 @@ cuda-time:   ## processor time of a clean CUDA build; fails above 240 s (120 s o
 # a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
 CXX ?= g++
 CXX_FAKE = $(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -fvisibility=hidden -Icsrc
-$(B)/fake/gpu.o: $(wildcard csrc/cuda/*.cu) $(CUH:%=csrc/cuda/%.h) csrc/cuda/attention_mma.h csrc/cuda/mma.h csrc/cuda/emulate.h csrc/cuda/host_emulation.h csrc/cuda/engine.def csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(B)/fake/gpu.o: $(wildcard csrc/cuda/*.cu) $(CUH:%=csrc/cuda/%.h) csrc/cuda/attention_mma.h csrc/cuda/mma.h csrc/cuda/emulate.h csrc/cuda/host_emulation.h csrc/cuda/engine.def csrc/cpu/kernels/vmath.h csrc/optim/optim_math.h csrc/graph/pointwise.def csrc/ops/strip_op.h
 $(B)/fake/%.o: tests/cuda/fake_%.cpp tests/cuda/fake_gpu.h
 	@mkdir -p $(@D)
 	@$(CXX_FAKE) -c -o $@ $<

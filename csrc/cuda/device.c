@@ -272,7 +272,8 @@ static om_status call_run(om_run *r, om_gpu *g, const om_call *c) {
     if (n > OM_MAX_ARGS) return om_fail(cx, OM_UNSUPPORTED, "a call with %d operands: at most %d", n, OM_MAX_ARGS);
     for (int i = 0; i < n; i++) arg[i] = om_run_arg(r, c, i);
     const om_gpu_call *call = c->prep;
-    place at = {.arg = arg, .scalars = r->scalars, .write = c->write != OM_NONE && !om_sabotage("device.guard")};
+    place at = {.arg = arg, .scalars = r->scalars,
+                .write = om_gpu_call_writes(r->plan, c) && !om_sabotage("device.guard")};
     if (c->kind == OM_CALL_COPY)
         return c->write != OM_NONE && r->skip_writes ? OM_OK : launch_all(cx, g, call, &at);
     const om_node *node = &r->plan->g->nodes.v[c->node];
@@ -289,7 +290,7 @@ static om_status calls_run(om_run *r, om_gpu *g, int from, int to, bool writing)
     for (r->pc = from; r->pc < to; r->pc++) {
         const om_call *c = &r->plan->calls[r->pc];
         const double t0 = r->profile ? om_now_ms() : 0;
-        const bool writes = c->write != OM_NONE && !r->skip_writes && !writing;
+        const bool writes = om_gpu_call_writes(r->plan, c) && !r->skip_writes && !writing;
         if (writes) OM_TRY(om_gpu_writes_begin(r, g));
         const om_status s = call_run(r, g, c);
         if (writes) om_gpu_writes_end();

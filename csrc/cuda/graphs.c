@@ -139,7 +139,7 @@ static slice *slice_new(const om_plan *p, int from, int to) {
     for (int i = from; i < to; i++) {
         if (i == from || alone(&p->calls[i]) || alone(&p->calls[i - 1])) s->piece[s->n++] = (piece){.from = i};
         s->piece[s->n - 1].to = i + 1;
-        s->piece[s->n - 1].writes |= p->calls[i].write != OM_NONE;
+        s->piece[s->n - 1].writes |= om_gpu_call_writes(p, &p->calls[i]);
     }
     for (int i = 0; i < s->n; i++) {
         piece *x = &s->piece[i];

@@ -26,6 +26,11 @@
 /* Queues the calls [from, to) of a run one by one. writing: within om_gpu_writes_begin and _end. */
 typedef om_status (*om_gpu_calls)(om_run *r, om_gpu *g, int from, int to, bool writing);
 
+/* Does the call write what outlives the run: a write-back, an update in its state's memory? */
+static inline bool om_gpu_call_writes(const om_plan *p, const om_call *c) {
+    return c->write != OM_NONE || (c->kind == OM_CALL_RUN && p->g->nodes.v[c->node].op->state);
+}
+
 /* The slice [from, to): `calls` for pieces that run call by call, or are recorded. The device's context is current. */
 om_status om_gpu_graphs_run(om_run *r, om_gpu *g, int from, int to, om_gpu_calls calls);
 void om_gpu_graphs_free(om_plan *p); /* work of the plan's may still be queued */

@@ -185,6 +185,10 @@ static void rows_fill(void) {
 #include "cuda/cuda.def"
 #undef ROW
     rows[OM_OP_compress].inplace = 0; /* all rows are moved at once */
+#define DENSE(op) rows[OM_OP_##op].dense = OM_ALL
+    DENSE(adamw_step), DENSE(sgd_step), DENSE(lamb_step), DENSE(clip_by_norm), DENSE(accumulate);
+    DENSE(l2_norm_all), DENSE(all_finite);
+#undef DENSE
 #define PW(op, ...) lowerings[OM_OP_##op] = om_lower_strip;
 #include "graph/pointwise.def"
 #undef PW

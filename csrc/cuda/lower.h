@@ -73,7 +73,8 @@ void om_gpu_out(om_lower *l, void *field, int i, int mode);
 void om_gpu_part(om_lower *l, void *field, int operand, int64_t offset, int64_t lo, int64_t hi, int mode);
 void om_gpu_scratch_at(om_lower *l, void *field, int64_t offset, int64_t bytes, int mode);
 void om_gpu_scalars_at(om_lower *l, void *field);
-void om_gpu_guard_at(om_lower *l, void *field); /* the fault word in a write-back, else NULL */
+/* the fault word in a write-back and in what changes state, else NULL */
+void om_gpu_guard_at(om_lower *l, void *field);
 /* the fault word; returns the number of the call's place in the user's source (never 0) */
 uint32_t om_gpu_fault_at(om_lower *l, void *field);
 

@@ -359,4 +359,30 @@ typedef struct om_gpu_ctc {    /* x (time, rows, classes); columns: entries with
     int32_t dtype, zero, one_after_another, site;
 } om_gpu_ctc;
 
+/* --- update.cu ----------------------------------------------------------------------------------------- */
+
+enum { OM_GPU_UPDATE_THREADS = 256, OM_GPU_UPDATE_BLOCKS = 512, OM_GPU_UPDATE_SHARED = 256 };
+/* One group of an optimizer step, all dense: weight, gradient, moments. lr, step, flag and what else has one element
+ * lie on the device; NULL: left out */
+typedef struct om_gpu_update {
+    const char *in[5], *lr, *scale, *norm; /* LAMB: and the narrow weight */
+    char *out[5];              /* the same without the gradient; LAMB: with its change of the weight there */
+    const int64_t *step;
+    const uint8_t *flag;       /* false: results are operands */
+    const om_gpu_fault *guard;
+    double *sums;              /* LAMB: two of each block */
+    int64_t n, blocks;
+    double beta1, beta2, eps, decay, max_norm, ratio_min, ratio_max;
+    int32_t mode, correct, in_type[5], lr_type, scale_type, norm_type;
+} om_gpu_update;
+
+/* sums: of squares and how many are not finite, per block; the last launch adds up those of all tensors */
+typedef struct om_gpu_norm_all {
+    const char *x;
+    double *sums;
+    char *y;
+    int64_t n, blocks;
+    int32_t dtype, finite;     /* of x, or of y; finite: y is whether all are */
+} om_gpu_norm_all;
+
 #endif

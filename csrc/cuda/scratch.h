@@ -20,5 +20,7 @@ int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_select_rows(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_recurrent(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_recurrent_grad(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_lamb(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_norm_all(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_ctc(om_ctx *cx, const om_args *a);
 #endif

@@ -24,6 +24,7 @@
 #include "cuda/bounded.cu"
 #include "cuda/recurrent.cu"
 #include "cuda/ctc.cu"
+#include "cuda/update.cu"
 #include "cuda/attention.cu"
 #include "cuda/attention_grad.cu"
 #include "cuda/attention_mma.cu"

@@ -198,7 +198,7 @@ print("done")
 
 
 def test_optimizer_steps() -> None:
-    """Their calls are the CPU's, between graphs."""
+    """They are recorded like everything."""
     assert child(HEAD + UPDATES, OM_FAKE_REUSE="1") == "done\n"
 
 

@@ -16,9 +16,7 @@ from engine import ROOT
 
 pytestmark = on_fake
 
-ON_THE_CPU = {  # for now: docs/GPU_STATUS.md
-    "adamw_step", "sgd_step", "lamb_step", "clip_by_norm", "l2_norm_all", "all_finite", "accumulate",
-}  # fmt: skip
+ON_THE_CPU: set[str] = set()  # docs/GPU_STATUS.md
 VIEWS = {"reshape", "permute", "expand", "slice", "flip", "stop_grad", "straight_through", "zero_grad"}  # move nothing
 BY_THE_HOST = {"host", "host_grad"}  # PyTorch's: tests/cuda/test_cuda_graphs.py
 
@@ -77,6 +75,9 @@ SIMPLE = [
     ("l2_norm_all", "5,7 9", 1, ""), ("all_finite", "5,7 9", 1, ""), ("accumulate", "5,7 5,7", 1, ""), ("sgd_step", "lr: _ 5,7 5,7", 1, "out_dtype=[#]"),
     ("adamw_step", "lr: count: _ 5,7 5,7 5,7 pos:5,7", 3, "out_dtype=[#, #, #]"),
     ("lamb_step", "_ _ _ lr: count: 5,7 5,7 5,7 pos:5,7 _", 6, "out_dtype=[0, #, #, #, #, 0]"),
+    ("l2_norm_all", "60,70 0,3 9", 1, ""), ("all_finite", "60,70 0,3 9", 1, ""), ("sgd_step", "lr: _ 60,70 60,70 0,3 0,3 9 9", 3, "out_dtype=[#, #, #]"),
+    ("adamw_step", "lr: count: _ 60,70 60,70 60,70 pos:60,70 9 9 9 pos:9", 6, "out_dtype=[#, #, #, #, #, #], adam_mode=1, correct_bias=0"),
+    ("lamb_step", "_ norm: norm: lr: count: 60,70 60,70 60,70 pos:60,70 _ 9 9 9 pos:9 9", 11, "out_dtype=[0, #, #, #, #, 0, #, #, #, #, #], max_norm_clip=0.5, ratio_max=3.0"),
 ]  # fmt: skip
 
 HEAD = """

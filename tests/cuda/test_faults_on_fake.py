@@ -20,15 +20,19 @@ text = '''graph {
  input i: i64[29]
  buffer s: f32[29, 40]
  buffer t: f32[40, 29]
+ buffer u: f32[29, 40]
+ const rate: f32[] = 0.5
  y = gather(x, i) {axis=0}
  a = tanh(y)
  c = add(s, a)
  d = permute(c) {perm=[1, 0]}
  e = add(t, d)
+ f = sgd_step(rate, _, u, a) {out_dtype=[DTYPE]}
  output a
  write c -> s
  write e -> t
-}'''
+ write f -> u
+}'''.replace("DTYPE", str(engine.TORCH.index(torch.float32)))
 GOOD = list(range(29))
 BAD = GOOD[:4] + [50] + GOOD[5:]
 x = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
@@ -37,12 +41,12 @@ class Steps:
         self.model = steps.Model.text(steps.cx("cuda-fake"), text)
         self.cx = self.model.cx
         self.mem = steps.Memory(self.cx)
-        self.s, self.t = self.mem.give(torch.zeros(29, 40)), self.mem.give(torch.zeros(29, 40).t())
+        self.s, self.t, self.u = self.mem.give(torch.zeros(29, 40)), self.mem.give(torch.zeros(29, 40).t()), self.mem.give(torch.zeros(29, 40))
         self.runs = []
-        self.given = {k: [self.mem.give(x), self.mem.give(torch.tensor(i)), self.s, self.t] for k, i in (("good", GOOD), ("bad", BAD))}
+        self.given = {k: [self.mem.give(x), self.mem.give(torch.tensor(i)), self.s, self.t, self.u] for k, i in (("good", GOOD), ("bad", BAD))}
     def begin(self, what):
         run = steps.Pointer()
-        self.cx.check(lib.om_run_forward(self.cx.p, self.model.p, self.model.variant([0] * 4, [0]), steps.array(self.given[what]), C.c_uint64(0), True, C.byref(run)))
+        self.cx.check(lib.om_run_forward(self.cx.p, self.model.p, self.model.variant([0] * 5, [0]), steps.array(self.given[what]), C.c_uint64(0), True, C.byref(run)))
         self.runs.append(run)
         return run
     def resume(self, run):
@@ -55,11 +59,12 @@ class Steps:
         self.mem.put()
         self.model.free()
     def holds(self, n):
-        s, t = self.mem.fetch(self.s), self.mem.fetch(self.t)
+        s, t, u = self.mem.fetch(self.s), self.mem.fetch(self.t), self.mem.fetch(self.u)
         want, turned = torch.zeros(29, 40), torch.zeros(40, 29)
         for _ in range(n):
             want = want + x[:29].tanh()
             turned = turned + want.t()
+        assert (u + 0.5 * want).abs().max() < 1e-5, (n, u[0, :3])  # in its own memory, by the step's own look at the fault
         assert (s - want).abs().max() < 1e-5 and (t - turned).abs().max() < 1e-5, (n, s[0, :3], want[0, :3], t[0, :3], turned[0, :3])
 def told(f, *args, what="index 50 at position 4"):
     try:

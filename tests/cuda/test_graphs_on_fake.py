@@ -71,9 +71,9 @@ def test_operators_run_in_kernels() -> None:
 HOST = """
 import torch, engine
 from cuda import fake
-x = torch.randn(4, 6)
-(y,), _ = engine.run("graph {\\n input x: f32[4, 6]\\n y = l2_norm_all(x)\\n output y\\n}", [x], device="cuda-fake")
-assert torch.allclose(y, x.norm()) and fake.host_ops(engine.lib) == ["l2_norm_all"]
+x = torch.randn(1, 1, 3, 300, dtype=torch.float64)  # more than the shared memory of a block holds
+(y,), _ = engine.run("graph {\\n input x: f64[1, 1, 3, 300]\\n y, l = attention(x, x, x) {causal=1}\\n output y\\n}", [x], device="cuda-fake")
+assert torch.allclose(y, torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)) and fake.host_ops(engine.lib) == ["attention"]
 print("done")
 """
 
