@@ -130,7 +130,7 @@ static void gradients(planner *pl, order *ord, slot *placed, uint32_t n, int64_t
         sum += s->size;
         if (s->size >= PART_LEAST) ord[count++] = (order){aligned(s->size), i, s->first};
     }
-    if (!pl->p->device->host_memory || pl->no_reuse) return;
+    if (pl->no_reuse) return;
     qsort(ord, count, sizeof *ord, by_size);
     for (uint32_t i = 0; i < count; i++) {
         om_storage *s = &pl->st.v[ord[i].st];
