@@ -6,11 +6,10 @@ enum { AM_TILE = 64 };
 template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     enum { W = AM_WIDTH(D) };
     SHARED(shared);
-    S *k = (S *)shared, *v = k + AM_TILE * W;
+    S *const tile = (S *)shared; /* keys, values, the next keys, the next values */
     const am_queries_of rows = am_queries_at(p);
     const att_head a = rows.a;
     const int warp = threadIdx.x >> 5, g = rows.g, t = rows.t, i0 = rows.i0, own = rows.own;
-    uint64_t *bits = (uint64_t *)(v + AM_TILE * W) + warp * 16;
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale;
     uint32_t q[D / 16][4];
@@ -18,19 +17,29 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
         for (int e = 0; e < 4; e++) y[n][e] = 0;
-    am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_OWN, p.tq, (int)p.d, k);
+    am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_OWN, p.tq, (int)p.d, tile);
+    copies_end();
+    copies_wait<0>();
     __syncthreads();
 #pragma unroll
-    for (int c = 0; c < D / 16; c++) mma_a(q[c], k, W, warp * 16, c * 16);
+    for (int c = 0; c < D / 16; c++) mma_a(q[c], tile, W, warp * 16, c * 16);
 
     const am_span low = am_keys(p, a.b, own), high = am_keys(p, a.b, own + 15); /* the warp's */
     const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
-    for (int j0 = am_keys(p, a.b, i0).lo / AM_TILE * AM_TILE; j0 < end; j0 += AM_TILE) {
+    const int first = am_keys(p, a.b, i0).lo / AM_TILE * AM_TILE;
+    for (int next = first, place = 0; next < end + AM_TILE; next += AM_TILE, place ^= 1) {
+        const int j0 = next - AM_TILE; /* is worked off while the next tile comes */
+        copies_wait<0>();
         __syncthreads();
-        am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, AM_TILE, p.tk, (int)p.d, k);
-        am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, AM_TILE, p.tk, (int)p.dv_size, v);
-        __syncthreads();
-        if (low.lo >= j0 + AM_TILE || high.hi <= j0) continue;
+        if (next < end) {
+            S *to = tile + place * 2 * AM_TILE * W;
+            am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], next, AM_TILE, p.tk, (int)p.d, to);
+            am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], next, AM_TILE, p.tk, (int)p.dv_size,
+                       to + AM_TILE * W);
+            copies_end();
+        }
+        if (next == first || low.lo >= j0 + AM_TILE || high.hi <= j0) continue;
+        const S *k = tile + (place ^ 1) * 2 * AM_TILE * W, *v = k + AM_TILE * W;
         const bool all = high.lo <= j0 && low.hi >= j0 + AM_TILE && !p.mask_kind;
         float s[AM_TILE / 8][4] = {};
 #pragma unroll
@@ -75,17 +84,12 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
             for (int n = 0; n < D / 8; n++) y[n][2 * r] *= by, y[n][2 * r + 1] *= by;
         }
         if (p.drop) {
-            __syncwarp();
-            am_bits(p, seed, blockIdx.y, own, 16, j0, bits);
+            const uint32_t kept = am_draw<16>(p, seed, blockIdx.y, own, j0);
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const uint64_t kept = bits[g + 8 * r] >> t * 2;
+            for (int n = 0; n < AM_TILE / 8; n++)
 #pragma unroll
-                for (int n = 0; n < AM_TILE / 8; n++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        if (!(kept >> (n * 8 + e) & 1)) s[n][2 * r + e] = 0;
-            }
+                for (int e = 0; e < 4; e++)
+                    if (!(kept >> (16 * (e / 2) + 4 * (n % 2 * 2 + e % 2) + n / 2) & 1)) s[n][e] = 0;
         }
 #pragma unroll
         for (int c = 0; c < AM_TILE / 16; c++) {
@@ -111,7 +115,8 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
         if (!t && i < p.tq) st((float *)p.lse + blockIdx.y * p.tq + i, l[r] == 0 ? -INFINITY : m[r] + log_of(l[r]));
     }
     __syncthreads();
-    am_store<D>(p.out, p.sout, a.b * p.sout[0] + a.h * p.sout[1], own, p.tq, (int)p.dv_size, y, by, k + warp * 16 * W);
+    am_store<D>(p.out, p.sout, a.b * p.sout[0] + a.h * p.sout[1], own, p.tq, (int)p.dv_size, y, by,
+                tile + warp * 16 * W);
 }
 
 #define KERNELS(D, blocks)                                                              \

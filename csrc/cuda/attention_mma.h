@@ -1,6 +1,7 @@
 /* cuda/attention_mma.h - what attention on tensor cores (mma.h) shares: bf16 and f16, products summed in f32, weights
  * rounded to the storage type before their products. Four warps a block; 64 rows of one side are the block's own, 16 a
- * warp, and tiles of rows of the other side pass by in shared memory. D: 64 or 128, heads are filled up with zeros.
+ * warp, and tiles of rows of the other side pass by in shared memory, in two places in turn: the next tile comes while
+ * one is worked off. D: 64 or 128, heads are filled up with zeros.
  */
 #ifndef OM_CUDA_ATTENTION_MMA_H
 #define OM_CUDA_ATTENTION_MMA_H
@@ -14,24 +15,26 @@ enum { AM_BLOCK = 128, AM_OWN = 64 };
 
 FN float am_exp(float x) { return exp2_of(x * AM_LOG2E); }
 
-/* Rows [from, from + n) of a head into a tile; beyond `limit` rows or d columns: 0. base: the head's first element. */
+/* Rows [from, from + n) of a head on their way into a tile; beyond `limit` rows or d columns: 0. base: the head's first
+ * element. */
 template <int D, class S>
-FN void am_load(const char *x, const int64_t *s, int64_t base, int64_t from, int n, int64_t limit, int d, S *to) {
+FN void am_load(const char *x, const int64_t *s, int64_t base, int from, int n, int64_t limit, int d, S *to) {
+    enum { EACH = D / 8, ROWS = AM_BLOCK / EACH }; /* chunks of a row, rows at a time */
     const S *head = (const S *)x + base;
+    const int left = (int)limit - from;
     if (s[3] == 1 && s[2] % 8 == 0 && d % 8 == 0 && (uintptr_t)head % 16 == 0) {
+        const int own = threadIdx.x / EACH, c = threadIdx.x % EACH * 8;
+        const S *row = head + (from + own) * s[2] + c;
+        to += own * AM_WIDTH(D) + c;
 #pragma unroll 4
-        for (int e = threadIdx.x; e < n * (D / 8); e += AM_BLOCK) {
-            const int r = e / (D / 8), c = e % (D / 8) * 8;
-            chunk v = {};
-            if (from + r < limit && c < d) v = ld((const chunk *)(head + (from + r) * s[2] + c));
-            *(chunk *)(to + r * AM_WIDTH(D) + c) = v;
-        }
+        for (int r = 0; r < n; r += ROWS, row += ROWS * s[2])
+            copy_begin<16>(to + r * AM_WIDTH(D), row, own + r < left && c < d);
         return;
     }
     for (int e = threadIdx.x; e < n * D; e += AM_BLOCK) {
         const int r = e / D, c = e % D;
         S v = {};
-        if (from + r < limit && c < d) v = ld(head + (from + r) * s[2] + c * s[3]);
+        if (r < left && c < d) v = ld(head + (from + r) * s[2] + c * s[3]);
         to[r * AM_WIDTH(D) + c] = v;
     }
 }
@@ -118,27 +121,36 @@ FN float am_masked(const om_gpu_attention &p, const att_head &a, int i, int j, f
     }
 }
 
-/* Dropout of queries [i, i + n) at the 64 keys from j0 on, a multiple of 64: bit j - j0 of bits[r] is set where the
- * pair is kept. By one warp: a lane's four words are those of keys 16 apart (cpu/philox.h). */
-FN void am_bits(const om_gpu_attention &p, uint64_t seed, int64_t head, int64_t i, int n, int64_t j0, uint64_t *bits) {
-    const int lane = threadIdx.x & 31, half = lane / 16;
-    const bool even = p.tk % 64 == 0; /* rows begin where counters do: two at once */
-#pragma unroll 1
-    for (int r = 0; r < n; r += even ? 2 : 1) {
-        const uint64_t at = (uint64_t)((head * p.tq + i + r + (even ? half : 0)) * p.tk + j0);
-        uint32_t w[4];
-        uint64_t first = 0, second = 0;
-        philox_words(seed, p.rng, (at / 64 + (even ? 0 : half)) * 16 + lane % 16, w);
+/* Dropout of the pairs whose scores a thread holds in fragments, of `rows` queries from i on (8 or 16) and the 64 keys
+ * from j0 on, a multiple of 64: bit 16 r + 4 (2 (n % 2) + e) + n / 2 is set where query lane / 4 + 8 r keeps key
+ * 8 n + lane % 4 * 2 + e. A counter's four words are those of keys 16 apart (cpu/philox.h), the next counter has the
+ * rest of them where a row does not begin with a counter. */
+template <int rows> FN uint32_t am_draw(const om_gpu_attention &p, uint64_t seed, int64_t head, int64_t i, int64_t j0) {
+    const int lane = threadIdx.x & 31;
+    const uint64_t own = (uint64_t)((head * p.tq + i + lane / 4) * p.tk + j0 + lane % 4 * 2);
+    uint32_t bits = 0;
+#pragma unroll 2
+    for (int turn = 0; turn < rows / 2; turn++) { /* r, n % 2, e */
+        const uint64_t at = own + turn / 4 * 8 * p.tk + turn % 4 / 2 * 8 + turn % 2, counter = at / 64 * 16 + at % 16;
+        const int begin = (int)(at / 16 % 4);
+        uint32_t w[4], kept = 0;
+        philox_words(seed, p.rng, counter, w);
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const uint32_t kept = votes(w[k] < p.keep_below);
-            first |= (uint64_t)(kept & 0xffffu) << 16 * k;
-            second |= (uint64_t)(kept >> 16) << 16 * k;
+        for (int k = 0; k < 4; k++) kept |= (uint32_t)(w[k] < p.keep_below) << k;
+        if (begin) {
+            philox_words(seed, p.rng, counter + 16, w);
+#pragma unroll
+            for (int k = 0; k < 4; k++) kept |= (uint32_t)(w[k] < p.keep_below) << (4 + k);
         }
-        const int by = (int)(at % 64);
-        if (even && lane < 2) bits[r + lane] = lane ? second : first;
-        if (!even && !lane) bits[r] = by ? first >> by | second << (64 - by) : first;
+        bits |= (kept >> begin & 15) << 4 * turn;
     }
-    __syncwarp();
+    return bits;
+}
+
+/* Where dq leaves those bits for dkv: a word of every lane for 16 queries and 64 keys; of the same keys the words of
+ * all queries, filled up to whole blocks, lie together. */
+FN uint32_t *am_bits(const om_gpu_attention &p, int64_t head, int64_t i, int64_t j0) {
+    const int64_t tiles = (p.tk + 63) / 64, queries = (p.tq + AM_OWN - 1) / AM_OWN * AM_OWN;
+    return p.bits + ((head * tiles + j0 / 64) * queries + i) * 2;
 }
 #endif

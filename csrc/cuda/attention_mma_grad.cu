@@ -1,5 +1,5 @@
 /* attention_mma_grad.cu - attention_grad.cu on tensor cores, after its attention_delta: dq by queries, dk and dv by
- * keys, each in one order; scores and random words are computed anew. */
+ * keys, each in one order; both compute scores anew. dq draws the random words and leaves what they say for dkv. */
 #include "cuda/attention_mma.h"
 
 enum { AM_STEP = 32 }; /* of the other side at a time */
@@ -25,11 +25,10 @@ template <class S> FN void am_operand(uint32_t *a, const float (*c)[4]) {
 template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     enum { W = AM_WIDTH(D), TILE = 2 * AM_STEP };
     SHARED(shared);
-    S *k = (S *)shared, *v = k + TILE * W;
+    S *const tile = (S *)shared; /* keys, values, the next keys, the next values */
     const am_queries_of mine = am_queries_at(p);
     const att_head a = mine.a;
     const int warp = threadIdx.x >> 5, g = mine.g, t = mine.t, i0 = mine.i0, own = mine.own;
-    uint64_t *bits = (uint64_t *)(v + TILE * W) + warp * 16;
     const int64_t rows = p.batch * p.hq * p.tq;
     const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale, keep = (float)p.drop_scale;
@@ -42,25 +41,35 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
         for (int e = 0; e < 4; e++) dq[n][e] = 0;
-    am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_OWN, p.tq, (int)p.d, k);
-    am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + a.h * p.sdy[1], i0, AM_OWN, p.tq, (int)p.dv_size, v);
+    am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_OWN, p.tq, (int)p.d, tile);
+    am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + a.h * p.sdy[1], i0, AM_OWN, p.tq, (int)p.dv_size, tile + TILE * W);
+    copies_end();
+    copies_wait<0>();
     __syncthreads();
 #pragma unroll
-    for (int c = 0; c < D / 16; c++) mma_a(q[c], k, W, warp * 16, c * 16), mma_a(dy[c], v, W, warp * 16, c * 16);
+    for (int c = 0; c < D / 16; c++) {
+        mma_a(q[c], tile, W, warp * 16, c * 16);
+        mma_a(dy[c], tile + TILE * W, W, warp * 16, c * 16);
+    }
 
     const am_span low = am_keys(p, a.b, own), high = am_keys(p, a.b, own + 15); /* the warp's */
     const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
-    for (int j0 = am_keys(p, a.b, i0).lo / TILE * TILE; j0 < end; j0 += TILE) {
+    const int first = am_keys(p, a.b, i0).lo / TILE * TILE;
+    for (int next = first, place = 0; next < end + TILE; next += TILE, place ^= 1) {
+        const int j0 = next - TILE; /* is worked off while the next tile comes */
+        copies_wait<0>();
         __syncthreads();
-        am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, TILE, p.tk, (int)p.d, k);
-        am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, TILE, p.tk, (int)p.dv_size, v);
-        __syncthreads();
-        if (low.lo >= j0 + TILE || high.hi <= j0) continue;
-        const bool all = high.lo <= j0 && low.hi >= j0 + TILE && !p.mask_kind && !p.frozen;
-        if (p.drop) {
-            __syncwarp();
-            am_bits(p, seed, blockIdx.y, own, 16, j0, bits);
+        if (next < end) {
+            S *to = tile + place * 2 * TILE * W;
+            am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], next, TILE, p.tk, (int)p.d, to);
+            am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], next, TILE, p.tk, (int)p.dv_size, to + TILE * W);
+            copies_end();
         }
+        if (next == first || low.lo >= j0 + TILE || high.hi <= j0) continue;
+        const S *k = tile + (place ^ 1) * 2 * TILE * W, *v = k + TILE * W;
+        const bool all = high.lo <= j0 && low.hi >= j0 + TILE && !p.mask_kind && !p.frozen;
+        const uint32_t bits = p.drop ? am_draw<16>(p, seed, blockIdx.y, own, j0) : 0;
+        if (p.bits) st(am_bits(p, blockIdx.y, own, j0) + g * 4 + t, bits);
 #pragma unroll 1
         for (int half = 0; half < TILE; half += AM_STEP) {
             float s[AM_STEP / 8][4] = {}, dp[AM_STEP / 8][4] = {};
@@ -78,7 +87,7 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
                 }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const uint32_t kept = p.drop ? (uint32_t)(bits[g + 8 * r] >> half) >> t * 2 : 0;
+                const uint32_t kept = bits >> (16 * r + half / 16);
 #pragma unroll
                 for (int n = 0; n < AM_STEP / 8; n++)
 #pragma unroll
@@ -86,7 +95,7 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
                         const int j = j0 + half + n * 8 + t * 2 + e % 2;
                         float x = s[n][e] * scale, d = dp[n][e];
                         if (!all) x = am_score(p, a, mine.at[r], j, x, j >= mine.see[r].lo && j < mine.see[r].hi);
-                        if (p.drop) d = kept >> (n * 8 + e % 2) & 1 ? d * keep : 0;
+                        if (p.drop) d = kept >> (4 * (n % 2 * 2 + e % 2) + n / 2) & 1 ? d * keep : 0;
                         d = am_exp(x - m[r]) * il[r] * (d - delta[r]);
                         if (!all && (x == -INFINITY || il[r] == 0 || am_frozen(p, a, mine.at[r], j))) d = 0;
                         s[n][e] = d;
@@ -109,16 +118,42 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     }
     const float by[2] = {scale, scale};
     __syncthreads();
-    am_store<D>(p.dq, p.sdq, a.b * p.sdq[0] + a.h * p.sdq[1], own, p.tq, (int)p.d, dq, by, k + warp * 16 * W);
+    am_store<D>(p.dq, p.sdq, a.b * p.sdq[0] + a.h * p.sdq[1], own, p.tq, (int)p.d, dq, by,
+                tile + warp * 16 * W);
+}
+
+/* What of 32 queries dkv reads besides their rows. */
+struct am_step { uint32_t bits[AM_STEP / 16][32]; float delta[AM_STEP], m[AM_STEP], il[AM_STEP]; };
+
+/* Queries [i, i + 32) of head h on their way into a tile, as seen by the keys from j0 on. */
+template <int D, class S>
+FN void am_step_begin(const om_gpu_attention &p, att_head a, uint64_t seed, int64_t h, int i, int j0, S *tile,
+                      am_step *step) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int64_t head = a.b * p.hq + h, rows = p.batch * p.hq * p.tq;
+    const float *stat = (const float *)p.delta + head * p.tq;
+    am_load<D>(p.q, p.sq, a.b * p.sq[0] + h * p.sq[1], i, AM_STEP, p.tq, (int)p.d, tile);
+    am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + h * p.sdy[1], i, AM_STEP, p.tq, (int)p.dv_size,
+               tile + AM_STEP * AM_WIDTH(D));
+    if (warp < 3) { /* beyond the last: il 0 */
+        const bool given = i + lane < p.tq;
+        copy_begin<4>(step->delta + warp * AM_STEP + lane, given ? stat + warp * rows + i + lane : stat, given);
+    } else if (p.bits && lane < AM_STEP / 2) {
+        copy_begin<16>(step->bits[0] + 4 * lane, am_bits(p, head, i, j0) + 4 * lane, true);
+    }
+    copies_end();
+    if (p.drop && !p.bits) /* by halves of words */
+        ((uint16_t *)&step->bits[warp / 2][lane])[warp % 2] = (uint16_t)am_draw<8>(p, seed, head, i + warp * 8, j0);
 }
 
 /* 64 keys a block, queries by tiles of 32, of every head that shares the keys. Products are turned: rows are keys. */
 template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
     enum { W = AM_WIDTH(D), KEPT = D <= 64 /* the keys' and values' operands stay in registers */ };
     SHARED(shared);
-    S *k = (S *)shared, *v = k + AM_OWN * W, *q = v + AM_OWN * W, *dy = q + AM_STEP * W;
-    uint64_t *bits = (uint64_t *)(dy + AM_STEP * W);
-    float *stat = (float *)(bits + AM_STEP); /* delta, m, il of the tile's queries */
+    /* tile: queries, dy, the next queries, the next dy; where all that is read of k and v is in registers, in place of
+     * them */
+    S *k = (S *)shared, *v = k + AM_OWN * W, *const tile = KEPT ? k : v + AM_OWN * W;
+    am_step *const steps = (am_step *)(tile + 4 * AM_STEP * W);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
     const int group = (int)(p.hq / p.hk);
     const int j0 = (int)blockIdx.x * AM_OWN, own = j0 + warp * 16;
@@ -133,6 +168,8 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
         for (int e = 0; e < 4; e++) dk[n][e] = dv[n][e] = 0;
     am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], j0, AM_OWN, p.tk, (int)p.d, k);
     am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], j0, AM_OWN, p.tk, (int)p.dv_size, v);
+    copies_end();
+    copies_wait<0>();
     __syncthreads();
 #pragma unroll
     for (int c = 0; KEPT && c < D / 16; c++) {
@@ -146,74 +183,76 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
     if (whole && p.kv_start) whole = own >= ld(p.kv_start + a.b * p.start_step);
     if (whole && p.kv_end) whole = own + 15 < ld(p.kv_end + a.b * p.end_step);
     const am_span low = am_queries(p, a.b, own), high = am_queries(p, a.b, own + 15);
-    for (a.h = a.kv * group; a.h < (a.kv + 1) * group; a.h++)
-        for (int i0 = first; i0 < end; i0 += AM_STEP) {
-            const int64_t head = a.b * p.hq + a.h;
-            __syncthreads();
-            am_load<D>(p.q, p.sq, a.b * p.sq[0] + a.h * p.sq[1], i0, AM_STEP, p.tq, (int)p.d, q);
-            am_load<D>(p.dy, p.sdy, a.b * p.sdy[0] + a.h * p.sdy[1], i0, AM_STEP, p.tq, (int)p.dv_size, dy);
-            if (warp < 3) /* beyond the last: il 0 */
-                stat[threadIdx.x] =
-                    i0 + lane < p.tq
-                        ? ld((const float *)p.delta + (warp * p.batch * p.hq + head) * p.tq + i0 + lane)
-                        : 0.0f;
-            if (p.drop) am_bits(p, seed, head, i0 + warp * 8, 8, j0, bits + warp * 8);
-            __syncthreads();
-            const bool all = whole && high.lo <= i0 && low.hi >= i0 + AM_STEP;
-            float s[AM_STEP / 8][4] = {}, dp[AM_STEP / 8][4] = {};
+    const int of_head = end > first ? (end - first + AM_STEP - 1) / AM_STEP : 0, tiles = group * of_head;
+    for (int next = 0; next <= tiles; next++) {
+        copies_wait<0>();
+        __syncthreads();
+        if (next < tiles)
+            am_step_begin<D>(p, a, seed, a.kv * group + next / of_head, first + next % of_head * AM_STEP, j0,
+                             tile + next % 2 * 2 * AM_STEP * W, &steps[next % 2]);
+        if (!next) continue;
+        /* is worked off while the next tile comes */
+        const int i0 = first + (next - 1) % of_head * AM_STEP;
+        a.h = a.kv * group + (next - 1) / of_head;
+        const S *q = tile + (next - 1) % 2 * 2 * AM_STEP * W, *dy = q + AM_STEP * W;
+        const am_step &step = steps[(next - 1) % 2];
+        const bool all = whole && high.lo <= i0 && low.hi >= i0 + AM_STEP;
+        float s[AM_STEP / 8][4] = {}, dp[AM_STEP / 8][4] = {};
 #pragma unroll
-            for (int c = 0; c < D / 16; c++) {
-                if (!KEPT) mma_a(ka[0], k, W, warp * 16, c * 16), mma_a(va[0], v, W, warp * 16, c * 16);
+        for (int c = 0; c < D / 16; c++) {
+            if (!KEPT) mma_a(ka[0], k, W, warp * 16, c * 16), mma_a(va[0], v, W, warp * 16, c * 16);
 #pragma unroll
-                for (int n = 0; n < AM_STEP / 16; n++) {
-                    uint32_t b[4];
-                    mma_b(b, q, W, n * 16, c * 16);
-                    mma_16816<S>(s[2 * n], ka[KEPT ? c : 0], b);
-                    mma_16816<S>(s[2 * n + 1], ka[KEPT ? c : 0], b + 2);
-                    mma_b(b, dy, W, n * 16, c * 16);
-                    mma_16816<S>(dp[2 * n], va[KEPT ? c : 0], b);
-                    mma_16816<S>(dp[2 * n + 1], va[KEPT ? c : 0], b + 2);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < AM_STEP / 8; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int at = n * 8 + t * 2 + e, i = i0 + at;
-                    const float delta = stat[at], m = stat[AM_STEP + at], il = stat[2 * AM_STEP + at];
-                    const uint32_t kept = p.drop ? (uint32_t)(bits[at] >> warp * 16) >> g : ~0u;
-#pragma unroll
-                    for (int r = 0; r < 2; r++) { /* s becomes dropped probabilities, dp the scores' gradient */
-                        float x = s[n][2 * r + e] * scale;
-                        const int j = own + g + 8 * r;
-                        if (!all) x = am_score(p, a, i, j, x, i >= see[r].lo && i < see[r].hi);
-                        float w = am_exp(x - m) * il;
-                        if (!all && (x == -INFINITY || il == 0)) w = 0;
-                        const bool stays = kept >> 8 * r & 1;
-                        float d = w * ((stays ? dp[n][2 * r + e] * keep : 0.0f) - delta);
-                        if (!all && (w == 0 || am_frozen(p, a, i, j))) d = 0;
-                        s[n][2 * r + e] = stays ? w : 0.0f;
-                        dp[n][2 * r + e] = d;
-                        IN_TURN();
-                    }
-                }
-#pragma unroll
-            for (int c = 0; c < AM_STEP / 16; c++) {
-                uint32_t w[4], ds[4];
-                am_operand<S>(w, s + 2 * c);
-                am_operand<S>(ds, dp + 2 * c);
-#pragma unroll
-                for (int n = 0; n < D / 16; n++) {
-                    uint32_t b[4];
-                    mma_b_turned(b, dy, W, c * 16, n * 16);
-                    mma_16816<S>(dv[2 * n], w, b);
-                    mma_16816<S>(dv[2 * n + 1], w, b + 2);
-                    mma_b_turned(b, q, W, c * 16, n * 16);
-                    mma_16816<S>(dk[2 * n], ds, b);
-                    mma_16816<S>(dk[2 * n + 1], ds, b + 2);
-                }
+            for (int n = 0; n < AM_STEP / 16; n++) {
+                uint32_t b[4];
+                mma_b(b, q, W, n * 16, c * 16);
+                mma_16816<S>(s[2 * n], ka[KEPT ? c : 0], b);
+                mma_16816<S>(s[2 * n + 1], ka[KEPT ? c : 0], b + 2);
+                mma_b(b, dy, W, n * 16, c * 16);
+                mma_16816<S>(dp[2 * n], va[KEPT ? c : 0], b);
+                mma_16816<S>(dp[2 * n + 1], va[KEPT ? c : 0], b + 2);
             }
         }
+#pragma unroll
+        for (int n = 0; n < AM_STEP / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int at = n * 8 + t * 2 + e, i = i0 + at;
+                const float delta = step.delta[at], m = step.m[at], il = step.il[at];
+                /* the words of queries 8 apart, 16 bits of each; of keys 8 apart 8 bits, 16 apart 1 bit */
+                const uint32_t word = p.drop ? step.bits[n / 2][(t * 2 + e) * 4 + g / 2] : ~0u;
+                const uint32_t kept = word >> (16 * (n % 2) + 4 * (g % 2) + warp);
+#pragma unroll
+                for (int r = 0; r < 2; r++) { /* s becomes dropped probabilities, dp the scores' gradient */
+                    float x = s[n][2 * r + e] * scale;
+                    const int j = own + g + 8 * r;
+                    if (!all) x = am_score(p, a, i, j, x, i >= see[r].lo && i < see[r].hi);
+                    float w = am_exp(x - m) * il;
+                    if (!all && (x == -INFINITY || il == 0)) w = 0;
+                    const bool stays = kept >> 8 * r & 1;
+                    float d = w * ((stays ? dp[n][2 * r + e] * keep : 0.0f) - delta);
+                    if (!all && (w == 0 || am_frozen(p, a, i, j))) d = 0;
+                    s[n][2 * r + e] = stays ? w : 0.0f;
+                    dp[n][2 * r + e] = d;
+                    IN_TURN();
+                }
+            }
+#pragma unroll
+        for (int c = 0; c < AM_STEP / 16; c++) {
+            uint32_t w[4], ds[4];
+            am_operand<S>(w, s + 2 * c);
+            am_operand<S>(ds, dp + 2 * c);
+#pragma unroll
+            for (int n = 0; n < D / 16; n++) {
+                uint32_t b[4];
+                mma_b_turned(b, dy, W, c * 16, n * 16);
+                mma_16816<S>(dv[2 * n], w, b);
+                mma_16816<S>(dv[2 * n + 1], w, b + 2);
+                mma_b_turned(b, q, W, c * 16, n * 16);
+                mma_16816<S>(dk[2 * n], ds, b);
+                mma_16816<S>(dk[2 * n + 1], ds, b + 2);
+            }
+        }
+    }
     const float by_k[2] = {scale, scale}, by_v[2] = {keep, keep};
     __syncthreads();
     am_store<D>(p.dk, p.sdk, a.b * p.sdk[0] + a.kv * p.sdk[1], own, p.tk, (int)p.d, dk, by_k, k + warp * 16 * W);

@@ -3,7 +3,8 @@
  *
  * Every thread of a block is a fiber: a stack made once (ucontext), then switched by setjmp and longjmp. __syncthreads
  * and shuffles are counting barriers, of the block and of the warp: a barrier that some threads never reach makes a
- * launch fail instead of passing. Products on tensor cores (mma.h) exchange fragments among the fibers of a warp.
+ * launch fail instead of passing. Products on tensor cores (mma.h) exchange fragments among the fibers of a warp;
+ * asynchronous copies come as early or as late as they may.
  * Fibers take turns in an order drawn from emu_seed, blocks as well; with an odd seed warps run as far ahead of each
  * other as barriers of the block let them: a result that depends on the order differs between seeds. Shared memory is
  * 0xff before each block and ends where the launch said. Global memory is reached by ld and st of kernel.h, which
@@ -157,6 +158,43 @@ static void emu_ldmatrix(uint32_t *r, const void *row, bool turned) {
         }
 }
 
+/* cp.async, commit_group and wait_group, from the PTX manual: what a thread copies has come when it has waited for the
+ * group, and may have come at any time before. The seed says which copies are made at once and which by the wait; the
+ * place of these is poisoned until then. A thread must not end before it has waited for all. */
+enum { EMU_COPIES = 64 };
+struct emu_copy { char *to; const char *from; unsigned size, group; bool given; };
+static struct { emu_copy copy[EMU_COPIES]; unsigned n, group; } emu_copies[EMU_THREADS];
+static uint64_t emu_copy_turn;
+static uint32_t emu_random(uint64_t *s) {
+    return (uint32_t)((*s = *s * 6364136223846793005u + 1442695040888963407u) >> 33);
+}
+static void emu_copy_make(const emu_copy *c) {
+    if (c->given) memcpy(c->to, c->from, c->size);
+    else memset(c->to, 0, c->size);
+}
+static void emu_copy_begin(void *to, const void *from, unsigned size, bool given) {
+    const auto own = &emu_copies[threadIdx.x];
+    const emu_copy c = {(char *)to, (const char *)from, size, own->group, given};
+    if ((uintptr_t)to % size || (uintptr_t)from % size || c.to < emu_shared ||
+        c.to + size > emu_shared + emu_shared_size)
+        emu_fail("copies to outside shared memory, or what is not aligned", to, size);
+    if (given) emu_touch(from, size, 0);
+    if (emu_random(&emu_copy_turn) & 1) return emu_copy_make(&c);
+    if (own->n == EMU_COPIES) emu_fail("has too many copies under way", to, size);
+    memset(to, 0xff, size);
+    own->copy[own->n++] = c;
+}
+static void emu_copies_end(void) { emu_copies[threadIdx.x].group++; }
+static void emu_copies_wait(unsigned left) {
+    const auto own = &emu_copies[threadIdx.x];
+    unsigned kept = 0;
+    for (unsigned i = 0; i < own->n; i++) {
+        if (own->copy[i].group + left < own->group) emu_copy_make(&own->copy[i]);
+        else own->copy[kept++] = own->copy[i];
+    }
+    own->n = kept;
+}
+
 static uint32_t atomicExch(uint32_t *p, uint32_t x) {
     const uint32_t was = *p;
     *p = x;
@@ -178,6 +216,7 @@ static void emu_entry(void) {
     for (;;) {
         emu_yield();
         emu_call(emu_param);
+        if (emu_copies[threadIdx.x].n) emu_fail("ends before its copies have", emu_copies[threadIdx.x].copy[0].to, 0);
         emu_done[threadIdx.x] = 1;
         emu_moved = true;
     }
@@ -191,10 +230,6 @@ static void emu_make(unsigned t) {
     makecontext(&start, emu_entry, 0);
     threadIdx.x = t;
     if (!_setjmp(emu_main)) setcontext(&start);
-}
-
-static uint32_t emu_random(uint64_t *s) {
-    return (uint32_t)((*s = *s * 6364136223846793005u + 1442695040888963407u) >> 33);
 }
 
 /* One turn for each of n fibers that is not done; false: one failed in the middle. */
@@ -216,6 +251,7 @@ static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
     memset(emu_shared, 0xff, emu_shared_size = shared);
     memset(emu_shared + shared, 0x5a, 64);
     memset(emu_done, 0, threads);
+    for (unsigned t = 0; t < threads; t++) emu_copies[t].n = emu_copies[t].group = 0;
     emu_block_barrier = emu_barrier();
     memset(emu_warp_barrier, 0, sizeof emu_warp_barrier);
     const unsigned group = emu_seed & 1 ? 32 : threads;
@@ -272,6 +308,7 @@ static bool emu_launch(const char *name, void (*call)(const void *), const void 
                        unsigned threads, size_t shared) {
     static unsigned order[EMU_THREADS];
     emu.name = name, emu.message[0] = 0, emu.last = 0;
+    emu_copy_turn = emu_seed;
     if (threads > EMU_THREADS || !threads || shared + 64 > EMU_SHARED || threads % 32)
         return snprintf(emu.message, sizeof emu.message, "%s: %u threads, %zu bytes of shared memory", name, threads,
                         shared), false;

@@ -6,21 +6,34 @@
 
 #include <math.h>
 
-enum { OWN = 16, TILE = 32, LARGEST = 256, SHARED_MOST = 64 << 10 };
+enum { OWN = 16, TILE = 32, LARGEST = 256 };
 /* on tensor cores (attention_mma.h) */
-enum { MMA_OWN = 64, MMA_TILE = 64, MMA_STEP = 32, MMA_LARGEST = 128, MMA_CAPABILITY = 80, MMA_LONGEST = 1 << 30 };
+enum { MMA_OWN = 64, MMA_TILE = 64, MMA_STEP = 32, MMA_LARGEST = 128, MMA_LONGEST = 1 << 30 };
 
 /* Which of the kernels on tensor cores: heads filled up to so many numbers, or 0: the plain ones. */
-static int mma_of(const om_lower *l, int dtype, const om_gpu_attention *p) {
+static int mma_of(om_ctx *cx, int dtype, const om_gpu_attention *p) {
     const int64_t most = p->d > p->dv_size ? p->d : p->dv_size;
     if ((dtype != OM_BF16 && dtype != OM_F16) || most > MMA_LARGEST || p->tq > MMA_LONGEST || p->tk > MMA_LONGEST ||
-        om_gpu_capability(om_cuda_gpu(l->cx)) < MMA_CAPABILITY)
+        om_gpu_capability(om_cuda_gpu(cx)) < OM_GPU_MMA_CAPABILITY)
         return 0;
     return most <= 64 ? 64 : 128;
 }
 #define MMA(name, size, dtype)                                                                     \
     ((om_gpu_kernel)(((size) == 64 ? OM_GPU_attention_mma64##name##_bf16 : OM_GPU_attention_mma128##name##_bf16) + \
                      ((dtype) == OM_F16)))
+
+/* In bytes: keys, values and those that come next; in dkv queries and dy, their bits and numbers. */
+static size_t mma_shared(int mma) { return (size_t)(4 * MMA_TILE * 2 * (mma + 8)); }
+static size_t mma_dkv_shared(int mma) { /* heads of 64: k and v make way (attention_mma_dkv) */
+    return (size_t)((4 * MMA_STEP + (mma > 64 ? 2 * MMA_OWN : 0)) * 2 * (mma + 8) + 2 * MMA_STEP * (8 + 3 * 4));
+}
+
+/* Bytes of dropout's bits that dq leaves for dkv (am_bits). Where a query's would be more than its q, dq, y and dy
+ * together nothing is left, and dkv draws the words again. */
+static int64_t bits_of(const om_gpu_attention *p, int mma) {
+    if (!mma || !p->drop || p->tk > 64 * p->d) return 0;
+    return p->batch * p->hq * om_gpu_blocks(p->tk, 64) * om_gpu_blocks(p->tq, MMA_OWN) * MMA_OWN * 8;
+}
 
 static const om_tensor *given(const om_args *a, int i) {
     return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL;
@@ -97,10 +110,10 @@ om_status om_lower_attention(om_lower *l) {
     if (!attention_of(a, 0, 3, 4, 5, &p) || !four(&a->out[0], om_args_int(a, "seq_first", 0), p.sout) ||
         !om_is_dense(&a->out[1]))
         return om_gpu_host(l);
-    const int mma = mma_of(l, dtype, &p);
+    const int mma = mma_of(l->cx, dtype, &p);
     size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
-    if (mma) shared = (size_t)(2 * MMA_TILE * 2 * (mma + 8) + MMA_OWN * 8);
-    if (shared > SHARED_MOST) return om_gpu_host(l);
+    if (mma) shared = mma_shared(mma);
+    if (!mma && shared > OM_GPU_SHARED) return om_gpu_host(l);
     om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : OM_GPU_OF(attention, dtype),
                                      om_gpu_blocks(p.tq, mma ? MMA_OWN : OWN), p.batch * p.hq, 1, 128, shared,
                                      sizeof *g);
@@ -112,9 +125,14 @@ om_status om_lower_attention(om_lower *l) {
     return OM_OK;
 }
 
+/* delta, m, il of every query, then dropout's bits */
+static int64_t stat_bytes(const om_args *a) {
+    return om_gpu_blocks(3 * om_numel(&a->in[6]) * (int64_t)om_dtype_size(om_compute_dtype(a->in[1].dtype)), 64) * 64;
+}
 int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a) {
-    (void)cx;
-    return 3 * om_numel(&a->in[6]) * 8; /* delta, m, il of every query */
+    om_gpu_attention p;
+    (void)attention_of(a, 1, 4, 7, 8, &p); /* sizes alone; what is then not lowered needs no more */
+    return stat_bytes(a) + bits_of(&p, mma_of(cx, a->in[1].dtype, &p));
 }
 
 /* What each element of an added mask gets. */
@@ -154,15 +172,12 @@ om_status om_lower_attention_grad(om_lower *l) {
         !four(&a->out[1], turn, p.sdk) || !four(&a->out[2], turn, p.sdv) ||
         (frozen && !broadcast(frozen, &a->in[1], p.sfrozen)))
         return om_gpu_host(l);
-    const int mma = mma_of(l, dtype, &p);
+    const int mma = mma_of(l->cx, dtype, &p);
     size_t shared[2]; /* dq, dkv */
     shared[0] = shared[1] = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
-    if (mma) {
-        shared[0] = (size_t)(2 * MMA_TILE * 2 * (mma + 8) + MMA_OWN * 8);
-        shared[1] = (size_t)(2 * (MMA_OWN + MMA_STEP) * 2 * (mma + 8) + MMA_STEP * (8 + 3 * 4));
-    }
-    if (shared[0] > SHARED_MOST) return om_gpu_host(l);
-    const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide;
+    if (mma) shared[0] = mma_shared(mma), shared[1] = mma_dkv_shared(mma);
+    if (!mma && shared[0] > OM_GPU_SHARED) return om_gpu_host(l);
+    const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide, bits = bits_of(&p, mma);
     om_gpu_attention *g = om_gpu_add(l, OM_GPU_OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0,
                                      sizeof *g);
     if (!g) return l->cx->status;
@@ -183,6 +198,7 @@ om_status om_lower_attention_grad(om_lower *l) {
         om_gpu_in(l, &g->frozen, 9);
         om_gpu_in(l, &g->dy, 0);
         om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_READ);
+        if (bits) om_gpu_scratch_at(l, &g->bits, stat_bytes(a), bits, which ? OM_GPU_READ : OM_GPU_WRITE);
         if (!which) om_gpu_out(l, &g->dq, 0, OM_GPU_WRITE);
         if (which) om_gpu_out(l, &g->dk, 1, OM_GPU_WRITE), om_gpu_out(l, &g->dv, 2, OM_GPU_WRITE);
     }

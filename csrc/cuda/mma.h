@@ -1,5 +1,5 @@
-/* cuda/mma.h - tensor cores (sm_80 and later): products of 16x16 by 16x8 fragments, their way from shared memory,
- * 16-bit pairs, 2^x. Which lane holds what is the PTX manual's; emulate.h has the same functions for the tests.
+/* cuda/mma.h - tensor cores (sm_80 and later): products of 16x16 by 16x8 fragments, their way from shared memory and
+ * into it, 16-bit pairs, 2^x. Which lane holds what is the PTX manual's; emulate.h has the same functions for tests.
  *
  * Of a warp's lane with g = lane / 4, t = lane % 4, a pair being two 16-bit numbers of a register, the lower first:
  *   a (16 x 16)  a[0] row g, a[1] row g + 8, columns 2t, 2t + 1; a[2], a[3]: columns + 8
@@ -41,6 +41,21 @@ template <bool turned> FN void ldmatrix(uint32_t *r, const void *row) {
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 
+/* 4 or 16 bytes, aligned to as many, on their way to shared memory; not given: zeros, and nothing is read. They are
+ * there once the thread has waited for their group, which it ends by copies_end: for other threads behind a barrier
+ * after that. copies_wait: until at most `left` of the groups that were ended are under way. */
+template <int bytes> FN void copy_begin(void *to, const void *from, bool given) {
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    if (bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(at), "l"(__cvta_generic_to_global(from)), "r"(given ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     :: "r"(at), "l"(__cvta_generic_to_global(from)), "r"(given ? 4 : 0) : "memory");
+}
+FN void copies_end(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int left> FN void copies_wait(void) { asm volatile("cp.async.wait_group %0;" :: "n"(left) : "memory"); }
+
 template <class S> FN uint32_t pair_of(float lo, float hi);
 template <> FN_MEMBER uint32_t pair_of<bf16>(float lo, float hi) {
     uint32_t x;
@@ -62,6 +77,11 @@ FN float exp2_of(float x) {
 #define MMA_BODY(call) call
 template <class S> FN void mma_16816(float *c, const uint32_t *a, const uint32_t *b) { emu_mma_16816<S>(c, a, b); }
 template <bool turned> FN void ldmatrix(uint32_t *r, const void *row) { emu_ldmatrix(r, row, turned); }
+template <int bytes> FN void copy_begin(void *to, const void *from, bool given) {
+    emu_copy_begin(to, from, bytes, given);
+}
+FN void copies_end(void) { emu_copies_end(); }
+template <int left> FN void copies_wait(void) { emu_copies_wait(left); }
 FN void out16(uint16_t *to, float x, bf16) { *to = bf16_out(x); }
 FN void out16(uint16_t *to, float x, f16) { *to = f16_out(x); }
 template <class S> FN uint32_t pair_of(float lo, float hi) {

@@ -175,6 +175,10 @@ typedef struct om_gpu_conv { /* x (n, c, in), w (o, cg, k), y (n, o, out); og, c
     int64_t taps, pixels, plane; /* products of k, out, in */
 } om_gpu_conv;
 
+/* What kernels may take of shared memory: attention, and where it is on tensor cores (every GPU from sm_80 on gives a
+ * block 99 KB). */
+enum { OM_GPU_SHARED = 64 << 10, OM_GPU_SHARED_MMA = 96 << 10, OM_GPU_MMA_CAPABILITY = 80 };
+
 /* --- attention.cu -------------------------------------------------------------------------------------- */
 
 typedef struct om_gpu_attention {
@@ -182,6 +186,7 @@ typedef struct om_gpu_attention {
     const int64_t *kv_start, *kv_end;
     const uint8_t *frozen;
     char *out, *lse, *dq, *dk, *dv, *delta;
+    uint32_t *bits; /* dropout's, which dq leaves for dkv on tensor cores; NULL: dkv draws them */
     const om_gpu_scalars *scalars;
     /* strides: batch, head, time, feature */
     int64_t sq[4], sk[4], sv[4], sdy[4], sy[4], sout[4], sdq[4], sdk[4], sdv[4], smask[4], sfrozen[4];

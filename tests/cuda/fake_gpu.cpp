@@ -148,7 +148,7 @@ PUBLIC unsigned cuLaunchKernel(CUfunc_st *f, unsigned gx, unsigned gy, unsigned 
     if (!fake_gpu_current()) return INVALID_CONTEXT;
     if (f->device != fake_gpu_device()) return refuse(INVALID_HANDLE, "a kernel of another device's module");
     if (!f->call || !gx || !gy || !gz || gx > INT32_MAX || gy > 65535 || gz > 65535 || !bx || bx > 1024 || by != 1 || bz != 1 ||
-        extra || shared > (64 << 10) || f->size > 4096)
+        extra || shared > (capability < 80 ? 64 << 10 : 99 << 10) || f->size > 4096)
         return refuse(INVALID_VALUE, std::string(f->name) + ": bad launch sizes");
     launched[stream]++;
     work w = {f, {gx, gy, gz}, bx, shared, std::string((const char *)params[0], f->size), {}, false};

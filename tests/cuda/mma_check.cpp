@@ -1,6 +1,7 @@
 /* mma_check.cpp - the emulation of tensor cores by itself (csrc/cuda/emulate.h, mma.h): fragments laid out element by
  * element by the formulas of the PTX manual ("Matrix Fragments for mma.m16n8k16 with floating point type"), and those
- * that ldmatrix loads, give the plain product. Prints how many products were compared.
+ * that ldmatrix loads, give the plain product; copies that come later (cp.async) are there after a wait and a barrier,
+ * and what leaves one of these out is noticed. Prints how many numbers were compared.
  *
  *     mma_check seed
  */
@@ -91,9 +92,85 @@ template <class S> static int compare(uint64_t seed) {
     return n;
 }
 
+/* Tiles of 64 chunks, one a thread, pass by in two places: each thread writes what another has copied. The last 16
+ * chunks of a tile are not given, and lie in no memory that was declared. */
+enum { TILES = 3, OF_TILE = 64, GIVEN = 48, THREADS = 64 };
+struct copies { const chunk *from; chunk *to; int how; };
+enum { IN_ORDER, BY_FOURS, ONE_AHEAD, SEEN, NO_WAIT = SEEN, NO_BARRIER, TOO_FEW, ENDED_LATE, OTHER_PLACE, REFUSED,
+       FROM_ODD = REFUSED, TO_ODD, BEYOND, UNDECLARED, UNDECLARED_PART, NOT_WAITED, ALL_COPIES };
+
+static void tile_begin(const copies &j, char *shared, int tile) {
+    char *to = shared + (j.how == OTHER_PLACE ? 0 : tile % 2 * OF_TILE * 16) + threadIdx.x * 16;
+    const char *from = (const char *)(j.from + tile * OF_TILE + threadIdx.x);
+    const bool given = threadIdx.x < GIVEN || j.how == UNDECLARED_PART;
+    if (j.how == FROM_ODD) from += 4;
+    if (j.how == TO_ODD) to += 8;
+    if (j.how == BEYOND) to += OF_TILE * 16;
+    if (j.how == UNDECLARED) from += TILES * OF_TILE * 16;
+    if (j.how == ENDED_LATE && tile) copies_end(); /* the copy is of no group that the wait asks for */
+    if (j.how == BY_FOURS) for (int i = 0; i < 16; i += 4) copy_begin<4>(to + i, from + i, given);
+    else copy_begin<16>(to, from, given);
+    if (j.how != ENDED_LATE || !tile) copies_end();
+}
+static void copied(const void *param) {
+    const copies &j = *(const copies *)param;
+    SHARED(shared);
+    if (j.how == ONE_AHEAD || j.how == TOO_FEW) tile_begin(j, shared, 0);
+    for (int at = 0; at < TILES; at++) {
+        const bool ahead = j.how == ONE_AHEAD || j.how == TOO_FEW;
+        const int next = at + ahead;
+        if (next < TILES) tile_begin(j, shared, next);
+        if (j.how == NOT_WAITED && at == TILES - 1) return;
+        if (j.how != NO_WAIT) {
+            if (ahead && (next < TILES || j.how == TOO_FEW)) copies_wait<1>();
+            else copies_wait<0>();
+        }
+        if (j.how != NO_BARRIER) __syncthreads();
+        const unsigned of = OF_TILE - 1 - threadIdx.x;
+        st(j.to + at * OF_TILE + of, ((const chunk *)shared)[(at % 2) * OF_TILE + of]);
+        if (j.how != NO_BARRIER) __syncthreads();
+    }
+    copies_end();
+    copies_wait<0>();
+}
+
+static int compare_copies(uint64_t seed) {
+    enum { N = TILES * OF_TILE };
+    static chunk from[N], to[N];
+    static const unsigned grid[3] = {1, 1, 1};
+    uint64_t s = seed + 1;
+    int n = 0;
+    for (int how = 0; how < ALL_COPIES; how++) {
+        int failed = 0, wrong = 0;
+        for (int turn = 0; turn < 20; turn++) {
+            for (chunk &c : from) for (uint32_t &x : c.x) x = emu_random(&s);
+            memset(to, 0x33, sizeof to);
+            emu.checked = true, emu.n_range = 0, emu_seed = seed + turn;
+            for (int i = 0; i < TILES; i++)
+                emu.range[emu.n_range++] = {(char *)(from + i * OF_TILE), (char *)(from + i * OF_TILE + GIVEN), 1};
+            emu.range[emu.n_range++] = {(char *)to, (char *)(to + N), 2};
+            const copies j = {from, to, how};
+            if (!emu_launch("copied", copied, &j, grid, THREADS, 2 * OF_TILE * 16)) {
+                failed++;
+                continue;
+            }
+            bool same = true;
+            for (int i = 0; i < N; i++)
+                for (int k = 0; k < 4; k++) same &= to[i].x[k] == (i % OF_TILE < GIVEN ? from[i].x[k] : 0);
+            wrong += !same;
+            if (how < SEEN) n += N;
+        }
+        /* what is right is so in every order; what is left out shows in one, what is not allowed in all */
+        const bool fine = how < SEEN ? !failed && !wrong : how < REFUSED ? failed + wrong > 0 : failed == 20;
+        if (!fine) return fprintf(stderr, "copies %d: %d failed, %d wrong: %s\n", how, failed, wrong, emu.message), -1;
+    }
+    emu.checked = false;
+    return n;
+}
+
 int main(int argc, char **argv) {
     const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 0;
-    const int x = compare<bf16>(seed), y = compare<f16>(seed);
-    printf("%d %d\n", x, y);
-    return x < 0 || y < 0;
+    const int x = compare<bf16>(seed), y = compare<f16>(seed), z = compare_copies(seed);
+    printf("%d %d %d\n", x, y, z);
+    return x < 0 || y < 0 || z < 0;
 }
