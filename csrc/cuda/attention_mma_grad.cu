@@ -3,6 +3,9 @@
 #include "cuda/attention_mma.h"
 
 enum { AM_STEP = 32 }; /* of the other side at a time */
+/* each number that a thread holds of 16 x 32 scores */
+#define FRAGMENTS(n, e)                                                                     \
+    _Pragma("unroll") for (int n = 0; n < AM_STEP / 8; n++) _Pragma("unroll") for (int e = 0; e < 4; e++)
 
 FN bool am_frozen(const om_gpu_attention &p, const att_head &a, int i, int j) {
     return p.frozen &&
@@ -85,27 +88,34 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
                     mma_16816<S>(dp[2 * n], dy[c], b);
                     mma_16816<S>(dp[2 * n + 1], dy[c], b + 2);
                 }
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const uint32_t kept = bits >> (16 * r + half / 16);
-#pragma unroll
-                for (int n = 0; n < AM_STEP / 8; n++)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; e++) {
-                        const int j = j0 + half + n * 8 + t * 2 + e % 2;
-                        float x = s[n][e] * scale, d = dp[n][e];
-                        if (!all) x = am_score(p, a, mine.at[r], j, x, j >= mine.see[r].lo && j < mine.see[r].hi);
-                        if (p.drop) d = kept >> (4 * (n % 2 * 2 + e % 2) + n / 2) & 1 ? d * keep : 0;
-                        d = am_exp(x - m[r]) * il[r] * (d - delta[r]);
-                        if (!all && (x == -INFINITY || il[r] == 0 || am_frozen(p, a, mine.at[r], j))) d = 0;
-                        s[n][e] = d;
-                        IN_TURN();
-                    }
+            /* all between the products without a branch, what few tiles need before and behind it */
+            FRAGMENTS(n, e) s[n][e] *= scale;
+            if (!all) {
+                FRAGMENTS(n, e) {
+                    const int j = j0 + half + n * 8 + t * 2 + e % 2, r = e / 2;
+                    s[n][e] = am_score(p, a, mine.at[r], j, s[n][e], j >= mine.see[r].lo && j < mine.see[r].hi);
+                    IN_TURN();
+                }
+            }
+            if (p.drop) {
+                const uint32_t kept = bits >> half / 16;
+                FRAGMENTS(n, e) {
+                    const bool stays = kept >> (16 * (e / 2) + 4 * (n % 2 * 2 + e % 2) + n / 2) & 1;
+                    dp[n][e] = stays ? dp[n][e] * keep : 0;
+                }
+            }
+            FRAGMENTS(n, e) dp[n][e] = am_exp(s[n][e] - m[e / 2]) * il[e / 2] * (dp[n][e] - delta[e / 2]);
+            if (!all) {
+                FRAGMENTS(n, e) {
+                    const int j = j0 + half + n * 8 + t * 2 + e % 2, r = e / 2;
+                    if (s[n][e] == -INFINITY || il[r] == 0 || am_frozen(p, a, mine.at[r], j)) dp[n][e] = 0;
+                    IN_TURN();
+                }
             }
 #pragma unroll
             for (int c = 0; c < AM_STEP / 16; c++) {
                 uint32_t w[4];
-                am_operand<S>(w, s + 2 * c);
+                am_operand<S>(w, dp + 2 * c);
 #pragma unroll
                 for (int n = 0; n < D / 16; n++) {
                     uint32_t b[4];
@@ -212,30 +222,44 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
                 mma_16816<S>(dp[2 * n + 1], va[KEPT ? c : 0], b + 2);
             }
         }
+        /* s becomes dropped probabilities, dp the scores' gradient; as in dq */
+        FRAGMENTS(n, e) s[n][e] *= scale;
+        if (!all) {
+            FRAGMENTS(n, e) {
+                const int i = i0 + n * 8 + t * 2 + e % 2, r = e / 2;
+                s[n][e] = am_score(p, a, i, own + g + 8 * r, s[n][e], i >= see[r].lo && i < see[r].hi);
+                IN_TURN();
+            }
+        }
+        uint32_t kept[AM_STEP / 16][2]; /* of queries 8 apart 16 bits each; of keys 8 apart 8 bits, 16 apart 1 bit */
+#pragma unroll
+        for (int n = 0; n < AM_STEP / 16; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                kept[n][e] = p.drop ? step.bits[n][(t * 2 + e) * 4 + g / 2] >> (4 * (g % 2) + warp) : ~0u;
 #pragma unroll
         for (int n = 0; n < AM_STEP / 8; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int at = n * 8 + t * 2 + e, i = i0 + at;
+                const int at = n * 8 + t * 2 + e;
                 const float delta = step.delta[at], m = step.m[at], il = step.il[at];
-                /* the words of queries 8 apart, 16 bits of each; of keys 8 apart 8 bits, 16 apart 1 bit */
-                const uint32_t word = p.drop ? step.bits[n / 2][(t * 2 + e) * 4 + g / 2] : ~0u;
-                const uint32_t kept = word >> (16 * (n % 2) + 4 * (g % 2) + warp);
 #pragma unroll
-                for (int r = 0; r < 2; r++) { /* s becomes dropped probabilities, dp the scores' gradient */
-                    float x = s[n][2 * r + e] * scale;
-                    const int j = own + g + 8 * r;
-                    if (!all) x = am_score(p, a, i, j, x, i >= see[r].lo && i < see[r].hi);
-                    float w = am_exp(x - m) * il;
-                    if (!all && (x == -INFINITY || il == 0)) w = 0;
-                    const bool stays = kept >> 8 * r & 1;
-                    float d = w * ((stays ? dp[n][2 * r + e] * keep : 0.0f) - delta);
-                    if (!all && (w == 0 || am_frozen(p, a, i, j))) d = 0;
-                    s[n][2 * r + e] = stays ? w : 0.0f;
-                    dp[n][2 * r + e] = d;
-                    IN_TURN();
+                for (int x = e; x < 4; x += 2) {
+                    const bool stays = kept[n / 2][e] >> (16 * (n % 2) + 4 * (x - e)) & 1;
+                    s[n][x] = am_exp(s[n][x] - m) * il; /* beyond the last: not seen, il 0 */
+                    dp[n][x] = s[n][x] * ((stays ? dp[n][x] * keep : 0.0f) - delta);
                 }
             }
+        if (!all) {
+            FRAGMENTS(n, e) {
+                const int i = i0 + n * 8 + t * 2 + e % 2, j = own + g + 8 * (e / 2);
+                if (s[n][e] == 0 || am_frozen(p, a, i, j)) dp[n][e] = 0;
+                IN_TURN();
+            }
+        }
+        if (p.drop) {
+            FRAGMENTS(n, e) if (!(kept[n / 2][e % 2] >> (16 * (n % 2) + 8 * (e / 2)) & 1)) s[n][e] = 0;
+        }
 #pragma unroll
         for (int c = 0; c < AM_STEP / 16; c++) {
             uint32_t w[4], ds[4];
@@ -271,3 +295,4 @@ KERNELS(64, dkv, 2)
 KERNELS(128, dq, 2)
 KERNELS(128, dkv, 2)
 #undef KERNELS
+#undef FRAGMENTS
