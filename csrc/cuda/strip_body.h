@@ -130,6 +130,43 @@ FN void strip_move(const om_gpu_operand o, char *p, int64_t off, char *regs, uin
 }
 #undef MOVE
 
+/* An operand whose elements are `stride` apart: of n elements a thread's, four at a time, so that four loads are under
+ * way; what they are is looked up once. */
+FN float strip_in(bf16 x) { return in(x); }
+FN float strip_in(f16 x) { return in(x); }
+template <class T> FN T strip_in(T x) { return x; }
+FN void strip_out(bf16 *p, float x) { out(p, x); }
+FN void strip_out(f16 *p, float x) { out(p, x); }
+template <class T, class C> FN void strip_out(T *p, C x) { st(p, (T)x); }
+template <class T, class C> FN void strip_line(T *p, int64_t stride, C *reg, uint32_t n, bool store) {
+    enum { AT_ONCE = 4 };
+    const uint32_t step = blockDim.x;
+    for (uint32_t e = threadIdx.x; e < n; e += AT_ONCE * step) {
+        C x[AT_ONCE];
+#pragma unroll
+        for (uint32_t i = 0, at = e; i < AT_ONCE; i++, at += step)
+            if (at < n) x[i] = store ? reg[at] : (C)strip_in(ld(p + at * stride));
+#pragma unroll
+        for (uint32_t i = 0, at = e; i < AT_ONCE; i++, at += step) {
+            if (at >= n) continue;
+            if (store) strip_out(p + at * stride, x[i]);
+            else reg[at] = x[i];
+        }
+    }
+}
+
+#define LINE(dtype, T, C)                                                                           \
+    case dtype: strip_line((T *)p + base * stride, stride, (C *)reg, n, store); break;
+FN void strip_line_of(const om_gpu_operand o, char *p, int64_t base, int64_t stride, char *reg, uint32_t n,
+                      bool store) {
+    switch (o.dtype) {
+        LINE(OM_F32, float, float) LINE(OM_F64, double, double) LINE(OM_BF16, bf16, float) LINE(OM_F16, f16, float)
+        LINE(OM_I64, int64_t, int64_t) LINE(OM_I32, int32_t, int64_t) LINE(OM_I16, int16_t, int64_t)
+        LINE(OM_I8, int8_t, int64_t) LINE(OM_U8, uint8_t, int64_t) LINE(OM_BOOL, uint8_t, uint8_t)
+    }
+}
+#undef LINE
+
 /* Operands [first, first + n) of the block's elements, loaded or stored. */
 template <class P> FN void strip_operands(const P &p, char *regs, int64_t base, int first, int n, bool store) {
     const char *blob = (const char *)p.blob;
@@ -137,14 +174,15 @@ template <class P> FN void strip_operands(const P &p, char *regs, int64_t base, 
     const int64_t *stride = (const int64_t *)(blob + p.stride_at);
     const om_gpu_operand *operand = (const om_gpu_operand *)(blob + p.operand_at);
     const uint32_t unit = p.unit;
+    if (p.rank == 1) {
+        const uint32_t some = p.total - base < unit ? (uint32_t)(p.total - base) : unit;
+        for (int k = first; k < first + n; k++)
+            strip_line_of(operand[k], data[k], base, stride[k], regs + (size_t)operand[k].reg * unit, some, store);
+        return;
+    }
     EACH {
         int64_t rest = base + e, c[OM_GPU_RANK];
         if (rest >= p.total) break;
-        if (p.rank == 1) {
-            for (int k = first; k < first + n; k++)
-                strip_move(operand[k], data[k], rest * stride[k], regs, unit, e, store);
-            continue;
-        }
 #pragma unroll
         for (int d = OM_GPU_RANK - 1; d >= 0; d--) {
             c[d] = 0;
