@@ -3,6 +3,8 @@ column."""
 
 from __future__ import annotations
 
+import ctypes
+import re
 import subprocess
 from pathlib import Path
 
@@ -170,3 +172,21 @@ def test_om_opt_applies_passes_and_converts(tmp_path: Path) -> None:
     assert bad.returncode == 1 and "no pass is named 'nope'" in bad.stderr
     assert run("/nonexistent").returncode == 1 and run().returncode == 1 and run("--help").returncode == 0
     assert "simplify" in run("--list").stdout and "reshape" in run("--ops").stdout
+
+
+def test_every_pass_is_in_a_list_of_the_engines() -> None:
+    """One that is written, tested and never run would not be noticed by its own tests."""
+    def passes(name: str) -> set[int]:
+        found: set[int] = set()
+        for p in (ctypes.c_void_p * 100).in_dll(engine.lib, name):
+            if not p:
+                return found
+            found.add(p)
+        raise AssertionError(f"{name} has no end")
+
+    lists = set.union(*(passes(f"om_passes_{name}") for name in ("forward", "variant", "joint")))
+    assert lists <= passes("om_passes")
+    find = engine.lib.om_pass_find
+    find.restype = ctypes.c_void_p
+    rows = re.findall(r"^PASS\((\w+),", (Path(__file__).parents[2] / "csrc/passes/passes.def").read_text(), re.M)
+    assert {name for name in rows if find(name.encode()) not in lists} == {"layers"}  # in the place of remat, when asked for
