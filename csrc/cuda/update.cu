@@ -10,8 +10,10 @@ template <class F> FN bool is_finite(F x) { return x - x == 0; }
 
 /* What all threads of a block need: read once, so that all of them see one state of the fault word. */
 template <class K> struct shared_of { int guarded, updates; K k; double rate; };
-static_assert(sizeof(shared_of<om_lamb_f64>) <= OM_GPU_UPDATE_SHARED && sizeof(shared_of<om_adam_f64>) <= OM_GPU_UPDATE_SHARED &&
-              sizeof(shared_of<om_sgd_cfg>) <= OM_GPU_UPDATE_SHARED, "behind it lies the room of sums");
+static_assert(sizeof(shared_of<om_lamb_f64>) <= OM_GPU_UPDATE_SHARED &&
+                  sizeof(shared_of<om_adam_f64>) <= OM_GPU_UPDATE_SHARED &&
+                  sizeof(shared_of<om_sgd_cfg>) <= OM_GPU_UPDATE_SHARED,
+              "behind it lies the room of sums");
 
 template <class K> FN shared_of<K> *block_begin(const update &p, char *shared) {
     shared_of<K> *s = (shared_of<K> *)shared;
