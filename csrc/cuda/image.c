@@ -1,6 +1,7 @@
 /* cuda/image.c - the compiled kernels (fatbins of cubins, see the Makefile) as bytes of this object: the optimizers'
  * and one per .cu of the graph engine. Empty when they were built without nvcc. */
 #include "cuda/driver.h"
+#include "cuda/program.h"
 #include "cuda/queue.h"
 
 #define IMAGE(symbol, file)                                            \
@@ -33,4 +34,29 @@ const om_gpu_image om_gpu_images[] = {
     FILES(X)
 #undef X
     {0},
+};
+
+/* --- what compiled chains include (program.h), as text ------------------------------------------------------- */
+
+#define TEXT(symbol, file)                                                                          \
+    __asm__(".pushsection .rodata\n.hidden " #symbol "\n.globl " #symbol "\n" #symbol ":\n"          \
+            ".incbin \"csrc/" file "\"\n.byte 0\n.popsection\n");                                    \
+    extern const char symbol[]
+TEXT(om_text_compiled, "cuda/strip_compiled.h");
+TEXT(om_text_element, "cuda/element.h");
+TEXT(om_text_scalar, "cuda/scalar.h");
+TEXT(om_text_params, "cuda/params.h");
+TEXT(om_text_vmath, "cpu/kernels/vmath.h");
+TEXT(om_text_pointwise, "graph/pointwise.def");
+
+const om_gpu_text om_gpu_texts[OM_GPU_TEXTS] = {
+    {"cuda/strip_compiled.h", om_text_compiled}, {"cuda/element.h", om_text_element},
+    {"cuda/scalar.h", om_text_scalar},           {"cuda/params.h", om_text_params},
+    {"cpu/kernels/vmath.h", om_text_vmath},      {"graph/pointwise.def", om_text_pointwise},
+    /* C's own, as far as those need them: NVRTC has none */
+    {"stdint.h", "typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long int64_t;\n"
+                 "typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned uint32_t;\n"
+                 "typedef unsigned long uint64_t;\n#define INT32_MIN (-2147483647 - 1)\n"},
+    {"math.h", "#define INFINITY __int_as_float(0x7f800000)\n#define NAN __int_as_float(0x7fffffff)\n"},
+    {"string.h", ""},
 };

@@ -1,70 +1,24 @@
-/* cuda/kernel.h - what every .cu of the graph engine begins with: loads, stores, conversions, reductions over a warp
- * and a block, Philox. Compiled by nvcc for the GPU and, after emulate.h, by a C++ compiler for the tests.
- *
- * Memory is reached by ld and st alone: the emulation holds them to the ranges that the launch has declared. Shared
- * memory is dynamic. Sums have a fixed order: the same bits every time.
+/* cuda/kernel.h - what every .cu of the graph engine begins with: elements (element.h), elements whose dtype is known
+ * at run time, reductions over a warp and a block. Compiled by nvcc for the GPU and, after emulate.h, by a C++ compiler
+ * for the tests. Shared memory is dynamic. Sums have a fixed order: the same bits every time.
  */
 #ifndef OM_CUDA_KERNEL_H
 #define OM_CUDA_KERNEL_H
 
+#include "cpu/kernels/vmath.h"
+#include "cuda/element.h"
 #include "cuda/params.h"
-#include "cuda/scalar.h"
 #include "ortmodule.h"
 
 #if !defined(OM_EMULATED)
-#define EXPORT(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) /* threads, blocks at once */
-#define PARAM(type) const __grid_constant__ type
-#define FN_MEMBER __device__ __forceinline__
 #define SHARED(name) extern __shared__ __align__(16) char name[]
-#define touch(p, size, write) ((void)0)
 template <class T> FN T shuffle(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); } /* bit per lane of the warp */
 FN int ones(uint32_t x) { return __popc(x); }
 #else
-#define FN_MEMBER inline
 FN uint32_t votes(bool x) { return emu_ballot(x); }
 FN int ones(uint32_t x) { return __builtin_popcount(x); }
 #endif
-
-#include "cpu/kernels/vmath.h"
-
-/* --- memory and element types ------------------------------------------------------------------------- */
-
-struct bf16 { uint16_t u; };
-struct f16 { uint16_t u; };
-
-template <class T> FN T ld(const T *p) {
-    touch(p, sizeof(T), 0);
-    return *p;
-}
-template <class T> FN void st(T *p, T x) {
-    touch(p, sizeof(T), 1);
-    *p = x;
-}
-
-/* A float element in the type it is computed in, and back. */
-template <class S> struct wide;
-template <> struct wide<float> { typedef float type; };
-template <> struct wide<double> { typedef double type; };
-template <> struct wide<bf16> { typedef float type; };
-template <> struct wide<f16> { typedef float type; };
-#define WIDE typename wide<S>::type
-FN float in(float x) { return x; }
-FN double in(double x) { return x; }
-FN float in(bf16 x) { return bf16_in(x.u); }
-FN float in(f16 x) { return f16_in(x.u); }
-FN void out(float *p, float x) { st(p, x); }
-FN void out(double *p, double x) { st(p, x); }
-FN void out(bf16 *p, float x) {
-    const bf16 y = {bf16_out(x)};
-    st(p, y);
-}
-FN void out(f16 *p, float x) {
-    const f16 y = {f16_out(x)};
-    st(p, y);
-}
-template <class S> FN WIDE at(const char *p, int64_t i) { return in(ld((const S *)p + i)); }
-template <class S> FN void put(char *p, int64_t i, WIDE x) { out((S *)p + i, x); }
 
 /* Element i of n, each for one thread of a grid of any size in x. */
 #define OVER_GRID(i, n)                                                                             \

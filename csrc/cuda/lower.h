@@ -39,6 +39,7 @@ typedef struct om_gpu_launch {
     uint8_t *param;
     om_gpu_reloc *reloc;
     const struct om_lt_product *product; /* a call of the library's (blaslt.h) in place of a kernel */
+    const struct om_gpu_program *program; /* of a chain (program.h), or NULL; where it is compiled it runs */
 } om_gpu_launch;
 
 /* A row's prep. */

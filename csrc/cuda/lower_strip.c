@@ -3,8 +3,10 @@
 #include "cuda/lower.h"
 #include "cpu/philox.h"
 #include "cpu/strip.h"
+#include "cuda/program.h"
+#include "cuda/strip_source.h"
 
-enum { THREADS = 128, UNIT = 512, SHARED_MOST = 40 << 10 };
+enum { THREADS = 128, UNIT = 512, SHARED_MOST = 40 << 10, STRIP_TEXT = 24 << 10 };
 
 typedef struct strip_side { const om_tensor *t; int operand; int64_t offset; } strip_side;
 
@@ -91,6 +93,13 @@ static om_status strip_lower(om_lower *l, const om_strip_prog *p, const strip_si
         memcpy(blob + insn_at + (size_t)i * sizeof x, &x, sizeof x);
     }
     if (p->n_draw) om_gpu_scalars_at(l, &g->scalars);
+    if (!l->a->node) return OM_OK; /* a copy: it may be of this moment only */
+    char text[STRIP_TEXT];
+    uint8_t dtype[OM_STRIP_IN + OM_STRIP_OUT];
+    for (int k = 0; k < n; k++) dtype[k] = side[k].t->dtype;
+    const om_strip_layout layout = {.prog = p, .dtype = dtype, .dim = dim, .stride = stride, .rank = rank,
+                                    .total = total, .large = large, .stride_at = g->stride_at, .draw_at = g->draw_at};
+    l->last->program = om_gpu_program_of(om_cuda_gpu(l->cx), text, om_strip_source(&layout, text, sizeof text), total);
     return OM_OK;
 }
 

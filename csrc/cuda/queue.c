@@ -3,6 +3,7 @@
 
 #include "cuda/blaslt.h"
 #include "cuda/host_memory.h"
+#include "cuda/program.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -210,9 +211,21 @@ om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size) {
     return OM_OK;
 }
 
+om_status om_gpu_module(om_ctx *cx, om_gpu *g, const void *bytes, om_cu_module *out) {
+    OM_GPU_CALL(module_load, out, bytes);
+    return OM_OK;
+}
+
+om_status om_gpu_module_function(om_ctx *cx, om_gpu *g, om_cu_module m, const char *name, om_cu_function *out) {
+    OM_GPU_CALL(module_function, out, m, name);
+    return OM_OK;
+}
+
+/* A chain that has been compiled takes the interpreter's parameters and grid, and no shared memory. */
 om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void *param) {
     void *params[] = {(void *)(uintptr_t)param};
-    const om_cu_result r = api.launch(g->kernel[n->kernel], n->grid[0], n->grid[1], n->grid[2], n->block, 1, 1,
-                                      n->shared, stream_now, params, NULL);
+    const om_cu_function f = om_gpu_program_function(n->program);
+    const om_cu_result r = api.launch(f ? f : g->kernel[n->kernel], n->grid[0], n->grid[1], n->grid[2], n->block, 1, 1,
+                                      f ? 0 : n->shared, stream_now, params, NULL);
     return r ? failed_of(cx, g, r, launch_name, kernels[n->kernel].name) : OM_OK;
 }

@@ -53,6 +53,9 @@ om_status om_gpu_upload(om_ctx *cx, om_gpu *g, void *to, const void *from, size_
 om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size); /* waits */
 om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size);
 om_status om_gpu_start(om_ctx *cx, om_gpu *g, const om_gpu_launch *n, const void *param);
+/* A module's bytes, loaded for good; a kernel of it. The context is current. */
+om_status om_gpu_module(om_ctx *cx, om_gpu *g, const void *bytes, om_cu_module *out);
+om_status om_gpu_module_function(om_ctx *cx, om_gpu *g, om_cu_module m, const char *name, om_cu_function *out);
 om_gpu_fault *om_gpu_fault_word(om_gpu *g);
 om_status om_gpu_idle(om_ctx *cx, om_gpu *g); /* waits for all streams of the device */
 /* Around the queueing of a run's write-backs (device.c). */

@@ -132,12 +132,6 @@ FN void strip_move(const om_gpu_operand o, char *p, int64_t off, char *regs, uin
 
 /* An operand whose elements are `stride` apart: of n elements a thread's, four at a time, so that four loads are under
  * way; what they are is looked up once. */
-FN float strip_in(bf16 x) { return in(x); }
-FN float strip_in(f16 x) { return in(x); }
-template <class T> FN T strip_in(T x) { return x; }
-FN void strip_out(bf16 *p, float x) { out(p, x); }
-FN void strip_out(f16 *p, float x) { out(p, x); }
-template <class T, class C> FN void strip_out(T *p, C x) { st(p, (T)x); }
 template <class T, class C> FN void strip_line(T *p, int64_t stride, C *reg, uint32_t n, bool store) {
     enum { AT_ONCE = 4 };
     const uint32_t step = blockDim.x;

@@ -385,6 +385,22 @@ static PyObject *py_engine_graphs(PyObject *none, PyObject *allowed) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_engine_programs(PyObject *none, PyObject *args) {
+    int when;
+    const char *library, *cache;
+    (void)none;
+    if (!PyArg_ParseTuple(args, "iss:cuda_engine_programs", &when, &library, &cache)) return NULL;
+    om_cuda_programs(when, library, cache);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_engine_program_counts(PyObject *none, PyObject *unused) {
+    (void)none, (void)unused;
+    const char *why = om_cuda_program_reason();
+    return Py_BuildValue("(llls)", om_cuda_program_count(0), om_cuda_program_count(1), om_cuda_program_count(2),
+                         why ? why : "");
+}
+
 static PyObject *py_engine_keep(PyObject *none, PyObject *on) {
     (void)none;
     om_cuda_keep(PyObject_IsTrue(on) > 0);
@@ -444,6 +460,11 @@ PyMethodDef om_cuda_methods[] = {
      "cuda_engine_tf32(allowed): whether this thread's next float32 products may cut their operands to TF32."},
     {"cuda_engine_graphs", py_engine_graphs, METH_O,
      "cuda_engine_graphs(allowed): whether this thread's next runs may be launched as CUDA graphs."},
+    {"cuda_engine_programs", py_engine_programs, METH_VARARGS,
+     "cuda_engine_programs(when, library, cache): whether chains are compiled by NVRTC: 0 never, 1 where it pays, 2 "
+     "always."},
+    {"cuda_engine_program_counts", py_engine_program_counts, METH_NOARGS,
+     "cuda_engine_program_counts(): chains compiled, calls of NVRTC, modules found in the cache, why not all were."},
     {"cuda_engine_keep", py_engine_keep, METH_O,
      "cuda_engine_keep(on): whether blocks that are given back are kept for the next step; gives those back that are."},
     {"cuda_engine_graph_counts", py_engine_graph_counts, METH_NOARGS,

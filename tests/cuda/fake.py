@@ -3,7 +3,8 @@ run on the CUDA device, whose kernels are emulated. OM_FAKE_SEED: in which order
 OM_FAKE_LATE=0: what is queued runs at once, not when somebody waits.
 OM_FAKE_REUSE=1: blocks come back in the order of their stream, as from the driver's pool, so that steps repeat their
 addresses. OM_FAKE_KEEP=1: the engine keeps blocks for the next step, as it does where
-not told otherwise (here it is, so that memory is poisoned and watched). OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt; a path: that one. OM_FAKE_TORCH=path: a libtorch_cuda.so, whose allocator gives memory (fake_allocator.cpp). OM_FAKE_SM: its compute capability (90)."""
+not told otherwise (here it is, so that memory is poisoned and watched). OM_FAKE_STRICT=1: launches reach blocks of the device alone. OM_FAKE_BLAS=0: there is no cuBLASLt; a path: that one. OM_FAKE_TORCH=path: a libtorch_cuda.so, whose allocator gives memory (fake_allocator.cpp). OM_FAKE_SM: its compute capability (90).
+OM_FAKE_PROGRAMS=1: chains are compiled, all of them, by the fake NVRTC (fake_nvrtc.cpp); with OM_FAKE_CACHE=directory modules are kept there."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ FAILURES, LAUNCHES, BLOCKS, QUEUED, WAITS, GRAPHS, PLAYED, RECORDED, EVENTS = ra
 gpu = C.CDLL(os.environ.get("OM_FAKE_LIB", str(ROOT / "build" / "fake" / "libcuda.so.1")))  # dlopen finds it by its name
 _blas = os.environ.get("OM_FAKE_BLAS", "1")
 blas = C.CDLL(str(ROOT / "build" / "fake" / "libcublasLt.so.13") if _blas == "1" else _blas) if _blas != "0" else None
+rtc = C.CDLL(str(ROOT / "build" / "fake" / "libnvrtc.so.13")) if os.environ.get("OM_FAKE_PROGRAMS", "0") != "0" else None
 torch_memory = C.CDLL(os.environ["OM_FAKE_TORCH"]) if "OM_FAKE_TORCH" in os.environ else None
 if torch_memory:
     torch_memory.fake_torch_blocks.restype, torch_memory.fake_torch_block_stream.restype = C.c_long, C.c_size_t
@@ -107,7 +109,32 @@ def declare(lib: C.CDLL) -> None:
 def use(lib: C.CDLL, ctx: C.c_void_p, ordinal: int = 0) -> int:
     declare(lib)
     lib.om_cuda_keep(C.c_bool(os.environ.get("OM_FAKE_KEEP", "0") != "0"))
+    if rtc and not told:
+        compile_chains(lib)
     return lib.om_cuda_use(ctx, ordinal)
+
+
+told = False  # what is compiled
+
+
+def compile_chains(lib: C.CDLL, when: int = 2, library: str = "") -> None:
+    """when: 0 never, 1 where it pays, 2 always."""
+    global told
+    told = True
+    os.environ.setdefault("OM_FAKE_SOURCE", str(ROOT))
+    lib.om_cuda_programs(when, library.encode(), os.environ.get("OM_FAKE_CACHE", "").encode())
+
+
+def programs(lib: C.CDLL, what: int = 0) -> int:
+    """Chains compiled (0), calls of NVRTC (1), modules found in the cache (2)."""
+    lib.om_cuda_program_count.restype = C.c_long
+    return int(lib.om_cuda_program_count(what))
+
+
+def programs_reason(lib: C.CDLL) -> str:
+    """Why not all chains are compiled."""
+    lib.om_cuda_program_reason.restype = C.c_char_p
+    return (lib.om_cuda_program_reason() or b"").decode()
 
 
 def host_ops(lib: C.CDLL) -> list[str]:

@@ -32,10 +32,11 @@
 
 #include "fake_gpu.h"
 
+#include <dlfcn.h>
 #include <map>
 
 struct CUfunc_st { const char *name; void (*call)(const void *); size_t size; int device; };
-struct CUmod_st { int device; };
+struct CUmod_st { int device; void *compiled; /* a shared object of the fake NVRTC's */ };
 
 #define KERNEL(file, name, type) static void call_##name(const void *p) { om_k_##name(*(const struct type *)p); }
 #include "cuda/engine.def"
@@ -46,7 +47,7 @@ static CUfunc_st functions[] = {
 #undef KERNEL
     {"", nullptr, 0, 0}, /* the optimizers': not here */
 };
-static CUmod_st modules[] = {{0}, {1}};
+static CUmod_st modules[] = {{0, nullptr}, {1, nullptr}};
 static std::map<std::pair<const CUfunc_st *, int>, CUfunc_st> loaded; /* functions of a device's modules */
 static int capability = 90;
 static long launches;
@@ -94,19 +95,37 @@ PUBLIC unsigned cuDeviceGetAttribute(int *out, unsigned what, int) {
     FAILS(cuDeviceGetAttribute);
     return *out = what == 75 ? capability / 10 : what == 76 ? capability % 10 : what == 16 ? 2 : 0, 0;
 }
-PUBLIC unsigned cuModuleLoadData(CUmod_st **out, const void *) {
+/* What fake_module.h takes. */
+static void reach(const void *p, size_t size, int write) { emu_touch(p, size, write); }
+static const struct { const emu_dim *thread, *block, *threads, *blocks; void (*reach)(const void *, size_t, int); } module_host = {&threadIdx, &blockIdx, &blockDim, &gridDim, reach};
+
+PUBLIC unsigned cuModuleLoadData(CUmod_st **out, const void *bytes) {
+    static const char mark[] = "FAKECUBIN:";
     FAILS(cuModuleLoadData);
     if (const unsigned r = fake_gpu_unsafe("cuModuleLoadData")) return r;
-    return fake_gpu_current() ? (*out = &modules[fake_gpu_device()], 0) : INVALID_CONTEXT;
+    if (!fake_gpu_current()) return INVALID_CONTEXT;
+    *out = &modules[fake_gpu_device()];
+    if (memcmp(bytes, mark, sizeof mark - 1)) return 0;
+    void *lib = dlopen((const char *)bytes + sizeof mark - 1, RTLD_NOW | RTLD_LOCAL);
+    if (!lib) return refuse(INVALID_VALUE, dlerror());
+    ((void (*)(const void *))dlsym(lib, "fake_module_begin"))(&module_host);
+    *out = new CUmod_st{fake_gpu_device(), lib};
+    return 0;
 }
 PUBLIC unsigned cuModuleGetFunction(CUfunc_st **out, CUmod_st *module, const char *name) {
     FAILS(cuModuleGetFunction);
+    if (module->compiled) {
+        void (*call)(const void *) = (void (*)(const void *))dlsym(module->compiled, name);
+        if (!call) return NOT_FOUND;
+        *out = new CUfunc_st{strdup(name), call, sizeof(om_gpu_strip_large), module->device};
+        return 0;
+    }
     CUfunc_st *f = functions;
     while (f->call && strcmp(f->name, name)) f++;
     CUfunc_st *of = &loaded[{f, module->device}];
     *of = *f, of->device = module->device;
     *out = of;
-    return !f->call && !strncmp(name, "om_k_", 5) ? (unsigned)NOT_FOUND : 0;
+    return !f->call && (!strncmp(name, "om_k_", 5) || !strncmp(name, "om_s_", 5)) ? (unsigned)NOT_FOUND : 0;
 }
 PUBLIC unsigned cuFuncSetAttribute(CUfunc_st *, int, int) {
     FAILS(cuFuncSetAttribute);

@@ -192,6 +192,26 @@ def graphs_on_and_off(device: str) -> str:
     return f"ok, of 14 forwards and backwards {played} as graphs"
 
 
+def chains_compiled(device: str) -> str:
+    """Chains of elementwise operators that NVRTC compiles have the interpreter's bits."""
+    follow, library = cuda_engine.follow_settings, "" if cuda_engine.stand_in else cuda_engine.nvrtc()
+    before = _C.cuda_engine_program_counts()[0]
+    try:
+        for make, dtype in ((gpt2, torch.bfloat16), (bert, torch.float32)):
+            ways = []
+            for when in (0, 2):  # never, always
+                cuda_engine.follow_settings = lambda settings, when=when: _C.cuda_engine_programs(when, library, "")
+                ways.append(train(make, "cuda", dtype, 0.1, device, steps=4))
+            bad = [i for i, (a, b) in enumerate(zip(*ways, strict=True)) if not torch.equal(a, b)]
+            if bad:
+                return f"{make.__name__}: {len(bad)} of {len(ways[0])} tensors have other bits"
+    finally:
+        cuda_engine.follow_settings = follow
+        _C.cuda_engine_programs(0, "", "")
+    made, _, _, why = _C.cuda_engine_program_counts()
+    return why or (f"ok, {made - before} chains" if made > before else "no chain was compiled")
+
+
 # --- what surrounds a step ------------------------------------------------------------------------------
 
 
@@ -370,6 +390,7 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "memory levels and budgets", lambda: memory_choices(device)
     yield "the same bits again", lambda: same_bits_again(device)
     yield "CUDA graphs on and off", lambda: graphs_on_and_off(device)
+    yield "chains compiled and interpreted", lambda: chains_compiled(device)
     yield "several sizes, streams, early memory", lambda: sizes_and_streams(device)
     yield "evaluation", lambda: evaluation(device)
     yield "an index out of range", lambda: bad_index(device)

@@ -19,8 +19,10 @@
 
 #if defined(__CUDACC__)
 #define VM static __device__ __forceinline__
+#define VM_FMA(a, b, c) fmaf(a, b, c) /* strip programs are compiled without contraction (cuda/strip_compiled.h) */
 #else
 #define VM static inline __attribute__((always_inline))
+#define VM_FMA(a, b, c) ((a) * (b) + (c)) /* one instruction where the processor has it */
 #endif
 
 VM int32_t vm_int(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
@@ -63,21 +65,24 @@ VM float trunc_f32(float x) { return truncf(x); }
 
 /* e^r - 1 - r over r^2 for |r| <= ln 2 / 2; relative error of e^r 3.2e-9 */
 VM float vm_exp_poly(float r) {
-    return (((0.00139508335f * r + 0.00836908828f) * r + 0.0416662007f) * r + 0.166665172f) * r + 0.5f;
+    float p = VM_FMA(0.00139508335f, r, 0.00836908828f);
+    p = VM_FMA(p, r, 0.0416662007f);
+    p = VM_FMA(p, r, 0.166665172f);
+    return VM_FMA(p, r, 0.5f);
 }
 
 /* n = x / ln 2 rounded, r = x - n ln 2; ln 2 in two parts so that n * hi is exact */
 #define VM_EXP_REDUCE(x, n, r)                                                                      \
-    const float n##_t = (x) * 1.44269504f + VM_MAGIC;                                               \
+    const float n##_t = VM_FMA(x, 1.44269504f, VM_MAGIC);                                           \
     const int32_t n = vm_int(n##_t) - 0x4B400000;                                                   \
     const float n##_f = n##_t - VM_MAGIC;                                                           \
-    const float r = ((x) - n##_f * 0.693359375f) + n##_f * 2.12194440e-4f
+    const float r = VM_FMA(n##_f, 2.12194440e-4f, VM_FMA(-n##_f, 0.693359375f, x))
 
 VM float exp_f32(float x) {
     x = x > 89.0f ? 89.0f : x;
     x = x < -104.0f ? -104.0f : x;
     VM_EXP_REDUCE(x, n, r);
-    const float p = 1 + (r + r * r * vm_exp_poly(r));
+    const float p = 1 + VM_FMA(r * r, vm_exp_poly(r), r);
     const int32_t h = n >> 1; /* two factors: results reach subnormals below and infinity above */
     return p * vm_pow2(h) * vm_pow2(n - h);
 }
@@ -85,7 +90,7 @@ VM float exp_f32(float x) {
 /* e^x for x known to lie in [-87, 87] */
 VM float vm_exp_raw(float x) {
     VM_EXP_REDUCE(x, n, r);
-    return (1 + (r + r * r * vm_exp_poly(r))) * vm_pow2(n);
+    return (1 + VM_FMA(r * r, vm_exp_poly(r), r)) * vm_pow2(n);
 }
 
 /* e^x for x <= 0 (softmax): exactly 0 below -87, so masked scores (-inf) vanish. NaN stays. */
@@ -99,9 +104,9 @@ VM float expm1_f32(float x) {
     x = x > 89.0f ? 89.0f : x;
     x = x < -20.0f ? -20.0f : x;
     VM_EXP_REDUCE(x, n, r);
-    const float p = r + r * r * vm_exp_poly(r);    /* e^r - 1 */
+    const float p = VM_FMA(r * r, vm_exp_poly(r), r);    /* e^r - 1 */
     const float t = vm_pow2(n - 1);   /* half of 2^n: n = 128 must not overflow early */
-    const float e = 2 * (t * p + (t - 0.5f));
+    const float e = 2 * VM_FMA(t, p, t - 0.5f);
     return keep == 0 ? keep : e; /* -0 */
 }
 
@@ -111,18 +116,18 @@ VM float log_f32(float x) {
     const int32_t i = (int32_t)((uint32_t)vm_int(s) - 0x3F3504F3u);      /* sqrt(1/2): m in [sqrt(1/2), sqrt 2) */
     const float e = (float)((i >> 23) - 23 * tiny);
     const float f = vm_flt((i & 0x007FFFFF) + 0x3F3504F3) - 1;
-    float p = 0.0674661075f * f - 0.116756485f; /* log(1 + f) = f - f^2/2 + f^3 p; relative error 7.5e-10 */
-    p = p * f + 0.118881742f;
-    p = p * f - 0.124055901f;
-    p = p * f + 0.142195508f;
-    p = p * f - 0.166679957f;
-    p = p * f + 0.200021187f;
-    p = p * f - 0.250000096f;
-    p = p * f + 0.333333126f;
+    float p = VM_FMA(0.0674661075f, f, -0.116756485f); /* log(1 + f) = f - f^2/2 + f^3 p; relative error 7.5e-10 */
+    p = VM_FMA(p, f, 0.118881742f);
+    p = VM_FMA(p, f, -0.124055901f);
+    p = VM_FMA(p, f, 0.142195508f);
+    p = VM_FMA(p, f, -0.166679957f);
+    p = VM_FMA(p, f, 0.200021187f);
+    p = VM_FMA(p, f, -0.250000096f);
+    p = VM_FMA(p, f, 0.333333126f);
     const float f2 = f * f;
-    float r = f * f2 * p - 2.12194440e-4f * e;
-    r = r - 0.5f * f2;
-    r = (r + f) + 0.693359375f * e;
+    float r = VM_FMA(f * f2, p, -2.12194440e-4f * e);
+    r = VM_FMA(-0.5f, f2, r);
+    r = VM_FMA(0.693359375f, e, r + f);
     r = vm_pick((x > 3.40282347e38f) | (x != x), x, r);
     r = vm_pick(x == 0, -INFINITY, r);
     return vm_pick(x < 0, NAN, r);
@@ -138,8 +143,8 @@ VM float log1p_f32(float x) {
 VM float tanh_f32(float x) {
     const float c = x > 9.1f ? 9.1f : x, d = 2 * (c < -9.1f ? -9.1f : c);
     VM_EXP_REDUCE(d, n, r);
-    const float p = r + r * r * vm_exp_poly(r), t = vm_pow2(n - 1);
-    const float e = 2 * (t * p + (t - 0.5f)); /* e^2x - 1 */
+    const float p = VM_FMA(r * r, vm_exp_poly(r), r), t = vm_pow2(n - 1);
+    const float e = 2 * VM_FMA(t, p, t - 0.5f); /* e^2x - 1 */
     const float y = e / (e + 2);
     return x == 0 ? x : y;
 }
@@ -148,20 +153,20 @@ VM float sigmoid_f32(float x) { return 1 / (1 + exp_f32(-x)); }
 
 VM float erf_f32(float x) {
     const float a = fabsf(x), q = x * x;
-    float p = 7.85402508e-05f * q - 0.000801024751f; /* |x| <= 1: x + x p(x^2), relative error 1.2e-9 */
-    p = p * q + 0.00518833452f;
-    p = p * q - 0.0268538161f;
-    p = p * q + 0.112835853f;
-    p = p * q - 0.376126258f;
-    p = p * q + 0.128379166f;
-    const float near = x + x * p;
+    float p = VM_FMA(7.85402508e-05f, q, -0.000801024751f); /* |x| <= 1: x + x p(x^2), relative error 1.2e-9 */
+    p = VM_FMA(p, q, 0.00518833452f);
+    p = VM_FMA(p, q, -0.0268538161f);
+    p = VM_FMA(p, q, 0.112835853f);
+    p = VM_FMA(p, q, -0.376126258f);
+    p = VM_FMA(p, q, 0.128379166f);
+    const float near = VM_FMA(x, p, x);
     const float t = a > 4.0f ? 4.0f : a;
-    float g = 0.000192425601f * t - 0.0030085328f; /* 1 < |x| <= 4: 1 - e^g(|x|), relative error 1.4e-9 */
-    g = g * t + 0.0220876242f;
-    g = g * t - 0.103640289f;
-    g = g * t - 0.63751705f;
-    g = g * t - 1.12747496f;
-    g = g * t - 0.00024471916f;
+    float g = VM_FMA(0.000192425601f, t, -0.0030085328f); /* 1 < |x| <= 4: 1 - e^g(|x|), relative error 1.4e-9 */
+    g = VM_FMA(g, t, 0.0220876242f);
+    g = VM_FMA(g, t, -0.103640289f);
+    g = VM_FMA(g, t, -0.63751705f);
+    g = VM_FMA(g, t, -1.12747496f);
+    g = VM_FMA(g, t, -0.00024471916f);
     const float far = copysignf(1 - vm_exp_raw(g), x);
     return a <= 1 ? near : a > 1 ? far : x; /* NaN */
 }
@@ -196,22 +201,22 @@ VM float gelu_grad_f32(float dy, float x) {
     const float cdf = 0.5f * (1 + erf_f32(x * (float)VM_SQRT1_2));
     const float c = x > 13.0f ? 13.0f : x < -13.0f ? -13.0f : x; /* beyond, the density is below 1e-36 */
     const float pdf = vm_exp_raw(-0.5f * c * c) * (float)VM_INV_SQRT_2PI;
-    return dy * (cdf + c * pdf);
+    return dy * VM_FMA(c, pdf, cdf);
 }
 /* x/2 (1 + tanh u) = x / (1 + e^-2u): no cancellation on the negative side */
 VM float gelu_tanh_f32(float x) {
-    const float u = (float)(2 * VM_GELU_C) * (x + 0.044715f * x * x * x);
+    const float u = (float)(2 * VM_GELU_C) * VM_FMA(0.044715f * x * x, x, x);
     return x / (1 + exp_f32(-u));
 }
 VM float gelu_tanh_grad_f32(float dy, float x) {
     const float c = vm_clamp(x, -9.9f, 9.9f); /* beyond, s (1 - s) is below 1e-36; e^85 is a number */
-    const float u = (float)(2 * VM_GELU_C) * (c + 0.044715f * c * c * c);
-    const float e = vm_exp_raw(-u), s = 1 / (1 + e), du = (float)(2 * VM_GELU_C) * (1 + 3 * 0.044715f * c * c);
-    return dy * (s + c * (e * s) * s * du); /* e s = 1 - s, without cancellation */
+    const float u = (float)(2 * VM_GELU_C) * VM_FMA(0.044715f * c * c, c, c);
+    const float e = vm_exp_raw(-u), s = 1 / (1 + e), du = (float)(2 * VM_GELU_C) * VM_FMA(3 * 0.044715f * c, c, 1);
+    return dy * VM_FMA(c * (e * s) * s, du, s); /* e s = 1 - s, without cancellation */
 }
 VM float silu_grad_f32(float dy, float x) {
     const float c = vm_clamp(x, -87.0f, 87.0f), e = vm_exp_raw(-c), s = 1 / (1 + e);
-    return dy * s * (1 + c * (e * s)); /* e s = 1 - s, without cancellation */
+    return dy * s * VM_FMA(c, e * s, 1); /* e s = 1 - s, without cancellation */
 }
 
 /* x^y = 2^(y log2 x) with log2 and the power of two in double: about 1 ulp. Special values as C's pow. */
