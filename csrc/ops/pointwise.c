@@ -7,6 +7,7 @@
  * gradient is shared, where torch's clamp passes all of it; an importer that wants torch's writes where(x < lo, lo, x).
  */
 #include "ops/strip.h"
+#include "graph/half.h"
 
 #include <math.h>
 
@@ -110,7 +111,13 @@ static double constant_of(const om_graph *g, om_id v) {
     if (x->role != OM_CONST) return NAN;
     for (int i = 0; i < x->type.rank; i++)
         if (x->type.dim[i] != 1) return NAN;
-    return x->type.dtype == OM_F32 ? *(const float *)x->data : x->type.dtype == OM_F64 ? *(const double *)x->data : NAN;
+    switch (x->type.dtype) {
+    case OM_F32: return *(const float *)x->data;
+    case OM_F64: return *(const double *)x->data;
+    case OM_BF16: return om_bf16_to_f32(*(const uint16_t *)x->data);
+    case OM_F16: return om_f16_to_f32(*(const uint16_t *)x->data);
+    default: return NAN;
+    }
 }
 
 GRAD(pow_grad) { /* x = 0 and y = 0 as torch: 0 */

@@ -84,6 +84,7 @@ def pointwise() -> Iterator[Case]:
             forward = name.removesuffix("_grad")
             base = f"{forward} {letter}" if forward != name else "copy" if name == "add" else f"add {letter}" if letter != "B" else "and B"
             yield Case(f"{name} {letter}", name, {"p": 0.1} if name == "dropout" else {}, xs, "copy" if name == "and" and letter == "B" else base)
+    yield Case("pow 3 F", "pow", {}, [numbers(torch.float32, N), torch.tensor(3.0)], "add F")
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
     for a in kinds:
         for b in kinds:

@@ -153,6 +153,27 @@ def test_pow_special() -> None:
     assert torch.allclose(got[fin], want[fin], rtol=1e-6, atol=1e-44)
 
 
+@pytest.mark.parametrize("p", [2.0, 3.0, -1.0, 0.5, -0.5, 4.0, 0.0, math.inf, math.nan])
+def test_one_exponent_has_the_bits_of_many(p: float) -> None:
+    x = torch.cat([SPECIAL, rand(1009, scale=30.0).float(), torch.tensor([1e13, -1e13, 1e-13, 3e-39, -3e-39])])
+    one, many = node("pow", x, torch.tensor(p)), node("pow", x, torch.full_like(x, p))
+    assert torch.equal(one.view(torch.int32), many.view(torch.int32)), x[one.view(torch.int32) != many.view(torch.int32)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradient_of_a_constant_power(dtype: torch.dtype) -> None:
+    """The exponent's number is seen in every type: neither a general power nor a `where` for the exponent 0."""
+    name = engine.NAMES[engine.TORCH.index(dtype)]
+    for p, powers in ((3.0, 2), (2.0, 1), (0.0, 1)):
+        text = f"graph {{\n  input x: {name}[64]\n  const c: {name}[] = {p}\n  y = pow(x, c)\n  output y\n}}"
+        joint = engine.Graph.parse(text).grad([1], [1]).text()
+        assert "where" not in joint and joint.count("pow(") == powers, joint
+        x, dy = rand(64).to(dtype).requires_grad_(), rand(64).to(dtype)
+        torch.pow(x, p).backward(dy)
+        got = engine.run(text, [x.detach()], [1], [dy])[1][0]
+        assert torch.allclose(got.double(), x.grad.double(), rtol=4 * torch.finfo(dtype).eps, atol=1e-6), (p, got, x.grad)
+
+
 def math_pow(a: float, b: float) -> float:
     return float(torch.pow(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)))
 
