@@ -24,10 +24,8 @@ static inline float om_bits_f32(uint32_t u) {
 static inline float om_bf16_to_f32(uint16_t h) { return om_bits_f32((uint32_t)h << 16); }
 
 static inline uint16_t om_f32_to_bf16(float x) {
-    uint32_t u = om_f32_bits(x), abs = u & 0x7fffffffu;
-    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    uint32_t nan = (u >> 16) | 0x40u; /* rounding must not turn a NaN into infinity */
-    return (uint16_t)(abs > 0x7f800000u ? nan : rounded);
+    const uint32_t u = om_f32_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u), nan = u | 0x400000u;
+    return (uint16_t)((x != x ? nan : rounded) >> 16); /* rounding must not turn a NaN into infinity */
 }
 
 #if defined(__aarch64__) && defined(__ARM_FP16_FORMAT_IEEE) /* the processor's own: fcvt, fcvtl, fcvtn */
