@@ -12,11 +12,14 @@ enum { OM_COPY_SIZES = 5 }; /* element sizes 1, 2, 4, 8, 16 bytes: index = log2 
 typedef void (*om_copy_line)(const char *src, int64_t ss, char *dst, int64_t ds, int64_t n);
 /* Elements adjacent in src along a and in dst along b: dst[a*ds + b] = src[b*ss + a] for a < na, b < nb. */
 typedef void (*om_copy_tile)(const char *src, int64_t ss, char *dst, int64_t ds, int64_t na, int64_t nb);
+/* The same as line(src, ss, dst, ds, n), past the caches; ds is the size of an element. */
+typedef void (*om_copy_stream)(om_copy_line line, const char *src, int64_t ss, char *dst, int64_t ds, int64_t n);
 
 struct om_copy_kernels {
     om_copy_line move[OM_COPY_SIZES];
     om_copy_tile tile[OM_COPY_SIZES];
     om_copy_line convert[OM_N_DTYPES][OM_N_DTYPES]; /* [from][to], torch's rules */
+    om_copy_stream stream;                          /* NULL: no such stores */
 };
 OM_DECLARE_ISA(struct om_copy_kernels, om_copy);
 
@@ -34,6 +37,7 @@ typedef struct om_copy_job {            /* everything but addresses */
     int64_t items, grain;               /* 0 items: nothing to copy */
     om_copy_line line;
     om_copy_tile tile;
+    om_copy_stream stream;              /* instead of `line`, which it is given; or NULL */
 } om_copy_job;
 
 /* src and dst: sizes, strides and dtypes; j->axis becomes `axis` (OM_RANK entries of the caller's). */

@@ -225,7 +225,7 @@ typedef struct strip_prep {
     om_strip_job job;
     om_strip_arg *arg; /* operands, then outputs */
     int64_t n_strips, grain;
-    const om_copy_job *copy; /* a lone cast that would be walked: copies know better ways; else NULL */
+    const om_copy_job *copy; /* of a lone cast for which copies know a better way; else NULL */
 } strip_prep;
 
 static bool prog_keep(om_arena *mem, om_strip_prog *p) {
@@ -308,6 +308,14 @@ static om_status job_prepare(om_ctx *cx, const om_strip_prog *p, const om_tensor
     return OM_OK;
 }
 
+/* A lone cast that would be walked, or one of autocast's, of a weight to bf16 or of its gradient back: a copy converts
+ * from tensor to tensor, a strip by way of a register, and a large result goes past the caches. Of other types some
+ * copies are faster than strips and some slower, to f16 twice. */
+static bool copy_better(const strip_prep *p) {
+    const int from = p->prog.in_dtype[0], to = p->prog.out_dtype[0];
+    return p->arg[0].how == OM_STRIP_WALK || (from == OM_F32 && to == OM_BF16) || (from == OM_BF16 && to == OM_F32);
+}
+
 om_status om_cpu_prepare_strip(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
     om_strip_text t;
     uint8_t dtype[OM_STRIP_IN];
@@ -325,7 +333,7 @@ om_status om_cpu_prepare_strip(om_ctx *cx, om_arena *mem, const om_args *a, cons
     if (!p->arg || !prog_keep(mem, &p->prog)) return cx->status;
     *prep = p;
     OM_TRY(job_prepare(cx, &p->prog, a->in, a->out, p));
-    if (!om_is(a->node, cast) || !p->n_strips || p->arg[0].how != OM_STRIP_WALK || a->bounded) return OM_OK;
+    if (!om_is(a->node, cast) || !p->n_strips || a->bounded || !copy_better(p)) return OM_OK;
     om_copy_job *copy = om_arena_alloc(mem, sizeof *copy);
     p->copy = copy;
     return copy ? om_copy_prepared(cx, mem, &a->in[0], &a->out[0], copy) : cx->status;

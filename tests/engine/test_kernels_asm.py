@@ -25,6 +25,7 @@ HOT = {
     "gemm": ["tile_full_f32", "tile_full_f64"],
     "attention": ["product_f32", "product_flip_f32"],
     "strip": ["load_BF16", "store_BF16", "dropout_F"],
+    "copy": ["convert_BF16_F32", "convert_F32_BF16", "stream_line"],
     "rows": ["softmax_f32", "log_softmax_f32", "layer_norm_f32", "layer_norm_grad_f32", "rms_norm_f32"],
     "reduce": ["row_sum_F", "row_max_F", "col_sum_F"],
     "loss": ["lse_f32", "grad_f32"],

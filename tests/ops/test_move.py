@@ -42,6 +42,24 @@ def test_convert(dtype: torch.dtype, to: torch.dtype) -> None:
     assert torch.equal(om_copy(x, back), want)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("pair", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.int64, torch.bool)])
+def test_convert_large(pair: tuple[torch.dtype, torch.dtype], at: int, step: int) -> None:
+    """Results that are written past the caches: wherever they begin and end, whole and in rows, and nothing beside them."""
+    dtype, to = pair
+    n = 2 * (1 << 21) // to.itemsize + 37
+    x = (values(dtype, 1000) if not dtype.is_floating_point else torch.randn(1000).to(dtype)).repeat(step * n // 1000 + 1)[: step * n : step]
+    for shape, pitch in (((n,), n), ((2, n // 2), n // 2 + 3)):
+        rows = n // shape[-1]
+        around = torch.full((rows * pitch + 64,), 1, dtype=to)
+        dst, want = around[at:].as_strided(shape, (pitch, 1)[-len(shape) :]), around.clone()
+        src = x[: rows * shape[-1]].view(shape)
+        want[at:].as_strided(shape, dst.stride()).copy_(src)
+        om_copy(src, dst)
+        assert torch.equal(around, want)
+
+
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 def test_rounding(to: torch.dtype) -> None:
     """Halfway cases, subnormals, overflow, infinities, NaN; and every one of the 65536 values back to float."""

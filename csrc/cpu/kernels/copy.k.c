@@ -9,6 +9,10 @@
 #include "cpu/copy.h"
 #include "graph/half.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 typedef struct { uint64_t lo, hi; } copy_u128;
 
 #define COPY_SIZES(X) X(0, uint8_t) X(1, uint16_t) X(2, uint32_t) X(3, uint64_t) X(4, copy_u128)
@@ -162,8 +166,39 @@ COPY_TWICE(CONVERT_TYPES(CONVERT_FROM, ))
 #define MOVE_CELL(I, T) move_##I,
 #define TILE_CELL(I, T) tile_##I,
 
+/* --- past the caches ------------------------------------------------------------------------------- */
+
+#if defined(__SSE2__)
+#if OM_VBYTES == 64
+#define STREAM(p, x) _mm512_stream_si512((void *)(p), _mm512_load_si512(x))
+#elif OM_VBYTES == 32
+#define STREAM(p, x) _mm256_stream_si256((void *)(p), _mm256_load_si256((const void *)(x)))
+#else
+#define STREAM(p, x) _mm_stream_si128((void *)(p), _mm_load_si128((const void *)(x)))
+#endif
+enum { LINE = 64, PIECE = 4096 }; /* bytes: of a line of the caches; of what is converted at once, and stays in L1 */
+
+static void stream_line(om_copy_line line, const char *src, int64_t ss, char *dst, int64_t ds, int64_t n) {
+    _Alignas(LINE) char piece[PIECE];
+    int64_t m = (int64_t)(-(uintptr_t)dst % LINE) / ds; /* before the first whole line */
+    if (m > n) m = n;
+    line(src, ss, dst, ds, m);
+    src += m * ss, dst += m * ds, n -= m;
+    while ((uintptr_t)dst % LINE == 0 && (m = n * ds < PIECE ? n * ds / LINE * LINE / ds : PIECE / ds) > 0) {
+        line(src, ss, piece, ds, m);
+        for (int64_t i = 0; i < m * ds; i += OM_VBYTES) STREAM(dst + i, piece + i);
+        src += m * ss, dst += m * ds, n -= m;
+    }
+    _mm_sfence();
+    line(src, ss, dst, ds, n);
+}
+#else
+#define stream_line NULL
+#endif
+
 const struct om_copy_kernels OM_ISA_NAME(om_copy) = {
     .move = {COPY_SIZES(MOVE_CELL)},
     .tile = {COPY_SIZES(TILE_CELL)},
     .convert = {COPY_TWICE(CONVERT_TYPES(CELL_FROM, ))},
+    .stream = stream_line,
 };
