@@ -221,6 +221,11 @@ VM float silu_grad_f32(float dy, float x) {
 
 /* x^y = 2^(y log2 x) with log2 and the power of two in double: about 1 ulp. Special values as C's pow. */
 VM float pow_f32(float x, float y) {
+#if defined(__CUDACC__) || defined(OM_EMULATED) /* a thread that is alone may branch; the same bits as below */
+    if (y == 2) return x * x;
+    if (y == 3) return x * x * x;
+    if (y == -1) return 1 / x;
+#endif
     const double a = fabsf(x);
     const int64_t i = vm_int64(a) - 0x3FE6A09E667F3BCDll; /* sqrt(1/2) */
     const double m = vm_dbl((i & 0x000FFFFFFFFFFFFFll) + 0x3FE6A09E667F3BCDll);
