@@ -39,7 +39,7 @@ typedef struct gemm_run {
     om_gemm_job job;
     const om_gemm_type *t;
     char *work;                  /* per worker */
-    int64_t work_size, panels, groups, group_rows, tasks;
+    int64_t work_size, workers, panels, groups, group_rows, tasks;
     atomic_int worker;
     atomic_llong pack_next, packed, task_next;
 } gemm_run;
@@ -180,8 +180,10 @@ static void gemm_alone(const om_gemm_how *p, const om_gemm_job *j, char *pack, c
         do { /* at least once: k = 0 still writes C */
             om_gemm_job b = gemm_block(p, j, row, k, pack);
             p->t->pack_a(&b, 0, (b.m + p->t->mr - 1) / p->t->mr);
-            for (int64_t col = 0; col < b.n; col += p->t->cols)
-                p->t->block(&b, 0, b.m, col, b.n - col < p->t->cols ? b.n : col + p->t->cols, work);
+            for (int64_t col = 0, end; col < b.n; col = end) {
+                end = b.n - col < p->t->cols ? b.n : col + p->t->cols;
+                p->t->block(&b, 0, b.m, col, end, end < b.n ? end : -1, work);
+            }
             k += p->block_k;
         } while (k < j->k);
     }
@@ -203,7 +205,9 @@ static void gemm_worker(void *arg, int64_t begin, int64_t end) {
         int64_t col = i / r->groups * r->t->cols, col1 = col + r->t->cols < r->job.n ? col + r->t->cols : r->job.n;
         int64_t row = i % r->groups * r->group_rows,
                 row1 = row + r->group_rows < r->job.m ? row + r->group_rows : r->job.m;
-        if (row < row1) r->t->block(&r->job, row, row1, col, col1, work);
+        /* the others claim one task each meanwhile */
+        const int64_t next = i + r->workers < r->tasks ? (i + r->workers) / r->groups * r->t->cols : -1;
+        if (row < row1) r->t->block(&r->job, row, row1, col, col1, next > col ? next : -1, work);
     }
 }
 
@@ -243,6 +247,7 @@ static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, in
                               .t = p->t,
                               .work = mem + p->pack_size + p->acc_size,
                               .work_size = p->work_size,
+                              .workers = p->workers,
                               .group_rows = p->group_rows};
                 r.panels = (r.job.m + p->t->mr - 1) / p->t->mr;
                 r.groups = (r.job.m + p->group_rows - 1) / p->group_rows;

@@ -84,9 +84,11 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
     int mr, cols, kc, elem;
     int slack;                       /* elements after a packed panel that packing may overwrite */
     void (*pack_a)(const om_gemm_job *g, int64_t panel0, int64_t panel1);
-    /* C[row0:row1, col0:col1]; row0 a multiple of mr, at most `cols` columns. `work`: kc * cols elements, then
+    /* C[row0:row1, col0:col1]; row0 a multiple of mr, at most `cols` columns. next: the column from which this worker
+     * will likely go on, -1 where it will not: a hint for the caches. `work`: kc * cols elements, then
      * (row1 - row0) * cols of the compute type when C is stored narrower (bf16 as bf16: when k > kc, without acc). */
-    void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work);
+    void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
+                  void *work);
 } om_gemm_type;
 
 typedef struct om_gemm_kernels { om_gemm_type f32, f64; } om_gemm_kernels;

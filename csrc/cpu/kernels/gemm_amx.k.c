@@ -164,7 +164,9 @@ static __attribute__((noinline)) void store_rows_amx(const om_gemm_job *g, int64
     for (int64_t i = 0; i < rows; i++) store_row(g, sums + i * ld, bias, c + i * g->rsc, width);
 }
 
-AMX static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work) {
+AMX static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
+                  void *work) {
+    (void)next;
     const int64_t width = col1 - col0, size = panel_size(g->k);
     uint16_t *bp = work;
     float *wide = g->acc ? g->acc + row0 * g->ld_acc + col0 : (float *)(void *)(bp + KC * COLS), bias[COLS];

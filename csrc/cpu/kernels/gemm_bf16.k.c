@@ -128,7 +128,9 @@ BF16 static __attribute__((noinline)) void tile_full_bf16(int64_t pairs, const u
     tile_run(MR, NV, pairs, a, b, t);
 }
 
-static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work) {
+static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
+                  void *work) {
+    (void)next;
     const int64_t size = ((g->k * MR + 2 * VL + 15) & ~(int64_t)15) / 2, width = col1 - col0;
     uint32_t *bp = work;
     float *wide = g->acc ? g->acc + row0 * g->ld_acc + col0 : (float *)(bp + KC / 2 * COLS), bias[COLS];

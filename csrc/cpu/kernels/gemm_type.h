@@ -171,7 +171,8 @@ static void N(pack_cols)(const om_gemm_job *g, T *dst, int64_t k0, int64_t kc, i
     }
 }
 
-static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, void *work) {
+static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
+                     void *work) {
     enum { COLS = GEMM_WIDTH * NR };
     T *bp = work, *wide = bp + GEMM_KC * COLS; /* `wide`: C in the compute type, when it is stored narrower */
     int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15, width = col1 - col0;
@@ -194,9 +195,16 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
                 wide[(i - row0) * COLS + j] = g->dtype == OM_BF16 ? N(get)(g->c, at, OM_BF16)
                                                                   : N(get)(g->c, at, OM_F16);
             }
+    const int64_t tiles = (row1 - row0 + OM_MR - 1) / OM_MR * ((width + NR - 1) / NR);
     int64_t k0 = 0;
     do { /* at least once: k = 0 still writes C */
         int64_t kc = g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC;
+        const bool more = k0 + kc < g->k; /* another slice of these columns; else on to the next columns */
+        const int64_t at = more ? k0 + kc : 0, col = more ? col0 : next, end = more ? col1 : g->n;
+        ahead soon = {0};
+        if (!direct && col >= 0)
+            soon = ahead_of(g, at, g->k - at < GEMM_KC ? g->k - at : GEMM_KC, col, end - col < COLS ? end - col : COLS,
+                            tiles);
         int64_t in_place = direct ? width / NR * NR : 0; /* columns */
         N(pack_cols)(g, bp + in_place / NR * GEMM_KC * NR, k0, kc, col0 + in_place, col1);
         t.add = g->beta || k0 > 0;
@@ -210,6 +218,7 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
                 for (int64_t i = i0; i < row1 && i < i0 + GEMM_GROUP * OM_MR; i += OM_MR) {
                     const T *a = (const T *)g->pa + i / OM_MR * size + k0 * OM_MR;
                     t.c = narrow ? wide + (i - row0) * COLS + j : (T *)g->c + i * g->rsc + (col0 + j) * g->csc;
+                    ahead_fetch(&soon);
                     if (w > NR - VL && row1 - i >= OM_MR) N(tile_full)(kc, a, b, ldb, &t);
                     else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, (int)((w + VL - 1) / VL), kc, a, b, ldb, &t);
                 }
