@@ -164,6 +164,9 @@ static om_status choose(om_ctx *cx, om_gpu *g, void *handle, om_lt_product *p, b
     return OM_OK;
 }
 
+/* Are there products of operands cut to TF32? Before sm_80 they are f32's whatever torch allows. */
+static bool cuts(const om_gpu *g, const om_lt_shape *s) { return s->dtype == OM_F32 && om_gpu_capability(g) >= 80; }
+
 static om_status handle_of(om_ctx *cx, om_gpu *g, void **out) {
     om_lt_result r = 0;
     pthread_mutex_lock(&lock);
@@ -187,7 +190,7 @@ om_status om_lt_prepare(om_ctx *cx, om_gpu *g, om_arena *mem, const om_lt_shape 
     if (!choice_known(s, &p->choice)) {
         for (int cut = 0; cut < 2; cut++)
             for (int narrow = 0; narrow < 2; narrow++)
-                if (cut && s->dtype != OM_F32) p->choice.of[cut][narrow] = p->choice.of[0][narrow];
+                if (cut && !cuts(g, s)) p->choice.of[cut][narrow] = p->choice.of[0][narrow];
                 else OM_TRY(choose(cx, g, handle, p, cut, narrow, &p->choice.of[cut][narrow]));
         OM_TRY(choice_keep(cx, s, &p->choice));
     }
@@ -203,7 +206,7 @@ om_status om_lt_run(om_ctx *cx, om_gpu *g, const om_lt_product *p, const om_lt_a
     static const float one = 1, zero = 0;
     static const double one64 = 1, zero64 = 0;
     uint64_t desc[DESC_WORDS];
-    const bool f64 = p->s.dtype == OM_F64, cut = tf32 && p->s.dtype == OM_F32;
+    const bool f64 = p->s.dtype == OM_F64, cut = tf32 && cuts(g, &p->s);
     const uintptr_t all = (uintptr_t)at->a | (uintptr_t)at->b | (uintptr_t)at->c | (uintptr_t)at->bias;
     const om_lt_choice *how = &p->choice.of[cut][all % ALIGNED != 0];
     char *space = at->space + (-(uintptr_t)at->space & (OM_LT_ALIGN - 1));

@@ -69,6 +69,9 @@ om_status om_gpu_play(om_ctx *cx, om_gpu *g, om_cu_exec exec) {
 
 void om_gpu_exec_free(om_cu_exec exec) { api.exec_free(exec); }
 
+void om_gpu_records_pause(void) { pthread_mutex_lock(&lock); }
+void om_gpu_records_resume(void) { pthread_mutex_unlock(&lock); }
+
 om_status om_gpu_move(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size) {
     const om_cu_address there = (om_cu_address)(uintptr_t)to, here = (om_cu_address)(uintptr_t)from;
     if (size) OM_GPU_CALL(copy, there, here, size, om_cuda_stream_now());

@@ -32,5 +32,9 @@ om_status om_gpu_capture(om_ctx *cx, om_gpu *g, om_status (*queue)(void *arg), v
 om_status om_gpu_play(om_ctx *cx, om_gpu *g, om_cu_exec exec);
 /* May be on its way: it ends first. The device's context is current. */
 void om_gpu_exec_free(om_cu_exec exec);
+/* Around a wait for a whole device, which must not come while one of its streams records: that would end the record and
+ * fail. Nobody's record begins in between. */
+void om_gpu_records_pause(void);
+void om_gpu_records_resume(void);
 om_status om_gpu_move(om_ctx *cx, om_gpu *g, void *to, const void *from, size_t size); /* within the device */
 #endif

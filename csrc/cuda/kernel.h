@@ -135,17 +135,33 @@ FN int64_t offset_of(int64_t i, int rank, const int64_t *dim, const int64_t *str
 
 /* --- faults -------------------------------------------------------------------------------------------------- */
 
+/* Would it be the fault that stays? Asked without the lock first: all of a tensor's labels may be wrong, and the word
+ * is memory of the host's. `kind` is written last. */
+FN bool fault_stays(const volatile om_gpu_fault *f, uint32_t site, int64_t position) {
+    if (!f->kind) return true;
+    __threadfence();
+    return f->site == site && position < f->position;
+}
+
+/* A lane takes the lock and gives it back within one turn of the loop: lanes of a warp that want it do not wait for
+ * each other in an order that the hardware does not run them in. */
 FN void fault_note(om_gpu_fault *f, uint32_t site, uint32_t kind, int64_t value, int64_t position, int64_t limit) {
     touch(f, sizeof *f, 1);
-    while (atomicExch(&f->busy, 1u)) continue;
-    __threadfence();
     volatile om_gpu_fault *v = f;
-    if (!v->kind || (v->site == site && position < v->position)) {
-        v->site = site, v->value = value, v->position = position, v->limit = limit;
-        v->kind = kind;
+    bool noted = false;
+    while (!noted && fault_stays(v, site, position)) {
+        if (!atomicExch(&f->busy, 1u)) {
+            __threadfence();
+            if (fault_stays(v, site, position)) {
+                v->site = site, v->value = value, v->position = position, v->limit = limit;
+                __threadfence();
+                v->kind = kind;
+            }
+            __threadfence();
+            atomicExch(&f->busy, 0u);
+            noted = true;
+        }
     }
-    __threadfence();
-    atomicExch(&f->busy, 0u);
 }
 
 /* A write-back that comes behind a fault: what was told, or will be, ends the step. */

@@ -347,7 +347,8 @@ om_status om_lower_gather_grad(om_lower *l) {
         if (i != axis) *(i < axis ? &outer : &inner) *= y->dim[i];
     om_gpu_scatter p = {.outer = outer, .n = y->dim[axis], .m = om_numel(idx), .inner = inner,
                         .skip = om_args_int(a, "padding_idx", -1), .wide = idx->dtype == OM_I64};
-    const uint32_t threads = threads_for(inner);
+    enum { MOST_THREADS = 256 }; /* scatter_add's */
+    const uint32_t threads = inner > 512 ? MOST_THREADS : threads_for(inner);
     const int64_t chunks = om_gpu_blocks(inner, threads);
     if (!om_is_dense(y) || !om_is_float(y->dtype) || outer > 65535 || chunks > 65535 || p.m > INT32_MAX ||
         p.n >= INT32_MAX)

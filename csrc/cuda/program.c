@@ -95,6 +95,14 @@ om_cu_function om_gpu_program_function(const om_gpu_program *p) {
 
 /* --- NVRTC ------------------------------------------------------------------------------------------------ */
 
+/* A setting, as it is now. */
+static const char *setting_copy(char *to, const char *from) {
+    pthread_mutex_lock(&lock);
+    memcpy(to, from, PLACES);
+    pthread_mutex_unlock(&lock);
+    return to;
+}
+
 static bool rtc_open(void) {
     static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"};
     static bool looked, there;
@@ -102,7 +110,8 @@ static bool rtc_open(void) {
     if (looked) return there;
     looked = true;
     for (int i = 0; i < 3 && !lib; i++) lib = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    if (!lib && *library) lib = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    char place[PLACES];
+    if (!lib && *setting_copy(place, library)) lib = dlopen(place, RTLD_NOW | RTLD_LOCAL);
     for (int i = 0; i < 3 && !lib; i++) lib = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
     if (!lib) return because("there is no libnvrtc.so (it comes with PyTorch's CUDA builds)"), false;
     const char *missing = NULL;
@@ -215,15 +224,15 @@ static void *compile(const char *text, int capability, size_t *size) {
 }
 
 static void *module_bytes(om_ctx *cx, om_gpu *g, const source *s, size_t *size) {
-    char path[PLACES + 64] = "";
+    char path[PLACES + 64] = "", place[PLACES];
     int major = 0, minor = 0;
     api.version(&major, &minor);
-    if (*cache) {
+    if (*setting_copy(place, cache)) {
         char what[96];
         const int n = snprintf(what, sizeof what, "sm_%d NVRTC %d.%d", om_gpu_capability(g), major, minor);
         uint64_t h = hash_of(hash_of(NOTHING, what, (size_t)n), s->text, s->n);
         for (int i = 0; i < OM_GPU_TEXTS; i++) h = hash_of(h, om_gpu_texts[i].text, strlen(om_gpu_texts[i].text));
-        snprintf(path, sizeof path, "%s/strips-%016llx-%zu.cubin", cache, (unsigned long long)h, s->n);
+        snprintf(path, sizeof path, "%s/strips-%016llx-%zu.cubin", place, (unsigned long long)h, s->n);
         void *bytes = kept_read(path, size);
         if (bytes) return atomic_fetch_add(&counts[2], 1), bytes;
     }

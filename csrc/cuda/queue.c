@@ -2,6 +2,7 @@
 #include "cuda/queue.h"
 
 #include "cuda/blaslt.h"
+#include "cuda/capture.h"
 #include "cuda/host_memory.h"
 #include "cuda/program.h"
 
@@ -90,7 +91,7 @@ static om_status gpu_open(om_ctx *cx, om_gpu *g) {
     if (!g->fault) OM_GPU_CALL(host_alloc, &host, sizeof *g->fault, PORTABLE | MAPPED);
     if (host) memset(g->fault = host, 0, sizeof *g->fault);
     om_lt_open();
-    g->of_torch = om_torch_memory_open();
+    if ((g->of_torch = om_torch_memory_open())) return OM_OK; /* its pool is not ours to set; some GPUs have none */
     OM_GPU_CALL(pool, &pool, g->ordinal);
     OM_GPU_CALL(pool_attribute, pool, RELEASE_THRESHOLD, &keep);
     return OM_OK;
@@ -202,8 +203,10 @@ om_status om_gpu_download(om_ctx *cx, om_gpu *g, void *to, const void *from, siz
 }
 
 om_status om_gpu_idle(om_ctx *cx, om_gpu *g) {
-    OM_GPU_CALL(wait_all);
-    return OM_OK;
+    om_gpu_records_pause();
+    const om_cu_result r = api.wait_all();
+    om_gpu_records_resume();
+    return r ? failed(cx, g, r, wait_all_name) : OM_OK;
 }
 
 om_status om_gpu_set(om_ctx *cx, om_gpu *g, void *to, int byte, size_t size) {

@@ -52,7 +52,7 @@ struct held { size_t size; CUstream_st *stream; };
 static std::map<uintptr_t, held> owned;                            /* as the host sees it */
 static std::map<std::pair<CUstream_st *, size_t>, std::set<char *>> pool;
 static std::vector<void *> gone;                                   /* freed with the queue's end */
-static std::vector<range> declared;
+static thread_local std::vector<range> declared;                   /* by the thread, for its next launch */
 static bool late, declares, reuse, strict;
 static long failures, waits, played, unstable;
 static CUctx_st contexts[DEVICES] = {{0}, {1}};
@@ -202,6 +202,14 @@ PUBLIC bool fake_gpu_declared(std::vector<range> *out) {
 PUBLIC bool fake_gpu_inside(const void *p, int64_t size) {
     LOCKED;
     return inside(p, size);
+}
+/* The device whose live block holds p; -1: none, so memory of the host. */
+PUBLIC int fake_gpu_place(const void *p) {
+    LOCKED;
+    auto b = blocks.upper_bound((uintptr_t)p);
+    if (b == blocks.begin() || (uintptr_t)p >= (--b)->first + b->second) return -1;
+    const auto at = places.find(b->first);
+    return at == places.end() ? -1 : at->second;
 }
 PUBLIC bool fake_gpu_hosts(const void *p) {
     LOCKED;
@@ -447,7 +455,11 @@ PUBLIC unsigned cuCtxSynchronize(void) {
     LOCKED;
     waits++;
     if (!depth) return INVALID_CONTEXT;
-    if (const unsigned r = fake_gpu_unsafe("cuCtxSynchronize")) return r;
+    for (CUstream_st *s : streams) /* whoever records: a device that is waited for must have none */
+        if (s->records && s->device == current.back()) {
+            s->records->invalid = true;
+            return refuse(CAPTURE_UNSUPPORTED, "waits for a device one of whose streams records a graph");
+        }
     const unsigned r = drain_all();
     sweep();
     return r;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #define PUBLIC extern "C" __attribute__((visibility("default")))
-enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, ILLEGAL_STATE = 401,
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_BINARY = 209, INVALID_HANDLE = 400, ILLEGAL_STATE = 401,
        NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
        CAPTURE_IMPLICIT = 906, CAPTURE_WRONG_THREAD = 908 };
 struct range { const void *at; int64_t size; int mode; }; /* 1 read, 2 write */
@@ -24,6 +24,7 @@ PUBLIC unsigned fake_gpu_injected(const char *entry); /* the failure a test want
 #define FAILS(name) if (const unsigned code_ = fake_gpu_injected(#name)) return code_
 PUBLIC void *fake_gpu_context(int device);
 PUBLIC int fake_gpu_device(void);                     /* whose context is current; -1: none */
+PUBLIC int fake_gpu_sm(void);                         /* what it says it is: 90 is sm_90 */
 PUBLIC bool fake_gpu_current(void);                   /* the thread has a context */
 /* What the launch that is being queued has declared; false: nobody declares. */
 PUBLIC bool fake_gpu_declared(std::vector<range> *out);

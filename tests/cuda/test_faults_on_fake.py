@@ -150,6 +150,50 @@ a.holds(2), b.holds(2)
 done(a, b)
 """
 
+RECORDS = """
+class Reads(Steps):
+    def __init__(self):
+        self.model = steps.Model.text(steps.cx("cuda-fake"), "graph {\\n input x: f32[50, 40]\\n input i: i64[29]\\n y = gather(x, i) {axis=0}\\n"
+                                      " a = softmax(y) {axis=1}\\n b = softmax(a) {axis=1}\\n c = softmax(b) {axis=1}\\n output c\\n}")
+        self.cx, self.runs = self.model.cx, []
+        self.mem = steps.Memory(self.cx)
+        self.given = {"good": [self.mem.give(x), self.mem.give(torch.tensor(GOOD))]}
+    def begin(self, what):
+        run = steps.Pointer()
+        self.cx.check(lib.om_run_forward(self.cx.p, self.model.p, self.model.variant([0] * 2, [0]), steps.array(self.given[what]), C.c_uint64(0), True, C.byref(run)))
+        return run
+    def step(self):
+        run = self.begin("good")
+        self.resume(run)
+        lib.om_run_free(run)
+fake.late(False)
+a, b = Reads(), Steps()
+told_in_b = []
+def other():
+    lib.om_cuda_graphs(C.c_bool(False))
+    b.step("bad")
+    told(b.step)
+    told_in_b.append(1)
+import threading
+t = threading.Thread(target=other)
+def meanwhile(kernel):
+    # the gather has been recorded, what follows has not, and another thread is told of a fault, for which it waits for the device
+    fake.gpu.fake_gpu_watch(None, None)
+    assert fake.count(fake.RECORDED) == 1
+    t.start()
+    t.join(0.5)
+called = C.CFUNCTYPE(None, C.c_char_p)(meanwhile)
+b.step()
+a.step()
+lib.om_cuda_graph_count.restype = C.c_long
+fake.gpu.fake_gpu_watch(b"om_k_gather", called)
+a.step()
+t.join()
+assert told_in_b and lib.om_cuda_graph_count(0) == 1 and lib.om_cuda_graph_count(2) == 0
+b.holds(1)
+done(a, b)
+"""
+
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_nothing_behind_a_fault_is_written(graphs: bool) -> None:
@@ -162,6 +206,11 @@ def test_write_backs_on_their_way_are_waited_for_before_a_fault_is_forgotten() -
 
 def test_a_run_under_way_writes_nothing_once_another_is_told() -> None:
     assert child(HEAD + MEANWHILE) == "done\n"
+
+
+def test_who_is_told_waits_for_a_record_of_another_thread() -> None:
+    """No device may be waited for while one of its streams records, whatever thread does."""
+    assert child(HEAD + RECORDS, OM_FAKE_REUSE="1", OM_FAKE_KEEP="1") == "done\n"
 
 
 @pytest.mark.parametrize("point,script", [("device.guard", ONE), ("device.told", OTHER_STREAM), ("device.meanwhile", MEANWHILE)])

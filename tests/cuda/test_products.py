@@ -101,6 +101,20 @@ def test_operands_are_cut_to_tf32_when_allowed() -> None:
     assert child(HEAD + TF32) == "done\n"
 
 
+OLD = """
+a, b = rand(9, 33), rand(33, 20)
+engine.lib.om_cuda_tf32(C.c_bool(True))
+y, products, _ = run(" y = matmul(x0, x1)", a, b)
+assert products == 1 and torch.equal(y, (a.double() @ b.double()).float())
+print("done")
+"""
+
+
+@on_fake
+def test_a_gpu_without_tf32_multiplies_f32_by_the_library() -> None:
+    assert child(HEAD + OLD, OM_FAKE_SM="75") == "done\n"
+
+
 CHOICES = """
 asked = lambda: fake.gpu.fake_gpu_calls(b"cublasLtMatmulAlgoGetHeuristic")
 body = " y = matmul(x0, x1)"

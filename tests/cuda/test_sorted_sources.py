@@ -53,6 +53,7 @@ for m, n in [(1, 1), (31, 2), (2048, 255), (2050, 256), (2048 * 3, 65536), (7, 1
     gather_grad(m, n, 1)
 gather_grad(3001, 40, 300, "frequent", dtype=torch.bfloat16)
 gather_grad(3001, 40, 5, "any", dtype=torch.float64)
+gather_grad(9, 4, 8200, "frequent")  # a block has as many threads as the kernel was compiled for, not as a row asks for
 for m in (3, 5000):
     idx, src = torch.stack([indices(m, 40, "frequent"), indices(m + 1, 9, "any")[:m]], 1), rand(m, 5)
     at = idx[:, 0] * 9 + idx[:, 1]

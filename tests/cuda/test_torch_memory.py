@@ -68,6 +68,18 @@ def test_every_block_is_torchs_and_nothing_else_changes() -> None:
     assert ours.split()[1] == theirs.split()[1]
 
 
+POOL = """
+fake.fail("cuDeviceGetDefaultMemPool", 1, 801)  # a virtual GPU, say
+step(steps.Model.text(steps.cx("cuda-fake"), text))
+assert fake.calls("cuDeviceGetDefaultMemPool") == 0
+print("done")
+"""
+
+
+def test_a_gpu_without_a_pool_will_do() -> None:
+    assert child(HEAD.replace('cx = steps.cx("cuda-fake")', "") + POOL, OM_FAKE_TORCH=TORCH) == "done\n"
+
+
 FAILS = """
 model = steps.Model.text(cx, text)
 want = step(model)
