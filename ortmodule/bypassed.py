@@ -127,9 +127,9 @@ def _entered(state: State) -> int:
 
 
 def states(state: State) -> Iterator[State]:
-    """Of a wrapper and of those that its children have got."""
+    """Of a wrapper and of those that its children have got, or its parts."""
     yield state
-    for _, wrapper in (state.children or {}).values():
+    for wrapper in (*[w for _, w in (state.children or {}).values()], *state.parts.values()):
         yield from states(wrapper._ortmodule)
 
 

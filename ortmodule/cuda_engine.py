@@ -1,7 +1,9 @@
 """The graph engine on a CUDA device (csrc/cuda/): for which modules, on which stream, with which random numbers.
 
 Off unless ORTMODULE_CUDA_ENGINE=1: its kernels have run under emulation only (docs/GPU_STATUS.md). A module whose
-tensors lie on one CUDA device is then planned for it; several devices are left to PyTorch, as without the setting.
+tensors lie on one CUDA device is then planned for it; of one that is spread over several devices, each part is
+(spread.py). Arguments that lie elsewhere are moved there by PyTorch in front of the graph: a trace with devices holds
+only where forward moves them itself, or may use a number of the CPU's.
 
 Dropout follows the device's generator, as PyTorch's does: a forward takes a seed that is a function of the generator's
 seed and offset, and moves the offset on, so torch.cuda.manual_seed, get_rng_state and set_rng_state (checkpoints) do
@@ -17,25 +19,52 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from . import _C
-from .config import Settings
+
+if TYPE_CHECKING:
+    from .config import Settings
 
 stand_in = False  # tests: CPU tensors stand for those of cuda:0
 
 
+def device_of(t: Tensor) -> torch.device:
+    return torch.device("cuda", 0) if stand_in else t.device
+
+
+def devices(module: nn.Module) -> set[torch.device]:
+    """Where its parameters and buffers lie."""
+    return {device_of(t) for t in chain(module.parameters(), module.buffers())}
+
+
 def ordinal(module: nn.Module, enabled: bool) -> int:
     """Of the device whose kernels run the module's graphs; -1: the CPU's."""
-    if stand_in:
-        return 0
-    if not enabled:
+    if not enabled and not stand_in:
         return -1
-    devices = {t.device for t in chain(module.parameters(), module.buffers())}
-    one = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    found = devices(module) or {torch.device("cuda", 0) if stand_in else torch.device("cpu")}
+    one = found.pop() if len(found) == 1 else torch.device("cpu")
     return one.index if one.type == "cuda" and one.index is not None else -1
+
+
+def place(index: int) -> torch.device:
+    """Of a plan with this ordinal."""
+    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
+
+
+def elsewhere(tensors: Sequence[Tensor], index: int) -> list[int]:
+    """Which of these lie on another device than the plan that is to take them, on one from which PyTorch can move
+    them."""
+    here = place(index)
+    return [i for i, t in enumerate(tensors) if (at := device_of(t)) != here and at.type in ("cpu", "cuda")]
+
+
+def moved(t: Tensor, index: int) -> Tensor:
+    """The tensor where the plan is, through autograd."""
+    return t.to(place(index))
 
 
 def tf32_allowed() -> bool:

@@ -200,6 +200,7 @@ class CutGraph:
         assert captured.cut is not None
         self.captured = captured
         self.module = module
+        self.cuda = cuda
         self.parts = captured.cut.parts
         self.marks = captured.cut.marks
         self.n_slots = captured.cut.n_slots

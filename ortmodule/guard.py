@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C
+from . import _C, cuda_engine
 from . import torch_private as private
 from .torch_private import HOOKS
 
@@ -249,7 +249,7 @@ class Guard:
                         tensors.append((name, None))
                         continue
                     tie = first.setdefault(id(t), len(first))
-                    tensors.append((name, tie, t.dtype, t.shape, t.device, t.requires_grad))
+                    tensors.append((name, tie, t.dtype, t.shape, cuda_engine.device_of(t), t.requires_grad))
         classes = tuple([(name, type(m), m.training) for name, m in self.module.named_modules()])
         return (classes, tuple(tensors), places(self.module))
 
@@ -269,14 +269,14 @@ class Reads:
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
         for where, name in sorted(reads):
             if where in attributes and name not in _INNER:
-                self._values.setdefault((where, name), _freeze(attributes[where].get(name, _MISSING)))
+                self._values.setdefault((where, name), _read(attributes[where], name))
 
     def hold(self, module: nn.Module) -> bool:
         """Are they the same?"""
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
         try:
             return all(
-                _freeze(attributes[where].get(name, _MISSING)) == value for (where, name), value in self._values.items()
+                _read(attributes[where], name) == value for (where, name), value in self._values.items()
             )
         except KeyError:
             return False
@@ -285,7 +285,12 @@ class Reads:
         """Names of those that are not."""
         attributes = {name: m.__dict__ for name, m in module.named_modules()}
         return [f"{where}.{name}".lstrip(".") for (where, name), value in self._values.items()
-                if _freeze(attributes.get(where, {}).get(name, _MISSING)) != value]  # fmt: skip
+                if _read(attributes.get(where, {}), name) != value]  # fmt: skip
+
+
+def _read(own: dict[str, Any], name: str) -> Hashable:
+    """An attribute as it is compared; of the dictionary itself, who has looked into it knows the names."""
+    return tuple(own) if name == "__dict__" else _freeze(own.get(name, _MISSING))
 
 
 class _Same:

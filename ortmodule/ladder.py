@@ -31,6 +31,7 @@ from .chain import Graph, Refusal, Unfit
 from .errors import TimeUp
 from .host import Failed
 from .quiet import progress, quiet
+from .spread import judge
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
 from .summary import announce
 
@@ -48,7 +49,7 @@ _check = _C.guard_check
 
 class _Skip(Exception):
     """This call runs in PyTorch, the next may not have to. onnx: the graph, when forward has done no more than to
-    change modules."""
+    change modules, and drawn nothing for them."""
 
     def __init__(self, reason: str, onnx: bytes = b"") -> None:
         super().__init__(reason)
@@ -177,12 +178,24 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     if hooks is not None and any(map(users_hook, hooks)):
         return _eager(state, "called inside saved_tensors_hooks: what the engine keeps for backward would not go "
                       "through them", args, kwargs)  # fmt: skip
+    if state.spread_over is not None and (why := state.spread_over.outside()) is not None:
+        return _eager(state, why, args, kwargs)
+    if state.spread is not None:
+        if state.spread.holds():
+            if not state.announced and any(part._ortmodule.every for part in state.parts.values()):
+                announce(state)
+            return state.spread.forward(args, kwargs)
+        state.spread = None
     fast = state.guard.fast()
     key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
     site = state.sites.get(key)
     while site is not None and _check(site.entry.held.table) >= 0:
         site = site.other
     if site is None or [p.requires_grad for p in site.params] != site.params_grad:
+        with state.lock:
+            state.spread = state.spread or judge(state)
+        if state.spread is not None:
+            return state.spread.forward(args, kwargs)
         try:
             site = state.find_site(key, structure, env, args, kwargs)
         except Refused:
@@ -227,6 +240,8 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     if graph.captured.rebinds:
         site = state.rebind(site, captured)
     site, before = state.leave(site, captured, flat) if graph.captured.left else (site, [])
+    if captured.elsewhere:
+        given = [cuda_engine.moved(t, graph.cuda) if i in captured.elsewhere else t for i, t in enumerate(given)]
     tensors = [given[i] for i in graph.leaves]
     wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
     tensors += site.bound
@@ -239,7 +254,8 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
                 return graph.infer(tensors)
             if site.fill is None:
                 site.fill = input_skeleton(args, kwargs)[0]
-            return graph.train(tensors, wanted, ModuleCall(state, site, flat, site.fill), env[2])
+            here = flat._replace(tensors=given[: len(flat.tensors)]) if captured.elsewhere else flat
+            return graph.train(tensors, wanted, ModuleCall(state, site, here, site.fill), env[2])
         except BaseException:
             _put_back(before)
             raise
@@ -366,11 +382,7 @@ def _settle(state: State, site: Site, flat: FlatInputs, left: Left, env: tuple[A
     if isinstance(found, Left) or not same:
         return _eager_site(state, site, left, args, kwargs)
     found.calls += 1
-    random = torch.get_rng_state()
-    result = _run(state, site, found, flat, env, args, kwargs, 0)
-    if torch.equal(torch.get_rng_state(), random):  # the call itself draws nothing
-        torch.set_rng_state(settled.random)
-    return result
+    return _run(state, site, found, flat, env, args, kwargs, 0)
 
 
 def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
@@ -458,12 +470,12 @@ def _new_graph(
         general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
         ranks.begin()
         for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
-            if state.capturing_s >= state.settings.capture_seconds:
+            if state.root.capturing_s >= state.settings.capture_seconds:
                 return _no_time(state)
             entry.n_captures += 1
             fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
             began = perf_counter()
-            deadline = began + state.settings.capture_seconds - state.capturing_s
+            deadline = began + state.settings.capture_seconds - state.root.capturing_s
             try:
                 with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
                     graph, caches = _capture(state, entry, args, kwargs, dynamic, symbolic, fixed, answers, deadline)
@@ -472,7 +484,7 @@ def _new_graph(
             except TimeUp:
                 state.has_failed(CaptureError("the time for captures was over"), dynamic or symbolic,
                                  perf_counter() - began)  # fmt: skip
-                state.capturing_s = state.settings.capture_seconds
+                state.root.capturing_s = state.settings.capture_seconds
                 return _no_time(state)
             except Exception as error:
                 failure = capture_error(state.module, error)
@@ -483,7 +495,7 @@ def _new_graph(
                     entry.n_captures -= 1
                 continue
             finally:
-                state.capturing_s += perf_counter() - began
+                state.root.capturing_s += perf_counter() - began
             made = GuardedGraph(graph, flat, dynamic, symbolic, why)
             _cast_net(state, made, entry, args, kwargs, caches)
             entry.graphs.insert(0, made)
@@ -600,6 +612,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                         for own, new in seen.assigns:
                             own.update(new)
                         continue
+                    if problems and all(p.fills for p in problems) and not (entry.fills_seen or state.settings.strict):
+                        entry.fills_seen = True  # this call fills it in PyTorch; the next may find all there
+                        raise _Skip("forward fills a dictionary that outlives the call")
                     if not problems:
                         entry.writes_seen += 1
                         if not seen.assigns and entry.writes_seen <= 2 and not state.settings.strict:
@@ -620,7 +635,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 entry.writes_seen += 1
                 if entry.writes_seen <= 2 and not state.settings.strict:
                     more = keep or entry.places or seen.keeps or seen.problems or seen.assigns or captured.conditions
-                    plain = not more and all(op.kind == "aten" for op in captured.host_ops)
+                    plain = not more and all(op.kind == "aten" and not op.draws for op in captured.host_ops)
                     raise _Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
                 where, name = written[0]
                 while _inside(where, keep):
@@ -676,6 +691,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             stages.save_graph(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
+    _check_moved(captured, flatten_inputs(args, kwargs).tensors, cuda)
     for i in graph.writes:
         spec = captured.inputs[i]
         if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
@@ -809,6 +825,17 @@ def _check_devices(state: State, flat: FlatInputs) -> None:
                 f"{name}: the engine runs on {engine}, and here is {device}; "
                 "FALLBACK_UNSUPPORTED_DEVICE leaves that to PyTorch"
             )
+
+
+def _check_moved(captured: Captured | CutCaptured, tensors: Sequence[Tensor], cuda: int) -> None:
+    """What is moved to the plan's device is another tensor: it cannot be the one that is returned or edited."""
+    seen = {*captured.passthrough.values(), *[source for source, _, _ in captured.views.values()], *captured.writes}
+    for i in cuda_engine.elsewhere(tensors, cuda):
+        for at, spec in enumerate(captured.inputs):
+            if spec.kind == "user" and spec.leaf == i and (at in seen or isinstance(captured, CutCaptured)):
+                why = "there are hooks on submodules" if at not in seen else "forward edits or returns it"
+                raise CaptureError(f"argument {spec.name} lies on {cuda_engine.device_of(tensors[i])}, the module on "
+                                   f"{cuda_engine.place(cuda)}, and {why}")  # fmt: skip
 
 
 def _check_coverage(state: State, captured: Captured | CutCaptured) -> None:

@@ -182,6 +182,10 @@ class ORTModule(nn.Module):
     _ortmodule: State
     _z3_leaf = True  # DeepSpeed's ZeRO-3 gathers all parameters below at its border
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if not isinstance(cls.__dict__.get("forward"), _Forward):  # else a wrapper's, of which the user's is not told
+            super().__init_subclass__(**kwargs)
+
     def __init__(self, module: nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         if not isinstance(module, nn.Module):
             made = isinstance(module, type)
@@ -222,6 +226,7 @@ class ORTModule(nn.Module):
         if _state_of(self) is not None:
             raise TypeError(f"{base.__name__}.__init__: this object is an ORTModule already")
         state = State(module, settings, base, base.forward is not ORTModule.forward)
+        state.new_part = lambda child: _child(child, settings)
         state.new_way = lambda state, name: bypassed.Way(state, name, lambda child: _child(child, settings))
         wrapper = _subclass(base, module)
         module.__dict__.update(before)  # what a subclass has set before super().__init__

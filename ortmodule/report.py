@@ -42,6 +42,15 @@ class EagerEntry:
 
 
 @dataclass
+class PartEntry:
+    """A submodule on one device, of a module on several. reason: why PyTorch runs it; empty: the engine does."""
+
+    name: str
+    device: str
+    reason: str = ""
+
+
+@dataclass
 class FailedEntry:
     """Attempts to capture that came to nothing, of one reason. symbolic: with symbols for sizes or numbers."""
 
@@ -88,6 +97,7 @@ class GraphEntry:
     forward_ms: float
     backward_ms: float
     host_ms: float
+    part: str = ""  # the submodule that it is of, where a module lies on several devices
     cuts: list[str] = field(default_factory=list)  # hooks on submodules, which run between parts of the graph
     memory: StepMemory | None = None  # of the largest step, when there is one with a backward
     ways: list[str] = field(default_factory=list)  # the answers of branches on values that it holds for
@@ -112,6 +122,8 @@ class Report:
     host: list[HostEntry] = field(default_factory=list)
     eager: list[EagerEntry] = field(default_factory=list)
     failed: list[FailedEntry] = field(default_factory=list)
+    # of a module whose tensors lie on several devices: PyTorch runs its forward, the engine parts of it
+    parts: list[PartEntry] = field(default_factory=list)
     isa: str = ""
     on_cpu: list[str] = field(default_factory=list)  # operators that the CPU did for a CUDA device, in this process
     # CUDA graphs of this process: made, launched, parts of plans that run without one; and why those do
@@ -168,6 +180,9 @@ class Report:
         )
         if self.host:
             text += f"; in PyTorch: {', '.join(h.name for h in self.host[:3])}{', ...' * (len(self.host) > 3)}"
+        if self.parts:
+            text += (f"; it lies on {', '.join(sorted({p.device for p in self.parts}))}: forward in PyTorch, "
+                     f"{sum(not p.reason for p in self.parts)} of {len(self.parts)} parts in the engine")  # fmt: skip
         if self.failed:
             n, s = sum(f.count for f in self.failed), sum(f.seconds for f in self.failed)
             text += f"; {n} attempt{'s' * (n != 1)} to capture failed in {s:.2f} s"
@@ -183,10 +198,14 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.headline()]
+        for device, reason in dict.fromkeys((p.device, p.reason) for p in self.parts):
+            names = ", ".join(p.name for p in self.parts if (p.device, p.reason) == (device, reason))
+            lines.append(f"  on {device}, {f'in PyTorch ({reason})' if reason else 'in the engine'}: {names}")
         for g in self.graphs:
             peak = ", ".join(f"{name} {mib(size)}" for name, size in g.peak_bytes.items())
             lines.append(
-                f"  graph of {g.nodes} nodes{' (dynamic sizes)' * g.dynamic} [{g.why}]: capture {g.capture_s:.2f} s, "
+                f"  graph of {g.nodes} nodes{f' of {g.part}' * bool(g.part)}{' (dynamic sizes)' * g.dynamic} "
+                f"[{g.why}]: capture {g.capture_s:.2f} s, "
                 f"load {g.load_s:.3f} s, "
                 f"{g.plans} plans {g.plan_ms:.1f} ms, {g.forwards} forwards {g.forward_ms:.1f} ms, {g.backwards} "
                 "backwards "

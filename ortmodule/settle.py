@@ -1,8 +1,7 @@
-"""A forward that changes its modules once: the first call of transformers' BigBird puts another attention in the place
-of its own, the first that is asked for hidden states installs hooks which collect them. A capture holds for the modules
-as they stand before a call, so such a call could not be captured. Here forward runs once more than it would, in PyTorch
-and on copies; what it has changed in modules stays, nothing else does, and the call is captured for the modules as they
-are then.
+"""A forward that changes its modules once: the first that is asked for hidden states installs hooks which collect them.
+A capture holds for the modules as they stand before a call, so such a call could not be captured. Here forward runs
+once more than it would, in PyTorch and on copies; what it has changed in modules stays, nothing else does, and the call
+is captured for the modules as they are then.
 
 That is the same call if the graph is the same: ladder.py compares it with that of the trace before. Else, and where
 more has changed than can be told to be of no call (a tensor, a container, a new parameter), everything is put back, and
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import patches
@@ -22,15 +20,15 @@ from .capture.branches import undoing
 from .capture.export import keep_random_state, without_warnings
 from .capture.refused import SilentProcesses
 from .capture.skeleton import input_skeleton
+from .contents import lasts
 from .torch_private import HOOK_TABLES
-from .watch import lasts
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Settled:
     """What one run of forward has changed in the modules of `root`. Raises what forward raises. Afterwards `whole` says
-    whether that is all, and of no call; random: the state of torch's generator behind it."""
+    whether that is all, and of no call."""
 
     def __init__(self, root: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._before = [(m, dict(m.__dict__), _contents(m)) for m in root.modules()]
@@ -42,7 +40,6 @@ class Settled:
                       SilentProcesses()):  # fmt: skip
                     given, named = _copies(root, args, kwargs)
                     run(*given, **named)
-                    self.random = torch.get_rng_state()
                 self.whole = all(p.requires_grad == wanted for p, wanted in flags) and self._of_no_call(root)
         finally:
             if not self.whole:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import branches, cuts, guard, net, patches, watch
+from . import branches, cuda_engine, cuts, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
@@ -43,6 +43,21 @@ class Refused(RuntimeError):
     """The module must not be wrapped: it would train wrongly."""
 
 
+class _Untold:
+    """In front of a user's class: its __init_subclass__ is not called."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def _below(cls: type, namespace: dict[str, Any]) -> type:
+    """A class below a user's, for the engine's sake: the user's __init_subclass__ may change or count those below."""
+    bases = (cls,) if issubclass(cls, _Untold) else (_Untold, cls)
+    return types.new_class(cls.__name__, bases, {}, lambda body: body.update(__module__=cls.__module__, **namespace))
+
+
 class Entry:
     """All captures for one state of the module, one argument structure and one environment."""
 
@@ -60,6 +75,7 @@ class Entry:
         self.reads: guard.Reads | None = None  # the attributes of modules that the captures hold for
         self.held = watch.Held()  # the rest of the Python state
         self.writes_seen = 0
+        self.fills_seen = False  # a call has run in PyTorch for the dictionaries that forward fills
         self.failures = 0  # runs of the engine that PyTorch had to repeat
         self.left: list[list[torch.Size]] = []  # sizes for which the engine has turned down every capture: PyTorch's
         self.why = "first call"  # what no other entry stood for
@@ -95,6 +111,7 @@ class GuardedGraph:
         self.astray = 0  # calls that went another way, and were computed again
         self.net: net.Net | None = None
         self.no_net = ""  # why there is none
+        self.elsewhere = cuda_engine.elsewhere(flat.tensors, graph.cuda)  # arguments that lay on another device
         self.calls = 0
         self.next_check = -1  # call at which the net looks again
 
@@ -175,13 +192,24 @@ class State:
         self.announced = False
         self.settled = False  # settle.py has been asked
         self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
-        self.told: set[tuple[str, int]] = set()
+        self.told: set[tuple[Any, ...]] = set()
         # bypassed.py
         self.entered = 0  # calls of forward
         self.children: dict[str, tuple[nn.Module, Any]] | None = None  # submodules and their wrappers
         self.children_away = False  # the wrappers stand in the table of children
         self.ways: dict[Hashable, Any] = {}
+        # spread.py
+        self.spread: Any = None  # the spread.Spread of a module on several devices
+        self.parts: dict[int, Any] = {}  # wrappers of parts, by id(module)
+        self.new_part: Callable[[nn.Module], Any] | None = None
+        self.name = ""  # of a part
+        self.spread_over: Any = None  # the Spread that it is a part of
         self.new_way: Callable[[State, str], Any] | None = None
+
+    @property
+    def root(self) -> State:
+        """Of the module that this one is a part of."""
+        return self if self.spread_over is None else self.spread_over.state  # type: ignore[no-any-return]
 
     # --- look-up -----------------------------------------------------------------------------------
 
@@ -373,13 +401,7 @@ class State:
             self.body = self.module
             if methods:
                 given = {k: staticmethod(v) if callable(v) else v for k, v in methods.items()}
-                seen = types.new_class(
-                    cls.__name__,
-                    (cls,),
-                    {},
-                    lambda namespace: namespace.update({"__module__": cls.__module__, **given}),
-                )
-                self.body = object.__new__(seen)
+                self.body = object.__new__(_below(cls, given))
                 object.__setattr__(self.body, "__dict__", self.module.__dict__)
             self.sites, self.entries = {}, {}  # captured with other methods
 
@@ -414,9 +436,7 @@ def shadow_of(module: nn.Module) -> nn.Module:
     parameters, attributes."""
     cls = type(module)
     if cls.__call__ is not nn.Module.__call__:  # what it does runs around the engine, too
-        cls = types.new_class(
-            cls.__name__, (cls,), {}, lambda body: body.update(__module__=cls.__module__, __call__=nn.Module.__call__)
-        )
+        cls = _below(cls, {"__call__": nn.Module.__call__})
     shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})

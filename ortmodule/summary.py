@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ def report(state: State, table: bool = True) -> Report:
                 backwards=max((g.backwards for g in graphs), default=0),
                 reruns=sum(g.reruns for g in graphs),
                 why=made.why,
+                part=state_of.name,
                 forward_ms=sum(g.forward_ms for g in graphs),
                 backward_ms=sum(g.backward_ms for g in graphs),
                 host_ms=sum(sum(g.host.ms) for g in graphs),
@@ -88,6 +90,7 @@ def report(state: State, table: bool = True) -> Report:
             )
         )
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
+            module = _inside(state_of, op.module)
             entry = host.get((op.name, op.file, op.line))
             if entry is None:
                 why = state_of.reasons.get(op.module) if op.kind == "module" else None
@@ -96,15 +99,23 @@ def report(state: State, table: bool = True) -> Report:
                     if why is None
                     else (why.file, why.line, f"{op.reason}: it {why.reason}")
                 )
-                host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, op.module, file, line, reason, 1, ms)
+                host[op.name, op.file, op.line] = HostEntry(op.name, op.kind, module, file, line, reason, 1, ms)
             else:
                 entry.count += 1
                 entry.ms += ms
     report.host = list(host.values())
-    report.failed = [e for each in bypassed.states(state) for e in each.failed.values()]
+    every = list(bypassed.states(state))
+    report.failed = [replace(e, module=_inside(of, e.module)) for of in every for e in of.failed.values()]
     report.missing = private.missing()
-    report.eager = [e for each in bypassed.states(state) for e in each.eager_entries.values() if e.calls]
+    eager = [(of, e) for of in every for e in of.eager_entries.values() if e.calls]
+    report.eager = [replace(e, module=_inside(of, e.module)) for of, e in eager]
+    report.parts = state.spread.entries() if state.spread is not None else []
     return report
+
+
+def _inside(state: State, module: str) -> str:
+    """A submodule by its name in the module that was wrapped."""
+    return ".".join(name for name in (state.name, module) if name)
 
 
 def _largest(plans: list[dict[str, Any]]) -> list[MemoryEntry]:

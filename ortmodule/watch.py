@@ -36,18 +36,15 @@ import collections.abc
 import contextlib
 import contextvars
 import decimal
-import dis
 import enum
 import functools
 import gc
 import io
 import logging
-import opcode
 import operator
 import os
 import random
 import sys
-import sysconfig
 import threading
 import time
 import types
@@ -58,11 +55,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, frames, patches
+from . import _C, bytecode, contents, frames, libraries, outside, patches
 from . import torch_private as private
+from .bytecode import UNKNOWN
+from .contents import PLAIN, Met, flat, lasts
 from .errors import CaptureError
-from .frames import OWN_DIR, TORCH_DIR
-from .torch_private import HOOK_TABLES, HOOKS
+from .frames import OWN_DIR
+from .libraries import is_library, user_class
+from .outside import decimal_context
+from .torch_private import HOOK_TABLES
 
 # kinds of rows, see csrc/python/guard.c
 ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS = range(12)
@@ -71,23 +72,9 @@ _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array
 # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _REGISTRY = 8
-_TRACER = tuple(os.path.join(TORCH_DIR, p) for p in ("export", "_export", "overrides.py", "_compile.py", "_dynamo",
-                                                      os.path.join("fx", "experimental")))  # fmt: skip
-_STD_DIR = sysconfig.get_path("stdlib") + os.sep
-_SITE = tuple({path + os.sep for path in (
-    os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
-    os.path.join(_STD_DIR, "site-packages"),
-    *[p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")])})  # fmt: skip
-# Gathers ZeRO-3's parameters when they are read. What it keeps for that (a stack of the modules that are in forward:
-# another one where torch.utils.checkpoint calls again) is nothing that forward computes with.
-_GATHERS = os.path.join(os.sep + "deepspeed", "runtime", "zero", "parameter_offload.py")
 _ABSENT = patches.ABSENT
-_UNKNOWN: Any = object()
 _LOCK = type(threading.Lock())
-_PLAIN = frozenset((int, float, str, bytes, bool, complex, type(None)))
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_LEFT = _PLAIN | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt}
-_ATOMS = _PLAIN | {
+_ATOMS = PLAIN | {
     type(...),
     type(NotImplemented),
     range,
@@ -106,105 +93,20 @@ _ATOMS = _PLAIN | {
     types.ClassMethodDescriptorType,
     types.MethodWrapperType,
 }
-_BELOW_TORCH = frozenset(
-    (
-        "numpy",
-        "sympy",
-        "mpmath",
-        "networkx",
-        "filelock",
-        "fsspec",
-        "jinja2",
-        "markupsafe",
-        "typing_extensions",
-        "optree",
-        "packaging",
-        "triton",
-        "setuptools",
-        "functorch",
-        "torchgen",
-    )
-)
-_LIBRARIES = frozenset(sys.stdlib_module_names) | _BELOW_TORCH | {"torch", "ortmodule"}
-# Modules whose objects do not change, or not in a way that forward could tell: locks, loggers, types, patterns, dates,
-# what is torch's.
-_STATELESS = frozenset(
-    (
-        "torch",
-        "functorch",
-        "numpy",
-        "builtins",
-        "typing",
-        "types",
-        "abc",
-        "inspect",
-        "threading",
-        "thread",
-        "logging",
-        "re",
-        "sre",
-        "datetime",
-        "decimal",
-        "fractions",
-        "operator",
-        "functools",
-        "struct",
-        "enum",
-        "pathlib",
-        "uuid",
-        "zoneinfo",
-        "numbers",
-        "ortmodule",
-        "warnings",
-        "dataclasses",
-        "importlib",
-        "frozen_importlib",
-    )
-)
-# of torch, what a user's object may be
-_WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")
 _VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())))
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
 _OF_MODULES = frozenset(nn.Module().__dict__) | _REGISTRIES | {"forward"}
-_RANDOM = (random.Random, torch.Generator)
-# C functions and Python code that change what no one can put back; what they do
-_FOR_GOOD = (
-    ("os", "write pwrite writev pwritev sendfile open openpty read readv pread close dup dup2 lseek pipe pipe2"),
-    ("os", "truncate ftruncate remove unlink rename replace link symlink mkdir rmdir mkfifo mknod chmod chown utime"),
-    ("os", "chdir fchdir putenv unsetenv umask nice fork forkpty kill killpg system posix_spawn posix_spawnp waitpid"),
-    ("os", "wait memfd_create"),
-    ("_posixsubprocess", "fork_exec"),
-    ("_thread", "start_new_thread start_joinable_thread interrupt_main"),
-    ("_signal", "signal alarm setitimer raise_signal pthread_kill"),
-    ("atexit", "register unregister"),
-)  # fmt: skip
-_SIGNALS = {threading.Event: "set clear", threading.Condition: "notify", threading.Semaphore: "acquire release",
-            threading.Barrier: "wait reset abort", threading.Thread: "start"}  # fmt: skip
-_FOR_GOOD_TYPES = (("_queue", "SimpleQueue"), ("_socket", "socket"), ("mmap", "mmap"), ("sqlite3", "Connection"),
-                   ("sqlite3", "Cursor"))  # fmt: skip
-_CLOCKS = tuple(
-    getattr(time, n)
-    for n in (
-        "time",
-        "time_ns",
-        "perf_counter",
-        "perf_counter_ns",
-        "monotonic",
-        "monotonic_ns",
-        "process_time",
-        "process_time_ns",
-        "thread_time",
-    )
-)
 
 
 class Problem(NamedTuple):
-    """Why a module must stay in PyTorch."""
+    """Why a module must stay in PyTorch. fills: a dictionary has got entries and lost none, so a second call may find
+    all that it looks for."""
 
     module: str
     reason: str
     file: str
     line: int
+    fills: bool = False
 
 
 class Held:
@@ -237,253 +139,7 @@ class Held:
 # --- code ------------------------------------------------------------------------------------------
 
 
-class _Code(NamedTuple):
-    """What a code object names. attrs: after which global or closure variable which attributes are asked for, as
-    chains."""
-
-    names: frozenset[str]
-    globals: tuple[str, ...]
-    chains: dict[str, set[tuple[str, ...]]]
-    bare: frozenset[str]  # globals used without an attribute
-    stored: tuple[str, ...]  # globals assigned
-    imports: tuple[str, ...]
-    compared: tuple[tuple[str, Any], ...]  # _compared
-
-
-_codes: dict[int, tuple[types.CodeType, _Code]] = {}
-_NAME = {name: opcode.opmap[name] for name in opcode.opmap}
-_LOADS_GLOBAL = {_NAME.get("LOAD_GLOBAL"), _NAME.get("LOAD_NAME"), _NAME.get("LOAD_FROM_DICT_OR_GLOBALS")}
-_LOADS_ATTR = {_NAME.get("LOAD_ATTR"), _NAME.get("LOAD_METHOD")}
-_STORES_GLOBAL = {_NAME.get("STORE_GLOBAL"), _NAME.get("DELETE_GLOBAL")}
-_LOADS_FREE = {_NAME.get("LOAD_DEREF"), _NAME.get("LOAD_CLASSDEREF")}
-_PREFIXES = {_NAME.get(n) for n in ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "PRECALL")}
-
-
-def _analyse(code: types.CodeType) -> _Code:
-    known = _codes.get(id(code))
-    if known is not None:
-        return known[1]
-    names = code.co_names
-    cells = [*code.co_cellvars, *code.co_freevars]
-    local = [*code.co_varnames, *[c for c in code.co_cellvars if c not in code.co_varnames], *code.co_freevars]
-    slots = local if sys.version_info >= (3, 11) else cells
-    found: dict[str, None] = {}
-    stored: dict[str, None] = {}
-    imports: dict[str, None] = {}
-    chains: dict[str, set[tuple[str, ...]]] = {}
-    bare: set[str] = set()
-    root, path = "", ()  # type: str, tuple[str, ...]
-
-    def end() -> None:
-        if root and path:
-            chains.setdefault(root, set()).add(path)
-        elif root:
-            bare.add(root)
-
-    rows = dis._unpack_opargs(code.co_code)  # type: ignore[attr-defined]
-    for _, op, arg in ((row[0], row[-2], row[-1]) for row in rows):
-        if op in _PREFIXES:
-            continue
-        if op in _LOADS_GLOBAL:
-            end()
-            root, path = names[arg >> 1 if op == _NAME["LOAD_GLOBAL"] and sys.version_info >= (3, 11) else arg], ()
-            found[root] = None
-        elif op in _LOADS_FREE:
-            end()
-            root, path = slots[arg], ()
-        elif op in _LOADS_ATTR:
-            name = names[arg >> 1 if op == _NAME["LOAD_ATTR"] and sys.version_info >= (3, 12) else arg]
-            path = (*path, name)
-        else:
-            end()
-            root, path = "", ()
-            if op in _STORES_GLOBAL:
-                stored[names[arg]] = None
-            elif op == _NAME["IMPORT_NAME"]:
-                imports[names[arg]] = None
-    end()
-    made = _Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
-                 _compared(code))  # fmt: skip
-    _codes[id(code)] = code, made
-    return made
-
-
-_LOADS_ONE = {"LOAD_CONST": "constant", "LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_FAST": "local",
-              "LOAD_FAST_CHECK": "local", "LOAD_FAST_BORROW": "local", "LOAD_DEREF": "free"}  # fmt: skip
-_COMPARES = {"IS_OP": ("is",), "COMPARE_OP": ("==", "!=")}
-
-
-def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
-    """The operands of every `is`, and of == where one of them may be a class. An operand is (kind, name, attributes)
-    when it is loaded as such, None when it is computed. Comparisons with constants (None) do not count. An argument
-    that the code never assigns is of a kind of its own."""
-    if not {_NAME["IS_OP"], _NAME["COMPARE_OP"]} & set(code.co_code[::2]):
-        return ()
-    found: list[tuple[str, Any]] = []
-    stack: list[Any] = []
-    instructions = list(dis.get_instructions(code))
-    arguments = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    for i in instructions:
-        if "STORE_FAST" in i.opname or "DELETE_FAST" in i.opname:
-            arguments.difference_update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
-    for i in instructions:
-        if i.opcode in _PREFIXES:
-            continue
-        kind = _LOADS_ONE.get(i.opname)
-        if kind is not None:
-            kind = "argument" if kind == "local" and i.argval in arguments else kind
-            stack.append((kind, i.argval, ()))
-        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and stack and stack[-1] is not None:
-            stack[-1] = (*stack[-1][:2], (*stack[-1][2], i.argval))
-        elif i.opname in _COMPARES:
-            left, right = ([None, None] + stack)[-2:]
-            pair = left, right
-            if all(x is None or x[0] != "constant" for x in pair) and (
-                i.opname == "IS_OP" or any(x is not None and x[0] in ("global", "free") for x in pair)
-            ):
-                found.append((i.opname, pair))
-            stack = [None]
-        else:
-            stack = [None]
-    return tuple(found)
-
-
-def _is_library(path: str) -> bool:
-    """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated
-    by them."""
-    if path.startswith((TORCH_DIR, OWN_DIR, "<frozen", "<eval_with_key>")) or _in_std(path) or path.endswith(_GATHERS):
-        return True
-    site = next((p for p in _SITE if path.startswith(p)), None)
-    return site is not None and path[len(site):].partition(os.sep)[0].removesuffix(".py") in _BELOW_TORCH
-
-
-def _in_std(path: str) -> bool:
-    return path.startswith(_STD_DIR) and not path.startswith(_SITE)
-
-
-def _user_class(cls: type) -> bool:
-    """Written in Python by a user or a library that is none of _LIBRARIES; can be watched."""
-    if not cls.__flags__ & (1 << 9) or cls.__flags__ & (1 << 8):  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
-        return False
-    where = cls.__module__ if isinstance(cls.__module__, str) else ""
-    return where.partition(".")[0] not in _LIBRARIES or where.startswith(_WITH_STATE)
-
-
-def _special_code() -> dict[Any, str]:
-    # what sets it is refused at once: capture/refused.py
-    rng = "calls torch.{}, which reads the state of torch's generator itself"
-    codes = {
-        f.__code__: rng.format(f.__name__)
-        for f in (torch.random.initial_seed, torch.random.get_rng_state)
-        if hasattr(f, "__code__")
-    }
-    codes[type(os.environ).__getitem__.__code__] = "environ"
-    codes[logging.Logger.handle.__code__] = "log"
-    codes[logging.Logger.isEnabledFor.__code__] = "level"
-    codes[logging.Logger.getEffectiveLevel.__code__] = "level"
-    codes[threading.current_thread.__code__] = "thread"
-    codes[Tensor.__hash__.__code__] = "key"
-    codes[type(nn.Parameter).__instancecheck__.__code__] = "class"  # type: ignore[attr-defined]
-    codes[torch.save.__code__] = "for good"
-    for cls, names in _SIGNALS.items():
-        codes.update((getattr(cls, name).__code__, "for good") for name in names.split())
-    return codes
-
-
-_SPECIAL = _special_code()
-_ENVIRON = type(os.environ).__getitem__.__code__
-_GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
-                             sys.getrecursionlimit, sys.getswitchinterval, threading.get_ident,
-                             threading.get_native_id, *private.switches()))
-
-
-def _for_good() -> tuple[Any, ...]:
-    found = [(sys.modules.get(module), names) for module, names in _FOR_GOOD]
-    return tuple([f for m, names in found for n in names.split() if (f := getattr(m, n, None)) is not None])
-
-
-def _told_types() -> tuple[type, ...]:
-    """Builtin methods of their objects are of interest."""
-    return random.Random, torch.Generator, io.TextIOBase, io.BufferedIOBase, io.RawIOBase, *_for_good_types()
-
-
-def _for_good_types() -> tuple[type, ...]:
-    return tuple([getattr(sys.modules[m], n) for m, n in _FOR_GOOD_TYPES if m in sys.modules])
-
-
-def _watched_functions() -> tuple[Any, ...]:
-    import datetime
-
-    return (
-        *_CLOCKS,
-        datetime.datetime.now,
-        datetime.datetime.utcnow,
-        datetime.datetime.today,
-        datetime.date.today,
-        os.urandom,
-        builtins.print,
-        builtins.input,
-        builtins.globals,
-        time.sleep,
-        io.open,
-        builtins.id,
-        gc.isenabled,
-        gc.get_count,
-        operator.is_,
-        operator.is_not,
-        *_GETTERS,
-        *_for_good(),
-    )
-
-
 # --- what was met ----------------------------------------------------------------------------------
-
-
-class _Met:
-    """Something that outlives the call: what it is called, who has read it, a shallow copy from before."""
-
-    __slots__ = ("copy", "name", "tokens", "value")
-
-    def __init__(self, value: Any, copy: Any, name: str, token: Any) -> None:
-        self.value = value
-        self.copy = copy
-        self.name = name
-        self.tokens = {token}
-
-
-def _copy(v: Any) -> Any:
-    """Contents of a container, to be compared element by element by identity."""
-    if isinstance(v, dict):
-        items: Any = collections.OrderedDict.items if isinstance(v, collections.OrderedDict) else dict.items
-        return [x for pair in items(v) for x in pair]
-    if isinstance(v, list):
-        return list.copy(v)
-    return list(v)
-
-
-def _put_back(v: Any, old: list[Any]) -> None:
-    if isinstance(v, dict):
-        base: Any = collections.OrderedDict if isinstance(v, collections.OrderedDict) else dict
-        base.clear(v)
-        for i in range(0, len(old), 2):
-            base.__setitem__(v, old[i], old[i + 1])
-    elif isinstance(v, list):
-        list.__setitem__(v, slice(None), old)
-    elif isinstance(v, set):
-        set.clear(v)
-        set.update(v, old)
-    elif isinstance(v, collections.deque):
-        collections.deque.clear(v)
-        collections.deque.extend(v, old)
-
-
-def _unchanged(v: Any, old: list[Any]) -> bool:
-    now = _copy(v)
-    if len(now) != len(old):
-        return False
-    if isinstance(v, set):
-        return {id(x) for x in now} == {id(x) for x in old}
-    return all(a is b for a, b in zip(now, old, strict=True))
 
 
 class Watch:
@@ -527,7 +183,7 @@ class Watch:
         self.quiet = 0
         self._active = 0
         self._thread = threading.get_ident()
-        self._met: dict[int, _Met] = {}  # containers, and dictionaries of objects
+        self._met: dict[int, Met] = {}  # containers, and dictionaries of objects
         self._objects: dict[int, Any] = {}  # objects whose attributes are watched
         self._object_reads: set[tuple[int, str]] = set()
         self._no_methods: dict[int, types.CodeType] = {}  # code that is no method of a module, by id
@@ -581,9 +237,9 @@ class Watch:
         with contextlib.ExitStack() as ends:
             self._scope = ends.enter_context(patches.scope(watch=self))
             numpy = sys.modules.get("numpy")
-            self._numpy_state = _numpy_state(numpy)
+            self._numpy_state = outside.numpy_state(numpy)
             randoms: tuple[Any, ...] = (
-                *_RANDOM,
+                *outside.RANDOM,
                 *([numpy.random.RandomState, numpy.random.Generator] if numpy else []),
             )
             self._random_types = randoms
@@ -595,8 +251,8 @@ class Watch:
             opened = patches.only_here(self._open(io.open), io.open)
             for owner in (builtins, io):
                 self._scope.replace(owner, "open", opened)
-            self._for_good = frozenset(_for_good())
-            self._for_good_types = _for_good_types()
+            self._for_good = frozenset(outside.for_good())
+            self._for_good_types = outside.for_good_types()
             self._ends = ends.pop_all()
         return self
 
@@ -615,9 +271,10 @@ class Watch:
         try:
             gc.disable()  # finalizers and callbacks of the collector are no part of forward
             if self._active == 1:
-                self._before = [_snapshot(own) for _, own in self._dicts]
+                self._before = [contents.snapshot(own) for _, own in self._dicts]
                 self._start = [old for old, _ in self._before]
-                _C.watch_calls(self._chosen, self._called, self._c_called, _watched_functions(), _told_types())
+                told = outside.watched_functions(), outside.told_types()
+                _C.watch_calls(self._chosen, self._called, self._c_called, *told)
             yield
         finally:
             if self._active == 1 and not self.quiet:
@@ -651,8 +308,9 @@ class Watch:
                 if self.quiet and ident() == me and self._in_kept():
                     self._kept_reads.add((where, name))
                 if name == "__dict__" and self._active and ident() == me:
-                    if not _of_torch(sys._getframe(1).f_code.co_filename):
-                        self._looked_into.add(where)
+                    asks = sys._getframe(1).f_code  # dir() asks by way of PyTorch
+                    if not libraries.of_torch(asks.co_filename) or asks.co_name == "__dir__":
+                        self._looks_into(where, own)
                 elif (
                     self._active
                     and (where, name) not in (self._quiet_reads if self.quiet else reads)
@@ -660,7 +318,7 @@ class Watch:
                     and ident() == me
                 ):
                     (self._quiet_reads if self.quiet else reads).add((where, name))
-                    self._module_read(where, own, obj, name, value)
+                    self._module_read(where, own, name, value)
             elif self._active and id(own) in self._dict_owner and ident() == me:
                 self._object_read(obj, name, value)
             if value is _ABSENT:
@@ -682,12 +340,12 @@ class Watch:
                     self._kept_writes.add((where, name))
                 elif not self.quiet and (where, name) not in self.reads:
                     self._blind.add((where, name))
-                if type(value) in _PLAIN and own.get(name, _ABSENT) is value:
+                if type(value) in PLAIN and own.get(name, _ABSENT) is value:
                     if not self.quiet:
                         self.reads.add((where, name))  # as long as it is that, nothing is assigned
                 elif isinstance(value, nn.Module) and obj._modules.get(name) is value:
                     pass  # the submodule that is there: the guard knows the tree
-                elif not _of_torch(sys._getframe(1).f_code.co_filename):
+                elif not libraries.of_torch(sys._getframe(1).f_code.co_filename):
                     (self.quiet_writes if self.quiet else self.writes).add((where, name))
                 elif name != "training":  # by train() and eval(), for whoever calls them
                     self._by_torch.add((where, name))
@@ -700,7 +358,7 @@ class Watch:
         train())."""
         for (where, own), (old, tables) in zip(self._dicts, self._before, strict=True) if self._before else ():
             for table, was in tables.items():
-                if own.get(table) is old[table] and _entries(table, own[table]) != was:
+                if own.get(table) is old[table] and contents.entries(table, own[table]) != was:
                     (self.quiet_writes if self.quiet else self.writes).add((where, table))
             if own.keys() == old.keys() and all(own[k] is v for k, v in old.items()):
                 continue
@@ -716,7 +374,7 @@ class Watch:
             if own is self._outside:
                 own.clear()
                 own.update(old)
-        self._before = [_snapshot(own) for _, own in self._dicts]
+        self._before = [contents.snapshot(own) for _, own in self._dicts]
 
     def _note_left(self) -> None:
         """What forward, which has returned, leaves in the attributes that it has assigned."""
@@ -737,6 +395,16 @@ class Watch:
             elif not isinstance(now, nn.Module) and not lasts(now):
                 self.keeps = True
 
+    def _looks_into(self, where: str, own: dict[str, Any]) -> None:
+        """The user's code has got the dictionary of a module, or a way past what looks on: it can read all that is
+        there, and what is not."""
+        self._looked_into.add(where)
+        reads = self._quiet_reads if self.quiet else self.reads
+        reads.add((where, "__dict__"))
+        for name in [n for n in own if n not in _OF_MODULES and (where, n) not in reads]:
+            reads.add((where, name))
+            self._module_read(where, own, name, own[name])
+
     def _in_kept(self) -> bool:
         """Does code run that the graph will call?"""
         return bool(self.quiet and (self.kept or self._active > 1))
@@ -745,12 +413,12 @@ class Watch:
         """Has forward read attributes of modules by a way that nothing here sees?"""
         return any({"object", "__getattribute__"} <= set(code.co_names) for code in self._ran.values())
 
-    def _module_read(self, where: str, own: dict[str, Any], obj: Any, name: str, value: Any) -> None:
+    def _module_read(self, where: str, own: dict[str, Any], name: str, value: Any) -> None:
         """The first read of an attribute of a module of the tree; the entry of its __dict__ itself is guard.Reads'
         business."""
         if name in own:
             fresh = self._attributes[where].get(name, _ABSENT) is not value
-            if name not in _OF_MODULES and type(value) not in _PLAIN and not isinstance(value, Tensor) and not fresh:
+            if name not in _OF_MODULES and type(value) not in PLAIN and not isinstance(value, Tensor) and not fresh:
                 self._discover(value, where, f"self.{name}{f' of {where}' * bool(where)}")
         elif not self.quiet and not any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules")):
             self._class_read(self._classes_of[where], name, where)
@@ -758,14 +426,14 @@ class Watch:
     def _class_read(self, cls: type, name: str, token: Any) -> None:
         """An attribute that is found on the class, or on none of its bases."""
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-        if owner is None or _user_class(owner) or name == "forward":
+        if owner is None or user_class(owner) or name == "forward":
             if name[:2] == "__" and name != "__call__":
                 return
             for base in cls.__mro__:
                 if base is owner:
                     self._mapped(base, name, token)
                     return
-                if _user_class(base):
+                if user_class(base):
                     space = self._space(base)
                     self._row(
                         (NO_ITEM if type(space) is dict else UNMAPPED, space, name, None), f"{base.__qualname__}.{name}"
@@ -797,7 +465,7 @@ class Watch:
         quiet = self.quiet > 0
         meta: type = type(cls)
         for base in (*cls.__mro__, *meta.__mro__):
-            if (base, quiet) in self._watched or not _user_class(base):
+            if (base, quiet) in self._watched or not user_class(base):
                 continue
             self._watched.add((base, quiet))
             own = vars(base)
@@ -846,7 +514,7 @@ class Watch:
         if self.quiet or key in self._object_reads:
             return
         self._object_reads.add(key)
-        own = _vars(obj)
+        own = contents.attributes(obj)
         cls = type(obj)
         what = f"{cls.__qualname__}.{name}"
         token = self._module_at(sys._getframe(2))
@@ -901,7 +569,7 @@ class Watch:
             self._loggers[id(v)] = v
             return
         if id(v) in self._seen or (self.quiet and id(v) in self._seen_quietly):
-            met = self._met.get(id(v)) or self._met.get(id(_vars(v)))
+            met = self._met.get(id(v)) or self._met.get(id(contents.attributes(v)))
             if met is not None:
                 met.tokens.add(token)
             for known in (self._arrays, self._bytes, self._generators):
@@ -937,7 +605,7 @@ class Watch:
                 self._discover(x, token, name)
             self._discover(v.keywords, token, name)
         elif isinstance(v, type):
-            if _user_class(v):
+            if user_class(v):
                 self._watch_class(v, token)
         elif isinstance(v, types.ModuleType):
             pass  # its attributes are noted where they are named
@@ -947,7 +615,7 @@ class Watch:
         elif isinstance(v, self._random_types):
             if isinstance(v, torch.Generator):
                 self._stop(f"reads {name}, a generator of random numbers of its own")
-            self._generators.setdefault(id(v), (v, _generator_state(v), name, set()))[3].add(token)
+            self._generators.setdefault(id(v), (v, outside.generator_state(v), name, set()))[3].add(token)
         elif isinstance(v, weakref.ref):
             self._row((CALL, None, functools.partial(v), v()), name)
             self._discover(v(), token, name)
@@ -957,7 +625,7 @@ class Watch:
             with contextlib.suppress(ValueError):
                 self._row((ATTRIBUTE, v, "cell_contents", v.cell_contents), name)
                 self._discover(v.cell_contents, token, name)
-        elif _container(v):
+        elif contents.container(v):
             self._container(v, token, name)
         elif t.__module__ == "numpy" and t.__name__ == "ndarray":
             self._array(v, token, name)
@@ -972,23 +640,23 @@ class Watch:
             own = v.__dict__  # of this thread
             self._row((CALL, None, functools.partial(getattr, v, "__dict__"), own), name)
             self._container(own, token, name)
-        elif _user_class(t) or t is types.SimpleNamespace:
+        elif user_class(t) or t is types.SimpleNamespace:
             self._object(v, token, name)
-        elif t.__module__ == "threading" and _vars(v) is not None:  # other threads may change it: nothing is put back
-            self._row((DICT, _vars(v), None, _flat(_vars(v))), name)
+        elif t.__module__ == "threading" and (held := contents.attributes(v)) is not None:
+            self._row((DICT, held, None, flat(held)), name)  # other threads may change it: nothing is put back
         elif t is _LOCK:
             self._locks[id(v)] = v, name
         elif isinstance(v, decimal.Decimal):
-            self._row((CALL, None, _decimal_context, _decimal_context()), "the context of decimal")
+            self._row((CALL, None, decimal_context, decimal_context()), "the context of decimal")
         elif isinstance(v, collections.abc.Iterator) or isinstance(v, io.IOBase):
             self._stop(f"reads {name}, {_article(t.__name__)}, whose state cannot be compared or put back")
         elif isinstance(v, (bytearray, array.array)):
             self._row((CALL, None, functools.partial(bytes, v), bytes(v)), name)
             self._bytes.setdefault(id(v), (v, bytes(v), name, set()))[3].add(token)
-        elif t.__module__.partition(".")[0] in _LIBRARIES and _vars(v) is not None:
-            if t.__module__.partition(".")[0] not in _STATELESS:
-                self._container(_vars(v), token, name)  # of the standard library: argparse.Namespace, queue.Queue
-        elif (t.__module__.partition(".")[0].lstrip("_") not in _STATELESS or t is memoryview) and not hasattr(
+        elif t.__module__.partition(".")[0] in libraries.LIBRARIES and (held := contents.attributes(v)) is not None:
+            if t.__module__.partition(".")[0] not in libraries.STATELESS:
+                self._container(held, token, name)  # of the standard library: argparse.Namespace, queue.Queue
+        elif (t.__module__.partition(".")[0].lstrip("_") not in libraries.STATELESS or t is memoryview) and not hasattr(
             t, "__get__"
         ):
             self._problem(
@@ -999,7 +667,7 @@ class Watch:
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
         met = self._met.get(id(v))
         if met is None:
-            met = self._met[id(v)] = _Met(v, _copy(v), name, token)
+            met = self._met[id(v)] = Met(v, contents.copy(v), name, token)
         met.tokens.add(token)
         return met.copy
 
@@ -1018,7 +686,7 @@ class Watch:
         for x in old:
             if type(x) not in _ATOMS and not (registry and isinstance(x, type)):
                 self._discover(x, token, name)
-        if _user_class(type(v)):
+        if user_class(type(v)):
             self._object(v, token, name)
 
     def _object(self, v: Any, token: Any, name: str) -> None:
@@ -1026,7 +694,7 @@ class Watch:
         cls = type(v)
         self._objects[id(v)] = v
         self._watch_class(cls, token)
-        own = _vars(v)
+        own = contents.attributes(v)
         if own is not None:
             self._meet(own, token, name)
             self._own_dicts.add(id(own))
@@ -1076,15 +744,15 @@ class Watch:
 
     @staticmethod
     def _chosen(code: types.CodeType) -> bool:
-        return code in _SPECIAL if _is_library(code.co_filename) else True
+        return code in outside.SPECIAL if is_library(code.co_filename) else True
 
     def _called(self, frame: types.FrameType, code: types.CodeType) -> None:
         """Code of the user's is entered."""
-        special = _SPECIAL.get(code) if _is_library(code.co_filename) else None
+        special = outside.SPECIAL.get(code) if is_library(code.co_filename) else None
         if special is not None:
             self._called_special(frame, code, special)
             return
-        if code.co_name == "<module>" and frame.f_back is not None and _is_library(frame.f_back.f_code.co_filename):
+        if code.co_name == "<module>" and frame.f_back is not None and is_library(frame.f_back.f_code.co_filename):
             return  # text that a library evaluates (sympy does, for symbolic sizes)
         where = self._module_at(frame)
         cls = self._classes_of[where]
@@ -1102,7 +770,7 @@ class Watch:
             self._first_call(frame, code)
         if key in self._given_class and not self.quiet:
             given = [frame.f_locals.get(n) for n in self._given_class[key]]
-            if any(x is cls for x in given for cls in _SYMBOLIC):
+            if any(x is cls for x in given for cls in contents.SYMBOLIC):
                 raise _class_of_number(frame)
         if code.co_freevars and key not in self._inner:
             values = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals and n[:2] != "__"}
@@ -1113,11 +781,14 @@ class Watch:
                     self._closures_read.add(which)
                 for n, v in values.items():
                     if type(v) not in _ATOMS:
-                        self._discover(v, key, f"{n}, a closure variable of {_at(code)}")
-                        self._follow(v, _analyse(code).chains.get(n, ()), key)
+                        self._discover(v, key, f"{n}, a closure variable of {bytecode.at(code)}")
+                        self._follow(v, bytecode.analyse(code).chains.get(n, ()), key)
 
     def _first_call(self, frame: types.FrameType, code: types.CodeType) -> None:
-        known = _analyse(code)
+        known = bytecode.analyse(code)
+        if {"object", "__getattribute__"} <= known.names:
+            for where, own in self._dicts:
+                self._looks_into(where, own)
         key = id(code)
         for how, pair in known.compared:
             self._compares(frame, how, pair)
@@ -1134,17 +805,17 @@ class Watch:
         for name in (*known.globals, *known.stored):
             if name not in space:
                 if name in known.stored:
-                    self._globals.setdefault((id(space), name), (space, name, _ABSENT, _at(code), key))
+                    self._globals.setdefault((id(space), name), (space, name, _ABSENT, bytecode.at(code), key))
                 continue
             value = space[name]
-            what = f"global {name} of {_at(code)}"
+            what = f"global {name} of {bytecode.at(code)}"
             if name in known.stored:
-                self._globals.setdefault((id(space), name), (space, name, value, _at(code), key))
+                self._globals.setdefault((id(space), name), (space, name, value, bytecode.at(code), key))
             if isinstance(value, types.ModuleType):
                 if value is decimal:
-                    self._row((CALL, None, _decimal_context, _decimal_context()), "the context of decimal")
+                    self._row((CALL, None, decimal_context, decimal_context()), "the context of decimal")
                 self._follow(value, known.chains.get(name, ()), key)
-                if name in known.bare and not _is_library(getattr(value, "__file__", None) or "<frozen"):
+                if name in known.bare and not is_library(getattr(value, "__file__", None) or "<frozen"):
                     self._row((ITEM, space, name, value), what)
                 continue
             self._row((ITEM, space, name, value), what)
@@ -1154,10 +825,10 @@ class Watch:
                     row = (ITEM, of, chain[0], of[chain[0]]) if chain[0] in of else (NO_ITEM, of, chain[0], None)
                     self._row(row, f"{name}.{chain[0]}")
                 looks = name in known.bare and known.names & {"getattr", "hasattr"}
-                if looks and not _is_library(value.__code__.co_filename):
-                    self._row((DICT, vars(value), None, _flat(vars(value))), f"attributes of {name}")
+                if looks and not is_library(value.__code__.co_filename):
+                    self._row((DICT, vars(value), None, flat(vars(value))), f"attributes of {name}")
             if getattr(value, "__module__", None) == "decimal":
-                self._row((CALL, None, _decimal_context, _decimal_context()), "the context of decimal")
+                self._row((CALL, None, decimal_context, decimal_context()), "the context of decimal")
             if type(value) not in _ATOMS:
                 self._discover(value, key, what)
                 if isinstance(value, type):
@@ -1186,7 +857,7 @@ class Watch:
                 if name not in space:
                     break
                 value = space[name]
-                if at.__name__.partition(".")[0] not in _LIBRARIES:
+                if at.__name__.partition(".")[0] not in libraries.LIBRARIES:
                     what = f"{at.__name__}.{name}"
                     self._row((ITEM, space, name, value), what)
                     self._globals.setdefault((id(space), name), (space, name, value, what, token))
@@ -1198,17 +869,17 @@ class Watch:
         """Code that is entered will compare these: may they be tensors, or the classes of tensors?"""
         if self.quiet:
             return
-        values = [_operand(frame, x) for x in pair]
+        values = [bytecode.operand(frame, x) for x in pair]
         if any(isinstance(v, type) and issubclass(v, Tensor) for v in values):
-            if any(v is _UNKNOWN for v in values):
+            if any(v is UNKNOWN for v in values):
                 self._stop(f"compares the class of a tensor by `{'is' if how == 'IS_OP' else '=='}`: isinstance can be "
                            "followed", frame)  # fmt: skip
-        elif self.symbolic and any(v is _UNKNOWN for v in values) and any(v is int or v is float for v in values):
-            unknown = [x for x, v in zip(pair, values, strict=True) if v is _UNKNOWN]
+        elif self.symbolic and any(v is UNKNOWN for v in values) and any(v is int or v is float for v in values):
+            unknown = [x for x, v in zip(pair, values, strict=True) if v is UNKNOWN]
             if any(x is None or x[0] != "argument" or x[2] for x in unknown):
                 raise _class_of_number(frame)
             self._given_class.setdefault(id(frame.f_code), set()).update(x[1] for x in unknown)
-        elif how == "IS_OP" and all(v is _UNKNOWN or isinstance(v, Tensor) for v in values):
+        elif how == "IS_OP" and all(v is UNKNOWN or isinstance(v, Tensor) for v in values):
             classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors then
             self.identity = self.identity or not classes
         if how == "IS_OP":
@@ -1257,7 +928,7 @@ class Watch:
             return
         by = frame.f_back
         if special in ("level", "thread"):
-            if by is not None and not _is_library(by.f_code.co_filename):
+            if by is not None and not is_library(by.f_code.co_filename):
                 log: Any = frame.f_locals.get("self")
                 ask: Any = threading.current_thread if special == "thread" else log.getEffectiveLevel
                 if "level" in frame.f_locals:
@@ -1265,14 +936,14 @@ class Watch:
                 self._row((CALL, None, ask, ask()), "the thread" if special == "thread" else f"level of {log}")
             return
         if special in ("key", "class"):
-            if self.asked is not None and by is not None and not _is_library(by.f_code.co_filename):
+            if self.asked is not None and by is not None and not is_library(by.f_code.co_filename):
                 if special == "key":
                     self.asked.as_key(frame.f_locals["self"])
                 else:
                     self.asked.asks_class(frame.f_locals["instance"])
             return
         # the export passes every call of torch through its own
-        while by is not None and by.f_code.co_filename.startswith(_TRACER):
+        while by is not None and by.f_code.co_filename.startswith(libraries.TRACER):
             by = by.f_back
         where, user = self._reader(by)
         if special == "environ":
@@ -1288,7 +959,7 @@ class Watch:
             while at is not None and f"{os.sep}logging{os.sep}" in at.f_code.co_filename:
                 at = at.f_back
             # not what torch logs of itself
-            if at is not None and not _is_library(at.f_code.co_filename) and not _once(frame):
+            if at is not None and not is_library(at.f_code.co_filename) and not libraries.once(frame):
                 self.says.setdefault((at.f_code.co_filename, at.f_lineno), "logs")
         elif user is not None:
             self._problem_at(where, special.format(code.co_name), user)
@@ -1309,7 +980,7 @@ class Watch:
             return
         if function is print or stream is not None:
             if function is print or spoken:
-                if not _once(frame):
+                if not libraries.once(frame):
                     self.says.setdefault((user.f_code.co_filename, user.f_lineno), "prints")
             else:
                 self._problem_at(where, "reads or writes a file", user)
@@ -1318,7 +989,7 @@ class Watch:
                 self._problem_at(where, "draws random numbers of Python's random", user)
         elif isinstance(function.__self__, torch.Generator):
             self._problem_at(where, "uses a torch.Generator of its own", user)
-        elif function in _GETTERS:
+        elif function in outside.GETTERS:
             with contextlib.suppress(Exception):
                 self._row((CALL, None, function, function()), f"{function.__name__}()")
         elif function in (operator.is_, operator.is_not):
@@ -1326,7 +997,8 @@ class Watch:
         elif function in (gc.isenabled, gc.get_count):
             self._problem_at(where, "asks for the state of Python's collector", user)
         elif function is builtins.id:
-            if not _is_library(frame.f_code.co_filename):
+            # `hash(self)` by identity, written out, says as little as that of any object
+            if not is_library(frame.f_code.co_filename) and frame.f_code.co_name != "__hash__":
                 self._stop("asks for the id of an object", user)
         elif function is os.urandom:
             self._problem_at(where, "asks the system for random bytes", user)
@@ -1351,10 +1023,10 @@ class Watch:
         """The user's frame that called into the standard library here (None: torch or logging did), and its module."""
         while frame is not None:
             path = frame.f_code.co_filename
-            if not _is_library(path):
+            if not is_library(path):
                 return self._module_at(frame), frame
             if (
-                not _in_std(path)
+                not libraries.in_std(path)
                 and not path.startswith("<frozen")
                 and f"{os.sep}torch{os.sep}backends{os.sep}" not in path
                 or f"{os.sep}logging{os.sep}" in path
@@ -1372,7 +1044,7 @@ class Watch:
         if not self.quiet:
             self._problem_at("" if whole else self._module_at(frame), reason, frame)
 
-    def _problem(self, token: Any, reason: str) -> None:
+    def _problem(self, token: Any, reason: str, fills: bool = False) -> None:
         if self.quiet:
             return
         if isinstance(token, str):
@@ -1386,12 +1058,12 @@ class Watch:
             code = self._ran[token]
         for where in places:
             self.problems.append(
-                Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0)
+                Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0, fills)
             )
 
     def _stop(self, reason: str, user: types.FrameType | None = None) -> None:
         """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
-        user = user or _first_user(sys._getframe(1))
+        user = user or libraries.first_user(sys._getframe(1))
         problem = Problem("", reason, user.f_code.co_filename if user else "", user.f_lineno if user else 0)
         self.problems.append(problem)
         raise CaptureError(problem.reason, "", problem.file, problem.line)
@@ -1401,14 +1073,17 @@ class Watch:
     def settle(self) -> None:
         """The traced forward has returned: what it changed is noted and put back."""
         for met in self._met.values():
-            if not _unchanged(met.value, met.copy):
+            if not contents.unchanged(met.value, met.copy):
                 plain = self._plain_changes(met)
-                _put_back(met.value, met.copy)
+                more = contents.entries_more(met.value, met.copy)
+                contents.put_back(met.value, met.copy)
+                if more is not None and not more:
+                    continue
                 if plain:
                     self.assigns.append((met.value, plain))
                     self._assigned.update(met.tokens)
                     continue
-                self._changed(met.tokens, f"changes {met.name}")
+                self._changed(met.tokens, f"changes {met.name}", fills=more is not None)
         for v, old, name, tokens in self._arrays.values():
             if v.tobytes() != old.tobytes():
                 v[...] = old
@@ -1418,8 +1093,8 @@ class Watch:
                 v[:] = old if isinstance(v, bytearray) else array.array(v.typecode, old)
                 self._changed(tokens, f"changes {name}")
         for v, state, name, tokens in self._generators.values():
-            if _generator_state(v) != state:
-                _set_generator_state(v, state)
+            if outside.generator_state(v) != state:
+                outside.set_generator_state(v, state)
                 self._changed(tokens, f"draws random numbers of {name}")
         for t, version, old in self._tensors.values():
             if t._version != version:
@@ -1451,11 +1126,11 @@ class Watch:
             if cache.cache_info().misses != before.misses:
                 cache.cache_clear()
         numpy = sys.modules.get("numpy")
-        if numpy is not None and self._numpy_state is not None and _numpy_state(numpy) != self._numpy_state:
-            numpy.random.mtrand._rand._bit_generator.state = _from_hashable(self._numpy_state)
+        if numpy is not None and self._numpy_state is not None and outside.numpy_state(numpy) != self._numpy_state:
+            numpy.random.mtrand._rand._bit_generator.state = outside.from_hashable(self._numpy_state)
             self._changed(self._numpy or {""}, "draws random numbers of numpy.random")
 
-    def _plain_changes(self, met: _Met) -> dict[str, Any]:
+    def _plain_changes(self, met: Met) -> dict[str, Any]:
         """Attributes of an object that were assigned numbers or strings (transformers' config.problem_type), when
         nothing else was."""
         if self.quiet or id(met.value) not in self._own_dicts:
@@ -1463,7 +1138,7 @@ class Watch:
         old = dict(zip(met.copy[::2], met.copy[1::2], strict=True))
         new = {k: v for k, v in met.value.items() if old.get(k, _ABSENT) is not v}
         ok = (
-            all(type(v) in _PLAIN and (k not in old or type(old[k]) in _PLAIN) for k, v in new.items())
+            all(type(v) in PLAIN and (k not in old or type(old[k]) in PLAIN) for k, v in new.items())
             and old.keys() <= met.value.keys()
         )
         return new if ok else {}
@@ -1481,9 +1156,9 @@ class Watch:
         """functools.lru_cache functions that were met."""
         return [cache for cache, _ in self._caches.values()]
 
-    def _changed(self, tokens: set[Any], reason: str) -> None:
+    def _changed(self, tokens: set[Any], reason: str, fills: bool = False) -> None:
         for token in tokens:
-            self._problem(token, reason)
+            self._problem(token, reason, fills)
 
     def _finish(self) -> None:
         """Rows for the contents of containers and for closure variables, as they are after everything was put back."""
@@ -1497,7 +1172,7 @@ class Watch:
         looks = {"hasattr", "getattr", "vars", "__dict__"} & self._attribute_names[False]
         for t, _, _ in self._tensors.values():
             if vars(t) or looks:
-                self._row((DICT, vars(t), None, _flat(vars(t))), "attributes of a tensor")
+                self._row((DICT, vars(t), None, flat(vars(t))), "attributes of a tensor")
         for which, name in self._contents.items():
             met = self._met[which]
             v, old = met.value, met.copy
@@ -1534,14 +1209,14 @@ class Watch:
         names, met = self._attribute_names[False], []
         for functions in self._functions.values():
             for f in functions:
-                if _is_library(f.__code__.co_filename):
+                if is_library(f.__code__.co_filename):
                     continue
                 met.append(f)
                 if f.__kwdefaults__:
-                    self._row((DICT, f.__kwdefaults__, None, _flat(f.__kwdefaults__)), f"defaults of {f.__qualname__}")
+                    self._row((DICT, f.__kwdefaults__, None, flat(f.__kwdefaults__)), f"defaults of {f.__qualname__}")
                 own = vars(f)
                 if own and names & {*own, "getattr", "hasattr"}:
-                    self._row((DICT, own, None, _flat(own)), f"attributes of {f.__qualname__}")
+                    self._row((DICT, own, None, flat(own)), f"attributes of {f.__qualname__}")
         if met:
             kept = tuple(x for f in met for x in (f.__code__, f.__defaults__, f.__kwdefaults__))
             self._row((FUNCTIONS, tuple(met), None, kept), f"code or defaults of functions ({met[0].__qualname__} ...)")
@@ -1549,18 +1224,19 @@ class Watch:
     def _cells(self, code: types.CodeType, values: dict[str, Any]) -> bool:
         """Rows for the cells of the function that was called with these values in its closure. Cells that were assigned
         are put back."""
-        stores = _stores_free(code)
+        stores = bytecode.stores_free(code)
         for f in self._functions.get(id(code), ()):
             cells = dict(zip(code.co_freevars, f.__closure__ or (), strict=True))
-            contents = {n: _cell(c) for n, c in cells.items()}
-            if all(n[:2] == "__" or contents[n] is values.get(n, _ABSENT) or n in stores for n in cells):
+            now = {n: bytecode.cell(c) for n, c in cells.items()}
+            if all(n[:2] == "__" or now[n] is values.get(n, _ABSENT) or n in stores for n in cells):
                 for n, c in cells.items():
                     old = values.get(n, _ABSENT)
-                    if contents[n] is not old and old is not _ABSENT:
+                    if now[n] is not old and old is not _ABSENT:
                         c.cell_contents = old
-                        self._problem(id(code), f"assigns {n}, a closure variable of {_at(code)}")
+                        self._problem(id(code), f"assigns {n}, a closure variable of {bytecode.at(code)}")
                     elif old is not _ABSENT:
-                        self._row((ATTRIBUTE, c, "cell_contents", old), f"{n}, a closure variable of {_at(code)}")
+                        what = f"{n}, a closure variable of {bytecode.at(code)}"
+                        self._row((ATTRIBUTE, c, "cell_contents", old), what)
                 return True
         return False
 
@@ -1568,152 +1244,13 @@ class Watch:
 # --- small things ----------------------------------------------------------------------------------
 
 
-def _entries(table: str, values: dict[Any, Any]) -> tuple[Any, ...]:
-    """What a table of a module holds: modules and hooks (but for those by which a capture looks on) themselves; of
-    parameters, for which the export puts others, the names."""
-    if table == "_parameters":
-        return tuple(values)
-    return tuple([(k, id(v)) for k, v in values.items()
-                  if not getattr(getattr(v, "__code__", None), "co_filename", "").startswith(OWN_DIR)])  # fmt: skip
-
-
-def _snapshot(own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    return dict(own), {t: _entries(t, own[t]) for t in ("_parameters", "_modules", *HOOKS) if own.get(t) is not None}
-
-
-def _of_torch(path: str) -> bool:
-    return path.startswith((TORCH_DIR, OWN_DIR))
-
-
-def _vars(obj: Any) -> dict[str, Any] | None:
-    try:
-        own = object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        return None
-    return own if isinstance(own, dict) else None
-
-
-def _container(v: Any) -> bool:
-    return isinstance(v, (list, tuple, dict, set, frozenset, collections.deque))
-
-
 def _article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _at(code: types.CodeType) -> str:
-    return f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def _cell(c: Any) -> Any:
-    try:
-        return c.cell_contents
-    except ValueError:
-        return _ABSENT
-
-
-def lasts(v: Any) -> bool:
-    """Can an attribute be given this value at every call, without forward? Numbers and words; sizes, of which a trace
-    has symbols."""
-    if type(v) in (tuple, torch.Size):
-        return all(map(lasts, v))
-    return type(v) in _LEFT
-
-
-def _flat(d: Any) -> tuple[Any, ...]:
-    return tuple(x for pair in d.items() for x in pair)
-
-
-def _decimal_context() -> str:
-    now = decimal.getcontext()
-    return f"{now.prec} {now.rounding} {now.Emin} {now.Emax} {now.clamp}"
 
 
 def _class_of_number(frame: types.FrameType) -> CaptureError:
     return CaptureError("compares a class with int or float: what stands for sizes and numbers has another", "",
                         frame.f_code.co_filename, frame.f_lineno)  # fmt: skip
-
-
-def _operand(frame: types.FrameType, x: Any) -> Any:
-    """What an operand (_compared) is when code is entered, as far as that can be told without running anything."""
-    if x is None:
-        return _UNKNOWN
-    kind, name, path = x
-    if kind == "global":
-        at = frame.f_globals.get(name, vars(builtins).get(name, _UNKNOWN))
-    else:
-        at = frame.f_locals.get(name, _UNKNOWN)
-        if kind != "free" and not isinstance(at, nn.Module):  # it may be assigned
-            return _UNKNOWN
-    for attribute in path:
-        if isinstance(at, (types.ModuleType, type)):
-            at = vars(at).get(attribute, _UNKNOWN)
-        elif isinstance(at, nn.Module):
-            at = object.__getattribute__(at, "__dict__").get(attribute, _UNKNOWN)
-        else:
-            return _UNKNOWN
-    return at
-
-
-def _stores_free(code: types.CodeType) -> set[str]:
-    """Closure variables that the code assigns."""
-    return {
-        i.argval
-        for i in dis.get_instructions(code)
-        if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
-    }
-
-
-def _first_user(frame: types.FrameType | None) -> types.FrameType | None:
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _once(frame: types.FrameType | None) -> bool:
-    """Called through something that speaks once in a process anyway (transformers' warning_once)."""
-    while frame is not None and not _of_torch(frame.f_code.co_filename):
-        if frame.f_code.co_name.endswith("_once"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _hashable(x: Any) -> Any:
-    if isinstance(x, dict):
-        return ("dict", tuple((k, _hashable(v)) for k, v in x.items()))
-    if hasattr(x, "tobytes") and hasattr(x, "dtype") and x.shape:
-        return ("array", x.dtype.str, x.tobytes())
-    return x
-
-
-def _from_hashable(x: Any) -> Any:
-    import numpy as np
-
-    if isinstance(x, tuple) and x and x[0] == "dict":
-        return {k: _from_hashable(v) for k, v in x[1]}
-    if isinstance(x, tuple) and x and x[0] == "array":
-        return np.frombuffer(x[2], dtype=x[1]).copy()
-    return x
-
-
-def _numpy_state(numpy: Any) -> Any:
-    return None if numpy is None else _hashable(numpy.random.mtrand._rand._bit_generator.state)
-
-
-def _generator_state(g: Any) -> Any:
-    if isinstance(g, random.Random):
-        return g.getstate()
-    return _hashable(getattr(g, "bit_generator", None) and g.bit_generator.state or g._bit_generator.state)
-
-
-def _set_generator_state(g: Any, state: Any) -> None:
-    if isinstance(g, random.Random):
-        g.setstate(state)
-    elif hasattr(g, "bit_generator"):
-        g.bit_generator.state = _from_hashable(state)
-    else:
-        g._bit_generator.state = _from_hashable(state)
 
 
 @contextlib.contextmanager

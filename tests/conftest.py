@@ -1,9 +1,21 @@
 """Fixtures of more than one file."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def level() -> Iterator[None]:
+    """DebugOptions set the level of the process's logger, libraries that of the root: each test finds them as they
+    were."""
+    loggers = logging.getLogger("ortmodule"), logging.getLogger()
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, was in zip(loggers, before, strict=True):
+        logger.setLevel(was)
 
 
 @pytest.fixture

@@ -234,7 +234,8 @@ static om_status map_host(om_onnx *o) {
     attr[0] = OM_AI("index", index);
     attr[1] = OM_AD("out_dtype", dtype, n_out);
     attr[2] = OM_AI("diff", INT("diff", float_in && float_out));
-    attr[3] = OM_AI("effect", strcmp(o->node->op_type, "ATen") != 0);
+    /* what a user wrote, and what draws from the host's generator: later numbers depend on it */
+    attr[3] = OM_AI("effect", INT("effect", strcmp(o->node->op_type, "ATen") != 0));
     om_id y = om_make(g, &om_op_host, in, o->n_in, attr, n_attr);
     for (int k = 0; k < n_out; k++)
         if (om_onnx_wants(o, k)) SET(k, y == OM_NONE ? y : y + (om_id)k);

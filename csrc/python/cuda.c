@@ -435,7 +435,8 @@ static PyObject *py_engine_graph_counts(PyObject *none, PyObject *unused) {
 
 static PyObject *py_engine_stand_in(PyObject *none, PyObject *on) {
     (void)none;
-    om_py_stand_in = PyObject_IsTrue(on) > 0;
+    Py_XDECREF(om_py_stand_in);
+    om_py_stand_in = on == Py_False ? NULL : (Py_INCREF(on), on);
     Py_RETURN_NONE;
 }
 
@@ -470,7 +471,8 @@ PyMethodDef om_cuda_methods[] = {
     {"cuda_engine_graph_counts", py_engine_graph_counts, METH_NOARGS,
      "cuda_engine_graph_counts(): CUDA graphs made, launched, pieces of plans that were given up, why."},
     {"cuda_engine_stand_in", py_engine_stand_in, METH_O,
-     "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device."},
+     "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device; on: a bool, or a function from a "
+     "tensor to the ordinal of its device (-1: the CPU)."},
     {"cuda_engine_counts", py_engine_counts, METH_NOARGS,
      "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators, "
      "products by cuBLASLt."},

@@ -5,6 +5,9 @@
  */
 #include "python/dlpack.h"
 
+#include "python/pymodule.h"
+
+
 #include <string.h>
 
 static const om_dl_api *dl_api;
@@ -99,6 +102,12 @@ int om_dl_import(PyObject *t, om_tensor *out) {
         PyErr_Format(PyExc_ValueError, "tensor on DLPack device type %d given; allowed: CPU and CUDA",
                      (int)d.device.type);
         return -1;
+    }
+    if (om_py_stand_in && om_py_stand_in != Py_True) {
+        PyObject *at = PyObject_CallFunctionObjArgs(om_py_stand_in, t, NULL);
+        device = at ? (int16_t)PyLong_AsLong(at) : -1;
+        Py_XDECREF(at);
+        if (PyErr_Occurred()) return -1;
     }
     out->data = d.data ? (char *)d.data + d.byte_offset : NULL;
     out->dtype = (uint8_t)dtype;

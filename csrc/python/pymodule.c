@@ -60,7 +60,7 @@ static void services_fill(void) {
     }
 }
 
-bool om_py_stand_in;
+PyObject *om_py_stand_in;
 om_ctx *om_py_ctx(void) { return om_ctx_new(&services); }
 
 /* --- errors ------------------------------------------------------------------------------------- */

@@ -9,7 +9,8 @@
 
 #include "run/plan.h"
 
-extern bool om_py_stand_in; /* tests: CPU tensors stand for a CUDA device's */
+/* Tests: CPU tensors stand for a CUDA device's. NULL: they do not; True: of any; else a function that says of which. */
+extern PyObject *om_py_stand_in;
 om_ctx *om_py_ctx(void);           /* a context on torch's threads; NULL = no memory */
 PyObject *om_py_error(om_ctx *cx); /* raises what the context holds */
 /* A torch tensor over t->data; takes the block that is (NULL: the memory belongs to somebody else). */

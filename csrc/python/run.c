@@ -43,6 +43,20 @@ static PyObject *run_started(Run *self, om_status s) {
     return NULL;
 }
 
+/* An address is one of a device: inputs of a plan for a GPU lie there, but for numbers that the host reads. (That those
+ * of a plan for the CPU lie in its memory is om_run_forward's to see.) */
+static int inputs_here(const Model *model, int variant, const om_tensor *in) {
+    const bool any = model->cuda < 0 || om_py_stand_in == Py_True;
+    const om_variant *v = any ? NULL : om_model_variant_at(model->m, variant);
+    for (om_id i = 0; v && i < v->first_grad_in; i++)
+        if (in[i].dtype && in[i].device != model->cuda && !om_val(v->g, v->g->inputs.v[i])->host) {
+            PyErr_Format(PyExc_ValueError, "graph input %d is on device %d, its plan on cuda:%d (-1: the CPU)", (int)i,
+                         in[i].device, model->cuda);
+            return -1;
+        }
+    return 0;
+}
+
 PyObject *om_py_forward(PyObject *o, PyObject *args, PyObject *kw) {
     static char *names[] = {"variant", "tensors", "seed", "write", NULL};
     Model *model = (Model *)o;
@@ -53,7 +67,8 @@ PyObject *om_py_forward(PyObject *o, PyObject *args, PyObject *kw) {
     om_tensor small[256], *in = small;
     const int n = om_model_inputs(model->m);
     if (n > 256 && !(in = malloc((size_t)n * sizeof *in))) return PyErr_NoMemory();
-    Run *self = om_dl_import_list(tensors, n, in, "tensors") ? NULL : run_new(model, PySequence_Tuple(tensors));
+    const bool fits = !om_dl_import_list(tensors, n, in, "tensors") && !inputs_here(model, variant, in);
+    Run *self = fits ? run_new(model, PySequence_Tuple(tensors)) : NULL;
     om_status s = OM_OK;
     if (self) {
         Py_BEGIN_ALLOW_THREADS;

@@ -176,6 +176,7 @@ def capture(
     except OneNow:
         exported = export_module(module, args, kwargs, **how, ones_are_symbols=False)
         program = functionalize(exported)
+    _on_one_device(program, module, flatten_inputs(args, kwargs))
     training = module.training and exported.grad_mode
     tests = _tests(program, exported, flatten_inputs(args, kwargs), module)
     if exported.table.marks:
@@ -407,6 +408,15 @@ def _between(program: Program) -> dict[int, int]:
                 bits |= from_outputs.get(x, 0) | (1 << place[x] if x in place else 0)
         from_outputs[node] = bits
     return {i: bits for out, i in place.items() if (bits := from_outputs.get(out, 0))}
+
+
+def _on_one_device(program: Program, module: nn.Module, flat: FlatInputs) -> None:
+    """A plan's results lie where it runs, so what forward returns must: there, or as the argument that it is."""
+    home = {t.device for t in (*module.parameters(), *module.buffers())} or {t.device for t in flat.tensors}
+    for i, out in enumerate(program.outputs) if len(home) == 1 else ():
+        val = out.val if isinstance(out, Node) and i not in program.passthrough else None
+        if isinstance(val, Tensor) and val.device not in home:
+            raise CaptureError(f"forward returns a tensor on {val.device}, the module lies on {home.pop()}")
 
 
 def _views(program: Program, index: dict[Node, int]) -> dict[int, tuple[int, int, list[View]]]:

@@ -335,6 +335,9 @@ class _Looks(private.DispatchMode):  # type: ignore[misc, name-defined]
         return out
 
 
+_STATISTICS = ("running_mean", "running_var")  # batch norm writes them, which its schemas do not say
+
+
 class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
     """Notes what memory held before it is edited in place."""
 
@@ -345,10 +348,12 @@ class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            for a in func._schema.arguments:
-                if a.alias_info is not None and a.alias_info.is_write and a.name in given:
+        arguments = func._schema.arguments
+        if func._schema.is_mutable or any(a.name in _STATISTICS for a in arguments):
+            given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+            for a in arguments:
+                written = a.alias_info is not None and a.alias_info.is_write or a.name in _STATISTICS
+                if written and a.name in given:
                     x = given[a.name]
                     for t in x if isinstance(x, (list, tuple)) else (x,):
                         if isinstance(t, Tensor) and t.layout is torch.strided:

@@ -27,7 +27,7 @@ from ..errors import CaptureError
 from . import opaque, symbolic
 from .composites import apart
 from .export import Exported
-from .functional import Node, Program
+from .functional import Node, Program, draws
 from .onnx_build import DOMAINS, ONNX_TYPE, Builder, UnsupportedError, Val, _attribute, expr_of, shape_of
 from .onnx_functions import functions
 from .refused import talks
@@ -47,7 +47,7 @@ _SPARSE = {"aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "at
 @dataclass
 class HostOp:
     """A node that PyTorch runs. call: takes the node's tensor inputs in order, is differentiable. reason: why it is not
-    in the engine. gradient: the one that somebody has registered for it."""
+    in the engine. gradient: the one that somebody has registered for it. draws: from torch's generator."""
 
     kind: Literal["aten", "python_op", "module"]
     call: Callable[[list[Tensor]], Tensor | tuple[Tensor, ...]]
@@ -57,6 +57,7 @@ class HostOp:
     line: int
     reason: str
     gradient: str = ""
+    draws: bool = False
 
     @property
     def of_torch(self) -> bool:
@@ -501,7 +502,7 @@ class Converter:
         key = key_of(target._schema.name, target._overloadname)
         places = [p[0]["input"] if isinstance(x, Node) else None for p, x in zip(parts, vals, strict=True)]
         self.host(registered_call(key, call, [p[1] for p in parts], places),
-                  str(target).replace("aten.", "aten::"), n.src, reason, key)  # fmt: skip
+                  str(target).replace("aten.", "aten::"), n.src, reason, key, draws(n))  # fmt: skip
         outs = [n.val] if isinstance(n.val, Tensor) else [t for t in n.val if isinstance(t, Tensor)]
         values = self.b.ops(
             "ATen",
@@ -512,16 +513,16 @@ class Converter:
             overload_name="" if target._overloadname == "default" else target._overloadname,
             arguments=json.dumps([p[0] for p in parts]),
             host_index=len(self.host_ops) - 1,
+            **{"effect": 1} if self.host_ops[-1].draws else {},
         )
         for i, dead in enumerate(self.passive(n) if any(t.is_floating_point() for t in outs) else ()):
             values[i] = self.stop(values[i]) if dead else values[i]
         self.values[n] = values[0] if isinstance(n.val, Tensor) else values
 
-    def host(
-        self, call: Callable[[list[Tensor]], Any], name: str, src: tuple[str, str, int], reason: str, key: Key
-    ) -> None:
+    def host(self, call: Callable[[list[Tensor]], Any], name: str, src: tuple[str, str, int], reason: str, key: Key,
+             draws: bool = False) -> None:  # fmt: skip
         gradient = GRADIENTS[key].name if key in GRADIENTS else ""
-        self.host_ops.append(HostOp("aten", call, name, *src, reason, gradient))
+        self.host_ops.append(HostOp("aten", call, name, *src, reason, gradient, draws))
 
     def adopt(self, nodes: Iterable[Any]) -> None:
         """Calls for nodes of ATen that are not the converter's."""
@@ -550,8 +551,13 @@ class Converter:
 
     def passive(self, n: Node) -> list[bool]:
         """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without
-        values, of the sizes at hand: nothing is asked of symbols."""
+        values, of the sizes at hand: nothing is asked of symbols, and nothing drawn from torch's generator."""
+        if not n.inputs():  # randn((3, 4)) would run on the CPU
+            return [True for t in (n.val if isinstance(n.val, (list, tuple)) else [n.val]) if isinstance(t, Tensor)]
+
         def val(a: Any) -> Any:
+            if isinstance(a, torch.device):
+                return torch.device("meta")
             if isinstance(a, (torch.SymInt, torch.SymFloat)):
                 return a.node.hint
             if isinstance(a, Node) and isinstance(a.val, Tensor):

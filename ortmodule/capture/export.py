@@ -155,7 +155,6 @@ class _Wrapper(nn.Module):
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
         if _contents((args, kwargs)) != contents:
             raise CaptureError("forward edits a container or object among its arguments")
-        self._box["rebinds"] = _write_assigned(before, [x for x in leaves if isinstance(x, Tensor)])
         flat: list[Any] = []
         slot: dict[int, int] = {}
 
@@ -173,6 +172,8 @@ class _Wrapper(nn.Module):
             return slot[id(x)]
 
         self._box["rebuild"] = skeleton(out, leaf)
+        put, returned = ([x for x in of if isinstance(x, Tensor)] for of in (leaves, flat))
+        self._box["rebinds"] = _write_assigned(before, put, returned)
         self._box["structure"] = _structure(out)
         self._box["hold"] = flat
         self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
@@ -193,15 +194,16 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _write_assigned(
-    modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]], given: list[Tensor]
-) -> list[str]:
+    modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]], given: list[Tensor],
+    returned: list[Tensor],
+) -> list[str]:  # fmt: skip
     """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would
     lose it. -> names of those buffers: before every run they get a tensor of their own, so that who holds the old one
     keeps the old values."""
     writes: list[tuple[Tensor, Tensor]] = []
     names: list[str] = []
     owners = Counter(id(b) for _, _, before, _ in modules for b in before.values() if b is not None)
-    memory = {private.storage_of(x) for x in given}
+    memory, seen = ({private.storage_of(x) for x in of} for of in (given, returned))
     for fqn, module, before, params in modules:
         for name in {**before, **module._buffers}:
             old, new = before.get(name), module._buffers.get(name)
@@ -211,10 +213,15 @@ def _write_assigned(
                 raise CaptureError(f"forward assigns another kind of tensor to the buffer self.{name}", fqn)
             if private.storage_of(new) in memory:
                 raise CaptureError(f"forward assigns an argument, or a view of one, to the buffer self.{name}", fqn)
+            if private.storage_of(old) in seen:  # whoever has it sees the old values
+                raise CaptureError(f"forward returns what the buffer self.{name} was before it assigned another", fqn)
             if owners[id(old)] > 1:
                 raise CaptureError(f"forward assigns to the buffer self.{name}, which other modules hold, too", fqn)
             writes.append((old, new))
             names.append(f"{fqn}.{name}".lstrip("."))
+        now = [p for p in module._parameters.values() if p is not None]
+        if len(now) != len(params) or any(p is not old for p, (old, _) in zip(now, params, strict=True)):
+            raise CaptureError("forward assigns another parameter", fqn)
         if any(p.requires_grad != wanted for p, wanted in params):
             raise CaptureError("forward changes requires_grad of a parameter", fqn)
     # two may have changed places
@@ -440,9 +447,16 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
     first = next((s.strip() for s in text.splitlines() if s.strip()), "")
     if isinstance(error, NotRepeatable):
         return CaptureError(first, "" if error.whole else module or "", file, line)
-    return CaptureError(f"{type(error).__name__}: {first}", module or "", file, line)
+    told = next((reason for part, reason in _OF_TORCH.items() if part in text), "")
+    return CaptureError(told or f"{type(error).__name__}: {first}", module or "", file, line)
 
 
+_OF_TORCH = {  # what the export says -> what it is about
+    "data is not allocated yet": "an operator that looks at the numbers of a tensor, of which a capture has none "
+    "(pack_padded_sequence, compiled code of a library)",
+    "fake tensor in the exported program": "a tensor that forward makes out of a capture's sight (by way of numpy, or "
+    "in compiled code of a library)",
+}
 _OF_DATA = {
     "GuardOnDataDependentSymNode": "a number that is read from a tensor (int(), item(), tolist()), or a size that "
     "depends on data, which forward's code needs to know",

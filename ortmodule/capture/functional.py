@@ -50,6 +50,12 @@ INPUT, STOP, THROUGH, ZERO, COPY, FILL, BATCH_NORM = (
 )
 
 
+# operators that may drop numbers out
+_OWN_NUMBERS = frozenset(f"aten::{name}" for name in (
+    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu",
+    "rrelu_with_noise", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"))  # fmt: skip
+
+
 class Node:
     """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src:
     (module, file, line); grad: made in grad mode; autocast: made under autocast; within: checkpoints it lies in
@@ -148,7 +154,7 @@ class View(NamedTuple):
 
 
 class _Base:
-    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views")
+    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views", "behind")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
@@ -158,6 +164,7 @@ class _Base:
         self.kin: set[_Base] = set()  # values that are the same tensor, unless a hook has put another in its place
         self.hosts: list[Expected] = []  # opaque calls that were given, or have returned, memory of this value
         self.views = False
+        self.behind = False  # Tensor.data was read: what autograd keeps of that has no version of this value's
         self.loud = False  # written by more than training batch_norm, whose edit is no new version
         self.input = node if is_input else None
 
@@ -179,6 +186,7 @@ class _V:
         self.version = base.version
         if parent is not None:
             base.views = True
+            base.behind |= view is not None and view.target is aten.alias.default
 
 
 def _is_float(val: Any) -> bool:
@@ -346,6 +354,8 @@ class _Functionalizer:
             expected.edited = True
             if expected.shares:
                 raise self.fail(f"what is kept in PyTorch {SHARES}")
+        if v.base.behind:
+            raise self.fail("forward edits a tensor in place whose Tensor.data it has read: autograd does not see it")
         old = v.base.node
         keeps_gradient = not self.grad
         cur, value = v, new
@@ -774,7 +784,8 @@ class _Functionalizer:
         p.edits = self.mutates
         p.layouts = self.layouts_that_matter(held)
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
-        live += [n for n in p.nodes if n.target is HOST]  # what a user wrote runs, whoever reads its results
+        # what a user wrote runs, whoever reads its results, and what is drawn decides what is drawn after it
+        live += [n for n in p.nodes if n.target is HOST or draws(n)]
         live += list(p.passthrough.values()) + list(p.item_of.values())
         live += list(p.flushes) + [n for pairs in p.flushes.values() for pair in pairs for n in pair]
         made = _made_sizes(p.nodes)
@@ -1041,6 +1052,13 @@ def _sizes_in(args: Any) -> Iterator[Any]:
             yield from _sizes_in(a)
         elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             yield from private.free_unbacked_symbols(a)
+
+
+def draws(n: Node) -> bool:
+    """Does PyTorch draw it from its generator? What drops numbers out is the engine's, which takes one seed for a
+    call."""
+    tags: Any = getattr(n.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and n.target._schema.name not in _OWN_NUMBERS
 
 
 def _made_sizes(nodes: list[Node]) -> dict[Any, Node]:

@@ -405,7 +405,8 @@ class Builder:
         dead: list[int] = []
         for i in range(len(self.graph.node) - 1, -1, -1):
             node = self.graph.node[i]
-            if used.isdisjoint(node.output) and node.op_type not in ("PyModule", "PythonOp"):
+            runs = node.op_type in ("PyModule", "PythonOp") or any(a.name == "effect" for a in node.attribute)
+            if used.isdisjoint(node.output) and not runs:
                 dead.append(i)
             else:
                 used.update(node.input)

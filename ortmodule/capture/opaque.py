@@ -514,8 +514,13 @@ def record_results(
     notes: dict[str, list[Recorded]] = {fqn: [] for fqn in keep}
     given: dict[str, list[tuple[Tensor, Any]]] = {}
 
+    stale = {id(t): t for t in _tensors_of(root) if t.grad_fn is not None}  # of an earlier call
+
     def before(fqn: str, args: Any, kwargs: Any) -> None:
         in_kept(1)
+        # a gradient goes to the arguments of a call, and no other way
+        if any(t.grad_fn is not None and id(t) not in stale for t in _tensors_of(root.get_submodule(fqn))):
+            raise OpaqueError(_STATE.format(fqn))
         given[fqn] = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
 
     def after(fqn: str, out: Any) -> None:
@@ -543,6 +548,7 @@ def record_results(
     return notes, result
 
 
+_STATE = "{}, which would be kept in PyTorch, reads a tensor of its own that an earlier call of this forward has left"
 _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
 
 

@@ -87,6 +87,7 @@ _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole modu
     _getter("grad"): (f"forward reads Tensor.grad: {_MOMENT}", True),
     _getter("grad", "__set__"): (f"forward assigns Tensor.grad: {_GRAD}", True),
     _getter("grad", "__delete__"): (f"forward deletes Tensor.grad: {_GRAD}", True),
+    _getter("data", "__set__"): ("forward assigns Tensor.data: a trace does not see what a tensor becomes", True),
     Tensor.requires_grad_: _FLAG,
     _getter("requires_grad", "__set__"): _FLAG,
     _getter("_version"): (f"forward reads Tensor._version: {_MOMENT}", True),
@@ -102,6 +103,7 @@ _OF_A_MOMENT: dict[Any, tuple[str, bool]] = {
     torch.is_inference: (f"forward calls torch.is_inference: {_MOMENT}", True),
 }
 _GRAD_FN = _getter("grad_fn")
+_DATA = _getter("data")
 _LAYOUT = frozenset((Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.dim_order))
 # what returns its operand or a copy as the strides have it
 _BY_LAYOUT = frozenset((Tensor.contiguous, Tensor.to, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten,
@@ -146,7 +148,7 @@ class Asked(TorchFunctionMode):
                 refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
             ):
                 raise NotRepeatable(*refused)
-            out = func(*args, **kwargs)
+            out = _behind(args[0]) if user and func == _DATA else func(*args, **kwargs)
             if user and in_try(by) is not None:
                 self.tried.add((file, by.f_lineno))
                 self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
@@ -244,6 +246,13 @@ class Asked(TorchFunctionMode):
         if self._known(t) is not None:
             self.refuse("forward uses an argument or a tensor of the module as a key, or takes its hash", True)
         self.facts.identity = True
+
+
+def _behind(t: Tensor) -> Tensor:
+    """Tensor.data, of which the export makes a tensor that has nothing to do with this one. An alias below a detach is
+    made by nothing else: by it the conversion knows an edit that autograd would not see (functional.py)."""
+    alias: Tensor = torch.ops.aten.alias.default(t.detach())
+    return alias
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:

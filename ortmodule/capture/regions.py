@@ -186,11 +186,14 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     after: set[Node] = {host, *outputs}
     head: list[Node] = []
     tail: list[Node] = []
+    late: set[Any] = set()  # symbols that nodes behind the region make: a fill of such a size has no other operand
     for n in program.nodes:
         if n in inside:
             continue
-        if any(i in after for i in n.inputs()):
+        unknown_sizes = _unknown(program, n, exported)
+        if any(i in after for i in n.inputs()) or unknown_sizes & late:
             after.add(n)
+            late |= unknown_sizes
             tail.append(n)
         else:
             head.append(n)

@@ -247,7 +247,9 @@ def test_modules_that_the_first_call_changes(more: str) -> None:
     _beside(ours, eager, (6, 6, 7, 9, 6))
     assert [type(m) for m in ours.modules()][1:] == [type(m) for m in eager.modules()][1:]
     report = ours.report()
-    assert not report.eager and report.node_share == 1 and report.n_captures == 2, str(report)
+    # what only the first call draws is eager's: that call is PyTorch's
+    assert sum(e.calls for e in report.eager) == (more == "random") and report.node_share == 1, str(report)
+    assert report.n_captures == 2
 
 
 @pytest.mark.parametrize("more", ["parameter", "other"])
@@ -284,3 +286,27 @@ def test_second_derivatives_leave_what_a_later_call_has_left():
         g.square().sum().backward()
         assert m.length == 2
     torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in eager.parameters()], rtol=1e-10, atol=1e-12)
+
+
+class Counts(nn.Module):
+    """The first call leaves a word; statistics are of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(5, 5, dtype=torch.float64), nn.BatchNorm1d(5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "ready"):
+            self.ready = "yes"
+        return self.norm(self.layer(x))
+
+
+def test_statistics_of_a_run_that_settles_are_put_back() -> None:
+    torch.manual_seed(0)
+    eager = Counts()
+    ours = ORTModule(copy.deepcopy(eager))
+    for n in (6, 6, 7):
+        x = torch.randn(n, 5, dtype=torch.float64)
+        torch.testing.assert_close(ours(x), eager(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(ours.state_dict()), dict(eager.state_dict()), rtol=1e-12, atol=1e-12)
+    assert not ours.report().eager, str(ours.report())

@@ -132,3 +132,20 @@ def test_fill_diagonal(seeded: None) -> None:
         return s * (x[:, :1] > 0).to(x.dtype).expand(-1, len(x)).clone().fill_diagonal_(3)
 
     beside(f, [(torch.randn(b, 6),) for b in (4, 7, 5)], [], None)
+
+
+def test_a_fill_of_a_size_that_another_region_comes_before(seeded: None) -> None:
+    """What the first mask writes goes into what the second takes out, a column of which is filled: the fill has no
+    operand but its size, and belongs behind the first region all the same."""
+
+    def f(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[x < 0] = x[x < 0]
+        inside = y.sum(-1) < -0.5
+        w = y[inside].cumsum(-1)
+        w[..., 0] = -3.0
+        out = torch.zeros_like(x)
+        out[inside] = w * 2
+        return out + y
+
+    beside(f, [(torch.randn(n, 6),) for n in (8, 8, 5)], None)

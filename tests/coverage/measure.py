@@ -98,7 +98,8 @@ def own(x: Any, dtype: torch.dtype) -> Any:
 
 
 def step(model: nn.Module, batch: Any, dtype: torch.dtype, seed: int) -> dict[str, Tensor | None]:
-    """Outputs, and the gradients of their loss: the model's own, or a weighted sum of all that has one."""
+    """Outputs, buffers behind them, and the gradients of their loss: the model's own, or a weighted sum of all that
+    has one."""
     model.zero_grad(set_to_none=True)
     given = own(batch, dtype)
     torch.manual_seed(seed)
@@ -114,7 +115,8 @@ def step(model: nn.Module, batch: Any, dtype: torch.dtype, seed: int) -> dict[st
     if loss.requires_grad:
         loss.backward()
     grads = {f"gradient of {k}": None if p.grad is None else p.grad.detach().clone() for k, p in model.named_parameters()}
-    return {"loss": loss.detach(), **{k: t.detach().clone() for k, t in found.items()}, **grads}
+    buffers = {f"buffer {k}": b.detach().clone() for k, b in model.named_buffers()}
+    return {"loss": loss.detach(), **{k: t.detach().clone() for k, t in found.items()}, **grads, **buffers}
 
 
 def difference(mine: dict[str, Any], eager: dict[str, Any], exact: dict[str, Any] | None, tolerance: float = TOLERANCE) -> str:

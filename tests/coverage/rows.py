@@ -69,10 +69,11 @@ def ids(b: int, t: int, g: Generator, low: int = 5, high: int = 60) -> Tensor:
 def table() -> Table:
     import hugging
     import others
+    import packages
     import plain
     import plain_more
 
     made = Table()
-    for family in (plain.row, plain_more.row, hugging, others):
+    for family in (plain.row, plain_more.row, hugging, others, packages):
         family.add_to(made)
     return made

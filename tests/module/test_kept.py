@@ -269,3 +269,44 @@ def test_what_is_kept_of_what_was_given_stays_what_it_was() -> None:
     assert len(wrapped.report().host) == 2 and sum(g.forwards for g in wrapped.report().graphs) >= 6
     for got, want in zip(wrapped.found, eager.found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+class Neuron(nn.Module):
+    """A spiking neuron: what it holds goes on from call to call of one forward, with its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Tensor
+        self.register_buffer("held", torch.zeros(0), persistent=False)
+
+    def reset(self) -> None:
+        self.held = torch.zeros_like(self.held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.random()  # keeps it in PyTorch
+        before = self.held if self.held.shape == x.shape else torch.zeros_like(x)
+        self.held = 0.9 * before + x
+        return self.held.tanh()
+
+
+class Spiking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.neuron = nn.Linear(4, 4), Neuron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.neuron.reset()
+        first = self.neuron(self.linear(x))
+        return first + self.neuron(self.linear(x)) + self.neuron(self.linear(x))
+
+
+def test_state_that_carries_a_gradient_between_calls() -> None:
+    eager, ours = Spiking(), ORTModule(Spiking())
+    ours.load_state_dict(eager.state_dict())
+    for rows in (2, 2, 3):
+        x = torch.randn(rows, 4)
+        for m in (eager, ours):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        torch.testing.assert_close(ours.linear.weight.grad, eager.linear.weight.grad)
+    assert "an earlier call of this forward" in ours.report().eager[0].reason

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
     "t5": (t5, {"input_ids": ids(), "labels": ids(1), "attention_mask": padded()}, 0.55),
     "vit": (vit, {"pixel_values": torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(3)), "labels": torch.arange(8) % 5}, 0.5),
 }
+
+
+@pytest.fixture(autouse=True)
+def silent(caplog: pytest.LogCaptureFixture) -> None:
+    """At level INFO a second plan is made for what is told, which is none of a step's."""
+    caplog.set_level(logging.WARNING, "ortmodule")
 
 
 def arena(ours: ORTModule) -> int:

@@ -319,6 +319,54 @@ def test_a_subclass_without_a_constructor():
     assert isinstance(w, Simple) and isinstance(w, nn.Linear) and w.report().graphs[0].forwards == 1 and w.module is module
 
 
+class Counted(nn.Module):
+    """Counts the classes below it, and doubles what they are given."""
+
+    below: list[type] = []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Counted.below.append(cls)
+        inner = cls.forward
+        cls.forward = lambda self, x: inner(self, x * 2)  # type: ignore[method-assign]
+
+
+class Tripled(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.layer(x))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) + 1
+
+
+@pytest.mark.parametrize("way", ["itself", "forward of its own", "assigned", "deepcopy"])
+def test_a_class_that_changes_those_below(way):
+    """The wrapper's class is none of the user's: Python's __init_subclass__ is not told of it. A forward on the object
+    (Accelerate's hooks) is run by the engine, too."""
+    eager = Tripled()
+    module = copy.deepcopy(eager)
+    if way == "forward of its own":
+        module.forward = functools.partial(Tripled.forward, module)
+    w = ORTModule(module, strict=True)
+    if way == "assigned":
+        w.scale = lambda x: x * 5
+        eager.scale = lambda x: x * 5
+    if way == "deepcopy":
+        w = copy.deepcopy(w)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        same(outcome(w, x), outcome(eager, x))
+    alike(w, eager)
+    assert w.report().graphs[0].forwards == 2 and Counted.below == [Tripled]
+
+
 # --- methods and attributes of the wrapper --------------------------------------------------------
 
 

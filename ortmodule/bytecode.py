@@ -1,0 +1,169 @@
+"""What a code object names, from its bytecode: the globals and closure variables that it can read, with the
+attributes it asks them for, and what it compares by identity. Known once for a code object; the code is never run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import opcode
+import sys
+import types
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from . import patches
+
+UNKNOWN: Any = object()  # an operand that cannot be told
+
+
+class Code(NamedTuple):
+    """What a code object names. chains: which attributes are asked for after which global or closure variable."""
+
+    names: frozenset[str]
+    globals: tuple[str, ...]
+    chains: dict[str, set[tuple[str, ...]]]
+    bare: frozenset[str]  # globals used without an attribute
+    stored: tuple[str, ...]  # globals assigned
+    imports: tuple[str, ...]
+    compared: tuple[tuple[str, Any], ...]  # _compared
+
+
+_codes: dict[int, tuple[types.CodeType, Code]] = {}
+_NAME = {name: opcode.opmap[name] for name in opcode.opmap}
+_LOADS_GLOBAL = {_NAME.get("LOAD_GLOBAL"), _NAME.get("LOAD_NAME"), _NAME.get("LOAD_FROM_DICT_OR_GLOBALS")}
+_LOADS_ATTR = {_NAME.get("LOAD_ATTR"), _NAME.get("LOAD_METHOD")}
+_STORES_GLOBAL = {_NAME.get("STORE_GLOBAL"), _NAME.get("DELETE_GLOBAL")}
+_LOADS_FREE = {_NAME.get("LOAD_DEREF"), _NAME.get("LOAD_CLASSDEREF")}
+_PREFIXES = {_NAME.get(n) for n in ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "PRECALL")}
+
+
+def analyse(code: types.CodeType) -> Code:
+    known = _codes.get(id(code))
+    if known is not None:
+        return known[1]
+    names = code.co_names
+    cells = [*code.co_cellvars, *code.co_freevars]
+    local = [*code.co_varnames, *[c for c in code.co_cellvars if c not in code.co_varnames], *code.co_freevars]
+    slots = local if sys.version_info >= (3, 11) else cells
+    found: dict[str, None] = {}
+    stored: dict[str, None] = {}
+    imports: dict[str, None] = {}
+    chains: dict[str, set[tuple[str, ...]]] = {}
+    bare: set[str] = set()
+    root, path = "", ()  # type: str, tuple[str, ...]
+
+    def end() -> None:
+        if root and path:
+            chains.setdefault(root, set()).add(path)
+        elif root:
+            bare.add(root)
+
+    rows = dis._unpack_opargs(code.co_code)  # type: ignore[attr-defined]
+    for _, op, arg in ((row[0], row[-2], row[-1]) for row in rows):
+        if op in _PREFIXES:
+            continue
+        if op in _LOADS_GLOBAL:
+            end()
+            root, path = names[arg >> 1 if op == _NAME["LOAD_GLOBAL"] and sys.version_info >= (3, 11) else arg], ()
+            found[root] = None
+        elif op in _LOADS_FREE:
+            end()
+            root, path = slots[arg], ()
+        elif op in _LOADS_ATTR:
+            name = names[arg >> 1 if op == _NAME["LOAD_ATTR"] and sys.version_info >= (3, 12) else arg]
+            path = (*path, name)
+        else:
+            end()
+            root, path = "", ()
+            if op in _STORES_GLOBAL:
+                stored[names[arg]] = None
+            elif op == _NAME["IMPORT_NAME"]:
+                imports[names[arg]] = None
+    end()
+    made = Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
+                 _compared(code))  # fmt: skip
+    _codes[id(code)] = code, made
+    return made
+
+
+_LOADS_ONE = {"LOAD_CONST": "constant", "LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_FAST": "local",
+              "LOAD_FAST_CHECK": "local", "LOAD_FAST_BORROW": "local", "LOAD_DEREF": "free"}  # fmt: skip
+_COMPARES = {"IS_OP": ("is",), "COMPARE_OP": ("==", "!=")}
+
+
+def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
+    """The operands of every `is`, and of == where one of them may be a class. An operand is (kind, name, attributes)
+    when it is loaded as such, None when it is computed. Comparisons with constants (None) do not count. An argument
+    that the code never assigns is of a kind of its own."""
+    if not {_NAME["IS_OP"], _NAME["COMPARE_OP"]} & set(code.co_code[::2]):
+        return ()
+    found: list[tuple[str, Any]] = []
+    stack: list[Any] = []
+    instructions = list(dis.get_instructions(code))
+    arguments = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    for i in instructions:
+        if "STORE_FAST" in i.opname or "DELETE_FAST" in i.opname:
+            arguments.difference_update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    for i in instructions:
+        if i.opcode in _PREFIXES:
+            continue
+        kind = _LOADS_ONE.get(i.opname)
+        if kind is not None:
+            kind = "argument" if kind == "local" and i.argval in arguments else kind
+            stack.append((kind, i.argval, ()))
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and stack and stack[-1] is not None:
+            stack[-1] = (*stack[-1][:2], (*stack[-1][2], i.argval))
+        elif i.opname in _COMPARES:
+            left, right = ([None, None] + stack)[-2:]
+            pair = left, right
+            if all(x is None or x[0] != "constant" for x in pair) and (
+                i.opname == "IS_OP" or any(x is not None and x[0] in ("global", "free") for x in pair)
+            ):
+                found.append((i.opname, pair))
+            stack = [None]
+        else:
+            stack = [None]
+    return tuple(found)
+
+
+def operand(frame: types.FrameType, x: Any) -> Any:
+    """What an operand (_compared) is when code is entered, as far as that can be told without running anything."""
+    if x is None:
+        return UNKNOWN
+    kind, name, path = x
+    if kind == "global":
+        at = frame.f_globals.get(name, vars(builtins).get(name, UNKNOWN))
+    else:
+        at = frame.f_locals.get(name, UNKNOWN)
+        if kind != "free" and not isinstance(at, nn.Module):  # it may be assigned
+            return UNKNOWN
+    for attribute in path:
+        if isinstance(at, (types.ModuleType, type)):
+            at = vars(at).get(attribute, UNKNOWN)
+        elif isinstance(at, nn.Module):
+            at = object.__getattribute__(at, "__dict__").get(attribute, UNKNOWN)
+        else:
+            return UNKNOWN
+    return at
+
+
+def stores_free(code: types.CodeType) -> set[str]:
+    """Closure variables that the code assigns."""
+    return {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+    }
+
+
+def at(code: types.CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def cell(c: Any) -> Any:
+    try:
+        return c.cell_contents
+    except ValueError:
+        return patches.ABSENT
