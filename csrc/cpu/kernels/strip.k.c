@@ -193,7 +193,9 @@ TRIG_GUARD(cos)
 #include "graph/pointwise.def"
 #undef PW
 
-#define WHERE(fn, T)                                                                                \
+/* Of 64-bit integers by bits: compilers have no other way without a branch before AVX2, and data decides how often a
+ * branch is foreseen. */
+#define WHERE(fn, T, taken)                                                                         \
     static void fn(ARGS) {                                                                          \
         const uint8_t *pc = v[in->a];                                                               \
         const T *px = v[in->b], *py = v[in->c];                                                     \
@@ -201,13 +203,13 @@ TRIG_GUARD(cos)
         UNUSED;                                                                                     \
         SIMD for (int64_t i = 0; i < n; i++) {                                                      \
             const T x = px[i], y = py[i];                                                           \
-            pd[i] = pc[i] ? x : y;                                                                  \
+            pd[i] = taken;                                                                          \
         }                                                                                           \
     }
-WHERE(where_F, float)
-WHERE(where_D, double)
-WHERE(where_I, int64_t)
-WHERE(where_B, uint8_t)
+WHERE(where_F, float, pc[i] ? x : y)
+WHERE(where_D, double, pc[i] ? x : y)
+WHERE(where_I, int64_t, y ^ ((x ^ y) & -(int64_t)(pc[i] != 0)))
+WHERE(where_B, uint8_t, pc[i] ? x : y)
 
 /* x * scale where the word of the element's logical index is below the threshold, else 0 (whatever x is, NaN and inf
  * included) */
