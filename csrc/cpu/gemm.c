@@ -29,6 +29,7 @@ enum {
     NARROW_ROWS = 512,           /* rows of a task whose C is summed aside: bounds the private block */
     SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
+    PAST_CACHES = 2 << 20,       /* bytes of C that no core's own cache holds */
 };
 /* m n k: below it a call to the host costs more than it saves; the second where the own kernel multiplies bf16 itself
  * (AVX512_BF16) and the host has nothing better (AMX): tests/bench/bench_gemm.py --bf16 */
@@ -115,7 +116,7 @@ static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p)
     p->ld_acc = cut ? round_up(p->n, t->cols) : 0;
     p->acc_size = round_up(rows * p->ld_acc * (int64_t)sizeof(float), 64);
     int64_t col_blocks = (p->n + t->cols - 1) / t->cols, groups = 1, row_panels = rows / t->mr;
-    if (!alone && col_blocks < 3 * p->workers && col_blocks > 0)
+    if (!alone && col_blocks < 3 * p->workers && col_blocks > 0 && !(t->even && col_blocks % p->workers == 0))
         groups = (3 * p->workers + col_blocks - 1) / col_blocks;
     p->group_rows = groups > 1 ? (row_panels + groups - 1) / groups * t->mr : rows;
     if (p->group_rows < 4 * t->mr) p->group_rows = 4 * t->mr;
@@ -144,7 +145,8 @@ static om_gemm_job gemm_job(const om_gemm_args *a, bool swap, int64_t product) {
     om_gemm_job j = {.dtype = a->dtype, .m = a->m, .n = a->n, .k = a->k,
                      .a = at.a, .b = at.b, .bias = a->bias, .c = at.c,
                      .rsa = a->rsa, .csa = a->csa, .rsb = a->rsb, .csb = a->csb, .rsc = a->rsc, .csc = a->csc,
-                     .alpha = a->alpha, .beta = a->beta};
+                     .alpha = a->alpha, .beta = a->beta,
+                     .past = a->m * a->n * (int64_t)om_dtype_size(a->dtype) >= PAST_CACHES};
     if (swap) {
         j.m = a->n, j.n = a->m;
         j.a = at.b, j.rsa = a->csb, j.csa = a->rsb;

@@ -72,10 +72,12 @@ typedef struct om_gemm_job {         /* one product whose A fits its packed form
     int beta;
     /* packed A: panels of mr rows, each (k, mr), om_gemm_type.panel_size elements apart */
     void *pa;
-    /* bf16 as bf16, cut along k: where the sums of C's rows wait as floats, ld_acc apart; what other blocks of k do */
+    /* bf16 as bf16, cut along k: where the sums of C wait as floats, ld_acc for a row, in the order that a kernel
+     * likes; what other blocks of k do */
     float *acc;
     int64_t ld_acc;
     bool more_before, more_after;
+    bool past;                       /* all of C is larger than a core's own cache: it may be stored past the caches */
 } om_gemm_job;
 
 typedef struct om_gemm_type {        /* one compute type of one instruction set */
@@ -83,6 +85,7 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
      * type, 2 when bf16 stays bf16 */
     int mr, cols, kc, elem;
     int slack;                       /* elements after a packed panel that packing may overwrite */
+    bool even;                       /* C is not cut by rows where as many blocks of columns fall on every worker */
     void (*pack_a)(const om_gemm_job *g, int64_t panel0, int64_t panel1);
     /* C[row0:row1, col0:col1]; row0 a multiple of mr, at most `cols` columns. next: the column from which this worker
      * will likely go on, -1 where it will not: a hint for the caches. `work`: kc * cols elements, then
