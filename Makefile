@@ -184,12 +184,12 @@ $(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checki
 	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
 
 # --- the same engine with AMX tiles emulated in C (csrc/cpu/kernels/amx.h): what an AMX machine would compute, tests/engine/test_amx.py ----
-AMX_OBJ := $(B)/amx/cpu/isa.o $(ISAS:%=$(B)/amx/cpu/kernels/gemm_amx.%.o)
+AMX_OBJ := $(B)/amx/cpu/isa.o $(foreach k,gemm_amx attention_amx,$(ISAS:%=$(B)/amx/cpu/kernels/$(k).%.o))
 $(B)/amx/cpu/isa.o: csrc/cpu/isa.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DOM_AMX_EMULATED -c $< -o $@
 define AMX_RULE
-$(B)/amx/cpu/kernels/gemm_amx.$(1).o: csrc/cpu/kernels/gemm_amx.k.c
+$(B)/amx/cpu/kernels/%.$(1).o: csrc/cpu/kernels/%.k.c
 	@mkdir -p $$(@D)
 	@$(CC) $$(CBASE) $(KFLAGS) $(MARCH_$(1)) -DOM_ISA=$(1) -DOM_AMX_EMULATED -c $$< -o $$@
 endef

@@ -53,6 +53,8 @@ static om_status attention_broadcast(om_ctx *cx, const om_tensor *t, const om_te
 }
 
 static const om_attn_type *attention_type(int dtype) {
+    const om_attn_type *tiles = OM_PICK(om_attn_amx);
+    if (dtype == OM_BF16 && om_isa_bf16() & OM_BF16_DOT && tiles->forward && om_isa_tiles()) return tiles;
     if (dtype == OM_BF16 && om_isa_bf16() & OM_BF16_DOT) return OM_PICK(om_attn_bf16);
     const om_attn_kernels *k = OM_PICK(om_attn_isa);
     return dtype == OM_F64 ? &k->f64 : &k->f32;

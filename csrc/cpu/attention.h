@@ -47,5 +47,6 @@ typedef struct om_attn_type {            /* one compute type of one instruction 
 typedef struct om_attn_kernels { om_attn_type f32, f64; } om_attn_kernels;
 OM_DECLARE_ISA(om_attn_kernels, om_attn_isa);
 OM_DECLARE_ISA(om_attn_type, om_attn_bf16); /* where om_isa_bf16 has OM_BF16_DOT */
+OM_DECLARE_ISA(om_attn_type, om_attn_amx);  /* and om_isa_tiles; no `forward` where the compiler has no tiles */
 
 #endif

@@ -117,6 +117,12 @@ def test_bf16_products_keep_their_tiles_in_registers(family: str, names: list[st
         assert not spilled, spilled
 
 
+def test_attention_on_tiles_has_no_vector_in_its_loop() -> None:
+    found = loops(object_of("attention_amx", "avx512"))
+    best = max(found["product_tiles"], key=lambda loop: sum("tdpbf16ps" in text for text in loop))
+    assert sum("tdpbf16ps" in text for text in best) >= 4 and not [text for text in best if re.search("%[xyz]mm", text)]
+
+
 @pytest.mark.parametrize("isa", REGISTER)
 @pytest.mark.parametrize("name", HOT["gemm"])
 def test_product_keeps_its_tile_in_registers(name: str, isa: str) -> None:

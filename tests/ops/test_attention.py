@@ -403,12 +403,26 @@ def test_nan_and_inf_come_through_in_bf16(value: float) -> None:
         assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
 
 
-@pytest.mark.skipif(not engine.lib.om_isa_bf16() & 1, reason="the processor has no AVX512_BF16: all of the above ran without it")
-def test_without_the_instruction() -> None:
-    env = {**os.environ, "ORTMODULE_ISA": "avx512", "OMP_NUM_THREADS": "1"}
+def again(**env: str) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     argv = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", "in_bf16"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(not engine.lib.om_isa_bf16() & 1, reason="the processor has no AVX512_BF16: all of the above ran without it")
+def test_without_the_instruction() -> None:
+    again(ORTMODULE_ISA="avx512")
+
+
+@pytest.mark.skipif(not engine.lib.om_isa_bf16() & 2, reason="the processor has no AMX: all of the above ran without tiles")
+def test_without_tiles() -> None:
+    again(ORTMODULE_ISA="avx512_bf16")
+
+
+@pytest.mark.skipif(not engine.lib.om_isa_bf16() & 1, reason="emulated tiles stand beside pairs of AVX512_BF16")
+def test_on_emulated_tiles() -> None:
+    again(OM_LIB=os.path.join(engine.ROOT, "build", "amx.so"))
 
 
 @pytest.mark.parametrize(

@@ -80,23 +80,41 @@ ATTN_TARGET OM_INLINE void product_rows(int64_t mr, bool wide, int64_t kc, const
 }
 #undef ROWS
 
-ATTN_TARGET static __attribute__((noinline)) void N(product)(int64_t m, int64_t n, int64_t kc, const uint16_t *a,
-                                                             int64_t lda, const uint32_t *b, int64_t ldb, float *c,
-                                                             int64_t ldc, bool add) {
+#if ATTN_TILES
+#define PAIRS(name) name##_pairs
+#else
+#define PAIRS(name) N(name)
+#endif
+
+ATTN_TARGET static __attribute__((noinline)) void PAIRS(product)(int64_t m, int64_t n, int64_t kc, const uint16_t *a,
+                                                                 int64_t lda, const uint32_t *b, int64_t ldb, float *c,
+                                                                 int64_t ldc, bool add) {
     for (int64_t j = 0; j < n; j += 2 * VL)
         for (int64_t i = 0; i < m; i += PAIRS_MR)
             product_rows(m - i < PAIRS_MR ? m - i : PAIRS_MR, n - j > VL, kc, a + i * lda, lda / 2, 1, b + j, ldb,
                          c + i * ldc + j, ldc, add);
 }
 
-ATTN_TARGET static __attribute__((noinline)) void N(product_flip)(int64_t m, int64_t n, int64_t kc, const uint32_t *a,
-                                                                  int64_t lda, const uint32_t *b, int64_t ldb,
-                                                                  float *c, int64_t ldc) {
+ATTN_TARGET static __attribute__((noinline)) void PAIRS(product_flip)(int64_t m, int64_t n, int64_t kc,
+                                                                      const uint32_t *a, int64_t lda,
+                                                                      const uint32_t *b, int64_t ldb, float *c,
+                                                                      int64_t ldc) {
     for (int64_t j = 0; j < n; j += 2 * VL)
         for (int64_t i = 0; i < m; i += PAIRS_MR)
             product_rows(m - i < PAIRS_MR ? m - i : PAIRS_MR, n - j > VL, kc, a + i, 1, lda, b + j, ldb,
                          c + i * ldc + j, ldc, true);
 }
+
+#undef PAIRS
+
+#if ATTN_TILES
+#include "cpu/kernels/attention_tiles.h"
+#define ATTN_BEGIN() tiles_begin()
+#define ATTN_END() tiles_end()
+#else
+#define ATTN_BEGIN()
+#define ATTN_END()
+#endif
 
 /* --- operands ------------------------------------------------------------------------------------------- */
 

@@ -1,5 +1,5 @@
 /* attention_type.h - the part of attention.k.c and attention_bf16.k.c that is written once and compiled per compute
- * type (after vec.h); ATTN_PAIRS: its products are of pairs of bf16. */
+ * type (after vec.h); ATTN_PAIRS: its products are of pairs of bf16, ATTN_TILES: on AMX tiles. */
 #ifndef OM_ATTENTION_TYPE_ONCE
 #define OM_ATTENTION_TYPE_ONCE
 /* Queries and keys of a tile: S, P and dP (16 KB each in f32) stay in L1/L2. Where products take half the time, longer
@@ -258,6 +258,7 @@ ATTN_TARGET static void N(forward)(const om_attn_job *j, int64_t task, void *mem
             last = first + j->f->chunk_rows < j->f->tq ? first + j->f->chunk_rows : j->f->tq,
             vp = N(pad)(j->f->dv_size);
     if (first >= last) return;
+    ATTN_BEGIN();
     T scale = (T)j->f->scale, keep_scale = (T)om_dropout_scale(j->f->dropout);
     uint32_t keep_below = om_philox_keep_below(j->f->dropout);
     bool drop = j->f->dropout > 0;
@@ -332,6 +333,7 @@ ATTN_TARGET static void N(forward)(const om_attn_job *j, int64_t task, void *mem
         }
         N(rows_out)(&j->y, y_at, i0, n, w.out, vp);
     }
+    ATTN_END();
 }
 
 /* --- backward --------------------------------------------------------------------------------------------- */
@@ -506,6 +508,7 @@ static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
             h0 = task % heads * j->f->task_heads,
             group = j->f->hq / j->f->hk;
     int64_t dp = N(pad)(j->f->d), vp = N(pad)(j->f->dv_size), ldk;
+    ATTN_BEGIN();
     for (int64_t b = b0; b < b0 + j->f->task_batch; b++)
         for (int64_t kv = h0; kv < h0 + j->f->task_heads; kv++) {
             int64_t k_at = head_at(&j->k, &j->q, b, kv), v_at = head_at(&j->v, &j->q, b, kv);
@@ -522,4 +525,5 @@ static void N(backward)(const om_attn_job *j, int64_t task, void *memory) {
             N(rows_out)(&j->dk, head_at(&j->dk, &j->q, b, kv), 0, j->f->tk, w.dk, dp);
             N(rows_out)(&j->dv, head_at(&j->dv, &j->q, b, kv), 0, j->f->tk, w.dv, vp);
         }
+    ATTN_END();
 }

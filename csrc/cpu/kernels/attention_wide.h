@@ -16,7 +16,11 @@
 #define LEFT T
 #define RIGHT T
 #undef ATTN_TARGET
+#undef ATTN_BEGIN
+#undef ATTN_END
 #define ATTN_TARGET
+#define ATTN_BEGIN()
+#define ATTN_END()
 
 static inline int64_t N(terms)(int64_t k) { return k; }
 static inline int64_t N(left_ld)(int64_t w) { return N(pad)(w); }
