@@ -183,7 +183,7 @@ $(B)/sabotage/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 $(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
 	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
 
-# --- the same engine with AMX tiles emulated in C (csrc/cpu/kernels/amx.h): what an AMX machine would compute, tests/engine/test_amx.py ----
+# --- the same engine with AMX tiles emulated in C (csrc/cpu/kernels/amx.h): what an AMX machine would compute, tests/ops/test_matmul_amx.py ----
 AMX_OBJ := $(B)/amx/cpu/isa.o $(foreach k,gemm_amx attention_amx,$(ISAS:%=$(B)/amx/cpu/kernels/$(k).%.o))
 $(B)/amx/cpu/isa.o: csrc/cpu/isa.c
 	@mkdir -p $(@D)

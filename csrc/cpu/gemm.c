@@ -9,7 +9,8 @@
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
  * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
  * pairs (kernels/gemm_bf16.k.c) on AVX512_BF16: twice as fast as widening, 0.8 to 1.0 times oneDNN on large products.
- * On tiles (kernels/gemm_amx.k.c) only when the own kernel is asked for, ORTMODULE_GEMM=own: nobody has timed it.
+ * On tiles (kernels/gemm_amx.k.c) only when the own kernel is asked for, ORTMODULE_GEMM=own: in whole steps it takes
+ * as long as oneDNN, and longer where a small weight meets many rows (docs/ARCHITECTURE.md).
  *
  * Orientation. The kernel wants C contiguous along its columns and more columns than VL; when C is column-major, or is
  * narrow and tall, (A B)^T = B^T A^T is computed instead: same numbers, swapped strides.

@@ -11,7 +11,7 @@
  * begun calls none that might use them. They need the system's permission: om_isa_tiles.
  *
  * Two implementations: the processor's, for AVX-512 builds; with -DOM_AMX_EMULATED plain C with the bits that Intel's
- * manual describes, for tests on machines without AMX (build/amx.so, tests/engine/test_amx.py). A NaN's bits aside:
+ * manual describes, for tests on machines without AMX (build/amx.so, tests/ops/test_matmul_amx.py). A NaN's bits aside:
  * the manual leaves open which of several goes on.
  */
 #ifndef OM_AMX_H
