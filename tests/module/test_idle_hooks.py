@@ -108,7 +108,7 @@ def test_frozen_between_steps(reentrant: bool) -> None:
             model.tokens.weight.requires_grad_(not frozen)
         assert losses(eager, False) == pytest.approx(losses(ours, False), rel=1e-6)
         with torch.no_grad():
-            assert torch.allclose(eager(IDS), ours(IDS))
+            assert torch.allclose(eager(IDS), ours(IDS), atol=1e-6)  # of numbers up to 0.5: some are near 0
 
 
 def test_another_hook_beside_it_still_runs() -> None:

@@ -68,6 +68,12 @@ def heads(ours: ORTModule) -> tuple[int, int]:
     return ours.report().graphs[-1].sparse_heads
 
 
+@pytest.fixture(autouse=True)
+def silent(caplog: pytest.LogCaptureFixture) -> None:
+    """At level INFO a second plan is made for what is told, which is none of a step's."""
+    caplog.set_level(logging.WARNING, "ortmodule")
+
+
 @pytest.mark.parametrize("logits", [False, True])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_densities(name: str, logits: bool) -> None:
