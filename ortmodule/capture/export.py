@@ -303,7 +303,8 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
         rows.append(Patch(private.transformer, "_detect_is_causal_mask", only_here(never_looks, detect)))
     if private.has("composite_kernel"):
         aten, key = torch.ops.aten, private.composite_kernel
-        _lowered()  # now, while tensors have values
+        for graded in (True, False):
+            _lowered(graded)  # now, while tensors have values
         for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
             before = op.py_kernels.get(key) or functools.partial(_recurrent, op)
             rows += [Patch(op.py_kernels, key, only_here(functools.partial(_types_only, op), before)),
@@ -348,16 +349,18 @@ def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _lowered() -> dict[tuple[Any, torch.dtype, torch.dtype, torch.dtype], list[torch.dtype]]:
+def _lowered(graded: bool) -> dict[tuple[Any, torch.dtype, torch.dtype, torch.dtype], list[torch.dtype]]:
     """Types of the recurrent operators' results under autocast, by operator, autocast's type, those of input and state.
-    Asked of PyTorch, because they depend on the processor (oneDNN's LSTM) and on what of the operator is cast."""
+    Asked of PyTorch, because they depend on the processor (oneDNN's LSTM), on what of the operator is cast, and on
+    whether gradients are recorded (oneDNN's LSTM in fp16 is for inference)."""
     found = {}
     half, double = (torch.float32, torch.bfloat16, torch.float16), torch.float64
     for op, gates in ((torch.lstm, 4), (torch.gru, 3), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
         for low, (of_x, of_state) in product(half[1:], [*product(half, half), (double, double)]):
             w = torch.ones(8 * gates, 8, dtype=double if of_x == double else None)
             x, b, zero = torch.ones(2, 1, 8, dtype=of_x), w[:, 0], torch.zeros(1, 1, 8, dtype=of_state)
-            with torch.no_grad(), torch.autocast("cpu", low, cache_enabled=False), contextlib.suppress(RuntimeError):
+            with (torch.set_grad_enabled(graded), torch.autocast("cpu", low, cache_enabled=False),
+                  contextlib.suppress(RuntimeError)):  # fmt: skip
                 states: Any = (zero, zero) if gates == 4 else zero
                 made = op(x, states, [w, w, b, b], True, 1, 0.0, False, False, False)
                 found[getattr(torch.ops.aten, op.__name__).input, low, of_x, of_state] = [t.dtype for t in made]
@@ -370,7 +373,7 @@ def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_
     made = [x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))]
     made += [torch.empty_like(s) for s in state]
     if torch.is_autocast_enabled("cpu"):
-        types = _lowered().get((op, torch.get_autocast_dtype("cpu"), x.dtype, state[0].dtype))
+        types = _lowered(torch.is_grad_enabled()).get((op, torch.get_autocast_dtype("cpu"), x.dtype, state[0].dtype))
         made = [t.to(to) for t, to in zip(made, types or [t.dtype for t in made], strict=True)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *state, *params)):
         made = [t.requires_grad_().clone() for t in made]  # a result, no leaf

@@ -46,17 +46,19 @@ def test_errors_are_eagers(name: str, low: bool) -> None:
         assert mine <= 2 * own + 1e-6, (float(mine), float(own))
 
 
+@pytest.mark.parametrize("graded", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(("weight", "given", "low"), [
     (torch.float64, torch.float64, torch.bfloat16), (torch.float32, torch.float16, torch.bfloat16),
     (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16, torch.bfloat16)])  # fmt: skip
-def test_types(kind: type[nn.RNNBase], weight: torch.dtype, given: torch.dtype, low: torch.dtype) -> None:
+def test_types(kind: type[nn.RNNBase], weight: torch.dtype, given: torch.dtype, low: torch.dtype,
+               graded: bool) -> None:  # fmt: skip
     """Autocast leaves float64 alone; what it casts meets inputs of the other half type as it is."""
     eager, x = kind(4, 3).to(weight), torch.randn(5, 2, 4).to(given)
     found = []
     for model in (eager, ORTModule(copy.deepcopy(eager))):
         try:
-            with torch.autocast("cpu", low):
+            with torch.autocast("cpu", low), torch.set_grad_enabled(graded):
                 y, states = model(x)
         except RuntimeError:
             if model is eager:
