@@ -34,8 +34,8 @@ typedef struct om_gemm_args {
 } om_gemm_args;
 
 /* Who computes it, and what is computed: sizes after the choice of orientation, blocks, workers. A pure function of the
- * arguments' form and the number of threads; of these only `workers` and `group_rows` depend on the threads, and they
- * do not change any sum. A run may have fewer threads than are counted on here. */
+ * arguments' form and the number of threads; of these `workers`, `group_rows` and the parts depend on the threads, and
+ * they do not change any sum. A run may have fewer threads than are counted on here. */
 typedef struct om_gemm_how {
     uint8_t provider;
     bool swap, narrow, per_product;
@@ -44,6 +44,7 @@ typedef struct om_gemm_how {
     int workers;
     const struct om_gemm_type *t;
     int64_t m, n, k, block_rows, block_k, group_rows, pack_size, work_size;
+    int64_t part_rows, part_cols;    /* of the parts that workers compute by themselves (per_product); else m and n */
     int64_t ld_acc, acc_size;        /* of the floats that wait between blocks of k (om_gemm_job.acc); 0: none do */
     int64_t scratch;                 /* bytes om_gemm_run wants */
 } om_gemm_how;

@@ -102,6 +102,14 @@ bool om_isa_tiles(void) { /* two threads may both ask: they are told the same */
     return k == 2;
 }
 
+int64_t om_isa_l2(void) {
+#if defined(__x86_64__)
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid(0x80000006, &a, &b, &c, &d)) return (int64_t)(c >> 16) << 10;
+#endif
+    return 0;
+}
+
 const char *om_isa_text(void) {
     static const char *const name[] = {"generic", "avx2", "avx512"};
     return name[om_isa()];

@@ -105,7 +105,7 @@ def test_nan_and_inf_pass() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("m,k,n", [(131, 1033, 257), (401, 211, 5), (5, 211, 401), (1031, 67, 127)])
+@pytest.mark.parametrize("m,k,n", [(131, 1033, 257), (401, 211, 5), (5, 211, 401), (1031, 67, 127), (1601, 1030, 417), (301, 2050, 1001)])
 def test_same_bits_whatever_the_threads(dtype: torch.dtype, m: int, k: int, n: int) -> None:
     name = engine.NAMES[engine.TORCH.index(dtype)]
     text = f"graph {{ input a: {name}[{m}, {k}]\n input b: {name}[{k}, {n}]\n y = matmul(a, b)\n output y\n}}"
