@@ -95,9 +95,9 @@ static int64_t gemm_own_scratch(const om_gemm_how *p) {
 
 /* One product in as many parts as there are workers, each with packed operands of its own: no worker waits for another
  * or reads what another has packed. On Granite Rapids, whose memory and whose cores answer late, 3 to 9 % faster than
- * one packed A for all, which is 8 MiB, written past L2 and read from there for every block of columns. Packing a row or
- * a column takes as long as PACK_COST products with a number of it; parts that packing would delay by more than WORTH
- * are not made. Parts cut no sum. */
+ * one packed A for all, which is 8 MiB, written past L2 and read from there for every block of columns. Packing a row
+ * or a column takes as long as PACK_COST products with a number of it; parts that packing would delay by more than
+ * WORTH are not made. Parts cut no sum. */
 static bool gemm_parts(const om_gemm_type *t, om_gemm_how *p) {
     const double PACK_COST = 30, WORTH = 1.25;
     double least = WORTH * (double)p->m * (double)p->n / p->workers;
