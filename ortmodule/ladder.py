@@ -83,6 +83,19 @@ class ModuleCall(NamedTuple):
 
     def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
         """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
+        graph = self.site.captured.graph if self.site.captured is not None else None
+        assert isinstance(graph, Graph)
+        others = _others(self.state.module, graph.bound, tensors[len(graph.leaves) :])
+        now = [(own, name, own[name]) for own, name, _ in others]
+        try:
+            for own, name, t in others:
+                own[name] = t
+            return self._replay(tensors, clones)
+        finally:
+            for own, name, t in now:
+                own[name] = t
+
+    def _replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
         site, state = self.site, self.state
         if state.guard.fast() != site.fast and not state.unchanged(site):
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
@@ -140,6 +153,20 @@ class ModuleCall(NamedTuple):
         return outputs, aliases
 
 
+def _others(module: nn.Module, bound: Sequence[Any],
+            tensors: Sequence[Tensor]) -> list[tuple[dict[str, Any], str, Tensor]]:  # fmt: skip
+    """Parameters and buffers that a call has run with and that are others now, as after torch.func.functional_call."""
+    found: list[tuple[dict[str, Any], str, Tensor]] = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for spec, t in zip(bound, tensors, strict=True):
+        owner, _, name = spec.target.rpartition(".")
+        m = modules.get(owner)
+        for own in () if m is None else (m._parameters, m._buffers):
+            if own.get(name) is not None and own[name] is not t:
+                found.append((own, name, t))
+    return found
+
+
 def _put_back(attributes: list[tuple[dict[str, Any], str, Any]]) -> None:
     """Attributes of modules, by their __dict__ and name, as they were."""
     for own, name, old in attributes:
@@ -167,6 +194,9 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         return _eager(state, "called inside forward-mode differentiation", args, kwargs)
     if private.transforms() is not None or private.dispatch_modes() or private.tracing():
         return _eager(state, "called inside a function transform or while PyTorch traces", args, kwargs)
+    if private.parametrized._cache_enabled:
+        return _eager(state, "called inside torch.nn.utils.parametrize.cached(): the values it keeps are PyTorch's",
+                      args, kwargs)  # fmt: skip
     if guard.global_hooks():
         return _eager(state, "hooks for all modules of the process are registered", args, kwargs)
     if patches.threads and threading.get_ident() in patches.threads:  # part of what is captured, or compared

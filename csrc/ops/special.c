@@ -53,7 +53,9 @@ GRAD(trigamma_grad) {
 
 /* (y, x): the angle of the point (x, y) */
 GRAD(atan2_grad) {
-    const om_id over = UN(reciprocal, BIN(add, SQUARE(X), SQUARE(Y)));
+    const om_id square = BIN(add, SQUARE(X), SQUARE(Y));
+    /* PyTorch's: nothing where the squares add to 0; NaN stays NaN */
+    const om_id over = MAKE(where, BIN(eq, square, NUMBER(0)), NUMBER(0), UN(reciprocal, square));
     if (want[0]) dx[0] = BIN(mul, DY, BIN(mul, Y, over));
     if (want[1]) dx[1] = BIN(mul, DY, BIN(mul, UN(neg, X), over));
     return b->g->cx->status;

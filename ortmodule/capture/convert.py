@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import torch_private as private
 from ..errors import CaptureError
-from . import opaque, symbolic
+from . import layouts, opaque, symbolic
 from .composites import apart
 from .export import Exported
 from .functional import Node, Program, draws
@@ -464,12 +464,15 @@ class Converter:
         ins: list[Val] = []
         vals = bound(n)
         dtype = self.lowered(n)
+        lie: dict[int, list[int]] = {}  # operands of a draw that memory does not hold row by row
 
         def tensor(x: Node) -> int:
             v = self.v(x)
             if dtype is not None and v.dtype.is_floating_point:
                 v = self.cast(v, dtype)
             ins.append(v)
+            if draws(n) and (order := _order_of_draw(n, x)):
+                lie[len(ins) - 1] = order
             return len(ins) - 1
 
         def walk(x: Any) -> tuple[Any, Callable[[list[Tensor]], Any]]:
@@ -495,6 +498,8 @@ class Converter:
         target = n.target
 
         def call(ts: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+            if lie:
+                ts = [_lying(t, lie[i]) if i in lie else t for i, t in enumerate(ts)]
             with torch.autocast("cpu", enabled=False):
                 out = target(*[f(ts) for f in args], **{k: f(ts) for k, f in kwargs})
             return out if isinstance(out, Tensor) else tuple(x for x in out if isinstance(x, Tensor))
@@ -590,6 +595,21 @@ class Converter:
                 return n.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
         except RuntimeError:
             return None
+
+
+def _order_of_draw(n: Node, x: Node) -> list[int] | None:
+    """PyTorch draws numbers in the order of memory, and some by another method where that is not row by row: the axes
+    as memory has them (slowest first) where that is not so. The engine's tensors lie row by row."""
+    if not isinstance(x.val, Tensor) or x.val.dim() < 2 or layouts.pin(x.val):
+        return None
+    order = layouts.order_of(x.val)
+    if order is None and (n.target._schema.name == "aten::normal_functional" or not layouts.pin(n.val)):
+        raise CaptureError(f"{n.target}: draws numbers for a tensor with gaps in memory", *n.src)
+    return order
+
+
+def _lying(t: Tensor, order: list[int]) -> Tensor:
+    return torch.empty_permuted(t.shape, order, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _json(x: Any) -> Any:

@@ -949,9 +949,10 @@ class _Functionalizer:
         for n in p.nodes:
             name = _name(n.target)
             given = none.union(*[of.get(x, none) for x in n.inputs()])
-            if name in _STRICT or name in _MAYBE and (self.mutates or n in returned):
+            drawn = draws(n)  # in the order of memory
+            if drawn or name in _STRICT or name in _MAYBE and (self.mutates or n in returned):
                 matter |= given - {own}
-            p.own_layouts = p.own_layouts or name == "as_strided" and own in given
+            p.own_layouts = p.own_layouts or (drawn or name == "as_strided") and own in given
             if given and name not in _ONE_LAYOUT and not (isinstance(n.val, Tensor) and n.val.dim() == 0):
                 of[n] = given
         return matter

@@ -643,7 +643,9 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
     count = expr_of(count)
     correction = 1 if correction is None else correction
     if isinstance(count, int):
-        divisor = c.b.constant(max(count - correction, 0), v.dtype)
+        if count < correction or count == correction != 1:  # its gradient divides by another number than it does
+            raise NotHere("a variance of fewer elements than its correction")
+        divisor = c.b.constant(count - correction, v.dtype)
     else:
         divisor = c.op2("Max", c.cast(c.symbolic(count - correction), v.dtype), c.scalar(0, v.dtype))
     return c.op2("Div", total, divisor), mean if keep else c.squeeze(mean, axes)

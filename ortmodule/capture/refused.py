@@ -116,6 +116,21 @@ _FOR_OTHERS = tuple(os.path.join(TORCH_DIR, *p) for p in (("nn", "modules", "mod
                                                           ("autograd",)))  # fmt: skip
 
 
+_GAUSSIAN = nn.functional.gaussian_nll_loss
+
+
+def _gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6,
+                       reduction: str = "mean") -> Any:  # fmt: skip
+    """PyTorch clamps the variance under no_grad. Inside one of torch's functions the trace hears nothing of a change of
+    the grad mode: it is made out here, where it does, and changes nothing there. (The one function of
+    torch.nn.functional with such a block.)"""
+    if isinstance(var, Tensor) and not torch.any(var < 0):  # that is an error of PyTorch's
+        var = var.clone()
+        with torch.no_grad():
+            var.clamp_(min=eps)
+    return _GAUSSIAN(input, target, var, full, eps, reduction)
+
+
 class Asked(TorchFunctionMode):
     """given: the stand-ins of arguments (numbers) and of the module's tensors (names), by their id: what forward has
     not made itself. None: that was asked at the capture. real: the tensors behind them; without, nothing is noted."""
@@ -142,13 +157,16 @@ class Asked(TorchFunctionMode):
         if user and refused is None and not (func == _GRAD_FN and _no_float(args[0])):
             refused = _OF_A_MOMENT.get(func)
         if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
-            return self._noted(func, args, kwargs, func(*args, **kwargs), False)
+            run = _gaussian_nll_loss if func is _GAUSSIAN else func
+            return self._noted(func, args, kwargs, run(*args, **kwargs), False)
         try:
             if refused is not None and (
                 refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
             ):
                 raise NotRepeatable(*refused)
-            out = _behind(args[0]) if user and func == _DATA else func(*args, **kwargs)
+            out = (_behind(args[0]) if user and func == _DATA
+                   else _gaussian_nll_loss(*args, **kwargs) if func is _GAUSSIAN
+                   else func(*args, **kwargs))  # fmt: skip
             if user and in_try(by) is not None:
                 self.tried.add((file, by.f_lineno))
                 self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]

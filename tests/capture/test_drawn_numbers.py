@@ -75,3 +75,68 @@ def test_numbers_are_those_of_eager(rule: Callable[[Any, Tensor], Tensor]) -> No
         for a, b in zip(*told, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
     assert not ours.report().eager, str(ours.report())
+
+
+IN_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": lambda h: h + torch.randn_like(h),
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "randint_like": lambda h: h * torch.randint_like(h.detach(), 2, 90),
+    "other type": lambda h: h + torch.randn_like(h, dtype=torch.float32),
+    "as it lies": lambda h: h + torch.randn_like(h, memory_format=torch.contiguous_format),
+    "in place": lambda h: h + torch.empty_like(h).normal_().exp() + torch.empty_like(h).exponential_(),
+    "of values": lambda h: h * torch.bernoulli(h.sigmoid()) + torch.normal(h, h.exp()) + torch.poisson(h.exp()),
+    "multinomial": lambda h: h * torch.multinomial(h.exp().reshape(-1, h.shape[-1]), 3).sum(),
+    "distribution": lambda h: torch.distributions.Normal(h, h.exp()).rsample() + torch.nn.functional.gumbel_softmax(h),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+@pytest.mark.parametrize("lies", ["turned", "channels_last", "as it came", "turned twice"])
+def test_numbers_go_to_where_memory_has_them(name: str, lies: str) -> None:
+    """PyTorch fills memory in its order, and normal_ by another method where that is not row by row."""
+
+    class Drawn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x).transpose(1, 3).tanh() if lies == "turned" else self.conv(x) \
+                if lies == "channels_last" else x.sin() * self.linear.bias[0] if lies == "as it came" \
+                else self.linear(x).permute(1, 2, 0, 3).exp().transpose(0, 3)  # fmt: skip
+            return IN_MEMORY[name](h)
+
+    eager = Drawn().double()
+    ours = ORTModule(Drawn().double())
+    ours.load_state_dict(eager.state_dict())
+    for i, size in enumerate((3, 3, 5, 5, 2)):
+        x = torch.randn(size, 4, 4, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        if lies == "channels_last" or lies == "as it came" and i % 2:
+            x = x.to(memory_format=torch.channels_last)
+        told = []
+        for m in (eager, ours):
+            m.zero_grad()
+            torch.manual_seed(i)
+            y = m(x)
+            y.square().sum().backward()
+            told.append([y.detach(), *(p.grad for p in m.parameters() if p.grad is not None), torch.rand(2)])
+        for a, b in zip(*told, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+
+
+def test_gaps_in_memory() -> None:
+    def gaps(m: Any, x: Tensor) -> Tensor:
+        h = m.linear(x) * 1
+        h.detach()[:, ::2].normal_()
+        return h
+
+    torch.manual_seed(0)
+    eager, ours = Net(gaps), ORTModule(Net(gaps))
+    ours.load_state_dict(eager.state_dict())
+    for rows in (12, 12, 3):
+        x = torch.randn(rows, 4)
+        made = []
+        for m in (eager, ours):
+            torch.manual_seed(rows)
+            made.append(m(x).detach())
+        torch.testing.assert_close(*made)

@@ -70,6 +70,25 @@ def test_distributions(make: Callable[..., Tensor]) -> None:
     twin(make, (u(5, 7), u(5, 7)), (u(3, 7), u(3, 7)))
 
 
+@pytest.mark.parametrize("correction", [2, 3, 5])
+def test_more_corrections_than_elements(correction: int) -> None:
+    made = []
+    for m in (f := Fn(lambda x: x.var(0, correction=correction)), ORTModule(copy.deepcopy(f))):
+        x = torch.tensor([[1.0, 2], [3, 7]], requires_grad=True)
+        y = m(x)
+        y.sum().backward()
+        made.append([y.detach(), x.grad])
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(b, a, equal_nan=True)
+
+
+def test_variance_below_its_bound() -> None:
+    """The loss clamps the variance under no_grad, inside of a function of PyTorch's."""
+    for reduction in ("sum", "mean", "none"):
+        twin(lambda x, y, v, r=reduction: F.gaussian_nll_loss(x, y, (v - 0.5).relu(), full=True, eps=0.2, reduction=r),
+             (r(5, 7), r(5, 7), u(5, 7)), (r(3, 2), r(3, 2), u(3, 2)))
+
+
 def test_channel_shuffle() -> None:
     both(lambda x: torch.channel_shuffle(x, 3), (r(2, 6, 4, 5),), (r(3, 6, 2, 2),), (r(1, 6, 3, 3),))
 

@@ -73,6 +73,44 @@ def test_functional_call_and_transforms():
     assert any("transform" in e.reason for e in w.report().eager)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_gradients_through_steps_of_training(steps: int):
+    """MAML: the weights of a call are made from the gradients of the call before."""
+    w, eager = pair(MLP)
+    for model in (w, eager):
+        model.double()
+    for i in range(3):
+        x, y = torch.randn(13, 5, dtype=torch.float64), torch.randn(13, 3, dtype=torch.float64)
+        for model in (w, eager):
+            model.zero_grad()
+            fast = dict(model.named_parameters())
+            for _ in range(steps):
+                loss = (torch.func.functional_call(model, fast, (x,)) - y).square().mean()
+                grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+                fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), grads, strict=True)}
+            before = {n: p.data_ptr() for n, p in model.named_parameters()}
+            (torch.func.functional_call(model, fast, (x + i,)) - y).square().mean().backward()
+            assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+        same_state(w, eager)
+
+
+def test_cached_parametrizations():
+    from torch.nn.utils import parametrize
+    from torch.nn.utils.parametrizations import spectral_norm
+
+    w, eager = pair(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), spectral_norm(nn.Linear(7, 3))))
+    x, z = torch.randn(13, 5), torch.randn(13, 5)
+    for _ in range(3):
+        for model in (w, eager):
+            model.zero_grad()
+            with parametrize.cached():
+                (model(x) - model(z).detach()).square().sum().backward()
+            model(x).sum().backward()
+        same_state(w, eager)
+    assert any("cached" in e.reason for e in w.report().eager)
+
+
 def test_anomaly_mode():
     w, eager = pair(MLP)
     x, grad = torch.randn(13, 5), torch.randn(13, 3)

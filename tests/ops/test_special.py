@@ -55,8 +55,8 @@ def test_edges_of_two_operands() -> None:
     x = torch.tensor([0.0, 0, 0, 0, 0, 1, 1, 2, n, 1], dtype=torch.float64)
     y = torch.tensor([0.0, 1, -1, n, float("inf"), 0, -1, 3, 1, n], dtype=torch.float64)
     check("xlogy", [x, y], torch.xlogy, low=())
-    a = torch.tensor([0.0, -0.0, 1, -1, 0, 0, 3], dtype=torch.float64)
-    check("atan2", [a, torch.tensor([1.0, -1, 0, 0, -2, 2, -4], dtype=torch.float64)], torch.atan2, low=())
+    a = torch.tensor([0.0, -0.0, 1, -1, 0, 0, 3, 0, -0.0, n, 0], dtype=torch.float64)
+    check("atan2", [a, torch.tensor([1.0, -1, 0, 0, -2, 2, -4, 0, -0.0, 0, n], dtype=torch.float64)], torch.atan2, low=())
 
 
 @pytest.mark.parametrize("name,point", [("lgamma", 0.3), ("lgamma", -2.4), ("digamma", 4.5), ("acos", 0.4), ("atanh", -0.7)])
