@@ -366,7 +366,7 @@ class _Functionalizer:
             value = self.scatter(cur, value)
             cur = cur.parent
         if keeps_gradient and self.grad_matters and _is_float(old.val) and old.grad:
-            value = self.make(THROUGH, (value, old), {}, old.val)
+            value = self.make(THROUGH, (self.stop(value), old), {}, old.val)  # gradients are those of old alone
             value.grad = True
         elif over and self.grad_matters and old.differentiable():
             value = self.make(ZERO, (value, old), {}, old.val)

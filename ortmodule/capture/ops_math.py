@@ -647,6 +647,8 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
             raise NotHere("a variance of fewer elements than its correction")
         divisor = c.b.constant(count - correction, v.dtype)
     else:
+        if correction > 1:
+            raise NotHere("a variance of perhaps fewer elements than its correction")
         divisor = c.op2("Max", c.cast(c.symbolic(count - correction), v.dtype), c.scalar(0, v.dtype))
     return c.op2("Div", total, divisor), mean if keep else c.squeeze(mean, axes)
 

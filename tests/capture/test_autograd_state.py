@@ -638,3 +638,40 @@ def test_first_called_in_inference_mode(around: Callable[..., Any], last: Callab
         assert model.report().node_share == 1
     if last in (_with, _decorated) and around is not torch.inference_mode:
         assert "forward enters torch.inference_mode(True)" in str(model.report())
+
+
+def edited_copy(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    z = x.clone()
+    with torch.no_grad():
+        z.sub_(m.a.bias)
+    return z, m.b(z)
+
+
+def edited_view(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    z = x * 2
+    z.detach()[:, 1:].mul_(m.a.bias[1:])
+    return z, m.b(z * z)
+
+
+def edited_result(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    z = m.a(x)
+    with torch.no_grad():
+        z.clamp_(min=0.1)
+        z[1] = m.b.bias
+    return z * 1, m.b(z * 1)
+
+
+def edited_by_what_it_is(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    z = x.clone()
+    with torch.no_grad():
+        z.add_(m.a(z))
+        z.mul_(z)
+    z[:, 0] = m.b.bias[0]
+    return z, z.detach() + m.b(z)
+
+
+@pytest.mark.parametrize("rule", [edited_copy, edited_view, edited_result, edited_by_what_it_is])
+def test_edits_that_autograd_does_not_see(rule: Callable[..., Any]) -> None:
+    """The result requires a gradient if it did before."""
+    ours = steps(rule)
+    assert not ours.report().eager, str(ours.report())

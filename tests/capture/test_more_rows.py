@@ -70,14 +70,16 @@ def test_distributions(make: Callable[..., Tensor]) -> None:
     twin(make, (u(5, 7), u(5, 7)), (u(3, 7), u(3, 7)))
 
 
-@pytest.mark.parametrize("correction", [2, 3, 5])
+@pytest.mark.parametrize("correction", [1, 2, 3, 5])
 def test_more_corrections_than_elements(correction: int) -> None:
     made = []
     for m in (f := Fn(lambda x: x.var(0, correction=correction)), ORTModule(copy.deepcopy(f))):
-        x = torch.tensor([[1.0, 2], [3, 7]], requires_grad=True)
-        y = m(x)
-        y.sum().backward()
-        made.append([y.detach(), x.grad])
+        made.append([])
+        for rows in (7, 6, 2, 1):
+            x = torch.tensor([[1.0, 2], [3, 7], [4, 9], [2, 2], [0, 5], [1, 8], [3, 3]])[:rows].requires_grad_()
+            y = m(x)
+            y.sum().backward()
+            made[-1] += [y.detach(), x.grad]
     for a, b in zip(*made, strict=True):
         torch.testing.assert_close(b, a, equal_nan=True)
 
