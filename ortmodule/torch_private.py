@@ -95,7 +95,7 @@ TABLE: tuple[Row, ...] = (
                          _MODULE + "_global_backward_hooks", _MODULE + "_global_backward_pre_hooks"),
         "hooks for all modules of the process cannot be told", need="call", owner=True),
     Row("parametrized", ("torch.nn.utils.parametrize._cache_enabled",), "torch.nn.utils.parametrize.cached() around "
-        "calls is not seen", owner=True, works=lambda m: m._cache_enabled == 0,
+        "calls is not seen", owner=True, works=lambda m: m._cache_enabled >= 0,
         instead=types.SimpleNamespace(_cache_enabled=0)),
     Row("hook_tables", ("torch.nn.Module",), "a module's tables of hooks are others than those that are known here",
         need="call", works=_all_hook_tables),

@@ -278,6 +278,7 @@ def symbolic_for_files() -> None:
 
 
 WITHOUT: dict[str, Callable[[], Any]] = {
+    "parametrized": lambda: in_engine(alike(Tower(), train)),
     "tracing": lambda: in_engine(alike(Tower(), train)),
     "keep_graph": lambda: in_engine(alike(Tower(), twice)),
     "task_id": lambda: (in_engine(alike(Tower(), train, segment_mb=1e-4)), alike(Tower(), checkpointed)),
