@@ -88,19 +88,16 @@ class ModuleCall(NamedTuple):
         others = _others(self.state.module, graph.bound, tensors[len(graph.leaves) :])
         now = [(own, name, own[name]) for own, name, _ in others]
         try:
-            for own, name, t in others:
-                own[name] = t
-            return self._replay(tensors, clones)
+            _put_back(others)
+            return self._replay(graph, tensors, clones)
         finally:
-            for own, name, t in now:
-                own[name] = t
+            _put_back(now)
 
-    def _replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+    def _replay(self, graph: Graph, tensors: Sequence[Tensor],
+                clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:  # fmt: skip
         site, state = self.site, self.state
         if state.guard.fast() != site.fast and not state.unchanged(site):
             raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
-        graph = site.captured.graph if site.captured is not None else None
-        assert isinstance(graph, Graph)
         if own_gradient := next((op.gradient for op in graph.captured.host_ops if op.gradient), ""):
             raise RuntimeError("ortmodule: backward(create_graph=True) runs forward again in PyTorch, which does not "
                                f"know {own_gradient}: second derivatives need a torch.autograd.Function")
@@ -167,8 +164,8 @@ def _others(module: nn.Module, bound: Sequence[Any],
     return found
 
 
-def _put_back(attributes: list[tuple[dict[str, Any], str, Any]]) -> None:
-    """Attributes of modules, by their __dict__ and name, as they were."""
+def _put_back(attributes: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    """Attributes, parameters and buffers of modules, by their dictionary and name, as they were."""
     for own, name, old in attributes:
         own.pop(name, None) if old is patches.ABSENT else own.update({name: old})
 

@@ -154,19 +154,17 @@ class Asked(TorchFunctionMode):
         by = _asking(1)
         file = by.f_code.co_filename
         user, refused = self._is_user_file(file), _REFUSED.get(func)
+        run = _gaussian_nll_loss if func is _GAUSSIAN else func
         if user and refused is None and not (func == _GRAD_FN and _no_float(args[0])):
             refused = _OF_A_MOMENT.get(func)
         if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
-            run = _gaussian_nll_loss if func is _GAUSSIAN else func
             return self._noted(func, args, kwargs, run(*args, **kwargs), False)
         try:
             if refused is not None and (
                 refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
             ):
                 raise NotRepeatable(*refused)
-            out = (_behind(args[0]) if user and func == _DATA
-                   else _gaussian_nll_loss(*args, **kwargs) if func is _GAUSSIAN
-                   else func(*args, **kwargs))  # fmt: skip
+            out = _behind(args[0]) if user and func == _DATA else run(*args, **kwargs)
             if user and in_try(by) is not None:
                 self.tried.add((file, by.f_lineno))
                 self.made += [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
