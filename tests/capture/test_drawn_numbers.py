@@ -58,6 +58,19 @@ class Net(nn.Module):
         return self.rule(self, x)
 
 
+def same_step(eager: Any, ours: Any, x: Tensor, seed: int, look: Callable[[Any], list[Tensor]], bound: float) -> None:
+    """One step of each from the same seed: results, what `look` sees, and what is drawn afterwards."""
+    told = []
+    for m in (eager, ours):
+        m.zero_grad()
+        torch.manual_seed(seed)
+        y = m(x)
+        y.square().sum().backward()
+        told.append([y.detach(), *look(m), torch.rand(2)])
+    for a, b in zip(*told, strict=True):
+        torch.testing.assert_close(b, a, rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("rule", [unread, ordered, like, stored, drawn_anew])
 def test_numbers_are_those_of_eager(rule: Callable[[Any, Tensor], Tensor]) -> None:
     eager = Net(rule)
@@ -65,15 +78,7 @@ def test_numbers_are_those_of_eager(rule: Callable[[Any, Tensor], Tensor]) -> No
     ours.load_state_dict(eager.state_dict())
     for i, rows in enumerate((2, 2, 3, 3)):
         x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(i))
-        told = []
-        for m in (eager, ours):
-            m.zero_grad()
-            torch.manual_seed(i)
-            y = m(x)
-            y.square().sum().backward()
-            told.append([y.detach(), m.linear.weight.grad.clone(), m.p.clone(), torch.rand(2)])
-        for a, b in zip(*told, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+        same_step(eager, ours, x, i, lambda m: [m.linear.weight.grad.clone(), m.p.clone()], 1e-4)
     assert not ours.report().eager, str(ours.report())
 
 
@@ -113,15 +118,7 @@ def test_numbers_go_to_where_memory_has_them(name: str, lies: str) -> None:
         x = torch.randn(size, 4, 4, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
         if lies == "channels_last" or lies == "as it came" and i % 2:
             x = x.to(memory_format=torch.channels_last)
-        told = []
-        for m in (eager, ours):
-            m.zero_grad()
-            torch.manual_seed(i)
-            y = m(x)
-            y.square().sum().backward()
-            told.append([y.detach(), *(p.grad for p in m.parameters() if p.grad is not None), torch.rand(2)])
-        for a, b in zip(*told, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+        same_step(eager, ours, x, i, lambda m: [p.grad for p in m.parameters() if p.grad is not None], 1e-9)
 
 
 def test_gaps_in_memory() -> None:
