@@ -4,8 +4,8 @@
  * parallel_for: workers first claim panels of A and pack them, wait for the packing that others have claimed, then
  * claim tasks = (block of columns, group of rows). Nobody waits for work that no running thread holds, so the scheme
  * also finishes when the host runs the pieces one after the other. Row groups exist only to give every thread work when
- * C is narrow. Many products: whole products are the tasks, each worker packing for itself. Where a core's L2 is large
- * one product becomes parts like that, one for each worker (gemm_parts).
+ * C is narrow. Many products: whole products are the tasks, each worker packing for itself. One product of fp32 or fp64
+ * becomes parts like that, one for each worker, where it is large enough (gemm_parts).
  *
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
  * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
@@ -25,12 +25,11 @@
 
 enum {
     BLOCK_BYTES = 8 << 20,       /* packed A shared by all workers: streams from L3 */
-    OWN_BLOCK_BYTES = 1 << 20,   /* packed A of a worker that has a product to itself, or a part of one */
-    LARGE_L2 = 2 << 20,
-    LARGE_BLOCK_BYTES = 3 << 19, /* the same where L2 is large: what it takes beside packed B and C */
+    OWN_BLOCK_BYTES = 1 << 20,   /* packed A of a worker that has a product of narrow numbers to itself */
+    PART_BLOCK_BYTES = 3 << 19,  /* packed A of a worker that has a product of f32 or f64 to itself, or a part of one */
     /* rows a block should have, to pay for packing B: deeper products are cut along k instead */
     BLOCK_ROWS = 512,
-    LARGE_BLOCK_ROWS = 768,
+    PART_BLOCK_ROWS = 768,
     NARROW_ROWS = 512,           /* rows of a task whose C is summed aside: bounds the private block */
     SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
@@ -94,10 +93,10 @@ static int64_t gemm_own_scratch(const om_gemm_how *p) {
 }
 
 /* One product in as many parts as there are workers, each with packed operands of its own: no worker waits for another
- * or reads what another has packed. On Granite Rapids, whose memory and whose cores answer late, 3 to 9 % faster than
- * one packed A for all, which is 8 MiB, written past L2 and read from there for every block of columns. Packing a row
- * or a column takes as long as PACK_COST products with a number of it; parts that packing would delay by more than
- * WORTH are not made. Parts cut no sum. */
+ * or reads what another has packed. Faster than one packed A for all, which is 8 MiB, written past L2 and read from
+ * there for every block of columns: 3 to 9 % on Granite Rapids (L2 2 MiB), whole steps 6 to 12 % on Zen 3 (L2 512 KiB,
+ * an L3 that others share). Packing a row or a column takes as long as PACK_COST products with a number of it; parts
+ * that packing would delay by more than WORTH are not made. Parts cut no sum. */
 static bool gemm_parts(const om_gemm_type *t, om_gemm_how *p) {
     const double PACK_COST = 30, WORTH = 1.25;
     double least = WORTH * (double)p->m * (double)p->n / p->workers;
@@ -124,13 +123,13 @@ static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p)
     p->workers = all < MIN_FLOPS ? 1 : all / MIN_FLOPS < threads ? (int)(all / MIN_FLOPS) : threads;
     if (p->workers < 1) p->workers = 1;
     p->per_product = a->batch > 1 && (flops < 8 * MIN_FLOPS || a->batch >= 4 * threads || p->workers == 1);
-    const bool large = !pairs && !p->narrow && om_isa_l2() >= LARGE_L2;
-    if (large && !p->per_product && p->workers > 1) p->per_product = gemm_parts(t, p);
+    const bool wide = !pairs && !p->narrow;
+    if (wide && !p->per_product && p->workers > 1) p->per_product = gemm_parts(t, p);
     if (!p->part_rows) p->part_rows = p->m, p->part_cols = p->n;
-    const bool alone = p->per_product || p->workers == 1, apart = alone && large;
-    const int64_t m = p->part_rows < p->m ? p->part_rows : p->m, least = apart ? LARGE_BLOCK_ROWS : BLOCK_ROWS,
+    const bool alone = p->per_product || p->workers == 1, apart = alone && wide;
+    const int64_t m = p->part_rows < p->m ? p->part_rows : p->m, least = apart ? PART_BLOCK_ROWS : BLOCK_ROWS,
                   want = m < least ? m : least,
-                  elems = (apart ? LARGE_BLOCK_BYTES : p->per_product ? OWN_BLOCK_BYTES : BLOCK_BYTES) / t->elem;
+                  elems = (apart ? PART_BLOCK_BYTES : p->per_product ? OWN_BLOCK_BYTES : BLOCK_BYTES) / t->elem;
     p->block_k = p->k;
     if (p->k * want > elems && !p->narrow) { /* not when C is narrow: it is rounded once, after all of k */
         p->block_k = elems / want / t->kc * t->kc;

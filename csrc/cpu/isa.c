@@ -102,21 +102,6 @@ bool om_isa_tiles(void) { /* two threads may both ask: they are told the same */
     return k == 2;
 }
 
-static int64_t l2_bytes(void) {
-#if defined(__x86_64__)
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (__get_cpuid(0x80000006, &a, &b, &c, &d)) return (int64_t)(c >> 16) << 10;
-#endif
-    return 0;
-}
-
-int64_t om_isa_l2(void) { /* asked for every product, and CPUID leaves a virtual machine */
-    static int64_t known = -1;
-    int64_t l2 = __atomic_load_n(&known, __ATOMIC_RELAXED);
-    if (l2 < 0) __atomic_store_n(&known, l2 = l2_bytes(), __ATOMIC_RELAXED);
-    return l2;
-}
-
 const char *om_isa_text(void) {
     static const char *const name[] = {"generic", "avx2", "avx512"};
     return name[om_isa()];

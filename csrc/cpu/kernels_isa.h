@@ -49,8 +49,6 @@ unsigned om_isa_bf16(void);
 /* May this process use tiles? The first call asks the system, for all threads: one whose signal stack is too small for
  * the larger state makes it refuse, and none can be made that small from then on. */
 bool om_isa_tiles(void);
-/* Bytes of a core's own L2 cache, 0 where the processor does not tell. */
-int64_t om_isa_l2(void);
 bool om_isa_runs(void);        /* can this CPU run the kernels of this build? */
 const char *om_isa_text(void);
 
