@@ -158,7 +158,10 @@ class _Wrapper(nn.Module):
         flat: list[Any] = []
         slot: dict[int, int] = {}
 
-        def leaf(x: Any) -> int | None:
+        def leaf(x: Any) -> int | Fill | None:
+            if isinstance(x, torch.SymBool):  # a relation between sizes: as it is now, or the capture does not hold
+                truth = bool(x)
+                return lambda _leaves: truth
             if not isinstance(x, (Tensor, torch.SymInt, torch.SymFloat)):
                 reason = unreadable(x)
                 if reason is None and id(x) in objects:

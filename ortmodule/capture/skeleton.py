@@ -307,6 +307,10 @@ def _slot(i: int) -> Fill:
     return lambda leaves: leaves[i]
 
 
+def _unfilled(_leaves: list[Any]) -> Any:
+    raise AssertionError("a part is filled while it is walked")
+
+
 def _constant(x: Any) -> _Part:
     return _Part(lambda _leaves: x, False)
 
@@ -319,7 +323,8 @@ class _Walk:
         self.seen: dict[int, _Part] = {}
         self.open: set[int] = set()  # objects whose contents are being walked
         self.closed_on: set[int] = set()  # those of them that were met again inside
-        self.inside: set[int] = set()  # what the walk has come through: objects, and the dicts of their attributes
+        self.states: list[Any] = []
+        self.inside: dict[int, int] = {}  # numbers of what the walk has come through: objects, dicts of attributes
 
     def part(self, x: Any, held: dict[int, _Part] | None = None) -> _Part:
         if x is None or type(x) in (str, bool):
@@ -339,12 +344,14 @@ class _Walk:
             return part
         if isinstance(x, (int, float, *_ATOMS)) or _is_config(x):
             return _constant(x)
-        alone = self.share and self.alone(x)
-        part = _constant(x)
+        before = len(self.inside)
+        part = _Part(_unfilled, False)  # nothing here may hold x until `given` has looked who does
         self.seen[id(x)] = part  # a cycle meets this one
         self.open.add(id(x))
-        self.inside.add(id(x))
-        fill, part.has_leaf = self.container(x, alone)
+        self.inside.setdefault(id(x), before)
+        fill, part.has_leaf = self.container(x)
+        if not part.has_leaf and self.given(x, before):
+            fill = _constant(x).fill
         self.open.remove(id(x))
         if id(x) in self.closed_on and part.has_leaf:
             raise Unreadable(f"a {type(x).__name__} that holds itself")
@@ -360,14 +367,19 @@ class _Walk:
         part.fill = fill_once
         return part
 
-    def alone(self, x: Any) -> bool:
-        """Is this an object whose attributes a caller may edit, and that nothing but the result holds? Then forward has
-        made it, and makes another at every call."""
-        if isinstance(x, (list, tuple, dict)) or not state_of(x) or not _is_bare(type(x)):  # type: ignore[arg-type]
+    def given(self, x: Any, before: int) -> bool:
+        """Is this an object without a leaf that something else may hold? Then it is the same at every call. One whose
+        attributes a caller may edit, and that nothing but what the walk had come through holds, is forward's own: it
+        makes another at every call. Who holds an object takes a look at all of Python's: 0.1 s after transformers is
+        imported, so it is asked last."""
+        if isinstance(x, (list, tuple, dict)) or type(x) in _EDITED or is_array(x):
             return False
-        return all(isinstance(r, types.FrameType) or id(r) in self.inside for r in gc.get_referrers(x))
+        if not self.share or not state_of(x) or not _is_bare(type(x)):  # type: ignore[arg-type]
+            return True
+        holders = gc.get_referrers(x)
+        return not all(isinstance(r, types.FrameType) or self.inside.get(id(r), before) < before for r in holders)
 
-    def container(self, x: Any, alone: bool) -> tuple[Fill, bool]:
+    def container(self, x: Any) -> tuple[Fill, bool]:
         cls: Any = type(x)
         if isinstance(x, (list, tuple)):
             return self.sequence(x)
@@ -378,8 +390,6 @@ class _Walk:
         if state_of(x) is None or isinstance(x, (set, frozenset)):
             return (lambda _leaves: x), False
         names, has = self.attributes(x, {})
-        if not has and not is_cache(x) and not alone:
-            return (lambda _leaves: x), False
 
         def fill(leaves: list[Any]) -> Any:
             new = _blank(cls)
@@ -439,7 +449,9 @@ class _Walk:
 
     def attributes(self, x: Any, held: dict[int, _Part]) -> tuple[list[tuple[str, _Part]], bool]:
         state = state_of(x) or {}
-        self.inside.add(id(state))
+        for d in (state, getattr(x, "__dict__", state)):  # not the same one where there are slots
+            self.states.append(d)  # an object that is made anew must not get the number of one that is gone
+            self.inside.setdefault(id(d), len(self.inside))
         parts = [(name, self.part(state[name], held)) for name in list(state)]
         return parts, any(p.has_leaf for _, p in parts)
 

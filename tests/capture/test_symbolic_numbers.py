@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import Of, run
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
@@ -96,3 +97,14 @@ def test_pools_that_round_up_at_symbolic_sizes(pool: type, kernel: int, stride: 
     for rows, height in ((4, 7), (3, 7), (2, 8), (5, 9), (1, 10)):
         x = torch.randn(rows, 2, height, 9)
         torch.testing.assert_close(model(x), net[1](net[0](x)))
+
+
+@pytest.mark.parametrize("first", [(2, 4), (5, 4), (1, 4)], ids=str)
+def test_relations_between_sizes_as_results(first: tuple[int, int]) -> None:
+    """What one is counts as a condition of the capture: one for each way it may be, and one for the first sizes."""
+    module = Of(lambda m, x: (x.sin() * m.w[0], {"many": [x.shape[0] > 2]}))
+    assert run(module, [first, (2, 5), (3, 6), (2, 7), (4, 9), (3, 3), (2, 8)]) <= 3
+
+
+def test_a_relation_that_depends_on_data_as_a_result() -> None:
+    run(Of(lambda m, x: (x.sin() * m.w[0], x.sum().item() > 0)), [(2, 4), (2, 5), (3, 6), (2, 4)])

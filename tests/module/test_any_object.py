@@ -10,6 +10,7 @@ import datetime
 import decimal
 import enum
 import functools
+import gc
 import math
 import types
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
+from ortmodule.capture.skeleton import skeleton
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -315,3 +317,18 @@ def test_the_engine_runs(name: str) -> None:
     for make in makers:
         call(ours, make())
     assert ours.report().graphs and not ours.report().eager
+
+
+def test_who_holds_an_object_is_asked_only_where_it_holds_no_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer takes a walk over every object of the process: a tenth of the first step of a model that returns a cache."""
+    asked, ask = [], gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda x: asked.append(1) or ask(x))  # type: ignore[func-returns-value]
+    t = torch.ones(2)
+    fill = skeleton([Plain(h=t, inner=Plain(a=t)), Mixed(t, 1)], lambda x: 0 if x is t else None)
+    new = fill([5])
+    assert not asked and new[0].h == new[0].inner.a == new[1].a == 5 and new[1].b == 1
+    elsewhere = {"held": Plain(a=1)}
+    fill = skeleton([elsewhere["held"], Plain(a=2), Mixed(3, Plain(a=4))], lambda x: None)
+    one, other = fill([]), fill([])
+    assert len(asked) == 4 and one[0] is other[0] is elsewhere["held"]
+    assert one[1] is not other[1] and one[2] is not other[2] and one[2].b is not other[2].b and one[2].b.a == 4
