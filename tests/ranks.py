@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -39,11 +40,14 @@ def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executabl
     port = free_port()
     base = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    running = []
+    running: list[forked.Process | subprocess.Popen[str]] = []
     for rank in range(ranks):
         env = {**base, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else base
-        command = [python, "-c", code + (after if ranks > 1 else ""), *map(str, args)]
-        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        program = code + (after if ranks > 1 else "")
+        if python == sys.executable:
+            running.append(forked.Process(program, *args, env=env))
+        else:
+            running.append(subprocess.Popen([python, "-c", program, *map(str, args)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
         for rank, process in enumerate(running):
             out, err = process.communicate(timeout=240)

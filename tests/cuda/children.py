@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from ortmodule import _C
@@ -19,6 +18,6 @@ on_fake = pytest.mark.skipif(not _C.cuda_archs() or not BUILT, reason="built wit
 
 def child(source: str, **env: str) -> str:
     """What a Python of its own prints."""
-    res = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=900, env=ENV | env, cwd=TESTS.parent)
+    res = forked.run(source, env=ENV | env, cwd=TESTS.parent, timeout=900)
     assert res.returncode == 0, res.stdout + res.stderr[-4000:]
     return res.stdout
