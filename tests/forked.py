@@ -143,8 +143,10 @@ class Process:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked program", timeout or 0)
-            self.returncode = int.from_bytes(os.read(self._status, 4), "little", signed=True)
+            said = os.read(self._status, 4)
             os.close(self._status)
+            assert len(said) == 4, "the server of forked programs ended before the program did"
+            self.returncode = int.from_bytes(said, "little", signed=True)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
