@@ -35,8 +35,10 @@ def free_port() -> int:
 SETTLED = "\nimport time\ntime.sleep(0.3)\n"
 
 
-def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable, after: str = SETTLED) -> None:
-    """Every rank must exit with 0 and print "done" as its last line. after: what a rank runs at its end."""
+def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executable, after: str = SETTLED,
+           new: bool = False) -> None:  # fmt: skip
+    """Every rank must exit with 0 and print "done" as its last line. after: what a rank runs at its end. new: for a
+    program to which it matters what is imported when."""
     port = free_port()
     base = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
@@ -44,7 +46,7 @@ def launch(code: str, *args: object, ranks: int = 2, python: str = sys.executabl
     for rank in range(ranks):
         env = {**base, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else base
         program = code + (after if ranks > 1 else "")
-        if python == sys.executable:
+        if python == sys.executable and not new:
             running.append(forked.Process(program, *args, env=env))
         else:
             running.append(subprocess.Popen([python, "-c", program, *map(str, args)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))

@@ -16,6 +16,7 @@ from small_models import VOCAB, Cube, gpt2, ids
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import engine
 from ortmodule import ORTModule
 
 WIDTH = 64  # and sizes beside which the working memory of a matrix product is small
@@ -111,8 +112,9 @@ def honoured(ours: nn.Module, n: int) -> None:
 MORE = 1.1  # of eager's peak: operands that a product packs show at these sizes; and eager stops early (0.69 to 1.08)
 
 
-def check(eager: nn.Module, ours: nn.Module, plain: nn.Module, batch: Any, n: int, less: float = 0.75) -> None:
-    """n: regions. less: of the memory without checkpoints."""
+def check(eager: nn.Module, ours: nn.Module, plain: nn.Module, batch: Any, n: int, less: float = 0.75,
+          more: float = MORE) -> None:  # fmt: skip
+    """n: regions. less: of the memory without checkpoints. more: of eager's."""
     for seed in range(2):
         assert torch.equal(step(ours, batch, seed), step(plain, batch, seed))
         equal(ours, plain)
@@ -122,7 +124,7 @@ def check(eager: nn.Module, ours: nn.Module, plain: nn.Module, batch: Any, n: in
         m.zero_grad()  # gradients of before that go during a step would count in some profiles, and not in others
     theirs, mine, most = (f(lambda m=m: step(m, batch)) for f, m in (
         (peaks.of_torch, eager), (peaks.of_engine, ours), (peaks.of_engine, plain)))  # fmt: skip
-    assert mine <= MORE * theirs, (mine, theirs, most)
+    assert mine <= more * theirs, (mine, theirs, most)
     assert mine <= less * most, (mine, theirs, most)
 
 
@@ -318,7 +320,10 @@ def test_under_autocast() -> None:
         return Auto(kind)
 
     eager, ours, plain = twins(make, functools.partial(checkpoint, use_reentrant=False))
-    check(eager, ours, plain, (X,), 5, 0.62)
+    if engine.lib.om_isa_bf16():
+        check(eager, ours, plain, (X,), 5, 0.62)
+    else:  # products pack bf16 in fp32, 1.8 MB of 5.9 at this size, which the profile of eager would not show
+        check(eager, ours, plain, (X,), 5, 0.66, 1.3)
 
 
 def test_nothing_of_pytorch_stays_replaced() -> None:

@@ -157,7 +157,8 @@ def test_a_compromise_keeps_the_narrower_operand(tmp_path: Path) -> None:
     for (name, p), q in zip(ours.named_parameters(), first.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) == name.startswith("a."), name
         assert p.grad is None or torch.equal(p.grad, q.grad), name
-    assert table(ours).after < table(first).after
+    kept, all_kept = (m.report().graphs[0].memory.kept for m in (ours, first))  # the peak may be a product's packed operands
+    assert kept < all_kept and table(ours).after <= table(first).after
 
 
 def test_what_is_no_cluster_is_an_error_that_lists_those_there_are(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_the_logits_go_back_in_the_middle() -> None:
         run(ours, hold=hold)
         said = ours.report().graphs[0].memory
         assert said is not None
-        most = said.kept + said.workspace + said.gradients + (1 << 16)
+        most = said.kept + said.workspace + said.gradients + (1 << 17)  # blocks are a little larger than what is asked of them
         assert live[-1] - before <= most + logits * hold, "neither they nor their gradient; held: they"
     assert live[-1] - live[-2] >= logits, live
 

@@ -38,12 +38,20 @@ def test_errors_are_eagers(name: str, low: bool) -> None:
     kind, more = CASES[name]
     torch.manual_seed(5)
     eager, x = kind(24, 32, **more), torch.randn(9, 7, 24)
-    ours, theirs = step(ORTModule(copy.deepcopy(eager), strict="engine"), x, low), step(eager, x, low)
+    ours = step(ORTModule(copy.deepcopy(eager), strict="engine"), x, low)
+    try:
+        theirs = step(eager, x, low)
+    except RuntimeError as error:  # oneDNN's LSTM on a processor without AVX-512
+        assert low and "could not create a primitive descriptor" in str(error), error
+        theirs = None
     exact = step(eager.double(), x.double(), False)
-    for a, e, want in zip(ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (e.dtype, e.shape)
-        mine, own = ((t.double() - want).abs().max() / want.abs().max() for t in (a, e))
-        assert mine <= 2 * own + 1e-6, (float(mine), float(own))
+    for k, (a, want) in enumerate(zip(ours, exact, strict=True)):
+        mine, own = (a.double() - want).abs().max() / want.abs().max(), 2**-7
+        if theirs is not None:
+            e = theirs[k]
+            assert (a.dtype, a.shape) == (e.dtype, e.shape)
+            own = float((e.double() - want).abs().max() / want.abs().max())
+        assert mine <= 2 * own + 1e-6, (float(mine), own)
 
 
 @pytest.mark.parametrize("graded", [True, False])

@@ -66,4 +66,4 @@ def test_what_is_missing_is_said_once(missing: str, imported: str, tmp_path: Pat
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.delenv("CXX", raising=False)
-    launch(CODE, missing, imported, ranks=1, python=python())
+    launch(CODE, missing, imported, ranks=1, python=python(), new=imported == "after")
