@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial, reduce
 from math import prod
 from operator import or_
@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import _C, cuda_engine, ranks
+from . import _C, autocast, cuda_engine, ranks
 from . import torch_private as private
 from .capture import Captured
 from .capture.functional import SIZES, View
@@ -165,7 +165,7 @@ class Step:
         "aliases",
         "apart",
         "arena",
-        "autocast",
+        "lowered",
         "call",
         "clones",
         "fronts",
@@ -206,7 +206,7 @@ class Step:
     hooked: bool  # saved tensors went through hooks: who holds them cannot be told
     arena: Tensor | None  # these two only between the engine's forward and Head.forward
     outs: tuple[Tensor, ...]
-    autocast: torch.dtype | None
+    lowered: autocast.State
     used: int  # user outputs (bits) of backward passes that have freed what they needed
     random_states: list[Tensor] | None  # torch's generators before the forward, when a host node has drawn from one
 
@@ -372,7 +372,7 @@ class Graph:
         return self._rebuild(outs, tensors)
 
     def train(
-        self, tensors: Sequence[Tensor], wanted: tuple[bool, ...], call: Call, autocast: torch.dtype | None
+        self, tensors: Sequence[Tensor], wanted: tuple[bool, ...], call: Call, lowered: autocast.State
     ) -> Any:
         """The user's output, with the chain around it."""
         # a forward inside a backward may be a checkpoint's second: it must save what the first did
@@ -397,7 +397,7 @@ class Graph:
             step.apart |= variant.lonely().intersection([i for i, on in enumerate(wanted) if on])
         step.call = call
         step.used = 0
-        step.autocast = autocast
+        step.lowered = lowered
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = cuda_engine.random_states(self.cuda) if self.host.ops else None
         run = self._start(variant, tensors, seed)
@@ -571,7 +571,7 @@ class Graph:
         variant = self.memory.fit(self, variant, tensors)
         regions: Regions = {}
         random = cuda_engine.random_from(self.cuda, step.random_states)
-        with torch.no_grad(), random, autocast_as(step.autocast):
+        with torch.no_grad(), random, autocast.put(step.lowered):
             run = self.model.forward(variant.number, tensors, step.seed, write=False)
             self.host.drive_forward(run, regions, variant.want, tensors)
         state, arena = run.state()
@@ -602,7 +602,7 @@ class Graph:
                 f"{[self.captured.inputs[i].name for i in self.writes]}. Run the forward again; it will keep what "
                 "they were.")
         assert step.call is not None
-        with torch.enable_grad(), autocast_as(step.autocast):
+        with torch.enable_grad(), autocast.put(step.lowered):
             outputs, aliases = step.call.replay(step.tensors, step.clones)
         pairs = [
             (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad
@@ -695,8 +695,3 @@ def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
         return [(t._version, t.data_ptr()) for t in tensors]
     except RuntimeError:  # inference tensors have no version
         return None
-
-
-def autocast_as(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast as it was at the forward (backward runs outside of the user's context)."""
-    return torch.autocast("cpu", enabled=dtype is not None, dtype=dtype or torch.bfloat16)

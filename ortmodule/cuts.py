@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import guard
+from . import autocast, guard
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
 from .capture.cuts import Interpreter
@@ -243,10 +243,10 @@ class CutGraph:
                 found[mark.module] = f"cut at {mark.module}: {', '.join(kinds) or 'hooks, since removed'}"
         return list(found.values())
 
-    def play(self, tensors: list[Tensor], autocast: torch.dtype | None) -> Any:
+    def play(self, tensors: list[Tensor], lowered: autocast.State) -> Any:
         """One call. tensors: the arguments' leaves and what is bound, as captured.inputs has them."""
         self.forwards += 1
-        run = _Run(self, tensors, autocast)
+        run = _Run(self, tensors, lowered)
         try:
             run.until(0, len(self.parts) - 1)
             outs = [run.values[i] for i in self.outputs]
@@ -259,12 +259,12 @@ class CutGraph:
 class _Run:
     """One call of a CutGraph. values: by slot."""
 
-    __slots__ = ("autocast", "graph", "values")
+    __slots__ = ("graph", "lowered", "values")
 
-    def __init__(self, graph: CutGraph, tensors: list[Tensor], autocast: torch.dtype | None) -> None:
+    def __init__(self, graph: CutGraph, tensors: list[Tensor], lowered: autocast.State) -> None:
         self.graph = graph
         self.values: list[Any] = [*tensors, *[None] * (graph.n_slots - len(tensors))]
-        self.autocast = autocast
+        self.lowered = lowered
 
     def until(self, k: int, end: int) -> None:
         """Parts k to end, with what is between them."""
@@ -301,7 +301,7 @@ class _Run:
         again = self.graph.again[k]
         try:
             if torch.is_grad_enabled():
-                outs = graph.train(tensors, tuple([t.requires_grad for t in tensors]), again, self.autocast)
+                outs = graph.train(tensors, tuple([t.requires_grad for t in tensors]), again, self.lowered)
             else:
                 outs = graph.infer(tensors)
         except (Unfit, Refusal, Failed) as error:

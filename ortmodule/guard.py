@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, cuda_engine
+from . import _C, autocast, cuda_engine
 from . import torch_private as private
 from .torch_private import HOOKS
 
@@ -47,11 +47,10 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 
 def environment() -> tuple[Hashable, ...]:
     """Global switches of PyTorch that the capture, or the kernels' choice, depends on."""
-    autocast = torch.is_autocast_enabled("cpu")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype("cpu") if autocast else None,
+        autocast.now(),
         torch.are_deterministic_algorithms_enabled(),
         _precision(),
         torch.get_default_dtype(),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import frames
+from . import autocast, frames
 from . import torch_private as private
 from .capture import capture_error, flatten_inputs, opaque
 from .capture.export import keep_attributes, keep_random_state, patched_torch, without_warnings
@@ -301,7 +301,7 @@ class _Noting(TorchFunctionMode):
     def _note(self, name: str, words: list[Any]) -> None:
         if self._paused:
             return
-        note = (name, _grad(), torch.is_autocast_enabled("cpu"), *words)
+        note = (name, _grad(), autocast.now() != autocast.OFF, *words)
         known = self._net.notes
         if not self._again:
             known.append(note)

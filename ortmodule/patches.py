@@ -181,6 +181,14 @@ def _write(owner: Any, name: Any, value: Any) -> None:
         else:
             owner[name] = value
     elif value is not ABSENT:
-        type.__setattr__(owner, name, value) if isinstance(owner, type) else setattr(owner, name, value)
+        _plainly(owner)[0](owner, name, value)
     elif name in vars(owner):
-        type.__delattr__(owner, name) if isinstance(owner, type) else delattr(owner, name)
+        _plainly(owner)[1](owner, name)
+
+
+def _plainly(owner: Any) -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None]]:
+    """Which setattr and delattr pass by what a metaclass of Python's makes of them (one written in C is asked:
+    type's own refuses it)."""
+    if not isinstance(owner, type) or type(owner).__module__ == "pybind11_builtins":
+        return setattr, delattr
+    return type.__setattr__, type.__delattr__

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import autocast
 from .. import torch_private as private
 from .functional import COPY, FILL, Node, pure_of
 
@@ -116,7 +117,7 @@ def apart(n: Node, has_row: Callable[[Any], bool]) -> tuple[list[Node], Node] | 
             private.size_config.patch(backed_size_oblivious=True) if private.size_config else contextlib.nullcontext(),
             mode,
             torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
+            autocast.off(),
             _Notes(given, alive, n) as notes,
         ):
             out = target(*args, **kwargs)

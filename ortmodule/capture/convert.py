@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from .. import autocast
 from .. import torch_private as private
 from ..errors import CaptureError
 from . import layouts, opaque, symbolic
@@ -500,7 +501,7 @@ class Converter:
         def call(ts: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
             if lie:
                 ts = [_lying(t, lie[i]) if i in lie else t for i, t in enumerate(ts)]
-            with torch.autocast("cpu", enabled=False):
+            with autocast.off():
                 out = target(*[f(ts) for f in args], **{k: f(ts) for k, f in kwargs})
             return out if isinstance(out, Tensor) else tuple(x for x in out if isinstance(x, Tensor))
 
@@ -551,7 +552,7 @@ class Converter:
     def lowered(self, n: Node) -> torch.dtype | None:
         """What autocast computes this operator in, where that is not what its operands say."""
         dtype = n.val.dtype if isinstance(n.val, Tensor) else None
-        changes = n.autocast and dtype is not None and dtype.is_floating_point and self.natural_dtype(n) != dtype
+        changes = bool(n.autocast) and dtype is not None and dtype.is_floating_point and self.natural_dtype(n) != dtype
         return dtype if changes else None
 
     def passive(self, n: Node) -> list[bool]:
@@ -573,7 +574,7 @@ class Converter:
             return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         try:
-            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            with torch.enable_grad(), autocast.off():
                 out = n.target(*[val(a) for a in n.args], **{k: val(a) for k, a in n.kwargs.items()})
         except Exception:  # noqa: BLE001  (no kernel for such tensors, a size that is not known)
             return []
@@ -590,7 +591,7 @@ class Converter:
         if mode is None:
             return n.val.dtype  # type: ignore[no-any-return]
         try:
-            with mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with mode, torch.no_grad(), autocast.off():
                 args, kwargs = [val(a) for a in n.args], {k: val(a) for k, a in n.kwargs.items()}
                 return n.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
         except RuntimeError:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import autocast
 from .. import torch_private as private
 from . import opaque
 from .export import Exported, Source
@@ -327,7 +328,6 @@ class Interpreter:
         self.writes = list(program.writes)
         self.item_of = dict(program.item_of)
         self.rows = table.rows
-        self.low = torch.get_autocast_dtype("cpu")
 
     def run(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """-> outputs, new values of what is written."""
@@ -353,10 +353,10 @@ class Interpreter:
                 return int(r) if r.is_integer else float(r)
             return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
 
-        for n, target, args, kwargs, grad, autocast, val in self.steps:
+        for n, target, args, kwargs, grad, lowered, val in self.steps:
             with (
                 torch.set_grad_enabled(grad and torch.is_grad_enabled()),
-                torch.autocast("cpu", dtype=self.low, enabled=autocast),
+                autocast.put(lowered),
             ):
                 if target is opaque.HOST:
                     made: Any = self.rows[args[1]].call([of(x) for x in args[0]])

@@ -34,7 +34,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from .. import _C, frames, patches
+from .. import _C, autocast, frames, patches
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..frames import is_user_file
@@ -84,7 +84,7 @@ class Exported:
     rebuild: Fill
     table: opaque.Table
     grad_mode: bool
-    autocast: bool
+    autocast: autocast.State
     ranges: dict[Any, tuple[int, int]]
     sizes: Any  # the ShapeEnv
     leaves: list[Any] = field(default_factory=list)
@@ -306,8 +306,8 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
         rows.append(Patch(private.transformer, "_detect_is_causal_mask", only_here(never_looks, detect)))
     if private.has("composite_kernel"):
         aten, key = torch.ops.aten, private.composite_kernel
-        for graded in (True, False):
-            _lowered(graded)  # now, while tensors have values
+        for graded, kind in product((True, False), autocast.KINDS[: 1 + torch.cuda.is_initialized()]):
+            _lowered(graded, kind)  # now, while tensors have values
         for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
             before = op.py_kernels.get(key) or functools.partial(_recurrent, op)
             rows += [Patch(op.py_kernels, key, only_here(functools.partial(_types_only, op), before)),
@@ -352,17 +352,18 @@ def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _lowered(graded: bool) -> dict[tuple[Any, torch.dtype, torch.dtype, torch.dtype], list[torch.dtype]]:
-    """Types of the recurrent operators' results under autocast, by operator, autocast's type, those of input and state.
-    Asked of PyTorch, because they depend on the processor (oneDNN's LSTM), on what of the operator is cast, and on
-    whether gradients are recorded (oneDNN's LSTM in fp16 is for inference)."""
+def _lowered(graded: bool, kind: str) -> dict[tuple[Any, torch.dtype, torch.dtype, torch.dtype], list[torch.dtype]]:
+    """Types of the recurrent operators' results under autocast of a type of device, by operator, autocast's type, those
+    of input and state. Asked of PyTorch, because they depend on the processor (oneDNN's LSTM), on what of the operator
+    is cast, and on whether gradients are recorded (oneDNN's LSTM in fp16 is for inference)."""
     found = {}
     half, double = (torch.float32, torch.bfloat16, torch.float16), torch.float64
     for op, gates in ((torch.lstm, 4), (torch.gru, 3), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
         for low, (of_x, of_state) in product(half[1:], [*product(half, half), (double, double)]):
-            w = torch.ones(8 * gates, 8, dtype=double if of_x == double else None)
-            x, b, zero = torch.ones(2, 1, 8, dtype=of_x), w[:, 0], torch.zeros(1, 1, 8, dtype=of_state)
-            with (torch.set_grad_enabled(graded), torch.autocast("cpu", low, cache_enabled=False),
+            w = torch.ones(8 * gates, 8, dtype=double if of_x == double else None, device=kind)
+            x, zero = torch.ones(2, 1, 8, dtype=of_x, device=kind), torch.zeros(1, 1, 8, dtype=of_state, device=kind)
+            b = w[:, 0].contiguous()
+            with (torch.set_grad_enabled(graded), torch.autocast(kind, low, cache_enabled=False),
                   contextlib.suppress(RuntimeError)):  # fmt: skip
                 states: Any = (zero, zero) if gates == 4 else zero
                 made = op(x, states, [w, w, b, b], True, 1, 0.0, False, False, False)
@@ -375,8 +376,10 @@ def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_
     state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     made = [x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))]
     made += [torch.empty_like(s) for s in state]
-    if torch.is_autocast_enabled("cpu"):
-        types = _lowered(torch.is_grad_enabled()).get((op, torch.get_autocast_dtype("cpu"), x.dtype, state[0].dtype))
+    kind = x.device.type
+    if kind in autocast.KINDS and torch.is_autocast_enabled(kind):
+        known = _lowered(torch.is_grad_enabled(), kind)
+        types = known.get((op, torch.get_autocast_dtype(kind), x.dtype, state[0].dtype))
         made = [t.to(to) for t, to in zip(made, types or [t.dtype for t in made], strict=True)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *state, *params)):
         made = [t.requires_grad_().clone() for t in made]  # a result, no leaf
@@ -697,7 +700,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         box["rebuild"],
         table,
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
+        autocast.now(),
         _ranges(program),
         _sizes(program),
         leaves,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from .. import patches
+from .. import autocast, patches
 from .. import torch_private as private
 from ..errors import CaptureError
 from . import checkpoints, layouts, marks
@@ -58,8 +58,8 @@ _OWN_NUMBERS = frozenset(f"aten::{name}" for name in (
 
 class Node:
     """A pure operation. target: an OpOverload, operator.getitem, or one of the names above; val: fake result; src:
-    (module, file, line); grad: made in grad mode; autocast: made under autocast; within: checkpoints it lies in
-    (checkpoints.py)."""
+    (module, file, line); grad: made in grad mode; autocast: that of its device, () where that is off; within:
+    checkpoints it lies in (checkpoints.py)."""
 
     __slots__ = ("target", "args", "kwargs", "val", "src", "grad", "autocast", "live", "stopped", "reached",
                  "within")  # fmt: skip
@@ -72,7 +72,7 @@ class Node:
         val: Any,
         src: tuple[str, str, int],
         grad: bool = True,
-        autocast: bool = False,
+        autocast: autocast.State = (),
     ) -> None:
         self.target = target
         self.args = args
@@ -294,7 +294,9 @@ class _Functionalizer:
         return CaptureError(reason, *self.src)
 
     def make(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> Node:
-        node = Node(target, args, kwargs, val, self.src, self.grad, self.autocast)
+        node = Node(target, args, kwargs, val, self.src, self.grad)
+        if autocast.of(self.autocast, val, *[n.val for n in node.inputs()]):
+            node.autocast = self.autocast
         node.within = "/".join(self.checkpoints)
         self.program.nodes.append(node)
         return node
@@ -310,7 +312,7 @@ class _Functionalizer:
             with (
                 self.fake_mode,
                 torch.no_grad(),
-                torch.autocast("cpu", enabled=False),
+                autocast.off(),
                 layouts.no_conditions(self.fake_mode),  # the trace has made those of the operation
             ):
                 return target(*[val(a) for a in args], **{k: val(a) for k, a in kwargs.items()})
@@ -583,8 +585,8 @@ class _Functionalizer:
             enabled, sub, *operands = args
             self.set_grad(bool(enabled))
         elif name == "wrap_with_autocast":
-            _device, _dtype, enabled, _cache, sub, *operands = args
-            self.autocast = bool(enabled)
+            device, dtype, enabled, _cache, sub, *operands = args
+            self.autocast = autocast.changed(self.autocast, str(device), cast(Any, dtype), bool(enabled))
         else:
             raise self.fail(f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch")
         gm = env[cast(fx.Node, sub)]

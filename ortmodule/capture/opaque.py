@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .. import patches
+from .. import autocast, patches
 from .. import torch_private as private
 from ..guard import part_of_forward
 from ..patches import Patch, only_here, replaced
@@ -135,12 +135,8 @@ CUT = torch.ops.ortmodule_capture.cut.default
 
 def autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The user's autocast as it is now, to be entered again when the call runs."""
-    on, dtype, cache = (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
-    return lambda: torch.autocast("cpu", dtype=dtype, enabled=on, cache_enabled=cache)
+    state, cache = autocast.now(), torch.is_autocast_cache_enabled()
+    return lambda: autocast.put(state, cache)
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Fill]:

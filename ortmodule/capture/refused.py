@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .. import autocast
 from .. import torch_private as private
 from ..errors import TimeUp
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
@@ -456,7 +457,7 @@ def itself(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         with private.NoTorchFunction() if private.has("NoTorchFunction") else contextlib.nullcontext():
             if "dropout" not in getattr(func, "__name__", "") and not _shares(operands, outs):
                 return out
-            with private.without_modes(), private.no_python_dispatcher(), torch.autocast("cpu", enabled=False):
+            with private.without_modes(), private.no_python_dispatcher(), autocast.off():
                 again = func(*_bare(args, made), **{k: _bare(v, made) for k, v in kwargs.items()})
     except Exception:  # what cannot be told is a new object
         return out

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import autocast
 from .. import torch_private as private
 from ..errors import CaptureError
 from . import opaque
@@ -169,7 +170,7 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
             if isinstance(n.target, private.OpOverload)
         )
     )
-    call = _caller(table.rows, constants, region, inputs, outputs, numbers, items, torch.get_autocast_dtype("cpu"))
+    call = _caller(table.rows, constants, region, inputs, outputs, numbers, items)
     table.rows.append(
         opaque.Row(
             "aten",
@@ -229,7 +230,6 @@ def _caller(
     outputs: list[Node],
     numbers: dict[Any, int],
     items: dict[Any, Node],
-    low: torch.dtype,
 ) -> opaque.Call:
     """The region as a function of its tensors."""
     from sympy import sympify
@@ -256,10 +256,10 @@ def _caller(
                 return number(a.node.expr)
             return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
 
-        for n, target, args, kwargs, grad, autocast, val in steps:
+        for n, target, args, kwargs, grad, lowered, val in steps:
             with (
                 torch.set_grad_enabled(grad and torch.is_grad_enabled()),
-                torch.autocast("cpu", dtype=low, enabled=autocast),
+                autocast.put(lowered),
             ):
                 if isinstance(target, str):
                     made: Any = _NAMED[target]([of(d) for d in val.shape], *map(of, args)).to(val.dtype)

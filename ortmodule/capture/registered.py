@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from .. import autocast
+
 if TYPE_CHECKING:
     import numpy as np
     import onnx
@@ -160,7 +162,7 @@ class Gradient:
             def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
                 saved = list(ctx.saved_tensors)
                 tensors = saved[: ctx.n]
-                with torch.autocast("cpu", enabled=False):
+                with autocast.off():
                     found = gradient.run([f(tensors) for f in values], saved[ctx.n :], grads)
                 back: list[Tensor | None] = [None] * ctx.n
                 for place, g in zip(places, found, strict=True):
@@ -259,7 +261,7 @@ def called(key: Key, present: Sequence[bool], n: int) -> Callable[[list[Tensor]]
     values = [lambda ts, i=i: None if i is None else ts[i] for i in where]
 
     def call(ts: list[Tensor]) -> Any:
-        with torch.autocast("cpu", enabled=False):
+        with autocast.off():
             out = call_aten(operator, [f(ts) for f in values])[:n]
         return out[0] if n == 1 else tuple(out)
 
