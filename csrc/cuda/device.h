@@ -8,6 +8,8 @@
 om_status om_cuda_use(om_ctx *cx, int ordinal);
 void om_cuda_stream(void *stream); /* what this thread queues from now on goes there; at first: the legacy stream */
 void om_cuda_tf32(bool allowed);   /* f32 products of this thread's may cut their operands to TF32; at first: no */
+/* Tests: bytes of an operand that is brought into aligned rows at once, multiplications from which that is done. */
+void om_cuda_aligned(int64_t most, int64_t least);
 void om_cuda_graphs(bool allowed); /* this thread's runs may be recorded and launched as CUDA graphs; at first: yes */
 /* Whether chains are compiled (program.h) when a plan is made from now on; at first: never. library: path of a
  * libnvrtc.so for where the process has none; cache: directory where modules are kept; "": none. */

@@ -57,6 +57,30 @@ template <class S> FN void gemm(const om_gpu_gemm &p) {
 }
 FLOATS(gemm, struct om_gpu_gemm, 256, gemm)
 
+/* Sixteen bytes a thread on the side that is aligned, element by element on the other. */
+template <class T> FN void rows_move(const om_gpu_rows &p) {
+    enum { EACH = 16 / sizeof(T) };
+    struct alignas(16) piece { T e[EACH]; };
+    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * EACH;
+    if (i >= p.n) return;
+    for (int64_t r = blockIdx.y; r < p.rows; r += gridDim.y) {
+        const T *x = (const T *)p.x + r * p.xrow + i;
+        T *y = (T *)p.y + r * p.yrow + i;
+        piece v;
+        if (!p.into) v = ld((const piece *)x);
+        for (int k = 0; k < EACH; k++) {
+            const bool there = i + k < p.n;
+            if (p.into) v.e[k] = there ? ld(x + k) : (T)0;
+            else if (there) st(y + k, v.e[k]);
+        }
+        if (p.into) st((piece *)y, v);
+    }
+}
+EXPORT(256) om_k_rows(PARAM(struct om_gpu_rows) p) {
+    if (p.size == 2) rows_move<uint16_t>(p);
+    else rows_move<uint32_t>(p);
+}
+
 /* Ends that go back or beyond the rows are faults and count as the nearest that fit. */
 template <class S> FN void grouped(const om_gpu_grouped &p) {
     const int64_t e = blockIdx.z;

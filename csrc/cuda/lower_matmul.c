@@ -17,9 +17,65 @@ static int64_t space_of(const om_tensor *z) {
     return want < MOST_SPACE ? want : MOST_SPACE;
 }
 
+/* Rows that do not begin at multiples of 16 bytes (a vocabulary of 50,257): the library's kernels for the tensor cores of
+ * sm_90 want that of every operand, and what it has for others takes three to six times as long (docs/GPU_STATUS.md). A
+ * large product has such an operand in aligned rows in scratch: of a and c as many rows of results at a time as fit. */
+static int64_t most_aligned = 256 << 20, least_work = 1 << 29; /* bytes of one operand; multiplications */
+enum { LEAST_DEPTH = 128, PIECE = 256 };                             /* products per element; rows */
+
+void om_cuda_aligned(int64_t most, int64_t least) { most_aligned = most, least_work = least; }
+
+static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+typedef struct aligned { bool on[3]; int64_t at[3], row[3], piece; } aligned; /* of a, b, c; bytes, elements, rows */
+
+/* May operand t need aligned rows, and how many bytes are they at most? From sizes alone, whatever its layout. */
+static int64_t aligned_bytes(int t, int64_t m, int64_t n, int64_t k, int64_t e) {
+    const int64_t rows = t == 1 ? k : m, cols = t == 0 ? k : n, depth = t == 0 ? n : t == 1 ? m : k, unit = 16 / e;
+    if ((e != 2 && e != 4) || depth < LEAST_DEPTH || (double)m * (double)n * (double)k < (double)least_work ||
+        (rows % unit == 0 && cols % unit == 0))
+        return 0;
+    const int64_t all = up(rows, unit) * up(cols, unit) * e;
+    return all <= most_aligned ? up(all, OM_LT_ALIGN) : t == 1 ? 0 : most_aligned;
+}
+
+/* The rows of a and b, if they are one matrix each. */
+static bool one_matrix(const om_args *a, int64_t *m, int64_t *n, int64_t *k) {
+    const om_tensor *x = &a->in[0], *y = &a->in[1], *z = &a->out[0];
+    *n = z->dim[z->rank - 1], *k = x->dim[x->rank - 1];
+    *m = *n ? om_numel(z) / *n : 0;
+    return om_numel(y) == *k * *n;
+}
+
 int64_t om_gpu_scratch_matmul(om_ctx *cx, const om_args *a) {
     (void)cx;
-    return om_lt_present() ? space_of(&a->out[0]) + OM_LT_ALIGN : 0;
+    if (!om_lt_present()) return 0;
+    int64_t m, n, k, size = up(space_of(&a->out[0]) + OM_LT_ALIGN, OM_LT_ALIGN);
+    if (one_matrix(a, &m, &n, &k))
+        for (int t = 0; t < 3; t++) size += aligned_bytes(t, m, n, k, (int64_t)om_dtype_size(a->out[0].dtype));
+    return size;
+}
+
+/* Which operands of the product are aligned, where; *x is none where all are as they should be. */
+static void aligned_of(const om_gpu_gemm *p, const om_lt_shape *s, int64_t at, aligned *x) {
+    const int64_t e = (int64_t)om_dtype_size(s->dtype), unit = 16 / e;
+    const int64_t ld[3] = {s->lda, s->ldb, s->ldc};
+    *x = (aligned){.piece = p->m};
+    for (int t = 0; t < 3; t++) {
+        const int64_t bytes = aligned_bytes(t, p->m, p->n, p->k, e);
+        x->on[t] = bytes && ld[t] % unit;
+        x->at[t] = at;
+        at += bytes;
+        x->row[t] = up(t == 0 ? p->k : t == 1 && s->tb ? p->k : p->n, unit);
+        if (!x->on[t] || t == 1) continue;
+        const int64_t fit = most_aligned / (e * (t == 0 && s->ta ? p->k : x->row[t])); /* rows of results */
+        if (fit < PIECE) x->on[t] = false;
+        else if (fit < x->piece) x->piece = fit;
+    }
+    if (x->piece < p->m) { /* equal ones */
+        const int64_t full = x->piece / PIECE * PIECE, pieces = om_gpu_blocks(p->m, full);
+        x->piece = up(om_gpu_blocks(p->m, pieces), PIECE);
+    }
 }
 
 /* --- the library --------------------------------------------------------------------------------------- */
@@ -48,6 +104,67 @@ static void call_add(om_lower *l, const om_gpu_gemm *p, const axes *x, int inner
     om_gpu_scratch_at(l, &g->space, 0, space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
 }
 
+/* Operand t of the call, from byte `from` on, to its aligned rows or from there: `rows` of n elements, `row` apart in
+ * memory and `to` in scratch. */
+static void rows_add(om_lower *l, int t, int64_t from, int64_t rows, int64_t n, int64_t row, int64_t at, int64_t to) {
+    const om_args *a = l->a;
+    const int64_t e = (int64_t)om_dtype_size(a->out[0].dtype), unit = 16 / e, there = ((rows - 1) * row + n) * e;
+    om_gpu_rows *g = om_gpu_add(l, OM_GPU_rows, om_gpu_blocks(n, unit * 256), rows < 65535 ? rows : 65535, 1, 256, 0,
+                                sizeof *g);
+    if (!g) return;
+    *g = (om_gpu_rows){.rows = rows, .n = n, .xrow = t < 2 ? row : to, .yrow = t < 2 ? to : row, .size = (int32_t)e,
+                       .into = t < 2};
+    const int64_t here = rows * to * e;
+    if (t < 2) om_gpu_part(l, &g->x, t, from, 0, there, OM_GPU_READ);
+    om_gpu_scratch_at(l, t < 2 ? (void *)&g->y : (void *)&g->x, at, here, t < 2 ? OM_GPU_WRITE : OM_GPU_READ);
+    if (t == 2) om_gpu_part(l, &g->y, a->n_in, from, 0, there, OM_GPU_WRITE);
+}
+
+/* One product with operands in aligned rows, piece by piece. *done: the calls are in the list. */
+static om_status by_pieces(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, bool *done) {
+    const om_args *a = l->a;
+    om_gpu *g = om_cuda_gpu(l->cx);
+    const int64_t e = (int64_t)om_dtype_size(s->dtype), last = p->m - (om_gpu_blocks(p->m, x->piece) - 1) * x->piece;
+    const om_lt_product *product[2] = {NULL};
+    int64_t row_a[2];
+    for (int i = 0; i < 2; i++) { /* whole pieces, the last */
+        om_lt_shape q = *s;
+        q.m = i ? last : x->piece;
+        row_a[i] = s->ta ? up(q.m, 16 / e) : x->row[0];
+        if (x->on[0]) q.lda = (int32_t)row_a[i];
+        if (x->on[1]) q.ldb = (int32_t)x->row[1];
+        if (x->on[2]) q.ldc = (int32_t)x->row[2];
+        OM_TRY(om_gpu_enter(l->cx, g));
+        OM_TRY(om_gpu_leave(l->cx, g, om_lt_prepare(l->cx, g, l->mem, &q, &product[i])));
+        if (!product[i]) return OM_OK;
+    }
+    if (x->on[1]) rows_add(l, 1, 0, s->tb ? p->n : p->k, s->tb ? p->k : p->n, s->ldb, x->at[1], x->row[1]);
+    for (int64_t m = 0; m < p->m; m += x->piece) {
+        const bool end = m + x->piece >= p->m;
+        const int64_t rows = end ? last : x->piece;
+        if (x->on[0] && s->ta) rows_add(l, 0, m * e, p->k, rows, s->lda, x->at[0], row_a[end]);
+        else if (x->on[0]) rows_add(l, 0, m * s->lda * e, rows, p->k, s->lda, x->at[0], row_a[end]);
+        om_lt_at *q = om_gpu_add(l, 0, 1, 1, 1, 0, 0, sizeof *q);
+        if (!q) return l->cx->status;
+        l->last->product = product[end];
+        const int64_t size_a = s->ta ? (p->k - 1) * s->lda + rows : (rows - 1) * s->lda + p->k;
+        const int64_t size_b = s->tb ? (p->n - 1) * s->ldb + p->k : (p->k - 1) * s->ldb + p->n;
+        const int64_t size_c = (rows - 1) * s->ldc + p->n;
+        if (x->on[0])
+            om_gpu_scratch_at(l, &q->a, x->at[0], (s->ta ? p->k : rows) * row_a[end] * e, OM_GPU_READ);
+        else om_gpu_part(l, &q->a, 0, m * (s->ta ? 1 : s->lda) * e, 0, size_a * e, OM_GPU_READ);
+        if (x->on[1]) om_gpu_scratch_at(l, &q->b, x->at[1], (s->tb ? p->n : p->k) * x->row[1] * e, OM_GPU_READ);
+        else om_gpu_part(l, &q->b, 1, 0, 0, size_b * e, OM_GPU_READ);
+        if (s->bias) om_gpu_in(l, &q->bias, 2);
+        if (x->on[2]) om_gpu_scratch_at(l, &q->c, x->at[2], rows * x->row[2] * e, OM_GPU_WRITE);
+        else om_gpu_part(l, &q->c, a->n_in, m * s->ldc * e, 0, size_c * e, OM_GPU_WRITE);
+        om_gpu_scratch_at(l, &q->space, 0, s->space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
+        if (x->on[2]) rows_add(l, 2, m * s->ldc * e, rows, p->n, s->ldc, x->at[2], x->row[2]);
+    }
+    *done = true;
+    return l->cx->status;
+}
+
 /* *done: the calls are in the list. p describes one product. */
 static om_status by_library(om_lower *l, const om_gpu_gemm *p, const axes *x, bool *done) {
     const om_args *a = l->a;
@@ -73,6 +190,11 @@ static om_status by_library(om_lower *l, const om_gpu_gemm *p, const axes *x, bo
         return OM_OK;
     s.ta = ta == 'T', s.tb = tb == 'T', s.m = p->m, s.n = p->n, s.k = p->k;
     if (inner >= 0) s.batch = x->dim[inner], s.a = x->s[0][inner], s.b = x->s[1][inner], s.c = x->s[2][inner];
+    int64_t m, n, k;
+    aligned rows = {.piece = 0};
+    if (!x->n && one_matrix(a, &m, &n, &k)) aligned_of(p, &s, up(s.space + OM_LT_ALIGN, OM_LT_ALIGN), &rows);
+    if (rows.on[0] || rows.on[1] || rows.on[2]) OM_TRY(by_pieces(l, p, &s, &rows, done));
+    if (*done) return OM_OK;
     const om_lt_product *product = NULL;
     OM_TRY(om_gpu_enter(l->cx, g));
     OM_TRY(om_gpu_leave(l->cx, g, om_lt_prepare(l->cx, g, l->mem, &s, &product)));

@@ -165,6 +165,13 @@ typedef struct om_gpu_gemm { /* c = a b (+ bias): any strides; batch over grid z
     int32_t brank, none;
 } om_gpu_gemm;
 
+typedef struct om_gpu_rows { /* y = x: rows of n elements of size bytes, which `into` is where they begin at multiples of 16 bytes */
+    const char *x;
+    char *y;
+    int64_t rows, n, xrow, yrow; /* steps in elements */
+    int32_t size, into;          /* into: y's do, else x's */
+} om_gpu_rows;
+
 /* --- conv.cu ------------------------------------------------------------------------------------------- */
 
 typedef struct om_gpu_conv { /* x (n, c, in), w (o, cg, k), y (n, o, out); og, cg: channels of a group, out and in */

@@ -79,6 +79,44 @@ def test_without_the_library_the_kernel_does_it() -> None:
     assert child(HEAD + LAYOUTS.replace("{calls}", "0"), OM_FAKE_BLAS="0") == "done\n"
 
 
+ALIGNED = """
+for most, least in ((1 << 20, 1), (256 * 272 * 2, 1), (256 * 272 * 4, 1), (1 << 20, 1 << 40)):
+    engine.lib.om_cuda_aligned(C.c_int64(most), C.c_int64(least))
+    for dtype, unit in ((torch.float32, 1e-5), (torch.bfloat16, 2 ** -8), (torch.float16, 2 ** -11), (torch.float64, 1e-13)):
+        e = 8 if dtype == torch.float64 else 4 if dtype == torch.float32 else 2
+        fits = least == 1 and e < 8
+        for body, sizes, torch_says, rows in [  # rows: operands of which some are odd, in products of at least 128 per element
+            (" t = permute(x1) {perm=[1, 0]}\\n y = matmul(x0, t, x2)", [(520, 128), (261, 128), (261,)], lambda a, b, c: a @ b.T + c, "c"),  # logits
+            (" y = matmul(x0, x1)", [(520, 261), (261, 128)], lambda a, b: a @ b, "a"),  # gradient of the hidden states
+            (" t = permute(x0) {perm=[1, 0]}\\n y = matmul(t, x1)", [(132, 261), (132, 128)], lambda a, b: a.T @ b, "a"),  # of the weights
+            (" y = matmul(x0, x1)", [(130, 144), (144, 133)], lambda a, b: a @ b, "bc"),
+            (" t = permute(x1) {perm=[1, 0]}\\n y = matmul(x0, t)", [(129, 137), (136, 137)], lambda a, b: a @ b.T, "ab"),
+            (" y = matmul(x0, x1)", [(3, 88, 137), (137, 139)], lambda a, b: a @ b, "abc"),
+            (" y = matmul(x0, x1)", [(520, 127), (127, 261)], lambda a, b: a @ b, "ab"),  # too few for c
+            (" y = matmul(x0, x1)", [(520, 128), (128, 264)], lambda a, b: a @ b, ""),
+            (" y = matmul(x0, x1)", [(2, 200, 137), (2, 137, 139)], lambda a, b: a @ b, ""),  # several products
+        ]:
+            ins = [rand(*s, dtype=dtype) for s in sizes]
+            before = fake.ran("rows")
+            y, products, launches = run(body, *ins)
+            want = torch_says(*[t.double() for t in ins])
+            assert y.dtype == dtype and (y.double() - want).abs().max().item() <= unit * (1 + want.abs().max().item()), (body, dtype, most)
+            ran, pieces = fake.ran("rows") - before, list(products)[0] if isinstance(products, set) else products
+            if not fits or not rows: assert ran == 0 and pieces == 1, (body, dtype, most, ran, pieces)
+            elif most == 1 << 20: assert ran == len(rows) and pieces == 1, (body, dtype, ran, pieces)
+            elif e == 2 and most == 256 * 272 * 2 and rows in "ca" and sizes[0][0] == 520: assert (ran, pieces) == (3, 3), (body, ran, pieces)
+            seen.add((most, dtype, ran))
+print("done")
+"""
+
+
+@on_fake
+@pytest.mark.parametrize("seed", ["1", "3"])
+def test_rows_that_begin_anywhere(seed: str) -> None:
+    """Large products with such operands have them in aligned rows, as many of them at a time as fit."""
+    assert child(HEAD + "seen = set()\n" + ALIGNED, OM_FAKE_SEED=seed, OM_FAKE_STRICT="1") == "done\n"
+
+
 TF32 = """
 a, b = rand(9, 33), rand(33, 20)
 body = " y = matmul(x0, x1)"
