@@ -6,7 +6,7 @@
  * definitions:
  *   op(a, b)    a node of that operator; operands of add and mul match in either order
  *   0.5         a constant, all of it this number, but for the formula's own rounding (1e-6 relative, 1e-2 in 16 bits)
- *   x           any value, the same wherever the name stands. The first x is where the text has it first, so x stands
+ *   x           any value, the same wherever the name stands, or a copy of it in a wider type. The first x is where the text has it first, so x stands
  *               before what is made of it
  *   w           a vector as long as x's last axis
  *   e           a constant, all of it one number
@@ -39,18 +39,26 @@ static const struct pattern { const om_op *op; const char *formula; } patterns[]
 typedef struct matched { om_id x, w; double e; bool has_e; } matched;
 typedef struct matcher { const om_graph *g; double tol; matched found; } matcher;
 
+/* What v is a copy of in a wider type, or v: autocast computes parts of a formula in f32, of x in half precision. */
+static om_id narrow(const om_graph *g, om_id v) {
+    const om_node *n = om_maker(g, v);
+    const bool widens = n && om_is(n, cast) && om_ty(g, v)->dtype == OM_F32 && om_is_half(om_ty(g, om_ins(g, n)[0])->dtype);
+    return widens ? om_ins(g, n)[0] : v;
+}
+static bool same(const matcher *m, om_id a, om_id b) { return a == b || narrow(m->g, a) == narrow(m->g, b); }
+
 static bool number(const matcher *m, om_id v, double want) {
     double x;
     return om_pass_splat(m->g, v, &x) && fabs(x - want) <= m->tol * fabs(want);
 }
 
 static bool is_power(const matcher *m, om_id v, om_id x, int p) {
-    const om_node *n = om_maker(m->g, v);
+    const om_node *n = om_maker(m->g, narrow(m->g, v));
     if (!n || x == OM_NONE || (!om_is(n, pow) && !om_is(n, mul))) return false;
     const om_id a = om_ins(m->g, n)[0], b = om_ins(m->g, n)[1];
-    if (om_is(n, pow)) return a == x && number(m, b, p);
-    if (p == 2) return a == x && b == x;
-    return (a == x && is_power(m, b, x, p - 1)) || (b == x && is_power(m, a, x, p - 1));
+    if (om_is(n, pow)) return same(m, a, x) && number(m, b, p);
+    if (p == 2) return same(m, a, x) && same(m, b, x);
+    return (same(m, a, x) && is_power(m, b, x, p - 1)) || (same(m, b, x) && is_power(m, a, x, p - 1));
 }
 
 static bool is_mean(const matcher *m, const om_node *n) {
@@ -65,7 +73,7 @@ static bool bind(matcher *m, char name, om_id v) {
     if (name == 'e') return f->has_e = om_pass_splat(m->g, v, &f->e);
     if (name == 'x') {
         if (f->x == OM_NONE) f->x = v;
-        return f->x == v;
+        return same(m, f->x, v);
     }
     const om_type *w = om_ty(m->g, v), *x = om_ty(m->g, f->x);
     f->w = v;
@@ -83,7 +91,7 @@ static const char *match(matcher *m, const char *p, om_id v) {
     const char *arg = p + len + 1;
     const int power = !strncmp(p, "square", len) ? 2 : !strncmp(p, "cube", len) ? 3 : 0;
     if (power) return is_power(m, v, m->found.x, power) ? arg + strlen("x)") : NULL;
-    const om_node *n = om_maker(m->g, v);
+    const om_node *n = om_maker(m->g, narrow(m->g, v));
     if (!n) return NULL;
     const char *name = om_is(n, reduce_mean) && is_mean(m, n) ? "mean" : n->op->name;
     if (strncmp(name, p, len) != 0 || name[len]) return NULL;
@@ -107,8 +115,10 @@ static om_status patterns_emit(om_rewriter *r, om_id id) {
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns && n->n_out == 1; i++) {
         matcher m = {f, tol, {.x = OM_NONE, .w = OM_NONE}};
         if (!match(&m, patterns[i].formula, n->out)) continue;
-        if (!om_pass_same_type(om_ty(f, n->out), om_ty(f, m.found.x))) continue;
-        const om_id in[2] = {r->map[m.found.x], m.found.w == OM_NONE ? OM_NONE : r->map[m.found.w]};
+        om_type x = *om_ty(f, m.found.x);
+        if (om_is_half(x.dtype) && om_ty(f, n->out)->dtype == OM_F32) x.dtype = OM_F32;
+        if (!om_pass_same_type(om_ty(f, n->out), &x)) continue;
+        const om_id in[2] = {om_b_cast(r->to, r->map[m.found.x], x.dtype), m.found.w == OM_NONE ? OM_NONE : r->map[m.found.w]};
         const om_attr attr[2] = {OM_AI("axis", om_ty(f, m.found.x)->rank - 1), OM_AF("eps", m.found.e)};
         r->map[n->out] = om_make(r->to, patterns[i].op, in, m.found.w == OM_NONE ? 1 : 2, attr, m.found.has_e ? 2 : 0);
         return r->to->cx->status;

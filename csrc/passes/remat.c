@@ -132,6 +132,19 @@ static om_id remat_read(om_rewriter *r, om_id v) {
     return *remat_clone(m, v);
 }
 
+/* What an elementwise node reads in place of v, a clone that widens what is kept in half precision: a cast of its own, in
+ * the registers of its chain, so that none is stored for several chains. */
+static om_id remat_widened(om_rewriter *r, om_id v) {
+    const om_node *c = om_maker(r->to, v);
+    if (!c || c->phase != OM_BACKWARD || !c->again || !om_is(c, cast)) return v;
+    const om_id x = om_ins(r->to, c)[0];
+    const bool widens = om_is_half(om_ty(r->to, x)->dtype) && om_ty(r->to, v)->dtype == OM_F32;
+    if (!widens || om_sabotage("remat.widened")) return v;
+    r->to->cur_scope = c->scope;
+    r->to->cur_phase = OM_BACKWARD;
+    return om_b_cast(r->to, x, OM_F32);
+}
+
 static om_status remat_emit(om_rewriter *r, om_id id) {
     const om_node *n = &r->from->nodes.v[id];
     om_id with[OM_MAX_IN];
@@ -141,6 +154,11 @@ static om_status remat_emit(om_rewriter *r, om_id id) {
     ((remat *)r->arg)->region = om_region(r->from, n);
     for (int k = 0; k < n->n_in; k++)
         with[k] = om_ins(r->from, n)[k] == OM_NONE ? OM_NONE : remat_read(r, om_ins(r->from, n)[k]);
+    for (int k = 0; k < n->n_in && n->op->kind == OM_K_POINTWISE && !om_is(n, cast); k++) {
+        int i = 0;
+        while (i < k && om_ins(r->from, n)[i] != om_ins(r->from, n)[k]) i++;
+        with[k] = i < k ? with[i] : remat_widened(r, with[k]);
+    }
     if (r->to->cx->status != OM_OK) return r->to->cx->status;
     return om_rewrite_copy_with(r, id, with);
 }

@@ -5,6 +5,7 @@
  * are most of what a transformer's forward leaves behind, and computing them costs one sweep over memory.
  *
  *   kept         a forward value whose memory backward reads
+ *                (of a value in half precision that only casts to f32 read: that, not the casts)
  *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
  *   wanted       kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway:
  *                backward reads those
@@ -93,6 +94,22 @@ static bool choice_wants(const choice *c, const om_node *n) {
         computed |= om_maker(g, c->f->root[v]) != NULL;
     }
     return computed;
+}
+
+/* A copy in f32 of what the forward has in half precision, and nobody keeps: that is kept instead, half the bytes. */
+static void choice_narrow(choice *c, const om_node *n) {
+    om_graph *g = (om_graph *)c->g; /* may intern sizes */
+    const om_id x = n->n_in == 1 ? om_ins(g, n)[0] : OM_NONE;
+    if (x == OM_NONE || !om_is(n, cast) || n->phase != OM_FORWARD || !c->kept[n->out] || c->fixed[n->out] ||
+        !om_is_half(om_ty(g, x)->dtype) || om_ty(g, n->out)->dtype != OM_F32)
+        return;
+    const om_id root = c->f->root[x];
+    const om_node *m = om_maker(g, root);
+    const bool all = om_dim_numel(g, om_ty(g, x)) == om_dim_numel(g, om_ty(g, root));
+    if (!m || m->phase != OM_FORWARD || !all || c->written[root] || (c->inside && (c->inside[root] || c->inside[n->out])) ||
+        choice_computable(c, x, DEPTH))
+        return;
+    c->kept[root] = 1;
 }
 
 /* --- layers ---------------------------------------------------------------------------------------- */
@@ -255,6 +272,7 @@ static om_status choose(om_ctx *cx, const om_remat_ask *ask, bool layers, uint8_
         for (uint32_t i = 0; i < g->writes.n; i++) c.written[g->inputs.v[g->writes.v[i].input]] = 1;
         s = regions_find(cx, &c);
     }
+    for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++) choice_narrow(&c, &g->nodes.v[i]);
     for (om_id i = 0; i < g->nodes.n && s == OM_OK; i++) {
         if (choice_wants(&c, &g->nodes.v[i])) c.wanted[g->nodes.v[i].out] = 1;
     }

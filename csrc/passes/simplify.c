@@ -86,8 +86,14 @@ static bool simplify_exact(int from, int to) {
 static om_id simplify_cast(om_graph *g, const om_node *n, om_id x) {
     const om_node *m = om_maker(g, x);
     int to = om_ty(g, n->out)->dtype;
-    if (!m || m->op != n->op) return x;
+    if (!m) return x;
     om_id from = om_ins(g, m)[0];
+    const om_node *made = om_is(m, reshape) ? om_maker(g, from) : NULL;
+    if (made && made->op->kind == OM_K_POINTWISE && made->op != n->op && om_is_half(to)) { /* where fuse finds it */
+        const om_type t = *om_ty(g, n->out); /* building moves the array */
+        return om_b_reshape(g, om_b_cast(g, from, to), t.dim, t.rank);
+    }
+    if (m->op != n->op) return x;
     if (!simplify_exact(om_ty(g, from)->dtype, om_ty(g, x)->dtype)) return x;
     return om_b_cast(g, from, to);
 }
