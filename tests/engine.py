@@ -95,6 +95,7 @@ class Ctx:
         if device == "checking":
             lib.om_checking_use(self.p)
         elif device == "cuda":
+            torch.cuda.init()  # whose allocator gives memory
             self.check(lib.om_cuda_use(self.p, 0))
         elif device == "cuda-fake":
             from cuda import fake
