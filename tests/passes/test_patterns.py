@@ -42,3 +42,24 @@ def test_what_is_spelled_out_becomes_one_operator(text: str, left: list[str]) ->
     got = Graph.parse("graph {\n" + text + "\n}").apply("patterns", "dce").verify().run(ins, 1)[0]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     assert body(text, "patterns") == left
+
+
+NARROW = "input x: bf16[7, 5]\n const half: bf16[] = 0.5\n const one: f32[] = 1\n const three: f32[] = 3\n const k: f32[] = 0.044715\n const s: f32[] = 0.7978845608028654\n"
+
+
+@pytest.mark.parametrize(("text", "left"), [
+    ("v = cast(x) {to=f32}\n c = pow(v, three)\n d = mul(c, k)\n a = add(v, d)\n b = mul(a, s)\n t = tanh(b)\n u = add(t, one)\n h = mul(x, half)\n"
+     " g = cast(h) {to=f32}\n y = mul(g, u)", ["cast", "gelu_tanh"]),  # gelu_new under CUDA's autocast
+    ("v = cast(x) {to=f32}\n t = sigmoid(v)\n y = mul(v, t)", ["cast", "silu"]),
+    ("t = sigmoid(x)\n u = cast(t) {to=f32}\n v = cast(x) {to=f32}\n y = mul(v, u)", ["cast", "silu"]),
+    ("v = cast(x) {to=f32}\n n = neg(x)\n w = cast(n) {to=f32}\n t = sigmoid(w)\n y = mul(v, t)", ["cast", "neg", "cast", "sigmoid", "mul"]),
+    ("v = cast(x) {to=f32}\n w = cast(v) {to=f64}\n t = sigmoid(w)\n y = mul(w, t)", ["cast", "cast", "silu"]),
+])  # fmt: skip
+def test_seen_through_copies_in_a_wider_type(text: str, left: list[str]) -> None:
+    text = f"{NARROW}{text}\n output y"
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = Graph.parse("graph {\n" + text + "\n}").run([x], 1)[0]
+    got = Graph.parse("graph {\n" + text + "\n}").apply("patterns", "dce").verify().run([x], 1)[0]
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=4e-3, atol=1e-5)
+    assert body(text, "patterns") == left

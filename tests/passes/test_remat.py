@@ -61,6 +61,37 @@ CASES = {
 }  # fmt: skip
 
 
+HALVES = """input x: f32[7, 5]
+  param w: f32[5, 11]
+  c = cast(x) {to=bf16}
+  d = cast(w) {to=bf16}
+  h = matmul(c, d, _)
+  """
+
+
+@pytest.mark.parametrize(("text", "without", "with_", "casts"), [
+    ("a = cast(h) {to=f32}\n b = gelu_tanh(a)\n s = tanh(a)\n y = mul(b, s)", {"cast", "gelu_tanh", "tanh"}, {"cast", "matmul"}, 2),
+    ("p = permute(h) {perm=[1, 0]}\n a = cast(p) {to=f32}\n y = gelu(a)", {"cast"}, {"cast", "matmul"}, 1),
+    ("a = cast(h) {to=f32}\n y = gelu(a)\n output a", {"cast"}, {"cast"}, 0),  # handed out, so there
+    ("k = slice(h) {axis=1, start=[0], end=[2], step=1}\n a = cast(k) {to=f32}\n y = gelu(a)", {"cast"}, {"cast"}, 0),  # less than what it is of
+])  # fmt: skip
+def test_halves_are_kept_instead_of_their_copies(text: str, without: set[str], with_: set[str], casts: int) -> None:
+    """What is left of casts among kept: those of the product's operands. Every chain of the backward has its own."""
+    got = []
+    for remat in (False, True):
+        full = "graph {\n" + HALVES + text.replace("\n output a", "") + "\n output y\n" + (" output a\n" if "output a" in text else "") + "}"
+        arriving = [1, 0] if "output a" in text else [1]
+        g = engine.Graph.parse(full).grad([0, 1], arriving).apply("simplify", "cse", "dce")
+        if remat:
+            g = g.apply("remat", "dce").verify()
+            widen = [line for line in g.text().splitlines() if "{to=f32}" in line and " backward" in line and "f32[5, 11]" not in line]
+            assert len(widen) == casts, g.text()
+        assert kept(g) >= (with_ if remat else without), g.text()
+        y = engine.run(full, [rand(7, 5).float(), rand(5, 11).float()])[0][0]
+        got.append(g.run([rand(7, 5).float(), rand(5, 11).float(), torch.ones_like(y)], len(arriving) + 1, 5))
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_backward_reads_only_what_is_dear(name: str) -> None:
     text, wanted, without, with_ = CASES[name]
