@@ -3,7 +3,6 @@ tensors obey the CPU's switch alone, whatever the other one says."""
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import nn
