@@ -57,23 +57,41 @@ template <class S> FN void gemm(const om_gpu_gemm &p) {
 }
 FLOATS(gemm, struct om_gpu_gemm, 256, gemm)
 
-/* Sixteen bytes a thread on the side that is aligned, element by element on the other. */
+/* Sixteen bytes from byte `by` of two neighbours on. */
+struct alignas(16) words { uint64_t w[2]; };
+FN words words_from(words a, words b, unsigned by) {
+    const uint64_t x = by < 8 ? a.w[0] : a.w[1], y = by < 8 ? a.w[1] : b.w[0], z = by < 8 ? b.w[0] : b.w[1];
+    const unsigned bits = by % 8 * 8;
+    if (!bits) return {{x, y}};
+    return {{x >> bits | y << (64 - bits), y >> bits | z << (64 - bits)}};
+}
+
+/* Rows whose beginnings have nothing in common with those they come from: sixteen bytes of y a thread, from the two
+ * that hold them in x; what lies at the ends of a row element by element. */
 template <class T> FN void rows_move(const om_gpu_rows &p) {
     enum { EACH = 16 / sizeof(T) };
     struct alignas(16) piece { T e[EACH]; };
-    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * EACH;
-    if (i >= p.n) return;
+    const int64_t chunk = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (int64_t r = blockIdx.y; r < p.rows; r += gridDim.y) {
-        const T *x = (const T *)p.x + r * p.xrow + i;
-        T *y = (T *)p.y + r * p.yrow + i;
-        piece v;
-        if (!p.into) v = ld((const piece *)x);
-        for (int k = 0; k < EACH; k++) {
-            const bool there = i + k < p.n;
-            if (p.into) v.e[k] = there ? ld(x + k) : (T)0;
-            else if (there) st(y + k, v.e[k]);
+        T *y = (T *)p.y + r * p.yrow;
+        const T *x = (const T *)p.x + r * p.xrow, *end = x + p.n;
+        const int64_t before = (int64_t)(-(uintptr_t)y % 16 / sizeof(T)), head = before < p.n ? before : p.n;
+        const int64_t i = head + chunk * EACH;
+        for (int64_t k = 0; !chunk && k < head; k++) st(y + k, r < p.given ? ld(x + k) : (T)0);
+        if (i >= p.n) continue;
+        const words *at = (const words *)((uintptr_t)(x + i) & ~(uintptr_t)15);
+        const unsigned by = (unsigned)((uintptr_t)(x + i) % 16);
+        if (r < p.given && (const T *)at >= x && (const T *)(at + (by ? 2 : 1)) <= end) {
+            const words a = ld(at);
+            st((words *)(y + i), words_from(a, by ? ld(at + 1) : a, by));
+            continue;
         }
-        if (p.into) st((piece *)y, v);
+        piece v;
+        for (int k = 0; k < EACH; k++) v.e[k] = r < p.given && i + k < p.n ? ld(x + i + k) : (T)0;
+        if (i + EACH <= p.n || p.fill) st((piece *)(y + i), v);
+        else
+            for (int k = 0; k < EACH; k++)
+                if (i + k < p.n) st(y + i + k, v.e[k]);
     }
 }
 EXPORT(256) om_k_rows(PARAM(struct om_gpu_rows) p) {

@@ -17,26 +17,31 @@ static int64_t space_of(const om_tensor *z) {
     return want < MOST_SPACE ? want : MOST_SPACE;
 }
 
-/* Rows that do not begin at multiples of 16 bytes (a vocabulary of 50,257): the library's kernels for the tensor cores of
- * sm_90 want that of every operand, and what it has for others takes three to six times as long (docs/GPU_STATUS.md). A
- * large product has such an operand in aligned rows in scratch: of a and c as many rows of results at a time as fit. */
+/* Sizes that are no multiple of 16 bytes (a vocabulary of 50,257): the library's kernels for the tensor cores of sm_90
+ * want rows that begin at such multiples, and as many columns, of every operand; what it has for others takes three to
+ * six times as long (docs/GPU_STATUS.md). A large product has such an operand in aligned rows in scratch, filled up with
+ * zeros: of a and c as many rows of results at a time as fit. */
 static int64_t most_aligned = 256 << 20, least_work = 1 << 29; /* bytes of one operand; multiplications */
-enum { LEAST_DEPTH = 128, PIECE = 256 };                             /* products per element; rows */
+enum { LEAST_DEPTH = 128, PIECE = 256 };                       /* products per element; rows */
 
 void om_cuda_aligned(int64_t most, int64_t least) { most_aligned = most, least_work = least; }
 
 static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-typedef struct aligned { bool on[3]; int64_t at[3], row[3], piece; } aligned; /* of a, b, c; bytes, elements, rows */
+enum { A, B, C, BIAS };
+typedef struct aligned { /* which operands are, where; row: elements; piece: rows of results */
+    bool on[4];
+    int64_t at[4], row[3], piece, n, k; /* n, k: of the product */
+} aligned;
 
 /* May operand t need aligned rows, and how many bytes are they at most? From sizes alone, whatever its layout. */
 static int64_t aligned_bytes(int t, int64_t m, int64_t n, int64_t k, int64_t e) {
-    const int64_t rows = t == 1 ? k : m, cols = t == 0 ? k : n, depth = t == 0 ? n : t == 1 ? m : k, unit = 16 / e;
+    const int64_t rows = t == B ? k : m, cols = t == A ? k : n, depth = t == A ? n : t == B ? m : k, unit = 16 / e;
     if ((e != 2 && e != 4) || depth < LEAST_DEPTH || (double)m * (double)n * (double)k < (double)least_work ||
         (rows % unit == 0 && cols % unit == 0))
         return 0;
     const int64_t all = up(rows, unit) * up(cols, unit) * e;
-    return all <= most_aligned ? up(all, OM_LT_ALIGN) : t == 1 ? 0 : most_aligned;
+    return all <= most_aligned ? up(all, OM_LT_ALIGN) : t == B ? 0 : most_aligned;
 }
 
 /* The rows of a and b, if they are one matrix each. */
@@ -50,32 +55,38 @@ static bool one_matrix(const om_args *a, int64_t *m, int64_t *n, int64_t *k) {
 int64_t om_gpu_scratch_matmul(om_ctx *cx, const om_args *a) {
     (void)cx;
     if (!om_lt_present()) return 0;
+    const int64_t e = (int64_t)om_dtype_size(a->out[0].dtype);
     int64_t m, n, k, size = up(space_of(&a->out[0]) + OM_LT_ALIGN, OM_LT_ALIGN);
-    if (one_matrix(a, &m, &n, &k))
-        for (int t = 0; t < 3; t++) size += aligned_bytes(t, m, n, k, (int64_t)om_dtype_size(a->out[0].dtype));
-    return size;
+    if (!one_matrix(a, &m, &n, &k)) return size;
+    for (int t = 0; t < 3; t++) size += aligned_bytes(t, m, n, k, e);
+    return size + (aligned_bytes(C, m, n, k, e) && a->n_in > 2 && a->in[2].dtype ? up(up(n, 16 / e) * e, OM_LT_ALIGN) : 0);
 }
 
-/* Which operands of the product are aligned, where; *x is none where all are as they should be. */
+/* What of the product is aligned, from byte `at` of the scratch on. */
 static void aligned_of(const om_gpu_gemm *p, const om_lt_shape *s, int64_t at, aligned *x) {
     const int64_t e = (int64_t)om_dtype_size(s->dtype), unit = 16 / e;
     const int64_t ld[3] = {s->lda, s->ldb, s->ldc};
-    *x = (aligned){.piece = p->m};
+    int64_t bytes[3];
+    *x = (aligned){.piece = p->m, .n = p->n, .k = p->k};
     for (int t = 0; t < 3; t++) {
-        const int64_t bytes = aligned_bytes(t, p->m, p->n, p->k, e);
-        x->on[t] = bytes && ld[t] % unit;
+        bytes[t] = aligned_bytes(t, p->m, p->n, p->k, e);
+        x->on[t] = bytes[t] && ld[t] % unit;
         x->at[t] = at;
-        at += bytes;
-        x->row[t] = up(t == 0 ? p->k : t == 1 && s->tb ? p->k : p->n, unit);
-        if (!x->on[t] || t == 1) continue;
-        const int64_t fit = most_aligned / (e * (t == 0 && s->ta ? p->k : x->row[t])); /* rows of results */
+        at += bytes[t];
+        x->row[t] = up(t == A ? p->k : t == B && s->tb ? p->k : p->n, unit);
+        if (!x->on[t] || t == B) continue;
+        const int64_t fit = most_aligned / (e * (t == A && s->ta ? p->k : x->row[t])); /* rows of results */
         if (fit < PIECE) x->on[t] = false;
         else if (fit < x->piece) x->piece = fit;
     }
+    x->at[BIAS] = at;
     if (x->piece < p->m) { /* equal ones */
         const int64_t full = x->piece / PIECE * PIECE, pieces = om_gpu_blocks(p->m, full);
         x->piece = up(om_gpu_blocks(p->m, pieces), PIECE);
     }
+    if (!bytes[B]) return;
+    if (x->on[C]) x->n = up(p->n, unit), x->on[B] = true, x->on[BIAS] = s->bias;
+    if (x->on[A] && !s->ta) x->k = up(p->k, unit), x->on[B] = true;
 }
 
 /* --- the library --------------------------------------------------------------------------------------- */
@@ -104,62 +115,87 @@ static void call_add(om_lower *l, const om_gpu_gemm *p, const axes *x, int inner
     om_gpu_scratch_at(l, &g->space, 0, space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
 }
 
-/* Operand t of the call, from byte `from` on, to its aligned rows or from there: `rows` of n elements, `row` apart in
- * memory and `to` in scratch. */
-static void rows_add(om_lower *l, int t, int64_t from, int64_t rows, int64_t n, int64_t row, int64_t at, int64_t to) {
+/* Operand i of the call (c comes last), from byte `from` on, to rows in scratch, or from there: of n elements, `row` apart
+ * in memory and `to` in scratch; `rows` in memory, `filled` in scratch. */
+typedef struct moved { int64_t from, rows, filled, n, row, at, to; } moved;
+static void rows_add(om_lower *l, int i, moved v) {
     const om_args *a = l->a;
-    const int64_t e = (int64_t)om_dtype_size(a->out[0].dtype), unit = 16 / e, there = ((rows - 1) * row + n) * e;
-    om_gpu_rows *g = om_gpu_add(l, OM_GPU_rows, om_gpu_blocks(n, unit * 256), rows < 65535 ? rows : 65535, 1, 256, 0,
+    const bool into = i < a->n_in;
+    const int64_t e = (int64_t)om_dtype_size(a->out[0].dtype), all = into ? v.filled : v.rows;
+    om_gpu_rows *g = om_gpu_add(l, OM_GPU_rows, om_gpu_blocks(v.n, 16 / e * 256), all < 65535 ? all : 65535, 1, 256, 0,
                                 sizeof *g);
     if (!g) return;
-    *g = (om_gpu_rows){.rows = rows, .n = n, .xrow = t < 2 ? row : to, .yrow = t < 2 ? to : row, .size = (int32_t)e,
-                       .into = t < 2};
-    const int64_t here = rows * to * e;
-    if (t < 2) om_gpu_part(l, &g->x, t, from, 0, there, OM_GPU_READ);
-    om_gpu_scratch_at(l, t < 2 ? (void *)&g->y : (void *)&g->x, at, here, t < 2 ? OM_GPU_WRITE : OM_GPU_READ);
-    if (t == 2) om_gpu_part(l, &g->y, a->n_in, from, 0, there, OM_GPU_WRITE);
+    *g = (om_gpu_rows){.rows = all, .given = v.rows, .n = v.n, .xrow = into ? v.row : v.to, .yrow = into ? v.to : v.row,
+                       .size = (int32_t)e, .fill = into};
+    const int64_t there = ((v.rows - 1) * v.row + v.n) * e, here = ((all - 1) * v.to + up(v.n, 16 / e)) * e;
+    if (into) om_gpu_part(l, &g->x, i, v.from, 0, there, OM_GPU_READ);
+    om_gpu_scratch_at(l, into ? (void *)&g->y : (void *)&g->x, v.at, here, into ? OM_GPU_WRITE : OM_GPU_READ);
+    if (!into) om_gpu_part(l, &g->y, i, v.from, 0, there, OM_GPU_WRITE);
 }
 
-/* One product with operands in aligned rows, piece by piece. *done: the calls are in the list. */
-static om_status by_pieces(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, bool *done) {
-    const om_args *a = l->a;
+enum { SIZES = 3 };
+typedef struct pieces { int n; int64_t rows[SIZES]; const om_lt_product *product[SIZES]; } pieces;
+
+/* The product of that many rows of results; NULL: the library refuses. */
+static om_status piece_of(om_lower *l, const om_lt_shape *s, const aligned *x, int64_t rows, pieces *all,
+                          const om_lt_product **out) {
     om_gpu *g = om_cuda_gpu(l->cx);
-    const int64_t e = (int64_t)om_dtype_size(s->dtype), last = p->m - (om_gpu_blocks(p->m, x->piece) - 1) * x->piece;
-    const om_lt_product *product[2] = {NULL};
-    int64_t row_a[2];
-    for (int i = 0; i < 2; i++) { /* whole pieces, the last */
-        om_lt_shape q = *s;
-        q.m = i ? last : x->piece;
-        row_a[i] = s->ta ? up(q.m, 16 / e) : x->row[0];
-        if (x->on[0]) q.lda = (int32_t)row_a[i];
-        if (x->on[1]) q.ldb = (int32_t)x->row[1];
-        if (x->on[2]) q.ldc = (int32_t)x->row[2];
-        OM_TRY(om_gpu_enter(l->cx, g));
-        OM_TRY(om_gpu_leave(l->cx, g, om_lt_prepare(l->cx, g, l->mem, &q, &product[i])));
-        if (!product[i]) return OM_OK;
-    }
-    if (x->on[1]) rows_add(l, 1, 0, s->tb ? p->n : p->k, s->tb ? p->k : p->n, s->ldb, x->at[1], x->row[1]);
-    for (int64_t m = 0; m < p->m; m += x->piece) {
-        const bool end = m + x->piece >= p->m;
-        const int64_t rows = end ? last : x->piece;
-        if (x->on[0] && s->ta) rows_add(l, 0, m * e, p->k, rows, s->lda, x->at[0], row_a[end]);
-        else if (x->on[0]) rows_add(l, 0, m * s->lda * e, rows, p->k, s->lda, x->at[0], row_a[end]);
-        om_lt_at *q = om_gpu_add(l, 0, 1, 1, 1, 0, 0, sizeof *q);
-        if (!q) return l->cx->status;
-        l->last->product = product[end];
-        const int64_t size_a = s->ta ? (p->k - 1) * s->lda + rows : (rows - 1) * s->lda + p->k;
-        const int64_t size_b = s->tb ? (p->n - 1) * s->ldb + p->k : (p->k - 1) * s->ldb + p->n;
-        const int64_t size_c = (rows - 1) * s->ldc + p->n;
-        if (x->on[0])
-            om_gpu_scratch_at(l, &q->a, x->at[0], (s->ta ? p->k : rows) * row_a[end] * e, OM_GPU_READ);
-        else om_gpu_part(l, &q->a, 0, m * (s->ta ? 1 : s->lda) * e, 0, size_a * e, OM_GPU_READ);
-        if (x->on[1]) om_gpu_scratch_at(l, &q->b, x->at[1], (s->tb ? p->n : p->k) * x->row[1] * e, OM_GPU_READ);
-        else om_gpu_part(l, &q->b, 1, 0, 0, size_b * e, OM_GPU_READ);
-        if (s->bias) om_gpu_in(l, &q->bias, 2);
-        if (x->on[2]) om_gpu_scratch_at(l, &q->c, x->at[2], rows * x->row[2] * e, OM_GPU_WRITE);
-        else om_gpu_part(l, &q->c, a->n_in, m * s->ldc * e, 0, size_c * e, OM_GPU_WRITE);
-        om_gpu_scratch_at(l, &q->space, 0, s->space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
-        if (x->on[2]) rows_add(l, 2, m * s->ldc * e, rows, p->n, s->ldc, x->at[2], x->row[2]);
+    for (int i = 0; i < all->n; i++)
+        if (all->rows[i] == rows) return *out = all->product[i], OM_OK;
+    om_lt_shape q = *s;
+    q.m = rows, q.n = x->n, q.k = x->k;
+    if (x->on[A]) q.lda = (int32_t)(s->ta ? up(rows, 16 / (int64_t)om_dtype_size(s->dtype)) : x->row[A]);
+    if (x->on[B]) q.ldb = (int32_t)x->row[B];
+    if (x->on[C]) q.ldc = (int32_t)x->row[C];
+    OM_TRY(om_gpu_enter(l->cx, g));
+    OM_TRY(om_gpu_leave(l->cx, g, om_lt_prepare(l->cx, g, l->mem, &q, out)));
+    all->rows[all->n] = rows, all->product[all->n++] = *out;
+    return OM_OK;
+}
+
+/* Rows [m, m + rows) of the results. */
+static void piece_add(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, int64_t m, int64_t rows,
+                      const om_lt_product *product) {
+    const om_args *a = l->a;
+    const int c = a->n_in; /* the operand */
+    const int64_t e = (int64_t)om_dtype_size(s->dtype), row_a = s->ta ? up(rows, 16 / e) : x->row[A];
+    const int64_t stored_a = s->ta ? p->k : rows, stored_b = s->tb ? x->n : x->k;
+    if (x->on[A])
+        rows_add(l, 0, (moved){m * (s->ta ? 1 : s->lda) * e, stored_a, stored_a, s->ta ? rows : p->k, s->lda, x->at[A], row_a});
+    om_lt_at *q = om_gpu_add(l, 0, 1, 1, 1, 0, 0, sizeof *q);
+    if (!q) return;
+    l->last->product = product;
+    const int64_t size_a = s->ta ? (p->k - 1) * s->lda + rows : (rows - 1) * s->lda + p->k;
+    const int64_t size_b = s->tb ? (p->n - 1) * s->ldb + p->k : (p->k - 1) * s->ldb + p->n;
+    if (x->on[A]) om_gpu_scratch_at(l, &q->a, x->at[A], stored_a * row_a * e, OM_GPU_READ);
+    else om_gpu_part(l, &q->a, 0, m * (s->ta ? 1 : s->lda) * e, 0, size_a * e, OM_GPU_READ);
+    if (x->on[B]) om_gpu_scratch_at(l, &q->b, x->at[B], stored_b * x->row[B] * e, OM_GPU_READ);
+    else om_gpu_part(l, &q->b, 1, 0, 0, size_b * e, OM_GPU_READ);
+    if (x->on[BIAS]) om_gpu_scratch_at(l, &q->bias, x->at[BIAS], x->n * e, OM_GPU_READ);
+    else if (s->bias) om_gpu_in(l, &q->bias, 2);
+    if (x->on[C]) om_gpu_scratch_at(l, &q->c, x->at[C], rows * x->row[C] * e, OM_GPU_WRITE);
+    else om_gpu_part(l, &q->c, c, m * s->ldc * e, 0, ((rows - 1) * s->ldc + p->n) * e, OM_GPU_WRITE);
+    om_gpu_scratch_at(l, &q->space, 0, s->space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
+    if (x->on[C]) rows_add(l, c, (moved){m * s->ldc * e, rows, rows, p->n, s->ldc, x->at[C], x->row[C]});
+}
+
+/* One product with operands in aligned rows, piece by piece; rows of results that are no multiple of 16 bytes of a are a
+ * piece of their own. *done: the calls are in the list. */
+static om_status by_pieces(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, bool *done) {
+    const int64_t e = (int64_t)om_dtype_size(s->dtype), rest = x->on[A] && s->ta ? p->m % (16 / e) : 0;
+    pieces all = {0};
+    for (int add = 0; add < 2; add++) { /* before the first call is in the list the library has taken all of them */
+        if (add && x->on[B])
+            rows_add(l, 1, (moved){0, s->tb ? p->n : p->k, s->tb ? x->n : x->k, s->tb ? p->k : p->n, s->ldb, x->at[B], x->row[B]});
+        if (add && x->on[BIAS]) rows_add(l, 2, (moved){0, 1, 1, p->n, p->n, x->at[BIAS], x->n});
+        for (int64_t m = 0, rows; m < p->m; m += rows) {
+            const om_lt_product *product = NULL;
+            rows = m < p->m - rest ? p->m - rest - m : rest;
+            if (rows > x->piece) rows = x->piece;
+            OM_TRY(piece_of(l, s, x, rows, &all, &product));
+            if (!product) return OM_OK;
+            if (add) piece_add(l, p, s, x, m, rows, product);
+        }
     }
     *done = true;
     return l->cx->status;
@@ -193,7 +229,7 @@ static om_status by_library(om_lower *l, const om_gpu_gemm *p, const axes *x, bo
     int64_t m, n, k;
     aligned rows = {.piece = 0};
     if (!x->n && one_matrix(a, &m, &n, &k)) aligned_of(p, &s, up(s.space + OM_LT_ALIGN, OM_LT_ALIGN), &rows);
-    if (rows.on[0] || rows.on[1] || rows.on[2]) OM_TRY(by_pieces(l, p, &s, &rows, done));
+    if (rows.on[A] || rows.on[B] || rows.on[C]) OM_TRY(by_pieces(l, p, &s, &rows, done));
     if (*done) return OM_OK;
     const om_lt_product *product = NULL;
     OM_TRY(om_gpu_enter(l->cx, g));

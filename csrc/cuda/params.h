@@ -165,11 +165,13 @@ typedef struct om_gpu_gemm { /* c = a b (+ bias): any strides; batch over grid z
     int32_t brank, none;
 } om_gpu_gemm;
 
-typedef struct om_gpu_rows { /* y = x: rows of n elements of size bytes, which `into` is where they begin at multiples of 16 bytes */
+/* y = x: rows of n elements, of which x has the first `given` (the rest are zeros). fill: what is left of the last 16 bytes
+ * of y's rows, which begin at multiples of that, becomes zeros. */
+typedef struct om_gpu_rows {
     const char *x;
     char *y;
-    int64_t rows, n, xrow, yrow; /* steps in elements */
-    int32_t size, into;          /* into: y's do, else x's */
+    int64_t rows, given, n, xrow, yrow; /* steps in elements */
+    int32_t size, fill;                 /* bytes of an element */
 } om_gpu_rows;
 
 /* --- conv.cu ------------------------------------------------------------------------------------------- */
