@@ -3,6 +3,19 @@
 
 enum { AM_TILE = 64 };
 
+/* Dropout's bits of a block's queries and the keys that they see, by themselves: drawing is a chain of multiplications,
+ * which many warps hide and those with products in their registers do not. */
+FN void attention_mma_bits(const om_gpu_attention &p) {
+    const am_queries_of rows = am_queries_at(p);
+    const att_head a = rows.a;
+    const int lane = threadIdx.x & 31, own = rows.own;
+    const uint64_t seed = ld(&p.scalars->seed);
+    const int lo = am_keys(p, a.b, own).lo / AM_TILE * AM_TILE, hi = am_keys(p, a.b, own + 15).hi;
+    for (int j0 = lo; j0 < hi; j0 += AM_TILE)
+        st(am_bits(p, blockIdx.y, own, j0) + lane, am_draw<16>(p, seed, blockIdx.y, own, j0));
+}
+EXPORT(AM_BLOCK) om_k_attention_mma_bits(PARAM(om_gpu_attention) p) { attention_mma_bits(p); }
+
 template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     enum { W = AM_WIDTH(D) };
     SHARED(shared);
@@ -10,7 +23,7 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
     const am_queries_of rows = am_queries_at(p);
     const att_head a = rows.a;
     const int warp = threadIdx.x >> 5, g = rows.g, t = rows.t, i0 = rows.i0, own = rows.own;
-    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const uint64_t seed = p.drop && !p.bits ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale;
     uint32_t q[D / 16][4];
     float y[D / 8][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
@@ -41,6 +54,7 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
         if (next == first || low.lo >= j0 + AM_TILE || high.hi <= j0) continue;
         const S *k = tile + (place ^ 1) * 2 * AM_TILE * W, *v = k + AM_TILE * W;
         const bool all = high.lo <= j0 && low.hi >= j0 + AM_TILE && !p.mask_kind;
+        uint32_t kept = p.bits ? ld(am_bits(p, blockIdx.y, own, j0) + g * 4 + t) : 0;
         float s[AM_TILE / 8][4] = {};
 #pragma unroll
         for (int c = 0; c < D / 16; c++)
@@ -84,7 +98,7 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
             for (int n = 0; n < D / 8; n++) y[n][2 * r] *= by, y[n][2 * r + 1] *= by;
         }
         if (p.drop) {
-            const uint32_t kept = am_draw<16>(p, seed, blockIdx.y, own, j0);
+            if (!p.bits) kept = am_draw<16>(p, seed, blockIdx.y, own, j0);
 #pragma unroll
             for (int n = 0; n < AM_TILE / 8; n++)
 #pragma unroll

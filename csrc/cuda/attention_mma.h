@@ -147,8 +147,8 @@ template <int rows> FN uint32_t am_draw(const om_gpu_attention &p, uint64_t seed
     return bits;
 }
 
-/* Where dq leaves those bits for dkv: a word of every lane for 16 queries and 64 keys; of the same keys the words of
- * all queries, filled up to whole blocks, lie together. */
+/* Where attention_mma_bits leaves those bits for the other kernels: a word of every lane for 16 queries and 64 keys; of
+ * the same keys the words of all queries, filled up to whole blocks, lie together. */
 FN uint32_t *am_bits(const om_gpu_attention &p, int64_t head, int64_t i, int64_t j0) {
     const int64_t tiles = (p.tk + 63) / 64, queries = (p.tq + AM_OWN - 1) / AM_OWN * AM_OWN;
     return p.bits + ((head * tiles + j0 / 64) * queries + i) * 2;

@@ -1,5 +1,5 @@
 /* attention_mma_grad.cu - attention_grad.cu on tensor cores, after its attention_delta: dq by queries, dk and dv by
- * keys, each in one order; both compute scores anew. dq draws the random words and leaves what they say for dkv. */
+ * keys, each in one order; both compute scores anew. */
 #include "cuda/attention_mma.h"
 
 enum { AM_STEP = 32 }; /* of the other side at a time */
@@ -33,7 +33,7 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     const att_head a = mine.a;
     const int warp = threadIdx.x >> 5, g = mine.g, t = mine.t, i0 = mine.i0, own = mine.own;
     const int64_t rows = p.batch * p.hq * p.tq;
-    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const uint64_t seed = p.drop && !p.bits ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale, keep = (float)p.drop_scale;
     uint32_t q[D / 16][4], dy[D / 16][4];
     float dq[D / 8][4], delta[2], m[2], il[2];
@@ -71,8 +71,9 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
         if (next == first || low.lo >= j0 + TILE || high.hi <= j0) continue;
         const S *k = tile + (place ^ 1) * 2 * TILE * W, *v = k + TILE * W;
         const bool all = high.lo <= j0 && low.hi >= j0 + TILE && !p.mask_kind && !p.frozen;
-        const uint32_t bits = p.drop ? am_draw<16>(p, seed, blockIdx.y, own, j0) : 0;
-        if (p.bits) st(am_bits(p, blockIdx.y, own, j0) + g * 4 + t, bits);
+        const uint32_t bits = p.bits ? ld(am_bits(p, blockIdx.y, own, j0) + g * 4 + t)
+                              : p.drop ? am_draw<16>(p, seed, blockIdx.y, own, j0)
+                                       : 0;
 #pragma unroll 1
         for (int half = 0; half < TILE; half += AM_STEP) {
             float s[AM_STEP / 8][4] = {}, dp[AM_STEP / 8][4] = {};
@@ -168,7 +169,7 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
     const int group = (int)(p.hq / p.hk);
     const int j0 = (int)blockIdx.x * AM_OWN, own = j0 + warp * 16;
     att_head a = {blockIdx.y / p.hk, 0, blockIdx.y % p.hk};
-    const uint64_t seed = p.drop ? ld(&p.scalars->seed) : 0;
+    const uint64_t seed = p.drop && !p.bits ? ld(&p.scalars->seed) : 0;
     const float scale = (float)p.scale, keep = p.drop ? (float)p.drop_scale : 1.0f;
     uint32_t ka[KEPT ? D / 16 : 1][4], va[KEPT ? D / 16 : 1][4];
     float dk[D / 8][4], dv[D / 8][4];
@@ -291,7 +292,7 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
         MMA_BODY((attention_mma_##what<f16, D>(p)));                                                 \
     }
 KERNELS(64, dq, 3)
-KERNELS(64, dkv, 2)
+KERNELS(64, dkv, 3)
 KERNELS(128, dq, 2)
 KERNELS(128, dkv, 2)
 #undef KERNELS

@@ -28,8 +28,8 @@ static size_t mma_dkv_shared(int mma) { /* heads of 64: k and v make way (attent
     return (size_t)((4 * MMA_STEP + (mma > 64 ? 2 * MMA_OWN : 0)) * 2 * (mma + 8) + 2 * MMA_STEP * (8 + 3 * 4));
 }
 
-/* Bytes of dropout's bits that dq leaves for dkv (am_bits). Where a query's would be more than its q, dq, y and dy
- * together nothing is left, and dkv draws the words again. */
+/* Bytes of dropout's bits (am_bits). Where a query's would be more than its q, dq, y and dy together there are none, and
+ * every kernel draws its words. */
 static int64_t bits_of(const om_gpu_attention *p, int mma) {
     if (!mma || !p->drop || p->tk > 64 * p->d) return 0;
     return p->batch * p->hq * om_gpu_blocks(p->tk, 64) * om_gpu_blocks(p->tq, MMA_OWN) * MMA_OWN * 8;
@@ -102,6 +102,25 @@ static void attention_operands(om_lower *l, om_gpu_attention *g, int q_at, int m
     if (g->drop) om_gpu_scalars_at(l, &g->scalars);
 }
 
+int64_t om_gpu_scratch_attention(om_ctx *cx, const om_args *a) {
+    om_gpu_attention p;
+    (void)attention_of(a, 0, 3, 4, 5, &p); /* sizes alone; what is then not lowered needs no more */
+    return bits_of(&p, mma_of(cx, a->in[0].dtype, &p));
+}
+
+/* The kernel that leaves dropout's bits in the scratch, of as many bytes, from byte `at` on. */
+static void bits_add(om_lower *l, const om_gpu_attention *p, int start_at, int end_at, int64_t at, int64_t bits) {
+    om_gpu_attention *g = bits ? om_gpu_add(l, OM_GPU_attention_mma_bits, om_gpu_blocks(p->tq, MMA_OWN), p->batch * p->hq,
+                                            1, 128, 0, sizeof *g)
+                               : NULL;
+    if (!g) return;
+    *g = *p;
+    om_gpu_in(l, &g->kv_start, start_at);
+    om_gpu_in(l, &g->kv_end, end_at);
+    om_gpu_scalars_at(l, &g->scalars);
+    om_gpu_scratch_at(l, &g->bits, at, bits, OM_GPU_WRITE);
+}
+
 om_status om_lower_attention(om_lower *l) {
     const om_args *a = l->a;
     const int dtype = a->in[0].dtype;
@@ -114,18 +133,21 @@ om_status om_lower_attention(om_lower *l) {
     size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
     if (mma) shared = mma_shared(mma);
     if (!mma && shared > OM_GPU_SHARED) return om_gpu_host(l);
+    const int64_t bits = bits_of(&p, mma);
+    bits_add(l, &p, 4, 5, 0, bits);
     om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : OM_GPU_OF(attention, dtype),
                                      om_gpu_blocks(p.tq, mma ? MMA_OWN : OWN), p.batch * p.hq, 1, 128, shared,
                                      sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     attention_operands(l, g, 0, 3, 4, 5);
+    if (bits) om_gpu_scratch_at(l, &g->bits, 0, bits, OM_GPU_READ);
     om_gpu_out(l, &g->out, 0, OM_GPU_WRITE);
     om_gpu_out(l, &g->lse, 1, OM_GPU_WRITE);
     return OM_OK;
 }
 
-/* delta, m, il of every query, then dropout's bits */
+/* delta, m, il of every query; dropout's bits come behind them */
 static int64_t stat_bytes(const om_args *a) {
     return om_gpu_blocks(3 * om_numel(&a->in[6]) * (int64_t)om_dtype_size(om_compute_dtype(a->in[1].dtype)), 64) * 64;
 }
@@ -187,6 +209,7 @@ om_status om_lower_attention_grad(om_lower *l) {
     om_gpu_in(l, &g->y, 5);
     om_gpu_in(l, &g->lse, 6);
     om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
+    bits_add(l, &p, 7, 8, stat_bytes(a), bits);
     for (int which = 0; which < 2; which++) {
         const om_gpu_kernel plain = which ? OM_GPU_OF(attention_dkv, dtype) : OM_GPU_OF(attention_dq, dtype);
         g = om_gpu_add(l, !mma ? plain : which ? MMA(_dkv, mma, dtype) : MMA(_dq, mma, dtype),
@@ -198,7 +221,7 @@ om_status om_lower_attention_grad(om_lower *l) {
         om_gpu_in(l, &g->frozen, 9);
         om_gpu_in(l, &g->dy, 0);
         om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_READ);
-        if (bits) om_gpu_scratch_at(l, &g->bits, stat_bytes(a), bits, which ? OM_GPU_READ : OM_GPU_WRITE);
+        if (bits) om_gpu_scratch_at(l, &g->bits, stat_bytes(a), bits, OM_GPU_READ);
         if (!which) om_gpu_out(l, &g->dq, 0, OM_GPU_WRITE);
         if (which) om_gpu_out(l, &g->dk, 1, OM_GPU_WRITE), om_gpu_out(l, &g->dv, 2, OM_GPU_WRITE);
     }

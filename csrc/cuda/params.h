@@ -195,7 +195,7 @@ typedef struct om_gpu_attention {
     const int64_t *kv_start, *kv_end;
     const uint8_t *frozen;
     char *out, *lse, *dq, *dk, *dv, *delta;
-    uint32_t *bits; /* dropout's, which dq leaves for dkv on tensor cores; NULL: dkv draws them */
+    uint32_t *bits; /* dropout's, drawn by a kernel of their own on tensor cores; NULL: each draws them */
     const om_gpu_scalars *scalars;
     /* strides: batch, head, time, feature */
     int64_t sq[4], sk[4], sv[4], sdy[4], sy[4], sout[4], sdq[4], sdk[4], sdv[4], smask[4], sfrozen[4];

@@ -16,6 +16,7 @@ int64_t om_gpu_scratch_scatter_nd(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_topk(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_products(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_max_pool_grad(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_attention(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_attention_grad(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_select_rows(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_recurrent(om_ctx *cx, const om_args *a);
