@@ -112,6 +112,7 @@ endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
 $(KB)/cuda/each.fatbin $(B)/fake/gpu.o: csrc/cpu/kernels/special.h
+$(KB)/cuda/norm.fatbin $(KB)/cuda/loss.fatbin $(KB)/cuda/rows.fatbin $(B)/fake/gpu.o: csrc/cuda/row.h
 $(CU_MMA:%=$(KB)/cuda/%.fatbin): csrc/cuda/attention_mma.h csrc/cuda/mma.h
 $(B)/cuda/image.o: $(FATBINS) csrc/cuda/strip_compiled.h csrc/cuda/element.h csrc/cuda/scalar.h csrc/cuda/params.h csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'

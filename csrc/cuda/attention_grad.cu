@@ -2,13 +2,12 @@
  * by keys. Probabilities and random words are computed anew. */
 #include "cuda/attention_body.h"
 
-/* A warp per query: probabilities are exp(score - m) il, and delta. From lse and y; anew, without their rounding, where
- * all keys are one tile, and m and il where lse is too large to hold log l. */
-template <class S> FN void attention_delta(const om_gpu_attention &p) {
+/* A query by a warp: probabilities are exp(score - m) il, and delta. From lse and y; anew, without their rounding,
+ * where all keys are one tile, and m and il where lse is too large to hold log l. */
+template <class S> FN void delta_row(const om_gpu_attention &p, int64_t row) {
     typedef WIDE F;
+    const int64_t rows = p.batch * p.hq * p.tq;
     const unsigned lane = threadIdx.x & 31;
-    const int64_t row = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), rows = p.batch * p.hq * p.tq;
-    if (row >= rows) return; /* the whole warp */
     att_head a = {row / p.tq / p.hq, row / p.tq % p.hq, 0};
     a.kv = a.h / (p.hq / p.hk);
     const int64_t i = row % p.tq, y = a.b * p.sy[0] + a.h * p.sy[1] + i * p.sy[2];
@@ -53,6 +52,67 @@ template <class S> FN void attention_delta(const om_gpu_attention &p) {
     st((F *)p.delta + row, delta);
     st((F *)p.delta + rows + row, m);
     st((F *)p.delta + 2 * rows + row, il);
+}
+
+/* 16 queries by a warp, from `first` on: eight lanes a query, 16 bytes each at once. Not where delta_row would look at
+ * the keys for one of them: false, nothing is written. */
+template <class S> FN bool delta_rows(const om_gpu_attention &p, uint32_t first, uint32_t rows) {
+    enum { ROWS = 16, AT_ONCE = ROWS / 4 };
+    const uint32_t lane = threadIdx.x & 31, mate = lane % 8, own = first + mate % 4 * 4 + lane / 8;
+    const uint32_t tq = (uint32_t)p.tq, hq = (uint32_t)p.hq;
+    float delta[AT_ONCE], mine = 0;
+    int64_t dy[AT_ONCE], y[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+        const uint32_t row = first + k * 4 + lane / 8 < rows ? first + k * 4 + lane / 8 : rows - 1;
+        const uint32_t i = row % tq, h = row / tq % hq, b = row / tq / hq;
+        dy[k] = b * p.sdy[0] + h * p.sdy[1] + i * p.sdy[2], y[k] = b * p.sy[0] + h * p.sy[1] + i * p.sy[2];
+        delta[k] = 0;
+    }
+    const float lse = ld((const float *)p.lse + (own < rows ? own : rows - 1));
+    if (votes((lse < -1000 || lse > 1000) && lse - lse == 0)) return false;
+    for (int64_t c = mate * 8; c < p.dv_size; c += 64) {
+        several<S, 8> u[AT_ONCE], v[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            u[k] = ld_several<true, 8>((const S *)p.dy + dy[k] + c);
+            v[k] = ld_several<true, 8>((const S *)p.y + y[k] + c);
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) delta[k] += in(u[k].x[e]) * in(v[k].x[e]);
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+        for (int m = 4; m; m >>= 1) delta[k] += shuffle(delta[k], m);
+        if (mate == (uint32_t)k) mine = delta[k];
+    }
+    if (mate >= AT_ONCE || own >= rows) return true;
+    const bool none = lse == -INFINITY;
+    st((float *)p.delta + own, mine);
+    st((float *)p.delta + rows + own, none ? 0 : lse);
+    st((float *)p.delta + 2 * (int64_t)rows + own, none ? 0.0f : 1.0f);
+    return true;
+}
+FN bool delta_fast(const om_gpu_attention &p, int64_t first, int64_t rows, bf16) {
+    return delta_rows<bf16>(p, (uint32_t)first, (uint32_t)rows);
+}
+FN bool delta_fast(const om_gpu_attention &p, int64_t first, int64_t rows, f16) {
+    return delta_rows<f16>(p, (uint32_t)first, (uint32_t)rows);
+}
+template <class S> FN bool delta_fast(const om_gpu_attention &, int64_t, int64_t, S) { return false; }
+
+template <class S> FN void attention_delta(const om_gpu_attention &p) {
+    const int64_t rows = p.batch * p.hq * p.tq, warp = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
+    const int64_t first = warp * p.delta_rows;
+    if (first >= rows) return; /* the whole warp */
+    if (p.delta_rows > 1 && !(((uintptr_t)p.dy | (uintptr_t)p.y) % 16) && delta_fast(p, first, rows, S())) return;
+#pragma unroll 1
+    for (int k = 0; k < p.delta_rows; k++) {
+        const int64_t row = ((int64_t)blockIdx.x * 4 + (threadIdx.x >> 5)) * p.delta_rows + k; /* anew: few registers */
+        if (row < p.batch * p.hq * p.tq) delta_row<S>(p, row);
+    }
 }
 
 template <class S> FN WIDE at_of(const char *x, const int64_t *s, int64_t b, int64_t h, int64_t t, int64_t c) {

@@ -1,18 +1,68 @@
-/* index.cu - rows by index, and their gradient. The gradient sorts the sources by target (sort.cu), and a block per
- * target adds its rows in their order. */
+/* index.cu - rows by index, and their gradient. The gradient sorts the sources by target (sort.cu) and cuts them into
+ * parts of so many sources; a block per part adds the rows of each of its targets in their order. Sums of a target that
+ * goes on in the next part are added by a second launch, in the order of the parts. */
 #include "cuda/kernel.h"
 
-EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
-    OVER_GRID(i, p.outer * p.m * p.inner) {
-        const int64_t c = i % p.inner, k = i / p.inner % p.m, o = i / p.inner / p.m;
-        int64_t at = index_at(p.idx, p.wide, k);
-        if ((uint64_t)at >= (uint64_t)p.n) {
-            if (!o && !c) fault_note(p.fault, (uint32_t)p.site, 1, at, k, p.n);
-            if (!p.n) continue;
-            at = 0;
+/* Row k of the index: false: it is none of x's, and where x has any the first is read. */
+FN bool row_at(const om_gpu_gather &p, int64_t k, int64_t *at) {
+    *at = index_at(p.idx, p.wide, k);
+    const bool good = (uint64_t)*at < (uint64_t)p.n;
+    if (!good) *at = 0;
+    return good;
+}
+FN void row_fault(const om_gpu_gather &p, int64_t k) {
+    fault_note(p.fault, (uint32_t)p.site, 1, index_at(p.idx, p.wide, k), k, p.n);
+}
+
+/* Four units a thread, read before the first is written; of units that 32 bits count. */
+template <class T> FN void gather_units(const om_gpu_gather &p) {
+    enum { AT_ONCE = 4 };
+    const uint32_t inner = (uint32_t)p.inner, m = (uint32_t)p.m, step = blockDim.x;
+    const int64_t total = p.outer * p.m * p.inner, first = (int64_t)blockIdx.x * AT_ONCE * step + threadIdx.x;
+    for (int64_t i = first; i < total; i += (int64_t)gridDim.x * AT_ONCE * step) {
+        int64_t from[AT_ONCE];
+        T x[AT_ONCE];
+        bool good = true;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const uint32_t own = (uint32_t)(i + k * step < total ? i + k * step : i), row = own / inner;
+            int64_t at;
+            good &= row_at(p, row % m, &at);
+            from[k] = row / m * p.x_outer + at * p.x_n + own % inner * p.x_inner;
         }
-        const int64_t s = o * p.x_outer + at * p.x_n + c * p.x_inner;
-        move_one(p.x, s, p.y, i, p.size);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (p.n) x[k] = ld((const T *)p.x + from[k]);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (p.n && i + k * step < total) st((T *)p.y + i + k * step, x[k]);
+        if (good) continue;
+#pragma unroll 1
+        for (int64_t k = i; k < total && k < i + AT_ONCE * step; k += step) {
+            int64_t at;
+            const uint32_t row = (uint32_t)k / inner;
+            if ((uint32_t)k % inner == 0 && row < m && !row_at(p, row, &at)) row_fault(p, row);
+        }
+    }
+}
+
+EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
+    const int64_t each = p.unit / p.size, inner = p.inner * each, total = p.outer * p.m * inner;
+    if (((uintptr_t)p.x | (uintptr_t)p.y) & (p.unit - 1) || total > INT32_MAX) { /* by elements */
+        OVER_GRID(i, total) {
+            const int64_t c = i % inner, k = i / inner % p.m, o = i / inner / p.m;
+            int64_t at;
+            if (!row_at(p, k, &at) && !o && !c) row_fault(p, k);
+            if (p.n) move_one(p.x, (o * p.x_outer + at * p.x_n) * each + c * p.x_inner, p.y, i, p.size);
+        }
+        return;
+    }
+    switch (p.unit) {
+    case 1: gather_units<uint8_t>(p); break;
+    case 2: gather_units<uint16_t>(p); break;
+    case 4: gather_units<uint32_t>(p); break;
+    case 8: gather_units<uint64_t>(p); break;
+    default: gather_units<chunk>(p);
     }
 }
 
@@ -46,26 +96,90 @@ EXPORT(256) om_k_scatter_words(PARAM(struct om_gpu_scatter) p) {
     }
 }
 
-/* block (place in the order of the targets, elements of a row, outer): the first source of a target adds them all */
-template <class S> FN void scatter_add(const om_gpu_scatter &p) {
-    typedef WIDE F;
-    enum { AHEAD = 8 }; /* rows that are read before the first is added */
-    const int64_t first = blockIdx.x, to = (int64_t)(ld(p.words + first) >> 32);
-    if (to >= p.n || (first && (int64_t)(ld(p.words + first - 1) >> 32) == to)) return; /* the whole block */
-    const int64_t c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
-    const int64_t row = blockIdx.z * p.n + to, src = blockIdx.z * p.m;
-    if (c >= p.inner) return;
-    double x = at<S>(p.y, row * p.inner + c);
-    int n = AHEAD;
-    for (int64_t k = first; n == AHEAD; k += AHEAD) {
-        F dy[AHEAD];
-        for (n = 0; n < AHEAD && k + n < p.m; n++) {
-            const uint64_t w = ld(p.words + k + n);
-            if ((int64_t)(w >> 32) != to) break;
-            dy[n] = at<S>(p.dy, (src + (uint32_t)w) * p.inner + c);
+/* N elements a thread, from c on, of the part's rows: shared memory has the part's words, between the one before it
+ * and the one behind it. Rows are read before the first is added. */
+template <class S, int N> FN void part_add(const om_gpu_scatter &p, const uint64_t *words, int n, int64_t c) {
+    enum { AHEAD = 8 };
+    const int64_t src = blockIdx.z * p.m * p.inner + c, dst = blockIdx.z * p.n * p.inner + c;
+    const int64_t room = ((int64_t)blockIdx.z * gridDim.x + blockIdx.x) * 2;
+    double x[N] = {};
+    bool own = false; /* the sum has the target's first source */
+    for (int k0 = 0; k0 < n; k0 += AHEAD) {
+        several<S, N> row[AHEAD];
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++) { /* also what is not added: loads without a condition are under way together */
+            const uint32_t from = (uint32_t)words[k0 + r < n ? k0 + r + 1 : n];
+            row[r] = ld_several<true, N>((const S *)p.dy + src + from * p.inner);
         }
-        for (int j = 0; j < n; j++) x += dy[j];
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++) {
+            const int k = k0 + r;
+            const int64_t to = k < n ? (int64_t)(words[k + 1] >> 32) : p.n;
+            if (to >= p.n) break;
+            S *y = (S *)p.y + dst + to * p.inner;
+            const bool first = (int64_t)(words[k] >> 32) != to, last = (int64_t)(words[k + 2] >> 32) != to;
+            if (first || !k) {
+                several<S, N> old = {};
+                if (first && !p.fresh) old = ld_several<true, N>((const S *)y);
+                own = first;
+                for (int e = 0; e < N; e++) x[e] = in(old.x[e]);
+            }
+            for (int e = 0; e < N; e++) x[e] += in(row[r].x[e]);
+            if (last && own) {
+                for (int e = 0; e < N; e++) row[r].x[e] = narrow<S>((WIDE)x[e]);
+                st_several<true, N>(y, row[r]);
+            } else if (last || k == n - 1) {
+                for (int e = 0; e < N; e++) st(p.sums + (room + own) * p.inner + c + e, x[e]);
+            }
+        }
     }
-    put<S>(p.y, row * p.inner + c, (F)x);
+}
+
+/* block (part, elements of a row, outer) */
+template <class S> FN void scatter_add(const om_gpu_scatter &p) {
+    SHARED(shared);
+    enum { PART = OM_GPU_SCATTER_PART, MOST = 16 / sizeof(S) };
+    uint64_t *words = (uint64_t *)shared;
+    const int64_t begin = (int64_t)blockIdx.x * PART, left = p.m - begin;
+    const int n = left < PART ? (int)left : PART;
+    for (int i = threadIdx.x; i < n + 2; i += blockDim.x) {
+        const int64_t k = begin + i - 1;
+        words[i] = k >= 0 && k < p.m ? ld(p.words + k) : ~0ull;
+    }
+    __syncthreads();
+    const int64_t c = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * p.each;
+    if (c >= p.inner) return; /* which p.each divides */
+    if (p.each == MOST && !(((uintptr_t)p.dy | (uintptr_t)p.y) % 16)) part_add<S, MOST>(p, words, n, c);
+    else
+        for (int e = 0; e < p.each; e++) part_add<S, 1>(p, words, n, c + e);
+}
+
+/* block (part, elements of a row, outer): a target whose sources begin in the part and go on */
+template <class S> FN void scatter_join(const om_gpu_scatter &p) {
+    enum { PART = OM_GPU_SCATTER_PART, AHEAD = 16 };
+    const int64_t begin = (int64_t)blockIdx.x * PART, c = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
+    if (begin + PART >= p.m || c >= p.inner) return;
+    const int64_t to = (int64_t)(ld(p.words + begin + PART - 1) >> 32), first = (int64_t)blockIdx.z * gridDim.x;
+    if (to >= p.n || (int64_t)(ld(p.words + begin + PART) >> 32) != to) return;
+    if (begin && (int64_t)(ld(p.words + begin - 1) >> 32) == to) return;
+    double x = ld(p.sums + ((first + blockIdx.x) * 2 + 1) * p.inner + c);
+    bool more = true;
+    for (int64_t part = blockIdx.x + 1; more; part += AHEAD) {
+        double sum[AHEAD] = {};
+        int64_t target[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) { /* behind the target: anything */
+            const bool given = (part + k) * PART < p.m;
+            target[k] = given ? (int64_t)(ld(p.words + (part + k) * PART) >> 32) : p.n;
+            if (given) sum[k] = ld(p.sums + (first + part + k) * 2 * p.inner + c);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            more &= target[k] == to;
+            if (more) x += sum[k];
+        }
+    }
+    put<S>(p.y, (blockIdx.z * p.n + to) * p.inner + c, (WIDE)x);
 }
 FLOATS(scatter_add, struct om_gpu_scatter, 256, scatter_add)
+FLOATS(scatter_join, struct om_gpu_scatter, 256, scatter_join)

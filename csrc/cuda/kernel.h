@@ -24,6 +24,49 @@ FN int ones(uint32_t x) { return __builtin_popcount(x); }
 #define OVER_GRID(i, n)                                                                             \
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (int64_t)gridDim.x * blockDim.x)
 
+/* --- several elements in one access -------------------------------------------------------------------------- */
+
+struct alignas(16) chunk { uint32_t x[4]; }; /* 16 bytes, the most that a thread moves at once */
+template <int bytes> struct word_of;
+template <> struct word_of<1> { typedef uint8_t type; };
+template <> struct word_of<2> { typedef uint16_t type; };
+template <> struct word_of<4> { typedef uint32_t type; };
+template <> struct word_of<8> { typedef uint64_t type; };
+template <> struct word_of<16> { typedef chunk type; };
+
+/* N elements that lie beside each other, 16 bytes at most; whole: their address is a multiple of their size, and they
+ * are one access. */
+template <class S, int N> struct several { S x[N]; };
+template <bool whole, int N, class S> FN several<S, N> ld_several(const S *p) {
+    typedef typename word_of<N * sizeof(S)>::type word;
+    several<S, N> y;
+    if (whole) {
+        const word w = ld((const word *)p);
+        memcpy(&y, &w, sizeof y);
+    } else {
+#pragma unroll
+        for (int c = 0; c < N; c++) y.x[c] = ld(p + c);
+    }
+    return y;
+}
+template <bool whole, int N, class S> FN void st_several(S *p, const several<S, N> &x) {
+    typedef typename word_of<N * sizeof(S)>::type word;
+    if (whole) {
+        word w;
+        memcpy(&w, &x, sizeof w);
+        st((word *)p, w);
+    } else {
+#pragma unroll
+        for (int c = 0; c < N; c++) st(p + c, x.x[c]);
+    }
+}
+
+template <class S> FN S narrow(WIDE x);
+template <> FN_MEMBER float narrow<float>(float x) { return x; }
+template <> FN_MEMBER double narrow<double>(double x) { return x; }
+template <> FN_MEMBER bf16 narrow<bf16>(float x) { return {bf16_out(x)}; }
+template <> FN_MEMBER f16 narrow<f16>(float x) { return {f16_out(x)}; }
+
 /* One element of 1, 2, 4 or 8 bytes as it is; offsets in elements. */
 FN void move_one(const char *src, int64_t s, char *dst, int64_t d, int size) {
     switch (size) {

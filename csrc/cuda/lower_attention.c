@@ -179,6 +179,16 @@ static om_status dmask_add(om_lower *l, const om_gpu_attention *p, const int64_t
     return OM_OK;
 }
 
+/* Queries of a warp of attention_delta (delta_rows). */
+static int32_t delta_rows_of(const om_gpu_attention *p, int dtype) {
+    enum { ROWS = 16 };
+    int64_t all = p->dv_size;
+    for (int i = 0; i < 3; i++) all |= p->sdy[i] | p->sy[i];
+    const bool fit = (dtype == OM_BF16 || dtype == OM_F16) && p->sdy[3] == 1 && p->sy[3] == 1 && all % 8 == 0 &&
+                     p->tk > 32 && p->batch * p->hq * p->tq <= INT32_MAX;
+    return fit ? ROWS : 1;
+}
+
 om_status om_lower_attention_grad(om_lower *l) {
     const om_args *a = l->a;
     const int dtype = a->in[1].dtype;
@@ -200,8 +210,9 @@ om_status om_lower_attention_grad(om_lower *l) {
     if (mma) shared[0] = mma_shared(mma), shared[1] = mma_dkv_shared(mma);
     if (!mma && shared[0] > OM_GPU_SHARED) return om_gpu_host(l);
     const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide, bits = bits_of(&p, mma);
-    om_gpu_attention *g = om_gpu_add(l, OM_GPU_OF(attention_delta, dtype), om_gpu_blocks(rows, 4), 1, 1, 128, 0,
-                                     sizeof *g);
+    p.delta_rows = delta_rows_of(&p, dtype);
+    om_gpu_attention *g = om_gpu_add(l, OM_GPU_OF(attention_delta, dtype), om_gpu_blocks(rows, 4 * p.delta_rows), 1, 1,
+                                     128, 0, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     attention_operands(l, g, 1, 4, 7, 8);

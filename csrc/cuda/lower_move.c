@@ -47,8 +47,7 @@ om_status om_gpu_fill_lower(om_lower *l, int out, const om_tensor *dst, int64_t 
             OM_TRY(om_gpu_fill_lower(l, out, &slab, dst_offset + i * dst->stride[axis] * e, value));
         return OM_OK;
     }
-    int64_t blocks = om_gpu_blocks(n, 1024);
-    om_gpu_fill *g = om_gpu_add(l, OM_GPU_fill, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0, sizeof *g);
+    om_gpu_fill *g = om_gpu_add(l, OM_GPU_fill, om_gpu_grid(n * e, 8192), 1, 1, 256, 0, sizeof *g);
     if (!g) return l->cx->status;
     g->n = n, g->value = value, g->size = (int32_t)e;
     om_gpu_part(l, &g->dst, out, dst_offset, 0, n * e, OM_GPU_WRITE);

@@ -9,6 +9,13 @@
 static uint32_t threads_for(int64_t n) {
     return n <= 32 ? 32 : n <= 128 ? 64 : n <= 512 ? 128 : n <= 8192 ? 256 : 1024;
 }
+/* A launch over rows of n in registers (row.h). */
+static void *rows_add(om_lower *l, om_gpu_kernel k, int64_t rows, int64_t n, size_t size) {
+    const bool warp = n <= OM_GPU_ROW_WARP;
+    const int64_t threads = 32 * (warp ? OM_GPU_ROW_WARPS : om_gpu_blocks(n, OM_GPU_ROW_WARP));
+    return om_gpu_add(l, k, warp ? om_gpu_blocks(rows, OM_GPU_ROW_WARPS) : rows, 1, 1,
+                      (uint32_t)(threads < OM_GPU_ROW_THREADS ? threads : OM_GPU_ROW_THREADS), 32 * 8, size);
+}
 /* --- reductions --------------------------------------------------------------------------------------- */
 
 static void axis_add(int64_t n, int64_t step, int *rank, int64_t *dim, int64_t *stride) {
@@ -22,13 +29,31 @@ static void axis_add(int64_t n, int64_t step, int *rank, int64_t *dim, int64_t *
     stride[(*rank)++] = step;
 }
 
-typedef struct reduction { om_gpu_reduce p; bool lanes; int64_t part2; } reduction;
+enum { COLUMNS_MOST = 32 * 8 }; /* of a block of reduce_columns */
+typedef struct reduction { om_gpu_reduce p; bool lanes; } reduction;
+
+/* Columns that lie beside each other and are added: how many a thread takes, so that rows begin where its access may;
+ * else 0. */
+static int32_t columns_of(const om_gpu_reduce *p, int dtype) {
+    const int64_t size = (int64_t)om_dtype_size(dtype), widths[3] = {16 / size, size == 2 ? 2 : 1, 1};
+    if ((p->what != OM_GPU_SUM && p->what != OM_GPU_MEAN) || !om_is_float(dtype) || p->orank != 1 || p->irank != 1 ||
+        p->ostride[0] != 1)
+        return 0;
+    int i = 0;
+    while (p->outer % widths[i] || p->istride[0] % widths[i]) i++;
+    return (int32_t)widths[i];
+}
 
 static void reduction_of(const om_args *a, reduction *r) {
     const om_tensor *x = &a->in[0];
-    const uint32_t mask = attr_axes_mask(a->attr, a->n_attr, x->rank);
+    const uint32_t mask = attr_axes_mask(a->attr, a->n_attr, x->rank), id = a->node->op->id;
     om_gpu_reduce *p = &r->p;
     *r = (reduction){.p = {.outer = 1, .inner = 1}};
+    p->what = id == OM_OP_reduce_sum    ? OM_GPU_SUM
+              : id == OM_OP_reduce_mean ? OM_GPU_MEAN
+              : id == OM_OP_reduce_max  ? OM_GPU_MAX
+              : id == OM_OP_reduce_min  ? OM_GPU_MIN
+                                        : OM_GPU_PROD;
     for (int i = 0; i < x->rank; i++) {
         if (mask >> i & 1) {
             p->inner *= x->dim[i];
@@ -41,37 +66,39 @@ static void reduction_of(const om_args *a, reduction *r) {
     const int64_t istep = p->irank ? p->istride[p->irank - 1] : 0, ostep = p->orank ? p->ostride[p->orank - 1] : 0;
     /* lanes where neighbours in memory are neighbouring results, or the sets are short */
     r->lanes = p->outer >= 32 && (p->inner <= 32 || (ostep == 1 && istep != 1));
+    p->columns = r->lanes ? columns_of(p, x->dtype) : 0;
     /* enough blocks for a large GPU, from the sizes alone; a part is at least 1024 elements a block */
-    const int64_t blocks = r->lanes ? om_gpu_blocks(p->outer, 32) : p->outer, least = r->lanes ? 256 : 4096;
+    const int64_t blocks = p->columns ? om_gpu_blocks(p->outer, 32 * p->columns)
+                           : r->lanes ? om_gpu_blocks(p->outer, 32)
+                                      : p->outer,
+                  least = p->columns ? 64 : r->lanes ? 256 : 4096;
     int64_t parts = blocks >= 512 ? 1 : om_gpu_blocks(512, blocks ? blocks : 1);
     if (parts > p->inner / least) parts = p->inner / least;
     p->parts = (int32_t)(parts > 1 ? parts : 1);
     p->part = om_gpu_blocks(p->inner, p->parts);
+    if (p->parts > 1) p->part = om_gpu_blocks(p->part, 8) * 8; /* parts of a line begin where 16 bytes do */
 }
 
 int64_t om_gpu_scratch_reduce(om_ctx *cx, const om_args *a) {
     reduction r;
     (void)cx;
     reduction_of(a, &r); /* strides may change until the call is lowered: as many parts as any strides could ask for */
-    return r.p.inner > 256 ? om_gpu_blocks(r.p.inner, 256) * r.p.outer * 8 < 513 * 32 * 8 + 8 * 513 * r.p.outer
-                                 ? om_gpu_blocks(r.p.inner, 256) * r.p.outer * 8
-                                 : 513 * 32 * 8 + 8 * 513 * r.p.outer
-                           : 0;
+    const int64_t most = r.p.inner / 64 * r.p.outer, all = 512 * COLUMNS_MOST + r.p.outer;
+    return r.p.inner < 128 || r.p.outer >= 512 * COLUMNS_MOST ? 0 : (most < all ? most : all) * 8;
+}
+
+/* Shared bytes of a launch: of reduce_columns, or `otherwise`. */
+static size_t columns_or(int columns, int64_t otherwise) {
+    return columns ? (size_t)(8 * columns * OM_GPU_COLUMNS_WIDTH * 8) : (size_t)otherwise;
 }
 
 om_status om_lower_reduce(om_lower *l) {
     const om_args *a = l->a;
     const int dtype = a->in[0].dtype, cls = om_compute_dtype(dtype);
     const int acc = cls == OM_I64 ? OM_I64 : OM_F64; /* what results on the way are */
-    const uint32_t id = a->node->op->id;
     reduction r;
     reduction_of(a, &r);
     if (!om_is_dense(&a->out[0]) || r.p.outer > INT32_MAX) return om_gpu_host(l);
-    r.p.what = id == OM_OP_reduce_sum    ? OM_GPU_SUM
-               : id == OM_OP_reduce_mean ? OM_GPU_MEAN
-               : id == OM_OP_reduce_max  ? OM_GPU_MAX
-               : id == OM_OP_reduce_min  ? OM_GPU_MIN
-                                         : OM_GPU_PROD;
     r.p.scale = r.p.inner ? 1 / (double)r.p.inner : NAN; /* the mean of no element; 0 of integers */
     r.p.xtype = dtype;
     const int64_t wide = (int64_t)om_dtype_size(acc), size = r.p.parts * r.p.outer * wide;
@@ -80,8 +107,12 @@ om_status om_lower_reduce(om_lower *l) {
     const om_gpu_kernel lanes = cls == OM_F32   ? OM_GPU_reduce_lanes_f
                                 : cls == OM_F64 ? OM_GPU_reduce_lanes_d
                                                 : OM_GPU_reduce_lanes_i;
-    om_gpu_reduce *g = om_gpu_add(l, r.lanes ? lanes : one, r.lanes ? om_gpu_blocks(r.p.outer, 32) : r.p.outer,
-                                  r.p.parts, 1, 256, (size_t)(256 * wide), sizeof *g);
+    const bool finish = acc == OM_F64 && (r.p.what == OM_GPU_SUM || r.p.what == OM_GPU_MEAN); /* by columns */
+    om_gpu_reduce *g = om_gpu_add(l, r.p.columns ? OM_GPU_OF(reduce_columns, dtype) : r.lanes ? lanes : one,
+                                  r.p.columns ? om_gpu_blocks(r.p.outer, 32 * r.p.columns)
+                                  : r.lanes   ? om_gpu_blocks(r.p.outer, 32)
+                                              : r.p.outer,
+                                  r.p.parts, 1, 256, columns_or(r.p.columns, 256 * wide), sizeof *g);
     if (!g) return l->cx->status;
     *g = r.p;
     om_gpu_in(l, &g->x, 0);
@@ -90,12 +121,15 @@ om_status om_lower_reduce(om_lower *l) {
         return OM_OK;
     }
     om_gpu_scratch_at(l, &g->y, 0, size, OM_GPU_WRITE);
-    om_gpu_reduce *f = om_gpu_add(l, acc == OM_F64 ? OM_GPU_reduce_lanes_d : lanes, om_gpu_blocks(r.p.outer, 32), 1, 1,
-                                  256, (size_t)(256 * wide), sizeof *f);
+    om_gpu_reduce *f = om_gpu_add(l, finish          ? OM_GPU_reduce_columns_f64
+                                     : acc == OM_F64 ? OM_GPU_reduce_lanes_d
+                                                     : lanes,
+                                  om_gpu_blocks(r.p.outer, 32), 1, 1, 256, columns_or(finish, 256 * wide), sizeof *f);
     if (!f) return l->cx->status;
     *f = (om_gpu_reduce){.outer = r.p.outer, .inner = r.p.parts, .orank = 1, .odim = {r.p.outer}, .ostride = {1},
                          .irank = 1, .idim = {r.p.parts}, .istride = {r.p.outer}, .part = r.p.parts, .parts = 1,
-                         .what = r.p.what, .scale = r.p.scale, .xtype = acc, .ytype = a->out[0].dtype};
+                         .what = r.p.what, .scale = r.p.scale, .xtype = acc, .ytype = a->out[0].dtype,
+                         .columns = finish};
     om_gpu_scratch_at(l, &f->x, 0, size, OM_GPU_READ);
     om_gpu_out(l, &f->y, 0, OM_GPU_WRITE);
     return OM_OK;
@@ -114,8 +148,8 @@ om_status om_lower_softmax(om_lower *l) {
         if (i > axis) step *= x->dim[i];
     }
     if (!n) rows = 0;
-    if (!om_is_dense(&a->out[0]) || rows > INT32_MAX) return om_gpu_host(l);
-    om_gpu_softmax *g = om_gpu_add(l, OM_GPU_OF(softmax, x->dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
+    if (!om_is_dense(&a->out[0]) || rows > INT32_MAX || n > OM_GPU_ROW_MOST) return om_gpu_host(l);
+    om_gpu_softmax *g = rows_add(l, OM_GPU_OF(softmax, x->dtype), rows, n, sizeof *g);
     if (!g) return l->cx->status;
     g->rows = rows, g->n = n, g->step = step;
     g->log = id == OM_OP_log_softmax || id == OM_OP_log_softmax_grad;
@@ -145,8 +179,8 @@ om_status om_lower_norm(om_lower *l) {
     const bool rms = om_is(a->node, rms_norm);
     int64_t rows, n;
     norm_sizes(a, &a->in[0], &rows, &n);
-    if (!n || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
-    om_gpu_norm *g = om_gpu_add(l, OM_GPU_OF(norm, a->in[0].dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
+    if (!n || n > OM_GPU_ROW_MOST || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
+    om_gpu_norm *g = rows_add(l, OM_GPU_OF(norm, a->in[0].dtype), rows, n, sizeof *g);
     if (!g) return l->cx->status;
     g->rows = rows, g->n = n, g->eps = om_args_float(a, "eps", 1e-5), g->rms = rms;
     om_gpu_in(l, &g->x, 0);
@@ -176,13 +210,15 @@ om_status om_lower_norm_grad(om_lower *l) {
     const int dtype = a->in[1].dtype;
     int64_t rows, n;
     norm_sizes(a, &a->in[1], &rows, &n);
-    if (!n || !rows || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
+    if (!n || !rows || n > OM_GPU_ROW_MOST || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
     const om_gpu_norm p = {.rows = rows, .n = n, .rms = rms, .parts = norm_parts(rows), .wtype = a->in[2].dtype,
                            .btype = a->out[a->n_out - 1].dtype};
-    const int64_t size = p.parts * 2 * n * (int64_t)om_dtype_size(om_compute_dtype(dtype));
+    const int64_t wide = (int64_t)om_dtype_size(om_compute_dtype(dtype)), size = p.parts * 2 * n * wide;
+    const int64_t piece = 16 / (int64_t)om_dtype_size(dtype); /* columns a thread */
     om_gpu_norm *g;
     if (params) {
-        g = om_gpu_add(l, OM_GPU_OF(norm_params, dtype), om_gpu_blocks(n, 32), p.parts, 1, 256, 512 * 8, sizeof *g);
+        g = om_gpu_add(l, OM_GPU_OF(norm_params, dtype), om_gpu_blocks(n, 32 * piece), p.parts, 1, 256,
+                       (size_t)(512 * piece * wide), sizeof *g);
         if (!g) return l->cx->status;
         *g = p;
         om_gpu_in(l, &g->dy, 0);
@@ -190,7 +226,8 @@ om_status om_lower_norm_grad(om_lower *l) {
         if (!rms) om_gpu_in(l, &g->mean, 3);
         om_gpu_in(l, &g->rstd, a->n_in - 1);
         om_gpu_scratch_at(l, &g->partial, 0, size, OM_GPU_WRITE);
-        g = om_gpu_add(l, OM_GPU_OF(norm_finish, dtype), om_gpu_blocks(n, 256), 1, 1, 256, 0, sizeof *g);
+        g = om_gpu_add(l, OM_GPU_OF(norm_finish, dtype), om_gpu_blocks(n, 32), rms ? 1 : 2, 1, 256, 256 * 8,
+                       sizeof *g);
         if (!g) return l->cx->status;
         *g = p;
         g->wtype = a->out[1].dtype;
@@ -198,7 +235,7 @@ om_status om_lower_norm_grad(om_lower *l) {
         om_gpu_out(l, &g->dw, 1, OM_GPU_WRITE);
         if (!rms) om_gpu_out(l, &g->db, 2, OM_GPU_WRITE);
     }
-    g = om_gpu_add(l, OM_GPU_OF(norm_grad, dtype), rows, 1, 1, threads_for(n), 32 * 8, sizeof *g);
+    g = rows_add(l, OM_GPU_OF(norm_grad, dtype), rows, n, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     om_gpu_in(l, &g->dy, 0);
@@ -215,6 +252,11 @@ om_status om_lower_norm_grad(om_lower *l) {
 int64_t om_gpu_scratch_cross_entropy(om_ctx *cx, const om_args *a) {
     (void)cx;
     return 16 * a->in[0].dim[0];
+}
+
+/* Threads for a row of n logits, whose pieces a thread takes four at a time. */
+static uint32_t loss_threads(int64_t rows, int64_t n) {
+    return n <= 512 ? 32 : n <= 1024 ? 64 : n <= 2048 ? 128 : n <= 8192 || rows >= 256 ? 256 : OM_GPU_ROW_THREADS;
 }
 
 static om_status loss_of(om_lower *l, int first, om_gpu_loss *p) {
@@ -246,7 +288,8 @@ om_status om_lower_cross_entropy(om_lower *l) {
     om_gpu_loss p;
     OM_TRY(loss_of(l, 0, &p));
     if (p.rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
-    om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss, dtype), p.rows, 1, 1, threads_for(p.n), 32 * 8, sizeof *g);
+    om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss, dtype), p.rows, 1, 1, loss_threads(p.rows, p.n), 32 * 8,
+                                sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     loss_operands(l, 0, g);
@@ -266,8 +309,8 @@ om_status om_lower_cross_entropy_grad(om_lower *l) {
     om_gpu_loss p;
     OM_TRY(loss_of(l, 1, &p));
     if (p.rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
-    om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss_grad, a->in[1].dtype), p.rows, 1, 1, threads_for(p.n), 32 * 8,
-                                sizeof *g);
+    om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss_grad, a->in[1].dtype), p.rows, 1, 1, loss_threads(p.rows, p.n),
+                                32 * 8,                                sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     loss_operands(l, 1, g);
@@ -294,12 +337,16 @@ om_status om_lower_gather(om_lower *l) {
         axis_add(x->dim[i], x->stride[i], &rank[i > axis], dim[i > axis], stride[i > axis]);
     }
     if (rank[0] > 1 || rank[1] > 1 || !om_is_dense(&a->out[0])) return om_gpu_host(l);
-    const int64_t m = om_numel(idx), total = outer * m * inner;
-    const int64_t blocks = om_gpu_blocks(total, 256);
-    om_gpu_gather *g = om_gpu_add(l, OM_GPU_gather, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0, sizeof *g);
+    const int64_t m = om_numel(idx), size = (int64_t)om_dtype_size(x->dtype);
+    const int64_t x_outer = rank[0] ? stride[0][0] : 0, x_inner = rank[1] ? stride[1][0] : 0, x_n = x->stride[axis];
+    int64_t unit = x_inner == 1 ? 16 : size; /* bytes that may be moved at once */
+    while (unit > size && (inner | x_outer | x_n) * size & (unit - 1)) unit /= 2;
+    const int64_t each = unit / size;
+    om_gpu_gather *g = om_gpu_add(l, OM_GPU_gather, om_gpu_grid(outer * m * (inner / each), 1024), 1, 1, 256, 0,
+                                  sizeof *g);
     if (!g) return l->cx->status;
-    g->outer = outer, g->n = x->dim[axis], g->m = m, g->inner = inner, g->size = (int32_t)om_dtype_size(x->dtype);
-    g->x_outer = rank[0] ? stride[0][0] : 0, g->x_inner = rank[1] ? stride[1][0] : 0, g->x_n = x->stride[axis];
+    g->outer = outer, g->n = x->dim[axis], g->m = m, g->inner = inner / each, g->size = (int32_t)size;
+    g->x_outer = x_outer / each, g->x_inner = x_inner, g->x_n = x_n / each, g->unit = (int32_t)unit;
     g->wide = idx->dtype == OM_I64;
     om_gpu_in(l, &g->x, 0);
     om_gpu_in(l, &g->idx, 1);
@@ -332,9 +379,14 @@ om_status om_lower_gather_elements(om_lower *l) {
     return OM_OK;
 }
 
+/* Sums of the parts that sources are cut into (scatter_add). */
+static int64_t scatter_sums(int64_t m, int64_t rows_size) {
+    return m > OM_GPU_SCATTER_PART ? om_gpu_blocks(m, OM_GPU_SCATTER_PART) * 2 * rows_size * 8 : 0;
+}
 int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a) {
+    const int64_t m = om_numel(&a->in[1]);
     (void)cx;
-    return om_gpu_sort_scratch(om_numel(&a->in[1]));
+    return om_gpu_sort_scratch(m) + scatter_sums(m, m ? om_numel(&a->in[0]) / m : 0);
 }
 
 om_status om_lower_gather_grad(om_lower *l) {
@@ -346,12 +398,15 @@ om_status om_lower_gather_grad(om_lower *l) {
     for (int i = 0; i < y->rank; i++)
         if (i != axis) *(i < axis ? &outer : &inner) *= y->dim[i];
     om_gpu_scatter p = {.outer = outer, .n = y->dim[axis], .m = om_numel(idx), .inner = inner,
-                        .skip = om_args_int(a, "padding_idx", -1), .wide = idx->dtype == OM_I64};
+                        .skip = om_args_int(a, "padding_idx", -1), .wide = idx->dtype == OM_I64, .fresh = !base};
     enum { MOST_THREADS = 256 }; /* scatter_add's */
-    const uint32_t threads = inner > 512 ? MOST_THREADS : threads_for(inner);
-    const int64_t chunks = om_gpu_blocks(inner, threads);
-    if (!om_is_dense(y) || !om_is_float(y->dtype) || outer > 65535 || chunks > 65535 || p.m > INT32_MAX ||
-        p.n >= INT32_MAX)
+    const int64_t most = 16 / (int64_t)om_dtype_size(y->dtype);
+    p.each = inner % most ? 1 : (int32_t)most;
+    const int64_t places = inner / p.each;
+    const uint32_t threads = places > MOST_THREADS ? MOST_THREADS : (uint32_t)(32 * om_gpu_blocks(places, 32));
+    const int64_t chunks = threads ? om_gpu_blocks(places, threads) : 0;
+    if (!om_is_dense(y) || !om_is_float(y->dtype) || outer > 65535 || p.m > INT32_MAX || p.n >= INT32_MAX ||
+        om_gpu_blocks(inner, MOST_THREADS) > 65535)
         return om_gpu_host(l);
     if (base) OM_TRY(om_gpu_copy_lower(l, 2, &a->in[2], 0, a->n_in, y, 0));
     else OM_TRY(om_gpu_fill_lower(l, a->n_in, y, 0, 0));
@@ -362,11 +417,18 @@ om_status om_lower_gather_grad(om_lower *l) {
     om_gpu_scratch_at(l, &g->words, 0, 8 * p.m, OM_GPU_WRITE);
     g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
     const int64_t words = om_gpu_sort_lower(l, p.m, p.n);
-    g = om_gpu_add(l, OM_GPU_OF(scatter_add, y->dtype), p.m, chunks, outer, threads, 0, sizeof *g);
-    if (!g) return l->cx->status;
-    *g = p;
-    om_gpu_in(l, &g->dy, 0);
-    om_gpu_scratch_at(l, &g->words, words, 8 * p.m, OM_GPU_READ);
-    om_gpu_out(l, &g->y, 0, OM_GPU_READ | OM_GPU_WRITE);
+    const int64_t sums = om_gpu_sort_scratch(p.m), size = scatter_sums(p.m, outer * inner);
+    const int64_t parts = om_gpu_blocks(p.m, OM_GPU_SCATTER_PART);
+    for (int join = 0; join < (size ? 2 : 1); join++) {
+        const int64_t blocks = join ? om_gpu_blocks(inner, MOST_THREADS) : chunks;
+        g = om_gpu_add(l, join ? OM_GPU_OF(scatter_join, y->dtype) : OM_GPU_OF(scatter_add, y->dtype), parts, blocks,
+                       outer, join ? MOST_THREADS : threads, join ? 0 : 8 * (OM_GPU_SCATTER_PART + 2), sizeof *g);
+        if (!g) return l->cx->status;
+        *g = p;
+        if (!join) om_gpu_in(l, &g->dy, 0);
+        om_gpu_scratch_at(l, &g->words, words, 8 * p.m, OM_GPU_READ);
+        if (size) om_gpu_scratch_at(l, &g->sums, sums, size, join ? OM_GPU_READ : OM_GPU_WRITE);
+        om_gpu_out(l, &g->y, 0, OM_GPU_READ | OM_GPU_WRITE);
+    }
     return OM_OK;
 }

@@ -142,6 +142,16 @@ static om_status converted(om_lower *l, int in, const om_tensor *src, int64_t sr
     return strip_lower(l, &p, side);
 }
 
+/* Bytes that may be moved at once: the innermost runs, where they run on both sides, are whole units and begin where
+ * units do. */
+static int64_t unit_of(const copy_axis *axis, int n, int64_t size, int64_t offsets) {
+    int64_t all = offsets | axis[n - 1].n * size, unit = 16;
+    if (axis[n - 1].from != 1 || axis[n - 1].to != 1) return size;
+    for (int i = 0; i < n - 1; i++) all |= (axis[i].from | axis[i].to) * size;
+    while (unit > size && all & (unit - 1)) unit /= 2;
+    return unit;
+}
+
 om_status om_gpu_copy_lower(om_lower *l, int in, const om_tensor *src, int64_t src_offset, int out,
                             const om_tensor *dst, int64_t dst_offset) {
     if (!om_numel(dst)) return OM_OK;
@@ -181,9 +191,13 @@ om_status om_gpu_copy_lower(om_lower *l, int in, const om_tensor *src, int64_t s
         p.from[0] = axis[x].from, p.to[0] = axis[x].to, p.from[1] = axis[n - 1].from, p.to[1] = axis[n - 1].to;
         for (int i = 0, k = 0; i < n - 1; i++)
             if (i != x) p.n[2 + k] = z[k] = axis[i].n, p.from[2 + k] = axis[i].from, p.to[2 + k] = axis[i].to, k++;
-        const int64_t bx = om_gpu_blocks(p.n[0], 32), by = om_gpu_blocks(p.n[1], 32), bz = z[0] * z[1];
+        int64_t all = p.n[0] | p.n[1] | p.to[0]; /* pairs on both sides? */
+        for (int i = 1; i < 4; i++) all |= p.from[i] | (i > 1 ? p.to[i] : 0);
+        p.each = e <= 2 && p.to[1] == 1 && !(all & 1) ? 2 : 1;
+        const int64_t side = 32 * p.each, width = side + p.each;
+        const int64_t bx = om_gpu_blocks(p.n[0], side), by = om_gpu_blocks(p.n[1], side), bz = z[0] * z[1];
         if (by <= 65535 && bz <= 65535) {
-            om_gpu_flip *g = om_gpu_add(l, OM_GPU_flip, bx, by, bz, 256, (size_t)(32 * 33 * e), sizeof *g);
+            om_gpu_flip *g = om_gpu_add(l, OM_GPU_flip, bx, by, bz, 256, (size_t)(side * width * e), sizeof *g);
             if (!g) return l->cx->status;
             *g = p;
             om_gpu_part(l, &g->src, in, src_offset, lo[0], hi[0], OM_GPU_READ);
@@ -192,12 +206,16 @@ om_status om_gpu_copy_lower(om_lower *l, int in, const om_tensor *src, int64_t s
             return OM_OK;
         }
     }
+    const int64_t unit = unit_of(axis, n, e, src_offset | dst_offset), each = unit / e;
     int64_t total = 1;
-    for (int i = 0; i < n; i++) total *= axis[i].n;
-    int64_t blocks = om_gpu_blocks(total, 256);
-    om_gpu_copy *g = om_gpu_add(l, OM_GPU_copy, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0, sizeof *g);
+    for (int i = 0; i < n; i++) {
+        if (i == n - 1) axis[i].n /= each;
+        else axis[i].from /= each, axis[i].to /= each;
+        total *= axis[i].n;
+    }
+    om_gpu_copy *g = om_gpu_add(l, OM_GPU_copy, om_gpu_grid(total, 1024), 1, 1, 256, 0, sizeof *g);
     if (!g) return l->cx->status;
-    g->total = total, g->rank = n, g->size = (int32_t)e;
+    g->total = total, g->rank = n, g->size = (int32_t)e, g->unit = (int32_t)unit;
     for (int i = 0; i < n; i++) g->dim[i] = axis[i].n, g->from[i] = axis[i].from, g->to[i] = axis[i].to;
     om_gpu_part(l, &g->src, in, src_offset, lo[0], hi[0], OM_GPU_READ);
     om_gpu_part(l, &g->dst, out, dst_offset, lo[1], hi[1], OM_GPU_WRITE);

@@ -112,6 +112,4 @@ template <class S> FN void mma_b_turned(uint32_t *b, const S *tile, int width, i
     const int lane = threadIdx.x & 31;
     ldmatrix<true>(b, tile + (row + lane % 16) * width + col + lane / 16 * 8);
 }
-
-struct alignas(16) chunk { uint32_t x[4]; }; /* eight 16-bit numbers */
 #endif

@@ -11,54 +11,108 @@ FN void put_one(char *dst, int64_t d, uint64_t x, int size) {
     }
 }
 
-EXPORT(256) om_k_copy(PARAM(struct om_gpu_copy) p) {
-    if (behind_fault(p.guard)) return;
-    OVER_GRID(i, p.total) {
-        int64_t rest = i, s = 0, d = 0;
-        for (int r = p.rank - 1; r >= 0; r--) {
-            const int64_t c = rest % p.dim[r];
-            rest /= p.dim[r];
-            s += c * p.from[r], d += c * p.to[r];
+/* Four units a thread, read before the first is written; of units that 32 bits count. */
+template <class T> FN void copy_units(const om_gpu_copy &p) {
+    enum { AT_ONCE = 4 };
+    const int64_t step = blockDim.x, first = (int64_t)blockIdx.x * AT_ONCE * step + threadIdx.x;
+    for (int64_t i = first; i < p.total; i += gridDim.x * AT_ONCE * step) {
+        int64_t s[AT_ONCE] = {}, d[AT_ONCE] = {};
+        uint32_t rest[AT_ONCE];
+        T x[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) rest[k] = (uint32_t)(i + k * step);
+        for (int r = p.rank - 1; r > 0; r--) {
+            const uint32_t n = (uint32_t)p.dim[r];
+            const int64_t from = p.from[r], to = p.to[r];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                const uint32_t c = rest[k] % n;
+                rest[k] /= n;
+                s[k] += c * from, d[k] += c * to;
+            }
         }
-        move_one(p.src, s, p.dst, d, p.size);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) s[k] += rest[k] * p.from[0], d[k] += rest[k] * p.to[0];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (i + k * step < p.total) x[k] = ld((const T *)p.src + s[k]);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (i + k * step < p.total) st((T *)p.dst + d[k], x[k]);
+    }
+}
+EXPORT(256, 4) om_k_copy(PARAM(struct om_gpu_copy) p) {
+    if (behind_fault(p.guard)) return;
+    if (((uintptr_t)p.src | (uintptr_t)p.dst) & (p.unit - 1) || p.total > INT32_MAX) { /* by elements */
+        const int64_t each = p.unit / p.size;
+        OVER_GRID(i, p.total * each) {
+            const int64_t s = offset_of(i / each, p.rank, p.dim, p.from), d = offset_of(i / each, p.rank, p.dim, p.to);
+            move_one(p.src, s * each + i % each, p.dst, d * each + i % each, p.size);
+        }
+        return;
+    }
+    switch (p.unit) {
+    case 1: copy_units<uint8_t>(p); break;
+    case 2: copy_units<uint16_t>(p); break;
+    case 4: copy_units<uint32_t>(p); break;
+    case 8: copy_units<uint64_t>(p); break;
+    default: copy_units<chunk>(p);
     }
 }
 
-/* 32 by 32 elements a block: read along x, written along y. */
-EXPORT(256) om_k_flip(PARAM(struct om_gpu_flip) p) {
-    SHARED(tile);
-    const int64_t x0 = (int64_t)blockIdx.x * 32, y0 = (int64_t)blockIdx.y * 32;
+/* 32 N by 32 N elements a block, read along x and written along y, N of them at once. */
+template <class T, int N, bool whole> FN void flip_tile(const om_gpu_flip &p) {
+    SHARED(shared);
+    typedef typename word_of<N * sizeof(T)>::type word;
+    enum { SIDE = 32 * N, WIDTH = SIDE + N, TURNS = SIDE / 8 };
+    T *tile = (T *)shared;
+    const int64_t x0 = (int64_t)blockIdx.x * SIDE, y0 = (int64_t)blockIdx.y * SIDE;
     const int64_t z = blockIdx.z % p.n[2], w = blockIdx.z / p.n[2];
-    const int64_t s0 = z * p.from[2] + w * p.from[3], d0 = z * p.to[2] + w * p.to[3];
-    const unsigned lane = threadIdx.x & 31, row = threadIdx.x >> 5;
-    for (unsigned y = row; y < 32; y += 8)
-        if (x0 + lane < p.n[0] && y0 + y < p.n[1]) {
-            const int64_t at = s0 + (x0 + lane) * p.from[0] + (y0 + y) * p.from[1];
-            const unsigned to = y * 33 + lane;
-            switch (p.size) {
-            case 1: ((uint8_t *)tile)[to] = ld((const uint8_t *)p.src + at); break;
-            case 2: ((uint16_t *)tile)[to] = ld((const uint16_t *)p.src + at); break;
-            case 4: ((uint32_t *)tile)[to] = ld((const uint32_t *)p.src + at); break;
-            default: ((uint64_t *)tile)[to] = ld((const uint64_t *)p.src + at);
-            }
-        }
+    const unsigned own = (threadIdx.x & 31) * N, row = threadIdx.x >> 5;
+    const T *src = (const T *)p.src + z * p.from[2] + w * p.from[3] + (x0 + own) * p.from[0] + y0 * p.from[1];
+    T *dst = (T *)p.dst + z * p.to[2] + w * p.to[3] + x0 * p.to[0] + (y0 + own) * p.to[1];
+    several<T, N> line[TURNS];
+#pragma unroll
+    for (unsigned k = 0; k < TURNS; k++)
+        if (x0 + own < p.n[0] && y0 + row + 8 * k < p.n[1])
+            line[k] = ld_several<whole, N>(src + (row + 8 * k) * p.from[1]);
+#pragma unroll
+    for (unsigned k = 0; k < TURNS; k++) {
+        word w;
+        memcpy(&w, &line[k], sizeof w);
+        *(word *)(tile + (row + 8 * k) * WIDTH + own) = w;
+    }
     __syncthreads();
     if (behind_fault(p.guard)) return;
-    for (unsigned x = row; x < 32; x += 8)
-        if (x0 + x < p.n[0] && y0 + lane < p.n[1]) {
-            const int64_t at = d0 + (x0 + x) * p.to[0] + (y0 + lane) * p.to[1];
-            const unsigned from = lane * 33 + x;
-            switch (p.size) {
-            case 1: st((uint8_t *)p.dst + at, ((const uint8_t *)tile)[from]); break;
-            case 2: st((uint16_t *)p.dst + at, ((const uint16_t *)tile)[from]); break;
-            case 4: st((uint32_t *)p.dst + at, ((const uint32_t *)tile)[from]); break;
-            default: st((uint64_t *)p.dst + at, ((const uint64_t *)tile)[from]);
-            }
-        }
+#pragma unroll
+    for (unsigned k = 0; k < TURNS; k++) {
+        for (int e = 0; e < N; e++) line[k].x[e] = tile[(own + e) * WIDTH + row + 8 * k];
+        if (x0 + row + 8 * k < p.n[0] && y0 + own < p.n[1])
+            st_several<whole, N>(dst + (row + 8 * k) * p.to[0], line[k]);
+    }
+}
+template <class T, int N> FN void flip_tiles(const om_gpu_flip &p) {
+    if (((uintptr_t)p.src | (uintptr_t)p.dst) % (N * sizeof(T))) flip_tile<T, N, false>(p);
+    else flip_tile<T, N, true>(p);
+}
+
+EXPORT(256) om_k_flip(PARAM(struct om_gpu_flip) p) {
+    if (p.each == 2 && p.size == 1) flip_tiles<uint8_t, 2>(p);
+    else if (p.each == 2) flip_tiles<uint16_t, 2>(p);
+    else if (p.size == 1) flip_tile<uint8_t, 1, true>(p);
+    else if (p.size == 2) flip_tile<uint16_t, 1, true>(p);
+    else if (p.size == 4) flip_tile<uint32_t, 1, true>(p);
+    else flip_tile<uint64_t, 1, true>(p);
 }
 
 EXPORT(256) om_k_fill(PARAM(struct om_gpu_fill) p) {
-    OVER_GRID(i, p.n) put_one(p.dst, i, p.value, p.size);
+    const int64_t each = 16 / p.size, n = (uintptr_t)p.dst % 16 ? 0 : p.n / each;
+    uint64_t x = p.value;
+    for (int size = p.size; size < 8; size *= 2) x |= x << 8 * size;
+    const uint32_t lo = (uint32_t)x, hi = (uint32_t)(x >> 32);
+    const chunk all = {{lo, hi, lo, hi}};
+    OVER_GRID(i, n) st((chunk *)p.dst + i, all);
+    OVER_GRID(i, p.n - n * each) put_one(p.dst, n * each + i, p.value, p.size);
 }
 
 EXPORT(256) om_k_iota(PARAM(struct om_gpu_iota) p) {

@@ -38,12 +38,12 @@ typedef struct om_gpu_strip_large { OM_GPU_STRIP_HEAD; uint64_t blob[OM_GPU_STRI
 
 /* --- move.cu ------------------------------------------------------------------------------------------- */
 
-typedef struct om_gpu_copy { /* elements of 1, 2, 4 or 8 bytes */
+typedef struct om_gpu_copy { /* elements of 1, 2, 4 or 8 bytes; total, dim, from, to count units of `unit` bytes */
     const char *src;
     char *dst;
     const om_gpu_fault *guard; /* write-backs: nothing is written behind a fault; else NULL */
     int64_t total, dim[OM_GPU_RANK], from[OM_GPU_RANK], to[OM_GPU_RANK];
-    int32_t rank, size;
+    int32_t rank, size, unit, none;
 } om_gpu_copy;
 
 typedef struct om_gpu_flip { /* tiles: src runs along axis x, dst along axis y; z and w are outer axes */
@@ -51,7 +51,7 @@ typedef struct om_gpu_flip { /* tiles: src runs along axis x, dst along axis y; 
     char *dst;
     const om_gpu_fault *guard;
     int64_t n[4], from[4], to[4]; /* x, y, z, w */
-    int32_t size, none;
+    int32_t size, each;        /* each: elements that are read and written at once, 1 or 2 */
 } om_gpu_flip;
 
 typedef struct om_gpu_fill { char *dst; int64_t n; uint64_t value; int32_t size, none; } om_gpu_fill;
@@ -73,6 +73,8 @@ typedef struct om_gpu_trilu { /* of the last two axes; dst dense */
 /* --- reduce.cu ----------------------------------------------------------------------------------------- */
 
 enum { OM_GPU_SUM, OM_GPU_MEAN, OM_GPU_MAX, OM_GPU_MIN, OM_GPU_PROD };
+/* of 32 sums of a warp in shared memory: neighbouring columns lie in different banks */
+enum { OM_GPU_COLUMNS_WIDTH = 34 };
 /* y[o] over the kept axes (dense) = x reduced over the others; with parts > 1 into partial sums of the compute type */
 typedef struct om_gpu_reduce {
     const char *x;
@@ -82,9 +84,13 @@ typedef struct om_gpu_reduce {
     int64_t part;              /* elements of a part */
     double scale;              /* MEAN: 1 / count, at the last step */
     int32_t orank, irank, what, xtype, ytype, parts;
+    int32_t columns, none;     /* reduce_columns: of a thread, 1 or 4 or 16 bytes of them */
 } om_gpu_reduce;
 
 /* --- rows.cu ------------------------------------------------------------------------------------------- */
+
+/* row.h: rows of so many elements have a warp each, so many a block; longer ones a block of at most so many threads */
+enum { OM_GPU_ROW_WARP = 1024, OM_GPU_ROW_WARPS = 4, OM_GPU_ROW_THREADS = 512, OM_GPU_ROW_MOST = 1 << 30 };
 
 typedef struct om_gpu_softmax { /* rows of n elements `step` apart; row r begins at r / step * n * step + r % step */
     const char *x, *y;         /* gradient: dy, y; else x */
@@ -123,7 +129,7 @@ typedef struct om_gpu_gather { /* y (outer, m, inner) = x (outer, n, inner) at i
     char *y;
     om_gpu_fault *fault;
     int64_t outer, n, m, inner, x_outer, x_n, x_inner; /* strides of x */
-    int32_t size, wide, site, none;
+    int32_t size, wide, site, unit; /* inner, strides: in units of so many bytes, as of om_gpu_copy */
 } om_gpu_gather;
 
 typedef struct om_gpu_elements { /* y (dense, as idx) = x at idx along one axis */
@@ -139,10 +145,12 @@ typedef struct om_gpu_scatter { /* y (outer, n, inner) += dy (outer, m, inner) a
     const char *dy, *idx;
     char *y;
     uint64_t *words;           /* scratch: {target, position}, as sort.cu sorts them; target n: none */
+    double *sums;              /* scratch: [outer][parts][2][inner] sums of targets that more parts than one add */
     om_gpu_fault *fault;
     int64_t outer, n, m, inner, skip; /* skip: an index that is left out */
-    int32_t wide, site;
+    int32_t wide, site, each, fresh;  /* each: elements of a thread; fresh: y is 0 */
 } om_gpu_scatter;
+enum { OM_GPU_SCATTER_PART = 32 }; /* sources that a block adds */
 
 /* --- sort.cu ------------------------------------------------------------------------------------------- */
 
@@ -203,7 +211,8 @@ typedef struct om_gpu_attention {
     uint64_t rng;
     double scale, drop_scale;
     uint32_t keep_below;
-    int32_t causal, nan_rows, mask_kind /* 0 none, 1 bool, 2 float */, mask_type, drop, none;
+    int32_t causal, nan_rows, mask_kind /* 0 none, 1 bool, 2 float */, mask_type, drop;
+    int32_t delta_rows;        /* of a warp of attention_delta: 1, or 16 and their numbers lie for 16-byte loads */
 } om_gpu_attention;
 
 typedef struct om_gpu_attention_mask { /* gradient of a mask that is added; strides 0 where it broadcasts */

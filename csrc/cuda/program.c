@@ -71,13 +71,14 @@ static const uint64_t NOTHING = 14695981039346656037u;
 
 const om_gpu_program *om_gpu_program_of(om_gpu *g, const char *text, size_t n, int64_t elements) {
     const int now = atomic_load(&when), device = om_gpu_ordinal(g);
-    if (now == OM_PROGRAMS_NEVER || !n || (now == OM_PROGRAMS_PAY && elements < PAYS)) return NULL;
+    const bool pays = now != OM_PROGRAMS_PAY || elements >= PAYS; /* else only what another chain has had compiled */
+    if (now == OM_PROGRAMS_NEVER || !n) return NULL;
     const uint64_t hash = hash_of(NOTHING, text, n);
     pthread_mutex_lock(&lock);
     if (!tables[device].end) tables[device].end = &tables[device].first;
     om_gpu_program *p = tables[device].first;
     while (p && (p->hash != hash || p->n != n || memcmp(p->text, text, n))) p = p->next;
-    if (!p && tables[device].n < MOST && (p = malloc(sizeof *p + n + 1))) {
+    if (!p && pays && tables[device].n < MOST && (p = malloc(sizeof *p + n + 1))) {
         *p = (om_gpu_program){.hash = hash, .n = n, .wanted = true};
         memcpy(p->text, text, n + 1);
         *tables[device].end = p;

@@ -3,6 +3,8 @@
  * A long reduction is cut into parts whose number depends on the sizes alone; partial results (in the type computed in)
  * are reduced by a second launch. Floats are added by sixteen, those sums in double. Two shapes: a block per result,
  * its threads along the reduced elements; or 32 results a block, a lane each, eight threads along the reduced elements.
+ * Sums have a way of their own where elements lie beside each other: a thread takes 16 bytes at once, of a line, or of
+ * each row that columns are summed over.
  */
 #include "cuda/kernel.h"
 
@@ -67,12 +69,115 @@ template <class T> FN void result(const om_gpu_reduce &p, int64_t part, int64_t 
     store_as(p.y, p.ytype, part * p.outer + o, x);
 }
 
+/* --- sums of what lies beside each other --------------------------------------------------------------------- */
+
+/* The thread's sum of a line of n: 16 bytes at a time, four of them before the first is added. */
+template <class S, bool whole> FN double line_add(const S *x, int64_t n) {
+    typedef WIDE F;
+    enum { V = 16 / sizeof(S), AT_ONCE = 4, PARTS = V * AT_ONCE > 16 ? V * AT_ONCE / 16 : 1 };
+    const int64_t even = n / V * V, step = (int64_t)blockDim.x * V;
+    double sum = 0;
+    for (int64_t i = threadIdx.x * V; i < even; i += AT_ONCE * step) {
+        several<S, V> few[AT_ONCE];
+        F part[PARTS] = {};
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) few[k] = ld_several<whole, V>(x + (i + k * step < even ? i + k * step : i));
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+            for (int c = 0; c < V; c++)
+                if (i + k * step < even) part[k * PARTS / AT_ONCE] += in(few[k].x[c]);
+#pragma unroll
+        for (int k = 0; k < PARTS; k++) sum += part[k];
+    }
+    return even + threadIdx.x < n ? sum + in(ld(x + even + threadIdx.x)) : sum;
+}
+template <class S> FN double line_add(const char *p, int64_t at, int64_t n) {
+    const S *x = (const S *)p + at;
+    return (uintptr_t)x % 16 ? line_add<S, false>(x, n) : line_add<S, true>(x, n);
+}
+
+/* sum[c] += the n rows of column c that are `step` apart; eight are read before the first is added, if whole */
+template <class S, int V, bool whole> FN void rows_add(const S *x, int64_t step, int n, double *sum) {
+    typedef WIDE F;
+    enum { AT_ONCE = whole ? 8 : 1 };
+    while (n > 0) {
+        F part[V] = {};
+#pragma unroll 1
+        for (int k = 0; k < 16 && n > 0; k += AT_ONCE, n -= AT_ONCE) {
+            several<S, V> row[AT_ONCE];
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; r++) {
+                row[r] = ld_several<whole, V>(x);
+                if (r + 1 < n) x += step; /* the last one again: loads without a condition are under way together */
+            }
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; r++)
+#pragma unroll
+                for (int c = 0; c < V; c++)
+                    if (r < n) part[c] += in(row[r].x[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < V; c++) sum[c] += part[c];
+    }
+}
+
+/* 32 V columns a block, V a thread; eight warps along the rows. */
+template <class S, int V> FN void columns_sum(const om_gpu_reduce &p) {
+    SHARED(shared);
+    enum { WIDTH = OM_GPU_COLUMNS_WIDTH };
+    double *sums = (double *)shared, sum[V] = {}, y = 0;
+    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = threadIdx.x;
+    const int64_t first = (int64_t)blockIdx.x * 32 * V, o = first + lane * V;
+    const int64_t begin = p.part * blockIdx.y, from = begin + warp;
+    const int64_t to = begin + p.part < p.inner ? begin + p.part : p.inner;
+    const S *x = (const S *)p.x + from * p.istride[0] + o;
+    if (o < p.outer && from < to) { /* V divides p.outer */
+        const int n = (int)((to - from + 7) / 8);
+        if (V > 1 && (uintptr_t)x % (V * sizeof(S))) rows_add<S, V, false>(x, 8 * p.istride[0], n, sum);
+        else rows_add<S, V, true>(x, 8 * p.istride[0], n, sum);
+    }
+#pragma unroll
+    for (int c = 0; c < V; c++) sums[(warp * V + c) * WIDTH + lane] = sum[c];
+    __syncthreads();
+    if (own >= 32 * V || first + own >= p.outer) return;
+    for (unsigned w = 0; w < 8; w++) y += sums[(w * V + own % V) * WIDTH + own / V];
+    result(p, blockIdx.y, first + own, y);
+}
+template <class S> FN void reduce_columns(const om_gpu_reduce &p) {
+    enum { MOST = 16 / sizeof(S), SOME = sizeof(S) == 2 ? 2 : 1 };
+    if (p.columns == MOST) columns_sum<S, MOST>(p);
+    else if (p.columns == SOME) columns_sum<S, SOME>(p);
+    else columns_sum<S, 1>(p);
+}
+
+/* --- anything ------------------------------------------------------------------------------------------------ */
+
+/* Does a set that is added lie in a line? */
+FN bool in_line(const om_gpu_reduce &p) {
+    return (p.what == OM_GPU_SUM || p.what == OM_GPU_MEAN) && p.irank == 1 && p.istride[0] == 1;
+}
+template <class T, class A> FN A line_or_not(const om_gpu_reduce &p, int64_t base, int64_t from, int64_t to) {
+    return gather_up<T, A>(p, base, from + threadIdx.x, to, blockDim.x);
+}
+template <> FN_MEMBER double line_or_not<double, double>(const om_gpu_reduce &p, int64_t base, int64_t from,
+                                                         int64_t to) {
+    if (in_line(p)) return line_add<double>(p.x, base + from, to - from);
+    return gather_up<double, double>(p, base, from + threadIdx.x, to, blockDim.x);
+}
+template <> FN_MEMBER double line_or_not<float, double>(const om_gpu_reduce &p, int64_t base, int64_t from,
+                                                        int64_t to) {
+    if (!in_line(p)) return gather_up<float, double>(p, base, from + threadIdx.x, to, blockDim.x);
+    return p.xtype == OM_F32    ? line_add<float>(p.x, base + from, to - from)
+           : p.xtype == OM_BF16 ? line_add<bf16>(p.x, base + from, to - from)
+                                : line_add<f16>(p.x, base + from, to - from);
+}
+
 template <class T, class A> FN void reduce_one(const om_gpu_reduce &p) {
     SHARED(shared);
     A *sum = (A *)shared;
     const int64_t o = blockIdx.x, from = p.part * blockIdx.y, to = from + p.part < p.inner ? from + p.part : p.inner;
-    const int64_t base = offset_of(o, p.orank, p.odim, p.ostride);
-    sum[threadIdx.x] = gather_up<T, A>(p, base, from + threadIdx.x, to, blockDim.x);
+    sum[threadIdx.x] = line_or_not<T, A>(p, offset_of(o, p.orank, p.odim, p.ostride), from, to);
     for (unsigned half = blockDim.x / 2; half; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sum[threadIdx.x] = both(p.what, sum[threadIdx.x], sum[threadIdx.x + half]);
@@ -103,3 +208,4 @@ EXPORT(256) om_k_reduce_i(PARAM(struct om_gpu_reduce) p) { reduce_one<int64_t, i
 EXPORT(256) om_k_reduce_lanes_f(PARAM(struct om_gpu_reduce) p) { reduce_lanes<float, double>(p); }
 EXPORT(256) om_k_reduce_lanes_d(PARAM(struct om_gpu_reduce) p) { reduce_lanes<double, double>(p); }
 EXPORT(256) om_k_reduce_lanes_i(PARAM(struct om_gpu_reduce) p) { reduce_lanes<int64_t, int64_t>(p); }
+FLOATS(reduce_columns, struct om_gpu_reduce, 256, reduce_columns)

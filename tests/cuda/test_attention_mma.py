@@ -112,6 +112,16 @@ for dtype in (BF, HF):
             case(shape, dtype, causal=causal, view=causal, scale=0.31 if shape[5] == 7 else None)
     case((1, 3, 1, 40, 72, 16, 24), dtype, seq_first=1, causal=1, offset=5)
     case((2, 2, 2, 1, 37, 8, 8), dtype)
+    # the gradient of y is a part of another's: its rows begin where 16 bytes may, or not
+    for lead in (8, 4):
+        x = [x.to(dtype) for x in qkv(2, 3, 3, 37, 40, 16, 72)]
+        text = graph([*x, None, None, None, None], "causal=1", "")
+        t = text.splitlines()[1].split(": ")[1].split("[")[0]
+        text = text.replace("output y", f"z = concat(w, y, w) {{axis=3}}\\n output z").replace(" y, l =", f" input w: {t}[2, 3, 37, {lead}]\\n y, l =")
+        w, dz = torch.zeros(2, 3, 37, lead, dtype=dtype), rand(2, 3, 37, 72 + 2 * lead).to(dtype)
+        _, got = engine.run(text, [*x, w], [1, 1, 1, 0], [dz])
+        _, want = engine.run(graph([*x, None, None, None, None], "causal=1", ""), x, [1, 1, 1], [dz[..., lead:-lead].contiguous()])
+        assert all((a.double() - b.double()).abs().max() <= 0.01 * b.abs().max() for a, b in zip(got, want, strict=True)), lead
 done(MMA)
 """
 

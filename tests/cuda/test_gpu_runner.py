@@ -82,7 +82,7 @@ bench = graph_bench.cases()
 assert len(bench) >= 6
 graph_bench.cases = lambda: {"tiny": Case(lambda: graph_correct.gpt2(0.1)[0], lambda: graph_correct.gpt2(0.1)[1](0)),
                              "broken": Case(lambda: 1 / 0, None)}
-times = graph_bench.run("cpu", steps=2, arms=("eager", "ortmodule"), memory=False)
+times = graph_bench.run("cpu", steps=2, arms=("eager", "ortmodule"))
 print(json.dumps([rows, times]))
 """
 

@@ -1,22 +1,22 @@
 """Whole training steps on a GPU: eager, torch.compile and ORTModule, interleaved in one process; f32 (with TF32, as all
 arms may) and bf16 autocast.
 
-ms: median of steps that end in a synchronisation; host_ms: until the step's last call returns. MiB: what the device has
-less between the model's first step and its last (mem_get_info: the engine's pool is not torch's), by a process per arm.
+ms: median of steps that end in a synchronisation; host_ms: until the step's last call returns. MiB: the most that
+torch's allocator, which the engine takes its memory from, has given out in the arm's first two steps, with the model.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from bench_models import CASES, Case
 
+ARMS = ("eager", "compile", "ortmodule")
+DTYPES = ("bf16", "f32")
 TARGET_MS = {("gpt2-124m-b8", "bf16"): 12.9, ("bert-base-b32", "bf16"): 5.1}  # of ORTModule on an H200
 
 
@@ -65,25 +65,19 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def taken(arm: str, name: str, bf16: bool, device: str) -> float:
-    """Child: MiB."""
-    case = cases()[name]
-    free = torch.cuda.mem_get_info if device == "cuda" else lambda: (0, 0)
-    step = Stepper(arm, case, bf16, device)
-    wait(device)
-    before = free()[0]
-    least = before
-    for _ in range(4):
-        step()
-        wait(device)
-        least = min(least, free()[0])
-    return (before - least) / 2**20
+def given_out(device: str, anew: bool = False) -> float:
+    """MiB: now (anew: the peak begins here), else the most since then."""
+    if device != "cuda":
+        return 0.0
+    if anew:
+        torch.cuda.reset_peak_memory_stats()
+    return (torch.cuda.memory_allocated() if anew else torch.cuda.max_memory_allocated()) / 2**20
 
 
 def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[str]) -> list[dict[str, Any]]:
-    steppers, first, failed = {}, {}, {}
+    steppers, first, failed, most = {}, {}, {}, {}
     for arm in arms:
-        start = time.perf_counter()
+        before, start = given_out(device, anew=True), time.perf_counter()
         try:
             steppers[arm] = Stepper(arm, case, bf16, device)
             steppers[arm]()
@@ -92,6 +86,10 @@ def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[s
             failed[arm] = f"{type(e).__name__}: {e}"[:300]
             steppers.pop(arm, None)
         first[arm] = time.perf_counter() - start
+        if arm in steppers:
+            steppers[arm]()
+            wait(device)
+        most[arm] = given_out(device) - before
     times: dict[str, list[float]] = {arm: [] for arm in steppers}
     host: dict[str, list[float]] = {arm: [] for arm in steppers}
     for i in range(steps + 3):
@@ -112,6 +110,7 @@ def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[s
         else:
             row["ms"] = round(statistics.median(times[arm]) * 1e3, 2)
             row["host_ms"] = round(statistics.median(host[arm]) * 1e3, 2)
+            row["MiB"] = round(most[arm])
             row["loss"] = round(steppers[arm].loss.item(), 4)
             if "eager" in times:
                 ratio = statistics.median(e / o for e, o in zip(times["eager"], times[arm], strict=True))
@@ -123,19 +122,15 @@ def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[s
     return rows
 
 
-def run(device: str = "cuda", names: list[str] | None = None, steps: int = 20, arms: tuple[str, ...] = ("eager", "compile", "ortmodule"),
-        memory: bool = True) -> list[dict[str, Any]]:  # fmt: skip
+def run(device: str = "cuda", names: list[str] | None = None, steps: int = 20, arms: Sequence[str] = ARMS,
+        dtypes: Sequence[str] = DTYPES) -> list[dict[str, Any]]:  # fmt: skip
     torch.set_float32_matmul_precision("high")
     rows = []
     for name, case in cases().items():
         if names and name not in names:
             continue
-        for bf16 in (True, False):
-            found = one(name, case, bf16, device, steps, list(arms))
-            for row in found if memory else []:
-                argv = [sys.executable, __file__, json.dumps([sys.path, row["arm"], name, bf16, device])]
-                res = subprocess.run(argv, capture_output=True, text=True, check=False)
-                row["MiB"] = round(float(res.stdout.splitlines()[-1])) if res.returncode == 0 else res.stderr.strip().splitlines()[-1:]
+        for dtype in dtypes:
+            found = one(name, case, dtype == "bf16", device, steps, list(arms))
             show(found)
             rows += found
             if device == "cuda":
@@ -148,10 +143,3 @@ def show(rows: list[dict[str, Any]]) -> None:
         ms = f"{r['ms']:9.2f} ms (host {r['host_ms']:.2f})" if "ms" in r else ""
         print(f"{r['model']:22s} {r['dtype']:5s} {r['arm']:10s} {ms} {r.get('speed', '')}x  {r.get('MiB', '')} MiB  first {r['first_s']} s  {r.get('verdict', '')}",
               flush=True)  # fmt: skip
-
-
-if __name__ == "__main__":
-    path, *rest = json.loads(sys.argv[1])
-    sys.path[:] = path
-    torch.set_float32_matmul_precision("high")
-    print(taken(*rest))

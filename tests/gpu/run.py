@@ -2,10 +2,10 @@
 network, no pip).
 
     python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part PART]... [--model NAME]...
-    [--out DIR]
+    [--arm ARM]... [--dtype DTYPE]... [--out DIR]
 
 graph-ops: every row of tests/ops through lowered plans (build/libom.so of `make lib`, pytest). graph-correct: models and
-what surrounds them. graph-bench: whole steps beside eager and torch.compile (--model: some of them). optim-correct,
+what surrounds them. graph-bench: whole steps beside eager and torch.compile (--model, --arm, --dtype: some of them). optim-correct,
 optim-bench: the optimizers. Each part but graph-bench of all models takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and
 PART.csv. The exit status is 0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run
 on. Benchmarks that miss a target are marked, not failed.
@@ -76,7 +76,7 @@ def write(out: Path, part: str, about: dict[str, str], rows: list[dict[str, obje
         writer.writerows({"gpu": about["gpu"], "torch": about["torch"], **row} for row in rows)
 
 
-def run_part(part: str, models: list[str] | None) -> list[dict[str, object]]:
+def run_part(part: str, bench: dict[str, object]) -> list[dict[str, object]]:
     if part.startswith("graph"):
         os.environ["ORTMODULE_CUDA_ENGINE"] = "1"
     if part == "graph-correct":
@@ -90,7 +90,7 @@ def run_part(part: str, models: list[str] | None) -> list[dict[str, object]]:
     if part == "graph-bench":
         import graph_bench
 
-        return graph_bench.run(names=models)
+        return graph_bench.run(**bench)  # type: ignore[arg-type]
     if part == "optim-correct":
         import optim_correct
 
@@ -106,7 +106,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--part", action="append", choices=PARTS)
-    parser.add_argument("--model", action="append", help="of graph-bench")
+    for name, help in (("model", "a model"), ("arm", "eager, compile, ortmodule"), ("dtype", "bf16, f32")):
+        parser.add_argument(f"--{name}", action="append", help=f"of graph-bench, may be repeated: {help}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE.parents[1] / "build" / "gpu")))
     args = parser.parse_args()
     if args.wheel:
@@ -116,10 +117,12 @@ def main() -> int:
     about = machine()
     sys.path[1:1] = [str(HERE), str(HERE.parents[0] / "optim"), str(HERE.parents[0] / "bench")]
     print("  ".join(f"{k} {v}" for k, v in about.items()))
+    chosen = {"names": args.model, "arms": args.arm, "dtypes": args.dtype}
+    bench = {k: v for k, v in chosen.items() if v}
     failed = 0
     for part in args.part or PARTS:
         start = time.perf_counter()
-        rows = run_part(part, args.model)
+        rows = run_part(part, bench)
         bad = [r for r in rows if not r.get("ok", True)]
         for r in bad:
             print(f"FAILED {r['check']}: {r['detail']}")

@@ -49,6 +49,19 @@ def test_gather(shape: tuple[int, ...], axis: int, idx: tuple[int, ...], dtype: 
     check("gather", [rand(*shape), i], ref, f"axis={axis}", low=LOW)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 12, 64, 260])
+def test_rows_anywhere(n: int, dtype: torch.dtype) -> None:
+    """Rows of a part of x: they begin where 16 bytes may, or anywhere."""
+    name, i = engine.NAMES[engine.TORCH.index(dtype)], index(11, 3, 13)
+    for at, width in ((0, n), (1, n + 1), (4, n + 8), (8, n + 8), (3, n + 8)):
+        x = rand(2, 11, width).to(dtype)
+        text = (f"graph {{\n input x: {name}[2, 11, {width}]\n input i: i64[3, 13]\n s = slice(x) {{axis=2, start=[{at}], end=[{at + n}], step=1}}\n"
+                " y = gather(s, i) {axis=1}\n output y\n}")
+        (y,), _ = engine.run(text, [x, i])
+        assert torch.equal(y, x[:, i, at:at + n]), (at, width)
+
+
 @pytest.mark.parametrize("padding_idx", [-1, 0, 4, 10])
 def test_embedding(padding_idx: int) -> None:
     i = index(11, 7, 13)

@@ -173,6 +173,33 @@ def test_concat(axis: int, shapes: list[tuple[int, ...]]) -> None:
     check("concat", [rand(*s) for s in shapes], lambda *x: torch.cat(x, axis), f"axis={axis}", low=LOW)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 6, 8, 12, 16, 20, 64])
+def test_heads_side_by_side(d: int, dtype: torch.dtype) -> None:
+    """Heads before time, laid side by side behind the same of another: runs of d numbers on both sides, which begin where 16 bytes may or anywhere."""
+    name = engine.NAMES[engine.TORCH.index(dtype)]
+    for heads, time, at in ((3, 70, 0), (2, 17, 1), (1, 5, 8), (4, 33, 16)):
+        a, b = values(dtype, 2, heads, time, d), values(dtype, 2, heads, time, at + d)
+        text = (f"graph {{\n input a: {name}[2, {heads}, {time}, {d}]\n input b: {name}[2, {heads}, {time}, {at + d}]\n c = slice(b) {{axis=3, start=[{at}], end=[{at + d}], step=1}}\n"
+                " p = permute(a) {perm=[0, 2, 1, 3]}\n q = permute(c) {perm=[0, 2, 1, 3]}\n y = concat(p, q) {axis=2}\n z = concat(q, p) {axis=3}\n output y\n output z\n}")
+        p, q = (x.permute(0, 2, 1, 3) for x in (a, b[..., at:]))
+        (y, z), _ = engine.run(text, [a, b])
+        assert torch.equal(y, torch.cat([p, q], 2)) and torch.equal(z, torch.cat([q, p], 3)), (heads, time, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+def test_turned(dtype: torch.dtype) -> None:
+    """Columns become rows: in pairs on both sides, or where sizes are odd and rows begin anywhere, one by one."""
+    name = engine.NAMES[engine.TORCH.index(dtype)]
+    for rows, cols, at, width in ((16, 16, 0, 16), (17, 64, 0, 64), (64, 66, 0, 66), (130, 96, 2, 98), (70, 34, 1, 40), (62, 130, 3, 134), (65, 33, 0, 33), (128, 18, 1, 19)):
+        x = values(dtype, 2, rows, width)
+        text = (f"graph {{\n input x: {name}[2, {rows}, {width}]\n s = slice(x) {{axis=2, start=[{at}], end=[{at + cols}], step=1}}\n"
+                " p = permute(s) {perm=[0, 2, 1]}\n y = concat(p, p) {axis=1}\n output y\n}")
+        (y,), _ = engine.run(text, [x])
+        t = x[..., at:at + cols].transpose(1, 2)
+        assert torch.equal(y, torch.cat([t, t], 1)), (rows, cols, at, width)
+
+
 @pytest.mark.parametrize(
     "lo,hi,value",
     [

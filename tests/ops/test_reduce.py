@@ -110,6 +110,30 @@ def test_in_blocks(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Non
         assert torch.equal(node("reduce_max", x, f"axes=[{axis}]").isnan(), x.amax(axis).isnan())
 
 
+def part(x: torch.Tensor, at: int, n: int, axis: int) -> torch.Tensor:
+    """The sum over an axis of columns `at` to at + n."""
+    text = (f"graph {{\n  input x: {engine.NAMES[engine.TORCH.index(x.dtype)]}[{x.shape[0]}, {x.shape[1]}]\n  s = slice(x) {{axis=1, start=[{at}], end=[{at + n}], step=1}}\n"
+            f"  y = reduce_sum(s) {{axes=[{axis}]}}\n  output y\n}}")
+    return engine.run(text, [x])[0][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [32, 33, 34, 36, 40, 255, 256, 258, 264, 520])
+def test_columns_anywhere(n: int, dtype: torch.dtype) -> None:
+    """Columns of rows that begin anywhere, sizes around what a thread, a block and a part of them take: sums of small whole numbers are exact."""
+    for rows, at, width in [(1, 0, n), (33, 1, n + 1), (63, 4, n + 8), (64, 0, n), (127, 8, n + 16), (128, 0, n), (130, 2, n + 8), (135, 0, n + 4), (700, 8, n + 8), (1100, 0, n)]:
+        x = torch.randint(-8, 9, (rows, width), generator=torch.Generator().manual_seed(rows)).to(dtype)
+        assert torch.equal(part(x, at, n, 0), x[:, at:at + n].double().sum(0).to(dtype)), (rows, at, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [33, 39, 255, 257, 2047, 2049, 8191, 8192, 8200, 9001, 20003])
+def test_lines_anywhere(n: int, dtype: torch.dtype) -> None:
+    for at, width in [(0, n), (1, n + 1), (8, n + 8), (2, n + 5)]:
+        x = torch.randint(-8, 9, (3, width), generator=torch.Generator().manual_seed(n)).to(dtype)
+        assert torch.equal(part(x, at, n, 1), x[:, at:at + n].double().sum(1).to(dtype)), (at, width)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape,axis", [((7, 13, 5), 0), ((7, 13, 5), 1), ((7, 13, 5), 2), ((3, 2053), 1), ((1, 1), 0), ((2053,), 0)])
 def test_arg(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
