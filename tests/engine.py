@@ -96,6 +96,7 @@ class Ctx:
             lib.om_checking_use(self.p)
         elif device == "cuda":
             torch.cuda.init()  # whose allocator gives memory
+            torch.backends.cudnn.allow_tf32 = False  # in convolutions, which follow it
             self.check(lib.om_cuda_use(self.p, 0))
         elif device == "cuda-fake":
             from cuda import fake

@@ -78,6 +78,10 @@ FN am_span am_keys(const om_gpu_attention &p, int64_t b, int64_t i) {
     if (p.window > 0 && lo < i - p.window + 1) lo = i - p.window + 1;
     return {am_clip(lo, p.tk), am_clip(hi, p.tk)};
 }
+/* Keys that there are, hidden ones behind the last apart: what lies there, be it NaN, is not multiplied. */
+FN int64_t am_given(const om_gpu_attention &p, int64_t b) {
+    return p.kv_end ? am_clip(ld(p.kv_end + b * p.end_step), p.tk) : p.tk;
+}
 /* queries that see key j; none: of keys that are hidden or beyond the last */
 FN am_span am_queries(const om_gpu_attention &p, int64_t b, int64_t j) {
     if (j >= p.tk || (p.kv_start && j < ld(p.kv_start + b * p.start_step)) ||

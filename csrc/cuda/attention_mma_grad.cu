@@ -58,14 +58,15 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
     const am_span low = am_keys(p, a.b, own), high = am_keys(p, a.b, own + 15); /* the warp's */
     const int end = am_keys(p, a.b, i0 + AM_OWN - 1).hi;
     const int first = am_keys(p, a.b, i0).lo / TILE * TILE;
+    const int64_t given = am_given(p, a.b);
     for (int next = first, place = 0; next < end + TILE; next += TILE, place ^= 1) {
         const int j0 = next - TILE; /* is worked off while the next tile comes */
         copies_wait<0>();
         __syncthreads();
         if (next < end) {
             S *to = tile + place * 2 * TILE * W;
-            am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], next, TILE, p.tk, (int)p.d, to);
-            am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], next, TILE, p.tk, (int)p.dv_size, to + TILE * W);
+            am_load<D>(p.k, p.sk, a.b * p.sk[0] + a.kv * p.sk[1], next, TILE, given, (int)p.d, to);
+            am_load<D>(p.v, p.sv, a.b * p.sv[0] + a.kv * p.sv[1], next, TILE, given, (int)p.dv_size, to + TILE * W);
             copies_end();
         }
         if (next == first || low.lo >= j0 + TILE || high.hi <= j0) continue;

@@ -358,8 +358,16 @@ def no_waiting(device: str) -> str:
 
 # --- operators --------------------------------------------------------------------------------------------
 
-# asks for the interpreter's bits; a slice past the end, which a planned step on the CPU does not refuse either
-ELSEWHERE = ["tests/ops/test_gather.py::test_frequent_row_is_accurate", "tests/ops/test_view.py::test_refused_at_run_time"]
+# What asks for something else: the interpreter's bits; a slice past the end, which a planned step on the CPU does not refuse either; the
+# CPU's instruction sets; a gradient of exactly 0 of queries that see one key, where sums of tensor cores leave 1e-7; twice the error of
+# torch's on the CPU in bf16, where delta comes from an output that is rounded, as in flash attention (2.2 times).
+ATTENTION = "tests/ops/test_attention.py::test_"
+ELSEWHERE = [
+    "tests/ops/test_gather.py::test_frequent_row_is_accurate", "tests/ops/test_view.py::test_refused_at_run_time", "tests/ops/test_matmul_amx.py",
+    *[ATTENTION + name for name in ("without_the_instruction", "without_tiles", "on_emulated_tiles", "shapes[1-3-2-1-1-17-16-24]",
+                                    "time_before_heads[1-1-1-1-17-16-24-1]")],
+    *[f"{ATTENTION}error_in_bf16[{how}-1-2-2-301-301-24-40-how7]" for how in ("heads first", "time first", "numbers apart")],
+]  # fmt: skip
 
 
 def operators(device: str, files: list[str]) -> Iterator[dict[str, Any]]:
