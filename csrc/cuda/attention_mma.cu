@@ -12,7 +12,7 @@ FN void attention_mma_bits(const om_gpu_attention &p) {
     const uint64_t seed = ld(&p.scalars->seed);
     const int lo = am_keys(p, a.b, own).lo / AM_TILE * AM_TILE, hi = am_keys(p, a.b, own + 15).hi;
     for (int j0 = lo; j0 < hi; j0 += AM_TILE)
-        st(am_bits(p, blockIdx.y, own, j0) + lane, am_draw<16>(p, seed, blockIdx.y, own, j0));
+        st(am_bits(p, blockIdx.y, own, j0) + lane, am_draw<16, 8>(p, seed, blockIdx.y, own, j0));
 }
 EXPORT(AM_BLOCK) om_k_attention_mma_bits(PARAM(om_gpu_attention) p) { attention_mma_bits(p); }
 
