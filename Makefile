@@ -90,12 +90,12 @@ $(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the
 # --- CUDA kernels: one fatbin of cubins inside the extension; empty without nvcc -------------------------------------
 CUDA_ARCHS ?= 75 80 86 89 90 100 120
 NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
-# one intermediate code for all of them; for tensor cores a second one, as their instructions came with sm_80 (before
-# it these kernels are empty and never launched)
+# one intermediate code for all of them; for tensor cores and asynchronous copies a second one, as their instructions
+# came with sm_80 (before it these kernels are empty and never launched)
 COMMA      := ,
 SPACE      := $(subst ,, )
 CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
-CU_MMA     := attention_mma attention_mma_grad
+CU_MMA     := attention_mma attention_mma_grad attention_f32 attention_f32_grad
 ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
 ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
 gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
@@ -114,6 +114,7 @@ $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc
 $(KB)/cuda/each.fatbin $(B)/fake/gpu.o: csrc/cpu/kernels/special.h
 $(KB)/cuda/norm.fatbin $(KB)/cuda/loss.fatbin $(KB)/cuda/rows.fatbin $(B)/fake/gpu.o: csrc/cuda/row.h
 $(CU_MMA:%=$(KB)/cuda/%.fatbin): csrc/cuda/attention_mma.h csrc/cuda/mma.h
+$(KB)/cuda/attention_f32.fatbin $(KB)/cuda/attention_f32_grad.fatbin: csrc/cuda/attention_f32.h
 $(B)/cuda/image.o: $(FATBINS) csrc/cuda/strip_compiled.h csrc/cuda/element.h csrc/cuda/scalar.h csrc/cuda/params.h csrc/cpu/kernels/vmath.h csrc/graph/pointwise.def
 $(B)/cuda/image.o: CFLAGS += -DOM_CUDA_DIR='"$(KB)/cuda"' -DOM_CUDA_ARCHS='"$(CUDA_ARCHS)"'
 
@@ -130,7 +131,7 @@ cuda-time:   ## processor time of a clean CUDA build; fails above 240 s (120 s o
 # a driver without a GPU, for tests: the kernels of the graph engine run by csrc/cuda/emulate.h
 CXX ?= g++
 CXX_FAKE = $(CXX) -std=c++17 -O2 -g -Wall -Wno-unused-function -Wno-unknown-pragmas -fPIC -fvisibility=hidden -Icsrc
-$(B)/fake/gpu.o: $(wildcard csrc/cuda/*.cu) $(CUH:%=csrc/cuda/%.h) csrc/cuda/attention_mma.h csrc/cuda/mma.h csrc/cuda/emulate.h csrc/cuda/host_emulation.h csrc/cuda/engine.def csrc/cpu/kernels/vmath.h csrc/optim/optim_math.h csrc/graph/pointwise.def csrc/ops/strip_op.h
+$(B)/fake/gpu.o: $(wildcard csrc/cuda/*.cu) $(CUH:%=csrc/cuda/%.h) csrc/cuda/attention_mma.h csrc/cuda/attention_f32.h csrc/cuda/mma.h csrc/cuda/emulate.h csrc/cuda/host_emulation.h csrc/cuda/engine.def csrc/cpu/kernels/vmath.h csrc/optim/optim_math.h csrc/graph/pointwise.def csrc/ops/strip_op.h
 $(B)/fake/%.o: tests/cuda/fake_%.cpp tests/cuda/fake_gpu.h
 	@mkdir -p $(@D)
 	@$(CXX_FAKE) -c -o $@ $<

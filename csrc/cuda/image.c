@@ -21,7 +21,7 @@ const char om_cuda_archs[] = OM_CUDA_ARCHS;
 #define FILES(X)                                                                                    \
     X(strip) X(strip64) X(move) X(reduce) X(rows) X(norm) X(loss) X(index) X(sort) X(gemm) X(each) X(lines)         \
     X(scatter) X(pool) X(batch_norm) X(conv) X(bounded) X(recurrent) X(ctc) X(update) X(attention) \
-    X(attention_grad) X(attention_mma) X(attention_mma_grad)
+    X(attention_grad) X(attention_mma) X(attention_mma_grad) X(attention_f32) X(attention_f32_grad)
 #define X(name)                                                        \
     extern const char om_gpu_image_##name[];                           \
     extern const uint64_t om_gpu_image_##name##_size;                  \

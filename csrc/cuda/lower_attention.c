@@ -35,6 +35,22 @@ static int64_t bits_of(const om_gpu_attention *p, int mma) {
     return p->batch * p->hq * om_gpu_blocks(p->tk, 64) * om_gpu_blocks(p->tq, MMA_OWN) * MMA_OWN * 8;
 }
 
+/* Which of the kernels of f32 in register tiles (attention_f32.h): heads filled up to so many numbers, or 0. */
+static int tiled_of(om_ctx *cx, int dtype, const om_gpu_attention *p) {
+    enum { TILED_LARGEST = 128, TILED_LONGEST = 1 << 30 };
+    const int64_t most = p->d > p->dv_size ? p->d : p->dv_size;
+    if (dtype != OM_F32 || most > TILED_LARGEST || p->tq > TILED_LONGEST || p->tk > TILED_LONGEST ||
+        om_gpu_capability(om_cuda_gpu(cx)) < OM_GPU_MMA_CAPABILITY) /* asynchronous copies came with it */
+        return 0;
+    return most <= 64 ? 64 : 128;
+}
+#define TILED(name, size) ((size) == 64 ? OM_GPU_attention_tiled64##name##_f32 : OM_GPU_attention_tiled128##name##_f32)
+static int tiled_own(int size, bool grad) { return size > 64 && grad ? 32 : 64; }
+static size_t tiled_shared(int size, bool grad) { /* in bytes: rows, weights, numbers of queries */
+    const size_t own = (size_t)tiled_own(size, grad), tile = size > 64 ? 32 : 64;
+    return 4 * (((grad ? 2 : 1) * own + 2 * tile) * ((size_t)size + 4) + own * 40 + (grad ? 3 * tile : 0));
+}
+
 static const om_tensor *given(const om_args *a, int i) {
     return i >= 0 && i < a->n_in && a->in[i].dtype ? &a->in[i] : NULL;
 }
@@ -132,12 +148,14 @@ om_status om_lower_attention(om_lower *l) {
     const int mma = mma_of(l->cx, dtype, &p);
     size_t shared = wide * (size_t)((OWN + TILE) * (p.d + 1) + TILE * (p.dv_size + 1) + 4 * TILE);
     if (mma) shared = mma_shared(mma);
-    if (!mma && shared > OM_GPU_SHARED) return om_gpu_host(l);
+    const int tiled = tiled_of(l->cx, dtype, &p);
+    if (tiled) shared = tiled_shared(tiled, false);
+    if (!mma && !tiled && shared > OM_GPU_SHARED) return om_gpu_host(l);
     const int64_t bits = bits_of(&p, mma);
     bits_add(l, &p, 4, 5, 0, bits);
-    om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : OM_GPU_OF(attention, dtype),
-                                     om_gpu_blocks(p.tq, mma ? MMA_OWN : OWN), p.batch * p.hq, 1, 128, shared,
-                                     sizeof *g);
+    om_gpu_attention *g = om_gpu_add(l, mma ? MMA(, mma, dtype) : tiled ? TILED(, tiled) : OM_GPU_OF(attention, dtype),
+                                     om_gpu_blocks(p.tq, mma ? MMA_OWN : tiled ? tiled_own(tiled, false) : OWN),
+                                     p.batch * p.hq, 1, 128, shared, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     attention_operands(l, g, 0, 3, 4, 5);
@@ -208,7 +226,9 @@ om_status om_lower_attention_grad(om_lower *l) {
     size_t shared[2]; /* dq, dkv */
     shared[0] = shared[1] = wide * (size_t)((OWN + TILE) * (p.d + 1) + (OWN + TILE) * (p.dv_size + 1) + 8 * TILE);
     if (mma) shared[0] = mma_shared(mma), shared[1] = mma_dkv_shared(mma);
-    if (!mma && shared[0] > OM_GPU_SHARED) return om_gpu_host(l);
+    const int tiled = tiled_of(l->cx, dtype, &p);
+    if (tiled) shared[0] = shared[1] = tiled_shared(tiled, true);
+    if (!mma && !tiled && shared[0] > OM_GPU_SHARED) return om_gpu_host(l);
     const int64_t rows = p.batch * p.hq * p.tq, bytes = 3 * rows * (int64_t)wide, bits = bits_of(&p, mma);
     p.delta_rows = delta_rows_of(&p, dtype);
     om_gpu_attention *g = om_gpu_add(l, OM_GPU_OF(attention_delta, dtype), om_gpu_blocks(rows, 4 * p.delta_rows), 1, 1,
@@ -222,9 +242,14 @@ om_status om_lower_attention_grad(om_lower *l) {
     om_gpu_scratch_at(l, &g->delta, 0, bytes, OM_GPU_WRITE);
     bits_add(l, &p, 7, 8, stat_bytes(a), bits);
     for (int which = 0; which < 2; which++) {
-        const om_gpu_kernel plain = which ? OM_GPU_OF(attention_dkv, dtype) : OM_GPU_OF(attention_dq, dtype);
+        om_gpu_kernel plain = which ? OM_GPU_OF(attention_dkv, dtype) : OM_GPU_OF(attention_dq, dtype);
+        int own = mma ? MMA_OWN : OWN, threads = 128;
+        if (tiled) {
+            plain = which ? TILED(_dkv, tiled) : TILED(_dq, tiled);
+            own = tiled_own(tiled, true), threads = 2 * own;
+        }
         g = om_gpu_add(l, !mma ? plain : which ? MMA(_dkv, mma, dtype) : MMA(_dq, mma, dtype),
-                       om_gpu_blocks(which ? p.tk : p.tq, mma ? MMA_OWN : OWN), p.batch * (which ? p.hk : p.hq), 1, 128,
+                       om_gpu_blocks(which ? p.tk : p.tq, own), p.batch * (which ? p.hk : p.hq), 1, threads,
                        shared[which], sizeof *g);
         if (!g) return l->cx->status;
         *g = p;

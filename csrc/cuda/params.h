@@ -192,8 +192,8 @@ typedef struct om_gpu_conv { /* x (n, c, in), w (o, cg, k), y (n, o, out); og, c
     int64_t taps, pixels, plane; /* products of k, out, in */
 } om_gpu_conv;
 
-/* What kernels may take of shared memory: attention, and where it is on tensor cores (every GPU from sm_80 on gives a
- * block 99 KB). */
+/* What kernels may take of shared memory: attention, and where it is on tensor cores or in register tiles (every GPU
+ * from sm_80 on gives a block 99 KB). */
 enum { OM_GPU_SHARED = 64 << 10, OM_GPU_SHARED_MMA = 96 << 10, OM_GPU_MMA_CAPABILITY = 80 };
 
 /* --- attention.cu -------------------------------------------------------------------------------------- */

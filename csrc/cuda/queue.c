@@ -75,7 +75,8 @@ static om_status kernels_load(om_ctx *cx, om_gpu *g) {
         if (!g->module[i]) OM_GPU_CALL(module_load, &g->module[i], om_gpu_images[i].bytes);
         const om_cu_result r = api.module_function(&g->kernel[k], g->module[i], kernels[k].name);
         if (r) return failed_of(cx, g, r, module_function_name, kernels[k].name);
-        const bool mma = strstr(kernels[k].name, "_mma") && om_gpu_capability(g) >= OM_GPU_MMA_CAPABILITY;
+        const bool tiled = strstr(kernels[k].name, "_mma") || strstr(kernels[k].name, "_tiled");
+        const bool mma = tiled && om_gpu_capability(g) >= OM_GPU_MMA_CAPABILITY;
         if (strstr(kernels[k].name, "attention"))
             OM_GPU_CALL(function_attribute, g->kernel[k], MOST_SHARED, mma ? OM_GPU_SHARED_MMA : OM_GPU_SHARED);
     }

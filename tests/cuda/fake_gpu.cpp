@@ -31,6 +31,8 @@
 #include "cuda/attention_grad.cu"
 #include "cuda/attention_mma.cu"
 #include "cuda/attention_mma_grad.cu"
+#include "cuda/attention_f32.cu"
+#include "cuda/attention_f32_grad.cu"
 
 #include "fake_gpu.h"
 

@@ -185,7 +185,7 @@ def test_older_gpus_take_the_plain_kernels() -> None:
 
 
 def test_what_tensor_cores_do_not_take() -> None:
-    """Larger heads and f32 are the plain kernels'."""
+    """Larger heads are the plain kernels', f32 register tiles' (test_attention_f32.py)."""
     out = child(SETUP + 'case((1, 1, 1, 9, 35, 144, 8), BF)\ncase((1, 1, 1, 9, 35, 8, 8), torch.float32, compare=False)\n'
-                'assert not any(map(fake.ran, MMA))\ndone(["attention_bf16", "attention_dq_f32"])')
+                'assert not any(map(fake.ran, MMA))\ndone(["attention_bf16", "attention_tiled64_dq_f32"])')
     assert out == "done\n"
