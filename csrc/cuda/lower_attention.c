@@ -28,8 +28,8 @@ static size_t mma_dkv_shared(int mma) { /* heads of 64: k and v make way (attent
     return (size_t)((4 * MMA_STEP + (mma > 64 ? 2 * MMA_OWN : 0)) * 2 * (mma + 8) + 2 * MMA_STEP * (8 + 3 * 4));
 }
 
-/* Bytes of dropout's bits (am_bits). Where a query's would be more than its q, dq, y and dy together there are none, and
- * every kernel draws its words. */
+/* Bytes of dropout's bits (am_bits). Where a query's would be more than its q, dq, y and dy together there are none,
+ * and every kernel draws its words. */
 static int64_t bits_of(const om_gpu_attention *p, int mma) {
     if (!mma || !p->drop || p->tk > 64 * p->d) return 0;
     return p->batch * p->hq * om_gpu_blocks(p->tk, 64) * om_gpu_blocks(p->tq, MMA_OWN) * MMA_OWN * 8;
@@ -126,9 +126,9 @@ int64_t om_gpu_scratch_attention(om_ctx *cx, const om_args *a) {
 
 /* The kernel that leaves dropout's bits in the scratch, of as many bytes, from byte `at` on. */
 static void bits_add(om_lower *l, const om_gpu_attention *p, int start_at, int end_at, int64_t at, int64_t bits) {
-    om_gpu_attention *g = bits ? om_gpu_add(l, OM_GPU_attention_mma_bits, om_gpu_blocks(p->tq, MMA_OWN), p->batch * p->hq,
-                                            1, 128, 0, sizeof *g)
-                               : NULL;
+    if (!bits) return;
+    om_gpu_attention *g = om_gpu_add(l, OM_GPU_attention_mma_bits, om_gpu_blocks(p->tq, MMA_OWN), p->batch * p->hq, 1,
+                                     128, 0, sizeof *g);
     if (!g) return;
     *g = *p;
     om_gpu_in(l, &g->kv_start, start_at);

@@ -19,8 +19,8 @@ static int64_t space_of(const om_tensor *z) {
 
 /* Sizes that are no multiple of 16 bytes (a vocabulary of 50,257): the library's kernels for the tensor cores of sm_90
  * want rows that begin at such multiples, and as many columns, of every operand; what it has for others takes three to
- * six times as long (docs/GPU_STATUS.md). A large product has such an operand in aligned rows in scratch, filled up with
- * zeros: of a and c as many rows of results at a time as fit. */
+ * six times as long (docs/GPU_STATUS.md). A large product has such an operand in aligned rows in scratch, filled up
+ * with zeros: of a and c as many rows of results at a time as fit. */
 static int64_t most_aligned = 256 << 20, least_work = 1 << 29; /* bytes of one operand; multiplications */
 enum { LEAST_DEPTH = 128, PIECE = 256 };                       /* products per element; rows */
 
@@ -59,7 +59,8 @@ int64_t om_gpu_scratch_matmul(om_ctx *cx, const om_args *a) {
     int64_t m, n, k, size = up(space_of(&a->out[0]) + OM_LT_ALIGN, OM_LT_ALIGN);
     if (!one_matrix(a, &m, &n, &k)) return size;
     for (int t = 0; t < 3; t++) size += aligned_bytes(t, m, n, k, e);
-    return size + (aligned_bytes(C, m, n, k, e) && a->n_in > 2 && a->in[2].dtype ? up(up(n, 16 / e) * e, OM_LT_ALIGN) : 0);
+    const bool bias = a->n_in > 2 && a->in[2].dtype && aligned_bytes(C, m, n, k, e);
+    return size + (bias ? up(up(n, 16 / e) * e, OM_LT_ALIGN) : 0);
 }
 
 /* What of the product is aligned, from byte `at` of the scratch on. */
@@ -115,8 +116,8 @@ static void call_add(om_lower *l, const om_gpu_gemm *p, const axes *x, int inner
     om_gpu_scratch_at(l, &g->space, 0, space + OM_LT_ALIGN, OM_GPU_READ | OM_GPU_WRITE);
 }
 
-/* Operand i of the call (c comes last), from byte `from` on, to rows in scratch, or from there: of n elements, `row` apart
- * in memory and `to` in scratch; `rows` in memory, `filled` in scratch. */
+/* Operand i of the call (c comes last), from byte `from` on, to rows in scratch, or from there: of n elements, `row`
+ * apart in memory and `to` in scratch; `rows` in memory, `filled` in scratch. */
 typedef struct moved { int64_t from, rows, filled, n, row, at, to; } moved;
 static void rows_add(om_lower *l, int i, moved v) {
     const om_args *a = l->a;
@@ -154,14 +155,15 @@ static om_status piece_of(om_lower *l, const om_lt_shape *s, const aligned *x, i
 }
 
 /* Rows [m, m + rows) of the results. */
-static void piece_add(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, int64_t m, int64_t rows,
-                      const om_lt_product *product) {
+static void piece_add(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, int64_t m,
+                      int64_t rows, const om_lt_product *product) {
     const om_args *a = l->a;
     const int c = a->n_in; /* the operand */
     const int64_t e = (int64_t)om_dtype_size(s->dtype), row_a = s->ta ? up(rows, 16 / e) : x->row[A];
     const int64_t stored_a = s->ta ? p->k : rows, stored_b = s->tb ? x->n : x->k;
     if (x->on[A])
-        rows_add(l, 0, (moved){m * (s->ta ? 1 : s->lda) * e, stored_a, stored_a, s->ta ? rows : p->k, s->lda, x->at[A], row_a});
+        rows_add(l, 0, (moved){m * (s->ta ? 1 : s->lda) * e, stored_a, stored_a, s->ta ? rows : p->k, s->lda, x->at[A],
+                               row_a});
     om_lt_at *q = om_gpu_add(l, 0, 1, 1, 1, 0, 0, sizeof *q);
     if (!q) return;
     l->last->product = product;
@@ -179,14 +181,15 @@ static void piece_add(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, c
     if (x->on[C]) rows_add(l, c, (moved){m * s->ldc * e, rows, rows, p->n, s->ldc, x->at[C], x->row[C]});
 }
 
-/* One product with operands in aligned rows, piece by piece; rows of results that are no multiple of 16 bytes of a are a
- * piece of their own. *done: the calls are in the list. */
+/* One product with operands in aligned rows, piece by piece; rows of results that are no multiple of 16 bytes of a are
+ * a piece of their own. *done: the calls are in the list. */
 static om_status by_pieces(om_lower *l, const om_gpu_gemm *p, const om_lt_shape *s, const aligned *x, bool *done) {
     const int64_t e = (int64_t)om_dtype_size(s->dtype), rest = x->on[A] && s->ta ? p->m % (16 / e) : 0;
     pieces all = {0};
     for (int add = 0; add < 2; add++) { /* before the first call is in the list the library has taken all of them */
         if (add && x->on[B])
-            rows_add(l, 1, (moved){0, s->tb ? p->n : p->k, s->tb ? x->n : x->k, s->tb ? p->k : p->n, s->ldb, x->at[B], x->row[B]});
+            rows_add(l, 1, (moved){0, s->tb ? p->n : p->k, s->tb ? x->n : x->k, s->tb ? p->k : p->n, s->ldb, x->at[B],
+                                   x->row[B]});
         if (add && x->on[BIAS]) rows_add(l, 2, (moved){0, 1, 1, p->n, p->n, x->at[BIAS], x->n});
         for (int64_t m = 0, rows; m < p->m; m += rows) {
             const om_lt_product *product = NULL;

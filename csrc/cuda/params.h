@@ -173,8 +173,8 @@ typedef struct om_gpu_gemm { /* c = a b (+ bias): any strides; batch over grid z
     int32_t brank, none;
 } om_gpu_gemm;
 
-/* y = x: rows of n elements, of which x has the first `given` (the rest are zeros). fill: what is left of the last 16 bytes
- * of y's rows, which begin at multiples of that, becomes zeros. */
+/* y = x: rows of n elements, of which x has the first `given` (the rest are zeros). fill: what is left of the last 16
+ * bytes of y's rows, which begin at multiples of that, becomes zeros. */
 typedef struct om_gpu_rows {
     const char *x;
     char *y;

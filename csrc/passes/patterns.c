@@ -6,8 +6,8 @@
  * definitions:
  *   op(a, b)    a node of that operator; operands of add and mul match in either order
  *   0.5         a constant, all of it this number, but for the formula's own rounding (1e-6 relative, 1e-2 in 16 bits)
- *   x           any value, the same wherever the name stands, or a copy of it in a wider type. The first x is where the text has it first, so x stands
- *               before what is made of it
+ *   x           any value, the same wherever the name stands, or a copy of it in a wider type. The first x is where
+ *               the text has it first, so x stands before what is made of it
  *   w           a vector as long as x's last axis
  *   e           a constant, all of it one number
  *   square(x), cube(x)     as pow or as products
@@ -42,8 +42,9 @@ typedef struct matcher { const om_graph *g; double tol; matched found; } matcher
 /* What v is a copy of in a wider type, or v: autocast computes parts of a formula in f32, of x in half precision. */
 static om_id narrow(const om_graph *g, om_id v) {
     const om_node *n = om_maker(g, v);
-    const bool widens = n && om_is(n, cast) && om_ty(g, v)->dtype == OM_F32 && om_is_half(om_ty(g, om_ins(g, n)[0])->dtype);
-    return widens ? om_ins(g, n)[0] : v;
+    if (!n || !om_is(n, cast) || om_ty(g, v)->dtype != OM_F32) return v;
+    const om_id x = om_ins(g, n)[0];
+    return om_is_half(om_ty(g, x)->dtype) ? x : v;
 }
 static bool same(const matcher *m, om_id a, om_id b) { return a == b || narrow(m->g, a) == narrow(m->g, b); }
 
@@ -118,7 +119,8 @@ static om_status patterns_emit(om_rewriter *r, om_id id) {
         om_type x = *om_ty(f, m.found.x);
         if (om_is_half(x.dtype) && om_ty(f, n->out)->dtype == OM_F32) x.dtype = OM_F32;
         if (!om_pass_same_type(om_ty(f, n->out), &x)) continue;
-        const om_id in[2] = {om_b_cast(r->to, r->map[m.found.x], x.dtype), m.found.w == OM_NONE ? OM_NONE : r->map[m.found.w]};
+        const om_id in[2] = {om_b_cast(r->to, r->map[m.found.x], x.dtype),
+                             m.found.w == OM_NONE ? OM_NONE : r->map[m.found.w]};
         const om_attr attr[2] = {OM_AI("axis", om_ty(f, m.found.x)->rank - 1), OM_AF("eps", m.found.e)};
         r->map[n->out] = om_make(r->to, patterns[i].op, in, m.found.w == OM_NONE ? 1 : 2, attr, m.found.has_e ? 2 : 0);
         return r->to->cx->status;

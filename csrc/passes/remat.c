@@ -132,8 +132,8 @@ static om_id remat_read(om_rewriter *r, om_id v) {
     return *remat_clone(m, v);
 }
 
-/* What an elementwise node reads in place of v, a clone that widens what is kept in half precision: a cast of its own, in
- * the registers of its chain, so that none is stored for several chains. */
+/* What an elementwise node reads in place of v, a clone that widens what is kept in half precision: a cast of its own,
+ * in the registers of its chain, so that none is stored for several chains. */
 static om_id remat_widened(om_rewriter *r, om_id v) {
     const om_node *c = om_maker(r->to, v);
     if (!c || c->phase != OM_BACKWARD || !c->again || !om_is(c, cast)) return v;

@@ -106,9 +106,8 @@ static void choice_narrow(choice *c, const om_node *n) {
     const om_id root = c->f->root[x];
     const om_node *m = om_maker(g, root);
     const bool all = om_dim_numel(g, om_ty(g, x)) == om_dim_numel(g, om_ty(g, root));
-    if (!m || m->phase != OM_FORWARD || !all || c->written[root] || (c->inside && (c->inside[root] || c->inside[n->out])) ||
-        choice_computable(c, x, DEPTH))
-        return;
+    if (!m || m->phase != OM_FORWARD || !all || c->written[root] || choice_computable(c, x, DEPTH)) return;
+    if (c->inside && (c->inside[root] || c->inside[n->out])) return;
     c->kept[root] = 1;
 }
 
