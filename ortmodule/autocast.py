@@ -5,6 +5,7 @@ PyTorch has a switch and a type for each type of device, and an operator obeys t
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -36,20 +37,15 @@ def of(state: State, *values: Any) -> bool:
     return any(low is not None for low in state)
 
 
-def put(state: State, cache: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def put(state: State, cache: bool | None = None) -> Iterator[None]:
     """Autocast as in state; () is off. cache: whether casts of weights are kept meanwhile; None: as they are now."""
-    rows = [(k, low) for k, low, before in zip(KINDS, state or OFF, now()) if low is not None or before is not None]
-    if len(rows) == 1:
-        return _one(*rows[0], cache)
-    stack = contextlib.ExitStack()
-    for kind, low in rows:
-        stack.enter_context(_one(kind, low, cache))
-    return stack
+    with contextlib.ExitStack() as stack:
+        for kind, low, before in zip(KINDS, state or OFF, now()):
+            if low is not None or before is not None:
+                stack.enter_context(torch.autocast(kind, low, enabled=low is not None, cache_enabled=cache))
+        yield
 
 
-def _one(kind: str, low: Low, cache: bool | None) -> torch.autocast:
-    return torch.autocast(kind, low, enabled=low is not None, cache_enabled=cache)
-
-
-def off() -> contextlib.AbstractContextManager[Any]:
+def off() -> contextlib.AbstractContextManager[None]:
     return put(OFF)

@@ -70,7 +70,6 @@ FN words words_from(words a, words b, unsigned by) {
  * that hold them in x; what lies at the ends of a row element by element. */
 template <class T> FN void rows_move(const om_gpu_rows &p) {
     enum { EACH = 16 / sizeof(T) };
-    struct alignas(16) piece { T e[EACH]; };
     const int64_t chunk = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (int64_t r = blockIdx.y; r < p.rows; r += gridDim.y) {
         T *y = (T *)p.y + r * p.yrow;
@@ -86,12 +85,12 @@ template <class T> FN void rows_move(const om_gpu_rows &p) {
             st((words *)(y + i), words_from(a, by ? ld(at + 1) : a, by));
             continue;
         }
-        piece v;
-        for (int k = 0; k < EACH; k++) v.e[k] = r < p.given && i + k < p.n ? ld(x + i + k) : (T)0;
-        if (i + EACH <= p.n || p.fill) st((piece *)(y + i), v);
+        several<T, EACH> v;
+        for (int k = 0; k < EACH; k++) v.x[k] = r < p.given && i + k < p.n ? ld(x + i + k) : (T)0;
+        if (i + EACH <= p.n || p.fill) st_several<true, EACH>(y + i, v);
         else
             for (int k = 0; k < EACH; k++)
-                if (i + k < p.n) st(y + i + k, v.e[k]);
+                if (i + k < p.n) st(y + i + k, v.x[k]);
     }
 }
 EXPORT(256) om_k_rows(PARAM(struct om_gpu_rows) p) {

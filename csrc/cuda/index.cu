@@ -57,13 +57,7 @@ EXPORT(256) om_k_gather(PARAM(struct om_gpu_gather) p) {
         }
         return;
     }
-    switch (p.unit) {
-    case 1: gather_units<uint8_t>(p); break;
-    case 2: gather_units<uint16_t>(p); break;
-    case 4: gather_units<uint32_t>(p); break;
-    case 8: gather_units<uint64_t>(p); break;
-    default: gather_units<chunk>(p);
-    }
+    BY_UNIT(gather_units, p)
 }
 
 EXPORT(256) om_k_gather_elements(PARAM(struct om_gpu_elements) p) {

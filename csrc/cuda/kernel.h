@@ -15,9 +15,17 @@
 template <class T> FN T shuffle(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); } /* bit per lane of the warp */
 FN int ones(uint32_t x) { return __popc(x); }
+FN float exp2_of(float x) { /* as the hardware has it */
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#define IN_TURN() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
 #else
 FN uint32_t votes(bool x) { return emu_ballot(x); }
 FN int ones(uint32_t x) { return __builtin_popcount(x); }
+FN float exp2_of(float x) { return exp2f(x); }
+#define IN_TURN() ((void)0)
 #endif
 
 /* Element i of n, each for one thread of a grid of any size in x. */
@@ -60,6 +68,16 @@ template <bool whole, int N, class S> FN void st_several(S *p, const several<S, 
         for (int c = 0; c < N; c++) st(p + c, x.x[c]);
     }
 }
+
+/* f<word>(p) for words of p.unit bytes */
+#define BY_UNIT(f, p)                          \
+    switch ((p).unit) {                        \
+    case 1: f<word_of<1>::type>(p); break;     \
+    case 2: f<word_of<2>::type>(p); break;     \
+    case 4: f<word_of<4>::type>(p); break;     \
+    case 8: f<word_of<8>::type>(p); break;     \
+    default: f<word_of<16>::type>(p);          \
+    }
 
 template <class S> FN S narrow(WIDE x);
 template <> FN_MEMBER float narrow<float>(float x) { return x; }

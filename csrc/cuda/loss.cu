@@ -13,8 +13,8 @@ enum { LOSS_AT_ONCE = 4, LOSS_FAR = 4 }; /* pieces; how far a logit may be above
 /* e^x, x at most little above 0: for 16-bit floats by the hardware's 2^x, whose error is far below theirs. */
 FN float loss_power(float x, float) { return vm_exp_neg(x); }
 FN double loss_power(double x, double) { return exp(x); }
-FN float loss_power(float x, bf16) { return row_exp2(x * 1.44269504f); }
-FN float loss_power(float x, f16) { return row_exp2(x * 1.44269504f); }
+FN float loss_power(float x, bf16) { return exp2_of(x * 1.44269504f); }
+FN float loss_power(float x, f16) { return exp2_of(x * 1.44269504f); }
 
 FN double weight_at(const om_gpu_loss &p, int64_t c) {
     return p.weight ? float_at(p.weight, p.wtype, c * p.weight_step) : 1;

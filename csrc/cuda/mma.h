@@ -1,5 +1,5 @@
 /* cuda/mma.h - tensor cores (sm_80 and later): products of 16x16 by 16x8 fragments, their way from shared memory and
- * into it, 16-bit pairs, 2^x. Which lane holds what is the PTX manual's; emulate.h has the same functions for tests.
+ * into it, 16-bit pairs. Which lane holds what is the PTX manual's; emulate.h has the same functions for tests.
  *
  * Of a warp's lane with g = lane / 4, t = lane % 4, a pair being two 16-bit numbers of a register, the lower first:
  *   a (16 x 16)  a[0] row g, a[1] row g + 8, columns 2t, 2t + 1; a[2], a[3]: columns + 8
@@ -67,12 +67,6 @@ template <> FN_MEMBER uint32_t pair_of<f16>(float lo, float hi) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
     return x;
 }
-FN float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#define IN_TURN() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
 #else
 #define MMA_BODY(call) call
 template <class S> FN void mma_16816(float *c, const uint32_t *a, const uint32_t *b) { emu_mma_16816<S>(c, a, b); }
@@ -89,8 +83,6 @@ template <class S> FN uint32_t pair_of(float lo, float hi) {
     out16(&x, lo, S()), out16(&y, hi, S());
     return x | (uint32_t)y << 16;
 }
-FN float exp2_of(float x) { return exp2f(x); }
-#define IN_TURN() ((void)0)
 #endif
 
 /* Tiles in shared memory: rows of `width` 16-bit numbers, which is 8 modulo 64: eight rows that are

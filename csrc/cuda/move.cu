@@ -51,13 +51,7 @@ EXPORT(256, 4) om_k_copy(PARAM(struct om_gpu_copy) p) {
         }
         return;
     }
-    switch (p.unit) {
-    case 1: copy_units<uint8_t>(p); break;
-    case 2: copy_units<uint16_t>(p); break;
-    case 4: copy_units<uint32_t>(p); break;
-    case 8: copy_units<uint64_t>(p); break;
-    default: copy_units<chunk>(p);
-    }
+    BY_UNIT(copy_units, p)
 }
 
 /* 32 N by 32 N elements a block, read along x and written along y, N of them at once. */

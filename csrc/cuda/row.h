@@ -9,8 +9,6 @@
 
 #include "cuda/kernel.h"
 
-template <class T, int N> struct alignas(N * sizeof(T)) row_some { T at[N]; }; /* side by side, one access */
-
 /* Elements of a piece; pieces that a thread has at once, which are 32 elements (doubles: 8). */
 #define ROW_V (16 / (int)sizeof(S))
 #define ROW_K (sizeof(S) == 8 ? 4 : 2 * (int)sizeof(S))
@@ -48,23 +46,6 @@ template <class S, class F> FN void row_out(S *p, const F *x) {
     row_write(p, w);
 }
 
-/* 2^x as the hardware has it */
-#if !defined(OM_EMULATED)
-FN float row_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#else
-FN float row_exp2(float x) { return exp2f(x); }
-#endif
-
-#if !defined(OM_EMULATED)
-#define ROW_FEW() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
-#else
-#define ROW_FEW() ((void)0)
-#endif
-
 /* --- one piece ---------------------------------------------------------------------------------------------- */
 
 FN bool row_in_line(const void *p, size_t bytes = 16) { return (uintptr_t)p % bytes == 0; }
@@ -86,22 +67,22 @@ template <int N, int V, class F> FN void row_turn(F (&x)[N][V]) {
 template <class S, class F>
 FN void row_get(F *x, const S *row, int64_t stride, int64_t i, int64_t n, bool whole, F none) {
     if (whole && i >= 0 && i + ROW_V <= n) {
-        const row_some<S, ROW_V> v = ld((const row_some<S, ROW_V> *)(row + i));
-        ROW_EACH_E x[e] = in(v.at[e]);
+        const several<S, ROW_V> v = ld_several<true, ROW_V>(row + i);
+        ROW_EACH_E x[e] = in(v.x[e]);
         return;
     }
-    ROW_FEW();
+    IN_TURN();
     ROW_EACH_E x[e] = (uint64_t)(i + e) < (uint64_t)n ? in(ld(row + (i + e) * stride)) : none;
 }
 /* N pieces from p on, `apart` elements between them, all inside of their rows: all loads, then what needs them */
 template <int N, class S, class F>
 FN void row_get_all(F (&x)[N][ROW_V], const S *p, int64_t apart, int64_t stride, bool whole) {
     if (whole) {
-        row_some<S, ROW_V> v[N];
+        several<S, ROW_V> v[N];
 #pragma unroll
-        for (int k = 0; k < N; k++) v[k] = ld((const row_some<S, ROW_V> *)(p + k * apart));
+        for (int k = 0; k < N; k++) v[k] = ld_several<true, ROW_V>(p + k * apart);
 #pragma unroll
-        for (int k = 0; k < N; k++) ROW_EACH_E x[k][e] = in(v[k].at[e]);
+        for (int k = 0; k < N; k++) ROW_EACH_E x[k][e] = in(v[k].x[e]);
         return;
     }
 #pragma unroll
@@ -111,7 +92,7 @@ FN void row_get_all(F (&x)[N][ROW_V], const S *p, int64_t apart, int64_t stride,
 template <class S, class F>
 FN void row_put(S *row, int64_t stride, int64_t i, int64_t n, bool whole, const F *x) {
     if (whole && i >= 0 && i + ROW_V <= n) return row_out(row + i, x);
-    ROW_FEW();
+    IN_TURN();
     ROW_EACH_E if ((uint64_t)(i + e) < (uint64_t)n) out(row + (i + e) * stride, x[e]);
 }
 
@@ -149,12 +130,12 @@ template <class OP, class T> FN T row_all(const row_place &r, T x, T none, T *sh
 /* The pieces of a part of a row of n elements `stride` apart; 0 past the end. All loads come first. */
 template <class S, class F> FN void row_load(F (&x)[ROW_K][ROW_V], const S *row, int64_t stride, int at, int n) {
     if (stride == 1 && n % ROW_V == 0 && row_in_line(row)) {
-        row_some<S, ROW_V> v[ROW_K];
+        several<S, ROW_V> v[ROW_K];
         ROW_EACH_K {
-            v[k] = row_some<S, ROW_V>();
-            if (ROW_AT(k) < n) v[k] = ld((const row_some<S, ROW_V> *)(row + ROW_AT(k)));
+            v[k] = several<S, ROW_V>();
+            if (ROW_AT(k) < n) v[k] = ld_several<true, ROW_V>(row + ROW_AT(k));
         }
-        ROW_EACH_K ROW_EACH_E x[k][e] = in(v[k].at[e]);
+        ROW_EACH_K ROW_EACH_E x[k][e] = in(v[k].x[e]);
         return;
     }
     ROW_EACH_K ROW_EACH_E x[k][e] = 0;
@@ -179,9 +160,9 @@ FN void row_apply(F (&x)[ROW_K][ROW_V], const T *y, bool add, int at, int n) {
             if (ROW_AT(k) >= n) continue;
 #pragma unroll
             for (int m = 0; m < ROW_V; m += N) {
-                const row_some<T, N> v = ld((const row_some<T, N> *)(y + ROW_AT(k) + m));
+                const several<T, N> v = ld_several<true, N>(y + ROW_AT(k) + m);
 #pragma unroll
-                for (int e = 0; e < N; e++) row_apply_one(&x[k][m + e], (F)in(v.at[e]), add);
+                for (int e = 0; e < N; e++) row_apply_one(&x[k][m + e], (F)in(v.x[e]), add);
             }
         }
         return;

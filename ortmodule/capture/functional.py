@@ -295,7 +295,7 @@ class _Functionalizer:
 
     def make(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> Node:
         node = Node(target, args, kwargs, val, self.src, self.grad)
-        if autocast.of(self.autocast, val, *[n.val for n in node.inputs()]):
+        if self.autocast != autocast.OFF and autocast.of(self.autocast, val, *[n.val for n in node.inputs()]):
             node.autocast = self.autocast
         node.within = "/".join(self.checkpoints)
         self.program.nodes.append(node)
