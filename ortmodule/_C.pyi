@@ -151,6 +151,8 @@ def cuda_engine_stand_in(on: bool | Callable[[Tensor], int]) -> None:
     """Tests: CPU tensors stand for those of a CUDA device; a function says of which (ordinal; -1: the CPU)."""
 def cuda_engine_counts() -> tuple[int, int, list[str], int]:
     """Kernels launched, calls the CPU did for a CUDA device, names of their operators, products by cuBLASLt."""
+def cuda_engine_refusal(device: int) -> str:
+    """Why no plan can run on that GPU, with what was found and what is wanted; ''."""
 def cuda_archs() -> str:
     """Architectures of the embedded kernels ('75 80 ...'); '' when the extension was built without nvcc."""
 

@@ -547,7 +547,7 @@ class Graph:
         for i, expected in enumerate(step.variant.arriving):
             if expected and grads[i] is None:
                 shape, dtype = step.kinds[i]
-                grads[i] = torch.zeros((), dtype=dtype).expand(shape)
+                grads[i] = cuda_engine.nothing(self.cuda, dtype).expand(shape)
         return variant.grads
 
     def backward_other(self, step: Step, grads: list[Tensor | None], keep: bool) -> Live:

@@ -255,7 +255,8 @@ TABLE: tuple[Row, ...] = (
         "cuda_engine",
         "0 or 1",
         _bool,
-        "1: modules on a CUDA device run in the engine; its kernels were emulated, not measured (docs/GPU_STATUS.md)",
+        "1 (default): modules on a CUDA device run in the engine where it has kernels for the GPU and its driver "
+        "(docs/GPU_STATUS.md); else, and with 0, in PyTorch",
     ),
     Row(
         "CUDA_GRAPHS",
@@ -353,7 +354,7 @@ class Settings:
     label_sparsity: bool = True
     padding_sparsity: bool = False
     precision: Literal["bf16"] | None = None
-    cuda_engine: bool = False
+    cuda_engine: bool = True
     cuda_graphs: bool = True
     cuda_chains: Literal["compiled", "interpreted"] = "compiled"
     cuda_cache: str = "~/.cache/ortmodule"

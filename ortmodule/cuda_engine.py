@@ -1,9 +1,9 @@
 """The graph engine on a CUDA device (csrc/cuda/): for which modules, on which stream, with which random numbers.
 
-Off unless ORTMODULE_CUDA_ENGINE=1: its kernels have run under emulation only (docs/GPU_STATUS.md). A module whose
-tensors lie on one CUDA device is then planned for it; of one that is spread over several devices, each part is
-(spread.py). Arguments that lie elsewhere are moved there by PyTorch in front of the graph: a trace with devices holds
-only where forward moves them itself, or may use a number of the CPU's.
+A module whose tensors lie on one CUDA device is planned for it; of one that is spread over several devices, each part
+is (spread.py). A GPU or a driver that the kernels do not run on (cuda/driver.h) leaves it to PyTorch, with one
+sentence; so does ORTMODULE_CUDA_ENGINE=0. Arguments that lie elsewhere are moved there by PyTorch in front of the
+graph: a trace with devices holds only where forward moves them itself, or may use a number of the CPU's.
 
 Dropout follows the device's generator, as PyTorch's does: a forward takes a seed that is a function of the generator's
 seed and offset, and moves the offset on, so torch.cuda.manual_seed, get_rng_state and set_rng_state (checkpoints) do
@@ -41,18 +41,41 @@ def devices(module: nn.Module) -> set[torch.device]:
     return {device_of(t) for t in chain(module.parameters(), module.buffers())}
 
 
-def ordinal(module: nn.Module, enabled: bool) -> int:
+def home(module: nn.Module, given: Sequence[Tensor]) -> torch.device:
+    """Of a module on one device: where it lies; one without tensors is where those that it is given (`given`) are. The
+    CPU for others."""
+    found = devices(module) or {d for t in given if (d := device_of(t)).type != "cpu"}
+    return found.pop() if len(found) == 1 else torch.device("cpu")
+
+
+def ordinal(module: nn.Module, given: Sequence[Tensor], enabled: bool) -> int:
     """Of the device whose kernels run the module's graphs; -1: the CPU's."""
-    if not enabled and not stand_in:
-        return -1
-    found = devices(module) or {torch.device("cuda", 0) if stand_in else torch.device("cpu")}
-    one = found.pop() if len(found) == 1 else torch.device("cpu")
-    return one.index if one.type == "cuda" and one.index is not None else -1
+    at = home(module, given) if enabled or stand_in else torch.device("cpu")
+    return at.index if at.type == "cuda" and at.index is not None else -1
+
+
+def refusal(at: torch.device, enabled: bool) -> str:
+    """Why the engine does not run what lies on this device; "": it does."""
+    if at.type != "cuda" or stand_in:
+        return ""
+    if not enabled:
+        return "ORTMODULE_CUDA_ENGINE=0 leaves modules on CUDA devices to PyTorch"
+    return _C.cuda_engine_refusal(at.index)
 
 
 def place(index: int) -> torch.device:
     """Of a plan with this ordinal."""
     return torch.device("cpu") if index < 0 else torch.device("cuda", index)
+
+
+def nothing(index: int, dtype: torch.dtype) -> Tensor:
+    """The number 0 where a plan with this ordinal is."""
+    return torch.zeros((), dtype=dtype, device=None if index < 0 or stand_in else place(index))
+
+
+def token(index: int, requires_grad: bool = False) -> Tensor:
+    """Of no elements; what hands it on runs on the stream and in the thread of autograd that the plan's outputs do."""
+    return torch.empty(0, requires_grad=requires_grad, device=None if index < 0 or stand_in else place(index))
 
 
 def elsewhere(tensors: Sequence[Tensor], index: int) -> list[int]:

@@ -448,6 +448,9 @@ def _new_graph(
     shapes = [t.shape for t in flat.tensors]
     if not state.settings.allows(fallback.DEVICE):
         _check_devices(state, flat)
+    refused = cuda_engine.refusal(cuda_engine.home(state.module, flat.tensors), state.settings.cuda_engine)
+    if refused:
+        return Left(refused, CaptureError(refused))
     with state.lock:
         if shapes in entry.left:
             return Left("the engine cannot run these sizes")
@@ -699,7 +702,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     _check_coverage(state, captured)
     start = perf_counter()
     graph: Graph | cuts.CutGraph
-    cuda = cuda_engine.ordinal(state.module, state.settings.cuda_engine)
+    given = flatten_inputs(args, kwargs).tensors
+    cuda = cuda_engine.ordinal(state.module, given, state.settings.cuda_engine)
     if cuda >= 0:
         cuda_engine.follow_settings(state.settings)
     dense = not state.settings.label_sparsity, not state.settings.padding_sparsity
@@ -718,10 +722,10 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             stages.save_graph(state, graph)
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
-    _check_moved(captured, flatten_inputs(args, kwargs).tensors, cuda)
+    _check_moved(captured, given, cuda)
     for i in graph.writes:
         spec = captured.inputs[i]
-        if spec.kind == "user" and flatten_inputs(args, kwargs).tensors[spec.leaf].requires_grad:
+        if spec.kind == "user" and given[spec.leaf].requires_grad:
             raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
     entry.keep = keep
     reads = {r for r in seen.reads - set(captured.left) if not _inside(r[0], keep)}
@@ -838,7 +842,8 @@ def _odd(state: State, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _check_devices(state: State, flat: FlatInputs) -> None:
     """For a policy that does not leave unsupported devices to PyTorch."""
-    engine = "cuda" if cuda_engine.ordinal(state.module, state.settings.cuda_engine) >= 0 else "cpu"
+    enabled = state.settings.cuda_engine
+    engine = "cuda" if cuda_engine.ordinal(state.module, flat.tensors, enabled) >= 0 else "cpu"
     own = {t.device for t in [*state.module.parameters(), *state.module.buffers()]}
     name = type(state.module).__name__
     if len(own) > 1:

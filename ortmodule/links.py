@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.profiler import record_function
 
-from . import _C
+from . import _C, cuda_engine
 from . import torch_private as private
 from .holders import dropped_by_all
 from .host import Answers, Missing, plain
@@ -308,7 +308,7 @@ class Head(Function):
         step.hooked = private.saved_hooks(True) is not None
         step.arena = None
         step.outs = ()
-        return (torch.empty(0),) if apart else tuple([outs[i] for i in variant.through])
+        return (cuda_engine.token(step.graph.cuda),) if apart else tuple([outs[i] for i in variant.through])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -350,7 +350,7 @@ class Link(Function):
         ctx.token = _gradient_of(token)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[step.aliases[i] for i in step.variant.node_reads[number]])
-        return torch.empty(0)
+        return cuda_engine.token(step.graph.cuda)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -405,7 +405,7 @@ class Deliver(Function):
         ctx.step = step
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)
-        return torch.empty(0)
+        return cuda_engine.token(step.graph.cuda)
 
     @staticmethod
     def backward(ctx: Any, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -427,7 +427,7 @@ def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for bits, group in groups.items():
             delivers.append((bits, Deliver.apply(step, (*group,), *[tensors[i] for i in group])))
         own = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
-        token = torch.empty(0, requires_grad=True)  # all that the Functions take may stand apart
+        token = cuda_engine.token(step.graph.cuda, requires_grad=True)  # all that the Functions take may stand apart
     for number in range(len(variant.nodes) - 1, 0, -1):
         token = Link.apply(step, number, token, *[own[i] for i in variant.nodes[number][1]])
     given: tuple[Tensor, ...] = Head.apply(step, token, *[own[i] for i in variant.nodes[0][1]])

@@ -64,8 +64,9 @@ def parts(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Part]:
 def _why_not(child: nn.Module, device: torch.device, enabled: bool) -> str:
     if isinstance(getattr(child, "_ortmodule", None), State):
         return "it is an ORTModule already, with a report of its own"
-    if device.type == "cuda" and not (enabled or cuda_engine.stand_in):
-        return "the engine runs on CUDA devices with ORTMODULE_CUDA_ENGINE=1 only"
+    refused = cuda_engine.refusal(device, enabled)
+    if refused:
+        return refused
     if next(child.parameters(), None) is None:
         return "it has no parameters"
     if isinstance(child, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -1,10 +1,19 @@
-"""Fixtures of more than one file."""
+"""Fixtures of more than one file.
+
+OM_MODULES_ON=cuda: what a test makes without naming a device is made there, and its modules run in the engine there
+(tests/gpu/run.py, graph-modules). OM_MODULES_ON=fake: the engine's plans run on the fake GPU of tests/cuda."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if os.environ.get("OM_MODULES_ON"):
+    import on_device
+
+    on_device.begin(os.environ["OM_MODULES_ON"])
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ EXPORT(256) om_k_gather_elements(PARAM(struct om_gpu_elements) p) {
         }
         int64_t at = index_at(p.idx, p.wide, k);
         if ((uint64_t)at >= (uint64_t)p.n) {
-            fault_note(p.fault, (uint32_t)p.site, 1, at, i, p.n);
+            fault_note(p.fault, (uint32_t)p.site, 1, at, p.shared ? k : i, p.n);
             if (!p.n) continue;
             at = 0;
         }

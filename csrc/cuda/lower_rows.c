@@ -325,6 +325,27 @@ om_status om_lower_cross_entropy_grad(om_lower *l) {
 
 /* --- rows by index ------------------------------------------------------------------------------------------- */
 
+/* y (dense, of these dimensions) = x at indices along `axis`, which lie at an element's coordinates times `is`. shared:
+ * an index serves many elements, and a fault names its own place. */
+static om_status elements_lower(om_lower *l, int rank, const int64_t *dim, const int64_t *is, bool shared) {
+    const om_args *a = l->a;
+    const om_tensor *x = &a->in[0];
+    const int axis = (int)om_args_int(a, "axis", 0);
+    if (rank > OM_GPU_RANK || !om_is_dense(&a->out[0])) return om_gpu_host(l);
+    const int64_t total = om_numel(&a->out[0]), blocks = om_gpu_blocks(total, 256);
+    om_gpu_elements *g = om_gpu_add(l, OM_GPU_gather_elements, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0,
+                                    sizeof *g);
+    if (!g) return l->cx->status;
+    g->total = total, g->rank = rank, g->n = x->rank ? x->dim[axis] : 1, g->step = x->rank ? x->stride[axis] : 0;
+    for (int i = 0; i < rank; i++) g->dim[i] = dim[i], g->is[i] = is[i], g->xs[i] = i == axis ? 0 : x->stride[i];
+    g->size = (int32_t)om_dtype_size(x->dtype), g->wide = a->in[1].dtype == OM_I64, g->shared = shared;
+    om_gpu_in(l, &g->x, 0);
+    om_gpu_in(l, &g->idx, 1);
+    g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
+    om_gpu_out(l, &g->y, 0, OM_GPU_WRITE);
+    return OM_OK;
+}
+
 om_status om_lower_gather(om_lower *l) {
     const om_args *a = l->a;
     const om_tensor *x = &a->in[0], *idx = &a->in[1];
@@ -336,7 +357,13 @@ om_status om_lower_gather(om_lower *l) {
         *(i < axis ? &outer : &inner) *= x->dim[i];
         axis_add(x->dim[i], x->stride[i], &rank[i > axis], dim[i > axis], stride[i > axis]);
     }
-    if (rank[0] > 1 || rank[1] > 1 || !om_is_dense(&a->out[0])) return om_gpu_host(l);
+    if (rank[0] > 1 || rank[1] > 1) { /* rows with gaps: element by element */
+        int64_t each[OM_RANK], at[OM_RANK] = {0};
+        memcpy(each, x->dim, sizeof each);
+        each[axis] = om_numel(idx), at[axis] = 1;
+        return elements_lower(l, x->rank, each, at, true);
+    }
+    if (!om_is_dense(&a->out[0])) return om_gpu_host(l);
     const int64_t m = om_numel(idx), size = (int64_t)om_dtype_size(x->dtype);
     const int64_t x_outer = rank[0] ? stride[0][0] : 0, x_inner = rank[1] ? stride[1][0] : 0, x_n = x->stride[axis];
     int64_t unit = x_inner == 1 ? 16 : size; /* bytes that may be moved at once */
@@ -356,27 +383,13 @@ om_status om_lower_gather(om_lower *l) {
 }
 
 om_status om_lower_gather_elements(om_lower *l) {
-    const om_args *a = l->a;
-    const om_tensor *x = &a->in[0], *idx = &a->in[1];
-    const int axis = (int)om_args_int(a, "axis", 0);
-    if (idx->rank > OM_GPU_RANK || !om_is_dense(&a->out[0])) return om_gpu_host(l);
+    const om_tensor *x = &l->a->in[0], *idx = &l->a->in[1];
+    const int axis = (int)om_args_int(l->a, "axis", 0);
     for (int i = 0; i < idx->rank; i++)
         OM_CHECK(l->cx, i == axis || idx->dim[i] <= x->dim[i],
                  "gather_elements: indices have size %lld along axis %d, data only %lld", (long long)idx->dim[i], i,
                  (long long)x->dim[i]);
-    const int64_t total = om_numel(idx), blocks = om_gpu_blocks(total, 256);
-    om_gpu_elements *g = om_gpu_add(l, OM_GPU_gather_elements, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0,
-                                    sizeof *g);
-    if (!g) return l->cx->status;
-    g->total = total, g->rank = idx->rank, g->n = x->rank ? x->dim[axis] : 1, g->step = x->rank ? x->stride[axis] : 0;
-    for (int i = 0; i < idx->rank; i++)
-        g->dim[i] = idx->dim[i], g->is[i] = idx->stride[i], g->xs[i] = i == axis ? 0 : x->stride[i];
-    g->size = (int32_t)om_dtype_size(x->dtype), g->wide = idx->dtype == OM_I64;
-    om_gpu_in(l, &g->x, 0);
-    om_gpu_in(l, &g->idx, 1);
-    g->site = (int32_t)om_gpu_fault_at(l, &g->fault);
-    om_gpu_out(l, &g->y, 0, OM_GPU_WRITE);
-    return OM_OK;
+    return elements_lower(l, idx->rank, idx->dim, idx->stride, false);
 }
 
 /* Sums of the parts that sources are cut into (scatter_add). */

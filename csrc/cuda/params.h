@@ -132,13 +132,13 @@ typedef struct om_gpu_gather { /* y (outer, m, inner) = x (outer, n, inner) at i
     int32_t size, wide, site, unit; /* inner, strides: in units of so many bytes, as of om_gpu_copy */
 } om_gpu_gather;
 
-typedef struct om_gpu_elements { /* y (dense, as idx) = x at idx along one axis */
+typedef struct om_gpu_elements { /* y (dense) = x at idx along one axis */
     const char *x, *idx;
     char *y;
     om_gpu_fault *fault;
     int64_t total, dim[OM_GPU_RANK], xs[OM_GPU_RANK], is[OM_GPU_RANK]; /* xs: 0 along the axis */
     int64_t n, step;           /* of x along the axis */
-    int32_t rank, size, wide, site;
+    int32_t rank, size, wide, site, shared; /* shared: an index serves many elements */
 } om_gpu_elements;
 
 typedef struct om_gpu_scatter { /* y (outer, n, inner) += dy (outer, m, inner) at idx, in the order of m */

@@ -205,6 +205,19 @@ static PyObject *py_cuda_capturing(PyObject *self, PyObject *const *args, Py_ssi
     return r;
 }
 
+static PyObject *py_engine_refusal(PyObject *self, PyObject *device) {
+    (void)self;
+    const int ordinal = (int)PyLong_AsLong(device);
+    om_ctx *cx = PyErr_Occurred() ? NULL : om_py_ctx();
+    if (!cx) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    om_cuda *d;
+    om_status s = om_cuda_enter(cx, ordinal, &d);
+    if (s == OM_OK) s = om_cuda_leave(cx, d, OM_OK);
+    PyObject *r = PyUnicode_FromString(s == OM_OK ? "" : cx->message[0] ? cx->message : om_status_text(s));
+    om_ctx_free(cx);
+    return r;
+}
+
 static PyObject *py_cuda_archs(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     return PyUnicode_FromString(!om_cuda_image_size ? "" : om_cuda_archs);
@@ -476,6 +489,8 @@ PyMethodDef om_cuda_methods[] = {
     {"cuda_engine_counts", py_engine_counts, METH_NOARGS,
      "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators, "
      "products by cuBLASLt."},
+    {"cuda_engine_refusal", py_engine_refusal, METH_O,
+     "cuda_engine_refusal(device): why no plan can run on that GPU, with what was found and what is wanted; ''."},
     {"cuda_archs", py_cuda_archs, METH_NOARGS,
      "cuda_archs(): architectures of the embedded kernels, '75 80 ...'; '' when built without nvcc."},
     {"cuda_image_size", py_cuda_image_size, METH_O,

@@ -43,17 +43,28 @@ static PyObject *run_started(Run *self, om_status s) {
     return NULL;
 }
 
-/* An address is one of a device: inputs of a plan for a GPU lie there, but for numbers that the host reads. (That those
- * of a plan for the CPU lie in its memory is om_run_forward's to see.) */
+/* An address is one of a device: what a plan for a GPU takes lies there, but for numbers that the host reads. (That
+ * inputs of a plan for the CPU lie in its memory is om_run_forward's to see.) */
+static bool anywhere(const Model *model) { return model->cuda < 0 || om_py_stand_in == Py_True; }
+static bool made_anywhere(const Model *model) { return model->cuda < 0 || om_py_stand_in; } /* what PyTorch computes */
+
+static int is_here(const Model *model, const om_tensor *t, const char *what, int number) {
+    if (!t->dtype || t->device == model->cuda) return 0;
+    PyErr_Format(PyExc_ValueError, "%s %d is on device %d, its plan on cuda:%d (-1: the CPU)", what, number, t->device,
+                 model->cuda);
+    return -1;
+}
+
 static int inputs_here(const Model *model, int variant, const om_tensor *in) {
-    const bool any = model->cuda < 0 || om_py_stand_in == Py_True;
-    const om_variant *v = any ? NULL : om_model_variant_at(model->m, variant);
+    const om_variant *v = anywhere(model) ? NULL : om_model_variant_at(model->m, variant);
     for (om_id i = 0; v && i < v->first_grad_in; i++)
-        if (in[i].dtype && in[i].device != model->cuda && !om_val(v->g, v->g->inputs.v[i])->host) {
-            PyErr_Format(PyExc_ValueError, "graph input %d is on device %d, its plan on cuda:%d (-1: the CPU)", (int)i,
-                         in[i].device, model->cuda);
-            return -1;
-        }
+        if (!om_val(v->g, v->g->inputs.v[i])->host && is_here(model, &in[i], "graph input", (int)i)) return -1;
+    return 0;
+}
+
+static int all_here(const Model *model, const om_tensor *t, int n, const char *what) {
+    for (int i = 0; !made_anywhere(model) && i < n; i++)
+        if (is_here(model, &t[i], what, i)) return -1;
     return 0;
 }
 
@@ -98,7 +109,8 @@ static PyObject *State_backward(PyObject *o, PyObject *args, PyObject *kw) {
     om_tensor *out = in + n, *dy = out + n_out;
     Run *self = !own || om_dl_import(arena, &ar) || om_dl_import_list(tensors, n, in, "tensors") ||
                         om_dl_import_list(outputs, n_out, out, "outputs") ||
-                        om_dl_import_list(grads, n_out, dy, "grads")
+                        om_dl_import_list(grads, n_out, dy, "grads") ||
+                        all_here(state->model, dy, n_out, "gradient of output")
                     ? NULL
                     : run_new(state->model, PyTuple_Pack(4, arena, tensors, own, grads));
     Py_XDECREF(own);
@@ -158,7 +170,9 @@ static PyObject *Run_host_done(PyObject *o, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O:host_done", &outs)) return NULL;
     const om_host_stop *stop = om_run_host(self->r);
     om_tensor got[OM_MAX_OUT];
-    if (stop && om_dl_import_list(outs, stop->n_out, got, "host outputs")) return NULL;
+    if (stop && (om_dl_import_list(outs, stop->n_out, got, "host outputs") ||
+                 all_here(self->model, got, stop->n_out, "result of PyTorch")))
+        return NULL;
     if (om_run_answer(self->r, got) != OM_OK) return om_py_error(self->cx);
     Py_RETURN_NONE;
 }

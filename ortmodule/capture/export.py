@@ -290,10 +290,12 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def patched_torch() -> contextlib.AbstractContextManager[None]:
-    """Three places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares
-    values (the engine finds causality itself); the recurrent layers' fake kernels unroll the sequence, which fixes its
-    length; torch.div of sizes gives a tensor, whose value would be read as one that only the data knows."""
-    rows: list[Patch] = []
+    """Four places of torch read data or unroll time while tracing. The causal-mask detector of nn.Transformer compares
+    values (the engine finds causality itself); recurrent layers ask on CUDA where their weights lie, for cuDNN's sake,
+    and their fake kernels unroll the sequence, which fixes its length; torch.div of sizes gives a tensor, whose value
+    would be read as one that only the data knows."""
+    flatten = nn.RNNBase.flatten_parameters
+    rows = [Patch(nn.RNNBase, "flatten_parameters", only_here(lambda self: None, flatten))]
     if private.has("surely"):
         rows += [Patch(of, name, only_here(_remembering(name, getattr(of, name)), getattr(of, name)))
                  for of, names in ((torch, ("div", "divide", "floor_divide")), (Tensor, _SIZES)) for name in names]

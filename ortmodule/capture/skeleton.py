@@ -138,6 +138,7 @@ def _visit(x: Any, tensors: list[Tensor], scalars: list[int | float], key: list[
         tensors.append(x)
         key.append(x.dtype)
         key.append(x.ndim)
+        key.append(x.get_device())
     elif x is None:
         key.append(None)
     elif t is float or t is int and -_INT64 <= x < _INT64:

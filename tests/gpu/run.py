@@ -2,10 +2,11 @@
 network, no pip).
 
     python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part PART]... [--model NAME]...
-    [--arm ARM]... [--dtype DTYPE]... [--out DIR]
+    [--arm ARM]... [--dtype DTYPE]... [--check TEXT]... [--out DIR]
 
 graph-ops: every row of tests/ops through lowered plans (build/libom.so of `make lib`, pytest). graph-correct: models and
-what surrounds them. graph-bench: whole steps beside eager and torch.compile (--model, --arm, --dtype: some of them). optim-correct,
+what surrounds them. graph-train: more models, trainings, DDP and the trainers. graph-modules: tests/module with what it
+makes on the GPU (pytest). graph-bench: whole steps beside eager and torch.compile (--model, --arm, --dtype: some of them). optim-correct,
 optim-bench: the optimizers. Each part but graph-bench of all models takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and
 PART.csv. The exit status is 0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run
 on. Benchmarks that miss a target are marked, not failed.
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("graph-correct", "graph-ops", "optim-correct", "graph-bench", "optim-bench")
+PARTS = ("graph-correct", "graph-train", "graph-ops", "graph-modules", "optim-correct", "graph-bench", "optim-bench")
 
 
 def stop(sentence: str) -> None:
@@ -77,17 +78,19 @@ def write(out: Path, part: str, about: dict[str, str], rows: list[dict[str, obje
         writer.writerows({"gpu": about["gpu"], "torch": about["torch"], **row} for row in rows)
 
 
-def run_part(part: str, bench: dict[str, Any]) -> list[dict[str, object]]:
-    if part.startswith("graph"):
-        os.environ["ORTMODULE_CUDA_ENGINE"] = "1"
+def run_part(part: str, bench: dict[str, Any], only: list[str]) -> list[dict[str, object]]:
     if part == "graph-correct":
         import graph_correct
 
-        return graph_correct.run("cuda")
-    if part == "graph-ops":
+        return graph_correct.run("cuda", only)
+    if part == "graph-train":
+        import graph_train
+
+        return graph_train.run("cuda", only)
+    if part in ("graph-ops", "graph-modules"):
         import graph_correct
 
-        return graph_correct.run_operators("cuda")
+        return graph_correct.run_operators("cuda") if part == "graph-ops" else graph_correct.run_modules("cuda")
     if part == "graph-bench":
         import graph_bench
 
@@ -109,6 +112,7 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=PARTS)
     for name, help in (("model", "a model"), ("arm", "eager, compile, ortmodule"), ("dtype", "bf16, f32")):
         parser.add_argument(f"--{name}", action="append", help=f"of graph-bench, may be repeated: {help}")
+    parser.add_argument("--check", action="append", default=[], help="of graph-correct and graph-train: those whose name has this text, may be repeated")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE.parents[1] / "build" / "gpu")))
     args = parser.parse_args()
     if args.wheel:
@@ -123,7 +127,7 @@ def main() -> int:
     failed = 0
     for part in args.part or PARTS:
         start = time.perf_counter()
-        rows = run_part(part, bench)
+        rows = run_part(part, bench, args.check)
         bad = [r for r in rows if not r.get("ok", True)]
         for r in bad:
             print(f"FAILED {r['check']}: {r['detail']}")

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("seeded", "placed")
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_engine, "device_of", lambda t: torch.device(getattr(t, "lies_on", t.device)))
+    monkeypatch.setenv("ORTMODULE_CUDA_ENGINE", "0")
 
 
 def put(module: nn.Module, device: str) -> nn.Module:
@@ -110,7 +111,7 @@ def test_parts_on_the_cpu_run_in_the_engine(caplog: Any) -> None:
     assert list(ours.state_dict()) == list(eager.state_dict())
     report = ours.report()
     assert {(g.part, g.forwards, g.backwards) for g in report.graphs} == {("embed", 4, 4), ("layers.1", 4, 4)}
-    off = "the engine runs on CUDA devices with ORTMODULE_CUDA_ENGINE=1 only"
+    off = "ORTMODULE_CUDA_ENGINE=0 leaves modules on CUDA devices to PyTorch"
     assert [(p.name, p.device, p.reason) for p in report.parts] == [
         ("embed", "cpu", ""), ("layers.0", "cuda:0", off), ("layers.1", "cpu", ""), ("head", "cuda:0", off), ("unused", "cpu", "")]
     text = str(report)
