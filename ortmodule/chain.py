@@ -441,6 +441,8 @@ class Graph:
             raise
         except ValueError as error:
             raise Unfit(str(error)) from error
+        except MemoryError as error:
+            raise Failed(str(error)) from error
         except Exception as error:  # of the engine, about the graph or these tensors; nothing has been computed
             raise (Unfit if self.forwards else Refusal)(str(error)) from error
 
@@ -450,6 +452,8 @@ class Graph:
             return self.model.forward(variant.number, tensors, seed)
         except ValueError as error:
             raise Unfit(str(error)) from error
+        except MemoryError as error:  # of this batch: smaller ones may fit
+            raise Failed(str(error)) from error
         except RuntimeError as error:
             raise (Unfit if self.forwards else Refusal)(str(error)) from error  # other sizes have been computed
         except Exception as error:

@@ -720,6 +720,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             stages.save_capture(state, captured, args, kwargs)
             graph = Graph(captured, segment_mb, level, cuda, taken, *dense, recorded)
             stages.save_graph(state, graph)
+    except MemoryError as error:  # another time there may be some
+        raise _Skip(f"the engine failed: {_named(error)}") from error
     except Exception as error:
         raise CaptureError(f"the engine refuses the graph: {_named(error)}") from error
     _check_moved(captured, given, cuda)
@@ -811,12 +813,19 @@ def _failed(state: State, entry: Entry, error: Exception, args: tuple[Any, ...],
     short, or a plan for these sizes cannot be made. PyTorch either has the error that the user should see, or a
     result."""
     reason = f"the engine failed: {str(error).partition(chr(10))[0]}"
+    no_memory = isinstance(error.__cause__, MemoryError)
+    if no_memory:
+        _C.cuda_engine_empty()
     result = _eager(state, reason, args, kwargs)
     if state.settings.strict:
         raise error
-    entry.failures += 1
-    if entry.failures == 1:
+    first = not entry.failures and ("no memory",) not in state.told
+    if first:
         logger.warning("%s ran in PyTorch: %s", type(state.module).__name__, reason)
+    if no_memory:  # there may be some again, and batches may be smaller
+        state.told.add(("no memory",))
+        return result
+    entry.failures += 1
     if entry.failures == _FAILURES:
         _leave(state, entry, CaptureError(reason))
     return result

@@ -124,7 +124,7 @@ class Report:
     failed: list[FailedEntry] = field(default_factory=list)
     # of a module whose tensors lie on several devices: PyTorch runs its forward, the engine parts of it
     parts: list[PartEntry] = field(default_factory=list)
-    isa: str = ""
+    isa: str = ""  # that its kernels use, or the CUDA device that they run on
     on_cpu: list[str] = field(default_factory=list)  # operators that the CPU did for a CUDA device, in this process
     # CUDA graphs of this process: made, launched, parts of plans that run without one; and why those do
     cuda_graphs: tuple[int, int, int] = (0, 0, 0)

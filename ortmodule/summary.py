@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _C, bypassed, cuts
+from . import _C, bypassed, cuda_engine, cuts
 from . import torch_private as private
 from .chain import Graph
 from .features import features
@@ -36,9 +36,10 @@ def announce(state: State) -> None:
 def report(state: State, table: bool = True) -> Report:
     """table: of what backward may compute again, which plans a step with and without."""
     graphs_made, graphs_played, without, reasons = _C.cuda_engine_graph_counts()
+    where = {made.graph.cuda for each in bypassed.states(state) for made in each.every}
     report = Report(
         type(state.module).__name__,
-        isa=_C.isa(),
+        isa=", ".join(str(cuda_engine.place(i)) if i >= 0 else _C.isa() for i in sorted(where)) or _C.isa(),
         on_cpu=_C.cuda_engine_counts()[2],
         cuda_graphs=(graphs_made, graphs_played, without),
         without_cuda_graph=reasons,

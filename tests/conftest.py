@@ -15,6 +15,17 @@ if os.environ.get("OM_MODULES_ON"):
 
     on_device.begin(os.environ["OM_MODULES_ON"])
 
+    @pytest.fixture(autouse=True)
+    def usable() -> Iterator[None]:
+        """A GPU that no longer answers ends this process, so that pytest-xdist begins another: one test has failed, not
+        all that follow."""
+        yield
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                os._exit(3)
+
 
 @pytest.fixture(autouse=True)
 def level() -> Iterator[None]:

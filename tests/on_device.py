@@ -47,6 +47,7 @@ def begin(device: str) -> None:
         make_there(device)
         return
     from cuda import fake
+
     from ortmodule import _C, cuda_engine
 
     fake.late(False)

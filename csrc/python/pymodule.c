@@ -67,13 +67,14 @@ om_ctx *om_py_ctx(void) { return om_ctx_new(&services); }
 
 /* A RuntimeError as PyTorch raises, in whose text tools that lower the batch size find PyTorch's words, and a
  * MemoryError. */
-static PyObject *out_of_memory;
+static PyObject *out_of_memory, *out_of_cuda_memory; /* with PyTorch's class of either, and MemoryError */
 
 PyObject *om_py_error(om_ctx *cx) {
     const char *text = cx->message[0] ? cx->message : om_status_text(cx->status);
+    const bool cuda = strstr(text, "CUDA");
     if (cx->status == OM_NOMEM)
-        PyErr_Format(out_of_memory, "%s: %s",
-                     strstr(text, "CUDA") ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory", text);
+        PyErr_Format(cuda ? out_of_cuda_memory : out_of_memory, "%s: %s",
+                     cuda ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory", text);
     else
         PyErr_SetString(cx->status == OM_INVALID ? PyExc_ValueError : PyExc_RuntimeError, text);
     om_ctx_clear(cx);
@@ -212,16 +213,25 @@ static PyMethodDef module_methods[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, "ortmodule._C", NULL, -1, module_methods, NULL, NULL, NULL, NULL};
 
+static PyObject *error_class(const char *name, PyObject *base) {
+    PyObject *bases = PyTuple_Pack(2, base, PyExc_MemoryError);
+    PyObject *made = bases ? PyErr_NewException(name, bases, NULL) : NULL;
+    Py_XDECREF(bases);
+    return made;
+}
+
 PyMODINIT_FUNC PyInit__C(void);
 PyMODINIT_FUNC PyInit__C(void) {
     PyObject *torch = PyImport_ImportModule("torch"); /* its libraries must be mapped before symbols are looked up */
     if (!torch) return NULL;
+    PyObject *theirs = PyObject_GetAttrString(torch, "OutOfMemoryError");
     Py_DECREF(torch);
-    if (om_dl_init()) return NULL;
+    if (!theirs || om_dl_init()) return NULL;
     services_fill();
-    PyObject *bases = PyTuple_Pack(2, PyExc_RuntimeError, PyExc_MemoryError);
-    if (!bases || !(out_of_memory = PyErr_NewException("ortmodule.OutOfMemoryError", bases, NULL))) return NULL;
-    Py_DECREF(bases);
+    out_of_memory = error_class("ortmodule.OutOfMemoryError", PyExc_RuntimeError);
+    out_of_cuda_memory = error_class("ortmodule.CudaOutOfMemoryError", theirs);
+    Py_DECREF(theirs);
+    if (!out_of_memory || !out_of_cuda_memory) return NULL;
     PyObject *m = PyModule_Create(&module_def);
     om_py_model_type = (PyTypeObject *)PyType_FromSpec(&om_py_model_spec);
     om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);

@@ -232,3 +232,57 @@ print("done")
 def test_events_between_streams() -> None:
     """Where they fail the host waits for the other stream; nobody is told, as blocks go where nobody can be."""
     assert child((HEAD + EVENTS).format(late=True, entries=EVENT)) == "done\n"
+
+MODULE = """
+import torch
+from cuda import fake
+from ortmodule import ORTModule, _C, cuda_engine
+fake.late(False)
+_C.cuda_engine_keep(False)
+cuda_engine.stand_in = True
+_C.cuda_engine_stand_in(True)
+eager = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+model = ORTModule(eager)
+for step in range(6):
+    x = torch.randn(5 + step % 2, 4)
+    fake.fail("cuMemAllocAsync", step + 1 if step < 3 else 0, 2)
+    torch.testing.assert_close(model(x), eager(x))
+    fake.fail("cuMemAllocAsync", 0, 2)
+    model(x).sum().backward()
+told = model.report()
+calls = sum(e.calls for e in told.eager)
+assert 0 < calls <= 3 and all("CUDA out of memory" in e.reason for e in told.eager), told
+assert sum(g.forwards for g in told.graphs) == 12 - calls, told
+"""
+
+
+def test_no_memory_for_a_forward():
+    """PyTorch runs that call (here it has memory; where it has none, its error is the user's to catch), later ones are the
+    engine's again."""
+    child(MODULE)
+
+
+BACKWARD = """
+import torch
+from cuda import fake
+from ortmodule import ORTModule, _C, cuda_engine
+fake.late(False)
+_C.cuda_engine_keep(False)
+cuda_engine.stand_in = True
+_C.cuda_engine_stand_in(True)
+model = ORTModule(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)))
+x = torch.randn(5, 4)
+model(x).sum().backward()
+y = model(x).sum()
+fake.fail("cuMemAllocAsync", 1, 2)
+try:
+    y.backward()
+except torch.OutOfMemoryError as e:
+    print(isinstance(e, MemoryError), str(e)[:19])
+fake.fail("cuMemAllocAsync", 0, 2)
+model(x).sum().backward()
+"""
+
+
+def test_no_memory_in_backward_is_pytorchs_error():
+    assert child(BACKWARD).strip() == "True CUDA out of memory."
