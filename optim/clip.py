@@ -59,4 +59,4 @@ def clip_grad_norm_(
     if factor != 1.0 and grads:
         _C.axpby(grads, None, factor, 0.0)
         torch.autograd.graph.increment_version(grads)
-    return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
+    return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32, device="cpu")

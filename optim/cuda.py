@@ -38,7 +38,7 @@ class Late:
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
-        self.copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self.copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device="cpu")
         self.event: torch.cuda.Event | None = None  # while under way
 
     def begin(self) -> None:
@@ -87,7 +87,7 @@ class Table:
     """The table of one list of parameters on one stream, and the image on the host by which changes are seen."""
 
     def __init__(self) -> None:
-        self.image = torch.empty(0, dtype=torch.uint8)
+        self.image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.memory: Tensor | None = None
         self.order: Tensor | None = None  # for LAMB in one launch
 
@@ -100,7 +100,7 @@ class Table:
         assert params
         size = _C.cuda_image_size(len(params))
         if self.image.numel() < size:
-            self.image = torch.zeros(size, dtype=torch.uint8)
+            self.image = torch.zeros(size, dtype=torch.uint8, device="cpu")
         copies: Copies = []
         spans, chunks, need, changed, odd = _C.cuda_spans(op, self.image, *lists, store, numbers)
         if odd:

@@ -76,7 +76,7 @@ def _norm_over_ranks(grads: Sequence[Any], order: float) -> tuple[float, bool]:
             norm, finite = both[0].item() ** (1.0 if order == math.inf else 1.0 / order), not both[1].item()
         norms.append(norm)
         all_finite = all_finite and finite
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)), all_finite
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64, device="cpu"), order)), all_finite
 
 
 @torch.no_grad()

@@ -302,7 +302,10 @@ class _Places:
             raise ValueError(f"{shard} has sizes {tuple(size)}, its parameter {tuple(like.shape)}: how is it sharded?")
         if shard is not None:
             dtype = self.kinds[shard].properties.dtype
-            empty = torch.empty(size, dtype=dtype) if into is None else torch.zeros_like(into, dtype=dtype)
+            if into is None:
+                empty = torch.empty(size, dtype=dtype, device="cpu")
+            else:
+                empty = torch.zeros_like(into, dtype=dtype)
             wanted[shard] = empty.detach()
             return wanted[shard]
         if into is None:
@@ -391,8 +394,8 @@ def _gathered(value: Any) -> list[Any]:
             dist.all_gather_object(every, value)
             return every
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in every]
-        _all_gather(sizes, torch.tensor([own.numel()]))
+        sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in every]
+        _all_gather(sizes, torch.tensor([own.numel()], device="cpu"))
         own = nn.functional.pad(own, (0, int(max(sizes)) - own.numel()))
         rows = [torch.empty_like(own) for _ in every]
         _all_gather(rows, own)

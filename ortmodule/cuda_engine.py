@@ -48,6 +48,13 @@ def home(module: nn.Module, given: Sequence[Tensor]) -> torch.device:
     return found.pop() if len(found) == 1 else torch.device("cpu")
 
 
+def other_default(module: nn.Module, given: Sequence[Tensor], defaults: Sequence[torch.device]) -> torch.device | None:
+    """One of these default devices that is not the module's own."""
+    at = home(module, given)
+    return next((d for d in defaults if d.type != at.type or d.type == "cuda" and at.index != (
+        torch.cuda.current_device() if d.index is None else d.index)), None)
+
+
 def ordinal(module: nn.Module, given: Sequence[Tensor], enabled: bool) -> int:
     """Of the device whose kernels run the module's graphs; -1: the CPU's."""
     at = home(module, given) if enabled or stand_in else torch.device("cpu")
@@ -70,12 +77,12 @@ def place(index: int) -> torch.device:
 
 def nothing(index: int, dtype: torch.dtype) -> Tensor:
     """The number 0 where a plan with this ordinal is."""
-    return torch.zeros((), dtype=dtype, device=None if index < 0 or stand_in else place(index))
+    return torch.zeros((), dtype=dtype, device="cpu" if index < 0 or stand_in else place(index))
 
 
 def token(index: int, requires_grad: bool = False) -> Tensor:
     """Of no elements; what hands it on runs on the stream and in the thread of autograd that the plan's outputs do."""
-    return torch.empty(0, requires_grad=requires_grad, device=None if index < 0 or stand_in else place(index))
+    return torch.empty(0, requires_grad=requires_grad, device="cpu" if index < 0 or stand_in else place(index))
 
 
 def elsewhere(tensors: Sequence[Tensor], index: int) -> list[int]:
@@ -183,7 +190,7 @@ def seed(index: int, end: int) -> int:
     """Of a forward that draws: below `end`."""
     of = generator(index)
     if of is None:
-        return int(torch.randint(end, ()))
+        return int(torch.randint(end, (), device="cpu"))
     if capturing():
         return 0
     offset = of.get_offset()

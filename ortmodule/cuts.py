@@ -293,7 +293,7 @@ class _Run:
         if graph is None:
             return
         tensors = [
-            plain(values[f]) if type(f) is int else torch.tensor(values[f[0]].shape[f[1]])  # type: ignore[index]
+            plain(values[f]) if type(f) is int else torch.tensor(values[f[0]].shape[f[1]], device="cpu")  # type: ignore[index]
             for f in part.feed
         ]
         for i in part.cloned:

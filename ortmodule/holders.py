@@ -45,7 +45,7 @@ def holders_when_dropped() -> int:
     def measure() -> None:
         with suppress(AttributeError, RuntimeError, TypeError):
             for hold in (False, True):
-                loss, out = _Probe.apply(seen, torch.zeros(1, requires_grad=True))
+                loss, out = _Probe.apply(seen, torch.zeros(1, requires_grad=True, device="cpu"))
                 view = out.view(1, 2) if hold else None
                 del out
                 loss.backward()

@@ -145,7 +145,7 @@ class ModuleCall(NamedTuple):
         outputs: list[Tensor | None] = [None] * graph.n_outputs
         for place, t in zip(places, found.values(), strict=True):
             outputs[place] = t
-        given = [*leaves, *[torch.tensor(0)] * len(self.flat.scalars)]
+        given = [*leaves, *[torch.tensor(0, device="cpu")] * len(self.flat.scalars)]
         aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
         return outputs, aliases
 
@@ -198,9 +198,14 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         return _eager(state, "hooks for all modules of the process are registered", args, kwargs)
     if patches.threads and threading.get_ident() in patches.threads:  # part of what is captured, or compared
         return state.body.forward(*args, **kwargs)
-    if private.function_modes() and (mode := private.mode_of_caller()) is not None:
-        return _eager(state, f"called inside {mode}", args, kwargs)
     env = guard.environment()
+    if private.function_modes():
+        mode, defaults = private.modes_of_caller()
+        if not mode and defaults and (other := cuda_engine.other_default(state.module, leaves, defaults)):
+            mode = f"a default device ({other})"
+        if mode:
+            return _eager(state, f"called inside {mode}", args, kwargs)
+        env += (*map(str, defaults),)
     hooks = private.saved_hooks(True) if env[0] else None
     if hooks is not None and any(map(users_hook, hooks)):
         return _eager(state, "called inside saved_tensors_hooks: what the engine keeps for backward would not go "
@@ -262,7 +267,8 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     given = flat.tensors
     if captured.symbolic and flat.scalars:
         given = given + [
-            torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64) for x in flat.scalars
+            torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
+            for x in flat.scalars
         ]
     if graph.captured.rebinds:
         site = state.rebind(site, captured)

@@ -144,7 +144,7 @@ class Like(NamedTuple):
         """Nothing is written to it, so it takes no memory."""
         if self.number is not None:
             return self.number
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
 
 def like(t: Tensor) -> Like:

@@ -40,7 +40,7 @@ def peak_flops(dtype: str) -> float:
     """Operations a second of matrix products of this dtype by PyTorch: the best of 0.4 s, once a process."""
 
     def rate(n: int, seconds: float) -> float:
-        a, b = (torch.full((n, n), x, dtype=_DTYPES[dtype]) for x in (0.5, 0.25))
+        a, b = (torch.full((n, n), x, dtype=_DTYPES[dtype], device="cpu") for x in (0.5, 0.25))
         out = torch.empty_like(a)
         return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), seconds)
 
@@ -58,7 +58,7 @@ def bandwidth() -> float:
 
     def measure() -> float:
         n = 1 << 24
-        a, b, out = (torch.full((n,), x) for x in (0.5, 0.25, 0.0))
+        a, b, out = (torch.full((n,), x, device="cpu") for x in (0.5, 0.25, 0.0))
         return 12 * n / _best(lambda: torch.add(a, b, out=out), _SECONDS)
 
     return _measured("bytes", measure)

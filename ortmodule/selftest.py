@@ -114,28 +114,29 @@ def _trained(make: Callable[[], nn.Module], batches: list[Tensor], again: bool =
 
 
 def _transformer() -> str:
-    return _trained(_Block, [torch.randint(17, size) for size in ((3, 9), (3, 9), (2, 12))])
+    return _trained(_Block, [torch.randint(17, size, device="cpu") for size in ((3, 9), (3, 9), (2, 12))])
 
 
 def _pictures() -> str:
-    return _trained(_Pictures, [torch.randn(2, 3, 8, 8, dtype=torch.float64) for _ in range(3)])
+    return _trained(_Pictures, [torch.randn(2, 3, 8, 8, dtype=torch.float64, device="cpu") for _ in range(3)])
 
 
 def _sequences() -> str:
-    return _trained(_Sequences, [torch.randn(3, 6, 5, dtype=torch.float64) for _ in range(3)])
+    return _trained(_Sequences, [torch.randn(3, 6, 5, dtype=torch.float64, device="cpu") for _ in range(3)])
 
 
 def _functions() -> str:
-    return _trained(_Calls, [torch.randn(3, 4, dtype=torch.float64) for _ in range(3)])
+    return _trained(_Calls, [torch.randn(3, 4, dtype=torch.float64, device="cpu") for _ in range(3)])
 
 
 def _branches() -> str:
-    x = torch.randn(3, 4, dtype=torch.float64)
+    x = torch.randn(3, 4, dtype=torch.float64, device="cpu")
     return _trained(_Branches, [x, -x, x])
 
 
 def _pickled() -> str:
-    return _trained(lambda: nn.Sequential(_Pictures()), [torch.randn(2, 3, 8, 8, dtype=torch.float64)] * 3, again=True)
+    picture = torch.randn(2, 3, 8, 8, dtype=torch.float64, device="cpu")
+    return _trained(lambda: nn.Sequential(_Pictures()), [picture] * 3, again=True)
 
 
 def _checkpoint() -> str:

@@ -307,14 +307,17 @@ def in_backward() -> bool:
     return has("task_id") and _get("task_id")() != -1
 
 
-def mode_of_caller() -> str | None:
-    """A TorchFunctionMode that is on, by name; the default device does not count where it is the CPU."""
+def modes_of_caller() -> tuple[str, list[torch.device]]:
+    """A TorchFunctionMode that is on, by name; "": none but default devices. Those, but for the CPU."""
+    devices: list[torch.device] = []
     for i in range(_get("function_modes")()):
         mode = torch._C._get_function_stack_at(i)
         device = getattr(mode, "device", None) if type(mode) is torch.utils._device.DeviceContext else None
-        if device is None or device.type != "cpu":
-            return f"a default device ({device})" if device is not None else f"the mode {type(mode).__name__}"
-    return None
+        if device is None:
+            return f"the mode {type(mode).__name__}", devices
+        if device.type != "cpu":
+            devices.append(device)
+    return "", devices
 
 
 def fsdp_state(module: nn.Module) -> Any:

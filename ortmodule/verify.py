@@ -413,7 +413,7 @@ def _total(out: Any, outputs: list[Tensor], call: _Call, loss: Callable[[Any], T
     for i, t in live:
         if call.cotangents is None:
             generator = torch.Generator().manual_seed(i)
-            by: Tensor | None = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+            by: Tensor | None = torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu")
         else:
             by = call.cotangents[i]
         if by is None:

@@ -1,4 +1,5 @@
-"""A default device for tests that name none. (torch.set_default_device is a mode, which leaves modules to PyTorch.)"""
+"""A default device for tests that name none, of their own code alone (torch.set_default_device is also that of what
+they start)."""
 
 from __future__ import annotations
 

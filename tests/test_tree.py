@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -157,3 +158,19 @@ def test_capture_has_the_rows_of_pointwise_def() -> None:
     assert new_op.TABLE.read_text() == new_op.table()
     rows = re.findall(r"^PW\((\w+)", new_op.ROWS.read_text(), re.M)
     assert [m[1] for m in new_op.ROW.finditer(new_op.ROWS.read_text())] == rows  # every row is read
+
+
+FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand",
+             "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}  # fmt: skip
+
+
+def test_tensors_of_our_own_name_their_device() -> None:
+    """torch.set_default_device is the user's: it must not move what the wrapper and the optimizers make for themselves."""
+    bad = []
+    for path in (p for folder in ("ortmodule", "optim") for p in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                named = any(k.arg in ("device", None) for k in node.keywords)
+                if node.func.value.id == "torch" and node.func.attr in FACTORIES and not named:
+                    bad.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.{node.func.attr}")
+    assert not bad, "\n".join(bad)

@@ -147,7 +147,8 @@ static om_status choose(om_ctx *cx, om_gpu *g, void *handle, om_lt_product *p, b
                         om_lt_choice *out) {
     uint64_t desc[DESC_WORDS], wish[WISH_WORDS];
     const uint32_t align = narrow ? (uint32_t)om_dtype_size(p->s.dtype) : ALIGNED;
-    const uint32_t reduction = OM_LT_REDUCTION_COMPUTE_TYPE;
+    const bool narrow_type = om_dtype_size(p->s.dtype) < 4;
+    const uint32_t reduction = narrow_type ? OM_LT_REDUCTION_COMPUTE_TYPE : OM_LT_REDUCTION_ANY;
     const uint64_t space = (uint64_t)p->s.space;
     int n = 0;
     OM_TRY(desc_make(cx, g, desc, &p->s, cut, (const void *)(uintptr_t)align)); /* looked at for its alignment alone */

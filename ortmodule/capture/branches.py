@@ -212,7 +212,7 @@ class Asker:
             elif self._rehearsed:
                 return truth()
         number = torch.sym_ite(b, 1, 0)
-        return self._answer(frame, answer, lambda: torch.scalar_tensor(number, dtype=torch.int64) != 0)
+        return self._answer(frame, answer, lambda: torch.scalar_tensor(number, dtype=torch.int64, device="cpu") != 0)
 
     def _allowed(self, frame: FrameType) -> None:
         if self._known is not None:

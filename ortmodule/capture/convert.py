@@ -286,7 +286,7 @@ class Converter:
             return self.expand(self.num(x, dtype), shape)
         if not shape:
             return self.b.constant(x, dtype)
-        raw = torch.tensor([x], dtype=dtype).view(torch.uint8).numpy().tobytes()
+        raw = torch.tensor([x], dtype=dtype, device="cpu").view(torch.uint8).numpy().tobytes()
         import onnx
 
         value = onnx.TensorProto(data_type=ONNX_TYPE[dtype], dims=[1], raw_data=raw)

@@ -369,7 +369,7 @@ class Interpreter:
                         value[n] = value[n].to(val.dtype)
                 else:
                     value[n] = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
-        outputs = [value[n] if isinstance(n, Node) else torch.tensor(of(n)) for n in self.outputs]
+        outputs = [value[n] if isinstance(n, Node) else torch.tensor(of(n), device="cpu") for n in self.outputs]
         return outputs, [value[new] for _, new in self.writes]
 
     def named(self, target: str, shape: list[int], args: list[Any]) -> Any:
@@ -382,4 +382,6 @@ class Interpreter:
         if target == "reshape_to":
             return args[-1].reshape(shape)
         assert target in (COPY, FILL), target
-        return args[0].expand(shape).clone() if isinstance(args[0], Tensor) else torch.full(shape, args[0])
+        if isinstance(args[0], Tensor):
+            return args[0].expand(shape).clone()
+        return torch.full(shape, args[0], device="cpu")

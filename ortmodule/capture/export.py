@@ -634,7 +634,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         for i, x in enumerate(flat.scalars):
             if type(x) is float:
                 floats.append(n + i)
-            leaves.append(torch.tensor(x, dtype=torch.float64) if type(x) is float else x)
+            leaves.append(torch.tensor(x, dtype=torch.float64, device="cpu") if type(x) is float else x)
     else:
         constants, inner = list(flat.scalars), fill
         fill = lambda values: inner([*values, *constants])  # noqa: E731

@@ -108,7 +108,7 @@ def _add(mark: Mark, tensors: list[Tensor]) -> list[Tensor]:
             "gains"
         )
     table.marks.append(mark)
-    outs: list[Tensor] = CUT(tensors or [torch.zeros(())], len(table.marks) - 1)
+    outs: list[Tensor] = CUT(tensors or [torch.zeros((), device="cpu")], len(table.marks) - 1)
     return outs
 
 

@@ -252,7 +252,7 @@ class Builder:
         key = (str(data), type(data), dtype)
         v = self.constants.get(key)
         if v is None:
-            v = self.constants[key] = self.tensor(torch.tensor(data, dtype=dtype), "c")
+            v = self.constants[key] = self.tensor(torch.tensor(data, dtype=dtype, device="cpu"), "c")
         return v
 
     def tensor(self, t: Tensor, hint: str) -> Val:

@@ -16,7 +16,7 @@ from .ops_shape import diagonal_of
 
 
 def _exact(x: Any, dtype: torch.dtype) -> bool:
-    return not isinstance(x, float) or not math.isfinite(x) or float(torch.tensor(x, dtype=dtype)) == x
+    return not isinstance(x, float) or not math.isfinite(x) or float(torch.tensor(x, dtype=dtype, device="cpu")) == x
 
 
 def arithmetic(c: Converter, op: str, x: Any, y: Any, dtype: torch.dtype) -> Val:
@@ -357,7 +357,7 @@ def hardsigmoid(c: Converter, n: Node, x: Node) -> Val:
     six = _between(c, c.op2("Add", v, c.scalar(3, v.dtype)), 0, 6)
     if v.dtype == torch.float64 and "hardsigmoid" in str(n.target):  # torch's slope is the float 1 / 6 there, too
         y = c.op2("Div", c.stop(six), c.scalar(6, v.dtype))
-        path = c.op2("Mul", six, c.scalar(float(torch.tensor(1 / 6, dtype=torch.float32)), v.dtype))
+        path = c.op2("Mul", six, c.scalar(float(torch.tensor(1 / 6, dtype=torch.float32, device="cpu")), v.dtype))
         return c.b.op("StraightThrough", [y, path], y.dtype, y.shape, "ortmodule")
     return c.op2("Div", six if "hardsigmoid" in str(n.target) else c.op2("Mul", v, six), c.scalar(6, v.dtype))
 

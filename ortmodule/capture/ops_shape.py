@@ -542,8 +542,9 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
             continue
         fine = F64 if exact and v.dtype == F64 else torch.float32
         if isinstance(size, int) and isinstance(new, int):
-            ratio, at = _ratio(given[axis - 2], size, new), torch.arange(new, dtype=fine)
-            at = ((at + 0.5) * ratio - 0.5).clamp(min=0) + 0.5 if exact else at * torch.tensor(ratio, dtype=fine)
+            ratio, at = _ratio(given[axis - 2], size, new), torch.arange(new, dtype=fine, device="cpu")
+            step = torch.tensor(ratio, dtype=fine, device="cpu")
+            at = ((at + 0.5) * ratio - 0.5).clamp(min=0) + 0.5 if exact else at * step
             index = c.b.tensor(at.floor().long().clamp(max=size - 1), "nearest")
         else:
             if exact:
@@ -653,7 +654,7 @@ def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, 
         size, new = v.shape[axis], out[axis]
         if isinstance(size, int) and isinstance(new, int):
             wide = F64 if v.dtype == F64 else torch.float32
-            at = torch.arange(new, dtype=wide)
+            at = torch.arange(new, dtype=wide, device="cpu")
             if corners:
                 at = at * ((size - 1) / (new - 1) if new > 1 else 0)
             else:
@@ -685,7 +686,7 @@ def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *
             v = _between(c, v, axis, new, _sampled(c, v, axis, new, corners, given[axis - 2]), cubic=False)
             continue
         dtype = v.dtype if v.dtype == F64 else torch.float32
-        at = torch.arange(new, dtype=dtype)
+        at = torch.arange(new, dtype=dtype, device="cpu")
         if corners:
             at = at * ((size - 1) / (new - 1) if new > 1 else 0)
         else:
@@ -725,7 +726,7 @@ def arange(c: Converter, n: Node, *args: Any) -> Val:
 def linspace(c: Converter, n: Node, start: Any, end: Any, steps: int, *_: Any) -> Val:
     if not isinstance(start, (int, float)) or not isinstance(end, (int, float)) or not isinstance(steps, int):
         raise NotHere("linspace with symbolic bounds")
-    return c.b.tensor(torch.linspace(start, end, steps, dtype=n.val.dtype), "linspace")
+    return c.b.tensor(torch.linspace(start, end, steps, dtype=n.val.dtype, device="cpu"), "linspace")
 
 
 @row("zeros", "zeros_like", "new_zeros", "empty.memory_format", "empty_like", "new_empty")

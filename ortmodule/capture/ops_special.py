@@ -108,7 +108,7 @@ def binary_cross_entropy(c: Converter, n: Node, x: Node, target: Node, weight: N
     log, log_other = c.un("Log", p), c.b.op("Log1p", [c.neg(p)], dtype, p.shape, "ortmodule")
     y = c.op2("Mul", c.op2("Sub", c.stop(t), one), c.op2("Max", log_other, low))
     y = c.op2("Sub", y, c.op2("Mul", c.stop(t), c.op2("Max", log, low)))
-    least = c.scalar(float(torch.tensor(1e-12, dtype=torch.float32)), dtype)  # a float in torch, too
+    least = c.scalar(float(torch.tensor(1e-12, dtype=torch.float32, device="cpu")), dtype)  # a float in torch, too
     spread = c.op2("Max", c.op2("Mul", c.op2("Sub", one, p), p), least)
     slope = c.op2("Div", c.op2("Sub", p, c.stop(t)), spread)
     path = c.op2("Add", c.op2("Mul", v, slope), c.op2("Mul", t, c.op2("Sub", log_other, log)))

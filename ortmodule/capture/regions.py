@@ -29,7 +29,7 @@ from .functional import COPY, FILL, STOP, Node, Program
 _NAMED: dict[str, Callable[..., Tensor]] = {
     STOP: lambda _shape, x: x.detach(),
     COPY: lambda shape, x: x.expand(shape).clone(),
-    FILL: lambda shape, x: x.expand(shape).clone() if isinstance(x, Tensor) else torch.full(shape, x),
+    FILL: lambda shape, x: x.expand(shape).clone() if isinstance(x, Tensor) else torch.full(shape, x, device="cpu"),
     "reshape_to": lambda shape, x: x.reshape(shape),
 }
 
@@ -146,7 +146,7 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
         node = program.item_of.get(s)
         if node is None and not str(s).startswith("u"):
             with mode:
-                val = torch.empty((), dtype=torch.int64)
+                val = torch.empty((), dtype=torch.int64, device="cpu")
             node = Node(
                 torch.ops.aten.scalar_tensor.default,
                 (mode.shape_env.create_symintnode(s, hint=None),),

@@ -71,7 +71,7 @@ def call_aten(operator: Any, given: Sequence[Any]) -> tuple[Any, ...]:
             x = (x != 0 if "bool" in text else x).flatten()
             x = x.tolist() if "List" in text else x.item()
         elif isinstance(x, (bool, int, float)) and text == "Tensor":
-            x = torch.tensor(x)
+            x = torch.tensor(x, device="cpu")
         if a.kwarg_only:
             kwargs[a.name] = x
         else:
@@ -142,7 +142,7 @@ class Gradient:
         if found is None:
             return _TYPES[name]
         x = value[f"{found[1][0]}({found[2]})"]
-        return x.dtype if isinstance(x, Tensor) else torch.tensor(x).dtype
+        return x.dtype if isinstance(x, Tensor) else torch.tensor(x, device="cpu").dtype
 
     def around(self, call: Callable[[list[Tensor]], Any], values: Sequence[Callable[[list[Tensor]], Any]],
                places: Sequence[int | None]) -> Callable[[list[Tensor]], Any]:  # fmt: skip
@@ -204,7 +204,7 @@ def _evaluator(s: _Step, types: Sequence[torch.dtype | None], arrays: dict[str, 
     for (name, a), dtype in zip(s.attributes.items(), types, strict=True):
         v = a["value"]
         if a.get("is_tensor"):
-            v = numpy_helper.from_array(array_of(torch.tensor(v, dtype=dtype)))
+            v = numpy_helper.from_array(array_of(torch.tensor(v, dtype=dtype, device="cpu")))
         elif dtype is not None and dtype.is_floating_point:
             v = [float(y) for y in v] if isinstance(v, list) else float(v)
         elif dtype is not None:
@@ -220,7 +220,7 @@ def _evaluator(s: _Step, types: Sequence[torch.dtype | None], arrays: dict[str, 
 
 
 def array_of(x: Any) -> np.ndarray:
-    t = (x if isinstance(x, Tensor) else torch.tensor(x)).detach().cpu().contiguous()
+    t = (x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")).detach().cpu().contiguous()
     if t.dtype != torch.bfloat16:
         return t.numpy()
     import ml_dtypes

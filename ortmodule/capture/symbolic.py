@@ -111,7 +111,7 @@ class OriginalNode:
 
 
 def _type_of(t: Tensor) -> Any:
-    kind = torch.TensorType.create_from_tensor(torch.empty([0] * t.dim(), dtype=t.dtype))
+    kind = torch.TensorType.create_from_tensor(torch.empty([0] * t.dim(), dtype=t.dtype, device="cpu"))
     return kind.with_sizes([d if isinstance(d, int) else None for d in shape_of(t)])
 
 
@@ -155,7 +155,7 @@ class Graph:
         if isinstance(x, (list, tuple)) and any(isinstance(y, (Value, Tensor)) for y in x):
             raise UnsupportedError("a list of tensors where an operator takes one")
         if isinstance(x, (bool, int, float, list, tuple)):
-            return self.c.b.tensor(torch.tensor(x), "c").name
+            return self.c.b.tensor(torch.tensor(x, device="cpu"), "c").name
         if isinstance(x, torch.dtype):
             raise UnsupportedError(f"{x} where an operator takes a tensor")
         raise UnsupportedError(f"a {type(x).__name__} where an operator takes a tensor")

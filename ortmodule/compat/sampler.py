@@ -83,7 +83,7 @@ class LoadBalancingDistributedSampler:
             return []
         span = int((values.max() - values.min()) * self.random_level + 1)
         if span > 1:
-            values = values + torch.randint(span, (len(values),), generator=generator).numpy()
+            values = values + torch.randint(span, (len(values),), generator=generator, device="cpu").numpy()
         size = self.group_size or len(values)
         order: list[int] = []
         for begin in range(0, len(values), size):
@@ -97,12 +97,12 @@ class LoadBalancingDistributedSampler:
         order = self._sorted(generator)
         if self.shuffle and self.group_size is not None:
             size = self.group_size
-            groups = torch.randperm(math.ceil(len(order) / size), generator=generator).tolist()
+            groups = torch.randperm(math.ceil(len(order) / size), generator=generator, device="cpu").tolist()
             order = [i for g in groups for i in order[g * size : (g + 1) * size]]
         deals = _deals(order, self.world_size, self.num_samples) if order else []
         turns = list(range(len(deals)))
         if self.shuffle and self.group_size is None:
-            turns = torch.randperm(len(deals), generator=generator).tolist()
+            turns = torch.randperm(len(deals), generator=generator, device="cpu").tolist()
         return deals, turns[: self.num_samples]
 
     def __iter__(self) -> Iterator[int]:

@@ -36,7 +36,7 @@ def _training() -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         eager = nn.Sequential(nn.Linear(7, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3)).double()
-        x = torch.randn(4, 7, dtype=torch.float64)
+        x = torch.randn(4, 7, dtype=torch.float64, device="cpu")
     ours = ORTModule(copy.deepcopy(eager), strict="engine", disable=False, save_path=None)
     worst = 0.0
     for model in (eager, ours):

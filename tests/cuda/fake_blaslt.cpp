@@ -155,7 +155,7 @@ PUBLIC int cublasLtMatmulAlgoGetHeuristic(handle *h, const desc *d, const layout
     *found = 0;
     if (const char *why = problem(d, a, b, c, z, &code)) return code == WRONG_VALUE ? (int)wrong(why) : code;
     if (d->compute == COMPUTE_TF32 && fake_gpu_sm() < 80) return NOT_SUPPORTED;
-    if (w->reduction != 2) return (int)wrong("a sum whose parts are rounded");
+    if (w->reduction != (size_of(z->type) < 4 ? 2 : 7)) return (int)wrong("a sum whose parts are rounded, or may not be cut");
     uint64_t bias = 16;
     if (d->epilogue == 4) bias = (uint64_t)(uintptr_t)d->bias & -(uint64_t)(uintptr_t)d->bias;
     bool wide = bias >= 16;

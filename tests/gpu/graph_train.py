@@ -338,6 +338,80 @@ def two_threads(device: str) -> str:
     return "ok" if set(found.values()) == {"ok"} and len(found) == 2 else str(found)
 
 
+class Ramp(nn.Module):
+    """Makes tensors without naming a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ramp = torch.arange(x.shape[1]) * 0.1 + torch.tensor([0.5])
+        return self.down(torch.tanh(self.up(x + ramp))) * torch.ones(3)
+
+
+def default_device(device: str) -> str:
+    """torch.set_default_device, as scripts begin with."""
+    torch.set_default_device(device)
+    try:
+        torch.manual_seed(0)
+        eager = Ramp()
+        ours = ORTModule(Ramp(), strict=True)
+        ours.load_state_dict(eager.state_dict())
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, eager)]
+        for k in range(6):
+            x = torch.randn(4 + k % 2, 6)
+            ys = [m(x) for m in (ours, eager)]
+            for y, optimizer in zip(ys, optimizers, strict=True):
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if ys[0].device != ys[1].device:
+                return f"a result on {ys[0].device}, eager's on {ys[1].device}"
+        off = float((ys[0] - ys[1]).abs().max())
+    finally:
+        torch.set_default_device(None)
+    return f"{'ok' if off < 1e-4 and not ours.report().eager else 'error'} within {off:.2g}; {ours.report().headline()}"
+
+
+def without_gradients(device: str) -> str:
+    """Outputs without a gradient, a module without tensors of its own, one whose forward was on another stream."""
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(x)
+            return self.a(h), self.b(h) * h.sum()
+
+    class Bare(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(x * 2, y)
+
+    torch.manual_seed(0)
+    eager = Two().to(device)
+    ours = ORTModule(Two().to(device), strict=True)
+    ours.load_state_dict(eager.state_dict())
+    bare, loss = Bare(), ORTModule(Bare(), strict=True)
+    for k in range(8):
+        x = torch.randn(7, 6).to(device)
+        y = torch.randint(0, 5, (7,)).to(device)
+        for m, of in ((ours, loss), (eager, bare)):
+            with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" and k > 4 else contextlib.nullcontext():
+                if device == "cuda":
+                    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                both = m(x)
+                one = of(both[0], y) if k % 3 == 0 else both[k % 2].sum()
+            one.backward()
+        if k % 3 == 2:
+            for m in (ours, eager):
+                m.zero_grad()
+    off = max(float((a.grad - b.grad).abs().max() / (1e-3 + b.grad.abs().max()))
+              for a, b in zip(ours.parameters(), eager.parameters(), strict=True) if b.grad is not None)  # fmt: skip
+    return f"{'ok' if off < 1e-4 else 'error'} within {off:.2g}"
+
+
 def out_of_memory(device: str) -> str:
     """A batch that does not fit raises PyTorch's error, and smaller ones train on afterwards."""
     ours, eager = graph_correct.pair(device)
@@ -527,6 +601,8 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "a submodule, checkpoint, hooks", lambda: parts_of_a_model(device)
     yield "generate", lambda: generation(device)
     yield "two threads", lambda: two_threads(device)
+    yield "a default device", lambda: default_device(device)
+    yield "outputs without a gradient", lambda: without_gradients(device)
     yield "DDP, gloo, two ranks", lambda: ranks("gloo", 2, device)
     if real:
         yield "DDP, NCCL, one rank", lambda: ranks("nccl", 1, device)
