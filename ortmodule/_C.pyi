@@ -250,6 +250,8 @@ class Model:
     """Per user output: name, dtype name, rank, differentiable."""
     writes: list[int]
     """Graph inputs that a forward overwrites, in order."""
+    host_inputs: list[int]
+    """Graph inputs that the host reads, as sizes: numbers of the CPU also where the plan is a GPU's."""
     load_ms: float
     random: bool
     """A live random node exists: a seed must be drawn for each forward."""

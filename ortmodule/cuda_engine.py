@@ -94,7 +94,7 @@ def elsewhere(tensors: Sequence[Tensor], index: int) -> list[int]:
 
 def moved(t: Tensor, index: int) -> Tensor:
     """The tensor where the plan is, through autograd."""
-    return t.to(place(index))
+    return t if stand_in else t.to(place(index))
 
 
 def tf32_allowed() -> bool:

@@ -292,10 +292,13 @@ class _Run:
             values[i] = None
         if graph is None:
             return
-        tensors = [
-            plain(values[f]) if type(f) is int else torch.tensor(values[f[0]].shape[f[1]], device="cpu")  # type: ignore[index]
-            for f in part.feed
-        ]
+
+        def given(f: int | tuple[int, int]) -> Tensor:
+            if isinstance(f, int):
+                return plain(values[f])
+            return torch.tensor(values[f[0]].shape[f[1]], device="cpu")
+
+        tensors = [given(f) for f in part.feed]
         for i in part.cloned:
             tensors[i] = tensors[i].clone()
         again = self.graph.again[k]

@@ -257,6 +257,16 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     return _run(state, site, captured, flat, env, args, kwargs, turned_down)
 
 
+def _numbers(graph: Graph | cuts.CutGraph, flat: FlatInputs) -> list[Tensor]:
+    """int and float arguments as graph inputs: where the plan is, but for those that the host reads."""
+    kinds = [torch.float64 if type(x) is float else torch.int64 for x in flat.scalars]
+    found = [torch.tensor(x, dtype=kind, device="cpu") for x, kind in zip(flat.scalars, kinds)]
+    if graph.cuda >= 0 and isinstance(graph, Graph):
+        first = len(flat.tensors)
+        found = [t if first + i in graph.host_leaves else cuda_engine.moved(t, graph.cuda) for i, t in enumerate(found)]
+    return found
+
+
 def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env: tuple[Any, ...],
          args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int,
          gone: tuple[GuardedGraph, ...] = ()) -> Any:  # fmt: skip
@@ -266,10 +276,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
         announce(state)
     given = flat.tensors
     if captured.symbolic and flat.scalars:
-        given = given + [
-            torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
-            for x in flat.scalars
-        ]
+        given = given + _numbers(graph, flat)
     if graph.captured.rebinds:
         site = state.rebind(site, captured)
     site, before = state.leave(site, captured, flat) if graph.captured.left else (site, [])

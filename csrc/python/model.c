@@ -111,6 +111,15 @@ static PyObject *Model_writes(PyObject *o, void *closure) {
     return list;
 }
 
+static PyObject *Model_host_inputs(PyObject *o, void *closure) {
+    (void)closure;
+    const om_model *m = ((Model *)o)->m;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < om_model_inputs(m); i++)
+        if (om_model_input(m, i).host && om_py_list_add(list, PyLong_FromLong(i))) Py_CLEAR(list);
+    return list;
+}
+
 static PyObject *Model_random(PyObject *o, void *closure) {
     (void)closure;
     return PyBool_FromLong(om_model_random(((Model *)o)->m));
@@ -445,6 +454,7 @@ static PyGetSetDef Model_getset[] = {
     {"inputs", Model_inputs, NULL, NULL, NULL},
     {"outputs", Model_outputs, NULL, NULL, NULL},
     {"writes", Model_writes, NULL, NULL, NULL},
+    {"host_inputs", Model_host_inputs, NULL, NULL, NULL},
     {"random", Model_random, NULL, NULL, NULL},
     {"load_ms", Model_load_ms, NULL, NULL, NULL},
     {0},

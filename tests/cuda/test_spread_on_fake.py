@@ -205,3 +205,46 @@ assert not run.report().eager, str(run.report())
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_parts_on_their_devices(name: str) -> None:
     assert child(HEAD + SCRIPTS[name] + "\nsane()").endswith("done\n")
+
+
+NUMBERS = HEAD + """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+    def forward(self, x, alpha, n):
+        return torch.tanh(self.up(x)) * alpha + n + x[:, :n].sum()
+net = put(Scaled(), 1)
+run = ORTModule(net, strict=True)
+for k, (alpha, n) in enumerate(((0.5, 2), (0.5, 2), (0.25, 2), (0.125, 3), (0.3, 1), (0.7, 4))):
+    x = put(torch.randn(3, 4), 1)
+    torch.testing.assert_close(run(x, alpha, n), net(x, alpha, n))
+    run(x, alpha, n).sum().backward()
+assert run.report().n_captures <= 3 and not run.report().eager, run.report()
+"""
+
+BARE = HEAD + """
+class Bare(nn.Module):
+    def forward(self, x, y):
+        return (x * y).tanh(), x + y
+net = Bare()
+run = ORTModule(net, strict=True)
+for at in (0, 0, 1, CPU, 1, 0, CPU):
+    x, y = (put(torch.randn(3, 4), at).requires_grad_() for _ in range(2))
+    for t in (x, y):
+        t.fake_device = at
+    a, b = run(x, y)
+    assert two_devices.ordinal(a) == two_devices.ordinal(b) == at, at
+    torch.testing.assert_close(a, net(x, y)[0])
+    a.sum().backward()
+    want = torch.autograd.grad(net(x, y)[0].sum(), (x, y))
+    torch.testing.assert_close((x.grad, y.grad), want)
+report = run.report()
+assert not report.eager, report  # (get_device, by which calls are told apart, knows one device here)
+assert "cuda:0, cuda:1" in report.headline(), report.headline()
+"""
+
+
+@pytest.mark.parametrize("program", [NUMBERS, BARE], ids=["numbers as arguments", "a module without tensors"])
+def test_where_a_plan_runs(program):
+    child(program)
