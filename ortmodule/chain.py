@@ -262,7 +262,7 @@ class Graph:
         ]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
-        self.host_leaves = {self.leaves[i] for i in self.model.host_inputs if i < len(self.leaves)}
+        self.host_inputs = frozenset(self.model.host_inputs)
         if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
             raise RuntimeError("ortmodule: user inputs of a captured graph must come first")
         if len(self.model.inputs) != len(captured.inputs):

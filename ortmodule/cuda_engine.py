@@ -97,6 +97,11 @@ def moved(t: Tensor, index: int) -> Tensor:
     return t if stand_in else t.to(place(index))
 
 
+def number(t: Tensor, index: int, of_host: bool) -> Tensor:
+    """A number of the CPU as an input of the plan: of_host: that the host reads."""
+    return t if of_host or index < 0 or device_of(t).type != "cpu" else moved(t, index)
+
+
 def tf32_allowed() -> bool:
     """Whether PyTorch lets float32 matrix products on CUDA cut their operands to TF32."""
     now = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch 2.9 and later

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import autocast, guard
+from . import autocast, cuda_engine, guard
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
 from .capture.cuts import Interpreter
@@ -293,12 +293,11 @@ class _Run:
         if graph is None:
             return
 
-        def given(f: int | tuple[int, int]) -> Tensor:
-            if isinstance(f, int):
-                return plain(values[f])
-            return torch.tensor(values[f[0]].shape[f[1]], device="cpu")
+        def given(i: int, f: int | tuple[int, int]) -> Tensor:
+            t = plain(values[f]) if isinstance(f, int) else torch.tensor(values[f[0]].shape[f[1]], device="cpu")
+            return t if t.dim() else cuda_engine.number(t, graph.cuda, i in graph.host_inputs)
 
-        tensors = [given(f) for f in part.feed]
+        tensors = [given(i, f) for i, f in enumerate(part.feed)]
         for i in part.cloned:
             tensors[i] = tensors[i].clone()
         again = self.graph.again[k]

@@ -262,8 +262,10 @@ def _numbers(graph: Graph | cuts.CutGraph, flat: FlatInputs) -> list[Tensor]:
     kinds = [torch.float64 if type(x) is float else torch.int64 for x in flat.scalars]
     found = [torch.tensor(x, dtype=kind, device="cpu") for x, kind in zip(flat.scalars, kinds)]
     if graph.cuda >= 0 and isinstance(graph, Graph):
-        first = len(flat.tensors)
-        found = [t if first + i in graph.host_leaves else cuda_engine.moved(t, graph.cuda) for i, t in enumerate(found)]
+        for i, leaf in enumerate(graph.leaves):
+            if leaf >= len(flat.tensors):
+                at = leaf - len(flat.tensors)
+                found[at] = cuda_engine.number(found[at], graph.cuda, i in graph.host_inputs)
     return found
 
 

@@ -485,7 +485,7 @@ PyMethodDef om_cuda_methods[] = {
      "cuda_engine_graph_counts(): CUDA graphs made, launched, pieces of plans that were given up, why."},
     {"cuda_engine_stand_in", py_engine_stand_in, METH_O,
      "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device; on: a bool, or a function from a "
-     "tensor to the ordinal of its device (-1: the CPU)."},
+     "tensor to the ordinal of its device (-1: the CPU; -2: of a gradient's, any)."},
     {"cuda_engine_counts", py_engine_counts, METH_NOARGS,
      "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators, "
      "products by cuBLASLt."},

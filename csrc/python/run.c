@@ -46,7 +46,6 @@ static PyObject *run_started(Run *self, om_status s) {
 /* An address is one of a device: what a plan for a GPU takes lies there, but for numbers that the host reads. (That
  * inputs of a plan for the CPU lie in its memory is om_run_forward's to see.) */
 static bool anywhere(const Model *model) { return model->cuda < 0 || om_py_stand_in == Py_True; }
-static bool made_anywhere(const Model *model) { return model->cuda < 0 || om_py_stand_in; } /* what PyTorch computes */
 
 static int is_here(const Model *model, const om_tensor *t, const char *what, int number) {
     if (!t->dtype || t->device == model->cuda) return 0;
@@ -55,7 +54,11 @@ static int is_here(const Model *model, const om_tensor *t, const char *what, int
     return -1;
 }
 
-static int inputs_here(const Model *model, int variant, const om_tensor *in) {
+enum { UNKNOWN = -2 }; /* in tests: what PyTorch has computed, for devices that are none */
+
+static int inputs_here(const Model *model, int variant, om_tensor *in, int n) {
+    for (int i = 0; i < n; i++)
+        if (in[i].device == UNKNOWN) in[i].device = -1;
     const om_variant *v = anywhere(model) ? NULL : om_model_variant_at(model->m, variant);
     for (om_id i = 0; v && i < v->first_grad_in; i++)
         if (!om_val(v->g, v->g->inputs.v[i])->host && is_here(model, &in[i], "graph input", (int)i)) return -1;
@@ -63,8 +66,8 @@ static int inputs_here(const Model *model, int variant, const om_tensor *in) {
 }
 
 static int all_here(const Model *model, const om_tensor *t, int n, const char *what) {
-    for (int i = 0; !made_anywhere(model) && i < n; i++)
-        if (is_here(model, &t[i], what, i)) return -1;
+    for (int i = 0; !anywhere(model) && i < n; i++)
+        if (t[i].device != UNKNOWN && is_here(model, &t[i], what, i)) return -1;
     return 0;
 }
 
@@ -78,7 +81,7 @@ PyObject *om_py_forward(PyObject *o, PyObject *args, PyObject *kw) {
     om_tensor small[256], *in = small;
     const int n = om_model_inputs(model->m);
     if (n > 256 && !(in = malloc((size_t)n * sizeof *in))) return PyErr_NoMemory();
-    const bool fits = !om_dl_import_list(tensors, n, in, "tensors") && !inputs_here(model, variant, in);
+    const bool fits = !om_dl_import_list(tensors, n, in, "tensors") && !inputs_here(model, variant, in, n);
     Run *self = fits ? run_new(model, PySequence_Tuple(tensors)) : NULL;
     om_status s = OM_OK;
     if (self) {
@@ -110,6 +113,7 @@ static PyObject *State_backward(PyObject *o, PyObject *args, PyObject *kw) {
     Run *self = !own || om_dl_import(arena, &ar) || om_dl_import_list(tensors, n, in, "tensors") ||
                         om_dl_import_list(outputs, n_out, out, "outputs") ||
                         om_dl_import_list(grads, n_out, dy, "grads") ||
+                        all_here(state->model, out, n_out, "output") ||
                         all_here(state->model, dy, n_out, "gradient of output")
                     ? NULL
                     : run_new(state->model, PyTuple_Pack(4, arena, tensors, own, grads));

@@ -363,7 +363,7 @@ class Interpreter:
                     value[n] = (made,) if isinstance(made, Tensor) else made
                 elif isinstance(target, str):
                     value[n] = self.named(
-                        target, of(list(val.shape)) if isinstance(val, Tensor) else [], [of(a) for a in args]
+                        target, of(list(val.shape)) if isinstance(val, Tensor) else [], [of(a) for a in args], val
                     )
                     if isinstance(val, Tensor):
                         value[n] = value[n].to(val.dtype)
@@ -372,7 +372,7 @@ class Interpreter:
         outputs = [value[n] if isinstance(n, Node) else torch.tensor(of(n), device="cpu") for n in self.outputs]
         return outputs, [value[new] for _, new in self.writes]
 
-    def named(self, target: str, shape: list[int], args: list[Any]) -> Any:
+    def named(self, target: str, shape: list[int], args: list[Any], val: Any) -> Any:
         if target == STOP:
             return args[0].detach()
         if target == THROUGH:
@@ -384,4 +384,4 @@ class Interpreter:
         assert target in (COPY, FILL), target
         if isinstance(args[0], Tensor):
             return args[0].expand(shape).clone()
-        return torch.full(shape, args[0], device="cpu")
+        return torch.full(shape, args[0], device=val.device)

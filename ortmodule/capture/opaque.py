@@ -204,6 +204,11 @@ def _share(outs: Iterable[Tensor], given: Iterable[Tensor], module: nn.Module | 
     return False
 
 
+def _nothing(given: Sequence[Tensor]) -> Tensor:
+    """What stands for no result of a call, as a node has one at least: where the call's tensors are."""
+    return torch.zeros((), device=given[0].device if given else "cpu")
+
+
 def _as_call(
     name: str,
     run: Callable[..., Any],
@@ -228,7 +233,7 @@ def _as_call(
         outs = (out,) if isinstance(out, Tensor) else tuple(_results(out)[0])
         if expected.edited and _share(outs, tensors, module):
             raise Changed(f"{name}, kept in PyTorch, {SHARES}, and did not when the module was captured")
-        return out if isinstance(out, Tensor) else outs or (torch.zeros((), device="cpu"),)
+        return out if isinstance(out, Tensor) else outs or (_nothing(tensors),)
 
     return call
 
@@ -333,7 +338,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             [k for k, y in enumerate(outs) if not _share([y], [*xs, *outs[:k], *outs[k + 1 :]], None)]
         )
         row.silent = [i for i, y in enumerate(outs) if any(y is t for t in ctx.silent)]
-        return outs or [torch.zeros((), device="cpu")]
+        return outs or [_nothing(xs)]
 
     expected, name = Expected(), f"{cls.__qualname__}.apply"
     call = _as_call(name, functools.partial(_apply, cls), fill, autocast, expected)
@@ -626,7 +631,7 @@ def _module_node(
         outs, row.rebuild = _results(out)
         if sizes is not None:
             outs = [torch.empty(sizes(i), dtype=y.dtype, device=y.device) for i, y in enumerate(outs)]
-        return outs or [torch.zeros((), device="cpu")]
+        return outs or [_nothing(xs)]
 
     call = _as_call(fqn, run, fill_call, autocast_state(), expected, module)
     row = Row("module", fqn, call, meta, "submodule kept in PyTorch", expected, module=fqn)

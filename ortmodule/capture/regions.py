@@ -27,10 +27,10 @@ from .export import Exported
 from .functional import COPY, FILL, STOP, Node, Program
 
 _NAMED: dict[str, Callable[..., Tensor]] = {
-    STOP: lambda _shape, x: x.detach(),
-    COPY: lambda shape, x: x.expand(shape).clone(),
-    FILL: lambda shape, x: x.expand(shape).clone() if isinstance(x, Tensor) else torch.full(shape, x, device="cpu"),
-    "reshape_to": lambda shape, x: x.reshape(shape),
+    STOP: lambda _shape, _at, x: x.detach(),
+    COPY: lambda shape, _at, x: x.expand(shape).clone(),
+    FILL: lambda shape, at, x: x.expand(shape).clone() if isinstance(x, Tensor) else torch.full(shape, x, device=at),
+    "reshape_to": lambda shape, _at, x: x.reshape(shape),
 }
 
 
@@ -262,7 +262,8 @@ def _caller(
                 autocast.put(lowered),
             ):
                 if isinstance(target, str):
-                    made: Any = _NAMED[target]([of(d) for d in val.shape], *map(of, args)).to(val.dtype)
+                    shape = [of(d) for d in val.shape]
+                    made: Any = _NAMED[target](shape, val.device, *map(of, args)).to(val.dtype)
                 elif target is opaque.HOST:
                     made = rows[args[1]].call(of(args[0]))
                     made = (made,) if isinstance(made, Tensor) else made

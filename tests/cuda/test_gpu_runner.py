@@ -68,13 +68,15 @@ def test_the_optimizers_parts(gpu, small, monkeypatch, tmp_path, capsys):
 
 GRAPH = """
 import json, sys, torch
-import graph_correct, graph_bench
+import graph_correct, graph_bench, graph_train
 from cuda import fake
 fake.late(False)
 graph_correct.stand_in()
 rows = []
 graph_correct.MODELS = {}  # test_models_on_fake.py
 rows += graph_correct.run("cpu")
+graph_train.MODELS = {name: graph_train.MODELS[name] for name in ("hourglass", "LSTM")}  # the others' kernels have tests of their own
+rows += graph_train.run("cpu")
 rows += graph_correct.operators("cpu", ["tests/ops/test_softmax.py"])
 rows += graph_correct.operators("cpu", ["tests/ops/none.py"])
 from bench_models import Case
@@ -88,14 +90,14 @@ print(json.dumps([rows, times]))
 
 
 def test_the_graph_engines_parts():
-    """graph-correct, graph-ops and graph-bench with CPU tensors that stand for cuda:0."""
+    """graph-correct, graph-train, graph-ops and graph-bench with CPU tensors that stand for cuda:0."""
     tests = ROOT / "tests"
     path = ":".join(map(str, (tests, ROOT, tests / "gpu", tests / "bench", tests / "optim")))
     run = subprocess.run([sys.executable, "-c", GRAPH], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OM_FAKE_PROGRAMS": "1", "OM_FAKE_SOURCE": str(ROOT)})
     assert run.returncode == 0, run.stderr[-4000:]
     rows, times = json.loads(run.stdout.splitlines()[-1])
     *checked, operators, nothing = rows
-    assert len(checked) >= 6 and [r for r in checked if not r["ok"]] == []
+    assert len(checked) >= 22 and [r for r in checked if not r["ok"]] == []
     assert operators["ok"] and int(operators["detail"].split()[0]) > 10 and not nothing["ok"]
     assert [(r["model"], r["arm"], "ms" in r) for r in times[:2]] == [("tiny", "eager", True), ("tiny", "ortmodule", True)]
     assert all(r["verdict"].startswith("FAILED: ZeroDivisionError") for r in times if r["model"] == "broken")

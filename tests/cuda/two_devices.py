@@ -13,16 +13,34 @@ from torch._subclasses import FakeTensor
 
 from ortmodule import _C, cuda_engine
 
-CPU = -1
+CPU, UNKNOWN = -1, -2
 
 
 def ordinal(t: Tensor) -> int:
+    """UNKNOWN: PyTorch has computed it; that is an input's CPU, and may be a gradient's anywhere."""
     at = getattr(t, "fake_device", None)
-    return fake.gpu.fake_gpu_place(fake.C.c_void_p(t.data_ptr())) if at is None else at
+    if at is None:
+        at = fake.gpu.fake_gpu_place(fake.C.c_void_p(t.data_ptr()))
+    return UNKNOWN if at == CPU and not hasattr(t, "fake_device") else at
 
 
 def device_of(t: Tensor) -> torch.device:
     return cuda_engine.place(ordinal(t))
+
+
+class Moved(torch.autograd.Function):
+    """A copy; its gradient comes back as one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.back = max(ordinal(x), CPU)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        made = grad.clone()
+        made.fake_device = ctx.back  # type: ignore[attr-defined]
+        return made
 
 
 def put(x: Any, at: int) -> Any:
@@ -33,7 +51,7 @@ def put(x: Any, at: int) -> Any:
         return x
     if isinstance(x, FakeTensor) or ordinal(x) == at:  # fake: in a trace
         return x
-    made = x.clone()
+    made = Moved.apply(x)
     made.fake_device = at
     return made
 

@@ -61,8 +61,7 @@ def products(ours: ORTModule) -> list[str]:
     return [g.padding for g in ours.report().graphs]
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "left"), [("sdpa", False), ("sdpa", True), ("eager", False)])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models(name: str, attention: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stay_fp64(monkeypatch)

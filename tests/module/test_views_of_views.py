@@ -36,7 +36,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("computed", [False, True], ids=["of an argument", "computed"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_in_every_order(name: str, computed: bool) -> None:
-    for order in [*itertools.permutations(range(3)), *itertools.permutations(range(3), 2)]:
+    for order in itertools.permutations(range(3), 3 if computed else 2):
         eager = Net(VIEWS[name], order, computed).double()
         ours = ORTModule(copy.deepcopy(eager))
         for rows in (2, 3, 1):
