@@ -464,8 +464,12 @@ def _new_graph(
     if not state.settings.allows(fallback.DEVICE):
         _check_devices(state, flat)
     refused = cuda_engine.refusal(cuda_engine.home(state.module, flat.tensors), state.settings.cuda_engine)
-    if refused:
-        return Left(refused, CaptureError(refused))
+    if refused:  # asked again at the next call: the module may have been moved
+        _forbid(state, CaptureError(refused))
+        if (refused,) not in state.told:
+            state.told.add((refused,))
+            logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, refused)
+        return Left(refused)
     with state.lock:
         if shapes in entry.left:
             return Left("the engine cannot run these sizes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -426,3 +427,22 @@ def test_captures_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told = ours.report().eager
     assert {e.module for e in told} == {"embed", "layers.1"} and all("ORTMODULE_CAPTURE_SECONDS" in e.reason for e in told)
     assert len(ours.report().failed) == 1  # the second part had no time left to begin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_device_without_kernels_or_driver_is_pytorchs(switch: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("ORTMODULE_CUDA_ENGINE", switch)
+    why = "ORTMODULE_CUDA_ENGINE=0" if switch == "0" else "there is no NVIDIA driver|built without CUDA"
+    x = torch.randn(3, 6)
+    ours = ORTModule(put(Layer(), "cuda:0"))
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), ours.module(x))
+    (entry,) = ours.report().eager
+    assert entry.calls == 3 and re.search(why, entry.reason) and not ours.report().failed, ours.report()
+    assert sum(r.levelno >= logging.WARNING for r in caplog.records) == 1
+    with pytest.raises(CaptureError, match=why):
+        ORTModule(put(Layer(), "cuda:0"), strict=True)(x)
+    put(ours.module, "cpu")._apply(torch.clone)  # as .to(device) does
+    torch.testing.assert_close(ours(x), ours.module(x))
+    assert [g.forwards for g in ours.report().graphs] == [1], ours.report()
