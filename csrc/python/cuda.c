@@ -210,9 +210,7 @@ static PyObject *py_engine_refusal(PyObject *self, PyObject *device) {
     const int ordinal = (int)PyLong_AsLong(device);
     om_ctx *cx = PyErr_Occurred() ? NULL : om_py_ctx();
     if (!cx) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    om_cuda *d;
-    om_status s = om_cuda_enter(cx, ordinal, &d);
-    if (s == OM_OK) s = om_cuda_leave(cx, d, OM_OK);
+    const om_status s = om_cuda_use(cx, ordinal);
     PyObject *r = PyUnicode_FromString(s == OM_OK ? "" : cx->message[0] ? cx->message : om_status_text(s));
     om_ctx_free(cx);
     return r;

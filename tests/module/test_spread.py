@@ -433,7 +433,7 @@ def test_captures_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_a_device_without_kernels_or_driver_is_pytorchs(switch: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("ORTMODULE_CUDA_ENGINE", switch)
-    why = "ORTMODULE_CUDA_ENGINE=0" if switch == "0" else "there is no NVIDIA driver|built without CUDA"
+    why = "ORTMODULE_CUDA_ENGINE=0" if switch == "0" else "NVIDIA driver|built without CUDA"  # (other tests may have loaded a stand-in for the driver)
     x = torch.randn(3, 6)
     ours = ORTModule(put(Layer(), "cuda:0"))
     for _ in range(3):
