@@ -362,7 +362,7 @@ def _lowered(graded: bool, kind: str) -> dict[tuple[Any, torch.dtype, torch.dtyp
     half, double = (torch.float32, torch.bfloat16, torch.float16), torch.float64
     for op, gates in ((torch.lstm, 4), (torch.gru, 3), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
         for low, (of_x, of_state) in product(half[1:], [*product(half, half), (double, double)]):
-            w = torch.ones(8 * gates, 8, dtype=double if of_x == double else None, device=kind)
+            w = torch.ones(8 * gates, 8, dtype=double if of_x == double else torch.float32, device=kind)
             x, zero = torch.ones(2, 1, 8, dtype=of_x, device=kind), torch.zeros(1, 1, 8, dtype=of_state, device=kind)
             b = w[:, 0].contiguous()
             with (torch.set_grad_enabled(graded), torch.autocast(kind, low, cache_enabled=False),

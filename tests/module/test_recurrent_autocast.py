@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
+from ortmodule.capture import export
 
 CASES = {
     "lstm": (nn.LSTM, {"num_layers": 2, "batch_first": True}),
@@ -80,3 +81,18 @@ def test_types(kind: type[nn.RNNBase], weight: torch.dtype, given: torch.dtype, 
     for e, a in zip(*found, strict=True):
         assert a.dtype == e.dtype
         torch.testing.assert_close(a, e, rtol=1e-10 if weight == torch.float64 else 2e-2, atol=1e-2 * (weight != torch.float64))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_types_whatever_the_default_was_at_the_first_capture(kind: type[nn.RNNBase]) -> None:
+    """What PyTorch gives is asked once a process."""
+    export._lowered.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        ORTModule(nn.Linear(3, 2), strict=True)(torch.randn(2, 3)).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    eager = kind(4, 3)
+    ours, x = ORTModule(copy.deepcopy(eager), strict=True), torch.randn(5, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x)[0].dtype == eager(x)[0].dtype
