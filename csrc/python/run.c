@@ -57,7 +57,7 @@ static int is_here(const Model *model, const om_tensor *t, const char *what, int
 enum { UNKNOWN = -2 }; /* in tests: what PyTorch has computed, for devices that are none */
 
 static int inputs_here(const Model *model, int variant, om_tensor *in, int n) {
-    for (int i = 0; i < n; i++)
+    for (int i = 0; om_py_stand_in && i < n; i++)
         if (in[i].device == UNKNOWN) in[i].device = -1;
     const om_variant *v = anywhere(model) ? NULL : om_model_variant_at(model->m, variant);
     for (om_id i = 0; v && i < v->first_grad_in; i++)

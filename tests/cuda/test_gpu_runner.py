@@ -89,10 +89,18 @@ print(json.dumps([rows, times]))
 """
 
 
+def test_the_runner_finds_its_modules():
+    """Without PYTHONPATH, as make gpu-check starts it."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests/gpu')!r}); import run; run.look_around(); import graph_train, graph_bench, optim_bench, optim_correct"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd="/", check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
 def test_the_graph_engines_parts():
     """graph-correct, graph-train, graph-ops and graph-bench with CPU tensors that stand for cuda:0."""
     tests = ROOT / "tests"
-    path = ":".join(map(str, (tests, ROOT, tests / "gpu", tests / "bench", tests / "optim")))
+    path = ":".join(map(str, (tests, ROOT, tests / "gpu", tests / "bench", tests / "optim", ROOT / "examples")))
     run = subprocess.run([sys.executable, "-c", GRAPH], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OM_FAKE_PROGRAMS": "1", "OM_FAKE_SOURCE": str(ROOT)})
     assert run.returncode == 0, run.stderr[-4000:]
     rows, times = json.loads(run.stdout.splitlines()[-1])

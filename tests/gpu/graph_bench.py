@@ -1,5 +1,5 @@
 """Whole training steps on a GPU: eager, torch.compile and ORTModule, interleaved in one process; f32 (with TF32, as all
-arms may) and bf16 autocast.
+arms may; f32-ieee, when asked for: without) and bf16 autocast.
 
 ms: median of steps that end in a synchronisation; host_ms: until the step's last call returns. MiB: the most that
 torch's allocator, which the engine takes its memory from, has given out in the arm's first two steps, with the model.
@@ -74,12 +74,13 @@ def given_out(device: str, anew: bool = False) -> float:
     return (torch.cuda.memory_allocated() if anew else torch.cuda.max_memory_allocated()) / 2**20
 
 
-def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[str]) -> list[dict[str, Any]]:
+def one(name: str, case: Case, kind: str, device: str, steps: int, arms: list[str]) -> list[dict[str, Any]]:
+    torch.set_float32_matmul_precision("highest" if kind == "f32-ieee" else "high")
     steppers, first, failed, most = {}, {}, {}, {}
     for arm in arms:
         before, start = given_out(device, anew=True), time.perf_counter()
         try:
-            steppers[arm] = Stepper(arm, case, bf16, device)
+            steppers[arm] = Stepper(arm, case, kind == "bf16", device)
             steppers[arm]()
             wait(device)
         except Exception as e:  # the other arms go on
@@ -101,7 +102,6 @@ def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[s
             if i >= 3:
                 times[arm].append(time.perf_counter() - start)
                 host[arm].append(returned)
-    kind = "bf16" if bf16 else "f32"
     rows = []
     for arm in arms:
         row: dict[str, Any] = {"model": name, "dtype": kind, "arm": arm, "first_s": round(first[arm], 2)}
@@ -124,13 +124,12 @@ def one(name: str, case: Case, bf16: bool, device: str, steps: int, arms: list[s
 
 def run(device: str = "cuda", names: list[str] | None = None, steps: int = 20, arms: Sequence[str] = ARMS,
         dtypes: Sequence[str] = DTYPES) -> list[dict[str, Any]]:  # fmt: skip
-    torch.set_float32_matmul_precision("high")
     rows = []
     for name, case in cases().items():
         if names and name not in names:
             continue
         for dtype in dtypes:
-            found = one(name, case, dtype == "bf16", device, steps, list(arms))
+            found = one(name, case, dtype, device, steps, list(arms))
             show(found)
             rows += found
             if device == "cuda":
@@ -141,5 +140,5 @@ def run(device: str = "cuda", names: list[str] | None = None, steps: int = 20, a
 def show(rows: list[dict[str, Any]]) -> None:
     for r in rows:
         ms = f"{r['ms']:9.2f} ms (host {r['host_ms']:.2f})" if "ms" in r else ""
-        print(f"{r['model']:22s} {r['dtype']:5s} {r['arm']:10s} {ms} {r.get('speed', '')}x  {r.get('MiB', '')} MiB  first {r['first_s']} s  {r.get('verdict', '')}",
+        print(f"{r['model']:22s} {r['dtype']:8s} {r['arm']:10s} {ms} {r.get('speed', '')}x  {r.get('MiB', '')} MiB  first {r['first_s']} s  {r.get('verdict', '')}",
               flush=True)  # fmt: skip

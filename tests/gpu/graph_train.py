@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,11 @@ import graph_correct
 import torch
 import transformers as hf
 from checks import rows_of
-from graph_correct import Batch, Make, one_model
+from graph_correct import Batch, Make, checks_of
 from ranks import free_port
 from torch import Tensor, nn
 from torch.nn import functional as F
+from train_gpt2 import corpus
 
 from ortmodule import ORTModule, cuda_engine
 
@@ -426,7 +426,6 @@ def out_of_memory(device: str) -> str:
     else:
         return "2^31 rows of 184 numbers fitted?"
     for m in (ours, eager):
-        m.load_state_dict(m.state_dict())
         m.zero_grad()
     ours.module.norm.load_state_dict(eager.norm.state_dict())
     for m in (ours, eager):
@@ -527,22 +526,12 @@ def lightning(device: str) -> str:
 # --- a training -----------------------------------------------------------------------------------------
 
 
-def text(limit: int) -> Tensor:
-    """Bytes of the standard library's sources."""
-    data = bytearray()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        data += path.read_bytes()
-        if len(data) >= limit:
-            break
-    return torch.frombuffer(data[:limit], dtype=torch.uint8).long()
-
-
 def training(device: str, dtype: torch.dtype, steps: int, drop: float) -> str:
     """A language model of bytes, from the same weights on the same batches: losses of the last tenth on held-out text
     within 2 % of eager's, and no less learnt."""
     small = device != "cuda"
     length, width, b = (16, 32, 2) if small else (256, 384, 24)
-    data = text(20_000 if small else 4_000_000)
+    data = corpus(20_000 if small else 4_000_000)
     cut = len(data) * 9 // 10
     torch.manual_seed(0)
     config = hf.GPT2Config(n_layer=2 if small else 6, n_embd=width, n_head=2 if small else 6, vocab_size=256, n_positions=length, resid_pdrop=drop,
@@ -589,10 +578,7 @@ def training(device: str, dtype: torch.dtype, steps: int, drop: float) -> str:
 
 def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     real = device == "cuda"
-    for name, make in MODELS.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            times = 2 if dtype == torch.float32 else 3  # the largest of some hundred errors, each of few roundings
-            yield f"{name}, {dtype}", lambda m=make, d=dtype, t=times: one_model(m, d, device, t)
+    yield from checks_of(MODELS, device, half=3)  # the largest of some hundred errors, each of few roundings
     for length in (1000, 8192) if real else (96,):
         for dtype in (torch.float32, torch.bfloat16):
             yield f"{length} tokens, {dtype}", lambda n=length, d=dtype: long(n, d, device)

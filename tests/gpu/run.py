@@ -45,6 +45,14 @@ def use_wheel(path: Path) -> None:
     sys.path.insert(0, home)
 
 
+def look_around() -> None:
+    """Makes the modules of the parts importable, whatever PYTHONPATH is. tests and examples come last: names of theirs
+    (cuda) are packages elsewhere."""
+    tests = HERE.parent
+    sys.path[1:1] = [str(HERE), str(tests / "optim"), str(tests / "bench")]
+    sys.path += [str(tests), str(tests.parent / "examples")]
+
+
 def machine() -> dict[str, str]:
     try:
         import torch
@@ -111,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--part", action="append", choices=PARTS + ASKED)
-    for name, help in (("model", "a model"), ("arm", "eager, compile, ortmodule"), ("dtype", "bf16, f32")):
+    for name, help in (("model", "a model"), ("arm", "eager, compile, ortmodule"), ("dtype", "bf16, f32 (with TF32), f32-ieee (without)")):
         parser.add_argument(f"--{name}", action="append", help=f"of graph-bench, may be repeated: {help}")
     parser.add_argument("--check", action="append", default=[], help="of graph-correct and graph-train: those whose name has this text, may be repeated")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE.parents[1] / "build" / "gpu")))
@@ -121,7 +129,7 @@ def main() -> int:
     else:
         sys.path.insert(0, str(HERE.parents[1]))
     about = machine()
-    sys.path[1:1] = [str(HERE), str(HERE.parents[0] / "optim"), str(HERE.parents[0] / "bench")]
+    look_around()
     print("  ".join(f"{k} {v}" for k, v in about.items()))
     chosen = {"names": args.model, "arms": args.arm, "dtypes": args.dtype}
     bench = {k: v for k, v in chosen.items() if v}
