@@ -1,14 +1,18 @@
-/* philox.h - counter-based random numbers: Philox4x32-10 keyed by (seed, stream, logical element index).
+/* philox.h - counter-based random numbers: Philox4x32-7 keyed by (seed, stream, logical element index).
  *
  * A random node draws one 32-bit word per element of its output. The word depends only on the seed of the forward, the
  * node's stream id (node->rng) and the element's row-major index in the node's logical shape, never on tiles, threads,
  * strides, fusion or the instruction set; the gradient and a recomputed clone therefore draw the same mask without
- * storing it.
+ * storing it. Seven rounds are the fewest that pass BigCrush (Salmon et al., 2011, table 2).
  *
- * Mapping. 64 consecutive indices share 16 counters: index i uses counter (i / 64) * 16 + i % 16 and word (i / 16) % 4.
- * So a block of 16 counters fills four contiguous runs of 16 and no shuffle is needed at any vector width; on a GPU a
- * warp's loads stay coalesced.
+ * Mapping. 64 consecutive indices share 8 counters, so each word of a counter serves two of them, 32 apart: index i has
+ * counter (i / 64) * 8 + i % 8 and word (i / 8) % 4, with its halves exchanged where i / 32 is odd. So eight 64-bit
+ * lanes of counters fill eight contiguous runs of eight, and the fragments of a GPU's tensor cores, whose columns are
+ * 8 apart, need a counter for eight scores.
  *     counter = (block lo, block hi, stream lo, stream hi)     key = (seed lo, seed hi)
+ * What two indices that share a word may be used for: a comparison of the word with a number (each word by itself is
+ * uniform, so probabilities are exact to 2^-32; that both are kept differs from the product of probabilities by less
+ * than 2^-15), or its lower 16 bits (which are independent). Not for two numbers of 32 bits.
  *
  * Keep rule of dropout, the same everywhere:  keep  <=>  word < om_philox_keep_below(p),  kept values are scaled by
  * om_dropout_scale(p). p = 0 must be treated by the caller as "keep all" (the threshold would drop one word in 2^32).
@@ -22,7 +26,10 @@
 #include <immintrin.h>
 #endif
 
-enum { OM_PHILOX_BLOCK = 64 }; /* indices per block: draws are made block by block */
+enum {
+    OM_PHILOX_BLOCK = 64, /* indices per block: draws are made block by block */
+    OM_PHILOX_ROUNDS = 7,
+};
 
 #define OM_PHILOX_M0 0xD2511F53u
 #define OM_PHILOX_M1 0xCD9E8D57u
@@ -41,7 +48,7 @@ static inline void om_philox_words(uint64_t seed, uint64_t stream, uint64_t coun
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
              c3 = (uint32_t)(stream >> 32);
-    for (int r = 0; r < 10; r++) {
+    for (int r = 0; r < OM_PHILOX_ROUNDS; r++) {
         uint64_t p0 = (uint64_t)OM_PHILOX_M0 * c0, p1 = (uint64_t)OM_PHILOX_M1 * c2;
         uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
         c0 = n0, c1 = (uint32_t)p1, c2 = n2, c3 = (uint32_t)p0;
@@ -50,11 +57,14 @@ static inline void om_philox_words(uint64_t seed, uint64_t stream, uint64_t coun
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
 }
 
+static inline uint32_t om_philox_exchanged(uint32_t word) { return word << 16 | word >> 16; }
+
 /* The word of one element. */
 static inline uint32_t om_philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
     uint32_t w[4];
-    om_philox_words(seed, stream, index / 64 * 16 + index % 16, w);
-    return w[index / 16 % 4];
+    om_philox_words(seed, stream, index / 64 * 8 + index % 8, w);
+    const uint32_t word = w[index / 8 % 4];
+    return index / 32 % 2 ? om_philox_exchanged(word) : word;
 }
 
 /* Words of the 64 indices [64 * block, 64 * block + 64). Counters sit in the low halves of 64-bit lanes: the 32 x 32 ->
@@ -65,72 +75,80 @@ static inline void om_philox_block(uint64_t seed, uint64_t stream, uint64_t bloc
 #if defined(__AVX512F__)
 #define OM_PX(op) _mm512_##op
 #define OM_PX_XOR _mm512_xor_si512
+#define OM_PX_SET1 _mm512_set1_epi64
     typedef __m512i px;
-    enum { LANES = 8 };
+    enum { LANES = 8, SIDE = 1 }; /* SIDE vectors of counters at a time hide the multiply's latency; here the */
+                                  /* processor works on several blocks at once                                */
     const px iota = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
 #elif defined(__AVX2__)
 #define OM_PX(op) _mm256_##op
 #define OM_PX_XOR _mm256_xor_si256
+#define OM_PX_SET1 _mm256_set1_epi64x
     typedef __m256i px;
-    enum { LANES = 4 };
+    enum { LANES = 4, SIDE = 2 };
     const px iota = _mm256_set_epi64x(3, 2, 1, 0);
 #else
 #define OM_PX(op) _mm_##op
 #define OM_PX_XOR _mm_xor_si128
+#define OM_PX_SET1 _mm_set1_epi64x
     typedef __m128i px;
-    enum { LANES = 2 };
+    enum { LANES = 2, SIDE = 2 };
     const px iota = _mm_set_epi64x(1, 0);
 #endif
-#if defined(__AVX512F__)
-#define OM_PX_SET1 _mm512_set1_epi64
-#elif defined(__AVX2__)
-#define OM_PX_SET1 _mm256_set1_epi64x
-#else
-#define OM_PX_SET1 _mm_set1_epi64x
-#endif
     const px m0 = OM_PX_SET1(OM_PHILOX_M0), m1 = OM_PX_SET1(OM_PHILOX_M1);
-    for (int g = 0; g < 16; g += 2 * LANES) { /* two vectors of counters at a time hide the multiply's latency */
-        /* a multiple of 4, and 16 counters never carry into the upper half */
-        const uint64_t first = block * 16 + (uint64_t)g;
-        px a0 = OM_PX(add_epi64)(OM_PX_SET1((int64_t)(first & 0xFFFFFFFFu)), iota),
-           b0 = OM_PX(add_epi64)(a0, OM_PX_SET1(LANES));
-        px a1 = OM_PX_SET1((int64_t)(first >> 32)), b1 = a1;
-        px a2 = OM_PX_SET1((int64_t)(uint32_t)stream), b2 = a2, a3 = OM_PX_SET1((int64_t)(stream >> 32)), b3 = a3;
+    for (int g = 0; g < 8; g += SIDE * LANES) {
+        /* a multiple of 8, and 8 counters never carry into the upper half */
+        const uint64_t first = block * 8 + (uint64_t)g;
+        px c[SIDE][4];
+        for (int i = 0; i < SIDE; i++) {
+            c[i][0] = OM_PX(add_epi64)(OM_PX_SET1((int64_t)((first & 0xFFFFFFFFu) + (uint64_t)(i * LANES))), iota);
+            c[i][1] = OM_PX_SET1((int64_t)(first >> 32));
+            c[i][2] = OM_PX_SET1((int64_t)(uint32_t)stream);
+            c[i][3] = OM_PX_SET1((int64_t)(stream >> 32));
+        }
         uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-        for (int r = 0; r < 10; r++) {
+        for (int r = 0; r < OM_PHILOX_ROUNDS; r++) {
             const px v0 = OM_PX_SET1((int64_t)k0), v1 = OM_PX_SET1((int64_t)k1);
-            px p0 = OM_PX(mul_epu32)(a0, m0), p1 = OM_PX(mul_epu32)(a2, m1);
-            px q0 = OM_PX(mul_epu32)(b0, m0), q1 = OM_PX(mul_epu32)(b2, m1);
-            a0 = OM_PX_XOR(OM_PX_XOR(OM_PX(srli_epi64)(p1, 32), a1), v0),
-            a2 = OM_PX_XOR(OM_PX_XOR(OM_PX(srli_epi64)(p0, 32), a3), v1);
-            b0 = OM_PX_XOR(OM_PX_XOR(OM_PX(srli_epi64)(q1, 32), b1), v0),
-            b2 = OM_PX_XOR(OM_PX_XOR(OM_PX(srli_epi64)(q0, 32), b3), v1);
-            a1 = p1, a3 = p0, b1 = q1, b3 = q0;
+            for (int i = 0; i < SIDE; i++) {
+                const px p0 = OM_PX(mul_epu32)(c[i][0], m0), p1 = OM_PX(mul_epu32)(c[i][2], m1);
+                c[i][0] = OM_PX_XOR(OM_PX_XOR(OM_PX(srli_epi64)(p1, 32), c[i][1]), v0);
+                c[i][2] = OM_PX_XOR(OM_PX_XOR(OM_PX(srli_epi64)(p0, 32), c[i][3]), v1);
+                c[i][1] = p1, c[i][3] = p0;
+            }
             k0 += OM_PHILOX_W0, k1 += OM_PHILOX_W1;
         }
-        const px w[4][2] = {{a0, b0}, {a1, b1}, {a2, b2}, {a3, b3}};
-        for (int j = 0; j < 4; j++) {
-            uint32_t *o = out + j * 16 + g;
-            for (int h = 0; h < 2; h++, o += LANES) {
 #if defined(__AVX512F__)
-                _mm256_storeu_si256((__m256i *)o, _mm512_cvtepi64_epi32(w[j][h]));
-#elif defined(__AVX2__)
-                const __m256i even = _mm256_permutevar8x32_epi32(w[j][h], _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
-                _mm_storeu_si128((__m128i *)o, _mm256_castsi256_si128(even));
-#else
-                _mm_storel_epi64((__m128i *)o, _mm_shuffle_epi32(w[j][h], 0x88));
-#endif
-            }
+        const px even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        for (int j = 0; j < 4; j += 2) {
+            const px w = _mm512_permutex2var_epi32(c[0][j], even, c[0][j + 1]);
+            _mm512_storeu_si512(out + j * 8, w);
+            _mm512_storeu_si512(out + 32 + j * 8, _mm512_rol_epi32(w, 16));
         }
+#elif defined(__AVX2__)
+        for (int j = 0; j < 4; j++) { /* the even words of each half, then the halves' order */
+            const __m256i w = _mm256_permute4x64_epi64(
+                _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(c[0][j]), _mm256_castsi256_ps(c[1][j]), 0x88)),
+                0xD8);
+            _mm256_storeu_si256((__m256i *)(out + j * 8), w);
+            _mm256_storeu_si256((__m256i *)(out + 32 + j * 8),
+                                _mm256_or_si256(_mm256_slli_epi32(w, 16), _mm256_srli_epi32(w, 16)));
+        }
+#else
+        for (int j = 0; j < 4; j++) {
+            const __m128i w = _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(c[0][j]), _mm_castsi128_ps(c[1][j]), 0x88));
+            _mm_storeu_si128((__m128i *)(out + j * 8 + g), w);
+            _mm_storeu_si128((__m128i *)(out + 32 + j * 8 + g), _mm_or_si128(_mm_slli_epi32(w, 16), _mm_srli_epi32(w, 16)));
+        }
+#endif
     }
 #undef OM_PX
 #undef OM_PX_XOR
 #undef OM_PX_SET1
 #else
-    for (int g = 0; g < 16; g++) {
+    for (int g = 0; g < 8; g++) {
         uint32_t w[4];
-        om_philox_words(seed, stream, block * 16 + (uint64_t)g, w);
-        for (int j = 0; j < 4; j++) out[j * 16 + g] = w[j];
+        om_philox_words(seed, stream, block * 8 + (uint64_t)g, w);
+        for (int j = 0; j < 4; j++) out[j * 8 + g] = w[j], out[32 + j * 8 + g] = om_philox_exchanged(w[j]);
     }
 #endif
 }

@@ -141,34 +141,27 @@ FN void af_store(char *x, const int64_t *s, int64_t base, int64_t row, int d, co
     }
 }
 
-/* Dropout of N pairs whose indices are 16 apart, from `at` on: a bit each, set where the pair is kept. Their words are
- * one counter's, and the next one's where it has no more (cpu/philox.h). */
-template <int N> FN uint32_t af_kept(const om_gpu_attention &p, uint64_t seed, uint64_t at) {
-    const uint64_t counter = at / 64 * 16 + at % 16;
-    const int begin = (int)(at / 16 % 4);
-    uint32_t w[4], kept = 0;
-    philox_words(seed, p.rng, counter, w);
-#pragma unroll
-    for (int k = 0; k < 4; k++) kept |= (uint32_t)(w[k] < p.keep_below) << k;
-    if (begin > 4 - N) {
-        philox_words(seed, p.rng, counter + 16, w);
-#pragma unroll
-        for (int k = 0; k < 4; k++) kept |= (uint32_t)(w[k] < p.keep_below) << (4 + k);
-    }
-    return kept >> begin & ((1 << N) - 1);
+/* Dropout of the pairs whose indices are 8 apart, from `at` on: bit k, k <= LAST, is set where pair k is kept; what is
+ * above is without meaning. Their words are one counter's, and the next one's where it has no more (cpu/philox.h). */
+template <int LAST> FN uint32_t af_kept(const om_gpu_attention &p, uint64_t seed, uint64_t at) {
+    const uint64_t counter = at / 64 * 8 + at % 8;
+    const int begin = (int)(at / 8 % 8);
+    uint32_t kept = philox_below(seed, p.rng, counter, p.keep_below);
+    if (begin + LAST > 7) kept |= philox_below(seed, p.rng, counter + 8, p.keep_below) << 8;
+    return kept >> begin;
 }
 
-/* Of own queries from i on and keys from j on, the thread's first of each: bit 8 m + 4 (n % 2) + n / 2. */
+/* Of own queries from i on and keys from j on, the thread's first of each: bit 8 m + n. */
 template <int OWN, int N> FN uint32_t af_draw(const om_gpu_attention &p, uint64_t seed, int64_t head, int i, int j) {
     uint32_t bits = 0;
 #pragma unroll 2
-    for (int turn = 0; turn < 8; turn++) { /* m, n % 2 */
-        const uint64_t at = (uint64_t)((head * p.tq + i + turn / 2 * (OWN / 4)) * p.tk + j + turn % 2 * 8);
-        bits |= af_kept<N / 2>(p, seed, at) << 4 * turn;
+    for (int m = 0; m < 4; m++) {
+        const uint64_t at = (uint64_t)((head * p.tq + i + m * (OWN / 4)) * p.tk + j);
+        bits |= (af_kept<N - 1>(p, seed, at) & ((1 << N) - 1)) << 8 * m;
     }
     return bits;
 }
-FN bool af_stays(uint32_t bits, int m, int n) { return bits >> (8 * m + n % 2 * 4 + n / 2) & 1; }
+FN bool af_stays(uint32_t bits, int m, int n) { return bits >> (8 * m + n) & 1; }
 
 /* The queries of a block that works off keys, and the keys that they see. */
 struct af_queries {

@@ -93,17 +93,20 @@ FN void af_queries_begin(const om_gpu_attention &p, int64_t b, int64_t h, int i,
     copies_end();
 }
 
-/* Dropout of own keys from j on and queries from i on, the thread's first of each. OWN 64: keys are 16 apart, bit
- * 4 n + m; 32: they are 8 apart, bit 8 n + 4 (m % 2) + m / 2. */
+/* Dropout of own keys from j on and queries from i on, the thread's first of each. OWN 32: keys are 8 apart, bit
+ * 8 n + m; 64: they are 16 apart, bit 8 (n / 2) + n % 2 + 2 m. */
 template <int OWN> FN uint32_t af_draw_turned(const om_gpu_attention &p, uint64_t seed, int64_t head, int i, int j) {
-    enum { EACH = 64 / OWN }; /* counters of a query */
     uint32_t bits = 0;
 #pragma unroll 2
-    for (int turn = 0; turn < 8; turn++) {
-        const uint64_t at = (uint64_t)((head * p.tq + i + turn / EACH * 8) * p.tk + j + turn % EACH * 8);
-        bits |= af_kept<4 / EACH>(p, seed, at) << 4 * turn;
+    for (int n = 0; n < OWN / 8; n++) {
+        const uint64_t at = (uint64_t)((head * p.tq + i + n * 8) * p.tk + j);
+        if (OWN == 64) bits |= (af_kept<6>(p, seed, at) & 0x55) << (n / 2 * 8 + n % 2);
+        else bits |= (af_kept<3>(p, seed, at) & 15) << 8 * n;
     }
     return bits;
+}
+template <int OWN> FN bool af_stays_turned(uint32_t bits, int n, int m) {
+    return OWN == 64 ? bits >> (n / 2 * 8 + n % 2 + 2 * m) & 1 : af_stays(bits, n, m);
 }
 
 /* A block's own keys, queries by tiles, of every head that shares the keys; products are turned: rows are keys. The
@@ -172,7 +175,7 @@ template <int D, int OWN, int TILE> FN void attention_tiled_dkv(const om_gpu_att
             const float delta = stat[at], top = stat[TILE + at], il = stat[2 * TILE + at];
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                const bool stays = OWN == 64 ? kept >> (4 * n + m) & 1 : af_stays(kept, n, m);
+                const bool stays = af_stays_turned<OWN>(kept, n, m);
                 const float prob = am_exp(s[m][n] - top) * il; /* beyond the last: not seen, il 0 */
                 dp[m][n] = part && prob == 0 ? 0.0f : prob * ((stays ? dp[m][n] * keep : 0.0f) - delta);
                 s[m][n] = stays ? prob : 0.0f;

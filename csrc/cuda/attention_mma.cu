@@ -12,7 +12,7 @@ FN void attention_mma_bits(const om_gpu_attention &p) {
     const uint64_t seed = ld(&p.scalars->seed);
     const int lo = am_keys(p, a.b, own).lo / AM_TILE * AM_TILE, hi = am_keys(p, a.b, own + 15).hi;
     for (int j0 = lo; j0 < hi; j0 += AM_TILE)
-        st(am_bits(p, blockIdx.y, own, j0) + lane, am_draw<16, 8>(p, seed, blockIdx.y, own, j0));
+        st(am_bits(p, blockIdx.y, own, j0) + lane, am_draw<16, 4>(p, seed, blockIdx.y, own, j0));
 }
 EXPORT(AM_BLOCK) om_k_attention_mma_bits(PARAM(om_gpu_attention) p) { attention_mma_bits(p); }
 
@@ -104,7 +104,7 @@ template <class S, int D> FN void attention_mma(const om_gpu_attention &p) {
             for (int n = 0; n < AM_TILE / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if (!(kept >> (16 * (e / 2) + 4 * (n % 2 * 2 + e % 2) + n / 2) & 1)) s[n][e] = 0;
+                    if (!(kept >> (8 * e + n) & 1)) s[n][e] = 0;
         }
 #pragma unroll
         for (int c = 0; c < AM_TILE / 16; c++) {

@@ -126,39 +126,28 @@ FN float am_masked(const om_gpu_attention &p, const att_head &a, int i, int j, f
 }
 
 /* Dropout of the pairs whose scores a thread holds in fragments, of `rows` queries from i on (8 or 16) and the 64 keys
- * from j0 on, a multiple of 64: bit 16 r + 4 (2 (n % 2) + e) + n / 2 is set where query lane / 4 + 8 r keeps key
- * 8 n + lane % 4 * 2 + e. A counter's four words are those of keys 16 apart (cpu/philox.h), the next counter has the
- * rest of them where a row does not begin with a counter. together: counters whose chains run beside each other. */
+ * from j0 on, a multiple of 64: bit 16 r + 8 e + n is set where query lane / 4 + 8 r keeps key 8 n + lane % 4 * 2 + e.
+ * A counter's eight words are those of keys 8 apart (cpu/philox.h), the next counter has the rest of them where a row
+ * does not begin with a counter. together: counters whose chains run beside each other. */
 template <int rows, int together = 2>
 FN uint32_t am_draw(const om_gpu_attention &p, uint64_t seed, int64_t head, int64_t i, int64_t j0) {
     const int lane = threadIdx.x & 31;
     const uint64_t own = (uint64_t)((head * p.tq + i + lane / 4) * p.tk + j0 + lane % 4 * 2);
     uint32_t bits = 0;
     if (p.tk % 64 == 0) { /* rows begin with a counter */
-        const uint64_t l = lane % 4 * 2, first = (own - l) / 4 + l;
+        const uint64_t l = lane % 4 * 2, first = (own - l) / 8 + l;
 #pragma unroll together
-        for (int turn = 0; turn < rows / 2; turn++) {
-            uint32_t w[4];
-            philox_words(seed, p.rng, first + turn / 4 * 2 * p.tk + turn % 4 / 2 * 8 + turn % 2, w);
-#pragma unroll
-            for (int k = 0; k < 4; k++) bits |= (uint32_t)(w[k] < p.keep_below) << (4 * turn + k);
-        }
+        for (int turn = 0; turn < rows / 4; turn++) /* r, e */
+            bits |= philox_below(seed, p.rng, first + turn / 2 * p.tk + turn % 2, p.keep_below) << 8 * turn;
         return bits;
     }
 #pragma unroll together
-    for (int turn = 0; turn < rows / 2; turn++) { /* r, n % 2, e */
-        const uint64_t at = own + turn / 4 * 8 * p.tk + turn % 4 / 2 * 8 + turn % 2, counter = at / 64 * 16 + at % 16;
-        const int begin = (int)(at / 16 % 4);
-        uint32_t w[4], kept = 0;
-        philox_words(seed, p.rng, counter, w);
-#pragma unroll
-        for (int k = 0; k < 4; k++) kept |= (uint32_t)(w[k] < p.keep_below) << k;
-        if (begin) {
-            philox_words(seed, p.rng, counter + 16, w);
-#pragma unroll
-            for (int k = 0; k < 4; k++) kept |= (uint32_t)(w[k] < p.keep_below) << (4 + k);
-        }
-        bits |= (kept >> begin & 15) << 4 * turn;
+    for (int turn = 0; turn < rows / 4; turn++) {
+        const uint64_t at = own + turn / 2 * 8 * p.tk + turn % 2, counter = at / 64 * 8 + at % 8;
+        const int begin = (int)(at / 8 % 8);
+        uint32_t kept = philox_below(seed, p.rng, counter, p.keep_below);
+        if (begin) kept |= philox_below(seed, p.rng, counter + 8, p.keep_below) << 8;
+        bits |= (kept >> begin & 255) << 8 * turn;
     }
     return bits;
 }

@@ -100,9 +100,9 @@ template <class S, int D> FN void attention_mma_dq(const om_gpu_attention &p) {
                 }
             }
             if (p.drop) {
-                const uint32_t kept = bits >> half / 16;
+                const uint32_t kept = bits >> half / 8;
                 FRAGMENTS(n, e) {
-                    const bool stays = kept >> (16 * (e / 2) + 4 * (n % 2 * 2 + e % 2) + n / 2) & 1;
+                    const bool stays = kept >> (8 * e + n) & 1;
                     dp[n][e] = stays ? dp[n][e] * keep : 0;
                 }
             }
@@ -233,12 +233,12 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
                 IN_TURN();
             }
         }
-        uint32_t kept[AM_STEP / 16][2]; /* of queries 8 apart 16 bits each; of keys 8 apart 8 bits, 16 apart 1 bit */
+        uint32_t kept[AM_STEP / 16][2]; /* of queries 8 apart 16 bits each, of keys 8 apart 1 bit */
 #pragma unroll
         for (int n = 0; n < AM_STEP / 16; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                kept[n][e] = p.drop ? step.bits[n][(t * 2 + e) * 4 + g / 2] >> (4 * (g % 2) + warp) : ~0u;
+                kept[n][e] = p.drop ? step.bits[n][(t * 2 + e) * 4 + g / 2] >> (8 * (g % 2) + 2 * warp) : ~0u;
 #pragma unroll
         for (int n = 0; n < AM_STEP / 8; n++)
 #pragma unroll
@@ -247,7 +247,7 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
                 const float delta = step.delta[at], m = step.m[at], il = step.il[at];
 #pragma unroll
                 for (int x = e; x < 4; x += 2) {
-                    const bool stays = kept[n / 2][e] >> (16 * (n % 2) + 4 * (x - e)) & 1;
+                    const bool stays = kept[n / 2][e] >> (16 * (n % 2) + x / 2) & 1;
                     s[n][x] = am_exp(s[n][x] - m) * il; /* beyond the last: not seen, il 0 */
                     dp[n][x] = s[n][x] * ((stays ? dp[n][x] * keep : 0.0f) - delta);
                 }
@@ -260,7 +260,7 @@ template <class S, int D> FN void attention_mma_dkv(const om_gpu_attention &p) {
             }
         }
         if (p.drop) {
-            FRAGMENTS(n, e) if (!(kept[n / 2][e % 2] >> (16 * (n % 2) + 8 * (e / 2)) & 1)) s[n][e] = 0;
+            FRAGMENTS(n, e) if (!(kept[n / 2][e % 2] >> (16 * (n % 2) + e / 2) & 1)) s[n][e] = 0;
         }
 #pragma unroll
         for (int c = 0; c < AM_STEP / 16; c++) {

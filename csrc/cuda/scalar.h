@@ -39,7 +39,7 @@ FN void philox_words(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t 
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
              c3 = (uint32_t)(stream >> 32);
-    for (int r = 0; r < 10; r++) {
+    for (int r = 0; r < 7; r++) {
         const uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
         c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
         c1 = (uint32_t)p1, c3 = (uint32_t)p0;
@@ -47,11 +47,21 @@ FN void philox_words(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t 
     }
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
 }
+FN uint32_t philox_exchanged(uint32_t word) { return word << 16 | word >> 16; }
 /* Word of one element: philox.h's om_philox_at. */
 FN uint32_t philox_at(uint64_t seed, uint64_t stream, uint64_t index) {
     uint32_t w[4];
-    philox_words(seed, stream, index / 64 * 16 + index % 16, w);
-    const uint32_t word = (uint32_t)(index / 16 % 4); /* an indexed array would lie in memory */
-    return word < 2 ? word ? w[1] : w[0] : word == 2 ? w[2] : w[3];
+    philox_words(seed, stream, index / 64 * 8 + index % 8, w);
+    const uint32_t k = (uint32_t)(index / 8 % 4); /* an indexed array would lie in memory */
+    const uint32_t word = k < 2 ? k ? w[1] : w[0] : k == 2 ? w[2] : w[3];
+    return index / 32 % 2 ? philox_exchanged(word) : word;
+}
+/* Which of the eight words that begin with a counter's index, 8 apart, are below a number: a bit each. */
+FN uint32_t philox_below(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t below) {
+    uint32_t w[4], bits = 0;
+    philox_words(seed, stream, counter, w);
+    for (int k = 0; k < 4; k++)
+        bits |= (uint32_t)(w[k] < below) << k | (uint32_t)(philox_exchanged(w[k]) < below) << (4 + k);
+    return bits;
 }
 #endif

@@ -6,8 +6,8 @@
  * compiled: statements, dtypes, which strides are 0 or 1, whether rows are whole. What it reads from its parameters:
  * addresses, sizes, other strides, dropout's streams.
  *
- * A block of 128 threads takes 512 elements, a thread four that lie 16 apart: its place in a group of 64 elements is
- * that of a Philox counter, whose four words are these four elements'; half a warp reads 16 neighbours.
+ * A block of 128 threads takes 512 elements, a thread four that lie 16 apart in a group of 64 elements: they have their
+ * words from one Philox counter, two of it each; half a warp reads 16 neighbours.
  */
 #ifndef OM_CUDA_STRIP_COMPILED_H
 #define OM_CUDA_STRIP_COMPILED_H
@@ -119,8 +119,15 @@ template <int N, int RANK, bool ROWS, class INDEX> struct strip_place {
         return ROWS ? (int64_t)c[0][axis] + (axis == RANK - 1 ? k * STRIP_APART : 0) : (int64_t)c[ROWS ? 0 : k][axis];
     }
     FN_MEMBER void words(uint32_t *w, uint64_t seed, const om_gpu_draw &d) const { /* a word of Philox for each */
-        if (N == 1) w[0] = philox_at(seed, d.rng, (uint64_t)at);
-        else philox_words(seed, d.rng, (uint64_t)at / STRIP_GROUP * STRIP_APART + (uint64_t)at % STRIP_APART, w);
+        if (N == 1) {
+            w[0] = philox_at(seed, d.rng, (uint64_t)at);
+        } else { /* at is one of its group's first 16 */
+            uint32_t of[4];
+            const bool odd = (uint64_t)at / 8 % 2;
+            philox_words(seed, d.rng, (uint64_t)at / STRIP_GROUP * 8 + (uint64_t)at % 8, of);
+            w[0] = odd ? of[1] : of[0], w[1] = odd ? of[3] : of[2];
+            w[2] = philox_exchanged(w[0]), w[3] = philox_exchanged(w[1]);
+        }
     }
 };
 
