@@ -772,8 +772,9 @@ class Watch:
             given = [frame.f_locals.get(n) for n in self._given_class[key]]
             if any(x is cls for x in given for cls in contents.SYMBOLIC):
                 raise _class_of_number(frame)
-        if code.co_freevars and key not in self._inner:
-            values = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals and n[:2] != "__"}
+        free = [n for n in code.co_freevars if n[:2] != "__"]  # others are Python's and dataclasses' own
+        if free and key not in self._inner:
+            values = {n: frame.f_locals[n] for n in free if n in frame.f_locals}
             which = key, tuple(id(v) for v in values.values())
             if which not in self._closures or (not self.quiet and which not in self._closures_read):
                 self._closures[which] = code, values
@@ -1202,7 +1203,8 @@ class Watch:
                 if id(f.__code__) in wanted:
                     self._functions.setdefault(id(f.__code__), []).append(f)
             for code, values in missing:
-                self._cells(code, values)
+                if not self._cells(code, values) and gc.get_freeze_count():
+                    self._problem(id(code), f"reads closure variables of {bytecode.at(code)}, which gc.freeze() hides")
 
     def _functions_hold(self) -> None:
         """Functions of the user's keep their code, their defaults and the attributes that are asked for."""

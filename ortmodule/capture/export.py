@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import inspect
 import logging
 import operator
@@ -766,6 +767,10 @@ def _original(t: Tensor) -> Tensor:
         and x.data_ptr() == t.data_ptr()
         and x.stride() == t.stride()
     ]
+    if not found and gc.get_freeze_count():
+        raise CaptureError(
+            f"a tensor {tuple(t.shape)} that is no parameter or buffer of the module, which gc.freeze() hides: call it after the first step"
+        )
     return next((x for x in found if x.requires_grad and x.is_leaf), found[0] if found else t)
 
 

@@ -377,6 +377,8 @@ class _Walk:
             return False
         if not self.share or not state_of(x) or not _is_bare(type(x)):  # type: ignore[arg-type]
             return True
+        if gc.get_freeze_count():
+            raise Unreadable(f"who holds the {type(x).__name__} that forward returns is hidden by gc.freeze()")
         holders = gc.get_referrers(x)
         return not all(isinstance(r, types.FrameType) or self.inside.get(id(r), before) < before for r in holders)
 
