@@ -126,18 +126,20 @@ static inline void om_philox_block(uint64_t seed, uint64_t stream, uint64_t bloc
         }
 #elif defined(__AVX2__)
         for (int j = 0; j < 4; j++) { /* the even words of each half, then the halves' order */
-            const __m256i w = _mm256_permute4x64_epi64(
-                _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(c[0][j]), _mm256_castsi256_ps(c[1][j]), 0x88)),
-                0xD8);
+            const __m256 halves =
+                _mm256_shuffle_ps(_mm256_castsi256_ps(c[0][j]), _mm256_castsi256_ps(c[1][j]), 0x88);
+            const __m256i w = _mm256_permute4x64_epi64(_mm256_castps_si256(halves), 0xD8),
+                          exchanged = _mm256_or_si256(_mm256_slli_epi32(w, 16), _mm256_srli_epi32(w, 16));
             _mm256_storeu_si256((__m256i *)(out + j * 8), w);
-            _mm256_storeu_si256((__m256i *)(out + 32 + j * 8),
-                                _mm256_or_si256(_mm256_slli_epi32(w, 16), _mm256_srli_epi32(w, 16)));
+            _mm256_storeu_si256((__m256i *)(out + 32 + j * 8), exchanged);
         }
 #else
         for (int j = 0; j < 4; j++) {
-            const __m128i w = _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(c[0][j]), _mm_castsi128_ps(c[1][j]), 0x88));
+            const __m128 words = _mm_shuffle_ps(_mm_castsi128_ps(c[0][j]), _mm_castsi128_ps(c[1][j]), 0x88);
+            const __m128i w = _mm_castps_si128(words),
+                          exchanged = _mm_or_si128(_mm_slli_epi32(w, 16), _mm_srli_epi32(w, 16));
             _mm_storeu_si128((__m128i *)(out + j * 8 + g), w);
-            _mm_storeu_si128((__m128i *)(out + 32 + j * 8 + g), _mm_or_si128(_mm_slli_epi32(w, 16), _mm_srli_epi32(w, 16)));
+            _mm_storeu_si128((__m128i *)(out + 32 + j * 8 + g), exchanged);
         }
 #endif
     }

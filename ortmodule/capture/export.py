@@ -769,7 +769,8 @@ def _original(t: Tensor) -> Tensor:
     ]
     if not found and gc.get_freeze_count():
         raise CaptureError(
-            f"a tensor {tuple(t.shape)} that is no parameter or buffer of the module, which gc.freeze() hides: call it after the first step"
+            f"a tensor {tuple(t.shape)} that is no parameter or buffer of the module, which gc.freeze() hides: "
+            "call it after the first step"
         )
     return next((x for x in found if x.requires_grad and x.is_leaf), found[0] if found else t)
 
