@@ -87,6 +87,25 @@ def _plain_class(k: Any) -> Any:
     return Tensor if issubclass(k, Tensor) and k.__module__.startswith("torch._subclasses.") else k
 
 
+def holds_tensor(v: Any, depth: int = 3) -> bool:
+    """Is there a tensor that may have a gradient in it?"""
+    if isinstance(v, Tensor):
+        return v.is_floating_point() or v.is_complex()
+    if depth == 0 or type(v) in PLAIN or isinstance(v, (type, torch.nn.Module)) or callable(v):
+        return False
+    if isinstance(v, dict):
+        return any(holds_tensor(x, depth - 1) for x in dict.values(v))
+    if container(v):
+        return any(holds_tensor(x, depth - 1) for x in v)
+    return any(holds_tensor(x, depth - 1) for x in (attributes(v) or {}).values())
+
+
+def added(v: Any, old: list[Any]) -> list[Any]:
+    """What is in a container and was not in this copy of it."""
+    known = {id(x) for x in old}
+    return [x for x in copy(v) if id(x) not in known]
+
+
 def container(v: Any) -> bool:
     return isinstance(v, (list, tuple, dict, set, frozenset, collections.deque))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -217,6 +218,7 @@ class CutGraph:
         self.n_outputs = len(self.outputs)
         self.forwards = 0
         self.broken: str | None = None  # why later calls should be PyTorch's
+        self.call_ms = {m.module: 0.0 for m in self.marks if m.kind == "call"}  # of kept submodules, forward
 
     @property
     def loaded(self) -> list[Graph]:
@@ -227,7 +229,9 @@ class CutGraph:
         found: dict[str, str] = {}
         for mark in self.marks:
             if mark.kind == "call":
-                found[mark.module] = f"cut at {mark.module}: called in PyTorch, with its hooks"
+                inside = self.module.get_submodule(mark.module).modules()
+                why = "with its hooks" if any(guard.place_of("", m) for m in inside) else "as it leaves tensors behind"
+                found[mark.module] = f"cut at {mark.module}: called in PyTorch, {why}"
             elif mark.kind == "enter":
                 own = self.module.get_submodule(mark.module).__dict__
                 kinds = [
@@ -360,8 +364,10 @@ class _Run:
 
     def call(self, mark: Mark) -> None:
         args, kwargs = mark.fill([self.values[i] for i in mark.operands])
+        start = perf_counter()
         with nullcontext() if mark.grad else torch.no_grad(), mark.autocast():
             result = self.graph.module.get_submodule(mark.module)(*args, **kwargs)
+        self.graph.call_ms[mark.module] += (perf_counter() - start) * 1e3
         flat = flatten_inputs((result,), {})
         if flat.key != mark.key:
             self.graph.broken = f"{mark.module} returns another structure than when it was captured"

@@ -535,6 +535,8 @@ def _new_graph(
                                  perf_counter() - began)  # fmt: skip
                 state.root.capturing_s = state.settings.capture_seconds
                 return _no_time(state)
+            except Refused:
+                raise
             except Exception as error:
                 failure = capture_error(state.module, error)
                 state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
@@ -605,10 +607,14 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     first: tuple[bytes, watch.Watch] | None = None
     stopped: set[tuple[Any, ...]] = set()  # kinds of modules that could not be captured, and where
     undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    seen: watch.Watch | None = None
     try:
         for _ in range(_LADDER_LIMIT):
             if perf_counter() > deadline:
                 raise TimeUp
+            if seen is not None:
+                entry.escaped |= seen.escaped
+            places = _live(state, entry, keep)
             shadow = shadow_of(state.body)
             try:
                 with (
@@ -626,15 +632,19 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                         symbolic_scalars=symbolic,
                         keep_in_torch=keep,
                         fixed=fixed,
-                        cut=entry.places,
+                        cut=places,
                         answers=answers if branching else None,
                         rehearse=branching and any(g.answers for g in entry.graphs),
                         earlier=[g.graph.captured.kept for g in state.every if g.graph.captured.kept],
                     )
                 if entry.effect is not None:
                     cuts.check(entry.effect, seen.reads)
+                if _escaping(seen.escaped - entry.escaped, keep):
+                    _restore(undo)
+                    undo, first = [], None
+                    continue
                 # what a kept module's own forward assigns is not among them; hooks may look in between
-                lasting = set() if entry.places else {*captured.left, *seen.restored}
+                lasting = set() if places else {*captured.left, *seen.restored}
                 written = sorted(seen.writes - lasting)
                 if not written:
                     problems = [p for p in seen.problems if not _inside(p.module, keep)]
@@ -683,7 +693,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 # that it is written; a module that does it again and again stays there.
                 entry.writes_seen += 1
                 if entry.writes_seen <= 2 and not state.settings.strict:
-                    more = keep or entry.places or seen.keeps or seen.problems or seen.assigns or captured.conditions
+                    more = keep or places or seen.keeps or seen.problems or seen.assigns or captured.conditions
                     plain = not more and all(op.kind == "aten" and not op.draws for op in captured.host_ops)
                     raise _Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
                 where, name = written[0]
@@ -760,6 +770,28 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     return graph, seen.caches()
 
 
+def _escaping(escaped: set[str], keep: set[str]) -> list[str]:
+    """Kept modules that leave tensors behind."""
+    return [k for k in sorted(keep) if any(_inside(where, {k}) for where in escaped)]
+
+
+def _live(state: State, entry: Entry, keep: set[str]) -> tuple[guard.Place, ...]:
+    """Where the graph is cut: at hooks, and where a kept module leaves tensors behind (an attribute, an element of a
+    list), from which others may take a gradient: it must be called on live tensors."""
+    found = _escaping(entry.escaped, keep)
+    live = [k for k in found if not any(_inside(p.name, {k}) for p in entry.places)]
+    if live and state.settings.memory_budget is not None:
+        raise Refused(
+            f"memory_budget cannot be kept for {type(state.module).__name__}: {live[0]} stays in PyTorch and leaves "
+            "tensors behind that others may use, so it cuts the graph into parts. Return them from forward, or remove "
+            "the budget."
+        )
+    lacking = private.lacks("hooks") if live else None
+    if lacking is not None:
+        raise CaptureError(lacking)
+    return (*entry.places, *[guard.Place(k, False, False, True) for k in live])
+
+
 def _still(keep: set[str], answers: branches.Answers, why: CaptureError | watch.Problem) -> bool:
     """A module is going to be kept in PyTorch, which a call that changes its way would run twice: no capture with
     branches, then."""
@@ -774,7 +806,7 @@ def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, .
     if not state.settings.recheck:
         made.no_net = "ORTMODULE_RECHECK is 0"
     elif isinstance(made.graph, cuts.CutGraph):
-        made.no_net = "hooks on submodules take part"
+        made.no_net = "hooks on submodules, or submodules kept in PyTorch, cut the graph"
     elif made.answers:
         made.no_net = "forward branches on values of tensors"
     elif private.lacks("net"):

@@ -70,6 +70,7 @@ class Entry:
         self.no_symbolic = False  # ... but it cannot be an input
         self.n_captures = 0
         self.keep: set[str] = set()
+        self.escaped: set[str] = set()  # submodules that leave tensors where others find them
         self.places: tuple[guard.Place, ...] = ()  # submodules with hooks
         self.effect: cuts.Effect | None = None  # of those hooks, once a call has been watched
         self.reads: guard.Reads | None = None  # the attributes of modules that the captures hold for

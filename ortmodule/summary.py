@@ -50,6 +50,7 @@ def report(state: State, table: bool = True) -> Report:
         whole = made.graph
         graphs = whole.loaded if isinstance(whole, cuts.CutGraph) else [whole]
         plans = [plan for g in graphs for plan in g.model.plan_report()]
+        called = whole.call_ms if isinstance(whole, cuts.CutGraph) else {}
         peak: dict[str, int] = {}
         for plan in plans:
             for name, size in plan.get("peak_bytes", {}).items():
@@ -58,7 +59,7 @@ def report(state: State, table: bool = True) -> Report:
             GraphEntry(
                 nodes=whole.captured.n_nodes,
                 densities=whole.captured.densities,
-                engine_nodes=whole.captured.n_nodes - len(whole.captured.host_ops),
+                engine_nodes=max(0, whole.captured.n_nodes - len(whole.captured.host_ops) - len(called)),
                 dynamic=whole.captured.dynamic,
                 capture_s=whole.captured.seconds,
                 load_s=state_of.load_s[id(whole)],
@@ -90,6 +91,13 @@ def report(state: State, table: bool = True) -> Report:
                 page_faults=whole.memory.faults if isinstance(whole, Graph) else 0,
             )
         )
+        for name, ms in called.items():  # between two parts of the graph
+            why = state_of.reasons.get(name)
+            at = (why.file, why.line) if why is not None else ("", 0)
+            reason = "submodule kept in PyTorch" + (f": it {why.reason}" if why is not None else "")
+            entry = host.setdefault((name, *at), HostEntry(name, "module", _inside(state_of, name), *at, reason, 0))
+            entry.count += 1
+            entry.ms += ms
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
             module = _inside(state_of, op.module)
             entry = host.get((op.name, op.file, op.line))

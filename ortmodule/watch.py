@@ -162,6 +162,7 @@ class Watch:
         self.reads: set[tuple[str, str]] = set()
         self.writes: set[tuple[str, str]] = set()
         self.quiet_writes: set[tuple[str, str]] = set()
+        self.escaped: set[str] = set()  # modules whose code leaves a tensor where others find it when it has returned
         # attributes that forward assigned before it had read them; those that it leaves as numbers, words or sizes that
         # a call can be given without forward, and those that it leaves as they were
         self._blind: set[tuple[str, str]] = set()
@@ -203,6 +204,7 @@ class Watch:
         # are compared
         self._attribute_names: tuple[set[str], set[str]] = set(), set()
         self._watched: set[tuple[type, bool]] = set()
+        self._ran_quietly: dict[int, set[str]] = {}  # by code: modules kept in PyTorch in which it has run
         self._functions: dict[int, list[types.FunctionType]] = {}
         self._closures: dict[tuple[int, tuple[int, ...]], tuple[types.CodeType, dict[str, Any]]] = {}
         self._inner: set[int] = set()  # ids of code objects that executed code makes functions of
@@ -349,6 +351,8 @@ class Watch:
                     (self.quiet_writes if self.quiet else self.writes).add((where, name))
                 elif name != "training":  # by train() and eval(), for whoever calls them
                     self._by_torch.add((where, name))
+                if contents.holds_tensor(value):
+                    self.escaped.add(where)
             put(obj, name, value)
 
         return setattribute
@@ -763,7 +767,9 @@ class Watch:
         if ran_in is None:
             ran_in = self._ran_in[key] = set()
             self._ran[key] = code
-        if not self.quiet:
+        if self.quiet:
+            self._ran_quietly.setdefault(key, set()).add(where)
+        else:
             ran_in.add(where)
         if (key, self.quiet > 0) not in self._entered:
             self._entered.add((key, self.quiet > 0))
@@ -1077,6 +1083,7 @@ class Watch:
             if not contents.unchanged(met.value, met.copy):
                 plain = self._plain_changes(met)
                 more = contents.entries_more(met.value, met.copy)
+                self._escapes(met.tokens, contents.added(met.value, met.copy))
                 contents.put_back(met.value, met.copy)
                 if more is not None and not more:
                     continue
@@ -1104,6 +1111,7 @@ class Watch:
                 private.set_version((t,), (version,))  # a backward may be waiting
         for space, name, old, at, token in self._globals.values():
             if space.get(name, _ABSENT) is not old:
+                self._escapes({token}, space.get(name))
                 if old is _ABSENT:
                     del space[name]
                 else:
@@ -1113,14 +1121,17 @@ class Watch:
         for cls, (token, old, name) in self._classes.items():
             own = vars(cls)
             for k in [k for k in own if k not in old and k in names and k != "__getattribute__"]:
+                self._escapes({token}, own[k])
                 type.__delattr__(cls, k)
                 self._changed({token}, f"assigns {name}.{k}")
             for k, v in old.items():
                 if k in names and own.get(k, _ABSENT) is not v:
+                    self._escapes({token}, own.get(k))
                     type.__setattr__(cls, k, v)
                     self._changed({token}, f"assigns {name}.{k}")
         for obj, name, old, what, token in self._slots:
             if getattr(obj, name, _ABSENT) is not old:
+                self._escapes({token}, getattr(obj, name, None))
                 object.__setattr__(obj, name, old)
                 self._changed({token}, f"changes {what}")
         for cache, before in self._caches.values():
@@ -1156,6 +1167,20 @@ class Watch:
     def caches(self) -> list[Any]:
         """functools.lru_cache functions that were met."""
         return [cache for cache, _ in self._caches.values()]
+
+    def _escapes(self, tokens: set[Any], left: Any) -> None:
+        """Code of these left this behind."""
+        if contents.holds_tensor(left):
+            for token in tokens:
+                self.escaped |= self._places_of(token)
+
+    def _places_of(self, token: Any) -> set[str]:
+        """Where in the tree code of this runs, in the graph or kept in PyTorch."""
+        if isinstance(token, str):
+            return {token}
+        if isinstance(token, type):
+            return {where for where, cls in self._classes_of.items() if issubclass(cls, token)}
+        return self._ran_in.get(token, set()) | self._ran_quietly.get(token, set())
 
     def _changed(self, tokens: set[Any], reason: str, fills: bool = False) -> None:
         for token in tokens:
@@ -1194,6 +1219,9 @@ class Watch:
                 now = row[1].get(row[2], _ABSENT)
                 self.rows[key] = ((pair[1], *row[1:3], None) if now is _ABSENT else (pair[0], *row[1:3], now)), name
         missing = []
+        for code, _ in self._closures.values():
+            if bytecode.stores_free(code):
+                self.escaped |= self._places_of(id(code))
         for closure, (code, values) in self._closures.items():
             if closure in self._closures_read and not self._cells(code, values):
                 missing.append((code, values))
