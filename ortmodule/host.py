@@ -13,19 +13,21 @@ Regions live in the dictionary of one forward, keyed by the node, so several for
 
 Invariant: input tensors are views of engine memory that ends with the run. A Region outlives it, and what users have
 written may keep what it is given (a feature in an attribute, the gradient in a Function's backward). Both get copies,
-except of the caller's own tensors (parameters; all of a submodule in PyTorch): those are used as they are.
+except of the caller's own tensors (all of a submodule in PyTorch, those with a gradient): those are used as they are. A
+parameter is handed over itself: a Function may differentiate again by it, look at its attributes, write its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import torch_private as private
 
@@ -200,7 +202,7 @@ class Host:
                 leaves.append(None)
                 continue
             leaf = _copied(op, t, own)
-            leaves.append(leaf.requires_grad_() if place in wanted else leaf)
+            leaves.append(leaf.requires_grad_() if place in wanted and not leaf.requires_grad else leaf)
         with torch.enable_grad():
             outputs = _as_tuple(self._call(op, _given(leaves)))
         regions[node] = Region(leaves, outputs)
@@ -218,8 +220,23 @@ def _region_grads(
         return [None] * len(wanted)
     outputs, incoming = zip(*pairs, strict=True)
     sources = [t for t in (region.inputs[place] for place in wanted) if t is not None]
-    found = torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain)
+    with _hooks_at_rest(sources):
+        found = torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain)
     return [None if g is None else plain(g) for g in found]
+
+
+@contextlib.contextmanager
+def _hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks of parameters are run when the whole gradient is handed to them."""
+    tables: list[Any] = [t._backward_hooks for t in tensors if t._backward_hooks]
+    before = [list(table.items()) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, items in zip(tables, before, strict=True):
+            table.update(items)
 
 
 def plain(t: Tensor) -> Tensor:
@@ -233,14 +250,11 @@ def plain(t: Tensor) -> Tensor:
 def _copied(op: HostOp, t: Tensor, own: dict[int, Tensor]) -> Tensor:
     """What outlives the run: a copy, or the caller's own tensor."""
     mine = own.get(t.data_ptr())
-    if (
-        mine is not None
-        and mine.shape == t.shape
-        and mine.dtype == t.dtype
-        and mine.stride() == t.stride()
-        and (mine.requires_grad or op.kind == "module")
-    ):
-        return mine.detach()
+    if mine is not None and mine.shape == t.shape and mine.dtype == t.dtype and mine.stride() == t.stride():
+        if type(mine) is nn.Parameter and op.kind != "aten":
+            return mine
+        if mine.requires_grad or op.kind == "module":
+            return mine.detach()
     return t.detach().clone()
 
 

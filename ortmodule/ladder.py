@@ -597,6 +597,9 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     if any(not isinstance(p, nn.Parameter) for p in state.module.parameters()):
         raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
     lacking = private.lacks("capture") or (private.lacks("hooks") if entry.places else None)
+    if lacking is None and private.lacks("shared") is not None:
+        n_places = sum(1 for _ in state.module.named_modules(remove_duplicate=False))
+        lacking = private.lacks("shared") if n_places != sum(1 for _ in state.module.modules()) else None
     if lacking is not None:
         raise CaptureError(lacking)
     keep = set(entry.keep)

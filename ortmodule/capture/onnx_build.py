@@ -392,8 +392,15 @@ class Builder:
         raise UnsupportedError(f"a size computed as {e} (only + - * // % min max)")
 
     def _floor(self, a: Any, b: Any) -> Val:
-        """ONNX truncates, so what is divided is made positive for all sizes: (s - 10) // 5 is (s + 0) // 5 - 2."""
+        """ONNX truncates, so what is divided is made positive for all sizes: (s - 10) // 5 is (s + 0) // 5 - 2. Where no
+        number is below it for all of them (-s // 2), what the division leaves over, of the divisor's sign, is taken away
+        first."""
+        if isinstance(b, int) and b < 0:
+            a, b = expr_of(-a), -b
         least = _least(a)
+        if _least(b) < 0 or least < -(2**31):
+            whole = self._binary("Sub", self.size(a), self._binary("Mod", self.size(a), self.size(b)))
+            return self._binary("Div", whole, self.size(b))
         more = -(least // b) if isinstance(b, int) and b > 0 and -(2**31) < least < 0 else 0
         v = self._binary("Div", self.size(expr_of(a + more * b)), self.size(b))
         return self._binary("Add", v, self.size(-more)) if more else v
