@@ -596,6 +596,8 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     functools caches that forward has met. Raises CaptureError, and TimeUp after the deadline."""
     if any(not isinstance(p, nn.Parameter) for p in state.module.parameters()):
         raise _Skip("parameters are replaced by other tensors for this call (functional_call)")
+    if any(p.grad is not None and p.grad.shape != p.shape for p in state.module.parameters()):
+        raise _Skip("a parameter has a gradient of another size, as after a resize; zero_grad ends that")
     lacking = private.lacks("capture") or (private.lacks("hooks") if entry.places else None)
     if lacking is None and private.lacks("shared") is not None:
         n_places = sum(1 for _ in state.module.named_modules(remove_duplicate=False))
@@ -767,6 +769,13 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
         entry.reads = guard.Reads(state.module, reads)
     else:
         entry.reads.add(state.module, reads)
+    parts = [c for c in captured.captured if c is not None] if isinstance(captured, CutCaptured) else [captured]
+    bound: dict[int | str, bool] = {}
+    for each in parts:
+        for i, spec in enumerate(each.inputs):
+            if spec.kind == "const_attr":
+                bound.update(dict.fromkeys((id(spec.tensor), spec.target), i in each.writes))
+    seen.note_numbers(state.module, bound)
     entry.held.add(seen.rows)
     _tell(state, seen)
     state.load_s[id(graph)] = perf_counter() - start

@@ -69,7 +69,8 @@ from .torch_private import HOOK_TABLES
 ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS = range(12)
 
 _MANY = 20_000  # elements of a container that are compared at every step
-_BYTES = 1 << 20  # of an array
+_BYTES = 1 << 20  # of an array or tensor
+_FEW = 64  # numbers of a tensor of which code may have asked for some by name
 # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _REGISTRY = 8
 _ABSENT = patches.ABSENT
@@ -287,7 +288,7 @@ class Watch:
                 _C.watch_end()
                 if hasattr(profile, "enable"):  # cProfile
                     profile.enable()
-                elif profile is not None:
+                elif callable(profile):  # that of torch.profiler's with_stack is C's alone, and sees no more frames
                     sys.setprofile(profile)
             if collects:
                 gc.enable()
@@ -793,6 +794,9 @@ class Watch:
 
     def _first_call(self, frame: types.FrameType, code: types.CodeType) -> None:
         known = bytecode.analyse(code)
+        asked = {"__name__", "__qualname__", "__module__"}.intersection(code.co_names)
+        if asked and not self.quiet and _names_of_tensors(code):
+            self._problem(id(code), f"compares the {min(asked)} of a class with a tensor's: isinstance can be followed")
         if {"object", "__getattribute__"} <= known.names:
             for where, own in self._dicts:
                 self._looks_into(where, own)
@@ -1155,6 +1159,26 @@ class Watch:
         )
         return new if ok else {}
 
+    def note_numbers(self, module: nn.Module, inputs: dict[int | str, bool]) -> None:
+        """Rows for the numbers in tensors that are no parameters and buffers. inputs: by id, and by name in the tree,
+        of those that are inputs of the graph, which computes with what is in them, whether it also writes them; of
+        others forward can only have asked for numbers, and so it may have of small ones."""
+        registered = {id(t) for t in (*module.parameters(), *module.buffers())}
+        asks = {"item", "tolist", "numpy"} & self._attribute_names[False]
+        found: dict[int, tuple[Tensor, str]] = {
+            id(t): (t, "") for t, _, _ in self._tensors.values() if id(t) in self._seen
+        }
+        for where, name in self.reads:
+            t = vars(module.get_submodule(where)).get(name)
+            if type(t) is Tensor and t.layout is torch.strided and t.device.type != "meta":
+                found[id(t)] = t, f"{where}.{name}".lstrip(".")
+        for t, name in found.values():
+            written = inputs.get(id(t), inputs.get(name))  # None: no input
+            asked = written is None or not written and bool(asks) and t.numel() <= _FEW
+            if 0 < t.nbytes <= _BYTES and id(t) not in registered and asked:
+                numbers = contents.Numbers(t)
+                self._row((CALL, None, numbers, numbers()), "numbers in a tensor")
+
     def assigned(self) -> list[Problem]:
         """`assigns` as problems."""
         before, self.problems = self.problems, []
@@ -1272,6 +1296,12 @@ class Watch:
 
 
 # --- small things ----------------------------------------------------------------------------------
+
+
+def _names_of_tensors(code: types.CodeType) -> bool:
+    """Has the code the name of a class of tensors, or of torch, among its constants?"""
+    flat = [x for c in code.co_consts for x in (c if isinstance(c, (tuple, frozenset)) else (c,))]
+    return any(x in ("Tensor", "Parameter", "FakeTensor", "torch", "torch.Tensor") for x in flat if type(x) is str)
 
 
 def _article(name: str) -> str:
