@@ -1023,8 +1023,9 @@ def _tell(state: State, seen: watch.Watch) -> None:
     for (file, line), does in seen.says.items():
         if (file, line) not in state.told:
             state.told.add((file, line))
-            logger.warning("%s: forward %s (%s:%d). In the engine it does so only when it is captured.",
-                           type(state.module).__name__, does, file, line)
+            when = "it does not" if does == "warns" else "it does so only when it is captured"
+            logger.warning("%s: forward %s (%s:%d). In the engine %s.",
+                           type(state.module).__name__, does, file, line, when)
 
 
 # --- small things ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import random
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ def watched_functions() -> tuple[Any, ...]:
         datetime.date.today,
         os.urandom,
         builtins.print,
+        warnings.warn,
         builtins.input,
         builtins.globals,
         time.sleep,

@@ -190,8 +190,8 @@ TABLE: tuple[Row, ...] = (
     Row("checkpoint", ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",
                        "torch.utils.checkpoint.noop_context_fn"), "what torch.utils.checkpoint stands around is kept "
         "for backward (but with use_reentrant=True): more memory", owner=True),
-    Row("module_tracer", ("torch.fx.experimental.proxy_tensor._ModuleStackTracer",), "code that compares submodules, of "
-        "which one stands at two places of the tree, would be shown others while it is captured", need="shared",
+    Row("module_tracer", ("torch.fx.experimental.proxy_tensor._ModuleStackTracer",), "code that compares submodules, "
+        "of which one stands at two places of the tree, would be shown others while it is captured", need="shared",
         works=lambda cls: "getattr" in vars(cls)),
     Row("transformer", ("torch.nn.modules.transformer._detect_is_causal_mask",), "layers of nn.Transformer that are "
         "given a mask ask at every call whether it is causal", owner=True),

@@ -48,6 +48,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -989,7 +990,10 @@ class Watch:
                 self._stop("reads or writes a file that was open before", user)
         if self.quiet:
             return
-        if function is print or stream is not None:
+        if function is warnings.warn:
+            if not libraries.once(frame):
+                self.says.setdefault((user.f_code.co_filename, user.f_lineno), "warns")
+        elif function is print or stream is not None:
             if function is print or spoken:
                 if not libraries.once(frame):
                     self.says.setdefault((user.f_code.co_filename, user.f_lineno), "prints")

@@ -291,11 +291,12 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def patched_torch() -> contextlib.AbstractContextManager[None]:
-    """Places of torch that read data or unroll time while tracing, or put other objects in the place of modules. The causal-mask detector of nn.Transformer compares
-    values (the engine finds causality itself); recurrent layers ask on CUDA where their weights lie, for cuDNN's sake,
-    and their fake kernels unroll the sequence, which fixes its length; torch.div of sizes gives a tensor, whose value
-    would be read as one that only the data knows. Where a submodule stands at two places of the tree, a trace shows code
-    a new object for each submodule at each access, which is neither the module nor of its class."""
+    """Places of torch that read data or unroll time while tracing, or put other objects in the place of modules. The
+    causal-mask detector of nn.Transformer compares values (the engine finds causality itself); recurrent layers ask on
+    CUDA where their weights lie, for cuDNN's sake, and their fake kernels unroll the sequence, which fixes its length;
+    torch.div of sizes gives a tensor, whose value would be read as one that only the data knows. Where a submodule
+    stands at two places of the tree, a trace shows code a new object for each submodule at each access, which is
+    neither the module nor of its class."""
     flatten = nn.RNNBase.flatten_parameters
     rows = [Patch(nn.RNNBase, "flatten_parameters", only_here(lambda self: None, flatten))]
     if private.has("surely"):

@@ -392,9 +392,9 @@ class Builder:
         raise UnsupportedError(f"a size computed as {e} (only + - * // % min max)")
 
     def _floor(self, a: Any, b: Any) -> Val:
-        """ONNX truncates, so what is divided is made positive for all sizes: (s - 10) // 5 is (s + 0) // 5 - 2. Where no
-        number is below it for all of them (-s // 2), what the division leaves over, of the divisor's sign, is taken away
-        first."""
+        """ONNX truncates, so what is divided is made positive for all sizes: (s - 10) // 5 is (s + 0) // 5 - 2. Where
+        no number is below it for all of them (-s // 2), what the division leaves over, of the divisor's sign, is taken
+        away first."""
         if isinstance(b, int) and b < 0:
             a, b = expr_of(-a), -b
         least = _least(a)

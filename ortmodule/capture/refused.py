@@ -533,7 +533,7 @@ def _installed(path: str) -> bool:
 def _answer_here(flag: str) -> bool:
     """The flag of torch.compiler for installed packages, False for the user's own code."""
     frame: FrameType | None = sys._getframe(2)  # below: this, the asked function
-    while frame is not None and frame.f_code.co_name == "is_compiling" and frame.f_code.co_filename.startswith(TORCH_DIR):
+    while frame and frame.f_code.co_name == "is_compiling" and frame.f_code.co_filename.startswith(TORCH_DIR):
         frame = frame.f_back  # older names of the same question
     assert frame is not None
     return bool(getattr(torch.compiler, flag)) and _installed(frame.f_code.co_filename)

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable
@@ -471,6 +472,15 @@ def test_printing_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytes
             ours(X)
     assert "forward runs" in capsys.readouterr().out
     assert sum("forward prints" in r.message for r in caplog.records) == 1
+    assert not ours.report().eager
+
+
+def test_warnings_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours, _ = wrapped_and_eager(lambda: Base(lambda s: warnings.warn("careful", RuntimeWarning, stacklevel=1) or 1.0))
+    with caplog.at_level(logging.WARNING, "ortmodule"):
+        for _ in range(3):
+            ours(X)
+    assert sum("forward warns" in r.message and "In the engine it does not" in r.message for r in caplog.records) == 1
     assert not ours.report().eager
 
 
