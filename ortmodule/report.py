@@ -192,6 +192,8 @@ class Report:
             text += f"; without a CUDA graph: {self.cuda_graphs[2]} ({'; '.join(self.without_cuda_graph)})"
         if self.interpreted:
             text += f"; chains are interpreted: {self.interpreted}"
+        if not (self.graphs or self.failed or self.eager or self.parts):
+            text += "; its forward has not been called (what other methods compute runs in PyTorch)"
         if self.eager:
             text += f"; {sum(e.calls for e in self.eager)} calls wholly in PyTorch: {self.eager[0].reason}"
         return text
@@ -241,10 +243,8 @@ class Report:
                     f"    {g.reruns} forwards were run again because gradients arrived for other outputs than before"
                 )
         for h in self.host:
-            lines.append(
-                f"  in PyTorch: {h.name} x{h.count} ({h.module or 'top level'}, {h.file}:{h.line}): {h.reason}; "
-                f"{h.ms:.1f} ms"
-            )
+            where = (h.module or "top level") + f", {h.file}:{h.line}" * bool(h.file)
+            lines.append(f"  in PyTorch: {h.name} x{h.count} ({where}): {h.reason}; {h.ms:.1f} ms")
         for e in self.eager:
             where = (
                 f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""

@@ -4,8 +4,9 @@ The rest of the package asks here (`private.keep_graph()`): a name is looked for
 What is missing, or does not do what is expected of it, is logged once and shown in `model.report()`, and
   instead   stands in its place, where there is something: more memory or time, never another result;
   need      names what cannot be without it: "call" (what a call means cannot be told: all calls stay in PyTorch),
-            "capture" (nothing can be captured), "hooks" (modules with hooks on submodules stay in PyTorch), "net" (no
-            capture is compared with forward later on). Whoever does one of these asks `lacks` first.
+            "capture" (nothing can be captured), "hooks" (modules with hooks on submodules stay in PyTorch), "shared"
+            (those with one submodule at two places do), "net" (no capture is compared with forward later on). Whoever
+            does one of these asks `lacks` first.
 
 Not listed: paths of files in a traceback, attributes by which a name is only shown, and the tables `_parameters`,
 `_buffers` and `_modules` of a module, which every subclass of nn.Module meets.
@@ -287,6 +288,7 @@ def has(field: str) -> bool:
 def _sentence(row: Row) -> str:
     kept = {"call": "all calls stay in PyTorch", "capture": "nothing is captured, all calls stay in PyTorch",
             "hooks": "modules with hooks on submodules stay in PyTorch",
+            "shared": "modules with one submodule at two places stay in PyTorch",
             "net": "captures are not compared with forward later on"}  # fmt: skip
     ends = f": {kept[row.need]}" if row.need else ""
     return f"this PyTorch ({torch.__version__}) has no {_missing[row.field]}, or another one: {row.without}{ends}"

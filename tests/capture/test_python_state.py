@@ -740,3 +740,31 @@ def test_class_attributes_around_what_is_kept_in_pytorch(monkeypatch: pytest.Mon
     assert wrapped.report().graphs
     monkeypatch.setattr(AroundChooses, "factor", 2.0)
     assert torch.equal(wrapped(x), wrapped.module(x))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: type(x).__name__ == "Tensor",
+        lambda x: x.__class__.__name__ in ("Tensor", "Parameter"),
+        lambda x: type(x).__module__ == "torch",
+        lambda x: not torch._dynamo.is_compiling(),
+        lambda x: not torch.compiler.is_compiling(),
+    ],
+)
+def test_names_of_classes(ask: Callable[[Tensor], bool]) -> None:
+    """A trace's tensors are of another class; what asks for its name has eager's answer."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (1.0 if ask(x) else 2.0)
+
+    model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), Asks())
+    ours, eager = ORTModule(copy.deepcopy(model)), model
+    for _ in range(2):
+        same(step(ours, X), step(eager, X))
+    assert ours.report().graphs

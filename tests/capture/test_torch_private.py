@@ -246,6 +246,17 @@ def gathers_name_nobody() -> None:
     assert not hasattr(group, "_ortmodule_named")
 
 
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.Tanh()
+        self.layers = nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8), act)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        return y.square().mean(), y
+
+
 def no_transformed_buffers() -> None:
     class Steps(nn.Linear):
         def __init__(self) -> None:
@@ -297,6 +308,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "size_node": lambda: in_engine(alike(Tower(), sizes)),
     "or_false": lambda: alike(Squeezed(), lambda m: [m(torch.ones(rows, 4)).sum().backward() for rows in (2, 3, 1, 2)]),
     "unbacked": lambda: stays(alike(Asks(), lambda m: m(torch.ones(2, 4)).sum().backward())),
+    "module_tracer": lambda: stays(alike(Shared(), train)),
     "surely": lambda: in_engine(alike(Tower(), sizes)),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
