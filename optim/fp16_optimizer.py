@@ -69,6 +69,11 @@ def FP16_Optimizer(
         loss_scaler: DynamicLossScaler, or a number for a constant scale. Default: dynamic, 2^16, window 2000.
         kwargs: get_tensor_model_parallel_rank, get_tensor_model_parallel_group (or ..._horizontal_...) for Megatron.
     """
+    if isinstance(optimizer, torch.nn.Module):
+        raise TypeError(
+            f"FP16_Optimizer is given a module, {type(optimizer).__name__}, in the place of its optimizer: "
+            "FP16_Optimizer(torch.optim.AdamW(model.parameters()), model)"
+        )
     if modify_wrapper(optimizer, **kwargs):
         return optimizer
     if kwargs:

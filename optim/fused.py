@@ -42,6 +42,11 @@ class AdamWMode(enum.IntEnum):
     ADAMW_TORCH = 2  # torch.optim.AdamW
     ADAM_TORCH = 3  # torch.optim.Adam: L2, eps inside the bias correction
 
+    @classmethod
+    def _missing_(cls, value: object) -> AdamWMode:
+        known = ", ".join(f"{mode.value} ({mode.name})" for mode in cls)
+        raise ValueError(f"adam_w_mode={value!r}: it is one of {known}")
+
 
 @torch.enable_grad()
 def run_closure(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:

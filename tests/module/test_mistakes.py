@@ -273,6 +273,8 @@ OURS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
                                           "step_in_backward of LBFGS: it is not known to treat its parameters one by one; allowed: FusedAdam, .*"),
     "updates within backward, of two backwards": (lambda: accumulated(), RuntimeError,
                                                   r"step_in_backward: a parameter got a second gradient before optimizer.step\(\). Call that after each backward; .*"),
+    "a module for its optimizer": (lambda: FP16_Optimizer(Line()), TypeError, r"FP16_Optimizer is given a module, Line, in the place of its optimizer: .*"),
+    "a mode of Adam": (lambda: FusedAdam(Line().parameters(), adam_w_mode=9), ValueError, r"adam_w_mode=9: it is one of 0 \(ADAM_L2_REGULARIZATION\), .*"),
     "loss scaling and updates within backward": (lambda: step_in_backward(FP16_Optimizer(FusedAdam((m := Line()).parameters()), m)), TypeError,
                                                  "step_in_backward of an FP16_Optimizer: it needs all gradients .*"),
 }  # fmt: skip
