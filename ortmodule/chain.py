@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import _C, autocast, cuda_engine, ranks
+from . import _C, autocast, cuda_engine, masks, ranks
 from . import torch_private as private
 from .capture import Captured
 from .capture.functional import SIZES, View
@@ -58,6 +58,11 @@ from .links import Arrived, Live, put_around, shown
 from .memory import BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
+_DRAWN = (
+    "ortmodule: a backward that is differentiated itself (create_graph=True, gradients with tangents) runs the module "
+    "again in PyTorch, and its random operations are not only dropout in an order that can be repeated there. Set "
+    "their p to 0, or call eval() on them."
+)
 
 _SEED_END = 2**63 - 1
 _SMALL = 4 << 20  # bytes copied without a second thought
@@ -593,11 +598,8 @@ class Graph:
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:
         """Gradients that can be differentiated again, or in forward mode as they are made: the user's module runs in
         PyTorch on aliases of the step's tensors."""
-        if self.random or step.random_states is not None:
-            raise RuntimeError(
-                "ortmodule: a backward that is differentiated itself (create_graph=True, gradients with tangents) "
-                "through a module with active random operations (dropout) is not possible: it is "
-                "run again in PyTorch, where other random numbers are drawn. Set their p to 0, or call eval() on them.")
+        if step.random_states is not None or self.random and str(self.captured.checkpoints):
+            raise RuntimeError(_DRAWN)
         self.check_versions(step)
         if any(i not in step.clones for i in self.writes):
             self.reruns += 1  # from now on copies are kept
@@ -607,8 +609,14 @@ class Graph:
                 f"{[self.captured.inputs[i].name for i in self.writes]}. Run the forward again; it will keep what "
                 "they were.")
         assert step.call is not None
-        with torch.enable_grad(), autocast.put(step.lowered):
-            outputs, aliases = step.call.replay(step.tensors, step.clones)
+        try:
+            dropout = masks.same(step.seed, self.captured.onnx) if self.random else nullcontext()
+            with torch.enable_grad(), autocast.put(step.lowered), dropout:
+                outputs, aliases = step.call.replay(step.tensors, step.clones)
+        except masks.Unknown:
+            raise RuntimeError(_DRAWN) from None
+        if self.random and not self._like(step, outputs):
+            raise RuntimeError(_DRAWN)
         pairs = [
             (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad
         ]
@@ -620,6 +628,20 @@ class Graph:
                 sources, [aliases[i] for i in numbers], incoming, create_graph=torch.is_grad_enabled(),
                 allow_unused=True)
         return Live(None, dict(zip(numbers, found, strict=True)), True)
+
+    def _like(self, step: Step, outputs: Sequence[Tensor | None]) -> bool:
+        """Are these what the step's forward has returned? It is run again."""
+        tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
+        with torch.no_grad(), autocast.put(step.lowered):
+            run = self.model.forward(self.plain.number, tensors, step.seed, write=False)
+            self.host.drive_forward(run, {}, {}, tensors)
+        for ours, t in zip(run.outputs(), outputs, strict=False):
+            if t is not None and t.is_floating_point():
+                near = 5e-2 if torch.finfo(t.dtype).bits < 32 or any(step.lowered) else 1e-3
+                a, b = ours.detach().double(), t.detach().double()
+                if a.shape != b.shape or not (a - b).norm() <= near * b.norm() + 1e-12:
+                    return False
+        return True
 
     def look_between(self, step: Step, arrived: int) -> None:
         """Says once when the gradient of an output is looked at that another output, whose gradient arrives, is
