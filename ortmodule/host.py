@@ -67,6 +67,7 @@ Answers = dict[int, dict[int, "Tensor | None"]]
 """Per host node: gradients by position of the input, computed for all parts when the first is asked for. Lives as long
 as one backward."""
 _OUTPUT, _HOST, _ANY = 1, 2, 3  # om_flow_kind
+_OF_NUMBERS = ("aten::linspace", "aten::logspace")  # read tensors as numbers in eager: no gradient, and no error
 
 
 class Flow:
@@ -203,7 +204,7 @@ class Host:
                 continue
             leaf = _copied(op, t, own)
             leaves.append(leaf.requires_grad_() if place in wanted and not leaf.requires_grad else leaf)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not op.name.startswith(_OF_NUMBERS)):
             outputs = _as_tuple(self._call(op, _given(leaves)))
         regions[node] = Region(leaves, outputs)
         self.follow()

@@ -396,3 +396,26 @@ def test_methods_that_make_another_of_their_class() -> None:
     assert type(wider) is Rebuilds and wider.size == 4
     assert isinstance(copy.deepcopy(wrapped), ORTModule) and isinstance(copy.copy(wrapped), ORTModule)
     assert len(ORTModule(nn.ModuleList([nn.ReLU(), nn.ReLU()]))[:1]) == 1
+
+
+class Grid(nn.Module):
+    """Numbers between two that are trained: PyTorch reads those, and gives them no gradient."""
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.top, self.make = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0)), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.make(0, self.top, 4)
+
+
+@pytest.mark.parametrize("make", [torch.linspace, torch.logspace])
+def test_ends_of_a_grid_have_no_gradient(make: Callable[..., Tensor]) -> None:
+    eager = Grid(make)
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        for m in (eager, wrapped):
+            m(x).sum().backward()
+        torch.testing.assert_close(wrapped.layer.weight.grad, eager.layer.weight.grad)
+        assert wrapped.top.grad is None and eager.top.grad is None
