@@ -409,6 +409,7 @@ class Grid(nn.Module):
         return self.layer(x) * self.make(0, self.top, 4)
 
 
+@pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("make", [torch.linspace, torch.logspace])
 def test_ends_of_a_grid_have_no_gradient(make: Callable[..., Tensor]) -> None:
     eager = Grid(make)
