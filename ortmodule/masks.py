@@ -13,9 +13,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import onnx
 import torch
-from onnx import numpy_helper
 from torch import Tensor
 
 from . import torch_private as private
@@ -30,6 +28,9 @@ class Unknown(RuntimeError):
 
 def draws(model: bytes) -> list[float]:
     """The rates of the dropouts of a graph, of attention too, in the order in which they are given their streams."""
+    import onnx  # a wrapped module does without
+    from onnx import numpy_helper
+
     graph = onnx.load_from_string(model).graph
     constants = {t.name: t for t in graph.initializer}
     found = []
