@@ -230,7 +230,8 @@ class CutGraph:
         for mark in self.marks:
             if mark.kind == "call":
                 inside = self.module.get_submodule(mark.module).modules()
-                why = "with its hooks" if any(guard.place_of("", m) for m in inside) else "as it leaves tensors behind"
+                hooked = any(guard.place_of("", m) for m in inside)
+                why = "with its hooks" if hooked else "as it leaves tensors behind, or checkpoints"
                 found[mark.module] = f"cut at {mark.module}: called in PyTorch, {why}"
             elif mark.kind == "enter":
                 own = self.module.get_submodule(mark.module).__dict__

@@ -618,7 +618,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
             if perf_counter() > deadline:
                 raise TimeUp
             if seen is not None:
-                entry.escaped |= seen.escaped
+                entry.escaped |= _on_live(state, seen)
             places = _live(state, entry, keep)
             shadow = shadow_of(state.body)
             try:
@@ -644,7 +644,7 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                     )
                 if entry.effect is not None:
                     cuts.check(entry.effect, seen.reads)
-                if _escaping(seen.escaped - entry.escaped, keep):
+                if _escaping(_on_live(state, seen) - entry.escaped, keep):
                     _restore(undo)
                     undo, first = [], None
                     continue
@@ -780,6 +780,12 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     _tell(state, seen)
     state.load_s[id(graph)] = perf_counter() - start
     return graph, seen.caches()
+
+
+def _on_live(state: State, seen: watch.Watch) -> set[str]:
+    """Modules that must be called on live tensors if they are kept in PyTorch. A checkpoint alone is no reason to turn
+    down a memory_budget, which cannot be kept beside them."""
+    return seen.escaped | (seen.checkpointed if state.settings.memory_budget is None else set())
 
 
 def _escaping(escaped: set[str], keep: set[str]) -> list[str]:

@@ -71,6 +71,7 @@ ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, C
 
 _MANY = 20_000  # elements of a container that are compared at every step
 _BYTES = 1 << 20  # of an array or tensor
+_CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
 _FEW = 64  # numbers of a tensor of which code may have asked for some by name
 # classes in one container: with more it is a registry, and what stands on the classes themselves is not followed
 _REGISTRY = 8
@@ -165,6 +166,8 @@ class Watch:
         self.writes: set[tuple[str, str]] = set()
         self.quiet_writes: set[tuple[str, str]] = set()
         self.escaped: set[str] = set()  # modules whose code leaves a tensor where others find it when it has returned
+        # modules kept in PyTorch that may checkpoint: reentrant checkpoints give gradients to a whole backward alone
+        self.checkpointed: set[str] = set()
         # attributes that forward assigned before it had read them; those that it leaves as numbers, words or sizes that
         # a call can be given without forward, and those that it leaves as they were
         self._blind: set[tuple[str, str]] = set()
@@ -771,6 +774,8 @@ class Watch:
             self._ran[key] = code
         if self.quiet:
             self._ran_quietly.setdefault(key, set()).add(where)
+            if _CHECKPOINTS.intersection(code.co_names):
+                self.checkpointed.add(where)
         else:
             ran_in.add(where)
         if (key, self.quiet > 0) not in self._entered:

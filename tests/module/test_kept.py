@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ortmodule import ORTModule
 
@@ -310,3 +311,33 @@ def test_state_that_carries_a_gradient_between_calls() -> None:
             m(x).square().sum().backward()
         torch.testing.assert_close(ours.linear.weight.grad, eager.linear.weight.grad)
     assert "an earlier call of this forward" in ours.report().eager[0].reason
+
+
+class Checkpoints(nn.Module):
+    """Stays in PyTorch for the random number, and checkpoints inside."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant) * (1 + random.random())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_what_is_kept(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 4), Checkpoints(reentrant), nn.Linear(4, 2)).double()
+    wrapped = ORTModule(copy.deepcopy(eager))
+    for step in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        for m in (eager, wrapped):
+            random.seed(step)
+            m.zero_grad()
+            m(x).square().sum().backward()
+        for p, q in zip(eager.parameters(), wrapped.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-12)
+    assert [h.module for h in wrapped.report().host] == ["1"], str(wrapped.report())
