@@ -580,10 +580,7 @@ class Graph:
         tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
         variant = self.memory.fit(self, variant, tensors)
         regions: Regions = {}
-        random = cuda_engine.random_from(self.cuda, step.random_states)
-        with torch.no_grad(), random, autocast.put(step.lowered):
-            run = self.model.forward(variant.number, tensors, step.seed, write=False)
-            self.host.drive_forward(run, regions, variant.want, tensors)
+        run = self._forward_again(step, variant.number, tensors, regions, variant.want)
         state, arena = run.state()
         back = state.backward(arena, tensors, run.outputs(), grads)
         found: dict[int, Tensor | None] = {}
@@ -594,6 +591,16 @@ class Graph:
                 self.host.drive_backward(back, segment, regions, variant.want, False, answers, missing)
                 found.update([(i, None if missing.of_input(i) else grad) for i, grad in back.grads(segment)])
         return Live(None, found, keep)
+
+    def _forward_again(
+        self, step: Step, variant: int, tensors: Sequence[Tensor], regions: Regions, want: Want
+    ) -> _C.Run:
+        """The step's forward with the numbers it has drawn, and without its writes."""
+        random = cuda_engine.random_from(self.cuda, step.random_states)
+        with torch.no_grad(), random, autocast.put(step.lowered):
+            run = self.model.forward(variant, tensors, step.seed, write=False)
+            self.host.drive_forward(run, regions, want, tensors)
+        return run
 
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:
         """Gradients that can be differentiated again, or in forward mode as they are made: the user's module runs in
@@ -632,9 +639,7 @@ class Graph:
     def _like(self, step: Step, outputs: Sequence[Tensor | None]) -> bool:
         """Are these what the step's forward has returned? It is run again."""
         tensors = [step.clones.get(i, t) for i, t in enumerate(step.tensors)]
-        with torch.no_grad(), autocast.put(step.lowered):
-            run = self.model.forward(self.plain.number, tensors, step.seed, write=False)
-            self.host.drive_forward(run, {}, {}, tensors)
+        run = self._forward_again(step, self.plain.number, tensors, {}, {})
         for ours, t in zip(run.outputs(), outputs, strict=False):
             if t is not None and t.is_floating_point():
                 near = 5e-2 if torch.finfo(t.dtype).bits < 32 or any(step.lowered) else 1e-3

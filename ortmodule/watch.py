@@ -785,7 +785,7 @@ class Watch:
             given = [frame.f_locals.get(n) for n in self._given_class[key]]
             if any(x is cls for x in given for cls in contents.SYMBOLIC):
                 raise _class_of_number(frame)
-        free = [n for n in code.co_freevars if n[:2] != "__"]  # others are Python's and dataclasses' own
+        free = code.co_freevars and [n for n in code.co_freevars if n[:2] != "__"]  # others are Python's, dataclasses'
         if free and key not in self._inner:
             values = {n: frame.f_locals[n] for n in free if n in frame.f_locals}
             which = key, tuple(id(v) for v in values.values())
@@ -1068,18 +1068,23 @@ class Watch:
         if self.quiet:
             return
         if isinstance(token, str):
-            places = {token}
             code = getattr(self._classes_of[token].forward, "__code__", None)
         elif isinstance(token, type):
-            places = {where for where, cls in self._classes_of.items() if issubclass(cls, token)}
             code = getattr(token.forward, "__code__", None) if issubclass(token, nn.Module) else None
         else:
-            places = self._ran_in[token]
             code = self._ran[token]
-        for where in places:
+        for where in self._places_of(token):
             self.problems.append(
                 Problem(where, reason, code.co_filename if code else "", code.co_firstlineno if code else 0, fills)
             )
+
+    def _places_of(self, token: Any) -> set[str]:
+        """Where in the tree a module, a class, or code that has run (by its id; in the graph) stands."""
+        if isinstance(token, str):
+            return {token}
+        if isinstance(token, type):
+            return {where for where, cls in self._classes_of.items() if issubclass(cls, token)}
+        return self._ran_in[token]
 
     def _stop(self, reason: str, user: types.FrameType | None = None) -> None:
         """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
@@ -1096,7 +1101,7 @@ class Watch:
             if not contents.unchanged(met.value, met.copy):
                 plain = self._plain_changes(met)
                 more = contents.entries_more(met.value, met.copy)
-                self._escapes(met.tokens, contents.added(met.value, met.copy))
+                left = contents.added(met.value, met.copy)
                 contents.put_back(met.value, met.copy)
                 if more is not None and not more:
                     continue
@@ -1104,7 +1109,7 @@ class Watch:
                     self.assigns.append((met.value, plain))
                     self._assigned.update(met.tokens)
                     continue
-                self._changed(met.tokens, f"changes {met.name}", fills=more is not None)
+                self._changed(met.tokens, f"changes {met.name}", left, fills=more is not None)
         for v, old, name, tokens in self._arrays.values():
             if v.tobytes() != old.tobytes():
                 v[...] = old
@@ -1123,30 +1128,30 @@ class Watch:
                     t.detach().copy_(old)
                 private.set_version((t,), (version,))  # a backward may be waiting
         for space, name, old, at, token in self._globals.values():
-            if space.get(name, _ABSENT) is not old:
-                self._escapes({token}, space.get(name))
+            left = space.get(name, _ABSENT)
+            if left is not old:
                 if old is _ABSENT:
                     del space[name]
                 else:
                     space[name] = old
-                self._changed({token}, f"assigns global {name} ({at})")
+                self._changed({token}, f"assigns global {name} ({at})", left)
         names = self._attribute_names[False] | self._attribute_names[True]
         for cls, (token, old, name) in self._classes.items():
             own = vars(cls)
             for k in [k for k in own if k not in old and k in names and k != "__getattribute__"]:
-                self._escapes({token}, own[k])
+                left = own[k]
                 type.__delattr__(cls, k)
-                self._changed({token}, f"assigns {name}.{k}")
+                self._changed({token}, f"assigns {name}.{k}", left)
             for k, v in old.items():
-                if k in names and own.get(k, _ABSENT) is not v:
-                    self._escapes({token}, own.get(k))
+                left = own.get(k, _ABSENT)
+                if k in names and left is not v:
                     type.__setattr__(cls, k, v)
-                    self._changed({token}, f"assigns {name}.{k}")
+                    self._changed({token}, f"assigns {name}.{k}", left)
         for obj, name, old, what, token in self._slots:
-            if getattr(obj, name, _ABSENT) is not old:
-                self._escapes({token}, getattr(obj, name, None))
+            left = getattr(obj, name, _ABSENT)
+            if left is not old:
                 object.__setattr__(obj, name, old)
-                self._changed({token}, f"changes {what}")
+                self._changed({token}, f"changes {what}", left)
         for cache, before in self._caches.values():
             if cache.cache_info().misses != before.misses:
                 cache.cache_clear()
@@ -1201,23 +1206,13 @@ class Watch:
         """functools.lru_cache functions that were met."""
         return [cache for cache, _ in self._caches.values()]
 
-    def _escapes(self, tokens: set[Any], left: Any) -> None:
-        """Code of these left this behind."""
-        if contents.holds_tensor(left):
-            for token in tokens:
-                self.escaped |= self._places_of(token)
-
-    def _places_of(self, token: Any) -> set[str]:
-        """Where in the tree code of this runs, in the graph or kept in PyTorch."""
-        if isinstance(token, str):
-            return {token}
-        if isinstance(token, type):
-            return {where for where, cls in self._classes_of.items() if issubclass(cls, token)}
-        return self._ran_in.get(token, set()) | self._ran_quietly.get(token, set())
-
-    def _changed(self, tokens: set[Any], reason: str, fills: bool = False) -> None:
+    def _changed(self, tokens: set[Any], reason: str, left: Any = None, fills: bool = False) -> None:
+        """left: what code of these has left there, where it may hold tensors."""
+        escapes = contents.holds_tensor(left)
         for token in tokens:
             self._problem(token, reason, fills)
+            if escapes:
+                self.escaped |= self._places_of(token) | self._ran_quietly.get(token, set())
 
     def _finish(self) -> None:
         """Rows for the contents of containers and for closure variables, as they are after everything was put back."""
@@ -1254,7 +1249,7 @@ class Watch:
         missing = []
         for code, _ in self._closures.values():
             if bytecode.stores_free(code):
-                self.escaped |= self._places_of(id(code))
+                self.escaped |= self._places_of(id(code)) | self._ran_quietly.get(id(code), set())
         for closure, (code, values) in self._closures.items():
             if closure in self._closures_read and not self._cells(code, values):
                 missing.append((code, values))
