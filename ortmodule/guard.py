@@ -10,7 +10,7 @@ Two questions of different price:
 
 Invariant: whoever stores a fast() value stores `Guard.refs()` beside it. Entries are hashed by identity; while the
 objects are alive their addresses cannot be taken by others, so an equal hash cannot be an accident of the allocator.
-What lies outside of the modules' dictionaries (globals, closures, classes, the inside of objects) is watch.py's:
+What lies outside of the modules' dictionaries (globals, closures, classes, the inside of objects) is watch/'s:
 `watch.Held`.
 """
 

@@ -1,7 +1,7 @@
 """The net below the guards: the Python part of forward is run again from time to time, and compared with what it did at
 the capture.
 
-watch.py notes what forward reads; what it cannot see (a file, a database, a counter in C) would leave a capture that is
+watch/ notes what forward reads; what it cannot see (a file, a database, a counter in C) would leave a capture that is
 out of date. So right after a capture, and again at its 2nd, 10th, 100th, 1000th... call, forward runs on stand-ins:
 tensors of the meta device, which have sizes and no values, cost no arithmetic and say that they are on the CPU. A
 TorchFunctionMode sees every call of torch that the code makes, puts stand-ins in the place of real tensors (parameters

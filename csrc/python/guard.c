@@ -1,4 +1,4 @@
-/* guard.c - what a capture depends on, in C because it is asked at every step (ortmodule/guard.py, ortmodule/watch.py).
+/* guard.c - what a capture depends on, in C because it is asked at every step (ortmodule/guard.py, ortmodule/watch/).
  *
  * guard_hash   the dictionaries of a module tree, and the classes of its modules, as one number: changes when an entry
  *              does.
@@ -9,7 +9,7 @@
  *              that function is not part of the limited API, but has had one signature since Python 2 and is looked up
  *              at run time.
  *
- * Only one thread watches at a time (watch.py holds a lock), so what it has met lies in static tables.
+ * Only one thread watches at a time (watch/ holds a lock), so what it has met lies in static tables.
  */
 #include "python/pymodule.h"
 
@@ -75,7 +75,7 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
 
 /* --- guard_check --------------------------------------------------------------------------------- */
 
-/* A table is a flat tuple of rows (kind, holder, key, value), kinds as in watch.py:
+/* A table is a flat tuple of rows (kind, holder, key, value), kinds as in watch/table.py:
  *   0 item      dictionary[key] is value
  *   1 no item   the dictionary has no such key
  *   2 attribute holder.key is value (slots, contents of a cell)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import torch_private as private
+from .. import torch_private as private
 
 RANDOM = (random.Random, torch.Generator)
 # C functions and Python code that change what no one can put back; what they do

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import patches
+from .. import patches
 
 UNKNOWN: Any = object()  # an operand that cannot be told
 

@@ -1,0 +1,391 @@
+"""Code that runs during a capture, as a profile function in C tells of it: what its bytecode names is followed."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import decimal
+import functools
+import gc
+import io
+import operator
+import os
+import random
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _C, contents, libraries
+from ..contents import flat
+from ..errors import CaptureError
+from ..frames import OWN_DIR
+from ..libraries import is_library
+from ..patches import ABSENT
+from . import bytecode, outside
+from .bytecode import UNKNOWN
+from .modules import Modules
+from .outside import decimal_context
+from .table import ATTRIBUTE, CALL, DICT, ITEM, NO_ITEM
+from .values import ATOMS
+
+_CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
+
+
+class Calls(Modules):
+    """Globals, closure variables, comparisons, and calls of what says, waits, draws or asks."""
+
+    _opens: Callable[..., Any]  # Python's own open
+    _for_good: frozenset[Any]  # C functions that change what no one can put back
+    _for_good_types: tuple[type, ...]  # whose methods do
+
+    def __init__(self, module: nn.Module, known_as: nn.Module | None = None) -> None:
+        super().__init__(module, known_as)
+        # modules kept in PyTorch that may checkpoint: reentrant checkpoints give gradients to a whole backward alone
+        self.checkpointed: set[str] = set()
+        self._closures: dict[tuple[int, tuple[int, ...]], tuple[types.CodeType, dict[str, Any]]] = {}
+        self._closures_read: set[Any] = set()
+        self._inner: set[int] = set()  # ids of code objects that executed code makes functions of
+        self._opened: dict[int, Any] = {}  # files opened for reading by the traced code
+        self._entered: set[tuple[int, bool]] = set()
+        self._given_class: dict[int, set[str]] = {}  # arguments of code that are compared with int or float
+        self.symbolic = False  # sizes or numbers of the trace are symbols
+        self.identity = False  # forward may ask which tensors are one object
+        self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
+
+    @staticmethod
+    def _chosen(code: types.CodeType) -> bool:
+        return code in outside.SPECIAL if is_library(code.co_filename) else True
+
+    def _called(self, frame: types.FrameType, code: types.CodeType) -> None:
+        """Code of the user's is entered."""
+        special = outside.SPECIAL.get(code) if is_library(code.co_filename) else None
+        if special is not None:
+            self._called_special(frame, code, special)
+            return
+        if code.co_name == "<module>" and frame.f_back is not None and is_library(frame.f_back.f_code.co_filename):
+            return  # text that a library evaluates (sympy does, for symbolic sizes)
+        where = self._module_at(frame)
+        cls = self._classes_of[where]
+        if (cls, self.quiet > 0) not in self._watched:
+            self._watch_class(cls, cls)
+        key = id(code)
+        ran_in = self._ran_in.get(key)
+        if ran_in is None:
+            ran_in = self._ran_in[key] = set()
+            self._ran[key] = code
+        if self.quiet:
+            self._ran_quietly.setdefault(key, set()).add(where)
+            if _CHECKPOINTS.intersection(code.co_names):
+                self.checkpointed.add(where)
+        else:
+            ran_in.add(where)
+        if (key, self.quiet > 0) not in self._entered:
+            self._entered.add((key, self.quiet > 0))
+            self._first_call(frame, code)
+        if key in self._given_class and not self.quiet:
+            given = [frame.f_locals.get(n) for n in self._given_class[key]]
+            if any(x is cls for x in given for cls in contents.SYMBOLIC):
+                raise _class_of_number(frame)
+        free = code.co_freevars and [n for n in code.co_freevars if n[:2] != "__"]  # others are Python's, dataclasses'
+        if free and key not in self._inner:
+            values = {n: frame.f_locals[n] for n in free if n in frame.f_locals}
+            which = key, tuple(id(v) for v in values.values())
+            if which not in self._closures or (not self.quiet and which not in self._closures_read):
+                self._closures[which] = code, values
+                if not self.quiet:
+                    self._closures_read.add(which)
+                for n, v in values.items():
+                    if type(v) not in ATOMS:
+                        self._discover(v, key, f"{n}, a closure variable of {bytecode.at(code)}")
+                        self._follow(v, bytecode.analyse(code).chains.get(n, ()), key)
+
+    def _first_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        known = bytecode.analyse(code)
+        asked = {"__name__", "__qualname__", "__module__"}.intersection(code.co_names)
+        if asked and not self.quiet and _names_of_tensors(code):
+            self._problem(id(code), f"compares the {min(asked)} of a class with a tensor's: isinstance can be followed")
+        if {"object", "__getattribute__"} <= known.names:
+            for where, own in self._dicts:
+                self._looks_into(where, own)
+        key = id(code)
+        for how, pair in known.compared:
+            self._compares(frame, how, pair)
+        self._inner.update(id(c) for c in code.co_consts if type(c) is types.CodeType)
+        names = self._attribute_names[self.quiet > 0]
+        new = known.names - names
+        names |= new
+        for cls, (token, _, _) in list(self._classes.items()):
+            own = vars(cls)
+            for name in new:
+                if name in own:
+                    self._mapped(cls, name, token)
+        space = frame.f_globals
+        for name in (*known.globals, *known.stored):
+            if name not in space:
+                if name in known.stored:
+                    self._globals.setdefault((id(space), name), (space, name, ABSENT, bytecode.at(code), key))
+                continue
+            value = space[name]
+            what = f"global {name} of {bytecode.at(code)}"
+            if name in known.stored:
+                self._globals.setdefault((id(space), name), (space, name, value, bytecode.at(code), key))
+            if isinstance(value, types.ModuleType):
+                if value is decimal:
+                    self._row((CALL, None, decimal_context, decimal_context()), "the context of decimal")
+                self._follow(value, known.chains.get(name, ()), key)
+                if name in known.bare and not is_library(getattr(value, "__file__", None) or "<frozen"):
+                    self._row((ITEM, space, name, value), what)
+                continue
+            self._row((ITEM, space, name, value), what)
+            if type(value) is types.FunctionType:
+                for chain in known.chains.get(name, ()):
+                    of = vars(value)
+                    row = (ITEM, of, chain[0], of[chain[0]]) if chain[0] in of else (NO_ITEM, of, chain[0], None)
+                    self._row(row, f"{name}.{chain[0]}")
+                looks = name in known.bare and known.names & {"getattr", "hasattr"}
+                if looks and not is_library(value.__code__.co_filename):
+                    self._row((DICT, vars(value), None, flat(vars(value))), f"attributes of {name}")
+            if getattr(value, "__module__", None) == "decimal":
+                self._row((CALL, None, decimal_context, decimal_context()), "the context of decimal")
+            if type(value) not in ATOMS:
+                self._discover(value, key, what)
+                if isinstance(value, type):
+                    self._follow(value, known.chains.get(name, ()), key)
+                elif (
+                    getattr(value, "__self__", None) is not None
+                    and "numpy.random" in type(value.__self__).__module__ + "."
+                ):
+                    self._numpy.add(key)
+        for name in known.imports:
+            module = sys.modules.get(name)
+            if module is not None:
+                for n in known.names:
+                    self._follow(module, [(n,)], key)
+
+    def _follow(self, owner: Any, chains: Any, token: Any) -> None:
+        """Attributes of modules (and of classes and modules in them) that code names one after the other."""
+        for chain in chains:
+            at = owner
+            for name in chain:
+                if not isinstance(at, types.ModuleType):
+                    break
+                if at.__name__.partition(".")[0] == "numpy" and name == "random":
+                    self._numpy.add(token)
+                space = vars(at)
+                if name not in space:
+                    break
+                value = space[name]
+                if at.__name__.partition(".")[0] not in libraries.LIBRARIES:
+                    what = f"{at.__name__}.{name}"
+                    self._row((ITEM, space, name, value), what)
+                    self._globals.setdefault((id(space), name), (space, name, value, what, token))
+                    if type(value) not in ATOMS:
+                        self._discover(value, token, what)
+                at = value
+
+    def _compares(self, frame: types.FrameType, how: str, pair: tuple[Any, Any]) -> None:
+        """Code that is entered will compare these: may they be tensors, or the classes of tensors?"""
+        if self.quiet:
+            return
+        values = [bytecode.operand(frame, x) for x in pair]
+        if any(isinstance(v, type) and issubclass(v, Tensor) for v in values):
+            if any(v is UNKNOWN for v in values):
+                self._stop(f"compares the class of a tensor by `{'is' if how == 'IS_OP' else '=='}`: isinstance can be "
+                           "followed", frame)  # fmt: skip
+        elif self.symbolic and any(v is UNKNOWN for v in values) and any(v is int or v is float for v in values):
+            unknown = [x for x, v in zip(pair, values, strict=True) if v is UNKNOWN]
+            if any(x is None or x[0] != "argument" or x[2] for x in unknown):
+                raise _class_of_number(frame)
+            self._given_class.setdefault(id(frame.f_code), set()).update(x[1] for x in unknown)
+        elif how == "IS_OP" and all(v is UNKNOWN or isinstance(v, Tensor) for v in values):
+            classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors then
+            self.identity = self.identity or not classes
+        if how == "IS_OP":
+            for x, v in zip(pair, values, strict=True):
+                self._same_container(frame, x, v)
+
+    def _same_container(self, frame: types.FrameType, x: Any, v: Any) -> None:
+        """Equal lists count as the same state, unless forward asks which list it is."""
+        owner = frame.f_locals.get(x[1]) if x is not None and len(x[2]) == 1 else None
+        if isinstance(v, (list, dict, tuple)) and isinstance(owner, nn.Module):
+            where = self._names.get(id(object.__getattribute__(owner, "__dict__")))
+            if where is not None:
+                own = self._known.get_submodule(where).__dict__
+                if own.get(x[2][0]) is v:
+                    self._row((ITEM, own, x[2][0], v), f"{where}.{x[2][0]}".lstrip("."))
+
+    def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """open(): a file that is read can be read again."""
+
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN_DIR):
+                frame = frame.f_back
+            where, user = self._reader(frame) if self._active else ("", None)
+            if user is None:
+                return original(file, mode, *args, **kwargs)
+            if set(mode) & set("wax+"):
+                self._stop(f"opens a file to write it ({file})", user)
+            if not self.quiet:
+                self._problem_at(where, "opens a file", user)
+            made = original(file, mode, *args, **kwargs)
+            self._opened[id(made)] = made
+            return made
+
+        return opened
+
+    def _called_special(self, frame: types.FrameType, code: types.CodeType, special: str) -> None:
+        by = frame.f_back
+        if special == "for good":
+            _, user = self._reader(by)
+            if user is not None:
+                self._stop(f"calls {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, which would "
+                           "happen when it is captured only", user)  # fmt: skip
+            return
+        if self.quiet:
+            return
+        by = frame.f_back
+        if special in ("level", "thread"):
+            if by is not None and not is_library(by.f_code.co_filename):
+                log: Any = frame.f_locals.get("self")
+                ask: Any = threading.current_thread if special == "thread" else log.getEffectiveLevel
+                if "level" in frame.f_locals:
+                    ask = functools.partial(log.isEnabledFor, frame.f_locals["level"])
+                self._row((CALL, None, ask, ask()), "the thread" if special == "thread" else f"level of {log}")
+            return
+        if special in ("key", "class"):
+            if self.asked is not None and by is not None and not is_library(by.f_code.co_filename):
+                if special == "key":
+                    self.asked.as_key(frame.f_locals["self"])
+                else:
+                    self.asked.asks_class(frame.f_locals["instance"])
+            return
+        # the export passes every call of torch through its own
+        while by is not None and by.f_code.co_filename.startswith(libraries.TRACER):
+            by = by.f_back
+        where, user = self._reader(by)
+        if special == "environ":
+            if user is not None:
+                data = os.environ._data  # type: ignore[attr-defined]
+                key = frame.f_locals["key"]
+                if isinstance(key, str):
+                    raw = os.environ.encodekey(key)  # type: ignore[attr-defined]
+                    row = (ITEM, data, raw, data[raw]) if raw in data else (NO_ITEM, data, raw, None)
+                    self._row(row, f"environment variable {key}")
+        elif special == "log":
+            at: types.FrameType | None = frame
+            while at is not None and f"{os.sep}logging{os.sep}" in at.f_code.co_filename:
+                at = at.f_back
+            # not what torch logs of itself
+            if at is not None and not is_library(at.f_code.co_filename) and not libraries.once(frame):
+                self.says.setdefault((at.f_code.co_filename, at.f_lineno), "logs")
+        elif user is not None:
+            self._problem_at(where, special.format(code.co_name), user)
+
+    def _c_called(self, frame: types.FrameType, function: Any) -> None:
+        where, user = self._reader(frame)
+        if user is None:
+            return
+        if function in self._for_good or isinstance(function.__self__, self._for_good_types):
+            self._stop(f"calls {function.__qualname__}, which would happen when it is captured only", user)
+        stream = function.__self__ if isinstance(function.__self__, io.IOBase) else None
+        spoken = any(stream is x for x in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__,
+                                           getattr(sys.stderr, "inner", None)))  # fmt: skip
+        if stream is not None and not spoken and not isinstance(stream, (io.StringIO, io.BytesIO)):
+            if id(stream) not in self._opened:
+                self._stop("reads or writes a file that was open before", user)
+        if self.quiet:
+            return
+        if function is warnings.warn:
+            if not libraries.once(frame):
+                self.says.setdefault((user.f_code.co_filename, user.f_lineno), "warns")
+        elif function is print or stream is not None:
+            if function is print or spoken:
+                if not libraries.once(frame):
+                    self.says.setdefault((user.f_code.co_filename, user.f_lineno), "prints")
+            else:
+                self._problem_at(where, "reads or writes a file", user)
+        elif isinstance(function.__self__, random.Random):
+            if function.__name__ not in ("getstate",):
+                self._problem_at(where, "draws random numbers of Python's random", user)
+        elif isinstance(function.__self__, torch.Generator):
+            self._problem_at(where, "uses a torch.Generator of its own", user)
+        elif function in outside.GETTERS:
+            with contextlib.suppress(Exception):
+                self._row((CALL, None, function, function()), f"{function.__name__}()")
+        elif function in (operator.is_, operator.is_not):
+            self.identity = True
+        elif function in (gc.isenabled, gc.get_count):
+            self._problem_at(where, "asks for the state of Python's collector", user)
+        elif function is builtins.id:
+            # `hash(self)` by identity, written out, says as little as that of any object
+            if not is_library(frame.f_code.co_filename) and frame.f_code.co_name != "__hash__":
+                self._stop("asks for the id of an object", user)
+        elif function is os.urandom:
+            self._problem_at(where, "asks the system for random bytes", user)
+        elif function is self._opens:  # bound before the capture
+            self._problem_at(where, "opens a file", user)
+        elif function is time.sleep:
+            self._problem_at(where, "waits (time.sleep)", user)
+        elif function is builtins.input:
+            self._problem_at(where, "asks for input", user)
+        elif function is builtins.globals:
+            self._problem_at(where, "looks through its globals()", user)
+        else:
+            self._problem_at(where, "asks for the time", user)
+
+    def _finish(self) -> None:
+        """Rows for closure variables, too."""
+        super()._finish()
+        missing = []
+        for code, _ in self._closures.values():
+            if bytecode.stores_free(code):
+                self.escaped |= self._places_of(id(code)) | self._ran_quietly.get(id(code), set())
+        for closure, (code, values) in self._closures.items():
+            if closure in self._closures_read and not self._cells(code, values):
+                missing.append((code, values))
+        if missing:
+            wanted = {id(code) for code, _ in missing}
+            for f in _C.living((types.FunctionType,)):
+                if id(f.__code__) in wanted:
+                    self._functions.setdefault(id(f.__code__), []).append(f)
+            for code, values in missing:
+                if not self._cells(code, values) and gc.get_freeze_count():
+                    self._problem(id(code), f"reads closure variables of {bytecode.at(code)}, which gc.freeze() hides")
+
+    def _cells(self, code: types.CodeType, values: dict[str, Any]) -> bool:
+        """Rows for the cells of the function that was called with these values in its closure. Cells that were assigned
+        are put back."""
+        stores = bytecode.stores_free(code)
+        for f in self._functions.get(id(code), ()):
+            cells = dict(zip(code.co_freevars, f.__closure__ or (), strict=True))
+            now = {n: bytecode.cell(c) for n, c in cells.items()}
+            if all(n[:2] == "__" or now[n] is values.get(n, ABSENT) or n in stores for n in cells):
+                for n, c in cells.items():
+                    old = values.get(n, ABSENT)
+                    if now[n] is not old and old is not ABSENT:
+                        c.cell_contents = old
+                        self._problem(id(code), f"assigns {n}, a closure variable of {bytecode.at(code)}")
+                    elif old is not ABSENT:
+                        what = f"{n}, a closure variable of {bytecode.at(code)}"
+                        self._row((ATTRIBUTE, c, "cell_contents", old), what)
+                return True
+        return False
+
+
+def _names_of_tensors(code: types.CodeType) -> bool:
+    """Has the code the name of a class of tensors, or of torch, among its constants?"""
+    flat = [x for c in code.co_consts for x in (c if isinstance(c, (tuple, frozenset)) else (c,))]
+    return any(x in ("Tensor", "Parameter", "FakeTensor", "torch", "torch.Tensor") for x in flat if type(x) is str)
+
+
+def _class_of_number(frame: types.FrameType) -> CaptureError:
+    return CaptureError("compares a class with int or float: what stands for sizes and numbers has another", "",
+                        frame.f_code.co_filename, frame.f_lineno)  # fmt: skip
