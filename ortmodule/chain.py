@@ -24,8 +24,8 @@ share, its error is raised.
 
 Which outputs will receive a gradient is predicted (the loss, when the first output looks like one). When fewer arrive,
 zeros stand for the others, and inputs without a path from those that did arrive get None, as in PyTorch. When others
-arrive, the forward is run again, with the same seed, for a graph that starts from that set. Either way the prediction
-changes, so it happens once. create_graph runs the user's module in PyTorch instead.
+arrive, or zeros met an infinity, the forward is run again, with the same seed, for a graph that starts from that set.
+Either way the prediction changes, so it happens once. create_graph runs the user's module in PyTorch instead.
 
 Invariants: an output that is an input goes around the chain (a Function would claim the caller's tensor). Nothing here
 keeps a reference to a gradient after returning it (AccumulateGrad copies what others hold). A Step knows no autograd
@@ -541,10 +541,14 @@ class Graph:
                 found = True
         return found
 
+    def can_run_forward_again(self, step: Step) -> bool:
+        """Is there still all that the forward has read?"""
+        return bool(step.tensors) and all(i in step.clones for i in self.writes)
+
     def can_run_again(self, step: Step, arriving: bytes) -> bool:
         """A saved tensor was edited: is everything there to make it again, and is it none of the outputs that receive a
         gradient (where eager would raise, too)?"""
-        if not step.tensors or step.versions is None or step.hooked or any(i not in step.clones for i in self.writes):
+        if step.versions is None or step.hooked or not self.can_run_forward_again(step):
             return False
         variant = self.variant_for(tuple(map(bool, step.variant.wanted)), arriving, step.tensors)
         return not any(arriving[i] for i in variant.reads_outputs)

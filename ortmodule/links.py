@@ -214,10 +214,11 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
         if not graph.can_run_again(step, arriving):
             raise
         return graph.backward_other(step, grads, keep)
-    only = None
+    only, given = None, grads
     if arriving == variant.arriving:
         variant.confirmed = True
     else:
+        grads = [*grads]
         only = graph.backward_fewer(step, grads)
     outputs: list[Tensor | None] = [None] * graph.n_outputs
     for place, i in enumerate(variant.reads_outputs):
@@ -229,7 +230,18 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
             flags[i] = dropped_by_all(saved[1 + place])
         dropped = bytes(flags)
     live = graph.backward(step, saved[0], outputs, grads, keep, dropped, arriving)
+    if only is None:
+        return live
     live.only = only
+    found = {
+        i: grad
+        for number, (_, inputs) in enumerate(variant.nodes)
+        for i, grad in zip(inputs, _give(step, live, number, 0, True), strict=True)
+    }
+    # zero times infinity: what an output that is not asked for would have added
+    if graph.can_run_forward_again(step) and not all([g is None or bool(g.isfinite().all()) for g in found.values()]):
+        return graph.backward_other(step, given, keep)
+    live.found = found
     return live
 
 
@@ -365,7 +377,7 @@ class Link(Function):
             )
         if live is None:  # nothing has come to Head
             return _spared(ctx, (None,) * (3 + len(step.variant.nodes[ctx.number][1])), 3)
-        if live.found is None:
+        if live.found is None or live.only is not None:
             _ = ctx.saved_tensors  # torch's check that nobody has edited what this segment reads
         result = (None, None, ctx.token, *_give(step, live, ctx.number, 3)[3:])
         step.graph.backward_ms += (perf_counter() - start) * 1e3

@@ -15,13 +15,19 @@ from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import diagonal_of
 
 
-def _exact(x: Any, dtype: torch.dtype) -> bool:
-    return not isinstance(x, float) or not math.isfinite(x) or float(torch.tensor(x, dtype=dtype, device="cpu")) == x
+def _exact(y: Any, dtype: torch.dtype) -> bool:
+    """Is a second operand the same number in this low precision? Of tensors torch's kernels on the CPU look into one
+    without dimensions alone, in its own type."""
+    if isinstance(y, Node):
+        return y.val.ndim > 0 or y.val.dtype == dtype or y.val.device.type != "cpu"
+    if isinstance(y, (torch.SymInt, torch.SymFloat)):
+        return False
+    return not math.isfinite(y) or float(torch.tensor(float(y), dtype=dtype, device="cpu")) == y
 
 
 def arithmetic(c: Converter, op: str, x: Any, y: Any, dtype: torch.dtype) -> Val:
-    """op(x, y) in the recorded type of the result. Numbers that a low precision cannot hold: products take them in
-    float32, sums and powers take them rounded, as torch does."""
+    """op(x, y) in the recorded type of the result. Numbers that a low precision cannot hold: products take a second
+    operand in float32, sums and powers take them rounded, as torch does."""
     if dtype in _LOW and op in ("Mul", "Div") and not _exact(y, dtype):
         return c.cast(c.op2(op, c.num(x, F32), c.num(y, F32)), dtype)
     return c.op2(op, c.num(x, dtype), c.num(y, dtype))
@@ -162,7 +168,7 @@ def square(c: Converter, n: Node, x: Node) -> Val:
 @row("addcmul")
 def addcmul(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val:
     dtype = n.val.dtype
-    scaled = c.num(a, dtype) if value == 1 else c.op2("Mul", c.num(a, dtype), c.scalar(value, dtype))
+    scaled = c.num(a, dtype) if value == 1 else arithmetic(c, "Mul", a, value, dtype)
     return c.op2("Add", c.num(x, dtype), c.op2("Mul", scaled, c.num(b, dtype)))
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from captured import Fn, graph_inputs, nodes, r, tensors_in
 from captured_models import MODELS, gpt2, ids
 from onnx_torch import Graph
-from torch import Tensor
+from torch import Tensor, nn
 
+from ortmodule import ORTModule
 from ortmodule.capture import capture
 
 
@@ -67,3 +68,28 @@ def test_constants_round_as_in_eager() -> None:
     x = r(5, 7, grad=False).bfloat16()
     c = capture(Fn(lambda x: x * 0.044715 + 0.1), (x,), {})
     assert torch.equal(Graph(c.onnx).run([x])[0], x * 0.044715 + 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_that_low_precision_cannot_hold(dtype: torch.dtype) -> None:
+    """torch's products take a number, a size and a tensor without dimensions, second, as they are; sums round them."""
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+            sums = x * 2049 + 2049, x * 0 * 70000, x.sum() / x.numel(), x.sum() * x.numel()
+            return *sums, x * s, s * x, x / s, x / (s > 0).sum(), torch.addcmul(x, x, x, value=2049)
+
+    m = Mean()
+    wrapped = ORTModule(m)
+    for n in (5, 70_000, 70_001):
+        x = torch.linspace(0.01, 0.03, n).to(dtype).requires_grad_()
+        with torch.no_grad():
+            x[2:] /= 64
+        s = torch.tensor(70_001.0)
+        for i in range(9):
+            gradients = []
+            for f in (m, wrapped):
+                y = f(x, s)[i]
+                gradients += [y, *torch.autograd.grad(y.sum(), x)]
+            torch.testing.assert_close(gradients[2:], gradients[:2], rtol=2**-7, atol=2**-16, equal_nan=True)
+    assert "100%" in str(wrapped.report())

@@ -357,6 +357,31 @@ def test_prediction_and_batch_norm():
     assert w.report().graphs[0].reruns == 1
 
 
+@pytest.mark.parametrize("segment_mb", [1e-4, 25])
+def test_an_output_that_is_not_asked_for_adds_no_zero_times_infinity(segment_mb: float):
+    class Roots(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.b(self.a(x).relu())
+            return y, (y * 0).sqrt().sum(1)
+
+    w, eager = pair(Roots, segment_mb=segment_mb)
+    x = torch.randn(13, 5)
+    for _ in range(3):
+        gradients = []
+        for model in (w, eager):
+            leaf = x.clone().requires_grad_()
+            model(leaf)[0].square().sum().backward()
+            gradients.append(leaf.grad)
+        assert bool(gradients[0].isfinite().all())
+        close(*gradients)
+        same_state(w, eager)
+    assert w.report().graphs[0].reruns == 1
+
+
 def test_modified_in_place_before_backward():
     x, grad = torch.randn(13, 5), torch.randn(13, 3)
     for what in ("parameter", "input", "output"):
