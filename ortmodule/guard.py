@@ -208,7 +208,6 @@ class Guard:
     def __init__(self, module: nn.Module) -> None:
         dicts: list[dict[str, Any]] = []
         seen: set[int] = set()
-        lists: list[list[Any]] = []
         for m in module.modules():
             d = m.__dict__
             if isinstance(m, torch.jit.ScriptModule):  # has no dictionaries of its own
@@ -217,20 +216,14 @@ class Guard:
             if m is not module:
                 dicts += [d[h] for h in HOOKS if d.get(h) is not None]
             attributes = {k: v for k, v in d.items() if k not in _INNER}
-            inner = list(_configs(attributes, seen))
-            dicts += inner
-            for values in (attributes, *inner):
-                lists += [v for v in values.values() if isinstance(v, list) and all(isinstance(e, _PLAIN) for e in v)]
+            dicts += _configs(attributes, seen)
         self._all: list[Any] = [*dicts, tuple(module.modules())]
-        self._lists = lists
         self.module = module
         self.params: list[nn.Parameter] = list(module.parameters())
 
     def fast(self) -> Hashable:
         """Changes whenever an attribute, parameter, buffer, child, hook object or class of a module does. About 10 ns
-        an entry."""
-        if self._lists:
-            return (_C.guard_hash(self._all), *map(tuple, self._lists))
+        an entry. What is in lists that a capture has read is among its rows (watch.Held)."""
         return _C.guard_hash(self._all)
 
     def refs(self) -> list[tuple[Any, ...]]:

@@ -411,8 +411,10 @@ class _Walk:
             return (lambda leaves: tuple([p.fill(leaves) for p in parts])), has
         names, attribute_has = self.attributes(x, {})
         has = has or attribute_has
-        if isinstance(x, torch.Size) or not (has or isinstance(x, list)):
+        if not (has or isinstance(x, list)):
             return (lambda _leaves: x), False
+        if cls is torch.Size:
+            return (lambda leaves: torch.Size([p.fill(leaves) for p in parts])), True
 
         def fill(leaves: list[Any]) -> Any:
             items = [p.fill(leaves) for p in parts]

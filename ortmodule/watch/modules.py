@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
@@ -20,6 +21,7 @@ from .table import CALL
 from .values import BYTES
 
 _FEW = 64  # numbers of a tensor of which code may have asked for some by name
+_TABLES = ("_parameters", "_buffers", *HOOK_TABLES)  # of a module, in which the export puts its own
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__class__"))
 _OF_MODULES = frozenset(nn.Module().__dict__) | _REGISTRIES | {"forward"}
 
@@ -54,6 +56,7 @@ class Modules(Settled):
         self._before: list[tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = []
         self._start: list[dict[str, Any]] = []
         self._by_torch: set[tuple[str, str]] = set()  # attributes that PyTorch's own code has assigned
+        self._for_others = {id(own): {k: copy.copy(own[k]) for k in _TABLES if k in own} for _, own in self._dicts}
 
     def _module_getattribute(self) -> Callable[[Any, str], Any]:
         names, reads, me, ident = self._names, self.reads, self._thread, threading.get_ident
@@ -66,10 +69,12 @@ class Modules(Settled):
                 value = ABSENT
             own = get(obj, "__dict__")
             where = names.get(id(own))
-            if where is not None:
-                if self.quiet and ident() == me and self._in_kept():
+            if ident() != me:
+                value = self._elsewhere(own, name, value) if where is not None else value
+            elif where is not None:
+                if self.quiet and self._in_kept():
                     self._kept_reads.add((where, name))
-                if name == "__dict__" and self._active and ident() == me:
+                if name == "__dict__" and self._active:
                     asks = sys._getframe(1).f_code  # dir() asks by way of PyTorch
                     if not libraries.of_torch(asks.co_filename) or asks.co_name == "__dir__":
                         self._looks_into(where, own)
@@ -77,17 +82,29 @@ class Modules(Settled):
                     self._active
                     and (where, name) not in (self._quiet_reads if self.quiet else reads)
                     and name not in _REGISTRIES
-                    and ident() == me
                 ):
                     (self._quiet_reads if self.quiet else reads).add((where, name))
                     self._module_read(where, own, name, value)
-            elif self._active and id(own) in self._dict_owner and ident() == me:
+            elif self._active and id(own) in self._dict_owner:
                 self._object_read(obj, name, value)
             if value is ABSENT:
                 return get(obj, name)
             return value
 
         return getattribute
+
+    def _elsewhere(self, own: dict[str, Any], name: str, value: Any) -> Any:
+        """What an attribute is to other threads: parameters, buffers and hooks are what they were before the export
+        has put its own there."""
+        before = self._for_others[id(own)]
+        if value is ABSENT:
+            return next((before[k][name] for k in ("_parameters", "_buffers") if name in before[k]), ABSENT)
+        if name == "__dict__":
+            return {k: self._elsewhere(own, k, v) for k, v in value.copy().items()}
+        if name in before:
+            now, was = value.copy(), before[name]
+            return value if now.keys() == was.keys() and all(now[k] is v for k, v in was.items()) else was
+        return value
 
     def _module_setattr(self) -> Callable[[Any, str, Any], None]:
         names, me, ident, put, get = self._names, self._thread, threading.get_ident, self._put, object.__getattribute__
