@@ -29,6 +29,7 @@ from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
 from .capture.cuts import Interpreter
 from .capture.marks import Mark
+from .capture.skeleton import Unreadable
 from .chain import Graph, Refusal, Unfit, view_again
 from .host import Failed, plain
 
@@ -100,21 +101,30 @@ class Effect:
         """The first and the last of the module's hooks: do they see the same?"""
         m = self.module.get_submodule(place.name)
         pre, post = m._forward_pre_hooks, m._forward_hooks
-        seen: list[Any] = []
+        seen: list[tuple[tuple[Any, ...], list[int], list[bool]] | None] = []
+
+        def look(given: Any) -> tuple[tuple[Any, ...], list[int], list[bool]] | None:
+            try:
+                return _form(given), _same_tensors(given), _wanting(given)
+            except Unreadable as error:
+                self.reason = self.reason or f"{place.name}, which has hooks, takes or returns {error}"
+                return None
 
         def note(_m: Any, *given: Any) -> None:
-            seen.append((_form(given), _same_tensors(given), _wanting(given)))
+            seen.append(look(given))
 
         def compare(_m: Any, *given: Any) -> None:
-            form, same, wanting = seen.pop()
-            now = _wanting(given)
-            if any(after and not before for before, after in zip(wanting, now)):
+            before, after = seen.pop(), look(given)
+            if before is None or after is None:
+                return
+            (form, same, wanting), (form_now, same_now, now) = before, after
+            if any(late and not early for early, late in zip(wanting, now)):
                 self.asks.add((place.name, len(given) == 1))
                 if not all(now):
                     self.reason = f"a hook on {place.name} makes some of its tensors require a gradient, others not"
-            if same != _same_tensors(given):
+            if same != same_now:
                 self.apart.add(place.name)
-            if form != _form(given):
+            if form != form_now:
                 self.reason = (
                     self.reason
                     or f"a hook on {place.name} gives tensors of another structure or size in the place of its own"

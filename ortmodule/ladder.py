@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, ranks, settle, watch
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
+from .capture.edits import tensors_in
 from .capture.onnx_build import same_graph
 from .capture.opaque import Changed
 from .capture.refused import users_hook
@@ -32,7 +33,7 @@ from .errors import TimeUp
 from .host import Failed
 from .quiet import progress, quiet
 from .spread import judge
-from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
+from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, tensor_of, unwrapped
 from .summary import announce
 
 logger = logging.getLogger("ortmodule")
@@ -654,16 +655,19 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
                 if not written:
                     problems = [p for p in seen.problems if not _inside(p.module, keep)]
                     # What a kept module assigns and the code around it reads is of this call: they stay together.
+                    problems += _out_of_order(state.module, seen, captured)
                     problems += [
                         watch.Problem(
                             k.rpartition(".")[0],
-                            f"reads {where}.{name}, which a module kept in PyTorch assigns",
+                            f"reads {_attribute(where, name)}, which a module kept in PyTorch changes",
                             "",
                             0,
                         )
-                        for where, name in sorted(seen.quiet_writes & seen.reads)
-                        for k in keep
-                        if _inside(where, {k})
+                        for k, where, name in sorted(
+                            seen.kept_changes
+                            | {(k, *w) for w in seen.quiet_writes for k in keep if _inside(w[0], {k})}
+                        )
+                        if (where, name) in seen.reads
                     ]
                     if not problems and not seen.assigns and (first is None or captured.onnx == first[0]):
                         undo = []
@@ -780,6 +784,24 @@ def _capture(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str
     _tell(state, seen)
     state.load_s[id(graph)] = perf_counter() - start
     return graph, seen.caches()
+
+
+def _out_of_order(module: nn.Module, seen: watch.Watch, captured: Captured | CutCaptured) -> list[watch.Problem]:
+    """Where what a graph calls reads, or writes, what the graph writes: the call would see it as it was before the
+    step."""
+    parts = [c for c in captured.captured if c is not None] if isinstance(captured, CutCaptured) else [captured]
+    written = {id(tensor_of(module, c.inputs[i])) for c in parts for i in c.writes if c.inputs[i].kind != "user"}
+    of = tensors_in(module)
+    changes = {(k.rpartition(".")[0], where, name) for k, where, name in seen.kept_changes}
+    return [
+        watch.Problem(caller, f"changes {_attribute(where, name)}, and calls what uses it and stays in PyTorch", "", 0)
+        for caller, where, name in sorted(seen.called_reads | changes)
+        if id(of.get((where, name))) in written or name == "training" and where in seen.modes
+    ]
+
+
+def _attribute(where: str, name: str) -> str:
+    return f"{where}.{name}".lstrip(".")
 
 
 def _on_live(state: State, seen: watch.Watch) -> set[str]:

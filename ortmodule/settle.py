@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import patches
-from .capture.branches import undoing
+from .capture.edits import undoing
 from .capture.export import keep_random_state, without_warnings
 from .capture.refused import SilentProcesses
 from .capture.skeleton import input_skeleton

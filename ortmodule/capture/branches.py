@@ -37,6 +37,7 @@ from ..errors import CaptureError
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards
 from ..patches import Patch, only_here, replaced, silent
 from ..watch import quiet
+from .edits import undoing
 from .refused import NotRepeatable, SilentProcesses, note_caught, refusing
 
 _MOST = 128  # conditions of one capture
@@ -333,64 +334,6 @@ class _Looks(private.DispatchMode):  # type: ignore[misc, name-defined]
         if read:
             self._tell(read)
         return out
-
-
-_STATISTICS = ("running_mean", "running_var")  # batch norm writes them, which its schemas do not say
-
-
-class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
-    """Notes what memory held before it is edited in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._old: dict[int, tuple[Tensor, Any]] = {}
-        self._versions: dict[int, tuple[Tensor, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        arguments = func._schema.arguments
-        if func._schema.is_mutable or any(a.name in _STATISTICS for a in arguments):
-            given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-            for a in arguments:
-                written = a.alias_info is not None and a.alias_info.is_write or a.name in _STATISTICS
-                if written and a.name in given:
-                    x = given[a.name]
-                    for t in x if isinstance(x, (list, tuple)) else (x,):
-                        if isinstance(t, Tensor) and t.layout is torch.strided:
-                            self._note(t)
-        return func(*args, **kwargs)
-
-    def _note(self, t: Tensor) -> None:
-        where = private.storage_of(t)
-        if where not in self._old:
-            self._old[where] = t, t.untyped_storage().clone()
-        if not t.is_inference():
-            self._versions.setdefault(id(t), (t, t._version))
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for t, old in self._old.values():
-                t.untyped_storage().copy_(old)
-            for t, version in self._versions.values():
-                private.set_version((t,), (version,))
-
-
-@contextlib.contextmanager
-def undoing(module: nn.Module) -> Iterator[Undo]:
-    """Around a run of forward that is none of the user's. -> the mode to run it in; at the end memory is as it was
-    before what that has seen, and so are requires_grad of parameters and autocast's cache."""
-    flags = [(p, p.requires_grad) for p in module.parameters()]
-    cached = torch.is_autocast_cache_enabled()
-    undo = Undo()
-    try:
-        torch.set_autocast_cache_enabled(False)  # weights cast here are for nobody
-        yield undo
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-        undo.put_back()
-        for p, wanted in flags:
-            if p.requires_grad != wanted:
-                p.requires_grad_(wanted)
 
 
 def rehearse(module: nn.Module, run: Callable[[], Any], answers: Sequence[Condition]) -> list[Condition | Read]:

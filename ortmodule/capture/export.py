@@ -12,7 +12,6 @@ attributes (the export edits those for real), and everything that is patched whi
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import gc
@@ -42,6 +41,7 @@ from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
 from ..watch import quiet, running
 from . import branches, checkpoints, layouts, marks, opaque
+from .edits import contents_of
 from .facts import Facts, Known
 from .refused import NotRepeatable, refusing
 from .skeleton import (
@@ -49,7 +49,6 @@ from .skeleton import (
     Unreadable,
     flatten_inputs,
     input_skeleton,
-    is_array,
     is_cache,
     skeleton,
     state_of,
@@ -140,7 +139,7 @@ class _Wrapper(nn.Module):
         standing: dict[int, int | str] = {id(x): i for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         standing.update(given)
         args, kwargs = self._fill(values)
-        contents, objects = _contents((args, kwargs)), _objects((args, *kwargs.values()), {})
+        contents, objects = contents_of((args, kwargs)), _objects((args, *kwargs.values()), {})
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
         inside = set_cudnn(*self._flags)  # the export has put its own, which forward may read
@@ -154,7 +153,7 @@ class _Wrapper(nn.Module):
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
-        if _contents((args, kwargs)) != contents:
+        if contents_of((args, kwargs)) != contents:
             raise CaptureError("forward edits a container or object among its arguments")
         flat: list[Any] = []
         slot: dict[int, int] = {}
@@ -589,24 +588,6 @@ def _example(t: Tensor) -> Tensor:
     return t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach()
 
 
-def _contents(x: Any, depth: int = 0) -> Any:
-    """What stands where in the arguments, by identity (a comparison of symbolic numbers would fix them)."""
-    if depth > 8:
-        return id(x)
-    if is_array(x):
-        return id(x), x.tobytes()
-    items: list[Any] = []
-    if isinstance(x, (list, tuple, set, frozenset, collections.deque)):
-        items = [_contents(y, depth + 1) for y in x]
-    elif isinstance(x, dict):
-        items = [(k, _contents(y, depth + 1)) for k, y in dict.items(x)]
-    library = type(x).__module__.partition(".")[0] in ("torch", "builtins", "types")
-    if library or isinstance(x, (Tensor, nn.Module, type)):
-        return items or id(x)
-    state = state_of(x)
-    return [*items, *[(k, _contents(y, depth + 1)) for k, y in state.items()]] if state else items or id(x)
-
-
 def _objects(x: Any, found: dict[int, Any]) -> dict[int, Any]:
     """What among the arguments somebody may edit: for who gets such an object back it must be the same one."""
     if isinstance(x, (Tensor, torch.SymInt, torch.SymFloat)) or id(x) in found or is_cache(x):
@@ -644,6 +625,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     else:
         constants, inner = list(flat.scalars), fill
         fill = lambda values: inner([*values, *constants])  # noqa: E731
+    table.root = module
     recorded = bool(keep) and (not dynamic or not cut and any(all(k in c for k in keep) for c in earlier))
     if recorded:
         table.earlier = earlier if dynamic else ()

@@ -30,6 +30,7 @@ from ..errors import CaptureError
 from ..guard import Place, idle
 from ..patches import Patch, replaced
 from . import opaque
+from .edits import contents_of
 from .opaque import CUT
 from .skeleton import Fill, flatten_inputs, skeleton
 
@@ -55,6 +56,7 @@ class Mark:
     autocast: Any = None
     partner: int = -1
     meta: Callable[[list[Tensor]], list[Tensor]] | None = None
+    given: Any = None  # while its module runs: the arguments, and what was in them
     operands: list[int] = field(default_factory=list)
     results: list[int | None] = field(default_factory=list)
 
@@ -119,6 +121,7 @@ def _enter(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     outs = _add(Mark("enter", place.name, fill, order, key, torch.is_grad_enabled(), opaque.autocast_state()), tensors)
     table.open.append(index)
     result: tuple[Any, Any] = fill(_asked(outs, place.asks[0]))
+    table.marks[index].given = result, contents_of(result)
     return result
 
 
@@ -126,7 +129,11 @@ def _exit(place: Place, out: Any) -> Any:
     table = opaque.current_table()
     if not table.open or table.marks[table.open[-1]].module != place.name:
         raise CutError(f"an error inside of {place.name} is caught by the code around it")
-    table.marks[table.open.pop()].partner = len(table.marks)
+    entered = table.marks[table.open.pop()]
+    entered.partner = len(table.marks)
+    if contents_of(entered.given[0]) != entered.given[1]:
+        raise CutError(f"{place.name}, which has hooks, edits a container or object among its arguments")
+    entered.given = None
     tensors, fill, order, key = _leaves(out, not place.apart)
     return fill(_asked(_add(Mark("exit", place.name, fill, order, key), tensors), place.asks[1]))
 
@@ -141,7 +148,7 @@ def _call(
 ) -> Any:
     """A kept submodule: the results' kinds are recorded ones, or those of a run on fake tensors."""
     tensors, fill, order, _ = _leaves((args, kwargs), True)
-    results = opaque.kept_results(fqn, module, forward)
+    results = opaque.kept_results(fqn, module, forward, args, kwargs)
     back: dict[str, Any] = {}
 
     def meta(xs: list[Tensor]) -> list[Tensor]:

@@ -37,8 +37,9 @@ from .. import torch_private as private
 from ..guard import part_of_forward
 from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
-from ..watch import in_kept, quiet
+from ..watch import inside, quiet
 from . import checkpoints
+from .edits import Edits, Written, contents_of, hidden_in, trained_elsewhere
 from .refused import SilentProcesses, in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
@@ -103,6 +104,7 @@ class Table:
     marks: list[Any] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     checkpoints: checkpoints.Regions = field(default_factory=checkpoints.Regions)
+    root: nn.Module | None = None  # what is captured
     # answers opaque calls, outside of a capture (net.py)
     instead: Callable[[Row, list[Tensor], Fill], Any] | None = None
 
@@ -219,8 +221,12 @@ def _as_call(
 ) -> Call:
     def call(tensors: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
         args, kwargs = fill(tensors)
+        contents = contents_of((args, kwargs)) if module is not None else None
         with autocast():
             out = run(*args, **kwargs)
+        if contents is not None and contents_of((args, kwargs)) != contents:
+            raise Changed(f"{name}, kept in PyTorch, edits a container or object among its arguments, and did not when "
+                          "the module was captured")  # fmt: skip
         try:
             now = form_of(name, out)
         except OpaqueError as e:
@@ -288,23 +294,6 @@ class _MetaContext:
         self.dirty = bool(tensors)
 
 
-class Edits(private.DispatchMode):  # type: ignore[misc]
-    """Notices whether one of these tensors is written to."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self.memory = {private.storage_of(t) for t in tensors}
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            for arg, x in zip(func._schema.arguments, args, strict=False):
-                if arg.alias_info is not None and arg.alias_info.is_write:
-                    for t in x if isinstance(x, (list, tuple)) else (x,):
-                        self.found |= isinstance(t, Tensor) and private.storage_of(t) in self.memory
-        return func(*args, **(kwargs or {}))
-
-
 def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if private.transforms() is not None:
         raise OpaqueError(f"{cls.__qualname__}.apply is called inside a function transform (vmap, grad)")
@@ -314,6 +303,11 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
     forward = getattr(cls.forward, "ortmodule_own", cls.forward)
+    by = hidden_in(args, kwargs, None)
+    if by is not None:
+        raise OpaqueError(
+            f"{cls.__qualname__}.apply is given {by} with a tensor or size of the call in it: it must be an argument"
+        )
     tensors, fill = _split(args, kwargs)
     direct = {id(x) for x in args if isinstance(x, Tensor)}
     tensors = [x if id(x) in direct else x.detach() for x in tensors]  # autograd does not see tensors inside of lists
@@ -323,7 +317,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
         ctx = _MetaContext(needs)
-        with torch.no_grad(), autocast(), Edits(xs) as edits:
+        with torch.no_grad(), autocast(), inside(None), Edits(xs) as edits:
             if new_style:
                 out = forward(*a, **k)
                 cls.setup_context(ctx, a, out)
@@ -513,20 +507,30 @@ def record_results(
     """Runs the model once in PyTorch and notes what the kept submodules return, and whether that shares memory; of
     tensors sizes and dtypes are all that is used. Also its own result."""
     notes: dict[str, list[Recorded]] = {fqn: [] for fqn in keep}
-    given: dict[str, list[tuple[Tensor, Any]]] = {}
+    given: dict[str, tuple[list[tuple[Tensor, Any]], Any]] = {}
+    written = Written(root, True)
+    entered: list[contextlib.AbstractContextManager[None]] = []
 
     stale = {id(t): t for t in _tensors_of(root) if t.grad_fn is not None}  # of an earlier call
 
     def before(fqn: str, args: Any, kwargs: Any) -> None:
-        in_kept(1)
+        entered.append(inside(fqn.rpartition(".")[0], True))
+        entered[-1].__enter__()
         # a gradient goes to the arguments of a call, and no other way
         if any(t.grad_fn is not None and id(t) not in stale for t in _tensors_of(root.get_submodule(fqn))):
             raise OpaqueError(_STATE.format(fqn))
-        given[fqn] = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
+        taken = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
+        given[fqn] = taken, contents_of((args, kwargs))
+        written.begin()
 
-    def after(fqn: str, out: Any) -> None:
-        in_kept(-1)
-        taken = given.pop(fqn)
+    def after(fqn: str, args: Any, kwargs: Any, out: Any) -> None:
+        _told(fqn, written.end())
+        entered.pop().__exit__(None, None, None)
+        taken, contents = given.pop(fqn)
+        if trained_elsewhere(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn)):
+            raise OpaqueError(_TRAINED.format(fqn))
+        if contents_of((args, kwargs)) != contents:
+            raise OpaqueError(_FILLS.format(fqn))
         shares = _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))
         notes[fqn].append(Recorded(out, shares, tuple([t.shape for t, _ in taken])))
         for t, was in taken:
@@ -539,26 +543,49 @@ def record_results(
         handles.append(
             m.register_forward_pre_hook(lambda _m, args, kwargs, fqn=fqn: before(fqn, args, kwargs), with_kwargs=True)
         )
-        handles.append(m.register_forward_hook(lambda _m, _args, out, fqn=fqn: after(fqn, out)))
+        handles.append(m.register_forward_hook(
+            lambda _m, args, kwargs, out, fqn=fqn: after(fqn, args, kwargs, out), with_kwargs=True))  # fmt: skip
     try:
-        with quiet(), SilentProcesses():
+        with quiet(), SilentProcesses(), written:
             result = run()
     finally:
+        while entered:
+            entered.pop().__exit__(None, None, None)
+        written.put_back()
         for h in handles:
             h.remove()
     return notes, result
 
 
 _STATE = "{}, which would be kept in PyTorch, reads a tensor of its own that an earlier call of this forward has left"
+_TRAINED = (
+    "{}, which would be kept in PyTorch, uses a tensor that requires a gradient and is neither an argument nor one of "
+    "its parameters"
+)
+_REACHES = "{}, which would be kept in PyTorch, {} {} that may use tensors of the code around it"
+_FILLS = (
+    "{}, which would be kept in PyTorch, edits a container or object among its arguments: that is for the code around "
+    "it to see"
+)
 _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
 
 
+def _told(fqn: str, changes: set[tuple[str, str]]) -> None:
+    """The code around it may not read what a kept submodule changes."""
+    scope = patches.here()
+    if scope is not None and scope.watch is not None:
+        scope.watch.kept_changes.update((fqn, *change) for change in changes)
+
+
 def kept_results(
-    fqn: str, module: nn.Module, forward: Callable[..., Any]
+    fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[list[Tensor], Any], tuple[Any, Sized | None, bool]]:
     """For the call of a kept submodule that the trace has come to. The function returned takes its tensors and its
     (args, kwargs), and gives what it returns: as recorded, and the sizes of that, or on those tensors, which are fake
     (None); and whether it shares memory."""
+    by = hidden_in(args, kwargs, module)
+    if by is not None:
+        raise OpaqueError(_REACHES.format(fqn, "is given", by))
     table, autocast = current_table(), autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
@@ -569,10 +596,16 @@ def kept_results(
             call = recorded[turn]
             before = [c[fqn][turn] for c in table.earlier if turn < len(c.get(fqn, ()))]
             return call.result, functools.partial(_sizes, fqn, call, before, xs), call.shares
-        with torch.no_grad(), autocast(), quiet(), Edits(xs) as edits:
+        contents, written = contents_of(given), Written(table.root or module, False)
+        at = inside(fqn.rpartition(".")[0])
+        with torch.no_grad(), autocast(), quiet(), at, Edits(xs) as edits, written:
+            written.begin()
             out = forward(*given[0], **given[1])
+        _told(fqn, written.end())
         if edits.found:
             raise OpaqueError(_EDITS.format(fqn))
+        if contents_of(given) != contents:
+            raise OpaqueError(_FILLS.format(fqn))
         return out, None, _share(_results(out)[0], xs, module)
 
     return results
@@ -616,7 +649,7 @@ def _module_node(
     names = [name for name, _ in module.named_parameters()]
     params: list[Tensor] = [p for _, p in module.named_parameters()]
     n = len(tensors)
-    results, expected = kept_results(fqn, module, forward), Expected()
+    results, expected = kept_results(fqn, module, forward, args, kwargs), Expected()
 
     def run(*a: Any, own: dict[str, Tensor], **k: Any) -> Any:
         return torch.func.functional_call(module, own, a, k)
@@ -627,6 +660,9 @@ def _module_node(
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         out, sizes, expected.shares = results(xs[:n], fill(xs[:n]))
+        returned = hidden_in((out,), {}, module)
+        if returned is not None:
+            raise OpaqueError(_REACHES.format(fqn, "returns", returned))
         expected.form = form_of(fqn, out)
         outs, row.rebuild = _results(out)
         if sizes is not None:

@@ -338,6 +338,8 @@ class _Walk:
                     self.closed_on.add(id(x))
             return met
         where = self.leaf(x)
+        if where is None and isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise Unreadable("a size, in a capture for several sizes")
         if where is not None:
             part = _Part(where if callable(where) else _slot(where), True)
             if isinstance(x, Tensor):

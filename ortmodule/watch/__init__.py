@@ -44,7 +44,7 @@ from . import outside
 from .calls import Calls
 from .table import Held, Problem
 
-__all__ = ["Held", "Problem", "Watch", "in_kept", "quiet", "running"]
+__all__ = ["Held", "Problem", "Watch", "inside", "quiet", "running"]
 
 
 class Watch(Calls):
@@ -127,11 +127,21 @@ def quiet() -> Iterator[None]:
         watch.quiet -= 1
 
 
-def in_kept(entered: int) -> None:
-    """A run of all in PyTorch enters a module that will be kept there (1), or has left it (-1)."""
+@contextlib.contextmanager
+def inside(caller: str | None, kept: bool = False) -> Iterator[None]:
+    """Code runs that the graph will call. caller: the module whose code calls it; None: the one that runs here. kept: a
+    run of all in PyTorch is in a module that will be kept there."""
     watch = _here()
-    if watch is not None:
-        watch.kept += entered
+    if watch is None:
+        yield
+        return
+    before, watch.caller = watch.caller, watch._module_at(sys._getframe(2)) if caller is None else caller
+    watch.kept += kept
+    try:
+        yield
+    finally:
+        watch.caller = before
+        watch.kept -= kept
 
 
 def running() -> contextlib.AbstractContextManager[None]:

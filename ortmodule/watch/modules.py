@@ -26,6 +26,23 @@ _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__c
 _OF_MODULES = frozenset(nn.Module().__dict__) | _REGISTRIES | {"forward"}
 
 
+class _Shown(dict[str, Any]):
+    """A table as it was, for another thread that may walk it while the export changes it; what is put there is put into
+    the table."""
+
+    def __init__(self, was: dict[str, Any], table: dict[str, Any]) -> None:
+        super().__init__(was)
+        self._table = table
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self._table[name]
+
+
 class Modules(Settled):
     """Reads and writes by (where in the tree, name); `quiet` ones are those of code that is kept in PyTorch."""
 
@@ -37,10 +54,14 @@ class Modules(Settled):
         self.reads: set[tuple[str, str]] = set()
         self.writes: set[tuple[str, str]] = set()
         self.quiet_writes: set[tuple[str, str]] = set()
+        self.kept_changes: set[tuple[str, str, str]] = set()  # tensors that modules kept in PyTorch (first) write
         # attributes that forward assigned before it had read them; those that it leaves as numbers, words or sizes that
         # a call can be given without forward, and those that it leaves as they were
         self._blind: set[tuple[str, str]] = set()
         self._looked_into: set[str] = set()  # modules whose __dict__ the user's code has asked for
+        self.caller: str | None = None  # the module that calls what the graph will call, while that runs
+        self.called_reads: set[tuple[str, str, str]] = set()  # what that reads, behind its caller
+        self.modes: set[str] = set()  # modules that forward switches between train and eval
         self.kept = 0  # a run of all in PyTorch is in modules that will be kept there
         self._kept_reads: set[tuple[str, str]] = set()  # by what the graph will call
         self._kept_writes: set[tuple[str, str]] = set()
@@ -72,6 +93,8 @@ class Modules(Settled):
             if ident() != me:
                 value = self._elsewhere(own, name, value) if where is not None else value
             elif where is not None:
+                if self.caller is not None:
+                    self.called_reads.add((self.caller, where, name))
                 if self.quiet and self._in_kept():
                     self._kept_reads.add((where, name))
                 if name == "__dict__" and self._active:
@@ -101,6 +124,8 @@ class Modules(Settled):
             return next((before[k][name] for k in ("_parameters", "_buffers") if name in before[k]), ABSENT)
         if name == "__dict__":
             return {k: self._elsewhere(own, k, v) for k, v in value.copy().items()}
+        if name in ("_parameters", "_buffers"):
+            return _Shown(before[name], value)
         if name in before:
             now, was = value.copy(), before[name]
             return value if now.keys() == was.keys() and all(now[k] is v for k, v in was.items()) else was
@@ -112,7 +137,10 @@ class Modules(Settled):
         def setattribute(obj: Any, name: str, value: Any) -> None:
             own = get(obj, "__dict__")
             where = names.get(id(own))
-            if where is not None and ident() == me and name not in obj._buffers:
+            if where is not None and ident() == me and name in obj._buffers:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    self.escaped.add(where)
+            elif where is not None and ident() == me:
                 if own is self._outside:
                     self._past.add((where, name))
                 elif self._in_kept():
@@ -128,6 +156,8 @@ class Modules(Settled):
                     (self.quiet_writes if self.quiet else self.writes).add((where, name))
                 elif name != "training":  # by train() and eval(), for whoever calls them
                     self._by_torch.add((where, name))
+                elif not self.quiet:
+                    self.modes.add(where)
                 if contents.holds_tensor(value):
                     self.escaped.add(where)
             put(obj, name, value)
