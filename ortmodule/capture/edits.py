@@ -148,6 +148,11 @@ def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module |
                     todo.append((cell.cell_contents, by or "a function"))
         elif isinstance(x, functools.partial):
             todo += [(y, by or "a function") for y in (x.func, x.args, x.keywords)]
+        elif isinstance(x, slice):
+            todo += [(y, by or "a slice") for y in (x.start, x.stop, x.step)]
+        elif is_array(x):
+            if x.dtype.hasobject:
+                return by or "an array of objects"
         elif isinstance(x, Iterator) and module is not None:
             return by or "an iterator"
         elif not isinstance(x, (type, types.ModuleType)) and not is_cache(x) and (state := state_of(x)):

@@ -316,6 +316,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         a, k = fill(xs)
+        contents = contents_of((a, k))
         ctx = _MetaContext(needs)
         with torch.no_grad(), autocast(), inside(None), Edits(xs) as edits:
             if new_style:
@@ -325,6 +326,8 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 out = forward(ctx, *a, **k)
         if ctx.dirty or edits.found:
             raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place")
+        if contents_of((a, k)) != contents:
+            raise OpaqueError(f"{cls.__qualname__}.forward edits a container or object among its arguments")
         expected.form = form_of(name, out)
         outs, row.rebuild = _results(out)
         expected.shares = _share(outs, xs, None)
