@@ -26,6 +26,7 @@ import re
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,6 +132,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
                 raise KeyError(f"the checkpoint has no {name}")
         if missing := others.keys() - tree["others"].keys():
             raise KeyError(f"the checkpoint has no {', '.join(sorted(missing))}")
+        _tell_differences(tree, whole, optimizer, others)
         places = _Places(model, optimizer, whole)
         parts = {"model": tree["model"], **({} if optimizer is None else {"optimizer": tree["optimizer"]})}
         parts = _mapped(parts, lambda path, value: places.put(path, value, wanted))
@@ -153,6 +155,16 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
             logger.warning("%s was saved by %d ranks and is loaded by %d: random numbers stay as they are, %s rank 0's",
                            whole, tree["ranks"], n, f"{', '.join(others) or 'other states'} are")  # fmt: skip
     return step
+
+
+def _tell_differences(tree: dict[str, Any], whole: Path, optimizer: torch.optim.Optimizer | None,
+                      others: dict[str, Any]) -> None:  # fmt: skip
+    """What a training that goes on should know of, and may want."""
+    kind, left = tree.get("kind", ""), sorted(tree["others"].keys() - others.keys())
+    if optimizer is not None and kind and kind != type(optimizer).__qualname__:
+        logger.warning("%s holds the state of %s, and it is loaded into %s", whole, kind, type(optimizer).__qualname__)
+    if left:
+        logger.warning("%s also holds %s, which was not asked for and begins anew", whole, ", ".join(left))
 
 
 def weights(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -191,6 +203,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, others: di
     return {
         "model": dict(model.state_dict()),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "kind": type(optimizer).__qualname__,
         "others": {name: other.state_dict() for name, other in others.items()},
         "random": _random(),
     }
@@ -323,7 +336,7 @@ class _Places:
 
 def _read(whole: Path, rank: int, n: int) -> dict[str, Any]:
     """The state of this rank; of rank 0 where another number of ranks has saved."""
-    first: dict[str, Any] = torch.load(whole / "rank-0.pt", weights_only=True)
+    first = _file(whole / "rank-0.pt")
     if n != first["ranks"]:
         if differ := first["differ"]:
             raise ValueError(f"the {first['ranks']} ranks that have saved differ in {', '.join(differ[:3])} "
@@ -331,7 +344,7 @@ def _read(whole: Path, rank: int, n: int) -> dict[str, Any]:
         return first
     if rank == 0:
         return first
-    own: dict[str, Any] = torch.load(whole / f"rank-{rank}.pt", weights_only=True)
+    own = _file(whole / f"rank-{rank}.pt")
 
     def mine(path: _Path, value: Any) -> Any:
         if not (isinstance(value, str) and value == _SAME):
@@ -344,11 +357,29 @@ def _read(whole: Path, rank: int, n: int) -> dict[str, Any]:
     return _mapped(own, mine)  # type: ignore[no-any-return]
 
 
+def _file(path: Path) -> dict[str, Any]:
+    """What torch.save has written there, if every byte of it is as it was (the archive has sums of them)."""
+    older = [f"step-{step}" for step, p in _steps(path.parent.parent) if p != path.parent]
+    remedy = f"remove {path.parent} to go on from {older[-1]}" if older else "there is no older checkpoint beside it"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+        if bad is None:
+            return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path.name} is cut or broken ({type(error).__name__}: {error}); {remedy}") from error
+    raise ValueError(f"{path.name} has other bytes than were written, in {bad}; {remedy}")
+
+
 # --- folders and ranks ---------------------------------------------------------------------------------
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, checkpoint) of what is whole, oldest first. A step saved again is .old between two renames."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file, not the folder of checkpoints")
     names = [(m, p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)(\.old)?", p.name))]
     return [(int(m[1]), p) for m, p in sorted(names, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 

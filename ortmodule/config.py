@@ -110,7 +110,11 @@ def _memory(text: str) -> int:
 
 
 def _directory(text: str) -> str:
-    if os.path.exists(text) and not os.path.isdir(text):
+    try:
+        os.makedirs(text, exist_ok=True)
+    except OSError:
+        raise ValueError from None
+    if not os.access(text, os.W_OK):
         raise ValueError
     return text
 
@@ -307,7 +311,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "DUMP_PASSES",
         "",
-        "a directory",
+        "a directory that can be written",
         _directory,
         "write the graph there as text, before and after each rewrite that changes it: "
         "`<process>/<n>-<rewrite>-before.txt`, `-after.txt`, and the list in `index.txt` (docs/LOOKING_IN.md)",

@@ -20,7 +20,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _C, branches, cuda_engine, cuts, fallback, guard, memory, net, patches, profile, ranks, settle, watch
+from . import (
+    _C,
+    branches,
+    bypassed,
+    cuda_engine,
+    cuts,
+    fallback,
+    guard,
+    memory,
+    net,
+    patches,
+    profile,
+    ranks,
+    settle,
+    watch,
+)
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, FlatInputs, capture, capture_error, flatten_inputs
 from .capture.edits import tensors_in
@@ -33,7 +48,7 @@ from .errors import TimeUp
 from .host import Failed
 from .quiet import progress, quiet
 from .spread import judge
-from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, tensor_of, unwrapped
+from .state import Entry, GuardedGraph, Refused, Site, State, n_modules, shadow_of, tensor_of, unwrapped
 from .summary import announce
 
 logger = logging.getLogger("ortmodule")
@@ -975,9 +990,7 @@ def _check_coverage(state: State, captured: Captured | CutCaptured) -> None:
     if not least:
         return
     engine = captured.n_nodes - len(captured.host_ops)
-    every = engine + sum(
-        len([*state.module.get_submodule(op.name).modules()]) if op.kind == "module" else 1 for op in captured.host_ops
-    )
+    every = engine + sum(n_modules(state.module, op.name) if op.kind == "module" else 1 for op in captured.host_ops)
     if engine < least * every:
         first = captured.host_ops[0]
         names = ", ".join(sorted({op.name for op in captured.host_ops}))
@@ -1003,7 +1016,16 @@ def _leave(state: State, entry: Entry, error: CaptureError) -> None:
     """All calls of this kind in PyTorch from now on."""
     _forbid(state, error)
     entry.eager = state.eager_entry(error.reason, error.module, error.file, error.line)
-    logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, error)
+    logger.warning("%s runs in PyTorch: %s%s", type(state.module).__name__, error, _advice(state, error))
+
+
+def _advice(state: State, error: CaptureError) -> str:
+    """What may be wrapped instead of a module whose own code cannot be captured."""
+    fit = [k for k, child in state.module.named_children() if next(child.children(), None) and bypassed.fits(child)]
+    if error.module or not fit:
+        return ""
+    return (f". Its submodules can be wrapped instead: model.{fit[0]} = ORTModule(model.{fit[0]})"
+            + f", and {', '.join(fit[1:4])}" * (len(fit) > 1))  # fmt: skip
 
 
 def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -78,7 +78,7 @@ class MemoryEntry:
 
 @dataclass
 class GraphEntry:
-    """One capture and what became of it."""
+    """One capture and what became of it. nodes: a submodule kept in PyTorch counts as the modules in it."""
 
     nodes: int
     engine_nodes: int

@@ -457,6 +457,14 @@ def unwrapped(root: nn.Module) -> Iterator[None]:
         yield
 
 
+def n_modules(root: nn.Module, name: str) -> int:
+    """As how many nodes a submodule counts that is kept in PyTorch: as the modules that it is made of."""
+    try:
+        return sum(1 for _ in root.get_submodule(name).modules())
+    except AttributeError:  # it is not there any more
+        return 1
+
+
 def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
     """The tensor that a graph input names, as it is now."""
     owner, _, name = spec.target.rpartition(".")

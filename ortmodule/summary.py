@@ -13,7 +13,7 @@ from . import torch_private as private
 from .chain import Graph
 from .features import features
 from .report import GraphEntry, HostEntry, MemoryEntry, Report
-from .state import State
+from .state import State, n_modules
 
 logger = logging.getLogger("ortmodule")
 
@@ -55,9 +55,11 @@ def report(state: State, table: bool = True) -> Report:
         for plan in plans:
             for name, size in plan.get("peak_bytes", {}).items():
                 peak[name] = max(peak.get(name, 0), size)
+        names = [op.name for op in whole.captured.host_ops if op.kind == "module"] + list(called)
+        within = sum(n_modules(state_of.module, name) - 1 for name in names)
         report.graphs.append(
             GraphEntry(
-                nodes=whole.captured.n_nodes,
+                nodes=whole.captured.n_nodes + within,
                 densities=whole.captured.densities,
                 engine_nodes=max(0, whole.captured.n_nodes - len(whole.captured.host_ops) - len(called)),
                 dynamic=whole.captured.dynamic,

@@ -472,6 +472,12 @@ _OF_TORCH = {  # what the export says -> what it is about
     "(pack_padded_sequence, compiled code of a library)",
     "fake tensor in the exported program": "a tensor that forward makes out of a capture's sight (by way of numpy, or "
     "in compiled code of a library)",
+    ".numpy() is not supported for tensor subclasses": "a tensor that forward hands to numpy or scipy, which read its "
+    "numbers",
+    "functional.Node object": "a value of a kind that the engine does not have, such as complex numbers, which forward "
+    "returns or goes on with",
+    "__format__": "text that forward makes of a number that a capture does not know (a size, or read from a "
+    "tensor)",
 }
 _OF_DATA = {
     "GuardOnDataDependentSymNode": "a number that is read from a tensor (int(), item(), tolist()), or a size that "

@@ -367,6 +367,39 @@ def test_ddp_and_what_is_refused(tmp_path: Path) -> None:
     launch(DDP, tmp_path, "load", ranks=3)
 
 
+def test_broken_files_and_what_is_not_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        opt = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+        return model, opt
+
+    model, opt = make()
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1)
+    for step in (4, 5):
+        checkpoint.save(tmp_path, step, model, opt, schedule=schedule)
+    file = tmp_path / "step-5" / "rank-0.pt"
+    whole = file.read_bytes()
+    at = whole.index(model.weight.detach().numpy().tobytes())
+    for bad, what in (
+        (whole[: len(whole) // 2], "is cut or broken"), (b"", "is cut or broken"),
+        (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "has other bytes than were written"),
+    ):  # fmt: skip
+        file.write_bytes(bad)
+        with pytest.raises(RuntimeError, match=f"rank-0.pt {what}.*remove .*step-5 to go on from step-4"):
+            checkpoint.load(tmp_path, *make(), schedule=schedule)
+    file.write_bytes(whole)
+    with pytest.raises(RuntimeError, match="is a file, not the folder of checkpoints"):
+        checkpoint.load(file, *make())
+    assert checkpoint.load(tmp_path, *make(), schedule=schedule) == 5 and not caplog.messages
+    other = make()[0]
+    checkpoint.load(tmp_path, other, torch.optim.SGD(other.parameters(), 0.1, momentum=0.9))
+    assert ["holds the state of AdamW, and it is loaded into SGD" in m for m in caplog.messages] == [True, False]
+    assert "also holds schedule, which was not asked for and begins anew" in caplog.messages[1]
+
+
 def test_a_script_may_end_right_after_a_save(tmp_path: Path) -> None:
     """No thread of gloo's holds a tensor any more: one that lets go of it while Python ends aborts the process."""
     launch(LAST, tmp_path, after="")
