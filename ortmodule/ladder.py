@@ -58,6 +58,7 @@ _MANY_CAPTURES = 16  # of one module, before a warning
 _FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
 _GENERAL_LIMIT = 3  # symbolic captures of one call structure
 _ASTRAY = 3  # calls on a way through forward that cannot be captured, before what branches stays in PyTorch
+_VAIN_LIMIT = 2  # captures with symbols for sizes that came to nothing, before there are no more
 _UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _check = _C.guard_check
@@ -533,6 +534,7 @@ def _new_graph(
         general = n_general < _GENERAL_LIMIT or entry.dynamic > any(c.dynamic for c in entry.graphs) \
             or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
         general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
+        general = general and entry.in_vain < _VAIN_LIMIT
         ranks.begin()
         for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
             if state.root.capturing_s >= state.settings.capture_seconds:
@@ -556,6 +558,7 @@ def _new_graph(
             except Exception as error:
                 failure = capture_error(state.module, error)
                 state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
+                entry.in_vain += (dynamic or symbolic) and not answers and not anew
                 if symbolic and not answers and not anew:
                     entry.no_symbolic, entry.symbolic = True, False
                 if answers or anew:  # another way may do without

@@ -69,6 +69,7 @@ class Entry:
         self.symbolic = False  # a second value of an int/float argument has been seen
         self.no_symbolic = False  # ... but it cannot be an input
         self.n_captures = 0
+        self.in_vain = 0  # captures with symbols for sizes or numbers that came to nothing
         self.keep: set[str] = set()
         self.escaped: set[str] = set()  # submodules that leave tensors where others find them
         self.places: tuple[guard.Place, ...] = ()  # submodules with hooks
