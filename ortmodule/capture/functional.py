@@ -350,13 +350,30 @@ class _Functionalizer:
             v.version = v.base.version
         return self.use(v.node)
 
+    def only_by_data(self, v: _V, new: Node) -> bool:
+        """`new` is written to Tensor.data of an input (weight.data.clamp_()) that nothing has used before: what uses it
+        from here on finds the new value, and no backward the old one."""
+        cur, by_data = v, False
+        while cur.parent is not None:
+            by_data |= cur.view is not None and cur.view.target is aten.alias.default
+            cur = cur.parent
+        behind: set[Node | None] = {v.base.input}
+        for node in self.program.nodes:
+            if behind.isdisjoint(node.inputs()):
+                continue
+            if node.target in (aten.detach.default, aten.alias.default):
+                behind.add(node)
+            elif node is not new:
+                return False
+        return by_data and v.base.input is not None and v.base.version == 0
+
     def write(self, v: _V, new: Node, over: bool = False, loud: bool = True) -> None:
         """over: `new` is not computed from what it takes the place of."""
         for expected in v.base.hosts:
             expected.edited = True
             if expected.shares:
                 raise self.fail(f"what is kept in PyTorch {SHARES}")
-        if v.base.behind:
+        if v.base.behind and not self.only_by_data(v, new):
             raise self.fail("forward edits a tensor in place whose Tensor.data it has read: autograd does not see it")
         old = v.base.node
         keeps_gradient = not self.grad
@@ -374,7 +391,7 @@ class _Functionalizer:
             value = self.make(ZERO, (value, old), {}, old.val)
         v.base.node = value
         v.base.version += 1
-        v.base.loud |= loud
+        v.base.loud |= loud and not v.base.behind
         if v.base.held is not None or v.base.kin:
             self.sync(v.base)
 

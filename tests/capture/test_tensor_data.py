@@ -1,5 +1,6 @@
 """Tensor.data: what reads it is captured as what it is, the same numbers out of autograd's sight; what edits or replaces a
-tensor by it, which autograd does not see either, is PyTorch's."""
+tensor by it, which autograd does not see either, is PyTorch's, unless it is a weight or buffer that nothing has used
+before."""
 
 from __future__ import annotations
 
@@ -108,6 +109,11 @@ def _clamped(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return m.other(h)
 
 
+def _clamped_after_its_use(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    y = m.other(h)  # whose gradient reads the clamped weight
+    return y + _clamped(m, h, x)
+
+
 def _after_its_use(m: Any, h: Tensor, x: Tensor) -> Tensor:
     y = h * 2
     z = y * y  # its gradient reads the edited y, as autograd does not see the edit
@@ -147,7 +153,7 @@ EDITS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "an intermediate is replaced": _made,
     "vector_to_parameters": _vector,
     "a moving average": _average,
-    "a weight is clamped": _clamped,
+    "a weight is clamped after its use": _clamped_after_its_use,
     "after its use": _after_its_use,
     "of a view": _of_a_view,
     "a view of it": _view_of_it,
@@ -189,7 +195,23 @@ def test_what_edits_by_it_is_left_to_pytorch(name: str) -> None:
     assert "Tensor.data" in report and report.count("4 calls wholly in PyTorch"), report
 
 
-@pytest.mark.parametrize("name", ["a buffer is replaced", "a moving average", "a weight is clamped", "after its use"])
+def _decayed(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.low.data.add_(1)
+    return h * m.low
+
+
+@pytest.mark.parametrize("does", [_clamped, _decayed])
+def test_weights_clamped_before_they_are_used(does: Callable[[Any, Tensor, Tensor], Any]) -> None:
+    """As Gemma 3n does in forward."""
+    torch.manual_seed(0)
+    for eager in (Body(does), Around(Body(does))):
+        ours = ORTModule(copy.deepcopy(eager))
+        _beside(eager, ours)
+        report = ours.report()
+        assert not report.eager and report.node_share == 1, str(report)
+
+
+@pytest.mark.parametrize("name", ["a buffer is replaced", "a moving average", "a weight is clamped after its use", "after its use"])
 def test_in_a_submodule(name: str) -> None:
     torch.manual_seed(0)
     eager = Around(Body(EDITS[name]))
