@@ -4,6 +4,7 @@ back."""
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ def copy(v: Any) -> Any:
     if isinstance(v, list):
         return list.copy(v)
     return list(v)
+
+
+def changed_keys(v: dict[Any, Any], old: Sequence[Any]) -> list[Any]:
+    """Of a dictionary, against its copy: keys that are new, gone, or have another value."""
+    before = dict(zip(old[::2], old[1::2], strict=True))
+    return [k for k in {**before, **v} if v.get(k, patches.ABSENT) is not before.get(k, patches.ABSENT)]
 
 
 def put_back(v: Any, old: list[Any]) -> None:

@@ -193,7 +193,7 @@ TABLE: tuple[Row, ...] = (
         "for backward (but with use_reentrant=True): more memory", owner=True),
     Row("module_tracer", ("torch.fx.experimental.proxy_tensor._ModuleStackTracer",), "code that compares submodules, "
         "of which one stands at two places of the tree, would be shown others while it is captured", need="shared",
-        works=lambda cls: "getattr" in vars(cls)),
+        works=lambda cls: {"getattr", "call_module"} <= vars(cls).keys()),
     Row("transformer", ("torch.nn.modules.transformer._detect_is_causal_mask",), "layers of nn.Transformer that are "
         "given a mask ask at every call whether it is causal", owner=True),
     Row("composite_kernel", ("torch._C.DispatchKey.CompositeImplicitAutograd",

@@ -295,7 +295,7 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
     CUDA where their weights lie, for cuDNN's sake, and their fake kernels unroll the sequence, which fixes its length;
     torch.div of sizes gives a tensor, whose value would be read as one that only the data knows. Where a submodule
     stands at two places of the tree, a trace shows code a new object for each submodule at each access, which is
-    neither the module nor of its class."""
+    neither the module nor of its class. Modules that other threads call are no part of the trace."""
     flatten = nn.RNNBase.flatten_parameters
     rows = [Patch(nn.RNNBase, "flatten_parameters", only_here(lambda self: None, flatten))]
     if private.has("surely"):
@@ -303,7 +303,8 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
                  for of, names in ((torch, ("div", "divide", "floor_divide")), (Tensor, _SIZES)) for name in names]
     if private.has("module_tracer"):
         tracer = private.module_tracer
-        rows.append(Patch(tracer, "getattr", only_here(super(tracer, tracer).getattr, tracer.getattr)))
+        rows += [Patch(tracer, "getattr", only_here(super(tracer, tracer).getattr, lambda self, name, value, _: value)),
+                 Patch(tracer, "call_module", only_here(tracer.call_module, _called_elsewhere))]
     if private.has("transformer"):
         detect = private.transformer._detect_is_causal_mask
 
@@ -320,6 +321,11 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
             rows += [Patch(op.py_kernels, key, only_here(functools.partial(_types_only, op), before)),
                      Patch(op, "_dispatch_cache", {})]  # filled from the kernels, for all keys
     return replaced(*rows)
+
+
+def _called_elsewhere(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A module that another thread calls while this one traces."""
+    return forward(*args, **kwargs)
 
 
 def _remembering(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import array
 import collections
 import collections.abc
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..contents import PLAIN, Met, flat
 from ..libraries import is_library
 from ..patches import ABSENT
 from . import outside
-from .table import CALL, DICT, FUNCTIONS, ITEM, LIST, MAPPED, NO_ITEM, SEQUENCE, SET, UNMAPPED, Problem
+from .table import ATTRIBUTE, CALL, DICT, FUNCTIONS, ITEM, LIST, MAPPED, NO_ITEM, SEQUENCE, SET, UNMAPPED, Problem
 from .values import Values
 
 
@@ -33,6 +34,8 @@ class Settled(Values):
         self._assigned: set[Any] = set()
         self._numpy: set[Any] = set()
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str, Any]] = {}
+        # (holder, name) that what is kept in PyTorch changes: what it is
+        self._by_kept: dict[tuple[int, str], str] = {}
 
     def settle(self) -> None:
         """The traced forward has returned: what it changed is noted and put back."""
@@ -41,6 +44,8 @@ class Settled(Values):
                 plain = self._plain_changes(met)
                 more = contents.entries_more(met.value, met.copy)
                 left = contents.added(met.value, met.copy)
+                if self.quiet and id(met.value) in self._own_dicts:
+                    self._note_kept(met.value, contents.changed_keys(met.value, met.copy), f"{met.name}.")
                 contents.put_back(met.value, met.copy)
                 if more is not None and not more:
                     continue
@@ -73,6 +78,7 @@ class Settled(Values):
                     del space[name]
                 else:
                     space[name] = old
+                self._note_kept(space, [name], "global ")
                 self._changed({token}, f"assigns global {name} ({at})", left)
         names = self._attribute_names[False] | self._attribute_names[True]
         for cls, (token, old, name) in self._classes.items():
@@ -84,12 +90,14 @@ class Settled(Values):
             for k, v in old.items():
                 left = own.get(k, ABSENT)
                 if k in names and left is not v:
+                    self._note_kept(self._space(cls), [k], f"{name}.")
                     type.__setattr__(cls, k, v)
                     self._changed({token}, f"assigns {name}.{k}", left)
-        for obj, name, old, what, token in self._slots:
+        for obj, name, old, what, token in self._slots.values():
             left = getattr(obj, name, ABSENT)
             if left is not old:
                 object.__setattr__(obj, name, old)
+                self._note_kept(obj, [name], f"{type(obj).__qualname__}.")
                 self._changed({token}, f"changes {what}", left)
         for cache, before in self._caches.values():
             if cache.cache_info().misses != before.misses:
@@ -98,6 +106,20 @@ class Settled(Values):
         if numpy is not None and self._numpy_state is not None and outside.numpy_state(numpy) != self._numpy_state:
             numpy.random.mtrand._rand._bit_generator.state = outside.from_hashable(self._numpy_state)
             self._changed(self._numpy or {""}, "draws random numbers of numpy.random")
+
+    def _note_kept(self, holder: Any, names: Iterable[str], what: str) -> None:
+        if self.quiet:
+            self._by_kept.update({(id(holder), name): f"{what}{name}" for name in names})
+
+    def _read_around_kept(self) -> None:
+        """What the graph's own code reads is not changed by what the graph calls: it would be read as it was before the
+        step."""
+        for row, _ in [*self.rows.values()]:
+            what = self._by_kept.get((id(row[1]), row[2])) if row[0] in (ITEM, NO_ITEM, ATTRIBUTE, MAPPED) else None
+            if what is not None:
+                readers = [key for key, code in self._ran.items() if self._ran_in[key] and row[2] in code.co_names]
+                for token in readers or ("",):
+                    self._problem(token, f"reads {what}, which a module kept in PyTorch changes")
 
     def _plain_changes(self, met: Met) -> dict[str, Any]:
         """Attributes of an object that were assigned numbers or strings (transformers' config.problem_type), when
@@ -131,6 +153,7 @@ class Settled(Values):
 
     def _finish(self) -> None:
         """Rows for the contents of containers, as they are after everything was put back."""
+        self._read_around_kept()
         self._functions_hold()
         names = self._attribute_names[False]
         for log in self._loggers.values():

@@ -88,7 +88,7 @@ class Values(Table):
         self._bytes: dict[int, tuple[Any, bytes, str, set[Any]]] = {}
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._caches: dict[int, tuple[Any, Any]] = {}
-        self._slots: list[tuple[Any, str, Any, str, Any]] = []
+        self._slots: dict[tuple[int, str], tuple[Any, str, Any, str, Any]] = {}
         self._seen: set[int] = set()
         self._seen_quietly: set[int] = set()
         self._loggers: dict[int, logging.Logger] = {}
@@ -371,7 +371,11 @@ class Values(Table):
 
     def _object_read(self, obj: Any, name: str, value: Any) -> None:
         key = id(obj), name
-        if self.quiet or key in self._object_reads:
+        if self.quiet:
+            if value is not ABSENT and isinstance(getattr(type(obj), name, None), types.MemberDescriptorType):
+                self._slots.setdefault(key, (obj, name, value, f"{type(obj).__qualname__}.{name}", type(obj)))
+            return
+        if key in self._object_reads:
             return
         self._object_reads.add(key)
         own = contents.attributes(obj)
@@ -389,7 +393,7 @@ class Values(Table):
                 return  # assigned by the traced code itself: what is in there is of this call
         elif isinstance(getattr(cls, name, None), types.MemberDescriptorType):
             if value is not ABSENT:
-                self._slots.append((obj, name, value, what, token))
+                self._slots[key] = obj, name, self._slots.get(key, (obj, name, value))[2], what, token
                 self._row((ATTRIBUTE, obj, name, value), what)
         else:
             if own is not None:

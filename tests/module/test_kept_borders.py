@@ -281,6 +281,7 @@ def test_other_threads_see_the_models_own_tensors_during_a_capture() -> None:
         while not stop.is_set():
             seen.append(all(id(p) in own for p in inner.parameters()) and all(id(m[0].weight) in own for m in inner))
             seen.append({*map(type, inner.state_dict().values())} == {Tensor})
+            seen.append(type(inner(torch.ones(1, 8))) is Tensor)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -289,3 +290,62 @@ def test_other_threads_see_the_models_own_tensors_during_a_capture() -> None:
     stop.set()
     thread.join()
     assert len(seen) > 20 and all(seen)
+
+
+COUNT = 0
+LISTED, NAMED = [1.0], {"by": 1.0}
+
+
+class Plain:
+    by = 1.0
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+
+PLAIN, SLOTTED = Plain(), Slotted()
+
+
+def count() -> None:
+    global COUNT
+    COUNT += 1
+
+
+def add(holder: Any, key: Any) -> None:
+    holder[key] += 1
+
+
+def grow(holder: Any) -> None:
+    holder.by += 1
+
+
+@pytest.mark.parametrize(("does", "asks"), [
+    (lambda: count(), lambda: float(COUNT)),
+    (lambda: add(LISTED, 0), lambda: LISTED[0]),
+    (lambda: LISTED.append(1.0), lambda: float(len(LISTED))),
+    (lambda: add(NAMED, "by"), lambda: NAMED["by"]),
+    (lambda: grow(PLAIN), lambda: PLAIN.by),
+    (lambda: grow(Plain), lambda: Plain.by),
+    (lambda: grow(SLOTTED), lambda: SLOTTED.by),
+])  # fmt: skip
+def test_state_that_a_kept_module_changes_and_another_reads(does: Callable[[], None], asks: Callable[[], float]) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.line(x) * asks()  # type: ignore[no-any-return]
+
+    global COUNT
+    found = []
+    for wrap in (False, True):
+        COUNT, LISTED[:], NAMED["by"], Plain.by, SLOTTED.by = 0, [1.0], 1.0, 1.0, 1.0
+        vars(PLAIN)["by"] = 1.0
+        torch.manual_seed(0)
+        net = Net(lambda k, x: (does(), k.line(x))[1], lambda n, x: n.other(n.kept(n.first(x)))).double()
+        net.other = Reads().double()  # type: ignore[assignment]
+        model = ORTModule(net, strict=False) if wrap else net
+        found.append(torch.stack([model(torch.ones(n, 4, dtype=torch.double)).sum().detach() for n in (3, 3, 4, 4)]))
+    torch.testing.assert_close(found[1], found[0])
