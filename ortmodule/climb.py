@@ -97,6 +97,15 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     _restore(undo)
                     undo, first = [], None
                     continue
+                around = {k for k in keep - seen.called if any(_inside(w, {k}) for w in seen.ran())}
+                if around:  # layers of a list that forward walks through itself
+                    _restore(undo)
+                    undo, first = [], None
+                    keep = _outermost((keep - around) | {_parent(shadow, k) for k in around})
+                    if "" in keep:
+                        raise CaptureError(f"{min(around)} would have to stay in PyTorch, and is not called as a whole")
+                    branching = branching and not keep
+                    continue
                 # what a kept module's own forward assigns is not among them; hooks may look in between
                 lasting = set() if places else {*captured.left, *seen.restored}
                 written = sorted(seen.writes - lasting)
@@ -140,7 +149,7 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     raise Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
                 where, name = written[0]
                 while _inside(where, keep):
-                    where = _parent(where)
+                    where = _parent(shadow, where)
                 raise CaptureError(f"forward assigns self.{name}", where)
             except Skip:
                 raise
@@ -152,7 +161,7 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                 error = capture_error(shadow, raised)
                 name = error.module
                 while name in keep:
-                    name = _parent(name)
+                    name = _parent(shadow, name)
                 # in a kept module, which a symbolic trace runs for the sizes of its result: no other trace does better
                 if state.settings.strict or not name or _inside(name, keep):
                     raise error from raised
@@ -234,7 +243,9 @@ def _problems(
     # What a kept module changes and the code around it reads is of this call: they stay together.
     written = {(k, *w) for w in seen.quiet_writes for k in keep if _inside(w[0], {k})}
     found += [
-        watch.Problem(_parent(k), f"reads {_attribute(where, name)}, which a module kept in PyTorch changes", "", 0)
+        watch.Problem(
+            _parent(module, k), f"reads {_attribute(where, name)}, which a module kept in PyTorch changes", "", 0
+        )
         for k, where, name in sorted(seen.kept_changes | written)
         if (where, name) in seen.reads
     ]
@@ -247,7 +258,7 @@ def _out_of_order(module: nn.Module, seen: watch.Watch, captured: Captured | Cut
     parts = [c for c in captured.captured if c is not None] if isinstance(captured, CutCaptured) else [captured]
     written = {id(tensor_of(module, c.inputs[i])) for c in parts for i in c.writes if c.inputs[i].kind != "user"}
     of = tensors_in(module)
-    changes = {(_parent(k), where, name) for k, where, name in seen.kept_changes}
+    changes = {(_parent(module, k), where, name) for k, where, name in seen.kept_changes}
     return [
         watch.Problem(caller, f"changes {_attribute(where, name)}, and calls what uses it and stays in PyTorch", "", 0)
         for caller, where, name in sorted(seen.called_reads | changes)
@@ -255,8 +266,12 @@ def _out_of_order(module: nn.Module, seen: watch.Watch, captured: Captured | Cut
     ]
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _parent(root: nn.Module, name: str) -> str:
+    """The module around this one that has a forward, which a list of modules has not."""
+    name = name.rpartition(".")[0]
+    while name and type(root.get_submodule(name)).forward is nn.Module.forward:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _attribute(where: str, name: str) -> str:

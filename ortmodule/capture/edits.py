@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_private as private
+from ..contents import PLAIN
 from .skeleton import is_array, is_cache, state_of
 
 _FAR = 1000  # objects that are looked at
@@ -27,6 +28,8 @@ _STATISTICS = ("running_mean", "running_var")  # batch norm writes them, which i
 class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
     """Notes what memory held before it is edited in place."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._old: dict[int, tuple[Tensor, Any]] = {}
@@ -34,6 +37,8 @@ class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator writes to nothing that it is given
+            return func(*args, **kwargs)
         arguments = func._schema.arguments
         if func._schema.is_mutable or any(a.name in _STATISTICS for a in arguments):
             given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
@@ -82,13 +87,15 @@ def undoing(module: nn.Module) -> Iterator[Undo]:
 class Edits(private.DispatchMode):  # type: ignore[misc, name-defined]
     """Notices whether one of these tensors is written to."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.memory = {private.storage_of(t) for t in tensors}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for arg, x in zip(func._schema.arguments, args, strict=False):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     for t in x if isinstance(x, (list, tuple)) else (x,):
@@ -120,12 +127,12 @@ def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module |
     reaches by modules itself: only what is of the trace."""
     own = {id(m) for m in module.modules()} if module is not None else set()
     todo: list[tuple[Any, str]] = [(x, "") for x in (*args, *kwargs.values())]
-    seen: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
     while todo and len(seen) < _FAR:
         x, by = todo.pop()
-        if id(x) in seen and not by:
+        if type(x) in PLAIN or (id(x), bool(by)) in seen:
             continue
-        seen.add(id(x))
+        seen.add((id(x), bool(by)))
         if isinstance(x, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
             if by and (module is not None or type(x) not in (Tensor, nn.Parameter)):
                 return by
@@ -170,8 +177,7 @@ def trained_elsewhere(outs: Sequence[Tensor], given: Sequence[Tensor], module: n
         if node is None or node in ends or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
+        if type(node).__name__ == "AccumulateGrad" and id(getattr(node, "variable", None)) not in own:
             return True
         todo += [before for before, _ in node.next_functions]
     return False

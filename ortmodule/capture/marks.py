@@ -32,7 +32,7 @@ from ..patches import Patch, replaced
 from . import opaque
 from .edits import contents_of
 from .opaque import CUT
-from .skeleton import Fill, flatten_inputs, skeleton
+from .skeleton import Fill, flatten_inputs, is_cache, skeleton
 
 MOST = 64  # calls of hooked submodules in one forward; more parts than that are not worth having
 
@@ -120,9 +120,13 @@ def _enter(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     index = len(table.marks)
     outs = _add(Mark("enter", place.name, fill, order, key, torch.is_grad_enabled(), opaque.autocast_state()), tensors)
     table.open.append(index)
-    result: tuple[Any, Any] = fill(_asked(outs, place.asks[0]))
-    table.marks[index].given = result, contents_of(result)
-    return result
+    result: tuple[Any, dict[str, Any]] = fill(_asked(outs, place.asks[0]))
+    # a cache is the model's own: what the module puts there is for those after it
+    given = tuple([old if is_cache(old) else new for old, new in zip(args, result[0], strict=True)])
+    named = {k: kwargs[k] if is_cache(kwargs[k]) else v for k, v in result[1].items()}
+    watched = [v for v in (*given, *named.values()) if not is_cache(v)]
+    table.marks[index].given = watched, contents_of(watched)
+    return given, named
 
 
 def _exit(place: Place, out: Any) -> Any:

@@ -589,6 +589,9 @@ def kept_results(
     by = hidden_in(args, kwargs, module)
     if by is not None:
         raise OpaqueError(_REACHES.format(fqn, "is given", by))
+    scope = patches.here()
+    if scope is not None and scope.watch is not None:
+        scope.watch.called.add(fqn)
     table, autocast = current_table(), autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1

@@ -59,6 +59,7 @@ class Modules(Settled):
         # a call can be given without forward, and those that it leaves as they were
         self._blind: set[tuple[str, str]] = set()
         self._looked_into: set[str] = set()  # modules whose __dict__ the user's code has asked for
+        self.called: set[str] = set()  # modules kept in PyTorch that the trace has come to
         self.caller: str | None = None  # the module that calls what the graph will call, while that runs
         self.called_reads: set[tuple[str, str, str]] = set()  # what that reads, behind its caller
         self.modes: set[str] = set()  # modules that forward switches between train and eval

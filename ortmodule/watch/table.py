@@ -156,6 +156,10 @@ class Table:
             return {where for where, cls in self._classes_of.items() if issubclass(cls, token)}
         return self._ran_in[token]
 
+    def ran(self) -> set[str]:
+        """Modules whose code has run as a part of the graph, but for a __call__ of their own."""
+        return {w for key, places in self._ran_in.items() if self._ran[key].co_name != "__call__" for w in places}
+
     def _stop(self, reason: str, user: types.FrameType | None = None) -> None:
         """What the trace would use up cannot even be traced: the whole module stays in PyTorch."""
         user = user or libraries.first_user(sys._getframe(1))

@@ -35,14 +35,21 @@ class Kept(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, body: Callable[..., Any], around: Callable[..., Tensor]) -> None:
+    """held: what has the kept module: nothing, or a list or sequence that forward walks through itself."""
+
+    def __init__(self, body: Callable[..., Any], around: Callable[..., Tensor], held: Any = None) -> None:
         super().__init__()
         self.first, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
         self.weight = nn.Parameter(torch.ones(4))
         self.register_buffer("mean", torch.zeros(4))
-        self.kept = Kept(body)
-        self.kept.around = [self.other, self]
+        kept = Kept(body)
+        kept.around = [self.other, self]
+        self.layers = kept if held is None else held(kept)
         self.around = around
+
+    @property
+    def kept(self) -> Any:
+        return self.layers if isinstance(self.layers, Kept) else self.layers[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.around(self, x)
@@ -147,10 +154,11 @@ def trained_alike(eager: nn.Module, sizes: tuple[int, ...] = (3, 3, 5, 4)) -> OR
     return ours
 
 
+@pytest.mark.parametrize("held", [None, lambda kept: nn.ModuleList([kept]), nn.Sequential])
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_lost_at_the_border(case: str) -> None:
+def test_nothing_is_lost_at_the_border(case: str, held: Any) -> None:
     torch.manual_seed(0)
-    trained_alike(Net(*CASES[case]).double())
+    trained_alike(Net(*CASES[case], held).double())
 
 
 def test_what_has_no_part_in_it_stays_in_the_engine() -> None:
@@ -162,7 +170,7 @@ def test_what_has_no_part_in_it_stays_in_the_engine() -> None:
         CASES["its parameter"], CASES["its parameter's data"], CASES["a parameter it does not know"],
     ):
         ours = trained_alike(Net(body, around).double())
-        assert "in PyTorch: kept" in str(ours.report()), ours.report()
+        assert "in PyTorch: layers" in str(ours.report()), ours.report()
 
 
 class Again(torch.autograd.Function):
@@ -202,7 +210,7 @@ def test_a_function_given_to_a_custom_function(what: str) -> None:
 
     torch.manual_seed(0)
     eager = Net(lambda k, x: x, around).double()
-    eager.kept = nn.Identity()  # type: ignore[assignment]
+    eager.layers = nn.Identity()
     ours = trained_alike(eager)
     assert (len(ours.report().graphs) > 0) == (what in ("nothing", "a size")), ours.report()
 
@@ -230,11 +238,48 @@ def test_an_edit_before_an_exception_is_made_once() -> None:
         torch.testing.assert_close(ours[0].weight, eager[0].weight)
 
 
-def test_a_hooked_module_fills_a_list() -> None:
+@pytest.mark.parametrize("held", [None, lambda kept: nn.ModuleList([kept]), nn.Sequential])
+def test_a_hooked_module_fills_a_list(held: Any) -> None:
     torch.manual_seed(0)
-    eager = Net(*CASES["a list"]).double()
-    eager.kept.register_forward_hook(lambda m, a, o: None)
+    eager = Net(*CASES["a list"], held).double()
+    seen = []
+    eager.kept.register_forward_hook(lambda m, a, o: seen.append(o.detach()))
     trained_alike(eager)
+    assert len(seen) == 8
+    torch.testing.assert_close(seen[1::2], seen[::2])
+
+
+def test_hooks_on_layers_that_fill_a_cache() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                      vocab_size=32)  # fmt: skip
+    torch.manual_seed(0)
+    eager = transformers.LlamaForCausalLM(config)
+    features: list[Tensor] = []
+    eager.model.layers[0].register_forward_hook(lambda m, a, o: features.append(o.detach()))
+    ours = ORTModule(copy.deepcopy(eager))
+    for size in (6, 6, 7):
+        ids = torch.randint(0, 32, (2, size))
+        results = [model(input_ids=ids, labels=ids) for model in (eager, ours)]
+        torch.testing.assert_close(results[1].loss, results[0].loss)
+        caches = [[(layer.keys, layer.values) for layer in r.past_key_values.layers] for r in results]
+        torch.testing.assert_close(caches[1], caches[0])
+    torch.testing.assert_close(features[1::2], features[::2])
+    assert len(features) == 6 and ours.report().node_share == 1
+
+
+def test_other_ways_to_reach_what_is_kept() -> None:
+    """A method; a function that holds itself."""
+
+    def holds_itself(n: Net, x: Tensor) -> Tensor:
+        def f(t: Tensor, again: bool = True) -> Tensor:
+            return f(t, False) if again else t * 2
+
+        return n.kept(n.first(x), f)
+
+    torch.manual_seed(0)
+    trained_alike(Net(lambda k, x, f: f(k.line(x)), holds_itself).double())
+    trained_alike(Net(lambda k, x: k.line(x), lambda n, x: n.kept.forward(n.first(x))).double())
 
 
 def test_a_hooked_module_is_given_what_cannot_be_read() -> None:
