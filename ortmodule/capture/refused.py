@@ -598,6 +598,8 @@ def _processes() -> list[Patch]:
 class SilentProcesses(private.DispatchMode):  # type: ignore[misc]
     """Around a run of forward on values that is none of the user's: it sends nothing."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (error := talks(func)) is not None:
             raise _noted(error)
