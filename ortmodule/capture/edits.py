@@ -37,7 +37,7 @@ class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator writes to nothing that it is given
+        if not isinstance(func, private.OpOverload):  # a higher-order operator writes to nothing that it is given
             return func(*args, **kwargs)
         arguments = func._schema.arguments
         if func._schema.is_mutable or any(a.name in _STATISTICS for a in arguments):
@@ -95,7 +95,7 @@ class Edits(private.DispatchMode):  # type: ignore[misc, name-defined]
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        if isinstance(func, private.OpOverload) and func._schema.is_mutable:
             for arg, x in zip(func._schema.arguments, args, strict=False):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     for t in x if isinstance(x, (list, tuple)) else (x,):

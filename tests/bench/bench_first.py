@@ -49,7 +49,7 @@ def child(arm: str, name: str, threads: int) -> None:
         import ortmodule.capture as capture
         import ortmodule.ladder as ladder
         timed(capture, "export_module", "export")
-        timed(ladder, "_capture", "capture")
+        timed(ladder, "climb", "capture")
         timed(ladder, "_cast_net", "net")
     steps = []
     for _ in range(3):

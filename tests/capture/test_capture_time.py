@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ortmodule.ladder
+import ortmodule.climb
 from ortmodule import ORTModule
 from ortmodule.capture import CaptureError
 
@@ -98,8 +98,8 @@ class Experts(nn.Module):
 def test_modules_of_one_class_are_kept_together(monkeypatch: pytest.MonkeyPatch, fp64: None) -> None:
     """Twelve layers of routed experts: three traces, not thirteen; and one capture for all sizes."""
     tried: list[Any] = []
-    capture = ortmodule.ladder.capture
-    monkeypatch.setattr(ortmodule.ladder, "capture", lambda *a, **k: tried.append(k["dynamic"]) or capture(*a, **k))
+    capture = ortmodule.climb.capture
+    monkeypatch.setattr(ortmodule.climb, "capture", lambda *a, **k: tried.append(k["dynamic"]) or capture(*a, **k))
     torch.manual_seed(0)
     eager = Experts(12)
     model = ORTModule(eager)

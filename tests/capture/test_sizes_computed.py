@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from sizes import Of, run
 from torch import Tensor, nn
 
-import ortmodule.ladder
+import ortmodule.climb
 from ortmodule import ORTModule
 from ortmodule.capture import capture
 
@@ -163,7 +163,7 @@ def test_what_is_kept_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
         tried.append((k["dynamic"], sorted(k["keep_in_torch"])))
         return capture(*a, **k)
 
-    monkeypatch.setattr(ortmodule.ladder, "capture", counted)
+    monkeypatch.setattr(ortmodule.climb, "capture", counted)
     torch.manual_seed(0)
     eager = Outer().double()
     model = ORTModule(eager)

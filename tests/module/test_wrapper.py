@@ -173,14 +173,14 @@ def test_errors_of_our_own_go_down_the_ladder(monkeypatch, caplog):
 @pytest.mark.parametrize("place", ["capture", "load", "variant", "run", "guard"])
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError, ValueError])
 def test_errors_anywhere_before_a_result(place, error, monkeypatch):
-    from ortmodule import chain, guard, ladder
+    from ortmodule import chain, climb, guard
 
     def broken(*_: Any, **__: Any) -> Any:
         raise error("ours")
 
     eager = Calls(lambda m, x: torch.tanh(m.layer(x)))
     w = ORTModule(copy.deepcopy(eager))
-    at = {"capture": (ladder, "capture"), "load": (ladder, "Graph"), "variant": (chain.Graph, "_full_variant"), "run": (chain.Host, "drive_forward"),
+    at = {"capture": (climb, "capture"), "load": (climb, "Graph"), "variant": (chain.Graph, "_full_variant"), "run": (chain.Host, "drive_forward"),
           "guard": (guard.Guard, "structure")}[place]  # fmt: skip
     if place == "run":
         error = chain.Failed
