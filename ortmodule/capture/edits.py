@@ -25,15 +25,14 @@ _FAR = 1000  # objects that are looked at
 _STATISTICS = ("running_mean", "running_var")  # batch norm writes them, which its schemas do not say
 
 
-class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
-    """Notes what memory held before it is edited in place."""
+class Writes(private.DispatchMode):  # type: ignore[misc, name-defined]
+    """Notes what memory is written to."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._old: dict[int, tuple[Tensor, Any]] = {}
-        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self._written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,6 +51,23 @@ class Undo(private.DispatchMode):  # type: ignore[misc, name-defined]
         return func(*args, **kwargs)
 
     def _note(self, t: Tensor) -> None:
+        """Called before the write."""
+        self._written.add(private.storage_of(t))
+
+    def wrote(self, tensors: Sequence[Tensor]) -> bool:
+        return any(private.storage_of(t) in self._written for t in tensors)
+
+
+class Undo(Writes):
+    """Notes what memory held before it is edited in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._old: dict[int, tuple[Tensor, Any]] = {}
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+
+    def _note(self, t: Tensor) -> None:
+        super()._note(t)
         where = private.storage_of(t)
         if where not in self._old:
             self._old[where] = t, t.untyped_storage().clone()
@@ -82,25 +98,6 @@ def undoing(module: nn.Module) -> Iterator[Undo]:
         for p, wanted in flags:
             if p.requires_grad != wanted:
                 p.requires_grad_(wanted)
-
-
-class Edits(private.DispatchMode):  # type: ignore[misc, name-defined]
-    """Notices whether one of these tensors is written to."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self.memory = {private.storage_of(t) for t in tensors}
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, private.OpOverload) and func._schema.is_mutable:
-            for arg, x in zip(func._schema.arguments, args, strict=False):
-                if arg.alias_info is not None and arg.alias_info.is_write:
-                    for t in x if isinstance(x, (list, tuple)) else (x,):
-                        self.found |= isinstance(t, Tensor) and private.storage_of(t) in self.memory
-        return func(*args, **(kwargs or {}))
 
 
 def contents_of(x: Any, depth: int = 0) -> Any:
@@ -191,17 +188,16 @@ class Written(Undo):
         super().__init__()
         self._root = root
         self._tree = {private.storage_of(t) for t in tensors_in(root).values()} if real else set()
-        self._now: set[int] = set()
         self._were: dict[tuple[str, str], Tensor] = {}
 
     def _note(self, t: Tensor) -> None:
-        where = private.storage_of(t)
-        self._now.add(where)
-        if where in self._tree:
+        if private.storage_of(t) in self._tree:
             super()._note(t)
+        else:
+            Writes._note(self, t)
 
     def begin(self) -> None:
-        self._now = set()
+        self._written = set()
         self._were = tensors_in(self._root)
 
     def end(self) -> set[tuple[str, str]]:
@@ -209,7 +205,7 @@ class Written(Undo):
         are = tensors_in(self._root)
         return {
             key for key in {**self._were, **are}
-            if self._were.get(key) is not are.get(key) or private.storage_of(are[key]) in self._now
+            if self._were.get(key) is not are.get(key) or self.wrote([are[key]])
         }
 
 

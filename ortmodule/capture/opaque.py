@@ -37,9 +37,9 @@ from .. import torch_private as private
 from ..guard import part_of_forward
 from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
-from ..watch import inside, quiet
+from ..watch import inside, quiet, watching
 from . import checkpoints
-from .edits import Edits, Written, contents_of, hidden_in, trained_elsewhere
+from .edits import Writes, Written, contents_of, hidden_in, trained_elsewhere
 from .refused import SilentProcesses, in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
@@ -318,13 +318,13 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         a, k = fill(xs)
         contents = contents_of((a, k))
         ctx = _MetaContext(needs)
-        with torch.no_grad(), autocast(), inside(None), Edits(xs) as edits:
+        with torch.no_grad(), autocast(), inside(None), Writes() as writes:
             if new_style:
                 out = forward(*a, **k)
                 cls.setup_context(ctx, a, out)
             else:
                 out = forward(ctx, *a, **k)
-        if ctx.dirty or edits.found:
+        if ctx.dirty or writes.wrote(xs):
             raise OpaqueError(f"{cls.__qualname__}.forward edits an input in place")
         if contents_of((a, k)) != contents:
             raise OpaqueError(f"{cls.__qualname__}.forward edits a container or object among its arguments")
@@ -575,9 +575,9 @@ _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that i
 
 def _told(fqn: str, changes: set[tuple[str, str]]) -> None:
     """The code around it may not read what a kept submodule changes."""
-    scope = patches.here()
-    if scope is not None and scope.watch is not None:
-        scope.watch.kept_changes.update((fqn, *change) for change in changes)
+    watch = watching()
+    if watch is not None:
+        watch.kept_changes.update((fqn, *change) for change in changes)
 
 
 def kept_results(
@@ -589,9 +589,9 @@ def kept_results(
     by = hidden_in(args, kwargs, module)
     if by is not None:
         raise OpaqueError(_REACHES.format(fqn, "is given", by))
-    scope = patches.here()
-    if scope is not None and scope.watch is not None:
-        scope.watch.called.add(fqn)
+    watch = watching()
+    if watch is not None:
+        watch.called.add(fqn)
     table, autocast = current_table(), autocast_state()
     turn = table.n_calls.get(fqn, 0)
     table.n_calls[fqn] = turn + 1
@@ -604,11 +604,11 @@ def kept_results(
             return call.result, functools.partial(_sizes, fqn, call, before, xs), call.shares
         contents, written = contents_of(given), Written(table.root or module, False)
         at = inside(fqn.rpartition(".")[0])
-        with torch.no_grad(), autocast(), quiet(), at, Edits(xs) as edits, written:
+        with torch.no_grad(), autocast(), quiet(), at, written:
             written.begin()
             out = forward(*given[0], **given[1])
         _told(fqn, written.end())
-        if edits.found:
+        if written.wrote(xs):
             raise OpaqueError(_EDITS.format(fqn))
         if contents_of(given) != contents:
             raise OpaqueError(_FILLS.format(fqn))

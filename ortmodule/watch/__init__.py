@@ -44,7 +44,7 @@ from . import outside
 from .calls import Calls
 from .table import Held, Problem
 
-__all__ = ["Held", "Problem", "Watch", "inside", "quiet", "running"]
+__all__ = ["Held", "Problem", "Watch", "inside", "quiet", "running", "watching"]
 
 
 class Watch(Calls):
@@ -112,7 +112,7 @@ class Watch(Calls):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What runs inside is run again at every step: its reads need no rows. What it changes is put back all the same."""
-    watch = _here()
+    watch = watching()
     if watch is None:
         yield
         return
@@ -131,7 +131,7 @@ def quiet() -> Iterator[None]:
 def inside(caller: str | None, kept: bool = False) -> Iterator[None]:
     """Code runs that the graph will call. caller: the module whose code calls it; None: the one that runs here. kept: a
     run of all in PyTorch is in a module that will be kept there."""
-    watch = _here()
+    watch = watching()
     if watch is None:
         yield
         return
@@ -146,10 +146,11 @@ def inside(caller: str | None, kept: bool = False) -> Iterator[None]:
 
 def running() -> contextlib.AbstractContextManager[None]:
     """To be entered around the traced forward; at its end, before anything else is put back, what it changed is."""
-    watch = _here()
+    watch = watching()
     return watch.running() if watch is not None else contextlib.nullcontext()
 
 
-def _here() -> Watch | None:
+def watching() -> Watch | None:
+    """The watch over the capture that this thread is in."""
     scope = patches.here()
     return scope.watch if scope is not None else None
