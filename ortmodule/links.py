@@ -150,6 +150,15 @@ def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -
     return tuple(result)
 
 
+def _give_all(step: Step, live: Live, every: bool = False) -> dict[int, Tensor | None]:
+    """The gradients of all Functions, by input."""
+    return {
+        i: grad
+        for number, (_, inputs) in enumerate(step.variant.nodes)
+        for i, grad in zip(inputs, _give(step, live, number, 0, every), strict=True)
+    }
+
+
 def _spent(step: Step, output: int) -> bool:
     """Has a backward freed what the gradient of this output needs, too? PyTorch keeps nothing for some operations
     (sums, views)."""
@@ -170,9 +179,8 @@ def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool,
     for k in range(len(rows)):
         one = [p[0][k] if p is not None else g for p, g in zip(parts, grads, strict=True)]
         live = _begin(ctx, step, one, keep or k + 1 < len(rows))
-        for number, (_, inputs) in enumerate(variant.nodes):
-            for i, grad in zip(inputs, _give(step, live, number, 0, True), strict=True):
-                found[i].append(grad)
+        for i, grad in _give_all(step, live, True).items():
+            found[i].append(grad)
     result: dict[int, Tensor | None] = {}
     for i, all_rows in found.items():
         like = next((g for g in all_rows if g is not None), None)
@@ -233,11 +241,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
     if only is None:
         return live
     live.only = only
-    found = {
-        i: grad
-        for number, (_, inputs) in enumerate(variant.nodes)
-        for i, grad in zip(inputs, _give(step, live, number, 0, True), strict=True)
-    }
+    found = _give_all(step, live, True)
     # zero times infinity: what an output that is not asked for would have added
     if graph.can_run_forward_again(step) and not all([g is None or bool(g.isfinite().all()) for g in found.values()]):
         return graph.backward_other(step, given, keep)
@@ -283,11 +287,7 @@ def _run_apart(step: Step, arrived: Arrived, last: bool) -> Live:
         keep = private.keep_graph() or not last
         live = _run(arrived.head, step, grads, keep)
         if live.found is None:
-            live.found = {
-                i: grad
-                for number, (_, inputs) in enumerate(step.variant.nodes)
-                for i, grad in zip(inputs, _give(step, live, number, 0), strict=True)
-            }
+            live.found = _give_all(step, live)
         arrived.live, arrived.used = live, frozenset(grads)
         if not keep:
             _free(step, grads)
