@@ -97,7 +97,8 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     _restore(undo)
                     undo, first = [], None
                     continue
-                around = {k for k in keep - seen.called if any(_inside(w, {k}) for w in seen.ran())}
+                ran = seen.ran() if keep else set()
+                around = {k for k in keep - seen.called if any(_inside(w, {k}) for w in ran)}
                 if around:  # layers of a list that forward walks through itself
                     _restore(undo)
                     undo, first = [], None
@@ -187,9 +188,8 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
         entry.reads = guard.Reads(state.module, reads)
     else:
         entry.reads.add(state.module, reads)
-    parts = [c for c in captured.captured if c is not None] if isinstance(captured, CutCaptured) else [captured]
     bound: dict[int | str, bool] = {}
-    for each in parts:
+    for each in _parts(captured):
         for i, spec in enumerate(each.inputs):
             if spec.kind == "const_attr":
                 bound.update(dict.fromkeys((id(spec.tensor), spec.target), i in each.writes))
@@ -216,7 +216,7 @@ def _loaded(state: State, captured: Captured | CutCaptured, args: tuple[Any, ...
 
         level, taken = state.settings.memory_opt_level, memory.of_settings(state.settings)
         if isinstance(captured, CutCaptured):
-            for number, part in enumerate(c for c in captured.captured if c is not None):
+            for number, part in enumerate(_parts(captured)):
                 stages.save(state, part.onnx, stages.file_name(state, "torch_exported", f"_part{number}"))
             graph = cuts.CutGraph(captured, state.module, segment_mb, level, cuda, *dense, recorded)
         else:
@@ -233,6 +233,11 @@ def _loaded(state: State, captured: Captured | CutCaptured, args: tuple[Any, ...
         if spec.kind == "user" and given[spec.leaf].requires_grad:
             raise CaptureError(f"argument {spec.name} requires a gradient and is changed in place")
     return graph
+
+
+def _parts(captured: Captured | CutCaptured) -> list[Captured]:
+    """The graphs that there are."""
+    return [c for c in captured.captured if c is not None] if isinstance(captured, CutCaptured) else [captured]
 
 
 def _problems(
@@ -255,8 +260,11 @@ def _problems(
 def _out_of_order(module: nn.Module, seen: watch.Watch, captured: Captured | CutCaptured) -> list[watch.Problem]:
     """Where what a graph calls reads, or writes, what the graph writes: the call would see it as it was before the
     step."""
-    parts = [c for c in captured.captured if c is not None] if isinstance(captured, CutCaptured) else [captured]
-    written = {id(tensor_of(module, c.inputs[i])) for c in parts for i in c.writes if c.inputs[i].kind != "user"}
+    if not seen.called_reads and not seen.kept_changes:  # it calls nothing
+        return []
+    written = {
+        id(tensor_of(module, c.inputs[i])) for c in _parts(captured) for i in c.writes if c.inputs[i].kind != "user"
+    }
     of = tensors_in(module)
     changes = {(_parent(module, k), where, name) for k, where, name in seen.kept_changes}
     return [

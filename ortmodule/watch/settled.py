@@ -22,6 +22,8 @@ from . import outside
 from .table import ATTRIBUTE, CALL, DICT, FUNCTIONS, ITEM, LIST, MAPPED, NO_ITEM, SEQUENCE, SET, UNMAPPED, Problem
 from .values import Values
 
+_NAMED = (ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED)  # rows of one name in a holder
+
 
 class Settled(Values):
     """Compares what was met with what it was."""
@@ -83,16 +85,16 @@ class Settled(Values):
         names = self._attribute_names[False] | self._attribute_names[True]
         for cls, (token, old, name) in self._classes.items():
             own = vars(cls)
-            for k in [k for k in own if k not in old and k in names and k != "__getattribute__"]:
-                left = own[k]
-                type.__delattr__(cls, k)
+            for k in [k for k in {**old, **own} if k in names and k != "__getattribute__"]:
+                left, was = own.get(k, ABSENT), old.get(k, ABSENT)
+                if left is was:
+                    continue
+                if was is ABSENT:
+                    type.__delattr__(cls, k)
+                else:
+                    type.__setattr__(cls, k, was)
+                self._note_kept(self._space(cls), [k], f"{name}.")
                 self._changed({token}, f"assigns {name}.{k}", left)
-            for k, v in old.items():
-                left = own.get(k, ABSENT)
-                if k in names and left is not v:
-                    self._note_kept(self._space(cls), [k], f"{name}.")
-                    type.__setattr__(cls, k, v)
-                    self._changed({token}, f"assigns {name}.{k}", left)
         for obj, name, old, what, token in self._slots.values():
             left = getattr(obj, name, ABSENT)
             if left is not old:
@@ -115,7 +117,7 @@ class Settled(Values):
         """What the graph's own code reads is not changed by what the graph calls: it would be read as it was before the
         step."""
         for row, _ in [*self.rows.values()]:
-            what = self._by_kept.get((id(row[1]), row[2])) if row[0] in (ITEM, NO_ITEM, ATTRIBUTE, MAPPED) else None
+            what = self._by_kept.get((id(row[1]), row[2])) if row[0] in _NAMED else None
             if what is not None:
                 readers = [key for key, code in self._ran.items() if self._ran_in[key] and row[2] in code.co_names]
                 for token in readers or ("",):
