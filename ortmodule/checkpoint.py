@@ -359,8 +359,6 @@ def _read(whole: Path, rank: int, n: int) -> dict[str, Any]:
 
 def _file(path: Path) -> dict[str, Any]:
     """What torch.save has written there, if every byte of it is as it was (the archive has sums of them)."""
-    older = [f"step-{step}" for step, p in _steps(path.parent.parent) if p != path.parent]
-    remedy = f"remove {path.parent} to go on from {older[-1]}" if older else "there is no older checkpoint beside it"
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -369,8 +367,14 @@ def _file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise ValueError(f"{path.name} is cut or broken ({type(error).__name__}: {error}); {remedy}") from error
-    raise ValueError(f"{path.name} has other bytes than were written, in {bad}; {remedy}")
+        raise _broken(path, f"is cut or broken ({type(error).__name__}: {error})") from error
+    raise _broken(path, f"has other bytes than were written, in {bad}")
+
+
+def _broken(path: Path, what: str) -> ValueError:
+    older = [f"step-{step}" for step, p in _steps(path.parent.parent) if p != path.parent]
+    remedy = f"remove {path.parent} to go on from {older[-1]}" if older else "there is no older checkpoint beside it"
+    return ValueError(f"{path.name} {what}; {remedy}")
 
 
 # --- folders and ranks ---------------------------------------------------------------------------------
