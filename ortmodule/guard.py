@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from . import _C, autocast, cuda_engine
 from . import torch_private as private
-from .torch_private import HOOKS
+from .torch_private import CALL, HOOKS
 
 _CONFIG_NAMES = (
     "Config",
@@ -199,7 +199,7 @@ def _configs(values: dict[str, Any], seen: set[int], depth: int = _DEPTH) -> Ite
             yield from _configs(inner, seen, depth - 1)
 
 
-_INNER = frozenset(("_parameters", "_buffers", "_modules", *HOOKS))
+_INNER = frozenset(("_parameters", "_buffers", "_modules", CALL, *HOOKS))
 
 
 class Guard:

@@ -44,6 +44,7 @@ from .chain import Graph, Refusal, Unfit
 from .climb import Skip, climb, named
 from .errors import TimeUp
 from .host import Failed
+from .parts import outside
 from .quiet import progress
 from .spread import judge
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
@@ -215,7 +216,7 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     if hooks is not None and any(map(users_hook, hooks)):
         return _eager(state, "called inside saved_tensors_hooks: what the engine keeps for backward would not go "
                       "through them", args, kwargs)  # fmt: skip
-    if state.spread_over is not None and (why := state.spread_over.outside()) is not None:
+    if state.part_of is not None and (why := outside(state)) is not None:
         return _eager(state, why, args, kwargs)
     if state.spread is not None:
         if state.spread.holds():

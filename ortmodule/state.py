@@ -31,7 +31,7 @@ from .config import Settings
 from .fallback import TORCH_MODEL, wrap_exception
 from .patches import Patch
 from .report import EagerEntry, FailedEntry
-from .torch_private import HOOK_TABLES
+from .torch_private import CALL, HOOK_TABLES
 
 logger = logging.getLogger("ortmodule")
 
@@ -200,18 +200,20 @@ class State:
         self.children: dict[str, tuple[nn.Module, Any]] | None = None  # submodules and their wrappers
         self.children_away = False  # the wrappers stand in the table of children
         self.ways: dict[Hashable, Any] = {}
-        # spread.py
+        # parts.py, spread.py
         self.spread: Any = None  # the spread.Spread of a module on several devices
+        self.by_parts: Any = None  # the parts.Parts of calls that cannot be captured
         self.parts: dict[int, Any] = {}  # wrappers of parts, by id(module)
         self.new_part: Callable[[nn.Module], Any] | None = None
+        self.inside = threading.local()  # how this thread's forward began, which PyTorch runs with its parts
         self.name = ""  # of a part
-        self.spread_over: Any = None  # the Spread that it is a part of
+        self.part_of: State | None = None
         self.new_way: Callable[[State, str], Any] | None = None
 
     @property
     def root(self) -> State:
         """Of the module that this one is a part of."""
-        return self if self.spread_over is None else self.spread_over.state  # type: ignore[no-any-return]
+        return self if self.part_of is None else self.part_of.root
 
     # --- look-up -----------------------------------------------------------------------------------
 
@@ -442,6 +444,7 @@ def shadow_of(module: nn.Module) -> nn.Module:
     shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})
+    shadow.__dict__.pop(CALL, None)
     return shadow
 
 
@@ -450,6 +453,8 @@ def unwrapped(root: nn.Module) -> Iterator[None]:
     """While root is captured, wrappers inside it give place to what they wrap: they are part of its graph."""
     rows: list[Patch] = []
     for m in list(root.modules()):
+        if m.__dict__.get(CALL) is not None:
+            rows.append(Patch(m.__dict__, CALL, None))
         for name, child in m._modules.items():
             state = getattr(child, "_ortmodule", None)
             if isinstance(state, State) and state.override is None and not state.own_forward:

@@ -5,8 +5,8 @@ What is missing, or does not do what is expected of it, is logged once and shown
   instead   stands in its place, where there is something: more memory or time, never another result;
   need      names what cannot be without it: "call" (what a call means cannot be told: all calls stay in PyTorch),
             "capture" (nothing can be captured), "hooks" (modules with hooks on submodules stay in PyTorch), "shared"
-            (those with one submodule at two places do), "net" (no capture is compared with forward later on). Whoever
-            does one of these asks `lacks` first.
+            (those with one submodule at two places do), "parts" (no module runs by its submodules), "net" (no capture
+            is compared with forward later on). Whoever does one of these asks `lacks` first.
 
 Not listed: paths of files in a traceback, attributes by which a name is only shown, and the tables `_parameters`,
 `_buffers` and `_modules` of a module, which every subclass of nn.Module meets.
@@ -15,6 +15,7 @@ Not listed: paths of files in a traceback, attributes by which a name is only sh
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import logging
 import sys
@@ -31,6 +32,8 @@ logger = logging.getLogger("ortmodule")
 _ABSENT = object()
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CALL = "_compiled_call_impl"
+"""What PyTorch calls instead of an nn.Module, where that has it; it goes into no copy and no file."""
 HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """Tables of an nn.Module: of hooks that a call fires, and with what is noted beside them."""
 
@@ -65,6 +68,12 @@ def _foreach_mul(dst: Sequence[Tensor], factor: float) -> None:
 def _all_hook_tables(cls: type[nn.Module]) -> bool:
     tables = {k for k, v in cls().__dict__.items() if isinstance(v, dict) and "hook" in k and "state_dict" not in k}
     return tables == set(HOOK_TABLES)
+
+
+def _call_is_asked(cls: type[nn.Module]) -> bool:
+    made = cls()
+    made.__dict__[CALL] = lambda: True
+    return made() is True and CALL not in copy.copy(made).__dict__
 
 
 def _has_code(f: Any) -> bool:
@@ -136,6 +145,8 @@ TABLE: tuple[Row, ...] = (
     Row("call_impl", ("torch.nn.Module._call_impl", "torch.nn.Module._get_backward_hooks",
                       "torch.nn.Module._get_backward_pre_hooks"),
         "hooks cannot be run as PyTorch runs them", need="hooks"),
+    Row("call_of_module", ("torch.nn.Module." + CALL,), "a module whose forward cannot be captured, or whose tensors lie "
+        "on several devices, is PyTorch's with all its submodules", need="parts", owner=True, works=_call_is_asked),
     # --- capture
     Row("without_modes", ("torch.utils._python_dispatch._disable_current_modes",), "tensors of the module's state "
         "cannot be read while it is traced", need="capture"),
@@ -289,6 +300,7 @@ def _sentence(row: Row) -> str:
     kept = {"call": "all calls stay in PyTorch", "capture": "nothing is captured, all calls stay in PyTorch",
             "hooks": "modules with hooks on submodules stay in PyTorch",
             "shared": "modules with one submodule at two places stay in PyTorch",
+            "parts": "nothing runs by its submodules",
             "net": "captures are not compared with forward later on"}  # fmt: skip
     ends = f": {kept[row.need]}" if row.need else ""
     return f"this PyTorch ({torch.__version__}) has no {_missing[row.field]}, or another one: {row.without}{ends}"

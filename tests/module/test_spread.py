@@ -206,9 +206,8 @@ def test_what_backward_computes_again(how: str) -> None:
         for p, q in zip(ours.parameters(), eager.parameters()):
             close(p.grad, q.grad)
         assert x.requires_grad
-    (told, *outside) = ours.report().eager
+    (told,) = ours.report().eager
     assert told.module == "layers.1" and told.calls == 3 and "torch.utils.checkpoint there" in told.reason
-    assert [(e.module, e.calls) for e in outside] == ([("layers.1", 3)] if "object" in how else [])
 
 
 def test_hooks_see_what_they_do_in_pytorch() -> None:

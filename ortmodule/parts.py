@@ -1,0 +1,174 @@
+"""A module whose forward PyTorch runs, with its submodules in the engine: because its tensors lie on several devices
+(spread.py), or because its own code cannot be captured.
+
+parts     The outermost submodules that the engine may run. Each gets a wrapper of its own, so captures and plans of its
+          own; one that is called several times is what any wrapper is. A part that cannot be captured either has parts
+          in its turn.
+place     While forward runs, a call of a part is a call of its wrapper, by whatever way forward has come to the part:
+          PyTorch asks a module for `_compiled_call_impl` before it calls it, and copies and files are made without
+          that. The tree of modules, its classes and names are the user's at all times.
+again     What is computed again in backward (torch.utils.checkpoint) must be computed as before, dropout's masks
+          included. So a part runs in the engine only within the module's forward, on its thread, under the grad mode
+          and the saved_tensors_hooks that this began with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from . import _C, cuda_engine, guard
+from . import torch_private as private
+from .report import PartEntry
+from .state import State
+from .torch_private import CALL
+
+if TYPE_CHECKING:
+    from .module import ORTModule
+
+_MANY_MODULES = 5  # in a part that pays: below that a call of the engine costs more than it gains
+
+
+class Part(NamedTuple):
+    """A submodule on one device. reason: why PyTorch runs it; "": it need not."""
+
+    name: str
+    device: torch.device
+    reason: str
+    module: nn.Module
+
+
+def on_one_device(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Part]:
+    """The outermost submodules with a forward and parameters that lie on one device, in the order of the tree. enabled:
+    the engine's CUDA kernels."""
+    for key, child in module._modules.items():
+        places = cuda_engine.devices(child) if child is not None else set()
+        if child is None or not places:
+            continue
+        name = f"{prefix}{key}"
+        if len(places) > 1 or not _has_forward(child):
+            yield from on_one_device(child, enabled, f"{name}.")
+            continue
+        (device,) = places
+        yield Part(name, device, _why_not(child, device, enabled), child)
+
+
+def that_pay(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Part]:
+    """The outermost submodules that a call of the engine is worth it for, in the order of the tree."""
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        name = f"{prefix}{key}"
+        if not _has_forward(child):
+            yield from that_pay(child, enabled, f"{name}.")
+        elif sum(1 for _ in child.modules()) >= _MANY_MODULES and next(child.parameters(), None) is not None:
+            (device,) = cuda_engine.devices(child) or {torch.device("cpu")}
+            yield Part(name, device, _why_not(child, device, enabled), child)
+
+
+def _has_forward(child: nn.Module) -> bool:
+    return type(child).forward is not nn.Module.forward  # a ModuleList has none
+
+
+def _why_not(child: nn.Module, device: torch.device, enabled: bool) -> str:
+    if isinstance(getattr(child, "_ortmodule", None), State):
+        return "it is an ORTModule already, with a report of its own"
+    refused = cuda_engine.refusal(device, enabled)
+    if refused:
+        return refused
+    if next(child.parameters(), None) is None:
+        return "it has no parameters"
+    if isinstance(child, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return f"an ORTModule must be inside of {type(child).__name__}"
+    if isinstance(child, torch.jit.ScriptModule):
+        return "it is TorchScript"
+    call = child.__dict__.get(CALL)  # of a part of another module, whose forward runs, too
+    if type(child).__name__ == "OptimizedModule" or call is not None and not hasattr(call, "__self__"):
+        return "it is torch.compile's"
+    return guard.refuse(child) or private.lacks("parts") or ""
+
+
+class Parts:
+    """Of one module, as long as its tree `holds`."""
+
+    def __init__(self, state: State, found: list[Part]) -> None:
+        self.state = state
+        self.parts: list[Part] = []
+        self._calls: dict[int, tuple[nn.Module, Any]] = {}  # one module may be at two places
+        for part in found:
+            if not part.reason:
+                try:
+                    self._calls[id(part.module)] = part.module, self._wrapper(part)._call_impl
+                except TypeError as error:  # a class that nobody can derive from
+                    part = part._replace(reason=str(error))
+            self.parts.append(part)
+        self._lock = threading.Lock()
+        self._running = 0  # forwards, of all threads
+        self._children: list[Any] = [m._modules for m in state.module.modules()]
+        self._refs = [tuple(d.values()) for d in self._children]  # as guard.py's invariant asks
+        self._tree = _C.guard_hash(self._children)
+
+    def _wrapper(self, part: Part) -> ORTModule:
+        made = self.state.parts.get(id(part.module))
+        if made is None:
+            assert self.state.new_part is not None
+            made = self.state.parts[id(part.module)] = self.state.new_part(part.module)
+        own: State = made._ortmodule
+        own.name, own.part_of, own.announced = part.name, self.state, True  # told with the module
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def ours(self) -> list[str]:
+        """Names of those that the engine runs."""
+        return [p.name for p in self.parts if not p.reason]
+
+    def holds(self) -> bool:
+        """Is the tree what it was?"""
+        return bool(_C.guard_hash(self._children) == self._tree)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside = self.state.inside
+        before = getattr(inside, "how", None)
+        self._put(1)
+        inside.how = _how()
+        try:
+            return self.state.body.forward(*args, **kwargs)
+        finally:
+            inside.how = before
+            self._put(-1)
+
+    def _put(self, change: int) -> None:
+        """Calls go to the wrappers while any forward runs."""
+        with self._lock:
+            self._running += change
+            if self._running == (change > 0):
+                for module, call in self._calls.values():
+                    own = module.__dict__
+                    if change > 0:
+                        own.setdefault(CALL, call)
+                    elif own.get(CALL) is call:
+                        del own[CALL]
+
+    def entries(self) -> list[PartEntry]:
+        return [PartEntry(p.name, str(p.device), p.reason) for p in self.parts]
+
+
+def outside(state: State) -> str | None:
+    """Why a part that is called now is PyTorch's."""
+    how = getattr(state.part_of.inside, "how", None)
+    if how is None:
+        return "called outside of the forward that it is a part of"
+    return None if how == _how() else ("called under another grad mode than the forward that it is a part of, or "
+                                       "within saved_tensors_hooks or torch.utils.checkpoint there")  # fmt: skip
+
+
+def _how() -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), private.saved_hooks(True)
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + f" and {len(names) - 4} more submodules" * (len(names) > 4)
