@@ -29,6 +29,7 @@ from . import (
     fallback,
     guard,
     net,
+    parts,
     patches,
     profile,
     ranks,
@@ -44,7 +45,6 @@ from .chain import Graph, Refusal, Unfit
 from .climb import Skip, climb, named
 from .errors import TimeUp
 from .host import Failed
-from .parts import outside
 from .quiet import progress
 from .spread import judge
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
@@ -216,13 +216,11 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     if hooks is not None and any(map(users_hook, hooks)):
         return _eager(state, "called inside saved_tensors_hooks: what the engine keeps for backward would not go "
                       "through them", args, kwargs)  # fmt: skip
-    if state.part_of is not None and (why := outside(state)) is not None:
+    if state.part_of is not None and (why := parts.outside(state, state.part_of)) is not None:
         return _eager(state, why, args, kwargs)
     if state.spread is not None:
         if state.spread.holds():
-            if not state.announced and any(part._ortmodule.every for part in state.parts.values()):
-                announce(state)
-            return state.spread.forward(args, kwargs)
+            return _by(state, state.spread, args, kwargs)
         state.spread = None
     fast = state.guard.fast()
     key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
@@ -233,7 +231,7 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         with state.lock:
             state.spread = state.spread or judge(state)
         if state.spread is not None:
-            return state.spread.forward(args, kwargs)
+            return _by(state, state.spread, args, kwargs)
         try:
             site = state.find_site(key, structure, env, args, kwargs)
         except Refused:
@@ -245,22 +243,32 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     if site.entry.eager is not None:
         if not site.entry.again:
             site.entry.eager.calls += 1
+            if site.entry.by_parts and (found := parts.of(state)) is not None:
+                site.entry.eager.by_parts += 1
+                return _by(state, found, args, kwargs)
             return state.body.forward(*args, **kwargs)
         site.entry.eager, site.entry.n_captures, site.entry.again = None, 0, False
     captured = site.captured
     if captured is None or not captured.fits(flat, site.known):
         if site.entry.places and site.entry.effect is None:
             return _observe(state, site, flat, args, kwargs)
-        found = _new_graph(state, site, flat, args, kwargs)
-        if isinstance(found, Left) and found.onnx and not state.settled:
-            return _settle(state, site, flat, found, env, args, kwargs)
-        if isinstance(found, Left):
-            return _eager_site(state, site, found, args, kwargs)
-        captured = found
+        made = _new_graph(state, site, flat, args, kwargs)
+        if isinstance(made, Left) and made.onnx and not state.settled:
+            return _settle(state, site, flat, made, env, args, kwargs)
+        if isinstance(made, Left):
+            return _eager_site(state, site, made, args, kwargs)
+        captured = made
     captured.calls += 1
     if captured.calls == captured.next_check and not _recheck(state, site, captured):
         return call(state, args, kwargs, turned_down)
     return _run(state, site, captured, flat, env, args, kwargs, turned_down)
+
+
+def _by(state: State, found: parts.Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that PyTorch runs, with parts in the engine."""
+    if not state.announced and any(each.every for each in bypassed.states(state)):
+        announce(state)
+    return found.forward(args, kwargs)
 
 
 def _numbers(graph: Graph | cuts.CutGraph, flat: FlatInputs) -> list[Tensor]:
@@ -310,7 +318,8 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     except Unfit as error:
         return _unfit(state, site, captured, flat, error, args, kwargs, turned_down)
     except Refusal as error:
-        _leave(state, site.entry, CaptureError(f"the engine refuses the graph: {str(error).partition(chr(10))[0]}"))
+        reason = f"the engine refuses the graph: {str(error).partition(chr(10))[0]}"
+        _leave(state, site.entry, CaptureError(reason), by_parts=True)
         return call(state, args, kwargs, turned_down)
     except Failed as error:
         if moment is None:
@@ -593,7 +602,7 @@ def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
             else:
                 found = _new_graph(state, site, flat, args, kwargs)
                 if isinstance(found, Left) and found.failure is not None:
-                    _leave(state, entry, found.failure)
+                    _leave(state, entry, found.failure, by_parts=True)
     return result
 
 
@@ -729,20 +738,20 @@ def _forbid(state: State, error: CaptureError) -> None:
         raise error if isinstance(error, category.exception) else fallback.wrap_exception(category.exception, error)
 
 
-def _leave(state: State, entry: Entry, error: CaptureError) -> None:
-    """All calls of this kind in PyTorch from now on."""
+def _leave(state: State, entry: Entry, error: CaptureError, by_parts: bool = False) -> None:
+    """All calls of this kind in PyTorch from now on. by_parts: it is forward itself that cannot be captured, so that
+    the submodules may run in the engine."""
     _forbid(state, error)
     entry.eager = state.eager_entry(error.reason, error.module, error.file, error.line)
-    logger.warning("%s runs in PyTorch: %s%s", type(state.module).__name__, error, _advice(state, error))
-
-
-def _advice(state: State, error: CaptureError) -> str:
-    """What may be wrapped instead of a module whose own code cannot be captured."""
-    fit = [k for k, child in state.module.named_children() if next(child.children(), None) and bypassed.fits(child)]
-    if error.module or not fit:
-        return ""
-    return (f". Its submodules can be wrapped instead: model.{fit[0]} = ORTModule(model.{fit[0]})"
-            + f", and {', '.join(fit[1:4])}" * (len(fit) > 1))  # fmt: skip
+    entry.by_parts = by_parts
+    name, found = type(state.module).__name__, parts.of(state) if by_parts else None
+    said = name, str(error)
+    if state.part_of is None or said not in state.root.told:  # of many alike once
+        state.root.told.add(said)
+        if found is not None:
+            logger.warning("%s: PyTorch runs forward: %s. The engine runs %s", name, error, parts.listed(found.ours))
+        else:
+            logger.warning("%s runs in PyTorch: %s", name, error)
 
 
 def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -757,7 +766,7 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
         site.entry.left.append(shapes)
         state.eager_entry(failure.reason, failure.module, failure.file, failure.line).calls += 1
         return result
-    _leave(state, site.entry, failure)
+    _leave(state, site.entry, failure, by_parts=True)
     assert site.entry.eager is not None
     site.entry.eager.calls += 1
     site.entry.again = state.settings.fallback_retry

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from . import _C, cuda_engine, guard
+from . import _C, cuda_engine, fallback, guard
 from . import torch_private as private
 from .report import PartEntry
 from .state import State
@@ -153,13 +154,35 @@ class Parts:
                     elif own.get(CALL) is call:
                         del own[CALL]
 
-    def entries(self) -> list[PartEntry]:
-        return [PartEntry(p.name, str(p.device), p.reason) for p in self.parts]
+    def entries(self) -> Iterator[PartEntry]:
+        """A part that has parts is followed by those."""
+        for p in self.parts:
+            made = self.state.parts.get(id(p.module))
+            inner: Parts | None = made._ortmodule.by_parts if made is not None and not p.reason else None
+            yield PartEntry(p.name, str(p.device), p.reason if inner is None else "by its parts")
+            for e in inner.entries() if inner is not None else ():
+                yield replace(e, name=f"{p.name}.{e.name}")
 
 
-def outside(state: State) -> str | None:
-    """Why a part that is called now is PyTorch's."""
-    how = getattr(state.part_of.inside, "how", None)
+_CATEGORIES = (fallback.DEVICE, fallback.DATA, fallback.TORCH_MODEL, fallback.ONNX_MODEL)
+
+
+def of(state: State) -> Parts | None:
+    """The parts of a module whose forward cannot be captured; None: none that pays, or the options do not leave that
+    to parts."""
+    settings = state.settings
+    if state.by_parts is None or not state.by_parts.holds():
+        with state.lock:
+            wanted = not settings.strict and not settings.disable and settings.memory_budget is None
+            wanted = wanted and all(map(settings.allows, _CATEGORIES))
+            made = Parts(state, list(that_pay(state.module, settings.cuda_engine)) if wanted else [])
+            state.by_parts = made
+    return state.by_parts if state.by_parts.ours else None
+
+
+def outside(state: State, whole: State) -> str | None:
+    """Why a part of `whole` that is called now is PyTorch's."""
+    how = getattr(whole.inside, "how", None)
     if how is None:
         return "called outside of the forward that it is a part of"
     return None if how == _how() else ("called under another grad mode than the forward that it is a part of, or "

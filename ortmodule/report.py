@@ -32,18 +32,20 @@ class HostEntry:
 
 @dataclass
 class EagerEntry:
-    """Calls of the whole module that PyTorch computed."""
+    """Calls of the whole module that PyTorch computed. by_parts: in how many of them the engine ran submodules."""
 
     reason: str
     module: str = ""
     file: str = ""
     line: int = 0
     calls: int = 0
+    by_parts: int = 0
 
 
 @dataclass
 class PartEntry:
-    """A submodule on one device, of a module on several. reason: why PyTorch runs it; empty: the engine does."""
+    """A submodule of a module whose forward PyTorch runs. reason: why PyTorch runs this, too; empty: the engine does.
+    """
 
     name: str
     device: str
@@ -122,7 +124,8 @@ class Report:
     host: list[HostEntry] = field(default_factory=list)
     eager: list[EagerEntry] = field(default_factory=list)
     failed: list[FailedEntry] = field(default_factory=list)
-    # of a module whose tensors lie on several devices: PyTorch runs its forward, the engine parts of it
+    # of a module whose tensors lie on several devices, or whose forward cannot be captured: PyTorch runs that, the
+    # engine parts of it
     parts: list[PartEntry] = field(default_factory=list)
     isa: str = ""  # that its kernels use, or the CUDA device that they run on
     on_cpu: list[str] = field(default_factory=list)  # operators that the CPU did for a CUDA device, in this process
@@ -181,7 +184,9 @@ class Report:
         if self.host:
             text += f"; in PyTorch: {', '.join(h.name for h in self.host[:3])}{', ...' * (len(self.host) > 3)}"
         if self.parts:
-            text += (f"; it lies on {', '.join(sorted({p.device for p in self.parts}))}: forward in PyTorch, "
+            places = sorted({p.device for p in self.parts})
+            text += f"; it lies on {', '.join(places)}: " if len(places) > 1 else "; "
+            text += ("forward in PyTorch, "
                      f"{sum(not p.reason for p in self.parts)} of {len(self.parts)} parts in the engine")  # fmt: skip
         if self.failed:
             n, s = sum(f.count for f in self.failed), sum(f.seconds for f in self.failed)
@@ -195,7 +200,8 @@ class Report:
         if not (self.graphs or self.failed or self.eager or self.parts):
             text += "; its forward has not been called (what other methods compute runs in PyTorch)"
         if self.eager:
-            text += f"; {sum(e.calls for e in self.eager)} calls wholly in PyTorch: {self.eager[0].reason}"
+            n, by = sum(e.calls for e in self.eager), sum(e.by_parts for e in self.eager)
+            text += f"; {n - by} calls wholly in PyTorch{f', {by} by parts' * bool(by)}: {self.eager[0].reason}"
         return text
 
     def __str__(self) -> str:
@@ -249,7 +255,8 @@ class Report:
             where = (
                 f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
             )
-            lines.append(f"  whole module in PyTorch, {e.calls} calls: {e.reason}{where}")
+            by = f", {e.by_parts} of them with parts in the engine" * bool(e.by_parts)
+            lines.append(f"  whole module in PyTorch, {e.calls} calls{by}: {e.reason}{where}")
         for f in self.failed:
             where = f" [{f.module or 'top level'}, {f.file}:{f.line}]" if f.file else f" [{f.module}]" * bool(f.module)
             how = " with symbolic sizes" * f.symbolic

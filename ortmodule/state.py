@@ -64,6 +64,7 @@ class Entry:
     def __init__(self) -> None:
         self.graphs: list[GuardedGraph] = []
         self.eager: EagerEntry | None = None
+        self.by_parts = False  # with parts in the engine
         self.again = False  # the next call tries to capture once more
         self.dynamic = False  # a second shape has been seen
         self.symbolic = False  # a second value of an int/float argument has been seen
@@ -262,7 +263,7 @@ class State:
                         raise error
                     if not self.settings.allows(TORCH_MODEL):
                         raise wrap_exception(TORCH_MODEL.exception, error)
-                    entry.eager = self.eager_entry(reason, script)
+                    entry.eager, entry.by_parts = self.eager_entry(reason, script), True
                     logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, error)
                 elif self.settings.disable:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")

@@ -120,7 +120,8 @@ def report(state: State, table: bool = True) -> Report:
     report.missing = private.missing()
     eager = [(of, e) for of in every for e in of.eager_entries.values() if e.calls]
     report.eager = [replace(e, module=_inside(of, e.module)) for of, e in eager]
-    report.parts = state.spread.entries() if state.spread is not None else []
+    run = state.spread or state.by_parts
+    report.parts = list(run.entries()) if run is not None else []
     return report
 
 

@@ -145,8 +145,8 @@ TABLE: tuple[Row, ...] = (
     Row("call_impl", ("torch.nn.Module._call_impl", "torch.nn.Module._get_backward_hooks",
                       "torch.nn.Module._get_backward_pre_hooks"),
         "hooks cannot be run as PyTorch runs them", need="hooks"),
-    Row("call_of_module", ("torch.nn.Module." + CALL,), "a module whose forward cannot be captured, or whose tensors lie "
-        "on several devices, is PyTorch's with all its submodules", need="parts", owner=True, works=_call_is_asked),
+    Row("call_of_module", ("torch.nn.Module." + CALL,), "a module whose forward cannot be captured, or whose tensors "
+        "lie on several devices, is PyTorch's with all its submodules", need="parts", owner=True, works=_call_is_asked),
     # --- capture
     Row("without_modes", ("torch.utils._python_dispatch._disable_current_modes",), "tensors of the module's state "
         "cannot be read while it is traced", need="capture"),
