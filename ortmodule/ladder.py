@@ -749,9 +749,9 @@ def _leave(state: State, entry: Entry, error: CaptureError, by_parts: bool = Fal
     if state.part_of is None or said not in state.root.told:  # of many alike once
         state.root.told.add(said)
         if found is not None:
-            logger.warning("%s: PyTorch runs forward: %s. The engine runs %s", name, error, parts.listed(found.ours))
+            logger.warning("%s: PyTorch runs forward: %s. The engine runs %s", *said, parts.listed(found.ours))
         else:
-            logger.warning("%s runs in PyTorch: %s", name, error)
+            logger.warning("%s runs in PyTorch: %s", *said)  # the error itself has frames, and a handler may keep it
 
 
 def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -72,7 +72,8 @@ def that_pay(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Par
 
 
 def _has_forward(child: nn.Module) -> bool:
-    return type(child).forward is not nn.Module.forward  # a ModuleList has none
+    """A ModuleList has none."""
+    return isinstance(child, torch.jit.ScriptModule) or type(child).forward is not nn.Module.forward
 
 
 def _why_not(child: nn.Module, device: torch.device, enabled: bool) -> str:
@@ -101,7 +102,7 @@ class Parts:
         self.parts: list[Part] = []
         self._calls: dict[int, tuple[nn.Module, Any]] = {}  # one module may be at two places
         for part in found:
-            if not part.reason:
+            if not part.reason and id(part.module) not in self._calls:
                 try:
                     self._calls[id(part.module)] = part.module, self._wrapper(part)._call_impl
                 except TypeError as error:  # a class that nobody can derive from
@@ -109,7 +110,8 @@ class Parts:
             self.parts.append(part)
         self._lock = threading.Lock()
         self._running = 0  # forwards, of all threads
-        self._children: list[Any] = [m._modules for m in state.module.modules()]
+        script = torch.jit.ScriptModule  # has no dictionaries
+        self._children: list[Any] = [m._modules for m in state.module.modules() if not isinstance(m, script)]
         self._refs = [tuple(d.values()) for d in self._children]  # as guard.py's invariant asks
         self._tree = _C.guard_hash(self._children)
 
@@ -119,7 +121,8 @@ class Parts:
             assert self.state.new_part is not None
             made = self.state.parts[id(part.module)] = self.state.new_part(part.module)
         own: State = made._ortmodule
-        own.name, own.part_of, own.announced = part.name, self.state, True  # told with the module
+        own.name = ".".join(name for name in (self.state.name, part.name) if name)
+        own.part_of, own.announced = self.state, True  # told with the module
         return made  # type: ignore[no-any-return]
 
     @property
