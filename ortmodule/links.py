@@ -232,7 +232,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
     for place, i in enumerate(variant.reads_outputs):
         outputs[i] = saved[1 + place]
     dropped = None
-    if not keep and variant.lendable and not step.hooked:
+    if not keep and variant.lendable and not step.hooked and not step.apart:  # there it is others that are saved
         flags = bytearray(graph.n_outputs)
         for place, i in variant.lendable:
             flags[i] = dropped_by_all(saved[1 + place])

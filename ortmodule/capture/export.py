@@ -175,6 +175,8 @@ class _Wrapper(nn.Module):
             return slot[id(x)]
 
         self._box["rebuild"] = skeleton(out, leaf)
+        if any(x is leaf for x in flat for leaf in asked.leaves):
+            raise CaptureError("forward returns a leaf of its own making (requires_grad_): its gradient would be lost")
         put, returned = ([x for x in of if isinstance(x, Tensor)] for of in (leaves, flat))
         self._box["rebinds"] = _write_assigned(before, put, returned)
         self._box["structure"] = _structure(out)

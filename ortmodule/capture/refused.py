@@ -145,6 +145,7 @@ class Asked(TorchFunctionMode):
         self.facts = Facts()
         self.tried: set[tuple[str, int]] = set()  # files and lines that call torch in a `try`
         self.made: list[Tensor] = []  # what such calls have returned
+        self.leaves: list[Tensor] = []  # that forward has made
         scope = here()
         self._deadline = math.inf if scope is None else scope.deadline
 
@@ -165,6 +166,8 @@ class Asked(TorchFunctionMode):
                 refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
             ):
                 raise NotRepeatable(*refused)
+            if refused is _FLAG and not self._was_there(args[0]) and _changes_flag(*args, **kwargs):
+                self.leaves.append(args[0])
             out = _behind(args[0]) if user and func == _DATA else run(*args, **kwargs)
             if user and in_try(by) is not None:
                 self.tried.add((file, by.f_lineno))

@@ -179,3 +179,26 @@ def test_edited_logits_beside_the_loss() -> None:
         loss.backward()
     check(eager, ours)
     assert ours.report().graphs[0].reruns == 1
+
+
+@pytest.mark.parametrize("of", ["parameters", "ids", "detached"])
+def test_outputs_that_do_not_depend_on_an_earlier_layer(of: str) -> None:
+    """An argument that an earlier layer has made gets no gradient from what is returned: the outputs are apart, and held."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.table = nn.Linear(D, V), nn.Embedding(9, V)
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            v = {"parameters": lambda: self.body.weight.T[:N] * 2, "ids": lambda: self.table(y), "detached": lambda: self.body(x.detach())}[of]()
+            return v.clamp(min=0.1), v, nn.functional.cross_entropy(v, y[: len(v)])
+
+    torch.manual_seed(4)
+    ours = ORTModule(Beside().double())
+    for k in range(3):
+        x, y = torch.randn(N, D, dtype=torch.float64, requires_grad=True), torch.randint(9, (N,))
+        outs = ours(x * 1, y)
+        before = [t.detach().clone() for t in outs]
+        (outs[2] if k else sum(t.sum() for t in outs)).backward()
+        assert all(torch.equal(t, b) for t, b in zip(outs, before))
