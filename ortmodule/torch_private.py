@@ -168,6 +168,12 @@ TABLE: tuple[Row, ...] = (
         need="capture"),
     Row("DispatchMode", ("torch.utils._python_dispatch.TorchDispatchMode",), "edits in place inside of a custom "
         "Function cannot be told", need="capture", instead=object),
+    Row("autocast_nodes", ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast"),
+        "torch.autocast in forward cannot be read from the trace", need="capture", owner=True),
+    Row("grad_regions", ("torch._export.passes.replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass",),
+        "torch.no_grad as all that torch.autocast holds would be lost", need="capture", owner=True),
+    Row("autocast_regions", ("torch._export.passes.replace_autocast_with_hop_pass.replace_autocast_with_hop_pass",),
+        "torch.no_grad as all that torch.autocast holds would be lost", need="capture", owner=True),
     Row("free_symbols", ("torch.fx.experimental.symbolic_shapes.free_symbols",), "sizes cannot be read",
         need="capture"),
     Row("free_unbacked_symbols", ("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",), "sizes that "

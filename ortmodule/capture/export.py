@@ -295,11 +295,15 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
     """Places of torch that read data or unroll time while tracing, or put other objects in the place of modules. The
     causal-mask detector of nn.Transformer compares values (the engine finds causality itself); recurrent layers ask on
     CUDA where their weights lie, for cuDNN's sake, and their fake kernels unroll the sequence, which fixes its length;
-    torch.div of sizes gives a tensor, whose value would be read as one that only the data knows. Where a submodule
-    stands at two places of the tree, a trace shows code a new object for each submodule at each access, which is
-    neither the module nor of its class. Modules that other threads call are no part of the trace."""
+    torch.div of sizes gives a tensor, whose value would be read as one that only the data knows; passes that make
+    subgraphs of grad modes and autocast lose one inside of the other. Where a submodule stands at two places of the
+    tree, a trace shows code a new object for each submodule at each access, which is neither the module nor of its
+    class. Modules that other threads call are no part of the trace."""
     flatten = nn.RNNBase.flatten_parameters
     rows = [Patch(nn.RNNBase, "flatten_parameters", only_here(lambda self: None, flatten))]
+    for of, name in ((private.grad_regions, "replace_set_grad_with_hop_pass"),
+                     (private.autocast_regions, "replace_autocast_with_hop_pass")):
+        rows.append(Patch(of, name, only_here(lambda gm, signature: (gm, signature), getattr(of, name))))
     if private.has("surely"):
         rows += [Patch(of, name, only_here(_remembering(name, getattr(of, name)), getattr(of, name)))
                  for of, names in ((torch, ("div", "divide", "floor_divide")), (Tensor, _SIZES)) for name in names]

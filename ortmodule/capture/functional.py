@@ -21,6 +21,7 @@ tensors.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, cast
@@ -551,13 +552,19 @@ class _Functionalizer:
         target: Any = node.target
         val = node.meta.get("val")
         if isinstance(target, private.HigherOrderOperator):
-            self.region(node, env)
+            self.region(node)
         elif target is operator.getitem:
             of, at = cast("tuple[fx.Node, int]", node.args)
             items = env[of]
             env[node] = items[at] if isinstance(items, (list, tuple)) else val
         elif target is private.set_grad_enabled:
             self.set_grad(bool(node.args[0]))
+        elif target is private.autocast_nodes._enter_autocast:
+            kind, dtype, enabled, _cache = node.args
+            env[node] = self.autocast
+            self.autocast = autocast.changed(self.autocast, str(kind), cast(Any, dtype), bool(enabled))
+        elif target is private.autocast_nodes._exit_autocast:
+            self.autocast = env[cast(fx.Node, node.args[0])]
         elif not isinstance(target, private.OpOverload):
             if isinstance(val, Tensor):
                 raise self.fail(f"{target}: not an operator the capture knows")
@@ -594,25 +601,9 @@ class _Functionalizer:
             raise CaptureError("forward enables gradients within a call that computes none", "", *self.src[1:])
         self.grad = enabled or not self.grad_matters
 
-    def region(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+    def region(self, node: fx.Node) -> None:
         name = str(getattr(node.target, "_name", node.target))
-        before = self.grad, self.autocast
-        args = list(node.args)
-        if name == "wrap_with_set_grad_enabled":
-            enabled, sub, *operands = args
-            self.set_grad(bool(enabled))
-        elif name == "wrap_with_autocast":
-            device, dtype, enabled, _cache, sub, *operands = args
-            self.autocast = autocast.changed(self.autocast, str(device), cast(Any, dtype), bool(enabled))
-        else:
-            raise self.fail(f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch")
-        gm = env[cast(fx.Node, sub)]
-        inner: dict[fx.Node, Any] = {}
-        for p, a in zip([n for n in gm.graph.nodes if n.op == "placeholder"], operands, strict=True):
-            inner[p] = env[a] if isinstance(a, fx.Node) else a
-        out = self.walk(gm, inner)
-        self.grad, self.autocast = before
-        env[node] = [x.v if isinstance(x, _Held) else x for x in (out if isinstance(out, (list, tuple)) else [out])]
+        raise self.fail(f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch")
 
     def operation(self, node: fx.Node, target: Any, val: Any, env: dict[fx.Node, Any]) -> None:
         name = _name(target)
@@ -629,6 +620,10 @@ class _Functionalizer:
                 "instance_norm: training with running statistics is not supported; use track_running_stats=False"
             )
         args = tuple([self.arg(a, env) for a in node.args])
+        itself = self.operands_returned(node, val, env) if not self.grad else {}
+        if isinstance(val, Tensor) and itself:
+            env[node] = itself[0]
+            return
         made = self.make(target, args, kwargs, val)
         if isinstance(val, Tensor):
             v = env[node] = self.lies(self.result(node, made, made, val, env))
@@ -640,8 +635,8 @@ class _Functionalizer:
             raise self.fail(f"{target}: result of type {type(val).__name__}")
         items: list[Any] = []
         for i, x in enumerate(val):
-            if not isinstance(x, Tensor):
-                items.append(x)
+            if not isinstance(x, Tensor) or i in itself:
+                items.append(itself.get(i, x))
                 continue
             item = self.make(operator.getitem, (made, i), {}, x)
             items.append(self.lies(self.result(node, made, item, x, env, i)))
@@ -699,6 +694,22 @@ class _Functionalizer:
             returns = cast(Any, target)._schema.returns
             return name != "lift_fresh_copy" and bool(returns) and returns[0].alias_info is not None
         return bool(private.storage_of(val) == private.storage_of(of.meta["val"]))
+
+    def operands_returned(self, node: fx.Node, val: Any, env: dict[fx.Node, Any]) -> dict[int, _V]:
+        """Results that are an operand itself, by their number (a conversion to what it is already). The trace takes
+        such an operand, wherever else it is used, for the result."""
+        of = {id(x.meta["val"]): env[x] for x in node.all_input_nodes if isinstance(env.get(x), _V)}
+        vals = [val] if isinstance(val, Tensor) else [x for x in val if isinstance(x, Tensor)]
+        if not any(_one_memory(x, y.meta.get("val")) for x in vals for y in node.all_input_nodes):
+            return {}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
+        try:
+            with self.fake_mode or contextlib.nullcontext(), layouts.no_conditions(self.fake_mode):
+                out = cast(Any, node.target)(*args, **kwargs)
+        except Exception:  # what cannot be told is a new object
+            return {}
+        outs = [out] if isinstance(out, Tensor) else out
+        return {i: of[id(x)] for i, x in enumerate(outs) if id(x) in of}
 
     def batch_norm(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
         """Training batch_norm writes the running statistics, though its schema does not say so."""
