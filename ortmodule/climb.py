@@ -47,6 +47,9 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
         raise Skip("parameters are replaced by other tensors for this call (functional_call)")
     if any(p.grad is not None and p.grad.shape != p.shape for p in state.module.parameters()):
         raise Skip("a parameter has a gradient of another size, as after a resize; zero_grad ends that")
+    odd = guard.of_odd_class(state.module)
+    if odd is not None:
+        raise CaptureError(odd)
     lacking = private.lacks("capture") or (private.lacks("hooks") if entry.places else None)
     if lacking is None and private.lacks("shared") is not None:
         n_places = sum(1 for _ in state.module.named_modules(remove_duplicate=False))

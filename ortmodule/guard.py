@@ -169,6 +169,14 @@ def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | N
     return None
 
 
+def of_odd_class(module: nn.Module) -> str | None:
+    """A parameter or buffer whose class decides what functions of torch do with it."""
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if type(t) not in (Tensor, nn.Parameter) and type(t).__torch_function__ is not nn.Parameter.__torch_function__:
+            return f"{name} is a {type(t).__name__}, a subclass of Tensor, whose functions its class may change"
+    return None
+
+
 def in_torchscript(module: nn.Module) -> str | None:
     """The first submodule that is TorchScript (its code is not Python, and nothing may stand in its parameters' place):
     a model with one is left to PyTorch."""

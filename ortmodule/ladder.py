@@ -45,7 +45,7 @@ from .chain import Graph, Refusal, Unfit
 from .climb import Skip, climb, named
 from .errors import TimeUp
 from .host import Failed
-from .quiet import progress
+from .quiet import progress, signals_later
 from .spread import judge
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
 from .summary import announce
@@ -119,7 +119,8 @@ class ModuleCall(NamedTuple):
         for prefix, m in state.module.named_modules(prefix="m"):
             for name, p in m._parameters.items():
                 if p is not None:
-                    own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
+                    own[f"{prefix}.{name}"] = again = alias.setdefault(id(p), p.view_as(p))
+                    vars(again).update(vars(p))
             for name, b in m._buffers.items():
                 if b is not None:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
@@ -533,45 +534,54 @@ def _new_graph(
             or entry.symbolic > any(c.symbolic for c in entry.graphs)  # fmt: skip
         general = general and sum(shapes in c.refused for c in entry.graphs) < _UNFIT_LIMIT
         general = general and entry.in_vain < _VAIN_LIMIT
-        ranks.begin()
-        for dynamic, symbolic in _attempts(entry.dynamic and general, entry.symbolic and general):
-            if state.root.capturing_s >= state.settings.capture_seconds:
-                return _no_time(state)
-            entry.n_captures += 1
-            fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
-            began = perf_counter()
-            deadline = began + state.settings.capture_seconds - state.root.capturing_s
-            try:
-                with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
-                    graph, caches = climb(state, entry, args, kwargs, dynamic, symbolic, fixed, answers, deadline)
-            except Skip as skip:
-                return Left(str(skip), onnx=skip.onnx)
-            except TimeUp:
-                state.has_failed(CaptureError("the time for captures was over"), dynamic or symbolic,
-                                 perf_counter() - began)  # fmt: skip
-                state.root.capturing_s = state.settings.capture_seconds
-                return _no_time(state)
-            except Refused:
-                raise
-            except Exception as error:
-                failure = capture_error(state.module, error)
-                state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
-                entry.in_vain += (dynamic or symbolic) and not answers and not anew
-                if symbolic and not answers and not anew:
-                    entry.no_symbolic, entry.symbolic = True, False
-                if answers or anew:  # another way may do without
-                    entry.n_captures -= 1
-                continue
-            finally:
-                state.root.capturing_s += perf_counter() - began
-            made = GuardedGraph(graph, flat, dynamic, symbolic, why)
-            _cast_net(state, made, entry, args, kwargs, caches)
-            entry.graphs.insert(0, made)
-            _count(state, made)
-            return state.bind(site, made)
-        # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
-        # should see.
-        return Left(failure.reason, failure)
+        tries = _attempts(entry.dynamic and general, entry.symbolic and general)
+        with signals_later():
+            return _capture(state, site, flat, args, kwargs, answers, anew, tries, why)
+
+
+def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], kwargs: dict[str, Any],
+             answers: branches.Answers, anew: bool, tries: list[tuple[bool, bool]], why: str) -> GuardedGraph | Left:
+    """tries: with which symbols, in turn."""
+    entry = site.entry
+    ranks.begin()
+    for dynamic, symbolic in tries:
+        if state.root.capturing_s >= state.settings.capture_seconds:
+            return _no_time(state)
+        entry.n_captures += 1
+        fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
+        began = perf_counter()
+        deadline = began + state.settings.capture_seconds - state.root.capturing_s
+        try:
+            with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
+                graph, caches = climb(state, entry, args, kwargs, dynamic, symbolic, fixed, answers, deadline)
+        except Skip as skip:
+            return Left(str(skip), onnx=skip.onnx)
+        except TimeUp:
+            state.has_failed(CaptureError("the time for captures was over"), dynamic or symbolic,
+                             perf_counter() - began)  # fmt: skip
+            state.root.capturing_s = state.settings.capture_seconds
+            return _no_time(state)
+        except Refused:
+            raise
+        except Exception as error:
+            failure = capture_error(state.module, error)
+            state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
+            entry.in_vain += (dynamic or symbolic) and not answers and not anew
+            if symbolic and not answers and not anew:
+                entry.no_symbolic, entry.symbolic = True, False
+            if answers or anew:  # another way may do without
+                entry.n_captures -= 1
+            continue
+        finally:
+            state.root.capturing_s += perf_counter() - began
+        made = GuardedGraph(graph, flat, dynamic, symbolic, why)
+        _cast_net(state, made, entry, args, kwargs, caches)
+        entry.graphs.insert(0, made)
+        _count(state, made)
+        return state.bind(site, made)
+    # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
+    # should see.
+    return Left(failure.reason, failure)
 
 
 def _no_time(state: State) -> Left:

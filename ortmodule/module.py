@@ -112,6 +112,8 @@ def _subclass(base: type[ORTModule], module: nn.Module) -> type:
         with bypassed.itself(self._ortmodule), within(self._ortmodule):
             return call(self._ortmodule, args, kwargs)
 
+    if isinstance(cls.forward, types.FunctionType):
+        forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
     forward.__doc__ = cls.forward.__doc__
     forward.__qualname__ = f"{cls.__qualname__}.forward"
     forward.__module__ = cls.__module__

@@ -33,6 +33,7 @@ from .capture.refused import refusing
 from .capture.skeleton import Unreadable, input_skeleton
 from .frames import is_user_file
 from .patches import Patch, replaced, silent
+from .quiet import no_hooks
 
 FIRST = 2  # call of a capture that is compared first; then the 10th, 100th, ...
 _LONG = 20_000  # calls of torch in one forward, beyond which nothing is compared
@@ -162,7 +163,7 @@ class Net:
                 opaque.keep_functions(),
                 opaque.keep_modules(module, self._keep),
                 patched_torch(),
-                torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+                no_hooks(),
             ):
                 table.recorded, table.instead = self._kept, noting.left_out
                 args, kwargs = self._fill([*self._inputs, *self._scalars])

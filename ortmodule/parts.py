@@ -177,7 +177,7 @@ def of(state: State) -> Parts | None:
     if state.by_parts is None or not state.by_parts.holds():
         with state.lock:
             wanted = not settings.strict and not settings.disable and settings.memory_budget is None
-            wanted = wanted and all(map(settings.allows, _CATEGORIES))
+            wanted = wanted and all(map(settings.allows, _CATEGORIES)) and private.lacks("capture") is None
             made = Parts(state, list(that_pay(state.module, settings.cuda_engine)) if wanted else [])
             state.by_parts = made
     return state.by_parts if state.by_parts.ours else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -38,9 +39,38 @@ def quiet() -> Iterator[None]:
         for handler in {handler for log in (logging.root, *loggers) for handler in log.handlers}:
             handler.addFilter(others)
             ends.callback(handler.removeFilter, others)
-        ends.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        ends.enter_context(no_hooks())
         ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
         yield
+
+
+@contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """The script's handlers of signals run when this is over, but for SIGINT's: what they raise (a time-out, an order
+    to leave) is for the script, and would be taken for a capture that has failed."""
+    if threading.current_thread() is not threading.main_thread():  # which runs them
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    numbers = [int(n) for n in signal.valid_signals() if n != signal.SIGINT]
+    before = {n: f for n in numbers if callable(f := signal.getsignal(n))
+              and not isinstance(f, signal.Handlers)}  # fmt: skip
+    for n in before:
+        signal.signal(n, lambda n, frame: came.append((n, frame)))
+    try:
+        yield
+    finally:
+        for n, f in before.items():
+            signal.signal(n, f)
+        for n, frame in came:
+            before[n](n, frame)
+
+
+def no_hooks() -> contextlib.AbstractContextManager[Any]:
+    """saved_tensors_hooks of the caller do not see what is saved here. (Where there are none, one may be forbidden.)"""
+    if not private.hooks_allowed():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,7 @@ def _apply_is_known(cls: Any) -> bool:
 
 
 _C = "torch._C."
+_AUTOGRAD = "torch._C._autograd."
 _MODULE = "torch.nn.modules.module."
 _VMAP = "torch._C._functorch."
 TABLE: tuple[Row, ...] = (
@@ -112,6 +113,8 @@ TABLE: tuple[Row, ...] = (
     Row("version", ("torch.Tensor._version",), "edits in place cannot be told", need="call"),
     Row("saved_hooks", ("torch._C._autograd._top_saved_tensors_default_hooks",), "saved_tensors_hooks of the caller "
         "cannot be told", need="call"),
+    Row("hooks_allowed", (_AUTOGRAD + "_saved_tensors_hooks_is_enabled",), "a call inside of "
+        "torch.autograd.graph.disable_saved_tensors_hooks cannot be captured", instead=lambda: True),
     Row("function_modes", (_C + "_len_torch_function_stack", _C + "_get_function_stack_at",
                            "torch.utils._device.DeviceContext"), "modes of the caller cannot be told", need="call"),
     # --- backward
@@ -148,6 +151,11 @@ TABLE: tuple[Row, ...] = (
     Row("call_of_module", ("torch.nn.Module." + CALL,), "a module whose forward cannot be captured, or whose tensors "
         "lie on several devices, is PyTorch's with all its submodules", need="parts", owner=True, works=_call_is_asked),
     # --- capture
+    Row("export_map", ("torch.fx.experimental.proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT",), "what a capture "
+        "has made is kept until the next, and torch.utils.swap_tensors refuses parameters", instead={}),
+    Row("describer", ("torch._subclasses.meta_utils.MetaTensorDescriber",), "after a capture torch.utils.swap_tensors "
+        "refuses parameters until the next garbage collection", owner=False,
+        works=lambda cls: hasattr(cls().lookup_tensor, "clear") and hasattr(cls().lookup_storage, "clear")),
     Row("without_modes", ("torch.utils._python_dispatch._disable_current_modes",), "tensors of the module's state "
         "cannot be read while it is traced", need="capture"),
     Row("no_python_dispatcher", (_C + "_DisablePythonDispatcher",), "a result that is an operand itself (dropout that "
@@ -386,6 +394,14 @@ def has_onnx_symbolic(operator: str) -> bool:
         return False
     group = _get("onnx_symbolics").get_function_group(operator)
     return group is not None and any(map(group._functions.overridden, group._functions))
+
+
+def forget_real(fake_mode: Any) -> None:
+    """A trace that is over holds no weak references to the tensors that it stood for."""
+    if fake_mode is not None and has("describer"):
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def storage_of(t: Tensor) -> int:

@@ -695,6 +695,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
                                           prefer_deferred_runtime_asserts_over_guards=False)
         finally:
             wrapper._real = dict  # the arguments are the caller's to hold
+            private.export_map.clear()
+            private.forget_real(next((m for t in box.get("hold", ()) if (m := getattr(t, "fake_mode", None))), None))
     if cut:
         marks.check(program, module, table)
     if recorded and box["structure"] != _structure(result):

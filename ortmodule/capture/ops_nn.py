@@ -51,7 +51,8 @@ def native_layer_norm(
 @row("rms_norm")
 def rms_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None, eps: float | None) -> Val:
     v = c.num(x, n.val.dtype)
-    eps = torch.finfo(v.dtype).eps if eps is None else eps
+    computed = torch.float64 if n.val.dtype is torch.float64 else torch.float32  # also for halves
+    eps = torch.finfo(computed).eps if eps is None else eps
     scale = c.fill(1, v.dtype, tuple(expr_of(d) for d in dims)) if w is None else c.num(w, v.dtype)
     return c.b.op("RMSNormalization", [v, scale], v.dtype, v.shape, axis=-len(dims), epsilon=eps)
 

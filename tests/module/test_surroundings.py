@@ -3,7 +3,10 @@ transforms, anomaly mode, generate, Trainer."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from pairs import MLP, close, pair, same_state, step
 from torch import Tensor, nn
 
-from ortmodule import ORTModule
+from ortmodule import ORTModule, ladder
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -197,7 +200,7 @@ def test_the_newer_settings_of_precision() -> None:
     """They make PyTorch refuse the older question."""
     code = """
 import torch
-from ortmodule import ORTModule
+from ortmodule import ORTModule, ladder
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 net = torch.nn.Linear(4, 4)
 model, x = ORTModule(net), torch.randn(3, 4)
@@ -205,3 +208,122 @@ model(x).sum().backward()
 torch.testing.assert_close(model(x), torch.nn.functional.linear(x, net.weight, net.bias))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Preempted(Exception):
+    pass
+
+
+def test_a_signal_during_a_capture_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a handler raises is not taken for a capture that has failed, and comes when that is over."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise Preempted
+
+    def climb(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return climbed(*args)
+
+    climbed = ladder.climb
+    monkeypatch.setattr(ladder, "climb", climb)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        w = ORTModule(MLP())
+        with pytest.raises(Preempted):
+            w(torch.randn(13, 5))
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not w.report().failed and not w.report().eager and len(w.report().graphs) == 1
+
+
+def test_where_saved_tensors_hooks_are_forbidden() -> None:
+    w, eager = pair(MLP)
+    x, grad = torch.randn(13, 5), torch.randn(13, 3)
+    for k in range(4):  # at the first and second calls forward is looked at
+        for model in (w, eager):
+            with torch.autograd.graph.disable_saved_tensors_hooks("none here") if k < 3 else contextlib.nullcontext():
+                model(x).backward(grad)
+        same_state(w, eager)
+    assert [g.forwards for g in w.report().graphs] == [4]
+
+
+def test_conversions_by_swapping() -> None:
+    """torch.utils.swap_tensors wants that nobody holds a weak reference to a parameter."""
+    gc.disable()
+    try:
+        w, eager = pair(MLP)
+        x, grad = torch.randn(13, 5), torch.randn(13, 3)
+        for model in (w, eager):
+            model(x).backward(grad)
+            model.zero_grad()
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                model.double()
+                model.load_state_dict(model.state_dict())
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+            model(x.double()).backward(grad.double())
+        same_state(w, eager)
+    finally:
+        gc.enable()
+
+
+def test_symbolic_trace() -> None:
+    w, eager = pair(MLP)
+    x = torch.randn(13, 5)
+    w(x)
+    traced = torch.fx.symbolic_trace(w)
+    close(traced(x), eager(x))
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["first", "drop", "second", "third"]
+
+
+class Scaled(Tensor):
+    """A weight whose class decides what a product with it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 0.5 if func is nn.functional.linear else out
+
+
+def test_a_parameter_of_a_class_of_its_own() -> None:
+    """PyTorch runs what has it, the engine the rest."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(nn.Sequential(nn.Linear(5, 5), nn.Sequential(MLP(), nn.Linear(3, 3))).double())
+        made[-1][0].weight = nn.Parameter(torch.randn(5, 5, dtype=torch.float64).as_subclass(Scaled))
+    ours, eager = ORTModule(made[0]), made[1]
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for _ in range(3):
+        for m in (ours, eager):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        for p, q in zip(ours.parameters(), eager.parameters()):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(p.grad.as_subclass(Tensor), q.grad.as_subclass(Tensor), rtol=1e-10, atol=1e-12)
+    (told,) = [e for e in ours.report().eager if not e.module]
+    assert "0.weight is a Scaled, a subclass of Tensor" in told.reason and told.by_parts == 2
+
+
+def test_attributes_of_parameters_in_second_derivatives() -> None:
+    class Fast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+            self.layer.weight.rate = 2.0  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(nn.functional.linear(x, self.layer.weight * self.layer.weight.rate, self.layer.bias))
+
+    eager = Fast().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    ours.layer.weight.rate = eager.layer.weight.rate = 2.0  # copies have none
+    got = []
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for m in (ours, eager):
+        g = torch.autograd.grad(m(x).sum(), [*m.parameters()], create_graph=True)
+        got.append(torch.autograd.grad(sum(t.square().sum() for t in g), [*m.parameters()]))
+    for a, b in zip(*got):
+        close(a, b)
