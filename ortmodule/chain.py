@@ -53,7 +53,7 @@ from . import torch_private as private
 from .capture import Captured
 from .capture.functional import SIZES, View
 from .holders import holders_when_dropped
-from .host import Answers, Failed, Flow, Host, Missing, Regions, Want
+from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, hooks_at_rest
 from .links import Arrived, Live, put_around, shown
 from .memory import BudgetError, Memory
 
@@ -406,10 +406,14 @@ class Graph:
         step.lowered = lowered
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = cuda_engine.random_states(self.cuda) if self.host.ops else None
+        want = variant.want
+        if self.host.once:  # prepared for any backward
+            full = self._full_variant(wanted, tensors).want
+            want = {**want, **{i: full[i] for i in self.host.once if i in full}}
         run = self._start(variant, tensors, seed)
         try:
             with shown("forward"):
-                self.host.drive_forward(run, step.regions, variant.want, tensors)
+                self.host.drive_forward(run, step.regions, want, tensors)
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise
@@ -590,9 +594,10 @@ class Graph:
         found: dict[int, Tensor | None] = {}
         answers: Answers = {}
         missing = Missing(variant.flow, arriving)
+        retain = keep or bool(self.host.once)  # Regions of the step
         for segments, _ in variant.nodes:
             for segment in segments:
-                self.host.drive_backward(back, segment, regions, variant.want, False, answers, missing)
+                self.host.drive_backward(back, segment, regions, variant.want, retain, answers, missing)
                 found.update([(i, None if missing.of_input(i) else grad) for i, grad in back.grads(segment)])
         return Live(None, found, keep)
 
@@ -603,7 +608,7 @@ class Graph:
         random = cuda_engine.random_from(self.cuda, step.random_states)
         with torch.no_grad(), random, autocast.put(step.lowered):
             run = self.model.forward(variant, tensors, step.seed, write=False)
-            self.host.drive_forward(run, regions, want, tensors)
+            self.host.drive_forward(run, regions, want, tensors, step.regions)
         return run
 
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:
@@ -626,7 +631,7 @@ class Graph:
                 outputs, aliases = step.call.replay(step.tensors, step.clones)
         except masks.Unknown:
             raise RuntimeError(_DRAWN) from None
-        if self.random and not self._like(step, outputs):
+        if (self.random or self.host.once) and not self._like(step, outputs):
             raise RuntimeError(_DRAWN)
         pairs = [
             (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o is not None and o.requires_grad
@@ -635,9 +640,10 @@ class Graph:
         found: Sequence[Tensor | None] = [None] * len(numbers)
         if pairs:
             sources, incoming = zip(*pairs, strict=True)
-            found = torch.autograd.grad(
-                sources, [aliases[i] for i in numbers], incoming, create_graph=torch.is_grad_enabled(),
-                allow_unused=True)
+            places = [aliases[i] for i in numbers]
+            with hooks_at_rest(places):
+                found = torch.autograd.grad(sources, places, incoming, create_graph=torch.is_grad_enabled(),
+                                            allow_unused=True)  # fmt: skip
         return Live(None, dict(zip(numbers, found, strict=True)), True)
 
     def _like(self, step: Step, outputs: Sequence[Tensor | None]) -> bool:

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
 
 class Region:
-    """The autograd graph of one host node in one forward."""
+    """The autograd graph of one host node in one forward. spent: a backward has freed it."""
 
-    __slots__ = ("inputs", "outputs")
+    __slots__ = ("inputs", "outputs", "spent")
 
     def __init__(self, inputs: list[Tensor | None], outputs: tuple[Tensor, ...]) -> None:
         self.inputs = inputs
         self.outputs = outputs
+        self.spent = False
 
 
 class Failed(RuntimeError):
@@ -126,10 +127,12 @@ def _nothing() -> None:
 
 class Host:
     """The host nodes of one captured graph. `ms` adds up the time spent outside the engine. follow: called before the
-    engine goes on, as others may have used this thread meanwhile (a GPU's stream is the thread's)."""
+    engine goes on, as others may have used this thread meanwhile (a GPU's stream is the thread's). once: nodes that run
+    once a step, whatever backwards come: what a user has written may count, or draw numbers of its own."""
 
     def __init__(self, ops: Sequence[HostOp], follow: Callable[[], None] | None = None) -> None:
         self.ops = ops
+        self.once = [i for i, op in enumerate(ops) if op.kind != "aten" or op.draws]
         self.follow = follow or _nothing
         self.ms = [0.0] * len(ops)
 
@@ -143,16 +146,23 @@ class Host:
                 raise
             raise IndexError(str(error)) from None
 
-    def drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor]) -> None:
+    def drive_forward(
+        self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor], before: Regions | None = None
+    ) -> None:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph
-        input."""
+        input. before: of the same step's forward, which is run again: `once` nodes are not."""
         self.follow()
         stop = _of_engine(run.resume)
         mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
         while stop is not None:
             start = perf_counter()
             index, _, inputs = stop
-            self._forward(run, index, inputs, regions, want, mine)
+            done = before.get(index) if before is not None and index in self.once else None
+            if done is not None and not done.spent:
+                regions[index] = done
+                _of_engine(run.host_done, [plain(t.detach()) for t in done.outputs])
+            else:
+                self._forward(run, index, inputs, regions, want, mine)
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = _of_engine(run.resume)
 
@@ -193,6 +203,8 @@ class Host:
             with torch.no_grad():
                 given = [t if op.of_torch else _copied(op, t, own) for t in _given(inputs)]
                 answer = [plain(t) for t in _as_tuple(self._call(op, given))]
+            if node in self.once:
+                regions[node] = Region([], tuple(answer))
             self.follow()
             _of_engine(run.host_done, answer)
             return
@@ -219,15 +231,16 @@ def _region_grads(
     pairs = [(t, g) for t, g in zip(floats, grads, strict=True) if g is not None and t.requires_grad]
     if not pairs:
         return [None] * len(wanted)
+    region.spent = not retain
     outputs, incoming = zip(*pairs, strict=True)
     sources = [t for t in (region.inputs[place] for place in wanted) if t is not None]
-    with _hooks_at_rest(sources):
+    with hooks_at_rest(sources):
         found = torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain)
     return [None if g is None else plain(g) for g in found]
 
 
 @contextlib.contextmanager
-def _hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
+def hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Hooks of parameters are run when the whole gradient is handed to them."""
     tables: list[Any] = [t._backward_hooks for t in tensors if t._backward_hooks]
     before = [list(table.items()) for table in tables]

@@ -88,7 +88,8 @@ class ModuleCall(NamedTuple):
     fill: Callable[[list[Any]], Any]
 
     def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Runs the call in PyTorch on aliases, so that gradients can be taken for this use of the tensors alone."""
+        """Runs the call in PyTorch on aliases of what is no leaf, so that gradients can be taken for this use of the
+        tensors alone."""
         graph = self.site.captured.graph if self.site.captured is not None else None
         assert isinstance(graph, Graph)
         others = _others(self.state.module, graph.bound, tensors[len(graph.leaves) :])
@@ -118,9 +119,10 @@ class ModuleCall(NamedTuple):
         # a module under two names comes once, a tensor in two modules twice
         for prefix, m in state.module.named_modules(prefix="m"):
             for name, p in m._parameters.items():
-                if p is not None:
-                    own[f"{prefix}.{name}"] = again = alias.setdefault(id(p), p.view_as(p))
-                    vars(again).update(vars(p))
+                if p is not None and p.is_leaf:  # forward may ask what it is, and know it by other names
+                    alias[id(p)] = p
+                elif p is not None:
+                    own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
             for name, b in m._buffers.items():
                 if b is not None:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
