@@ -77,6 +77,7 @@ class Entry:
         self.effect: cuts.Effect | None = None  # of those hooks, once a call has been watched
         self.reads: guard.Reads | None = None  # the attributes of modules that the captures hold for
         self.held = watch.Held()  # the rest of the Python state
+        self.ties = watch.Ties()  # what forward has met under several names
         self.writes_seen = 0
         self.fills_seen = False  # a call has run in PyTorch for the dictionaries that forward fills
         self.failures = 0  # runs of the engine that PyTorch had to repeat
@@ -90,11 +91,12 @@ class Entry:
     def holds(self, module: nn.Module) -> bool:
         """Is the state that the captures have read as it was? `reads` compares attributes by their place and content,
         so they may be another module's; `held` compares objects, and is asked at every call."""
-        return (self.reads is None or self.reads.hold(module)) and self.held.hold()
+        return (self.reads is None or self.reads.hold(module)) and self.held.hold() and not self.ties.changed(module)
 
     def changed(self, module: nn.Module) -> list[str]:
         """Names of what differs from the state that the captures hold for."""
-        return [*(self.reads.changed(module) if self.reads is not None else ()), *self.held.changed()]
+        reads = self.reads.changed(module) if self.reads is not None else []
+        return [*reads, *self.held.changed(), *self.ties.changed(module)]
 
 
 class GuardedGraph:

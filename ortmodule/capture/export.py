@@ -763,7 +763,7 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
 
 def _original(t: Tensor) -> Tensor:
     """The export holds tensors that the code reaches in other ways (closures, globals, lists of a module) by an alias
-    without gradient; the object itself is found by its memory."""
+    without gradient; the object itself is found by its memory: of several, the one that the code has come to."""
     found = [
         x
         for x in _C.living((Tensor, nn.Parameter))
@@ -774,6 +774,13 @@ def _original(t: Tensor) -> Tensor:
         and x.data_ptr() == t.data_ptr()
         and x.stride() == t.stride()
     ]
+    scope = patches.here()
+    seen = {id(x) for x in scope.watch.met()} if scope is not None and scope.watch is not None else set()
+    met = [x for x in found if id(x) in seen]
+    if len({x.requires_grad for x in met}) > 1:
+        raise CaptureError("forward reaches a trained tensor and one without gradient over the same memory, neither by "
+                           "an attribute: which of them it uses cannot be told")  # fmt: skip
+    found = met or found
     if not found and gc.get_freeze_count():
         raise CaptureError(
             f"a tensor {tuple(t.shape)} that is no parameter or buffer of the module, which gc.freeze() hides: "

@@ -43,8 +43,9 @@ from .. import _C, contents, patches
 from . import outside
 from .calls import Calls
 from .table import Held, Problem
+from .ties import Ties
 
-__all__ = ["Held", "Problem", "Watch", "inside", "quiet", "running", "watching"]
+__all__ = ["Held", "Problem", "Ties", "Watch", "inside", "quiet", "running", "watching"]
 
 
 class Watch(Calls):

@@ -99,6 +99,10 @@ class Values(Table):
         """Forward may read the attributes of its arguments all at once."""
         return bool({"vars", "__dict__"} & self._attribute_names[False])
 
+    def met(self) -> list[Any]:
+        """Tensors and modules that code has come to otherwise than by the tree."""
+        return [v for v in self._alive if isinstance(v, (Tensor, nn.Module))]
+
     def caches(self) -> list[Any]:
         """functools.lru_cache functions that were met."""
         return [cache for cache, _ in self._caches.values()]
