@@ -704,6 +704,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
             f"hooks on submodules (of {', '.join(keep)}) take part in what forward returns: without them it returns "
             "something else"
         )
+    _check_stopped(module)
     return Exported(
         program.graph_module,
         _sources(module, program, leaves),
@@ -761,6 +762,25 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
     return sources
 
 
+def _check_stopped(module: nn.Module) -> None:
+    """The export takes a tensor over all of a parameter's memory (w.detach() in a list, a closure, a global) for the
+    parameter, and so for trained."""
+    scope = patches.here()
+    if scope is None or scope.watch is None:
+        return
+    trained = {_memory(p): name for name, p in module.named_parameters() if p.requires_grad}
+    for x in scope.watch.met():
+        name = trained.get(_memory(x)) if isinstance(x, Tensor) and not x.requires_grad else None
+        if name is not None:
+            raise CaptureError(f"forward reaches a tensor without gradient that is over the memory of {name}, which is "
+                               f"trained: write self.{name}.detach()")  # fmt: skip
+
+
+def _memory(t: Tensor) -> Any:
+    plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype) if plain else id(t)
+
+
 def _original(t: Tensor) -> Tensor:
     """The export holds tensors that the code reaches in other ways (closures, globals, lists of a module) by an alias
     without gradient; the object itself is found by its memory: of several, the one that the code has come to."""
@@ -777,9 +797,6 @@ def _original(t: Tensor) -> Tensor:
     scope = patches.here()
     seen = {id(x) for x in scope.watch.met()} if scope is not None and scope.watch is not None else set()
     met = [x for x in found if id(x) in seen]
-    if len({x.requires_grad for x in met}) > 1:
-        raise CaptureError("forward reaches a trained tensor and one without gradient over the same memory, neither by "
-                           "an attribute: which of them it uses cannot be told")  # fmt: skip
     found = met or found
     if not found and gc.get_freeze_count():
         raise CaptureError(
