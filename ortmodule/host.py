@@ -181,8 +181,11 @@ class Host:
                 given = [None if missing.all(missing.flow.host[index, k]) else g for k, g in enumerate(grads)]
                 if not self.ops[index].of_torch:
                     given = [None if g is None else g.clone() for g in given]
-                found = _region_grads(regions[index], places, given, retain)
-                missing.none.update([(index, place) for place, g in zip(places, found, strict=True) if g is None])
+                if index in regions:
+                    found = _region_grads(regions[index], places, given, retain)
+                    missing.none.update([(index, place) for place, g in zip(places, found, strict=True) if g is None])
+                else:  # forward has left it out: its result was overwritten before anybody read it
+                    found = [None] * len(places)
                 answers[index] = dict(zip(places, found, strict=True))
             self.follow()
             run.host_done([answers[index].pop(place) for place in parts[part]])

@@ -155,7 +155,7 @@ class View(NamedTuple):
 
 
 class _Base:
-    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views", "behind")
+    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views", "behind", "untrained")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
@@ -167,6 +167,7 @@ class _Base:
         self.views = False
         self.behind = False  # Tensor.data was read: what autograd keeps of that has no version of this value's
         self.loud = False  # written by more than training batch_norm, whose edit is no new version
+        self.untrained = False  # what training batch_norm has put there has no gradient
         self.input = node if is_input else None
 
 
@@ -337,7 +338,7 @@ class _Functionalizer:
     def read(self, v: _V) -> Node:
         if v.version != v.base.version:
             if v.parent is None:
-                v.node = v.base.node
+                v.node = self.stop(v.base.node) if v.base.untrained else v.base.node
             else:
                 assert v.view is not None
                 parent = self.read(v.parent)
@@ -377,6 +378,7 @@ class _Functionalizer:
         if v.base.behind and not self.only_by_data(v, new):
             raise self.fail("forward edits a tensor in place whose Tensor.data it has read: autograd does not see it")
         old = v.base.node
+        v.base.untrained = False
         keeps_gradient = not self.grad
         cur, value = v, new
         while cur.parent is not None:
@@ -722,6 +724,7 @@ class _Functionalizer:
         out = [self.make(operator.getitem, (made, i), {}, made.val[i]) for i in range(3)]
         for target, new in ((m, out[1]), (v, out[2])):
             self.write(target, new, loud=False)
+            target.base.untrained = True
         env[node] = _V(_Base(out[0]), out[0])
         return True
 
@@ -762,6 +765,9 @@ class _Functionalizer:
             full = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | given
             # dropout_ has self, dropout input
             names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}
+            if written[0] == "out":
+                names = {p.name: p.name for p in pure._schema.arguments}
+                full |= {"dtype": val.dtype, "device": val.device}
             takes = [(a, full[names[a.name]]) for a in pure._schema.arguments if names.get(a.name) in full]
             args = tuple([self.arg(x, env) for a, x in takes if not a.kwarg_only])
             if name in _DRAWS:  # their functional forms have no derivative
