@@ -149,3 +149,28 @@ def test_a_fill_of_a_size_that_another_region_comes_before(seeded: None) -> None
         return out + y
 
     beside(f, [(torch.randn(n, 6),) for n in (8, 8, 5)], None)
+
+
+@pytest.mark.parametrize("edit", [lambda v: v.fill_(0.4), lambda v: v.copy_(torch.ones(3, 6)), lambda v: v.zero_(), lambda v: v.mul_(0).add_(1)])
+def test_a_result_that_is_overwritten(seeded: None, edit: Callable[[Tensor], Tensor]) -> None:
+    """Nobody reads it, so forward leaves it out; its gradient is zero, not None."""
+
+    def f(h: Tensor) -> Tensor:
+        v = torch.sinc(h)
+        edit(v)
+        return v + torch.zeros_like(h).detach()
+
+    beside(f, [(torch.randn(3, 6),)] * 2, None, None)
+
+
+def test_factories_that_write_into_a_tensor(seeded: None) -> None:
+    def f(h: Tensor) -> Tensor:
+        g = h.T @ h
+        eye = torch.eye(*g.shape, out=torch.empty_like(g).detach())
+        steps = torch.empty(6, dtype=h.dtype)
+        torch.arange(6, out=steps)
+        full = torch.empty(6, 6)
+        torch.full((6, 6), 2.0, out=full)
+        return (g - eye) * steps + full
+
+    beside(f, [(torch.randn(3, 6),)] * 2, None, None)

@@ -15,6 +15,34 @@ from torch.autograd import Function
 from ortmodule import ORTModule
 
 
+class Statistics(nn.Module):
+    def __init__(self, of: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.head, self.of = nn.BatchNorm1d(4), nn.Linear(4, 4), of
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(self.head(x))
+        return h, self.of(self.norm, h)
+
+
+@pytest.mark.parametrize("of", [lambda n, h: n.running_var.clone(), lambda n, h: (n.running_mean**2).sum(), lambda n, h: h * n.running_var])
+def test_running_statistics_have_no_gradient(of: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    eager = Statistics(of).double()
+    ours = ORTModule(copy.deepcopy(eager), strict="engine")
+    for _ in range(2):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        got = []
+        for m in (eager, ours):
+            m.zero_grad()
+            h, s = m(x)
+            (h.pow(3).sum() + s.pow(3).sum()).backward()
+            got.append([h, s, m.head.weight.grad, m.norm.running_var])
+        for a, b in zip(*got):
+            assert a.requires_grad is b.requires_grad
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
