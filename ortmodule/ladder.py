@@ -198,6 +198,9 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
             return _odd(state, "an argument is stored negated (the imaginary part of a conjugate)", args, kwargs)
     if private.forward_ad._current_level >= 0:
         return _eager(state, "called inside forward-mode differentiation", args, kwargs)
+    if torch.is_anomaly_enabled():
+        return _eager(state, "called inside torch.autograd.detect_anomaly: its errors name PyTorch's operations",
+                      args, kwargs)  # fmt: skip
     if private.transforms() is not None or private.dispatch_modes() or private.tracing():
         return _eager(state, "called inside a function transform or while PyTorch traces", args, kwargs)
     if private.parametrized._cache_enabled:

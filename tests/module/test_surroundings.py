@@ -115,12 +115,25 @@ def test_cached_parametrizations():
 
 
 def test_anomaly_mode():
-    w, eager = pair(MLP)
-    x, grad = torch.randn(13, 5), torch.randn(13, 3)
-    with torch.autograd.detect_anomaly(check_nan=True):
-        for model in (w, eager):
-            step(model, x, grad)
-    same_state(w, eager)
+    """Such a call is PyTorch's, so that the error names the operation and the warning the line of forward."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(self.layer(x) * 0).sum()
+
+    w = ORTModule(Root())
+    x = torch.randn(13, 5)
+    w(x).backward()
+    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"), torch.autograd.detect_anomaly(check_nan=True):
+        loss = w(x)
+        with pytest.raises(RuntimeError, match="returned nan values"), pytest.warns(UserWarning, match=r"torch\.sqrt\(self\.layer"):
+            loss.backward()
+    (told,) = w.report().eager
+    assert told.calls == 1 and "detect_anomaly" in told.reason and w.report().graphs[0].forwards == 1
 
 
 def test_non_contiguous_and_expanded():
