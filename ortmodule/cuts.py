@@ -152,12 +152,13 @@ class Effect:
         return [remove(hooks, key) for hooks, key, _, _ in table]
 
 
-class _Stand:
-    """Looks like a hooked submodule to Module._call_impl, but its forward plays the parts. Hooks get the submodule
-    itself."""
+class Stand:
+    """Looks like a hooked submodule to Module._call_impl, with another forward. Hooks get the submodule itself. every:
+    also those that are part of the forward around it."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], every: bool = False) -> None:
         self.module = module
+        self.every = every
         self.forward: Callable[..., Any] | None = forward
 
     def __getattr__(self, name: str) -> Any:
@@ -169,7 +170,8 @@ class _Stand:
         def bound(f: Callable[..., Any]) -> Callable[..., Any]:
             return lambda _stand, *args: f(module, *args)
 
-        return {k: bound(f) for k, f in getattr(module, name).items() if not guard.part_of_forward(f)}
+        return {k: bound(f) for k, f in getattr(module, name).items()
+                if self.every or not guard.part_of_forward(f)}  # fmt: skip
 
     _forward_pre_hooks = property(lambda self: self._hooks("_forward_pre_hooks"))
     _forward_hooks = property(lambda self: self._hooks("_forward_hooks"))
@@ -364,7 +366,7 @@ class _Run:
             out = end.fill([self.values[i] for i in end.operands])
             return out
 
-        stand = _Stand(module, forward)
+        stand = Stand(module, forward)
         try:
             with nullcontext() if mark.grad else torch.no_grad(), mark.autocast():
                 result = private.call_impl(stand, *given[0], **given[1])

@@ -774,16 +774,20 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
     failure = left.failure
     if failure is None:
         return _eager(state, left.reason, args, kwargs)
-    result = state.body.forward(*args, **kwargs)
+    found = parts.of(state)  # from the first call on: backward may compute this one again (checkpoint)
+    result = state.body.forward(*args, **kwargs) if found is None else _by(state, found, args, kwargs)
     _forbid(state, failure)
     shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
     if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
         site.entry.left.append(shapes)
-        state.eager_entry(failure.reason, failure.module, failure.file, failure.line).calls += 1
+        told = state.eager_entry(failure.reason, failure.module, failure.file, failure.line)
+        told.calls += 1
+        told.by_parts += found is not None
         return result
     _leave(state, site.entry, failure, by_parts=True)
     assert site.entry.eager is not None
     site.entry.eager.calls += 1
+    site.entry.eager.by_parts += found is not None
     site.entry.again = state.settings.fallback_retry
     return result
 

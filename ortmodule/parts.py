@@ -9,11 +9,12 @@ place     While forward runs, a call of a part is a call of its wrapper, by what
           that. The tree of modules, its classes and names are the user's at all times.
 again     What is computed again in backward (torch.utils.checkpoint) must be computed as before, dropout's masks
           included. So a part runs in the engine only within the module's forward, on its thread, under the grad mode
-          and the saved_tensors_hooks that this began with.
+          and the saved_tensors_hooks that this began with, and in no backward that it calls.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,11 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from . import _C, cuda_engine, fallback, guard
+from . import _C, cuda_engine, cuts, fallback, guard
 from . import torch_private as private
 from .report import PartEntry
 from .state import State
-from .torch_private import CALL
+from .torch_private import CALL, HOOKS
 
 if TYPE_CHECKING:
     from .module import ORTModule
@@ -89,9 +90,45 @@ def _why_not(child: nn.Module, device: torch.device, enabled: bool) -> str:
     if isinstance(child, torch.jit.ScriptModule):
         return "it is TorchScript"
     call = child.__dict__.get(CALL)  # of a part of another module, whose forward runs, too
-    if type(child).__name__ == "OptimizedModule" or call is not None and not hasattr(call, "__self__"):
+    if type(child).__name__ == "OptimizedModule" or call is not None and type(call) is not Call:
         return "it is torch.compile's"
-    return guard.refuse(child) or private.lacks("parts") or ""
+    return guard.refuse(child) or private.lacks("parts") or private.lacks("hooks") or ""
+
+
+class Call:
+    """What PyTorch calls in the place of a part: the part, with the wrapper's forward. Hooks get the part itself. A
+    module that somebody has made of the part's dictionary meanwhile is called as what it is."""
+
+    __slots__ = ("part", "wrapper")
+
+    def __init__(self, part: nn.Module, wrapper: ORTModule) -> None:
+        self.part = part
+        self.wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self.part
+        own, called = part.__dict__, sys._getframe(1).f_locals.get("self")
+        if isinstance(called, nn.Module) and called.__dict__ is not own:
+            return private.call_impl(called, *args, **kwargs)
+        if guard.global_hooks():  # for which PyTorch runs forward
+            return private.call_impl(part, *args, **kwargs)
+        if not any(own[name] for name in HOOKS):
+            return self.wrapper.forward(*args, **kwargs)
+        stand = cuts.Stand(part, self.wrapper.forward, every=True)
+        try:
+            return private.call_impl(stand, *args, **kwargs)
+        finally:
+            stand.forward = None  # autograd may keep the stand-in
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+def _nothing() -> None:
+    """What a copy has of a Call."""
 
 
 class Parts:
@@ -100,11 +137,11 @@ class Parts:
     def __init__(self, state: State, found: list[Part]) -> None:
         self.state = state
         self.parts: list[Part] = []
-        self._calls: dict[int, tuple[nn.Module, Any]] = {}  # one module may be at two places
+        self._calls: dict[int, tuple[nn.Module, Call]] = {}  # one module may be at two places
         for part in found:
             if not part.reason and id(part.module) not in self._calls:
                 try:
-                    self._calls[id(part.module)] = part.module, self._wrapper(part)._call_impl
+                    self._calls[id(part.module)] = part.module, Call(part.module, self._wrapper(part))
                 except TypeError as error:  # a class that nobody can derive from
                     part = part._replace(reason=str(error))
             self.parts.append(part)
@@ -162,7 +199,10 @@ class Parts:
         for p in self.parts:
             made = self.state.parts.get(id(p.module))
             inner: Parts | None = made._ortmodule.by_parts if made is not None and not p.reason else None
-            yield PartEntry(p.name, str(p.device), p.reason if inner is None else "by its parts")
+            reason = p.reason
+            if inner is not None and made is not None and not made._ortmodule.every:
+                reason = "by its parts" if inner.ours else "its forward is PyTorch's"
+            yield PartEntry(p.name, str(p.device), reason)
             for e in inner.entries() if inner is not None else ():
                 yield replace(e, name=f"{p.name}.{e.name}")
 
@@ -189,11 +229,12 @@ def outside(state: State, whole: State) -> str | None:
     if how is None:
         return "called outside of the forward that it is a part of"
     return None if how == _how() else ("called under another grad mode than the forward that it is a part of, or "
-                                       "within saved_tensors_hooks or torch.utils.checkpoint there")  # fmt: skip
+                                       "within a backward, saved_tensors_hooks or torch.utils.checkpoint there"
+                                       )  # fmt: skip
 
 
 def _how() -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), private.saved_hooks(True)
+    return torch.is_grad_enabled(), private.saved_hooks(True), private.in_backward()
 
 
 def listed(names: list[str]) -> str:

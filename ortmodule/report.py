@@ -201,7 +201,8 @@ class Report:
             text += "; its forward has not been called (what other methods compute runs in PyTorch)"
         if self.eager:
             n, by = sum(e.calls for e in self.eager), sum(e.by_parts for e in self.eager)
-            text += f"; {n - by} calls wholly in PyTorch{f', {by} by parts' * bool(by)}: {self.eager[0].reason}"
+            told = [f"{n - by} calls wholly in PyTorch"] * (n > by) + [f"{by} calls in PyTorch by parts"] * bool(by)
+            text += f"; {', '.join(told)}: {self.eager[0].reason}"
         return text
 
     def __str__(self) -> str:
@@ -255,8 +256,9 @@ class Report:
             where = (
                 f" [{e.module or 'top level'}, {e.file}:{e.line}]" if e.file else f" [{e.module}]" if e.module else ""
             )
-            by = f", {e.by_parts} of them with parts in the engine" * bool(e.by_parts)
-            lines.append(f"  whole module in PyTorch, {e.calls} calls{by}: {e.reason}{where}")
+            what = "forward in PyTorch, parts in the engine" if e.by_parts == e.calls else "whole module in PyTorch"
+            by = f", {e.by_parts} of them with parts in the engine" * (0 < e.by_parts < e.calls)
+            lines.append(f"  {what}, {e.calls} calls{by}: {e.reason}{where}")
         for f in self.failed:
             where = f" [{f.module or 'top level'}, {f.file}:{f.line}]" if f.file else f" [{f.module}]" * bool(f.module)
             how = " with symbolic sizes" * f.symbolic

@@ -271,8 +271,10 @@ class State:
                     entry.eager = self.eager_entry("switched off by ORTMODULE_DISABLE")
                 elif _holds_cache(args, kwargs):
                     entry.eager = self.eager_entry(
-                        "an argument is a generation cache, which forward edits and which grows at every call"
+                        "an argument is a generation cache, which forward edits and which grows at every call (in "
+                        "training, use_cache=False makes none)"
                     )
+                    entry.by_parts = torch.is_grad_enabled()  # generation itself calls too often for too little
             site = Site(entry, fast, own)
             if len(self.sites) >= _SITE_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
