@@ -32,7 +32,8 @@ from .torch_private import CALL, HOOKS
 if TYPE_CHECKING:
     from .module import ORTModule
 
-_MANY_MODULES = 5  # in a part that pays: below that a call of the engine costs more than it gains
+_FEW = 3  # modules with parameters of their own in a part that pays: with fewer a call of the engine costs more than
+# it gains
 
 
 class Part(NamedTuple):
@@ -67,7 +68,7 @@ def that_pay(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Par
         name = f"{prefix}{key}"
         if not _has_forward(child):
             yield from that_pay(child, enabled, f"{name}.")
-        elif sum(1 for _ in child.modules()) >= _MANY_MODULES and next(child.parameters(), None) is not None:
+        elif sum(any(p is not None for p in m._parameters.values()) for m in child.modules()) >= _FEW:
             (device,) = cuda_engine.devices(child) or {torch.device("cpu")}
             yield Part(name, device, _why_not(child, device, enabled), child)
 
@@ -145,6 +146,8 @@ class Parts:
                 except TypeError as error:  # a class that nobody can derive from
                     part = part._replace(reason=str(error))
             self.parts.append(part)
+        inside = {id(m) for m in state.module.modules()}
+        state.parts = {k: made for k, made in state.parts.items() if k in inside}  # what has been replaced may go
         self._lock = threading.Lock()
         self._running = 0  # forwards, of all threads
         script = torch.jit.ScriptModule  # has no dictionaries

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import threading
 import types
 from collections import OrderedDict
@@ -36,7 +37,9 @@ from .torch_private import CALL, HOOK_TABLES
 logger = logging.getLogger("ortmodule")
 
 _FLOATS = (float, complex)  # 0.0 == -0.0
+_IN_VAIN = 4  # kinds of calls that cannot be captured, before others are not tried
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
+_STALE_LIMIT = 4  # of those, with other parameters than now: their memory is kept
 
 
 class Refused(RuntimeError):
@@ -235,7 +238,7 @@ class State:
             own = self.guard = guard.Guard(self.module)
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])
-            entry = next((e for e in known if e.holds(self.module)), None)
+            entry = next((e for e in known if e.holds(self.module)), None) or self.in_vain(tree, env)
             if entry is None:
                 entry = Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
@@ -276,6 +279,9 @@ class State:
                     )
                     entry.by_parts = torch.is_grad_enabled()  # generation itself calls too often for too little
             site = Site(entry, fast, own)
+            stale = [k for k, s in self.sites.items() if not _same(s.params, site.params)]
+            for k in stale[: max(0, len(stale) - _STALE_LIMIT)]:
+                del self.sites[k]
             if len(self.sites) >= _SITE_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
             other = self.sites.get((fast, structure, env, key[3]))
@@ -284,6 +290,14 @@ class State:
             site.other = other
             self.sites[fast, structure, env, key[3]] = site
             return site
+
+    def in_vain(self, tree: Any, env: tuple[Any, ...]) -> Entry | None:
+        """For a new kind of call, when forward could be captured for none of those before it (lists of targets, which
+        are another structure at every step): the last of them."""
+        alike = [e for key, of in self.entries.items() if key[0] == tree and key[2] == env for e in of]
+        left = [e for e in alike if e.eager is not None and e.by_parts]
+        many = len(left) >= _IN_VAIN and not self.settings.strict and not any(e.graphs or e.again for e in alike)
+        return left[-1] if many else None
 
     def why(self, structure: Any, key: tuple[Any, ...], known: list[Entry]) -> str:
         """What has changed, against the state of the module and the call that is nearest to this one."""
@@ -488,6 +502,11 @@ def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
             f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
         )
     return found
+
+
+def _same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
+    """The same objects?"""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

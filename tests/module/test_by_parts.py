@@ -412,7 +412,7 @@ def test_small_parts_stay_in_pytorch(caplog: Any) -> None:
     class Small(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 6)])
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.0), nn.Identity(), nn.Linear(6, 6)), nn.Linear(6, 6)])
 
     ours, eager = both(Small)
     for k in range(3):
@@ -459,6 +459,35 @@ def test_a_tree_that_changes() -> None:
     assert counts["blocks.0"] == 10 and counts["blocks.2"] == 6, counts
 
 
+def test_parts_that_were_replaced_may_go() -> None:
+    ours, _ = both()
+    gone = []
+    for k in range(12):
+        ours.module.blocks[1] = Block().double()
+        gone.append(weakref.ref(ours.module.blocks[1]))
+        for _ in range(2):
+            ours(*batch(k)).backward()
+    gc.collect()
+    assert sum(ref() is not None for ref in gone) <= 6 and len(ours.report().graphs) == 2
+
+
+def test_kinds_of_calls_without_end(caplog: Any) -> None:
+    """Targets that are another structure at every call: after some, nothing is tried in vain."""
+
+    class Detects(Net):
+        def forward(self, ids: Tensor, targets: list[dict[str, Any]]) -> Tensor:
+            x = self.middle(self.embed(ids))
+            x = self.head(x[order(x)]).mean()
+            return sum(x * t["area"] + t["boxes"].sum() for t in targets)  # type: ignore[return-value]
+
+    ours, eager = both(Detects)
+    for k in range(12):
+        step(ours, eager, batch(k)[0], [{"area": 1.5 + k, "boxes": torch.ones(1 + i, 4), "name": f"{k}.jpg"} for i in range(1 + k % 3)])
+    (told,) = ours.report().eager
+    assert (told.calls, told.by_parts) == (12, 12) and sum(f.count for f in ours.report().failed) == 4
+    assert played(ours)["blocks.0"] == 12 and len(ours._ortmodule.entries) == 4
+
+
 def test_exceptions_leave_nothing() -> None:
     ours, eager = both()
     for k in range(2):
@@ -500,7 +529,7 @@ def test_torchscript_inside() -> None:
     class Scripted(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks.append(torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())))
+            self.blocks.append(torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))))
 
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(self.head(self.middle(self.embed(ids))).flatten(0, 1), labels.flatten())
