@@ -158,7 +158,7 @@ class Host:
             start = perf_counter()
             index, _, inputs = stop
             done = before.get(index) if before is not None and index in self.once else None
-            if done is not None and not done.spent:
+            if done is not None and not (done.spent and index in want):
                 regions[index] = done
                 _of_engine(run.host_done, [plain(t.detach()) for t in done.outputs])
             else:

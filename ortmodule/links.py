@@ -241,7 +241,9 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
     if only is None:
         return live
     live.only = only
+    live.keep = keep or bool(graph.host.once)  # for the case that follows
     found = _give_all(step, live, True)
+    live.keep = keep
     # zero times infinity: what an output that is not asked for would have added
     if graph.can_run_forward_again(step) and not all([g is None or bool(g.isfinite().all()) for g in found.values()]):
         return graph.backward_other(step, given, keep)
@@ -271,10 +273,11 @@ def _free(step: Step, grads: dict[int, Tensor]) -> None:
         step.used |= 1 << min(i, 63)
     step.aliases, step.state = {}, None
     # else a backward from other outputs may come: the forward is run again
-    if all([_spent(step, i) for i in step.variant.through]):
+    over = all([_spent(step, i) for i in step.variant.through])
+    if over:
         step.tensors, step.clones, step.call = (), {}, None
-    if len(step.variant.nodes) == 1:
-        step.regions = {}
+    if len(step.variant.nodes) == 1:  # what runs once a step has its results for such a run
+        step.regions = {} if over else {i: r for i, r in step.regions.items() if i in step.graph.host.once}
 
 
 def _run_apart(step: Step, arrived: Arrived, last: bool) -> Live:

@@ -83,6 +83,58 @@ def test_once_a_step(make: Callable[[], nn.Module], backward: Callable[[Any, int
             assert a == b
 
 
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = nn.Sequential(nn.Linear(3, 3), Noise())
+        self.critic = nn.Sequential(nn.Linear(3, 3), Noise(), nn.Linear(3, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+class Infinite(nn.Module):
+    """An output that the loss does not use, with an infinite slope: zero times that sends the forward once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(3, 3), Noise()), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        return self.last(h), (h * 0).sqrt()
+
+
+def apart(outs: Any, k: int) -> None:
+    for out in outs if k % 2 else outs[::-1]:
+        out.exp().sum().backward()
+
+
+def first(outs: Any, k: int) -> None:
+    outs[0].exp().sum().backward()
+
+
+@pytest.mark.parametrize(("make", "backward"), [(Towers, apart), (Infinite, first)])
+def test_what_a_second_run_would_draw(make: Callable[[], nn.Module], backward: Callable[[Any, int], None]) -> None:
+    got = []
+    for wrap in (lambda m: m, ORTModule):
+        torch.manual_seed(0)
+        net = make().double()
+        m: Any = wrap(net)
+        mine: list[Any] = []
+        for k in range(5):
+            random.seed(k)
+            m.zero_grad()
+            backward(m(torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(k))), k)
+            mine += [random.random(), *[n.calls for n in net.modules() if isinstance(n, Noise)], *[p.grad.clone() for p in m.parameters()]]
+        got.append(mine)
+    for a, b in zip(*got, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            close(b, a)
+        else:
+            assert a == b
+
+
 def test_numbers_drawn_by_python_have_no_second_derivative() -> None:
     m = ORTModule(Net(Noise()))
     for _ in range(3):  # the first calls, which assign attributes, are PyTorch's
