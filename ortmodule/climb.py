@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import branches, cuda_engine, cuts, guard, memory, patches, watch
+from . import branches, cuda_engine, cuts, guard, memory, parts, patches, watch
 from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, capture, capture_error, flatten_inputs
 from .capture.edits import tensors_in
@@ -183,6 +183,9 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
             asked = state.settings.asked_strict
             what = f"strict={asked!r}" if asked else "the fallback policy"
             raise CaptureError(f"{what}: {op.name} would run in PyTorch ({op.reason})", op.module, op.file, op.line)
+    if parts.better(state, keep):
+        raise CaptureError(f"{', '.join(sorted(keep))}, most of the module, cannot be captured, and would stay in "
+                           "PyTorch as a whole")  # fmt: skip
     start = perf_counter()
     graph = _loaded(state, captured, args, kwargs)
     entry.keep = keep

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +68,7 @@ def that_pay(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Par
         name = f"{prefix}{key}"
         if not _has_forward(child):
             yield from that_pay(child, enabled, f"{name}.")
-        elif sum(any(p is not None for p in m._parameters.values()) for m in child.modules()) >= _FEW:
+        elif _n_layers(child) >= _FEW:
             (device,) = cuda_engine.devices(child) or {torch.device("cpu")}
             yield Part(name, device, _why_not(child, device, enabled), child)
 
@@ -143,8 +143,8 @@ class Parts:
             if not part.reason and id(part.module) not in self._calls:
                 try:
                     self._calls[id(part.module)] = part.module, Call(part.module, self._wrapper(part))
-                except TypeError as error:  # a class that nobody can derive from
-                    part = part._replace(reason=str(error))
+                except Exception as error:  # a class that nobody can derive from, a metaclass that does not want to
+                    part = part._replace(reason=str(error) or type(error).__name__)
             self.parts.append(part)
         inside = {id(m) for m in state.module.modules()}
         state.parts = {k: made for k, made in state.parts.items() if k in inside}  # what has been replaced may go
@@ -216,14 +216,32 @@ _CATEGORIES = (fallback.DEVICE, fallback.DATA, fallback.TORCH_MODEL, fallback.ON
 def of(state: State) -> Parts | None:
     """The parts of a module whose forward cannot be captured; None: none that pays, or the options do not leave that
     to parts."""
-    settings = state.settings
     if state.by_parts is None or not state.by_parts.holds():
         with state.lock:
-            wanted = not settings.strict and not settings.disable and settings.memory_budget is None
-            wanted = wanted and all(map(settings.allows, _CATEGORIES)) and private.lacks("capture") is None
-            made = Parts(state, list(that_pay(state.module, settings.cuda_engine)) if wanted else [])
-            state.by_parts = made
+            found = list(that_pay(state.module, state.settings.cuda_engine)) if _allowed(state) else []
+            state.by_parts = Parts(state, found)
     return state.by_parts if state.by_parts.ours else None
+
+
+def _allowed(state: State) -> bool:
+    settings = state.settings
+    wanted = not settings.strict and not settings.disable and settings.memory_budget is None
+    wanted = wanted and not settings.min_coverage and all(map(settings.allows, _CATEGORIES))
+    return wanted and private.lacks("capture") is None
+
+
+def better(state: State, keep: Iterable[str]) -> bool:
+    """Do the submodules in these, which a graph would keep in PyTorch as they are, make up most of the module?"""
+    if not keep or not _allowed(state):
+        return False
+    enabled = state.settings.cuda_engine
+    inside = [p.module for k in keep for p in that_pay(state.module.get_submodule(k), enabled) if not p.reason]
+    return 2 * sum(map(_n_layers, inside)) > _n_layers(state.module)
+
+
+def _n_layers(module: nn.Module) -> int:
+    """Modules with parameters of their own."""
+    return sum(any(p is not None for p in m._parameters.values()) for m in module.modules())
 
 
 def outside(state: State, whole: State) -> str | None:

@@ -83,8 +83,8 @@ def report(state: State, table: bool = True) -> Report:
                 ways=[f"{c.answer} at {c.place}" for c in made.answers],
                 astray=made.astray,
                 sparse_heads=(
-                    max(g.sparse_heads[0] for g in graphs),
-                    max(g.sparse_heads[1] for g in graphs),
+                    max((g.sparse_heads[0] for g in graphs), default=0),
+                    max((g.sparse_heads[1] for g in graphs), default=0),
                 ),
                 padding=next((g.padding for g in sorted(graphs, key=lambda g: g.padding[:4] in ("", "none"))), ""),
                 unchecked=made.no_net,

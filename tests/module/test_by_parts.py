@@ -408,6 +408,56 @@ def test_parts_of_parts(caplog: Any) -> None:
     assert sum("Inner: PyTorch runs forward" in r.getMessage() for r in caplog.records) == 1  # of three alike
 
 
+class Outer(nn.Module):
+    """What cannot be captured lies one level down (a LightningModule, a criterion around a model)."""
+
+    def __init__(self, most: bool = True) -> None:
+        super().__init__()
+        self.p = Inner()
+        self.rest = nn.ModuleList([Block() for _ in range(1 if most else 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.p(x)
+        for block in self.rest:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("most", [True, False])
+def test_most_of_a_module_is_not_kept_as_a_whole(most: bool) -> None:
+    ours, eager = both(lambda: Outer(most))
+    for _ in range(4):
+        step(ours, eager, torch.randn(3, 5, 6).double())
+    kept = [h.name for h in ours.report().host]
+    if most:
+        assert played(ours) == {"p.a": 4, "p.b": 4, "rest.0": 4} and not kept
+    else:
+        assert played(ours) == {"": 4} and kept == ["p"]
+
+
+def test_hooks_in_what_is_called_as_a_whole() -> None:
+    """A graph of nothing but calls between its parts has a report, too."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Sequential(nn.Linear(6, 6), Sorts())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.p(x)  # type: ignore[no-any-return]
+
+    class Sorts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[order(x)]
+
+    ours, eager = both(Around)
+    for m in (ours, eager):
+        m.p[0].register_forward_hook(lambda m, a, out: out * 2)
+    for _ in range(4):
+        step(ours, eager, torch.randn(3, 5, 6).double())
+    assert str(ours.report())
+
+
 def test_small_parts_stay_in_pytorch(caplog: Any) -> None:
     class Small(Net):
         def __init__(self) -> None:
