@@ -177,7 +177,9 @@ class _Check:
     def _told(self, runs: Any, result: _Result) -> None:
         state = runs._ortmodule
         result.notes += [
-            f"{'forward ran in PyTorch, parts' if e.by_parts else 'ran in PyTorch, not'} in the engine: {e.reason}" for e in state.eager_entries.values() if e.calls
+            f"{'forward ran in PyTorch, parts' if e.by_parts else 'ran in PyTorch, not'} in the engine: {e.reason}"
+            for e in state.eager_entries.values()
+            if e.calls
         ]
         texts = [g.model.text() for made in state.every for g in loaded(made)]
         result.notes += [_THROUGH_F32] * any(_MAKES_F32.search(text) for text in texts)
