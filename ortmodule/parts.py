@@ -65,11 +65,11 @@ def that_pay(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Par
     for key, child in module._modules.items():
         if child is None:
             continue
-        name = f"{prefix}{key}"
-        if not _has_forward(child):
+        name, places = f"{prefix}{key}", cuda_engine.devices(child)
+        if len(places) > 1 or not _has_forward(child):
             yield from that_pay(child, enabled, f"{name}.")
         elif _n_layers(child) >= _FEW:
-            (device,) = cuda_engine.devices(child) or {torch.device("cpu")}
+            (device,) = places
             yield Part(name, device, _why_not(child, device, enabled), child)
 
 
@@ -113,7 +113,7 @@ class Call:
             return private.call_impl(called, *args, **kwargs)
         if guard.global_hooks():  # for which PyTorch runs forward
             return private.call_impl(part, *args, **kwargs)
-        if not any(own[name] for name in HOOKS):
+        if not any(own.get(name) for name in HOOKS):
             return self.wrapper.forward(*args, **kwargs)
         stand = cuts.Stand(part, self.wrapper.forward, every=True)
         try:
