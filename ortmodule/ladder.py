@@ -761,7 +761,7 @@ def _leave(state: State, entry: Entry, error: CaptureError, by_parts: bool = Fal
     entry.by_parts = by_parts
     name, found = type(state.module).__name__, parts.of(state) if by_parts else None
     said = name, str(error)
-    if said not in state.root.told:  # once, for many parts or kinds of calls
+    if said not in state.root.told or state.settings.fallback_retry:  # once, for many parts or kinds of calls
         state.root.told.add(said)
         if found is not None:
             logger.warning("%s: PyTorch runs forward: %s. The engine runs %s", *said, parts.listed(found.ours))

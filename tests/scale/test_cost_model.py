@@ -133,7 +133,7 @@ assert arena <= want, (arena, want)
 print("done", flush=True)
 """
 
-# one process computes alone, two of them reduce alone; a step of both is predicted from the two rates
+# two processes compute, each for itself, and reduce alone; a step that does both is predicted from the two rates
 TIMES = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT / "examples/recipes")!r})
@@ -164,7 +164,7 @@ step(own)
 step(model)
 gradient, ratios = torch.ones(parameters), []
 for _ in range(12):
-    compute = timed(lambda: step(own) if rank == 0 else None)
+    compute = timed(lambda: step(own))
     talk = timed(lambda: dist.all_reduce(gradient))
     flops = 16 * LENGTH * shape.operations / compute
     bandwidth = cost.traffic(parameters, cost.SINGLE, 0, 2) / talk
