@@ -133,3 +133,20 @@ def test_errors_with_either_provider_of_bf16_products(provider: str) -> None:
             log = run(["-c", HOST], forced, ONEDNN_VERBOSE="1").splitlines()
             assert sum("exec,cpu,matmul" in line and "bf16" in line for line in log) == products
     run(["-m", "pytest", "-q", "-x", __file__, "-k", "bf16 and not provider and (gpt2 or bert)", "-p", "no:cacheprovider"], provider)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rms_norms_own_epsilon(dtype: torch.dtype) -> None:
+    """That of the type it computes in: float32's for halves."""
+    torch.manual_seed(0)
+    eager = nn.RMSNorm(6).to(dtype)
+    ours = ORTModule(copy.deepcopy(eager), strict="engine")
+    x = (torch.randn(4, 6) * 1e-3).to(dtype)
+    got = []
+    for m in (ours, eager):
+        leaf = x.clone().requires_grad_()
+        y = m(leaf)
+        y.sum().backward()
+        got.append((y.float(), leaf.grad.float()))
+    for a, b in zip(*got):
+        torch.testing.assert_close(a, b, rtol=2e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
