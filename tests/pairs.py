@@ -79,3 +79,20 @@ def step(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | No
     out = model(x)
     out.backward(grad)
     return out.detach(), x.grad
+
+
+def step_of_both(ours: Any, eager: Any, *args: Any) -> None:
+    """A step of each: losses, gradients (and which there are) and buffers."""
+    losses = []
+    for m in (ours, eager):
+        m.zero_grad()
+        losses.append(m(*args))
+        if losses[-1].requires_grad:
+            (losses[-1] if losses[-1].dim() == 0 else losses[-1].square().mean()).backward()
+    assert losses[0].requires_grad is losses[1].requires_grad
+    close(*losses)
+    for (name, p), (other, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert name == other
+        close(p.grad, q.grad, name)
+    for (name, p), (_, q) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
+        close(p, q, name)

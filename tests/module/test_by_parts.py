@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import close
+from pairs import step_of_both as step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,23 +71,6 @@ def batch(k: int = 0, n: int = 3) -> tuple[Tensor, Tensor]:
 def both(make: Any = Net, **options: Any) -> tuple[Any, Any]:
     eager = make().double()
     return ORTModule(copy.deepcopy(eager), **options), eager
-
-
-def step(ours: Any, eager: Any, *args: Any) -> None:
-    """A step of each: losses, gradients and buffers."""
-    losses = []
-    for m in (ours, eager):
-        m.zero_grad()
-        losses.append(m(*args))
-        if losses[-1].requires_grad:
-            losses[-1].square().mean().backward()
-    close(*losses)
-    for (name, p), (other, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
-        assert name == other and (p.grad is None) is (q.grad is None), name
-        if p.grad is not None:
-            close(p.grad, q.grad, name)
-    for (name, p), (_, q) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
-        close(p, q, name)
 
 
 def played(ours: Any) -> dict[str, int]:

@@ -37,6 +37,14 @@ class Net(nn.Module):
         return v, self.inner(v)
 
 
+def alike(eager: list[Any], ours: list[Any]) -> None:
+    for a, b in zip(eager, ours, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            close(b, a)
+        else:
+            assert a == b
+
+
 def one_then_both(outs: Any, k: int) -> None:
     ((outs[1] ** 3).sum() if k == 0 else outs[0].sum() + (outs[1] ** 3).sum()).backward()
 
@@ -76,11 +84,7 @@ def test_once_a_step(make: Callable[[], nn.Module], backward: Callable[[Any, int
             mine += [random.random(), getattr(net.inner, "calls", None), *[b.clone() for b in m.buffers()]]
             mine += [None if p.grad is None else p.grad.clone() for p in m.parameters()]
         got.append(mine)
-    for a, b in zip(*got, strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            close(b, a)
-        else:
-            assert a == b
+    alike(*got)
 
 
 class Towers(nn.Module):
@@ -128,11 +132,7 @@ def test_what_a_second_run_would_draw(make: Callable[[], nn.Module], backward: C
             backward(m(torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(k))), k)
             mine += [random.random(), *[n.calls for n in net.modules() if isinstance(n, Noise)], *[p.grad.clone() for p in m.parameters()]]
         got.append(mine)
-    for a, b in zip(*got, strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            close(b, a)
-        else:
-            assert a == b
+    alike(*got)
 
 
 def test_numbers_drawn_by_python_have_no_second_derivative() -> None:

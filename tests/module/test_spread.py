@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import close
+from pairs import step_of_both as step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,21 +86,6 @@ def batch(k: int = 0) -> tuple[Tensor, Tensor]:
 def both(make: Any = Net, **options: Any) -> tuple[Any, Any]:
     eager = spread(make())
     return ORTModule(spread(copy.deepcopy(eager)), **options), eager
-
-
-def step(ours: Any, eager: Any, *args: Any) -> None:
-    """A step of each: losses, gradients and buffers."""
-    losses = []
-    for m in (ours, eager):
-        m.zero_grad()
-        losses.append(m(*args))
-        (losses[-1] if losses[-1].dim() == 0 else losses[-1].square().mean()).backward()
-    close(*losses)
-    for (name, p), (other, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
-        assert name == other
-        close(p.grad, q.grad, name)
-    for (name, p), (_, q) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
-        close(p, q, name)
 
 
 def test_parts_on_the_cpu_run_in_the_engine(caplog: Any) -> None:
