@@ -20,6 +20,7 @@ from . import torch_private as private
 from .capture import Captured, CaptureError, CutCaptured, capture, capture_error, flatten_inputs
 from .capture.edits import tensors_in
 from .chain import Graph
+from .contents import joined
 from .errors import TimeUp
 from .quiet import quiet
 from .state import Entry, Refused, State, n_modules, shadow_of, tensor_of, unwrapped
@@ -256,7 +257,7 @@ def _problems(
     written = {(k, *w) for w in seen.quiet_writes for k in keep if _inside(w[0], {k})}
     found += [
         watch.Problem(
-            _parent(module, k), f"reads {_attribute(where, name)}, which a module kept in PyTorch changes", "", 0
+            _parent(module, k), f"reads {joined(where, name)}, which a module kept in PyTorch changes", "", 0
         )
         for k, where, name in sorted(seen.kept_changes | written)
         if (where, name) in seen.reads
@@ -275,7 +276,7 @@ def _out_of_order(module: nn.Module, seen: watch.Watch, captured: Captured | Cut
     of = tensors_in(module)
     changes = {(_parent(module, k), where, name) for k, where, name in seen.kept_changes}
     return [
-        watch.Problem(caller, f"changes {_attribute(where, name)}, and calls what uses it and stays in PyTorch", "", 0)
+        watch.Problem(caller, f"changes {joined(where, name)}, and calls what uses it and stays in PyTorch", "", 0)
         for caller, where, name in sorted(seen.called_reads | changes)
         if id(of.get((where, name))) in written or name == "training" and where in seen.modes
     ]
@@ -287,10 +288,6 @@ def _parent(root: nn.Module, name: str) -> str:
     while name and type(root.get_submodule(name)).forward is nn.Module.forward:
         name = name.rpartition(".")[0]
     return name
-
-
-def _attribute(where: str, name: str) -> str:
-    return f"{where}.{name}".lstrip(".")
 
 
 def _on_live(state: State, seen: watch.Watch) -> set[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import patches
 from .frames import OWN_DIR
@@ -48,6 +48,26 @@ class Numbers:
             self._known = bytes(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
             self._at = at
         return self._known
+
+
+def joined(where: str, name: str) -> str:
+    """The name in the tree of an attribute of a module."""
+    return f"{where}.{name}".lstrip(".")
+
+
+def registered(module: nn.Module) -> dict[int, str]:
+    """Parameters and buffers by id: the first name of each, by which a capture knows it."""
+    return {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
+
+
+def unregistered(module: nn.Module) -> dict[int, str]:
+    """Tensors that are attributes of modules, by id: the last name of each, by which a capture knows it."""
+    return {
+        id(t): joined(where, name)
+        for where, m in module.named_modules()
+        for name, t in m.__dict__.items()
+        if isinstance(t, Tensor)
+    }
 
 
 def copy(v: Any) -> Any:

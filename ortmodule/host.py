@@ -132,7 +132,7 @@ class Host:
 
     def __init__(self, ops: Sequence[HostOp], follow: Callable[[], None] | None = None) -> None:
         self.ops = ops
-        self.once = [i for i, op in enumerate(ops) if op.kind != "aten" or op.draws]
+        self.once = frozenset(i for i, op in enumerate(ops) if op.kind != "aten" or op.draws)
         self.follow = follow or _nothing
         self.ms = [0.0] * len(ops)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -40,12 +39,13 @@ from .capture import CaptureError, FlatInputs, capture_error, flatten_inputs
 from .capture.onnx_build import same_graph
 from .capture.opaque import Changed
 from .capture.refused import users_hook
-from .capture.skeleton import Unreadable, input_skeleton, skeleton
+from .capture.skeleton import Unreadable, input_skeleton
 from .chain import Graph, Refusal, Unfit
 from .climb import Skip, climb, named
 from .errors import TimeUp
 from .host import Failed
 from .quiet import progress, signals_later
+from .replay import ModuleCall, put_back
 from .spread import judge
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
 from .summary import announce
@@ -77,106 +77,6 @@ class Left(NamedTuple):
     reason: str
     failure: CaptureError | None = None
     onnx: bytes = b""
-
-
-class ModuleCall(NamedTuple):
-    """One call, so that PyTorch can repeat it (chain.Call)."""
-
-    state: State
-    site: Site
-    flat: FlatInputs
-    fill: Callable[[list[Any]], Any]
-
-    def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Runs the call in PyTorch on aliases of what is no leaf, so that gradients can be taken for this use of the
-        tensors alone."""
-        graph = self.site.captured.graph if self.site.captured is not None else None
-        assert isinstance(graph, Graph)
-        others = _others(self.state.module, graph.bound, tensors[len(graph.leaves) :])
-        now = [(own, name, own[name]) for own, name, _ in others]
-        try:
-            _put_back(others)
-            return self._replay(graph, tensors, clones)
-        finally:
-            _put_back(now)
-
-    def _replay(self, graph: Graph, tensors: Sequence[Tensor],
-                clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:  # fmt: skip
-        site, state = self.site, self.state
-        if state.guard.fast() != site.fast and not state.unchanged(site):
-            raise RuntimeError("ortmodule: the module was changed between forward and backward(create_graph=True)")
-        if own_gradient := next((op.gradient for op in graph.captured.host_ops if op.gradient), ""):
-            raise RuntimeError("ortmodule: backward(create_graph=True) runs forward again in PyTorch, which does not "
-                               f"know {own_gradient}: second derivatives need a torch.autograd.Function")
-        first = {leaf: clones[i] for i, leaf in enumerate(graph.leaves) if i in clones}  # arguments that are edited
-        leaves = [t.view_as(t) if t.requires_grad else first[i].clone() if i in first else t
-                  for i, t in enumerate(self.flat.tensors)]  # fmt: skip
-        args, kwargs = self.fill([*leaves, *self.flat.scalars])
-        holder = _Holder(state.body)
-        before = {id(tensors[i]): t for i, t in clones.items()}
-        own: dict[str, Tensor] = {}
-        alias: dict[int, Tensor] = {}
-        # a module under two names comes once, a tensor in two modules twice
-        for prefix, m in state.module.named_modules(prefix="m"):
-            for name, p in m._parameters.items():
-                if p is not None and p.is_leaf:  # forward may ask what it is, and know it by other names
-                    alias[id(p)] = p
-                elif p is not None:
-                    own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
-            for name, b in m._buffers.items():
-                if b is not None:
-                    own[f"{prefix}.{name}"] = alias.setdefault(id(b), before.get(id(b), b).clone())
-        for i in graph.writes:
-            if i >= len(graph.leaves) and id(tensors[i]) not in alias:
-                name = graph.captured.inputs[i].name
-                raise RuntimeError(f"ortmodule: backward(create_graph=True) runs forward again, which edits {name}: a "
-                                   "tensor that is no buffer has no copy for that. Give it to register_buffer")
-        left = [(at, name, at.get(name, patches.ABSENT))
-                for at, (_, name) in zip(site.left, graph.captured.left, strict=True)]  # fmt: skip
-        try:
-            out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
-        finally:
-            _put_back(left)  # a later call may have left something else
-        found: dict[int, Tensor] = {}
-
-        def leaf(x: Any) -> int | None:
-            if not isinstance(x, Tensor):
-                return None
-            found.setdefault(id(x), x)
-            return 0
-
-        skeleton(out, leaf)
-        places = graph.captured.places
-        if len(found) != len(places):
-            raise RuntimeError(
-                f"ortmodule: the module returned {len(found)} tensors in PyTorch, {len(places)} when captured"
-            )
-        outputs: list[Tensor | None] = [None] * graph.n_outputs
-        for place, t in zip(places, found.values(), strict=True):
-            outputs[place] = t
-        given = [*leaves, *[torch.tensor(0, device="cpu")] * len(self.flat.scalars)]
-        aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
-        return outputs, aliases
-
-
-def _others(module: nn.Module, bound: Sequence[Any],
-            tensors: Sequence[Tensor]) -> list[tuple[dict[str, Any], str, Tensor]]:  # fmt: skip
-    """Parameters and buffers that a call has run with and that are others now, as after torch.func.functional_call."""
-    found: list[tuple[dict[str, Any], str, Tensor]] = []
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for spec, t in zip(bound, tensors, strict=True):
-        owner, _, name = spec.target.rpartition(".")
-        m = modules.get(owner)
-        for own in () if m is None else (m._parameters, m._buffers):
-            if own.get(name) is not None and own[name] is not t:
-                found.append((own, name, t))
-    return found
-
-
-def _put_back(attributes: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-    """Attributes, parameters and buffers of modules, by their dictionary and name, as they were."""
-    for own, name, old in attributes:
-        own.pop(name, None) if old is patches.ABSENT else own.update({name: old})
 
 
 def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int = 0) -> Any:
@@ -248,11 +148,9 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
             return _eager(state, f"the state of the module cannot be read: {named(error)}", args, kwargs)
     if site.entry.eager is not None:
         if not site.entry.again:
-            site.entry.eager.calls += 1
-            if site.entry.by_parts and (found := parts.of(state)) is not None:
-                site.entry.eager.by_parts += 1
-                return _by(state, found, args, kwargs)
-            return state.body.forward(*args, **kwargs)
+            found = parts.of(state) if site.entry.by_parts else None
+            site.entry.eager.count(found is not None)
+            return _by(state, found, args, kwargs)
         site.entry.eager, site.entry.n_captures, site.entry.again = None, 0, False
     captured = site.captured
     if captured is None or not captured.fits(flat, site.known):
@@ -270,8 +168,10 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     return _run(state, site, captured, flat, env, args, kwargs, turned_down)
 
 
-def _by(state: State, found: parts.Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that PyTorch runs, with parts in the engine."""
+def _by(state: State, found: parts.Parts | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that PyTorch runs, with these parts in the engine."""
+    if found is None:
+        return state.body.forward(*args, **kwargs)
     if not state.announced and any(each.every for each in bypassed.states(state)):
         announce(state)
     return found.forward(args, kwargs)
@@ -319,7 +219,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
             here = flat._replace(tensors=given[: len(flat.tensors)]) if captured.elsewhere else flat
             return graph.train(tensors, wanted, ModuleCall(state, site, here, site.fill), env[2])
         except BaseException:
-            _put_back(before)
+            put_back(before)
             raise
     except Unfit as error:
         return _unfit(state, site, captured, flat, error, args, kwargs, turned_down)
@@ -775,19 +675,14 @@ def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwa
     if failure is None:
         return _eager(state, left.reason, args, kwargs)
     found = parts.of(state)  # from the first call on: backward may compute this one again (checkpoint)
-    result = state.body.forward(*args, **kwargs) if found is None else _by(state, found, args, kwargs)
+    result = _by(state, found, args, kwargs)
     _forbid(state, failure)
+    state.eager_entry(failure.reason, failure.module, failure.file, failure.line).count(found is not None)
     shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
     if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
         site.entry.left.append(shapes)
-        told = state.eager_entry(failure.reason, failure.module, failure.file, failure.line)
-        told.calls += 1
-        told.by_parts += found is not None
         return result
     _leave(state, site.entry, failure, by_parts=True)
-    assert site.entry.eager is not None
-    site.entry.eager.calls += 1
-    site.entry.eager.by_parts += found is not None
     site.entry.again = state.settings.fallback_retry
     return result
 
@@ -814,17 +709,6 @@ def _count(state: State, made: GuardedGraph) -> None:
 
 
 # --- small things ------------------------------------------------------------------------------------
-
-
-class _Holder(nn.Module):
-    """Calls a module's forward without its hooks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.m = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.m.forward(*args, **kwargs)
 
 
 def _attempts(dynamic: bool, symbolic: bool) -> list[tuple[bool, bool]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,30 +44,17 @@ class Part(NamedTuple):
     module: nn.Module
 
 
-def on_one_device(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Part]:
-    """The outermost submodules with a forward and parameters that lie on one device, in the order of the tree. enabled:
-    the engine's CUDA kernels."""
+def outermost(module: nn.Module, enabled: bool, least: int = 0, prefix: str = "") -> Iterator[Part]:
+    """The outermost submodules with a forward and tensors that lie on one device, in the order of the tree. enabled:
+    the engine's CUDA kernels. least: modules with parameters of their own in one."""
     for key, child in module._modules.items():
         places = cuda_engine.devices(child) if child is not None else set()
         if child is None or not places:
             continue
         name = f"{prefix}{key}"
         if len(places) > 1 or not _has_forward(child):
-            yield from on_one_device(child, enabled, f"{name}.")
-            continue
-        (device,) = places
-        yield Part(name, device, _why_not(child, device, enabled), child)
-
-
-def that_pay(module: nn.Module, enabled: bool, prefix: str = "") -> Iterator[Part]:
-    """The outermost submodules that a call of the engine is worth it for, in the order of the tree."""
-    for key, child in module._modules.items():
-        if child is None:
-            continue
-        name, places = f"{prefix}{key}", cuda_engine.devices(child)
-        if len(places) > 1 or not _has_forward(child):
-            yield from that_pay(child, enabled, f"{name}.")
-        elif _n_layers(child) >= _FEW:
+            yield from outermost(child, enabled, least, f"{name}.")
+        elif _n_layers(child) >= least:
             (device,) = places
             yield Part(name, device, _why_not(child, device, enabled), child)
 
@@ -161,7 +147,7 @@ class Parts:
             assert self.state.new_part is not None
             made = self.state.parts[id(part.module)] = self.state.new_part(part.module)
         own: State = made._ortmodule
-        own.name = ".".join(name for name in (self.state.name, part.name) if name)
+        own.name = self.state.within(part.name)
         own.part_of, own.announced = self.state, True  # told with the module
         return made  # type: ignore[no-any-return]
 
@@ -205,9 +191,9 @@ class Parts:
             reason = p.reason
             if inner is not None and made is not None and not made._ortmodule.every:
                 reason = "by its parts" if inner.ours else "its forward is PyTorch's"
-            yield PartEntry(p.name, str(p.device), reason)
-            for e in inner.entries() if inner is not None else ():
-                yield replace(e, name=f"{p.name}.{e.name}")
+            yield PartEntry(self.state.within(p.name), str(p.device), reason)
+            if inner is not None:
+                yield from inner.entries()
 
 
 _CATEGORIES = (fallback.DEVICE, fallback.DATA, fallback.TORCH_MODEL, fallback.ONNX_MODEL)
@@ -218,7 +204,7 @@ def of(state: State) -> Parts | None:
     to parts."""
     if state.by_parts is None or not state.by_parts.holds():
         with state.lock:
-            found = list(that_pay(state.module, state.settings.cuda_engine)) if _allowed(state) else []
+            found = list(outermost(state.module, state.settings.cuda_engine, _FEW)) if _allowed(state) else []
             state.by_parts = Parts(state, found)
     return state.by_parts if state.by_parts.ours else None
 
@@ -235,7 +221,8 @@ def better(state: State, keep: Iterable[str]) -> bool:
     if not keep or not _allowed(state):
         return False
     enabled = state.settings.cuda_engine
-    inside = [p.module for k in keep for p in that_pay(state.module.get_submodule(k), enabled) if not p.reason]
+    inside = [p.module for k in keep
+              for p in outermost(state.module.get_submodule(k), enabled, _FEW) if not p.reason]  # fmt: skip
     return 2 * sum(map(_n_layers, inside)) > _n_layers(state.module)
 
 

@@ -41,6 +41,11 @@ class EagerEntry:
     calls: int = 0
     by_parts: int = 0
 
+    def count(self, by_parts: bool = False) -> None:
+        """One more."""
+        self.calls += 1
+        self.by_parts += by_parts
+
 
 @dataclass
 class PartEntry:

@@ -16,7 +16,7 @@ import torch
 
 from . import cuda_engine, fallback, guard
 from .errors import CaptureError
-from .parts import Part, Parts, listed, on_one_device
+from .parts import Part, Parts, listed, outermost
 from .state import Refused, State
 
 logger = logging.getLogger("ortmodule")
@@ -47,7 +47,7 @@ def judge(state: State) -> Spread | None:
         return None
     if guard.refuse(module) is not None or guard.in_torchscript(module) is not None:
         return None  # told where all modules are
-    found = list(on_one_device(module, settings.cuda_engine))
+    found = list(outermost(module, settings.cuda_engine))
     if all(p.reason for p in found):
         return None
     name, places = type(module).__name__, ", ".join(sorted(map(str, devices)))

@@ -37,7 +37,7 @@ from .torch_private import CALL, HOOK_TABLES
 logger = logging.getLogger("ortmodule")
 
 _FLOATS = (float, complex)  # 0.0 == -0.0
-_IN_VAIN = 4  # kinds of calls that cannot be captured, before others are not tried
+_MANY_LEFT = 4  # kinds of calls that cannot be captured, before others are not tried
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
 _STALE_LIMIT = 4  # of those, with other parameters than now: their memory is kept
 
@@ -221,6 +221,10 @@ class State:
         """Of the module that this one is a part of."""
         return self if self.part_of is None else self.part_of.root
 
+    def within(self, module: str) -> str:
+        """A submodule by its name in the module that was wrapped."""
+        return ".".join(name for name in (self.name, module) if name)
+
     # --- look-up -----------------------------------------------------------------------------------
 
     def find_site(self, key: tuple[Any, ...], structure: Hashable, env: tuple[Any, ...], args: tuple[Any, ...],
@@ -238,7 +242,7 @@ class State:
             own = self.guard = guard.Guard(self.module)
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])
-            entry = next((e for e in known if e.holds(self.module)), None) or self.in_vain(tree, env)
+            entry = next((e for e in known if e.holds(self.module)), None) or self.left_alike(tree, env)
             if entry is None:
                 entry = Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
@@ -291,12 +295,12 @@ class State:
             self.sites[fast, structure, env, key[3]] = site
             return site
 
-    def in_vain(self, tree: Any, env: tuple[Any, ...]) -> Entry | None:
+    def left_alike(self, tree: Any, env: tuple[Any, ...]) -> Entry | None:
         """For a new kind of call, when forward could be captured for none of those before it (lists of targets, which
         are another structure at every step): the last of them."""
         alike = [e for key, of in self.entries.items() if key[0] == tree and key[2] == env for e in of]
         left = [e for e in alike if e.eager is not None and e.by_parts]
-        many = len(left) >= _IN_VAIN and not self.settings.strict and not any(e.graphs or e.again for e in alike)
+        many = len(left) >= _MANY_LEFT and not self.settings.strict and not any(e.graphs or e.again for e in alike)
         return left[-1] if many else None
 
     def why(self, structure: Any, key: tuple[Any, ...], known: list[Entry]) -> str:

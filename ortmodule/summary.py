@@ -97,11 +97,11 @@ def report(state: State, table: bool = True) -> Report:
             why = state_of.reasons.get(name)
             at = (why.file, why.line) if why is not None else ("", 0)
             reason = "submodule kept in PyTorch" + (f": it {why.reason}" if why is not None else "")
-            own = host.setdefault((name, *at), HostEntry(name, "module", _inside(state_of, name), *at, reason, 0))
+            own = host.setdefault((name, *at), HostEntry(name, "module", state_of.within(name), *at, reason, 0))
             own.count += 1
             own.ms += ms
         for op, ms in ((op, ms) for g in graphs for op, ms in zip(g.captured.host_ops, g.host.ms, strict=True)):
-            module = _inside(state_of, op.module)
+            module = state_of.within(op.module)
             entry = host.get((op.name, op.file, op.line))
             if entry is None:
                 why = state_of.reasons.get(op.module) if op.kind == "module" else None
@@ -116,18 +116,13 @@ def report(state: State, table: bool = True) -> Report:
                 entry.ms += ms
     report.host = list(host.values())
     every = list(bypassed.states(state))
-    report.failed = [replace(e, module=_inside(of, e.module)) for of in every for e in of.failed.values()]
+    report.failed = [replace(e, module=of.within(e.module)) for of in every for e in of.failed.values()]
     report.missing = private.missing()
     eager = [(of, e) for of in every for e in of.eager_entries.values() if e.calls]
-    report.eager = [replace(e, module=_inside(of, e.module)) for of, e in eager]
+    report.eager = [replace(e, module=of.within(e.module)) for of, e in eager]
     run = state.spread or state.by_parts
     report.parts = list(run.entries()) if run is not None else []
     return report
-
-
-def _inside(state: State, module: str) -> str:
-    """A submodule by its name in the module that was wrapped."""
-    return ".".join(name for name in (state.name, module) if name)
 
 
 def _largest(plans: list[dict[str, Any]]) -> list[MemoryEntry]:

@@ -90,7 +90,6 @@ def _apply_is_known(cls: Any) -> bool:
 
 
 _C = "torch._C."
-_AUTOGRAD = "torch._C._autograd."
 _MODULE = "torch.nn.modules.module."
 _VMAP = "torch._C._functorch."
 TABLE: tuple[Row, ...] = (
@@ -113,7 +112,7 @@ TABLE: tuple[Row, ...] = (
     Row("version", ("torch.Tensor._version",), "edits in place cannot be told", need="call"),
     Row("saved_hooks", ("torch._C._autograd._top_saved_tensors_default_hooks",), "saved_tensors_hooks of the caller "
         "cannot be told", need="call"),
-    Row("hooks_allowed", (_AUTOGRAD + "_saved_tensors_hooks_is_enabled",), "a call inside of "
+    Row("hooks_allowed", ("torch._C._autograd._saved_tensors_hooks_is_enabled",), "a call inside of "
         "torch.autograd.graph.disable_saved_tensors_hooks cannot be captured", instead=lambda: True),
     Row("function_modes", (_C + "_len_torch_function_stack", _C + "_get_function_stack_at",
                            "torch.utils._device.DeviceContext"), "modes of the caller cannot be told", need="call"),
@@ -154,7 +153,7 @@ TABLE: tuple[Row, ...] = (
     Row("export_map", ("torch.fx.experimental.proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT",), "what a capture "
         "has made is kept until the next, and torch.utils.swap_tensors refuses parameters", instead={}),
     Row("describer", ("torch._subclasses.meta_utils.MetaTensorDescriber",), "after a capture torch.utils.swap_tensors "
-        "refuses parameters until the next garbage collection", owner=False,
+        "refuses parameters until the next garbage collection",
         works=lambda cls: hasattr(cls().lookup_tensor, "clear") and hasattr(cls().lookup_storage, "clear")),
     Row("without_modes", ("torch.utils._python_dispatch._disable_current_modes",), "tensors of the module's state "
         "cannot be read while it is traced", need="capture"),

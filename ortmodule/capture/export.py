@@ -34,12 +34,12 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
-from .. import _C, autocast, frames, patches
+from .. import _C, autocast, contents, frames, patches
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
-from ..watch import quiet, running
+from ..watch import quiet, running, watching
 from . import branches, checkpoints, layouts, marks, opaque
 from .edits import contents_of
 from .facts import Facts, Known
@@ -148,8 +148,8 @@ class _Wrapper(nn.Module):
                 out = self.m(*args, **kwargs)
         finally:
             set_cudnn(*inside)
-        scope = patches.here()
-        self._box["left"] = dict(scope.watch.left) if scope is not None and scope.watch is not None else {}
+        watch = watching()
+        self._box["left"] = dict(watch.left) if watch is not None else {}
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
@@ -727,13 +727,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
 
 
 def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, Source]:
-    canonical = {id(p): fqn for fqn, p in [*module.named_buffers(), *module.named_parameters()]}
-    plain = {
-        id(t): f"{fqn}.{k}".lstrip(".")
-        for fqn, m in module.named_modules()
-        for k, t in m.__dict__.items()
-        if isinstance(t, Tensor)
-    }
+    canonical, plain = contents.registered(module), contents.unregistered(module)
     users = {n.name: list(n.users) for n in program.graph.nodes if n.op == "placeholder"}
     sources: dict[str, Source] = {}
     n_user = 0
@@ -765,11 +759,11 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
 def _check_stopped(module: nn.Module) -> None:
     """The export takes a tensor over all of a parameter's memory (w.detach() in a list, a closure, a global) for the
     parameter, and so for trained."""
-    scope = patches.here()
-    if scope is None or scope.watch is None:
+    watch = watching()
+    if watch is None:
         return
     trained = {_memory(p): name for name, p in module.named_parameters() if p.requires_grad}
-    for x in scope.watch.met():
+    for x in watch.met():
         name = trained.get(_memory(x)) if isinstance(x, Tensor) and not x.requires_grad else None
         if name is not None:
             raise CaptureError(f"forward reaches a tensor without gradient that is over the memory of {name}, which is "
@@ -794,10 +788,9 @@ def _original(t: Tensor) -> Tensor:
         and x.data_ptr() == t.data_ptr()
         and x.stride() == t.stride()
     ]
-    scope = patches.here()
-    seen = {id(x) for x in scope.watch.met()} if scope is not None and scope.watch is not None else set()
-    met = [x for x in found if id(x) in seen]
-    found = met or found
+    watch = watching()
+    seen = set(map(id, watch.met())) if watch is not None else set()
+    found = [x for x in found if id(x) in seen] or found
     if not found and gc.get_freeze_count():
         raise CaptureError(
             f"a tensor {tuple(t.shape)} that is no parameter or buffer of the module, which gc.freeze() hides: "

@@ -10,7 +10,7 @@ Every tensor of the IR is a V: a base and a chain of views down from it. A base 
 At the end the inputs whose version is above zero are the write-backs. Written by hand here, not by run_decompositions:
 that takes seconds on a 12-layer model and rewrites dropout and batch_norm.
 
-Grad modes: regions under no_grad come as sub-graphs and are inlined; what leaves one is wrapped in STOP. A write under
+Grad modes and autocast: the trace has the calls that switch them; what leaves no_grad is wrapped in STOP. A write under
 no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old). A value that is
 written over and not read gets a gradient of zeros, which is not None: base := ZERO(new, old).
 
@@ -554,7 +554,10 @@ class _Functionalizer:
         target: Any = node.target
         val = node.meta.get("val")
         if isinstance(target, private.HigherOrderOperator):
-            self.region(node)
+            name = getattr(target, "_name", target)
+            raise self.fail(
+                f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch"
+            )
         elif target is operator.getitem:
             of, at = cast("tuple[fx.Node, int]", node.args)
             items = env[of]
@@ -602,10 +605,6 @@ class _Functionalizer:
         if enabled and not self.grad_matters:
             raise CaptureError("forward enables gradients within a call that computes none", "", *self.src[1:])
         self.grad = enabled or not self.grad_matters
-
-    def region(self, node: fx.Node) -> None:
-        name = str(getattr(node.target, "_name", node.target))
-        raise self.fail(f"{name}: control flow inside the graph is not supported; keep this submodule in PyTorch")
 
     def operation(self, node: fx.Node, target: Any, val: Any, env: dict[fx.Node, Any]) -> None:
         name = _name(target)
@@ -763,11 +762,11 @@ class _Functionalizer:
                 raise self.fail(f"{target}: no functional form; use the operation without the underscore")
             # exported code omits defaults
             full = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | given
-            # dropout_ has self, dropout input
-            names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}
             if written[0] == "out":
                 names = {p.name: p.name for p in pure._schema.arguments}
                 full |= {"dtype": val.dtype, "device": val.device}
+            else:  # dropout_ has self, dropout input
+                names = {p.name: a.name for p, a in zip(pure._schema.arguments, schema.arguments, strict=False)}
             takes = [(a, full[names[a.name]]) for a in pure._schema.arguments if names.get(a.name) in full]
             args = tuple([self.arg(x, env) for a, x in takes if not a.kwarg_only])
             if name in _DRAWS:  # their functional forms have no derivative

@@ -162,11 +162,10 @@ class Asked(TorchFunctionMode):
         if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
             return self._noted(func, args, kwargs, run(*args, **kwargs), False)
         try:
-            if refused is not None and (
-                refused is not _FLAG or self._was_there(args[0]) and _changes_flag(*args, **kwargs)
-            ):
+            changes = refused is _FLAG and _changes_flag(*args, **kwargs)
+            if refused is not None and (refused is not _FLAG or changes and self._was_there(args[0])):
                 raise NotRepeatable(*refused)
-            if refused is _FLAG and not self._was_there(args[0]) and _changes_flag(*args, **kwargs):
+            if changes:
                 self.leaves.append(args[0])
             out = _behind(args[0]) if user and func == _DATA else run(*args, **kwargs)
             if user and in_try(by) is not None:

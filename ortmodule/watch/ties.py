@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import contents, frames
+
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GONE = object()
 
@@ -31,7 +33,7 @@ class Ties:
         for where, name in reads:
             value = vars(modules[where]).get(name) if where in modules else None
             as_known = known.get(_key(value))
-            if as_known is not None and as_known != _joined(where, name):
+            if as_known is not None and as_known != contents.joined(where, name):
                 self._attributes.setdefault((where, name), as_known)
         for value in met:
             as_known = known.get(_key(value))
@@ -46,7 +48,7 @@ class Ties:
         found = []
         for (where, name), as_known in self._attributes.items():
             if _key(vars(modules[where]).get(name) if where in modules else _GONE) != _key(_at(modules, as_known)):
-                found.append(_joined(where, name))
+                found.append(contents.joined(where, name))
         found += [name for value, name in self._objects.values() if _key(value) != _key(_at(modules, name))]
         return found
 
@@ -59,15 +61,8 @@ def _key(value: Any) -> Any:
 
 
 def _known(module: nn.Module) -> dict[Any, str]:
-    """Tensors and submodules by the name that a capture binds them by: the first that is registered, else the last
-    attribute."""
-    found: dict[Any, str] = {}
-    for where, m in module.named_modules():
-        for name, value in vars(m).items():
-            if isinstance(value, Tensor):
-                found[id(value)] = _joined(where, name)
-    registered = [*module.named_buffers(), *module.named_parameters()]
-    return found | {id(t): name for name, t in registered} | {id(vars(m)): name for name, m in module.named_modules()}
+    """Tensors and submodules by the name that a capture knows them by."""
+    return contents.unregistered(module) | contents.registered(module) | frames.names_of(module)
 
 
 def _at(modules: dict[str, nn.Module], name: str) -> Any:
@@ -76,7 +71,3 @@ def _at(modules: dict[str, nn.Module], name: str) -> Any:
     where, _, last = name.rpartition(".")
     own = vars(modules[where]) if where in modules else {}
     return own.get(last, next((own[t][last] for t in _TABLES if last in own.get(t, ())), _GONE))
-
-
-def _joined(where: str, name: str) -> str:
-    return f"{where}.{name}".lstrip(".")
