@@ -35,6 +35,7 @@ import test_label_rows
 import test_layers
 import test_losses
 import test_masks
+import test_norm_casts
 import test_padding
 import test_parts
 import test_patterns
@@ -283,6 +284,8 @@ POINTS: dict[str, Callable[[], None]] = {
     "remat.nested": test_remat_regions.test_regions_within_regions_are_computed_for_the_outer_one_and_anew,
     "rotary.sign": rotary_rows,
     "rotary.back": rotary_rows,
+    "norm_casts.once": lambda: test_norm_casts.test_a_result_that_others_read_stays("\n  s = sin(y)\n  output s"),
+    "norm_casts.held": lambda: test_norm_casts.test_a_result_that_others_read_stays("\n  output y"),
     "losses.once": test_losses.test_a_copy_that_others_read_stays,
     "padding.labels": padding_rows,
     "padding.keys": padding_rows,
@@ -338,6 +341,7 @@ PASSES: dict[str, Callable[[], None]] = {
     "patterns": lambda: rows_of(test_patterns.test_what_is_spelled_out_becomes_one_operator),
     "accumulate": accumulate_rows,
     "losses": lambda: test_losses.test_bits_stay("bf16", "reshape", "reduction=1", ""),
+    "norm_casts": lambda: test_norm_casts.test_bits_stay("bf16", "layer_norm", "views", 8),
     "remat": remat_rows,
     "rotary": rotary_rows,
     "masks": mask_rows,

@@ -182,7 +182,7 @@ om_status om_lower_norm(om_lower *l) {
     if (!n || n > OM_GPU_ROW_MOST || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
     om_gpu_norm *g = rows_add(l, OM_GPU_OF(norm, a->in[0].dtype), rows, n, sizeof *g);
     if (!g) return l->cx->status;
-    g->rows = rows, g->n = n, g->eps = om_args_float(a, "eps", 1e-5), g->rms = rms;
+    g->rows = rows, g->n = n, g->eps = om_args_float(a, "eps", 1e-5), g->rms = rms, g->type = a->out[0].dtype;
     om_gpu_in(l, &g->x, 0);
     if (a->n_in > 1) om_gpu_in(l, &g->w, 1), g->wtype = a->in[1].dtype;
     if (!rms && a->n_in > 2) om_gpu_in(l, &g->b, 2), g->btype = a->in[2].dtype;
@@ -212,7 +212,7 @@ om_status om_lower_norm_grad(om_lower *l) {
     norm_sizes(a, &a->in[1], &rows, &n);
     if (!n || !rows || n > OM_GPU_ROW_MOST || rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
     const om_gpu_norm p = {.rows = rows, .n = n, .rms = rms, .parts = norm_parts(rows), .wtype = a->in[2].dtype,
-                           .btype = a->out[a->n_out - 1].dtype};
+                           .btype = a->out[a->n_out - 1].dtype, .type = a->in[0].dtype};
     const int64_t wide = (int64_t)om_dtype_size(om_compute_dtype(dtype)), size = p.parts * 2 * n * wide;
     const int64_t piece = 16 / (int64_t)om_dtype_size(dtype); /* columns a thread */
     om_gpu_norm *g;

@@ -3,6 +3,23 @@
  * may overwrite, so they are launched first. */
 #include "cuda/row.h"
 
+/* A part of row `row` of y, or of what arrives for it: elements of S, or halves where S is float. */
+template <class S, class F>
+FN void norm_store(F (&x)[ROW_K][ROW_V], const om_gpu_norm &p, int64_t row, int at, int n) {
+    if constexpr (sizeof(S) == 4) {
+        if (p.type == OM_BF16) return row_store_as<S>(x, (bf16 *)p.y + row * p.n, at, n);
+        if (p.type == OM_F16) return row_store_as<S>(x, (f16 *)p.y + row * p.n, at, n);
+    }
+    row_store(x, (S *)p.y + row * p.n, 1, at, n);
+}
+template <class S, class F> FN void norm_load(F (&x)[ROW_K][ROW_V], const om_gpu_norm &p, int64_t row, int at, int n) {
+    if constexpr (sizeof(S) == 4) {
+        if (p.type == OM_BF16) return row_load_as<S>(x, (const bf16 *)p.dy + row * p.n, 1, at, n);
+        if (p.type == OM_F16) return row_load_as<S>(x, (const f16 *)p.dy + row * p.n, 1, at, n);
+    }
+    row_load(x, (const S *)p.dy + row * p.n, 1, at, n);
+}
+
 template <class S> FN void norm_row(const om_gpu_norm &p) {
     typedef WIDE F;
     enum { MEAN, VARIANCE, RESULT };
@@ -21,7 +38,7 @@ template <class S> FN void norm_row(const om_gpu_norm &p) {
 #pragma unroll 1
                 for (int add = 0; add < 2; add++)
                     if (add ? p.b : p.w) row_apply_any<S>(x, add ? p.b : p.w, add ? p.btype : p.wtype, add, at, n);
-                row_store(x, (S *)p.y + r.row * p.n, 1, at, n);
+                norm_store<S>(x, p, r.row, at, n);
                 continue;
             }
             ROW_EACH_K {
@@ -56,7 +73,7 @@ template <class S> FN void norm_grad_row(const om_gpu_norm &p) {
     for (int pass = SUMS; pass <= RESULT; pass++) {
         for (int at = r.first; at < n; at += r.all) {
             if (!r.fits || pass == SUMS) {
-                row_load(g, (const S *)p.dy + r.row * p.n, 1, at, n);
+                norm_load<S>(g, p, r.row, at, n);
                 row_load(x, (const S *)p.x + r.row * p.n, 1, at, n);
                 if (p.w) row_apply_any<S>(g, p.w, p.wtype, false, at, n);
                 ROW_EACH_K ROW_EACH_E x[k][e] = ROW_AT(k) + e < n ? (x[k][e] - mean) * rstd : 0;
@@ -92,8 +109,8 @@ FN void norm_params_add(const om_gpu_norm &p, int64_t r, const WIDE (&dy)[N][ROW
         ROW_EACH_E db[e] += dy[k][e];
     }
 }
-/* 32 pieces of columns a block, eight rows at a time, a thread's several at once */
-template <class S> FN void norm_params(const om_gpu_norm &p) {
+/* 32 pieces of columns a block, eight rows at a time, a thread's several at once; dy lies as T */
+template <class S, class T> FN void norm_params_of(const om_gpu_norm &p) {
     typedef WIDE F;
     enum { V = ROW_V, AT_ONCE = V == 8 ? 2 : 4 };
     SHARED(shared);
@@ -101,18 +118,18 @@ template <class S> FN void norm_params(const om_gpu_norm &p) {
     const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int64_t i = ((int64_t)blockIdx.x * 32 + lane) * V, each = (p.rows + p.parts - 1) / p.parts;
     const int64_t from = each * blockIdx.y, to = from + each < p.rows ? from + each : p.rows;
-    const bool whole = p.n % V == 0 && row_in_line(p.dy) && row_in_line(p.x);
+    const bool whole = p.n % V == 0 && row_in_line(p.dy, V * sizeof(T)) && row_in_line(p.x);
     int64_t r = from + warp;
     if (whole && i < p.n)
         for (; r + 8 * (AT_ONCE - 1) < to; r += 8 * AT_ONCE) {
             F dy[AT_ONCE][V], x[AT_ONCE][V];
-            row_get_all(dy, (const S *)p.dy + r * p.n + i, 8 * p.n, 1, true);
+            row_get_all_as<S>(dy, (const T *)p.dy + r * p.n + i, 8 * p.n, 1, true);
             row_get_all(x, (const S *)p.x + r * p.n + i, 8 * p.n, 1, true);
             norm_params_add<S>(p, r, dy, x, dw, db);
         }
     for (; r < to; r += 8) {
         F dy[1][V], x[1][V];
-        row_get(dy[0], (const S *)p.dy + r * p.n, 1, i, p.n, whole, (F)0);
+        row_get_as<S>(dy[0], (const T *)p.dy + r * p.n, 1, i, p.n, whole, (F)0);
         row_get(x[0], (const S *)p.x + r * p.n, 1, i, p.n, whole, (F)0);
         norm_params_add<S>(p, r, dy, x, dw, db);
     }
@@ -124,6 +141,14 @@ template <class S> FN void norm_params(const om_gpu_norm &p) {
         for (unsigned k = 0; k < 8; k++) sum += sh[((8 * what + k) * V + at) * 32 + lane];
         if (i + at < p.n) st((F *)p.partial + (2 * blockIdx.y + what) * p.n + i + at, sum);
     }
+}
+
+template <class S> FN void norm_params(const om_gpu_norm &p) {
+    if constexpr (sizeof(S) == 4) {
+        if (p.type == OM_BF16) return norm_params_of<S, bf16>(p);
+        if (p.type == OM_F16) return norm_params_of<S, f16>(p);
+    }
+    norm_params_of<S, S>(p);
 }
 
 /* 32 columns a block of dw, in y of db; eight sums of a column over an eighth of the parts each, then over these */

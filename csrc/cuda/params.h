@@ -99,14 +99,15 @@ typedef struct om_gpu_softmax { /* rows of n elements `step` apart; row r begins
     int32_t log, grad;
 } om_gpu_softmax;
 
-typedef struct om_gpu_norm { /* rows of n, dense */
+typedef struct om_gpu_norm { /* rows of n, dense; y, and dy of a gradient, may be halves of f32 */
     const char *dy, *x, *w, *b;
     char *y, *mean, *rstd;      /* gradient: y is dx, mean and rstd are read; rms: no mean */
     char *partial;              /* gradient: [parts][2][n] sums of dw, db in the compute type, or NULL */
     char *dw, *db;
     int64_t rows, n, parts;
     double eps;
-    int32_t rms, wtype, btype, none;
+    int32_t rms, wtype, btype;
+    int32_t type;               /* of y; of a gradient's dy */
 } om_gpu_norm;
 
 /* --- loss.cu ------------------------------------------------------------------------------------------- */

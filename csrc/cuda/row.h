@@ -64,21 +64,26 @@ template <int N, int V, class F> FN void row_turn(F (&x)[N][V]) {
 #define ROW_IN_TURN(x, k, N) _Pragma("unroll 1") for (int k = 0; k < (N); k++, row_turn(x))
 
 /* Elements i to i + V of a row of n, `stride` apart; outside of it: none. whole: in one access if all are inside */
-template <class S, class F>
-FN void row_get(F *x, const S *row, int64_t stride, int64_t i, int64_t n, bool whole, F none) {
+template <class S, class T, class F>
+FN void row_get_as(F *x, const T *row, int64_t stride, int64_t i, int64_t n, bool whole, F none) {
     if (whole && i >= 0 && i + ROW_V <= n) {
-        const several<S, ROW_V> v = ld_several<true, ROW_V>(row + i);
+        const several<T, ROW_V> v = ld_several<true, ROW_V>(row + i);
         ROW_EACH_E x[e] = in(v.x[e]);
         return;
     }
     IN_TURN();
     ROW_EACH_E x[e] = (uint64_t)(i + e) < (uint64_t)n ? in(ld(row + (i + e) * stride)) : none;
 }
-/* N pieces from p on, `apart` elements between them, all inside of their rows: all loads, then what needs them */
-template <int N, class S, class F>
-FN void row_get_all(F (&x)[N][ROW_V], const S *p, int64_t apart, int64_t stride, bool whole) {
+template <class S, class F>
+FN void row_get(F *x, const S *row, int64_t stride, int64_t i, int64_t n, bool whole, F none) {
+    row_get_as<S>(x, row, stride, i, n, whole, none);
+}
+/* N pieces from p on, `apart` elements between them, all inside of their rows: all loads, then what needs them. T: how
+ * the elements lie, at most as wide as S, whose pieces they are. */
+template <class S, int N, class T, class F>
+FN void row_get_all_as(F (&x)[N][ROW_V], const T *p, int64_t apart, int64_t stride, bool whole) {
     if (whole) {
-        several<S, ROW_V> v[N];
+        several<T, ROW_V> v[N];
 #pragma unroll
         for (int k = 0; k < N; k++) v[k] = ld_several<true, ROW_V>(p + k * apart);
 #pragma unroll
@@ -88,6 +93,10 @@ FN void row_get_all(F (&x)[N][ROW_V], const S *p, int64_t apart, int64_t stride,
 #pragma unroll
     for (int k = 0; k < N; k++) ROW_EACH_E x[k][e] = 0; /* they are turned before all are there */
     ROW_IN_TURN(x, k, N) ROW_EACH_E x[0][e] = in(ld(p + (k * apart + e) * stride));
+}
+template <int N, class S, class F>
+FN void row_get_all(F (&x)[N][ROW_V], const S *p, int64_t apart, int64_t stride, bool whole) {
+    row_get_all_as<S>(x, p, apart, stride, whole);
 }
 template <class S, class F>
 FN void row_put(S *row, int64_t stride, int64_t i, int64_t n, bool whole, const F *x) {
@@ -127,12 +136,14 @@ template <class OP, class T> FN T row_all(const row_place &r, T x, T none, T *sh
 }
 #define ROW_AT(k) (at + 32 * ROW_V * (k)) /* element that a thread's piece k begins at */
 
-/* The pieces of a part of a row of n elements `stride` apart; 0 past the end. All loads come first. */
-template <class S, class F> FN void row_load(F (&x)[ROW_K][ROW_V], const S *row, int64_t stride, int at, int n) {
-    if (stride == 1 && n % ROW_V == 0 && row_in_line(row)) {
-        several<S, ROW_V> v[ROW_K];
+/* The pieces of a part of a row of n elements `stride` apart; 0 past the end. All loads come first. T: how the elements
+ * lie, at most as wide as S, whose pieces a thread has. */
+template <class S, class T, class F>
+FN void row_load_as(F (&x)[ROW_K][ROW_V], const T *row, int64_t stride, int at, int n) {
+    if (stride == 1 && n % ROW_V == 0 && row_in_line(row, ROW_V * sizeof(T))) {
+        several<T, ROW_V> v[ROW_K];
         ROW_EACH_K {
-            v[k] = several<S, ROW_V>();
+            v[k] = several<T, ROW_V>();
             if (ROW_AT(k) < n) v[k] = ld_several<true, ROW_V>(row + ROW_AT(k));
         }
         ROW_EACH_K ROW_EACH_E x[k][e] = in(v[k].x[e]);
@@ -140,6 +151,22 @@ template <class S, class F> FN void row_load(F (&x)[ROW_K][ROW_V], const S *row,
     }
     ROW_EACH_K ROW_EACH_E x[k][e] = 0;
     ROW_IN_TURN(x, k, ROW_K) ROW_EACH_E x[0][e] = ROW_AT(k) + e < n ? in(ld(row + (ROW_AT(k) + e) * stride)) : 0;
+}
+template <class S, class F> FN void row_load(F (&x)[ROW_K][ROW_V], const S *row, int64_t stride, int at, int n) {
+    row_load_as<S>(x, row, stride, at, n);
+}
+/* A dense row of elements narrower than S, whose pieces a thread has. */
+template <class S, class T, class F> FN void row_store_as(F (&x)[ROW_K][ROW_V], T *row, int at, int n) {
+    if (n % ROW_V == 0 && row_in_line(row, ROW_V * sizeof(T))) {
+        ROW_EACH_K {
+            if (ROW_AT(k) >= n) continue;
+            several<T, ROW_V> v;
+            ROW_EACH_E v.x[e] = narrow<T>(x[k][e]);
+            st_several<true, ROW_V>(row + ROW_AT(k), v);
+        }
+        return;
+    }
+    ROW_IN_TURN(x, k, ROW_K) ROW_EACH_E if (ROW_AT(k) + e < n) out(row + ROW_AT(k) + e, x[0][e]);
 }
 template <class S, class F> FN void row_store(F (&x)[ROW_K][ROW_V], S *row, int64_t stride, int at, int n) {
     if (stride == 1 && n % ROW_V == 0 && row_in_line(row)) {

@@ -1,7 +1,8 @@
 /* norm.c - layer norm and RMS norm over the axes from `axis` on, forward and backward.
  *
  * The normalised axes are one row. Statistics and arithmetic are in the compute type (f32 for bf16 and f16), weights of
- * any float dtype.
+ * any float dtype. Of an f32 x the result may be in half precision, and so may what arrives for its gradient: rounded
+ * where a cast would (passes/norm_casts.c).
  */
 #include "ops/attr.h"
 
@@ -19,6 +20,8 @@ static om_status weight_check(om_graph *g, const om_node *n, int i, const om_typ
     return OM_OK;
 }
 
+static bool half_of(int dtype, int x) { return dtype == x || (x == OM_F32 && om_is_half(dtype)); }
+
 static om_status forward_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     int axis;
@@ -26,6 +29,9 @@ static om_status forward_infer(om_graph *g, const om_node *n, om_type *out) {
     OM_TRY(attr_axis(g, n, x->rank, &axis));
     for (int i = 1; i < 3; i++) OM_TRY(weight_check(g, n, i, x, axis));
     out[0] = *x;
+    out[0].dtype = (uint8_t)om_node_int(n, "to", x->dtype);
+    OM_CHECK(g->cx, half_of(out[0].dtype, x->dtype), "%s: the result is %s, x %s; the same, or a half of f32, is allowed",
+             n->op->name, om_dtype_name(out[0].dtype), om_dtype_name(x->dtype));
     out[1] = *x;
     out[1].dtype = (uint8_t)om_compute_dtype(x->dtype);
     out[1].rank = (uint8_t)axis;
@@ -37,9 +43,9 @@ static om_status backward_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[1]), *dy = om_ty(g, om_ins(g, n)[0]);
     int axis;
     OM_TRY(attr_axis(g, n, x->rank, &axis));
-    OM_CHECK(g->cx, om_is_float(x->dtype) && dy->dtype == x->dtype && dy->rank == x->rank,
-             "%s: dy is %s of rank %d, x %s of rank %d; they must agree", n->op->name, om_dtype_name(dy->dtype),
-             dy->rank, om_dtype_name(x->dtype), x->rank);
+    OM_CHECK(g->cx, om_is_float(x->dtype) && half_of(dy->dtype, x->dtype) && dy->rank == x->rank,
+             "%s: dy is %s of rank %d, x %s of rank %d; they must agree, or dy be a half of f32", n->op->name,
+             om_dtype_name(dy->dtype), dy->rank, om_dtype_name(x->dtype), x->rank);
     OM_TRY(weight_check(g, n, 2, x, axis));
     const om_id w = om_ins(g, n)[2];
     om_type p = *x;

@@ -60,6 +60,7 @@ const om_pass *const om_passes_joint[] = {
     &om_pass_remat, /* a variant: the flags it is asked by */
 #ifndef OM_ONLY
     &om_pass_rotary,
+    &om_pass_norm_casts,
 #endif
     &om_pass_dce,
     &om_pass_fuse,

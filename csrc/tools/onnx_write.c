@@ -460,22 +460,26 @@ static void rule_layer_norm(writer *w, const char *onnx) {
     const om_type *t = in_type(w, 0);
     int axis = (int)om_node_int(w->n, "axis", 0);
     const char *scale = in_given(w, 1) ? in_name(w, 1) : write_ones(w, t, axis);
-    EMIT(w, onnx, out_name(w, 0), in_name(w, 0), scale, in_name(w, 2));
+    const bool as = out_type(w, 0)->dtype != t->dtype; /* by a cast of its own */
+    const char *y = EMIT(w, onnx, as ? NULL : out_name(w, 0), in_name(w, 0), scale, in_name(w, 2));
     write_int(w, "axis", axis);
     write_float(w, "epsilon", om_node_float(w->n, "eps", 1e-5));
-    bool mean = out_used(w, 1), rstd = out_used(w, 2);
-    if (!mean && !rstd) return;
-    const char *m = write_output(w, write_unique(w, "mean")), *r = rstd ? write_output(w, write_unique(w, "rstd")) : "";
+    const bool mean = out_used(w, 1), rstd = out_used(w, 2);
+    const char *m = mean || rstd ? write_output(w, write_unique(w, "mean")) : NULL;
+    const char *r = rstd ? write_output(w, write_unique(w, "rstd")) : NULL;
     if (mean) write_statistic(w, m, 1, axis, t->rank);
     if (rstd) write_statistic(w, r, 2, axis, t->rank);
+    if (as) write_cast(w, y, out_name(w, 0), out_type(w, 0)->dtype);
 }
 static void rule_rms_norm(writer *w, const char *onnx) {
     const om_type *t = in_type(w, 0);
     int axis = (int)om_node_int(w->n, "axis", 0);
     const char *x = in_name(w, 0);
-    EMIT(w, onnx, out_name(w, 0), x, in_given(w, 1) ? in_name(w, 1) : write_ones(w, t, axis));
+    const bool as = out_type(w, 0)->dtype != t->dtype;
+    const char *y = EMIT(w, onnx, as ? NULL : out_name(w, 0), x, in_given(w, 1) ? in_name(w, 1) : write_ones(w, t, axis));
     write_int(w, "axis", axis);
     write_float(w, "epsilon", om_node_float(w->n, "eps", 1e-5));
+    if (as) write_cast(w, y, out_name(w, 0), out_type(w, 0)->dtype);
     if (!out_used(w, 1)) return;
     int64_t axes[OM_RANK];
     for (int i = axis; i < t->rank; i++) axes[i - axis] = i;

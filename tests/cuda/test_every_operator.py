@@ -45,6 +45,8 @@ SIMPLE = [
     ("reduce_prod", "5,7", 1, "axes=[1]"), ("argmax", "5,300", 1, "axis=1"), ("argmin", "5,40,3", 1, "axis=1, keepdims=1"), ("argmax", "idx4:5,300", 1, "axis=1"),
     ("cumsum", "5,300", 1, "axis=1"), ("cumsum", "40,6", 1, "axis=0, exclusive=1, reverse=1"), ("cumsum", "idx4:3,50", 1, "axis=1"),
     ("softmax", "5,70", 1, "axis=1"), ("log_softmax", "5,70", 1, "axis=0"), ("layer_norm", "5,70 70 70", 3, "axis=1, eps=0.001"),
+    *[("layer_norm", f"7,{n} {n} {n}", 3, f"axis=1, eps=0.001, to={half}") for n in (70, 72, 1500, 4400) for half in ("bf16", "f16")],
+    ("rms_norm", "90,72 72", 2, "axis=1, to=bf16"), ("rms_norm", "3,4401 4401", 2, "axis=1, to=f16"),
     ("rms_norm", "5,70 70", 2, "axis=1, eps=0.001"), ("batch_norm", "6,5,3,4 5 5 5 pos:5", 5, "training=1, momentum=0.2, eps=0.01"),
     ("batch_norm", "6,5 5 5 5 pos:5", 5, "training=0"), ("batch_norm", "6,5", 5, "training=1"), ("matmul", "3,5,7 7,4 4", 1, ""),
     ("attention", "2,4,9,8 2,2,9,8 2,2,9,8", 2, "causal=1, scale=0.3"), ("gather", "4,7 idx4:9", 1, "axis=0"), ("gather_elements", "4,7 idx4:6,7", 1, "axis=0"),
