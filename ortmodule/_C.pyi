@@ -149,6 +149,8 @@ def cuda_engine_graph_counts() -> tuple[int, int, int, list[str]]:
     """CUDA graphs made, launched, pieces of plans that were given up, and why."""
 def cuda_engine_stand_in(on: bool | Callable[[Tensor], int]) -> None:
     """Tests: CPU tensors stand for those of a CUDA device; a function says of which (ordinal; -1: the CPU)."""
+def cuda_engine_look(device: int, /) -> None:
+    """ValueError with an index or label out of range that is known there and was not told."""
 def cuda_engine_counts() -> tuple[int, int, list[str], int]:
     """Kernels launched, calls the CPU did for a CUDA device, names of their operators, products by cuBLASLt."""
 def cuda_engine_refusal(device: int) -> str:

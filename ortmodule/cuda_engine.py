@@ -119,6 +119,12 @@ def follow_stream(index: int, graphs: bool) -> None:
         _C.cuda_engine_stream(torch.cuda.current_stream(index).cuda_stream)
 
 
+def look(index: int) -> None:
+    """ValueError, with an index or label out of range that this device knows of and nobody was told."""
+    if index >= 0:
+        _C.cuda_engine_look(index)
+
+
 # --- chains -----------------------------------------------------------------------------------------
 
 _NEVER, _WHERE_IT_PAYS = 0, 1

@@ -1,10 +1,12 @@
-"""Frames of Python: whose code is this, and which module is running?"""
+"""Frames of Python: whose code is this, and which module is running? And what its collector hides."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import gc
 import os
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,6 +15,12 @@ from torch import nn
 
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_AT_START = 4096 if sys.version_info[:2] == (3, 12) else 0  # CPython 3.12 begins with some hundred frozen objects
+
+
+def frozen() -> bool:
+    """Has gc.freeze() taken objects out of the collector's sight?"""
+    return gc.get_freeze_count() > _AT_START
 
 
 def is_user_file(path: str) -> bool:

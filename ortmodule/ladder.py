@@ -238,6 +238,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
         raise
     except branches.Other as other:
         failed, answers = None, other.answers
+        graph.forget_fault()
     assert moment is not None
     moment.put_back()
     captured.astray += 1

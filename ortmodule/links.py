@@ -172,7 +172,7 @@ def _begin_batched(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool,
     if not held:
         return None
     rows, batch = held[0]
-    if level > 1 or any(private.batch_of(p[0][0], 0) is not None for p in held if len(p[0])):
+    if level > 1 or any(private.batch_of(p[0][0], 1) is not None for p in held if len(p[0])):
         raise RuntimeError("ortmodule: a backward under more than one vmap is not possible")
     variant = step.variant
     found: dict[int, list[Tensor | None]] = {i: [] for _, inputs in variant.nodes for i in inputs}
@@ -262,7 +262,7 @@ def _run(ctx: Any, step: Step, grads: dict[int, Tensor], keep: bool) -> Live:
     if graph.between:
         graph.look_between(step, arrived)
     private.refuse_batches(incoming)
-    level = private.vmap_level()
+    level = private.vmap_level(incoming)
     live = _begin_batched(ctx, step, incoming, keep, level) if level or private.transforms() is not None else None
     return live or _begin(ctx, step, incoming, keep)
 

@@ -409,19 +409,26 @@ def storage_of(t: Tensor) -> int:
     return address
 
 
-def vmap_level() -> int:
-    """Of the older vmap, which torch.autograd.grad(is_grads_batched=True) runs a backward under; 0 outside."""
+def vmap_level(grads: Sequence[Tensor | None]) -> int:
+    """Of the older vmap, which torch.autograd.grad(is_grads_batched=True) runs a backward under; 0 outside. grads:
+    those that arrive: autograd's threads for other devices do not know the caller's level, and there one that is a
+    batch says that it is 1."""
     if not has("vmap_nesting"):
         return 0
     level = int(torch._C._vmapmode_increment_nesting())
     torch._C._vmapmode_decrement_nesting()
-    return level - 1
+    return level - 1 or int(any(g is not None and is_old_batch(g) for g in grads))
+
+
+def is_old_batch(g: Tensor) -> bool:
+    """Of the older vmap."""
+    return bool(torch._C._dispatch_keys(g).has("Batched"))
 
 
 def batch_of(g: Tensor, level: int) -> tuple[Sequence[Tensor], Callable[[Tensor], Tensor]] | None:
     """A gradient of vmap as a batch of gradients, and how such a batch becomes one of vmap; None: it is none. level: of
     the older vmap."""
-    if level and torch._C._dispatch_keys(g).has("Batched"):
+    if level and is_old_batch(g):
         return torch._remove_batch_dim(g, level, 1, 0).unbind(), lambda t: torch._add_batch_dim(t, 0, level)
     if not has("functorch"):
         return None

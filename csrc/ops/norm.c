@@ -30,8 +30,8 @@ static om_status forward_infer(om_graph *g, const om_node *n, om_type *out) {
     for (int i = 1; i < 3; i++) OM_TRY(weight_check(g, n, i, x, axis));
     out[0] = *x;
     out[0].dtype = (uint8_t)om_node_int(n, "to", x->dtype);
-    OM_CHECK(g->cx, half_of(out[0].dtype, x->dtype), "%s: the result is %s, x %s; the same, or a half of f32, is allowed",
-             n->op->name, om_dtype_name(out[0].dtype), om_dtype_name(x->dtype));
+    OM_CHECK(g->cx, half_of(out[0].dtype, x->dtype), "%s: the result is %s, x %s; the same, or a half of f32, is "
+             "allowed", n->op->name, om_dtype_name(out[0].dtype), om_dtype_name(x->dtype));
     out[1] = *x;
     out[1].dtype = (uint8_t)om_compute_dtype(x->dtype);
     out[1].rank = (uint8_t)axis;

@@ -38,7 +38,7 @@ static int written_as(const om_facts *f, const om_node *n) {
     return m && om_is(m, cast) && om_is_half(om_ty(f->g, m->out)->dtype) ? om_ty(f->g, m->out)->dtype : OM_NODTYPE;
 }
 
-/* The views from v down to a cast of halves to f32, first below v: their number; -1: it is otherwise. *x: what is cast. */
+/* The views from v down to a cast of halves to f32, first below v: how many; -1: it is otherwise. *x: what is cast. */
 static int read_as(const om_facts *f, om_id v, const om_node **view, om_id *x) {
     for (int n = 0;; n++) {
         const om_node *m = om_maker(f->g, v);
@@ -55,7 +55,8 @@ static om_status norm_emit(om_rewriter *r, om_id id, int to) {
     const om_node *n = &r->from->nodes.v[id];
     om_attr attr[OM_MAX_ATTR];
     om_id in[3];
-    for (int i = 0; i < n->n_in; i++) in[i] = om_ins(r->from, n)[i] == OM_NONE ? OM_NONE : r->map[om_ins(r->from, n)[i]];
+    for (int i = 0; i < n->n_in; i++)
+        in[i] = om_ins(r->from, n)[i] == OM_NONE ? OM_NONE : r->map[om_ins(r->from, n)[i]];
     for (int i = 0; i < n->n_attr; i++) attr[i] = n->attr[i]; /* numbers: none has sizes */
     attr[n->n_attr] = OM_AI("to", to);
     const om_id out = om_make(r->to, n->op, in, n->n_in, attr, n->n_attr + 1);

@@ -451,6 +451,19 @@ static PyObject *py_engine_stand_in(PyObject *none, PyObject *on) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_engine_look(PyObject *none, PyObject *device) {
+    (void)none;
+    const long ordinal = PyLong_AsLong(device);
+    if (ordinal == -1 && PyErr_Occurred()) return NULL;
+    om_ctx *cx = om_py_ctx();
+    if (!cx) return PyErr_NoMemory();
+    om_status s = om_cuda_use(cx, (int)ordinal);
+    if (s == OM_OK && (s = cx->device->begin(cx, 1)) == OM_OK) s = cx->device->end(cx, OM_OK);
+    PyObject *res = s == OM_OK ? Py_NewRef(Py_None) : om_py_error(cx);
+    om_ctx_free(cx);
+    return res;
+}
+
 static PyObject *py_engine_counts(PyObject *none, PyObject *unused) {
     (void)none, (void)unused;
     PyObject *names = PyList_New(0);
@@ -484,6 +497,8 @@ PyMethodDef om_cuda_methods[] = {
     {"cuda_engine_stand_in", py_engine_stand_in, METH_O,
      "cuda_engine_stand_in(on): tests: CPU tensors stand for those of a CUDA device; on: a bool, or a function from a "
      "tensor to the ordinal of its device (-1: the CPU; -2: of a gradient's, any)."},
+    {"cuda_engine_look", py_engine_look, METH_O,
+     "cuda_engine_look(device): ValueError with an index or label out of range that is known there and was not told."},
     {"cuda_engine_counts", py_engine_counts, METH_NOARGS,
      "cuda_engine_counts(): kernels launched, calls the CPU did for a CUDA device, names of their operators, "
      "products by cuBLASLt."},

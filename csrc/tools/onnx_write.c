@@ -476,7 +476,8 @@ static void rule_rms_norm(writer *w, const char *onnx) {
     int axis = (int)om_node_int(w->n, "axis", 0);
     const char *x = in_name(w, 0);
     const bool as = out_type(w, 0)->dtype != t->dtype;
-    const char *y = EMIT(w, onnx, as ? NULL : out_name(w, 0), x, in_given(w, 1) ? in_name(w, 1) : write_ones(w, t, axis));
+    const char *scale = in_given(w, 1) ? in_name(w, 1) : write_ones(w, t, axis);
+    const char *y = EMIT(w, onnx, as ? NULL : out_name(w, 0), x, scale);
     write_int(w, "axis", axis);
     write_float(w, "epsilon", om_node_float(w->n, "eps", 1e-5));
     if (as) write_cast(w, y, out_name(w, 0), out_type(w, 0)->dtype);

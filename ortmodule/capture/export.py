@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import logging
 import operator
@@ -791,7 +790,7 @@ def _original(t: Tensor) -> Tensor:
     watch = watching()
     seen = set(map(id, watch.met())) if watch is not None else set()
     found = [x for x in found if id(x) in seen] or found
-    if not found and gc.get_freeze_count():
+    if not found and frames.frozen():
         raise CaptureError(
             f"a tensor {tuple(t.shape)} that is no parameter or buffer of the module, which gc.freeze() hides: "
             "call it after the first step"

@@ -34,6 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..frames import frozen
+
 Fill = Callable[[list[Any]], Any]
 
 _EDITED = (set, collections.deque, bytearray, array.array)  # copied, as lists and dicts are
@@ -379,7 +381,7 @@ class _Walk:
             return False
         if not self.share or not state_of(x) or not _is_bare(type(x)):  # type: ignore[arg-type]
             return True
-        if gc.get_freeze_count():
+        if frozen():
             raise Unreadable(f"who holds the {type(x).__name__} that forward returns is hidden by gc.freeze()")
         holders = gc.get_referrers(x)
         return not all(isinstance(r, types.FrameType) or self.inside.get(id(r), before) < before for r in holders)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .. import _C, contents, libraries
 from ..contents import flat
 from ..errors import CaptureError
-from ..frames import OWN_DIR
+from ..frames import OWN_DIR, frozen
 from ..libraries import is_library
 from ..patches import ABSENT
 from . import bytecode, outside
@@ -357,7 +357,7 @@ class Calls(Modules):
                 if id(f.__code__) in wanted:
                     self._functions.setdefault(id(f.__code__), []).append(f)
             for code, values in missing:
-                if not self._cells(code, values) and gc.get_freeze_count():
+                if not self._cells(code, values) and frozen():
                     self._problem(id(code), f"reads closure variables of {bytecode.at(code)}, which gc.freeze() hides")
 
     def _cells(self, code: types.CodeType, values: dict[str, Any]) -> bool:

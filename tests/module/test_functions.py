@@ -593,6 +593,20 @@ def test_batched_gradients(f, segment_mb):
     torch.testing.assert_close(b, a)
 
 
+def test_batched_gradients_in_a_thread_of_autograds(monkeypatch):
+    """As on CUDA, where the thread that runs backward does not know the level of vmap that the caller has entered."""
+    monkeypatch.setattr(torch._C, "_vmapmode_increment_nesting", lambda: 1)
+    monkeypatch.setattr(torch._C, "_vmapmode_decrement_nesting", lambda: 0)
+    eager = Calls(lambda m, x: torch.tanh(m.fc(x))).double()
+    x, seeds = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, 5, dtype=torch.float64)
+    models = (eager, ORTModule(copy.deepcopy(eager)))
+    found = [torch.autograd.grad(m(x), [x, *m.parameters()], seeds, is_grads_batched=True, allow_unused=True) for m in models]
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(b, a)
+
+
 def test_nested_tensors_go_to_pytorch():
     x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
     w = ORTModule(Calls(lambda m, x: torch.sin(x)))
