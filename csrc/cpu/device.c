@@ -24,11 +24,13 @@ om_status om_cpu_prepare_none(om_ctx *cx, om_arena *mem, const om_args *a, const
 #define KEEP(op, ...) __VA_ARGS__
 #endif
 
+#define STRIDED(op) .strided = OM_OP_##op == OM_OP_attention_grad ? 7 : 0 /* dq, dk, dv */
 #define IN(j) 1u << (j)
 #define ALL OM_ALL
 static const om_row rows[OM_N_OPS] = {
 #define ROW(op, dense, inplace, scratch, prepare, run) \
-    [OM_OP_##op] = {KEEP(op, dense, inplace, om_cpu_scratch_##scratch, om_cpu_prepare_##prepare, om_cpu_run_##run)},
+    [OM_OP_##op] = {KEEP(op, dense, inplace, om_cpu_scratch_##scratch, om_cpu_prepare_##prepare, om_cpu_run_##run, \
+                         STRIDED(op))},
 #include "cpu/cpu.def"
 #undef ROW
 #define PW(op, arity, rule, fx, ix, grad, ...) \

@@ -28,6 +28,7 @@ typedef struct om_row {
     /* *prep: made in `mem`, of the plan's life; what `run` finds in a->prep */
     om_status (*prepare)(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep);
     om_status (*run)(om_ctx *cx, const om_args *a); /* NULL: the device cannot */
+    uint32_t strided; /* bit j: output j may be given any strides; the others are dense */
 } om_row;
 #define OM_ALL UINT32_MAX
 

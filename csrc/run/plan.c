@@ -139,6 +139,7 @@ om_status om_plan_make(om_ctx *cx, const om_facts *facts, const om_tensor *in, o
     om_free(cx, pl.val);
     om_free(cx, pl.alias);
     om_free(cx, pl.past);
+    om_free(cx, pl.beside);
     om_free(cx, pl.st.v);
     om_free(cx, pl.calls.v);
     p->ms = om_now_ms() - t0;

@@ -4,7 +4,7 @@
 #include "graph/sabotage.h"
 #include "run/planner.h"
 
-static uint32_t storage_new(planner *pl, om_where where, int64_t size, uint32_t index) {
+uint32_t om_plan_storage(planner *pl, om_where where, int64_t size, uint32_t index) {
     om_storage *s = OM_PUSH(pl->cx, &pl->st);
     if (!s) return OM_NONE;
     *s = (om_storage){.size = size, .first = INT32_MAX, .last = -1, .where = (uint8_t)where, .index = index};
@@ -41,7 +41,7 @@ static om_status dense_copy(planner *pl, const place *from, place *to) {
     *to = *from;
     om_dense_strides(&to->t);
     to->offset = 0;
-    if ((to->st = storage_new(pl, OM_W_ARENA, om_tensor_bytes(&to->t), 0)) == OM_NONE) return pl->cx->status;
+    if ((to->st = om_plan_storage(pl, OM_W_ARENA, om_tensor_bytes(&to->t), 0)) == OM_NONE) return pl->cx->status;
     return copy_call(pl, from, to);
 }
 
@@ -134,7 +134,9 @@ static om_status count_find(planner *pl, om_id id, om_call *c) {
 /* Of which values does somebody read what lies past the count? Readers come after what they read. */
 static om_status past_find(planner *pl) {
     om_graph *g = (om_graph *)pl->g; /* rules may intern sizes */
-    if (!(pl->past = om_alloc(pl->cx, (size_t)g->values.n + 1))) return pl->cx->status;
+    pl->past = om_alloc(pl->cx, (size_t)g->values.n + 1);
+    pl->beside = om_alloc(pl->cx, (size_t)g->nodes.n + 1);
+    if (!pl->past || !pl->beside) return pl->cx->status;
     for (om_id i = g->nodes.n; i-- > 0 && g->bounded;) {
         const om_node *n = &g->nodes.v[i];
         bool past = false;
@@ -154,6 +156,8 @@ static om_status plan_node(planner *pl, om_id id) {
     OM_TRY(om_attrs_concrete(&pl->p->mem, g, n, pl->p->sym, &attr));
     if (n->op->view) return plan_view(pl, id, attr);
     if (n->op->kind == OM_K_POINTWISE) OM_TRY(operands_fit(pl, n));
+
+    if (om_is(n, concat) && om_plan_is_beside(pl, id)) return OM_OK;
 
     const bool host = n->op->kind == OM_K_HOST;
     const om_row *row = om_row_of(pl->p->device, n->op);
@@ -190,8 +194,11 @@ static om_status plan_node(planner *pl, om_id id) {
     for (int i = 0; i < n->n_out; i++) {
         place *o = &pl->val[n->out + (om_id)i];
         om_id input;
+        bool there = false;
+        if (!host) OM_TRY(om_plan_beside(pl, n->out + (om_id)i, &there));
         if (n->phase == OM_UPDATE && state_in_place(pl, id, i, &input)) *o = pl->val[g->inputs.v[input]];
-        else if ((o->st = storage_new(pl, OM_W_ARENA, om_tensor_bytes(&o->t), 0)) == OM_NONE) return pl->cx->status;
+        else if (!there && (o->st = om_plan_storage(pl, OM_W_ARENA, om_tensor_bytes(&o->t), 0)) == OM_NONE)
+            return pl->cx->status;
         c->arg[n->n_in + i] = arg_of(o);
         out[i] = o->t;
     }
@@ -204,7 +211,7 @@ static om_status plan_node(planner *pl, om_id id) {
         if (bytes < 0 || bytes > OM_ADDRESSES)
             return om_fail(pl->cx, OM_NOMEM, "%s at these sizes needs more memory than the address space has",
                            n->op->name);
-        uint32_t st = bytes > 0 ? storage_new(pl, OM_W_ARENA, bytes, 0) : OM_NONE;
+        uint32_t st = bytes > 0 ? om_plan_storage(pl, OM_W_ARENA, bytes, 0) : OM_NONE;
         if (bytes > 0 && st == OM_NONE) return pl->cx->status;
         pl->calls.v[pl->calls.n - 1].scratch = st;
     }
@@ -231,9 +238,9 @@ static om_status values_place(planner *pl, const om_tensor *in) {
                 memcpy(o->t.stride, t->stride, sizeof o->t.stride);
             }
             pl->p->input[x->input] = o->t;
-            o->st = storage_new(pl, OM_W_INPUT, 0, x->input);
+            o->st = om_plan_storage(pl, OM_W_INPUT, 0, x->input);
         } else if (x->role == OM_CONST) {
-            o->st = storage_new(pl, OM_W_CONST, om_tensor_bytes(&o->t), 0);
+            o->st = om_plan_storage(pl, OM_W_CONST, om_tensor_bytes(&o->t), 0);
             if (o->st != OM_NONE) pl->st.v[o->st].data = x->data;
         }
         if (pl->cx->status != OM_OK) return pl->cx->status;
@@ -280,7 +287,7 @@ static om_status outputs_place(planner *pl, om_id id) {
             continue;
         }
         to.offset = 0;
-        if ((to.st = storage_new(pl, OM_W_OUTPUT, om_tensor_bytes(&to.t), i)) == OM_NONE) return pl->cx->status;
+        if ((to.st = om_plan_storage(pl, OM_W_OUTPUT, om_tensor_bytes(&to.t), i)) == OM_NONE) return pl->cx->status;
         OM_TRY(copy_call(pl, v, &to));
     }
     return OM_OK;
@@ -334,7 +341,7 @@ static om_status writes_place(planner *pl) {
         uint32_t input = g->writes.v[i].input;
         place to = {.t = pl->p->input[input]};
         if (om_sabotage("plan.write") || written_in_place(pl, &g->writes.v[i])) continue;
-        if ((to.st = storage_new(pl, OM_W_INPUT, 0, input)) == OM_NONE) s = pl->cx->status;
+        if ((to.st = om_plan_storage(pl, OM_W_INPUT, 0, input)) == OM_NONE) s = pl->cx->status;
         else if ((s = copy_call(pl, &from[i], &to)) == OM_OK) pl->calls.v[pl->calls.n - 1].write = input;
     }
     om_free(pl->cx, from);
@@ -396,7 +403,7 @@ static om_status backward_make(planner *pl) {
                 pl->st.v[x->st].index = i;
                 continue;
             }
-            if ((to.st = storage_new(pl, OM_W_GRAD, om_tensor_bytes(&to.t), i)) == OM_NONE) s = pl->cx->status;
+            if ((to.st = om_plan_storage(pl, OM_W_GRAD, om_tensor_bytes(&to.t), i)) == OM_NONE) s = pl->cx->status;
             else s = copy_call(pl, x, &to);
         }
         p->seg_end[seg] = (int)pl->calls.n;
