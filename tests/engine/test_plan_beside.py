@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from device import steps
 
 import engine
-from device import steps
 
 _C = pytest.importorskip("ortmodule._C")
 
