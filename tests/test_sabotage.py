@@ -382,7 +382,7 @@ def test_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rule_has_rows() -> None:
     """But gradients of gradients (only the host asks for them), what its family compares without opcheck (bounded sizes
     in tests/engine/test_bounded.py), and the rules that say there is no derivative."""
-    own = {"dropout", "fused", "host", "floor_div", "trigamma", "compress", "restore", "trim"}
+    own = {"dropout", "fused", "cast_all", "host", "floor_div", "trigamma", "compress", "restore", "trim"}
     lib, names = engine.lib, []
     lib.om_sabotage_rule.restype = C.c_char_p
     while name := lib.om_sabotage_rule(len(names)):

@@ -1,4 +1,4 @@
-/* move.c - ops/move.c on the CPU.
+/* move.c - ops/move.c on the CPU, and `cast_all`.
  *
  * Nearly all are copies onto parts of the output: a part of a tensor is a tensor (same strides, other sizes and start).
  * What padding leaves uncovered is filled slab by slab, so every element is written once. A fill is a copy from one
@@ -212,6 +212,21 @@ om_status om_cpu_prepare_slice_scatter(om_ctx *cx, om_arena *mem, const om_args 
     OM_TRY(slice_of(cx, a, &a->in[1], &y, &s, &to));
     OM_TRY(move_copies(&m, 0, a, &y, true));
     return move_copies(&m, 1, a, &to, false);
+}
+
+/* --- cast_all --------------------------------------------------------------------------------------- */
+
+om_status om_cpu_prepare_cast_all(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
+    om_copy_job *jobs = om_arena_alloc(mem, (size_t)a->n_in * sizeof *jobs);
+    if (!(*prep = jobs)) return cx->status;
+    for (int i = 0; i < a->n_in; i++) OM_TRY(om_copy_prepared(cx, mem, &a->in[i], &a->out[i], &jobs[i]));
+    return OM_OK;
+}
+
+om_status om_cpu_run_cast_all(om_ctx *cx, const om_args *a) {
+    const om_copy_job *jobs = a->prep;
+    for (int i = 0; i < a->n_in; i++) om_copy_run(cx, &jobs[i], a->in[i].data, a->out[i].data);
+    return OM_OK;
 }
 
 /* --- trilu ------------------------------------------------------------------------------------------ */

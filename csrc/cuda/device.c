@@ -339,6 +339,7 @@ om_status om_cuda_use(om_ctx *cx, int ordinal) {
     gpus[ordinal] = g;
     devices[ordinal] = (om_device){.name = "cuda",
                                    .rows = om_cuda_rows(),
+                                   .joins_casts = true,
                                    .strip_fits = om_device_cpu.strip_fits,
                                    .block_get = cuda_get,
                                    .block_put = cuda_put,

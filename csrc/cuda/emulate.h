@@ -30,7 +30,7 @@
 struct emu_dim { unsigned x, y, z; };
 static emu_dim threadIdx, blockIdx, blockDim, gridDim;
 
-enum { EMU_STACK = 48 << 10, EMU_THREADS = 1024, EMU_SHARED = 228 << 10, EMU_RANGES = 64 };
+enum { EMU_STACK = 48 << 10, EMU_THREADS = 1024, EMU_SHARED = 228 << 10, EMU_RANGES = 160 };
 struct emu_range { const char *lo, *hi; int mode; }; /* 1 read, 2 write */
 static struct {
     emu_range range[EMU_RANGES];

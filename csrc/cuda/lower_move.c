@@ -1,4 +1,4 @@
-/* lower_move.c - ops/move.c on the GPU: copies onto parts of the output, and fills. */
+/* lower_move.c - ops/move.c on the GPU: copies onto parts of the output, casts of many tensors, fills. */
 #include "cuda/lower.h"
 #include "ops/attr.h"
 
@@ -57,6 +57,36 @@ om_status om_gpu_fill_lower(om_lower *l, int out, const om_tensor *dst, int64_t 
 om_status om_lower_copy(om_lower *l) {
     const part x = {.t = l->a->in[0]}, y = {.t = l->a->out[0]};
     return copy_to(l, 0, &x, &y);
+}
+
+/* One launch for what lies dense, on both sides; one each for what does not. */
+om_status om_lower_cast_all(om_lower *l) {
+    const om_args *a = l->a;
+    om_gpu_casts p = {0};
+    int operand[OM_GPU_CASTS];
+    int64_t blocks = 0;
+    _Static_assert(OM_GPU_CASTS >= (int)OM_MAX_OUT, "one launch holds a node");
+    for (int i = 0; i < a->n_in; i++) {
+        const part x = {.t = a->in[i]}, y = {.t = a->out[i]};
+        const int64_t n = om_numel(&x.t);
+        if (!n) continue;
+        if (!om_is_dense(&x.t) || !om_is_dense(&y.t)) {
+            OM_TRY(om_gpu_copy_lower(l, i, &x.t, 0, a->n_in + i, &y.t, 0));
+            continue;
+        }
+        operand[p.count] = i;
+        p.n[p.count] = n, p.first[p.count] = (uint32_t)blocks;
+        p.from[p.count] = x.t.dtype, p.to[p.count++] = y.t.dtype;
+        blocks += om_gpu_blocks(n, OM_GPU_CAST_TILE);
+    }
+    om_gpu_casts *g = om_gpu_add(l, OM_GPU_cast_all, blocks, 1, 1, 256, 0, sizeof *g);
+    if (!g) return l->cx->status;
+    *g = p;
+    for (uint32_t k = 0; k < p.count; k++) {
+        om_gpu_in(l, &g->src[k], operand[k]);
+        om_gpu_out(l, &g->dst[k], operand[k], OM_GPU_WRITE);
+    }
+    return OM_OK;
 }
 
 /* What is left of y after parts were cut off is dense only outside of them: y is filled whole, then written over. */

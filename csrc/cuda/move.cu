@@ -1,4 +1,4 @@
-/* move.cu - elements moved as they are, and made from nothing. */
+/* move.cu - elements moved as they are or from one float dtype to another, and made from nothing. */
 #include "cuda/kernel.h"
 
 /* the low bytes of x */
@@ -97,6 +97,57 @@ EXPORT(256) om_k_flip(PARAM(struct om_gpu_flip) p) {
     else if (p.size == 2) flip_tile<uint16_t, 1, true>(p);
     else if (p.size == 4) flip_tile<uint32_t, 1, true>(p);
     else flip_tile<uint64_t, 1, true>(p);
+}
+
+/* --- casts of many tensors ------------------------------------------------------------------------------------- */
+
+/* n elements of a block, eight a thread in accesses of 16 bytes where both sides begin at a multiple of that. */
+template <class S, class T> FN void cast_tile(const S *x, T *y, int64_t n) {
+    enum { EACH = 8, READ = 16 / sizeof(S), WRITE = 16 / sizeof(T) };
+    const int64_t eights = ((uintptr_t)x | (uintptr_t)y) % 16 ? 0 : n / EACH;
+    for (int64_t i = threadIdx.x; i < eights; i += blockDim.x) {
+        S from[EACH];
+        T to[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k += READ) {
+            const several<S, READ> some = ld_several<true, READ>(x + i * EACH + k);
+            memcpy(from + k, &some, sizeof some);
+        }
+#pragma unroll
+        for (int k = 0; k < EACH; k++) to[k] = narrow<T>((typename wide<T>::type)in(from[k]));
+#pragma unroll
+        for (int k = 0; k < EACH; k += WRITE) {
+            several<T, WRITE> some;
+            memcpy(&some, to + k, sizeof some);
+            st_several<true, WRITE>(y + i * EACH + k, some);
+        }
+    }
+    for (int64_t i = eights * EACH + threadIdx.x; i < n; i += blockDim.x)
+        out(y + i, (typename wide<T>::type)in(ld(x + i)));
+}
+template <class S> FN void cast_from(const S *x, char *dst, int to, int64_t at, int64_t n) {
+    switch (to) {
+    case OM_F64: cast_tile(x + at, (double *)dst + at, n); break;
+    case OM_BF16: cast_tile(x + at, (bf16 *)dst + at, n); break;
+    case OM_F16: cast_tile(x + at, (f16 *)dst + at, n); break;
+    default: cast_tile(x + at, (float *)dst + at, n);
+    }
+}
+EXPORT(256) om_k_cast_all(PARAM(struct om_gpu_casts) p) {
+    uint32_t i = 0, end = p.count; /* the last tensor whose blocks begin here or before */
+    while (end - i > 1) {
+        const uint32_t middle = (i + end) / 2;
+        if (p.first[middle] <= blockIdx.x) i = middle;
+        else end = middle;
+    }
+    const int64_t at = (int64_t)(blockIdx.x - p.first[i]) * OM_GPU_CAST_TILE, left = p.n[i] - at;
+    const int64_t n = left < OM_GPU_CAST_TILE ? left : OM_GPU_CAST_TILE;
+    switch (p.from[i]) {
+    case OM_F64: cast_from((const double *)p.src[i], p.dst[i], p.to[i], at, n); break;
+    case OM_BF16: cast_from((const bf16 *)p.src[i], p.dst[i], p.to[i], at, n); break;
+    case OM_F16: cast_from((const f16 *)p.src[i], p.dst[i], p.to[i], at, n); break;
+    default: cast_from((const float *)p.src[i], p.dst[i], p.to[i], at, n);
+    }
 }
 
 EXPORT(256) om_k_fill(PARAM(struct om_gpu_fill) p) {

@@ -54,6 +54,17 @@ typedef struct om_gpu_flip { /* tiles: src runs along axis x, dst along axis y; 
     int32_t size, each;        /* each: elements that are read and written at once, 1 or 2 */
 } om_gpu_flip;
 
+/* Casts of so many dense tensors at most: blocks from first[i] on do n[i] elements, TILE each. None is empty. */
+enum { OM_GPU_CASTS = 64, OM_GPU_CAST_TILE = 4096 };
+typedef struct om_gpu_casts {
+    const char *src[OM_GPU_CASTS];
+    char *dst[OM_GPU_CASTS];
+    int64_t n[OM_GPU_CASTS];
+    uint32_t first[OM_GPU_CASTS];
+    uint8_t from[OM_GPU_CASTS], to[OM_GPU_CASTS]; /* dtypes */
+    uint32_t count, none;
+} om_gpu_casts;
+
 typedef struct om_gpu_fill { char *dst; int64_t n; uint64_t value; int32_t size, none; } om_gpu_fill;
 /* value + step * i, in dst's dtype */
 typedef struct om_gpu_iota {

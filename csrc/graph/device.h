@@ -44,6 +44,9 @@ typedef struct om_device {
     const char *name;
     const om_row *rows; /* by om_op.id */
     bool host_memory;   /* its memory is the host's: constants are read where they lie, and so are scalars */
+    /* Casts of weights and of their gradients are one call each: here a call costs more than a small cast moves
+     * (passes/casts.c) */
+    bool joins_casts;
     /* May this chain of elementwise statements run as one node? in_dtype and uniform (one element) per operand. */
     bool (*strip_fits)(const struct om_strip_text *t, const uint8_t *in_dtype, const bool *uniform);
     /* A block of its memory, contents undefined, block->device set; NULL: memory is out (recorded) */

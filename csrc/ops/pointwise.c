@@ -1,4 +1,5 @@
-/* pointwise.c - every elementwise operator: types and gradients, generated from pointwise.def, and `fused`.
+/* pointwise.c - every elementwise operator: types and gradients, generated from pointwise.def, `fused` and
+ * `cast_all`.
  *
  * A plain node is a strip program of one statement (strip.h); `fused` carries its program as text. Types: the
  * operands share a dtype, comparisons give bool, shapes broadcast as in numpy. Gradients are built from the same
@@ -273,5 +274,32 @@ const om_op om_op_fused = {
     .max_in = OM_STRIP_IN,
     .n_out = -1,
     .infer = pointwise_infer,
+    .grad = second_order,
+};
+
+/* Operands of any sizes: nothing is broadcast. */
+static om_status cast_all_infer(om_graph *g, const om_node *n, om_type *out) {
+    const om_attr *dt = om_attr_get(n->attr, n->n_attr, "out_dtype");
+    OM_CHECK(g->cx, dt && dt->kind == OM_ATTR_DIMS && dt->n == n->n_in,
+             "cast_all: attribute out_dtype lists %u dtypes for %d operands", dt ? dt->n : 0, n->n_in);
+    for (int i = 0; i < n->n_in; i++) {
+        const om_id x = om_ins(g, n)[i];
+        OM_CHECK(g->cx, x != OM_NONE, "cast_all: operand %d is left out", i);
+        const int from = om_ty(g, x)->dtype, to = (int)dt->dims[i];
+        OM_CHECK(g->cx, om_is_float(from) && dt->dims[i] == to && om_is_float(to),
+                 "cast_all: operand %d from %s to dtype number %d; floats become floats", i, om_dtype_name(from), to);
+        out[i] = *om_ty(g, x);
+        out[i].dtype = (uint8_t)to;
+    }
+    return OM_OK;
+}
+
+const om_op om_op_cast_all = {
+    OM_OP(cast_all),
+    .kind = OM_K_GATHER,
+    .min_in = 1,
+    .max_in = OM_MAX_OUT,
+    .n_out = -1,
+    .infer = cast_all_infer,
     .grad = second_order,
 };

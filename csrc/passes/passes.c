@@ -64,6 +64,9 @@ const om_pass *const om_passes_joint[] = {
 #endif
     &om_pass_dce,
     &om_pass_fuse,
+#ifndef OM_ONLY
+    &om_pass_casts, /* knows the segments (run/joint.c) */
+#endif
     NULL,
 };
 

@@ -2,7 +2,7 @@
  *
  *   begin     om_passes_variant on a copy of the forward; gradients for what is wanted and arrives, and the passes of
  *             om_passes_joint before `remat`: the graph on which what is computed again is decided
- *   end       the passes behind it, and segments
+ *   end       the passes behind it, segments, and the pass that needs to know them
  */
 #include "run/joint.h"
 
@@ -135,7 +135,15 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
 }
 
 om_status om_joint_end(om_ctx *cx, int at, const int *group, om_graph **g, om_facts **facts, int *n_segments) {
-    OM_TRY(om_passes_range(cx, om_passes_joint, at + 1, INT_MAX, g));
+    int known = at + 1; /* passes from here on know the segments */
+    while (om_passes_joint[known - 1] != &om_pass_fuse) known++;
+    OM_TRY(om_passes_range(cx, om_passes_joint, at + 1, known, g));
     if (!(*facts = om_facts_new(cx, *g))) return cx->status;
-    return segments_assign(cx, *g, *facts, group, n_segments);
+    OM_TRY(segments_assign(cx, *g, *facts, group, n_segments));
+    const om_graph *assigned = *g;
+    if (cx->device->joins_casts) OM_TRY(om_passes_range(cx, om_passes_joint, known, INT_MAX, g));
+    if (*g == assigned) return OM_OK;
+    (*g)->n_segments = *n_segments; /* nodes have kept theirs */
+    om_free(cx, *facts);
+    return (*facts = om_facts_new(cx, *g)) ? OM_OK : cx->status;
 }

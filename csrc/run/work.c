@@ -35,7 +35,8 @@ om_work om_call_work(const om_plan *p, const om_call *c) {
         const om_tensor *t = &c->arg[i].t;
         if (c->arg[i].storage == OM_NONE) continue;
         double bytes = work_bytes(t);
-        if (n && i == 0 && n->op->kind == OM_K_GATHER && c->n_out) { /* of a table: the rows that are asked for */
+        /* of a table: the rows that are asked for */
+        if (n && i == 0 && n->op->kind == OM_K_GATHER && c->n_out && !om_is(n, cast_all)) {
             const double rows = work_bytes(&c->arg[c->n_in].t);
             if (rows < bytes) bytes = rows;
         }

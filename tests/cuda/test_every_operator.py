@@ -73,7 +73,7 @@ SIMPLE = [
     ("recurrent", "3,18,40 40,40 _ 18,40 _", 4, "kind=0"), ("recurrent", "3,2,5 5,5 _ 2,5 _", 4, "kind=1, reverse=1"), ("recurrent", "0,2,12 12,3 _ 2,3 2,3", 4, "kind=2"),
     ("ctc_loss", "log:9,2,4 label:2,3 _ frames:2 letters:2", 1, ""), ("ctc_loss", "log:9,2,4 label:5 _ frames:2 letters:2", 1, "zero_infinity=1"),
     ("ctc_loss", "log:9,2,4 label:2,9 some:2,9 frames:2 letters:2", 1, ""), ("dropout", "7,90", 1, "p=0.25"),
-    ("fused", "5,60 60", 1, 'program="tanh:@ 0;mul:@ 2 1;gelu:@ 3;out 4", out_dtype=[#]'), ("clip_by_norm", "5,7 norm:", 1, "max_norm=0.5"),
+    ("fused", "5,60 60", 1, 'program="tanh:@ 0;mul:@ 2 1;gelu:@ 3;out 4", out_dtype=[#]'), ("cast_all", "5,7 9 0,3", 3, "out_dtype=[1, 3, #]"), ("clip_by_norm", "5,7 norm:", 1, "max_norm=0.5"),
     ("l2_norm_all", "5,7 9", 1, ""), ("all_finite", "5,7 9", 1, ""), ("accumulate", "5,7 5,7", 1, ""), ("sgd_step", "lr: _ 5,7 5,7", 1, "out_dtype=[#]"),
     ("adamw_step", "lr: count: _ 5,7 5,7 5,7 pos:5,7", 3, "out_dtype=[#, #, #]"),
     ("lamb_step", "_ _ _ lr: count: 5,7 5,7 5,7 pos:5,7 _", 6, "out_dtype=[0, #, #, #, #, 0]"),

@@ -1,4 +1,4 @@
-"""Copies, concat, pad, slice_put, slice_scatter, trilu, iota, fill against eager PyTorch."""
+"""Copies, casts of many tensors, concat, pad, slice_put, slice_scatter, trilu, iota, fill against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -279,6 +279,28 @@ def test_fill(dtype: str, value: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(y, torch.full(shape, float(value) if t.is_floating_point else int(value), dtype=t))
 
 
+CASTS = [(a, b) for a in ("f64", "f32", "bf16", "f16") for b in ("f64", "f32", "bf16", "f16")]
+
+
+@pytest.mark.parametrize("view", ["", "slice(X) {axis=0, start=[1], end=[SIZE], step=1}", "slice(X) {axis=0, start=[1], end=[SIZE], step=3}"])
+def test_cast_all(view: str) -> None:
+    """Each operand as `cast` converts it, of all sizes together; also views that begin anywhere."""
+    sizes = [0 if k == 3 and not view else 1 + 7 * k * k for k in range(64)]
+    kinds = [[engine.NAMES.index(t) for t in CASTS[k % len(CASTS)]] for k in range(64)]
+    ins = [(rand(n) * 3).to(engine.TORCH[a]) for n, (a, _) in zip(sizes, kinds, strict=True)]
+    lines = [f"input x{k}: {engine.NAMES[a]}[{n}]" for k, (n, (a, _)) in enumerate(zip(sizes, kinds, strict=True))]
+    lines += [f"v{k} = {view}".replace("X", f"x{k}").replace("SIZE", str(n)) for k, n in enumerate(sizes) if view]
+    outs, operands = [f"y{k}" for k in range(64)], ", ".join(f"{'v' if view else 'x'}{k}" for k in range(64))
+    lines.append(f"{', '.join(outs)} = cast_all({operands}) {{out_dtype={[b for _, b in kinds]}}}")
+    text = "\n".join(["graph {", *lines, *(f"output {y}" for y in outs), "}"])
+    printed = engine.Graph.parse(text).verify().text()
+    assert engine.Graph.parse(printed).text() == printed
+    got, _ = engine.run(text, ins)
+    for y, x, (_, b) in zip(got, ins, kinds, strict=True):
+        want = (x[1::3] if "step=3" in view else x[1:] if view else x).to(engine.TORCH[b])
+        assert y.dtype == want.dtype and torch.equal(y, want)
+
+
 @pytest.mark.parametrize(
     "node,words",
     [
@@ -287,6 +309,8 @@ def test_fill(dtype: str, value: str, shape: tuple[int, ...]) -> None:
         ("pad(x) {lo=[1], hi=[1]}", ["pad", "one entry per axis"]),
         ("slice_put(x) {axis=1, start=[0], end=[3], step=1, shape=[3, 9]}", ["slice_put", "size 3", "5"]),
         ("trilu(v) {k=0, upper=1}", ["trilu", "rank 1"]),
+        ("cast_all(x) {out_dtype=[1, 1]}", ["cast_all", "2 dtypes for 1 operands"]),
+        ("cast_all(x) {out_dtype=[5]}", ["cast_all", "floats become floats"]),
     ],
 )
 def test_refused(node: str, words: list[str]) -> None:
