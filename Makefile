@@ -91,11 +91,12 @@ $(foreach i,$(OWN),$(eval $(call ISA_RULE,$(i))))   # the others: kernels of the
 CUDA_ARCHS ?= 75 80 86 89 90 100 120
 NVCC       ?= $(or $(shell command -v nvcc),$(firstword $(wildcard /usr/local/cuda*/bin/nvcc)))
 # one intermediate code for all of them; for tensor cores and asynchronous copies a second one, as their instructions
-# came with sm_80 (before it these kernels are empty and never launched)
+# came with sm_80 (before it these kernels are empty and never launched), and for those that round much to bf16
 COMMA      := ,
 SPACE      := $(subst ,, )
 CU         := $(notdir $(basename $(wildcard csrc/cuda/*.cu)))
 CU_MMA     := attention_mma attention_mma_grad attention_f32 attention_f32_grad
+CU_NEW     := $(CU_MMA) strip strip64 norm rows loss
 ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
 ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
 gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
@@ -107,7 +108,7 @@ $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/opti
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -std=c++17 -fatbin -Icsrc $(if $(filter strip strip64,$*),-fmad=false) -Xptxas -v $(if $(filter $*,$(CU_MMA)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
+	@$(NVCC) -std=c++17 -fatbin -Icsrc $(if $(filter strip strip64,$*),-fmad=false) -Xptxas -v $(if $(filter $*,$(CU_NEW)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h

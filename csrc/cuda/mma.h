@@ -55,18 +55,6 @@ template <int bytes> FN void copy_begin(void *to, const void *from, bool given) 
 }
 FN void copies_end(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int left> FN void copies_wait(void) { asm volatile("cp.async.wait_group %0;" :: "n"(left) : "memory"); }
-
-template <class S> FN uint32_t pair_of(float lo, float hi);
-template <> FN_MEMBER uint32_t pair_of<bf16>(float lo, float hi) {
-    uint32_t x;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
-    return x;
-}
-template <> FN_MEMBER uint32_t pair_of<f16>(float lo, float hi) {
-    uint32_t x;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
-    return x;
-}
 #else
 #define MMA_BODY(call) call
 template <class S> FN void mma_16816(float *c, const uint32_t *a, const uint32_t *b) { emu_mma_16816<S>(c, a, b); }
@@ -76,14 +64,11 @@ template <int bytes> FN void copy_begin(void *to, const void *from, bool given) 
 }
 FN void copies_end(void) { emu_copies_end(); }
 template <int left> FN void copies_wait(void) { emu_copies_wait(left); }
-FN void out16(uint16_t *to, float x, bf16) { *to = bf16_out(x); }
-FN void out16(uint16_t *to, float x, f16) { *to = f16_out(x); }
-template <class S> FN uint32_t pair_of(float lo, float hi) {
-    uint16_t x, y;
-    out16(&x, lo, S()), out16(&y, hi, S());
-    return x | (uint32_t)y << 16;
-}
 #endif
+
+template <class S> FN uint32_t pair_of(float lo, float hi);
+template <> FN_MEMBER uint32_t pair_of<bf16>(float lo, float hi) { return bf16_pair(lo, hi); }
+template <> FN_MEMBER uint32_t pair_of<f16>(float lo, float hi) { return f16_pair(lo, hi); }
 
 /* Tiles in shared memory: rows of `width` 16-bit numbers, which is 8 modulo 64: eight rows that are
  * read together lie in different banks. */

@@ -31,12 +31,8 @@ FN void row_write(void *p, const uint32_t *w) {
 }
 #endif
 /* Word i of them */
-FN uint32_t row_word(const float *x, int i, bf16) {
-    return bf16_out(x[2 * i]) | (uint32_t)bf16_out(x[2 * i + 1]) << 16;
-}
-FN uint32_t row_word(const float *x, int i, f16) {
-    return f16_out(x[2 * i]) | (uint32_t)f16_out(x[2 * i + 1]) << 16;
-}
+FN uint32_t row_word(const float *x, int i, bf16) { return bf16_pair(x[2 * i], x[2 * i + 1]); }
+FN uint32_t row_word(const float *x, int i, f16) { return f16_pair(x[2 * i], x[2 * i + 1]); }
 FN uint32_t row_word(const float *x, int i, float) { return f32_bits(x[i]); }
 FN uint32_t row_word(const double *x, int i, double) { return (uint32_t)((uint64_t)vm_int64(x[i / 2]) >> i % 2 * 32); }
 template <class S, class F> FN void row_out(S *p, const F *x) {

@@ -28,11 +28,32 @@ FN uint16_t f16_out(float x) { return om_f32_to_f16(x); }
 #endif
 
 FN float bf16_in(uint16_t h) { return bits_f32((uint32_t)h << 16); }
+#if !defined(OM_EMULATED) && __CUDA_ARCH__ >= 800
+FN uint16_t bf16_out(float x) { /* NaN becomes 0x7fff; the CPU, and a GPU before sm_80, keep its upper bits */
+    uint16_t h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+/* Two beside each other, the first in the lower half */
+FN uint32_t bf16_pair(float x, float y) {
+    uint32_t w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(y), "f"(x));
+    return w;
+}
+FN uint32_t f16_pair(float x, float y) {
+    uint32_t w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(y), "f"(x));
+    return w;
+}
+#else
 FN uint16_t bf16_out(float x) {
     const uint32_t u = f32_bits(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
     return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
 }
+FN uint32_t bf16_pair(float x, float y) { return bf16_out(x) | (uint32_t)bf16_out(y) << 16; }
+FN uint32_t f16_pair(float x, float y) { return f16_out(x) | (uint32_t)f16_out(y) << 16; }
+#endif
 
 /* Four words of a counter: om_philox_words (the tests compare the two). */
 FN void philox_words(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t *w) {

@@ -98,13 +98,13 @@ template <class T> FN T strip_drop(T x, uint32_t word, const om_gpu_draw &d) {
 /* Where a thread's N elements lie: `at` is the first one's place in the flat order, the others follow 16 apart. ROWS:
  * they stand in one row of the innermost axis. */
 template <int N, int RANK, bool ROWS, class INDEX> struct strip_place {
-    int64_t at, total;
+    INDEX at, total;
     INDEX c[ROWS ? 1 : N][RANK];
-    template <class P> FN_MEMBER strip_place(const P &p, int64_t first) {
-        at = first, total = p.total;
+    template <class P> FN_MEMBER strip_place(const P &p, INDEX first) {
+        at = first, total = (INDEX)p.total;
 #pragma unroll
         for (int k = 0; k < (ROWS ? 1 : N); k++) {
-            INDEX rest = (INDEX)(first + k * STRIP_APART);
+            INDEX rest = first + k * STRIP_APART;
 #pragma unroll
             for (int a = RANK - 1; a > 0; a--) {
                 const INDEX m = (INDEX)p.dim[a], q = rest / m;
@@ -123,23 +123,26 @@ template <int N, int RANK, bool ROWS, class INDEX> struct strip_place {
             w[0] = philox_at(seed, d.rng, (uint64_t)at);
         } else { /* at is one of its group's first 16 */
             uint32_t of[4];
-            const bool odd = (uint64_t)at / 8 % 2;
-            philox_words(seed, d.rng, (uint64_t)at / STRIP_GROUP * 8 + (uint64_t)at % 8, of);
+            const bool odd = at / 8 % 2;
+            philox_words(seed, d.rng, (uint64_t)(at / STRIP_GROUP * 8 + at % 8), of);
             w[0] = odd ? of[1] : of[0], w[1] = odd ? of[3] : of[2];
             w[2] = philox_exchanged(w[0]), w[3] = philox_exchanged(w[1]);
         }
     }
 };
 
-/* The whole of a kernel; S is what strip_source.c has written: type P of its parameters, N elements at once, run. */
+/* The whole of a kernel; S is what strip_source.c has written: type P of its parameters, INDEX of places, N elements
+ * at once, run. */
 template <class S> FN void strip_compiled(const typename S::P &p) {
     const uint64_t seed = p.scalars ? ld(&p.scalars->seed) : 0;
+    typedef typename S::INDEX INDEX;
+    const INDEX total = (INDEX)p.total;
     const unsigned t = threadIdx.x, first = t / STRIP_APART * STRIP_GROUP + t % STRIP_APART;
-    for (int64_t part = (int64_t)blockIdx.x * STRIP_PART; part < p.total; part += (int64_t)gridDim.x * STRIP_PART) {
+    for (INDEX part = (INDEX)blockIdx.x * STRIP_PART; part < total; part += (INDEX)gridDim.x * STRIP_PART) {
         if (S::N == 1)
             for (unsigned k = 0; k < STRIP_GROUP / STRIP_APART; k++)
                 S::template run<false>(p, part + first + k * STRIP_APART, seed);
-        else if (part + STRIP_PART <= p.total) S::template run<true>(p, part + first, seed);
+        else if (part + STRIP_PART <= total) S::template run<true>(p, part + first, seed);
         else S::template run<false>(p, part + first, seed);
     }
 }

@@ -5,8 +5,9 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-/* Bytes of registers per element up to which a thread holds four elements at once; one else. */
-enum { FOUR_UPTO = 80 };
+/* Bytes of registers per element up to which a thread holds four elements at once; one else. Elements up to which their
+ * places, those of a step of the grid behind them too, are 32-bit numbers: then an address is one instruction. */
+enum { FOUR_UPTO = 80, INDEX_MOST = INT32_MAX - 1024 };
 
 typedef struct writer { char *text; size_t size, n; bool full; } writer;
 
@@ -81,11 +82,11 @@ size_t om_strip_source(const om_strip_layout *l, char *text, size_t size) {
     writer w = {text, size, 0, size == 0};
     const bool rows = l->rank == 1 || l->dim[l->rank - 1] % 64 == 0;
     put(&w,
-        "struct NAME {\ntypedef %s P;\nenum { N = %d, STRIDE_AT = %d, DRAW_AT = %d };\n"
-        "template <bool WHOLE> static FN_MEMBER void run(const P &p, int64_t at, uint64_t seed) {\n"
-        "const strip_place<N, %d, %s, %s> w(p, at);\n",
-        l->large ? "om_gpu_strip_large" : "om_gpu_strip", p->elem_bytes <= FOUR_UPTO ? 4 : 1, l->stride_at, l->draw_at,
-        l->rank, rows ? "true" : "false", l->total <= INT32_MAX - 1024 ? "uint32_t" : "int64_t");
+        "struct NAME {\ntypedef %s P;\ntypedef %s INDEX;\nenum { N = %d, STRIDE_AT = %d, DRAW_AT = %d };\n"
+        "template <bool WHOLE> static FN_MEMBER void run(const P &p, INDEX at, uint64_t seed) {\n"
+        "const strip_place<N, %d, %s, INDEX> w(p, at);\n",
+        l->large ? "om_gpu_strip_large" : "om_gpu_strip", l->total <= INDEX_MOST ? "uint32_t" : "int64_t",
+        p->elem_bytes <= FOUR_UPTO ? 4 : 1, l->stride_at, l->draw_at, l->rank, rows ? "true" : "false");
     for (int i = 0; i < p->n_in; i++) {
         put(&w, "LOAD(v%d, %s, %s, %d, ", i, class_type[p->cls[i]], storage(l->dtype[i]), i);
         offset_put(&w, l, i);

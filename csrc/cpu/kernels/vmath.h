@@ -4,6 +4,8 @@
  * exact result, right for NaN, infinities, signed zeros and subnormal arguments. Rounding to an integer is done by
  * adding and subtracting 1.5 * 2^23: it needs no instruction beyond SSE2 and no compiler flag here may reassociate it
  * away. Conditions are selections of values already computed, never of stores.
+ * On a GPU (__CUDACC__) sigmoid, silu, tanh, gelu, gelu_tanh and their gradients are made of its powers of two and
+ * reciprocals instead (below, "on a GPU"): chains are limited by the number of instructions there.
  * f64: libm, for exactness; tests compare with 1e-10.
  * i64: what integer operators need beyond C, total (no trap on zero divisors or on the most negative number).
  *
@@ -42,8 +44,12 @@ VM float vm_pick(int32_t c, float a, float b) {
  * constant, and a vector loop then computes every copy under masks (gelu_tanh_grad and silu_grad took three to six
  * times as long). */
 VM float vm_clamp(float x, float lo, float hi) {
+#if defined(__CUDACC__)
+    return x > hi ? hi : x < lo ? lo : x; /* two instructions */
+#else
     const float y = vm_pick(x > hi, hi, x);
     return vm_pick(y < lo, lo, y);
+#endif
 }
 VM double vm_pick64(int64_t c, double a, double b) {
     const int64_t m = -(int64_t)(c != 0);
@@ -140,16 +146,32 @@ VM float log1p_f32(float x) {
     return vm_pick((x > 3.40282347e38f) | (x == 0), x, s);
 }
 
+#if defined(__CUDACC__)
+/* As the hardware has them: within 2 ulp and 1 ulp (PTX manual), infinities and NaN as by division, results below the
+ * normal range 0. */
+VM float vm_ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+VM float vm_rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#define VM_QUOTIENT(a, b) ((a) * vm_rcp(b))
+#else
+#define VM_QUOTIENT(a, b) ((a) / (b))
+#endif
+
 VM float tanh_f32(float x) {
     const float c = x > 9.1f ? 9.1f : x, d = 2 * (c < -9.1f ? -9.1f : c);
     VM_EXP_REDUCE(d, n, r);
     const float p = VM_FMA(r * r, vm_exp_poly(r), r), t = vm_pow2(n - 1);
     const float e = 2 * VM_FMA(t, p, t - 0.5f); /* e^2x - 1 */
-    const float y = e / (e + 2);
+    const float y = VM_QUOTIENT(e, e + 2);
     return x == 0 ? x : y;
 }
-
-VM float sigmoid_f32(float x) { return 1 / (1 + exp_f32(-x)); }
 
 VM float erf_f32(float x) {
     const float a = fabsf(x), q = x * x;
@@ -196,6 +218,9 @@ VM float softplus_f32(float x) {
 #define VM_GELU_C 0.79788456080286535588  /* sqrt(2 / pi) */
 #define VM_INV_SQRT_2PI 0.39894228040143267794
 
+#if !defined(__CUDACC__)
+VM float sigmoid_f32(float x) { return 1 / (1 + exp_f32(-x)); }
+VM float silu_f32(float x) { return x / (1 + exp_f32(-x)); }
 VM float gelu_f32(float x) { return x * 0.5f * (1 + erf_f32(x * (float)VM_SQRT1_2)); }
 VM float gelu_grad_f32(float dy, float x) {
     const float cdf = 0.5f * (1 + erf_f32(x * (float)VM_SQRT1_2));
@@ -218,6 +243,64 @@ VM float silu_grad_f32(float dy, float x) {
     const float c = vm_clamp(x, -87.0f, 87.0f), e = vm_exp_raw(-c), s = 1 / (1 + e);
     return dy * s * VM_FMA(c, e * s, 1); /* e s = 1 - s, without cancellation */
 }
+
+#else /* on a GPU */
+/* e^-x = 2^hi (1 + lo): hi is rounded, lo is what that has left over, by ln 2 in two parts. x is a number. */
+#define VM_EXP_PARTS(x, hi, lo)                                                                     \
+    const float hi = (x) * -1.44269504f;                                                            \
+    const float lo = VM_FMA(hi, 1.90465421e-9f, VM_FMA(hi, -0.693147182f, -(x)))
+
+VM float vm_sigmoid4(float x) { /* 4 / (1 + e^-x), so that results below the normal range are not lost */
+    const float c = vm_clamp(x, -200.0f, 200.0f); /* 2^hi is 0 or infinite beyond, lo of any size */
+    VM_EXP_PARTS(c, hi, lo);
+    return vm_rcp(VM_FMA(vm_ex2(hi), VM_FMA(lo, 0.25f, 0.25f), 0.25f));
+}
+VM float sigmoid_f32(float x) { return 0.25f * vm_sigmoid4(x); }
+VM float silu_f32(float x) { return 0.25f * x * vm_sigmoid4(x); }
+VM float silu_grad_f32(float dy, float x) {
+    const float c = vm_clamp(x, -87.0f, 87.0f);
+    VM_EXP_PARTS(c, hi, lo);
+    const float p = vm_ex2(hi), e = VM_FMA(p, lo, p), s = vm_rcp(1 + e);
+    return dy * s * VM_FMA(c, e * s, 1); /* e s = 1 - s, without cancellation */
+}
+
+/* log2 of the normal distribution's share above a >= 0, within 1.3e-7 + 4e-9 / share; beyond 5.6 it falls faster than
+ * the share does, to -infinity. */
+VM float vm_log2_above(float a) {
+    float p = VM_FMA(-1.94895233e-06f, a, 2.85711449e-05f);
+    p = VM_FMA(p, a, -0.000133790978f);
+    p = VM_FMA(p, a, -0.000266319345f);
+    p = VM_FMA(p, a, 0.0072366274f);
+    p = VM_FMA(p, a, -0.0526194610f);
+    p = VM_FMA(p, a, -0.459165931f);
+    p = VM_FMA(p, a, -1.15111065f);
+    return VM_FMA(p, a, -0.999999881f);
+}
+VM float vm_normal_share(float x) { /* below x: (1 + erf(x / sqrt 2)) / 2 */
+    const float e = vm_ex2(vm_log2_above(fabsf(x)));
+    return x < 0 ? e : 1 - e;
+}
+VM float gelu_f32(float x) { return x * vm_normal_share(x); }
+VM float gelu_grad_f32(float dy, float x) {
+    const float c = vm_clamp(x, -13.0f, 13.0f); /* beyond, the density is below 1e-36 */
+    const float pdf = vm_ex2(VM_FMA(c * c, -0.721347520f, -1.32574806f)); /* e^(-c^2 / 2) / sqrt(2 pi) */
+    return dy * VM_FMA(c, pdf, vm_normal_share(c));
+}
+
+/* e^-2u = 2^(x (T + T3 x^2)) */
+#define VM_GELU_T ((float)(-2 * VM_GELU_C * 1.44269504088896340736))
+#define VM_GELU_T3 ((float)(-2 * VM_GELU_C * 1.44269504088896340736 * 0.044715))
+VM float gelu_tanh_f32(float x) {
+    const float e = vm_ex2(x * VM_FMA(VM_GELU_T3, x * x, VM_GELU_T));
+    return VM_QUOTIENT(x, 1 + e); /* 0 from e = 2^126 on: below 1.2e-37 */
+}
+VM float gelu_tanh_grad_f32(float dy, float x) {
+    const float c = vm_clamp(x, -9.9f, 9.9f), q = c * c; /* beyond, s (1 - s) is below 1e-36; 2^123 is a number */
+    const float e = vm_ex2(c * VM_FMA(VM_GELU_T3, q, VM_GELU_T)), s = vm_rcp(1 + e);
+    const float du = VM_FMA((float)(6 * 0.044715 * VM_GELU_C), q, (float)(2 * VM_GELU_C));
+    return dy * s * VM_FMA(c * du, e * s, 1); /* e s = 1 - s, without cancellation */
+}
+#endif
 
 /* x^y = 2^(y log2 x) with log2 and the power of two in double: about 1 ulp. Special values as C's pow. */
 VM float pow_f32(float x, float y) {
@@ -293,6 +376,7 @@ VM double log_f64(double x) { return log(x); }
 VM double log1p_f64(double x) { return log1p(x); }
 VM double tanh_f64(double x) { return tanh(x); }
 VM double sigmoid_f64(double x) { return 1 / (1 + exp(-x)); }
+VM double silu_f64(double x) { return x / (1 + exp(-x)); }
 VM double erf_f64(double x) { return erf(x); }
 VM double sin_f64(double x) { return sin(x); }
 VM double cos_f64(double x) { return cos(x); }
