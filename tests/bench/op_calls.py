@@ -74,6 +74,7 @@ class Row(C.Structure):
         ("scratch", C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_void_p)),
         ("prepare", C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p)),
         ("run", C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p)),
+        ("strided", C.c_uint32),
     ]
 
 

@@ -23,7 +23,7 @@ class Op(C.Structure):
 
 
 class Row(C.Structure):
-    _fields_ = [("dense", C.c_uint32), ("inplace", C.c_uint32), ("scratch", C.c_void_p), ("prepare", C.c_void_p), ("run", C.c_void_p)]
+    _fields_ = [("dense", C.c_uint32), ("inplace", C.c_uint32), ("scratch", C.c_void_p), ("prepare", C.c_void_p), ("run", C.c_void_p), ("strided", C.c_uint32)]
 
 
 class Device(C.Structure):
