@@ -286,6 +286,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "rotary.back": rotary_rows,
     "norm_casts.once": lambda: test_norm_casts.test_a_result_that_others_read_stays("\n  s = sin(y)\n  output s"),
     "norm_casts.held": lambda: test_norm_casts.test_a_result_that_others_read_stays("\n  output y"),
+    "norm_casts.chain": test_norm_casts.test_a_sum_of_gradients_stays_in_its_chain,
     "losses.once": test_losses.test_a_copy_that_others_read_stays,
     "padding.labels": padding_rows,
     "padding.keys": padding_rows,

@@ -5,8 +5,10 @@
  *
  * and so for rms_norm. Under autocast norms compute in f32 between products in half precision, and what stands between
  * them was written in f32 and read again. Norms compute in the compute type either way and round once, where the cast
- * did: the bits are the same. Norm, views and cast must have no other reader. Comes after what is computed again has
- * been decided: a norm and the clone that computes it again are seen through each for itself.
+ * did: the bits are the same. So dy must be rounded as it is: the result of an elementwise node would be part of one
+ * chain with the cast, which rounds nothing between (fuse.c). Norm, views and cast must have no other reader. Comes
+ * after what is computed again has been decided: a norm and the clone that computes it again are seen through each for
+ * itself.
  */
 #include "graph/facts.h"
 #include "graph/sabotage.h"
@@ -44,7 +46,11 @@ static int read_as(const om_facts *f, om_id v, const om_node **view, om_id *x) {
         const om_node *m = om_maker(f->g, v);
         if (!m || om_ty(f->g, v)->dtype != OM_F32 || !only_reader(f, v)) return -1;
         *x = om_ins(f->g, m)[0];
-        if (om_is(m, cast)) return om_is_half(om_ty(f->g, *x)->dtype) ? n : -1;
+        if (om_is(m, cast)) {
+            const om_node *made = om_maker(f->g, *x); /* elementwise: of its chain with the cast, not rounded between */
+            const bool chain = made && made->op->pw && !om_sabotage("norm_casts.chain");
+            return om_is_half(om_ty(f->g, *x)->dtype) && !chain ? n : -1;
+        }
         if (!is_view(m) || n == VIEWS) return -1;
         view[n] = m;
         v = *x;

@@ -35,14 +35,15 @@ def text_of(half: str, norm: str, between: str, more: str = "", n: int = 8) -> s
     return TEXT.format(half=half, norm=NORMS[norm], between=BETWEEN[between].format(to=half, n=n), more=more, n=n)
 
 
-def both(text: str, n: int = 8, n_out: int = 1, half: torch.dtype = torch.bfloat16) -> tuple[str, list[list[torch.Tensor]]]:
+def both(text: str, n: int = 8, n_out: int = 1, half: torch.dtype = torch.bfloat16,
+         two: tuple[int, ...] = ()) -> tuple[str, list[list[torch.Tensor]]]:
     got = []
     ins = [rand(3, 5, n).float(), rand(n).float(), rand(n).float(), rand(n, 4).to(half)]
     sizes = torch.Size([5, 3, 4]) if "shape=[15" in text else torch.Size([3, 5, 4])
     ins.append(rand(*sizes).to(half))
     if n_out > 1:
-        ins.append(rand(3, 5, n).float())
-    for passes in (("simplify", "cse", "dce"), ("simplify", "cse", "norm_casts", "dce")):
+        ins.append(rand(*two).to(half) if two else rand(3, 5, n).float())
+    for passes in (("simplify", "cse", "dce", "fuse"), ("simplify", "cse", "norm_casts", "dce", "fuse")):
         g = engine.Graph.parse(text).grad(GRADS, [1] * n_out).apply(*passes).verify()
         got.append(g.run(ins, n_out + 4, n_out + 1))
     return g.text(), got
@@ -71,6 +72,13 @@ def test_bits_stay(half: str, norm: str, between: str, n: int) -> None:
 def test_a_result_that_others_read_stays(more: str) -> None:
     text, (want, got) = both(text_of("bf16", "layer_norm", "cast", more), n_out=2)
     assert "eps=1e-05, to" not in text
+    same(want, got)
+
+
+def test_a_sum_of_gradients_stays_in_its_chain() -> None:
+    """Two products read the norm: their gradients are added and cast in one chain, which does not round the sum."""
+    text, (want, got) = both(text_of("bf16", "layer_norm", "cast", "\n  u = matmul(h, k, _)\n  v = tanh(u)\n  output v"), n_out=2, two=(3, 5, 4))
+    assert "to=bf16" in text and "cast:f32" in text
     same(want, got)
 
 
