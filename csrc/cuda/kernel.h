@@ -15,11 +15,7 @@
 template <class T> FN T shuffle(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FN uint32_t votes(bool x) { return __ballot_sync(0xffffffffu, x); } /* bit per lane of the warp */
 FN int ones(uint32_t x) { return __popc(x); }
-FN float exp2_of(float x) { /* as the hardware has it */
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+FN float exp2_of(float x) { return vm_ex2(x); } /* as the hardware has it */
 #define IN_TURN() asm volatile("" ::: "memory") /* loads behind it wait: few are under way, few registers */
 #else
 FN uint32_t votes(bool x) { return emu_ballot(x); }
