@@ -410,6 +410,7 @@ void om_rewrite_tell(om_rewrite_told told, void *arg);
 om_status om_rewrite_copy(om_rewriter *r, om_id node);
 /* the same over these operands (of `to`) */
 om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in);
+om_status om_rewrite_copy_more(om_rewriter *r, om_id node, const om_id *in, om_attr more); /* with an attribute more */
 /* Only the node, over n_in operands of `to`: scope and phase are the builder's, the map stays. Returns its first
  * output. */
 om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_in);

@@ -60,8 +60,7 @@ om_id om_rewrite_node(om_rewriter *r, const om_node *n, const om_id *in, int n_i
     return out;
 }
 
-om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in) {
-    const om_node *n = &r->from->nodes.v[node];
+static om_status node_copy(om_rewriter *r, const om_node *n, const om_id *in) {
     om_graph *g = r->to;
     g->cur_scope = n->scope;
     g->cur_phase = n->phase;
@@ -75,6 +74,10 @@ om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in) {
     return OM_OK;
 }
 
+om_status om_rewrite_copy_with(om_rewriter *r, om_id node, const om_id *in) {
+    return node_copy(r, &r->from->nodes.v[node], in);
+}
+
 om_status om_rewrite_copy(om_rewriter *r, om_id node) {
     const om_node *n = &r->from->nodes.v[node];
     om_id in[OM_MAX_IN];
@@ -82,6 +85,17 @@ om_status om_rewrite_copy(om_rewriter *r, om_id node) {
         return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with %d operands: at most %d", n->op->name, n->n_in, OM_MAX_IN);
     for (int i = 0; i < n->n_in; i++) in[i] = map_get(r, om_ins(r->from, n)[i]);
     return om_rewrite_copy_with(r, node, in);
+}
+
+om_status om_rewrite_copy_more(om_rewriter *r, om_id node, const om_id *in, om_attr more) {
+    om_node n = r->from->nodes.v[node];
+    om_attr attr[OM_MAX_ATTR];
+    if (n.n_attr + 1 > OM_MAX_ATTR)
+        return om_fail(r->to->cx, OM_UNSUPPORTED, "%s with more than %d attributes", n.op->name, OM_MAX_ATTR);
+    for (int i = 0; i < n.n_attr; i++) attr[i] = n.attr[i];
+    attr[n.n_attr++] = more;
+    n.attr = attr;
+    return node_copy(r, &n, in);
 }
 
 static _Thread_local om_rewrite_told rewrite_told;

@@ -6,6 +6,7 @@
  *   ORTMODULE_PASS_LIMIT=n    run only the first n passes of a list: bisects a wrong pass
  */
 #include "passes/passes.h"
+#include "graph/facts.h"
 #include "graph/sabotage.h"
 
 #include <limits.h>
@@ -99,6 +100,19 @@ bool om_pass_splat(const om_graph *g, om_id v, double *x) {
     om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1},
               to = {.data = x, .dtype = OM_F64, .device = -1};
     return om_copy(g->cx, &from, &to) == OM_OK;
+}
+
+int om_pass_cast_below(const om_facts *f, om_id v, const om_node **view, om_id *x, const char *sabotage) {
+    for (int n = 0;; n++) {
+        const om_node *m = om_maker(f->g, v);
+        const bool once = om_used_once_live(f, v) || om_sabotage(sabotage);
+        if (!m || m->n_in != 1 || m->n_out != 1 || !once || f->held[v]) return -1;
+        *x = om_ins(f->g, m)[0];
+        if (om_is(m, cast)) return om_ty(f->g, v)->dtype == OM_F32 && om_is_half(om_ty(f->g, *x)->dtype) ? n : -1;
+        if (!m->op->view || n == OM_PASS_VIEWS) return -1;
+        view[n] = m;
+        v = *x;
+    }
 }
 
 static bool passes_verify(void) {
