@@ -95,4 +95,4 @@ om_status om_plan_beside(planner *pl, om_id v, bool *yes) {
     return OM_OK;
 }
 
-bool om_plan_is_beside(const planner *pl, om_id concat) { return pl->beside[concat] & BESIDE_YES; }
+bool om_plan_is_beside(const planner *pl, om_id id) { return pl->beside[id] & BESIDE_YES; }

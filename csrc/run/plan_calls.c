@@ -157,7 +157,7 @@ static om_status plan_node(planner *pl, om_id id) {
     if (n->op->view) return plan_view(pl, id, attr);
     if (n->op->kind == OM_K_POINTWISE) OM_TRY(operands_fit(pl, n));
 
-    if (om_is(n, concat) && om_plan_is_beside(pl, id)) return OM_OK;
+    if (om_plan_is_beside(pl, id)) return OM_OK;
 
     const bool host = n->op->kind == OM_K_HOST;
     const om_row *row = om_row_of(pl->p->device, n->op);

@@ -25,7 +25,7 @@ typedef struct planner {
 uint32_t om_plan_storage(planner *pl, om_where where, int64_t size, uint32_t index); /* a new one; OM_NONE: recorded */
 /* *yes: the result v of a node that is about to be planned has its place already, in a concat's. */
 om_status om_plan_beside(planner *pl, om_id v, bool *yes);
-bool om_plan_is_beside(const planner *pl, om_id concat); /* asked when it is its turn: its result is there */
+bool om_plan_is_beside(const planner *pl, om_id id); /* is that node such a concat, whose result is there? */
 
 om_status om_plan_calls(planner *pl, const om_tensor *in); /* sweep 1 (plan_calls.c) */
 om_status om_plan_space(planner *pl);                      /* sweeps 2 to 4 (plan_space.c) */
