@@ -488,11 +488,12 @@ class Graph:
         try:
             cuda_engine.look(self.cuda)
         except ValueError as error:
-            text, said = self.model.text(), str(error)
+            said = str(error)
             place = re.search(r" \((.+):(\d+)\)", said)
-            of_graph = f"= {said.partition(':')[0]}(" in text and (not place or f'"{place[1]}":{place[2]}' in text)
-            if not of_graph:
-                raise IndexError(str(error)) from None  # of a step before
+            at = None if place is None else (place[1], int(place[2]))
+            nodes = (n for n in self.model.nodes() if n["op"] == said.partition(":")[0])
+            if not any(at is None or (n["file"], n["line"]) == at for n in nodes):
+                raise IndexError(said) from None  # of a step before
 
     def _clones(self, variant: Variant, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Copies of what backward may need and this or another forward overwrites: small buffers always (PyTorch's
