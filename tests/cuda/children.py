@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import forked
@@ -21,3 +23,11 @@ def child(source: str, **env: str) -> str:
     res = forked.run(source, env=ENV | env, cwd=TESTS.parent, timeout=900)
     assert res.returncode == 0, res.stdout + res.stderr[-4000:]
     return res.stdout
+
+
+def compiled(source: str, folder: Path, *flags: str) -> str:
+    """The program of a C++ file of tests/cuda, which reads the engine's headers."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or pytest.skip("no C++ compiler")
+    out = str(folder / Path(source).stem)
+    subprocess.run([compiler, "-std=c++17", "-O1", "-w", *flags, f"-I{TESTS.parent / 'csrc'}", "-o", out, str(TESTS / "cuda" / source)], check=True)
+    return out

@@ -4,13 +4,11 @@ of at most twice that of eager in the same type; the emulated fragments by thems
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import subprocess
 
 import pytest
-from cuda.children import TESTS, on_fake
 from cuda.children import child as any_child
+from cuda.children import compiled, on_fake
 
 pytestmark = on_fake
 child = functools.partial(any_child, OM_DEVICE="cuda-fake")
@@ -18,10 +16,7 @@ child = functools.partial(any_child, OM_DEVICE="cuda-fake")
 
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or pytest.skip("no C++ compiler")
-    out = str(tmp_path_factory.mktemp("mma") / "mma_check")
-    subprocess.run([compiler, "-std=c++17", "-O1", "-w", f"-I{TESTS.parent / 'csrc'}", "-o", out, str(TESTS / "cuda/mma_check.cpp")], check=True)
-    return out
+    return compiled("mma_check.cpp", tmp_path_factory.mktemp("mma"))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 6])

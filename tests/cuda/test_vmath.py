@@ -4,20 +4,15 @@ far off as its manual allows (vmath_check.cpp), beside the CPU's functions."""
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-from cuda.children import TESTS
+from cuda.children import compiled
 
 
 def said(folder: Path, *flags: str) -> dict[str, tuple[list[float], list[float]]]:
     """Of each function the largest errors in ulp, range by range, and what it makes of special values."""
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or pytest.skip("no C++ compiler")
-    out = str(folder / "vmath_check")
-    subprocess.run([compiler, "-std=c++17", "-O1", "-w", "-ffp-contract=off", *flags, f"-I{TESTS.parent / 'csrc'}", "-o", out, str(TESTS / "cuda/vmath_check.cpp")], check=True)
+    out = compiled("vmath_check.cpp", folder, "-ffp-contract=off", *flags)
     lines = [line.split() for line in subprocess.run([out], capture_output=True, text=True, check=True).stdout.splitlines()]
     return {name: ([float(x) for x in rest[: rest.index("|")]], [float(x) for x in rest[rest.index("|") + 1 :]]) for name, *rest in lines}
 

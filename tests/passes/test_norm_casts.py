@@ -61,8 +61,6 @@ def same(want: list[torch.Tensor], got: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("n", [8, 7])
 def test_bits_stay(half: str, norm: str, between: str, n: int) -> None:
-    if "without" in norm and between == "views":
-        pytest.skip("another axis")
     text, (want, got) = both(text_of(half, norm, between, n=n), n, half=HALF[half])
     assert f"to={half}" in text and "cast(" not in text
     same(want, got)
@@ -88,9 +86,11 @@ def test_against_pytorch() -> None:
     dz = rand(3, 5, 4).bfloat16()
     g = engine.Graph.parse(text).grad(GRADS, [1]).apply("norm_casts", "dce")
     got = g.run([x, w, b, k, dz], 5, 2)
-    leaves = [t.clone().requires_grad_() for t in (x, w, b, k)]
-    z = torch.nn.functional.layer_norm(leaves[0], (8,), leaves[1], leaves[2]).bfloat16() @ leaves[3]
-    z.backward(dz)
-    assert torch.allclose(got[0].float(), z.detach().float(), rtol=0.02, atol=0.02)
-    for a, leaf in zip(got[1:], leaves, strict=True):
-        assert torch.allclose(a.float(), leaf.grad.float(), rtol=0.03, atol=0.03)  # type: ignore[union-attr]
+
+    def eager(dtype: torch.dtype, half: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w, b)] + [k.to(half).requires_grad_()]
+        z = torch.nn.functional.layer_norm(leaves[0], (8,), leaves[1], leaves[2]).to(half) @ leaves[3]
+        return [z.detach(), *torch.autograd.grad(z, leaves, dz.to(half))]
+
+    for a, e, exact in zip(got, eager(torch.float32, torch.bfloat16), eager(torch.float64, torch.float64), strict=True):
+        assert (a - exact).norm() <= 1.5 * (e - exact).norm() + 1e-6 * exact.norm()
