@@ -38,8 +38,8 @@ static int written_as(const om_facts *f, const om_node *n) {
     return m && om_is(m, cast) && om_is_half(om_ty(f->g, m->out)->dtype) ? om_ty(f->g, m->out)->dtype : OM_NODTYPE;
 }
 
-/* The views between norm gradient n and the cast of the halves x that it can read instead: how many; -1: it can not. What
- * an elementwise node makes is of one chain with the cast, which does not round it between. */
+/* The views between norm gradient n and the cast of the halves x that it can read instead: how many; -1: it can not.
+ * What an elementwise node makes is of one chain with the cast, which does not round it between. */
 static int read_as(const om_facts *f, const om_node *n, const om_node **view, om_id *x) {
     const int k = om_pass_cast_below(f, om_ins(f->g, n)[0], view, x, "norm_casts.once");
     const om_node *made = k < 0 ? NULL : om_maker(f->g, *x);

@@ -27,8 +27,9 @@ om_status om_passes_dump(om_ctx *cx, const char *name, const om_graph *before, c
 /* The constant a value is, if all its elements are equal: true and the element as double (exact for every float and for
  * small integers). */
 bool om_pass_splat(const om_graph *g, om_id v, double *x);
-/* The views from v down to a cast of a half to f32, first below v: how many, at most OM_PASS_VIEWS; -1: it is otherwise,
- * or somebody else reads what lies between. *x: what is cast. sabotage: the point that lets others read it. */
+/* The views from v down to a cast of a half to f32, first below v: how many, at most OM_PASS_VIEWS; -1: it is
+ * otherwise, or somebody else reads what lies between. *x: what is cast. sabotage: the point that lets others read it.
+ */
 enum { OM_PASS_VIEWS = 8 };
 struct om_facts;
 int om_pass_cast_below(const struct om_facts *f, om_id v, const om_node **view, om_id *x, const char *sabotage);
