@@ -25,10 +25,10 @@ def living(types: tuple[type, ...]) -> list[Any]:
     """The objects of exactly one of these types that the garbage collector knows, as gc.get_objects() has them; without
     its trap for other threads: those see no reference to a tuple that they are still filling."""
 
-def guard_hash(dicts: Sequence[dict[str, Any] | tuple[Any, ...]]) -> int:
+def guard_hash(dicts: Sequence[dict[str, Any] | tuple[Any, ...] | frozenset[str]]) -> int:
     """Order-dependent hash of the identity and (for int, float, bool, str, None, tuples of these) value of every entry
     of the dictionaries; tensors count by identity, dtype-free; about 10 ns an entry. Of the objects in a tuple the
-    class counts."""
+    class counts. Keys in a frozenset do not count in the dictionary behind it."""
 
 def guard_check(table: tuple[Any, ...]) -> int:
     """Index of the first row that does not hold, or -1. Rows of four: kind, holder, key, value (csrc/python/guard.c);

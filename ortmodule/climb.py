@@ -82,6 +82,7 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     quiet(),
                 ):
                     seen.symbolic = dynamic or symbolic
+                    seen.stores = not places
                     captured = capture(
                         shadow,
                         args,
@@ -112,7 +113,10 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     branching = branching and not keep
                     continue
                 # what a kept module's own forward assigns is not among them; hooks may look in between
-                lasting = set() if places else {*captured.left, *seen.restored}
+                # a checkpoint assigns them once more, in backward
+                again = captured.checkpoints.n or captured.checkpoints.selective
+                stored = set() if again else set(captured.stored)
+                lasting = set() if places else {*captured.left, *seen.restored} | stored
                 written = sorted(seen.writes - lasting)
                 if not written:
                     problems = _problems(state.module, seen, captured, keep)
@@ -190,7 +194,8 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
     start = perf_counter()
     graph = _loaded(state, captured, args, kwargs)
     entry.keep = keep
-    reads = {r for r in seen.reads - set(captured.left) if not _inside(r[0], keep)}
+    reads = {r for r in seen.reads - {*captured.left, *captured.stored} if not _inside(r[0], keep)}
+    state.note_unread(reads, captured.stored)
     if entry.reads is None:
         entry.reads = guard.Reads(state.module, reads)
     else:

@@ -20,7 +20,8 @@ import argparse
 import dataclasses
 import inspect
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -211,15 +212,18 @@ _INNER = frozenset(("_parameters", "_buffers", "_modules", CALL, *HOOKS))
 
 
 class Guard:
-    """The Python state of one module tree, recorded as dictionaries to hash. Build anew when the tree changes."""
+    """The Python state of one module tree, recorded as dictionaries to hash. Build anew when the tree changes.
+    unread: attributes that no capture has read and that do not count, by the module's name."""
 
-    def __init__(self, module: nn.Module) -> None:
-        dicts: list[dict[str, Any]] = []
+    def __init__(self, module: nn.Module, unread: Mapping[str, frozenset[str]] = MappingProxyType({})) -> None:
+        dicts: list[dict[str, Any] | frozenset[str]] = []
         seen: set[int] = set()
-        for m in module.modules():
+        for where, m in module.named_modules():
             d = m.__dict__
             if isinstance(m, torch.jit.ScriptModule):  # has no dictionaries of its own
                 continue
+            if where in unread:
+                dicts.append(unread[where])
             dicts += (d, d["_modules"], d["_parameters"], d["_buffers"])
             if m is not module:
                 dicts += [d[h] for h in HOOKS if d.get(h) is not None]
@@ -236,7 +240,16 @@ class Guard:
 
     def refs(self) -> list[tuple[Any, ...]]:
         """Strong references to everything fast() hashes by identity."""
-        return [tuple(d.values()) if isinstance(d, dict) else (*d, *map(type, d)) for d in self._all]
+        refs: list[tuple[Any, ...]] = []
+        passed: frozenset[str] = frozenset()
+        for d in self._all:
+            if isinstance(d, frozenset):
+                passed = d
+                continue
+            refs.append(tuple([v for k, v in d.items() if k not in passed]) if isinstance(d, dict)
+                        else (*d, *map(type, d)))  # fmt: skip
+            passed = frozenset()
+        return refs
 
     def structure(self) -> Hashable:
         """The tree of modules and what is registered in it, free of the identity of parameters and buffers."""

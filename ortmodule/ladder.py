@@ -213,11 +213,11 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     try:
         try:
             if not env[0] or True not in wanted:
-                return graph.infer(tensors)
+                return site.store(graph.infer(tensors))
             if site.fill is None:
                 site.fill = input_skeleton(args, kwargs)[0]
             here = flat._replace(tensors=given[: len(flat.tensors)]) if captured.elsewhere else flat
-            return graph.train(tensors, wanted, ModuleCall(state, site, here, site.fill), env[2])
+            return site.store(graph.train(tensors, wanted, ModuleCall(state, site, here, site.fill), env[2]))
         except BaseException:
             put_back(before)
             raise
@@ -333,7 +333,7 @@ def _settle(state: State, site: Site, flat: FlatInputs, left: Left, env: tuple[A
             return _eager_site(state, site, left, args, kwargs)
         if not settled.whole:
             return _eager_site(state, site, left, args, kwargs)
-        key = (guard.Guard(state.module).fast(), flat.key, env, tuple([t.requires_grad for t in flat.tensors]))
+        key = (state.new_guard().fast(), flat.key, env, tuple([t.requires_grad for t in flat.tensors]))
         found: GuardedGraph | Left = left
         try:
             site = state.find_site(key, flat.key, env, args, kwargs)
@@ -536,7 +536,8 @@ def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, .
     else:
         shadow = shadow_of(state.body)
         with unwrapped(shadow):
-            made.net, made.no_net = net.cast(shadow, args, kwargs, entry.keep, made.graph.captured.kept, caches)
+            known = made.graph.captured
+            made.net, made.no_net = net.cast(shadow, args, kwargs, entry.keep, known.kept, caches, known.stored)
         made.next_check = net.FIRST if made.net is not None else -1
 
 
@@ -575,7 +576,7 @@ def _unfit(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, e
     with state.lock:
         state.sites = {k: s for k, s in state.sites.items() if s is not site}
         site.captured = None
-        own = guard.Guard(state.module)
+        own = state.new_guard()
         if own.structure() == site.structure:
             captured.refused.append([t.shape for t in flat.tensors])
     return call(state, args, kwargs, turned_down + 1)

@@ -90,13 +90,14 @@ def cast(
     keep: Collection[str],
     kept: dict[str, list[Any]],
     caches: list[Any],
+    stored: Collection[tuple[str, str]] = (),
 ) -> tuple[Net | None, str]:
     """A net for a capture that was just made; or None, and why. kept: what submodules kept in PyTorch have returned, on
-    the meta device."""
+    the meta device. stored: attributes of modules to which forward assigns tensors."""
     if any(k not in kept for k in keep):
         return None, "sizes of what modules kept in PyTorch return are not known"
     try:
-        net = Net(module, args, kwargs, keep, kept, caches)
+        net = Net(module, args, kwargs, keep, kept, caches, stored)
     except Exception as error:
         return (
             None,
@@ -117,12 +118,14 @@ class Net:
         keep: Collection[str],
         kept: dict[str, list[Any]],
         caches: list[Any],
+        stored: Collection[tuple[str, str]] = (),
     ) -> None:
         self._fill, flat = input_skeleton(args, kwargs)
         self._scalars = list(flat.scalars)
         self._keep = sorted(keep)
         self._kept = kept
         self._caches = caches
+        self.stored = list(stored)
         self._n_modes = private.function_modes()
         self.results: list[tuple[list[Tensor], Any, list[int]]] = []  # of custom Functions
         self.notes: list[tuple[Any, ...]] = []
@@ -183,6 +186,11 @@ class Net:
                         for name, m, old in buffers
                         for k in {**old, **m._buffers}
                         if m._buffers.get(k) is not old.get(k)
+                    ]
+                    + [
+                        (f"{where}.{k}", t)
+                        for where, k in self.stored
+                        if isinstance(t := module.get_submodule(where).__dict__.get(k), Tensor)
                     ],
                 )
         finally:
@@ -211,7 +219,8 @@ class _Noting(TorchFunctionMode):
         self._words.update(net.words)
         for name, m in module.named_modules():
             for held in (m.__dict__, m._buffers, m._parameters):
-                self._words.update((id(t), f"{name}.{k}".lstrip(".")) for k, t in held.items() if isinstance(t, Tensor))
+                self._words.update((id(t), f"{name}.{k}".lstrip(".")) for k, t in held.items()
+                                   if isinstance(t, Tensor) and (name, k) not in net.stored)  # fmt: skip
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
@@ -361,7 +370,7 @@ class _Noting(TorchFunctionMode):
         return {id(t): self._words[id(t)] for t in kept}
 
     def end(self, out: Any, assigned: list[tuple[str, Tensor | None]]) -> None:
-        """What forward returns, and the buffers it has assigned."""
+        """What forward returns, and the buffers and other tensors it has assigned."""
         try:
             flat = flatten_inputs((out,), {})
             self._note("return", [*[self._word(t) for t in flat.tensors], repr(flat.scalars), flat.key])

@@ -69,8 +69,10 @@ class ModuleCall(NamedTuple):
                                    "tensor that is no buffer has no copy for that. Give it to register_buffer")
         left = [(at, name, at.get(name, patches.ABSENT))
                 for at, (_, name) in zip(site.left, graph.captured.left, strict=True)]  # fmt: skip
+        left += [(at, name, at.get(name, patches.ABSENT)) for at, name in site.stored]
         try:
             out = torch.func.functional_call(holder, own, args, kwargs, tie_weights=False)
+            out = (out, [at[name] for at, name in site.stored]) if site.stored else out
         finally:
             put_back(left)  # a later call may have left something else
         found: dict[int, Tensor] = {}

@@ -17,7 +17,7 @@ import operator
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, cast
 
 import torch
@@ -154,6 +154,7 @@ class Site:
         "params",
         "params_grad",
         "refs",
+        "stored",
         "structure",
         "wanted_bound",
     )
@@ -171,8 +172,19 @@ class Site:
         self.captured: GuardedGraph | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
         self.left: list[dict[str, Any]] = []  # the modules whose attributes it leaves as forward would
+        self.stored: list[tuple[dict[str, Any], str]] = []  # attributes that get tensors behind the results
         self.wanted_bound: tuple[bool, ...] = ()
         self.fill: Callable[[list[Any]], Any] | None = None
+
+    def store(self, made: Any) -> Any:
+        """What forward returns, of what the graph gives; the rest goes where forward would have put it."""
+        if not self.stored:
+            return made
+        result, values = made
+        for (own, name), value in zip(self.stored, values, strict=True):
+            own[name] = value
+        return result
+
 
 class State:
     """What an ORTModule knows besides its module."""
@@ -190,7 +202,10 @@ class State:
         self.sites: dict[Hashable, Site] = {}
         self.entries: dict[tuple[Any, ...], list[Entry]] = {}
         self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
-        self.guard = guard.Guard(module)
+        self.unread: dict[str, frozenset[str]] = {}  # attributes that are stored and not read, by module
+        self._stored: set[tuple[str, str]] = set()
+        self._read: set[tuple[str, str]] = set()
+        self.guard = self.new_guard()
         self.eager_entries: dict[str, EagerEntry] = {}
         self.failed: dict[tuple[str, bool], FailedEntry] = {}  # captures
         self.every: list[GuardedGraph] = []
@@ -225,6 +240,20 @@ class State:
         """A submodule by its name in the module that was wrapped."""
         return ".".join(name for name in (self.name, module) if name)
 
+    def new_guard(self) -> guard.Guard:
+        return guard.Guard(self.module, self.unread)
+
+    def note_unread(self, reads: Collection[tuple[str, str]], stored: Collection[tuple[str, str]]) -> None:
+        """A capture has read attributes and stores tensors in others. What is stored at every call and read by none
+        makes no difference to any: it is not looked at."""
+        self._stored.update(stored)
+        self._read.update(reads)
+        every = {(where, name) for where, name in self._stored - self._read if (where, "__dict__") not in self._read}
+        unread = {where: frozenset([name for at, name in every if at == where]) for where, _ in every}
+        if unread != self.unread:
+            self.unread, self.guard = unread, guard.Guard(self.module, unread)
+            self.sites.clear()  # found by other numbers
+
     # --- look-up -----------------------------------------------------------------------------------
 
     def find_site(self, key: tuple[Any, ...], structure: Hashable, env: tuple[Any, ...], args: tuple[Any, ...],
@@ -239,7 +268,7 @@ class State:
                     raise RuntimeError(f"{name} of a lazy module gets its size at the first call")
                 if private.is_transformed(t):
                     raise RuntimeError(f"{name} is a tensor of torch.func's (vmap, jvp, grad), which has ended")
-            own = self.guard = guard.Guard(self.module)
+            own = self.guard = self.new_guard()
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])
             entry = next((e for e in known if e.holds(self.module)), None) or self.left_alike(tree, env)
@@ -327,6 +356,7 @@ class State:
         site.bound = bound
         site.wanted_bound = tuple([t.requires_grad for t in bound])
         site.left = [self.module.get_submodule(where).__dict__ for where, _ in captured.graph.captured.left]
+        site.stored = [(self.module.get_submodule(at).__dict__, name) for at, name in captured.graph.captured.stored]
         site.captured = captured
         return captured
 
@@ -375,7 +405,7 @@ class State:
         if not before:
             return site, before
         with self.lock:  # no capture has read them
-            own_guard = self.guard = guard.Guard(self.module)
+            own_guard = self.guard = self.new_guard()
             return self.move(site, captured, Site(site.entry, own_guard.fast(), own_guard)), before
 
     def unchanged(self, site: Site) -> bool:
@@ -383,7 +413,7 @@ class State:
         captured = site.captured
         return (
             captured is not None
-            and guard.Guard(self.module).structure() == site.structure
+            and self.new_guard().structure() == site.structure
             and site.entry.holds(self.module)
             and all(tensor_of(self.module, s) is t for s, t in zip(captured.graph.bound, site.bound, strict=True))
         )
@@ -403,7 +433,7 @@ class State:
         """Hooks have changed the module in a call. When it is nothing that the call has read, the next one finds the
         same site; else what that was."""
         with self.lock:
-            own = guard.Guard(self.module)
+            own = self.new_guard()
             reads, captured = site.entry.reads, site.captured
             if reads is None or captured is None or own.structure() != site.structure:
                 return None

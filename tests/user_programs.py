@@ -130,6 +130,26 @@ GRAMMAR: dict[str, list[str]] = {
         "self.kept = h.detach() + self.kept.sum()\nh = h + self.kept.sum()||self.kept = torch.zeros(1, 4)",
         "self.trail.append(h.detach().sum())\nh = h * len(self.trail)||self.trail = []",
     ],
+    "stored": [  # tensors in attributes, which the script looks at and takes gradients from
+        "self.kept_a = h",
+        "self.kept_a = h * 2",
+        "self.kept_a = h[:, 1:]",
+        "self.kept_a = x",
+        "self.kept_a = self.bias * 2",
+        "self.kept_b = g.detach()",
+        "self.kept_b = (h, g * 3)",
+        "self.kept_b = h\nh = self.kept_b * 2",
+        "self.kept_b = h * 1\nself.kept_b.mul_(2)",
+        "self.kept_b = h.sum()\nself.kept_b = self.kept_b + 1",
+        "with torch.no_grad():\n    self.kept_a = h * 2",
+        "if x.shape[0] > 2:\n    self.kept_b = h.exp()",
+        "if h.sum() > 0:\n    self.kept_b = h.tanh()",
+        "h = self.leaves(h)||self.leaves = Leaves()",
+        "h = self.leaves(self.leaves(h))||self.leaves = Leaves()",
+        "if self.training:\n    self.kept_c = h.mean(0).detach()\nelse:\n    h = h + self.kept_c||self.kept_c = torch.zeros(4)",
+        "self.kept_a = None",
+        "self.kept_a = h.argmax(-1)",
+    ],
     "state": [
         "h = h * SWITCH['k']",
         "h = h * self.schedule.value()||self.schedule = Schedule()",
@@ -372,6 +392,17 @@ class Holder(nn.Module):
         self.register_buffer("state", torch.zeros(4))
 
 
+class Leaves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kept_a = nn.Linear(4, 4), None
+
+    def forward(self, h):
+        h = torch.tanh(self.inner(h))
+        self.kept_a = h.square().mean()
+        return h * 2
+
+
 class Net(nn.Module):
     factor = 0.625
 
@@ -492,6 +523,11 @@ class Script:
         self.note(f"{step}: metrics", flat(self.space["METRICS"]))
         self.note(f"{step}: calls", (self.net.calls, getattr(self.net, "seen", None)))
 
+    def stored(self) -> list[Any]:
+        """What forward has put into attributes."""
+        of = (self.net, getattr(self.net, "leaves", None))
+        return [v for m in of if m is not None for k in ("kept_a", "kept_b", "kept_c") for v in flat(vars(m).get(k))]
+
     def random(self, *shape: int) -> Tensor:
         self.n += 1
         return torch.randn(shape, generator=torch.Generator().manual_seed(self.seed * 1000 + self.n))
@@ -574,10 +610,16 @@ class Script:
             leaves.append(leaf)
             if y:
                 kwargs["y"] = self.random(rows, 4)
+            for m in (self.net, getattr(self.net, "leaves", None)):  # what is of a call before has had its backward
+                vars(m).update({k: None for k in ("kept_a", "kept_b") if k in vars(m)}) if m is not None else None
             with torch.inference_mode() if inference else torch.set_grad_enabled(grad):
                 outs.append(self.model(leaf * 1 if wants else leaf, **kwargs))
             self.note("result", [v.detach().clone() if isinstance(v, Tensor) else v for v in flat(outs[-1])])
             self.note("requires grad", [v.requires_grad for v in flat(outs[-1]) if isinstance(v, Tensor)])
+            stored = self.stored()
+            self.note("stored", [v.detach().clone() if isinstance(v, Tensor) else v for v in stored])
+            self.note("stored requires grad", [v.requires_grad for v in stored if isinstance(v, Tensor)])
+            outs.append([v for v in stored if isinstance(v, Tensor) and v.grad_fn is not None])
         found = [t for out in outs for t in flat(out) if isinstance(t, Tensor) and t.requires_grad]
         taken, self.space["FEATURES"][:] = list(self.space["FEATURES"]), []
         self.note("features", [t.detach().clone() for t in taken])

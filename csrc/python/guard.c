@@ -55,6 +55,7 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
         return PyErr_Format(PyExc_TypeError, "guard_hash: a list or tuple of dictionaries is needed");
     Py_ssize_t n = list ? PyList_Size(dicts) : PyTuple_Size(dicts);
     uint64_t h = 0x243f6a8885a308d3ull;
+    PyObject *passed = NULL; /* keys of the next dictionary that do not count */
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *d = list ? PyList_GetItem(dicts, i) : PyTuple_GetItem(dicts, i), *key, *value;
         if (d && PyTuple_CheckExact(d)) { /* objects whose class counts */
@@ -62,13 +63,23 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
                 h = mix(h, (uint64_t)(uintptr_t)Py_TYPE(PyTuple_GetItem(d, k)));
             continue;
         }
+        if (d && PyFrozenSet_CheckExact(d)) {
+            passed = d;
+            continue;
+        }
         if (!d || !PyDict_Check(d)) return PyErr_Format(PyExc_TypeError, "guard_hash: item %zd is not a dictionary", i);
         Py_ssize_t pos = 0;
-        h = mix(h, (uint64_t)PyDict_Size(d));
+        uint64_t counted = 0;
         while (PyDict_Next(d, &pos, &key, &value)) {
+            const int pass = passed ? PySet_Contains(passed, key) : 0;
+            if (pass < 0) return NULL;
+            if (pass) continue;
             h = mix(h, (uint64_t)(uintptr_t)key);
             if (hash_value(value, &h, 0)) return NULL;
+            counted++;
         }
+        h = mix(h, counted);
+        passed = NULL;
     }
     return PyLong_FromLongLong((long long)(h >> 1));
 }

@@ -102,7 +102,8 @@ class Captured:
     tensors are the last of the outputs, and rebuild raises branches.Other when they say something else. rebinds: graph
     inputs that are buffers to which forward assigns new tensors; the graph writes into them. between: output -> outputs
     (bits) that it is computed from. tests: of facts.py, for tensors that `fits`. left: attributes of modules to which
-    forward assigns numbers, words or sizes; leave: what they are after a call.
+    forward assigns numbers, words or sizes; leave: what they are after a call. stored: attributes of modules to which
+    forward assigns tensors that it has made, or tuples of them; rebuild then gives (results, list of those).
     """
 
     onnx: bytes
@@ -121,6 +122,7 @@ class Captured:
     fixed_scalars: list[int] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     leave: Callable[[FlatInputs], Sequence[Any]] = lambda _: ()
+    stored: list[tuple[str, str]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     quiet: frozenset[int] = frozenset()
@@ -228,6 +230,7 @@ def capture(
         fixed_scalars=held.fixed,
         left=held.left,
         leave=held.leave,
+        stored=exported.stored,
         kept=without_values(exported.table),
         quiet=frozenset([index[n] for n, _ in program.writes if n in program.quiet]),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],

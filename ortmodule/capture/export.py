@@ -76,7 +76,8 @@ class Exported:
     facts: what the trace was told of the arguments. conditions: what it was told of values; the tensors asked stand
     behind all other outputs. same: which results are a tensor argument (its number), parameter or buffer (its name).
     asked: where (file:line) a relation of `guards()` was.
-    left: of modules (their names), attributes and what forward leaves in them: numbers, words, sizes."""
+    left: of modules (their names), attributes and what forward leaves in them: numbers, words, sizes. stored:
+    attributes in which it leaves tensors; `rebuild` then gives (results, what those hold)."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -95,6 +96,7 @@ class Exported:
     conditions: branches.Answers = ()
     asked: dict[Any, str] = field(default_factory=dict)
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
+    stored: list[tuple[str, str]] = field(default_factory=list)
 
     def guards(self) -> list[Any]:
         """Relations between sizes that were taken one way so far, by the trace or by what was made of it (sympy)."""
@@ -149,6 +151,8 @@ class _Wrapper(nn.Module):
             set_cudnn(*inside)
         watch = watching()
         self._box["left"] = dict(watch.left) if watch is not None else {}
+        stored = watch.take_stored() if watch is not None else {}
+        self._box["stored"] = list(stored)
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
@@ -173,7 +177,7 @@ class _Wrapper(nn.Module):
                 flat.append(x)
             return slot[id(x)]
 
-        self._box["rebuild"] = skeleton(out, leaf)
+        self._box["rebuild"] = skeleton((out, list(stored.values())) if stored else out, leaf)
         if any(x is leaf for x in flat for leaf in asked.leaves):
             raise CaptureError("forward returns a leaf of its own making (requires_grad_): its gradient would be lost")
         put, returned = ([x for x in of if isinstance(x, Tensor)] for of in (leaves, flat))
@@ -722,6 +726,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         box["conditions"],
         asked,
         box["left"],
+        box["stored"],
     )
 
 

@@ -43,6 +43,14 @@ class _Shown(dict[str, Any]):
         del self._table[name]
 
 
+def _tensors(value: Any) -> bool:
+    """A tensor, or a tuple of nothing else, that is no parameter: what a call can be given from what its graph
+    returns."""
+    if type(value) is tuple:
+        return bool(value) and all(map(_tensors, value))
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
 class Modules(Settled):
     """Reads and writes by (where in the tree, name); `quiet` ones are those of code that is kept in PyTorch."""
 
@@ -68,6 +76,8 @@ class Modules(Settled):
         self._kept_writes: set[tuple[str, str]] = set()
         self._past: set[tuple[str, str]] = set()  # assigned to the module that `_outside` belongs to
         self.left: dict[tuple[str, str], Any] = {}
+        self.stored: dict[tuple[str, str], Any] = {}  # tensors, which the graph can return behind the results
+        self.stores = False  # it can: it is whole
         self.restored: set[tuple[str, str]] = set()
         self.keeps = False  # it leaves something of the call in others
         self._quiet_reads: set[tuple[str, str]] = set()  # looked at for what is to be put back
@@ -190,9 +200,10 @@ class Modules(Settled):
 
     def _note_left(self) -> None:
         """What forward, which has returned, leaves in the attributes that it has assigned."""
-        self.left, self.restored, self.keeps = {}, set(), False
+        self.left, self.stored, self.restored, self.keeps = {}, {}, set(), False
         of = {where: (own, old) for (where, own), old in reversed([*zip(self._dicts, self._start, strict=True)])}
         blind = set() if self._past_names() else self._blind
+        called = {(where, name) for _, where, name in self.called_reads}
         for key in (self.writes | blind) - self._kept_reads - self._kept_writes - self._past:
             where, name = key
             own, old = of[where]
@@ -201,11 +212,18 @@ class Modules(Settled):
                 continue
             if key in blind and where not in self._looked_into and lasts(now):
                 self.left[key] = now
+            elif self.stores and key in blind - called and where not in self._looked_into and _tensors(now):
+                self.stored[key] = now
             elif now is was or lasts(now) and type(now) is type(was) and repr(now) == repr(was):
                 self.restored.add(key)
                 self.reads.add(key)
             elif not isinstance(now, nn.Module) and not lasts(now):
                 self.keeps = True
+
+    def take_stored(self) -> dict[tuple[str, str], Any]:
+        """`stored`, of which none is kept here: they are of the trace."""
+        stored, self.stored = self.stored, {}
+        return stored
 
     def _looks_into(self, where: str, own: dict[str, Any]) -> None:
         """The user's code has got the dictionary of a module, or a way past what looks on: it can read all that is

@@ -145,9 +145,9 @@ def _counter(m: Any, h: Tensor) -> Tensor:
     return h * m.calls
 
 
-def _kept_tensor(m: Any, h: Tensor) -> Tensor:
-    m.last = torch.tanh(h)
-    return m.last * 2
+def _kept_list(m: Any, h: Tensor) -> Tensor:
+    m.last = [torch.tanh(h)]
+    return m.last[0] * 2
 
 
 def _toggle(m: Any, h: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def _global_name(m: Any, h: Tensor) -> Tensor:
 REACHED: list[Any] = []
 LEFT_TO_PYTORCH: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "a counter": (_counter, {"calls": 0}),
-    "a tensor": (_kept_tensor, {}),
+    "a list of tensors": (_kept_list, {}),
     "a switch": (_toggle, {"flip": False}),
     "read by vars()": (_dict_of_itself, {}),
     "a number read from a tensor": (_sum_read, {}),

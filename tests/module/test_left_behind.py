@@ -225,6 +225,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 CASES = [Result, Weights, OfParameters, Argument, Appended, Filled, Queued, InObject, InSharedObject, InGlobalList, Global, OfClass, OfClosure,
          Refused, RefusedAppended, RefusedGlobal]  # fmt: skip
+STORED = (Result, OfParameters, Argument)  # results of the graph: test_stored.py
 
 
 @pytest.mark.parametrize("layer", CASES)
@@ -244,13 +245,16 @@ def test_what_is_left_behind_has_its_gradient(layer: type[Layer]) -> None:
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
     report = wrapped.report()
     named = {h.module for h in report.host}
+    if layer in STORED:
+        assert not named and not report.eager and report.node_share == 1, str(report)
+        return
     assert named == {"blocks.0.2", "blocks.1.2"} or report.eager, str(report)
     if named:
         assert sum(g.forwards for g in report.graphs) >= 2 and "as it leaves tensors behind" in str(report)
 
 
 def test_more_than_can_be_cut_out_run_in_pytorch() -> None:
-    eager = Net(OfParameters, 65)
+    eager = Net(InObject, 65)
     wrapped = ORTModule(copy.deepcopy(eager))
     for _ in range(4):
         x = torch.randn(2, 5, 6)
