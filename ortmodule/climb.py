@@ -114,8 +114,8 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     continue
                 # what a kept module's own forward assigns is not among them; hooks may look in between
                 # a checkpoint assigns them once more, in backward
-                again = captured.checkpoints.n or captured.checkpoints.selective
-                stored = set() if again else set(captured.stored)
+                twice = captured.checkpoints.n or captured.checkpoints.selective
+                stored = set() if twice else set(captured.stored) - captured.inside
                 lasting = set() if places else {*captured.left, *seen.restored} | stored
                 written = sorted(seen.writes - lasting)
                 if not written:
@@ -151,8 +151,9 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                     continue
                 # Tensors or state that the user may look at afterwards, or a cache: this call runs in PyTorch so
                 # that it is written; a module that does it again and again stays there.
-                entry.writes_seen += 1
-                if entry.writes_seen <= 2 and not state.settings.strict:
+                again = private.in_backward()  # a checkpoint's second forward, of which the first was PyTorch's
+                entry.writes_seen += not again
+                if (entry.writes_seen <= 2 or again) and not state.settings.strict:
                     more = keep or places or seen.keeps or seen.problems or seen.assigns or captured.conditions
                     plain = not more and all(op.kind == "aten" and not op.draws for op in captured.host_ops)
                     raise Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
@@ -200,6 +201,7 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
         entry.reads = guard.Reads(state.module, reads)
     else:
         entry.reads.add(state.module, reads)
+    state.sites.clear()  # some were found for other states, which this entry held for when it had read less
     bound: dict[int | str, bool] = {}
     for each in _parts(captured):
         for i, spec in enumerate(each.inputs):

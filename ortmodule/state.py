@@ -252,7 +252,7 @@ class State:
         unread = {where: frozenset([name for at, name in every if at == where]) for where, _ in every}
         if unread != self.unread:
             self.unread, self.guard = unread, guard.Guard(self.module, unread)
-            self.sites.clear()  # found by other numbers
+            self.sites.clear()  # they were found by other hashes
 
     # --- look-up -----------------------------------------------------------------------------------
 

@@ -604,7 +604,7 @@ class Script:
 
     def call(self, rows: int, wants: bool = False, back: str = "once", times: int = 1, grad: bool = True, y: bool = False,
              inference: bool = False, retain: bool = False, features: bool = False, **kwargs: Any) -> None:  # fmt: skip
-        leaves, outs = [], []
+        leaves, outs, retained = [], [], []
         for _ in range(times):
             leaf = self.random(rows, 4).requires_grad_(wants)
             leaves.append(leaf)
@@ -617,6 +617,11 @@ class Script:
             self.note("result", [v.detach().clone() if isinstance(v, Tensor) else v for v in flat(outs[-1])])
             self.note("requires grad", [v.requires_grad for v in flat(outs[-1]) if isinstance(v, Tensor)])
             stored = self.stored()
+            of_results = {id(v) for v in flat(outs[-1])}
+            for v in stored:
+                if isinstance(v, Tensor) and v.requires_grad and id(v) not in of_results:
+                    v.retain_grad()
+                    retained.append(v)
             self.note("stored", [v.detach().clone() if isinstance(v, Tensor) else v for v in stored])
             self.note("stored requires grad", [v.requires_grad for v in stored if isinstance(v, Tensor)])
             outs.append([v for v in stored if isinstance(v, Tensor) and v.grad_fn is not None])
@@ -647,6 +652,7 @@ class Script:
         if features:
             self.note("gradients of features", [t.grad for t in taken])
         self.note("gradients of inputs", [leaf.grad for leaf in leaves])
+        self.note("gradients of what is stored", [v.grad for v in retained])
 
 
 def differs(a: Any, b: Any) -> str | None:

@@ -103,7 +103,8 @@ class Captured:
     inputs that are buffers to which forward assigns new tensors; the graph writes into them. between: output -> outputs
     (bits) that it is computed from. tests: of facts.py, for tensors that `fits`. left: attributes of modules to which
     forward assigns numbers, words or sizes; leave: what they are after a call. stored: attributes of modules to which
-    forward assigns tensors that it has made, or tuples of them; rebuild then gives (results, list of those).
+    forward assigns tensors, or tuples of them; rebuild then gives (results, list of those). inside: those of them from
+    which, or for which, other outputs are computed: their gradients would lack what the graph has between.
     """
 
     onnx: bytes
@@ -123,6 +124,7 @@ class Captured:
     left: list[tuple[str, str]] = field(default_factory=list)
     leave: Callable[[FlatInputs], Sequence[Any]] = lambda _: ()
     stored: list[tuple[str, str]] = field(default_factory=list)
+    inside: frozenset[tuple[str, str]] = frozenset()
     places: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
     quiet: frozenset[int] = frozenset()
@@ -194,6 +196,7 @@ def capture(
     keep_unknown_sizes(program, exported)
     asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
     program.outputs = program.outputs[: len(program.outputs) - len(asked)]
+    inside = _inside(program, exported)
     users, places = _outputs(program, exported)  # changes program.outputs
     between, formats = _between(program), _formats(program)
     rebuild = branches.asking(users, len(program.outputs), exported.conditions)
@@ -230,7 +233,8 @@ def capture(
         fixed_scalars=held.fixed,
         left=held.left,
         leave=held.leave,
-        stored=exported.stored,
+        stored=list(exported.stored),
+        inside=inside,
         kept=without_values(exported.table),
         quiet=frozenset([index[n] for n, _ in program.writes if n in program.quiet]),
         rebinds=[i for i, s in enumerate(specs) if s.kind == "buffer" and s.target in exported.rebinds],
@@ -403,6 +407,35 @@ def _between(program: Program) -> dict[int, int]:
     place = {out: i for i, out in enumerate(program.outputs) if isinstance(out, Node)}
     if len(place) < 2:
         return {}
+    from_outputs = _from_outputs(program, place)
+    return {i: bits for out, i in place.items() if (bits := from_outputs.get(out, 0))}
+
+
+def _inside(program: Program, exported: Exported) -> frozenset[tuple[str, str]]:
+    """Captured.inside. Not so: an argument or parameter itself, what has no gradient, a view that is made again of the
+    result or argument that it is one of."""
+    if not exported.stored or not exported.grad_mode:
+        return frozenset()
+    outputs, itself, views = program.outputs, program.passthrough, program.views
+    place = {out: i for i, out in reversed([*enumerate(outputs)]) if isinstance(out, Node) and i not in itself}
+    made = _from_outputs(program, place)
+    of_others = 0
+    for out, i in place.items():
+        of_others |= made.get(out, 0) if i not in views else 0
+
+    def within(i: int) -> bool:
+        out = outputs[i]
+        if not isinstance(out, Node) or out not in place or i in itself or out.target == STOP:
+            return False
+        if not isinstance(out.val, Tensor) or not (out.val.is_floating_point() or out.val.is_complex()):
+            return False
+        return bool(of_others >> place[out] & 1 or i not in views and made.get(out, 0))
+
+    return frozenset([key for key, at in exported.stored.items() if any(map(within, at))])
+
+
+def _from_outputs(program: Program, place: dict[Node, int]) -> dict[Node, int]:
+    """Of each node, the outputs (bits of their numbers in `place`) that it is computed from, so that gradients flow."""
     from_outputs: dict[Node, int] = {}
     for node in program.nodes:
         bits = 0
@@ -410,7 +443,7 @@ def _between(program: Program) -> dict[int, int]:
             for x in node.inputs():
                 bits |= from_outputs.get(x, 0) | (1 << place[x] if x in place else 0)
         from_outputs[node] = bits
-    return {i: bits for out, i in place.items() if (bits := from_outputs.get(out, 0))}
+    return from_outputs
 
 
 def _on_one_device(program: Program, module: nn.Module, flat: FlatInputs) -> None:

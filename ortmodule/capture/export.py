@@ -77,7 +77,8 @@ class Exported:
     behind all other outputs. same: which results are a tensor argument (its number), parameter or buffer (its name).
     asked: where (file:line) a relation of `guards()` was.
     left: of modules (their names), attributes and what forward leaves in them: numbers, words, sizes. stored:
-    attributes in which it leaves tensors; `rebuild` then gives (results, what those hold)."""
+    attributes in which it leaves tensors, and which outputs those are; `rebuild` then gives (results, what those
+    hold)."""
 
     graph_module: fx.GraphModule
     sources: dict[str, Source]
@@ -96,7 +97,7 @@ class Exported:
     conditions: branches.Answers = ()
     asked: dict[Any, str] = field(default_factory=dict)
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
-    stored: list[tuple[str, str]] = field(default_factory=list)
+    stored: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def guards(self) -> list[Any]:
         """Relations between sizes that were taken one way so far, by the trace or by what was made of it (sympy)."""
@@ -152,7 +153,6 @@ class _Wrapper(nn.Module):
         watch = watching()
         self._box["left"] = dict(watch.left) if watch is not None else {}
         stored = watch.take_stored() if watch is not None else {}
-        self._box["stored"] = list(stored)
         self._box["facts"] = asked.facts
         self._box["tried"] = asked.tried
         self._box["made"] = made = list({id(t): t for t in asked.made}.values())  # else the export drops it
@@ -178,6 +178,7 @@ class _Wrapper(nn.Module):
             return slot[id(x)]
 
         self._box["rebuild"] = skeleton((out, list(stored.values())) if stored else out, leaf)
+        self._box["stored"] = {key: [slot[id(t)] for t in _each(value)] for key, value in stored.items()}
         if any(x is leaf for x in flat for leaf in asked.leaves):
             raise CaptureError("forward returns a leaf of its own making (requires_grad_): its gradient would be lost")
         put, returned = ([x for x in of if isinstance(x, Tensor)] for of in (leaves, flat))
@@ -187,6 +188,15 @@ class _Wrapper(nn.Module):
         self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
         self._box["conditions"] = tuple(self._asker.conditions)
         return (*flat, *made, *self._asker.values)
+
+
+def _each(value: Any) -> Iterator[Tensor]:
+    """The tensors of a tuple of tuples."""
+    if isinstance(value, tuple):
+        for x in value:
+            yield from _each(x)
+    else:
+        yield value
 
 
 def set_cudnn(*flags: Any) -> tuple[Any, ...]:

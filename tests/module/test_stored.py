@@ -139,7 +139,12 @@ WHAT: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Any]] = {
     "nothing": lambda self, x, h, y: None,
     "number": lambda self, x, h, y: x.shape[0],
     "constant": lambda self, x, h, y: torch.arange(3),
+    "inside": lambda self, x, h, y: h,
+    "of the result": lambda self, x, h, y: y.square().mean(),
 }
+
+
+INSIDE = ("inside", "pair", "twice the same", "of the result")  # gradients between them and results: PyTorch's
 
 
 @pytest.mark.parametrize("what", WHAT)
@@ -161,13 +166,15 @@ def test_what_is_stored(what: str) -> None:
                               [t.untyped_storage().data_ptr() == u.untyped_storage().data_ptr() for u in others]))  # fmt: skip
                 if t.requires_grad:
                     loss = loss + (t * t).sum()
+            of = [t for t in seen if isinstance(t, Tensor) and t.requires_grad]
+            looked = torch.autograd.grad(loss, of, retain_graph=True) if of else []
             loss.backward()
-            found.append((facts, [t for t in seen if isinstance(t, Tensor)], [mine.grad, *gradients(model)]))
+            found.append((facts, [t for t in seen if isinstance(t, Tensor)], [mine.grad, *gradients(model), *looked]))
         assert found[0][0] == found[1][0]
         for a, b in zip(found[0][1] + found[0][2], found[1][1] + found[1][2], strict=True):
             close(a, b) if b is None or b.is_floating_point() else pytest.approx(torch.equal(a, b))
             assert a is None or torch.equal(a, b) or a.is_floating_point()
-    assert not ours.report().eager, ours.report()
+    assert bool(ours.report().eager) == (what in INSIDE), ours.report()
 
 
 class Twice(nn.Module):
@@ -180,7 +187,7 @@ class Twice(nn.Module):
 
 
 class Uses(nn.Module):
-    """Reads what it has stored, later in the same forward, and edits it."""
+    """Reads what it has stored, later in the same forward, and edits it; results are computed from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +216,41 @@ def test_stored_more_than_once(make: Callable[[], nn.Module], names: tuple[str, 
             found.append([*[t.detach() for t in kept], *gradients(model)])
         for a, b in zip(*found, strict=True):
             close(a, b)
-    whole(ours, 2)
+    assert bool(ours.report().eager) == (make is Uses)
+
+
+def looked(model: Any, how: str) -> list[Tensor]:
+    """Gradients of what was stored, as scripts ask for them."""
+    y, seen = model(data()), []
+    part = model.part.seen
+    if how == "hook":
+        part.register_hook(lambda g: seen.append(g.clone()))
+    elif how == "retain_grad":
+        part.retain_grad()
+    if how == "grad":
+        seen += torch.autograd.grad(y.sin().sum() + part.sum(), [part, *model.parameters()])
+    else:
+        (y.sin().sum() + part.sum()).backward()
+        seen += [part.grad] if how == "retain_grad" else []
+    return [*seen, *[g for g in gradients(model) if g is not None]]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = Store(lambda self, x, h, y: h), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part(x).tanh())
+
+
+@pytest.mark.parametrize("how", ["hook", "retain_grad", "grad"])
+def test_gradients_of_what_lies_on_the_way(how: str) -> None:
+    ours, eager = twins(Deep)
+    for _ in range(5):
+        for a, b in zip(looked(ours, how), looked(eager, how), strict=True):
+            close(a, b)
+    assert [h.module for h in ours.report().host] == ["part"]
 
 
 class Recurrent(nn.Module):
@@ -308,7 +349,7 @@ class Sometimes(nn.Module):
         h = self.first(x)
         if self.wanted:
             self.kept = h * 2
-        return h
+        return h.exp()
 
 
 def test_only_where_it_is_wanted() -> None:
