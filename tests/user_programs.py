@@ -107,6 +107,8 @@ GRAMMAR: dict[str, list[str]] = {
         "if self.mode == 'a':\n    h = h + 1\nelse:\n    h = self.second(h)",
         "for i in range(self.depth):\n    h = torch.tanh(self.first(h)) + i",
         "h = h * self.scale",
+        "if x.shape[0] > 2:\n    h = h * self.scale",
+        "if scale != 1.0:\n    h = h * self.scale",
         "h = h * self.factors[-1]",
         "h = h * self.config.alpha",
         "if flag:\n    h = -h",
@@ -117,6 +119,7 @@ GRAMMAR: dict[str, list[str]] = {
     ],
     "data": [
         "if h.sum() > 0.1:\n    h = h * 2\nelse:\n    h = self.second(h)",
+        "if h.sum() > 0.1:\n    h = h * self.scale",
         "h = h * (2.0 if h.detach().max().item() > 1 else 0.5)",
         "h = h + h[h > 0].sum()",
         "h = h.index_add(0, torch.nonzero(h[:, 0] > 0)[:, 0], h[h[:, 0] > 0])",
