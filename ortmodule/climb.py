@@ -154,7 +154,8 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                 again = private.in_backward()  # a checkpoint's second forward, of which the first was PyTorch's
                 entry.writes_seen += not again
                 if (entry.writes_seen <= 2 or again) and not state.settings.strict:
-                    more = keep or places or seen.keeps or seen.problems or seen.assigns or captured.conditions
+                    more = (keep or places or seen.keeps or captured.stored or seen.problems or seen.assigns
+                            or captured.conditions)  # fmt: skip
                     plain = not more and all(op.kind == "aten" and not op.draws for op in captured.host_ops)
                     raise Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
                 where, name = written[0]
@@ -196,12 +197,7 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
     graph = _loaded(state, captured, args, kwargs)
     entry.keep = keep
     reads = {r for r in seen.reads - {*captured.left, *captured.stored} if not _inside(r[0], keep)}
-    state.note_unread(reads, captured.stored)
-    if entry.reads is None:
-        entry.reads = guard.Reads(state.module, reads)
-    else:
-        entry.reads.add(state.module, reads)
-    state.sites.clear()  # some were found for other states, which this entry held for when it had read less
+    state.note(entry, reads, captured.stored)
     bound: dict[int | str, bool] = {}
     for each in _parts(captured):
         for i, spec in enumerate(each.inputs):

@@ -90,7 +90,7 @@ def cast(
     keep: Collection[str],
     kept: dict[str, list[Any]],
     caches: list[Any],
-    stored: Collection[tuple[str, str]] = (),
+    stored: Collection[tuple[str, str]],
 ) -> tuple[Net | None, str]:
     """A net for a capture that was just made; or None, and why. kept: what submodules kept in PyTorch have returned, on
     the meta device. stored: attributes of modules to which forward assigns tensors."""
@@ -118,7 +118,7 @@ class Net:
         keep: Collection[str],
         kept: dict[str, list[Any]],
         caches: list[Any],
-        stored: Collection[tuple[str, str]] = (),
+        stored: Collection[tuple[str, str]],
     ) -> None:
         self._fill, flat = input_skeleton(args, kwargs)
         self._scalars = list(flat.scalars)

@@ -243,16 +243,21 @@ class State:
     def new_guard(self) -> guard.Guard:
         return guard.Guard(self.module, self.unread)
 
-    def note_unread(self, reads: Collection[tuple[str, str]], stored: Collection[tuple[str, str]]) -> None:
-        """A capture has read attributes and stores tensors in others. What is stored at every call and read by none
-        makes no difference to any: it is not looked at."""
+    def note(self, entry: Entry, reads: set[tuple[str, str]], stored: Collection[tuple[str, str]]) -> None:
+        """A capture of the entry has read attributes and stores tensors in others. What is stored at every call and
+        read by none makes no difference to any: it is not looked at. Sites are found anew: by other hashes, and for
+        what the entry holds for now, which may be fewer states than when it had read less."""
+        if entry.reads is None:
+            entry.reads = guard.Reads(self.module, reads)
+        else:
+            entry.reads.add(self.module, reads)
         self._stored.update(stored)
         self._read.update(reads)
         every = {(where, name) for where, name in self._stored - self._read if (where, "__dict__") not in self._read}
         unread = {where: frozenset([name for at, name in every if at == where]) for where, _ in every}
         if unread != self.unread:
             self.unread, self.guard = unread, guard.Guard(self.module, unread)
-            self.sites.clear()  # they were found by other hashes
+        self.sites.clear()
 
     # --- look-up -----------------------------------------------------------------------------------
 

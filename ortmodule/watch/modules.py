@@ -210,9 +210,10 @@ class Modules(Settled):
             now, was = own.get(name, ABSENT), old.get(name, ABSENT)
             if name in _OF_MODULES:
                 continue
-            if key in blind and where not in self._looked_into and lasts(now):
+            unseen = key in blind and where not in self._looked_into
+            if unseen and lasts(now):
                 self.left[key] = now
-            elif self.stores and key in blind - called and where not in self._looked_into and _tensors(now):
+            elif unseen and self.stores and key not in called and _tensors(now):
                 self.stored[key] = now
             elif now is was or lasts(now) and type(now) is type(was) and repr(now) == repr(was):
                 self.restored.add(key)
