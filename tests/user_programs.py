@@ -528,8 +528,11 @@ class Script:
 
     def stored(self) -> list[Any]:
         """What forward has put into attributes."""
-        of = (self.net, getattr(self.net, "leaves", None))
-        return [v for m in of if m is not None for k in ("kept_a", "kept_b", "kept_c") for v in flat(vars(m).get(k))]
+        return [v for m in self.storing() for k in ("kept_a", "kept_b", "kept_c") for v in flat(vars(m).get(k))]
+
+    def storing(self) -> list[Any]:
+        """The modules that do so."""
+        return [m for m in (self.net, getattr(self.net, "leaves", None)) if m is not None]
 
     def random(self, *shape: int) -> Tensor:
         self.n += 1
@@ -613,8 +616,8 @@ class Script:
             leaves.append(leaf)
             if y:
                 kwargs["y"] = self.random(rows, 4)
-            for m in (self.net, getattr(self.net, "leaves", None)):  # what is of a call before has had its backward
-                vars(m).update({k: None for k in ("kept_a", "kept_b") if k in vars(m)}) if m is not None else None
+            for m in self.storing():  # what is of a call before has had its backward
+                vars(m).update({k: None for k in ("kept_a", "kept_b") if k in vars(m)})
             with torch.inference_mode() if inference else torch.set_grad_enabled(grad):
                 outs.append(self.model(leaf * 1 if wants else leaf, **kwargs))
             self.note("result", [v.detach().clone() if isinstance(v, Tensor) else v for v in flat(outs[-1])])
