@@ -43,7 +43,7 @@ class How(C.Structure):
         ("ld", C.c_int * 3),
         ("workers", C.c_int),
         ("type", PTR),
-        ("sizes", I64 * 12),
+        ("sizes", I64 * 14),
         ("scratch", I64),
         ("fence", I64 * 8),
     ]

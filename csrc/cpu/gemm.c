@@ -5,7 +5,8 @@
  * claim tasks = (block of columns, group of rows). Nobody waits for work that no running thread holds, so the scheme
  * also finishes when the host runs the pieces one after the other. Row groups exist only to give every thread work when
  * C is narrow. Many products: whole products are the tasks, each worker packing for itself. One product of fp32 or fp64
- * becomes parts like that, one for each worker, where it is large enough (gemm_parts).
+ * becomes parts like that, one for each worker, where it is large enough (gemm_parts), or slices of k, where it is deep
+ * and C small: the gradient of a small weight (gemm_slices).
  *
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
  * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
@@ -31,6 +32,7 @@ enum {
     BLOCK_ROWS = 512,
     PART_BLOCK_ROWS = 768,
     NARROW_ROWS = 512,           /* rows of a task whose C is summed aside: bounds the private block */
+    SLICES_BYTES = 4 << 20,      /* sums of all slices of k, which wait in L2 and L3 until they are added */
     SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
     PAST_CACHES = 2 << 20,       /* bytes of C that no core's own cache holds */
@@ -88,28 +90,45 @@ static int64_t gemm_work_size(const om_gemm_type *t, bool aside, int64_t rows) {
 
 static int64_t gemm_own_scratch(const om_gemm_how *p) {
     const int64_t shared = p->pack_size + p->acc_size;
-    return p->per_product || p->workers == 1 ? p->workers * (shared + p->work_size)
-                                             : shared + p->workers * p->work_size;
+    return p->per_product || p->workers == 1 || p->slices
+               ? p->workers * (shared + p->work_size) + p->slices * p->slice_size
+               : shared + p->workers * p->work_size;
+}
+
+/* Packing a row or a column takes as long as PACK_COST products with a number of it. */
+static double gemm_cost(double rows, double cols) {
+    enum { PACK_COST = 30 };
+    return rows * cols + PACK_COST * (rows + cols);
 }
 
 /* One product in as many parts as there are workers, each with packed operands of its own: no worker waits for another
  * or reads what another has packed. Faster than one packed A for all, which is 8 MiB, written past L2 and read from
  * there for every block of columns: 3 to 9 % on Granite Rapids (L2 2 MiB), whole steps 6 to 12 % on Zen 3 (L2 512 KiB,
- * an L3 that others share). Packing a row or a column takes as long as PACK_COST products with a number of it; parts
- * that packing would delay by more than WORTH are not made. Parts cut no sum. */
-static bool gemm_parts(const om_gemm_type *t, om_gemm_how *p) {
-    const double PACK_COST = 30, WORTH = 1.25;
-    double least = WORTH * (double)p->m * (double)p->n / p->workers;
+ * an L3 that others share). Parts that packing would delay by more than WORTH are not made. Parts cut no sum. The
+ * slowest part's cost, or that of what is not worth it. */
+static double gemm_parts(const om_gemm_type *t, om_gemm_how *p) {
+    const double WORTH = 1.25;
+    double least = WORTH * gemm_cost((double)p->m, (double)p->n) / p->workers;
     for (int down = 1; down <= p->workers; down++) {
         if (p->workers % down) continue;
         const int64_t rows = round_up((p->m + down - 1) / down, t->mr), across = p->workers / down,
                       cols = round_up((p->n + across - 1) / across, t->cols);
-        const double r = (double)(rows < p->m ? rows : p->m), c = (double)(cols < p->n ? cols : p->n),
-                     cost = r * c + PACK_COST * (r + c);
+        const double cost = gemm_cost((double)(rows < p->m ? rows : p->m), (double)(cols < p->n ? cols : p->n));
         if (cost >= least) continue;
         least = cost, p->part_rows = rows, p->part_cols = cols;
     }
-    return p->part_rows > 0;
+    return least;
+}
+
+/* Slices of k, claimed by the workers, where that beats `least`: nothing is packed twice. Cut where the kernel cuts,
+ * and added in its order: no sum changes. */
+static void gemm_slices(const om_gemm_type *t, double least, om_gemm_how *p) {
+    const int64_t slices = (p->k + t->kc - 1) / t->kc, size = round_up(p->m * p->n * t->elem, 64);
+    const double JOIN_COST = 1.03, deepest = (double)((slices + p->workers - 1) / p->workers * t->kc),
+                 share = deepest / (double)p->k; /* of a worker, in the last round of which the last slice may not be */
+    if (slices < 2 || size > SLICES_BYTES / slices) return;
+    if (share * JOIN_COST * gemm_cost((double)p->m, (double)p->n) >= least) return;
+    p->slices = slices, p->slice_size = size;
 }
 
 static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p) {
@@ -124,14 +143,17 @@ static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p)
     if (p->workers < 1) p->workers = 1;
     p->per_product = a->batch > 1 && (flops < 8 * MIN_FLOPS || a->batch >= 4 * threads || p->workers == 1);
     const bool wide = !pairs && !p->narrow;
-    if (wide && !p->per_product && p->workers > 1) p->per_product = gemm_parts(t, p);
-    if (!p->part_rows) p->part_rows = p->m, p->part_cols = p->n;
-    const bool alone = p->per_product || p->workers == 1, apart = alone && wide;
+    if (wide && !p->per_product && p->workers > 1) {
+        gemm_slices(t, gemm_parts(t, p), p);
+        p->per_product = p->part_rows > 0 && !p->slices;
+    }
+    if (!p->per_product || !p->part_rows) p->part_rows = p->m, p->part_cols = p->n;
+    const bool alone = p->per_product || p->workers == 1 || p->slices, apart = alone && wide;
     const int64_t m = p->part_rows < p->m ? p->part_rows : p->m, least = apart ? PART_BLOCK_ROWS : BLOCK_ROWS,
                   want = m < least ? m : least,
                   elems = (apart ? PART_BLOCK_BYTES : p->per_product ? OWN_BLOCK_BYTES : BLOCK_BYTES) / t->elem;
-    p->block_k = p->k;
-    if (p->k * want > elems && !p->narrow) { /* not when C is narrow: it is rounded once, after all of k */
+    p->block_k = p->slices ? t->kc : p->k;
+    if (p->block_k * want > elems && !p->narrow) { /* not when C is narrow: it is rounded once, after all of k */
         p->block_k = elems / want / t->kc * t->kc;
         if (p->block_k < t->kc) p->block_k = t->kc;
     }
@@ -280,6 +302,36 @@ static void gemm_many_worker(void *arg, int64_t begin, int64_t end) {
     }
 }
 
+typedef struct gemm_deep {
+    const om_gemm_how *p;
+    om_gemm_job job;
+    char *mem, *sums;
+    atomic_int worker;
+    atomic_llong next;
+} gemm_deep;
+
+static void gemm_deep_worker(void *arg, int64_t begin, int64_t end) {
+    (void)begin, (void)end;
+    gemm_deep *r = arg;
+    const om_gemm_how *p = r->p;
+    const int64_t es = (int64_t)om_dtype_size(r->job.dtype), kc = p->t->kc;
+    char *mem = r->mem + atomic_fetch_add(&r->worker, 1) * (p->pack_size + p->work_size);
+    for (long long i; (i = atomic_fetch_add(&r->next, 1)) < p->slices;) {
+        om_gemm_job j = r->job;
+        j.a = (const char *)j.a + i * kc * j.csa * es, j.b = (const char *)j.b + i * kc * j.rsb * es;
+        j.k = j.k - i * kc < kc ? j.k - i * kc : kc;
+        j.c = r->sums + i * p->slice_size, j.rsc = j.n, j.csc = 1;
+        j.beta = 0, j.bias = NULL;
+        gemm_alone(p, &j, mem, mem + p->pack_size);
+    }
+}
+
+static void gemm_deep_join(void *arg, int64_t begin, int64_t end) {
+    const gemm_deep *r = arg;
+    const int64_t slice = r->p->slice_size / (int64_t)om_dtype_size(r->job.dtype);
+    r->p->t->join(&r->job, r->sums, slice, r->p->slices, begin, end);
+}
+
 /* The products from `first` on. */
 static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, int64_t first, char *mem) {
     if (p->per_product || p->workers == 1) {
@@ -289,7 +341,13 @@ static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, in
         else om_parallel_for(cx, p->workers, 1, gemm_many_worker, &r);
         return;
     }
-    for (int64_t i = first; i < a->batch; i++) {
+    for (int64_t i = first; i < a->batch && p->slices; i++) {
+        gemm_deep r = {.p = p, .job = gemm_job(a, p->swap, i), .mem = mem};
+        r.sums = mem + p->workers * (p->pack_size + p->work_size);
+        om_parallel_for(cx, p->workers, 1, gemm_deep_worker, &r);
+        om_parallel_for(cx, r.job.m, 1 + 16384 / (r.job.n * p->slices), gemm_deep_join, &r);
+    }
+    for (int64_t i = first; i < a->batch && !p->slices; i++) {
         om_gemm_job j = gemm_job(a, p->swap, i);
         for (int64_t row = 0; row < j.m; row += p->block_rows) {
             int64_t k = 0;

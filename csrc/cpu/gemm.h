@@ -45,6 +45,7 @@ typedef struct om_gemm_how {
     const struct om_gemm_type *t;
     int64_t m, n, k, block_rows, block_k, group_rows, pack_size, work_size;
     int64_t part_rows, part_cols;    /* of the parts that workers compute by themselves (per_product); else m and n */
+    int64_t slices, slice_size;      /* of k that are summed apart, each into so many bytes; 0: none are */
     int64_t ld_acc, acc_size;        /* of the floats that wait between blocks of k (om_gemm_job.acc); 0: none do */
     int64_t scratch;                 /* bytes om_gemm_run wants */
 } om_gemm_how;
@@ -93,6 +94,9 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
      * (row1 - row0) * cols of the compute type when C is stored narrower (bf16 as bf16: when k > kc, without acc). */
     void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
                   void *work);
+    /* C[row0:row1] from the sums of kc deep slices, `slice` elements apart, each (m, n) dense: what `block` makes of
+     * all of them, to the bit. NULL where C is stored narrower than it is summed. */
+    void (*join)(const om_gemm_job *g, const void *sums, int64_t slice, int64_t slices, int64_t row0, int64_t row1);
 } om_gemm_type;
 
 typedef struct om_gemm_kernels { om_gemm_type f32, f64; } om_gemm_kernels;

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import engine
+from gemm_call import product
 from opcheck import check as check_op
 from opcheck import rand
 
@@ -105,7 +106,7 @@ def test_nan_and_inf_pass() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("m,k,n", [(131, 1033, 257), (401, 211, 5), (5, 211, 401), (1031, 67, 127), (1601, 1030, 417), (301, 2050, 1001)])
+@pytest.mark.parametrize("m,k,n", [(131, 1033, 257), (401, 211, 5), (5, 211, 401), (1031, 67, 127), (1601, 1030, 417), (301, 2050, 1001), (61, 4099, 67), (3, 1537, 211), (67, 1024, 64)])
 def test_same_bits_whatever_the_threads(dtype: torch.dtype, m: int, k: int, n: int) -> None:
     name = engine.NAMES[engine.TORCH.index(dtype)]
     text = f"graph {{ input a: {name}[{m}, {k}]\n input b: {name}[{k}, {n}]\n y = matmul(a, b)\n output y\n}}"
@@ -113,6 +114,24 @@ def test_same_bits_whatever_the_threads(dtype: torch.dtype, m: int, k: int, n: i
     one = engine.run(engine.Graph.parse(text, engine.Ctx(threads=False)), [a, b])[0][0]
     two = engine.run(engine.Graph.parse(text, engine.Ctx(threads=True)), [a, b])[0][0]
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("m,k,n", [(64, 4096, 64), (61, 1029, 67), (7, 5003, 301), (300, 513, 5), (2, 3000, 3)])
+def test_slices_of_k_summed_apart(dtype: torch.dtype, m: int, k: int, n: int) -> None:
+    """Same bits as on one thread, where slices are added to C one after the other; any strides, into what is there."""
+    a, b, bias = rand(k, m).to(dtype).t(), rand(k, n).to(dtype), rand(n).to(dtype)
+    for alpha, beta, add, form in [(1.0, 0, None, "rows"), (0.5, 1, bias, "rows"), (2.0, 0, bias, "gaps"), (1.0, 1, None, "columns")]:
+        start = rand(m, n).to(dtype)
+        got = []
+        for threads in (False, True):
+            c = {"rows": torch.empty(m, n, dtype=dtype), "gaps": torch.empty(m, 2 * n, dtype=dtype)[:, ::2], "columns": torch.empty(n, m, dtype=dtype).t()}[form]
+            c.copy_(start if beta else torch.full_like(start, float("nan")))
+            product(engine.Ctx(threads=threads), a, b, c, alpha, beta, add)()
+            got.append(c)
+        exact = alpha * (a.double() @ b.double()) + (start.double() if beta else 0) + (0 if add is None else add.double())
+        assert torch.equal(got[0], got[1])
+        assert (got[1].double() - exact).abs().max() <= 4 * k * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("m,k,n", [(131, 127, 257), (67, 1031, 131), (3, 509, 29), (257, 4099, 61), (5, 2053, 2)])

@@ -5,7 +5,8 @@
  *                     panel of A and each panel of B: MR x NR products in registers, added into C
  * Packing takes any strides and any storage type (bf16 and f16 become f32 here); where k is contiguous it transposes
  * VL x VL blocks in registers. C narrower than the compute type is summed in a private f32 block and rounded once.
- * Slices of k run in order, so each element is one fixed chain of sums however the work is divided among threads.
+ * Slices of k are added in order, also where they are summed apart (join), so each element is one fixed chain of sums
+ * however the work is divided among threads.
  */
 #include "cpu/gemm.h"
 
@@ -40,5 +41,6 @@ static inline void ahead_fetch(ahead *a) {
 
 #define GEMM_TYPE(suf, type)                                                                        \
     {.mr = OM_MR, .cols = GEMM_WIDTH * OM_NV * (int)(OM_VBYTES / sizeof(type)), .kc = GEMM_KC, .elem = sizeof(type), \
-     .slack = OM_VBYTES / sizeof(type), .pack_a = pack_a_##suf, .block = block_##suf}
+     .slack = OM_VBYTES / sizeof(type), .pack_a = pack_a_##suf, .block = block_##suf, \
+     .join = join_##suf}
 const om_gemm_kernels OM_ISA_NAME(om_gemm_isa) = {GEMM_TYPE(f32, float), GEMM_TYPE(f64, double)};

@@ -234,3 +234,25 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
                 else N(put)(g->c, at, x, OM_F16);
             }
 }
+
+/* Slices are added in the order of k, the bias and what was in C behind the first: as `block` does. */
+static void N(join)(const om_gemm_job *g, const void *sums, int64_t slice, int64_t slices, int64_t row0, int64_t row1) {
+    enum { COLS = 16 * VL };
+    const T *bias = g->bias;
+    T sum[COLS];
+    for (int64_t i = row0; i < row1; i++)
+        for (int64_t j0 = 0; j0 < g->n; j0 += COLS) {
+            const int64_t w = g->n - j0 < COLS ? g->n - j0 : COLS;
+            const T *x = (const T *)sums + i * g->n + j0;
+            T *c = (T *)g->c + i * g->rsc + j0 * g->csc;
+            for (int64_t j = 0; j < w; j++) sum[j] = bias ? x[j] + bias[j0 + j] : x[j];
+            if (g->beta)
+                for (int64_t j = 0; j < w; j++) sum[j] += c[j * g->csc];
+            for (int64_t s = 1; s < slices; s++) {
+                x += slice;
+                for (int64_t j = 0; j < w; j++) sum[j] += x[j];
+            }
+            if (g->csc == 1) memcpy(c, sum, (size_t)w * sizeof(T));
+            else for (int64_t j = 0; j < w; j++) c[j * g->csc] = sum[j];
+        }
+}
