@@ -7,7 +7,8 @@
  *   - gather_grad, scatter_nd: the rows to write are sorted, stably, by target (counting sort, or merge sort where
  *     there are far more targets than sources). Each target belongs to one thread, which adds its sources in their
  *     original order.
- *   - scatter_elements: conflicts only happen along `axis`, so threads split the other axes.
+ *   - scatter_elements: conflicts only happen along `axis`, so threads split the other axes. Where one index stands for
+ *     a run of adjacent elements (an index that was expanded), they are moved or added at once.
  */
 #include "cpu/cpu.h"
 #include "cpu/copy.h"
@@ -343,16 +344,19 @@ typedef struct elements_job {
     const char *idx, *src;     /* src: read; y: written */
     char *y;
     om_fault *fault;
-    /* axes but `axis` and the last; [0] addressed tensor, [1] idx, [2] the other, [3] position in idx */
+    /* axes but `axis` and the innermost; [0] addressed tensor, [1] idx, [2] the other, [3] position in idx */
     om_walk w;
-    int64_t rows, cols, limit; /* along axis, along the last axis (1 when axis is the last), allowed indices */
+    int64_t rows, cols, limit; /* along axis, along the innermost other (1: axis is the last), allowed indices */
     int64_t a_axis, a_col, i_row, i_col, o_row, o_col; /* strides of addressed, idx, other; bytes */
     int64_t p_row, p_col;      /* of positions */
     int64_t piece, n_pieces;   /* columns per item */
+    int64_t piece_rows, n_piece_rows; /* rows per item; of a scatter all of them */
     int64_t items, grain;
     int size_log2, dtype;
     bool wide, scatter, add;   /* wide: i64 indices */
     bool further, max;         /* scatter the larger (max) or smaller one */
+    bool run;                  /* an index stands for all columns of its row, which are adjacent in both tensors */
+    om_join_row_fn join;       /* run: what scatter does with a row; NULL: it is set */
 } elements_job;
 
 #define ADD_AS(T)                                                                                   \
@@ -416,22 +420,38 @@ static inline void element_set(int size_log2, char *to, const char *from) {
     }
 }
 
+static inline int64_t element_index(const elements_job *j, const char *at) {
+    int64_t v;
+    int32_t v32;
+    if (j->wide) return memcpy(&v, at, 8), v;
+    return memcpy(&v32, at, 4), v32;
+}
+
 static void elements_range(void *arg, int64_t begin, int64_t end) {
     const elements_job *j = arg;
+    const int64_t size = (int64_t)1 << j->size_log2, n_pieces = j->n_pieces * j->n_piece_rows;
     om_walk w = j->w;
-    walk_seek(&w, begin / j->n_pieces);
-    int64_t p = begin % j->n_pieces;
+    walk_seek(&w, begin / n_pieces);
+    int64_t p = begin % n_pieces;
     for (int64_t item = begin; item < end; item++) {
-        int64_t c0 = p * j->piece, c1 = c0 + j->piece < j->cols ? c0 + j->piece : j->cols;
-        for (int64_t r = 0; r < j->rows; r++) {
+        const int64_t c0 = p % j->n_pieces * j->piece, c1 = c0 + j->piece < j->cols ? c0 + j->piece : j->cols;
+        const int64_t r0 = p / j->n_pieces * j->piece_rows,
+                      r1 = r0 + j->piece_rows < j->rows ? r0 + j->piece_rows : j->rows;
+        for (int64_t r = r0; r < r1; r++) {
             const char *ix = j->idx + w.off[1] + r * j->i_row + c0 * j->i_col;
             const char *s = j->src + (j->scatter ? w.off[2] + r * j->o_row + c0 * j->o_col : w.off[0] + c0 * j->a_col);
             char *y = j->y + (j->scatter ? w.off[0] + c0 * j->a_col : w.off[2] + r * j->o_row + c0 * j->o_col);
+            if (j->run) {
+                const int64_t v = element_index(j, ix);
+                if (!om_index_fits(v, j->limit))
+                    om_fault_note(j->fault, OM_FAULT_INDEX, v, w.off[3] + r * j->p_row + c0 * j->p_col, j->limit);
+                else if (j->join) j->join(y + v * j->a_axis, s, c1 - c0);
+                else if (j->scatter) memcpy(y + v * j->a_axis, s, (size_t)((c1 - c0) * size));
+                else memcpy(y, s + v * j->a_axis, (size_t)((c1 - c0) * size));
+                continue;
+            }
             for (int64_t c = c0; c < c1; c++, ix += j->i_col) {
-                int64_t v;
-                int32_t v32;
-                if (j->wide) memcpy(&v, ix, 8);
-                else memcpy(&v32, ix, 4), v = v32;
+                const int64_t v = element_index(j, ix);
                 if (!om_index_fits(v, j->limit)) {
                     om_fault_note(j->fault, OM_FAULT_INDEX, v, w.off[3] + r * j->p_row + c * j->p_col, j->limit);
                 } else if (!j->scatter) {
@@ -447,18 +467,34 @@ static void elements_range(void *arg, int64_t begin, int64_t end) {
                 y += j->scatter ? j->a_col : j->o_col;
             }
         }
-        if (++p == j->n_pieces) {
+        if (++p == n_pieces) {
             p = 0;
             walk_next(&w);
         }
     }
 }
 
+/* Axes of the walk that lie as one in every tensor become one. */
+static void elements_fold(om_walk *w, om_walk_axis *axis) {
+    int n = 0;
+    for (int i = 0; i < w->rank; i++) {
+        bool fits = n > 0;
+        for (int t = 0; fits && t < w->n; t++) fits = axis[n - 1].stride[t] == axis[i].stride[t] * axis[i].dim;
+        if (!fits) {
+            axis[n++] = axis[i];
+            continue;
+        }
+        for (int t = 0; t < w->n; t++) axis[n - 1].stride[t] = axis[i].stride[t];
+        axis[n - 1].dim *= axis[i].dim;
+    }
+    w->rank = n;
+}
+
 /* gather: other = addressed[idx]; scatter: addressed[idx] = other */
 static om_status elements_prepare(om_ctx *cx, om_arena *mem, const om_args *a, const om_tensor *addressed,
                                   const om_tensor *other, bool scatter, elements_job *j) {
     const om_tensor *idx = &a->in[1];
-    const int axis = (int)om_args_int(a, "axis", 0), r = idx->rank, last = r - 1;
+    const int axis = (int)om_args_int(a, "axis", 0), r = idx->rank;
     const int64_t size = (int64_t)om_dtype_size(other->dtype), isize = (int64_t)om_dtype_size(idx->dtype);
     for (int i = 0; i < r; i++)
         OM_CHECK(cx, i == axis || idx->dim[i] <= addressed->dim[i],
@@ -484,19 +520,30 @@ static om_status elements_prepare(om_ctx *cx, om_arena *mem, const om_args *a, c
     if (!(j->w.axis = w)) return cx->status;
     j->w.n = 4;
     j->p_row = place.stride[axis];
-    for (int i = 0; i < r; i++) {
-        if (i == axis) continue;
-        const om_walk_axis x = {idx->dim[i], {addressed->stride[i] * size, idx->stride[i] * isize,
-                                              other->stride[i] * size, place.stride[i]}};
-        if (i == last)
-            j->cols = x.dim, j->a_col = x.stride[0], j->i_col = x.stride[1], j->o_col = x.stride[2],
-            j->p_col = x.stride[3];
-        else w[j->w.rank++] = x;
+    for (int i = 0; i < r; i++)
+        if (i != axis && idx->dim[i] > 1)
+            w[j->w.rank++] = (om_walk_axis){idx->dim[i], {addressed->stride[i] * size, idx->stride[i] * isize,
+                                                          other->stride[i] * size, place.stride[i]}};
+    elements_fold(&j->w, w);
+    if (j->w.rank && axis != r - 1) {
+        const om_walk_axis *x = &w[--j->w.rank];
+        j->cols = x->dim, j->a_col = x->stride[0], j->i_col = x->stride[1], j->o_col = x->stride[2],
+        j->p_col = x->stride[3];
     }
-    j->piece = j->cols < 256 ? j->cols : 256;
+    j->run = j->cols > 1 && !j->i_col && j->a_col == size && j->o_col == size;
+    if (scatter && om_args_int(a, "reduce", 0))
+        j->join = OM_PICK(om_gather)->join[om_args_int(a, "reduce", 0) - 1][other->dtype];
+    /* an item: so many columns and, where rows do not meet, rows, with enough of them for every thread */
+    const int64_t lines = walk_count(&j->w), most = 4 * om_num_threads(cx), line = 64 / size;
+    j->piece = j->run ? 4096 / size : 256;
+    if (j->piece * most > lines * j->cols) j->piece = (lines * j->cols / most + line) / line * line;
+    if (j->piece > j->cols || (!scatter && j->run)) j->piece = j->cols;
     j->n_pieces = (j->cols + j->piece - 1) / j->piece;
-    j->items = walk_count(&j->w) * j->n_pieces;
-    j->grain = 1 + 16384 / (j->rows * j->piece);
+    j->piece_rows = scatter ? j->rows : 1 + 16384 / (j->piece * size);
+    if (j->piece_rows > j->rows) j->piece_rows = j->rows;
+    j->n_piece_rows = (j->rows + j->piece_rows - 1) / j->piece_rows;
+    j->items = lines * j->n_pieces * j->n_piece_rows;
+    j->grain = 1 + (j->run ? 65536 / size : 16384) / (j->piece_rows * j->piece);
     return OM_OK;
 }
 

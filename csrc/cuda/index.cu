@@ -83,7 +83,7 @@ EXPORT(256) om_k_scatter_words(PARAM(struct om_gpu_scatter) p) {
     OVER_GRID(i, p.m) {
         int64_t to = index_at(p.idx, p.wide, i);
         if ((uint64_t)to >= (uint64_t)p.n) {
-            fault_note(p.fault, (uint32_t)p.site, 1, to, i, p.n);
+            fault_note(p.fault, (uint32_t)p.site, 1, to, i * p.place, p.n);
             to = p.n;
         }
         st(p.words + i, (uint64_t)(to == p.skip ? p.n : to) << 32 | (uint64_t)i);

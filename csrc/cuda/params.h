@@ -160,6 +160,7 @@ typedef struct om_gpu_scatter { /* y (outer, n, inner) += dy (outer, m, inner) a
     double *sums;              /* scratch: [outer][parts][2][inner] sums of targets that more parts than one add */
     om_gpu_fault *fault;
     int64_t outer, n, m, inner, skip; /* skip: an index that is left out */
+    int64_t place;                    /* positions that a fault names between two indices */
     int32_t wide, site, each, fresh;  /* each: elements of a thread; fresh: y is 0 */
 } om_gpu_scatter;
 enum { OM_GPU_SCATTER_PART = 32 }; /* sources that a block adds */

@@ -12,6 +12,7 @@ int64_t om_gpu_sort_scratch(int64_t m);
 /* The scratch's m words, keys of at most `most`, in order; what follows reads them at the offset that is returned. */
 int64_t om_gpu_sort_lower(om_lower *l, int64_t m, int64_t most);
 int64_t om_gpu_scratch_gather_grad(om_ctx *cx, const om_args *a);
+int64_t om_gpu_scratch_scatter_elements(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_scatter_nd(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_topk(om_ctx *cx, const om_args *a);
 int64_t om_gpu_scratch_products(om_ctx *cx, const om_args *a);

@@ -333,6 +333,12 @@ static om_status map_tile(om_onnx *o) {
     for (int i = 0; i < (int)n && !FAILED; i++) { /* (.., d, ..) -> (.., 1, d, ..) -> (.., r, d, ..) -> (.., r*d, ..) */
         if (rep[i] == 1) continue;
         om_type t = *om_ty(g, x);
+        int64_t one;
+        if (om_dim_const(g, t.dim[i], &one) && one == 1) { /* a view */
+            t.dim[i] = rep[i];
+            x = om_b_expand(g, x, t.dim, t.rank);
+            continue;
+        }
         if (t.rank == OM_RANK) REFUSE("Tile of rank %d, at most %d", t.rank, OM_RANK - 1);
         om_dim d[OM_RANK];
         for (int k = 0; k <= t.rank; k++) d[k] = k < i ? t.dim[k] : k == i ? 1 : t.dim[k - 1];

@@ -74,3 +74,35 @@ print("done")
 @pytest.mark.parametrize("seed", [0, 5])
 def test_elements_by_index(seed: int) -> None:
     assert child(ELEMENTS, OM_DEVICE="cuda-fake", OM_FAKE_SEED=str(seed)) == "done\n"
+
+
+ROWS = """
+import torch, engine
+from cuda import fake
+g = torch.Generator().manual_seed(0)
+def run(x, idx, whole, s, axis):
+    name = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}[x.dtype]
+    text = (f"graph {{\\n input x: {name}{list(x.shape)}\\n input i: i64{list(idx.shape)}\\n input s: {name}{list(s.shape)}\\n e = expand(i) {{shape={list(whole)}}}\\n"
+            f" y = scatter_elements(x, e, s) {{axis={axis}, reduce=1}}\\n output y\\n}}")
+    return engine.run(text, [x, idx, s])[0][0]
+for dtype, tol in ((torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 8e-3)):
+    for shape, own, whole, axis in (((11, 7), (300, 1), (300, 7), 0), ((3, 11, 8), (1, 90, 1), (3, 90, 8), 1), ((5,), (70,), (70,), 0), ((4, 9), (1, 1), (4, 1), 1),
+                                    ((11, 7), (300, 1), (300, 3), 0), ((3, 11, 8), (3, 90, 1), (3, 90, 8), 1)):  # the last two: by elements
+        x, s, i = torch.randn(shape, generator=g).to(dtype), torch.randn(whole, generator=g).to(dtype), torch.randint(0, shape[axis], own, generator=g)
+        y, want = run(x, i, whole, s, axis), x.double().scatter_add(axis, i.expand(whole), s.double())
+        assert (y.double() - want).abs().max() <= (tol if whole[-1] != 3 and own[0] != 3 else 40 * tol) * want.abs().max(), (dtype, shape)
+assert fake.host_ops(engine.lib) == [], fake.host_ops(engine.lib)
+try:
+    run(torch.randn(5, 7), torch.tensor([[0], [5]]), (2, 7), torch.randn(2, 7), 0)
+except engine.EngineError as e:
+    assert "scatter_elements: index 5 at position 7 is out of range; 0 to 4 are allowed" in str(e), e
+else:
+    raise AssertionError("index 5 of 5")
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_sums_of_rows_by_an_expanded_index(seed: int) -> None:
+    assert child(ROWS, OM_DEVICE="cuda-fake", OM_FAKE_SEED=str(seed)) == "done\n"

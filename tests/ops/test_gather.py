@@ -120,6 +120,61 @@ def test_elements(shape: tuple[int, ...], axis: int, idx: tuple[int, ...]) -> No
     )
 
 
+# shape of x, axis, shape of the index, shape it is expanded to
+EXPANDED = [
+    ((11, 7), 0, (23, 1), (23, 7)),
+    ((11, 7), 0, (23, 1), (23, 3)),  # a part of every row
+    ((4, 11), 1, (1, 9), (4, 9)),
+    ((11, 3, 5), 0, (9, 1, 1), (9, 3, 5)),  # axes that become one
+    ((11, 3, 5), 0, (9, 1, 1), (9, 2, 5)),  # and that do not
+    ((11, 3, 5), 0, (9, 3, 1), (9, 3, 5)),
+    ((3, 11, 5), 1, (3, 9, 1), (3, 9, 5)),  # of every batch its own
+    ((3, 11, 5), 1, (1, 9, 1), (3, 9, 5)),
+    ((3, 11, 5), 1, (1, 9, 1), (2, 9, 4)),
+    ((3, 5, 11), 2, (1, 1, 9), (3, 5, 9)),
+    ((7, 1201), 0, (40, 1), (40, 1201)),  # columns in pieces
+    ((401, 3), 0, (1500, 1), (1500, 3)),  # rows in pieces; on a GPU sums of several parts
+    ((11, 7), 0, (0, 1), (0, 7)),
+]
+
+
+@pytest.mark.parametrize("shape,axis,own,whole", EXPANDED)
+def test_elements_by_an_expanded_index(shape: tuple[int, ...], axis: int, own: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    dims = ", ".join(map(str, whole))
+    i = index(shape[axis], *own)
+
+    def one(op: str, inputs: list[torch.Tensor], ref: object, attrs: str, **kw: object) -> None:
+        names = [f"a{k}" for k in range(len(inputs))]
+        text = "graph {{\n" + "".join(f" input {n}: {{t{k}}}\n" for k, n in enumerate(names))
+        call = ", ".join([names[0], "e", *names[2:]])
+        check(op, inputs, ref, attrs, graph=text + f" e = expand(a1) {{{{shape=[{dims}]}}}}\n y = {op}({call}) {{{{{attrs}}}}}\n output y\n}}}}", **kw)
+
+    one("gather_elements", [rand(*shape), i], lambda x, ix: torch.gather(x, axis, ix.expand(whole)), f"axis={axis}", low=LOW)
+    src = rand(*whole) + 1
+    one("scatter_elements", [rand(*shape), i, src], lambda x, ix, s: x.scatter_add(axis, ix.expand(whole), s), f"axis={axis}, reduce=1", low=LOW)
+    for how, reduce in (("amax", 2), ("amin", 3)):
+        ref = lambda x, ix, s, how=how: x.scatter_reduce(axis, ix.expand(whole), s, how)  # noqa: E731
+        one("scatter_elements", [rand(*shape), i, src - 1], ref, f"axis={axis}, reduce={reduce}", low=LOW)
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        ints = index(100, *shape, seed=1).to(dtype), index(100, *whole, seed=2).to(dtype)
+        one("scatter_elements", [ints[0], i, ints[1]], lambda x, ix, s: x.scatter_add(axis, ix.expand(whole), s), f"axis={axis}, reduce=1")
+        one("scatter_elements", [ints[0], i, ints[1]], lambda x, ix, s: x.scatter_reduce(axis, ix.expand(whole), s, "amax"), f"axis={axis}, reduce=2")
+        one("gather_elements", [ints[0], i], lambda x, ix: torch.gather(x, axis, ix.expand(whole)), f"axis={axis}")
+    if own[axis] <= shape[axis]:  # set: no place twice
+        once = torch.randperm(shape[axis], generator=torch.Generator().manual_seed(1))[: own[axis]]
+        once = once.reshape([own[axis] if a == axis else 1 for a in range(len(own))]).expand(own).contiguous()
+        one("scatter_elements", [rand(*shape), once, src], lambda x, ix, s: x.scatter(axis, ix.expand(whole), s), f"axis={axis}, reduce=0", low=LOW)
+
+
+def test_nan_among_rows_that_are_joined() -> None:
+    x, s, i = rand(5, 9), rand(7, 9), index(5, 7, 1)
+    x[1, 2] = s[3, 4] = float("nan")
+    text = "graph {{\n input x: {t0}\n input i: {t1}\n input s: {t2}\n e = expand(i) {{shape=[7, 9]}}\n y = scatter_elements(x, e, s) {{axis=0, reduce=%d}}\n output y\n}}"
+    for how, reduce in (("amax", 2), ("amin", 3)):
+        ref = lambda x, ix, s, how=how: x.scatter_reduce(0, ix.expand(7, 9), s, how)  # noqa: E731
+        check("scatter_elements", [x, i, s], ref, f"reduce={reduce}", grad=False, graph=text % reduce, low=LOW)
+
+
 def test_set_keeps_the_last() -> None:
     i = torch.tensor([2, 0, 2, 2, 0])
     (y,), _ = engine.run(
@@ -196,6 +251,9 @@ def test_integers(dtype: torch.dtype) -> None:
         "gather_grad(s, i) {axis=0, shape=[11, 3], padding_idx=-1}",
         "gather_elements(x, j) {axis=0}",
         "scatter_elements(x, j, s) {axis=0, reduce=1}",
+        "gather_elements(x, e) {axis=0}",
+        "scatter_elements(x, e, s) {axis=0, reduce=1}",
+        "scatter_elements(x, e, s) {axis=0, reduce=2}",
         "gather_nd(x, k)",
         "scatter_nd(x, k, s) {reduce=0}",
     ],
@@ -204,11 +262,11 @@ def test_out_of_range(node: str, bad: int) -> None:
     i = torch.tensor([3, 10, bad, 4, bad])
     text = (
         f"graph {{\n input x: f64[11, 3]\n input i: i64[5]\n input j: i64[5, 3]\n input k: i64[5, 1]\n input s: f64[5, "
-        f"3]\n y = {node}\n output y\n}}"
+        f"3]\n c = reshape(i) {{shape=[5, 1]}}\n e = expand(c) {{shape=[5, 3]}}\n y = {node}\n output y\n}}"
     )
     with pytest.raises(engine.EngineError) as e:
         engine.run(text, [rand(11, 3), i, i[:, None].expand(5, 3), i[:, None].clone(), rand(5, 3)])
-    at = 6 if "j" in node.split(")")[0] else 2
+    at = 6 if node.split(", ")[1][0] in "je" else 2
     for word in (node.split("(")[0], f"index {bad} ", f"position {at} ", "0 to 10 "):
         assert word in str(e.value), str(e.value)
 
