@@ -224,6 +224,9 @@ TABLE: tuple[Row, ...] = (
                              "torch.ops.aten.lstm.input.py_kernels", "torch.ops.aten.lstm.input._dispatch_cache",
                              "torch.ops.aten.lstm.input._op_dk"),
         "LSTM, GRU and RNN are unrolled: more nodes, and a capture for each length"),
+    Row("has_kernel", ("torch._C._dispatch_has_kernel_for_dispatch_key",), "some losses run in PyTorch under autocast",
+        instead=lambda name, key: False,
+        works=lambda f: f("aten::mse_loss", "AutocastCPU") and not f("aten::relu", "AutocastCPU")),
     Row("onnx_symbolics", ("torch.onnx._internal.torchscript_exporter.registration.registry",), "the report does not "
         "say that symbolics of torch.onnx.register_custom_op_symbolic are not read",
         works=lambda r: r.get_function_group("") is None),
@@ -385,6 +388,12 @@ def switches() -> list[Callable[[], Any]]:
     """Functions that tell switches of PyTorch's libraries: as many as there are."""
     ends = ("_enabled", "_tf32", "deterministic", "benchmark", "_allow_tf32")
     return [getattr(torch._C, n) for n in dir(torch._C) if n.startswith("_get_") and n.endswith(ends)]
+
+
+def autocast_has(op: Any, device: torch.device) -> bool:
+    """Is it an operator of which autocast has something to say on this device?"""
+    overload = f".{op._overloadname}" if op._overloadname != "default" else ""
+    return bool(_get("has_kernel")(op._schema.name + overload, f"Autocast{device.type.upper()}"))
 
 
 def has_onnx_symbolic(operator: str) -> bool:

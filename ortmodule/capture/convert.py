@@ -436,6 +436,11 @@ class Converter:
                 reason = f"its row in the operator table gives {wrong}"
         if isinstance(target, str):
             raise UnsupportedError(reason)
+        wide = self.widened(n)
+        if wide is not None:
+            self.emit(wide)
+            self.values[n] = self.values[wide]
+            return
         parts = apart(n, lambda op: (op if isinstance(op, str) else _key(op)) in TABLE) if f is None else None
         if parts is not None:
             for node in parts[0]:
@@ -554,6 +559,31 @@ class Converter:
         dtype = n.val.dtype if isinstance(n.val, Tensor) else None
         changes = bool(n.autocast) and dtype is not None and dtype.is_floating_point and self.natural_dtype(n) != dtype
         return dtype if changes else None
+
+    def widened(self, n: Node) -> Node | None:
+        """An operator that autocast computes in float32, on operands that have been cast, as autocast casts them."""
+        outs = [t for t in (n.val if isinstance(n.val, (list, tuple)) else [n.val]) if isinstance(t, Tensor)]
+        real = {t.dtype for t in outs if t.is_floating_point()}
+        low = [i for i in n.inputs() if isinstance(i.val, Tensor) and i.val.dtype in (torch.bfloat16, torch.float16)]
+        if not n.autocast or real != {torch.float32} or not low:
+            return None
+        if not private.autocast_has(n.target, low[0].val.device) and self.lowered(n) != torch.float32:
+            return None
+        mode = next((i.val.fake_mode for i in low if hasattr(i.val, "fake_mode")), None)
+        if mode is None:
+            return None
+        cast: dict[Node, Node] = {}
+        for i in low:
+            with mode, torch.no_grad(), autocast.off():
+                cast[i] = Node("cast", (i,), {}, i.val.to(torch.float32), n.src, n.grad)
+            self.values[cast[i]] = self.cast(self.v(i), torch.float32)
+
+        def of(a: Any) -> Any:
+            if isinstance(a, Node):
+                return cast.get(a, a)
+            return type(a)([of(x) for x in a]) if type(a) in (list, tuple) else a
+
+        return Node(n.target, of(n.args), {k: of(a) for k, a in n.kwargs.items()}, n.val, n.src, n.grad)
 
     def passive(self, n: Node) -> list[bool]:
         """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without

@@ -433,7 +433,11 @@ def _ctc(*args: Any, **kwargs: Any) -> Tensor:
     """Its kernel reads the lengths: what it keeps for its backward has sizes that depend on data."""
     if not exporting():
         return _ctc_loss(*args, **kwargs)
-    tensors, fill = _split(args, kwargs)
+    given = inspect.signature(like_ctc).bind(*args, **kwargs)
+    x = given.arguments["log_probs"]
+    if x.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(x.device.type):
+        given.arguments["log_probs"] = x.float()  # as autocast does
+    tensors, fill = _split(given.args, given.kwargs)
     autocast = autocast_state()
 
     def call(xs: list[Tensor]) -> Tensor:

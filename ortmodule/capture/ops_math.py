@@ -682,12 +682,11 @@ def var(c: Converter, n: Node, x: Node, *args: Any) -> Any:
     else:
         dim, correction, keep = args[0], args[1], args[2]
     dtype = (n.val if isinstance(n.val, torch.Tensor) else n.val[0]).dtype
-    if dtype in _LOW:
-        raise NotHere("variance in low precision")
-    v, m = _variance(c, c.num(x, dtype), dim, correction, bool(keep))
+    v, m = _variance(c, c.num(x, torch.float32 if dtype in _LOW else dtype), dim, correction, bool(keep))
     if "std" in name:  # where nothing varies the gradient is 0, not that of a root at 0
         zero = c.compare("Equal", v, c.scalar(0, v.dtype))
         v = c.where(zero, c.scalar(0, v.dtype), c.un("Sqrt", c.where(zero, c.scalar(1, v.dtype), v)))
+    v, m = c.cast(v, dtype), c.cast(m, dtype)
     return [v, m] if name.endswith("_mean") else v
 
 

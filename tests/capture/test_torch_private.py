@@ -184,6 +184,24 @@ def lengths(m: nn.Module) -> list[Tensor]:
     return [m(torch.linspace(-1, 1, 8 * n).view(2, n, 4)) for n in (3, 5)]
 
 
+class Ranked(nn.Module):
+    """A loss that autocast computes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.margin_ranking_loss(self.a(x), x, torch.ones_like(x))
+
+
+def lowered(m: nn.Module) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(torch.linspace(-1, 1, 8).view(2, 4))
+    y.backward()
+    return [y, *[g for p in m.parameters() if (g := p.grad) is not None]]
+
+
 class Numbers(nn.Module):
     """Its own forward cannot be captured."""
 
@@ -335,6 +353,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "checkpoint": checkpoint_inside,
     "transformer": lambda: in_engine(alike(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1), masked)),
     "composite_kernel": lambda: alike(Recurrent(), lengths),
+    "has_kernel": lambda: alike(Ranked(), lowered),
     "onnx_symbolics": symbolic_for_files,
     "NoTorchFunction": no_net,
     "makers": no_net,
