@@ -14,6 +14,8 @@
  *   mean(a)     over the last axis, which stays with size 1
  * The result has x's type, and operator(x), operator(x, w) takes its place, with attributes axis (the last) and eps = e
  * where the formula has an e. Intermediate values that somebody else reads stay: only the result is replaced.
+ *
+ * And a convolution that is a product becomes one (window_is_image).
  */
 #include "graph/facts.h"
 #include "passes/passes.h"
@@ -109,6 +111,36 @@ static const char *match(matcher *m, const char *p, om_id v) {
     return NULL;
 }
 
+/* Is the window of a convolution all of its image? (Of 1 x 1 images, too: what squeeze and excitation have.) */
+static bool window_is_image(const om_graph *g, const om_node *n) {
+    if (!om_is(n, conv) || om_node_int(n, "groups", 1) != 1) return false;
+    const om_type *x = om_ty(g, om_ins(g, n)[0]), *w = om_ty(g, om_ins(g, n)[1]);
+    const om_attr *pad = om_attr_get(n->attr, n->n_attr, "pad");
+    if (pad && pad->kind != OM_ATTR_DIMS) return false;
+    for (uint32_t i = 0; pad && i < pad->n; i++)
+        if (pad->dims[i] != 0) return false;
+    for (int i = 1; i < x->rank; i++) {
+        int64_t image, window;
+        if (!om_dim_const(g, x->dim[i], &image) || !om_dim_const(g, w->dim[i], &window) || image != window)
+            return false;
+    }
+    return true;
+}
+
+/* It is a product, which builds no patches: y (n, o) = x (n, c * taps) w^T. */
+static om_status product_emit(om_rewriter *r, const om_node *n) {
+    const om_id *in = om_ins(r->from, n);
+    const bool bias = n->n_in > 2 && in[2] != OM_NONE;
+    const om_type x = *om_ty(r->from, in[0]), w = *om_ty(r->from, in[1]), y = *om_ty(r->from, n->out);
+    om_dim taps = 1;
+    for (int i = 1; i < x.rank; i++) taps *= w.dim[i];
+    const om_id rows = om_b_reshape(r->to, r->map[in[0]], (om_dim[]){x.dim[0], taps}, 2),
+                filters = om_b_reshape(r->to, r->map[in[1]], (om_dim[]){w.dim[0], taps}, 2),
+                operand[3] = {rows, om_b_permute(r->to, filters, (int[]){1, 0}), bias ? r->map[in[2]] : OM_NONE};
+    r->map[n->out] = om_b_reshape(r->to, om_make(r->to, &om_op_matmul, operand, bias ? 3 : 2, NULL, 0), y.dim, y.rank);
+    return r->to->cx->status;
+}
+
 static om_status patterns_emit(om_rewriter *r, om_id id) {
     const om_graph *f = r->from;
     const om_node *n = &f->nodes.v[id];
@@ -125,7 +157,7 @@ static om_status patterns_emit(om_rewriter *r, om_id id) {
         r->map[n->out] = om_make(r->to, patterns[i].op, in, m.found.w == OM_NONE ? 1 : 2, attr, m.found.has_e ? 2 : 0);
         return r->to->cx->status;
     }
-    return om_rewrite_copy(r, id);
+    return window_is_image(f, n) ? product_emit(r, n) : om_rewrite_copy(r, id);
 }
 
 om_status om_pass_run_patterns(om_ctx *cx, const om_graph *in, om_graph **out) {

@@ -7,9 +7,9 @@ import functools
 
 import pytest
 import torch
+from gemm_call import product
 
 import engine
-from gemm_call import product
 from opcheck import check as check_op
 from opcheck import rand
 

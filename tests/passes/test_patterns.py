@@ -6,6 +6,7 @@ import pytest
 import torch
 from passed import body
 
+import engine
 from engine import Graph
 
 NUMBERS = "".join(f"const {n}: f64[] = {v}\n" for n, v in {"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "k": 0.044715, "other": 0.05,
@@ -63,3 +64,29 @@ def test_seen_through_copies_in_a_wider_type(text: str, left: list[str]) -> None
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=4e-3, atol=1e-5)
     assert body(text, "patterns") == left
+
+
+@pytest.mark.parametrize(("x", "w", "attrs", "left"), [
+    ("[3, 5, 4, 2]", "[7, 5, 4, 2]", "", True),
+    ("[3, 5, 1, 1]", "[7, 5, 1, 1]", " {stride=[2, 2]}", True),
+    ("[3, 5, 4]", "[7, 5, 4]", " {pad=[0, 0]}", True),
+    ("[0, 5, 4]", "[7, 5, 4]", "", True),
+    ("[3, 5, 2, 2, 2]", "[7, 5, 2, 2, 2]", "", True),
+    ("[3, 5, 4]", "[7, 5, 4]", " {pad=[1, 0]}", False),
+    ("[3, 5, 4]", "[7, 5, 3]", "", False),
+    ("[3, 6, 4]", "[8, 3, 4]", " {groups=2}", False),
+])  # fmt: skip
+def test_a_window_as_large_as_the_image_is_a_product(x: str, w: str, attrs: str, left: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    sizes = [[int(v) for v in t[1:-1].split(",")] for t in (x, w)]
+    ins = [torch.randn(*s, dtype=torch.float64, generator=g) for s in (*sizes, sizes[1][:1])]
+    for bias in (", b", ""):
+        text = f"input x: f64{x}\n input w: f64{w}\n input b: f64[{sizes[1][0]}]\n y = conv(x, w{bias}){attrs}\n output y"
+        want, want_grads = engine.run("graph {\n" + text + "\n}", ins, [1, 1, int(bool(bias))])
+        graph = Graph.parse("graph {\n" + text + "\n}").apply("patterns", "dce").verify()
+        got, got_grads = engine.run(graph, ins, [1, 1, int(bool(bias))])
+        for a, b in zip([*got, *got_grads], [*want, *want_grads]):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert ("matmul" in body(text, "patterns")) == left and ("conv" in body(text, "patterns")) != left
