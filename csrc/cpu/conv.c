@@ -5,7 +5,7 @@
  *
  * The patches are built (im2col) for as many images at a time as fit CONV_CHUNK bytes, then multiplied by om_gemm. When
  * an image has few output pixels, the images of a chunk stand side by side in one wide matrix instead of many small
- * ones. A convolution with one tap, stride 1 and no padding multiplies x itself. With a few channels per group
+ * ones. A convolution with one tap, stride 1 and no padding multiplies x itself, if its images are not small. With a few channels per group
  * (depthwise), products are too thin for GEMM: direct loops instead. Which way is taken depends on the geometry alone.
  * f32 and f64 as they are; bf16 and f16 are widened once and computed in f32. Operands must be dense.
  * Deterministic: every output element is summed by one thread in a fixed order (dw: image after image).
@@ -19,7 +19,8 @@
 #include "cpu/gemm.h"
 
 enum { CONV_CHUNK = 8 << 20, /* bytes of patches built at a time */
-       CONV_WIDE = 192,      /* fewer output pixels than this: images side by side */
+       CONV_WIDE = 192,      /* fewer output pixels than this: images side by side, */
+       CONV_FEW = 96,        /* also where that is all the patches are for (one tap) */
        CONV_DIRECT = 4 };    /* products with cg * og up to this go without GEMM */
 
 /* --- geometry, products, layout of scratch --------------------------------------------------------------------- */
@@ -132,7 +133,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
         plain &= g->k[i] == 1 && g->stride[i] == 1 && g->in[i] == g->out[i] && g->lo[i] == 0;
     }
     p->direct = g->cg * g->og <= CONV_DIRECT;
-    p->pointwise = !p->direct && plain;
+    p->pointwise = !p->direct && plain && (p->dtype == OM_BF16 || g->pixels >= CONV_FEW || g->n == 1);
     const int64_t depth = g->cg * g->taps, image = depth * g->pixels * p->size;
     p->narrow = p->pointwise && g->groups == 1 && p->dtype == OM_BF16 && om_isa_bf16();
     if (p->narrow) p->wide_dtype = p->dtype, p->size = 2;
