@@ -188,7 +188,13 @@ class _V:
         self.version = base.version
         if parent is not None:
             base.views = True
-            base.behind |= view is not None and view.target is aten.alias.default
+            base.behind |= self.is_data()
+
+    def is_data(self) -> bool:
+        """Tensor.data (capture/refused.py): an alias below a detach; any other is x[:, :]."""
+        above = None if self.parent is None else self.parent.view
+        return (self.view is not None and self.view.target is aten.alias.default and above is not None
+                and above.target is aten.detach.default)  # fmt: skip
 
 
 def _is_float(val: Any) -> bool:
@@ -357,7 +363,7 @@ class _Functionalizer:
         from here on finds the new value, and no backward the old one."""
         cur, by_data = v, False
         while cur.parent is not None:
-            by_data |= cur.view is not None and cur.view.target is aten.alias.default
+            by_data |= cur.is_data()
             cur = cur.parent
         behind: set[Node | None] = {v.base.input}
         for node in self.program.nodes:

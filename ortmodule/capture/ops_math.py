@@ -357,15 +357,14 @@ def relu6(c: Converter, n: Node, x: Node) -> Val:
 
 @row("hardsigmoid", "hardswish")
 def hardsigmoid(c: Converter, n: Node, x: Node) -> Val:
-    v = c.num(x, n.val.dtype)
-    if v.dtype in _LOW:
-        raise NotHere("piecewise activation in low precision")
+    v = c.num(x, torch.float32 if n.val.dtype in _LOW else n.val.dtype)
     six = _between(c, c.op2("Add", v, c.scalar(3, v.dtype)), 0, 6)
     if v.dtype == torch.float64 and "hardsigmoid" in str(n.target):  # torch's slope is the float 1 / 6 there, too
         y = c.op2("Div", c.stop(six), c.scalar(6, v.dtype))
         path = c.op2("Mul", six, c.scalar(float(torch.tensor(1 / 6, dtype=torch.float32, device="cpu")), v.dtype))
         return c.b.op("StraightThrough", [y, path], y.dtype, y.shape, "ortmodule")
-    return c.op2("Div", six if "hardsigmoid" in str(n.target) else c.op2("Mul", v, six), c.scalar(6, v.dtype))
+    y = six if "hardsigmoid" in str(n.target) else c.op2("Mul", v, six)
+    return c.cast(c.op2("Div", y, c.scalar(6, v.dtype)), n.val.dtype)
 
 
 @row("leaky_relu")

@@ -36,6 +36,8 @@ ROWS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "multi_margin_loss": ((6, 8), lambda h: F.multi_margin_loss(h, FIRST)),
     "ctc_loss": ((6, 8), lambda h: F.ctc_loss(h[:, None].log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([6]), torch.tensor([2]))),
     "ctc_loss, lists and keywords": ((6, 8), lambda h: F.ctc_loss(log_probs=h[:, None].log_softmax(-1), targets=torch.tensor([[1, 2]]), input_lengths=[6], target_lengths=[2], reduction="sum")),
+    "hardswish": ((6, 8), lambda h: F.hardswish(3 * h)),
+    "hardsigmoid": ((6, 8), lambda h: F.hardsigmoid(3 * h)),
     "var": ((6, 8), lambda h: h.var(1)),
     "std": ((6, 8), lambda h: h.std(1, unbiased=False)),
     "std_mean": ((6, 8), lambda h: torch.cat(torch.std_mean(h, 0))),
