@@ -5,8 +5,9 @@
  *
  * The patches are built (im2col) for as many images at a time as fit CONV_CHUNK bytes, then multiplied by om_gemm. When
  * an image has few output pixels, the images of a chunk stand side by side in one wide matrix instead of many small
- * ones. A convolution with one tap, stride 1 and no padding multiplies x itself, if its images are not small. With a few channels per group
- * (depthwise), products are too thin for GEMM: direct loops instead. Which way is taken depends on the geometry alone.
+ * ones. A convolution with one tap, stride 1 and no padding multiplies x itself, if its images are not small. With a
+ * few channels per group (depthwise), products are too thin for GEMM: direct loops instead. Which way is taken depends
+ * on the geometry alone.
  * f32 and f64 as they are; bf16 and f16 are widened once and computed in f32. Operands must be dense.
  * Deterministic: every output element is summed by one thread in a fixed order (dw: image after image).
  * Geometry, layout of scratch and the form of every product are worked out once per plan. The transpose is the half of
