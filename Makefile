@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
+.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-survey bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
 ifneq ($(filter build,$(MAKECMDGOALS)),)
 .NOTPARALLEL:   # it is a make of its own, of files that other goals make as well
 endif
@@ -350,6 +350,9 @@ bench-sparsity: build   ## steps without padding and unlabelled rows beside step
 
 bench-shapes: build   ## BERT-base with 500 random sizes: a new size beside a known one (BENCH="--layers 2 --shapes 50")
 	$(PY) tests/bench/bench_shapes.py $(BENCH)
+
+bench-survey: build   ## many models that nothing is tuned for, a step of each beside eager's (BENCH="plain hf --bf16", "--list")
+	$(PY) tests/bench/bench_survey.py $(BENCH)
 
 bench-first: build   ## the first step of fresh processes, eager and ORTModule (BENCH="bert-base --pairs 5")
 	$(PY) tests/bench/bench_first.py $(BENCH)
