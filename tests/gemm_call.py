@@ -34,6 +34,7 @@ class Gemm(C.Structure):
         ("n_axis", C.c_int),
         ("axis", PTR),
         ("scratch", PTR),
+        ("packed", PTR),
     ]
 
 
@@ -50,8 +51,8 @@ class How(C.Structure):
 
 
 def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, alpha: float = 1.0, beta: int = 0,
-            bias: torch.Tensor | None = None) -> Callable[[], None]:
-    """A call that can be made again and again: prepared once, scratch taken once."""
+            bias: torch.Tensor | None = None, packed: bool = False) -> Callable[[], None]:
+    """A call that can be made again and again: prepared once, scratch taken once. packed: b, too, and then not read."""
     g = Gemm(
         dtype=engine.TORCH.index(a.dtype),
         m=c.shape[0],
@@ -77,7 +78,18 @@ def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a
     scratch = torch.full((how.scratch + 192,), 0xA5, dtype=torch.uint8)
     g.scratch = (scratch.data_ptr() + 63) & ~63
     end = g.scratch - scratch.data_ptr() + how.scratch
-    keep = (a, b, c, bias, scratch)
+    own = torch.empty(0)
+    if packed:
+        lib.om_gemm_packed_size.restype = I64
+        size = lib.om_gemm_packed_size(C.byref(how))
+        assert size > 0, "no product for packed operands"
+        own = torch.full((size + 128,), 0xA5, dtype=torch.uint8)
+        g.packed = (own.data_ptr() + 63) & ~63
+        lib.om_gemm_pack(cx.p, C.byref(g), C.byref(how), PTR(g.packed))
+        last = g.packed - own.data_ptr() + size
+        assert own[last : last + 64].eq(0xA5).all(), "wrote past what is packed"
+        g.b = None
+    keep = (a, b, c, bias, scratch, own)
 
     def call() -> None:
         assert keep

@@ -199,7 +199,7 @@ static om_gemm_job gemm_job(const om_gemm_args *a, bool swap, int64_t product) {
     om_gemm_job j = {.dtype = a->dtype, .m = a->m, .n = a->n, .k = a->k,
                      .a = at.a, .b = at.b, .bias = a->bias, .c = at.c,
                      .rsa = a->rsa, .csa = a->csa, .rsb = a->rsb, .csb = a->csb, .rsc = a->rsc, .csc = a->csc,
-                     .alpha = a->alpha, .beta = a->beta,
+                     .alpha = a->alpha, .beta = a->beta, .pb = a->packed,
                      .past = a->m * a->n * (int64_t)om_dtype_size(a->dtype) >= PAST_CACHES};
     if (swap) {
         j.m = a->n, j.n = a->m;
@@ -239,6 +239,7 @@ static om_gemm_job gemm_part(const om_gemm_how *p, const om_gemm_job *j, int64_t
     b.n = j->n - col < p->part_cols ? j->n - col : p->part_cols;
     b.a = (const char *)j->a + row * j->rsa * es;
     b.b = (const char *)j->b + col * j->csb * es;
+    if (j->pb) b.pb = (const char *)j->pb + col / p->t->cols * om_gemm_block_size(p->t, j->k) * es;
     b.c = (char *)j->c + (row * j->rsc + col * j->csc) * es;
     if (j->bias) b.bias = (const char *)j->bias + col * es;
     return b;
@@ -477,6 +478,25 @@ om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how)
     gemm_own(cx, a, how, first, mem);
     om_free(cx, own);
     return OM_OK;
+}
+
+int64_t om_gemm_packed_size(const om_gemm_how *how) {
+    const om_gemm_type *t = how->t;
+    if (how->provider != GEMM_OWN || !t->pack_b || how->narrow || how->swap || how->slices || how->block_k < how->k)
+        return 0;
+    return (how->n + t->cols - 1) / t->cols * om_gemm_block_size(t, how->k) * t->elem;
+}
+
+typedef struct gemm_packing { const om_gemm_how *p; om_gemm_job job; void *to; } gemm_packing;
+static void gemm_pack_range(void *arg, int64_t begin, int64_t end) {
+    const gemm_packing *r = arg;
+    r->p->t->pack_b(&r->job, r->to, begin, end);
+}
+
+void om_gemm_pack(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how, void *to) {
+    gemm_packing r = {.p = how, .job = gemm_job(a, false, 0), .to = to};
+    const int64_t blocks = (how->n + how->t->cols - 1) / how->t->cols;
+    om_parallel_for(cx, blocks, 1 + 16384 / (how->k * how->t->cols + 1), gemm_pack_range, &r);
 }
 
 om_status om_gemm(om_ctx *cx, const om_gemm_args *a) {

@@ -31,6 +31,7 @@ typedef struct om_gemm_args {
     const om_gemm_axis *axis;
     /* om_gemm_how.scratch bytes, 64-byte aligned; NULL: taken from and given back to the context */
     void *scratch;
+    const void *packed;              /* NULL, or B as om_gemm_pack has laid it out: b is not read */
 } om_gemm_args;
 
 /* Who computes it, and what is computed: sizes after the choice of orientation, blocks, workers. A pure function of the
@@ -55,6 +56,11 @@ om_status om_gemm_prepare(om_ctx *cx, const om_gemm_args *a, om_gemm_how *how);
 om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how);
 om_status om_gemm(om_ctx *cx, const om_gemm_args *a); /* both */
 
+/* One B for many products of one form (a recurrent layer's weights): packed once. Bytes, 0 where that is of no use;
+ * `to` is 64-byte aligned. The products have the same bits. */
+int64_t om_gemm_packed_size(const om_gemm_how *how);
+void om_gemm_pack(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how, void *to);
+
 enum { OM_HOST_NEVER = -1, OM_HOST_MAY, OM_HOST_ALWAYS };
 int om_gemm_host(void); /* ORTMODULE_GEMM, for who else asks the host to multiply */
 
@@ -74,6 +80,7 @@ typedef struct om_gemm_job {         /* one product whose A fits its packed form
     int beta;
     /* packed A: panels of mr rows, each (k, mr), om_gemm_type.panel_size elements apart */
     void *pa;
+    const void *pb;                  /* packed B, or NULL: blocks of columns, each kc deep slice of one after the other */
     /* bf16 as bf16, cut along k: where the sums of C wait as floats, ld_acc for a row, in the order that a kernel
      * likes; what other blocks of k do */
     float *acc;
@@ -94,8 +101,11 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
      * (row1 - row0) * cols of the compute type when C is stored narrower (bf16 as bf16: when k > kc, without acc). */
     void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
                   void *work);
+    /* Both NULL where elements are packed as 16 bits.
+     * Of packed B (om_gemm_job.pb) the blocks of columns from block0 to block1. */
+    void (*pack_b)(const om_gemm_job *g, void *to, int64_t block0, int64_t block1);
     /* C[row0:row1] from the sums of kc deep slices, `slice` elements apart, each (m, n) dense: what `block` makes of
-     * all of them, to the bit. NULL where C is stored narrower than it is summed. */
+     * all of them, to the bit. */
     void (*join)(const om_gemm_job *g, const void *sums, int64_t slice, int64_t slices, int64_t row0, int64_t row1);
 } om_gemm_type;
 
@@ -106,6 +116,13 @@ OM_DECLARE_ISA(om_gemm_type, om_gemm_amx);  /* where om_isa_tiles; no `block` wh
 
 static inline int64_t om_gemm_panel_size(const om_gemm_type *t, int64_t k) {
     return (k * t->mr + t->slack + 15) & ~(int64_t)15;
+}
+
+/* Of a slice of a block of columns of packed B: its depth, but for the last one's. */
+static inline int64_t om_gemm_depth(const om_gemm_type *t, int64_t k) { return k < t->kc ? k : t->kc; }
+/* Of a block of columns of it: elements. */
+static inline int64_t om_gemm_block_size(const om_gemm_type *t, int64_t k) {
+    return (k + t->kc - 1) / t->kc * om_gemm_depth(t, k) * t->cols;
 }
 
 #endif

@@ -1,6 +1,6 @@
 /* recurrent.c - ops/recurrent.c on the CPU.
  *
- * A step is one matrix product of all samples, then the activations row by row (kernels/recurrent.k.c), shared among
+ * A step is one matrix product of all samples by weights that are packed once, then the activations row by row (kernels/recurrent.k.c), shared among
  * threads. f32 and f64 work in the operands' own memory; bf16 and f16 are widened as they are read, states between
  * steps stay f32. Every element is computed by one thread, products have one order of sums: the same
  * bits for any number of threads. Operands are dense.
@@ -18,7 +18,8 @@ typedef struct recurrent_plan {
     om_gemm_how how;
     om_recurrent_fn row;
     /* scratch */
-    int64_t w_at, b_at, h_at[2], c_at, gate_at, hidden_at, back_at, gemm_at, total;
+    int64_t w_at, b_at, h_at[2], c_at, gate_at, hidden_at, back_at, packed_at, gemm_at, total;
+    bool packed;               /* the weights, for all steps */
 } recurrent_plan;
 
 static int64_t recurrent_take(recurrent_plan *p, int64_t elements) {
@@ -65,8 +66,11 @@ static om_status recurrent_layout(om_ctx *cx, const om_args *a, bool grad, recur
     if (p->kind < OM_LSTM || grad) p->gate_at = recurrent_take(p, p->n * all);
     if (p->kind == OM_GRU) p->hidden_at = recurrent_take(p, p->n * all);
     if (grad) p->back_at = recurrent_take(p, p->kind == OM_LSTM ? state : 0);
-    p->gemm_at = p->total;
-    p->total += p->how.scratch;
+    const int64_t packed = om_gemm_packed_size(&p->how);
+    p->packed = packed > 0 && p->steps > 1;
+    p->packed_at = p->total;
+    p->gemm_at = p->packed_at + (p->packed ? (packed + 63) & ~(int64_t)63 : 0);
+    p->total = p->gemm_at + p->how.scratch;
     return OM_OK;
 }
 
@@ -131,6 +135,12 @@ static void recurrent_go(om_ctx *cx, const recurrent_plan *p, const om_recurrent
     om_parallel_for(cx, p->n, 1 + 4096 / (p->gates * p->size + 1), recurrent_rows, &j);
 }
 
+static void recurrent_pack(om_ctx *cx, const recurrent_plan *p, char *scratch, om_gemm_args *g) {
+    if (!p->packed) return;
+    om_gemm_pack(cx, g, &p->how, scratch + p->packed_at);
+    g->packed = scratch + p->packed_at;
+}
+
 om_status om_cpu_run_recurrent(om_ctx *cx, const om_args *a) {
     const recurrent_plan *p = a->prep;
     const int64_t state = p->n * p->size, all = p->gates * p->size, bytes = (int64_t)om_dtype_size(p->dtype);
@@ -140,6 +150,7 @@ om_status om_cpu_run_recurrent(om_ctx *cx, const om_args *a) {
     om_gemm_args g = p->g;
     g.b = recurrent_wide(p, a->in[1].data, all * p->size, scratch + p->w_at);
     g.scratch = scratch + p->gemm_at;
+    recurrent_pack(cx, p, scratch, &g);
     if (p->bias) g.bias = recurrent_wide(p, a->in[2].data, all, scratch + p->b_at);
     const char *h = recurrent_wide(p, a->in[3].data, state, scratch + p->h_at[0]),
                *c = lstm ? recurrent_wide(p, a->in[4].data, state, scratch + p->c_at) : NULL;
@@ -173,6 +184,7 @@ om_status om_cpu_run_recurrent_grad(om_ctx *cx, const om_args *a) {
     om_gemm_args g = p->g;
     g.b = recurrent_wide(p, a->in[2].data, all * p->size, scratch + p->w_at);
     g.c = dh, g.scratch = scratch + p->gemm_at;
+    recurrent_pack(cx, p, scratch, &g);
     memset(dh, 0, (size_t)(state * p->elem));
     if (lstm && a->in[1].dtype) recurrent_copy_in(p, a->in[1].data, state, dc);
     else if (lstm) memset(dc, 0, (size_t)(state * p->elem));

@@ -134,6 +134,22 @@ def test_slices_of_k_summed_apart(dtype: torch.dtype, m: int, k: int, n: int) ->
         assert (got[1].double() - exact).abs().max() <= 4 * k * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
 
 
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("m,k,n", [(32, 128, 512), (7, 61, 67), (1, 130, 301), (40, 1030, 200), (129, 64, 17), (300, 515, 70), (3, 1, 130)])
+def test_packed_once(dtype: torch.dtype, m: int, k: int, n: int, threads: bool) -> None:
+    """B laid out before, rows or columns contiguous: the same bits, and nothing else is read of it."""
+    cx = engine.Ctx(threads=threads)
+    a, bias = rand(m, k).to(dtype), rand(n).to(dtype)
+    for b in (rand(k, n).to(dtype), rand(n, k).to(dtype).t()):
+        for beta, add in ((0, None), (1, bias)):
+            want, got = torch.ones(m, n, dtype=dtype), torch.ones(m, n, dtype=dtype)
+            product(cx, a, b, want, 1.0, beta, add)()
+            call = product(cx, a, b, got, 1.0, beta, add, packed=True)
+            call()
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("m,k,n", [(131, 127, 257), (67, 1031, 131), (3, 509, 29), (257, 4099, 61), (5, 2053, 2)])
 def test_error_of_sums(m: int, k: int, n: int) -> None:
     """Root mean square error in fp32 against fp64: at most twice eager's own."""

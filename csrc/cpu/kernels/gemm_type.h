@@ -163,22 +163,35 @@ static __attribute__((noinline)) void N(tile_full)(int64_t kc, const T *a, const
     N(tile_run)(OM_MR, OM_NV, kc, a, b, ldb, t);
 }
 
-/* B[k0:k0+kc, col0:col1] as panels of NR columns, GEMM_KC * NR apart; columns after n are 0. */
-static void N(pack_cols)(const om_gemm_job *g, T *dst, int64_t k0, int64_t kc, int64_t col0, int64_t col1) {
-    for (int64_t c = col0; c < col1; c += NR, dst += GEMM_KC * NR) {
+/* B[k0:k0+kc, col0:col1] as panels of NR columns, depth * NR apart; columns after n are 0. */
+static void N(pack_cols)(const om_gemm_job *g, T *dst, int64_t depth, int64_t k0, int64_t kc, int64_t col0,
+                         int64_t col1) {
+    for (int64_t c = col0; c < col1; c += NR, dst += depth * NR) {
         int64_t w = col1 - c < NR ? col1 - c : NR;
         N(pack_b)(g, dst, (w + VL - 1) / VL * VL, k0, kc, c, w);
     }
 }
 
+static void N(pack_blocks)(const om_gemm_job *g, void *to, int64_t block0, int64_t block1) {
+    enum { COLS = GEMM_WIDTH * NR };
+    const int64_t depth = g->k < GEMM_KC ? g->k : GEMM_KC;
+    T *dst = (T *)to + block0 * ((g->k + GEMM_KC - 1) / GEMM_KC * depth * COLS);
+    for (int64_t col = block0 * COLS; col < block1 * COLS && col < g->n; col += COLS)
+        for (int64_t k0 = 0; k0 < g->k; k0 += GEMM_KC, dst += depth * COLS)
+            N(pack_cols)(g, dst, depth, k0, g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC, col,
+                         g->n - col < COLS ? g->n : col + COLS);
+}
+
 static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
                      void *work) {
     enum { COLS = GEMM_WIDTH * NR };
-    T *bp = work, *wide = bp + GEMM_KC * COLS; /* `wide`: C in the compute type, when it is stored narrower */
+    T *own = work, *wide = own + GEMM_KC * COLS; /* `wide`: C in the compute type, when it is stored narrower */
     int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15, width = col1 - col0;
     bool narrow = g->dtype != STORE_T;
     /* too few rows to pay for packing: B is read where it is (all but the last, incomplete panel) */
-    bool direct = g->csb == 1 && !narrow && row1 - row0 <= 2 * OM_MR;
+    bool direct = !g->pb && g->csb == 1 && !narrow && row1 - row0 <= 2 * OM_MR;
+    const int64_t depth = g->pb && g->k < GEMM_KC ? g->k : GEMM_KC; /* of a panel, in memory */
+    const T *bp = g->pb ? (const T *)g->pb + col0 / COLS * ((g->k + GEMM_KC - 1) / GEMM_KC * depth * COLS) : own;
     T bias[COLS];
     if (g->bias)
         for (int64_t j = 0; j < COLS; j++) {
@@ -202,16 +215,16 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
         const bool more = k0 + kc < g->k; /* another slice of these columns; else on to the next columns */
         const int64_t at = more ? k0 + kc : 0, col = more ? col0 : next, end = more ? col1 : g->n;
         ahead soon = {0};
-        if (!direct && col >= 0)
+        if (!direct && !g->pb && col >= 0)
             soon = ahead_of(g, at, g->k - at < GEMM_KC ? g->k - at : GEMM_KC, col, end - col < COLS ? end - col : COLS,
                             tiles);
         int64_t in_place = direct ? width / NR * NR : 0; /* columns */
-        N(pack_cols)(g, bp + in_place / NR * GEMM_KC * NR, k0, kc, col0 + in_place, col1);
+        if (!g->pb) N(pack_cols)(g, own + in_place / NR * depth * NR, depth, k0, kc, col0 + in_place, col1);
         t.add = g->beta || k0 > 0;
         for (int64_t i0 = row0; i0 < row1; i0 += GEMM_GROUP * OM_MR)
             for (int64_t j = 0; j < width; j += NR) {
                 int64_t w = width - j < NR ? width - j : NR, ldb = (w + VL - 1) / VL * VL;
-                const T *b = bp + j / NR * GEMM_KC * NR;
+                const T *b = bp + j / NR * depth * NR;
                 if (j < in_place) b = (const T *)g->b + k0 * g->rsb + col0 + j, ldb = g->rsb;
                 t.width = narrow ? NR : w;
                 t.bias = g->bias && k0 == 0 ? bias + j : NULL;
@@ -223,6 +236,7 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
                     else N(tile_any)(row1 - i < OM_MR ? row1 - i : OM_MR, (int)((w + VL - 1) / VL), kc, a, b, ldb, &t);
                 }
             }
+        if (g->pb) bp += depth * COLS;
         k0 += kc;
     } while (k0 < g->k);
     if (narrow)
