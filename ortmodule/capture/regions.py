@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -234,14 +235,19 @@ def _caller(
     """The region as a function of its tensors."""
     from sympy import sympify
 
-    # as they are now: outputs change their meaning
+    # as they are now: outputs change their meaning; by the modes that they run in
     steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]
+    groups = [(grad, lowered, [(n, target, args, kwargs, val) for n, target, args, kwargs, _, _, val in group])
+              for (grad, lowered), group in groupby(steps, key=lambda step: step[4:6])]  # fmt: skip
 
     def call(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         value: dict[Node, Any] = {**constants, **dict(zip(inputs, tensors, strict=True))}
         size: dict[Any, Any] = {s: tensors[i].item() for s, i in numbers.items()}
 
         def number(e: Any) -> Any:
+            known = size.get(e)
+            if type(known) is int:
+                return known
             e = sympify(e)
             for s in e.free_symbols:
                 if s not in size:
@@ -256,26 +262,27 @@ def _caller(
                 return number(a.node.expr)
             return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
 
-        for n, target, args, kwargs, grad, lowered, val in steps:
+        for grad, lowered, group in groups:
             with (
                 torch.set_grad_enabled(grad and torch.is_grad_enabled()),
                 autocast.put(lowered),
             ):
-                if isinstance(target, str):
-                    shape = [of(d) for d in val.shape]
-                    made: Any = _NAMED[target](shape, val.device, *map(of, args)).to(val.dtype)
-                elif target is opaque.HOST:
-                    made = rows[args[1]].call(of(args[0]))
-                    made = (made,) if isinstance(made, Tensor) else made
-                elif target in _SCATTERS and _complex(val):
-                    made = _scattered(_SCATTERS[target], *map(of, args), **{k: of(a) for k, a in kwargs.items()})
-                else:
-                    made = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
-            value[n] = made
-            for t, like in zip(made, val, strict=True) if isinstance(made, (list, tuple)) else ((made, val),):
-                if isinstance(t, Tensor):
-                    size.update((d.node.expr, got) for d, got in zip(like.shape, t.shape, strict=True)
-                                if isinstance(d, torch.SymInt) and d.node.expr.is_Symbol)
+                for n, target, args, kwargs, val in group:
+                    if isinstance(target, str):
+                        shape = [of(d) for d in val.shape]
+                        made: Any = _NAMED[target](shape, val.device, *map(of, args)).to(val.dtype)
+                    elif target is opaque.HOST:
+                        made = rows[args[1]].call(of(args[0]))
+                        made = (made,) if isinstance(made, Tensor) else made
+                    elif target in _SCATTERS and _complex(val):
+                        made = _scattered(_SCATTERS[target], *map(of, args), **{k: of(a) for k, a in kwargs.items()})
+                    else:
+                        made = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
+                    value[n] = made
+                    for t, like in zip(made, val, strict=True) if isinstance(made, (list, tuple)) else ((made, val),):
+                        if isinstance(t, Tensor):
+                            size.update((d.node.expr, got) for d, got in zip(like.shape, t.shape, strict=True)
+                                        if isinstance(d, torch.SymInt) and d.node.expr.is_Symbol)
         return tuple([value[n] for n in outputs])
 
     return call
