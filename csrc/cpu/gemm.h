@@ -80,7 +80,7 @@ typedef struct om_gemm_job {         /* one product whose A fits its packed form
     int beta;
     /* packed A: panels of mr rows, each (k, mr), om_gemm_type.panel_size elements apart */
     void *pa;
-    const void *pb;                  /* packed B, or NULL: blocks of columns, each kc deep slice of one after the other */
+    const void *pb;                  /* packed B, or NULL: blocks of columns, the kc deep slices of each together */
     /* bf16 as bf16, cut along k: where the sums of C wait as floats, ld_acc for a row, in the order that a kernel
      * likes; what other blocks of k do */
     float *acc;

@@ -1,9 +1,9 @@
 /* recurrent.c - ops/recurrent.c on the CPU.
  *
- * A step is one matrix product of all samples by weights that are packed once, then the activations row by row (kernels/recurrent.k.c), shared among
- * threads. f32 and f64 work in the operands' own memory; bf16 and f16 are widened as they are read, states between
- * steps stay f32. Every element is computed by one thread, products have one order of sums: the same
- * bits for any number of threads. Operands are dense.
+ * A step is one matrix product of all samples by weights that are packed once, then the activations row by row
+ * (kernels/recurrent.k.c), shared among threads. f32 and f64 work in the operands' own memory; bf16 and f16 are widened
+ * as they are read, states between steps stay f32. Every element is computed by one thread, products have one order of
+ * sums: the same bits for any number of threads. Operands are dense.
  */
 #include "cpu/cpu.h"
 #include "cpu/gemm.h"
