@@ -14,7 +14,6 @@
 #include "cpu/copy.h"
 #include "cpu/fault.h"
 #include "cpu/gather_rows.h"
-#include "graph/half.h"
 #include "cpu/walk.h"
 
 typedef struct index_list { /* a dense operand of indices into an axis of `limit` entries */
@@ -352,65 +351,12 @@ typedef struct elements_job {
     int64_t piece, n_pieces;   /* columns per item */
     int64_t piece_rows, n_piece_rows; /* rows per item; of a scatter all of them */
     int64_t items, grain;
-    int size_log2, dtype;
-    bool wide, scatter, add;   /* wide: i64 indices */
-    bool further, max;         /* scatter the larger (max) or smaller one */
+    int size_log2;
+    bool wide, scatter;        /* wide: i64 indices */
     bool run;                  /* an index stands for all columns of its row, which are adjacent in both tensors */
-    om_join_row_fn join;       /* run: what scatter does with a row; NULL: it is set */
+    om_join_row_fn join;       /* what scatter does with what is there; NULL: it sets */
 } elements_job;
 
-#define ADD_AS(T)                                                                                   \
-    do {                                                                                            \
-        T u_, v_;                                                                                   \
-        memcpy(&u_, at, sizeof u_);                                                                 \
-        memcpy(&v_, o, sizeof v_);                                                                  \
-        u_ = (T)(u_ + v_);                                                                          \
-        memcpy(at, &u_, sizeof u_);                                                                 \
-    } while (0)
-#define ADD_HALF(LOAD, STORE)                                                                       \
-    do {                                                                                            \
-        uint16_t u_, v_;                                                                            \
-        memcpy(&u_, at, 2);                                                                         \
-        memcpy(&v_, o, 2);                                                                          \
-        u_ = STORE(LOAD(u_) + LOAD(v_));                                                            \
-        memcpy(at, &u_, 2);                                                                         \
-    } while (0)
-
-static inline void element_add(int dtype, char *at, const char *o) {
-    switch (dtype) {
-    case OM_F32: ADD_AS(float); break;
-    case OM_F64: ADD_AS(double); break;
-    case OM_BF16: ADD_HALF(om_bf16_to_f32, om_f32_to_bf16); break;
-    case OM_F16: ADD_HALF(om_f16_to_f32, om_f32_to_f16); break;
-    case OM_I64: ADD_AS(uint64_t); break;
-    case OM_I32: ADD_AS(uint32_t); break;
-    case OM_I16: ADD_AS(uint16_t); break;
-    default: ADD_AS(uint8_t);
-    }
-}
-/* u = max(u, v) or min; NaN wins */
-#define FURTHER_AS(T, LOAD, W)                                                               \
-    do {                                                                                            \
-        T u_, v_;                                                                                   \
-        memcpy(&u_, at, sizeof u_);                                                                 \
-        memcpy(&v_, o, sizeof v_);                                                                  \
-        const W a_ = LOAD(u_), b_ = LOAD(v_);                                                       \
-        if ((max ? b_ > a_ : b_ < a_) || b_ != b_) memcpy(at, &v_, sizeof v_);                      \
-    } while (0)
-#define SAME(x) (x)
-static inline void element_further(int dtype, bool max, char *at, const char *o) {
-    switch (dtype) {
-    case OM_F32: FURTHER_AS(float, SAME, float); break;
-    case OM_F64: FURTHER_AS(double, SAME, double); break;
-    case OM_BF16: FURTHER_AS(uint16_t, om_bf16_to_f32, float); break;
-    case OM_F16: FURTHER_AS(uint16_t, om_f16_to_f32, float); break;
-    case OM_I64: FURTHER_AS(int64_t, SAME, int64_t); break;
-    case OM_I32: FURTHER_AS(int32_t, SAME, int32_t); break;
-    case OM_I16: FURTHER_AS(int16_t, SAME, int16_t); break;
-    case OM_I8: FURTHER_AS(int8_t, SAME, int8_t); break;
-    default: FURTHER_AS(uint8_t, SAME, uint8_t);
-    }
-}
 static inline void element_set(int size_log2, char *to, const char *from) {
     switch (size_log2) {
     case 0: *to = *from; break;
@@ -456,10 +402,8 @@ static void elements_range(void *arg, int64_t begin, int64_t end) {
                     om_fault_note(j->fault, OM_FAULT_INDEX, v, w.off[3] + r * j->p_row + c * j->p_col, j->limit);
                 } else if (!j->scatter) {
                     element_set(j->size_log2, y, s + v * j->a_axis);
-                } else if (j->add) {
-                    element_add(j->dtype, y + v * j->a_axis, s);
-                } else if (j->further) {
-                    element_further(j->dtype, j->max, y + v * j->a_axis, s);
+                } else if (j->join) {
+                    j->join(y + v * j->a_axis, s, 1);
                 } else {
                     element_set(j->size_log2, y + v * j->a_axis, s);
                 }
@@ -507,12 +451,8 @@ static om_status elements_prepare(om_ctx *cx, om_arena *mem, const om_args *a, c
                         .i_row = idx->stride[axis] * isize,
                         .o_row = other->stride[axis] * size,
                         .size_log2 = size_log2(size),
-                        .dtype = other->dtype,
                         .wide = idx->dtype == OM_I64,
-                        .scatter = scatter,
-                        .add = scatter && om_args_int(a, "reduce", 0) == 1,
-                        .further = scatter && om_args_int(a, "reduce", 0) > 1,
-                        .max = scatter && om_args_int(a, "reduce", 0) == 2};
+                        .scatter = scatter};
     if (!om_numel(idx)) return OM_OK;
     om_tensor place = *idx; /* strides of positions */
     om_dense_strides(&place);

@@ -239,7 +239,7 @@ static om_gemm_job gemm_part(const om_gemm_how *p, const om_gemm_job *j, int64_t
     b.n = j->n - col < p->part_cols ? j->n - col : p->part_cols;
     b.a = (const char *)j->a + row * j->rsa * es;
     b.b = (const char *)j->b + col * j->csb * es;
-    if (j->pb) b.pb = (const char *)j->pb + col / p->t->cols * om_gemm_block_size(p->t, j->k) * es;
+    if (j->pb) b.pb = (const char *)j->pb + col / p->t->cols * om_gemm_block_size(j->k, p->t->kc, p->t->cols) * es;
     b.c = (char *)j->c + (row * j->rsc + col * j->csc) * es;
     if (j->bias) b.bias = (const char *)j->bias + col * es;
     return b;
@@ -484,7 +484,7 @@ int64_t om_gemm_packed_size(const om_gemm_how *how) {
     const om_gemm_type *t = how->t;
     if (how->provider != GEMM_OWN || !t->pack_b || how->narrow || how->swap || how->slices || how->block_k < how->k)
         return 0;
-    return (how->n + t->cols - 1) / t->cols * om_gemm_block_size(t, how->k) * t->elem;
+    return (how->n + t->cols - 1) / t->cols * om_gemm_block_size(how->k, t->kc, t->cols) * t->elem;
 }
 
 typedef struct gemm_packing { const om_gemm_how *p; om_gemm_job job; void *to; } gemm_packing;

@@ -118,11 +118,10 @@ static inline int64_t om_gemm_panel_size(const om_gemm_type *t, int64_t k) {
     return (k * t->mr + t->slack + 15) & ~(int64_t)15;
 }
 
-/* Of a slice of a block of columns of packed B: its depth, but for the last one's. */
-static inline int64_t om_gemm_depth(const om_gemm_type *t, int64_t k) { return k < t->kc ? k : t->kc; }
-/* Of a block of columns of it: elements. */
-static inline int64_t om_gemm_block_size(const om_gemm_type *t, int64_t k) {
-    return (k + t->kc - 1) / t->kc * om_gemm_depth(t, k) * t->cols;
+/* Packed B: how deep a slice of a block of columns is laid out, and elements of a block. */
+static inline int64_t om_gemm_depth(int64_t k, int64_t kc) { return k < kc ? k : kc; }
+static inline int64_t om_gemm_block_size(int64_t k, int64_t kc, int64_t cols) {
+    return (k + kc - 1) / kc * om_gemm_depth(k, kc) * cols;
 }
 
 #endif

@@ -174,8 +174,8 @@ static void N(pack_cols)(const om_gemm_job *g, T *dst, int64_t depth, int64_t k0
 
 static void N(pack_blocks)(const om_gemm_job *g, void *to, int64_t block0, int64_t block1) {
     enum { COLS = GEMM_WIDTH * NR };
-    const int64_t depth = g->k < GEMM_KC ? g->k : GEMM_KC;
-    T *dst = (T *)to + block0 * ((g->k + GEMM_KC - 1) / GEMM_KC * depth * COLS);
+    const int64_t depth = om_gemm_depth(g->k, GEMM_KC);
+    T *dst = (T *)to + block0 * om_gemm_block_size(g->k, GEMM_KC, COLS);
     for (int64_t col = block0 * COLS; col < block1 * COLS && col < g->n; col += COLS)
         for (int64_t k0 = 0; k0 < g->k; k0 += GEMM_KC, dst += depth * COLS)
             N(pack_cols)(g, dst, depth, k0, g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC, col,
@@ -190,8 +190,8 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
     bool narrow = g->dtype != STORE_T;
     /* too few rows to pay for packing: B is read where it is (all but the last, incomplete panel) */
     bool direct = !g->pb && g->csb == 1 && !narrow && row1 - row0 <= 2 * OM_MR;
-    const int64_t depth = g->pb && g->k < GEMM_KC ? g->k : GEMM_KC; /* of a panel, in memory */
-    const T *bp = g->pb ? (const T *)g->pb + col0 / COLS * ((g->k + GEMM_KC - 1) / GEMM_KC * depth * COLS) : own;
+    const int64_t depth = g->pb ? om_gemm_depth(g->k, GEMM_KC) : GEMM_KC; /* of a panel, in memory */
+    const T *bp = g->pb ? (const T *)g->pb + col0 / COLS * om_gemm_block_size(g->k, GEMM_KC, COLS) : own;
     T bias[COLS];
     if (g->bias)
         for (int64_t j = 0; j < COLS; j++) {
