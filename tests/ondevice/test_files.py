@@ -172,7 +172,7 @@ def test_killed_while_it_saves(built: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
     cut = list(tmp_path.glob("state.*.part"))  # of children that died between creating and renaming
-    assert len(cut) > 5  # on a busy machine fewer than on an idle one
+    assert len(cut) > 20
 
 
 def test_write_fails(built: Path, tmp_path: Path) -> None:
