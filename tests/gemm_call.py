@@ -15,6 +15,7 @@ I64, PTR = C.c_int64, C.c_void_p
 class Gemm(C.Structure):
     _fields_ = [
         ("dtype", C.c_int),
+        ("wide_c", C.c_bool),
         ("m", I64),
         ("n", I64),
         ("k", I64),
@@ -50,11 +51,11 @@ class How(C.Structure):
     ]
 
 
-def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, alpha: float = 1.0, beta: int = 0,
-            bias: torch.Tensor | None = None, packed: bool = False) -> Callable[[], None]:
-    """A call that can be made again and again: prepared once, scratch taken once. packed: b, too, and then not read."""
+def _prepared(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, alpha: float, beta: int,
+              bias: torch.Tensor | None) -> tuple[Gemm, How]:
     g = Gemm(
         dtype=engine.TORCH.index(a.dtype),
+        wide_c=c.dtype != a.dtype,
         m=c.shape[0],
         n=c.shape[1],
         k=a.shape[1],
@@ -72,15 +73,30 @@ def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a
         bias=None if bias is None else bias.data_ptr(),
         batch=1,
     )
-    how, lib = How(), engine.lib
-    cx.check(lib.om_gemm_prepare(cx.p, C.byref(g), C.byref(how)))
+    how = How()
+    cx.check(engine.lib.om_gemm_prepare(cx.p, C.byref(g), C.byref(how)))
     assert not any(how.fence), "om_gemm_how has grown: How is to be written anew"
+    engine.lib.om_gemm_packed_size.restype = I64
+    return g, how
+
+
+def packs(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, alpha: float = 1.0, beta: int = 0,
+          bias: torch.Tensor | None = None) -> bool:
+    """Is there such a product for packed operands?"""
+    return bool(engine.lib.om_gemm_packed_size(C.byref(_prepared(cx, a, b, c, alpha, beta, bias)[1])) > 0)
+
+
+def product(cx: engine.Ctx, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, alpha: float = 1.0, beta: int = 0,
+            bias: torch.Tensor | None = None, packed: bool = False) -> Callable[[], None]:
+    """A call that can be made again and again: prepared once, scratch taken once. packed: b, too, and then not read.
+    c, bias: of a's type, or both f32 where that is narrower."""
+    g, how = _prepared(cx, a, b, c, alpha, beta, bias)
+    lib = engine.lib
     scratch = torch.full((how.scratch + 192,), 0xA5, dtype=torch.uint8)
     g.scratch = (scratch.data_ptr() + 63) & ~63
     end = g.scratch - scratch.data_ptr() + how.scratch
     own = torch.empty(0)
     if packed:
-        lib.om_gemm_packed_size.restype = I64
         size = lib.om_gemm_packed_size(C.byref(how))
         assert size > 0, "no product for packed operands"
         own = torch.full((size + 128,), 0xA5, dtype=torch.uint8)

@@ -134,7 +134,7 @@ static void gemm_slices(const om_gemm_type *t, double least, om_gemm_how *p) {
 static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p) {
     const om_gemm_type *t = p->t = gemm_type(a->dtype);
     const bool pairs = t->elem == 2;
-    p->m = a->m, p->n = a->n, p->k = a->k, p->narrow = om_is_half(a->dtype) && !pairs;
+    p->m = a->m, p->n = a->n, p->k = a->k, p->narrow = om_is_half(a->dtype) && !pairs && !a->wide_c;
     bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
     p->swap = !a->bias && (columns || sliver) && !(a->csc == 1 && a->rsc != 1 && a->m < SLIVER && a->n >= a->m);
     if (p->swap) p->m = a->n, p->n = a->m;
@@ -180,6 +180,11 @@ static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p)
 
 /* --- own kernel ------------------------------------------------------------------------------------ */
 
+/* bytes of an element of C or of the bias */
+static int64_t gemm_c_size(int dtype, bool wide_c) {
+    return (int64_t)om_dtype_size(wide_c ? om_compute_dtype(dtype) : dtype);
+}
+
 /* Where product number `product` lies. */
 typedef struct gemm_place { const char *a, *b; char *c; } gemm_place;
 static gemm_place gemm_place_of(const om_gemm_args *a, int64_t product) {
@@ -191,16 +196,17 @@ static gemm_place gemm_place_of(const om_gemm_args *a, int64_t product) {
         oa += at * x->a, ob += at * x->b, oc += at * x->c;
     }
     const int64_t es = (int64_t)om_dtype_size(a->dtype);
-    return (gemm_place){(const char *)a->a + oa * es, (const char *)a->b + ob * es, (char *)a->c + oc * es};
+    return (gemm_place){(const char *)a->a + oa * es, (const char *)a->b + ob * es,
+                        (char *)a->c + oc * gemm_c_size(a->dtype, a->wide_c)};
 }
 
 static om_gemm_job gemm_job(const om_gemm_args *a, bool swap, int64_t product) {
     const gemm_place at = gemm_place_of(a, product);
-    om_gemm_job j = {.dtype = a->dtype, .m = a->m, .n = a->n, .k = a->k,
+    om_gemm_job j = {.dtype = a->dtype, .wide_c = a->wide_c, .m = a->m, .n = a->n, .k = a->k,
                      .a = at.a, .b = at.b, .bias = a->bias, .c = at.c,
                      .rsa = a->rsa, .csa = a->csa, .rsb = a->rsb, .csb = a->csb, .rsc = a->rsc, .csc = a->csc,
                      .alpha = a->alpha, .beta = a->beta, .pb = a->packed,
-                     .past = a->m * a->n * (int64_t)om_dtype_size(a->dtype) >= PAST_CACHES};
+                     .past = a->m * a->n * gemm_c_size(a->dtype, a->wide_c) >= PAST_CACHES};
     if (swap) {
         j.m = a->n, j.n = a->m;
         j.a = at.b, j.rsa = a->csb, j.csa = a->rsb;
@@ -217,7 +223,7 @@ static om_gemm_job gemm_block(const om_gemm_how *p, const om_gemm_job *j, int64_
     om_gemm_job b = *j;
     b.a = (const char *)j->a + (row * j->rsa + k * j->csa) * es;
     b.b = (const char *)j->b + k * j->rsb * es;
-    b.c = (char *)j->c + row * j->rsc * es;
+    b.c = (char *)j->c + row * j->rsc * gemm_c_size(j->dtype, j->wide_c);
     b.m = j->m - row < p->block_rows ? j->m - row : p->block_rows;
     b.k = j->k - k < p->block_k ? j->k - k : p->block_k;
     b.pa = pack;
@@ -233,15 +239,17 @@ static om_gemm_job gemm_block(const om_gemm_how *p, const om_gemm_job *j, int64_
 /* Part number `part` of a job: down the rows first. */
 static om_gemm_job gemm_part(const om_gemm_how *p, const om_gemm_job *j, int64_t part) {
     const int64_t down = (j->m + p->part_rows - 1) / p->part_rows, row = part % down * p->part_rows,
-                  col = part / down * p->part_cols, es = (int64_t)om_dtype_size(j->dtype);
+                  col = part / down * p->part_cols, es = (int64_t)om_dtype_size(j->dtype),
+                  cs = gemm_c_size(j->dtype, j->wide_c);
     om_gemm_job b = *j;
     b.m = j->m - row < p->part_rows ? j->m - row : p->part_rows;
     b.n = j->n - col < p->part_cols ? j->n - col : p->part_cols;
     b.a = (const char *)j->a + row * j->rsa * es;
     b.b = (const char *)j->b + col * j->csb * es;
-    if (j->pb) b.pb = (const char *)j->pb + col / p->t->cols * om_gemm_block_size(j->k, p->t->kc, p->t->cols) * es;
-    b.c = (char *)j->c + (row * j->rsc + col * j->csc) * es;
-    if (j->bias) b.bias = (const char *)j->bias + col * es;
+    if (j->pb) b.pb = (const char *)j->pb + col / p->t->cols * om_gemm_block_size(j->k, p->t->kc, p->t->cols) *
+                                                   p->t->elem;
+    b.c = (char *)j->c + (row * j->rsc + col * j->csc) * cs;
+    if (j->bias) b.bias = (const char *)j->bias + col * cs;
     return b;
 }
 
@@ -329,7 +337,7 @@ static void gemm_deep_worker(void *arg, int64_t begin, int64_t end) {
 
 static void gemm_deep_join(void *arg, int64_t begin, int64_t end) {
     const gemm_deep *r = arg;
-    const int64_t slice = r->p->slice_size / (int64_t)om_dtype_size(r->job.dtype);
+    const int64_t slice = r->p->slice_size / r->p->t->elem;
     r->p->t->join(&r->job, r->sums, slice, r->p->slices, begin, end);
 }
 
@@ -429,7 +437,8 @@ static void gemm_blas_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *
 static bool host_chosen(om_ctx *cx, const om_gemm_args *a, om_gemm_how *b) {
     const int forced = gemm_forced();
     const unsigned has = om_isa_bf16();
-    if (a->dtype != OM_BF16 || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0) return false;
+    if (a->dtype != OM_BF16 || a->wide_c || !cx->sv.gemm_bf16 || forced == FORCE_OWN || a->alpha != 1 || a->k == 0)
+        return false;
     if (!blas_operands(a, b)) return false;
     const double least = has == OM_BF16_DOT ? HOST_MIN_DOT : HOST_MIN;
     return forced == FORCE_HOST || (has && (double)a->m * (double)a->n * (double)a->k >= least);

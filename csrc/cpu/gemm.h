@@ -16,6 +16,7 @@ typedef struct om_gemm_axis { int64_t n, a, b, c; } om_gemm_axis;
 
 typedef struct om_gemm_args {
     int dtype;                       /* of A, B, C and bias: f32, f64, bf16, f16; sums run in om_compute_dtype */
+    bool wide_c;                     /* C and bias are of the type of the sums */
     int64_t m, n, k;                 /* any may be 0; k = 0 gives beta * C + bias */
     const void *a;                   /* (m, k) */
     int64_t rsa, csa;                /* strides in elements, any value including 0 and negative */
@@ -71,7 +72,8 @@ bool om_gemm_operand(int64_t rows, int64_t cols, int64_t rs, int64_t cs, char *t
 /* --- inside: what gemm.c and the kernel share ------------------------------------------------------ */
 
 typedef struct om_gemm_job {         /* one product whose A fits its packed form */
-    int dtype;
+    int dtype;                       /* of A and B; of C and bias unless wide_c */
+    bool wide_c;
     int64_t m, n, k;
     const void *a, *b, *bias;
     void *c;
@@ -101,11 +103,10 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
      * (row1 - row0) * cols of the compute type when C is stored narrower (bf16 as bf16: when k > kc, without acc). */
     void (*block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
                   void *work);
-    /* Both NULL where elements are packed as 16 bits.
-     * Of packed B (om_gemm_job.pb) the blocks of columns from block0 to block1. */
+    /* Of packed B (om_gemm_job.pb) the blocks of columns from block0 to block1; NULL on tiles. */
     void (*pack_b)(const om_gemm_job *g, void *to, int64_t block0, int64_t block1);
     /* C[row0:row1] from the sums of kc deep slices, `slice` elements apart, each (m, n) dense: what `block` makes of
-     * all of them, to the bit. */
+     * all of them, to the bit. NULL where elements are packed as 16 bits. */
     void (*join)(const om_gemm_job *g, const void *sums, int64_t slice, int64_t slices, int64_t row0, int64_t row1);
 } om_gemm_type;
 
@@ -118,8 +119,8 @@ static inline int64_t om_gemm_panel_size(const om_gemm_type *t, int64_t k) {
     return (k * t->mr + t->slack + 15) & ~(int64_t)15;
 }
 
-/* Packed B: how deep a slice of a block of columns is laid out, and elements of a block. */
-static inline int64_t om_gemm_depth(int64_t k, int64_t kc) { return k < kc ? k : kc; }
+/* Packed B: how deep a slice of a block of columns is laid out (whole pairs), and elements of a block. */
+static inline int64_t om_gemm_depth(int64_t k, int64_t kc) { return k < kc ? (k + 1) & ~(int64_t)1 : kc; }
 static inline int64_t om_gemm_block_size(int64_t k, int64_t kc, int64_t cols) {
     return (k + kc - 1) / kc * om_gemm_depth(k, kc) * cols;
 }

@@ -1,9 +1,10 @@
 /* recurrent.c - ops/recurrent.c on the CPU.
  *
  * A step is one matrix product of all samples by weights that are packed once, then the activations row by row
- * (kernels/recurrent.k.c), shared among threads. f32 and f64 work in the operands' own memory; bf16 and f16 are widened
- * as they are read, states between steps stay f32. Every element is computed by one thread, products have one order of
- * sums: the same bits for any number of threads. Operands are dense.
+ * (kernels/recurrent.k.c), shared among threads. f32 and f64 work in the operands' own memory. bf16 and f16 are
+ * multiplied as they are, states and gradients rounded to them as a step's results are; sums, activations and what a
+ * step hands on beside the product are f32. Every element is computed by one thread, products have one order of sums:
+ * the same bits for any number of threads. Operands are dense.
  */
 #include "cpu/cpu.h"
 #include "cpu/gemm.h"
@@ -18,7 +19,7 @@ typedef struct recurrent_plan {
     om_gemm_how how;
     om_recurrent_fn row;
     /* scratch */
-    int64_t w_at, b_at, h_at[2], c_at, gate_at, hidden_at, back_at, packed_at, gemm_at, total;
+    int64_t b_at, h_at[2], c_at, gate_at, hidden_at, back_at, packed_at, gemm_at, total;
     bool packed;               /* the weights, for all steps */
 } recurrent_plan;
 
@@ -43,23 +44,19 @@ static om_status recurrent_layout(om_ctx *cx, const om_args *a, bool grad, recur
              "%s: %lld samples of %lld do not fit h0 (%lld, %lld)", a->node->op->name, (long long)p->n,
              (long long)p->size, (long long)h0->dim[0], (long long)h0->dim[1]);
     om_gemm_args *g = &p->g;
-    *g = (om_gemm_args){.dtype = p->wide_dtype, .m = p->n, .alpha = 1, .batch = 1};
+    *g = (om_gemm_args){.dtype = p->dtype, .wide_c = true, .m = p->n, .alpha = 1, .batch = 1};
     if (grad) { /* dh (n, size) = dgh (n, all) w (all, size); a GRU's dh has a part of its own */
         g->n = p->size, g->k = all;
         g->rsa = all, g->csa = 1, g->rsb = p->size, g->csb = 1, g->rsc = p->size, g->csc = 1;
         g->beta = p->kind == OM_GRU;
-    } else { /* gates (n, all) += h (n, size) w^T (size, all); a GRU's hidden share stands alone */
+    } else { /* h's share of the gates (n, all) = h (n, size) w^T (size, all) */
         g->n = all, g->k = p->size;
         g->rsa = p->size, g->csa = 1, g->rsb = 1, g->csb = p->size, g->rsc = all, g->csc = 1;
-        g->beta = p->kind != OM_GRU;
     }
     static const char there;
     if (p->bias) g->bias = &there; /* whether there is one; its address comes with the run */
     OM_TRY(om_gemm_prepare(cx, g, &p->how));
-    if (p->widen) {
-        p->w_at = recurrent_take(p, all * p->size);
-        p->b_at = recurrent_take(p, p->bias ? all : 0);
-    }
+    if (p->widen) p->b_at = recurrent_take(p, p->bias ? all : 0);
     if (grad || p->widen)
         for (int i = 0; i < 2; i++) p->h_at[i] = recurrent_take(p, state);
     if (grad || p->widen) p->c_at = recurrent_take(p, p->kind == OM_LSTM ? state : 0);
@@ -110,29 +107,57 @@ static void recurrent_copy_out(const recurrent_plan *p, const char *from, int64_
     else if (from != to) memcpy(to, from, (size_t)(n * p->elem));
 }
 
-typedef struct recurrent_job { /* of one step; per sample: bytes from one to the next */
+/* Adds n elements of the operands' type to as many of the compute type. */
+static void recurrent_add(const recurrent_plan *p, const char *from, int64_t n, char *to) {
+    enum { CHUNK = 512 };
+    _Alignas(64) char room[CHUNK * sizeof(double)];
+    const int64_t bytes = (int64_t)om_dtype_size(p->dtype);
+    for (int64_t i = 0; i < n; i += CHUNK) {
+        const int64_t m = n - i < CHUNK ? n - i : CHUNK;
+        OM_PICK(om_recurrent)->add[p->wide_dtype == OM_F64](recurrent_wide(p, from + i * bytes, m, room),
+                                                            to + i * p->elem, m);
+    }
+}
+
+typedef struct recurrent_job { /* of one step; per sample: bytes from one to the next, of the compute type */
     const recurrent_plan *p;
     om_recurrent_row at;
     int64_t gate_step, all_step, size_step;
+    bool back;
+    /* of the operands' type. in: gx, or dy. Where those are widened: before, whose row goes to `wide`; the results y,
+     * or dgx and dgh */
+    const char *in, *before;
+    char *wide, *out[2];
 } recurrent_job;
 
 #define MOVE(field, by) row.field = row.field ? (char *)(uintptr_t)row.field + i * (by) : NULL
 static void recurrent_rows(void *arg, int64_t begin, int64_t end) {
     const recurrent_job *j = arg;
+    const recurrent_plan *p = j->p;
+    const int64_t all = p->gates * p->size, bytes = (int64_t)om_dtype_size(p->dtype);
     for (int64_t i = begin; i < end; i++) {
         om_recurrent_row row = j->at;
         MOVE(gate, j->gate_step);
         MOVE(hidden, j->all_step), MOVE(dgx, j->all_step), MOVE(dgh, j->all_step);
         MOVE(c_before, j->size_step), MOVE(h_before, j->size_step), MOVE(c, j->size_step), MOVE(h, j->size_step);
         MOVE(dh, j->size_step), MOVE(dc, j->size_step);
-        j->p->row(&row, j->p->size);
+        if (j->back) recurrent_add(p, j->in + i * p->size * bytes, p->size, row.dh);
+        else if (p->kind == OM_GRU) recurrent_copy_in(p, j->in + i * all * bytes, all, row.gate); /* 3 of 4 gates */
+        else recurrent_add(p, j->in + i * all * bytes, all, row.gate);
+        if (j->before)
+            recurrent_copy_in(p, j->before + i * p->size * bytes, p->size, j->wide + i * j->size_step);
+        p->row(&row, p->size);
+        if (!p->widen) continue;
+        if (!j->back) recurrent_copy_out(p, row.h, p->size, j->out[0] + i * p->size * bytes);
+        else recurrent_copy_out(p, row.dgx, all, j->out[0] + i * all * bytes);
+        if (j->out[1]) recurrent_copy_out(p, row.dgh, all, j->out[1] + i * all * bytes);
     }
 }
 
-static void recurrent_go(om_ctx *cx, const recurrent_plan *p, const om_recurrent_row *at) {
+static void recurrent_go(om_ctx *cx, const recurrent_plan *p, recurrent_job *j) {
     const int64_t all = p->gates * p->size * p->elem, size = p->size * p->elem;
-    recurrent_job j = {p, *at, p->kind >= OM_LSTM ? 4 * size : all, all, size};
-    om_parallel_for(cx, p->n, 1 + 4096 / (p->gates * p->size + 1), recurrent_rows, &j);
+    j->p = p, j->gate_step = p->kind >= OM_LSTM ? 4 * size : all, j->all_step = all, j->size_step = size;
+    om_parallel_for(cx, p->n, 1 + 4096 / (p->gates * p->size + 1), recurrent_rows, j);
 }
 
 static void recurrent_pack(om_ctx *cx, const recurrent_plan *p, char *scratch, om_gemm_args *g) {
@@ -148,27 +173,23 @@ om_status om_cpu_run_recurrent(om_ctx *cx, const om_args *a) {
     char *scratch = a->scratch, *y = a->out[0].data, *kept = a->out[2].data, *cells = a->out[3].data;
     const char *gx = a->in[0].data;
     om_gemm_args g = p->g;
-    g.b = recurrent_wide(p, a->in[1].data, all * p->size, scratch + p->w_at);
+    g.a = a->in[3].data, g.b = a->in[1].data;
     g.scratch = scratch + p->gemm_at;
     recurrent_pack(cx, p, scratch, &g);
     if (p->bias) g.bias = recurrent_wide(p, a->in[2].data, all, scratch + p->b_at);
-    const char *h = recurrent_wide(p, a->in[3].data, state, scratch + p->h_at[0]),
+    const char *h = gru ? recurrent_wide(p, g.a, state, scratch + p->h_at[0]) : NULL,
                *c = lstm ? recurrent_wide(p, a->in[4].data, state, scratch + p->c_at) : NULL;
     for (int64_t s = 0; s < p->steps; s++) {
         const int64_t t = p->reverse ? p->steps - 1 - s : s;
-        char *gate = p->kind >= OM_LSTM ? kept + t * 4 * state * p->elem : scratch + p->gate_at;
-        char *to = p->widen ? scratch + p->h_at[(s + 1) & 1] : y + t * state * bytes;
-        if (gru) /* three of four gates */
-            for (int64_t i = 0; i < p->n; i++)
-                recurrent_copy_in(p, gx + (t * p->n + i) * all * bytes, all, gate + i * 4 * p->size * p->elem);
-        else recurrent_copy_in(p, gx + t * p->n * all * bytes, p->n * all, gate);
-        g.a = h, g.c = gru ? scratch + p->hidden_at : gate;
+        char *gate = p->kind >= OM_LSTM ? kept + t * 4 * state * p->elem : scratch + p->gate_at,
+             *result = y + t * state * bytes, *to = p->widen ? scratch + p->h_at[(s + 1) & 1] : result,
+             *cell = lstm ? cells + t * state * p->elem : NULL;
+        g.c = gru ? scratch + p->hidden_at : gate;
         OM_TRY(om_gemm_run(cx, &g, &p->how));
-        char *cell = lstm ? cells + t * state * p->elem : NULL;
-        recurrent_go(cx, p, &(om_recurrent_row){.gate = gate, .hidden = gru ? g.c : NULL, .c_before = c, .h_before = h,
-                                                .c = cell, .h = to});
-        if (p->widen) recurrent_copy_out(p, to, state, y + t * state * bytes);
-        h = to, c = cell;
+        recurrent_go(cx, p, &(recurrent_job){.at = {.gate = gate, .hidden = gru ? g.c : NULL, .c_before = c,
+                                                    .h_before = h, .c = cell, .h = to},
+                                             .in = gx + t * p->n * all * bytes, .out = {result}});
+        g.a = result, h = to, c = cell;
     }
     if (lstm) recurrent_copy_out(p, c, state, a->out[1].data);
     return OM_OK;
@@ -182,7 +203,7 @@ om_status om_cpu_run_recurrent_grad(om_ctx *cx, const om_args *a) {
          *dc = lstm ? scratch + p->back_at : NULL;
     const char *dy = a->in[0].data, *y = a->in[5].data, *kept = a->in[6].data, *cells = a->in[7].data;
     om_gemm_args g = p->g;
-    g.b = recurrent_wide(p, a->in[2].data, all * p->size, scratch + p->w_at);
+    g.b = a->in[2].data;
     g.c = dh, g.scratch = scratch + p->gemm_at;
     recurrent_pack(cx, p, scratch, &g);
     memset(dh, 0, (size_t)(state * p->elem));
@@ -191,29 +212,27 @@ om_status om_cpu_run_recurrent_grad(om_ctx *cx, const om_args *a) {
     for (int64_t s = 0; s < p->steps; s++) {
         const int64_t t = p->reverse ? s : p->steps - 1 - s, before = p->reverse ? t + 1 : t - 1;
         const bool first = s == p->steps - 1;
-        om_recurrent_row r = {.dh = dh, .dc = dc};
-        const char *d = recurrent_wide(p, dy + t * state * bytes, state, room);
-        if (p->wide_dtype == OM_F64)
-            for (int64_t i = 0; i < state; i++) ((double *)dh)[i] += ((const double *)d)[i];
-        else
-            for (int64_t i = 0; i < state; i++) ((float *)dh)[i] += ((const float *)d)[i];
-        char *dgx = (char *)a->out[0].data + t * p->n * all * bytes, *dgh = dgx;
-        if (gru) dgh = (char *)a->out[1].data + t * p->n * all * bytes;
-        r.dgx = p->widen ? scratch + p->gate_at : dgx;
-        r.dgh = !gru ? r.dgx : p->widen ? scratch + p->hidden_at : dgh;
-        if (p->kind < OM_LSTM) r.h = recurrent_wide(p, y + t * state * bytes, state, room);
-        else r.gate = (char *)(uintptr_t)kept + t * 4 * state * p->elem;
-        if (gru) r.h_before = recurrent_wide(p, first ? a->in[3].data : y + before * state * bytes, state, room);
+        char *dgx = (char *)a->out[0].data + t * p->n * all * bytes,
+             *dgh = gru ? (char *)a->out[1].data + t * p->n * all * bytes : NULL;
+        recurrent_job j = {.back = true, .in = dy + t * state * bytes, .out = {dgx, dgh}, .at = {.dh = dh, .dc = dc}};
+        j.at.dgx = p->widen ? scratch + p->gate_at : dgx;
+        j.at.dgh = p->widen && gru ? scratch + p->hidden_at : dgh;
+        if (p->kind >= OM_LSTM) j.at.gate = (char *)(uintptr_t)kept + t * 4 * state * p->elem;
+        const char *seen = p->kind < OM_LSTM ? y + t * state * bytes
+                           : gru && first    ? a->in[3].data
+                           : gru             ? y + before * state * bytes
+                                             : NULL;
+        if (seen && p->widen) j.before = seen, j.wide = room, seen = room;
+        if (p->kind < OM_LSTM) j.at.h = (char *)(uintptr_t)seen;
+        else j.at.h_before = seen;
         if (lstm) {
-            r.c = (char *)(uintptr_t)cells + t * state * p->elem;
-            r.c_before = first ? recurrent_wide(p, a->in[4].data, state, scratch + p->c_at)
-                               : cells + before * state * p->elem;
+            j.at.c = (char *)(uintptr_t)cells + t * state * p->elem;
+            j.at.c_before = first ? recurrent_wide(p, a->in[4].data, state, scratch + p->c_at)
+                                  : cells + before * state * p->elem;
         }
-        recurrent_go(cx, p, &r);
-        g.a = r.dgh;
+        recurrent_go(cx, p, &j);
+        g.a = gru ? dgh : dgx;
         OM_TRY(om_gemm_run(cx, &g, &p->how));
-        if (p->widen) recurrent_copy_out(p, r.dgx, p->n * all, dgx);
-        if (p->widen && gru) recurrent_copy_out(p, r.dgh, p->n * all, dgh);
     }
     recurrent_copy_out(p, dh, state, a->out[2].data);
     if (lstm) recurrent_copy_out(p, dc, state, a->out[3].data);

@@ -19,7 +19,10 @@ typedef struct om_recurrent_row {
 } om_recurrent_row;
 typedef void (*om_recurrent_fn)(const om_recurrent_row *r, int64_t n);
 
-struct om_recurrent_kernels { om_recurrent_fn step[4][2], back[4][2]; }; /* by kind */
+struct om_recurrent_kernels {
+    om_recurrent_fn step[4][2], back[4][2];           /* by kind */
+    void (*add[2])(const void *x, void *to, int64_t n); /* to += x */
+};
 OM_DECLARE_ISA(struct om_recurrent_kernels, om_recurrent);
 
 #endif

@@ -1,10 +1,10 @@
-/* lower_recurrent.c - RNN, LSTM and GRU on the GPU (recurrent.cu): a launch per step. States between steps are of the
- * compute type: of 16-bit floats they lie in scratch, two that take turns. */
+/* lower_recurrent.c - RNN, LSTM and GRU on the GPU (recurrent.cu): a launch per step. What a GRU in 16-bit floats hands
+ * on beside its product is of the compute type and lies in scratch, two that take turns. */
 #include "cuda/scratch.h"
 
 typedef struct recurrent_sizes {
     int64_t steps, n, size, gates, kind, elem, wide, state, all; /* bytes of a sample's elements; of a step */
-    bool reverse, widen;
+    bool reverse, widen;                                         /* a GRU in 16-bit floats */
 } recurrent_sizes;
 
 static recurrent_sizes sizes_of(const om_args *a, bool grad) {
@@ -15,7 +15,7 @@ static recurrent_sizes sizes_of(const om_args *a, bool grad) {
                          .wide = (int64_t)om_dtype_size(om_compute_dtype(x->dtype))};
     s.gates = s.kind == OM_GPU_LSTM ? 4 : s.kind == OM_GPU_GRU ? 3 : 1;
     s.state = s.n * s.size, s.all = s.gates * s.state;
-    s.widen = s.elem != s.wide;
+    s.widen = s.kind == OM_GPU_GRU && s.elem != s.wide;
     return s;
 }
 
@@ -24,11 +24,11 @@ int64_t om_gpu_scratch_recurrent(om_ctx *cx, const om_args *a) {
     (void)cx;
     return s.widen ? 2 * s.state * s.wide : 0;
 }
-/* cells' or h's own gradient, then those of a step's gates */
+/* cells' or h's own gradient */
 int64_t om_gpu_scratch_recurrent_grad(om_ctx *cx, const om_args *a) {
     const recurrent_sizes s = sizes_of(a, true);
     (void)cx;
-    return s.wide * (s.state + (s.widen ? 2 * s.all : 0));
+    return s.wide * s.state;
 }
 
 /* Step t of operand i (inputs, then outputs), steps of `size` bytes */
@@ -46,7 +46,7 @@ om_status om_lower_recurrent(om_lower *l) {
     const om_args *a = l->a;
     const recurrent_sizes s = sizes_of(a, false);
     const int out = a->n_in;
-    const bool lstm = s.kind == OM_GPU_LSTM;
+    const bool lstm = s.kind == OM_GPU_LSTM, gru = s.kind == OM_GPU_GRU;
     const int64_t state = s.state * s.elem, wide = s.state * s.wide;
     OM_TRY(om_gpu_check(l));
     if (lstm && !s.steps) return om_gpu_copy_lower(l, 4, &a->in[4], 0, out + 1, &a->out[1], 0);
@@ -59,14 +59,16 @@ om_status om_lower_recurrent(om_lower *l) {
         om_gpu_in(l, &g->w, 1);
         if (a->in[2].dtype) om_gpu_in(l, &g->b, 2);
         if (!k) om_gpu_in(l, &g->h, 3);
-        else if (s.widen) om_gpu_scratch_at(l, &g->h, (k & 1) * wide, wide, OM_GPU_READ);
         else step_at(l, &g->h, out, before, state, OM_GPU_READ);
+        if (gru && !k) om_gpu_in(l, &g->before, 3);
+        else if (s.widen) om_gpu_scratch_at(l, &g->before, (k & 1) * wide, wide, OM_GPU_READ);
+        else if (gru) step_at(l, &g->before, out, before, state, OM_GPU_READ);
         if (s.widen) om_gpu_scratch_at(l, &g->wide, (~k & 1) * wide, wide, OM_GPU_WRITE);
         step_at(l, &g->y, out, t, state, OM_GPU_WRITE);
         if (s.kind >= OM_GPU_LSTM) step_at(l, &g->gates, out + 2, t, 4 * wide, OM_GPU_WRITE);
         if (!lstm) continue;
-        if (!k) om_gpu_in(l, &g->c, 4);
-        else step_at(l, &g->c, out + 3, before, wide, OM_GPU_READ);
+        if (!k) om_gpu_in(l, &g->before, 4);
+        else step_at(l, &g->before, out + 3, before, wide, OM_GPU_READ);
         step_at(l, &g->cells, out + 3, t, wide, OM_GPU_WRITE);
         if (k == s.steps - 1) om_gpu_out(l, &g->last, 1, OM_GPU_WRITE);
     }
@@ -80,12 +82,11 @@ static om_status step_grad(om_lower *l, const recurrent_sizes *s, int64_t k) {
     const bool lstm = s->kind == OM_GPU_LSTM, gru = s->kind == OM_GPU_GRU, end = k == s->steps;
     const int64_t state = s->state * s->elem, wide = s->state * s->wide, all = s->all * s->elem;
     const int64_t t = s->reverse ? k : s->steps - 1 - k, after = s->reverse ? t - 1 : t + 1;
-    const int64_t before = s->reverse ? t + 1 : t - 1, gates = s->all * s->wide;
+    const int64_t before = s->reverse ? t + 1 : t - 1;
     om_gpu_recurrent_grad *g = step_add(l, OM_GPU_recurrent_grad_f32, s, 1, sizeof *g);
     if (!g) return l->cx->status;
     g->n = s->n, g->size = s->size, g->kind = (int32_t)s->kind, g->first = k == s->steps - 1;
-    if (k && s->widen) om_gpu_scratch_at(l, &g->after, wide + (k & 1) * gates, gates, OM_GPU_READ);
-    else if (k) step_at(l, &g->after, gru ? out + 1 : out, after, all, OM_GPU_READ);
+    if (k) step_at(l, &g->after, gru ? out + 1 : out, after, all, OM_GPU_READ);
     om_gpu_in(l, &g->w, 2);
     if (lstm && !k && a->in[1].dtype) om_gpu_in(l, &g->dlast, 1);
     if (lstm) om_gpu_scratch_at(l, &g->dc, 0, wide, OM_GPU_READ | OM_GPU_WRITE);
@@ -96,7 +97,6 @@ static om_status step_grad(om_lower *l, const recurrent_sizes *s, int64_t k) {
         return OM_OK;
     }
     step_at(l, &g->dy, 0, t, state, OM_GPU_READ);
-    if (s->widen) om_gpu_scratch_at(l, &g->wide, wide + (~k & 1) * gates, gates, OM_GPU_WRITE);
     step_at(l, &g->dgx, out, t, all, OM_GPU_WRITE);
     if (gru) step_at(l, &g->dgh, out + 1, t, all, OM_GPU_WRITE);
     if (lstm || gru) step_at(l, &g->gates, 6, t, 4 * wide, OM_GPU_READ);

@@ -359,21 +359,20 @@ typedef struct om_gpu_counted {
 enum { OM_GPU_RELU, OM_GPU_TANH, OM_GPU_LSTM, OM_GPU_GRU };
 /* One step of n samples with `size` units, all dense; of the compute type unless said */
 typedef struct om_gpu_recurrent {
-    const char *gx, *w, *b;    /* of the operands' type, so is y */
-    const char *h, *c;         /* of the step before; first: h0 and c0, of the operands' type */
+    const char *gx, *w, *b, *h; /* of the operands' type, so is y; h: of the step before, or h0 */
+    const char *before;        /* of an LSTM the cells, of a GRU h of the step before; first: c0 and h0, of that type */
     char *y, *gates, *cells;
-    char *wide;                /* y once more; NULL: y is of the compute type */
+    char *wide;                /* h of a GRU; NULL: y is that */
     char *last;                /* the cells once more, in the operands' type; NULL: not the last step */
     int64_t n, size;
     int32_t kind, first;
 } om_gpu_recurrent;
 typedef struct om_gpu_recurrent_grad {
-    const char *after;         /* gradient (n, gates * size) of the step after this one; NULL: there is none */
+    const char *after;         /* dgh (dgx) of the step after this one; NULL: there is none */
     const char *dy, *w;        /* of the operands' type, so are h and dlast */
     const char *h, *dlast;     /* h: of an RNN this step's, of a GRU the one before; dlast: the first dc */
     const char *gates, *cells, *before; /* before: cells of the step before; first: c0, of the operands' type */
     char *dgx, *dgh;           /* of the operands' type */
-    char *wide;                /* dgh (dgx) once more; NULL: they are of the compute type */
     char *own, *dc;            /* scratch: GRU: what reaches the step before around the product; LSTM */
     char *dh0, *dc0;           /* behind all steps: of the operands' type; else NULL */
     int64_t n, size;

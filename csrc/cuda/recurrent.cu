@@ -2,7 +2,7 @@
  *
  * A block does 16 samples by 16 units, a thread one of each with all gates: no gate is written before its activation.
  * What a step needs of the others of its sample (h, or gradients of all gates) the step before has written: a launch
- * each. Sums are of 32 products at a time, then those.
+ * each; a product takes them as that step's results are stored. Sums are of 32 products at a time, then those.
  */
 #include "cuda/kernel.h"
 
@@ -17,9 +17,9 @@ template <class F> FN F wide_at(const char *p, int64_t i) { return ld((const F *
 template <class F> FN void wide_put(char *p, int64_t i, F x) { st((F *)p + i, x); }
 
 /* sum[g] = the thread's: rows of a (n, depth) by `gates` matrices of w: element (k, j) of matrix g lies at
- * g * per_gate + k * per_k + j * per_j. a: of the operands' type where `narrow`, else of the compute type. */
+ * g * per_gate + k * per_k + j * per_j. */
 template <class S, int GATES>
-FN void step_product(const char *a, bool narrow, const char *w, int64_t n, int64_t size, int64_t depth,
+FN void step_product(const char *a, const char *w, int64_t n, int64_t size, int64_t depth,
                      int64_t per_gate, int64_t per_k, int64_t per_j, WIDE *sum) {
     typedef WIDE F;
     SHARED(shared);
@@ -32,8 +32,7 @@ FN void step_product(const char *a, bool narrow, const char *w, int64_t n, int64
         for (unsigned e = t; e < SIDE * DEEP; e += 256) { /* neighbours in memory by neighbouring threads */
             const unsigned i = e / DEEP, k = e % DEEP;
             const int64_t from = (i0 + i) * depth + k0 + k;
-            const bool in_a = i0 + i < n && k0 + k < depth;
-            as[k * (SIDE + 1) + i] = !in_a ? (F)0 : narrow ? at<S>(a, from) : wide_at<F>(a, from);
+            as[k * (SIDE + 1) + i] = i0 + i < n && k0 + k < depth ? at<S>(a, from) : (F)0;
             const unsigned j = per_k == 1 ? i : e % SIDE, l = per_k == 1 ? k : e / SIDE;
             const bool in_w = j0 + j < size && k0 + l < depth;
             for (int g = 0; g < GATES; g++)
@@ -55,7 +54,7 @@ FN void step_product(const char *a, bool narrow, const char *w, int64_t n, int64
 template <class S, int GATES> FN void step(const om_gpu_recurrent &p) {
     typedef WIDE F;
     F sum[GATES], x[GATES], h;
-    step_product<S, GATES>(p.h, p.first, p.w, p.n, p.size, p.size, p.size * p.size, 1, p.size, sum);
+    step_product<S, GATES>(p.h, p.w, p.n, p.size, p.size, p.size * p.size, 1, p.size, sum);
     const int64_t i = (int64_t)blockIdx.x * SIDE + (threadIdx.x >> 4);
     const int64_t j = (int64_t)blockIdx.y * SIDE + (threadIdx.x & 15), own = i * p.size + j;
     if (i >= p.n || j >= p.size) return;
@@ -67,7 +66,7 @@ template <class S, int GATES> FN void step(const om_gpu_recurrent &p) {
         h = x[0] + sum[0];
         h = p.kind == OM_GPU_TANH ? tanh_of(h) : h <= 0 ? (F)0 : h;
     } else if (GATES == 4) {
-        const F before = p.first ? at<S>(p.c, own) : wide_at<F>(p.c, own);
+        const F before = p.first ? at<S>(p.before, own) : wide_at<F>(p.before, own);
         const F in = sigmoid_of(x[0] + sum[0]), forget = sigmoid_of(x[1] + sum[1]), now = tanh_of(x[2] + sum[2]);
         const F out = sigmoid_of(x[3] + sum[3]), c = forget * before + in * now;
         const F gate[4] = {in, forget, now, out};
@@ -76,7 +75,7 @@ template <class S, int GATES> FN void step(const om_gpu_recurrent &p) {
         if (p.last) put<S>(p.last, own, c);
         h = out * tanh_of(c);
     } else {
-        const F before = p.first ? at<S>(p.h, own) : wide_at<F>(p.h, own);
+        const F before = p.first ? at<S>(p.before, own) : wide_at<F>(p.before, own);
         const F reset = sigmoid_of(x[0] + sum[0]), z = sigmoid_of(x[1] + sum[1]), now = tanh_of(x[2] + reset * sum[2]);
         const F gate[4] = {reset, z, now, sum[2]};
         for (int g = 0; g < 4; g++) wide_put<F>(p.gates, (i * 4 + g) * p.size + j, gate[g]);
@@ -98,7 +97,7 @@ template <class S, int GATES> FN void step_grad(const om_gpu_recurrent_grad &p) 
     typedef WIDE F;
     const bool lstm = GATES == 4, gru = GATES == 3;
     F dh = 0, dc = 0, d[GATES], dm = 0, gate[4];
-    if (p.after) step_product<S, 1>(p.after, false, p.w, p.n, p.size, GATES * p.size, 0, p.size, 1, &dh);
+    if (p.after) step_product<S, 1>(p.after, p.w, p.n, p.size, GATES * p.size, 0, p.size, 1, &dh);
     const int64_t i = (int64_t)blockIdx.x * SIDE + (threadIdx.x >> 4);
     const int64_t j = (int64_t)blockIdx.y * SIDE + (threadIdx.x & 15), own = i * p.size + j;
     if (i >= p.n || j >= p.size) return;
@@ -132,7 +131,6 @@ template <class S, int GATES> FN void step_grad(const om_gpu_recurrent_grad &p) 
         const int64_t to = (i * GATES + g) * p.size + j;
         put<S>(p.dgx, to, gru && g == 2 ? dm : d[g]);
         if (gru) put<S>(p.dgh, to, d[g]);
-        if (p.wide) wide_put<F>(p.wide, to, d[g]);
     }
 }
 template <class S> FN void recurrent_grad(const om_gpu_recurrent_grad &p) {

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from gemm_call import product
+from gemm_call import packs, product
 
 import engine
 
@@ -71,6 +71,30 @@ def test_deep_products_wait_as_floats(m: int, k: int, n: int, alpha: float, beta
     """Sums of a product that is cut along k are rounded once, at the end."""
     check(m, k, n, "rows", "rows", "rows", alpha, beta, bias)
     check(m, k, n, "columns", "columns", "gaps", alpha, beta, bias)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("m,k,n", [(32, 128, 512), (7, 61, 67), (1, 131, 301), (40, 2053, 200), (519, 8209, 41), (300, 515, 7), (3, 0, 130)])
+def test_results_as_the_sums_are(m: int, k: int, n: int, threads: bool, dtype: torch.dtype) -> None:
+    """C and bias in fp32 (om_gemm_args.wide_c), B as it is and packed before."""
+    cx, exactly = engine.Ctx(threads=threads), 2.0**-21
+    for la, lb, columns, alpha, beta, bias in [("rows", "columns", False, 1.0, 0, True), ("columns", "rows", False, -0.5, 1, False), ("gaps", "gaps", True, 2.0, 1, False)]:
+        a, b = numbers(m, k, la, 1).to(dtype), numbers(k, n, lb, 2).to(dtype)
+        add = torch.randn(n) if bias else None
+        start = torch.randn(m, n)
+        exact, size = alpha * (a.double() @ b.double()), abs(alpha) * (a.double().abs() @ b.double().abs())
+        if add is not None:
+            exact, size = exact + add.double(), size + add.double().abs()
+        if beta:
+            exact, size = exact + start.double(), size + start.double().abs()
+        got = torch.empty(n, 2 * m)[:, ::2].t() if columns else torch.empty(m, n)
+        product(cx, a, b, got.copy_(start), alpha, beta, add)()
+        assert ((got.double() - exact).abs() <= exactly * size).all()
+        if packs(cx, a, b, got, alpha, beta, add):
+            again = start.clone()
+            product(cx, a, b, again, alpha, beta, add, packed=True)()
+            assert torch.equal(again, got)
 
 
 @pytest.mark.parametrize("m,k,n", [(131, 1033, 257), (519, 8209, 41), (5, 211, 401)])

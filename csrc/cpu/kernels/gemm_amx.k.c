@@ -219,13 +219,19 @@ AMX static void tiles_any(bool low, bool right, int64_t steps, const uint16_t *a
     else tiles_run(false, false, steps, a, b, c, add);
 }
 
-/* One row of a panel's sums (two tiles side by side) -> C. */
-OM_INLINE void store_row(const om_gemm_job *g, const float *from, const float *bias, uint16_t *c, int64_t width) {
+/* One row of a panel's sums (two tiles side by side) -> C, from element `at` on. */
+OM_INLINE void store_row(const om_gemm_job *g, const float *from, const float *bias, int64_t at, int64_t width) {
     const float alpha = (float)g->alpha;
     float sum[NR];
     for (int j = 0; j < TILE; j++) sum[j] = from[j] * alpha, sum[j + TILE] = from[j + SUMS] * alpha;
     if (bias)
         for (int j = 0; j < NR; j++) sum[j] += bias[j];
+    if (g->wide_c) {
+        float *to = (float *)g->c + at;
+        for (int64_t j = 0; j < width && j < NR; j++) to[j * g->csc] = sum[j] + (g->beta ? to[j * g->csc] : 0);
+        return;
+    }
+    uint16_t *c = (uint16_t *)g->c + at;
     if (g->csc == 1 && width >= NR) {
         _Alignas(64) uint16_t line[NR];
         if (g->beta)
@@ -247,9 +253,9 @@ OM_INLINE void store_row(const om_gemm_job *g, const float *from, const float *b
 }
 
 static __attribute__((noinline)) void store_rows_amx(const om_gemm_job *g, int64_t rows, const float *sums,
-                                                     const float *bias, uint16_t *c, int64_t width) {
+                                                     const float *bias, int64_t at, int64_t width) {
     for (int64_t i = 0; i < rows; i++)
-        store_row(g, sums + (i / TILE * 2 * TILE + i % TILE) * TILE, bias, c + i * g->rsc, width);
+        store_row(g, sums + (i / TILE * 2 * TILE + i % TILE) * TILE, bias, at + i * g->rsc, width);
 }
 
 AMX static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
@@ -261,8 +267,10 @@ AMX static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t 
     float *wide = g->acc ? g->acc : (float *)(void *)(bp + KC * COLS), bias[COLS];
     const int64_t across = (g->acc ? g->ld_acc : COLS) / NR, first = g->acc ? row0 / MR * across + col0 / NR : 0;
     _Alignas(64) float near[PANEL]; /* sums that need not wait */
-    for (int64_t j = 0; g->bias && j < COLS; j++)
-        bias[j] = om_bf16_to_f32(((const uint16_t *)g->bias)[col0 + (j < width ? j : 0)]);
+    for (int64_t j = 0; g->bias && j < COLS; j++) {
+        const int64_t at = col0 + (j < width ? j : 0);
+        bias[j] = g->wide_c ? ((const float *)g->bias)[at] : om_bf16_to_f32(((const uint16_t *)g->bias)[at]);
+    }
     const int64_t slices = (g->k + KC - 1) / KC, /* alike, for sums go through memory once for each */
         most = slices ? ((g->k + STEP - 1) / STEP + slices - 1) / slices * STEP : KC;
     tiles_begin();
@@ -279,7 +287,7 @@ AMX static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t 
                               (const uint16_t *)g->pa + i / MR * size + k0 * MR, bp + j * KC, sums, add);
                     if (last)
                         store_rows_amx(g, row1 - i < MR ? row1 - i : MR, sums, g->bias ? bias + j : NULL,
-                                       (uint16_t *)g->c + i * g->rsc + (col0 + j) * g->csc, width - j);
+                                       i * g->rsc + (col0 + j) * g->csc, width - j);
                 }
         k0 += kc;
     } while (k0 < g->k);

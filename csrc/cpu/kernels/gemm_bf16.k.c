@@ -36,15 +36,24 @@ static void pack_a(const om_gemm_job *g, int64_t p0, int64_t p1) {
     }
 }
 
-/* B[k0 : k0 + kc, col0 : col1] as panels of NR columns, KC * NR / 2 pairs apart */
-static void pack_b(const om_gemm_job *g, uint32_t *dst, int64_t k0, int64_t kc, int64_t col0, int64_t col1) {
+/* B[k0 : k0 + kc, col0 : col1] as panels of NR columns, pairs * NR apart */
+static void pack_b(const om_gemm_job *g, uint32_t *dst, int64_t pairs, int64_t k0, int64_t kc, int64_t col0,
+                   int64_t col1) {
     const uint16_t *src = (const uint16_t *)g->b + k0 * g->rsb + col0 * g->csb;
     if (g->csb == 1) {
-        pack_lanes(dst, KC / 2 * NR, NR, src, col1 - col0, kc, g->rsb);
+        pack_lanes(dst, pairs * NR, NR, src, col1 - col0, kc, g->rsb);
         return;
     }
-    for (int64_t c = col0; c < col1; c += NR, src += NR * g->csb, dst += KC / 2 * NR)
+    for (int64_t c = col0; c < col1; c += NR, src += NR * g->csb, dst += pairs * NR)
         pack_panel(dst, NR, src, col1 - c < NR ? col1 - c : NR, kc, g->csb, g->rsb);
+}
+
+static void pack_blocks(const om_gemm_job *g, void *to, int64_t block0, int64_t block1) {
+    const int64_t pairs = om_gemm_depth(g->k, KC) / 2;
+    uint32_t *dst = (uint32_t *)to + block0 * om_gemm_block_size(g->k, KC, COLS) / 2;
+    for (int64_t col = block0 * COLS; col < block1 * COLS && col < g->n; col += COLS)
+        for (int64_t k0 = 0; k0 < g->k; k0 += KC, dst += pairs * COLS)
+            pack_b(g, dst, pairs, k0, g->k - k0 < KC ? g->k - k0 : KC, col, g->n - col < COLS ? g->n : col + COLS);
 }
 
 /* --- multiplication ------------------------------------------------------------------------------------ */
@@ -53,7 +62,8 @@ typedef struct tile { /* where a register tile goes */
     float *wide;        /* sums of earlier slices, of later ones */
     int64_t ldw;
     bool add, last;     /* there were earlier slices; there is no later one: then the following */
-    uint16_t *c;
+    void *c;            /* bf16, or floats (`floats`) */
+    bool floats;
     int64_t rs, cs, width;
     float alpha;
     bool beta;
@@ -69,10 +79,16 @@ OM_INLINE void tile_store(const tile *t, int i, int v, __m512 x) {
     }
     x *= _mm512_set1_ps(t->alpha);
     if (t->bias) x += _mm512_loadu_ps(t->bias + v * VL);
-    uint16_t *c = t->c + i * t->rs + v * VL * t->cs;
-    const int64_t w = t->width - v * VL;
+    const int64_t at = i * t->rs + v * VL * t->cs, w = t->width - v * VL;
+    const __mmask16 m = first(w);
+    float *f = (float *)t->c + at;
+    if (t->floats && t->cs == 1) {
+        if (t->beta) x += _mm512_maskz_loadu_ps(m, f);
+        _mm512_mask_storeu_ps(f, m, x);
+        return;
+    }
+    uint16_t *c = (uint16_t *)t->c + at;
     if (t->cs == 1) {
-        const __mmask16 m = first(w);
         if (t->beta) x += widen(_mm256_maskz_loadu_epi16(m, c));
         _mm256_mask_storeu_epi16(c, m, narrow(x));
         return;
@@ -80,8 +96,9 @@ OM_INLINE void tile_store(const tile *t, int i, int v, __m512 x) {
     float tmp[VL];
     _mm512_storeu_ps(tmp, x);
     for (int64_t j = 0; j < w && j < VL; j++) {
-        uint16_t *p = c + j * t->cs;
-        *p = om_f32_to_bf16(tmp[j] + (t->beta ? om_bf16_to_f32(*p) : 0));
+        const int64_t p = j * t->cs;
+        if (t->floats) f[p] = tmp[j] + (t->beta ? f[p] : 0);
+        else c[p] = om_f32_to_bf16(tmp[j] + (t->beta ? om_bf16_to_f32(c[p]) : 0));
     }
 }
 
@@ -132,37 +149,43 @@ static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0
                   void *work) {
     (void)next;
     const int64_t size = ((g->k * MR + 2 * VL + 15) & ~(int64_t)15) / 2, width = col1 - col0;
-    uint32_t *bp = work;
-    float *wide = g->acc ? g->acc + row0 * g->ld_acc + col0 : (float *)(bp + KC / 2 * COLS), bias[COLS];
-    for (int64_t j = 0; g->bias && j < COLS; j++)
-        bias[j] = om_bf16_to_f32(((const uint16_t *)g->bias)[col0 + (j < width ? j : 0)]);
-    tile t = {.ldw = g->acc ? g->ld_acc : COLS, .rs = g->rsc, .cs = g->csc, .alpha = (float)g->alpha, .beta = g->beta};
+    uint32_t *own = work;
+    float *wide = g->acc ? g->acc + row0 * g->ld_acc + col0 : (float *)(own + KC / 2 * COLS), bias[COLS];
+    for (int64_t j = 0; g->bias && j < COLS; j++) {
+        const int64_t at = col0 + (j < width ? j : 0);
+        bias[j] = g->wide_c ? ((const float *)g->bias)[at] : om_bf16_to_f32(((const uint16_t *)g->bias)[at]);
+    }
+    const int64_t depth = g->pb ? om_gemm_depth(g->k, KC) / 2 : KC / 2; /* of a panel, in pairs */
+    const uint32_t *bp = g->pb ? (const uint32_t *)g->pb + col0 / COLS * om_gemm_block_size(g->k, KC, COLS) / 2 : own;
+    tile t = {.floats = g->wide_c, .ldw = g->acc ? g->ld_acc : COLS, .rs = g->rsc, .cs = g->csc,
+              .alpha = (float)g->alpha, .beta = g->beta};
     int64_t k0 = 0;
     do { /* at least once: k = 0 still writes C */
         const int64_t kc = g->k - k0 < KC ? g->k - k0 : KC, pairs = (kc + 1) / 2;
-        pack_b(g, bp, k0, kc, col0, col1);
+        if (!g->pb) pack_b(g, own, depth, k0, kc, col0, col1);
         t.add = k0 > 0 || g->more_before;
         t.last = k0 + kc >= g->k && !g->more_after;
         for (int64_t i0 = row0; i0 < row1; i0 += GROUP * MR)
             for (int64_t j = 0; j < width; j += NR) {
                 const int nv = width - j > VL ? NV : 1;
-                const uint32_t *b = bp + j * (KC / 2);
+                const uint32_t *b = bp + j * depth;
                 t.width = width - j;
                 t.bias = g->bias ? bias + j : NULL;
                 for (int64_t i = i0; i < row1 && i < i0 + GROUP * MR; i += MR) {
                     const uint32_t *a = (const uint32_t *)g->pa + i / MR * size + k0 / 2 * MR;
                     t.wide = wide + (i - row0) * t.ldw + j;
-                    t.c = (uint16_t *)g->c + i * g->rsc + (col0 + j) * g->csc;
+                    t.c = (char *)g->c + (i * g->rsc + (col0 + j) * g->csc) * (g->wide_c ? 4 : 2);
                     if (nv == NV && row1 - i >= MR) tile_full_bf16(pairs, a, b, &t);
                     else tile_any(row1 - i < MR ? row1 - i : MR, nv, pairs, a, b, &t);
                 }
             }
+        if (g->pb) bp += depth * COLS;
         k0 += kc;
     } while (k0 < g->k);
 }
 
 const om_gemm_type OM_ISA_NAME(om_gemm_bf16) = {.mr = MR, .cols = COLS, .kc = KC, .elem = 2, .slack = 2 * VL,
-                                                .pack_a = pack_a, .block = block};
+                                                .pack_a = pack_a, .block = block, .pack_b = pack_blocks};
 #else
 const om_gemm_type OM_ISA_NAME(om_gemm_bf16) = {0};
 #endif

@@ -187,18 +187,18 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
     enum { COLS = GEMM_WIDTH * NR };
     T *own = work, *wide = own + GEMM_KC * COLS; /* `wide`: C in the compute type, when it is stored narrower */
     int64_t size = (g->k * OM_MR + VL + 15) & ~(int64_t)15, width = col1 - col0;
-    bool narrow = g->dtype != STORE_T;
+    const bool as_is = g->dtype == STORE_T, narrow = !as_is && !g->wide_c;
     /* too few rows to pay for packing: B is read where it is (all but the last, incomplete panel) */
-    bool direct = !g->pb && g->csb == 1 && !narrow && row1 - row0 <= 2 * OM_MR;
+    bool direct = !g->pb && g->csb == 1 && as_is && row1 - row0 <= 2 * OM_MR;
     const int64_t depth = g->pb ? om_gemm_depth(g->k, GEMM_KC) : GEMM_KC; /* of a panel, in memory */
     const T *bp = g->pb ? (const T *)g->pb + col0 / COLS * om_gemm_block_size(g->k, GEMM_KC, COLS) : own;
     T bias[COLS];
     if (g->bias)
         for (int64_t j = 0; j < COLS; j++) {
             int64_t at = col0 + (j < width ? j : 0);
-            bias[j] = g->dtype == OM_BF16  ? N(get)(g->bias, at, OM_BF16)
-                      : g->dtype == OM_F16 ? N(get)(g->bias, at, OM_F16)
-                                           : N(get)(g->bias, at, STORE_T);
+            bias[j] = !narrow              ? N(get)(g->bias, at, STORE_T)
+                      : g->dtype == OM_BF16 ? N(get)(g->bias, at, OM_BF16)
+                                            : N(get)(g->bias, at, OM_F16);
         }
     N(tile) t = {.alpha = (T)g->alpha, .rs = narrow ? COLS : g->rsc, .cs = narrow ? 1 : g->csc};
     if (narrow && g->beta)

@@ -68,6 +68,11 @@
             k[2 * n + i] = dm * a[i];                                                                                  \
             dh[i] *= z[i];                                                                                             \
         }                                                                                                              \
+    }                                                                                                                  \
+    static void add_##S(const void *x, void *to, int64_t n) {                                                          \
+        const T *from = x;                                                                                             \
+        T *sum = to;                                                                                                   \
+        LOOP sum[i] += from[i];                                                                                        \
     }
 RECURRENT(f32, float)
 RECURRENT(f64, double)
@@ -75,4 +80,5 @@ RECURRENT(f64, double)
 #define BOTH(name) {name##_f32, name##_f64}
 const struct om_recurrent_kernels OM_ISA_NAME(om_recurrent) = {
     .step = {BOTH(relu), BOTH(tanh_rows), BOTH(lstm), BOTH(gru)},
-    .back = {BOTH(relu_back), BOTH(tanh_back), BOTH(lstm_back), BOTH(gru_back)}};
+    .back = {BOTH(relu_back), BOTH(tanh_back), BOTH(lstm_back), BOTH(gru_back)},
+    .add = BOTH(add)};
