@@ -69,6 +69,7 @@ om_status om_cpu_prepare_batch_norm(om_ctx *cx, om_arena *mem, const om_args *a,
                       .batch = om_args_int(a, "training", 0) != 0,
                       .f64 = x->dtype == OM_F64};
     for (int i = 2; i < x->rank; i++) p->j.inner *= x->dim[i];
+    if (!p->j.inner) p->j.n = 0, p->j.inner = 1; /* nothing, as a table without rows */
     p->momentum = om_args_float(a, "momentum", 0.1);
     p->running = !grad && a->n_in > 3 && a->in[3].dtype;
     p->grain = norm_grain(&p->j);

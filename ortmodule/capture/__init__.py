@@ -565,13 +565,17 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
         elif name[e] != text:
             terms.append(f"{text} == {name[e]}")
     terms += derived
+    # PyTorch takes a size that is a symbol for one above 0: what forward asks about emptiness is answered by that
+    terms += [f"{name[e]} > 0" for e in name if e.is_positive]
     for symbol, (lo, hi) in exported.ranges.items():
         if symbol in name and (lo > 0 or hi < _UNBOUNDED):
             terms.append(f"{lo} <= {name[symbol]} <= {hi}" if hi < _UNBOUNDED else f"{name[symbol]} >= {lo}")
     asked: dict[str, str] = {}  # where
-    for g in exported.guards():
-        if g.free_symbols and all(s in name for s in g.free_symbols):
-            terms.append(f"({_python(g, name)})")
+    for g, now in exported.guards():
+        if any(s not in name for s in now.free_symbols):
+            raise CaptureError(f"forward asks whether {now}, which the sizes and numbers of the arguments do not tell")
+        if now.free_symbols:
+            terms.append(f"({_python(now, name)})")
             asked.setdefault(terms[-1], exported.asked.get(g, ""))
     space: dict[str, Any] = {**known, "math": math, "torch": torch}
 

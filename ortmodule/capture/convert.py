@@ -721,6 +721,11 @@ def bound(n: Node) -> list[Any]:
     return [args[i] if i < k else kwargs.get(name, default) for i, (name, default) in enumerate(schema)]
 
 
+def holds(relation: Any) -> bool:
+    """Of sizes, as ints or symbols: the answer is a condition of the capture. Of sizes that only data knows: False."""
+    return not private.free_unbacked_symbols(relation) and bool(relation)
+
+
 def broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
     """numpy broadcasting of sizes; two different expressions are taken as equal (the export has proved it), numbers
     first."""

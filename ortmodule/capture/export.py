@@ -99,9 +99,10 @@ class Exported:
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
     stored: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
-    def guards(self) -> list[Any]:
-        """Relations between sizes that were taken one way so far, by the trace or by what was made of it (sympy)."""
-        return [] if self.sizes is None else [g.expr for g in self.sizes.guards]
+    def guards(self) -> list[tuple[Any, Any]]:
+        """Relations between sizes that were taken one way so far, by the trace or by what was made of it (sympy), as
+        they were asked and in the symbols that are left: others, or numbers, have taken the place of some since."""
+        return [] if self.sizes is None else [(g.expr, self.sizes.replace(g.expr)) for g in self.sizes.guards]
 
 
 class _Wrapper(nn.Module):
@@ -311,9 +312,12 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
     torch.div of sizes gives a tensor, whose value would be read as one that only the data knows; passes that make
     subgraphs of grad modes and autocast lose one inside of the other. Where a submodule stands at two places of the
     tree, a trace shows code a new object for each submodule at each access, which is neither the module nor of its
-    class. Modules that other threads call are no part of the trace."""
+    class. Modules that other threads call are no part of the trace. What torch.jit.script has made of a function hides
+    from autograd what it runs, once it has run a few times."""
     flatten = nn.RNNBase.flatten_parameters
-    rows = [Patch(nn.RNNBase, "flatten_parameters", only_here(lambda self: None, flatten))]
+    script = torch.jit.ScriptFunction
+    rows = [Patch(script, "__call__", only_here(_of_script, script.__call__)),
+            Patch(nn.RNNBase, "flatten_parameters", only_here(lambda self: None, flatten))]
     for of, name in ((private.grad_regions, "replace_set_grad_with_hop_pass"),
                      (private.autocast_regions, "replace_autocast_with_hop_pass")):
         rows.append(Patch(of, name, only_here(lambda gm, signature: (gm, signature), getattr(of, name))))
@@ -340,6 +344,14 @@ def patched_torch() -> contextlib.AbstractContextManager[None]:
             rows += [Patch(op.py_kernels, key, only_here(functools.partial(_types_only, op), before)),
                      Patch(op, "_dispatch_cache", {})]  # filled from the kernels, for all keys
     return replaced(*rows)
+
+
+def _of_script(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of TorchScript as the Python that it was made of."""
+    original = getattr(self, "_torchdynamo_inline", None)
+    if original is None:
+        raise CaptureError(f"forward calls {self.name}, a function of TorchScript whose Python is not known")
+    return original(*args, **kwargs)
 
 
 def _called_elsewhere(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -680,7 +692,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
                     {
                         d: auto
                         for d, size in enumerate(x.shape)
-                        if (ones_are_symbols or size != 1) and (i, d) not in fixed
+                        if (size > 1 or size == 1 and ones_are_symbols) and (i, d) not in fixed
                     }
                     if dynamic
                     else None

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, row
+from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, holds, row
 from .elementwise import PLAIN
 from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
-from .ops_shape import diagonal_of
+from .ops_shape import diagonal_of, numel
 
 
 def _exact(y: Any, dtype: torch.dtype) -> bool:
@@ -551,15 +551,16 @@ def prod(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dty
     return c.reduce("ReduceProd", c.num(x, n.val.dtype), _axes(dim), bool(keep))
 
 
-def _some(v: Val, axes: list[int] | None) -> None:
+def _some(x: Node, axes: list[int] | None) -> None:
     """PyTorch raises where an extremum is taken of nothing."""
-    if any(v.shape[a] == 0 for a in (range(v.rank) if axes is None else axes if v.rank else ())):
+    sizes = x.val.shape
+    if any(holds(sizes[a] == 0) for a in (range(len(sizes)) if axes is None else axes if len(sizes) else ())):
         raise NotHere("an extremum of nothing, where PyTorch may raise")
 
 
 @row("amax", "amin")
 def amax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
-    _some(c.v(x), _axes(dim))
+    _some(x, _axes(dim))
     return c.reduce("ReduceMax" if "amax" in str(n.target) else "ReduceMin", c.v(x), _axes(dim), keep)
 
 
@@ -567,7 +568,7 @@ def amax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
 def max_all(c: Converter, n: Node, x: Node) -> Val:
     """Where amax gives every element a gradient of NaN when one is NaN, all that are NaN share it here."""
     v = c.v(x)
-    _some(v, None)
+    _some(x, None)
     y = c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", v, None, False)
     if not v.dtype.is_floating_point or not n.grad or not c.exported.grad_mode:
         return y
@@ -582,7 +583,7 @@ def max_all(c: Converter, n: Node, x: Node) -> Val:
 def max_dim(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
     """Values are gathered at the index found: the whole gradient goes to that element."""
     v = c.v(x)
-    _some(v, [dim])
+    _some(x, [dim])
     if v.rank == 0:
         return [v, c.b.constant(0, I64)]
     dim %= v.rank
@@ -596,12 +597,9 @@ def max_dim(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
 @row("argmax", "argmin")
 def argmax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
     v = c.v(x)
-    _some(v, _axes(dim))
+    _some(x, _axes(dim))
     if dim is None or v.rank == 0:
-        numel: Any = 1
-        for d in v.shape:
-            numel = numel * d
-        v, dim, keep = c.reshape(v, (expr_of(numel),)), 0, False
+        v, dim, keep = c.reshape(v, (numel(v.shape),)), 0, False
     return c.b.op(
         "ArgMax" if "argmax" in str(n.target) else "ArgMin",
         [v],
@@ -768,20 +766,17 @@ def _contract(c: Converter, a: Val, la: str, b: Val, lb: str, out: str) -> Val:
     summed = [s for s in la if s in lb and s not in out]
     rows, cols = [s for s in la if s not in lb], [s for s in lb if s not in la]
 
-    def numel(labels: Sequence[str]) -> Any:
-        total: Any = 1
-        for s in labels:
-            total = total * size[s]
-        return expr_of(total)
-
     def shape(labels: Sequence[str]) -> tuple[Any, ...]:
         return tuple(size[s] for s in labels)
+
+    def count(labels: Sequence[str]) -> Any:
+        return numel(shape(labels))
 
     a = c.transpose(a, [la.index(s) for s in [*batch, *rows, *summed]])
     b = c.transpose(b, [lb.index(s) for s in [*batch, *summed, *cols]])
     y = c.matmul(
-        c.reshape(a, (*shape(batch), numel(rows), numel(summed))),
-        c.reshape(b, (*shape(batch), numel(summed), numel(cols))),
+        c.reshape(a, (*shape(batch), count(rows), count(summed))),
+        c.reshape(b, (*shape(batch), count(summed), count(cols))),
     )
     order = [*batch, *rows, *cols]
     y = c.reshape(y, shape(order))
@@ -826,6 +821,32 @@ def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_pat
         v, labels = _contract(c, v, labels, values[i], terms[i], kept), kept
     v, labels = _sum_out(c, v, labels, out)
     return c.transpose(v, [labels.index(s) for s in out])
+
+
+@row("bilinear")
+def bilinear(c: Converter, n: Node, x: Node, y: Node, w: Node, b: Node | None) -> Val:
+    dtype, out = n.val.dtype, shape_of(n.val)
+    weight = c.num(w, dtype)
+    rows = numel(out[:-1])
+    left, right = (c.reshape(c.num(z, dtype), (rows, weight.shape[i])) for i, z in ((1, x), (2, y)))
+    half = _contract(c, left, "ni", weight, "kij", "nkj")
+    v = c.reshape(_contract(c, half, "nkj", right, "nj", "nk"), out)
+    return v if b is None else c.op2("Add", v, c.num(b, dtype))
+
+
+@row("linalg_cross", "cross")
+def cross(c: Converter, n: Node, x: Node, y: Node, dim: int | None) -> Val:
+    dtype, out = n.val.dtype, shape_of(n.val)
+    a, b = (c.expand(c.num(z, dtype), out) for z in (x, y))
+    if dim is None:  # of torch.cross without one: the first of size 3
+        dim = next(i for i, size in enumerate(a.shape) if size == 3)
+    dim %= len(out)
+
+    def turned(v: Val, by: int) -> Val:
+        first, rest = c.slice(v, dim, 0, by, 1, by), c.slice(v, dim, by, 3, 1, 3 - by)
+        return c.concat([rest, first], dim)
+
+    return c.op2("Sub", c.op2("Mul", turned(a, 1), turned(b, 2)), c.op2("Mul", turned(a, 2), turned(b, 1)))
 
 
 @row("cosine_similarity")

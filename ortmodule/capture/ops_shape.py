@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_private as private
-from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, row
+from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, holds, row
 from .functional import COPY, FILL, STOP, THROUGH, ZERO, Node
 from .onnx_build import Val, expr_of, shape_of
 
@@ -197,12 +197,25 @@ def select(c: Converter, n: Node, x: Node, dim: int, index: Any) -> Val:
     return c.squeeze(c.slice(v, dim, start, end, 1, 1), [dim])
 
 
+def _slice_length(size: Any, start: Any, end: Any, step: int) -> Any:
+    """Of x[start:end:step]."""
+
+    def place(i: Any, default: Any) -> Any:
+        if i is None:
+            return default
+        return torch.sym_max(i + size, 0) if holds(i < 0) else torch.sym_min(i, size)
+
+    return torch.sym_max((place(end, size) - place(start, 0) + step - 1) // step, 0)
+
+
 @row("slice_scatter")
 def slice_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, start: Any, end: Any, step: int) -> Val:
     """Written as pieces put together when the step is 1, else as a scatter along the axis."""
     v = c.v(x)
     dim %= v.rank
     size = v.shape[dim]
+    if holds(_slice_length(x.val.shape[dim], start, end, step) != src.val.shape[dim]):
+        raise NotHere("slice_scatter of another size than the slice, which PyTorch refuses")
     start, end = _bounds(size, start, end)
     new = c.cast(c.v(src), v.dtype)
     if step == 1:
@@ -230,6 +243,8 @@ def slice_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, start: An
 def select_scatter(c: Converter, n: Node, x: Node, src: Node, dim: int, index: Any) -> Val:
     v = c.v(x)
     dim %= v.rank
+    if holds(index >= x.val.shape[dim]) or holds(index < -x.val.shape[dim]):
+        raise NotHere("select_scatter behind the last row, which PyTorch refuses")
     index = expr_of(index)
     if isinstance(index, int) and index < 0:
         index = expr_of(v.shape[dim] + index)
@@ -770,8 +785,9 @@ def eye(c: Converter, n: Node, *_: Any) -> Val:
 def one_hot(c: Converter, n: Node, x: Node, classes: int) -> Val:
     if classes < 0:
         raise NotHere("one_hot with a class count that depends on data")
-    v = c.v(x)
-    return c.cast(c.op2("Equal", c.unsqueeze(v, [v.rank]), c.range(classes), BOOL), I64)
+    v, places = c.v(x), c.range(classes)
+    inside = c.no_negative(c.b.op("Gather", [places, v], I64, v.shape, axis=0))  # PyTorch raises for other classes
+    return c.cast(c.op2("Equal", c.unsqueeze(inside, [v.rank]), places, BOOL), I64)
 
 
 # --- indexing -------------------------------------------------------------------------------------

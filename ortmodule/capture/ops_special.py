@@ -95,6 +95,19 @@ def multi_margin_loss(
     return c.reshape(loss, shape_of(n.val))
 
 
+@row("soft_margin_loss")
+def soft_margin_loss(c: Converter, n: Node, x: Node, target: Node, reduction: int) -> Val:
+    """log(1 + exp(-target x)), infinite (and its gradient NaN) where exp is, as in torch."""
+    dtype = n.val.dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise NotHere("soft_margin_loss in low precision")
+    v = c.op2("Mul", c.neg(c.num(target, dtype)), c.num(x, dtype))
+    loss = c.b.op("Log1p", [c.un("Exp", v)], dtype, v.shape, "ortmodule")
+    if reduction:
+        return c.reduce("ReduceMean" if reduction == 1 else "ReduceSum", loss, None, False)
+    return loss
+
+
 @row("binary_cross_entropy")
 def binary_cross_entropy(c: Converter, n: Node, x: Node, target: Node, weight: Node | None, reduction: int) -> Val:
     """Logarithms end at -100; torch's gradients do not follow from that. PyTorch raises where x lies outside of [0, 1]:

@@ -228,7 +228,7 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatInputs:
     key: list[Any] = [len(args)]
     for x in args:
         _visit(x, tensors, scalars, key, 0)
-    for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
+    for name in kwargs:  # in their order, which forward sees where it takes **kwargs
         key.append(name)
         _visit(kwargs[name], tensors, scalars, key, 0)
     return FlatInputs(tensors, scalars, tuple(key))
@@ -493,4 +493,4 @@ def input_skeleton(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fill,
             return next(tensors)
         return next(scalars) if type(x) is float or type(x) is int and -_INT64 <= x < _INT64 else None
 
-    return skeleton((tuple(args), dict(sorted(kwargs.items()))), leaf, share=False), flat
+    return skeleton((tuple(args), kwargs), leaf, share=False), flat

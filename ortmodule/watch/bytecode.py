@@ -28,6 +28,7 @@ class Code(NamedTuple):
     stored: tuple[str, ...]  # globals assigned
     imports: tuple[str, ...]
     compared: tuple[tuple[str, Any], ...]  # _compared
+    typed: tuple[Any, ...]  # operands (_compared) of which it asks the type()
 
 
 _codes: dict[int, tuple[types.CodeType, Code]] = {}
@@ -83,7 +84,7 @@ def analyse(code: types.CodeType) -> Code:
                 imports[names[arg]] = None
     end()
     made = Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
-                 _compared(code))  # fmt: skip
+                 _compared(code), _typed(code))  # fmt: skip
     _codes[id(code)] = code, made
     return made
 
@@ -101,14 +102,8 @@ def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
         return ()
     found: list[tuple[str, Any]] = []
     stack: list[Any] = []
-    instructions = list(dis.get_instructions(code))
-    arguments = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    for i in instructions:
-        if "STORE_FAST" in i.opname or "DELETE_FAST" in i.opname:
-            arguments.difference_update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
-    for i in instructions:
-        if i.opcode in _PREFIXES:
-            continue
+    arguments = _arguments(code)
+    for i in _instructions(code):
         kind = _LOADS_ONE.get(i.opname)
         if kind is not None:
             kind = "argument" if kind == "local" and i.argval in arguments else kind
@@ -126,6 +121,44 @@ def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
         else:
             stack = [None]
     return tuple(found)
+
+
+def _typed(code: types.CodeType) -> tuple[Any, ...]:
+    """The operands of every type(x), as _compared tells operands."""
+    if "type" not in code.co_names:
+        return ()
+    found: list[Any] = []
+    arguments = _arguments(code)
+    at: Any = UNKNOWN  # of a type( that is open; None: computed
+    for i in _instructions(code):
+        kind = _LOADS_ONE.get(i.opname)
+        if kind == "global" and i.argval == "type":
+            at = UNKNOWN, "", ()
+        elif at is UNKNOWN:
+            continue
+        elif i.opname in ("CALL", "CALL_FUNCTION"):
+            found += [None if at is None or at[0] is UNKNOWN else at] if i.arg == 1 else []
+            at = UNKNOWN
+        elif kind is not None and at is not None and at[0] is UNKNOWN:
+            at = "argument" if kind == "local" and i.argval in arguments else kind, i.argval, ()
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and at is not None and at[0] is not UNKNOWN:
+            at = (*at[:2], (*at[2], i.argval))
+        else:
+            at = None
+    return tuple(found)
+
+
+def _instructions(code: types.CodeType) -> list[dis.Instruction]:
+    return [i for i in dis.get_instructions(code) if i.opcode not in _PREFIXES]
+
+
+def _arguments(code: types.CodeType) -> set[str]:
+    """Those that the code never assigns."""
+    arguments = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    for i in dis.get_instructions(code):
+        if "STORE_FAST" in i.opname or "DELETE_FAST" in i.opname:
+            arguments.difference_update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    return arguments
 
 
 def operand(frame: types.FrameType, x: Any) -> Any:

@@ -36,6 +36,7 @@ from .table import ATTRIBUTE, CALL, DICT, ITEM, NO_ITEM
 from .values import ATOMS
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
+_NUMBERS = frozenset(("int", "float", "bool", "complex", "numbers", "__name__", "__qualname__"))
 
 
 class Calls(Modules):
@@ -55,6 +56,7 @@ class Calls(Modules):
         self._opened: dict[int, Any] = {}  # files opened for reading by the traced code
         self._entered: set[tuple[int, bool]] = set()
         self._given_class: dict[int, set[str]] = {}  # arguments of code that are compared with int or float
+        self._given_typed: dict[int, set[str]] = {}  # arguments and closure variables of code whose type() it asks
         self.symbolic = False  # sizes or numbers of the trace are symbols
         self.identity = False  # forward may ask which tensors are one object
         self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
@@ -93,6 +95,9 @@ class Calls(Modules):
             given = [frame.f_locals.get(n) for n in self._given_class[key]]
             if any(x is cls for x in given for cls in contents.SYMBOLIC):
                 raise _class_of_number(frame)
+        if key in self._given_typed and not self.quiet:
+            if any(type(frame.f_locals.get(n)) in contents.SYMBOLIC for n in self._given_typed[key]):
+                raise _class_of_number(frame)
         free = code.co_freevars and [n for n in code.co_freevars if n[:2] != "__"]  # others are Python's, dataclasses'
         if free and key not in self._inner:
             values = {n: frame.f_locals[n] for n in free if n in frame.f_locals}
@@ -117,6 +122,8 @@ class Calls(Modules):
         key = id(code)
         for how, pair in known.compared:
             self._compares(frame, how, pair)
+        for x in known.typed if self.symbolic and not self.quiet else ():
+            self._asks_type(frame, known, x)
         self._inner.update(id(c) for c in code.co_consts if type(c) is types.CodeType)
         names = self._attribute_names[self.quiet > 0]
         new = known.names - names
@@ -210,6 +217,13 @@ class Calls(Modules):
         if how == "IS_OP":
             for x, v in zip(pair, values, strict=True):
                 self._same_container(frame, x, v)
+
+    def _asks_type(self, frame: types.FrameType, known: bytecode.Code, x: Any) -> None:
+        """type() of what may be a symbol for a number."""
+        if x is not None and x[0] in ("argument", "free") and not x[2]:
+            self._given_typed.setdefault(id(frame.f_code), set()).add(x[1])
+        elif known.names & _NUMBERS and bytecode.operand(frame, x) is UNKNOWN:
+            raise _class_of_number(frame)
 
     def _same_container(self, frame: types.FrameType, x: Any, v: Any) -> None:
         """Equal lists count as the same state, unless forward asks which list it is."""
@@ -387,5 +401,5 @@ def _names_of_tensors(code: types.CodeType) -> bool:
 
 
 def _class_of_number(frame: types.FrameType) -> CaptureError:
-    return CaptureError("compares a class with int or float: what stands for sizes and numbers has another", "",
+    return CaptureError("asks for the class of a number: what stands for sizes and numbers has another", "",
                         frame.f_code.co_filename, frame.f_lineno)  # fmt: skip

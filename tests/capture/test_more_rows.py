@@ -113,6 +113,35 @@ def test_multi_margin_loss(p: int, reduction: str) -> None:
     both(lambda x, t: F.multi_margin_loss(x, t, p, reduction=reduction), (r(5, 7), k(7, 5)), (r(1, 7), k(7, 1)))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_soft_margin_loss(reduction: str) -> None:
+    def f(x: Tensor, t: Tensor) -> Tensor:
+        return F.soft_margin_loss(x * 30, t.sign(), reduction=reduction)
+
+    both(f, (r(5, 7), r(5, 7).detach()), (r(3, 2), r(3, 2).detach()))
+    large = torch.tensor([-900.0, 900.0, 0.0], requires_grad=True)  # an infinite loss, whose gradient is NaN
+    twin(lambda x: F.soft_margin_loss(x, torch.ones_like(x), reduction=reduction), (large,))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_bilinear(bias: bool) -> None:
+    def f(x: Tensor, y: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.bilinear(x, y, w, b if bias else None)
+
+    w, b = r(4, 6, 3), r(4)
+    both(f, (r(5, 6), r(5, 3), w, b), (r(2, 6), r(2, 3), w, b))
+    both(f, (r(5, 2, 6), r(5, 2, 3), w, b), (r(3, 7, 6), r(3, 7, 3), w, b))
+    both(f, (r(6), r(3), w, b))
+    both(f, (r(5, 1), r(5, 1), r(1, 1, 1), r(1)))
+
+
+def test_cross_products() -> None:
+    both(torch.linalg.cross, (r(5, 3), r(5, 3)), (r(2, 3), r(2, 3)))
+    both(lambda x, y: torch.linalg.cross(x, y, dim=0), (r(3, 5), r(3, 1)))
+    both(lambda x, y: torch.cross(x, y, dim=1), (r(2, 3, 4), r(1, 3, 4)))
+    twin(lambda x, y: torch.cross(x, y), (r(3, 4, 3), r(3, 4, 3)), (r(3, 5, 3), r(3, 5, 3)))
+
+
 def test_triangle_indices() -> None:
     def f(x: Tensor) -> Tensor:
         i, j = torch.tril_indices(5, 5, -1)
