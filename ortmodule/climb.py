@@ -28,6 +28,9 @@ from .state import Entry, Refused, State, n_modules, shadow_of, tensor_of, unwra
 logger = logging.getLogger("ortmodule")
 
 _LIMIT = 24  # submodules tried to be left out before the whole module is
+# Calls that PyTorch runs because they fill caches of functools. Then what such a cache would keep is computed at every
+# step: forward fills it for sizes without end, or for the module itself, in whose place another stands for a trace.
+_CACHES_FILLED = 8
 
 
 class Skip(Exception):
@@ -118,6 +121,9 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                 stored = set() if twice else set(captured.stored) - captured.inside
                 lasting = set() if places else {*captured.left, *seen.restored} | stored
                 written = sorted(seen.writes - lasting)
+                if seen.fills and entry.caches_filled < _CACHES_FILLED and not state.settings.strict:
+                    entry.caches_filled += 1  # this call fills it in PyTorch; the next finds all there
+                    raise Skip("forward fills a cache (functools) that outlives the call")
                 if not written:
                     problems = _problems(state.module, seen, captured, keep)
                     if not problems and not seen.assigns and (first is None or captured.onnx == first[0]):

@@ -83,6 +83,7 @@ class Entry:
         self.ties = watch.Ties()  # what forward has met under several names
         self.writes_seen = 0
         self.fills_seen = False  # a call has run in PyTorch for the dictionaries that forward fills
+        self.caches_filled = 0  # so many have for the caches of functools
         self.failures = 0  # runs of the engine that PyTorch had to repeat
         self.left: list[list[torch.Size]] = []  # sizes for which the engine has turned down every capture: PyTorch's
         self.why = "first call"  # what no other entry stood for

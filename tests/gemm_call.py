@@ -41,7 +41,7 @@ class Gemm(C.Structure):
 
 class How(C.Structure):
     _fields_ = [
-        ("flags", C.c_char * 6),
+        ("flags", C.c_char * 7),
         ("ld", C.c_int * 3),
         ("workers", C.c_int),
         ("type", PTR),

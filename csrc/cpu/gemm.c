@@ -6,7 +6,7 @@
  * also finishes when the host runs the pieces one after the other. Row groups exist only to give every thread work when
  * C is narrow. Many products: whole products are the tasks, each worker packing for itself. One product of fp32 or fp64
  * becomes parts like that, one for each worker, where it is large enough (gemm_parts), or slices of k, where it is deep
- * and C small: the gradient of a small weight (gemm_slices).
+ * and C small: the gradient of a small weight (gemm_slices). Products of a few numbers are not packed at all (gemm_few).
  *
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
  * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
@@ -36,6 +36,8 @@ enum {
     SLIVER = 8,                  /* fewer columns than this, and more rows: compute the transpose */
     PACK_CHUNK = 8,              /* panels of A packed per claim */
     PAST_CACHES = 2 << 20,       /* bytes of C that no core's own cache holds */
+    FEW = 224,                   /* m n k of a product that packing would take longer than multiplying */
+    FEW_BATCH = 8,
 };
 /* m n k: below it a call to the host costs more than it saves; the second where the own kernel multiplies bf16 itself
  * (AVX512_BF16) and the host has nothing better (AMX): tests/bench/bench_gemm.py --bf16 */
@@ -90,6 +92,7 @@ static int64_t gemm_work_size(const om_gemm_type *t, bool aside, int64_t rows) {
 
 static int64_t gemm_own_scratch(const om_gemm_how *p) {
     const int64_t shared = p->pack_size + p->acc_size;
+    if (p->few) return 0;
     return p->per_product || p->workers == 1 || p->slices
                ? p->workers * (shared + p->work_size) + p->slices * p->slice_size
                : shared + p->workers * p->work_size;
@@ -133,6 +136,10 @@ static void gemm_slices(const om_gemm_type *t, double least, om_gemm_how *p) {
 
 static void gemm_own_prepare(int threads, const om_gemm_args *a, om_gemm_how *p) {
     const om_gemm_type *t = p->t = gemm_type(a->dtype);
+    if (a->batch >= FEW_BATCH && a->m * a->n <= FEW && a->m * a->n * a->k <= FEW) { /* the first: of no k */
+        p->few = true, p->t = a->dtype == OM_F64 ? &OM_PICK(om_gemm_isa)->f64 : &OM_PICK(om_gemm_isa)->f32;
+        return;
+    }
     const bool pairs = t->elem == 2;
     p->m = a->m, p->n = a->n, p->k = a->k, p->narrow = om_is_half(a->dtype) && !pairs && !a->wide_c;
     bool columns = a->csc != 1 && a->rsc == 1, sliver = a->n < SLIVER && a->m > a->n;
@@ -341,8 +348,26 @@ static void gemm_deep_join(void *arg, int64_t begin, int64_t end) {
     r->p->t->join(&r->job, r->sums, slice, r->p->slices, begin, end);
 }
 
+typedef struct gemm_few { const om_gemm_how *p; const om_gemm_args *a; int64_t first; } gemm_few;
+
+static void gemm_few_range(void *arg, int64_t begin, int64_t end) {
+    const gemm_few *r = arg;
+    const om_gemm_axis *x = r->a->n_axis ? &r->a->axis[r->a->n_axis - 1] : NULL;
+    for (int64_t i = r->first + begin, count; i < r->first + end; i += count) { /* runs along the last axis */
+        count = r->first + end - i;
+        if (x && x->n - i % x->n < count) count = x->n - i % x->n;
+        const om_gemm_job j = gemm_job(r->a, false, i);
+        r->p->t->few(&j, count, x ? x->a : 0, x ? x->b : 0, x ? x->c : 0);
+    }
+}
+
 /* The products from `first` on. */
 static void gemm_own(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *p, int64_t first, char *mem) {
+    if (p->few) {
+        om_parallel_for(cx, a->batch - first, 1 + 16384 / (a->m * a->n * (a->k + 4)), gemm_few_range,
+                        &(gemm_few){p, a, first});
+        return;
+    }
     if (p->per_product || p->workers == 1) {
         const int64_t parts = (p->m + p->part_rows - 1) / p->part_rows * ((p->n + p->part_cols - 1) / p->part_cols);
         gemm_many r = {.p = p, .a = a, .mem = mem, .parts = parts, .next = first * parts};
@@ -483,7 +508,7 @@ om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how)
     int64_t first = 0;
     if (how->provider == GEMM_HOST && (first = host_run(cx, a, how)) == a->batch) return OM_OK;
     char *own = NULL, *mem = how->provider == GEMM_OWN ? a->scratch : NULL; /* none was asked for */
-    if (!mem && !(mem = own = om_alloc(cx, (size_t)gemm_own_scratch(how)))) return OM_NOMEM;
+    if (!how->few && !mem && !(mem = own = om_alloc(cx, (size_t)gemm_own_scratch(how)))) return OM_NOMEM;
     gemm_own(cx, a, how, first, mem);
     om_free(cx, own);
     return OM_OK;
@@ -491,7 +516,7 @@ om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how)
 
 int64_t om_gemm_packed_size(const om_gemm_how *how) {
     const om_gemm_type *t = how->t;
-    if (how->provider != GEMM_OWN || !t->pack_b || how->narrow || how->swap || how->slices || how->block_k < how->k)
+    if (how->provider != GEMM_OWN || !t->pack_b || how->narrow || how->swap || how->slices || how->few || how->block_k < how->k)
         return 0;
     return (how->n + t->cols - 1) / t->cols * om_gemm_block_size(how->k, t->kc, t->cols) * t->elem;
 }

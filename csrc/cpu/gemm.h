@@ -40,7 +40,7 @@ typedef struct om_gemm_args {
  * they do not change any sum. A run may have fewer threads than are counted on here. */
 typedef struct om_gemm_how {
     uint8_t provider;
-    bool swap, narrow, per_product;
+    bool swap, narrow, per_product, few; /* few: many products of a few numbers each */
     char ta, tb;                     /* the host's: how it sees A and B, */
     int lda, ldb, ldc;               /* and their leading dimensions */
     int workers;
@@ -108,6 +108,8 @@ typedef struct om_gemm_type {        /* one compute type of one instruction set 
     /* C[row0:row1] from the sums of kc deep slices, `slice` elements apart, each (m, n) dense: what `block` makes of
      * all of them, to the bit. NULL where elements are packed as 16 bits. */
     void (*join)(const om_gemm_job *g, const void *sums, int64_t slice, int64_t slices, int64_t row0, int64_t row1);
+    /* `count` products, sa, sb, sc elements apart, without packing. NULL where elements are packed as 16 bits. */
+    void (*few)(const om_gemm_job *g, int64_t count, int64_t sa, int64_t sb, int64_t sc);
 } om_gemm_type;
 
 typedef struct om_gemm_kernels { om_gemm_type f32, f64; } om_gemm_kernels;

@@ -756,6 +756,7 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
     canonical, plain = contents.registered(module), contents.unregistered(module)
     users = {n.name: list(n.users) for n in program.graph.nodes if n.op == "placeholder"}
     sources: dict[str, Source] = {}
+    living = functools.cache(lambda: _C.living((Tensor, nn.Parameter)))  # looks at every object there is
     n_user = 0
     for spec in program.graph_signature.input_specs:
         name = spec.arg.name
@@ -774,7 +775,7 @@ def _sources(module: nn.Module, program: Any, leaves: list[Any]) -> dict[str, So
             elif all(n.target is torch.ops.aten.lift_fresh_copy.default for n in users[name]):
                 sources[name] = Source("constant", target, tensor=t)  # written in the code: torch.tensor([1.0, 2.0])
             else:
-                sources[name] = Source("const_attr", target, tensor=_original(t))
+                sources[name] = Source("const_attr", target, tensor=_original(t, living()))
         else:
             raise CaptureError(
                 f"an input of kind {spec.kind.name} ({target or name}) has no meaning in a training graph"
@@ -801,12 +802,12 @@ def _memory(t: Tensor) -> Any:
     return (t.data_ptr(), t.shape, t.stride(), t.dtype) if plain else id(t)
 
 
-def _original(t: Tensor) -> Tensor:
+def _original(t: Tensor, living: Sequence[Tensor]) -> Tensor:
     """The export holds tensors that the code reaches in other ways (closures, globals, lists of a module) by an alias
     without gradient; the object itself is found by its memory: of several, the one that the code has come to."""
     found = [
         x
-        for x in _C.living((Tensor, nn.Parameter))
+        for x in living
         if x is not t
         and x.dtype == t.dtype
         and x.shape == t.shape

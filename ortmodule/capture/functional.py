@@ -274,6 +274,7 @@ _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_n
 _STRICT = frozenset(("view", "view_as", "unflatten", "view_as_real", "view_as_complex", "as_strided"))
 _MAYBE = frozenset(("reshape", "reshape_as", "flatten", "ravel", "contiguous", "to", "_to_copy", "einsum", "type_as",
                     "pin_memory", "narrow_copy", "tensordot", "meshgrid", "kron", "block_diag", "atleast_3d"))
+_EACH = frozenset(("meshgrid", "broadcast_tensors"))  # each result is a view of one of the operands
 _ONE_LAYOUT = frozenset(("linear", "mm", "bmm", "addmm", "baddbmm", "embedding", "layer_norm"))
 
 
@@ -669,13 +670,19 @@ class _Functionalizer:
         if isinstance(first, _V) and self.aliases(node, val):
             return _V(first.base, value, first, made, item)
         if _name(node.target) not in _DROPOUTS and node.target is not HOST:
-            for x in node.all_input_nodes:  # of einsum, broadcast_tensors
+            each = _name(node.target) in _EACH and item >= 0
+            for x in [cast("list[fx.Node]", node.args[0])[item]] if each else node.all_input_nodes:  # of einsum
                 of = env.get(x)
                 if not isinstance(of, _V) or of is first or not _one_memory(val, x.meta.get("val")):
                     continue
                 views = same_memory(x.meta["val"], val, self.grad)
                 if views is None and _name(node.target) == "broadcast_tensors":  # of sizes that are symbols
                     views = [View(aten.expand.default, (list(val.shape),), {}, -1, self.grad)]
+                if views is None and _name(node.target) == "meshgrid":  # a row or column, again and again
+                    shape = list(val.shape)
+                    spread = [n if not isinstance(step, int) or step else 1 for n, step in zip(shape, val.stride())]
+                    views = [View(aten.view.default, (spread,), {}, -1, self.grad),
+                             View(aten.expand.default, (shape,), {}, -1, self.grad)]
                 for view in views or ():
                     step = self.run(view.target, (self.read(of), *view.args), {})
                     of = _V(of.base, step, of, step)
@@ -1044,7 +1051,9 @@ class _Functionalizer:
                     if made.target is operator.getitem:
                         item, made = made.args[1], made.args[0]
                     source = made.args[0] if made.args and made.target is not INPUT else None
-                    if isinstance(source, (str, list, tuple)):  # einsum, broadcast_tensors
+                    if isinstance(source, (list, tuple)) and _name(made.target) in _EACH and item >= 0:
+                        source = source[item]
+                    elif isinstance(source, (str, list, tuple)):  # einsum
                         source = next((x for x in made.inputs() if _one_memory(node.val, x.val)), None)
                     if not isinstance(source, Node) or not _one_memory(node.val, source.val):
                         break

@@ -189,7 +189,9 @@ class Modules(Settled):
                     continue
                 if own.get(k, ABSENT) is old.get(k, ABSENT) or (where, k) in self._by_torch:
                     continue
-                if not isinstance(getattr(self._classes_of[where], k, None), functools.cached_property):
+                if isinstance(getattr(self._classes_of[where], k, None), functools.cached_property):
+                    self.fills = self.fills or not self.quiet and k in own
+                else:
                     (self.quiet_writes if self.quiet else self.writes).add((where, k))
                     if self._in_kept():
                         self._kept_writes.add((where, k))

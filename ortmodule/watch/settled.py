@@ -6,6 +6,7 @@ from __future__ import annotations
 import array
 import collections
 import collections.abc
+import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +26,12 @@ from .values import Values
 _NAMED = (ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED)  # rows of one name in a holder
 
 
+def _caches_tensors(cache: Any) -> bool:
+    """Does a functools.lru_cache hold tensors? Its results lie in a dictionary, by themselves or in links."""
+    held = [v for d in gc.get_referents(cache) if type(d) is dict for v in d.values()]
+    return any(map(contents.holds_tensor, [*held, *gc.get_referents(*held)]))
+
+
 class Settled(Values):
     """Compares what was met with what it was."""
 
@@ -33,6 +40,7 @@ class Settled(Values):
     def __init__(self, module: nn.Module, known_as: nn.Module | None = None) -> None:
         super().__init__(module, known_as)
         self.assigns: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.fills = False  # the code has filled a cache of functools, which a second call reads
         self._assigned: set[Any] = set()
         self._numpy: set[Any] = set()
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str, Any]] = {}
@@ -103,6 +111,7 @@ class Settled(Values):
                 self._changed({token}, f"changes {what}", left)
         for cache, before in self._caches.values():
             if cache.cache_info().misses != before.misses:
+                self.fills = self.fills or not self.quiet and _caches_tensors(cache)
                 cache.cache_clear()
         numpy = sys.modules.get("numpy")
         if numpy is not None and self._numpy_state is not None and outside.numpy_state(numpy) != self._numpy_state:

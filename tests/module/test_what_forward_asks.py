@@ -4,6 +4,7 @@ arguments; functions of TorchScript. Beside eager, at many sizes."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -117,7 +118,7 @@ CLASSES: dict[str, Callable[[Any], float]] = {
     "in a set": lambda k: 2.0 if type(k) in {int} else 3.0,
     "not in": lambda k: 2.0 if type(k) not in (list, float) else 3.0,
     "a key": lambda k: {int: 2.0, float: 3.0}.get(type(k), 9.0),
-    "of another number": lambda k: 2.0 if type(k) == type(1) else 3.0,  # noqa: E721
+    "of another number": lambda k: 2.0 if type(k) == int else 3.0,  # noqa: E721
     "any": lambda k: 2.0 if any(type(k) is t for t in (int, float)) else 3.0,
     "name": lambda k: 2.0 if type(k).__name__ == "int" else 3.0,
     "subclass": lambda k: 2.0 if issubclass(type(k), float) else 3.0,
@@ -208,3 +209,73 @@ def test_batch_norm_of_nothing(shape: tuple[int, ...]) -> None:
         assert torch.equal(a, b)
     for p, q in zip(norm.parameters(), model.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+class Cached(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(2, 2), kind
+
+        @functools.lru_cache(None)
+        def table(n: int) -> Tensor:
+            return torch.randn(n)
+
+        self.table = table
+
+    @functools.cached_property
+    def drawn(self) -> Tensor:
+        return torch.randn(2, 2)
+
+    @functools.cached_property
+    def first(self) -> Tensor:
+        return self.layer.weight.detach().norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "drawn":
+            return self.layer(x @ self.drawn)
+        return self.layer(x) / self.first if self.kind == "first" else self.layer(x) * self.table(x.shape[1])
+
+
+@pytest.mark.parametrize("kind", ["drawn", "first", "table"])
+def test_caches_of_functools_are_filled_once(kind: str) -> None:
+    made = []
+    for wrap in (lambda m: m, ORTModule):
+        torch.manual_seed(0)
+        m = wrap(Cached(kind))
+        losses = []
+        for _ in range(5):
+            loss = m(torch.ones(1, 2)).sum()
+            m.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                m.layer.weight -= 0.3 * m.layer.weight.grad
+            losses.append(loss.detach())
+        made.append((torch.stack(losses), torch.rand(1), kind in m.__dict__))
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(b, a) if isinstance(a, Tensor) else None
+    assert made[0][2] == made[1][2]
+    assert m.report().n_captures == 1
+
+
+GRIDS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "of sizes": lambda m, x: m(x) + edited(sub(*torch.meshgrid(torch.arange(len(x)), torch.arange(3), indexing="ij"))),
+    "of views": lambda m, x: m(x).sum() * edited(sub(*torch.meshgrid(x[:, 0], x[:, 1], indexing="xy"))),
+    "stacked": lambda m, x: m(x).sum() * edited(torch.stack(torch.meshgrid(m.weight[0], x[:, 1], indexing="ij"))),
+    "spread": lambda m, x: m(x).sum() * edited(sub(*torch.broadcast_tensors(x[:, 0:1], x[0:1]))),
+    "spread weights": lambda m, x: m(x).sum() * edited(sub(*torch.broadcast_tensors(m.weight[:, 0:1], m.weight[0:1]))),
+}
+
+
+def sub(a: Tensor, b: Tensor) -> Tensor:
+    return a - b * 2
+
+
+def edited(x: Tensor) -> Tensor:
+    x += 3
+    return x
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_edits_of_what_is_made_of_grids(kind: str) -> None:
+    report = alike(GRIDS[kind], *rows(2, 3, 5, 4, 2)).report()
+    assert report.node_share == 1 and not report.eager, str(report)

@@ -42,5 +42,5 @@ static inline void ahead_fetch(ahead *a) {
 #define GEMM_TYPE(suf, type)                                                                        \
     {.mr = OM_MR, .cols = GEMM_WIDTH * OM_NV * (int)(OM_VBYTES / sizeof(type)), .kc = GEMM_KC, .elem = sizeof(type), \
      .slack = OM_VBYTES / sizeof(type), .pack_a = pack_a_##suf, .block = block_##suf, \
-     .join = join_##suf, .pack_b = pack_blocks_##suf}
+     .join = join_##suf, .pack_b = pack_blocks_##suf, .few = few_##suf}
 const om_gemm_kernels OM_ISA_NAME(om_gemm_isa) = {GEMM_TYPE(f32, float), GEMM_TYPE(f64, double)};

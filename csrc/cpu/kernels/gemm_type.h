@@ -249,6 +249,34 @@ static void N(block)(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t c
             }
 }
 
+/* Products too small to be packed: `count` of them, sa, sb, sc elements apart. */
+OM_INLINE void N(few_as)(const om_gemm_job *g, int64_t count, int64_t sa, int64_t sb, int64_t sc, int s) {
+    const int sum_s = g->wide_c ? STORE_T : s;
+    for (int64_t q = 0; q < count; q++)
+        for (int64_t i = 0; i < g->m; i++)
+            for (int64_t j = 0; j < g->n; j++) {
+                const int64_t a = q * sa + i * g->rsa, b = q * sb + j * g->csb, c = q * sc + i * g->rsc + j * g->csc;
+                T sum = 0;
+                for (int64_t k = 0; k < g->k; k++)
+                    sum += N(get)(g->a, a + k * g->csa, s) * N(get)(g->b, b + k * g->rsb, s);
+                sum *= (T)g->alpha;
+                if (g->bias) sum += N(get)(g->bias, j, sum_s);
+                if (g->beta) sum += N(get)(g->c, c, sum_s);
+                N(put)(g->c, c, sum, sum_s);
+            }
+}
+
+static void N(few)(const om_gemm_job *g, int64_t count, int64_t sa, int64_t sb, int64_t sc) {
+#if OM_VEC_BITS == 32
+    if (g->dtype != STORE_T) {
+        if (g->dtype == OM_BF16) N(few_as)(g, count, sa, sb, sc, OM_BF16);
+        else N(few_as)(g, count, sa, sb, sc, OM_F16);
+        return;
+    }
+#endif
+    N(few_as)(g, count, sa, sb, sc, STORE_T);
+}
+
 /* Slices are added in the order of k, the bias and what was in C behind the first: as `block` does. */
 static void N(join)(const om_gemm_job *g, const void *sums, int64_t slice, int64_t slices, int64_t row0, int64_t row1) {
     enum { COLS = 16 * VL };
