@@ -168,7 +168,7 @@ class Stand:
         module = self.module
 
         def bound(f: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda _stand, *args: f(module, *args)
+            return lambda _stand, *args, _kept=self: f(module, *args)  # a backward hook refers to its module weakly
 
         return {k: bound(f) for k, f in getattr(module, name).items()
                 if self.every or not guard.part_of_forward(f)}  # fmt: skip

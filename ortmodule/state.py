@@ -494,12 +494,28 @@ class State:
         return entry
 
 
+def _called(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A shadow's __call__: forward; its class's own where forward calls the module again."""
+    inside = threading.local()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "forward", False):
+            return own(self, *args, **kwargs)
+        inside.forward = True
+        try:
+            return nn.Module.__call__(self, *args, **kwargs)
+        finally:
+            inside.forward = False
+
+    return call
+
+
 def shadow_of(module: nn.Module) -> nn.Module:
     """The module without its own hooks (they run around the engine, in __call__): same class, same children,
     parameters, attributes."""
     cls = type(module)
     if cls.__call__ is not nn.Module.__call__:  # what it does runs around the engine, too
-        cls = _below(cls, {"__call__": nn.Module.__call__})
+        cls = _below(cls, {"__call__": _called(cls.__call__)})
     shadow: nn.Module = object.__new__(cls)
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__.update({name: OrderedDict() for name in HOOK_TABLES})

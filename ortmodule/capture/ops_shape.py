@@ -905,14 +905,18 @@ def index_put(
     c: Converter, n: Node, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False
 ) -> Val:
     v, new = c.v(x), c.cast(c.v(values), c.v(x).dtype)
-    if len(indices) == 1 and indices[0] is not None and c.v(indices[0]).dtype == BOOL and not accumulate:
-        mask = c.v(indices[0])
-        if new.rank and not (new.rank <= v.rank - mask.rank or all(d == 1 for d in new.shape)):
+    first = indices[0]
+    mask = c.v(first) if len(indices) == 1 and first is not None and not accumulate else None
+    single = all(d == 1 for d in new.shape)
+    masked = mask is not None and mask.dtype == BOOL
+    if values.val.dtype != x.val.dtype and not (masked and single):
+        raise NotHere("writing values of another type, which PyTorch refuses")
+    if mask is not None and masked:
+        apart = v.rank - mask.rank
+        if new.rank > apart and not single:
             raise NotHere("writing a list of values under a boolean mask")
         mask = c.unsqueeze(mask, list(range(mask.rank, v.rank)))
-        return c.expand(
-            c.where(mask, new if new.rank <= v.rank - c.v(indices[0]).rank else c.reshape(new, ()), v), v.shape
-        )
+        return c.expand(c.where(mask, new if new.rank <= apart else c.reshape(new, ()), v), v.shape)
     axes, tensors = _advanced(c, v, indices)
     front = [*axes, *(a for a in range(v.rank) if a not in axes)]
     w = c.transpose(v, front)

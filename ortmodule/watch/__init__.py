@@ -86,6 +86,7 @@ class Watch(Calls):
         self._active += 1
         profile: Any = sys.getprofile()
         collects = gc.isenabled()
+        switches = outside.switches() if self._active == 1 and not self.quiet else None
         try:
             gc.disable()  # finalizers and callbacks of the collector are no part of forward
             if self._active == 1:
@@ -107,6 +108,9 @@ class Watch(Calls):
                     sys.setprofile(profile)
             if collects:
                 gc.enable()
+            left = "" if switches is None else outside.left_changed(switches)
+            if left:
+                self._problem("", f"leaves {left} changed")
             self.settle()
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,6 +83,37 @@ ENVIRON = type(os.environ).__getitem__.__code__
 GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              sys.getrecursionlimit, sys.getswitchinterval, threading.get_ident,
                              threading.get_native_id, *private.switches()))
+
+
+_OF_LIBRARIES = private.switches()
+# What of the process or thread forward may leave changed: how it is told, and put back (PyTorch sets it anew).
+_SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...] = (
+    ("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("autocast", lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    ("autocast", lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)),
+    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("whether algorithms are deterministic", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    ("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    ("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ("a switch of PyTorch's libraries", lambda: [get() for get in _OF_LIBRARIES], None),
+)
+
+
+def switches() -> list[Any]:
+    return [get() for _, get, _ in _SWITCHES]
+
+
+def left_changed(before: list[Any]) -> str:
+    """What is no longer as `switches` has told before, and is put back; "": nothing."""
+    changed = ""
+    for (name, get, put), was in zip(_SWITCHES, before, strict=True):
+        if get() != was:
+            changed = changed or name
+            if put is not None:
+                put(was)
+    return changed
 
 
 def for_good() -> tuple[Any, ...]:

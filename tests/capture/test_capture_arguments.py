@@ -68,7 +68,7 @@ def test_structure_and_types_of_arguments_are_the_key() -> None:
     x, y = r(5, 7), k(5, 7)
     flat = flatten_inputs((x, [y, None, 3]), {"b": 2.5, "a": {"k": x, "flag": True}})
     assert [t is e for t, e in zip(flat.tensors, (x, y, x), strict=True)] == [True] * 3 and flat.scalars == [3, 2.5]
-    same = flatten_inputs((x + 1, [y, None, 4]), {"a": {"k": x, "flag": True}, "b": 1.5})
+    same = flatten_inputs((x + 1, [y, None, 4]), {"b": 1.5, "a": {"k": x, "flag": True}})
     assert same.key == flat.key and hash(same.key) == hash(flat.key)
     for args, kwargs in (
         ((x, [y, None, 3.0]), {"b": 2.5, "a": {"k": x, "flag": True}}),
@@ -77,6 +77,7 @@ def test_structure_and_types_of_arguments_are_the_key() -> None:
         ((x, (y, None, 3)), {"b": 2.5, "a": {"k": x, "flag": True}}),
         ((x.double(), [y, None, 3]), {"b": 2.5, "a": {"k": x, "flag": True}}),
         ((x[0], [y, None, 3]), {"b": 2.5, "a": {"k": x, "flag": True}}),
+        ((x, [y, None, 3]), {"a": {"k": x, "flag": True}, "b": 2.5}),  # forward may take **kwargs
     ):
         assert flatten_inputs(args, kwargs).key != flat.key
 

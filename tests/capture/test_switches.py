@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -39,3 +44,35 @@ def test_a_switch_that_forward_reads() -> None:
     finally:
         torch.backends.cudnn.enabled = before
     assert not module.report().eager
+
+
+LEFT: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], Any]] = {
+    "grad mode": (torch.set_grad_enabled, torch.is_grad_enabled, False),
+    "autocast": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu"), True),
+    "deterministic": (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True),
+    "precision": (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "medium"),
+    "benchmark": (lambda on: setattr(torch.backends.cudnn, "benchmark", on), lambda: torch.backends.cudnn.benchmark, True),
+    "anomaly": (torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled, True),
+    "recursion": (sys.setrecursionlimit, sys.getrecursionlimit, 2345),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_switch_that_forward_leaves_changed(kind: str) -> None:
+    put, get, value = LEFT[kind]
+    before = get()
+
+    class Sets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            put(value)
+            return x.sin()
+
+    module = ORTModule(Sets())
+    try:
+        for _ in range(4):
+            module(torch.ones(2, 3))
+            assert get() == value
+            put(before)
+    finally:
+        put(before)
+    assert "changed" in str(module.report())

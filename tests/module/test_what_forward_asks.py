@@ -279,3 +279,54 @@ def edited(x: Tensor) -> Tensor:
 def test_edits_of_what_is_made_of_grids(kind: str) -> None:
     report = alike(GRIDS[kind], *rows(2, 3, 5, 4, 2)).report()
     assert report.node_share == 1 and not report.eager, str(report)
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def __call__(self, x: Tensor, n: int = 1) -> Tensor:
+        return super().__call__(x, n) * 10
+
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return self.layer(x) if n == 0 else self(x, n - 1)
+
+
+def test_a_call_of_its_own_that_forward_calls() -> None:
+    net = Again()
+    model = ORTModule(copy.deepcopy(net))
+    for n in (0, 1, 2, 3, 1):
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(model(x, n), net(x, n))
+
+
+class Inner(nn.Module):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.register_backward_hook(lambda m, given, back: seen.append((type(m), len(given), len(back))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Outer(nn.Module):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.inner = Inner(seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * float(x.detach().numpy().max()))  # PyTorch's
+
+
+def test_the_older_backward_hook_of_a_part() -> None:
+    made = []
+    for wrap in (lambda m: m, ORTModule):
+        seen: list[Any] = []
+        torch.manual_seed(0)
+        m = wrap(Outer(seen))
+        for rows_ in (2, 3, 2, 4):
+            m(torch.ones(rows_, 4)).sum().backward()
+        made.append(seen)
+    assert made[0] == made[1] and len(made[0]) == 4
