@@ -6,7 +6,7 @@
  * also finishes when the host runs the pieces one after the other. Row groups exist only to give every thread work when
  * C is narrow. Many products: whole products are the tasks, each worker packing for itself. One product of fp32 or fp64
  * becomes parts like that, one for each worker, where it is large enough (gemm_parts), or slices of k, where it is deep
- * and C small: the gradient of a small weight (gemm_slices). Products of a few numbers are not packed at all (gemm_few).
+ * and C small: the gradient of a small weight (gemm_slices). Products of a few numbers are not packed (gemm_few).
  *
  * Providers: the kernel above; the host's BLAS where the kernel has no vectors; the host's bf16 product where the
  * processor multiplies bf16 and the product is not small. What the host turns down, or is not there to do, is bf16 in
@@ -516,7 +516,8 @@ om_status om_gemm_run(om_ctx *cx, const om_gemm_args *a, const om_gemm_how *how)
 
 int64_t om_gemm_packed_size(const om_gemm_how *how) {
     const om_gemm_type *t = how->t;
-    if (how->provider != GEMM_OWN || !t->pack_b || how->narrow || how->swap || how->slices || how->few || how->block_k < how->k)
+    if (how->provider != GEMM_OWN || !t->pack_b || how->narrow || how->swap || how->slices || how->few ||
+        how->block_k < how->k)
         return 0;
     return (how->n + t->cols - 1) / t->cols * om_gemm_block_size(how->k, t->kc, t->cols) * t->elem;
 }

@@ -94,3 +94,14 @@ def test_refused(node: str, words: list[str]) -> None:
     with pytest.raises(engine.EngineError) as e:
         engine.run(text, [rand(7, 5), rand(3), rand(5), rand(1, 5)])
     assert all(w in str(e.value) for w in words), str(e.value)
+
+
+@pytest.mark.parametrize("training", [0, 1])
+@pytest.mark.parametrize("shape", [(2, 3, 0), (0, 3), (0, 3, 4), (2, 3, 0, 4)])
+def test_of_nothing(shape: tuple[int, ...], training: int) -> None:
+    text = (f"graph {{\n input x: f64{[*shape]}\n input w: f64[3]\n input b: f64[3]\n input m: f64[3]\n input v: f64[3]\n"
+            f" y, p, q, s, r = batch_norm(x, w, b, m, v) {{training={training}}}\n output y\n output p\n output q\n}}")
+    m, v = rand(3), rand(3).abs() + 1
+    out, grads = engine.run(text, [torch.zeros(shape).double(), rand(3), rand(3), m, v], [1, 1, 1, 0, 0], [torch.zeros(shape).double(), None, None])
+    assert out[0].shape == shape and torch.equal(out[1], m) and torch.equal(out[2], v)
+    assert grads[0].shape == shape and not grads[1].any() and not grads[2].any()
