@@ -570,11 +570,15 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
     for symbol, (lo, hi) in exported.ranges.items():
         if symbol in name and (lo > 0 or hi < _UNBOUNDED):
             terms.append(f"{lo} <= {name[symbol]} <= {hi}" if hi < _UNBOUNDED else f"{name[symbol]} >= {lo}")
+    layout = {s for val in held.values() if isinstance(val, Tensor) and val.layout is torch.strided
+              for n in (*val.stride(), val.storage_offset()) if isinstance(n, torch.SymInt)
+              for s in private.free_symbols(n)}  # fmt: skip
     asked: dict[str, str] = {}  # where
     for g, now in exported.guards():
-        if any(s not in name for s in now.free_symbols):
+        unnamed = now.free_symbols - name.keys()
+        if unnamed - layout:
             raise CaptureError(f"forward asks whether {now}, which the sizes and numbers of the arguments do not tell")
-        if now.free_symbols:
+        if now.free_symbols and not unnamed:
             terms.append(f"({_python(now, name)})")
             asked.setdefault(terms[-1], exported.asked.get(g, ""))
     space: dict[str, Any] = {**known, "math": math, "torch": torch}

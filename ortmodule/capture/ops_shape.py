@@ -430,9 +430,10 @@ def diff(c: Converter, n: Node, x: Node, order: int, dim: int, prepend: Any, app
     dim %= v.rank
     v = c.concat(parts, dim)
     for _ in range(order):
-        size = expr_of(v.shape[dim] - 1)
+        size = v.shape[dim]
+        size = max(size - 1, 0) if isinstance(size, int) else expr_of(size - 1)
         hi = c.slice(v, dim, 1, INT_MAX, 1, size)
-        lo = c.slice(v, dim, 0, -1 if not isinstance(v.shape[dim], int) else size, 1, size)
+        lo = c.slice(v, dim, 0, size if isinstance(size, int) else -1, 1, size)
         v = c.cast(c.op2("Xor", hi, lo), BOOL) if v.dtype == BOOL else c.op2("Sub", hi, lo)
     return v
 

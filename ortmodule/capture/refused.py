@@ -378,7 +378,7 @@ def _divides(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
 
 def _raises(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
     """A power of symbolic numbers: 0 ** -1 raises, a negative base may give a complex number, a negative exponent a
-    float."""
+    float. That of an integer to a symbol is an integer, and holds for one value."""
 
     def op(self: Any, other: Any) -> Any:
         base, exponent = (other, self) if turned else (self, other)
@@ -387,6 +387,8 @@ def _raises(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
                 bool(exponent >= 0)
             if type(base) in _AS and not (isinstance(exponent, int) and type(exponent) not in _AS and exponent >= 0):
                 bool(base > 0)
+            if type(exponent) is torch.SymInt and type(base) in (int, torch.SymInt):
+                return other ** int(self) if turned else original(self, int(other))
         return original(self, other)
 
     return op

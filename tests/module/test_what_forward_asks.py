@@ -330,3 +330,15 @@ def test_the_older_backward_hook_of_a_part() -> None:
             m(torch.ones(rows_, 4)).sum().backward()
         made.append(seen)
     assert made[0] == made[1] and len(made[0]) == 4
+
+
+class Powers(nn.Module):
+    def forward(self, x: Tensor, k: int) -> Any:
+        return x * 2**k, 2 ** x.shape[0], x.shape[0] ** k
+
+
+def test_a_power_of_integers_is_one() -> None:
+    net, model = Powers(), ORTModule(Powers())
+    for n, k in ((2, 1), (3, 2), (4, 2), (5, -1), (3, 3)):
+        for a, b in zip(model(torch.ones(n, 3), k), net(torch.ones(n, 3), k), strict=True):
+            assert type(a) is type(b) and (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
