@@ -189,7 +189,7 @@ TABLE: tuple[Row, ...] = (
     Row("SizePrinter", ("torch.utils._sympy.printers.PythonPrinter",), "conditions on sizes cannot be asked",
         need="capture", instead=object),
     Row("ShapeEnv", ("torch.fx.experimental.symbolic_shapes.ShapeEnv",), "what the trace took for granted about "
-        "sizes cannot be read", need="capture", works=lambda cls: hasattr(cls(), "guards")),
+        "sizes cannot be read", need="capture", works=lambda cls: hasattr(cls(), "guards") and hasattr(cls, "replace")),
     Row("unbacked", ("torch.fx.experimental.symbolic_shapes.ShapeEnv.create_unbacked_symint",
                      "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_unbacked_symfloat"), "branches on numbers "
         "read from tensors, and on sizes that depend on data, are left to PyTorch", owner=True),

@@ -124,20 +124,25 @@ def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
 
 
 def _typed(code: types.CodeType) -> tuple[Any, ...]:
-    """The operands of every type(x), as _compared tells operands."""
+    """The operands of every type(x), as _compared tells operands; of a kind of its own where it is computed from a
+    size."""
     if "type" not in code.co_names:
         return ()
     found: list[Any] = []
     arguments = _arguments(code)
     at: Any = UNKNOWN  # of a type( that is open; None: computed
+    sized = False
     for i in _instructions(code):
         kind = _LOADS_ONE.get(i.opname)
+        sized = sized or i.argval in ("shape", "size", "numel", "len")
         if kind == "global" and i.argval == "type":
-            at = UNKNOWN, "", ()
+            at, sized = (UNKNOWN, "", ()), False
         elif at is UNKNOWN:
             continue
         elif i.opname in ("CALL", "CALL_FUNCTION"):
-            found += [None if at is None or at[0] is UNKNOWN else at] if i.arg == 1 else []
+            if i.arg == 1:
+                computed = at is None or at[0] is UNKNOWN
+                found.append(("size", "", ()) if computed and sized else None if computed else at)
             at = UNKNOWN
         elif kind is not None and at is not None and at[0] is UNKNOWN:
             at = "argument" if kind == "local" and i.argval in arguments else kind, i.argval, ()

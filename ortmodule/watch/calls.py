@@ -36,7 +36,8 @@ from .table import ATTRIBUTE, CALL, DICT, ITEM, NO_ITEM
 from .values import ATOMS
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
-_NUMBERS = frozenset(("int", "float", "bool", "complex", "numbers", "__name__", "__qualname__"))
+_NUMBERS = frozenset(("int", "float", "bool", "complex", "numbers"))
+_NAMES = frozenset(("__name__", "__qualname__"))
 
 
 class Calls(Modules):
@@ -222,8 +223,12 @@ class Calls(Modules):
         """type() of what may be a symbol for a number."""
         if x is not None and x[0] in ("argument", "free") and not x[2]:
             self._given_typed.setdefault(id(frame.f_code), set()).add(x[1])
-        elif known.names & _NUMBERS and bytecode.operand(frame, x) is UNKNOWN:
+        elif x is not None and x[0] == "size":
             raise _class_of_number(frame)
+        elif bytecode.operand(frame, x) is UNKNOWN:
+            variable = x is not None and not x[2]
+            if known.names & (_NUMBERS | _NAMES if variable else _NUMBERS):
+                raise _class_of_number(frame)
 
     def _same_container(self, frame: types.FrameType, x: Any, v: Any) -> None:
         """Equal lists count as the same state, unless forward asks which list it is."""

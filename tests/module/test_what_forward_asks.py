@@ -133,9 +133,21 @@ def test_the_class_of_a_number(kind: str) -> None:
     alike(lambda m, x: m(x) * f(x.shape[0]), *rows(2, 3, 5, 4))
 
 
-def test_the_class_of_what_is_no_number_keeps_symbols() -> None:
-    model = alike(lambda m, x: m(x) * len(type(m).__name__), *rows(2, 3, 5, 4, 9))
-    assert model.report().n_captures == 2
+def test_the_class_of_a_size() -> None:
+    alike(lambda m, x: m(x) * (2 if type(x.shape[0]).__name__ == "int" else 3), *rows(2, 3, 5, 4))
+    alike(lambda m, x: m(x) * {int: 2, float: 3}.get(type(len(x)), 4), *rows(2, 3, 5, 4))
+
+
+NO_NUMBERS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "a module": lambda m, x: m(x) * len(type(m).__name__),
+    "an element": lambda m, x: m(x) * len(type([m, x][0]).__name__),
+    "an attribute": lambda m, x: m(x) * len(type(m.training).__name__),
+}
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_the_class_of_what_is_no_number_keeps_symbols(kind: str) -> None:
+    assert alike(NO_NUMBERS[kind], *rows(2, 3, 5, 4, 9)).report().n_captures == 2
 
 
 def in_order(m: nn.Linear, x: Tensor, **steps: Tensor) -> Tensor:
