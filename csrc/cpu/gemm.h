@@ -9,6 +9,7 @@
 #define OM_GEMM_H
 
 #include "graph/engine.h"
+#include "graph/half.h"
 #include "cpu/kernels_isa.h"
 
 /* Many products: an odometer of axes, the last one running fastest. Strides in elements. */
@@ -119,6 +120,14 @@ OM_DECLARE_ISA(om_gemm_type, om_gemm_amx);  /* where om_isa_tiles; no `block` wh
 
 static inline int64_t om_gemm_panel_size(const om_gemm_type *t, int64_t k) {
     return (k * t->mr + t->slack + 15) & ~(int64_t)15;
+}
+
+/* Of bf16 as bf16: the bias of the columns from col0 on, as floats; past `width` any number. */
+static inline void om_gemm_bias(const om_gemm_job *g, int64_t col0, int64_t width, int64_t cols, float *to) {
+    for (int64_t j = 0; j < cols; j++) {
+        const int64_t at = col0 + (j < width ? j : 0);
+        to[j] = g->wide_c ? ((const float *)g->bias)[at] : om_bf16_to_f32(((const uint16_t *)g->bias)[at]);
+    }
 }
 
 /* Packed B: how deep a slice of a block of columns is laid out (whole pairs), and elements of a block. */

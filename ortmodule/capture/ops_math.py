@@ -769,14 +769,11 @@ def _contract(c: Converter, a: Val, la: str, b: Val, lb: str, out: str) -> Val:
     def shape(labels: Sequence[str]) -> tuple[Any, ...]:
         return tuple(size[s] for s in labels)
 
-    def count(labels: Sequence[str]) -> Any:
-        return numel(shape(labels))
-
     a = c.transpose(a, [la.index(s) for s in [*batch, *rows, *summed]])
     b = c.transpose(b, [lb.index(s) for s in [*batch, *summed, *cols]])
     y = c.matmul(
-        c.reshape(a, (*shape(batch), count(rows), count(summed))),
-        c.reshape(b, (*shape(batch), count(summed), count(cols))),
+        c.reshape(a, (*shape(batch), numel(shape(rows)), numel(shape(summed)))),
+        c.reshape(b, (*shape(batch), numel(shape(summed)), numel(shape(cols)))),
     )
     order = [*batch, *rows, *cols]
     y = c.reshape(y, shape(order))

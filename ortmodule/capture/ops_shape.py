@@ -908,11 +908,11 @@ def index_put(
     v, new = c.v(x), c.cast(c.v(values), c.v(x).dtype)
     first = indices[0]
     mask = c.v(first) if len(indices) == 1 and first is not None and not accumulate else None
+    mask = mask if mask is not None and mask.dtype == BOOL else None
     single = all(d == 1 for d in new.shape)
-    masked = mask is not None and mask.dtype == BOOL
-    if values.val.dtype != x.val.dtype and not (masked and single):
+    if values.val.dtype != x.val.dtype and (mask is None or not single):
         raise NotHere("writing values of another type, which PyTorch refuses")
-    if mask is not None and masked:
+    if mask is not None:
         apart = v.rank - mask.rank
         if new.rank > apart and not single:
             raise NotHere("writing a list of values under a boolean mask")

@@ -18,11 +18,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import autocast
 from .. import torch_private as private
 
 RANDOM = (random.Random, torch.Generator)
@@ -78,19 +80,19 @@ def _special_code() -> dict[Any, str]:
     return codes
 
 
+_OF_LIBRARIES = private.switches()
 SPECIAL = _special_code()
 ENVIRON = type(os.environ).__getitem__.__code__
 GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              sys.getrecursionlimit, sys.getswitchinterval, threading.get_ident,
-                             threading.get_native_id, *private.switches()))
+                             threading.get_native_id, *_OF_LIBRARIES))
 
 
-_OF_LIBRARIES = private.switches()
 # What of the process or thread forward may leave changed: how it is told, and put back (PyTorch sets it anew).
 _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...] = (
     ("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    ("autocast", lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
-    ("autocast", lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)),
+    *[("autocast", partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+      for kind in autocast.KINDS],
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("whether algorithms are deterministic", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     ("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),

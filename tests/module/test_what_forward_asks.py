@@ -113,12 +113,13 @@ def test_a_batch_of_nothing(kind: str) -> None:
     alike(EMPTY[kind], *rows(0, 4, 5, 0))
 
 
+ONE = 1
 CLASSES: dict[str, Callable[[Any], float]] = {
     "in a tuple": lambda k: 2.0 if type(k) in (int,) else 3.0,
     "in a set": lambda k: 2.0 if type(k) in {int} else 3.0,
     "not in": lambda k: 2.0 if type(k) not in (list, float) else 3.0,
     "a key": lambda k: {int: 2.0, float: 3.0}.get(type(k), 9.0),
-    "of another number": lambda k: 2.0 if type(k) == int else 3.0,  # noqa: E721
+    "of another number": lambda k: 2.0 if type(k) == type(ONE) else 3.0,  # noqa: E721
     "any": lambda k: 2.0 if any(type(k) is t for t in (int, float)) else 3.0,
     "name": lambda k: 2.0 if type(k).__name__ == "int" else 3.0,
     "subclass": lambda k: 2.0 if issubclass(type(k), float) else 3.0,

@@ -178,13 +178,16 @@ def test_errors(text: str, needle: str) -> None:
 
 @pytest.mark.parametrize("shapes", [((37, 2, 3), (37, 3, 2)), ((300, 1, 1), (300, 1, 1)), ((9, 5, 4, 0), (9, 5, 0, 3)), ((3, 70, 3, 3), (70, 3, 3)), ((11, 1, 16), (1, 16, 1)), ((8, 6, 6), (8, 6, 6)), ((8, 7, 7), (8, 7, 7))])
 def test_many_products_of_a_few_numbers(shapes: tuple[tuple[int, ...], ...]) -> None:
-    """No packing, up to 224 multiplications each; any strides, a bias, the same bits on any number of threads."""
+    """No packing, up to 224 multiplications each; transposed operands, a bias, the same bits on any number of threads."""
     a, b = rand(*shapes[0]), rand(*shapes[1])
     check("matmul", [a, b], torch.matmul, low=LOW)
     n = b.shape[-1]
-    names = ", ".join(map(str, a.shape)), ", ".join(map(str, b.shape))
-    text = f"graph {{ input a: f64[{names[0]}]\n input b: f64[{names[1]}]\n input c: f64[{n}]\n y = matmul(a, b, c)\n output y\n}}"
+    turned = [x.mT.contiguous() for x in (a, b)]
+    names = [", ".join(map(str, x.shape)) for x in turned]
+    last = [[*range(x.dim() - 2), x.dim() - 1, x.dim() - 2] for x in turned]
+    text = (f"graph {{ input p: f64[{names[0]}]\n input q: f64[{names[1]}]\n input c: f64[{n}]\n a = permute(p) {{perm={last[0]}}}\n"
+            f" b = permute(q) {{perm={last[1]}}}\n y = matmul(a, b, c)\n output y\n}}")
     bias = rand(n)
-    made = [engine.run(engine.Graph.parse(text, engine.Ctx(threads=t)), [a, b, bias])[0][0] for t in (False, True)]
+    made = [engine.run(engine.Graph.parse(text, engine.Ctx(threads=t)), [*turned, bias])[0][0] for t in (False, True)]
     assert torch.equal(*made)
     assert (made[0] - (a @ b + bias)).abs().max() < 1e-12

@@ -267,10 +267,7 @@ AMX static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t 
     float *wide = g->acc ? g->acc : (float *)(void *)(bp + KC * COLS), bias[COLS];
     const int64_t across = (g->acc ? g->ld_acc : COLS) / NR, first = g->acc ? row0 / MR * across + col0 / NR : 0;
     _Alignas(64) float near[PANEL]; /* sums that need not wait */
-    for (int64_t j = 0; g->bias && j < COLS; j++) {
-        const int64_t at = col0 + (j < width ? j : 0);
-        bias[j] = g->wide_c ? ((const float *)g->bias)[at] : om_bf16_to_f32(((const uint16_t *)g->bias)[at]);
-    }
+    if (g->bias) om_gemm_bias(g, col0, width, COLS, bias);
     const int64_t slices = (g->k + KC - 1) / KC, /* alike, for sums go through memory once for each */
         most = slices ? ((g->k + STEP - 1) / STEP + slices - 1) / slices * STEP : KC;
     tiles_begin();

@@ -151,10 +151,7 @@ static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0
     const int64_t size = ((g->k * MR + 2 * VL + 15) & ~(int64_t)15) / 2, width = col1 - col0;
     uint32_t *own = work;
     float *wide = g->acc ? g->acc + row0 * g->ld_acc + col0 : (float *)(own + KC / 2 * COLS), bias[COLS];
-    for (int64_t j = 0; g->bias && j < COLS; j++) {
-        const int64_t at = col0 + (j < width ? j : 0);
-        bias[j] = g->wide_c ? ((const float *)g->bias)[at] : om_bf16_to_f32(((const uint16_t *)g->bias)[at]);
-    }
+    if (g->bias) om_gemm_bias(g, col0, width, COLS, bias);
     const int64_t depth = g->pb ? om_gemm_depth(g->k, KC) / 2 : KC / 2; /* of a panel, in pairs */
     const uint32_t *bp = g->pb ? (const uint32_t *)g->pb + col0 / COLS * om_gemm_block_size(g->k, KC, COLS) / 2 : own;
     tile t = {.floats = g->wide_c, .ldw = g->acc ? g->ld_acc : COLS, .rs = g->rsc, .cs = g->csc,
