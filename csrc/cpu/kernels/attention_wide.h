@@ -68,7 +68,7 @@ OM_INLINE T N(row_top)(V top) { return N(vmax)(top); }
 OM_INLINE void N(product_tile)(int mr, int nv, bool flip, int64_t kc, const T *a, int64_t lda, const T *b, int64_t ldb,
                                T *c, int64_t ldc, bool add) {
     V acc[OM_MR][OM_NV];
-    N(micro)(mr, nv, kc, a, flip ? 1 : lda, flip ? lda : 1, b, ldb, acc);
+    N(micro)(mr, nv, kc, a, flip ? 1 : lda, flip ? lda : 1, b, ldb, 0, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4

@@ -12,6 +12,11 @@
 #ifndef GEMM_GROUP
 #define GEMM_GROUP 8
 #endif
+/* Every tile streams its panel of B from L2. Steps of k that are fetched ahead: a core that waits for a line of A or C
+ * meanwhile runs out of instructions before it reaches the next ones. 4 to 14 are alike, 24 is late. */
+#ifndef GEMM_AHEAD
+#define GEMM_AHEAD 8
+#endif
 #undef NR
 #define NR (OM_NV * VL)
 
@@ -99,8 +104,10 @@ OM_INLINE void N(tile_run)(int mr, int nv, int64_t kc, const T *a, const T *b, i
     T *c = t->c;
     int64_t rs = t->rs;
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++) __builtin_prefetch(c + i * rs, 1);
-    N(micro)(mr, nv, kc, a, 1, OM_MR, b, ldb, acc);
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; v += 64 / (int)OM_VBYTES) __builtin_prefetch(c + i * rs + v * VL, 1);
+    N(micro)(mr, nv, kc, a, 1, OM_MR, b, ldb, GEMM_AHEAD, acc);
     if (t->alpha != 1) {
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++)

@@ -219,7 +219,8 @@ OM_INLINE T N(vmax)(V v) { /* NaN lanes: any result */
 /* The product every kernel is made of: acc[i][v] = sum over k < kc of a[i * ars + k * acs] * b[k * ldb + v * VL ..],
  * for mr <= OM_MR rows and nv <= OM_NV vectors, all in registers. mr, nv and one of ars, acs are constants at the call.
  * OM_MR x OM_NV accumulators + OM_NV + 1 registers. A small tile would wait for its own additions: it splits k into two
- * or four interleaved sums. The order of summation is fixed by (mr, nv, kc). */
+ * or four interleaved sums. The order of summation is fixed by (mr, nv, kc). A full tile fetches b `fetch` steps (a
+ * constant; 0: not at all) before it multiplies by it, for a b that lies in L2. */
 #ifndef OM_MR
 #if OM_VBYTES == 64
 #define OM_MR 8
@@ -236,8 +237,8 @@ OM_INLINE T N(vmax)(V v) { /* NaN lanes: any result */
 #endif
 #endif
 OM_INLINE void N(micro)(int mr, int nv, int64_t kc, const T *restrict a, int64_t ars, int64_t acs, const T *restrict b,
-                        int64_t ldb, V acc[OM_MR][OM_NV]) {
-    enum { FULL = OM_MR * OM_NV };
+                        int64_t ldb, int fetch, V acc[OM_MR][OM_NV]) {
+    enum { FULL = OM_MR * OM_NV, LINES = OM_NV * OM_VBYTES / 64 };
     const int sets = mr * nv * 4 <= FULL ? 4 : mr * nv * 2 <= FULL ? 2 : 1;
     V part[4][OM_MR][OM_NV];
 #pragma GCC unroll 4
@@ -255,6 +256,9 @@ OM_INLINE void N(micro)(int mr, int nv, int64_t kc, const T *restrict a, int64_t
     }
     int64_t k = 0;
     for (; k + sets <= kc; k += sets, a += sets * acs, b += sets * ldb) {
+        if (sets == 1 && fetch)
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; i++) __builtin_prefetch((const char *)(b + fetch * ldb) + i * 64);
         OM_MICRO_STEP(0)
         if (sets > 1) OM_MICRO_STEP(1)
         if (sets > 2) OM_MICRO_STEP(2)
