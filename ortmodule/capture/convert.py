@@ -726,6 +726,12 @@ def holds(relation: Any) -> bool:
     return not private.free_unbacked_symbols(relation) and bool(relation)
 
 
+def not_empty(v: Val, what: str) -> None:
+    """Of nothing PyTorch has errors, or NaN for gradients, of its own here: let it."""
+    if any(isinstance(d, int) and d == 0 for d in v.shape):
+        raise NotHere(f"{what} of a tensor without elements")
+
+
 def broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
     """numpy broadcasting of sizes; two different expressions are taken as equal (the export has proved it), numbers
     first."""

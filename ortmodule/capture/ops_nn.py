@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .convert import _LOW, BOOL, F32, F64, I64, Converter, NotHere, broadcast, row
+from .convert import _LOW, BOOL, F32, F64, I64, Converter, NotHere, broadcast, not_empty, row
 from .functional import BATCH_NORM, Node
 from .onnx_build import Val, expr_of, shape_of
 
@@ -60,6 +60,7 @@ def rms_norm(c: Converter, n: Node, x: Node, dims: Sequence[Any], w: Node | None
 @row("group_norm")
 def group_norm(c: Converter, n: Node, x: Node, groups: int, w: Node | None, b: Node | None, eps: float, *_: Any) -> Val:
     v = c.num(x, n.val.dtype)
+    not_empty(v, "group_norm")
     scale, bias = _like(c, w, v.shape[1], 1, v.dtype), _like(c, b, v.shape[1], 0, v.dtype)
     return c.b.op("GroupNormalization", [v, scale, bias], v.dtype, v.shape, num_groups=groups, epsilon=eps)
 
@@ -467,6 +468,7 @@ def adaptive_avg_pool(c: Converter, n: Node, x: Node, size: Sequence[Any]) -> Va
     v = c.v(x)
     k = int(n.target._schema.name[len("aten::adaptive_avg_pool")])
     out = shape_of(n.val)
+    not_empty(v, "adaptive_avg_pool")
     if v.rank != k + 2:
         raise NotHere("adaptive_avg_pool without a batch axis")
     if all(d == 1 for d in out[2:]):

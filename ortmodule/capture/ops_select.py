@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .convert import BOOL, F64, I64, Converter, NotHere, row
+from .convert import BOOL, F64, I64, Converter, NotHere, not_empty, row
 from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import numel
@@ -77,6 +77,7 @@ def median(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
     v = c.v(x)
     if v.rank == 0:
         raise NotHere("median of a number")
+    not_empty(v, "median")
     axis = dim % v.rank
     size = v.shape[axis]
     shape = tuple(1 if a == axis else d for a, d in enumerate(v.shape))

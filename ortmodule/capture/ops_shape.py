@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_private as private
-from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, holds, row
+from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, holds, not_empty, row
 from .functional import COPY, FILL, STOP, THROUGH, ZERO, Node
 from .onnx_build import Val, expr_of, shape_of
 
@@ -544,6 +544,7 @@ def pixel_shuffle(c: Converter, n: Node, x: Node, r: int) -> Val:
 def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -> Val:
     """Whole factors repeat elements; otherwise one index per row, in torch's own float32 arithmetic."""
     v, out = c.v(x), shape_of(n.val)
+    not_empty(v, "interpolate")
     exact = "exact" in n.target._schema.name
     given = _scales(n, scales)
     for axis in range(2, v.rank):
@@ -661,6 +662,7 @@ def _between(c: Converter, v: Val, axis: int, new: Any, at: Val, cubic: bool) ->
 @row("upsample_bicubic2d.vec", "upsample_bicubic2d")
 def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
     v, out = c.v(x), shape_of(n.val)
+    not_empty(v, "interpolate")
     dtype = v.dtype
     v = c.cast(v, torch.float32) if dtype != F64 else v
     given = _scales(n, scales)
@@ -693,6 +695,7 @@ def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, 
 def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
     """Axis after axis: neighbours below and above every sampling point, and the weight between them."""
     v, out = c.v(x), shape_of(n.val)
+    not_empty(v, "interpolate")
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]
