@@ -263,8 +263,16 @@ class Guard:
                         continue
                     tie = first.setdefault(id(t), len(first))
                     tensors.append((name, tie, t.dtype, t.shape, cuda_engine.device_of(t), t.requires_grad))
-        classes = tuple([(name, type(m), m.training) for name, m in self.module.named_modules()])
-        return (classes, tuple(tensors), places(self.module))
+        names: dict[int, str] = {}
+        classes, again = [], []  # again: a module that has another name already
+        for name, m in self.module.named_modules():
+            names[id(m)] = name
+            classes.append((name, type(m), m.training))
+        for name, m in self.module.named_modules():
+            for child, part in m._modules.items():
+                if part is None or names[id(part)] != f"{name}.{child}".lstrip("."):
+                    again.append((name, child, None if part is None else names[id(part)]))
+        return (tuple(classes), tuple(again), tuple(tensors), places(self.module))
 
 
 _MISSING = object()

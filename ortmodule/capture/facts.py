@@ -8,7 +8,8 @@ attributes  Python attributes of arguments that forward looks for, and what was 
 classes     forward asks whether an argument is an nn.Parameter
 pattern     which arguments are one object, or are parameters or buffers of the module: where forward can tell (`is`,
             keys of a dictionary), or where they were at the capture
-apart       what forward edits in place shares no memory with another argument or with the module's tensors
+apart       what forward edits in place shares no memory with another argument, with the module's tensors, or within
+            itself (expand, unfold)
 
 A Facts is filled by the trace on its stand-ins; `freeze` then reads the real tensors. A capture that asks nothing has
 no tests: None takes their place.
@@ -36,6 +37,7 @@ class Known:
         self._module = module
         self._ids: dict[int, str] | None = None
         self._memory: dict[int, set[str]] | None = None
+        self.folded: set[str] = set()  # of what memory() has seen: those of which two elements are one
 
     def layouts(self) -> list[tuple[str, Hashable]]:
         return [(name, layout(t)) for name, t in self._named()]
@@ -57,7 +59,22 @@ class Known:
             for name, x in self._named():
                 if x.numel():
                     self._memory.setdefault(private.storage_of(x), set()).add(name)
+                    if _folded(x):
+                        self.folded.add(name)
         return self._memory
+
+
+def _folded(t: Tensor) -> bool:
+    """May two of its elements be one number in memory? (Surely not where every stride is wider than all the smaller
+    ones reach.)"""
+    if t.layout is not torch.strided or t.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted([(stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def layout(t: Tensor) -> Hashable:
@@ -144,7 +161,9 @@ class Facts:
         if self.edited or self.edited_names:
             tests.append(_apart(self.edited, self.edited_names, now))
             if not tests[-1](tensors, known):
-                raise CaptureError("forward edits a tensor in place that shares its memory with another one")
+                raise CaptureError(
+                    "forward edits a tensor in place that shares its memory with another one or within itself"
+                )
         return tests or None
 
 
@@ -177,6 +196,8 @@ def _apart(edited: set[int], names: set[str], same: tuple[Hashable, ...]) -> Tes
     def test(tensors: Sequence[Tensor], known: Known) -> bool:
         of = [private.storage_of(t) if t.numel() else -1 - i for i, t in enumerate(tensors)]
         memory = known.memory()
+        if not known.folded.isdisjoint(names) or any([_folded(tensors[i]) for i in edited]):
+            return False
         for i, at in enumerate(of):
             held = memory.get(at, ())
             if i in edited and (any(name != same[i] for name in held)

@@ -151,10 +151,10 @@ def log_softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
 
 @row("_weight_norm")
 def weight_norm(c: Converter, n: Node, v: Node, g: Node, dim: int) -> Val:
-    """v * g / norm of v over all axes but one."""
+    """v * g / norm of v over all axes but one; -1: over all of them."""
     wide = F32 if n.val.dtype in _LOW else n.val.dtype
     x = c.num(v, wide)
-    norm = c.reduce("ReduceL2", x, [a for a in range(x.rank) if a != dim % x.rank], True)
+    norm = c.reduce("ReduceL2", x, [a for a in range(x.rank) if dim == -1 or a != dim % x.rank], True)
     return c.cast(c.op2("Mul", x, c.op2("Div", c.num(g, wide), norm)), n.val.dtype)
 
 

@@ -317,11 +317,15 @@ def _number(original: Callable[..., Any]) -> Callable[..., Any]:
     return ask
 
 
+_WRAPPERS = frozenset(("torch._tensor", "torch.overrides", __name__, here.__module__, f"{__package__}.export"))
+
+
 def _asking(above: int) -> FrameType:
-    """The code that called into the caller's caller; torch's own Python wrapper of a method does not count."""
+    """The code that called into the caller's caller; torch's own Python wrapper of a method does not count, nor do
+    those around a method for the time of a trace."""
     frame = sys._getframe(above + 1)
     own = frame.f_globals.get("__name__")
-    while frame.f_back is not None and own in ("torch._tensor", "torch.overrides", __name__):
+    while frame.f_back is not None and own in _WRAPPERS:
         frame = frame.f_back
         own = frame.f_globals.get("__name__")
     return frame
@@ -344,12 +348,18 @@ def _users(frame: FrameType) -> bool:
     return not path.startswith((TORCH_DIR, OWN_DIR, _SYMPY, "<eval_with_key>", "<frozen "))
 
 
+# that symbolic numbers lack, or answer in another way
+_OF_NUMBERS = frozenset(name for kind in (int, float) for name in vars(kind) if not name.startswith("__"))
+
+
 def _class(original: Callable[..., Any]) -> Callable[..., Any]:
     """__getattribute__ of a symbolic number: isinstance(size, int) holds for the user's code, as in eager."""
 
     def get(self: Any, name: str) -> Any:
         if name == "__class__" and _users(sys._getframe(2)):
             return _AS[type(self)]
+        if name in _OF_NUMBERS and _users(sys._getframe(2)):
+            return getattr(_AS[type(self)](self), name)
         return original(self, name)
 
     return get
@@ -362,6 +372,28 @@ def _text(original: Callable[..., Any]) -> Callable[..., Any]:
         return repr(_AS[type(self)](self)) if _users(sys._getframe(2)) else original(self)
 
     return text
+
+
+def _as_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a symbolic number has no answer to, its value has one: its hash and its text in a format, to the user's
+    code. The graph then holds for that value. (Einops asks for a hash to see whether it can look the rest up, and
+    computes it where there is none.)"""
+
+    def ask(self: Any, *args: Any) -> Any:
+        frame = sys._getframe(2)
+        if _users(frame) and f"{os.sep}einops{os.sep}" not in frame.f_code.co_filename:
+            return getattr(_AS[type(self)], original.__name__)(_AS[type(self)](self), *args)
+        return original(self, *args)
+
+    return ask
+
+
+def _divmod(self: Any, other: Any) -> Any:
+    return self // other, self % other
+
+
+def _rdivmod(self: Any, other: Any) -> Any:
+    return other // self, other % self
 
 
 def _divides(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
@@ -751,6 +783,10 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
         *[Patch(cls, "__getattribute__", only_here(_class(cls.__getattribute__), cls.__getattribute__))
           for cls in _AS],
         *[Patch(cls, "__repr__", only_here(_text(cls.__repr__), cls.__repr__)) for cls in _AS],
+        *[Patch(cls, name, only_here(_as_number(getattr(cls, name)), getattr(cls, name)))
+          for cls in _AS for name in ("__hash__", "__format__")],
+        *[Patch(cls, name, ask) for cls in (torch.SymInt, torch.SymFloat)
+          for name, ask in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)) if name not in vars(cls)],
         *(_attributes(asked) if real is not None else ()),
     ), asked:  # fmt: skip
         try:
