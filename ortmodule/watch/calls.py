@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .. import _C, contents, libraries
 from ..contents import flat
 from ..errors import CaptureError
-from ..frames import OWN_DIR, frozen
+from ..frames import OWN_DIR, frozen, is_user_file, outwards, tried
 from ..libraries import is_library
 from ..patches import ABSENT
 from . import bytecode, outside
@@ -95,10 +95,10 @@ class Calls(Modules):
         if key in self._given_class and not self.quiet:
             given = [frame.f_locals.get(n) for n in self._given_class[key]]
             if any(x is cls for x in given for cls in contents.SYMBOLIC):
-                raise _class_of_number(frame)
+                raise self._class_of_number(frame)
         if key in self._given_typed and not self.quiet:
             if any(type(frame.f_locals.get(n)) in contents.SYMBOLIC for n in self._given_typed[key]):
-                raise _class_of_number(frame)
+                raise self._class_of_number(frame)
         free = code.co_freevars and [n for n in code.co_freevars if n[:2] != "__"]  # others are Python's, dataclasses'
         if free and key not in self._inner:
             values = {n: frame.f_locals[n] for n in free if n in frame.f_locals}
@@ -210,7 +210,7 @@ class Calls(Modules):
         elif self.symbolic and any(v is UNKNOWN for v in values) and any(v is int or v is float for v in values):
             unknown = [x for x, v in zip(pair, values, strict=True) if v is UNKNOWN]
             if any(x is None or x[0] != "argument" or x[2] for x in unknown):
-                raise _class_of_number(frame)
+                raise self._class_of_number(frame)
             self._given_class.setdefault(id(frame.f_code), set()).update(x[1] for x in unknown)
         elif how == "IS_OP" and all(v is UNKNOWN or isinstance(v, Tensor) for v in values):
             classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors then
@@ -224,11 +224,18 @@ class Calls(Modules):
         if x is not None and x[0] in ("argument", "free") and not x[2]:
             self._given_typed.setdefault(id(frame.f_code), set()).add(x[1])
         elif x is not None and x[0] == "size":
-            raise _class_of_number(frame)
+            raise self._class_of_number(frame)
         elif bytecode.operand(frame, x) is UNKNOWN:
             variable = x is not None and not x[2]
             if known.names & (_NUMBERS | _NAMES if variable else _NUMBERS):
-                raise _class_of_number(frame)
+                raise self._class_of_number(frame)
+
+    def _class_of_number(self, frame: types.FrameType) -> CaptureError:
+        """What to raise; where forward may catch it, its trace is not that of the numbers."""
+        reason = "asks for the class of a number: what stands for sizes and numbers has another"
+        if any(is_user_file(f.f_code.co_filename) and tried(f) for f in outwards(frame.f_back)):
+            self.problem_at(frame, reason, True)
+        return CaptureError(reason, "", frame.f_code.co_filename, frame.f_lineno)
 
     def _same_container(self, frame: types.FrameType, x: Any, v: Any) -> None:
         """Equal lists count as the same state, unless forward asks which list it is."""
@@ -403,8 +410,3 @@ def _names_of_tensors(code: types.CodeType) -> bool:
     """Has the code the name of a class of tensors, or of torch, among its constants?"""
     flat = [x for c in code.co_consts for x in (c if isinstance(c, (tuple, frozenset)) else (c,))]
     return any(x in ("Tensor", "Parameter", "FakeTensor", "torch", "torch.Tensor") for x in flat if type(x) is str)
-
-
-def _class_of_number(frame: types.FrameType) -> CaptureError:
-    return CaptureError("asks for the class of a number: what stands for sizes and numbers has another", "",
-                        frame.f_code.co_filename, frame.f_lineno)  # fmt: skip

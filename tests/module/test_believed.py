@@ -38,8 +38,12 @@ def chunks(x, y):
     return (a * b).sum()
 
 
+def of_class(n):
+    return 2.0 if type(n) is int else 3.0
+
+
 NUMBERS = {
-    "broadcast": lambda x, y: x + y, "chunks": chunks, "table": lambda x, y: {3: 2.0, 4: 5.0}[x.shape[0]], "set": lambda x, y: 2.0 if x.shape[0] in {3, 4} else 5.0,
+    "broadcast": lambda x, y: x + y, "chunks": chunks, "class": lambda x, y: of_class(x.shape[0]), "table": lambda x, y: {3: 2.0, 4: 5.0}[x.shape[0]], "set": lambda x, y: 2.0 if x.shape[0] in {3, 4} else 5.0,
     "made into a set": lambda x, y: float(len({x.shape[0], 4})), "hash": lambda x, y: float(hash(x.shape[0])), "suppressed": suppressed, "text": lambda x, y: len(f"{x.shape[0]:03d}") * 1.0,
     "format": lambda x, y: len(format(x.shape[0], ">5")) * 1.0, "divmod": lambda x, y: float(divmod(x.shape[0], 3)[1]), "divmod by it": lambda x, y: float(divmod(7, x.shape[0])[0]),
     "numerator": lambda x, y: float(x.shape[0].numerator), "bits": lambda x, y: float(x.shape[0].bit_length()), "bytes": lambda x, y: float(len(x.shape[0].to_bytes(4, "big"))), "real": lambda x, y: float(x.shape[0].real),
