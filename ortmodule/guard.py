@@ -272,7 +272,7 @@ class Guard:
             for child, part in m._modules.items():
                 if part is None or names[id(part)] != f"{name}.{child}".lstrip("."):
                     again.append((name, child, None if part is None else names[id(part)]))
-        return (tuple(classes), tuple(again), tuple(tensors), places(self.module))
+        return ((tuple(classes), tuple(again)), tuple(tensors), places(self.module))
 
 
 _MISSING = object()
