@@ -254,8 +254,7 @@ OM_INLINE void N(micro)(int mr, int nv, int64_t kc, const T *restrict a, int64_t
         _Pragma("GCC unroll 8") for (int i = 0; i < mr; i++)                                        \
             _Pragma("GCC unroll 4") for (int v = 0; v < nv; v++) part[s][i][v] += a[i * ars + (s)*acs] * bv[v]; \
     }
-    int64_t k = 0;
-    for (; k + sets <= kc; k += sets, a += sets * acs, b += sets * ldb) {
+    for (int64_t n = kc / sets; n; n--, a += sets * acs, b += sets * ldb) {
         if (sets == 1 && fetch)
 #pragma GCC unroll 4
             for (int i = 0; i < LINES; i++) __builtin_prefetch((const char *)(b + fetch * ldb) + i * 64);
@@ -264,7 +263,7 @@ OM_INLINE void N(micro)(int mr, int nv, int64_t kc, const T *restrict a, int64_t
         if (sets > 2) OM_MICRO_STEP(2)
         if (sets > 2) OM_MICRO_STEP(3)
     }
-    for (; k < kc; k++, a += acs, b += ldb) OM_MICRO_STEP(0)
+    for (int64_t n = kc % sets; n; n--, a += acs, b += ldb) OM_MICRO_STEP(0)
 #undef OM_MICRO_STEP
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
