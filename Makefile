@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib ext test test-full coverage demo bench bench-sparsity bench-shapes bench-survey bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
+.PHONY: build docs help lib lib-files ext test test-full coverage demo bench bench-sparsity bench-shapes bench-survey bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
 ifneq ($(filter build,$(MAKECMDGOALS)),)
 .NOTPARALLEL:   # it is a make of its own, of files that other goals make as well
 endif
@@ -153,7 +153,11 @@ $(B)/fake/libnvrtc.so.13: tests/cuda/fake_nvrtc.cpp tests/cuda/fake_gpu.h $(B)/f
 $(B)/fake/libtorch_cuda.so: tests/cuda/fake_allocator.cpp tests/cuda/fake_conv.cpp tests/cuda/fake_gpu.h tests/cuda/fake_torch.h csrc/cuda/scalar.h $(B)/fake/libcuda.so.1
 	@$(CXX) -std=c++17 -O2 -g -Wall -DOM_EMULATED -fPIC -shared -fvisibility=hidden -Icsrc -Wl,-soname,libtorch_cuda.so -Wl,-Bsymbolic -Wl,-z,defs -o $@ tests/cuda/fake_allocator.cpp tests/cuda/fake_conv.cpp $(B)/fake/libcuda.so.1
 
-lib: $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libnvrtc.so.13 $(B)/fake/libcublasLt.so.13 $(B)/fake/libtorch_cuda.so $(B)/sabotage.so $(B)/amx.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet $(if $(filter x86_64,$(ARCH)),$(B)/om-tiles $(B)/om-tiles-emulated)   ## what the tests load
+LIB     = $(B)/libom.a $(B)/libom.so $(B)/fake/libcuda.so.1 $(B)/fake/libnvrtc.so.13 $(B)/fake/libcublasLt.so.13 $(B)/fake/libtorch_cuda.so $(B)/sabotage.so $(B)/amx.so $(B)/om-opt-sabotaged $(B)/om-alloc $(B)/om-foreign $(B)/train_mlp $(B)/train_digits $(B)/train_batches $(B)/om-quiet $(if $(filter x86_64,$(ARCH)),$(B)/om-tiles $(B)/om-tiles-emulated)
+lib: $(STAMP)   ## what the tests load
+	@$(MAKE) --no-print-directory -j$$(nproc) lib-files
+lib-files: $(LIB)
+	@:
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
 $(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
@@ -241,8 +245,9 @@ EXAMPLE_LIB ?= libom.a
 EXAMPLES   := $(B)/train_mlp $(B)/train_digits $(B)/train_batches
 $(B)/om-losses: tests/ondevice/losses.c tests/ondevice/inputs.h
 $(EXAMPLES): $(B)/%: examples/%.c
-$(EXAMPLES) $(B)/om-losses: csrc/ortmodule.h $(B)/$(EXAMPLE_LIB)
-	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
+$(B)/include/ortmodule.h: csrc/ortmodule.h
+	@mkdir -p $(@D) && cp $< $@
+$(EXAMPLES) $(B)/om-losses: $(B)/include/ortmodule.h $(B)/$(EXAMPLE_LIB)
 	@$(CC) -std=c11 $(WARN) $(OPT) $(CFLAGS) -I$(B)/include $(filter %.c,$^) $(B)/$(EXAMPLE_LIB) $(if $(filter libom.a,$(EXAMPLE_LIB)),$(PBC)) $(LIBS) -o $@
 
 # --- the engine for programs without Python: libortmodule.{a,so} + ortmodule.h, one instruction set, docs/ON_DEVICE.md --------------------
@@ -284,8 +289,7 @@ check-device: device build lib   ## the library for devices: size, symbols, loss
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) examples/digits.py $(B)/digits && $(MAKE) --no-print-directory size OPS=$(B)/digits/model.omd
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "full or not full" $(or $(TESTS),tests/ondevice)
 PUBLIC      = $(shell grep -oE '\bom_[a-z0-9_]+[$(LP)]' csrc/ortmodule.h | tr -d '$(LP)' | sort -u)
-$(B)/libortmodule.a: $(OBJ) csrc/ortmodule.h
-	@mkdir -p $(B)/include && cp csrc/ortmodule.h $(B)/include/
+$(B)/libortmodule.a: $(OBJ) $(B)/include/ortmodule.h
 	@cd $(B) && $(DEV_CROSS)ar x $(PBC) protobuf-c.o
 	@$(DEV_CROSS)ld -r -o $(B)/ortmodule.o $(OBJ) $(B)/protobuf-c.o
 	@$(DEV_CROSS)objcopy $(PUBLIC:%=--keep-global-symbol=%) $(B)/ortmodule.o

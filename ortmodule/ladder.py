@@ -57,6 +57,7 @@ _FAILURES = 3  # of runs, before the calls of that kind stay in PyTorch
 _GENERAL_LIMIT = 3  # symbolic captures of one call structure
 _ASTRAY = 3  # calls on a way through forward that cannot be captured, before what branches stays in PyTorch
 _VAIN_LIMIT = 2  # captures with symbols for sizes that came to nothing, before there are no more
+_SYMBOLS_S, _SYMBOLS_TIMES = 20.0, 5.0  # what one with symbols may take: seconds, or times one with constants
 _UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _check = _C.guard_check
@@ -456,22 +457,27 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
         entry.n_captures += 1
         fixed = _image_sizes(flat, entry.graphs) if dynamic else set()
         began = perf_counter()
-        deadline = began + state.settings.capture_seconds - state.root.capturing_s
+        over = began + state.settings.capture_seconds - state.root.capturing_s
+        deadline = over
+        if (dynamic or symbolic) and state.constants_s:  # what sympy has to say of many sizes may be long
+            deadline = min(over, began + max(_SYMBOLS_S, _SYMBOLS_TIMES * state.constants_s))
         try:
             with progress(f"{type(state.module).__name__} is being captured, once for calls of this kind"):
                 graph, caches = climb(state, entry, args, kwargs, dynamic, symbolic, fixed, answers, deadline)
         except Skip as skip:
             return Left(str(skip), onnx=skip.onnx)
-        except TimeUp:
-            state.has_failed(CaptureError("the time for captures was over"), dynamic or symbolic,
-                             perf_counter() - began)  # fmt: skip
-            state.root.capturing_s = state.settings.capture_seconds
-            return _no_time(state)
         except Refused:
             raise
-        except Exception as error:
-            failure = capture_error(state.module, error)
+        except (Exception, TimeUp) as error:
+            if isinstance(error, TimeUp):
+                what = "captures" if deadline == over else "a capture with symbols"
+                failure = CaptureError(f"the time for {what} was over")
+            else:
+                failure = capture_error(state.module, error)
             state.has_failed(failure, dynamic or symbolic, perf_counter() - began)
+            if isinstance(error, TimeUp) and deadline == over:
+                state.root.capturing_s = state.settings.capture_seconds
+                return _no_time(state)
             entry.in_vain += (dynamic or symbolic) and not answers and not anew
             if symbolic and not answers and not anew:
                 entry.no_symbolic, entry.symbolic = True, False
@@ -480,6 +486,8 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
             continue
         finally:
             state.root.capturing_s += perf_counter() - began
+        if not dynamic and not symbolic:
+            state.constants_s = max(state.constants_s, perf_counter() - began)
         made = GuardedGraph(graph, flat, dynamic, symbolic, why)
         _cast_net(state, made, entry, args, kwargs, caches)
         entry.graphs.insert(0, made)

@@ -211,6 +211,7 @@ class State:
         self.failed: dict[tuple[str, bool], FailedEntry] = {}  # captures
         self.every: list[GuardedGraph] = []
         self.capturing_s = 0.0  # what captures have taken, those that failed, too
+        self.constants_s = 0.0  # what the longest one with constant sizes has taken that did not fail
         self.load_s: dict[int, float] = {}
         self.lock = threading.RLock()
         self.announced = False

@@ -348,8 +348,9 @@ def _users(frame: FrameType) -> bool:
     return not path.startswith((TORCH_DIR, OWN_DIR, _SYMPY, "<eval_with_key>", "<frozen "))
 
 
-# that symbolic numbers lack, or answer in another way
-_OF_NUMBERS = frozenset(name for kind in (int, float) for name in vars(kind) if not name.startswith("__"))
+# that symbolic numbers lack
+_OF_NUMBERS = {symbol: frozenset(name for name in vars(kind) if not name.startswith("__") and name not in vars(symbol))
+               for symbol, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))}
 
 
 def _class(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,7 +359,7 @@ def _class(original: Callable[..., Any]) -> Callable[..., Any]:
     def get(self: Any, name: str) -> Any:
         if name == "__class__" and _users(sys._getframe(2)):
             return _AS[type(self)]
-        if name in _OF_NUMBERS and _users(sys._getframe(2)):
+        if name in _OF_NUMBERS[type(self)] and _users(sys._getframe(2)):
             return getattr(_AS[type(self)](self), name)
         return original(self, name)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ortmodule.climb
+import ortmodule.ladder
 from ortmodule import ORTModule
 from ortmodule.capture import CaptureError
 
@@ -44,6 +45,20 @@ def test_a_trace_ends_when_the_time_is_over(caplog: pytest.LogCaptureFixture) ->
     assert [(f.reason, f.count) for f in report.failed] == [("the time for captures was over", 1)]
     assert naps[0] <= 6 * 20 + 3  # the trace was given up at once
     assert sum("may (ORTMODULE_CAPTURE_SECONDS)" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_trace_with_symbols_has_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up before the time of all captures is over, and constants take its place."""
+    monkeypatch.setattr(ortmodule.ladder, "_SYMBOLS_S", 1e-4)
+    monkeypatch.setattr(ortmodule.ladder, "_SYMBOLS_TIMES", 1e-4)
+    model = ORTModule(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    for n in (2, 3, 4, 5, 3):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(model(x), model._ortmodule.module(x))
+    report = model.report()
+    assert not report.eager and sorted(g.forwards for g in report.graphs) == [1, 1, 1, 2]
+    assert [(f.reason, f.count) for f in report.failed] == [("the time for a capture with symbols was over", 2)]
+    assert model._ortmodule.capturing_s < 300
 
 
 def test_captures_that_are_there_stay(monkeypatch: pytest.MonkeyPatch) -> None:
