@@ -195,6 +195,9 @@ TABLE: tuple[Row, ...] = (
         "read from tensors, and on sizes that depend on data, are left to PyTorch", owner=True),
     Row("FakeTensor", ("torch._subclasses.fake_tensor.FakeTensor",), "what the trace took for granted about sizes "
         "cannot be read", need="capture", works=lambda cls: "fake_mode" in cls.__annotations__),
+    Row("numbers", ("torch._subclasses.fake_tensor.should_allow_numbers_as_tensors",), "an edit in place of a "
+        "parameter outside of the module, by a number, would be made by the trace as well", need="capture", owner=True,
+        works=lambda m: m.should_allow_numbers_as_tensors(torch.ops.aten.mul_.Tensor)),
     Row("storage_address", ("torch.UntypedStorage._cdata.__get__",), "tensors that share memory cannot be told",
         need="capture"),
     Row("set_version", ("torch._C._autograd._unsafe_set_version_counter",), "a tensor that a trace has written and "

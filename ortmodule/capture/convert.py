@@ -12,6 +12,7 @@ bf16 cannot hold is therefore applied in float32 between two Casts.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -661,8 +662,8 @@ _schemas: dict[Any, list[tuple[str, Any]]] = {}
 # weight may be f32 beside a low type; these sums and losses do not convert; there is no such operator of bools.
 _NORMS = frozenset(("aten::layer_norm", "aten::group_norm", "aten::batch_norm"))
 _PRODUCTS = frozenset(f"aten::{n}" for n in (
-    "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear",
-    "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
+    "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear", "cross",
+    "linalg_cross", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d"))  # fmt: skip
 _ALIKE = {"aten::index_add": (0, 3), "aten::huber_loss": (0, 1), "aten::smooth_l1_loss": (0, 1)}
 _NO_BOOL = frozenset(f"aten::{n}" for n in (
@@ -671,6 +672,7 @@ _FLOATS_ONLY = ("aten::upsample_linear1d", "aten::upsample_bilinear2d", "aten::u
                 "aten::upsample_trilinear3d", "aten::upsample_nearest1d", "aten::upsample_nearest2d",
                 "aten::upsample_nearest3d", "aten::_upsample_nearest_exact1d", "aten::_upsample_nearest_exact2d",
                 "aten::_upsample_nearest_exact3d")  # fmt: skip
+_STATISTICS = ("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")
 
 
 def _refused_types(n: Node) -> str | None:
@@ -688,6 +690,8 @@ def _refused_types(n: Node) -> str | None:
         return f"{name} of operands of different types: {text}"
     if name in _ALIKE and not n.autocast and types[_ALIKE[name][0]] != types[_ALIKE[name][1]]:
         return f"{name} of operands of different types: {text}"
+    if name in _STATISTICS and given and not given[0].is_floating_point:
+        return f"{name} of {given[0]}"
     none_of = (torch.bool, torch.int32, I64) if name in _FLOATS_ONLY else (torch.bool,) if name in _NO_BOOL else ()
     if types[:1] and types[0] in none_of:
         return f"{name} of {types[0]}"
@@ -695,6 +699,49 @@ def _refused_types(n: Node) -> str | None:
         return None if types[1] in (I64, torch.uint8) else f"{name} with labels of {types[1]}"
     if name == "aten::pow" and isinstance(n.args[1], int) and n.args[1] < 0 and types[0] is not None:
         return None if types[0].is_floating_point else "negative integer powers of integers"
+    return _refused_ones(n)
+
+
+# in the manner of those that PyTorch calls pointwise
+_AS_POINTWISE = frozenset(f"aten::{n}" for n in ("rsub", "subtract", "multiply", "divide"))
+
+
+def _refused_ones(n: Node) -> str | None:
+    """The same of a pointwise operator, of which PyTorch has the last word: on stand-ins it does not look at all that
+    its kernels do (bools are not subtracted)."""
+    target = n.target
+    if torch.Tag.pointwise not in target.tags and target._schema.name not in _AS_POINTWISE or draws(n):
+        return None
+    on = {i.val.device.type for i in n.inputs() if isinstance(i.val, Tensor)}
+    bools = any(isinstance(i.val, Tensor) and i.val.dtype is torch.bool for i in n.inputs())
+    if not on or n.autocast and not bools:  # autocast converts the others
+        return None
+    given = tuple([_like(a) for a in n.args]), tuple([(k, _like(a)) for k, a in n.kwargs.items()])
+    return None if "" in (*given[0], *dict(given[1]).values()) else _tried(target, on == {"cpu"}, *given)
+
+
+def _like(a: Any) -> Any:
+    """An operand as a key. "": of a kind that this does not know."""
+    a = a.val if isinstance(a, Node) else a
+    if isinstance(a, Tensor):
+        return a.dtype, a.dim() > 0
+    if isinstance(a, (torch.SymInt, torch.SymFloat)):
+        return (int, 1) if isinstance(a, torch.SymInt) else (float, 1.0)
+    return (type(a), a) if a is None or type(a) in (bool, int, float, complex, str) else ""
+
+
+@functools.cache
+def _tried(target: Any, on_cpu: bool, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> str | None:
+    def made(like: tuple[Any, Any]) -> Any:
+        return torch.ones([1] * like[1], dtype=like[0]) if isinstance(like[0], torch.dtype) else like[1]
+
+    try:
+        with torch.no_grad(), autocast.off():
+            target(*[made(a) for a in args], **{k: made(a) for k, a in kwargs})
+    except NotImplementedError as error:  # other devices have kernels of their own
+        return str(error).splitlines()[0] if on_cpu else None
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
     return None
 
 

@@ -787,6 +787,8 @@ class _Functionalizer:
             new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
             if tuple(new.val.shape) != tuple(val.shape):
                 raise self.fail(f"{target}: changes the shape of what it writes")
+            if torch.Tag.pointwise in pure.tags and not torch.can_cast(new.val.dtype, val.dtype):
+                raise self.fail(f"{target}: {new.val.dtype} is no result for {val.dtype}")
             if new.val.dtype != val.dtype:
                 new = self.make(aten.to.dtype, (new, val.dtype), {}, val)
             if self.grad and name in _STEPS and _is_float(val):

@@ -756,6 +756,19 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
+_NUMBER_OPS = "should_allow_numbers_as_tensors"
+
+
+def _edited(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What takes numbers for tensors is computed by the trace where no operand is a stand-in: a constant. So would be
+    an edit in place of a parameter that no module has, which then gets a stand-in, as by other operators."""
+
+    def allow(func: Any) -> bool:
+        return original(func) and not func._schema.is_mutable
+
+    return allow
+
+
 @contextlib.contextmanager
 def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | None = None,
              real: dict[int | str, Tensor] | None = None) -> Iterator[Asked]:  # fmt: skip
@@ -775,6 +788,8 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
         *([Patch(mode, "__enter__", only_here(_dispatching(mode.__enter__), mode.__enter__))]
           if private.has("DispatchMode") else []),
         *_honest_flags(),
+        Patch(private.numbers, _NUMBER_OPS, only_here(_edited(vars(private.numbers)[_NUMBER_OPS]),
+                                                      vars(private.numbers)[_NUMBER_OPS])),
         *_processes(),
         Patch(builtins, "len", only_here(_length(len), len)),
         *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))

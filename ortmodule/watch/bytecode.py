@@ -29,6 +29,7 @@ class Code(NamedTuple):
     imports: tuple[str, ...]
     compared: tuple[tuple[str, Any], ...]  # _compared
     typed: tuple[Any, ...]  # operands (_compared) of which it asks the type()
+    puts: frozenset[str]  # attributes that it assigns to, or deletes from, whatever
 
 
 _codes: dict[int, tuple[types.CodeType, Code]] = {}
@@ -36,6 +37,8 @@ _NAME = {name: opcode.opmap[name] for name in opcode.opmap}
 _LOADS_GLOBAL = {_NAME.get("LOAD_GLOBAL"), _NAME.get("LOAD_NAME"), _NAME.get("LOAD_FROM_DICT_OR_GLOBALS")}
 _LOADS_ATTR = {_NAME.get("LOAD_ATTR"), _NAME.get("LOAD_METHOD")}
 _STORES_GLOBAL = {_NAME.get("STORE_GLOBAL"), _NAME.get("DELETE_GLOBAL")}
+_STORES_ATTR = {_NAME.get("STORE_ATTR"), _NAME.get("DELETE_ATTR")}
+_COPIES = {(_NAME.get("COPY"), 1), (_NAME.get("DUP_TOP"), 0)}  # of the topmost: `x.n += 1` loads x once
 _LOADS_FREE = {_NAME.get("LOAD_DEREF"), _NAME.get("LOAD_CLASSDEREF")}
 _PREFIXES = {_NAME.get(n) for n in ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "PRECALL")}
 
@@ -53,6 +56,7 @@ def analyse(code: types.CodeType) -> Code:
     imports: dict[str, None] = {}
     chains: dict[str, set[tuple[str, ...]]] = {}
     bare: set[str] = set()
+    puts: set[str] = set()
     root, path = "", ()  # type: str, tuple[str, ...]
 
     def end() -> None:
@@ -63,7 +67,7 @@ def analyse(code: types.CodeType) -> Code:
 
     rows = dis._unpack_opargs(code.co_code)  # type: ignore[attr-defined]
     for _, op, arg in ((row[0], row[-2], row[-1]) for row in rows):
-        if op in _PREFIXES:
+        if op in _PREFIXES or (op, arg) in _COPIES:
             continue
         if op in _LOADS_GLOBAL:
             end()
@@ -80,11 +84,15 @@ def analyse(code: types.CodeType) -> Code:
             root, path = "", ()
             if op in _STORES_GLOBAL:
                 stored[names[arg]] = None
+            elif op in _STORES_ATTR:
+                puts.add(names[arg])
             elif op == _NAME["IMPORT_NAME"]:
                 imports[names[arg]] = None
     end()
+    if {"setattr", "delattr"}.intersection(names):  # by whichever of its words
+        puts.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
     made = Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
-                 _compared(code), _typed(code))  # fmt: skip
+                 _compared(code), _typed(code), frozenset(puts))  # fmt: skip
     _codes[id(code)] = code, made
     return made
 

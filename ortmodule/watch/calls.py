@@ -26,13 +26,13 @@ from .. import _C, contents, libraries
 from ..contents import flat
 from ..errors import CaptureError
 from ..frames import OWN_DIR, frozen, is_user_file, outwards, tried
-from ..libraries import is_library
+from ..libraries import is_library, user_class
 from ..patches import ABSENT
 from . import bytecode, outside
 from .bytecode import UNKNOWN
 from .modules import Modules
 from .outside import decimal_context
-from .table import ATTRIBUTE, CALL, DICT, ITEM, NO_ITEM
+from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ITEM, UNMAPPED
 from .values import ATOMS
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
@@ -109,8 +109,10 @@ class Calls(Modules):
                     self._closures_read.add(which)
                 for n, v in values.items():
                     if type(v) not in ATOMS:
+                        known = bytecode.analyse(code)
                         self._discover(v, key, f"{n}, a closure variable of {bytecode.at(code)}")
-                        self._follow(v, bytecode.analyse(code).chains.get(n, ()), key)
+                        self._follow(v, known.chains.get(n, ()), key)
+                        self._puts(v, known.chains.get(n, ()), known.puts, key)
 
     def _first_call(self, frame: types.FrameType, code: types.CodeType) -> None:
         known = bytecode.analyse(code)
@@ -142,6 +144,7 @@ class Calls(Modules):
                 continue
             value = space[name]
             what = f"global {name} of {bytecode.at(code)}"
+            self._puts(value, known.chains.get(name, ()), known.puts, key)
             if name in known.stored:
                 self._globals.setdefault((id(space), name), (space, name, value, bytecode.at(code), key))
             if isinstance(value, types.ModuleType):
@@ -176,6 +179,23 @@ class Calls(Modules):
             if module is not None:
                 for n in known.names:
                     self._follow(module, [(n,)], key)
+                self._puts(module, [(n,) for n in known.names], known.puts, key)
+
+    def _puts(self, owner: Any, chains: Any, names: frozenset[str], token: Any) -> None:
+        """The code may assign attributes of these names to modules (of Python) and classes that it names."""
+        if not names:
+            return
+        holders = {id(owner): owner}
+        for chain in chains:
+            at = owner
+            for name in chain:
+                at = vars(at).get(name) if isinstance(at, (types.ModuleType, type)) else None
+                holders[id(at)] = at
+        for holder in holders.values():
+            if isinstance(holder, (types.ModuleType, type)) and type(vars(holder)) in (dict, types.MappingProxyType):
+                for name in names:
+                    was = vars(holder).get(name, ABSENT)
+                    self._put_on.setdefault((id(holder), name), (holder, name, was, token))
 
     def _follow(self, owner: Any, chains: Any, token: Any) -> None:
         """Attributes of modules (and of classes and modules in them) that code names one after the other."""
@@ -190,6 +210,10 @@ class Calls(Modules):
                 if name not in space:
                     break
                 value = space[name]
+                if at.__name__.partition(".")[0] == "torch" and callable(value):  # another may be put in its place
+                    self._row((ITEM, space, name, value), f"{at.__name__}.{name}")
+                elif at is sys and name == "argv":
+                    self._discover(value, token, "sys.argv")
                 if at.__name__.partition(".")[0] not in libraries.LIBRARIES:
                     what = f"{at.__name__}.{name}"
                     self._row((ITEM, space, name, value), what)
@@ -368,8 +392,15 @@ class Calls(Modules):
             self._problem_at(where, "asks for the time", user)
 
     def _finish(self) -> None:
-        """Rows for closure variables, too."""
+        """Rows for closure variables, too, and for a __call__ that is put on a class of modules."""
         super()._finish()
+        for base in {base for cls in self._classes_of.values() for base in cls.__mro__}:
+            if issubclass(base, nn.Module) and user_class(base):
+                space = self._space(base)
+                there, absent = (ITEM, NO_ITEM) if type(space) is dict else (MAPPED, UNMAPPED)
+                row = (there, space, "__call__", space["__call__"]) if "__call__" in space else (
+                    absent, space, "__call__", None)  # fmt: skip
+                self._row(row, f"{base.__qualname__}.__call__")
         missing = []
         for code, _ in self._closures.values():
             if bytecode.stores_free(code):

@@ -8,6 +8,7 @@ import collections
 import collections.abc
 import gc
 import sys
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,6 +45,8 @@ class Settled(Values):
         self._assigned: set[Any] = set()
         self._numpy: set[Any] = set()
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str, Any]] = {}
+        # attributes of modules of Python and of classes that code may assign
+        self._put_on: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
         # (holder, name) that what is kept in PyTorch changes: what it is
         self._by_kept: dict[tuple[int, str], str] = {}
 
@@ -90,6 +93,26 @@ class Settled(Values):
                     space[name] = old
                 self._note_kept(space, [name], "global ")
                 self._changed({token}, f"assigns global {name} ({at})", left)
+        for holder, name, old, token in self._put_on.values():
+            left = vars(holder).get(name, ABSENT)
+            if left is not old:
+                put: Any = type if isinstance(holder, type) else types.ModuleType
+                if old is ABSENT:
+                    put.__delattr__(holder, name)
+                else:
+                    put.__setattr__(holder, name, old)
+                self._note_kept(vars(holder), [name], f"{holder.__name__}.")
+                self._changed({token}, f"assigns {holder.__name__}.{name}", left)
+        for f, was, token in self._defaults.values():
+            now = f.__code__, f.__defaults__, f.__kwdefaults__
+            if any(a is not b for a, b in zip(now, was, strict=True)):
+                f.__code__, f.__defaults__, f.__kwdefaults__ = was
+                self._changed({token}, f"changes {f.__qualname__}")
+        for var, value, token in self._context.values():
+            left = var.get(ABSENT)
+            if left is not value:
+                var.set(value)
+                self._changed({token}, f"sets {var.name}, a ContextVar", left)
         names = self._attribute_names[False] | self._attribute_names[True]
         for cls, (token, old, name) in self._classes.items():
             own = vars(cls)
@@ -172,6 +195,9 @@ class Settled(Values):
                 self._row((ITEM, vars(log), name, vars(log)[name]), f"{name} of {log}")
         for lock, name in self._locks.values() if "locked" in names else ():
             self._row((CALL, None, lock.locked, lock.locked()), name)
+        for own, name in self._belong:
+            if own and names & {*own, "getattr", "hasattr"}:
+                self._row((DICT, own, None, flat(own)), f"attributes of {name}")
         looks = {"hasattr", "getattr", "vars", "__dict__"} & self._attribute_names[False]
         for t, _, _ in self._tensors.values():
             if vars(t) or looks:
@@ -197,8 +223,8 @@ class Settled(Values):
                 self.rows[key] = ((pair[1], *row[1:3], None) if now is ABSENT else (pair[0], *row[1:3], now)), name
 
     def _functions_hold(self) -> None:
-        """Functions of the user's keep their code, their defaults and the attributes that are asked for."""
-        names, met = self._attribute_names[False], []
+        """Functions of the user's keep their code, their defaults."""
+        met = []
         for functions in self._functions.values():
             for f in functions:
                 if is_library(f.__code__.co_filename):
@@ -206,9 +232,6 @@ class Settled(Values):
                 met.append(f)
                 if f.__kwdefaults__:
                     self._row((DICT, f.__kwdefaults__, None, flat(f.__kwdefaults__)), f"defaults of {f.__qualname__}")
-                own = vars(f)
-                if own and names & {*own, "getattr", "hasattr"}:
-                    self._row((DICT, own, None, flat(own)), f"attributes of {f.__qualname__}")
         if met:
             kept = tuple(x for f in met for x in (f.__code__, f.__defaults__, f.__kwdefaults__))
             self._row((FUNCTIONS, tuple(met), None, kept), f"code or defaults of functions ({met[0].__qualname__} ...)")

@@ -88,6 +88,9 @@ class Values(Table):
         self._bytes: dict[int, tuple[Any, bytes, str, set[Any]]] = {}
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._caches: dict[int, tuple[Any, Any]] = {}
+        self._belong: list[tuple[dict[str, Any], str]] = []  # attributes of functions and such
+        self._defaults: dict[int, tuple[types.FunctionType, tuple[Any, ...], Any]] = {}
+        self._context: dict[int, tuple[contextvars.ContextVar[Any], Any, Any]] = {}
         self._slots: dict[tuple[int, str], tuple[Any, str, Any, str, Any]] = {}
         self._seen: set[int] = set()
         self._seen_quietly: set[int] = set()
@@ -110,7 +113,7 @@ class Values(Table):
     def _discover(self, v: Any, token: Any, name: str) -> None:
         """Looks behind a value that code outside of torch can reach."""
         t = type(v)
-        if t in ATOMS or isinstance(v, (enum.Enum, types.GenericAlias)):
+        if t in ATOMS or isinstance(v, types.GenericAlias):
             return
         if isinstance(v, logging.Logger):
             self._loggers[id(v)] = v
@@ -125,7 +128,11 @@ class Values(Table):
             return
         (self._seen_quietly if self.quiet else self._seen).add(id(v))
         self._alive.append(v)
-        if isinstance(v, Tensor):
+        if isinstance(v, enum.Enum):
+            if user_class(t):
+                self._belongings(v, token, name)
+        elif isinstance(v, Tensor):
+            self._meet(vars(v), token, f"attributes of {name}")
             if t is Tensor and id(v) not in self._tensors and v.layout is torch.strided and v.device.type != "meta":
                 with private.without_modes():
                     self._tensors[id(v)] = v, v._version, v.detach().clone()
@@ -147,6 +154,7 @@ class Values(Table):
         elif t in (staticmethod, classmethod) or isinstance(v, functools.cached_property):
             self._discover(v.func if isinstance(v, functools.cached_property) else v.__func__, token, name)
         elif t is functools.partial or t is functools.partialmethod:
+            self._belongings(v, token, name)
             self._discover(v.func, token, name)
             for x in v.args:
                 self._discover(x, token, name)
@@ -154,8 +162,9 @@ class Values(Table):
         elif isinstance(v, type):
             if user_class(v):
                 self._watch_class(v, token)
-        elif isinstance(v, types.ModuleType):
-            pass  # its attributes are noted where they are named
+        elif isinstance(v, types.ModuleType):  # of others the attributes are noted where they are named
+            if getattr(v, "__spec__", None) is None:  # one that was made, not imported
+                self._belongings(v, token, name)
         elif isinstance(v, functools._lru_cache_wrapper):
             self._caches.setdefault(id(v), (v, v.cache_info()))
             self._discover(v.__wrapped__, token, name)
@@ -168,6 +177,8 @@ class Values(Table):
             self._discover(v(), token, name)
         elif t is contextvars.ContextVar:
             self._row((CALL, None, functools.partial(v.get, None), v.get(None)), name)
+            if (value := v.get(ABSENT)) is not ABSENT:
+                self._context.setdefault(id(v), (v, value, token))
         elif t is types.CellType:
             with contextlib.suppress(ValueError):
                 self._row((ATTRIBUTE, v, "cell_contents", v.cell_contents), name)
@@ -206,10 +217,10 @@ class Values(Table):
         elif (t.__module__.partition(".")[0].lstrip("_") not in libraries.STATELESS or t is memoryview) and not hasattr(
             t, "__get__"
         ):
-            self._problem(
-                token,
-                f"reads {name}, {_article(t.__qualname__)} that is not written in Python: its state cannot be compared",
-            )
+            what = f"reads {name}, {_article(t.__qualname__)}"
+            if t is memoryview or t.__module__.partition(".")[0] in sys.stdlib_module_names:  # csv.writer, hashlib
+                self._stop(f"{what}, whose state cannot be compared or put back")
+            self._problem(token, f"{what} that is not written in Python: its state cannot be compared")
 
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
         met = self._met.get(id(v))
@@ -235,6 +246,20 @@ class Values(Table):
                 self._discover(x, token, name)
         if user_class(type(v)):
             self._object(v, token, name)
+        else:
+            self._belongings(v, token, name)
+
+    def _belongings(self, v: Any, token: Any, name: str) -> None:
+        """Attributes of what is no object of the user's: of a function, a partial, a member of an Enum, an
+        OrderedDict. They are compared where code that runs has one of their names."""
+        own = contents.attributes(v)
+        if own is None or id(own) in self._met:
+            return
+        self._meet(own, token, f"attributes of {name}")
+        self._belong.append((own, name))
+        for key, x in list(own.items()):
+            if type(x) not in ATOMS and key[:2] != "__":
+                self._discover(x, token, f"{name}.{key}")
 
     def _object(self, v: Any, token: Any, name: str) -> None:
         """An object of a class written in Python: what is read of it is noted one by one."""
@@ -269,6 +294,9 @@ class Values(Table):
         if any(f is g for g in known):
             return
         known.append(f)
+        if not libraries.is_library(f.__code__.co_filename):
+            self._defaults[id(f)] = f, (f.__code__, f.__defaults__, f.__kwdefaults__), token
+            self._belongings(f, token, f.__qualname__)
         for d in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
             if type(d) not in ATOMS:
                 self._discover(d, token, f"a default argument of {f.__qualname__}")

@@ -1,0 +1,66 @@
+"""Operands that PyTorch's kernels refuse for their types, and a trace does not: the error is eager's."""
+
+import pytest
+import torch
+from torch import nn
+
+from ortmodule import ORTModule
+
+CASES = {
+    "1 - mask": lambda h, n: h * (1 - (h > 0)), "mask - 1": lambda h, n: h * ((h > 0) - 1), "mask - mask": lambda h, n: h * ((h > 0) - (h > 1)), "int - True": lambda h, n: h * (n - True), "True - int": lambda h, n: h * (True - n),
+    "int - mask": lambda h, n: h * (n - (h > 0)), "float - mask": lambda h, n: h - (h > 0), "True - float": lambda h, n: True - h, "rsub": lambda h, n: h * torch.rsub(h > 0, n), "sub_": lambda h, n: h * n.clone().sub_(h > 0),
+    "alpha": lambda h, n: h * torch.add(n, n, alpha=True), "float alpha": lambda h, n: h * torch.add(n, n, alpha=1.5), "mul_": lambda h, n: h * n.clone().mul_(1.5), "add_": lambda h, n: h * n.clone().add_(0.5), "out": lambda h, n: h * torch.mul(n, 1.5, out=n.clone()),
+    "lerp": lambda h, n: h * torch.lerp(n, n, 0.5), "var": lambda h, n: h * (h > 0).var(), "std": lambda h, n: h * n.std(), "cross": lambda h, n: h[:, :3].cross(h.detach().float()[:, :3], 1),
+}  # fmt: skip
+ALLOWED = {
+    "mask - float": lambda h, n: h * ((h > 0).double() - 1), "~mask": lambda h, n: h * ~(h > 0), "mask + mask": lambda h, n: h * ((h > 0) + (h > 1)), "int - int": lambda h, n: h * (n - 2), "int / int": lambda h, n: h * (n / 3), "mul_": lambda h, n: h * n.clone().mul_(3),
+    "alpha": lambda h, n: h * torch.add(n, n, alpha=2), "float + int": lambda h, n: h + n, "0-dim": lambda h, n: h - n.sum(), "where": lambda h, n: torch.where(n > 3, h, 0.5), "masked_fill": lambda h, n: h.masked_fill(n > 3, float("-inf")).exp(), "clamp": lambda h, n: h.clamp(-1, n.sum()),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.l, self.f = nn.Linear(4, 4), f
+
+    def forward(self, x, n):
+        return self.f(self.l(x), n)
+
+
+def outcome(model, rows):
+    x, n = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)), torch.arange(4 * rows).view(rows, 4)
+    try:
+        return model(x, n)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def pair(f):
+    torch.manual_seed(0)
+    model = Model(f).double()
+    return ORTModule(model), model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_is_eagers(name):
+    ours, eager = pair(CASES[name])
+    for rows in (3, 3, 2, 5):
+        there = outcome(eager, rows)
+        assert isinstance(there, tuple) and outcome(ours, rows) == there
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_the_rest_stays_in_the_engine(name):
+    ours, eager = pair(ALLOWED[name])
+    for rows in (3, 3, 2):
+        torch.testing.assert_close(outcome(ours, rows), outcome(eager, rows))
+    assert not ours.report().eager and not ours.report().host
+
+
+def test_under_autocast():
+    ours, eager = pair(lambda h, n: h * (1 - (h > 0)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert outcome(ours, 3) == outcome(eager, 3)
+        mixed, plain = pair(lambda h, n: h * (h > 0) + h.float() * n)
+        torch.testing.assert_close(outcome(mixed, 3), outcome(plain, 3), rtol=1e-2, atol=1e-2)
+        assert not mixed.report().host
