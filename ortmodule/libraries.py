@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -78,6 +79,7 @@ STATELESS = frozenset(
 _WITH_STATE = ("torch.optim", "torch.distributions", "torch.utils.data", "torch.ao")
 
 
+@functools.lru_cache(4096)  # asked for every call of some functions while a capture runs
 def is_library(path: str) -> bool:
     """A file of torch, of what torch calls, numpy, this package or the standard library; also code that was generated
     by them."""
@@ -87,6 +89,7 @@ def is_library(path: str) -> bool:
     return site is not None and path[len(site):].partition(os.sep)[0].removesuffix(".py") in _BELOW_TORCH
 
 
+@functools.lru_cache(4096)
 def in_std(path: str) -> bool:
     return path.startswith(_STD_DIR) and not path.startswith(_SITE)
 
