@@ -733,7 +733,8 @@ def _like(a: Any) -> Any:
 @functools.cache
 def _tried(target: Any, on_cpu: bool, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> str | None:
     def made(like: tuple[Any, Any]) -> Any:
-        return torch.ones([1] * like[1], dtype=like[0]) if isinstance(like[0], torch.dtype) else like[1]
+        kind, value = like
+        return torch.ones([1] * value, dtype=kind, device="cpu") if isinstance(kind, torch.dtype) else value
 
     try:
         with torch.no_grad(), autocast.off():

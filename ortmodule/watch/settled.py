@@ -223,7 +223,7 @@ class Settled(Values):
                 self.rows[key] = ((pair[1], *row[1:3], None) if now is ABSENT else (pair[0], *row[1:3], now)), name
 
     def _functions_hold(self) -> None:
-        """Functions of the user's keep their code, their defaults."""
+        """Functions of the user's keep their code and their defaults."""
         met = []
         for functions in self._functions.values():
             for f in functions:
