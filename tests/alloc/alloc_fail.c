@@ -1,8 +1,8 @@
 /* alloc_fail.c - everything the engine does to one graph, with an allocator that fails at its k-th call, k = 1, 2, ...
  * until nothing fails.
  *
- *     om-alloc FILE [once|after] ...       FILE: .onnx or graph text; `once` fails call k alone, `after` every call
- *                                          from k on
+ *     om-alloc FILE [once|after][:i/n] ... FILE: .onnx or graph text; `once` fails call k alone, `after` every call
+ *                                          from k on; i/n: every n-th k, from the i-th
  *
  * Per k: read, print and parse, verify, write ONNX, model (all forward passes), variants (gradient, joint passes,
  * segments), plans for several sizes, forward and backward through all segments (om_run_*). What must hold: the failing step gives
@@ -263,11 +263,15 @@ int main(int argc, char **argv) {
         fclose(f);
         bool onnx = len > 5 && !strcmp(argv[i] + len - 5, ".onnx");
         uint64_t right, hash;
-        mem.fail = 0, mem.calls = 0, mem.after = !strcmp(argv[i + 1], "after");
+        long first = 1, step = 1;
+        const char *part = strchr(argv[i + 1], ':');
+        if (part && (sscanf(part, ":%ld/%ld", &first, &step) != 2 || first < 1 || step < first))
+            return fprintf(stderr, "%s: a part is i/n, with 1 <= i <= n\n", argv[i + 1]), 1;
+        mem.fail = 0, mem.calls = 0, mem.after = !strncmp(argv[i + 1], "after", 5);
         if (!everything(bytes, size, onnx, &right) || mem.live)
             return fprintf(stderr, "%s: %ld blocks leak without any failure\n", argv[i], mem.live), 1;
-        long n = mem.calls;
-        for (long k = 1; k <= n; k++) {
+        long n = mem.calls, failed = 0;
+        for (long k = first; k <= n; k += step, failed++) {
             mem.fail = k, mem.calls = 0;
             bool made = everything(bytes, size, onnx, &hash);
             if (mem.live)
@@ -275,7 +279,7 @@ int main(int argc, char **argv) {
             if (made && hash != right)
                 return fprintf(stderr, "%s: allocation %ld failing changes the result\n", argv[i], k), 1;
         }
-        printf("%s %s: %ld allocations, each failed\n", argv[i], argv[i + 1], n);
+        printf("%s %s: %ld of %ld allocations failed\n", argv[i], argv[i + 1], failed, n);
         free(bytes);
     }
     return 0;
