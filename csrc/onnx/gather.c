@@ -10,13 +10,14 @@ static om_status map_gather(om_onnx *o) {
     int axis = 0;
     OM_TRY(om_map_axis(o, INT("axis", 0), t.rank, &axis));
     const om_onnx_val *k = om_onnx_operand(o, 1);
+    const bool as_is = om_onnx_index_nonneg(o);
     if (k->list && k->rank == 0) { /* one known index: a view, where a gather would copy */
         om_dim i = k->list[0];
         int64_t lo, hi, c, n;
         om_onnx_bounds(g, i, 0, &lo, &hi);
         if (om_dim_const(g, i, &c) && om_dim_const(g, t.dim[axis], &n))
-            ONNX_CHECK(o, c >= -n && c < n, "index %lld, but axis %d has size %lld", (long long)c, axis, (long long)n);
-        if (lo >= 0 || hi < 0) {
+            ONNX_CHECK(o, c >= (as_is ? 0 : -n) && c < n, "index %lld, but axis %d has size %lld", (long long)c, axis, (long long)n);
+        if (lo >= 0 || (hi < 0 && !as_is)) {
             if (hi < 0) i = om_dim_add(g, i, t.dim[axis]);
             om_id s = om_b_slice(g, x, axis, i, om_dim_add(g, i, 1), 1);
             om_dim d[OM_RANK];
@@ -79,8 +80,7 @@ static om_status map_scatter_elements(om_onnx *o) {
 /* Index tuples: column j of the last axis is fixed with size j. */
 static om_id map_index_nd(om_onnx *o, om_id idx, const om_type *x) {
     om_graph *g = o->g;
-    const char *hint = om_onnx_meta(o, "index_nonneg");
-    if (FAILED || (hint && !strcmp(hint, "1")) || om_map_index_nonneg(g, idx, 0)) return FAILED ? OM_NONE : idx;
+    if (FAILED || om_onnx_index_nonneg(o) || om_map_index_nonneg(g, idx, 0)) return FAILED ? OM_NONE : idx;
     om_type t = *om_ty(g, idx);
     int64_t k = 0;
     if (t.rank >= 1 && !om_dim_const(g, t.dim[t.rank - 1], &k))

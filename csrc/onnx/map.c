@@ -152,10 +152,11 @@ bool om_map_index_nonneg(const om_graph *g, om_id v, int depth) {
 }
 
 /* idx with `size` added where negative. Constants are fixed and checked here; what is certainly not negative stays; the
- * rest is computed: where(idx < 0, idx + size, idx). */
+ * rest is computed: where(idx < 0, idx + size, idx). With the note index_nonneg a negative one is an error: of the file
+ * when it is constant, of the kernel when not. */
 om_id om_map_index(om_onnx *o, om_id idx, om_dim size) {
     om_graph *g = o->g;
-    const char *hint = om_onnx_meta(o, "index_nonneg");
+    const bool as_is = om_onnx_index_nonneg(o);
     if (FAILED || idx == OM_NONE) return OM_NONE;
     om_type t = *om_ty(g, idx);
     if (t.dtype != OM_I64 && t.dtype != OM_I32)
@@ -167,7 +168,7 @@ om_id om_map_index(om_onnx *o, om_id idx, om_dim size) {
         for (int i = 0; i < t.rank; i++) n *= t.dim[i];
         for (int64_t i = 0; i < n; i++) {
             int64_t x = t.dtype == OM_I64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
-            if (x < -known || x >= known)
+            if (x < (as_is ? 0 : -known) || x >= known)
                 return om_onnx_err(o, OM_INVALID, "index %lld, but the axis has size %lld", (long long)x,
                                    (long long)known),
                        OM_NONE;
@@ -189,7 +190,7 @@ om_id om_map_index(om_onnx *o, om_id idx, om_dim size) {
         om_free(o->cx, fixed);
         return c;
     }
-    if ((hint && !strcmp(hint, "1")) || om_map_index_nonneg(g, idx, 0)) return idx;
+    if (as_is || om_map_index_nonneg(g, idx, 0)) return idx;
     om_id zero = om_scalar(g, t.dtype, 0), add = om_dim_const(g, size, &known) ? om_scalar(g, t.dtype, (double)known)
         : om_onnx_dim_value(o, size, t.dtype);
     return om_map_where(o, MAKE2(lt, idx, zero), MAKE2(add, idx, add), idx);

@@ -88,6 +88,7 @@ double om_onnx_float(const om_onnx *o, const char *name, double dflt);
 const char *om_onnx_str(om_onnx *o, const char *name, const char *dflt);
 const int64_t *om_onnx_ints(const om_onnx *o, const char *name, uint32_t *n);   /* NULL when absent */
 const char *om_onnx_meta(const om_onnx *o, const char *key);    /* NodeProto.metadata_props; NULL when absent */
+bool om_onnx_index_nonneg(const om_onnx *o);                    /* noted there: no index of it counts from the end */
 
 om_id om_onnx_const(om_onnx *o, const Onnx__TensorProto *t);    /* a tensor of the file as constant */
 om_status om_onnx_constant(om_onnx *o);                        /* the rule of Constant */

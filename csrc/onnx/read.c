@@ -96,6 +96,11 @@ static const char *read_meta(size_t n, Onnx__StringStringEntryProto *const *prop
 const char *om_onnx_meta(const om_onnx *o, const char *key) {
     return read_meta(o->node->n_metadata_props, o->node->metadata_props, key);
 }
+
+bool om_onnx_index_nonneg(const om_onnx *o) {
+    const char *noted = om_onnx_meta(o, "index_nonneg");
+    return noted && !strcmp(noted, "1");
+}
 /* GraphProto.metadata_props "<what>:<name>"; of the same key twice, the first */
 static const char *read_graph_meta(om_onnx *o, const char *what, const char *name) {
     size_t n = strlen(what), m = strlen(name);

@@ -278,7 +278,7 @@ bool om_onnx_size_gather(om_onnx *o) {
     om_dim out[OM_ONNX_LIST];
     if (!x || !idx || x->rank != 1 || (axis != 0 && axis != -1) || !size_constants(o->g, idx, k)) return false;
     for (uint32_t i = 0; i < idx->n; i++) {
-        if (k[i] < 0) k[i] += x->n;
+        if (k[i] < 0 && !om_onnx_index_nonneg(o)) k[i] += x->n;
         if (k[i] < 0 || k[i] >= x->n) return false; /* the general rule has the message */
         out[i] = x->list[k[i]];
     }

@@ -662,9 +662,11 @@ _schemas: dict[Any, list[tuple[str, Any]]] = {}
 # weight may be f32 beside a low type; these sums and losses do not convert; there is no such operator of bools.
 _NORMS = frozenset(("aten::layer_norm", "aten::group_norm", "aten::batch_norm"))
 _PRODUCTS = frozenset(f"aten::{n}" for n in (
-    "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear", "cross",
-    "linalg_cross", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d"))  # fmt: skip
+    "linear", "mm", "bmm", "matmul", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "bilinear", "cdist",
+    "cross", "linalg_cross", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))  # fmt: skip
+_GIVEN_ALIKE = {"aten::nll_loss": (0, 2), "aten::nll_loss_nd": (0, 2), "aten::nll_loss2d": (0, 2),
+                "aten::cross_entropy_loss": (0, 2), "aten::embedding_bag": (0, 6)}  # fmt: skip
 _ALIKE = {"aten::index_add": (0, 3), "aten::huber_loss": (0, 1), "aten::smooth_l1_loss": (0, 1)}
 _NO_BOOL = frozenset(f"aten::{n}" for n in (
     "abs", "floor", "ceil", "round", "trunc", "relu", "argmax", "argmin", "addcmul", "addcdiv"))  # fmt: skip
@@ -689,6 +691,9 @@ def _refused_types(n: Node) -> str | None:
     if name in _PRODUCTS and (len(kinds) > 1 or kinds == {False} and len(set(given)) > 1):
         return f"{name} of operands of different types: {text}"
     if name in _ALIKE and not n.autocast and types[_ALIKE[name][0]] != types[_ALIKE[name][1]]:
+        return f"{name} of operands of different types: {text}"
+    first, other = _GIVEN_ALIKE.get(name, (0, len(types)))
+    if other < len(types) and types[other] not in (None, types[first]) and not n.autocast:
         return f"{name} of operands of different types: {text}"
     if name in _STATISTICS and given and not given[0].is_floating_point:
         return f"{name} of {given[0]}"

@@ -110,8 +110,8 @@ def soft_margin_loss(c: Converter, n: Node, x: Node, target: Node, reduction: in
 
 @row("binary_cross_entropy")
 def binary_cross_entropy(c: Converter, n: Node, x: Node, target: Node, weight: Node | None, reduction: int) -> Val:
-    """Logarithms end at -100; torch's gradients do not follow from that. PyTorch raises where x lies outside of [0, 1]:
-    a look at element 1 of one, which is a fault, gives the call to it."""
+    """Logarithms end at -100; torch's gradients do not follow from that. PyTorch raises where x or the target lies
+    outside of [0, 1]: a look at element 1 of one, which is a fault, gives the call to it."""
     dtype = n.val.dtype
     if dtype not in (torch.float32, torch.float64) or c.v(target).dtype != dtype:
         raise NotHere("binary_cross_entropy in low precision")
@@ -128,8 +128,9 @@ def binary_cross_entropy(c: Converter, n: Node, x: Node, target: Node, weight: N
     loss = c.b.op("StraightThrough", [y, path], dtype, y.shape, "ortmodule")
     if weight is not None:
         loss = c.op2("Mul", loss, c.num(weight, dtype))
-    inside = c.op2("And", c.compare("GreaterOrEqual", p, zero), c.compare("LessOrEqual", p, one), BOOL)
-    outside = c.reduce("ReduceMax", c.cast(c.un("Not", inside), I64), None, False)
+    inside, labels = (c.op2("And", c.compare("GreaterOrEqual", s, zero), c.compare("LessOrEqual", s, one), BOOL)
+                      for s in (p, c.stop(t)))  # fmt: skip
+    outside = c.reduce("ReduceMax", c.cast(c.un("Not", c.op2("And", inside, labels, BOOL)), I64), None, False)
     outside = c.reshape(c.op2("Max", outside, c.scalar(0, I64)), (1,))  # the maximum of nothing is the lowest integer
     checked = c.no_negative(c.b.op("Gather", [c.fill(1, dtype, (1,)), outside], dtype, (1,), axis=0))
     loss = c.op2("Mul", loss, c.reshape(checked, ()))

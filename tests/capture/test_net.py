@@ -115,7 +115,7 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: float) -> Tensor:
-        setattr(SPACE, "en" + "tered", getattr(SPACE, "en" + "tered") + 1)
+        vars(SPACE)["entered"] += 1
         return x * k
 
     @staticmethod
@@ -125,7 +125,7 @@ class Scaled(torch.autograd.Function):
 
 class Drawn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        setattr(SPACE, "dra" + "wn", getattr(SPACE, "dra" + "wn") + 1)
+        vars(SPACE)["drawn"] += 1
         return x * random.random()
 
 

@@ -311,7 +311,7 @@ IN_PYTORCH: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "slot assigned": (lambda: Base(lambda s: (setattr(s.slots, "v", s.slots.v + 1), s.slots.v)[1], slots=Slots()), "changes"),
     "numpy array written": (lambda: Base(lambda s: (s.a.__iadd__(1), float(s.a[0]))[1], a=np.ones(2)), "changes"),
     "globals()": (lambda: Base(lambda s: globals()["NUMBERS"][1]), "globals()"),
-    "object of a C extension": (lambda: Base(lambda s: 2.0 if s.z is None else 1.0, z=zlib.compressobj()), "not written in Python"),
+    "object of a C extension": (lambda: Base(lambda s: 2.0 if s.z is None else 1.0, z=zlib.compressobj()), "whose state cannot be compared or put back"),
 }  # fmt: skip
 
 

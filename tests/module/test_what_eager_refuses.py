@@ -1,7 +1,8 @@
-"""Operands that PyTorch's kernels refuse for their types, and a trace does not: the error is eager's."""
+"""Operands that PyTorch's kernels refuse for their types or their values, and a trace does not: the error is eager's."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ortmodule import ORTModule
@@ -11,10 +12,17 @@ CASES = {
     "int - mask": lambda h, n: h * (n - (h > 0)), "float - mask": lambda h, n: h - (h > 0), "True - float": lambda h, n: True - h, "rsub": lambda h, n: h * torch.rsub(h > 0, n), "sub_": lambda h, n: h * n.clone().sub_(h > 0),
     "alpha": lambda h, n: h * torch.add(n, n, alpha=True), "float alpha": lambda h, n: h * torch.add(n, n, alpha=1.5), "mul_": lambda h, n: h * n.clone().mul_(1.5), "add_": lambda h, n: h * n.clone().add_(0.5), "out": lambda h, n: h * torch.mul(n, 1.5, out=n.clone()),
     "lerp": lambda h, n: h * torch.lerp(n, n, 0.5), "var": lambda h, n: h * (h > 0).var(), "std": lambda h, n: h * n.std(), "cross": lambda h, n: h[:, :3].cross(h.detach().float()[:, :3], 1),
+    "cdist": lambda h, n: torch.cdist(h, h.float()), "weights of classes": lambda h, n: F.cross_entropy(h, n[:, 0] % 4, weight=torch.ones(4)), "nll_loss": lambda h, n: F.nll_loss(h, n[:, 0] % 4, weight=torch.ones(4)), "embedding_bag": lambda h, n: F.embedding_bag(n % 2, h, mode="sum", per_sample_weights=n.float()),
+    # constant indices below 0
+    "embedding": lambda h, n: F.embedding(torch.tensor([0, -1]), h), "one index": lambda h, n: F.embedding(torch.tensor(-1), h), "index_select": lambda h, n: h.index_select(1, torch.arange(2) - 1), "gather": lambda h, n: h.gather(1, torch.tensor([[0, -1]])), "scatter": lambda h, n: h.scatter(1, torch.tensor([[0, -1]]), h), "scatter_add": lambda h, n: h.scatter_add(1, torch.tensor([[0, -1]]), h),
+    "scatter_reduce": lambda h, n: h.scatter_reduce(1, torch.tensor([[0, -1]]), h, "amax"), "one_hot": lambda h, n: h[:2] * F.one_hot(torch.tensor([-1, 2]), 4), "one_hot of a size": lambda h, n: h * F.one_hot(torch.full((h.shape[0],), -1), 4), "full": lambda h, n: h.sum() + F.embedding(torch.full((2,), -1), h),
+    "targets of binary_cross_entropy": lambda h, n: F.binary_cross_entropy(h.sigmoid(), n.double()), "NaN among them": lambda h, n: F.binary_cross_entropy(h.sigmoid(), n.double() * float("nan")),
 }  # fmt: skip
 ALLOWED = {
     "mask - float": lambda h, n: h * ((h > 0).double() - 1), "~mask": lambda h, n: h * ~(h > 0), "mask + mask": lambda h, n: h * ((h > 0) + (h > 1)), "int - int": lambda h, n: h * (n - 2), "int / int": lambda h, n: h * (n / 3), "mul_": lambda h, n: h * n.clone().mul_(3),
     "alpha": lambda h, n: h * torch.add(n, n, alpha=2), "float + int": lambda h, n: h + n, "0-dim": lambda h, n: h - n.sum(), "where": lambda h, n: torch.where(n > 3, h, 0.5), "masked_fill": lambda h, n: h.masked_fill(n > 3, float("-inf")).exp(), "clamp": lambda h, n: h.clamp(-1, n.sum()),
+    "negative index": lambda h, n: h[torch.tensor([0, -1])], "select": lambda h, n: h.select(0, -1), "embedding": lambda h, n: F.embedding(torch.tensor([0, 1]), h), "one_hot": lambda h, n: h[:2] * F.one_hot(torch.tensor([1, 2]), 4),
+    "weights of classes": lambda h, n: F.cross_entropy(h, n[:, 0] % 4, weight=torch.ones(4).double()), "without": lambda h, n: F.nll_loss(h, n[:, 0] % 4), "binary_cross_entropy": lambda h, n: F.binary_cross_entropy(h.sigmoid(), (n > 3).double()), "cdist": lambda h, n: torch.cdist(h, h + 1),
 }  # fmt: skip
 
 
