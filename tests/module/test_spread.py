@@ -344,7 +344,10 @@ def test_accelerates_hooks() -> None:
         hooks.add_hook_to_module(m, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
     for k in range(3):
         step(ours, eager, *batch(k))
-    assert {g.part: g.forwards for g in ours.report().graphs} == {"embed": 3, "layers.1": 3} and not ours.report().eager, str(ours.report())
+    # what accelerate makes at the first call of a hook in a process it keeps as an attribute of a function: that call is PyTorch's
+    graphs, eager_calls = {g.part: g.forwards for g in ours.report().graphs}, [(e.calls, e.reason) for e in ours.report().eager]
+    first = sum(calls for calls, reason in eager_calls if "fills a dictionary" in reason)
+    assert len(eager_calls) == first <= 1 and graphs == {"embed": 3 - first, "layers.1": 3}, str(ours.report())
 
 
 class Counts(Net):
