@@ -16,7 +16,8 @@ static om_status map_gather(om_onnx *o) {
         int64_t lo, hi, c, n;
         om_onnx_bounds(g, i, 0, &lo, &hi);
         if (om_dim_const(g, i, &c) && om_dim_const(g, t.dim[axis], &n))
-            ONNX_CHECK(o, c >= (as_is ? 0 : -n) && c < n, "index %lld, but axis %d has size %lld", (long long)c, axis, (long long)n);
+            ONNX_CHECK(o, c >= (as_is ? 0 : -n) && c < n, "index %lld, but axis %d has size %lld", (long long)c, axis,
+                       (long long)n);
         if (lo >= 0 || (hi < 0 && !as_is)) {
             if (hi < 0) i = om_dim_add(g, i, t.dim[axis]);
             om_id s = om_b_slice(g, x, axis, i, om_dim_add(g, i, 1), 1);
