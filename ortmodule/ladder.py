@@ -452,6 +452,8 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
     entry = site.entry
     ranks.begin()
     for dynamic, symbolic in tries:
+        if (dynamic or symbolic) and entry.in_vain >= _VAIN_LIMIT:
+            continue
         if state.root.capturing_s >= state.settings.capture_seconds:
             return _no_time(state)
         entry.n_captures += 1
@@ -479,6 +481,8 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
                 state.root.capturing_s = state.settings.capture_seconds
                 return _no_time(state)
             entry.in_vain += (dynamic or symbolic) and not answers and not anew
+            if isinstance(error, TimeUp):  # with other sizes it would be again
+                entry.in_vain = _VAIN_LIMIT
             if symbolic and not answers and not anew:
                 entry.no_symbolic, entry.symbolic = True, False
             if answers or anew:  # another way may do without

@@ -132,6 +132,13 @@ def test_ties() -> None:
     check("relu", [a - 1], torch.relu)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_relu_keeps_the_zeros(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -0.0, -1.0, -math.inf, 1e-40, -1e-40, 2.0] * 5).to(dtype)
+    got, want = node("relu", x), torch.relu(x)
+    assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())
+
+
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, -1.0, 0.5, -2.0, 2.5])
 def test_pow_constant(p: float) -> None:
     x = rand(7, 13).abs() + 0.2 if p != int(p) else rand(7, 13)
