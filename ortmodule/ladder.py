@@ -44,7 +44,7 @@ from .chain import Graph, Refusal, Unfit
 from .climb import Skip, climb, named
 from .errors import TimeUp
 from .host import Failed
-from .quiet import progress, signals_later
+from .quiet import of_signal, progress, signals_later
 from .replay import ModuleCall, put_back
 from .spread import judge
 from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped
@@ -470,7 +470,9 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
             return Left(str(skip), onnx=skip.onnx)
         except Refused:
             raise
-        except (Exception, TimeUp) as error:
+        except BaseException as error:
+            if of_signal(error):
+                raise
             if isinstance(error, TimeUp):
                 what = "captures" if deadline == over else "a capture with symbols"
                 failure = CaptureError(f"the time for {what} was over")

@@ -66,6 +66,16 @@ def signals_later() -> Iterator[None]:
             before[n](n, frame)
 
 
+def of_signal(error: BaseException) -> bool:
+    """Was this raised by SIGINT's handler, not by the code that ran?"""
+    if isinstance(error, Exception):
+        return False
+    handler, at = getattr(signal.getsignal(signal.SIGINT), "__code__", None), error.__traceback__
+    while at is not None and at.tb_frame.f_code is not handler:
+        at = at.tb_next
+    return at is not None or isinstance(error, KeyboardInterrupt)
+
+
 def no_hooks() -> contextlib.AbstractContextManager[Any]:
     """saved_tensors_hooks of the caller do not see what is saved here. (Where there are none, one may be forbidden.)"""
     if not private.hooks_allowed():

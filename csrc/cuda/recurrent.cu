@@ -64,7 +64,7 @@ template <class S, int GATES> FN void step(const om_gpu_recurrent &p) {
     }
     if (GATES == 1) {
         h = x[0] + sum[0];
-        h = p.kind == OM_GPU_TANH ? tanh_of(h) : h <= 0 ? (F)0 : h;
+        h = p.kind == OM_GPU_TANH ? tanh_of(h) : h < 0 ? (F)0 : h;
     } else if (GATES == 4) {
         const F before = p.first ? at<S>(p.before, own) : wide_at<F>(p.before, own);
         const F in = sigmoid_of(x[0] + sum[0]), forget = sigmoid_of(x[1] + sum[1]), now = tanh_of(x[2] + sum[2]);
@@ -125,7 +125,7 @@ template <class S, int GATES> FN void step_grad(const om_gpu_recurrent_grad &p) 
         wide_put<F>(p.own, own, dh * z);
     } else {
         const F h = at<S>(p.h, own);
-        d[0] = p.kind == OM_GPU_TANH ? dh * (1 - h * h) : h > 0 ? dh : (F)0;
+        d[0] = p.kind == OM_GPU_TANH ? dh * (1 - h * h) : h <= 0 ? (F)0 : dh;
     }
     for (int g = 0; g < GATES; g++) { /* gx of a GRU has not what the reset gate did to h's share */
         const int64_t to = (i * GATES + g) * p.size + j;

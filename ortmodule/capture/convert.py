@@ -391,7 +391,7 @@ class Converter:
             self.opaque(n)
             return
         if not isinstance(target, str):
-            refused = _refused_types(n)
+            refused = _refused_types(n) or _refused_sizes(n)
             if refused is not None:
                 raise UnsupportedError(refused)
             if (talk := talks(target)) is not None:
@@ -698,6 +698,7 @@ def _refused_types(n: Node) -> str | None:
     if name in _STATISTICS and given and not given[0].is_floating_point:
         return f"{name} of {given[0]}"
     none_of = (torch.bool, torch.int32, I64) if name in _FLOATS_ONLY else (torch.bool,) if name in _NO_BOOL else ()
+    none_of += (torch.uint8,) * name.endswith(("linear1d", "trilinear3d"))
     if types[:1] and types[0] in none_of:
         return f"{name} of {types[0]}"
     if name == "aten::cross_entropy_loss" and types[1] is not None and not types[1].is_floating_point:
@@ -705,6 +706,32 @@ def _refused_types(n: Node) -> str | None:
     if name == "aten::pow" and isinstance(n.args[1], int) and n.args[1] < 0 and types[0] is not None:
         return None if types[0].is_floating_point else "negative integer powers of integers"
     return _refused_ones(n)
+
+
+def _refused_sizes(n: Node) -> str | None:
+    """The same for sizes: what eager computes in place, where a result of other sizes has none; and what a trace gives
+    another size than eager."""
+    name = n.target._schema.name.removeprefix("aten::")
+    if name in ("binary_cross_entropy", "binary_cross_entropy_with_logits"):
+        given = n.args[2:4] if name.endswith("logits") else n.args[2:3]
+        if any(isinstance(w, Node) and _widens(w.val.shape, n.args[0].val.shape) for w in given):
+            return f"{name} with a weight of more elements than its input"
+    if name == "scaled_dot_product_attention" and isinstance(mask := n.args[3] if len(n.args) > 3 else None, Node):
+        if mask.val.dim() > max(x.val.dim() for x in n.args[:2]):
+            return f"{name} with a mask of more axes than its scores"
+    if "upsample_" in name and isinstance(n.val, Tensor) and 0 in [d for d in n.val.shape if isinstance(d, int)]:
+        return f"{name} to a size of 0"
+    if name == "multi_margin_loss" and n.args[0].val.dim() == 1 and n.args[-1] == 0:
+        return f"{name} of one row without a reduction, whose result has another shape in a trace"
+    return None
+
+
+def _widens(w: Sequence[Any], x: Sequence[Any]) -> bool:
+    """Does broadcasting with w give x other sizes?"""
+    return len(w) > len(x) or any(
+        isinstance(a, int) and isinstance(b, int) and a != 1 and b == 1
+        for a, b in zip(reversed(w), reversed(x), strict=False)
+    )
 
 
 # in the manner of those that PyTorch calls pointwise

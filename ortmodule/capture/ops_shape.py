@@ -549,6 +549,8 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]
+        if v.rank != 4 and not _exact_factor(given[axis - 2], size, new):
+            raise NotHere("interpolate by a factor whose forward and gradient take other elements in PyTorch")
         if size == new:  # PyTorch copies then, and repeats for twice the size, whatever factor was given
             continue
         factor = _sympify(new) / _sympify(size)
@@ -579,6 +581,14 @@ def upsample_nearest(c: Converter, n: Node, x: Node, _size: Any, *scales: Any) -
             axis=axis,
         )
     return v
+
+
+def _exact_factor(factor: float | None, size: Any, new: Any) -> bool:
+    """Of 1-d and 3-d signals, the gradient alone copies where the size stays, and repeats where it doubles: is that
+    what the factor says as well?"""
+    if factor is None or float(factor).is_integer():
+        return True
+    return new not in (size, 2 * size) if isinstance(size, int) and isinstance(new, int) else not 1 < factor < 3
 
 
 def _scales(n: Node, rest: Sequence[Any]) -> list[float | None]:
@@ -664,6 +674,8 @@ def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, 
     v, out = c.v(x), shape_of(n.val)
     not_empty(v, "interpolate")
     dtype = v.dtype
+    if dtype == torch.uint8:
+        raise NotHere("interpolate of images in bytes, whose weights are integers, too")
     v = c.cast(v, torch.float32) if dtype != F64 else v
     given = _scales(n, scales)
     if v.shape == out:  # PyTorch copies then, whatever factor was given
@@ -696,6 +708,8 @@ def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *
     """Axis after axis: neighbours below and above every sampling point, and the weight between them."""
     v, out = c.v(x), shape_of(n.val)
     not_empty(v, "interpolate")
+    if v.dtype == torch.uint8:
+        raise NotHere("interpolate of images in bytes, whose weights are integers, too")
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]

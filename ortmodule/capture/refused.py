@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from time import perf_counter
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -132,6 +132,19 @@ def _gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, ep
     return _GAUSSIAN(input, target, var, full, eps, reduction)
 
 
+_L1 = nn.functional.l1_loss
+# its own code, which asks nobody else first
+_l1_loss = FunctionType(_L1.__code__, {**vars(nn.functional), "has_torch_function_variadic": lambda *_: False},
+                        _L1.__name__, _L1.__defaults__)  # fmt: skip
+
+
+def _l1_weight(frame: FrameType | None) -> Any:
+    """The weight that l1_loss was called with, of which it tells modes nothing."""
+    while frame is not None and frame.f_code is not _L1.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("weight")
+
+
 class Asked(TorchFunctionMode):
     """given: the stand-ins of arguments (numbers) and of the module's tensors (names), by their id: what forward has
     not made itself. None: that was asked at the capture. real: the tensors behind them; without, nothing is noted."""
@@ -157,6 +170,8 @@ class Asked(TorchFunctionMode):
         file = by.f_code.co_filename
         user, refused = self._is_user_file(file), _REFUSED.get(func)
         run = _gaussian_nll_loss if func is _GAUSSIAN else func
+        if func is _L1 and (weight := _l1_weight(sys._getframe(1))) is not None:
+            run, kwargs = _l1_loss, {**kwargs, "weight": weight}
         if user and refused is None and not (func == _GRAD_FN and _no_float(args[0])):
             refused = _OF_A_MOMENT.get(func)
         if not user and (refused is None or not file.startswith(_FOR_OTHERS)):

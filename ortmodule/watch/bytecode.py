@@ -91,6 +91,8 @@ def analyse(code: types.CodeType) -> Code:
     end()
     if {"setattr", "delattr"}.intersection(names):  # by whichever of its words
         puts.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
+    if {"modules", "import_module", "__import__"}.intersection(names):  # modules by their names
+        imports.update((x, None) for x in code.co_consts if isinstance(x, str) and x.replace(".", "_").isidentifier())
     made = Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
                  _compared(code), _typed(code), frozenset(puts))  # fmt: skip
     _codes[id(code)] = code, made

@@ -33,11 +33,14 @@ from .bytecode import UNKNOWN
 from .modules import Modules
 from .outside import decimal_context
 from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ITEM, UNMAPPED
-from .values import ATOMS
+from .values import ATOMS, LOOKS_INSIDE
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
 _NUMBERS = frozenset(("int", "float", "bool", "complex", "numbers"))
 _NAMES = frozenset(("__name__", "__qualname__"))
+_BUILT_IN = (types.BuiltinFunctionType, type, type(...), type(NotImplemented))
+_PAST_READS = frozenset(("__getattribute__", "getattr_static", "__get__"))  # ways past what notes reads of objects
+_SETTINGS = (bool, int, float, str, type(None))  # that a program may put on, or set in, modules of others
 
 
 class Calls(Modules):
@@ -119,10 +122,16 @@ class Calls(Modules):
         asked = {"__name__", "__qualname__", "__module__"}.intersection(code.co_names)
         if asked and not self.quiet and _names_of_tensors(code):
             self._problem(id(code), f"compares the {min(asked)} of a class with a tensor's: isinstance can be followed")
+        key = id(code)
         if {"object", "__getattribute__"} <= known.names:
             for where, own in self._dicts:
                 self._looks_into(where, own)
-        key = id(code)
+        if not self._past_reads and _PAST_READS & known.names:
+            self._past_reads = True
+            for obj in list(self._objects.values()):
+                self._copied(obj, self._module_at(frame))
+        if "__globals__" in known.names:
+            self._problem(key, "looks through the __globals__ of a function")
         for how, pair in known.compared:
             self._compares(frame, how, pair)
         for x in known.typed if self.symbolic and not self.quiet else ():
@@ -133,7 +142,7 @@ class Calls(Modules):
         names |= new
         for cls, (token, _, _) in list(self._classes.items()):
             own = vars(cls)
-            for name in new:
+            for name in own if LOOKS_INSIDE & new else new:
                 if name in own:
                     self._mapped(cls, name, token)
         space = frame.f_globals
@@ -141,6 +150,7 @@ class Calls(Modules):
             if name not in space:
                 if name in known.stored:
                     self._globals.setdefault((id(space), name), (space, name, ABSENT, bytecode.at(code), key))
+                self._builtin(name, key, code)
                 continue
             value = space[name]
             what = f"global {name} of {bytecode.at(code)}"
@@ -174,12 +184,27 @@ class Calls(Modules):
                     and "numpy.random" in type(value.__self__).__module__ + "."
                 ):
                     self._numpy.add(key)
-        for name in known.imports:
+        by_name = ("__name__",) if {"modules", "__name__"} <= known.names else ()  # sys.modules[__name__]
+        for name in (*known.imports, *(space.get(n, "") for n in by_name)):
             module = sys.modules.get(name)
             if module is not None:
                 for n in known.names:
                     self._follow(module, [(n,)], key)
                 self._puts(module, [(n,) for n in known.names], known.puts, key)
+
+    def _builtin(self, name: str, key: int, code: types.CodeType) -> None:
+        """A name that may stand in builtins, where somebody has put it."""
+        space = vars(builtins)
+        value = space.get(name, ABSENT)
+        if value is ABSENT or name[:2] == "__" or type(value) in _BUILT_IN:
+            return
+        if type(value) is types.FunctionType and (
+                is_library(value.__code__.co_filename) or value.__code__.co_filename.startswith(OWN_DIR)):  # fmt: skip
+            return
+        what = f"builtin {name} of {bytecode.at(code)}"
+        self._row((ITEM, space, name, value), what)
+        if type(value) not in ATOMS:
+            self._discover(value, key, what)
 
     def _puts(self, owner: Any, chains: Any, names: frozenset[str], token: Any) -> None:
         """The code may assign attributes of these names to modules (of Python) and classes that it names."""
@@ -214,6 +239,8 @@ class Calls(Modules):
                     self._row((ITEM, space, name, value), f"{at.__name__}.{name}")
                 elif at is sys and name == "argv":
                     self._discover(value, token, "sys.argv")
+                elif name[0] != "_" and type(value) in _SETTINGS:
+                    self._row((ITEM, space, name, value), f"{at.__name__}.{name}")
                 if at.__name__.partition(".")[0] not in libraries.LIBRARIES:
                     what = f"{at.__name__}.{name}"
                     self._row((ITEM, space, name, value), what)
@@ -388,8 +415,23 @@ class Calls(Modules):
             self._problem_at(where, "asks for input", user)
         elif function is builtins.globals:
             self._problem_at(where, "looks through its globals()", user)
+        elif function.__name__ in outside.OF_COPIES:
+            self._copied(function.__self__, where)
+        elif function in outside.PICKLES:
+            self._problem_at(where, "pickles an object", user)
         else:
             self._problem_at(where, "asks for the time", user)
+
+    def _copied(self, obj: Any, where: str) -> None:
+        """An object is copied (copy, deepcopy), or asked for its state: in C, past what notes reads."""
+        own = contents.attributes(obj)
+        if own is not None and id(own) in self._names:
+            self._looks_into(self._names[id(own)], own)
+        elif own is not None and id(own) in self._dict_owner:
+            for name, value in list(own.items()):
+                self._object_read(obj, name, value)
+        elif id(obj) in self._objects:
+            self._all_read(obj, where)
 
     def _finish(self) -> None:
         """Rows for closure variables, too, and for a __call__ that is put on a class of modules."""

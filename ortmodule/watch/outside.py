@@ -12,10 +12,12 @@ import io
 import logging
 import operator
 import os
+import pickle
 import random
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -88,6 +90,11 @@ GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads
                              threading.get_native_id, *_OF_LIBRARIES))
 
 
+# methods in C that read an object's attributes past its __getattribute__, for copies of it; by the types' own names
+OF_COPIES = frozenset(("__reduce_ex__", "__reduce__", "__getstate__"))
+_OF_COPIES = tuple([f for n in OF_COPIES if isinstance(f := getattr(object(), n, None), types.BuiltinFunctionType)])
+PICKLES = (pickle.dump, pickle.dumps)
+
 # What of the process or thread forward may leave changed: how it is told, and put back (PyTorch sets it anew).
 _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...] = (
     ("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -154,6 +161,8 @@ def watched_functions() -> tuple[Any, ...]:
         operator.is_,
         operator.is_not,
         *GETTERS,
+        *_OF_COPIES,
+        *PICKLES,
         *for_good(),
     )
 

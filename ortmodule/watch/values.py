@@ -55,6 +55,7 @@ ATOMS = PLAIN | {
     types.ClassMethodDescriptorType,
     types.MethodWrapperType,
 }
+LOOKS_INSIDE = frozenset(("vars", "__dict__"))  # what code names that reads all attributes at once
 _VIEWS = frozenset((types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())))
 
 
@@ -71,6 +72,7 @@ class Values(Table):
         self._keep: list[Any] = [m.__dict__ for m in module.modules()]
         self._met: dict[int, Met] = {}  # containers, and dictionaries of objects
         self._objects: dict[int, Any] = {}  # objects whose attributes are watched
+        self._past_reads = False  # code has run that may read them past what watches
         self._object_reads: set[tuple[int, str]] = set()
         self._own_dicts: set[int] = set()
         self._spaces: dict[type, Any] = {}
@@ -92,6 +94,8 @@ class Values(Table):
         self._defaults: dict[int, tuple[types.FunctionType, tuple[Any, ...], Any]] = {}
         self._context: dict[int, tuple[contextvars.ContextVar[Any], Any, Any]] = {}
         self._slots: dict[tuple[int, str], tuple[Any, str, Any, str, Any]] = {}
+        # ids of functions and of attributes of others, looked into by code in the graph and (quiet) by what is kept
+        self._looked: tuple[set[int], set[int]] = set(), set()
         self._seen: set[int] = set()
         self._seen_quietly: set[int] = set()
         self._loggers: dict[int, logging.Logger] = {}
@@ -100,7 +104,7 @@ class Values(Table):
 
     def looks_inside(self) -> bool:
         """Forward may read the attributes of its arguments all at once."""
-        return bool({"vars", "__dict__"} & self._attribute_names[False])
+        return bool(LOOKS_INSIDE & self._attribute_names[False])
 
     def met(self) -> list[Any]:
         """Tensors and modules that code has come to otherwise than by the tree."""
@@ -153,6 +157,8 @@ class Values(Table):
                     self._discover(f, token, name)
         elif t in (staticmethod, classmethod) or isinstance(v, functools.cached_property):
             self._discover(v.func if isinstance(v, functools.cached_property) else v.__func__, token, name)
+        elif t is functools.singledispatchmethod:
+            self._discover(v.dispatcher, token, name)
         elif t is functools.partial or t is functools.partialmethod:
             self._belongings(v, token, name)
             self._discover(v.func, token, name)
@@ -253,13 +259,21 @@ class Values(Table):
         """Attributes of what is no object of the user's: of a function, a partial, a member of an Enum, an
         OrderedDict. They are compared where code that runs has one of their names."""
         own = contents.attributes(v)
-        if own is None or id(own) in self._met:
+        if own is None or not self._first_look(own):
             return
+        if id(own) not in self._met:
+            self._belong.append((own, name))
         self._meet(own, token, f"attributes of {name}")
-        self._belong.append((own, name))
         for key, x in list(own.items()):
             if type(x) not in ATOMS and key[:2] != "__":
                 self._discover(x, token, f"{name}.{key}")
+
+    def _first_look(self, v: Any) -> bool:
+        """Rows are made of what code in the graph looks into, whoever has come to it before."""
+        if id(v) in self._looked[False] or (self.quiet and id(v) in self._looked[True]):
+            return False
+        self._looked[self.quiet > 0].add(id(v))
+        return True
 
     def _object(self, v: Any, token: Any, name: str) -> None:
         """An object of a class written in Python: what is read of it is noted one by one."""
@@ -270,14 +284,28 @@ class Values(Table):
         if own is not None:
             self._meet(own, token, name)
             self._own_dicts.add(id(own))
-        if (not self._patch(cls) or self._reads_itself(cls)) and own is not None:
-            self._container(own, token, name)
+        if not self._patch(cls) or self._reads_itself(cls):
+            if own is not None:
+                self._container(own, token, name)
+        elif self._past_reads:
+            self._all_read(v, token)
+
+    def _all_read(self, v: Any, token: Any) -> None:
+        """All attributes of an object that is watched may have been read."""
+        own, cls = contents.attributes(v), type(v)
+        if own is not None:
+            self._container(own, token, cls.__qualname__)
+        for base in cls.__mro__:
+            for name, member in vars(base).items():
+                if type(member) is types.MemberDescriptorType:
+                    with contextlib.suppress(AttributeError):
+                        self._object_read(v, name, member.__get__(v))
 
     def _foreign_module(self, m: nn.Module, token: Any, name: str) -> None:
         """A module that is not part of the tree (a global, one hidden in a list)."""
         for sub in m.modules():
             own = sub.__dict__
-            if id(own) in self._dict_owner or id(own) in self._names:
+            if id(own) in self._names or not self._first_look(own):
                 continue
             self._dict_owner[id(own)] = name
             self._objects[id(sub)] = sub
@@ -290,10 +318,11 @@ class Values(Table):
                         self._contents[id(own[registry])] = name
 
     def _function(self, f: types.FunctionType, token: Any, name: str) -> None:
-        known = self._functions.setdefault(id(f.__code__), [])
-        if any(f is g for g in known):
+        if not self._first_look(f):
             return
-        known.append(f)
+        known = self._functions.setdefault(id(f.__code__), [])
+        if not any(f is g for g in known):
+            known.append(f)
         if not libraries.is_library(f.__code__.co_filename):
             self._defaults[id(f)] = f, (f.__code__, f.__defaults__, f.__kwdefaults__), token
             self._belongings(f, token, f.__qualname__)
@@ -303,6 +332,8 @@ class Values(Table):
         inner = getattr(f, "__wrapped__", None)
         if inner is not None and type(inner) is types.FunctionType:
             self._function(inner, token, name)
+        if type(registry := getattr(f, "registry", None)) is types.MappingProxyType:  # of functools.singledispatch
+            self._discover(registry, token, f"the implementations of {f.__qualname__}")
 
     def _array(self, v: Any, token: Any, name: str) -> None:
         if v.nbytes > BYTES or v.dtype.hasobject:
@@ -364,7 +395,8 @@ class Values(Table):
             if base not in self._classes:
                 known = {k: v for k, v in own.items() if k != "__getattribute__"}
                 self._classes[base] = token, known, base.__qualname__
-            for name in self._attribute_names[quiet]:
+            names = self._attribute_names[quiet]
+            for name in list(own) if LOOKS_INSIDE & names else names:
                 if name in own:
                     self._mapped(base, name, token)
 

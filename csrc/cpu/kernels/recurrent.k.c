@@ -37,7 +37,7 @@
     static void relu_back_##S(const om_recurrent_row *r, int64_t n) {                                                  \
         const T *h = r->h, *dh = r->dh;                                                                                \
         T *d = r->dgx;                                                                                                 \
-        LOOP d[i] = h[i] > 0 ? dh[i] : 0;                                                                              \
+        LOOP d[i] = h[i] <= 0 ? 0 : dh[i];                                                                             \
     }                                                                                                                  \
     static void tanh_back_##S(const om_recurrent_row *r, int64_t n) {                                                  \
         const T *h = r->h, *dh = r->dh;                                                                                \
