@@ -36,7 +36,7 @@ OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KS
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
-.PHONY: build docs help lib lib-files ext test test-full coverage demo bench bench-sparsity bench-shapes bench-survey bench-first lint clean deps venv om-opt fuzz fuzz-bin plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
+.PHONY: build docs help lib lib-files ext test test-full coverage demo bench bench-sparsity bench-shapes bench-survey bench-first lint clean deps venv om-opt fuzz fuzz-bin fuzz-built plan-fuzz asan new-op check-op check-avx512 check-wheel check-pythons wheel gpu-wheel gpu-check device device-arm device-wasm check-device size fuzz-files fatbins cuda-table cuda-time
 ifneq ($(filter build,$(MAKECMDGOALS)),)
 .NOTPARALLEL:   # it is a make of its own, of files that other goals make as well
 endif
@@ -284,10 +284,10 @@ device-wasm: venv   ## om-losses.wasm, for any runtime of WASI (PROTOBUF_C=direc
 $(B)/om-losses.wasm: $(OBJ) tests/ondevice/losses.c tests/ondevice/inputs.h
 	@$(CC) -std=gnu11 -w -O2 -Icsrc $(OBJ) $(B)/gen/protobuf-c/protobuf-c.c tests/ondevice/losses.c -Wl,-z,stack-size=1048576 -lm -o $@
 LP         := (
-check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are
+check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are (MARKS=full: without what `make test` runs)
 	@if command -v aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc >/dev/null; then $(MAKE) --no-print-directory device-arm; fi
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) examples/digits.py $(B)/digits && $(MAKE) --no-print-directory size OPS=$(B)/digits/model.omd
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "full or not full" $(or $(TESTS),tests/ondevice)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "$(or $(MARKS),full or not full)" $(or $(TESTS),tests/ondevice)
 PUBLIC      = $(shell grep -oE '\bom_[a-z0-9_]+[$(LP)]' csrc/ortmodule.h | tr -d '$(LP)' | sort -u)
 $(B)/libortmodule.a: $(OBJ) $(B)/include/ortmodule.h
 	@cd $(B) && $(DEV_CROSS)ar x $(PBC) protobuf-c.o
@@ -301,8 +301,9 @@ $(B)/libortmodule.so: $(B)/libortmodule.a
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S  ?= 60
 FUZZ_CC ?= $(if $(shell command -v clang),clang,$(CC))
-fuzz: lib   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by coverage; FUZZ_CC=gcc: blindly)
+fuzz-built: lib
 	@$(MAKE) --no-print-directory B=$(B)/fuzz-$(FUZZ_CC) KB=$(B) CC=$(FUZZ_CC) OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined$(if $(filter clang%,$(FUZZ_CC)),$(comma)fuzzer-no-link)' fuzz-bin
+fuzz: fuzz-built   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by coverage; FUZZ_CC=gcc: blindly)
 	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz-$(FUZZ_CC)/seeds
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/corpus
 	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=1 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
@@ -311,8 +312,7 @@ plan-fuzz: build lib   ## N random graphs (FIRST: the first seed) through the pl
 	@for isa in $(ISAS); do ORTMODULE_ISA=$$isa OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/engine/test_plan_fuzz.py $(or $(FIRST),0) $$(($(or $(FIRST),0) + $(N))) || exit 1; done
 comma := ,
 fuzz-bin: $(B)/fuzz_onnx $(B)/fuzz_files
-fuzz-files: lib   ## fuzz what a device reads (checkpoints, packed files) for FUZZ_S seconds
-	@$(MAKE) --no-print-directory B=$(B)/fuzz-$(FUZZ_CC) KB=$(B) CC=$(FUZZ_CC) OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined$(if $(filter clang%,$(FUZZ_CC)),$(comma)fuzzer-no-link)' fuzz-bin
+fuzz-files: fuzz-built   ## fuzz what a device reads (checkpoints, packed files) for FUZZ_S seconds
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/ondevice/seeds.py $(B)/fuzz-$(FUZZ_CC)/files
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/files-corpus
 	OM_FUZZ_TRAINER=$(B)/fuzz-$(FUZZ_CC)/files/0.omd $(B)/fuzz-$(FUZZ_CC)/fuzz_files -max_total_time=$(FUZZ_S) -max_len=32768 -timeout=5 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(if $(filter clang%,$(FUZZ_CC)),$(B)/fuzz-$(FUZZ_CC)/files-corpus) $(B)/fuzz-$(FUZZ_CC)/files
@@ -332,7 +332,7 @@ asan: lib   ## run TESTS (default: operators, planner, readers) under ASAN and U
 	$(ASAN_RUN) $(PY) -P -m pytest -q --tb=short --capture=sys -p no:cacheprovider -o pythonpath=tests $(if $(TESTS),$(TESTS),tests/ops $(patsubst %,tests/passes/test_%.py,simplify fold cse bias layout patterns fuse) $(patsubst %,tests/engine/test_%.py,plan text onnx onnx_write onnx_gradients expr))
 
 test: build lib   ## build and run the tests (TESTS=path picks some)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 $(if $(TESTS),$(TESTS),tests)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadgroup $(if $(TESTS),$(TESTS),tests)
 test-full: build lib   ## what `make test` leaves out: models of default size beside eager in fp64 and fp32 (6 GB), the other rows of tests/scale (20 minutes)
 	$(PY) -m pytest -q -m full tests/models/test_models_full.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m full tests/scale

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
+from ortmodule.capture import marks
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -253,8 +254,9 @@ def test_what_is_left_behind_has_its_gradient(layer: type[Layer]) -> None:
         assert sum(g.forwards for g in report.graphs) >= 2 and "as it leaves tensors behind" in str(report)
 
 
-def test_more_than_can_be_cut_out_run_in_pytorch() -> None:
-    eager = Net(InObject, 65)
+def test_more_than_can_be_cut_out_run_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "MOST", 4)
+    eager = Net(InObject, 5)
     wrapped = ORTModule(copy.deepcopy(eager))
     for _ in range(4):
         x = torch.randn(2, 5, 6)
