@@ -17,6 +17,13 @@ _SITE = tuple({path + os.sep for path in (
     os.path.dirname(os.path.dirname(TORCH_DIR)), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
     os.path.join(_STD_DIR, "site-packages"),
     *[p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")])})  # fmt: skip
+
+
+def of_program(path: str) -> bool:
+    """The user's own, and no installed package's."""
+    return not path.startswith((TORCH_DIR, OWN_DIR, _STD_DIR, *_SITE, "<"))
+
+
 # Gathers ZeRO-3's parameters when they are read. What it keeps for that (a stack of the modules that are in forward:
 # another one where torch.utils.checkpoint calls again) is nothing that forward computes with.
 _GATHERS = os.path.join(os.sep + "deepspeed", "runtime", "zero", "parameter_offload.py")

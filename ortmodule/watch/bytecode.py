@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import patches
+from ..libraries import of_program
 
 UNKNOWN: Any = object()  # an operand that cannot be told
 
@@ -91,7 +92,7 @@ def analyse(code: types.CodeType) -> Code:
     end()
     if {"setattr", "delattr"}.intersection(names):  # by whichever of its words
         puts.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
-    if {"modules", "import_module", "__import__"}.intersection(names):  # modules by their names
+    if of_program(code.co_filename) and {"modules", "import_module", "__import__"}.intersection(names):  # by name
         imports.update((x, None) for x in code.co_consts if isinstance(x, str) and x.replace(".", "_").isidentifier())
     made = Code(frozenset(names), tuple(found), chains, frozenset(bare), tuple(stored), tuple(imports),
                  _compared(code), _typed(code), frozenset(puts))  # fmt: skip

@@ -126,12 +126,8 @@ class Calls(Modules):
         if {"object", "__getattribute__"} <= known.names:
             for where, own in self._dicts:
                 self._looks_into(where, own)
-        if not self._past_reads and _PAST_READS & known.names:
-            self._past_reads = True
-            for obj in list(self._objects.values()):
-                self._copied(obj, self._module_at(frame))
-        if "__globals__" in known.names:
-            self._problem(key, "looks through the __globals__ of a function")
+        if libraries.of_program(code.co_filename):
+            self._reads_past(frame, known)
         for how, pair in known.compared:
             self._compares(frame, how, pair)
         for x in known.typed if self.symbolic and not self.quiet else ():
@@ -142,7 +138,7 @@ class Calls(Modules):
         names |= new
         for cls, (token, _, _) in list(self._classes.items()):
             own = vars(cls)
-            for name in own if LOOKS_INSIDE & new else new:
+            for name in new:
                 if name in own:
                     self._mapped(cls, name, token)
         space = frame.f_globals
@@ -191,6 +187,24 @@ class Calls(Modules):
                 for n in known.names:
                     self._follow(module, [(n,)], key)
                 self._puts(module, [(n,) for n in known.names], known.puts, key)
+
+    def _reads_past(self, frame: types.FrameType, known: bytecode.Code) -> None:
+        """The user's own code is entered, which may read attributes otherwise than by their names."""
+        code, key = frame.f_code, id(frame.f_code)
+        if not self._past_reads and _PAST_READS & known.names and code.co_name != "__getattribute__":
+            self._past_reads = True
+            for obj in list(self._objects.values()):
+                self._all_read(obj, self._module_at(frame))
+        if LOOKS_INSIDE & known.names:
+            named = [frame.f_globals.get(name) for name in known.globals]
+            classes = [x for x in named if isinstance(x, type) and user_class(x)]
+            if {"type", "__class__"} & known.names and not self._class_looks:
+                self._class_looks = True
+                classes += [type(obj) for obj in self._objects.values()]
+            for cls in dict.fromkeys(classes):
+                self._looks_at_class(cls, key)
+        if "__globals__" in known.names:
+            self._problem(key, "looks through the __globals__ of a function")
 
     def _builtin(self, name: str, key: int, code: types.CodeType) -> None:
         """A name that may stand in builtins, where somebody has put it."""

@@ -73,6 +73,7 @@ class Values(Table):
         self._met: dict[int, Met] = {}  # containers, and dictionaries of objects
         self._objects: dict[int, Any] = {}  # objects whose attributes are watched
         self._past_reads = False  # code has run that may read them past what watches
+        self._class_looks = False  # and that may read the dictionaries of their classes
         self._object_reads: set[tuple[int, str]] = set()
         self._own_dicts: set[int] = set()
         self._spaces: dict[type, Any] = {}
@@ -289,6 +290,8 @@ class Values(Table):
                 self._container(own, token, name)
         elif self._past_reads:
             self._all_read(v, token)
+        if self._class_looks:
+            self._looks_at_class(cls, token)
 
     def _all_read(self, v: Any, token: Any) -> None:
         """All attributes of an object that is watched may have been read."""
@@ -395,9 +398,16 @@ class Values(Table):
             if base not in self._classes:
                 known = {k: v for k, v in own.items() if k != "__getattribute__"}
                 self._classes[base] = token, known, base.__qualname__
-            names = self._attribute_names[quiet]
-            for name in list(own) if LOOKS_INSIDE & names else names:
+            for name in self._attribute_names[quiet]:
                 if name in own:
+                    self._mapped(base, name, token)
+
+    def _looks_at_class(self, cls: type, token: Any) -> None:
+        """The program's own code may read all that stands on a class of its own."""
+        for base in cls.__mro__:
+            file = getattr(sys.modules.get(base.__module__), "__file__", None)
+            if user_class(base) and (file is None or libraries.of_program(file)):
+                for name in list(vars(base)):
                     self._mapped(base, name, token)
 
     def _patch(self, cls: type) -> bool:
