@@ -442,12 +442,19 @@ def _raises(original: Callable[..., Any], turned: bool) -> Callable[..., Any]:
     return op
 
 
-def _length(original: Callable[..., int]) -> Callable[..., Any]:
-    """len(): of a tensor, in the user's code, a size like any other. Python's own makes it a number."""
+_SIZED = frozenset((tuple, list, dict, str, set, torch.Size))
 
-    def length(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dim() and _users(sys._getframe(2)):
-            return x.shape[0]
+
+def _length(original: Callable[..., int]) -> Callable[..., Any]:
+    """len(): of a tensor, in the user's code, a size like any other. Python's own makes it a number. (Traces call it
+    some 100,000 times.)"""
+    me = threading.get_ident()
+
+    @functools.wraps(original)
+    def length(x: Any, /) -> Any:
+        if type(x) not in _SIZED and isinstance(x, Tensor) and threading.get_ident() == me:
+            if x.dim() and _users(sys._getframe(1)):
+                return x.shape[0]
         return original(x)
 
     return length
@@ -806,7 +813,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
         Patch(private.numbers, _NUMBER_OPS, only_here(_edited(vars(private.numbers)[_NUMBER_OPS]),
                                                       vars(private.numbers)[_NUMBER_OPS])),
         *_processes(),
-        Patch(builtins, "len", only_here(_length(len), len)),
+        Patch(builtins, "len", _length(len)),
         *[Patch(cls, name, only_here(_number(vars(cls)[name]), vars(cls)[name]))
           for cls, name in _NUMBERS if name in vars(cls)],
         *[Patch(cls, name, only_here(make(vars(cls)[name], turned), vars(cls)[name]))

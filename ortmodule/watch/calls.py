@@ -32,7 +32,7 @@ from . import bytecode, outside
 from .bytecode import UNKNOWN
 from .modules import Modules
 from .outside import decimal_context
-from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ITEM, UNMAPPED
+from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ITEM, UNMAPPED, for_itself
 from .values import ATOMS, LOOKS_INSIDE
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
@@ -381,6 +381,8 @@ class Calls(Modules):
             self._problem_at(where, special.format(code.co_name), user)
 
     def _c_called(self, frame: types.FrameType, function: Any) -> None:
+        if for_itself(frame.f_code.co_filename):
+            return
         where, user = self._reader(frame)
         if user is None:
             return

@@ -6,6 +6,7 @@ Tokens say who has read or changed something: the name of a module in the tree, 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -21,6 +22,18 @@ from ..libraries import is_library
 
 # kinds of rows, see csrc/python/guard.c
 ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS = range(12)
+
+
+@functools.cache
+def for_itself(path: str) -> bool:
+    """Is what the code of this file calls its own affair, whoever has called it: torch's, logging's?"""
+    return is_library(path) and (
+        not libraries.in_std(path)
+        and not path.startswith("<frozen")
+        and f"{os.sep}torch{os.sep}backends{os.sep}" not in path
+        or f"{os.sep}logging{os.sep}" in path
+        or path.endswith(("warnings.py", "threading.py"))
+    )
 
 
 class Problem(NamedTuple):
@@ -115,13 +128,7 @@ class Table:
             path = frame.f_code.co_filename
             if not is_library(path):
                 return self._module_at(frame), frame
-            if (
-                not libraries.in_std(path)
-                and not path.startswith("<frozen")
-                and f"{os.sep}torch{os.sep}backends{os.sep}" not in path
-                or f"{os.sep}logging{os.sep}" in path
-                or path.endswith(("warnings.py", "threading.py"))
-            ):
+            if for_itself(path):
                 return "", None
             frame = frame.f_back
         return "", None
