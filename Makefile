@@ -334,7 +334,7 @@ asan: lib   ## run TESTS (default: operators, planner, readers) under ASAN and U
 test: build lib   ## build and run the tests (TESTS=path picks some)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadgroup $(if $(TESTS),$(TESTS),tests)
 test-full: build lib   ## what `make test` leaves out: models of default size beside eager in fp64 and fp32 (6 GB), the other rows of tests/scale (20 minutes)
-	$(PY) -m pytest -q -m full tests/models/test_models_full.py
+	$(PY) -m pytest -q -m full tests/models tests/module
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m full tests/scale
 
 check-avx512: build lib   ## run TESTS on an emulated CPU with AVX-512, on any Debian machine (tests/avx512)

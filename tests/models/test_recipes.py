@@ -32,7 +32,7 @@ def test_one_command(name: str, more: tuple[str, ...]) -> None:
     assert not more or eager["batch"] == ours["batch"] == 0  # nothing runs in 1 MiB
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_torch_compile_is_a_row_or_a_sentence(tmp_path: Path) -> None:
     """Where nothing compiles for it, as here: the error that ended it in one line, and the rows of the others."""
     done = run("recipes/recipes.py", "gpt2", "--arms", "compile,eager", "--", "--steps", "1", "--length", "16", "--batch", "1", CXX="/none", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
