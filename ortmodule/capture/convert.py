@@ -716,12 +716,13 @@ def _refused_sizes(n: Node) -> str | None:
         given = n.args[2:4] if name.endswith("logits") else n.args[2:3]
         if any(isinstance(w, Node) and _widens(w.val.shape, n.args[0].val.shape) for w in given):
             return f"{name} with a weight of more elements than its input"
-    if name == "scaled_dot_product_attention" and isinstance(mask := n.args[3] if len(n.args) > 3 else None, Node):
-        if mask.val.dim() > max(x.val.dim() for x in n.args[:2]):
+    if name == "scaled_dot_product_attention":
+        scores = max(x.val.dim() for x in n.args[:2])
+        if any(isinstance(mask, Node) and mask.val.dim() > scores for mask in n.args[3:4]):
             return f"{name} with a mask of more axes than its scores"
     if "upsample_" in name and isinstance(n.val, Tensor) and 0 in [d for d in n.val.shape if isinstance(d, int)]:
         return f"{name} to a size of 0"
-    if name == "multi_margin_loss" and n.args[0].val.dim() == 1 and n.args[-1] == 0:
+    if name == "multi_margin_loss" and n.args[0].val.dim() == 1 and bound(n)[-1] == 0:
         return f"{name} of one row without a reduction, whose result has another shape in a trace"
     return None
 

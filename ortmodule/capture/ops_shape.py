@@ -669,13 +669,18 @@ def _between(c: Converter, v: Val, axis: int, new: Any, at: Val, cubic: bool) ->
     return sum_
 
 
+def _weighted(v: Val) -> None:
+    """Can the engine take means of these elements?"""
+    not_empty(v, "interpolate")
+    if v.dtype == torch.uint8:
+        raise NotHere("interpolate of images in bytes, whose weights are integers, too")
+
+
 @row("upsample_bicubic2d.vec", "upsample_bicubic2d")
 def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
     v, out = c.v(x), shape_of(n.val)
-    not_empty(v, "interpolate")
+    _weighted(v)
     dtype = v.dtype
-    if dtype == torch.uint8:
-        raise NotHere("interpolate of images in bytes, whose weights are integers, too")
     v = c.cast(v, torch.float32) if dtype != F64 else v
     given = _scales(n, scales)
     if v.shape == out:  # PyTorch copies then, whatever factor was given
@@ -707,9 +712,7 @@ def upsample_bicubic(c: Converter, n: Node, x: Node, _size: Any, corners: bool, 
 def upsample_linear(c: Converter, n: Node, x: Node, _size: Any, corners: bool, *scales: Any) -> Val:
     """Axis after axis: neighbours below and above every sampling point, and the weight between them."""
     v, out = c.v(x), shape_of(n.val)
-    not_empty(v, "interpolate")
-    if v.dtype == torch.uint8:
-        raise NotHere("interpolate of images in bytes, whose weights are integers, too")
+    _weighted(v)
     given = _scales(n, scales)
     for axis in range(2, v.rank):
         size, new = v.shape[axis], out[axis]

@@ -162,3 +162,20 @@ def test_limits(name: str) -> None:
     assert x.grad[:2].tolist() == pytest.approx(slopes, abs=1e-300) and x.grad[3:5].tolist() == pytest.approx(slopes)
     assert x.grad[2].isnan() and y[2].isnan() and y[1] == INF
     assert math.isclose(x.grad[5], slope(lambda v: float(f(number(v))), 0.5), rel_tol=1e-8)
+
+
+def test_a_recurrent_relu() -> None:
+    """The gradient goes on through NaN, as through relu itself."""
+    torch.manual_seed(0)
+    eager = nn.RNN(1, 1, nonlinearity="relu").double()
+    with torch.no_grad():
+        for p in eager.parameters():
+            p.abs_()
+    grads = []
+    for model in (eager, ORTModule(eager)):
+        x = torch.tensor([[1.0], [math.nan], [2.0]], dtype=torch.float64, requires_grad=True)
+        model(x)[0].sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    assert bool((grads[0] > 0).all())
+    torch.testing.assert_close(grads[1], grads[0])

@@ -95,9 +95,10 @@ def test_types_whatever_the_default_was_at_the_first_capture(kind: type[nn.RNNBa
     eager = kind(4, 3)
     ours, x = ORTModule(copy.deepcopy(eager), strict=True), torch.randn(5, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
+        mine = ours(x)[0].dtype
         try:
             there = eager(x)[0].dtype
         except RuntimeError as raised:  # oneDNN's LSTM on a processor without AVX-512
             assert kind is nn.LSTM and "could not create a primitive descriptor" in str(raised), raised
-            there = ours(x)[0].dtype
-        assert ours(x)[0].dtype == there
+            pytest.skip("PyTorch has no kernel for these types on this processor")
+        assert mine == there

@@ -8,7 +8,7 @@
     static void relu_##S(const om_recurrent_row *r, int64_t n) {                                                       \
         const T *g = r->gate;                                                                                          \
         T *h = r->h;                                                                                                   \
-        LOOP h[i] = g[i] < 0 ? 0 : g[i];                                                                              \
+        LOOP h[i] = g[i] < 0 ? 0 : g[i];                                                                               \
     }                                                                                                                  \
     static void tanh_rows_##S(const om_recurrent_row *r, int64_t n) {                                                  \
         const T *g = r->gate;                                                                                          \
