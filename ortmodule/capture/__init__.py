@@ -42,6 +42,7 @@ from . import (  # noqa: F401  the rows of ops_* register themselves
     ops_math,
     ops_nn,
     ops_recurrent,
+    ops_resize,
     ops_select,
     ops_sequence,
     ops_shape,

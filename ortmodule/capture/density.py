@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .convert import bound
 from .cuts import Interpreter
 from .export import Exported
 from .functional import Node, Program
+from .operands import bound
 
 Density = tuple[str, str, float]
 """label | embedding, the module it belongs to, percent."""
