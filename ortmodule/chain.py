@@ -52,7 +52,7 @@ from torch.autograd.graph import increment_version
 from . import _C, autocast, cuda_engine, masks, ranks
 from . import torch_private as private
 from .capture import Captured
-from .capture.functional import SIZES, View
+from .capture.program import SIZES, View
 from .holders import holders_when_dropped
 from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, hooks_at_rest
 from .links import Arrived, Live, put_around, shown

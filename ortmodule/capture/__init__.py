@@ -54,10 +54,11 @@ from .convert import HostOp, convert
 from .density import Density, densities
 from .export import Exported, capture_error, export_module
 from .facts import Test, format_of
-from .functional import STOP, Node, Program, View, functionalize
+from .functional import functionalize
 from .layouts import OneNow
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import Recorded, without_values
+from .program import STOP, Node, Program, View
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .. import autocast
 from .. import torch_private as private
-from .functional import COPY, FILL, Node, pure_of
+from .functional import pure_of
+from .program import COPY, FILL, Node
 
 _VALUES = {"copy_": COPY, "fill_": FILL, "zero_": FILL}
 

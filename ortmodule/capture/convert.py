@@ -28,10 +28,10 @@ from ..errors import CaptureError
 from . import layouts, opaque, symbolic
 from .composites import apart
 from .export import Exported
-from .functional import Node, Program, draws
 from .onnx_build import DOMAINS, ONNX_TYPE, Builder, UnsupportedError, Val, _attribute, expr_of, shape_of
 from .onnx_functions import functions
 from .operands import bound, eager_refuses
+from .program import Node, Program, draws
 from .refused import talks
 from .registered import ATEN, GRADIENTS, STOPPED, Key, NotServed, called, key_of, optimized, registered_call
 

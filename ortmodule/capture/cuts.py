@@ -21,10 +21,10 @@ from .. import autocast
 from .. import torch_private as private
 from . import opaque
 from .export import Exported, Source
-from .functional import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
 from .marks import CutError, Mark
 from .onnx_build import expr_of, shape_of
 from .opaque import CUT
+from .program import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
 
 _CONE = 64  # nodes computed again in a later part rather than handed over
 

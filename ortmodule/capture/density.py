@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .cuts import Interpreter
 from .export import Exported
-from .functional import Node, Program
 from .operands import bound
+from .program import Node, Program
 
 Density = tuple[str, str, float]
 """label | embedding, the module it belongs to, percent."""

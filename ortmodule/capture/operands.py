@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import autocast
-from .functional import Node, draws
+from .program import Node, draws
 
 F32, I64 = torch.float32, torch.int64
 _LOW = (torch.bfloat16, torch.float16)

@@ -10,9 +10,9 @@ import torch
 
 from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, holds, row
 from .elementwise import PLAIN
-from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import diagonal_of, numel
+from .program import Node
 
 
 def _exact(y: Any, dtype: torch.dtype) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .convert import _LOW, BOOL, F32, F64, I64, Converter, NotHere, broadcast, not_empty, row
-from .functional import BATCH_NORM, Node
 from .onnx_build import Val, expr_of, shape_of
+from .program import BATCH_NORM, Node
 
 
 def _like(c: Converter, w: Node | None, size: int, value: float, dtype: torch.dtype) -> Val:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .convert import Converter, NotHere, row
-from .functional import Node
 from .onnx_build import Val, shape_of
 from .ops_nn import dropped
+from .program import Node
 
 _KIND = {"lstm": ("LSTM", 4), "gru": ("GRU", 3), "rnn_tanh": ("RNN", 1), "rnn_relu": ("RNN", 1)}
 

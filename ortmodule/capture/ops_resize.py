@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .convert import F64, I64, Converter, NotHere, not_empty, row
-from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import sympify
+from .program import Node
 
 
 @row(

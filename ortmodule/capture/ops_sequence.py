@@ -16,8 +16,8 @@ from .. import torch_private as private
 from . import opaque
 from .convert import I64, Converter, NotHere, row
 from .export import Exported
-from .functional import Node, Program
 from .onnx_build import Val
+from .program import Node, Program
 
 CTC = "ctc_loss"
 _PICKS = (torch.ops.aten.masked_select.default, torch.ops.aten.index.Tensor)

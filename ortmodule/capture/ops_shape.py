@@ -9,8 +9,8 @@ import torch
 
 from .. import torch_private as private
 from .convert import BOOL, F64, I64, INT_MAX, Converter, NotHere, broadcast, holds, row
-from .functional import COPY, FILL, STOP, THROUGH, ZERO, Node
 from .onnx_build import Val, expr_of, shape_of
+from .program import COPY, FILL, STOP, THROUGH, ZERO, Node
 
 
 @row(STOP, "detach", "alias_copy.detach")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .convert import BOOL, I64, Converter, NotHere, row
-from .functional import Node
 from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import numel
+from .program import Node
 
 _NAMES = {"acos": "Acos", "asin": "Asin", "atan": "Atan", "acosh": "Acosh", "atanh": "Atanh", "tan": "Tan",
           "sinh": "Sinh", "cosh": "Cosh", "lgamma": "LogGamma", "digamma": "Digamma"}  # fmt: skip

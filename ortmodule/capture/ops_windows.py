@@ -10,10 +10,10 @@ import torch
 
 from ..errors import CaptureError
 from .convert import F64, I64, Converter, NotHere, row
-from .functional import Node
 from .layouts import as_written, order_of
 from .onnx_build import Val, expr_of, shape_of
 from .ops_nn import _per_axis
+from .program import Node
 
 
 @row("conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")

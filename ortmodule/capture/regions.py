@@ -25,7 +25,7 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from . import opaque
 from .export import Exported
-from .functional import COPY, FILL, STOP, Node, Program
+from .program import COPY, FILL, STOP, Node, Program
 
 _NAMED: dict[str, Callable[..., Tensor]] = {
     STOP: lambda _shape, _at, x: x.detach(),

@@ -20,7 +20,7 @@ from .registered import ATEN, Key, array_of
 
 if TYPE_CHECKING:
     from .convert import Converter
-    from .functional import Node
+    from .program import Node
 
 F = TypeVar("F", bound=Callable[..., Any])
 SYMBOLICS: dict[Key, Callable[..., Any]] = {}

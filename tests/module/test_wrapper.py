@@ -146,14 +146,14 @@ def test_an_index_out_of_range_is_pytorchs_error(name, grad):
 
 def test_errors_of_our_own_go_down_the_ladder(monkeypatch, caplog):
     """Whatever breaks in the capture: the submodule at hand goes to PyTorch, or the module."""
-    real = functional._Functionalizer.operation
+    real = functional.Functionalizer.operation
 
     def operation(self: Any, node: Any, target: Any, val: Any, env: Any) -> None:
         if "gelu" in str(target):
             raise ZeroDivisionError("ours")
         real(self, node, target, val, env)
 
-    monkeypatch.setattr(functional._Functionalizer, "operation", operation)
+    monkeypatch.setattr(functional.Functionalizer, "operation", operation)
     eager = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3))
     w = ORTModule(copy.deepcopy(eager))
     x = torch.randn(3, 4)
