@@ -45,7 +45,7 @@ nav:
 SECTIONS = {  # the others are under Inside
     "Coming from": ["MIGRATION", "COMPATIBILITY", "guide/from-torch-compile"],
     "Using it": ["MEMORY", "OPTIMIZERS", "SPARSITY", "DISTRIBUTED", "ON_DEVICE", "SETTINGS", "LOOKING_IN"],
-    "What holds": ["SEMANTICS", "guide/limits", "VERSIONS", "COVERAGE"],
+    "What holds": ["SEMANTICS", "PERFORMANCE", "guide/limits", "VERSIONS", "COVERAGE"],
 }
 SHORT = {  # where a title is longer than a line of the menu
     "MIGRATION": "onnxruntime-training, torch-ort", "COMPATIBILITY": "ORTModule 1.19.2, name by name",
