@@ -102,6 +102,8 @@ def analyse(code: types.CodeType) -> Code:
 
 _LOADS_ONE = {"LOAD_CONST": "constant", "LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_FAST": "local",
               "LOAD_FAST_CHECK": "local", "LOAD_FAST_BORROW": "local", "LOAD_DEREF": "free"}  # fmt: skip
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_ENDS = ("STORE_", "RETURN_", "YIELD_", "RERAISE", "POP_TOP")
 _COMPARES = {"IS_OP": ("is",), "COMPARE_OP": ("==", "!=")}
 
 
@@ -136,14 +138,15 @@ def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
 
 def _typed(code: types.CodeType) -> tuple[Any, ...]:
     """The operands of every type(x), as _compared tells operands; of a kind of its own where it is computed from a
-    size."""
+    size. What an error's text alone says does not count."""
     if "type" not in code.co_names:
         return ()
     found: list[Any] = []
     arguments = _arguments(code)
     at: Any = UNKNOWN  # of a type( that is open; None: computed
     sized = False
-    for i in _instructions(code):
+    instructions = _instructions(code)
+    for n, i in enumerate(instructions):
         kind = _LOADS_ONE.get(i.opname)
         sized = sized or i.argval in ("shape", "size", "numel", "len")
         if kind == "global" and i.argval == "type":
@@ -151,7 +154,7 @@ def _typed(code: types.CodeType) -> tuple[Any, ...]:
         elif at is UNKNOWN:
             continue
         elif i.opname in ("CALL", "CALL_FUNCTION"):
-            if i.arg == 1:
+            if i.arg == 1 and not _raised(instructions[n + 1 :]):
                 computed = at is None or at[0] is UNKNOWN
                 found.append(("size", "", ()) if computed and sized else None if computed else at)
             at = UNKNOWN
@@ -162,6 +165,16 @@ def _typed(code: types.CodeType) -> tuple[Any, ...]:
         else:
             at = None
     return tuple(found)
+
+
+def _raised(rest: list[dis.Instruction]) -> bool:
+    """Does what is on the stack end in a `raise`, whatever comes?"""
+    for i in rest:
+        if i.opname == "RAISE_VARARGS":
+            return True
+        if i.opcode in _JUMPS or i.opname.startswith(_ENDS):
+            return False
+    return False
 
 
 def _instructions(code: types.CodeType) -> list[dis.Instruction]:
