@@ -215,6 +215,11 @@ TABLE: tuple[Row, ...] = (
     Row("trace_lines", ("torch.utils._traceback._extract_symbolized_tb",), "a capture takes longer", owner=True),
     Row("graph_code", ("torch.fx.GraphModule.recompile",), "a capture takes longer", owner=True,
         works=lambda cls: "_code" in cls(nn.Module(), torch.fx.Graph()).__dict__),
+    Row("known_results", ("torch._subclasses.fake_tensor.FakeTensorMode._output_from_cache_entry",
+                          "torch._subclasses.fake_tensor.FakeTensorMode._get_output_info_for_cache_entry",
+                          "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+                          "torch._subclasses.fake_tensor._CacheKeyState.__init__"),
+        "a capture with symbols takes longer", owner=True),
     Row("checkpoint", ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",
                        "torch.utils.checkpoint.noop_context_fn"), "what torch.utils.checkpoint stands around is kept "
         "for backward (but with use_reentrant=True): more memory", owner=True),

@@ -432,7 +432,8 @@ def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_
 
 def _light() -> contextlib.AbstractContextManager[None]:
     """A quarter of the tracing time goes into two things that nobody reads: source lines of the frames inside torch in
-    every node's stack trace, and Python code for graph modules that the next pass of the export rewrites."""
+    every node's stack trace, and Python code for graph modules that the next pass of the export rewrites; with symbols
+    another quarter into a second result of each operation, made for its dispatch keys (_like_result)."""
     rows: list[Patch] = []
     if private.has("trace_lines"):
         rows.append(Patch(private.trace_lines, "_extract_symbolized_tb",
@@ -444,7 +445,40 @@ def _light() -> contextlib.AbstractContextManager[None]:
             return None if "_code" in gm.__dict__ else recompile(gm)
 
         rows.append(Patch(fx.GraphModule, "recompile", only_here(once, recompile)))
+    if private.has("known_results"):
+        mode, name = private.known_results, "_output_from_cache_entry"
+        rows.append(Patch(mode, name, only_here(_like_result(getattr(mode, name)), getattr(mode, name))))
     return replaced(*rows)
+
+
+def _like_result(made: Callable[..., Any]) -> Callable[..., Any]:
+    """Before it keeps what it knows of a result for the next call of the kind, PyTorch makes such a result and looks at
+    its dispatch keys. They do not depend on sizes, and a tensor of symbolic ones asks a dozen questions of them."""
+    module = sys.modules[private.FakeTensor.__module__]
+
+    def result(self: Any, state: Any, entry: Any, *rest: Any) -> Any:
+        like = entry.output_infos[0].metadata
+        asked = sys._getframe(2).f_code.co_name == "_get_output_info_for_cache_entry"
+        if not asked or like is None or like.layout is not torch.strided or not state.known_symbols or any(
+            map(_of_data, state.known_symbols)
+        ):
+            return made(self, state, entry, *rest)
+        ones = [1] * len(like.shape)
+        with module.in_kernel_invocation_manager(self):
+            small = torch.empty_strided(ones, ones, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
+        if like.is_conj:
+            torch._C._set_conj(small, True)
+        if like.is_neg:
+            torch._C._set_neg(small, True)
+        return private.FakeTensor(self, small, like.device)
+
+    return result
+
+
+@functools.cache
+def _of_data(symbol: Any) -> bool:
+    """Is it a size that only data knows?"""
+    return bool(private.free_unbacked_symbols(symbol))
 
 
 def _users_lines(found: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
