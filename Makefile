@@ -332,10 +332,10 @@ asan: lib   ## run TESTS (default: operators, planner, readers) under ASAN and U
 	$(ASAN_RUN) $(PY) -P -m pytest -q --tb=short --capture=sys -p no:cacheprovider -o pythonpath=tests $(if $(TESTS),$(TESTS),tests/ops $(patsubst %,tests/passes/test_%.py,simplify fold cse bias layout patterns fuse) $(patsubst %,tests/engine/test_%.py,plan text onnx onnx_write onnx_gradients expr))
 
 test: build lib   ## build and run the tests (TESTS=path picks some)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadgroup $(if $(TESTS),$(TESTS),tests)
-test-full: build lib   ## what `make test` leaves out: models of default size beside eager in fp64 and fp32 (6 GB), the other rows of tests/scale (20 minutes)
-	$(PY) -m pytest -q -m full tests/models tests/module
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m full tests/scale
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile $(if $(TESTS),$(TESTS),tests)
+test-full: build lib   ## what `make test` leaves out (tests/full.py): models of default size beside eager in fp64 and fp32 (6 GB), other rows (an hour)
+	$(PY) -m pytest -q -m full tests/models/test_models_full.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m full tests --ignore tests/models/test_models_full.py --ignore tests/ondevice/test_build.py
 
 check-avx512: build lib   ## run TESTS on an emulated CPU with AVX-512, on any Debian machine (tests/avx512)
 	tests/avx512/check.sh $(if $(TESTS),$(TESTS),tests/ops tests/passes/test_fuse.py tests/optim/test_kernels.py tests/engine/test_gemm_scratch.py --deselect tests/optim/test_kernels.py::test_every_instruction_set)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 
+import full
 import pytest
 import torch
 
@@ -25,6 +26,11 @@ if os.environ.get("OM_MODULES_ON"):
                 torch.cuda.synchronize()
             except RuntimeError:
                 os._exit(3)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    full.mark(config, items)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from cuda.children import child, on_fake
 
 from engine import ROOT
 
-pytestmark = [on_fake, pytest.mark.xdist_group("every_operator")]  # `told` is made once
+pytestmark = on_fake
 
 ON_THE_CPU: set[str] = set()  # docs/GPU_STATUS.md
 VIEWS = {"reshape", "permute", "expand", "slice", "flip", "stop_grad", "straight_through", "zero_grad"}  # move nothing

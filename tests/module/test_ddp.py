@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 if not dist.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("ddp")  # `results` are made once
 RANKS = 4
 CASES: dict[str, dict[str, Any]] = {
     "default": {},

