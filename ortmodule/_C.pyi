@@ -48,6 +48,10 @@ def watch_calls(
 def watch_end() -> None:
     """Ends watch_calls."""
 
+def attributes_asked(cls: type, names: frozenset[str], ask: Callable[[Any, str], Any]) -> Any:
+    """A __getattribute__ for cls (four classes of a process at most), object's otherwise: ask(self, name) answers for
+    `names`, on this thread."""
+
 def adam_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -8,6 +8,7 @@
  *              through PyEval_SetProfile, because sys.setprofile builds the locals of every frame of torch that runs;
  *              that function is not part of the limited API, but has had one signature since Python 2 and is looked up
  *              at run time.
+ * attributes_asked  while a capture runs: a __getattribute__ of a class that tells when one of some names is asked for.
  *
  * Only one thread watches at a time (watch/ holds a lock), so what it has met lies in static tables.
  */
@@ -370,7 +371,44 @@ static PyObject *py_watch_end(PyObject *self, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+/* --- attributes_asked ---------------------------------------------------------------------------- */
+
+/* By class; what a class was given last. PyTorch asks a symbolic number for attributes some ten thousand times in a
+ * trace: in Python that is a tenth of its time. */
+static struct { PyTypeObject *cls; PyObject *names, *ask; unsigned long thread; } asked[4];
+enum { ASKED_MAX = (int)(sizeof asked / sizeof *asked) };
+
+static PyObject *asked_get(PyObject *self, PyObject *name) {
+    for (int i = 0; i < ASKED_MAX; i++) {
+        if (asked[i].cls != Py_TYPE(self)) continue;
+        int in = asked[i].thread == PyThread_get_thread_ident() ? PySet_Contains(asked[i].names, name) : 0;
+        if (in < 0) return NULL;
+        if (in) return PyObject_CallFunctionObjArgs(asked[i].ask, self, name, NULL);
+        break;
+    }
+    return PyObject_GenericGetAttr(self, name);
+}
+
+static PyObject *py_attributes_asked(PyObject *self, PyObject *args) {
+    static PyMethodDef get = {"__getattribute__", asked_get, METH_O, NULL};
+    (void)self;
+    PyObject *cls, *names, *ask;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyType_Type, &cls, &names, &ask)) return NULL;
+    if (!PyFrozenSet_Check(names)) return PyErr_Format(PyExc_TypeError, "attributes_asked: names must be a frozenset");
+    int at = 0;
+    while (at < ASKED_MAX && asked[at].cls && asked[at].cls != (PyTypeObject *)cls) at++;
+    if (at == ASKED_MAX)
+        return PyErr_Format(PyExc_RuntimeError, "attributes_asked: of %d classes at most", ASKED_MAX);
+    PyObject *old[] = {(PyObject *)asked[at].cls, asked[at].names, asked[at].ask};
+    Py_INCREF(cls), Py_INCREF(names), Py_INCREF(ask);
+    asked[at].cls = (PyTypeObject *)cls, asked[at].names = names, asked[at].ask = ask;
+    asked[at].thread = PyThread_get_thread_ident();
+    for (int i = 0; i < 3; i++) Py_XDECREF(old[i]);
+    return PyDescr_NewMethod((PyTypeObject *)cls, &get);
+}
+
 PyMethodDef om_guard_methods[] = {
+    {"attributes_asked", py_attributes_asked, METH_VARARGS, NULL},
     {"guard_hash", py_guard_hash, METH_O, NULL},
     {"guard_check", py_guard_check, METH_O, NULL},
     {"watch_calls", py_watch_calls, METH_VARARGS, NULL},

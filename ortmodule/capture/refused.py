@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import autocast
+from .. import _C, autocast
 from .. import torch_private as private
 from ..errors import TimeUp
 from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards, tried
@@ -368,17 +368,11 @@ _OF_NUMBERS = {symbol: frozenset(name for name in vars(kind) if not name.startsw
                for symbol, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))}
 
 
-def _class(original: Callable[..., Any]) -> Callable[..., Any]:
-    """__getattribute__ of a symbolic number: isinstance(size, int) holds for the user's code, as in eager."""
-
-    def get(self: Any, name: str) -> Any:
-        if name == "__class__" and _users(sys._getframe(2)):
-            return _AS[type(self)]
-        if name in _OF_NUMBERS[type(self)] and _users(sys._getframe(2)):
-            return getattr(_AS[type(self)](self), name)
-        return original(self, name)
-
-    return get
+def _class(self: Any, name: str) -> Any:
+    """An attribute of a symbolic number: isinstance(size, int) holds for the user's code, as in eager."""
+    if not _users(sys._getframe(1)):
+        return object.__getattribute__(self, name)
+    return _AS[type(self)] if name == "__class__" else getattr(_AS[type(self)](self), name)
 
 
 def _text(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -818,8 +812,8 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
           for cls, name in _NUMBERS if name in vars(cls)],
         *[Patch(cls, name, only_here(make(vars(cls)[name], turned), vars(cls)[name]))
           for cls, name, make, turned in _ARITHMETIC if name in vars(cls)],
-        *[Patch(cls, "__getattribute__", only_here(_class(cls.__getattribute__), cls.__getattribute__))
-          for cls in _AS],
+        *[Patch(cls, "__getattribute__", _C.attributes_asked(cls, names | {"__class__"}, _class))
+          for cls, names in _OF_NUMBERS.items()],
         *[Patch(cls, "__repr__", only_here(_text(cls.__repr__), cls.__repr__)) for cls in _AS],
         *[Patch(cls, name, only_here(_as_number(getattr(cls, name)), getattr(cls, name)))
           for cls in _AS for name in ("__hash__", "__format__")],

@@ -138,7 +138,7 @@ def _compared(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
 
 def _typed(code: types.CodeType) -> tuple[Any, ...]:
     """The operands of every type(x), as _compared tells operands; of a kind of its own where it is computed from a
-    size. What an error's text alone says does not count."""
+    size. The text of an error does not count."""
     if "type" not in code.co_names:
         return ()
     found: list[Any] = []
@@ -154,7 +154,7 @@ def _typed(code: types.CodeType) -> tuple[Any, ...]:
         elif at is UNKNOWN:
             continue
         elif i.opname in ("CALL", "CALL_FUNCTION"):
-            if i.arg == 1 and not _raised(instructions[n + 1 :]):
+            if i.arg == 1 and not _told(instructions[n + 1 :]):
                 computed = at is None or at[0] is UNKNOWN
                 found.append(("size", "", ()) if computed and sized else None if computed else at)
             at = UNKNOWN
@@ -167,8 +167,10 @@ def _typed(code: types.CodeType) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _raised(rest: list[dis.Instruction]) -> bool:
-    """Does what is on the stack end in a `raise`, whatever comes?"""
+def _told(rest: list[dis.Instruction]) -> bool:
+    """Does what is on the stack become part of a text, with which a `raise` ends, whatever comes?"""
+    if not rest or not rest[0].opname.startswith(("FORMAT_", "CONVERT_VALUE")):
+        return False
     for i in rest:
         if i.opname == "RAISE_VARARGS":
             return True

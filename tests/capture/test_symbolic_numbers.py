@@ -58,6 +58,37 @@ def test_numbers_look_as_in_eager(kind: str) -> None:
         assert model.report().n_captures == 2, str(model.report())  # sizes and numbers stay symbols
 
 
+class Unknown(TypeError):
+    pass
+
+
+def checked(k: Any) -> float:
+    if k is None:
+        raise Unknown(f"no number, a {type(k)}")
+    return k * 1.0
+
+
+def rejected(k: Any) -> float:
+    try:
+        if k > 0:
+            raise Unknown(type(k))
+    except Unknown as error:
+        return 2.0 if error.args[0] is int else 3.0
+    return 1.0
+
+
+@pytest.mark.parametrize("kind", [checked, rejected])
+def test_the_class_of_a_number_in_an_error(kind: Callable[[Any], float]) -> None:
+    """What nobody reads is no question: one capture for all sizes."""
+    torch.manual_seed(0)
+    net = Net(lambda x, k: kind(x.shape[0]))
+    model = ORTModule(net)
+    for rows in (2, 3, 5, 4, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(model(x, 0), net.layer(x) * kind(rows))
+    assert kind is rejected or model.report().n_captures == 2, str(model.report())
+
+
 ARITHMETIC: dict[str, tuple[Callable[[Tensor, Any], Any], tuple[Any, ...]]] = {
     "floor division by 0": (lambda x, k: 7 // k, (1, 2, 3, 0, 5)),
     "remainder by 0": (lambda x, k: 7 % k, (1, 2, 3, 0, 5)),
