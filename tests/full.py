@@ -16,9 +16,18 @@ FULL: dict[str, list[str]] = {
         "[question_answering]", "[seq2seq]", "[vision --net vit]", "[lightning_callback]", "[trl_trainers]", "[trl_trainers --dpo]", "[peft_lora]",
         "[bert_pretraining]", "[bert_pretraining --phase 2]", "test_arms_side_by_side",
     ],
+    "module/test_checkpoint.py": [
+        "[wide_llama-False]", "[wide_gpt2-True]", "[{'memory_budget': '99%'}]", "[{'segment_mb': 0.01}]", "test_regions_within_regions[False]",
+        "test_checkpoint_sequential[False]", "[False-True]", "[True-False]",
+    ],
     "module/test_left_behind.py": ["[Weights]", "[InObject]", "[Queued]", "[Filled]"],
     "module/test_memory_half.py": ["[neox]"],
     "module/test_memory_level.py": ["[t5-25.0]", "[t5-0.01]", "[llama-25.0]"],
+    "module/test_left_to_pytorch.py": ["[attentions]"],
+    "module/test_padded_batches.py": [
+        "[t5-sdpa-False]", "[t5-eager-False]", "[gpt2-eager-False]", "[gpt2-sdpa-True]", "[classifier-eager-False]", "[classifier-sdpa-False]",
+        "[bert-sdpa-False]", "[bert-sdpa-True]",
+    ],
     "optim/test_in_backward.py": [
         *(f"[engine-{name}]" for name in ("FusedSGD", "AdamW fused", "SGD", "NAdam", "Adafactor")),
         *(f"[many segments-{name}]" for name in ("FusedAdam", "FusedLAMB", "AdamW", "AdamW fused", "SGD", "Adafactor")),
