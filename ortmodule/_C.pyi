@@ -35,15 +35,15 @@ def guard_check(table: tuple[Any, ...]) -> int:
     some 0.1 us a row. An exception of the user's code in a comparison counts as a difference."""
 
 def watch_calls(
-    choose: Callable[[Any], bool],
+    choose: Callable[[Any], int],
     called: Callable[[Any, Any], object],
     c_called: Callable[[Any, Any], object],
     functions: tuple[Any, ...],
     types: tuple[type, ...],
 ) -> None:
-    """A profile function for this thread until watch_end: called(frame, code) for code objects that choose(code) takes
-    (asked once each), c_called(frame, function) for builtin functions among `functions` and builtin methods of objects
-    of `types`."""
+    """A profile function for this thread until watch_end: called(frame, code) for code objects of which choose(code)
+    has bit 0 (asked once each), c_called(frame, function) for what code with bit 1 calls: builtin functions among
+    `functions` and builtin methods of objects of `types`."""
 
 def watch_end() -> None:
     """Ends watch_calls."""

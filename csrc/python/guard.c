@@ -285,7 +285,8 @@ static void ptr_free(ptr_map *m) {
 
 typedef int profile_fn(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg);
 static void (*set_profile)(profile_fn *fn, PyObject *obj);
-enum { CALLED = 0, C_CALLED = 4, NOT_WATCHED = 1, WATCHED = 2 }; /* PyTrace_CALL, PyTrace_C_CALL */
+enum { CALLED = 0, C_CALLED = 4 };           /* PyTrace_CALL, PyTrace_C_CALL */
+enum { ENTERED = 1, CALLS = 2, KNOWN = 4 };  /* of code: tell when it is entered, what it calls in C; choose was asked */
 
 static struct {
     ptr_map codes, functions;
@@ -294,36 +295,41 @@ static struct {
     PyObject *types;                     /* builtin methods of objects of these types are told too */
 } watch;
 
+/* Of the frame's code, ENTERED | CALLS, and the code (new); -1: an exception. */
+static int watched(PyFrameObject *frame, PyObject **code) {
+    *code = (PyObject *)PyFrame_GetCode(frame);
+    const unsigned char *known = ptr_find(&watch.codes, *code);
+    if (known) return *known;
+    PyObject *said = PyObject_CallFunctionObjArgs(watch.choose, *code, NULL);
+    long kind = said ? PyLong_AsLong(said) : -1;
+    Py_XDECREF(said);
+    if (kind >= 0 && !PyList_Append(watch.met, *code) && !ptr_put(&watch.codes, *code, (unsigned char)(kind | KNOWN)))
+        return (int)kind;
+    Py_DECREF(*code);
+    return -1;
+}
+
 static int watch_event(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg) {
     (void)obj;
-    if (what == CALLED) {
-        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
-        unsigned char *known = ptr_find(&watch.codes, code);
-        int kind = known ? *known : 0;
-        if (!kind) {
-            PyObject *yes = PyObject_CallFunctionObjArgs(watch.choose, code, NULL);
-            kind = !yes ? 0 : PyObject_IsTrue(yes) == 1 ? WATCHED : NOT_WATCHED;
-            Py_XDECREF(yes);
-            if (!kind || PyList_Append(watch.met, code) || ptr_put(&watch.codes, code, (unsigned char)kind)) {
-                Py_DECREF(code);
-                return -1;
-            }
-        }
-        PyObject *r = kind == WATCHED ? PyObject_CallFunctionObjArgs(watch.called, frame, code, NULL) : NULL;
-        Py_DECREF(code);
-        if (kind == WATCHED && !r) return -1;
-        Py_XDECREF(r);
-    } else if (what == C_CALLED && arg && PyObject_TypeCheck(arg, &PyCFunction_Type)) {
+    PyObject *code, *tell = what == CALLED ? watch.called : watch.c_called;
+    if (what == C_CALLED) {
+        if (!arg || !PyObject_TypeCheck(arg, &PyCFunction_Type)) return 0;
         bool told = ptr_find(&watch.functions, (void *)(uintptr_t)PyCFunction_GetFunction(arg)) != NULL;
         PyObject *self = told ? NULL : PyCFunction_GetSelf(arg);
         for (Py_ssize_t i = 0, n = PyTuple_Size(watch.types); self && !told && i < n; i++)
             told = PyObject_TypeCheck(self, (PyTypeObject *)PyTuple_GetItem(watch.types, i));
         if (PyErr_Occurred()) PyErr_Clear();
         if (!told) return 0;
-        PyObject *r = PyObject_CallFunctionObjArgs(watch.c_called, frame, arg, NULL);
-        if (!r) return -1;
-        Py_DECREF(r);
+    } else if (what != CALLED) {
+        return 0;
     }
+    int kind = watched(frame, &code);
+    if (kind < 0) return -1;
+    bool told = kind & (what == CALLED ? ENTERED : CALLS);
+    PyObject *r = told ? PyObject_CallFunctionObjArgs(tell, frame, what == CALLED ? code : arg, NULL) : NULL;
+    Py_DECREF(code);
+    if (told && !r) return -1;
+    Py_XDECREF(r);
     return 0;
 }
 
@@ -353,7 +359,7 @@ static PyObject *py_watch_calls(PyObject *self, PyObject *args) {
     for (Py_ssize_t i = 0, n = PyTuple_Size(functions); i < n; i++) {
         PyObject *f = PyTuple_GetItem(functions, i);
         if (PyObject_TypeCheck(f, &PyCFunction_Type) &&
-            ptr_put(&watch.functions, (void *)(uintptr_t)PyCFunction_GetFunction(f), WATCHED))
+            ptr_put(&watch.functions, (void *)(uintptr_t)PyCFunction_GetFunction(f), 1))
             return NULL;
     }
     watch.met = PyList_New(0);

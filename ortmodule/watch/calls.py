@@ -66,8 +66,10 @@ class Calls(Modules):
         self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
 
     @staticmethod
-    def _chosen(code: types.CodeType) -> bool:
-        return code in outside.SPECIAL if is_library(code.co_filename) else True
+    def _chosen(code: types.CodeType) -> int:
+        """Bits of _C.watch_calls: of which code is told that it is entered, and what it calls in C."""
+        path = code.co_filename
+        return (not is_library(path) or code in outside.SPECIAL) + 2 * (not for_itself(path))
 
     def _called(self, frame: types.FrameType, code: types.CodeType) -> None:
         """Code of the user's is entered."""
@@ -381,8 +383,6 @@ class Calls(Modules):
             self._problem_at(where, special.format(code.co_name), user)
 
     def _c_called(self, frame: types.FrameType, function: Any) -> None:
-        if for_itself(frame.f_code.co_filename):
-            return
         where, user = self._reader(frame)
         if user is None:
             return
