@@ -102,8 +102,15 @@ OM_INLINE void tile_store(const tile *t, int i, int v, __m512 x) {
     }
 }
 
-/* mr and nv are constants at the call. */
-BF16 OM_INLINE void tile_run(int mr, int nv, int64_t pairs, const uint32_t *a, const uint32_t *b, const tile *t) {
+static __attribute__((noinline)) void tile_put(const tile *t, int mr, int nv, const __m512 *sums) {
+    for (int i = 0; i < mr; i++)
+        for (int v = 0; v < nv; v++) tile_store(t, i, v, sums[i * NV + v]);
+}
+
+/* mr, nv and edge are constants at the call. edge: one tile_put for all of them; inlined into each of 28 sizes, stores
+ * take the compiler minutes. */
+BF16 OM_INLINE void tile_run(int mr, int nv, bool edge, int64_t pairs, const uint32_t *a, const uint32_t *b,
+                             const tile *t) {
     __m512 acc[MR][NV];
 #pragma GCC unroll 16
     for (int i = 0; i < mr; i++)
@@ -120,16 +127,20 @@ BF16 OM_INLINE void tile_run(int mr, int nv, int64_t pairs, const uint32_t *a, c
             for (int v = 0; v < nv; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], (__m512bh)x, (__m512bh)bv[v]);
         }
     }
+    __m512 sums[MR * NV]; /* not `acc`, which has no address: it lies in registers */
 #pragma GCC unroll 16
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
-        for (int v = 0; v < nv; v++) tile_store(t, i, v, acc[i][v]);
+        for (int v = 0; v < nv; v++)
+            if (edge) sums[i * NV + v] = acc[i][v];
+            else tile_store(t, i, v, acc[i][v]);
+    if (edge) tile_put(t, mr, nv, sums);
 }
 
 #define ROWS(x)                                                                                     \
     case x:                                                                                         \
-        if (nv == NV) tile_run(x, NV, pairs, a, b, t);                                              \
-        else tile_run(x, 1, pairs, a, b, t);                                                        \
+        if (nv == NV) tile_run(x, NV, true, pairs, a, b, t);                                        \
+        else tile_run(x, 1, true, pairs, a, b, t);                                                  \
         break;
 BF16 static void tile_any(int64_t mr, int nv, int64_t pairs, const uint32_t *a, const uint32_t *b, const tile *t) {
     switch (mr) {
@@ -142,7 +153,7 @@ BF16 static void tile_any(int64_t mr, int nv, int64_t pairs, const uint32_t *a, 
 
 BF16 static __attribute__((noinline)) void tile_full_bf16(int64_t pairs, const uint32_t *a, const uint32_t *b,
                                                           const tile *t) {
-    tile_run(MR, NV, pairs, a, b, t);
+    tile_run(MR, NV, false, pairs, a, b, t);
 }
 
 static void block(const om_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t next,
