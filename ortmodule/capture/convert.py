@@ -599,17 +599,23 @@ class Converter:
                 return a.node.hint
             if isinstance(a, Node) and isinstance(a.val, Tensor):
                 t = torch.empty([val(d) for d in a.val.shape], dtype=a.val.dtype, device="meta")
+                if t.is_floating_point() and a.differentiable():
+                    leaves.append(t)
                 return t.requires_grad_(t.is_floating_point())
             if isinstance(a, Node):
                 return val(a.val)
             return [val(x) for x in a] if isinstance(a, (list, tuple)) else a
 
+        leaves: list[Tensor] = []
         try:
             with torch.enable_grad(), autocast.off():
                 out = n.target(*[val(a) for a in n.args], **{k: val(a) for k, a in n.kwargs.items()})
         except Exception:  # noqa: BLE001  (no kernel for such tensors, a size that is not known)
             return []
-        return [not t.requires_grad for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
+        outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
+        if n.target.namespace == "aten" and not _differentiates(outs, leaves):
+            raise UnsupportedError(f"{n.target} has no derivative in PyTorch")
+        return [not t.requires_grad for t in outs]
 
     def natural_dtype(self, n: Node) -> torch.dtype | None:
         """Element type of the result without autocast; None when the operator refuses the operands as they are."""
@@ -627,6 +633,18 @@ class Converter:
                 return n.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
         except RuntimeError:
             return None
+
+
+def _differentiates(outs: list[Tensor], leaves: list[Tensor]) -> bool:
+    """Has PyTorch derivatives of these results by these operands? Where it has none an operand may have no gradient in
+    eager after all: a module that is kept in PyTorch may detach what it returns, which only its call can tell."""
+    ends = [t for t in outs if t.requires_grad]
+    if ends and leaves:
+        try:
+            torch.autograd.grad(ends, leaves, [torch.empty_like(t) for t in ends], allow_unused=True)
+        except Exception as error:  # noqa: BLE001  (no kernel for tensors without values)
+            return "derivative for " not in str(error)
+    return True
 
 
 def _order_of_draw(n: Node, x: Node) -> list[int] | None:
