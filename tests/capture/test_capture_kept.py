@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
 import onnx
@@ -11,6 +13,7 @@ from captured import Fn, check, nodes, r
 from captured_models import gpt2, ids
 from torch import Tensor, nn
 
+from ortmodule import ORTModule
 from ortmodule.capture import CaptureError, capture
 
 
@@ -122,3 +125,45 @@ def test_nodes_know_module_file_and_line() -> None:
         if n.op_type == "Attention":
             notes = {e.key: e.value for e in n.metadata_props}
             assert notes["module"].startswith("transformer.h.") and notes["file"].endswith("modeling_gpt2.py") and int(notes["line"]) > 0
+
+
+class Scaled(nn.Module):
+    """Kept in PyTorch by what it asks Python for; its second result has no gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        random.random()
+        return x * 2, x.detach().abs().max() / 127
+
+
+@pytest.mark.parametrize("name", ["heaviside", "floor_divide", "igamma"])
+def test_operators_without_a_derivative(name: str) -> None:
+    """Of what a kept module has detached they need none; of anything else the error is eager's."""
+    rules = {"heaviside": lambda s: torch.heaviside(s - 0.001, s), "floor_divide": lambda s: 1.0 // (s + 1), "igamma": lambda s: torch.igamma(s + 1, s + 2)}
+
+    class Net(nn.Module):
+        def __init__(self, direct: bool) -> None:
+            super().__init__()
+            self.layer, self.scaled, self.direct = nn.Linear(4, 4), Scaled(), direct
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, s = self.scaled(self.layer(x))
+            return (h * rules[name](h.abs().max() if self.direct else s)).sum()
+
+    for direct in (False, True):
+        torch.manual_seed(0)
+        eager = Net(direct)
+        ours = ORTModule(copy.deepcopy(eager))
+        for rows in (2, 3, 4):
+            found: list[Any] = []
+            for m in (eager, ours):
+                m.zero_grad()
+                try:
+                    m(torch.linspace(-1, 1.2, 4 * rows).reshape(-1, 4)).backward()
+                    found.append(m.layer.weight.grad)
+                except RuntimeError as error:
+                    found.append(str(error))
+            assert isinstance(found[0], str) == direct
+            if direct:
+                assert found[0] == found[1]
+            else:
+                torch.testing.assert_close(found[1], found[0])
