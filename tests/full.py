@@ -12,6 +12,7 @@ FULL: dict[str, list[str]] = {
         "test_the_install_step_is_a_check[ortmodule.compat -m torch_ort.configure]",
     ],
     "cuda/test_gpu_runner.py": ["test_the_graph_engines_parts", "test_the_optimizers_parts", "test_checks_that_need_no_torch_cuda"],
+    "models/test_more_operators.py": ["test_resize[bicubic-True]", "test_resize[bilinear-True]"],
     "models/test_training_examples.py": [
         "[question_answering]", "[seq2seq]", "[vision --net vit]", "[lightning_callback]", "[trl_trainers]", "[trl_trainers --dpo]", "[peft_lora]",
         "[bert_pretraining]", "[bert_pretraining --phase 2]", "test_arms_side_by_side",
@@ -20,10 +21,12 @@ FULL: dict[str, list[str]] = {
         "[wide_llama-False]", "[wide_gpt2-True]", "[{'memory_budget': '99%'}]", "[{'segment_mb': 0.01}]", "test_regions_within_regions[False]",
         "test_checkpoint_sequential[False]", "[False-True]", "[True-False]",
     ],
+    "module/test_conv_host.py": ["test_who_computes[bfloat16]", "test_errors_with_either[host]"],
     "module/test_left_behind.py": ["[Weights]", "[InObject]", "[Queued]", "[Filled]"],
+    "module/test_left_to_pytorch.py": ["[attentions]"],
+    "module/test_memory_budget.py": ["[vit]", "[llama]", "[bert]"],
     "module/test_memory_half.py": ["[neox]"],
     "module/test_memory_level.py": ["[t5-25.0]", "[t5-0.01]", "[llama-25.0]"],
-    "module/test_left_to_pytorch.py": ["[attentions]"],
     "module/test_padded_batches.py": [
         "[t5-sdpa-False]", "[t5-eager-False]", "[gpt2-eager-False]", "[gpt2-sdpa-True]", "[classifier-eager-False]", "[classifier-sdpa-False]",
         "[bert-sdpa-False]", "[bert-sdpa-True]",

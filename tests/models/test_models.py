@@ -224,6 +224,19 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
+def test_sizes_of_an_encoder_and_decoder_with_a_cache() -> None:
+    """As a user has it: use_cache is True unless the model is told, and its code names classes in the text of errors."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0)
+    eager = transformers.T5ForConditionalGeneration(config).double().train()
+    ours = ORTModule(copy.deepcopy(eager), strict=True)
+    for b, s, t in ((2, 7, 5), (3, 9, 6), (4, 5, 8), (2, 12, 4)):
+        compare_step(eager, ours, {"input_ids": ids(50, b, s), "labels": ids(50, b, t)}, f"{b}, {s}, {t}")
+        eager.zero_grad()
+        ours.zero_grad()
+    assert ours.report().n_captures == 2, str(ours.report())
+
+
 def test_torchs_encoder_trains_as_in_eager() -> None:
     train(Encoder(), [{"x": randn(3, 11, 24), "pad": padded(3, 11) == 0}], strict=True)
 
