@@ -286,7 +286,7 @@ static void ptr_free(ptr_map *m) {
 typedef int profile_fn(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg);
 static void (*set_profile)(profile_fn *fn, PyObject *obj);
 enum { CALLED = 0, C_CALLED = 4 };           /* PyTrace_CALL, PyTrace_C_CALL */
-enum { ENTERED = 1, CALLS = 2, KNOWN = 4 };  /* of code: tell when it is entered, what it calls in C; choose was asked */
+enum { ENTERED = 1, CALLS = 2, KNOWN = 4 };  /* of code: tell its entry, what it calls in C; choose was asked */
 
 static struct {
     ptr_map codes, functions;

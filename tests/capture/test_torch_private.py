@@ -350,6 +350,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "surely": lambda: in_engine(alike(Tower(), sizes)),
     "trace_lines": lambda: in_engine(alike(Tower(), train)),
     "graph_code": lambda: in_engine(alike(Tower(), train)),
+    "known_results": lambda: in_engine(alike(Tower(), sizes)),
     "checkpoint": checkpoint_inside,
     "transformer": lambda: in_engine(alike(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1), masked)),
     "composite_kernel": lambda: alike(Recurrent(), lengths),
