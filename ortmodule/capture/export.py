@@ -459,17 +459,13 @@ def _like_result(made: Callable[..., Any]) -> Callable[..., Any]:
     def result(self: Any, state: Any, entry: Any, *rest: Any) -> Any:
         like = entry.output_infos[0].metadata
         asked = sys._getframe(2).f_code.co_name == "_get_output_info_for_cache_entry"
-        if not asked or like is None or like.layout is not torch.strided or not state.known_symbols or any(
-            map(_of_data, state.known_symbols)
+        if not asked or like is None or like.layout is not torch.strided or like.is_conj or like.is_neg or (
+            not state.known_symbols or any(map(_of_data, state.known_symbols))
         ):
             return made(self, state, entry, *rest)
         ones = [1] * len(like.shape)
         with module.in_kernel_invocation_manager(self):
             small = torch.empty_strided(ones, ones, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
-        if like.is_conj:
-            torch._C._set_conj(small, True)
-        if like.is_neg:
-            torch._C._set_neg(small, True)
         return private.FakeTensor(self, small, like.device)
 
     return result
