@@ -11,7 +11,7 @@ FULL: dict[str, list[str]] = {
         "test_the_install_step_is_a_check[ortmodule.compat -m onnxruntime.training.ortmodule.torch_cpp_extensions.install]",
         "test_the_install_step_is_a_check[ortmodule.compat -m torch_ort.configure]",
     ],
-    "cuda/test_gpu_runner.py": ["test_the_graph_engines_parts", "test_the_optimizers_parts", "test_checks_that_need_no_torch_cuda"],
+    "cuda/test_gpu_runner.py": ["test_the_graph_engines_parts"],  # minutes; what it calls has tests of its own in tests/cuda
     "models/test_more_operators.py": ["test_resize[bicubic-True]", "test_resize[bilinear-True]"],
     "models/test_training_examples.py": [
         "[question_answering]", "[seq2seq]", "[vision --net vit]", "[lightning_callback]", "[trl_trainers]", "[trl_trainers --dpo]", "[peft_lora]",

@@ -30,7 +30,7 @@ from .composites import apart
 from .export import Exported
 from .onnx_build import DOMAINS, ONNX_TYPE, Builder, UnsupportedError, Val, _attribute, expr_of, shape_of
 from .onnx_functions import functions
-from .operands import bound, eager_refuses
+from .operands import bound, eager_refuses, named
 from .program import Node, Program, draws
 from .refused import talks
 from .registered import ATEN, GRADIENTS, STOPPED, Key, NotServed, called, key_of, optimized, registered_call
@@ -397,7 +397,7 @@ class Converter:
             if (talk := talks(target)) is not None:
                 raise CaptureError(str(talk), "", *n.src[1:])
         if not isinstance(target, str) and target._schema.name in _SPARSE and self.exported.grad_mode:
-            given = dict(zip((a.name for a in target._schema.arguments), bound(n), strict=True))
+            given = named(n)
             if given.get("sparse") or given.get("sparse_grad"):
                 raise CaptureError(
                     f"{target._schema.name}: its gradient is sparse, which only PyTorch's autograd can hand to the "
@@ -588,7 +588,8 @@ class Converter:
 
     def passive(self, n: Node) -> list[bool]:
         """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without
-        values, of the sizes at hand: nothing is asked of symbols, and nothing drawn from torch's generator."""
+        values, of the sizes at hand: nothing is asked of symbols, and nothing drawn from torch's generator. Raises
+        where PyTorch lacks the derivative that an operand may need."""
         if not n.inputs():  # randn((3, 4)) would run on the CPU
             return [True for t in (n.val if isinstance(n.val, (list, tuple)) else [n.val]) if isinstance(t, Tensor)]
 

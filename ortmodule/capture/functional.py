@@ -36,6 +36,7 @@ from . import checkpoints, layouts, marks
 from .aliases import DROPOUTS, EACH, RESHAPES, SAME, WHOLE, Base, Held, V, one_memory, same_memory
 from .export import Exported, Source, source_of
 from .opaque import CUT, HOST, SHARES
+from .operands import named
 from .program import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, ZERO, Node, Program, View, is_float, name_of
 from .results import check_unshared, finish
 
@@ -241,7 +242,7 @@ class Functionalizer:
         assert v.parent is not None and v.view is not None
         view, parent = v.view, self.read(v.parent)
         name, val = name_of(view.target), v.parent.node.val
-        a = _bound(view)
+        a = named(view)
         if name in RESHAPES:
             return self.make("reshape_to", (new,), {}, val)
         if name in SAME:
@@ -589,14 +590,6 @@ def _writes(node: fx.Node) -> bool:
     if not isinstance(t, private.OpOverload):
         return False
     return bool(t._schema.is_mutable) or t is aten.batch_norm.default
-
-
-def _bound(node: Node) -> dict[str, Any]:
-    """Arguments of a view by schema name, defaults filled in."""
-    out: dict[str, Any] = {}
-    for i, a in enumerate(node.target._schema.arguments):
-        out[a.name] = node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-    return out
 
 
 def pure_of(target: Any) -> Any:

@@ -31,6 +31,11 @@ def bound(n: Node) -> list[Any]:
     return [args[i] if i < k else kwargs.get(name, default) for i, (name, default) in enumerate(schema)]
 
 
+def named(n: Node) -> dict[str, Any]:
+    """The same by the names of the schema."""
+    return dict(zip([a.name for a in n.target._schema.arguments], bound(n), strict=True))
+
+
 def eager_refuses(n: Node) -> str | None:
     """Why eager does not compute this, or None."""
     return _refused_types(n) or _refused_sizes(n)

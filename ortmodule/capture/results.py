@@ -22,7 +22,6 @@ from .aliases import (
     RESHAPES,
     SIZED,
     STRICT,
-    Base,
     Held,
     V,
     is_view,
@@ -93,7 +92,7 @@ class _Results:
             if base.version > base.flushed and source.kind != "constant":
                 assert base.input is not None
                 check_unshared(self.exported, source, [s for s, _ in held])
-                if source.kind == "user" and self.needs_gradient(base.node, held):
+                if source.kind == "user" and self.needs_gradient(base.node):
                     raise CaptureError("forward writes what requires a gradient into an argument that requires none",
                                        "", *base.node.src[1:])  # fmt: skip
                 p.writes.append((base.input, base.node))
@@ -101,7 +100,7 @@ class _Results:
         self.check_returned({base.input for source, base in held if source.kind == "user"})
         p.quiet = {base.input for _, base in held if base.input is not None and base.version > 0 and not base.loud}
         p.edits = self.mutates
-        p.layouts = self.layouts_that_matter(held)
+        p.layouts = self.layouts_that_matter()
         live = [n for n in p.outputs if isinstance(n, Node)] + [n for _, n in p.writes] + [n for n, _ in p.writes]
         # what a user wrote runs, whoever reads its results, and what is drawn decides what is drawn after it
         live += [n for n in p.nodes if n.target is HOST or draws(n)]
@@ -121,9 +120,10 @@ class _Results:
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
 
-    def needs_gradient(self, node: Node, held: list[tuple[Source, Base]]) -> bool:
+    def needs_gradient(self, node: Node) -> bool:
         """Does PyTorch give it a grad_fn?"""
-        leaves = {b.input for s, b in held if isinstance(t := tensor_of(self.exported, s), Tensor) and t.requires_grad}
+        tensors = [(tensor_of(self.exported, source), base.input) for source, base in self.held]
+        leaves = {of for t, of in tensors if isinstance(t, Tensor) and t.requires_grad}
         rest, seen = [node] if self.grad_matters else [], set[Node]()
         while rest:
             n = rest.pop()
@@ -246,7 +246,7 @@ class _Results:
         p.views[i] = xs[0], [View(result, (), {}, -1, True)]
         return True
 
-    def layouts_that_matter(self, held: list[tuple[Source, Base]]) -> set[int]:
+    def layouts_that_matter(self) -> set[int]:
         """Arguments whose strides a later call must share. Strides go from operands to results."""
         p = self.program
         returned: set[Node] = set()  # what an output may be a view of
@@ -257,7 +257,7 @@ class _Results:
                     if name_of(out.target) in MAYBE or is_view(out) else None  # fmt: skip
         own = -1  # a parameter or buffer
         of: dict[Node, frozenset[int]] = {
-            base.input: frozenset((s.leaf if s.kind == "user" else own,)) for s, base in held
+            base.input: frozenset((s.leaf if s.kind == "user" else own,)) for s, base in self.held
             if s.kind != "constant" and base.input is not None and isinstance(base.input.val, Tensor)
         }  # fmt: skip
         none: frozenset[int] = frozenset()
