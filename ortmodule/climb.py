@@ -210,7 +210,7 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
             if spec.kind == "const_attr":
                 bound.update(dict.fromkeys((id(spec.tensor), spec.target), i in each.writes))
     seen.note_numbers(state.module, bound)
-    entry.held.add(seen.rows)
+    entry.held.add(seen.rows, seen.spaces)
     entry.ties.add(state.module, seen.reads, seen.met())
     _tell(state, seen)
     state.load_s[id(graph)] = perf_counter() - start

@@ -129,6 +129,7 @@ static int same(PyObject *a, PyObject *b, int depth) { /* 1, 0, -1: error */
 
 static int same_owned(PyObject *now, PyObject *value) { /* takes `now`; an exception of the look-up is an answer: no */
     if (!now) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1; /* an interrupt is none */
         PyErr_Clear();
         return 0;
     }

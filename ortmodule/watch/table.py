@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -54,9 +54,12 @@ class Held:
         self.table: tuple[Any, ...] = ()
         self.names: list[str] = []
         self._known: set[tuple[Any, ...]] = set()
+        self._classes: set[type] = set()
 
-    def add(self, rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]]) -> None:
-        """The rows of one more capture."""
+    def add(self, rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]], classes: Collection[type]) -> None:
+        """The rows of one more capture. classes: whose dictionaries are among them; when a class goes, Python empties
+        its dictionary, whoever holds it."""
+        self._classes.update(classes)
         new = [(row, name) for key, (row, name) in rows.items() if key not in self._known]
         self._known.update(rows)
         self.names += [name for _, name in new]

@@ -76,7 +76,7 @@ class Values(Table):
         self._class_looks = False  # and that may read the dictionaries of their classes
         self._object_reads: set[tuple[int, str]] = set()
         self._own_dicts: set[int] = set()
-        self._spaces: dict[type, Any] = {}
+        self.spaces: dict[type, Any] = {}  # dictionaries of classes
         self._dict_owner: dict[int, str] = {}  # of modules outside of the tree
         self._contents: dict[int, str] = {}  # met containers whose contents count
         self._patched: dict[type, Any] = {}  # -> its own __getattribute__ from before
@@ -368,11 +368,11 @@ class Values(Table):
     def _space(self, cls: type) -> Any:
         """The class's dictionary, always by the same object: the one behind vars(cls), which is asked in a third of the
         time."""
-        space = self._spaces.get(cls)
+        space = self.spaces.get(cls)
         if space is None:
             view = vars(cls)
             (behind,) = gc.get_referents(view) or (None,)
-            space = self._spaces[cls] = behind if type(behind) is dict and behind == view else view
+            space = self.spaces[cls] = behind if type(behind) is dict and behind == view else view
         return space
 
     def _mapped(self, cls: type, name: str, token: Any) -> None:

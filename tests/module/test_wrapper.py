@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import gc
 import io
 import pickle
 import random
@@ -363,8 +364,9 @@ def test_a_class_that_changes_those_below(way):
     for _ in range(2):
         x = torch.randn(3, 4)
         same(outcome(w, x), outcome(eager, x))
+        gc.collect()  # what stood for the module at the capture
     alike(w, eager)
-    assert w.report().graphs[0].forwards == 2 and Counted.below == [Tripled]
+    assert [g.forwards for g in w.report().graphs] == [2] and Counted.below == [Tripled]
 
 
 # --- methods and attributes of the wrapper --------------------------------------------------------
