@@ -169,6 +169,8 @@ def _typed(code: types.CodeType) -> tuple[Any, ...]:
 
 def _told(rest: list[dis.Instruction]) -> bool:
     """Does what is on the stack become part of a text, with which a `raise` ends, whatever comes?"""
+    while rest and rest[0].opname == "LOAD_ATTR" and rest[0].argval in ("__name__", "__qualname__", "__module__"):
+        rest = rest[1:]
     if not rest or not rest[0].opname.startswith(("FORMAT_", "CONVERT_VALUE")):
         return False
     for i in rest:

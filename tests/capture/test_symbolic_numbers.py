@@ -68,6 +68,12 @@ def checked(k: Any) -> float:
     return k * 1.0
 
 
+def named(k: Any) -> float:
+    if k is None:
+        raise Unknown(f"of class {type(k).__name__}, {type(k).__module__}")
+    return k * 1.0
+
+
 def rejected(k: Any) -> float:
     try:
         if k > 0:
@@ -77,7 +83,7 @@ def rejected(k: Any) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("kind", [checked, rejected])
+@pytest.mark.parametrize("kind", [checked, named, rejected])
 def test_the_class_of_a_number_in_an_error(kind: Callable[[Any], float]) -> None:
     """What nobody reads is no question: one capture for all sizes."""
     torch.manual_seed(0)
