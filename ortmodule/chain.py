@@ -123,6 +123,7 @@ class Variant:
             self.apart = {i: bits for i, bits in self.flow.sources().items() if every & ~bits}
         else:
             self.shares, self.apart = full.shares, full.apart
+        self._without: dict[frozenset[tuple[int, int]], list[int]] = {}
         self.confirmed = False  # a backward has come with exactly this set of gradients
         by_segment: dict[int, list[int]] = {}
         for i, segment in info["grads"]:
@@ -149,6 +150,15 @@ class Variant:
         logger.debug("variant %d: gradients of %d outputs for %d inputs, %d nodes of autograd, %d values read",
                      self.number, sum(arriving), len(self.grads), len(self.nodes),
                      len(self.reads) + len(self.reads_outputs))  # fmt: skip
+
+    def without(self, detached: frozenset[tuple[int, int]]) -> list[int]:
+        """Of `through`, what depends on a wanted input by way of these results of submodules in PyTorch alone."""
+        found = self._without.get(detached)
+        if found is None:
+            every = (self.full or self).flow.sources(detached)
+            left = reduce(or_, [bits for i, bits in every.items() if self.wanted[i]], 0)
+            found = self._without[detached] = [i for i in self.through if not left >> min(i, 63) & 1]
+        return found
 
     def lonely(self) -> frozenset[int]:
         """Graph inputs whose gradients may not arrive: those that no expected output depends on; of all that some
@@ -438,6 +448,9 @@ class Graph:
 
         for i, out in zip(variant.through, put_around(step, tensors), strict=True):
             outs[i] = out
+        if self.host.modules and (detached := self.host.detached(step.regions)):
+            for i in variant.without(detached):
+                outs[i] = every[i].detach().clone()  # its own memory may be overwritten by backward
         if self.between:
             step.given = [None if out is None else ref(out) for out in outs]
         self.forward_ms += (perf_counter() - start) * 1e3

@@ -20,7 +20,7 @@ parameter is handed over itself: a Function may differentiate again by it, look 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from time import perf_counter
@@ -82,12 +82,13 @@ class Flow:
     ) -> None:
         self.terms, self.host, self.grads, self.shares = rows
 
-    def sources(self) -> dict[int, int]:
-        """Per graph input: the user outputs (bits; the last for all from 63 on) that its gradient may come from."""
+    def sources(self, detached: Container[tuple[int, int]] = ()) -> dict[int, int]:
+        """Per graph input: the user outputs (bits; the last for all from 63 on) that its gradient may come from.
+        detached: results of host nodes that require none (Host.detached)."""
         bits: list[int] = []
         for kind, a, b in self.terms:
             if kind == _HOST:  # whatever comes to any of the node's outputs
-                given = [term for (row, _), term in self.host.items() if row == a]
+                given = [term for (row, k), term in self.host.items() if row == a and (row, k) not in detached]
                 bits.append(reduce(or_, [bits[t] if t < len(bits) else -1 for t in given], 0))
             else:
                 bits.append(1 << min(a, 63) if kind == _OUTPUT else bits[a] | bits[b] if kind == _ANY else 0)
@@ -133,6 +134,7 @@ class Host:
     def __init__(self, ops: Sequence[HostOp], follow: Callable[[], None] | None = None) -> None:
         self.ops = ops
         self.once = frozenset(i for i, op in enumerate(ops) if op.kind != "aten" or op.draws)
+        self.modules = [i for i, op in enumerate(ops) if op.kind == "module"]
         self.follow = follow or _nothing
         self.ms = [0.0] * len(ops)
 
@@ -165,6 +167,16 @@ class Host:
                 self._forward(run, index, inputs, regions, want, mine)
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = _of_engine(run.resume)
+
+    def detached(self, regions: Regions) -> frozenset[tuple[int, int]]:
+        """Results of submodules in PyTorch (node, number among those of floating point) that require no gradient, which
+        only the call can tell: the graph has taken them for ones that do."""
+        found: list[tuple[int, int]] = []
+        for i in self.modules:
+            if i in regions:
+                floats = [t for t in regions[i].outputs if t.is_floating_point()]
+                found += [(i, k) for k, t in enumerate(floats) if not t.requires_grad]
+        return frozenset(found)
 
     def drive_backward(
         self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers, missing: Missing

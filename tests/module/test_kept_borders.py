@@ -306,6 +306,41 @@ def test_results_that_are_sizes() -> None:
         assert torch.zeros(shape).shape == y.shape == (size, 4)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_results_that_require_no_gradient(hooked: bool) -> None:
+    """Which of a kept module's results do only its call can tell; what is computed from them requires as little."""
+
+    def body(k: Kept, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = k.line(x)
+        return (y.detach() if len(k.log) % 3 == 0 else y), y.detach().amax(0)
+
+    def around(n: Net, x: Tensor) -> Any:
+        h = n.first(x)
+        y, top = n.kept(h)
+        scale = top.exp() * 2
+        return y * 2, scale, scale * n.weight, h.tanh(), scale.floor(), n.other(y) / scale
+
+    torch.manual_seed(0)
+    eager = Net(body, around).double()
+    if hooked:
+        eager.other.register_forward_hook(lambda m, a, o: None)
+    ours = ORTModule(copy.deepcopy(eager))
+    for i in range(8):
+        x = torch.randn(3 + i % 2, 4, dtype=torch.float64, requires_grad=i % 3 > 0)
+        y = x.detach().clone().requires_grad_(x.requires_grad)
+        results = ours(x), eager(y)
+        assert [t.requires_grad for t in results[0]] == [t.requires_grad for t in results[1]], i
+        before = [t.detach().clone() for t in results[0]]
+        for outs in results:
+            sum(t.sin().sum() for t in outs if t.requires_grad).backward()
+        for a, b, c in zip(*results, before, strict=True):
+            close(a.detach(), b.detach())
+            assert torch.equal(a, c)
+        close(x.grad, y.grad)
+        same_state(ours, eager)
+    assert ours.report().graphs
+
+
 def test_lists_beside_forward_are_no_part_of_a_key() -> None:
     net = nn.Linear(4, 4)
     net.outputs, net.losses = [], []  # type: ignore[assignment]
