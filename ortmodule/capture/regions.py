@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +28,7 @@ from . import opaque
 from .export import Exported
 from .program import COPY, FILL, STOP, Node, Program
 
+_RESULTS = 256  # of arithmetic on sizes, remembered
 _NAMED: dict[str, Callable[..., Tensor]] = {
     STOP: lambda _shape, _at, x: x.detach(),
     COPY: lambda shape, _at, x: x.expand(shape).clone(),
@@ -217,7 +219,6 @@ _SCATTERS = {torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
 
 
 def _scattered(view: Any, x: Tensor, new: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch does not differentiate the operator for complex numbers."""
     out = x.clone()
     view(out, *args, **kwargs).copy_(new)
     return out
@@ -236,9 +237,10 @@ def _caller(
     from sympy import sympify
 
     # as they are now: outputs change their meaning; by the modes that they run in
-    steps = [(n, n.target, n.args, n.kwargs, n.grad, n.autocast, n.val) for n in region]
-    groups = [(grad, lowered, [(n, target, args, kwargs, val) for n, target, args, kwargs, _, _, val in group])
-              for (grad, lowered), group in groupby(steps, key=lambda step: step[4:6])]  # fmt: skip
+    steps = [((n.grad, n.autocast), (n, _function(n), n.args, n.kwargs, n.val, _made_known(n.val))) for n in region]
+    groups = [(*modes, [step for _, step in group]) for modes, group in groupby(steps, key=operator.itemgetter(0))]
+    symbols: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # of an expression, as sympy has it
+    results: dict[tuple[Any, ...], int | float] = {}  # sympy takes as long for one as PyTorch for several operations
 
     def call(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         value: dict[Node, Any] = {**constants, **dict(zip(inputs, tensors, strict=True))}
@@ -248,12 +250,20 @@ def _caller(
             known = size.get(e)
             if type(known) is int:
                 return known
-            e = sympify(e)
-            for s in e.free_symbols:
+            if e not in symbols:
+                whole = sympify(e)
+                symbols[e] = whole, tuple(whole.free_symbols)
+            whole, free = symbols[e]
+            for s in free:
                 if s not in size:
                     size[s] = value[items[s]].item()
-            r = e.subs(size)
-            return int(r) if r.is_integer else float(r)
+            key = e, *[(type(size[s]), size[s]) for s in free]
+            if key not in results:
+                r = whole.subs({s: size[s] for s in free})
+                if len(results) >= _RESULTS:
+                    results.clear()
+                results[key] = int(r) if r.is_integer else float(r)
+            return results[key]
 
         def of(a: Any) -> Any:
             if isinstance(a, Node):
@@ -267,22 +277,33 @@ def _caller(
                 torch.set_grad_enabled(grad and torch.is_grad_enabled()),
                 autocast.put(lowered),
             ):
-                for n, target, args, kwargs, val in group:
+                for n, target, args, kwargs, val, told in group:
                     if isinstance(target, str):
                         shape = [of(d) for d in val.shape]
                         made: Any = _NAMED[target](shape, val.device, *map(of, args)).to(val.dtype)
                     elif target is opaque.HOST:
                         made = rows[args[1]].call(of(args[0]))
                         made = (made,) if isinstance(made, Tensor) else made
-                    elif target in _SCATTERS and _complex(val):
-                        made = _scattered(_SCATTERS[target], *map(of, args), **{k: of(a) for k, a in kwargs.items()})
                     else:
                         made = target(*map(of, args), **{k: of(a) for k, a in kwargs.items()})
                     value[n] = made
-                    for t, like in zip(made, val, strict=True) if isinstance(made, (list, tuple)) else ((made, val),):
-                        if isinstance(t, Tensor):
-                            size.update((d.node.expr, got) for d, got in zip(like.shape, t.shape, strict=True)
-                                        if isinstance(d, torch.SymInt) and d.node.expr.is_Symbol)
+                    for i, k, s in told:
+                        size[s] = (made if isinstance(made, Tensor) else made[i]).shape[k]
         return tuple([value[n] for n in outputs])
 
     return call
+
+
+def _function(n: Node) -> Any:
+    """What computes a node; PyTorch does not differentiate all operators for complex numbers."""
+    return partial(_scattered, _SCATTERS[n.target]) if n.target in _SCATTERS and _complex(n.val) else n.target
+
+
+def _made_known(val: Any) -> list[tuple[int, int, Any]]:
+    """Symbols that a result tells by its sizes: of which of its tensors, which dimension."""
+    found: list[tuple[int, int, Any]] = []
+    for i, t in enumerate(val if isinstance(val, (list, tuple)) else [val]):
+        sizes: list[Any] = [*t.shape] if isinstance(t, Tensor) else []
+        found += [(i, k, d.node.expr) for k, d in enumerate(sizes)
+                  if isinstance(d, torch.SymInt) and d.node.expr.is_Symbol]  # fmt: skip
+    return found
