@@ -54,7 +54,7 @@ from . import torch_private as private
 from .capture import Captured
 from .capture.program import SIZES, View
 from .holders import holders_when_dropped
-from .host import Answers, Failed, Flow, Host, Missing, Regions, Want, hooks_at_rest
+from .host import OUTPUT, Answers, Failed, Flow, Host, Missing, Regions, Want, hooks_at_rest
 from .links import Arrived, Live, put_around, shown
 from .memory import BudgetError, Memory
 
@@ -152,12 +152,12 @@ class Variant:
                      len(self.reads) + len(self.reads_outputs))  # fmt: skip
 
     def without(self, detached: frozenset[tuple[int, int]]) -> list[int]:
-        """Of `through`, what depends on a wanted input by way of these results of submodules in PyTorch alone."""
+        """Of `through`, what requires no gradient when these results of host nodes do not."""
         found = self._without.get(detached)
         if found is None:
-            every = (self.full or self).flow.sources(detached)
-            left = reduce(or_, [bits for i, bits in every.items() if self.wanted[i]], 0)
-            found = self._without[detached] = [i for i in self.through if not left >> min(i, 63) & 1]
+            flow = (self.full or self).flow
+            found = [i for i in self.through if not flow.requires(OUTPUT, i, 0, detached)]
+            self._without[detached] = found
         return found
 
     def lonely(self) -> frozenset[int]:
@@ -417,14 +417,14 @@ class Graph:
         step.lowered = lowered
         step.clones = self._clones(variant, tensors) if self.writes or self.small else {}
         before = cuda_engine.random_states(self.cuda) if self.host.ops else None
-        want = variant.want
+        want, flow = variant.want, (variant.full or variant).flow
         if self.host.once:  # prepared for any backward
             full = self._full_variant(wanted, tensors).want
             want = {**want, **{i: full[i] for i in self.host.once if i in full}}
         run = self._start(variant, tensors, seed)
         try:
             with shown("forward"):
-                self.host.drive_forward(run, step.regions, want, tensors)
+                self.host.drive_forward(run, step.regions, want, tensors, flow)
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise
@@ -448,7 +448,7 @@ class Graph:
 
         for i, out in zip(variant.through, put_around(step, tensors), strict=True):
             outs[i] = out
-        if self.host.modules and (detached := self.host.detached(step.regions)):
+        if step.regions and (detached := flow.detached(step.regions)):
             for i in variant.without(detached):
                 outs[i] = every[i].detach().clone()  # its own memory may be overwritten by backward
         if self.between:
@@ -635,7 +635,8 @@ class Graph:
         random = cuda_engine.random_from(self.cuda, step.random_states)
         with torch.no_grad(), random, autocast.put(step.lowered):
             run = self.model.forward(variant, tensors, step.seed, write=False)
-            self.host.drive_forward(run, regions, want, tensors, step.regions)
+            flow = (step.variant.full or step.variant).flow
+            self.host.drive_forward(run, regions, want, tensors, flow, step.regions)
         return run
 
     def backward_in_torch(self, step: Step, grads: list[Tensor | None]) -> Live:

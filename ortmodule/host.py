@@ -20,7 +20,7 @@ parameter is handed over itself: a Function may differentiate again by it, look 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from time import perf_counter
@@ -67,7 +67,7 @@ csrc/ops/host.c)."""
 Answers = dict[int, dict[int, "Tensor | None"]]
 """Per host node: gradients by position of the input, computed for all parts when the first is asked for. Lives as long
 as one backward."""
-_OUTPUT, _HOST, _ANY = 1, 2, 3  # om_flow_kind
+OUTPUT, _HOST, _ANY = 1, 2, 3  # om_flow_kind
 _OF_NUMBERS = ("aten::linspace", "aten::logspace")  # read tensors as numbers in eager: no gradient, and no error
 
 
@@ -75,24 +75,48 @@ class Flow:
     """What the gradients of a joint graph are sums over (csrc/graph/engine.h, om_flow): to tell in a backward which of
     them are None."""
 
-    __slots__ = ("grads", "host", "shares", "terms")
+    __slots__ = ("_fed", "grads", "host", "shares", "terms")
 
     def __init__(
         self, rows: tuple[list[tuple[int, int, int]], dict[tuple[int, int], int], dict[int, int], list[int]]
     ) -> None:
         self.terms, self.host, self.grads, self.shares = rows
+        self._fed: dict[tuple[int, int, int], frozenset[Any]] | None = None
 
-    def sources(self, detached: Container[tuple[int, int]] = ()) -> dict[int, int]:
-        """Per graph input: the user outputs (bits; the last for all from 63 on) that its gradient may come from.
-        detached: results of host nodes that require none (Host.detached)."""
+    def sources(self) -> dict[int, int]:
+        """Per graph input: the user outputs (bits; the last for all from 63 on) that its gradient may come from."""
         bits: list[int] = []
         for kind, a, b in self.terms:
             if kind == _HOST:  # whatever comes to any of the node's outputs
-                given = [term for (row, k), term in self.host.items() if row == a and (row, k) not in detached]
+                given = [term for (row, _), term in self.host.items() if row == a]
                 bits.append(reduce(or_, [bits[t] if t < len(bits) else -1 for t in given], 0))
             else:
-                bits.append(1 << min(a, 63) if kind == _OUTPUT else bits[a] | bits[b] if kind == _ANY else 0)
+                bits.append(1 << min(a, 63) if kind == OUTPUT else bits[a] | bits[b] if kind == _ANY else 0)
         return {i: bits[term] for i, term in self.grads.items()}
+
+    def detached(self, regions: Regions) -> frozenset[tuple[int, int]]:
+        """Results of host nodes (node, number among those of floating point) that require no gradient, which only their
+        call can tell: the graph has taken them for ones that do."""
+        found: list[tuple[int, int]] = []
+        for row, region in regions.items():
+            floats = [t for t in region.outputs if t.is_floating_point()]
+            found += [(row, k) for k, t in enumerate(floats) if not t.requires_grad and (row, k) in self.host]
+        return frozenset(found)
+
+    def requires(self, kind: int, a: int, b: int, detached: frozenset[tuple[int, int]]) -> bool:
+        """Does a user output (OUTPUT, its number, 0) or an input of a host node (_HOST, node, its position) require a
+        gradient when these results do not?"""
+        if self._fed is None:
+            leaves: list[frozenset[tuple[int, int, int]]] = []
+            for term in self.terms:
+                leaves.append(leaves[term[1]] | leaves[term[2]] if term[0] == _ANY else frozenset([term]))
+            fed: dict[tuple[int, int, int], set[Any]] = {}
+            for source, t in (*((None, t) for t in self.grads.values()), *self.host.items()):
+                for leaf in leaves[t]:
+                    fed.setdefault(leaf, set()).add(source)  # None: a graph input
+            self._fed = {leaf: frozenset(of) for leaf, of in fed.items()}
+        of = self._fed.get((kind, a, b))
+        return of is None or not of <= detached
 
 
 class Missing:
@@ -114,7 +138,7 @@ class Missing:
         rest, seen = [term], {term}
         while rest:
             kind, a, b = self.flow.terms[rest.pop()]
-            if kind == _OUTPUT and self.arrived[a] or kind == _HOST and (a, b) not in self.none:
+            if kind == OUTPUT and self.arrived[a] or kind == _HOST and (a, b) not in self.none:
                 return False
             if kind == _ANY:
                 rest += {a, b} - seen
@@ -134,7 +158,6 @@ class Host:
     def __init__(self, ops: Sequence[HostOp], follow: Callable[[], None] | None = None) -> None:
         self.ops = ops
         self.once = frozenset(i for i, op in enumerate(ops) if op.kind != "aten" or op.draws)
-        self.modules = [i for i, op in enumerate(ops) if op.kind == "module"]
         self.follow = follow or _nothing
         self.ms = [0.0] * len(ops)
 
@@ -149,10 +172,17 @@ class Host:
             raise IndexError(str(error)) from None
 
     def drive_forward(
-        self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor], before: Regions | None = None
+        self,
+        run: _C.Run,
+        regions: Regions,
+        want: Want,
+        own: Sequence[Tensor],
+        flow: Flow | None = None,
+        before: Regions | None = None,
     ) -> None:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph
-        input. before: of the same step's forward, which is run again: `once` nodes are not."""
+        input. flow: of the variant for which all outputs arrive; with `want`. before: of the same step's forward, which
+        is run again: `once` nodes are not."""
         self.follow()
         stop = _of_engine(run.resume)
         mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
@@ -164,19 +194,9 @@ class Host:
                 regions[index] = done
                 _of_engine(run.host_done, [plain(t.detach()) for t in done.outputs])
             else:
-                self._forward(run, index, inputs, regions, want, mine)
+                self._forward(run, index, inputs, regions, want, mine, flow)
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = _of_engine(run.resume)
-
-    def detached(self, regions: Regions) -> frozenset[tuple[int, int]]:
-        """Results of submodules in PyTorch (node, number among those of floating point) that require no gradient, which
-        only the call can tell: the graph has taken them for ones that do."""
-        found: list[tuple[int, int]] = []
-        for i in self.modules:
-            if i in regions:
-                floats = [t for t in regions[i].outputs if t.is_floating_point()]
-                found += [(i, k) for k, t in enumerate(floats) if not t.requires_grad]
-        return frozenset(found)
 
     def drive_backward(
         self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers, missing: Missing
@@ -212,7 +232,7 @@ class Host:
         return _of_engine(op.call, inputs)  # type: ignore[no-any-return]
 
     def _forward(self, run: _C.Run, node: int, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
-                 own: dict[int, Tensor]) -> None:  # fmt: skip
+                 own: dict[int, Tensor], flow: Flow | None) -> None:  # fmt: skip
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
@@ -224,6 +244,8 @@ class Host:
             _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
+        if flow is not None and (detached := flow.detached(regions)):
+            wanted = {place for place in wanted if flow.requires(_HOST, node, place, detached)}
         leaves: list[Tensor | None] = []
         for place, t in enumerate(inputs):
             if t is None:
@@ -248,10 +270,13 @@ def _region_grads(
         return [None] * len(wanted)
     region.spent = not retain
     outputs, incoming = zip(*pairs, strict=True)
-    sources = [t for t in (region.inputs[place] for place in wanted) if t is not None]
-    with hooks_at_rest(sources):
-        found = torch.autograd.grad(outputs, sources, incoming, allow_unused=True, retain_graph=retain)
-    return [None if g is None else plain(g) for g in found]
+    sources = {place: t for place in wanted if (t := region.inputs[place]) is not None and t.requires_grad}
+    if not sources:
+        return [None] * len(wanted)
+    with hooks_at_rest([*sources.values()]):
+        found = torch.autograd.grad(outputs, [*sources.values()], incoming, allow_unused=True, retain_graph=retain)
+    grads_of = dict(zip(sources, found, strict=True))
+    return [None if (g := grads_of.get(place)) is None else plain(g) for place in wanted]
 
 
 @contextlib.contextmanager

@@ -341,6 +341,40 @@ def test_results_that_require_no_gradient(hooked: bool) -> None:
     assert ours.report().graphs
 
 
+def test_a_kept_module_behind_another() -> None:
+    """It is given what requires a gradient where that does in eager, and nothing else."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+            self.first = Kept(lambda k, x: (x.sin(), x.detach().cos(), x.detach() if len(k.log) % 2 else x))
+            self.second = Kept(self.scaled)
+
+        @staticmethod
+        def scaled(k: Kept, *xs: Tensor) -> tuple[Tensor, ...]:
+            k.around.append([x.requires_grad for x in xs])
+            return xs[0] * k.scale, *[3 * x for x in xs[1:]]
+
+        def forward(self, x: Tensor) -> Any:
+            outs = self.second(*[2 * t for t in self.first(self.line(x))])
+            return *outs, outs[1] + outs[2], outs[1].exp()
+
+    torch.manual_seed(0)
+    eager = Net().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for i in range(6):
+        x = torch.randn(3 + i % 2, 4, dtype=torch.float64)
+        results = ours(x), eager(x)
+        assert [t.requires_grad for t in results[0]] == [t.requires_grad for t in results[1]], i
+        for outs in results:
+            sum(t.sin().sum() for t in outs if t.requires_grad).backward()
+        for a, b in zip(*results, strict=True):
+            close(a.detach(), b.detach())
+        same_state(ours, eager)
+    assert ours.report().graphs and ours.second.around == eager.second.around
+
+
 def test_lists_beside_forward_are_no_part_of_a_key() -> None:
     net = nn.Linear(4, 4)
     net.outputs, net.losses = [], []  # type: ignore[assignment]
