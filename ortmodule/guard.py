@@ -247,7 +247,7 @@ class Guard:
                 passed = d
                 continue
             refs.append(tuple([v for k, v in d.items() if k not in passed]) if isinstance(d, dict)
-                        else (*d, *map(type, d)))  # fmt: skip
+                        else (*d, *map(type, d), *[m.__dict__ for m in d]))  # fmt: skip
             passed = frozenset()
         return refs
 
@@ -283,6 +283,7 @@ class Reads:
 
     def __init__(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
         self._values: dict[tuple[str, str], Hashable] = {}
+        self._containers: dict[tuple[str, str], Any] = {}
         self.add(module, reads)
 
     def add(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
@@ -291,6 +292,14 @@ class Reads:
         for where, name in sorted(reads):
             if where in attributes and name not in _INNER:
                 self._values.setdefault((where, name), _read(attributes[where], name))
+                if isinstance(attributes[where].get(name), (list, tuple, dict)):
+                    self._containers.setdefault((where, name), attributes[where][name])
+
+    def replaced(self, module: nn.Module) -> list[tuple[Any, Any]]:
+        """Containers that stand where equal ones were read: (what is there, what was)."""
+        attributes = {name: m.__dict__ for name, m in module.named_modules()} if self._containers else {}
+        there = [(attributes.get(where, {}).get(name), was) for (where, name), was in self._containers.items()]
+        return [(now, was) for now, was in there if now is not was]
 
     def hold(self, module: nn.Module) -> bool:
         """Are they the same?"""
@@ -334,12 +343,12 @@ def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
     only its kind counts; one inside a container is a constant of the graph."""
     if type(value) is float:
         return (float, value.hex())  # -0.0 is not 0.0
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) and not getattr(value, "__dict__", None):
         return (type(value), value)
     if isinstance(value, Tensor):
         return _Same(value) if inside else (value.dtype, value.shape, value.requires_grad)
-    if depth and isinstance(value, (list, tuple)):
+    if depth and (type(value) is list or isinstance(value, tuple) and not getattr(value, "__dict__", None)):
         return (type(value), *[_freeze(v, depth - 1, True) for v in value])
-    if depth and isinstance(value, dict):
+    if depth and type(value) is dict:
         return (type(value), *[(_freeze(k, 0), _freeze(v, depth - 1, True)) for k, v in value.items()])
     return _Same(value)  # what is read of an object is in watch.Held

@@ -132,7 +132,7 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     fast = state.guard.fast()
     key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
     site = state.sites.get(key)
-    while site is not None and _check(site.entry.held.table) >= 0:
+    while site is not None and (_check(site.entry.held.table) >= 0 or site.also and _check(site.also) >= 0):
         site = site.other
     if site is None or [p.requires_grad for p in site.params] != site.params_grad:
         with state.lock:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import operator
 import threading
 import types
 from collections import OrderedDict
@@ -39,7 +38,7 @@ logger = logging.getLogger("ortmodule")
 _FLOATS = (float, complex)  # 0.0 == -0.0
 _MANY_LEFT = 4  # kinds of calls that cannot be captured, before others are not tried
 _SITE_LIMIT = 64  # states of one module remembered with their tensors
-_STALE_LIMIT = 4  # of those, with other parameters than now: their memory is kept
+_STALE_LIMIT = 4  # of those, with tensors that the module has no more (parameters, a batch in an attribute)
 
 
 class Refused(RuntimeError):
@@ -144,6 +143,7 @@ class Site:
     the entry's `held` holds. other: a site of equal fast() for another state of what `held` compares."""
 
     __slots__ = (
+        "also",
         "bound",
         "captured",
         "entry",
@@ -157,6 +157,7 @@ class Site:
         "refs",
         "stored",
         "structure",
+        "tensors",
         "wanted_bound",
     )
 
@@ -167,6 +168,9 @@ class Site:
         self.fast = fast
         self.structure: Hashable = own.structure() if like is None else like.structure
         self.refs: list[tuple[Any, ...]] = own.refs() if like is None else like.refs
+        self.tensors = frozenset([id(v) for held in self.refs for v in held if isinstance(v, Tensor)])
+        # rows as the entry's `held` has them, for what stands in the place of equal containers
+        self.also: tuple[Any, ...] = () if entry.reads is None else entry.held.also(entry.reads.replaced(own.module))
         self.params = own.params
         self.known = Known(own.module)
         self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
@@ -319,7 +323,7 @@ class State:
                     )
                     entry.by_parts = torch.is_grad_enabled()  # generation itself calls too often for too little
             site = Site(entry, fast, own)
-            stale = [k for k, s in self.sites.items() if not _same(s.params, site.params)]
+            stale = [k for k, s in self.sites.items() if not s.tensors <= site.tensors]
             for k in stale[: max(0, len(stale) - _STALE_LIMIT)]:
                 del self.sites[k]
             if len(self.sites) >= _SITE_LIMIT:
@@ -559,11 +563,6 @@ def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
             f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
         )
     return found
-
-
-def _same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
-    """The same objects?"""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

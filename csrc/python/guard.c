@@ -59,9 +59,13 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
     PyObject *passed = NULL; /* keys of the next dictionary that do not count */
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *d = list ? PyList_GetItem(dicts, i) : PyTuple_GetItem(dicts, i), *key, *value;
-        if (d && PyTuple_CheckExact(d)) { /* objects whose class counts */
-            for (Py_ssize_t k = 0, m = PyTuple_Size(d); k < m; k++)
-                h = mix(h, (uint64_t)(uintptr_t)Py_TYPE(PyTuple_GetItem(d, k)));
+        if (d && PyTuple_CheckExact(d)) { /* objects: their classes count, and which dictionaries they have */
+            for (Py_ssize_t k = 0, m = PyTuple_Size(d); k < m; k++) {
+                PyObject *object = PyTuple_GetItem(d, k), *own = PyObject_GenericGetDict(object, NULL);
+                if (!own) PyErr_Clear();
+                h = mix(mix(h, (uint64_t)(uintptr_t)Py_TYPE(object)), (uint64_t)(uintptr_t)own);
+                Py_XDECREF(own); /* the object holds it */
+            }
             continue;
         }
         if (d && PyFrozenSet_CheckExact(d)) {
@@ -97,13 +101,17 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
  *   5 list      the elements are those of the tuple `value`
  *   6 dict      keys and values, in order, are those of the tuple `value` (key, value, key, value, ...)
  *   7 sequence  iterating gives the elements of the tuple (deque and other kinds that are no list)
- *   8 set       the set equals the frozen one
- *   9 memory    the bytes at the address `key` (of the array `holder`) are `value`
- *  10 call      key() gives value
- *  11 functions the functions of the tuple `holder` have the code, defaults and keyword defaults of `value`, three each
+ *   8 memory    the bytes at the address `key` (of the array `holder`) are `value`
+ *   9 call      key() gives value
+ *  10 functions the functions of the tuple `holder` have the code, defaults and keyword defaults of `value`, three each
+ *  11 class     holder is an object of the class value
+ *  12 own       the dictionary of holder's attributes is value
+ *  13 no attribute  holder has none of the name `key` (a slot that is not set, an empty cell)
  * "is" means: the same object, or equal plain values of the same type (floats by their bits, so that -0.0 and NaN
  * count). */
-enum { ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS };
+enum {
+    ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, MEMORY, CALL, FUNCTIONS, CLASS, OWN, NO_ATTRIBUTE
+};
 
 static int same(PyObject *a, PyObject *b, int depth) { /* 1, 0, -1: error */
     if (a == b) return 1;
@@ -197,6 +205,16 @@ static int same_functions(PyObject *functions, PyObject *value) {
     return 1;
 }
 
+static int no_attribute(PyObject *now) { /* takes `now` */
+    if (now) {
+        Py_DECREF(now);
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+    PyErr_Clear();
+    return 1;
+}
+
 static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value) {
     switch (kind) {
     case ITEM: return same(PyDict_GetItemWithError(holder, key), value, 0);
@@ -207,10 +225,12 @@ static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value
     case LIST: return same_list(holder, value);
     case DICT: return same_dict(holder, value);
     case SEQUENCE: return same_sequence(holder, value);
-    case SET: return PyObject_RichCompareBool(holder, value, Py_EQ);
     case MEMORY: return same_memory(key, value);
     case CALL: return same_owned(PyObject_CallNoArgs(key), value);
     case FUNCTIONS: return same_functions(holder, value);
+    case CLASS: return (PyObject *)Py_TYPE(holder) == value;
+    case OWN: return same_owned(PyObject_GenericGetDict(holder, NULL), value);
+    case NO_ATTRIBUTE: return no_attribute(PyObject_GetAttr(holder, key));
     default: PyErr_Format(PyExc_ValueError, "guard_check: kind %ld", kind); return -1;
     }
 }

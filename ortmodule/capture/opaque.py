@@ -141,13 +141,18 @@ def autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     return lambda: autocast.put(state, cache)
 
 
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Fill]:
-    """Tensor leaves of a call, and leaves -> (args, kwargs)."""
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any], once: bool = False) -> tuple[list[Tensor], Fill]:
+    """Tensor leaves of a call, and leaves -> (args, kwargs). once: one that stands at several places is one leaf, and
+    one tensor for who is called."""
     tensors: list[Tensor] = []
+    places: dict[int, int] = {}
 
     def leaf(x: Any) -> int | None:
         if not isinstance(x, Tensor):
             return None
+        if once and id(x) in places:
+            return places[id(x)]
+        places[id(x)] = len(tensors)
         tensors.append(x)
         return len(tensors) - 1
 
@@ -526,7 +531,7 @@ def record_results(
         # a gradient goes to the arguments of a call, and no other way
         if any(t.grad_fn is not None and id(t) not in stale for t in _tensors_of(root.get_submodule(fqn))):
             raise OpaqueError(_STATE.format(fqn))
-        taken = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs)[0]]
+        taken = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs, True)[0]]
         given[fqn] = taken, contents_of((args, kwargs))
         written.begin()
 
@@ -574,6 +579,7 @@ _FILLS = (
     "{}, which would be kept in PyTorch, edits a container or object among its arguments: that is for the code around "
     "it to see"
 )
+_SILENT = "{}, which would be kept in PyTorch, is called under no_grad and returns memory that it was given"
 _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
 
 
@@ -651,7 +657,8 @@ def _sizes(fqn: str, call: Recorded, before: list[Recorded], xs: list[Tensor], i
 def _module_node(
     fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    tensors, fill = _split(args, kwargs)
+    tensors, fill = _split(args, kwargs, True)
+    silent = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if torch.is_grad_enabled() and any(
         isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules()
     ):
@@ -670,6 +677,8 @@ def _module_node(
 
     def meta(xs: list[Tensor]) -> list[Tensor]:
         out, sizes, expected.shares = results(xs[:n], fill(xs[:n]))
+        if silent and expected.shares:  # an argument itself keeps its gradient
+            raise OpaqueError(_SILENT.format(fqn))
         returned = hidden_in((out,), {}, module)
         if returned is not None:
             raise OpaqueError(_REACHES.format(fqn, "returns", returned))

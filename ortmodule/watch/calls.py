@@ -32,7 +32,7 @@ from . import bytecode, outside
 from .bytecode import UNKNOWN
 from .modules import Modules
 from .outside import decimal_context
-from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ITEM, UNMAPPED, for_itself
+from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ATTRIBUTE, NO_ITEM, UNMAPPED, for_itself
 from .values import ATOMS, LOOKS_INSIDE
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
@@ -491,6 +491,9 @@ class Calls(Modules):
                     elif old is not ABSENT:
                         what = f"{n}, a closure variable of {bytecode.at(code)}"
                         self._row((ATTRIBUTE, c, "cell_contents", old), what)
+                    elif now[n] is ABSENT and n[:2] != "__":
+                        what = f"{n}, an empty closure variable of {bytecode.at(code)}"
+                        self._row((NO_ATTRIBUTE, c, "cell_contents", None), what)
                 return True
         return False
 

@@ -10,6 +10,7 @@ import gc
 import sys
 import types
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..contents import PLAIN, Met, flat
 from ..libraries import is_library
 from ..patches import ABSENT
 from . import outside
-from .table import ATTRIBUTE, CALL, DICT, FUNCTIONS, ITEM, LIST, MAPPED, NO_ITEM, SEQUENCE, SET, UNMAPPED, Problem
+from .table import ATTRIBUTE, CALL, DICT, FUNCTIONS, ITEM, LIST, MAPPED, NO_ITEM, SEQUENCE, UNMAPPED, Problem
 from .values import Values
 
 _NAMED = (ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED)  # rows of one name in a holder
@@ -29,8 +30,17 @@ _NAMED = (ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED)  # rows of one name in a h
 
 def _caches_tensors(cache: Any) -> bool:
     """Does a functools.lru_cache hold tensors? Its results lie in a dictionary, by themselves or in links."""
-    held = [v for d in gc.get_referents(cache) if type(d) is dict for v in d.values()]
+    held = _kept_by(cache)
     return any(map(contents.holds_tensor, [*held, *gc.get_referents(*held)]))
+
+
+def _kept_by(cache: Any) -> list[Any]:
+    return [v for d in gc.get_referents(cache) if type(d) is dict for v in d.values()]
+
+
+def _keeps(cache: Any, before: list[Any]) -> bool:
+    now = {*map(id, _kept_by(cache))}
+    return all(id(x) in now for x in before)
 
 
 class Settled(Values):
@@ -212,10 +222,12 @@ class Settled(Values):
                 self._row((DICT, v, None, tuple(old)), name)
             elif isinstance(v, list):
                 self._row((LIST, v, None, tuple(old)), name)
-            elif isinstance(v, set):
-                self._row((SET, v, None, frozenset(old)), name)
-            elif not isinstance(v, (tuple, frozenset)):
+            elif not isinstance(v, (tuple, frozenset)):  # of a set the order, too, in which it gives what it has
                 self._row((SEQUENCE, v, None, tuple(old)), name)
+        for cache, before in self._caches.values():
+            if before.currsize and _caches_tensors(cache):  # which are constants of the graph
+                of = getattr(cache.__wrapped__, "__qualname__", "functools.lru_cache")
+                self._row((CALL, None, partial(_keeps, cache, _kept_by(cache)), True), f"the cache of {of}")
         for key, (row, name) in self.rows.items():  # as they were before: the first read may have come after a change
             pair = (MAPPED, UNMAPPED) if row[0] in (MAPPED, UNMAPPED) else (ITEM, NO_ITEM)
             if row[0] in pair:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from ..errors import CaptureError
 from ..libraries import is_library
 
 # kinds of rows, see csrc/python/guard.c
-ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, SET, MEMORY, CALL, FUNCTIONS = range(12)
+(ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, MEMORY, CALL, FUNCTIONS, CLASS, OWN,
+ NO_ATTRIBUTE) = range(14)  # fmt: skip
 
 
 @functools.cache
@@ -67,6 +68,27 @@ class Held:
 
     def hold(self) -> bool:
         return _C.guard_check(self.table) < 0
+
+    def also(self, stands: Iterable[tuple[Any, Any]]) -> tuple[Any, ...]:
+        """More rows, for lists and dictionaries that stand where equal ones were: (what is there, what was)."""
+        rows: list[Any] = []
+        known = {id(x): kind for kind, x in zip(self.table[::4], self.table[1::4], strict=True) if kind in (LIST, DICT)}
+        todo = [*stands]
+        while todo and known:
+            now, was = todo.pop()
+            if type(now) is not type(was) or now is was:
+                continue
+            if isinstance(now, dict):
+                inside, before = [*now.values()], [*was.values()]
+                flat = tuple(x for pair in now.items() for x in pair)
+            elif isinstance(now, (list, tuple)):
+                inside, before, flat = [*now], [*was], tuple(now)
+            else:
+                continue
+            if id(was) in known:
+                rows += known[id(was)], now, None, flat
+            todo += zip(inside, before, strict=False)
+        return tuple(rows)
 
     def changed(self) -> list[str]:
         """Names of what is no longer as it was."""

@@ -27,9 +27,23 @@ from .. import torch_private as private
 from ..contents import PLAIN, Met, flat
 from ..libraries import user_class
 from ..patches import ABSENT
-from . import outside
+from . import bytecode, outside
 from .outside import decimal_context
-from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, MEMORY, NO_ITEM, SEQUENCE, UNMAPPED, Table
+from .table import (
+    ATTRIBUTE,
+    CALL,
+    CLASS,
+    DICT,
+    ITEM,
+    MAPPED,
+    MEMORY,
+    NO_ATTRIBUTE,
+    NO_ITEM,
+    OWN,
+    SEQUENCE,
+    UNMAPPED,
+    Table,
+)
 
 _MANY = 20_000  # elements of a container that are compared at every step
 BYTES = 1 << 20  # of an array or tensor
@@ -102,6 +116,7 @@ class Values(Table):
         self._loggers: dict[int, logging.Logger] = {}
         self._locks: dict[int, tuple[Any, str]] = {}
         self._alive: list[Any] = []
+        self._weakly: set[int] = set()  # met by a weak reference
 
     def looks_inside(self) -> bool:
         """Forward may read the attributes of its arguments all at once."""
@@ -162,6 +177,8 @@ class Values(Table):
             self._discover(v.dispatcher, token, name)
         elif t is functools.partial or t is functools.partialmethod:
             self._belongings(v, token, name)
+            for what in ("func", "args", "keywords"):
+                self._row((ATTRIBUTE, v, what, getattr(v, what)), f"{what} of {name}")
             self._discover(v.func, token, name)
             for x in v.args:
                 self._discover(x, token, name)
@@ -180,14 +197,15 @@ class Values(Table):
                 self._stop(f"reads {name}, a generator of random numbers of its own")
             self._generators.setdefault(id(v), (v, outside.generator_state(v), name, set()))[3].add(token)
         elif isinstance(v, weakref.ref):
-            self._row((CALL, None, functools.partial(v), v()), name)
-            self._discover(v(), token, name)
+            self._weak(v, token, name)
         elif t is contextvars.ContextVar:
             self._row((CALL, None, functools.partial(v.get, None), v.get(None)), name)
             if (value := v.get(ABSENT)) is not ABSENT:
                 self._context.setdefault(id(v), (v, value, token))
         elif t is types.CellType:
-            with contextlib.suppress(ValueError):
+            if bytecode.cell(v) is ABSENT:
+                self._row((NO_ATTRIBUTE, v, "cell_contents", None), name)
+            else:
                 self._row((ATTRIBUTE, v, "cell_contents", v.cell_contents), name)
                 self._discover(v.cell_contents, token, name)
         elif contents.container(v):
@@ -229,6 +247,18 @@ class Values(Table):
                 self._stop(f"{what}, whose state cannot be compared or put back")
             self._problem(token, f"{what} that is not written in Python: its state cannot be compared")
 
+    def _weak(self, r: weakref.ref[Any], token: Any, name: str) -> None:
+        """What it leads to may go at any time: no row holds that."""
+        met = r()
+        if met is None:
+            self._row((CALL, None, functools.partial(r), None), name)
+            return
+        with contextlib.suppress(TypeError):
+            again = weakref.ref(met)
+            self._row((CALL, None, lambda: (now := r()) is not None and now is again(), True), name)
+        self._weakly.add(id(met))
+        self._discover(met, token, name)
+
     def _meet(self, v: Any, token: Any, name: str) -> list[Any]:
         met = self._met.get(id(v))
         if met is None:
@@ -251,6 +281,8 @@ class Values(Table):
         for x in old:
             if type(x) not in ATOMS and not (registry and isinstance(x, type)):
                 self._discover(x, token, name)
+        if isinstance(v, collections.defaultdict):
+            self._row((ATTRIBUTE, v, "default_factory", v.default_factory), f"default_factory of {name}")
         if user_class(type(v)):
             self._object(v, token, name)
         else:
@@ -282,6 +314,7 @@ class Values(Table):
         self._objects[id(v)] = v
         self._watch_class(cls, token)
         own = contents.attributes(v)
+        self._same_object(v, own, name)
         if own is not None:
             self._meet(own, token, name)
             self._own_dicts.add(id(own))
@@ -292,6 +325,13 @@ class Values(Table):
             self._all_read(v, token)
         if self._class_looks:
             self._looks_at_class(cls, token)
+
+    def _same_object(self, v: Any, own: dict[str, Any] | None, name: str) -> None:
+        """Rows of its attributes are of its class and its dictionary: they stay its."""
+        if id(v) not in self._weakly:
+            self._row((CLASS, v, None, type(v)), f"the class of {name}")
+            if own is not None:
+                self._row((OWN, v, None, own), f"__dict__ of {name}")
 
     def _all_read(self, v: Any, token: Any) -> None:
         """All attributes of an object that is watched may have been read."""
@@ -313,6 +353,7 @@ class Values(Table):
             self._dict_owner[id(own)] = name
             self._objects[id(sub)] = sub
             self._watch_class(type(sub), token)
+            self._same_object(sub, own, name)
             self._meet(own, token, name)
             for registry in ("_parameters", "_buffers", "_modules"):
                 if id(own[registry]) not in self._tables:  # else a copy of a module of the tree (copy.copy shares them)
@@ -344,6 +385,8 @@ class Values(Table):
             self._problem(token, f"reads {name}, an array {what}")
             return
         self._arrays.setdefault(id(v), (v, v.copy(), name, set()))[3].add(token)
+        for what in ("shape", "strides", "dtype"):
+            self._row((ATTRIBUTE, v, what, getattr(v, what)), f"{what} of {name}")
         if v.flags.c_contiguous:
             self._row((MEMORY, v, v.__array_interface__["data"][0], v.tobytes()), name)
         else:
@@ -469,6 +512,8 @@ class Values(Table):
             if value is not ABSENT:
                 self._slots[key] = obj, name, self._slots.get(key, (obj, name, value))[2], what, token
                 self._row((ATTRIBUTE, obj, name, value), what)
+            else:
+                self._row((NO_ATTRIBUTE, obj, name, None), what)
         else:
             if own is not None:
                 self._row((NO_ITEM, own, name, None), what)

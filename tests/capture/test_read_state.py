@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
+from ortmodule.watch.table import FUNCTIONS
 
 log = logging.getLogger("test_read_state")
 
@@ -252,4 +253,4 @@ def test_functions_cost_one_row() -> None:
     (entry,) = [e for known in ours._ortmodule.entries.values() for e in known]
     kinds = entry.held.table[::4]
     others = [n for n in entry.held.names if not n.endswith(".__call__") and "_pytest" not in n]  # what the test's own imports run
-    assert kinds.count(11) == 1 and len(others) < 12
+    assert kinds.count(FUNCTIONS) == 1 and len(others) < 12

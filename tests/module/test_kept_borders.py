@@ -375,6 +375,28 @@ def test_a_kept_module_behind_another() -> None:
     assert ours.report().graphs and ours.second.around == eager.second.around
 
 
+def test_one_tensor_at_two_places_is_one_for_who_is_called() -> None:
+    def around(n: Net, x: Tensor) -> Tensor:
+        v = n.first(x)
+        a, b, c = n.kept(v, v)
+        return a + 2 * b * c  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    ours = trained_alike(Net(lambda k, a, b: (k.line(a) + 5 * (a is b), a, b), around).double())
+    assert "in PyTorch: layers" in str(ours.report()), ours.report()
+
+
+def test_an_argument_that_comes_back_under_no_grad() -> None:
+    def around(n: Net, x: Tensor) -> Tensor:
+        h = n.first(x)
+        with torch.no_grad():
+            y = n.kept(h)
+        return n.other(y * h)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    trained_alike(Net(lambda k, x: x, around).double())
+
+
 def test_lists_beside_forward_are_no_part_of_a_key() -> None:
     net = nn.Linear(4, 4)
     net.outputs, net.losses = [], []  # type: ignore[assignment]
