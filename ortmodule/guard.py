@@ -283,7 +283,7 @@ class Reads:
 
     def __init__(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
         self._values: dict[tuple[str, str], Hashable] = {}
-        self._containers: dict[tuple[str, str], Any] = {}
+        self._containers: dict[tuple[str, str], list[Any]] = {}  # as captures have met them, equal ones
         self.add(module, reads)
 
     def add(self, module: nn.Module, reads: set[tuple[str, str]]) -> None:
@@ -292,14 +292,16 @@ class Reads:
         for where, name in sorted(reads):
             if where in attributes and name not in _INNER:
                 self._values.setdefault((where, name), _read(attributes[where], name))
-                if isinstance(attributes[where].get(name), (list, tuple, dict)):
-                    self._containers.setdefault((where, name), attributes[where][name])
+                now = attributes[where].get(name)
+                if isinstance(now, (list, tuple, dict)):
+                    met = self._containers.setdefault((where, name), [])
+                    met += [now] * all(now is not x for x in met)
 
     def replaced(self, module: nn.Module) -> list[tuple[Any, Any]]:
         """Containers that stand where equal ones were read: (what is there, what was)."""
         attributes = {name: m.__dict__ for name, m in module.named_modules()} if self._containers else {}
-        there = [(attributes.get(where, {}).get(name), was) for (where, name), was in self._containers.items()]
-        return [(now, was) for now, was in there if now is not was]
+        there = [(attributes.get(where, {}).get(name), met) for (where, name), met in self._containers.items()]
+        return [(now, was) for now, met in there for was in met if now is not was]
 
     def hold(self, module: nn.Module) -> bool:
         """Are they the same?"""

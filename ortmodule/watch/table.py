@@ -71,10 +71,12 @@ class Held:
 
     def also(self, stands: Iterable[tuple[Any, Any]]) -> tuple[Any, ...]:
         """More rows, for lists and dictionaries that stand where equal ones were: (what is there, what was)."""
+        todo = [*stands]
+        if not todo:
+            return ()
         rows: list[Any] = []
         known = {id(x): kind for kind, x in zip(self.table[::4], self.table[1::4], strict=True) if kind in (LIST, DICT)}
-        todo = [*stands]
-        while todo and known:
+        while todo:
             now, was = todo.pop()
             if type(now) is not type(was) or now is was:
                 continue

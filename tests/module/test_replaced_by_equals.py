@@ -208,6 +208,34 @@ def test_a_cache_of_tensors_is_cleared() -> None:
             close(ours(x), line(x) * table(4))
 
 
+def test_two_captures_that_have_met_two_equal_lists() -> None:
+    """Only the second has looked into it."""
+    torch.manual_seed(0)
+
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+            self.by = [2.0]
+
+        def forward(self, x: Tensor, long: bool) -> Tensor:
+            by = self.by
+            return self.line(x) * (by[0] if long else 1.0)  # type: ignore[no-any-return]
+
+    eager = Long()
+    ours = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(2, 4)
+    for put_in, long, edited in ((None, False, None), ([2.0], True, None), ([2.0], True, None), (None, True, 3.0), (None, False, None), (None, True, 5.0)):
+        if put_in is not None:
+            for m in (eager, ours):
+                m.by = [*put_in]
+        if edited is not None:
+            for m in (eager, ours):
+                m.by[0] = edited
+        for _ in range(2):
+            close(ours(x, long), eager(x, long))
+
+
 def test_an_equal_list_at_every_step_makes_no_capture() -> None:
     torch.manual_seed(0)
     ours = ORTModule(Scaled([2.0], lambda h: h[0]))
