@@ -20,8 +20,8 @@ _MANY = 64  # nodes between the arguments and a label
 
 
 def densities(program: Program, exported: Exported, tensors: list[Tensor]) -> list[Density]:
-    """tensors: of the call's arguments, by leaf."""
-    given = {n: tensors[s.leaf] for s, n in program.inputs if s.kind == "user" and isinstance(n.val, Tensor)}
+    """tensors: of the call's arguments, by leaf; leaves behind them are numbers."""
+    given = {n: tensors[s.leaf] for s, n in program.inputs if s.kind == "user" and s.leaf < len(tensors)}
     given |= {n: s.tensor for s, n in program.inputs if s.kind == "constant" and s.tensor is not None}
     found: list[Density] = []
     for n in program.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -98,6 +99,13 @@ def test_numbers_are_fixed_or_inputs() -> None:
         for g, w in zip(got, want, strict=True):
             assert g.dtype == w.dtype
             torch.testing.assert_close(g, w)
+
+
+def test_numbers_are_inputs_whatever_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """At INFO densities are looked for, among tensors and numbers."""
+    with caplog.at_level(logging.INFO, "ortmodule"):
+        made = capture(Fn(lambda x, i, a: x * a + i), (r(5, 7), 3, 0.5), {}, symbolic_scalars=True)
+    assert made.fixed_scalars == [] and [s.leaf for s in made.inputs] == [0, 1, 2]
 
 
 def test_conditions_on_sizes_bound_the_graph() -> None:
