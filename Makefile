@@ -284,10 +284,10 @@ device-wasm: venv   ## om-losses.wasm, for any runtime of WASI (PROTOBUF_C=direc
 $(B)/om-losses.wasm: $(OBJ) tests/ondevice/losses.c tests/ondevice/inputs.h
 	@$(CC) -std=gnu11 -w -O2 -Icsrc $(OBJ) $(B)/gen/protobuf-c/protobuf-c.c tests/ondevice/losses.c -Wl,-z,stack-size=1048576 -lm -o $@
 LP         := (
-check-device: device build lib   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are (MARKS=full: without what `make test` runs)
+check-device: device build lib $(B)/om-losses   ## the library for devices: size, symbols, losses; ARM under qemu where its compilers are (MARKS=full: without what `make test` runs)
 	@if command -v aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc >/dev/null; then $(MAKE) --no-print-directory device-arm; fi
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) examples/digits.py $(B)/digits && $(MAKE) --no-print-directory size OPS=$(B)/digits/model.omd
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "$(or $(MARKS),full or not full)" $(or $(TESTS),tests/ondevice)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "$(or $(MARKS),full or not full)" $(or $(TESTS),tests/ondevice)
 PUBLIC      = $(shell grep -oE '\bom_[a-z0-9_]+[$(LP)]' csrc/ortmodule.h | tr -d '$(LP)' | sort -u)
 $(B)/libortmodule.a: $(OBJ) $(B)/include/ortmodule.h
 	@cd $(B) && $(DEV_CROSS)ar x $(PBC) protobuf-c.o
