@@ -424,7 +424,7 @@ class Graph:
         run = self._start(variant, tensors, seed)
         try:
             with shown("forward"):
-                self.host.drive_forward(run, step.regions, want, tensors, flow)
+                detached = self.host.drive_forward(run, step.regions, want, tensors, flow)
         except Failed as error:
             self._restore(error, step.clones, tensors)
             raise
@@ -448,9 +448,8 @@ class Graph:
 
         for i, out in zip(variant.through, put_around(step, tensors), strict=True):
             outs[i] = out
-        if step.regions and (detached := flow.detached(step.regions)):
-            for i in variant.without(detached):
-                outs[i] = every[i].detach().clone()  # its own memory may be overwritten by backward
+        for i in variant.without(detached) if detached else ():
+            outs[i] = every[i].detach().clone()  # its own memory may be overwritten by backward
         if self.between:
             step.given = [None if out is None else ref(out) for out in outs]
         self.forward_ms += (perf_counter() - start) * 1e3

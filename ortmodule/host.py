@@ -20,7 +20,7 @@ parameter is handed over itself: a Function may differentiate again by it, look 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from time import perf_counter
@@ -94,16 +94,13 @@ class Flow:
                 bits.append(1 << min(a, 63) if kind == OUTPUT else bits[a] | bits[b] if kind == _ANY else 0)
         return {i: bits[term] for i, term in self.grads.items()}
 
-    def detached(self, regions: Regions) -> frozenset[tuple[int, int]]:
-        """Results of host nodes (node, number among those of floating point) that require no gradient, which only their
+    def detached(self, row: int, region: Region) -> list[tuple[int, int]]:
+        """Results of a host node (node, number among those of floating point) that require no gradient, which only its
         call can tell: the graph has taken them for ones that do."""
-        found: list[tuple[int, int]] = []
-        for row, region in regions.items():
-            floats = [t for t in region.outputs if t.is_floating_point()]
-            found += [(row, k) for k, t in enumerate(floats) if not t.requires_grad and (row, k) in self.host]
-        return frozenset(found)
+        floats = [t for t in region.outputs if t.is_floating_point()]
+        return [(row, k) for k, t in enumerate(floats) if not t.requires_grad and (row, k) in self.host]
 
-    def requires(self, kind: int, a: int, b: int, detached: frozenset[tuple[int, int]]) -> bool:
+    def requires(self, kind: int, a: int, b: int, detached: Collection[tuple[int, int]]) -> bool:
         """Does a user output (OUTPUT, its number, 0) or an input of a host node (_HOST, node, its position) require a
         gradient when these results do not?"""
         if self._fed is None:
@@ -116,7 +113,7 @@ class Flow:
                     fed.setdefault(leaf, set()).add(source)  # None: a graph input
             self._fed = {leaf: frozenset(of) for leaf, of in fed.items()}
         of = self._fed.get((kind, a, b))
-        return of is None or not of <= detached
+        return of is None or any(source not in detached for source in of)
 
 
 class Missing:
@@ -179,10 +176,11 @@ class Host:
         own: Sequence[Tensor],
         flow: Flow | None = None,
         before: Regions | None = None,
-    ) -> None:
+    ) -> frozenset[tuple[int, int]]:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph
         input. flow: of the variant for which all outputs arrive; with `want`. before: of the same step's forward, which
-        is run again: `once` nodes are not."""
+        is run again: `once` nodes are not. -> all that is detached (Flow.detached)."""
+        detached: set[tuple[int, int]] = set()
         self.follow()
         stop = _of_engine(run.resume)
         mine = {t.data_ptr(): t for t in own if t.numel()} if stop is not None else {}
@@ -194,9 +192,12 @@ class Host:
                 regions[index] = done
                 _of_engine(run.host_done, [plain(t.detach()) for t in done.outputs])
             else:
-                self._forward(run, index, inputs, regions, want, mine, flow)
+                self._forward(run, index, inputs, regions, want, mine, flow, detached)
+            if flow is not None and index in regions:
+                detached.update(flow.detached(index, regions[index]))
             self.ms[index] += (perf_counter() - start) * 1e3
             stop = _of_engine(run.resume)
+        return frozenset(detached)
 
     def drive_backward(
         self, run: _C.Run, segment: int, regions: Regions, want: Want, retain: bool, answers: Answers, missing: Missing
@@ -232,7 +233,7 @@ class Host:
         return _of_engine(op.call, inputs)  # type: ignore[no-any-return]
 
     def _forward(self, run: _C.Run, node: int, inputs: Sequence[Tensor | None], regions: Regions, want: Want,
-                 own: dict[int, Tensor], flow: Flow | None) -> None:  # fmt: skip
+                 own: dict[int, Tensor], flow: Flow | None, detached: Collection[tuple[int, int]]) -> None:  # fmt: skip
         op = self.ops[node]
         if node not in want:
             with torch.no_grad():
@@ -244,7 +245,7 @@ class Host:
             _of_engine(run.host_done, answer)
             return
         wanted = {place for part in want[node] for place in part}
-        if flow is not None and (detached := flow.detached(regions)):
+        if flow is not None and detached:
             wanted = {place for place in wanted if flow.requires(_HOST, node, place, detached)}
         leaves: list[Tensor | None] = []
         for place, t in enumerate(inputs):

@@ -96,6 +96,10 @@ class Entry:
         so they may be another module's; `held` compares objects, and is asked at every call."""
         return (self.reads is None or self.reads.hold(module)) and self.held.hold() and not self.ties.changed(module)
 
+    def also(self, module: nn.Module) -> tuple[Any, ...]:
+        """Rows as `held` has them, for what stands where equal containers were read."""
+        return () if self.reads is None else self.held.also(self.reads.replaced(module))
+
     def changed(self, module: nn.Module) -> list[str]:
         """Names of what differs from the state that the captures hold for."""
         reads = self.reads.changed(module) if self.reads is not None else []
@@ -168,9 +172,8 @@ class Site:
         self.fast = fast
         self.structure: Hashable = own.structure() if like is None else like.structure
         self.refs: list[tuple[Any, ...]] = own.refs() if like is None else like.refs
-        self.tensors = frozenset([id(v) for held in self.refs for v in held if isinstance(v, Tensor)])
-        # rows as the entry's `held` has them, for what stands in the place of equal containers
-        self.also: tuple[Any, ...] = () if entry.reads is None else entry.held.also(entry.reads.replaced(own.module))
+        self.tensors: frozenset[int] = _tensors_in(self.refs) if like is None else like.tensors
+        self.also: tuple[Any, ...] = entry.also(own.module) if like is None else like.also
         self.params = own.params
         self.known = Known(own.module)
         self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
@@ -563,6 +566,11 @@ def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
             f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
         )
     return found
+
+
+def _tensors_in(refs: list[tuple[Any, ...]]) -> frozenset[int]:
+    """Their ids."""
+    return frozenset([id(v) for held in refs for v in held if isinstance(v, Tensor)])
 
 
 def _holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -135,13 +135,17 @@ static int same(PyObject *a, PyObject *b, int depth) { /* 1, 0, -1: error */
     return 0;
 }
 
-static int same_owned(PyObject *now, PyObject *value) { /* takes `now`; an exception of the look-up is an answer: no */
-    if (!now) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1; /* an interrupt is none */
-        PyErr_Clear();
-        return 0;
-    }
-    int r = same(now, value, 0);
+static int found(PyObject *now) { /* what a look-up gave; its exception is an answer: no (an interrupt is none: -1) */
+    if (now) return 1;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+static int same_owned(PyObject *now, PyObject *value) { /* takes `now` */
+    int r = found(now);
+    if (r != 1) return r;
+    r = same(now, value, 0);
     Py_DECREF(now);
     return r;
 }
@@ -206,13 +210,9 @@ static int same_functions(PyObject *functions, PyObject *value) {
 }
 
 static int no_attribute(PyObject *now) { /* takes `now` */
-    if (now) {
-        Py_DECREF(now);
-        return 0;
-    }
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
-    PyErr_Clear();
-    return 1;
+    int r = found(now);
+    Py_XDECREF(now);
+    return r < 0 ? r : !r;
 }
 
 static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value) {

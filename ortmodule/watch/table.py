@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .. import _C, frames, libraries
+from .. import _C, contents, frames, libraries
 from ..errors import CaptureError
 from ..libraries import is_library
 
@@ -80,15 +80,16 @@ class Held:
             now, was = todo.pop()
             if type(now) is not type(was) or now is was:
                 continue
+            inside: Iterable[Any]
+            before: Iterable[Any]
             if isinstance(now, dict):
-                inside, before = [*now.values()], [*was.values()]
-                flat = tuple(x for pair in now.items() for x in pair)
+                inside, before, held = now.values(), was.values(), contents.flat(now)
             elif isinstance(now, (list, tuple)):
-                inside, before, flat = [*now], [*was], tuple(now)
+                inside, before, held = now, was, tuple(now)
             else:
                 continue
             if id(was) in known:
-                rows += known[id(was)], now, None, flat
+                rows += known[id(was)], now, None, held
             todo += zip(inside, before, strict=False)
         return tuple(rows)
 
