@@ -535,8 +535,14 @@ class Functionalizer:
         if name == "requires_grad_":
             return
         if name == "detach_":
-            if v.parent is not None:
-                raise self.fail("detach_: on a view")
+            at = cast(fx.Node, given[written[0]])
+            while v.parent is not None:  # of what is the tensor itself, as torch.tensor(a size) makes it
+                v = self.operands_returned(at, at.meta["val"], env).get(0, v)
+                if v is env[at]:
+                    raise self.fail("detach_: on a view")
+                at = cast(fx.Node, at.args[0])
+            if not is_float(v.node.val):
+                return
             v.base.node = self.make(STOP, (self.read(v),), {}, v.node.val)
             v.base.version += 1
             if v.base.input is not None:

@@ -74,6 +74,15 @@ def test_ctc_with_labels_that_are_selected(seeded: None) -> None:
     beside(seen, batches, None, 2)
 
 
+def test_tensors_of_a_size_that_data_decides(seeded: None) -> None:
+    """torch.tensor converts what it has made and detaches it in place: the conversion's result is what it is given."""
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        kept = x[y > 0]
+        return kept.sum(0) / torch.tensor(kept.shape[0]) + torch.tensor([kept.shape[0], 2], dtype=x.dtype).sum()
+
+    beside(f, [(torch.randn(n, 6), torch.arange(n) - 2) for n in (9, 12, 15)], None)
+
+
 def test_ctc_left_to_pytorch(seeded: None) -> None:
     one = (torch.randn(9, 6), torch.randint(1, 6, (4,)), torch.tensor(9), torch.tensor(4))
     ours = beside(lambda x, *rest: F.ctc_loss(x.log_softmax(-1), *rest), [one], ["aten::ctc_loss"], 1)
