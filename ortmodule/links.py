@@ -355,6 +355,9 @@ class Head(Function):
         return _spared(ctx, result, 2)
 
 
+_put_head = super(Function, Head).apply  # without its way around torch.func, in which no step of the engine runs
+
+
 class Link(Function):
     """One of the Functions before Head: waits for its token's turn, then completes its own segment."""
 
@@ -445,7 +448,7 @@ def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         token = cuda_engine.token(step.graph.cuda, requires_grad=True)  # all that the Functions take may stand apart
     for number in range(len(variant.nodes) - 1, 0, -1):
         token = Link.apply(step, number, token, *[own[i] for i in variant.nodes[number][1]])
-    given: tuple[Tensor, ...] = Head.apply(step, token, *[own[i] for i in variant.nodes[0][1]])
+    given: tuple[Tensor, ...] = _put_head(step, token, *[own[i] for i in variant.nodes[0][1]])
     if not step.apart:
         return given
     return tuple([
