@@ -76,21 +76,26 @@ static void make_room(size_t size) {
     }
 }
 
-static size_t pool_round(size_t size) { return size < SMALL ? round_up(size ? size : 1, 64) : round_up(size, SMALL); }
+/* The capacity alone says where a block's memory is from: below SMALL malloc, else a mapping. */
+static size_t pool_round(size_t size) {
+    const size_t cap = round_up(size ? size : 1, 64);
+    return cap < SMALL ? cap : round_up(size, SMALL);
+}
 
 static block *pool_get(size_t size) {
     const size_t cap = pool_round(size);
+    const bool mapped = cap >= SMALL;
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (cap < size) return NULL;
     pthread_once(&once, pool_once);
     pthread_mutex_lock(&pool.lock);
-    block *b = size < SMALL ? NULL : take(cap);
+    block *b = mapped ? take(cap) : NULL;
     if (!b) {
-        if (size >= SMALL) make_room(cap);
+        if (mapped) make_room(cap);
         b = malloc(sizeof *b);
-        void *data = !b ? NULL : size < SMALL ? aligned_alloc(64, cap) : map(cap);
-        pool.st.mapped += size >= SMALL;
-        if (b && !data && pool.n && size >= SMALL) { /* memory is out: the free blocks are the last reserve */
+        void *data = !b ? NULL : mapped ? map(cap) : aligned_alloc(64, cap);
+        pool.st.mapped += mapped;
+        if (b && !data && pool.n && mapped) { /* memory is out: the free blocks are the last reserve */
             while (pool.n) unmap_at(pool.n - 1);
             data = map(cap);
         }
@@ -115,18 +120,19 @@ static void pool_put(block *b) {
     pool.st.moved++;
     pool.st.live -= b->cap;
     b->stamp = ++pool.clock;
-    int keep = b->cap >= SMALL;
+    const bool mapped = b->cap >= SMALL;
+    bool keep = mapped;
     if (keep && pool.n == pool.cap) {
         size_t cap = pool.cap ? pool.cap * 2 : 256;
         block **p = realloc(pool.free, cap * sizeof *p);
         if (p) pool.free = p, pool.cap = cap;
-        else keep = 0;
+        else keep = false;
     }
     if (keep) {
         pool.free[pool.n++] = b;
         pool.st.free += b->cap;
     } else {
-        if (b->cap >= SMALL) munmap(b->b.data, b->cap);
+        if (mapped) munmap(b->b.data, b->cap);
         else free(b->b.data);
         free(b);
     }

@@ -24,7 +24,7 @@ from .export import Exported, Source
 from .marks import CutError, Mark
 from .onnx_build import expr_of, shape_of
 from .opaque import CUT
-from .program import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program
+from .program import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program, operand
 
 _CONE = 64  # nodes computed again in a later part rather than handed over
 
@@ -341,17 +341,15 @@ class Interpreter:
             else:
                 size[expr_of(n.val)] = t.item()
 
+        def number(e: Any) -> Any:
+            size.update(
+                (s, value[self.item_of[s]].item()) for s in e.free_symbols if s not in size and s in self.item_of
+            )
+            r = e.subs(size)
+            return int(r) if r.is_integer else float(r)
+
         def of(a: Any) -> Any:
-            if isinstance(a, Node):
-                return value[a]
-            if isinstance(a, (torch.SymInt, torch.SymFloat)):
-                e = a.node.expr
-                size.update(
-                    (s, value[self.item_of[s]].item()) for s in e.free_symbols if s not in size and s in self.item_of
-                )
-                r = e.subs(size)
-                return int(r) if r.is_integer else float(r)
-            return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
+            return operand(a, value, number)
 
         for n, target, args, kwargs, grad, lowered, val in self.steps:
             with (

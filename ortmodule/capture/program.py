@@ -4,7 +4,7 @@ Made by functional.py, read by everything behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,16 @@ def nodes_in(args: Any) -> Iterator[Node]:
             yield a
         elif isinstance(a, (list, tuple)):
             yield from nodes_in(a)
+
+
+def operand(a: Any, value: dict[Node, Any], number: Callable[[Any], Any]) -> Any:
+    """An argument of a node as its operator takes it. (No closure that calls itself: a cycle, and what a call has
+    computed would stay until Python looks for cycles.)"""
+    if isinstance(a, Node):
+        return value[a]
+    if isinstance(a, (torch.SymInt, torch.SymFloat)):
+        return number(a.node.expr)
+    return [operand(x, value, number) for x in a] if isinstance(a, (list, tuple)) else a
 
 
 class Program:

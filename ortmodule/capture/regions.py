@@ -26,7 +26,7 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from . import opaque
 from .export import Exported
-from .program import COPY, FILL, STOP, Node, Program
+from .program import COPY, FILL, STOP, Node, Program, operand
 
 _RESULTS = 256  # of arithmetic on sizes, remembered
 _NAMED: dict[str, Callable[..., Tensor]] = {
@@ -237,7 +237,9 @@ def _caller(
     from sympy import sympify
 
     # as they are now: outputs change their meaning; by the modes that they run in
-    steps = [((n.grad, n.autocast), (n, _function(n), n.args, n.kwargs, n.val, _made_known(n.val))) for n in region]
+    dead = _last_read(region, {*outputs, *items.values()})
+    steps = [((n.grad, n.autocast), (n, _function(n), n.args, n.kwargs, n.val, _made_known(n.val), dead[n]))
+             for n in region]  # fmt: skip
     groups = [(*modes, [step for _, step in group]) for modes, group in groupby(steps, key=operator.itemgetter(0))]
     symbols: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # of an expression, as sympy has it
     results: dict[tuple[Any, ...], int | float] = {}  # sympy takes as long for one as PyTorch for several operations
@@ -266,18 +268,14 @@ def _caller(
             return results[key]
 
         def of(a: Any) -> Any:
-            if isinstance(a, Node):
-                return value[a]
-            if isinstance(a, (torch.SymInt, torch.SymFloat)):
-                return number(a.node.expr)
-            return [of(x) for x in a] if isinstance(a, (list, tuple)) else a
+            return operand(a, value, number)
 
         for grad, lowered, group in groups:
             with (
                 torch.set_grad_enabled(grad and torch.is_grad_enabled()),
                 autocast.put(lowered),
             ):
-                for n, target, args, kwargs, val, told in group:
+                for n, target, args, kwargs, val, told, gone in group:
                     if isinstance(target, str):
                         shape = [of(d) for d in val.shape]
                         made: Any = _NAMED[target](shape, val.device, *map(of, args)).to(val.dtype)
@@ -289,9 +287,23 @@ def _caller(
                     value[n] = made
                     for i, k, s in told:
                         size[s] = (made if isinstance(made, Tensor) else made[i]).shape[k]
+                    for x in gone:
+                        del value[x]
         return tuple([value[n] for n in outputs])
 
     return call
+
+
+def _last_read(region: list[Node], kept: set[Node]) -> dict[Node, list[Node]]:
+    """By node: those of the region that nothing reads after it."""
+    last = {n: n for n in region}
+    for n in region:
+        last.update((x, n) for x in n.inputs() if x in last)
+    dead: dict[Node, list[Node]] = {n: [] for n in region}
+    for x, n in last.items():
+        if x not in kept:
+            dead[n].append(x)
+    return dead
 
 
 def _function(n: Node) -> Any:

@@ -328,6 +328,24 @@ def test_blocks_are_counted_anew_after_a_trim() -> None:
     assert stats["peak_live"] == stats["live"] and stats["free"] == 0
 
 
+@pytest.mark.parametrize("n", [16368, 16369, 16383, 16384])
+def test_blocks_around_the_smallest_mapping_come_back(n: int) -> None:
+    """What is below 64 KiB only before it is rounded up is a mapping, and is handed out again."""
+    x = torch.zeros(n)
+    model = _C.Model.from_text(f"graph {{\n input x: f32[{n}]\n y = neg(x)\n output y\n}}")
+
+    def step() -> None:
+        run = model.forward(model.variant(bytes(1), bytes(1), None), [x], 0)
+        assert run.resume() is None and run.outputs()[0].shape == (n,)
+
+    step()
+    before = _C.pool_stats()
+    for _ in range(5):
+        step()
+    after = _C.pool_stats()
+    assert (after["free"], after["live"], after["mapped"]) == (before["free"], before["live"], before["mapped"])
+
+
 def test_a_run_is_only_started_by_a_model() -> None:
     with pytest.raises(TypeError):
         _C.Run()
