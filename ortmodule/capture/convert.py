@@ -31,7 +31,7 @@ from .export import Exported
 from .onnx_build import DOMAINS, ONNX_TYPE, Builder, UnsupportedError, Val, _attribute, expr_of, shape_of
 from .onnx_functions import functions
 from .operands import bound, eager_refuses, named
-from .program import Node, Program, draws
+from .program import INPUT, Node, Program, draws
 from .refused import talks
 from .registered import ATEN, GRADIENTS, STOPPED, Key, NotServed, called, key_of, optimized, registered_call
 
@@ -458,8 +458,12 @@ class Converter:
         ins = [self.v(x) for x in xs]
         types = [(t.dtype, shape_of(t)) for t in n.val]
         module, file, line = n.src
-        host = len(self.host_ops)
-        self.host_ops.append(HostOp(r.kind, r.call, r.name, r.module or module, file, line, r.reason))
+        host, orders = len(self.host_ops), [_order_of(x) for x in xs]
+
+        def call(ts: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+            return r.call([_lying(t, order) for t, order in zip(ts, orders, strict=True)])
+
+        self.host_ops.append(HostOp(r.kind, call, r.name, r.module or module, file, line, r.reason))
         if r.kind == "module":
             self.values[n] = self.b.ops("PyModule", ins, types, "ortmodule", module=r.name, host_index=host)
         else:
@@ -471,14 +475,14 @@ class Converter:
         ins: list[Val] = []
         vals = bound(n)
         dtype = self.lowered(n)
-        lie: dict[int, list[int]] = {}  # operands of a draw that memory does not hold row by row
+        lie: dict[int, list[int]] = {}  # how memory holds the operands
 
         def tensor(x: Node) -> int:
             v = self.v(x)
             if dtype is not None and v.dtype.is_floating_point:
                 v = self.cast(v, dtype)
             ins.append(v)
-            if draws(n) and (order := _order_of_draw(n, x)):
+            if order := _order_of_draw(n, x) if draws(n) else _order_of(x):
                 lie[len(ins) - 1] = order
             return len(ins) - 1
 
@@ -505,8 +509,7 @@ class Converter:
         target = n.target
 
         def call(ts: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
-            if lie:
-                ts = [_lying(t, lie[i]) if i in lie else t for i, t in enumerate(ts)]
+            ts = [_lying(t, lie.get(i)) for i, t in enumerate(ts)]
             with autocast.off():
                 out = target(*[f(ts) for f in args], **{k: f(ts) for k, f in kwargs})
             return out if isinstance(out, Tensor) else tuple(x for x in out if isinstance(x, Tensor))
@@ -659,7 +662,15 @@ def _order_of_draw(n: Node, x: Node) -> list[int] | None:
     return order
 
 
-def _lying(t: Tensor, order: list[int]) -> Tensor:
+def _order_of(x: Node) -> list[int] | None:
+    """What PyTorch or the user's own code is given lies in memory as in eager, where it is dense: code may ask for it,
+    as .view() does, or read memory as it lies. Arguments, parameters and buffers come as they are."""
+    return layouts.order_now(x.val) if x.target is not INPUT and isinstance(x.val, Tensor) else None
+
+
+def _lying(t: Tensor, order: list[int] | None) -> Tensor:
+    if order is None or t.permute(order).is_contiguous():
+        return t
     return torch.empty_permuted(t.shape, order, dtype=t.dtype, device=t.device).copy_(t)
 
 

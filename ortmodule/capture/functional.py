@@ -51,6 +51,7 @@ _SKIP = {
     "_functional_assert_async",
     "_functional_assert_scalar",
 }
+_MAY_COPY = {"reshape", "reshape_as", "flatten", "ravel"}
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Comparisons in place: autograd gives the operands zeros, or has not heard of the operation.
 _STEPS = {f"{op}_": True for op in ("eq", "ne", "lt", "le", "gt", "ge")} | {
@@ -76,6 +77,7 @@ class Functionalizer:
         self.mutates = any(_writes(n) for g in _graphs(exported.graph_module) for n in g.nodes)
         # contiguous() of what is so for some sizes: its operand, the version of that then, and its result
         self.same_or_copy: list[tuple[V, int, V]] = []
+        self.reshaped: list[tuple[V, int, V]] = []  # the same of reshape()
         self.memory: dict[int, set[Base]] = {}  # which values have had tensors over a storage of the trace
 
     # --- nodes
@@ -420,6 +422,9 @@ class Functionalizer:
             if name == "contiguous" and len(args) == 1 and not kwargs and layouts.depends(made.args[0].val):
                 of = env[cast(fx.Node, node.args[0])]
                 self.same_or_copy.append((of, of.base.version, v))
+            elif name in _MAY_COPY and not layouts.follows(made.args[0].val) and layouts.depends(made.args[0].val):
+                of = env[cast(fx.Node, node.args[0])]
+                self.reshaped.append((of, of.base.version, v))
             return
         if not isinstance(val, (list, tuple)):
             raise self.fail(f"{target}: result of type {type(val).__name__}")

@@ -151,6 +151,29 @@ def pin(t: Tensor) -> bool:
     return follows(t) or any(size == 0 for size in t.shape) or _dense(t)
 
 
+def pin_view(t: Tensor, shape: Sequence[Any]) -> bool:
+    """Can it be seen in this shape without a copy? (Axes that lie one behind the other are one, whose places the new
+    ones share out.) The answer is a condition on sizes."""
+    if any(size == 0 for size in t.shape):
+        return True
+    new = list(shape)
+    stride, old, made = (t.stride(-1), 1, 1) if t.dim() else (1, 1, 1)
+    for d in range(t.dim() - 1, -1, -1):
+        old = old * t.shape[d]
+        if d and (as_written(t.stride(d - 1)) == as_written(old * stride) or t.stride(d - 1) == old * stride
+                  or t.shape[d - 1] == 1):  # fmt: skip
+            continue
+        while new and as_written(made) != as_written(old) and (made < old or new[-1] == 1):
+            made = made * new.pop()
+        while new and (isinstance(new[-1], int) and new[-1] == 1):
+            new.pop()
+        if made != old:
+            return False
+        if d:
+            stride, old, made = t.stride(d - 1), 1, 1
+    return all(size == 1 for size in new)
+
+
 class OneNow(CaptureError):
     """A size of 1 cannot be a symbol here; as a number it can be captured."""
 
@@ -192,6 +215,18 @@ def order_of(t: Tensor) -> list[int] | None:
         rest.remove(d)
         wanted = wanted * t.shape[d]
     return [d for d in range(t.dim()) if d not in order] + order
+
+
+def order_now(t: Tensor) -> list[int] | None:
+    """As order_of, of the sizes of the capture. No condition."""
+    sizes, strides = [_now(n) for n in t.shape], [_now(n) for n in t.stride()]
+    order = sorted(range(t.dim()), key=lambda d: (-strides[d], -sizes[d], d))
+    wanted = 1
+    for d in reversed(order):
+        if sizes[d] != 1 and strides[d] != wanted:
+            return None
+        wanted *= sizes[d]
+    return order
 
 
 def as_written(n: Any) -> Any:

@@ -65,7 +65,7 @@ class _Results:
     def __init__(self, of: Functionalizer) -> None:
         self.of, self.exported, self.program, self.held = of, of.exported, of.program, of.held
         self.mutates, self.grad_matters = of.mutates, of.grad_matters
-        self.same_or_copy, self.memory = of.same_or_copy, of.memory
+        self.same_or_copy, self.reshaped, self.memory = of.same_or_copy, of.reshaped, of.memory
 
     def finish(self, result: Any) -> None:
         p, held = self.program, self.held
@@ -92,8 +92,11 @@ class _Results:
             if base.version > base.flushed and source.kind != "constant":
                 assert base.input is not None
                 check_unshared(self.exported, source, [s for s, _ in held])
-                if source.kind == "user" and self.needs_gradient(base.node):
-                    raise CaptureError("forward writes what requires a gradient into an argument that requires none",
+                t = tensor_of(self.exported, source)
+                trained = source.kind != "user" and isinstance(t, Tensor) and t.requires_grad and t.is_leaf
+                if not trained and not base.untrained and self.needs_gradient(base.node):
+                    what = "an argument" if source.kind == "user" else source.target or "a tensor of its own"
+                    raise CaptureError(f"forward writes what requires a gradient into {what} that requires none",
                                        "", *base.node.src[1:])  # fmt: skip
                 p.writes.append((base.input, base.node))
         p.edited = [source for source, base in held if base.version > 0 and source.kind != "constant"]
@@ -135,8 +138,8 @@ class _Results:
         return False
 
     def pin_layouts(self) -> None:
-        """Who can tell whether contiguous() has made a copy: an edit of one of the two afterwards, who is given a
-        result, or who looks. For them the answer is a condition on sizes."""
+        """Who can tell whether contiguous() or reshape() has made a copy: an edit of one of the two afterwards, who is
+        given a result, or who looks. For them the answer is a condition on sizes."""
         exported, scope = self.exported, patches.here()
         looks = exported.facts.looks or exported.facts.identity or bool(exported.table.marks)
         looks = looks or scope is not None and scope.watch is not None and scope.watch.identity
@@ -148,6 +151,12 @@ class _Results:
         for v, _, result in self.same_or_copy:
             if result.node in pinned:
                 layouts.pin(v.node.val)
+        for v, version, result in self.reshaped:
+            apart = result.base is not v.base
+            seen = v.base.version > version or apart and result.base.version > 0 or result.node in returned
+            if (looks or seen) and layouts.pin_view(v.node.val, result.node.val.shape) is apart:
+                raise CaptureError("reshape: whether it is a view depends on sizes, and somebody sees it", "",
+                                   *result.node.src[1:])  # fmt: skip
         rest = [(t, *self.follow(t)) for t in exported.facts.uncopied]
         again = True
         while again:

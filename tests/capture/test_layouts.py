@@ -3,6 +3,7 @@ for all batches, and an edit, a result or a question that depends on it is eager
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from sizes import Of, run
 from torch import Tensor, nn
+
+from ortmodule import ORTModule
+from ortmodule.capture import layouts
 
 
 class Cells(nn.Module):
@@ -130,3 +134,77 @@ def test_sizes_that_do_not_fit_raise(name: str) -> None:
     module = make()
     module.edits = "written" in name  # type: ignore[assignment]
     run(module, sizes)
+
+
+def test_what_can_be_viewed() -> None:
+    """The answer of Tensor.view, for random strides and shapes."""
+    draw = random.Random(0)
+    for _ in range(4000):
+        t = torch.empty([draw.choice([1, 1, 2, 3, 4]) for _ in range(draw.randint(0, 4))])
+        for _ in range(draw.randint(0, 3) if t.dim() else 0):
+            d = draw.randrange(t.dim())
+            rest = (slice(None),) * d
+            t = draw.choice([t.transpose(d, draw.randrange(t.dim())), t[(*rest, slice(0, 2))], t[(*rest, slice(None, None, 2))],
+                             t.expand([*t.shape[:d], 3, *t.shape[d + 1 :]]) if t.shape[d] == 1 else t, t.unsqueeze(d)])  # fmt: skip
+        factors, rest_of = [], t.numel()
+        while rest_of > 1:
+            factors.append(next(p for p in (2, 3, 5, 7) if rest_of % p == 0))
+            rest_of //= factors[-1]
+        shape = [1] * draw.randint(1 if factors else 0, 4)
+        for p in factors:
+            shape[draw.randrange(len(shape))] *= p
+        try:
+            t.view(shape)
+            possible = True
+        except RuntimeError:
+            possible = False
+        assert layouts.pin_view(t, shape) is possible, (t.shape, t.stride(), shape)
+
+
+def through_a_slice(m: Edits, x: Tensor) -> Tensor:
+    h = (x * m.w)[:, :4]
+    h.reshape(h.shape[0], -1, 2).mul_(2)
+    return h * 1
+
+
+def through_an_argument(m: Edits, x: Tensor) -> Tensor:
+    x.reshape(-1, x.shape[1]).mul_(2)
+    return x * m.w
+
+
+def through_turned_axes(m: Edits, x: Tensor) -> Tensor:
+    h = (x * m.w).view(-1, 2, 4).transpose(1, 2)
+    h.reshape(-1, h.shape[-1]).mul_(2)
+    return h * 1
+
+
+def into_a_cache(m: Edits, x: Tensor) -> Tensor:
+    x[:, :4].reshape(x.shape[0], -1, 2).copy_(torch.ones(x.shape[0], 2, 2, dtype=x.dtype))
+    return x * m.w
+
+
+class Edits(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w, self.body = nn.Parameter(torch.ones((), dtype=torch.float64)), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+@pytest.mark.parametrize("body", [through_a_slice, through_an_argument, through_turned_axes, into_a_cache])
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_edit_through_reshape(body: Callable[[Any, Tensor], Tensor], whole: bool) -> None:
+    """It is a view or a copy, as in eager, for each size."""
+    eager = Edits(body)
+    ours = ORTModule(Edits(body))
+    for n in (3, 4, 5, 2, 1, 1):
+        found = []
+        for m in (eager, ours):
+            x = torch.arange(n * 16, dtype=torch.float64).view(n, 16)[:, :: 1 if whole else 2]
+            y = m(x)
+            m.zero_grad()
+            y.sum().backward()
+            found.append((y.detach(), x, m.w.grad))
+        torch.testing.assert_close(found[1], found[0])
+    assert not ours.report().eager

@@ -75,3 +75,64 @@ def test_gradients_and_what_is_written(rule: Callable[[Tensor, Tensor], Any]) ->
         x, z = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
         torch.testing.assert_close(ours(x), eager(z))
         torch.testing.assert_close(x, z)
+
+
+class Leaky(nn.Module):
+    """A cell that keeps its state in a buffer, a tensor that is none, or what a dictionary holds."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.line, self.where = nn.Linear(4, 4), where
+        self.register_buffer("state", torch.zeros(3, 4))
+        self.held = {"state": torch.zeros(3, 4, dtype=torch.float64)}
+        self.plain = torch.zeros(3, 4, dtype=torch.float64)
+
+    def of(self) -> Tensor:
+        return self.held["state"] if self.where == "held" else getattr(self, self.where)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.of().mul_(0.9).add_(self.line(x))
+        return torch.sigmoid(self.of())
+
+
+@pytest.mark.parametrize("where", ["state", "plain", "held"])
+def test_a_state_that_becomes_part_of_the_graph(where: str) -> None:
+    eager = Leaky(where).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(3, 3, 4, dtype=torch.float64)
+    for m in (eager, ours):
+        sum(m(t).sum() for t in x).backward()
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-11, atol=1e-12)
+    assert eager.of().requires_grad and ours.of().requires_grad
+    assert [e.reason.split(" into ")[0] for e in ours.report().eager] == ["forward writes what requires a gradient"]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.line.weight.clamp_(-0.3, 0.3)
+        h = self.norm(self.line(x))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0))
+        self.mean.add_(h.detach().sum(0))
+        return h * self.mean
+
+
+def test_what_is_written_without_a_gradient_stays_in_the_engine() -> None:
+    eager = Counting().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for _ in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        for m in (eager, ours):
+            m.zero_grad()
+            m(x).sum().backward()
+        for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), eager.state_dict())
+    assert not ours.report().eager
