@@ -302,6 +302,8 @@ class _Results:
         other."""
         p = self.program
         others = {out: i for i, out in reversed([*enumerate(p.outputs)]) if isinstance(out, Node)}
+        for out, i in [*others.items()]:
+            others.setdefault(_itself(out), i)
 
         def whole(out: Node) -> bool:
             """The engine's outputs are dense: only of those that are so in PyTorch, too, a view is the view that
@@ -345,8 +347,23 @@ class _Results:
                     if not known:  # with numbers for sizes it may be
                         raise CaptureError(f"a result is a view ({made.target}) of an argument or of another result, "
                                            "in a way that is not known here", *made.src)  # fmt: skip
-                    p.views[i] = (node, chain)
+                    p.views[i] = (node if node in inputs else p.outputs[others[node]], chain)
                     break
+
+
+def _itself(out: Node) -> Node:
+    """What a result is the same tensor as: a conversion to what it is already returns its operand."""
+    while out.target is not aten.detach.default and out.differentiable():
+        made = out.args[0] if out.target is operator.getitem else out
+        of = next((x for x in made.inputs() if _alike(out.val, x.val)), None)
+        if of is None:
+            break
+        out = of
+    return out
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return one_memory(a, b) and a.dtype == b.dtype and lies(a) == lies(b)
 
 
 def _sizes_in(args: Any) -> Iterator[Any]:

@@ -85,6 +85,10 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "a view of a result": lambda m, x: (y := m.a(x), y.view(-1)),
     "reshape of a result": lambda m, x: (y := m.a(x), y.reshape(-1, 2)),
     "contiguous of a result": lambda m, x: (y := m.a(x), y.contiguous()),
+    "a view of what is converted to itself": lambda m, x: (y := m.a(x), v := y[0], y.to(F64), v.view(-1))[2:],
+    "of its type, and a view": lambda m, x: (y := m.a(x), v := y[1:], y.type_as(x), v)[2:],
+    "broadcast, and a view": lambda m, x: (y := m.a(x), v := y[1:], torch.broadcast_tensors(y, m.buf)[0], v)[2:],
+    "einsum, and a view": lambda m, x: (y := m.a(x), v := y[1:], torch.einsum("ij->ij", y), v)[2:],
     "last row of a result": lambda m, x: (y := m.a(x), y[-1]),
     "dropout of a result": lambda m, x: (y := m.a(x), F.dropout(y, 0.0, True)),
 }
