@@ -60,6 +60,18 @@ def _below(cls: type, namespace: dict[str, Any]) -> type:
     return types.new_class(cls.__name__, bases, {}, lambda body: body.update(__module__=cls.__module__, **namespace))
 
 
+def without_values(structure: Any) -> tuple[Any, ...]:
+    """The structure of arguments without what is compared by value but numbers: words, arrays, functions."""
+    return tuple([x if x is None or isinstance(x, (type, int, torch.dtype)) else "" for x in structure])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):  # skeleton._exact
+        value = float.fromhex(value[1]) if issubclass(value[0], float) else value[1]
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 class Entry:
     """All captures for one state of the module, one argument structure and one environment."""
 
@@ -209,6 +221,7 @@ class State:
         self.off: str | None = None  # why every call runs in PyTorch
         self.sites: dict[Hashable, Site] = {}
         self.entries: dict[tuple[Any, ...], list[Entry]] = {}
+        self.changing: dict[tuple[Any, ...], Entry] = {}  # by what is alike in calls of which there are too many
         self.dynamic = self.symbolic = False  # calls have differed in sizes, in int/float arguments
         self.unread: dict[str, frozenset[str]] = {}  # attributes that are stored and not read, by module
         self._stored: set[tuple[str, str]] = set()
@@ -285,7 +298,11 @@ class State:
             own = self.guard = self.new_guard()
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])
+            alike = (tree, without_values(structure), env, key[3])
             entry = next((e for e in known if e.holds(self.module)), None) or self.left_alike(tree, env)
+            entry = entry or self.changing.get(alike) or self.changes(alike, structure)
+            if entry is not None and entry is self.changing.get(alike):
+                key = (key[0], *alike[1:])  # one site for all of them (ladder.call)
             if entry is None:
                 entry = Entry()
                 entry.dynamic, entry.symbolic = self.dynamic, self.symbolic
@@ -331,12 +348,30 @@ class State:
                 del self.sites[k]
             if len(self.sites) >= _SITE_LIMIT:
                 self.sites.pop(next(iter(self.sites)))
-            other = self.sites.get((fast, structure, env, key[3]))
+            key = (fast, *key[1:])
+            other = self.sites.get(key)
             while other is not None and other.entry is entry:
                 other = other.other
             site.other = other
-            self.sites[fast, structure, env, key[3]] = site
+            self.sites[key] = site
             return site
+
+    def changes(self, alike: tuple[Any, ...], structure: Any) -> Entry | None:
+        """For calls that differ in words, arrays or objects among their arguments, once there are too many captures of
+        them: what all further ones run as."""
+        values = [k[1] for k in self.entries if (k[0], without_values(k[1]), *k[2:]) == alike and k[1] != structure]
+        if len(values) < self.settings.max_captures:
+            return None
+        new, old = next((a, b) for a, b in zip(structure, values[-1], strict=True) if a != b)
+        entry = self.changing[alike] = Entry()
+        entry.eager = self.eager_entry(
+            f"{len(values)} captures were not enough for calls that differ in an argument that is neither a tensor nor "
+            f"a number ({_short(old)}, now {_short(new)}): leave out what forward does not read, and pass numbers as "
+            "int, float or tensors"
+        )
+        entry.by_parts = True
+        logger.warning("%s runs in PyTorch: %s", type(self.module).__name__, entry.eager.reason)
+        return entry
 
     def left_alike(self, tree: Any, env: tuple[Any, ...]) -> Entry | None:
         """For a new kind of call, when forward could be captured for none of those before it (lists of targets, which
@@ -474,7 +509,7 @@ class State:
                 given = {k: staticmethod(v) if callable(v) else v for k, v in methods.items()}
                 self.body = object.__new__(_below(cls, given))
                 object.__setattr__(self.body, "__dict__", self.module.__dict__)
-            self.sites, self.entries = {}, {}  # captured with other methods
+            self.sites, self.entries, self.changing = {}, {}, {}  # captured with other methods
 
     def has_failed(self, error: CaptureError, symbolic: bool, seconds: float) -> None:
         """An attempt to capture that took so long for nothing."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from captured import Fn, check, graph_inputs, k, r
@@ -13,6 +16,7 @@ from captured_models import gpt2, ids, llama
 from onnx_torch import Graph
 from torch import Tensor, nn
 
+from ortmodule import ORTModule
 from ortmodule.capture import capture, flatten_inputs
 
 
@@ -123,3 +127,42 @@ def test_size_one_stays_symbolic() -> None:
     c = capture(gpt2(), (), {"input_ids": ids(1, 11), "labels": ids(1, 11)}, dynamic=True)
     assert c.inputs[0].dims == ("s0", "s1")
     check(nn.Linear(7, 3), (r(1, 7),), dynamic=True, other=((r(5, 7),), {}))
+
+
+VALUES: dict[str, Callable[[int], Any]] = {
+    "words": lambda i: {"names": [f"{i}.png", f"{i + 1}.png"]},
+    "keys": lambda i: {f"key {i}": 1.5},
+    "numpy numbers": lambda i: np.float64(i / 8),
+    "arrays": lambda i: np.full(3, i),
+    "functions": lambda i: lambda x: x * i,
+    "slices": lambda i: slice(i, None),
+    "bytes": lambda i: b"%d" % i,
+}
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, value: Any) -> Tensor:
+        return self.inner(x) * (value if isinstance(value, float) else 2.0)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_arguments_that_are_new_at_every_call_end_in_pytorch(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After max_captures, named once; other calls stay in the engine, and no call leaves anything behind."""
+    eager = Given().double()
+    ours = ORTModule(copy.deepcopy(eager), max_captures=3)
+    state = ours._ortmodule
+    for i in range(12):
+        x = torch.randn(2, 4, dtype=torch.float64)
+        torch.testing.assert_close(ours(x, VALUES[name](i)), eager(x, VALUES[name](i)))
+        if i == 6:
+            left = len(state.entries), len(state.sites)
+    assert (len(state.entries), len(state.sites)) == left
+    (entry,) = [e for e in ours.report().eager if "differ in an argument" in e.reason]
+    assert entry.calls == 9 and sum("differ in an argument" in r.message for r in caplog.records) == 1
+    assert len(state.entries) == 3
+    ours(x, 1.5)
+    assert len(state.entries) == 4 and entry.calls == 9
