@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import patches
+from . import torch_private as private
 from .frames import OWN_DIR
 from .torch_private import HOOKS
 
@@ -29,6 +30,19 @@ class Met:
         self.copy = copy
         self.name = name
         self.tokens = {token}
+
+
+def version_of(t: Tensor) -> int | None:
+    """How often it has been edited; None: made under inference_mode, where PyTorch does not count."""
+    return None if t.is_inference() else t._version
+
+
+def put_tensor_back(t: Tensor, old: Tensor, version: int | None) -> None:
+    """Its values, and its version of then, as a backward may be waiting."""
+    with torch.inference_mode() if version is None else torch.no_grad():
+        t.detach().copy_(old)
+    if version is not None:
+        private.set_version((t,), (version,))
 
 
 class Numbers:

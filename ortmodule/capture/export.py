@@ -279,16 +279,14 @@ def keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]
         held = list(attrs.values()) + (list(attrs["_buffers"].values()) if registered else [])
         copies += [(t, t.detach().clone()) for t in held if isinstance(t, Tensor)]
     containers = [(v, v.copy()) for _, attrs in before for v in attrs.values() if type(v) in (dict, list, OrderedDict)]
-    versions = [t._version for t, _ in copies]
+    versions = [contents.version_of(t) for t, _ in copies]
     try:
         yield
     finally:
         for (t, old), version in zip(copies, versions, strict=True):
             # without a new version: batch_norm's statistics; an edit in the trace that an exception has cut short
-            if registered or t._version != version or not torch.equal(t, old):
-                with torch.no_grad():
-                    t.detach().copy_(old)
-                private.set_version((t,), (version,))  # a backward may be waiting
+            if registered or contents.version_of(t) != version or not torch.equal(t, old):
+                contents.put_tensor_back(t, old, version)
         for m, attrs in before:
             if m.__dict__.keys() != attrs.keys() or any(m.__dict__[k] is not v for k, v in attrs.items()):
                 m.__dict__.clear()

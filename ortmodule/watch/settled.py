@@ -90,10 +90,9 @@ class Settled(Values):
                 outside.set_generator_state(v, state)
                 self._changed(tokens, f"draws random numbers of {name}")
         for t, version, old in self._tensors.values():
-            if t._version != version:
-                with torch.no_grad(), private.without_modes():
-                    t.detach().copy_(old)
-                private.set_version((t,), (version,))  # a backward may be waiting
+            if not torch.equal(t, old) if version is None else t._version != version:
+                with private.without_modes():
+                    contents.put_tensor_back(t, old, version)
         for space, name, old, at, token in self._globals.values():
             left = space.get(name, ABSENT)
             if left is not old:

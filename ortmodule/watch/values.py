@@ -103,7 +103,7 @@ class Values(Table):
         self._generators: dict[int, tuple[Any, Any, str, set[Any]]] = {}
         self._arrays: dict[int, tuple[Any, Any, str, set[Any]]] = {}
         self._bytes: dict[int, tuple[Any, bytes, str, set[Any]]] = {}
-        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._tensors: dict[int, tuple[Tensor, int | None, Tensor]] = {}
         self._caches: dict[int, tuple[Any, Any]] = {}
         self._belong: list[tuple[dict[str, Any], str]] = []  # attributes of functions and such
         self._defaults: dict[int, tuple[types.FunctionType, tuple[Any, ...], Any]] = {}
@@ -155,7 +155,7 @@ class Values(Table):
             self._meet(vars(v), token, f"attributes of {name}")
             if t is Tensor and id(v) not in self._tensors and v.layout is torch.strided and v.device.type != "meta":
                 with private.without_modes():
-                    self._tensors[id(v)] = v, v._version, v.detach().clone()
+                    self._tensors[id(v)] = v, contents.version_of(v), v.detach().clone()
         elif isinstance(v, nn.Module):
             if id(v.__dict__) not in self._names:
                 self._foreign_module(v, token, name)

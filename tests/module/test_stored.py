@@ -543,3 +543,42 @@ def test_adamw_trains_alike() -> None:
         for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
             assert (a - b).abs().max() < 1e-8, step
     whole(ours)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 3), nn.Linear(3, 2)
+        self.weights: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.weights = h.detach().softmax(-1)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("steps", [0, 9])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_an_evaluation_has_stored_is_replaced(mode: Any, steps: int) -> None:
+    """Tensors of inference_mode have no version; the tenth call is compared with forward."""
+    torch.manual_seed(0)
+    eager = Attends().double()
+    ours = ORTModule(copy.deepcopy(eager))
+
+    def step() -> None:
+        x = torch.randn(4, 6, dtype=torch.float64)
+        for m in (eager, ours):
+            m(x).sum().backward()
+        torch.testing.assert_close(ours.weights, eager.weights)
+
+    for _ in range(steps):
+        step()
+    for m in (eager, ours):
+        m.eval()
+        with mode():
+            m(torch.ones(4, 6, dtype=torch.float64))
+        m.train()
+    for _ in range(4):
+        step()
+    torch.testing.assert_close(ours.first.weight.grad, eager.first.weight.grad)
+    assert not ours.report().eager, str(ours.report())
