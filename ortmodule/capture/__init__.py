@@ -441,7 +441,7 @@ def _from_outputs(program: Program, place: dict[Node, int]) -> dict[Node, int]:
     from_outputs: dict[Node, int] = {}
     for node in program.nodes:
         bits = 0
-        if node.target != STOP:
+        if node.target not in (STOP, torch.ops.aten.detach.default):
             for x in node.inputs():
                 bits |= from_outputs.get(x, 0) | (1 << place[x] if x in place else 0)
         from_outputs[node] = bits

@@ -582,3 +582,42 @@ def test_what_an_evaluation_has_stored_is_replaced(mode: Any, steps: int) -> Non
         step()
     torch.testing.assert_close(ours.first.weight.grad, eager.first.weight.grad)
     assert not ours.report().eager, str(ours.report())
+
+
+DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda h: h.detach().softmax(-1),
+    "mean": lambda h: h.detach().mean(),
+    "clone": lambda h: h.detach().clone(),
+    "data": lambda h: h.data.abs().max(),
+    "beside a gradient": lambda h: h.detach().exp() - h.detach(),
+}
+
+
+class Measures(nn.Module):
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line, self.of = nn.Linear(6, 3), of
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x).tanh()
+        self.seen = self.of(h)
+        return h
+
+
+@pytest.mark.parametrize("name", DETACHED)
+def test_what_is_measured_of_a_result(name: str) -> None:
+    """No gradient passes from the result to it, so it is in nobody's way."""
+    torch.manual_seed(0)
+    eager = Measures(DETACHED[name]).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for n in (2, 3, 4):
+        x = torch.randn(n, 6, dtype=torch.float64)
+        for m in (eager, ours):
+            m.zero_grad()
+            y = m(x)
+            (y.square().sum() * m.seen.sum()).backward()
+        torch.testing.assert_close(ours.seen, eager.seen)
+        torch.testing.assert_close(ours.line.weight.grad, eager.line.weight.grad)
+        assert ours.seen is not None and not ours.seen.requires_grad
+    assert not ours.report().eager, str(ours.report())
