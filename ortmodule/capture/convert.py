@@ -279,6 +279,8 @@ class Converter:
 
     def matmul(self, a: Val, b: Val) -> Val:
         """Ranks >= 2."""
+        if not a.dtype.is_floating_point:
+            raise NotHere("a product of matrices of whole numbers")
         return self.b.op("MatMul", [a, b], a.dtype, (*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
 
     def fill(self, x: Any, dtype: torch.dtype, shape: tuple[Any, ...]) -> Val:

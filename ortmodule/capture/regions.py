@@ -126,8 +126,11 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
         if unknown and not _of_torch(n, exported):
             raise CaptureError(f"{n.target} of a size that depends on data", *n.src)
     for n in outputs:
+        if _complex(n.val):
+            raise CaptureError(f"{n.target}: a result of complex numbers is returned or stored", *n.src)
         if private.free_unbacked_symbols(n.val):
-            raise CaptureError(f"{n.target}: a result whose size depends on data is returned or stored", *n.src)
+            what = "size" if private.free_unbacked_symbols(list(n.val.shape)) else "place in memory"
+            raise CaptureError(f"{n.target}: a result whose {what} depends on data is returned or stored", *n.src)
     inputs = list(dict.fromkeys(i for n in region for i in n.inputs() if i not in inside))
     source_of = {node: source for source, node in program.inputs}
     constants: dict[Node, Tensor] = {}

@@ -183,3 +183,26 @@ def test_factories_that_write_into_a_tensor(seeded: None) -> None:
         return (g - eye) * steps + full
 
     beside(f, [(torch.randn(3, 6),)] * 2, None, None)
+
+
+WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda h, x: h + (x > 0).long() @ torch.ones(6, 6, dtype=torch.int64),
+    "einsum": lambda h, x: h * torch.einsum("ij,kj->ik", (x > 0).int(), (x > 0).int())[:, :1],
+    "linear": lambda h, x: h + F.linear((x > 0).long(), torch.ones(6, 6, dtype=torch.int64)),
+    "addmm": lambda h, x: h + torch.addmm(torch.ones(6, dtype=torch.int64), (x > 0).long(), torch.ones(6, 6, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_products_of_whole_numbers(seeded: None, name: str) -> None:
+    ours = beside(WHOLE[name], [(torch.randn(n, 6), torch.randn(n, 6)) for n in (3, 4, 5)], [f"aten::{name}.default"])
+    assert {h.reason for h in ours.report().host} == {"a product of matrices of whole numbers"}
+
+
+@pytest.mark.parametrize("f, reason", [(lambda x, i: torch.complex(x, x), "a result of complex numbers is returned"),
+                                       (lambda x, i: x[i], "a result whose place in memory depends on data"),
+                                       (lambda x, i: x[x > i], "a result whose size depends on data")])
+def test_results_that_are_none_of_the_engines(f: Callable[..., Tensor], reason: str) -> None:
+    ours = ORTModule(Fn(f))
+    ours(torch.randn(3, 6), torch.tensor(1))
+    assert [reason in e.reason for e in ours.report().eager] == [True], str(ours.report())
