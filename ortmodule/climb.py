@@ -365,9 +365,8 @@ def _tell(state: State, seen: watch.Watch) -> None:
     for (file, line), does in seen.says.items():
         if (file, line) not in state.told:
             state.told.add((file, line))
-            when = "it does not" if does == "warns" else "it does so only when it is captured"
-            logger.warning("%s: forward %s (%s:%d). In the engine %s.",
-                           type(state.module).__name__, does, file, line, when)
+            logger.warning("%s: forward %s (%s:%d). In the engine it does so only when it is captured.",
+                           type(state.module).__name__, does, file, line)
 
 
 def _restore(undo: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

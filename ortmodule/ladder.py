@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections import Counter
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ _ASTRAY = 3  # calls on a way through forward that cannot be captured, before wh
 _VAIN_LIMIT = 2  # captures with symbols for sizes that came to nothing, before there are no more
 _SYMBOLS_S, _SYMBOLS_TIMES = 45.0, 8.0  # what one with symbols may take: seconds, or times one with constants
 _UNFIT_LIMIT = 2  # captures of one call that the engine may turn down when it sees the sizes
+_warned: dict[str, dict[Any, Any]] = {}  # by file: what Python keeps in a module, to show a warning once
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _check = _C.guard_check
 
@@ -199,6 +201,8 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     graph = captured.graph
     if not state.announced and graph.forwards:
         announce(state)
+    for text, category, file, line in graph.captured.warned:
+        warnings.warn_explicit(text, category, file, line, registry=_warned.setdefault(file, {}))
     given = flat.tensors
     if captured.symbolic and flat.scalars:
         given = given + _numbers(graph, flat)

@@ -52,7 +52,7 @@ from . import (  # noqa: F401  the rows of ops_* register themselves
 from .checkpoints import Regions
 from .convert import HostOp, convert
 from .density import Density, densities
-from .export import Exported, capture_error, export_module
+from .export import Exported, Warned, capture_error, export_module
 from .facts import Test, format_of
 from .functional import functionalize
 from .layouts import OneNow
@@ -106,7 +106,8 @@ class Captured:
     (bits) that it is computed from. tests: of facts.py, for tensors that `fits`. left: attributes of modules to which
     forward assigns numbers, words or sizes; leave: what they are after a call. stored: attributes of modules to which
     forward assigns tensors, or tuples of them; rebuild then gives (results, list of those). inside: those of them from
-    which, or for which, other outputs are computed: their gradients would lack what the graph has between.
+    which, or for which, other outputs are computed: their gradients would lack what the graph has between. warned: the
+    warnings of forward, which each call gives again.
     """
 
     onnx: bytes
@@ -126,6 +127,7 @@ class Captured:
     left: list[tuple[str, str]] = field(default_factory=list)
     leave: Callable[[FlatInputs], Sequence[Any]] = lambda _: ()
     stored: list[tuple[str, str]] = field(default_factory=list)
+    warned: list[Warned] = field(default_factory=list)
     inside: frozenset[tuple[str, str]] = frozenset()
     places: list[int] = field(default_factory=list)
     rebinds: list[int] = field(default_factory=list)
@@ -236,6 +238,7 @@ def capture(
         left=held.left,
         leave=held.leave,
         stored=list(exported.stored),
+        warned=exported.warned,
         inside=inside,
         kept=without_values(exported.table),
         quiet=frozenset([index[n] for n, _ in program.writes if n in program.quiet]),
@@ -341,6 +344,7 @@ def _capture_parts(
         captured=captured,
         interpreters=interpreters,
         tests=tests,
+        warned=exported.warned,
         checkpoints=exported.table.checkpoints,
     )
 

@@ -17,6 +17,7 @@ import functools
 import inspect
 import logging
 import operator
+import os
 import random
 import sys
 import traceback
@@ -26,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -54,6 +55,8 @@ from .skeleton import (
     unreadable,
 )
 
+_TORCH_NN = os.path.join(frames.TORCH_DIR, "nn", "")
+_FUNCTIONAL = os.path.join(_TORCH_NN, "functional.py")
 _PREFIX = "m."  # the user's module inside the wrapper
 
 
@@ -98,6 +101,7 @@ class Exported:
     asked: dict[Any, str] = field(default_factory=dict)
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
     stored: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    warned: list[Warned] = field(default_factory=list)
 
     def guards(self) -> list[tuple[Any, Any]]:
         """Relations between sizes that were taken one way so far, by the trace or by what was made of it (sympy), as
@@ -481,15 +485,40 @@ def _users_lines(found: list[dict[str, Any]], skip: int) -> traceback.StackSumma
     )
 
 
+def _forwards(frame: types.FrameType) -> bool:
+    """Is it of the user's code, or of torch.nn's?"""
+    return is_user_file(frame.f_code.co_filename) or frame.f_code.co_filename.startswith(_TORCH_NN)
+
+
+Warned: TypeAlias = tuple[str, type[Warning], str, int]  # text, category, file, line
+
+
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[list[Warned]]:
+    """No warning is shown. -> those of forward's own: of the user's code, and of torch.nn as the user has called it;
+    not those of what stays in PyTorch, which warns itself."""
+    found: list[Warned] = []
+    shown: Any = warnings.showwarning
+
+    def note(message: Warning | str, category: type[Warning], file: str, line: int, *rest: Any) -> None:
+        scope = patches.here()
+        if scope is None:  # another thread's
+            return shown(message, category, file, line, *rest)
+        frames_ = [f for f in frames.outwards(sys._getframe(1)) if f.f_code.co_filename != warnings.__file__]
+        if _forwards(frames_[0]) and not (scope.watch and scope.watch.quiet):
+            # the trace stands between a function of torch.nn and who has called it
+            at = next((f for f in frames_ if _forwards(f) and f.f_code.co_filename != _FUNCTIONAL), frames_[0])
+            where = (file, line) if is_user_file(file) else (at.f_code.co_filename, at.f_lineno)
+            found.append((str(message), category, *where))
+
     log = logging.getLogger("torch.export")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+            warnings.simplefilter("always")
+            warnings.showwarning = note  # type: ignore[assignment]
+            yield found
     finally:
         log.setLevel(level)
 
@@ -586,17 +615,20 @@ def export_module(
     lacking = private.lacks("capture")
     if lacking is not None:
         raise CaptureError(lacking)
-    with patches.scope(), without_warnings(), keep_random_state():
+    with patches.scope(), without_warnings() as warned, keep_random_state():
         told = _Told(module, args, kwargs, answers)
         if rehearse:
             told.rehearse()
+
+        def trace(table: opaque.Table, asker: branches.Asker) -> Exported:
+            warned.clear()
+            return _export(module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, earlier,
+                           ones_are_symbols)  # fmt: skip
+
         try:
-            return told.until_answered(
-                lambda table, asker: _export(
-                    module, args, kwargs, dynamic, symbolic_scalars, keep, table, fixed, cut, asker, earlier,
-                    ones_are_symbols,
-                )
-            )  # fmt: skip
+            exported = told.until_answered(trace)
+            exported.warned = [*dict.fromkeys(warned)]
+            return exported
         except CaptureError:
             raise
         except Exception as e:

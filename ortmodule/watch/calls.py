@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -396,10 +395,7 @@ class Calls(Modules):
                 self._stop("reads or writes a file that was open before", user)
         if self.quiet:
             return
-        if function is warnings.warn:
-            if not libraries.once(frame):
-                self.says.setdefault((user.f_code.co_filename, user.f_lineno), "warns")
-        elif function is print or stream is not None:
+        if function is print or stream is not None:
             if function is print or spoken:
                 if not libraries.once(frame):
                     self.says.setdefault((user.f_code.co_filename, user.f_lineno), "prints")

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,7 +149,6 @@ def watched_functions() -> tuple[Any, ...]:
         datetime.date.today,
         os.urandom,
         builtins.print,
-        warnings.warn,
         builtins.input,
         builtins.globals,
         time.sleep,

@@ -475,13 +475,37 @@ def test_printing_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytes
     assert not ours.report().eager
 
 
-def test_warnings_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    ours, _ = wrapped_and_eager(lambda: Base(lambda s: warnings.warn("careful", RuntimeWarning, stacklevel=1) or 1.0))
-    with caplog.at_level(logging.WARNING, "ortmodule"):
-        for _ in range(3):
-            ours(X)
-    assert sum("forward warns" in r.message and "In the engine it does not" in r.message for r in caplog.records) == 1
-    assert not ours.report().eager
+def kept_in_pytorch(s: Any) -> float:
+    warnings.warn("careful", RuntimeWarning, stacklevel=1)
+    return random.random() * 0
+
+
+WARNS: dict[str, Callable[[Any], Any]] = {
+    "the user": lambda s: warnings.warn("careful", RuntimeWarning, stacklevel=1) or 1.0,
+    "torch.nn.functional": lambda s: nn.functional.mse_loss(torch.ones(2, 1), torch.ones(2)),
+    "torch.nn": lambda s: nn.MSELoss()(torch.ones(2, 1), torch.ones(2)),
+    "what stays in PyTorch": kept_in_pytorch,
+    "nobody": lambda s: 1.0,
+}
+
+
+@pytest.mark.parametrize("name", WARNS)
+def test_warnings_are_those_of_eager(name: str) -> None:
+    """With text, type, file and line; at each call, as the filters say."""
+    ours, eager = wrapped_and_eager(lambda: Base(WARNS[name]))
+    for rule in ("always", "error", "default", "ignore"):
+        seen: list[Any] = []
+        for m in (eager, ours):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter(rule)  # type: ignore[arg-type]
+                for _ in range(2):
+                    try:
+                        m(X)
+                    except Warning as e:
+                        seen.append((m is eager, type(e), str(e)))
+            seen += [(m is eager, w.category, str(w.message), w.filename, w.lineno) for w in found]
+        assert [w[1:] for w in seen if w[0]] == [w[1:] for w in seen if not w[0]], rule
+    assert not ours.report().eager or name == "what stays in PyTorch"
 
 
 def test_logging_is_said_once_and_only_when_it_is_on(caplog: pytest.LogCaptureFixture) -> None:
