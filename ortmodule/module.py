@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,8 +105,37 @@ def _users(name: str) -> Callable[[Any], Any]:
     return get
 
 
+def _class_of(base: type[ORTModule], module: nn.Module) -> type:
+    """The class of a wrapper: that of another one of the same class, as two modules of one class have one type, unless
+    something of this object alone is part of it."""
+    cls, own = type(module), module.__dict__
+    if any(name in of for name in ("forward", *_OURS) for of in (own, own["_modules"], own["_parameters"],
+                                                                 own["_buffers"])):  # fmt: skip
+        return _subclass(base, module)
+    known = _classes.setdefault(cls, {})
+    found, forward = known.get(base, (lambda: None, None))
+    wrapper = found()
+    if wrapper is None or forward is not cls.forward:
+        wrapper = _subclass(base, module)
+        known[base] = weakref.ref(wrapper), cls.forward
+    return wrapper
+
+
+def _own_class(model: ORTModule) -> type:
+    """A class below the wrapper's for this object alone."""
+    cls = type(model)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": (),
+            "forward": inspect.getattr_static(cls, "forward")}  # fmt: skip
+    return types.new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(body))
+
+
+_classes: weakref.WeakKeyDictionary[type, dict[type, tuple[Callable[[], type | None], Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _subclass(base: type[ORTModule], module: nn.Module) -> type:
-    """The class of a wrapper: base (ORTModule, or a user's subclass of it) before the module's own."""
+    """base (ORTModule, or a user's subclass of it) before the module's own class."""
     cls = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +260,7 @@ class ORTModule(nn.Module):
         state = State(module, settings, base, base.forward is not ORTModule.forward)
         state.new_part = lambda child: _child(child, settings)
         state.new_way = lambda state, name: bypassed.Way(state, name, lambda child: _child(child, settings))
-        wrapper = _subclass(base, module)
+        wrapper = _class_of(base, module)
         module.__dict__.update(before)  # what a subclass has set before super().__init__
         # The state is the module's; nn.Module.__init__ would make another one.
         object.__setattr__(self, "__class__", wrapper)
@@ -315,6 +345,8 @@ class ORTModule(nn.Module):
             state = _state_of(self)
             if state is not None:
                 if name not in state.assigned:
+                    if not state.assigned:
+                        object.__setattr__(self, "__class__", _own_class(self))
                     setattr(type(self), name, _Assigned(name, getattr(type(self), name)))
                 state.assign({**state.assigned, name: value})
                 return

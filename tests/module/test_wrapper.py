@@ -11,6 +11,7 @@ import io
 import pickle
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -706,3 +707,29 @@ def test_a_buffer_that_only_some_calls_assign():
         same(outcome(w, x), outcome(eager, x))
         alike(w, eager)
     assert len(w.report().graphs) == 2 and not w.report().eager
+
+
+def test_two_wrappers_of_a_class_have_one_type() -> None:
+    """As two modules have: an ensemble by torch.func; what is assigned on one is not the other's."""
+    a, b = (ORTModule(nn.Linear(2, 2)) for _ in range(2))
+    x = torch.ones(3, 2)
+    expected = torch.stack([a(x), b(x)])
+    assert type(a) is type(b)
+    params, buffers = torch.func.stack_module_state([a, b])
+    got = torch.vmap(lambda p, q: torch.func.functional_call(a, (p, q), (x,)))(params, buffers)
+    torch.testing.assert_close(got, expected)
+    a.extra_repr = lambda: "mine"  # type: ignore[method-assign]
+    assert "mine" in repr(a) and "mine" not in repr(b) and isinstance(a, type(b))
+    del a.extra_repr
+    assert "mine" not in repr(a)
+
+    class Own(nn.Linear):
+        pass
+
+    c = Own(2, 2)
+    c.forward = lambda x: x  # type: ignore[method-assign]
+    assert type(ORTModule(c)) is not type(ORTModule(Own(2, 2)))
+    kept = weakref.ref(Own)
+    del Own, c
+    gc.collect()
+    assert kept() is None
