@@ -90,6 +90,7 @@ class Table:
         self.image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.memory: Tensor | None = None
         self.order: Tensor | None = None  # for LAMB in one launch
+        self.again: list[int] = []  # parameters that share memory with earlier ones
 
     def refresh(
         self, place: Place, op: str, lists: Lists, store: int, numbers: list[int] | None = None, ordered: bool = False
@@ -113,7 +114,7 @@ class Table:
         head = (place.index, place.stream, self.memory, spans, chunks)
         try:
             if changed:
-                self.order = None
+                self.order, self.again = None, _C.overlaps(params)
                 _C.cuda_upload(*head, self.image)
             if ordered and self.order is None:
                 self.order = host.empty(_C.cuda_lamb_order_size(spans, chunks), torch.uint8, params[0])
@@ -206,25 +207,36 @@ class Stepper:
                 "before capturing"
             )
         inv_scale = 1.0 / scale_number if scale_number is not None else 1.0
-        touched: list[Tensor] = []
         scales, found = optimizer._cuda_scales(self, place, params, scale, inv_scale, found)
-        for number, group in enumerate(optimizer.param_groups):
-            sign = -1.0 if group["maximize"] else 1.0
-            lr, lr_number = scalar(group["lr"], params[0])
-            for store, (ps, grads, states) in optimizer._collect(group, index).items():
-                lists = optimizer._lists(group, store, ps, grads, states)
-                op = name.removeprefix("Fused").lower()
+        collected = [optimizer._collect(group, index) for group in optimizer.param_groups]
+        optimizer._part_gradients(collected)
+        op = name.removeprefix("Fused").lower()
+        ready: list[tuple[Any, ...]] = []  # every list is looked at before the first moves
+        for number, (group, by_store) in enumerate(zip(optimizer.param_groups, collected)):
+            optimizer._check_numbers(group)
+            for store, entry in by_store.items():
+                lists = optimizer._lists(group, store, *entry)
                 table = self.table(place, (number, store))
                 head, copies = table.refresh(place, op, lists, store, ordered=optimizer.one_launch)
-                scale, inv_scale = scales[number]
-                scalars = (lr, scale, found, optimizer._seed(number, 0))
-                optimizer._cuda_launch(
-                    table, (*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale
-                )
-                write_back(copies)
-                touched += ps
-        if touched:
-            torch.autograd.graph.increment_version(touched)
+                ends = [*table.again, len(entry[0])]
+                if len(ends) == 1:
+                    ready.append((number, group, store, table, lists, head, copies))
+                    continue
+                for begin, end in zip([0, *ends], ends):  # pieces in which no two weights share memory
+                    piece = [x and x[begin:end] for x in lists]
+                    ready.append((number, group, store, self.table(place, (number, store, begin)), piece, None, []))
+        for number, group, store, table, lists, head, copies in ready:
+            if head is None:
+                head, copies = table.refresh(place, op, lists, store, ordered=optimizer.one_launch)
+            sign = -1.0 if group["maximize"] else 1.0
+            lr, lr_number = scalar(group["lr"], params[0])
+            scale, inv_scale = scales[number]
+            scalars = (lr, scale, found, optimizer._seed(number, 0))
+            optimizer._cuda_launch(
+                table, (*head, *scalars), group, 0.0 if lr_number is None else lr_number, sign * inv_scale
+            )
+            write_back(copies)
+            torch.autograd.graph.increment_version(lists[0])
 
 
 # --- steps that the device decides about --------------------------------------------------------------

@@ -31,6 +31,10 @@ from .shards import PLAIN, is_sharded, local_shards
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
 HALF = (torch.float16, torch.bfloat16)
+FOR_ALL = frozenset((
+    "amsgrad", "differentiable", "decoupled_weight_decay",  # settings of torch.optim's groups
+    "adam_w_mode", "use_nvlamb", "keep_grads", "set_grad_none", "master_weights", "stochastic_rounding", "moment_dtype",
+))  # fmt: skip
 _MASK64 = (1 << 64) - 1
 
 
@@ -70,6 +74,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     one_launch = False  # see FusedLAMB
     # FP16_Optimizer, for the length of a step on CUDA: the table whose sums are those of these gradients
     _swept: cuda.Head | None = None
+    amsgrad = differentiable = False
 
     def __init__(
         self,
@@ -103,6 +108,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.rounding_seed = torch.initial_seed() & _MASK64 if stochastic_rounding else 0
         super().__init__(params, {**defaults, "maximize": defaults.get("maximize", False)})
 
+    # --- groups -----------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; settings of the whole optimizer in a group are refused, unless they are its own."""
+        if isinstance(param_group, dict):
+            self._check_group(param_group)
+            self._check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """That nothing is asked of a group that a step would not do."""
+        if FOR_ALL.isdisjoint(group):
+            return
+        for name in sorted(FOR_ALL.intersection(group)):
+            given, own = group[name], getattr(self, name, None)
+            if own is not None and given is not None and given != own:
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter group has {name}={given!r}, the optimizer {name}={own!r}, "
+                    "which is for all groups: take it out of the group, or give these parameters an optimizer of their "
+                    "own"
+                )
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        """That the numbers of a group are such."""
+
     # --- storage ----------------------------------------------------------------------------------
 
     def _store_of(self, p: Tensor) -> int:
@@ -129,6 +159,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             wrong = f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda"
         elif self.stochastic_rounding and p.dtype == torch.float16:
             wrong = "a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True"
+        elif p.is_neg():
+            wrong = (
+                f"a parameter of sizes {tuple(p.shape)} that is negated lazily (is_neg()): set p.data = "
+                "p.data.resolve_neg()"
+            )
         elif not p.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
             wrong = f"an expanded parameter (strides {p.stride()}); several elements share memory: clone it first"
         else:
@@ -157,22 +192,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _seed(self, group_index: int, step: int) -> int:
         return (self.rounding_seed + 0x9E3779B97F4A7C15 * step + 0xD1B54A32D192ED03 * group_index) & _MASK64
 
-    def _collect(self, group: dict[str, Any], device: int = -1) -> dict[int, list[list[Any]]]:
-        """Parameters with a gradient on one device (-1: the CPU), by storage: {store: [params, grads, states]}."""
+    def _collect(self, group: dict[str, Any], device: int | None = None) -> dict[int, list[list[Any]]]:
+        """Parameters with a gradient on one device (-1: the CPU; None: wherever they are), by storage: {store: [params,
+        grads, states]}."""
         lists: dict[int, list[list[Any]]] = {}
         plain = not (self.master_weights or self.stochastic_rounding)
-        index = cuda.host.index
+        index, strided = cuda.host.index, torch.strided
         for p in group["params"]:
             g = p.grad
-            if g is None or index(p) != device:
+            if g is None or (device is not None and index(p) != device):
                 continue
-            if g.layout is not torch.strided:
+            if g.layout is not strided:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam for those "
                     "parameters"
                 )
+            if g.is_neg():
+                g = g.resolve_neg()
+            if p.is_neg():
+                self._check_parameter(p)
             state = self.state[p]
-            if len(state) == 0:
+            if not state:
                 self._init_state(p, state)
             store = NEAREST if plain else self._init_master(p, state)
             entry = lists.get(store)
@@ -214,7 +254,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             loss = run_closure(self, closure)
-        if any(type(p) not in PLAIN for group in self.param_groups for p in group["params"]):
+        if not all(PLAIN.issuperset(map(type, group["params"])) for group in self.param_groups):
             self._check_shards()
             with local_shards(self):
                 self._step()
@@ -228,8 +268,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         found = getattr(self, "found_inf", None)  # GradScaler expects both attributes to be absent between steps
         scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            self._check_scale(scale)
+        for group in self.param_groups:
+            self._check_group(group)
         index = cuda.host.index
-        devices = {index(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
+        devices = {i for group in self.param_groups for i in map(index, group["params"])}
+        if devices != {-1}:
+            devices = {index(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
         on_cuda = sorted(devices - {-1})
         self._check_devices(devices)
         for device in on_cuda:
@@ -238,7 +284,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
         elif found is None or float(found) == 0:
-            self._update(1.0 if scale is None else 1.0 / float(scale))
+            self._update(1.0 if scale is None else 1.0 / float(scale), -1 if on_cuda else None)
+
+    def _check_scale(self, scale: Any) -> None:
+        if isinstance(scale, Tensor) and cuda.host.index(scale) >= 0:
+            return  # reading it would wait for the device
+        try:
+            number = float(scale)
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise ValueError(
+                f"{type(self).__name__}: grad_scale={scale!r}; gradients are divided by it: it must be a positive "
+                "finite number, or a tensor of one"
+            )
 
     # --- on a CUDA device (see cuda.py) ------------------------------------------------------------
 
@@ -265,26 +324,40 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- on the CPU --------------------------------------------------------------------------------
 
-    def _update(self, inv_scale: float) -> None:
+    def _update(self, inv_scale: float, device: int | None) -> None:
         # what is refused is refused before anything changes
-        collected = [self._collect(group) for group in self.param_groups]
+        collected = [self._collect(group, device) for group in self.param_groups]
+        self._part_gradients(collected)
         if self._leave_out(collected, inv_scale):
             return
-        touched: list[Tensor] = []
-        for index, (group, lists) in enumerate(zip(self.param_groups, collected)):
-            step = group["step"] = group.get("step", 0) + 1
-            sign = -inv_scale if group["maximize"] else inv_scale
-            for store, (params, grads, states) in lists.items():
-                try:
-                    self._update_list(group, store, params, grads, states, sign, self._seed(index, step))
-                except ValueError as error:
-                    self._tell_converted(params, states, error)
-                    raise
-                touched += params
-        if touched:
-            torch.autograd.graph.increment_version(touched)
+        calls: list[tuple[Any, ...]] = []
+        try:
+            for index, (group, lists) in enumerate(zip(self.param_groups, collected)):
+                sign = -inv_scale if group["maximize"] else inv_scale
+                seed = self._seed(index, group.get("step", 0) + 1)
+                for store, (params, grads, states) in lists.items():
+                    calls.append(self._call(group, store, params, grads, states, sign, seed))
+            _C.steps(self._kernel, calls)
+        except (ValueError, TypeError) as error:
+            lists_of_all = [entry for lists in collected for entry in lists.values()]
+            self._take_back(calls, [states for _, _, states in lists_of_all])
+            for group in self.param_groups:
+                self._check_numbers(group)
+            for params, _, states in lists_of_all:
+                self._tell_converted(params, states, error)
+            raise
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        if calls:
+            torch.autograd.graph.increment_version([p for params, *_ in calls for p in params])
 
-    def _tell_converted(self, params: list[Tensor], states: list[dict[str, Any]], error: ValueError) -> None:
+    def _part_gradients(self, collected: list[dict[int, list[list[Any]]]]) -> None:
+        """A gradient of several parameters becomes one for each, where a step writes into gradients."""
+
+    def _take_back(self, calls: list[tuple[Any, ...]], states: list[list[dict[str, Any]]]) -> None:
+        """What was made for calls that are refused, if the next step would take it for an earlier step's."""
+
+    def _tell_converted(self, params: list[Tensor], states: list[dict[str, Any]], error: Exception) -> None:
         """Whether the engine refuses a list because its parameters have been converted since the first step."""
         for p, state in zip(params, states):
             for name in (*self._moments, "momentum_buffer"):
@@ -300,7 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether the gradients of the groups forbid the step."""
         return False
 
-    def _update_list(
+    def _call(
         self,
         group: dict[str, Any],
         store: int,
@@ -309,10 +382,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         states: list[dict[str, Any]],
         inv_scale: float,
         seed: int,
-    ) -> None:
+    ) -> tuple[Any, ...]:
+        """The arguments of _C.<kernel>_step for one list."""
         *lists, masters, steps = self._lists(group, store, params, grads, states)
-        constants = self._constants(group, group["lr"], inv_scale)
-        getattr(_C, f"{self._kernel}_step")(*lists, steps, masters, store, seed, *constants)
+        return (*lists, steps, masters, store, seed, *self._constants(group, group["lr"], inv_scale))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients become None, unless both set_grad_none (constructor) and set_to_none are False: then zero."""
@@ -362,6 +435,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> None:
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            self._check_step(f"{type(self).__name__}: a saved group", saved.get("step", 0))
             if saved.get("amsgrad"):
                 raise ValueError(f"the state was saved with amsgrad=True, which {type(self).__name__} does not have")
             for key, p in zip(saved["params"], group["params"]):
@@ -387,9 +461,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{what} has a {name} of sizes {tuple(value.shape)}, the parameter has {tuple(p.shape)}: is it of "
                     "another model?"
                 )
-        step = state.get("step", 0)
+        self._check_step(what, state.get("step", 0))
+
+    @staticmethod
+    def _check_step(what: str, step: Any) -> None:
         if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
             raise ValueError(f"{what} has a step {step!r}; it must be a number or a tensor of one element")
+        if not math.isfinite(step):
+            raise ValueError(f"{what} has a step {step!r}; it must be finite")
 
     def _take_loaded(self, state_dict: dict[str, Any]) -> None:
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
@@ -486,9 +565,20 @@ class FusedAdam(FusedOptimizer):
         )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
+    @property
+    def adam_w_mode(self) -> AdamWMode:
+        return self._adam_w_mode
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        return self._adam_w_mode in (AdamWMode.ADAMW_TRANSFORMERS, AdamWMode.ADAMW_TORCH)
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        _check_adam(group["bias_correction"], group["betas"], group["eps"])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        decoupled = self._adam_w_mode in (AdamWMode.ADAMW_TRANSFORMERS, AdamWMode.ADAMW_TORCH)
+        decoupled = self.decoupled_weight_decay
         for group in self.param_groups:  # torch.optim.Adam and AdamW tell each other which of them saved the state
             if group.get("decoupled_weight_decay", decoupled) != decoupled:
                 if group["weight_decay"]:
@@ -580,6 +670,18 @@ class FusedLAMB(FusedOptimizer):
         )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
 
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        _check_adam(group["bias_correction"], group["betas"], group["eps"])
+
+    def _part_gradients(self, collected: list[dict[int, list[list[Any]]]]) -> None:
+        lists = [grads for by_store in collected for _, grads, _ in by_store.values()]
+        for i in _C.overlaps([g for grads in lists for g in grads]):
+            for grads in lists:
+                if i < len(grads):
+                    grads[i] = grads[i].clone()
+                    break
+                i -= len(grads)
+
     def _leave_out(self, collected: list[dict[int, list[list[Any]]]], inv_scale: float) -> bool:
         self.last_grad_norm = None
         if not any(group["max_grad_norm"] for group in self.param_groups):
@@ -588,11 +690,11 @@ class FusedLAMB(FusedOptimizer):
         self.last_grad_norm = norm * inv_scale
         return not finite
 
-    def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
+    def _call(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
         limit = group["max_grad_norm"]
         if limit and self.last_grad_norm is not None and self.last_grad_norm > limit:
             inv_scale *= limit / self.last_grad_norm
-        super()._update_list(group, store, params, grads, states, inv_scale, seed)
+        return super()._call(group, store, params, grads, states, inv_scale, seed)
 
     def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]
@@ -712,22 +814,27 @@ class FusedSGD(FusedOptimizer):
                 state["momentum_buffer"] = self._zeros(p)
         return missing
 
-    def _update_list(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
-        fresh = [new and group["momentum"] != 0 for new in self._make_momentum(group, params, states)]
+    def _call(self, group, store, params, grads, states, inv_scale, seed):  # type: ignore[no-untyped-def]
+        first = self._make_momentum(group, params, states)  # these buffers become the gradient itself
+        momentum = [s["momentum_buffer"] for s in states] if group["momentum"] else None
         constants = self._constants(group, group["lr"], inv_scale)
-        for first in (True, False):  # the first buffers become the gradient itself
-            which = [i for i, new in enumerate(fresh) if new == first]
-            if not which:
-                continue
-            chosen = [states[i] for i in which]
-            momentum = [s["momentum_buffer"] for s in chosen] if group["momentum"] else None
-            lists = [params[i] for i in which], [grads[i] for i in which], momentum, self._masters(store, chosen)
-            _C.sgd_step(*lists, store, seed + (0 if first else 1), *constants, first)
+        return (params, grads, momentum, self._masters(store, states), store, seed, *constants, first)
+
+    def _take_back(self, calls: list[tuple[Any, ...]], states: list[list[dict[str, Any]]]) -> None:
+        for (*_, first), of_list in zip(calls, states):
+            for new, state in zip(first, of_list):
+                if new:
+                    state.pop("momentum_buffer", None)
 
     def _lists(
         self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> cuda.Lists:
         """On CUDA steps are counted on the device: the first one that is not left out has no momentum yet."""
+        if group["momentum"] and len(set(map(id, params))) < len(params):
+            raise ValueError(
+                "FusedSGD: a parameter is twice in a group with momentum; on CUDA its first momentum cannot be "
+                "torch's: list it once"
+            )
         for p, state, new in zip(params, states, self._make_momentum(group, params, states)):
             if "step" not in state:
                 state["step"] = torch.full((), 0.0 if new else 1.0, dtype=torch.float32, device=p.device)

@@ -101,11 +101,22 @@ def first_nonfinite(grads: Sequence[Tensor]) -> int | None:
     return next((i for i, g in enumerate(grads) if not bool(local(g).isfinite().all())), None)
 
 
+def overlaps(tensors: Sequence[Tensor]) -> list[int]:
+    """Indices of the tensors that share memory with an earlier one; of what is not plain, those that are an earlier
+    one."""
+    if on_cpu(tensors) or cuda.usable(tensors):
+        return _C.overlaps(tensors)
+    ids = [id(t) for t in tensors]
+    return [i for i, x in enumerate(ids) if ids.index(x) < i]
+
+
 @torch.no_grad()
 def scale_into(dst: Sequence[Tensor], src: Sequence[Tensor] | None, factor: float = 1.0) -> None:
     """dst = factor * src (src None: dst itself), converted to dst's type; counts as an in-place change of dst."""
     if not dst:
         return
+    if src is not None:  # the kernels see memory, and a lazy sign stands beside it; in place it does not matter
+        src = [s.resolve_neg() for s in src]
     if on_cpu(dst) and (src is None or on_cpu(src)):
         _C.axpby(dst, src, factor, 0.0)
         torch.autograd.graph.increment_version(list(dst))

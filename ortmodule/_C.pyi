@@ -87,9 +87,9 @@ def sgd_step(
     weight_decay: float,
     inv_scale: float,
     nesterov: bool,
-    first: bool,
+    first: bool | list[bool],
 ) -> None:
-    """One SGD step; first: the momentum buffers hold nothing yet and become the gradients."""
+    """One SGD step; first: the momentum buffers (all of them, or each) hold nothing yet and become the gradients."""
 
 def lamb_step(
     params: Sequence[Tensor],
@@ -115,6 +115,14 @@ def lamb_step(
     keep_grads: bool,
 ) -> None:
     """One LAMB step. Gradients of the computing type become the direction unless keep_grads."""
+
+def steps(kernel: str, calls: list[tuple[Any, ...]]) -> None:
+    """<kernel>_step ("adam", "sgd", "lamb") for each tuple of arguments. What the engine refuses in any of them is
+    refused before the first moves. In all of these, weights that share memory are updated one after the other, as
+    listed."""
+
+def overlaps(tensors: Sequence[Tensor]) -> list[int]:
+    """Indices of the tensors that share memory with an earlier one, gaps of strided ones counted."""
 
 def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
     """(norm, all finite) over all elements of all float tensors; with per_tensor also a list of norms."""

@@ -13,6 +13,9 @@
  *   c1 = 1 - beta1^t, c2 = 1 - beta2^t; both 1 without bias correction. Multiplying by 1 is exact, so unused terms cost
  *   nothing.
  *
+ * Without decay (l2 0) Adam and SGD do not read p for the gradient: an infinite weight stays what it is, as in torch
+ * (0 * inf would be NaN).
+ *
  * inv_scale = 1 / loss scale (times the clipping factor); negative maximises. Betas and powers are doubles: 1 - beta2
  * is not rounded through float first.
  */
@@ -79,7 +82,7 @@ typedef struct om_sgd_cfg {
         return k;                                                                                                      \
     }                                                                                                                  \
     OM_FN T om_adam_at_##S(const om_adam_##S *k, T p, T g, T *m, T *v) {                                               \
-        g = k->inv_scale * g + k->l2 * p;                                                                              \
+        g = k->inv_scale * g + k->l2 * (k->l2 != 0 ? p : 0);                                                           \
         p = p * k->before;                                                                                             \
         const T m1 = k->b1 * *m + k->a1 * g, v1 = k->b2 * *v + k->a2 * g * g;                                          \
         *m = m1, *v = v1;                                                                                              \
@@ -109,12 +112,12 @@ typedef struct om_sgd_cfg {
     OM_FN om_sgd_##S om_sgd_prepare_##S(const om_sgd_cfg *c, int first) {                                              \
         om_sgd_##S k;                                                                                                  \
         k.inv_scale = (T)c->inv_scale, k.l2 = (T)c->weight_decay, k.lr = (T)c->lr, k.momentum = (T)c->momentum;        \
-        k.buf = (T)(first ? 0.0 : c->momentum), k.grad = (T)(first ? 1.0 : 1.0 - c->dampening);                        \
+        k.buf = (T)(first ? 0.0 : c->momentum), k.grad = (T)(first || !c->momentum ? 1.0 : 1.0 - c->dampening);        \
         k.use_buf = c->momentum != 0, k.nesterov = c->nesterov;                                                        \
         return k;                                                                                                      \
     }                                                                                                                  \
     OM_FN T om_sgd_at_##S(const om_sgd_##S *k, T p, T g, T *m) {                                                       \
-        g = k->inv_scale * g + k->l2 * p;                                                                              \
+        g = k->inv_scale * g + k->l2 * (k->l2 != 0 ? p : 0);                                                           \
         const T b = k->buf * *m + k->grad * g;                                                                         \
         *m = b;                                                                                                        \
         return p - k->lr * (k->nesterov ? g + k->momentum * b : b);                                                    \

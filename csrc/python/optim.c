@@ -1,14 +1,16 @@
-/* optim.c - Python entry points of the optimizers: adam_step, sgd_step, lamb_step, norm, axpby of ortmodule._C.
+/* optim.c - Python entry points of the optimizers: adam_step, sgd_step, lamb_step, steps, overlaps, norm, axpby of
+ * ortmodule._C.
  *
  * Each takes parallel lists of tensors (one entry per parameter), borrows their memory through DLPack, releases the GIL
  * and makes one engine call. Step counters are tensors of one element, as torch.optim keeps them: read, counted up and
- * written here, so that a step costs no Python work per parameter. om_optim_methods is joined to the module's method
- * table by pymodule.c.
+ * written here, so that a step costs no Python work per parameter. Weights that share memory are updated one after the
+ * other, in the order of the list: the list is cut before each weight that overlaps an earlier one, and every piece is
+ * an engine call. om_optim_methods is joined to the module's method table by pymodule.c.
  */
 #include "python/pymodule.h"
 
 #include "python/dlpack.h"
-#include "optim/optim.h"
+#include "optim/list.h"
 
 #include <stdlib.h>
 
@@ -41,9 +43,131 @@ int om_py_params(PyObject *const *lists, om_optim_param *ps, Py_ssize_t n, om_te
     return 0;
 }
 
-/* Counter tensors: value + 1 into ps[i].step; optim_steps_write puts it back when the step is done. tmp keeps the
- * counters. */
-static int optim_steps(PyObject *seq, om_optim_param *ps, Py_ssize_t n, om_tensor *tmp) {
+/* --- memory in common ------------------------------------------------------------------------------ */
+
+typedef struct memory_range {
+    uintptr_t begin, end;
+    Py_ssize_t i;
+} memory_range;
+
+static int range_order(const void *a, const void *b) {
+    const uintptr_t x = ((const memory_range *)a)->begin, y = ((const memory_range *)b)->begin;
+    return (x > y) - (x < y);
+}
+
+static memory_range range_of(const om_tensor *t, Py_ssize_t i) { /* with the gaps of a strided one */
+    int64_t last = 0;
+    for (int a = 0; a < t->rank; a++) last += (t->dim[a] - 1) * t->stride[a];
+    const uintptr_t begin = (uintptr_t)t->data;
+    return (memory_range){begin, begin + (size_t)(last + 1) * om_dtype_size(t->dtype), i};
+}
+
+/* *again: NULL when no two of the n tensors (`stride` bytes apart from each other) share memory, else n marks, set for
+ * those that share some with an earlier one (at the other end of a chain of overlaps, perhaps). 0, or -1 with an error
+ * set. */
+static int overlaps_find(const om_tensor *first, size_t stride, Py_ssize_t n, uint8_t **again) {
+    memory_range *r = malloc(((size_t)n + 1) * sizeof *r);
+    Py_ssize_t m = 0;
+    bool sorted = true;
+    *again = NULL;
+    if (!r) goto memory;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const om_tensor *t = (const om_tensor *)(const void *)((const char *)first + (size_t)i * stride);
+        if (t->dtype == OM_NODTYPE || !om_numel(t)) continue;
+        r[m] = range_of(t, i);
+        sorted &= !m || r[m].begin > r[m - 1].begin;
+        m++;
+    }
+    if (!sorted) qsort(r, (size_t)m, sizeof *r, range_order);
+    for (Py_ssize_t k = 1, low = 0; k < m; k++) { /* low: the earliest tensor of the chain that ends at k - 1 */
+        if (r[k].begin >= r[k - 1].end) {
+            low = k;
+            continue;
+        }
+        if (!*again && !(*again = calloc((size_t)n, 1))) goto memory;
+        (*again)[r[r[k].i > r[low].i ? k : low].i] = 1;
+        if (r[k].i < r[low].i) low = k;
+        if (r[k].end < r[k - 1].end) r[k].end = r[k - 1].end;
+    }
+    free(r);
+    return 0;
+memory:
+    free(r);
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* overlaps_find of a step's weights. They stay where they are: a list without overlaps is known again by a hash of its
+ * addresses, and not sorted in every step. Under the GIL. */
+static int overlaps_of_weights(const om_optim_param *ps, Py_ssize_t n, uint8_t **again) {
+    static uint64_t known[32];
+    static uint32_t next;
+    uint64_t h = (uint64_t)n;
+    *again = NULL;
+    if (n < 2) return 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const memory_range r = range_of(&ps[i].p, i);
+        h = (h ^ r.begin) * 0x9E3779B97F4A7C15u;
+        h = (h ^ h >> 29 ^ r.end) * 0xD1B54A32D192ED03u;
+    }
+    h ^= h >> 32;
+    for (int k = 0; k < 32; k++)
+        if (known[k] == h) return 0;
+    if (overlaps_find(&ps->p, sizeof *ps, n, again)) return -1;
+    if (!*again) known[next++ % 32] = h;
+    return 0;
+}
+
+static PyObject *py_overlaps(PyObject *self, PyObject *tensors) {
+    (void)self;
+    const Py_ssize_t n = optim_len(tensors, "tensors");
+    if (n < 0) return NULL;
+    om_tensor *x = calloc((size_t)n + 1, sizeof *x);
+    uint8_t *again = NULL;
+    PyObject *r = NULL;
+    if (!x) PyErr_NoMemory();
+    else if (!om_dl_import_list(tensors, n, x, "tensors") && !overlaps_find(x, sizeof *x, n, &again))
+        r = PyList_New(0);
+    for (Py_ssize_t i = 0; r && again && i < n; i++) {
+        PyObject *index = again[i] ? PyLong_FromSsize_t(i) : NULL;
+        if (again[i] && (!index || PyList_Append(r, index))) Py_CLEAR(r);
+        Py_XDECREF(index);
+    }
+    free(x), free(again);
+    return r;
+}
+
+/* --- steps ----------------------------------------------------------------------------------------- */
+
+/* The lists every step has in common: args = params, grads, m, v, steps, masters, store, seed. v and steps may be
+ * NULL. */
+typedef struct step_args {
+    om_optim_param *ps;
+    om_tensor *tmp;   /* ends up holding the counters */
+    uint8_t *again;   /* see overlaps_find, of the weights */
+    Py_ssize_t n;
+    om_optim_store store;
+    uint64_t seed;
+} step_args;
+
+/* One call of adam_step, sgd_step or lamb_step. */
+typedef struct step_call {
+    step_args a;
+    union { om_adam_cfg adam; om_sgd_cfg sgd; om_lamb_cfg lamb; } c;
+    bool keep; /* lamb: gradients */
+} step_call;
+
+typedef struct step_kind {
+    const char *name, *usage;
+    int n_args;
+    bool counts;
+    int (*read)(step_call *c, PyObject *const *args);
+    om_status (*run)(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n);
+} step_kind;
+enum { STEP_ARGS = 21 }; /* of the longest */
+
+/* Counter tensors: value + 1 into step; steps_write puts it back when the step is done. */
+static int steps_check(PyObject *seq, om_tensor *tmp, Py_ssize_t n) {
     if (om_dl_import_list(seq, n, tmp, "steps")) return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
         const om_tensor *t = &tmp[i];
@@ -52,29 +176,25 @@ static int optim_steps(PyObject *seq, om_optim_param *ps, Py_ssize_t n, om_tenso
                          "step counter %zd must be a CPU tensor of one float32, float64 or int64 element", i);
             return -1;
         }
-        ps[i].step = 1 + (t->dtype == OM_F32   ? *(float *)t->data
-                          : t->dtype == OM_F64 ? *(double *)t->data
-                                               : (double)*(int64_t *)t->data);
     }
     return 0;
 }
-static void optim_steps_write(const om_tensor *tmp, const om_optim_param *ps, Py_ssize_t n) {
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (tmp[i].dtype == OM_F32) *(float *)tmp[i].data = (float)ps[i].step;
-        else if (tmp[i].dtype == OM_F64) *(double *)tmp[i].data = ps[i].step;
-        else *(int64_t *)tmp[i].data = (int64_t)ps[i].step;
+static void steps_read(const step_args *a, Py_ssize_t from, Py_ssize_t to) {
+    for (Py_ssize_t i = from; i < to; i++) {
+        const om_tensor *t = &a->tmp[i];
+        a->ps[i].step = 1 + (t->dtype == OM_F32   ? *(float *)t->data
+                             : t->dtype == OM_F64 ? *(double *)t->data
+                                                  : (double)*(int64_t *)t->data);
     }
 }
-
-/* The lists every step has in common: args = params, grads, m, v, steps, masters, store, seed. v and steps may be
- * NULL. */
-typedef struct step_args {
-    om_optim_param *ps;
-    om_tensor *tmp;   /* ends up holding the steps */
-    Py_ssize_t n;
-    om_optim_store store;
-    uint64_t seed;
-} step_args;
+static void steps_write(const step_args *a, Py_ssize_t from, Py_ssize_t to) {
+    for (Py_ssize_t i = from; i < to; i++) {
+        const om_tensor *t = &a->tmp[i];
+        if (t->dtype == OM_F32) *(float *)t->data = (float)a->ps[i].step;
+        else if (t->dtype == OM_F64) *(double *)t->data = a->ps[i].step;
+        else *(int64_t *)t->data = (int64_t)a->ps[i].step;
+    }
+}
 
 static int step_args_read(step_args *a, PyObject *params, PyObject *grads, PyObject *m, PyObject *v, PyObject *steps,
                           PyObject *masters, PyObject *store, PyObject *seed) {
@@ -95,106 +215,153 @@ static int step_args_read(step_args *a, PyObject *params, PyObject *grads, PyObj
         return -1;
     }
     for (Py_ssize_t i = 0; i < a->n; i++) a->ps[i].stream = (uint64_t)i + 1;
-    if (om_py_params((PyObject *[]){params, grads, m, v, masters}, a->ps, a->n, a->tmp)) return -1;
-    return steps ? optim_steps(steps, a->ps, a->n, a->tmp) : 0;
+    if (om_py_params((PyObject *[]){params, grads, m, v, masters}, a->ps, a->n, a->tmp) ||
+        overlaps_of_weights(a->ps, a->n, &a->again))
+        return -1;
+    return steps ? steps_check(steps, a->tmp, a->n) : 0;
 }
 
-static void step_args_free(step_args *a) {
-    free(a->ps);
-    free(a->tmp);
+/* The list in pieces whose weights do not share memory. */
+static om_status step_run(om_ctx *cx, const step_kind *kind, const step_call *c) {
+    const step_args *a = &c->a;
+    for (Py_ssize_t from = 0, to; from < a->n; from = to) {
+        for (to = from + 1; to < a->n && !(a->again && a->again[to]);) to++;
+        if (kind->counts) steps_read(a, from, to); /* now: a parameter may be in the list twice */
+        OM_TRY(kind->run(cx, c, from, to - from));
+        if (kind->counts) steps_write(a, from, to);
+    }
+    return OM_OK;
 }
 
-/* --- entry points ---------------------------------------------------------------------------------- */
+/* Several lists: all of them are looked at before the first moves. */
+static PyObject *steps_all(const step_kind *kind, PyObject *const *args, Py_ssize_t n) {
+    step_call *c = calloc((size_t)n + 1, sizeof *c);
+    om_ctx *cx = NULL;
+    PyObject *r = NULL;
+    int bad = !c;
+    if (bad) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n && !bad; i++) bad = kind->read(&c[i], args + i * kind->n_args);
+    if (!bad && (cx = optim_ctx())) {
+        om_status s = OM_OK;
+        Py_BEGIN_ALLOW_THREADS;
+        for (Py_ssize_t i = 0; i < n; i++)
+            for (Py_ssize_t k = 0; (n > 1 || c[i].a.again) && k < c[i].a.n && s == OM_OK; k++)
+                s = om_optim_check(cx, kind->name, c[i].a.store, &c[i].a.ps[k], (int)k);
+        for (Py_ssize_t i = 0; i < n && s == OM_OK; i++) s = step_run(cx, kind, &c[i]);
+        Py_END_ALLOW_THREADS;
+        r = om_py_done(cx, s);
+    }
+    for (Py_ssize_t i = 0; i < n && c; i++) free(c[i].a.ps), free(c[i].a.tmp), free(c[i].a.again);
+    free(c);
+    return r;
+}
+
+static int adam_read(step_call *c, PyObject *const *args) {
+    om_adam_cfg *k = &c->c.adam;
+    double mode = 0, bias = 0;
+    double *const out[] = {&k->lr, &k->beta1, &k->beta2, &k->eps, &k->weight_decay, &k->inv_scale, &mode, &bias};
+    if (om_py_numbers(args + 8, out, 8)) return -1;
+    k->mode = (int)mode, k->bias_correction = bias != 0;
+    return step_args_read(&c->a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]);
+}
+static om_status adam_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n) {
+    return om_adam_step(cx, &c->c.adam, c->a.store, c->a.seed, c->a.ps + from, (int)n);
+}
+
+static int sgd_read(step_call *c, PyObject *const *args) {
+    om_sgd_cfg *k = &c->c.sgd;
+    double nesterov = 0;
+    double *const out[] = {&k->lr, &k->momentum, &k->dampening, &k->weight_decay, &k->inv_scale, &nesterov};
+    if (om_py_numbers(args + 6, out, 6)) return -1;
+    k->nesterov = nesterov != 0;
+    if (step_args_read(&c->a, args[0], args[1], args[2], NULL, NULL, args[3], args[4], args[5])) return -1;
+    const bool list = PyList_Check(args[12]);
+    if (list && PyList_Size(args[12]) != c->a.n) {
+        PyErr_Format(PyExc_ValueError, "first has %zd entries, expected %zd", PyList_Size(args[12]), c->a.n);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < c->a.n; i++) {
+        const int first = PyObject_IsTrue(list ? PyList_GetItem(args[12], i) : args[12]);
+        if (first < 0) return -1;
+        c->a.ps[i].step = first ? 1 : 2;
+    }
+    return 0;
+}
+static om_status sgd_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n) {
+    return om_sgd_step(cx, &c->c.sgd, c->a.store, c->a.seed, c->a.ps + from, (int)n);
+}
+
+static int lamb_read(step_call *c, PyObject *const *args) {
+    om_lamb_cfg *k = &c->c.lamb;
+    double bias = 0, no_ratio = 0, keep = 0;
+    double *const out[] = {&k->lr,        &k->beta1,     &k->beta2,     &k->eps, &k->weight_decay, &k->l2,
+                           &k->grad_weight, &k->ratio_min, &k->ratio_max, &k->inv_scale, &bias, &no_ratio, &keep};
+    if (om_py_numbers(args + 8, out, 13)) return -1;
+    k->bias_correction = bias != 0, k->no_ratio = no_ratio != 0;
+    c->keep = keep != 0;
+    return step_args_read(&c->a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]);
+}
+static om_status lamb_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n) {
+    om_lamb_cfg *each = om_alloc(cx, sizeof *each * (size_t)(n + 1));
+    if (!each) return OM_NOMEM;
+    for (Py_ssize_t i = 0; i < n; i++) each[i] = c->c.lamb;
+    const om_status s = om_lamb_step(cx, each, c->a.store, c->a.seed, true, c->keep, c->a.ps + from, (int)n);
+    om_free(cx, each);
+    return s;
+}
+
+#define ADAM_USAGE                                                                                                     \
+    "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, "             \
+    "weight_decay, inv_scale, mode, bias_correction)"
+#define SGD_USAGE                                                                                                      \
+    "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, weight_decay, "          \
+    "inv_scale, nesterov, first)"
+#define LAMB_USAGE                                                                                                     \
+    "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, "             \
+    "weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads)"
+static const step_kind step_adam = {"adam", ADAM_USAGE, 16, true, adam_read, adam_run};
+static const step_kind step_sgd = {"sgd", SGD_USAGE, 13, false, sgd_read, sgd_run};
+static const step_kind step_lamb = {"lamb", LAMB_USAGE, STEP_ARGS, true, lamb_read, lamb_run};
 
 static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (om_py_count(nargs, 16,
-                    "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, "
-                    "eps, weight_decay, "
-                    "inv_scale, mode, bias_correction)"))
-        return NULL;
-    om_adam_cfg c = {0};
-    step_args a = {0};
-    double mode = 0, bias = 0;
-    double *const out[] = {&c.lr, &c.beta1, &c.beta2, &c.eps, &c.weight_decay, &c.inv_scale, &mode, &bias};
-    om_ctx *cx = NULL;
-    PyObject *r = NULL;
-    if (!om_py_numbers(args + 8, out, 8) &&
-        !step_args_read(&a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]) &&
-        (cx = optim_ctx())) {
-        om_status s;
-        c.mode = (int)mode, c.bias_correction = bias != 0;
-        Py_BEGIN_ALLOW_THREADS;
-        s = om_adam_step(cx, &c, a.store, a.seed, a.ps, (int)a.n);
-        if (s == OM_OK) optim_steps_write(a.tmp, a.ps, a.n);
-        Py_END_ALLOW_THREADS;
-        r = om_py_done(cx, s);
-    }
-    step_args_free(&a);
-    return r;
+    return om_py_count(nargs, step_adam.n_args, step_adam.usage) ? NULL : steps_all(&step_adam, args, 1);
 }
-
 static PyObject *py_sgd_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (om_py_count(nargs, 13,
-                    "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, "
-                    "weight_decay, inv_scale, "
-                    "nesterov, first)"))
-        return NULL;
-    om_sgd_cfg c = {0};
-    step_args a = {0};
-    double nesterov = 0, first = 0;
-    double *const out[] = {&c.lr, &c.momentum, &c.dampening, &c.weight_decay, &c.inv_scale, &nesterov, &first};
-    om_ctx *cx = NULL;
-    PyObject *r = NULL;
-    if (!om_py_numbers(args + 6, out, 7) &&
-        !step_args_read(&a, args[0], args[1], args[2], NULL, NULL, args[3], args[4], args[5]) && (cx = optim_ctx())) {
-        om_status s;
-        c.nesterov = nesterov != 0;
-        for (Py_ssize_t i = 0; i < a.n; i++) a.ps[i].step = first != 0 ? 1 : 2;
-        Py_BEGIN_ALLOW_THREADS;
-        s = om_sgd_step(cx, &c, a.store, a.seed, a.ps, (int)a.n);
-        Py_END_ALLOW_THREADS;
-        r = om_py_done(cx, s);
+    return om_py_count(nargs, step_sgd.n_args, step_sgd.usage) ? NULL : steps_all(&step_sgd, args, 1);
+}
+static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    return om_py_count(nargs, step_lamb.n_args, step_lamb.usage) ? NULL : steps_all(&step_lamb, args, 1);
+}
+
+static PyObject *py_steps(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    static const step_kind *const kinds[] = {&step_adam, &step_sgd, &step_lamb};
+    const step_kind *kind = NULL;
+    (void)self;
+    if (om_py_count(nargs, 2, "steps(kernel, calls)")) return NULL;
+    for (int i = 0; i < 3 && PyUnicode_Check(args[0]); i++)
+        if (!PyUnicode_CompareWithASCIIString(args[0], kinds[i]->name)) kind = kinds[i];
+    const Py_ssize_t n = kind && PyList_Check(args[1]) ? PyList_Size(args[1]) : -1;
+    PyObject **row = n < 0 ? NULL : calloc((size_t)n * STEP_ARGS + 1, sizeof *row), *r = NULL;
+    if (!row)
+        return n < 0 ? PyErr_Format(PyExc_ValueError, "steps: kernel %R given; allowed: 'adam', 'sgd', 'lamb', and a "
+                                                      "list of the arguments of its calls", args[0])
+                     : PyErr_NoMemory();
+    bool bad = false;
+    for (Py_ssize_t i = 0; i < n && !bad; i++) {
+        PyObject *call = PyList_GetItem(args[1], i); /* borrowed, as what it holds */
+        bad = !PyTuple_Check(call) || PyTuple_Size(call) != kind->n_args;
+        if (bad) PyErr_Format(PyExc_TypeError, "call %zd is not the arguments of %s", i, kind->usage);
+        for (int k = 0; k < kind->n_args && !bad; k++) row[i * kind->n_args + k] = PyTuple_GetItem(call, k);
     }
-    step_args_free(&a);
+    if (!bad) r = steps_all(kind, row, n);
+    free(row);
     return r;
 }
 
-static PyObject *py_lamb_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
-    (void)self;
-    if (om_py_count(nargs, 21,
-                    "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, "
-                    "eps, weight_decay, l2, "
-                    "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads)"))
-        return NULL;
-    om_lamb_cfg c = {0};
-    step_args a = {0};
-    double bias = 0, no_ratio = 0, keep = 0;
-    double *const out[] = {&c.lr,        &c.beta1,     &c.beta2,     &c.eps, &c.weight_decay, &c.l2, &c.grad_weight,
-                           &c.ratio_min, &c.ratio_max, &c.inv_scale, &bias,  &no_ratio,       &keep};
-    om_ctx *cx = NULL;
-    om_lamb_cfg *each = NULL;
-    PyObject *r = NULL;
-    if (!om_py_numbers(args + 8, out, 13) &&
-        !step_args_read(&a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]) &&
-        (cx = optim_ctx())) {
-        om_status s = OM_NOMEM;
-        c.bias_correction = bias != 0, c.no_ratio = no_ratio != 0;
-        each = om_alloc(cx, sizeof *each * (size_t)(a.n + 1));
-        if (each) {
-            for (Py_ssize_t i = 0; i < a.n; i++) each[i] = c;
-            Py_BEGIN_ALLOW_THREADS;
-            s = om_lamb_step(cx, each, a.store, a.seed, true, keep != 0, a.ps, (int)a.n);
-            if (s == OM_OK) optim_steps_write(a.tmp, a.ps, a.n);
-            Py_END_ALLOW_THREADS;
-            om_free(cx, each);
-        }
-        r = om_py_done(cx, s);
-    }
-    step_args_free(&a);
-    return r;
-}
+/* --- norms, scaled copies -------------------------------------------------------------------------- */
 
 static PyObject *py_norm(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
@@ -272,16 +439,12 @@ static PyObject *py_loss_scale_next(PyObject *self, PyObject *const *args, Py_ss
 
 #define FAST(name) #name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL
 PyMethodDef om_optim_methods[] = {
-    {FAST(adam_step), "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, "
-                      "eps, weight_decay, "
-                      "inv_scale, mode, bias_correction): one Adam step over lists of tensors."},
-    {FAST(sgd_step), "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, "
-                     "weight_decay, inv_scale, "
-                     "nesterov, first): one SGD step over lists of tensors."},
-    {FAST(lamb_step), "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, "
-                      "eps, weight_decay, l2, "
-                      "grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads): one LAMB "
-                      "step over lists of tensors."},
+    {FAST(adam_step), ADAM_USAGE ": one Adam step over lists of tensors."},
+    {FAST(sgd_step), SGD_USAGE ": one SGD step over lists of tensors."},
+    {FAST(lamb_step), LAMB_USAGE ": one LAMB step over lists of tensors."},
+    {FAST(steps), "steps(kernel, calls): adam_step, sgd_step or lamb_step for each tuple of arguments in a list; all "
+                  "are looked at before the first moves."},
+    {"overlaps", py_overlaps, METH_O, "overlaps(tensors): indices of those that share memory with an earlier one."},
     {FAST(norm), "norm(tensors, ord, per_tensor): (norm, finite[, norms]) over all elements of all tensors."},
     {FAST(loss_scale_next),
      "loss_scale_next(scale, good, finite, window, lowest, highest): (scale, good steps) after one more step."},

@@ -790,3 +790,89 @@ def test_entry_points_have_the_types_of_cuda_h(tmp_path):
         pytest.skip("no cuda.h")
     command = ["gcc", "-std=gnu11", "-fsyntax-only", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", f"-I{found[0].parent}"]
     subprocess.run([*command, str(ROOT / "tests/cuda/api_check.c")], check=True)
+
+
+# --- corners ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maker", ["adamw", "sgd", "lamb free", "lamb in one launch"])
+def test_weights_over_one_storage_move_one_after_the_other(gpu, maker):
+    """Also where their addresses change, and a parameter that is in the group twice."""
+    pairs, kept = [], []
+    for device in (0, -1):
+        torch.manual_seed(0)
+        ps = [gpu.put(torch.nn.Parameter(torch.randn(20000)), device) for _ in range(3)]
+        ps[2].data = ps[0].data
+        with pytest.warns(UserWarning, match="duplicate"):
+            pairs.append((ps, MAKERS[maker]([*ps, ps[1]])))
+        if maker == "sgd" and device == 0:
+            for p in ps:
+                p.grad = gpu.put(torch.ones(20000), 0)
+            with pytest.raises(ValueError, match="twice in a group with momentum"):
+                pairs[0][1].step()
+        if maker == "sgd":
+            pairs[-1] = ps, MAKERS[maker](ps)
+    (ours, a), (theirs, b) = pairs
+    for step in range(4):
+        if step == 2:  # apart from now on
+            for ps, device in ((ours, 0), (theirs, -1)):
+                kept.append(gpu.put(ps[2].detach().clone(), device))  # its memory is known while it lives
+                ps[2].data = kept[-1]
+        give(gpu, ours, theirs, step)
+        a.step()
+        b.step()
+        check(ours, theirs, 3e-6, step)
+        assert [s["step"].item() for s in a.state.values()] == [step + 1.0, (step + 1.0) * (1 if maker == "sgd" else 2), step + 1.0]
+
+
+def test_a_shared_gradient_in_lamb(gpu):
+    results = []
+    for share in (True, False):
+        torch.manual_seed(0)
+        ps = [gpu.put(torch.nn.Parameter(torch.randn(300)), 0) for _ in range(2)]
+        opt = FusedLAMB([{"params": [p]} for p in ps], 0.1)
+        g = gpu.put(torch.randn(300), 0)
+        ps[0].grad, ps[1].grad = g, g if share else gpu.put(g.clone(), 0)
+        opt.step()
+        results.append([p.detach() for p in ps])
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+@pytest.mark.parametrize("maker", ["adamw", "sgd plain", "lamb free"])
+def test_lazily_negated_gradients(gpu, maker):
+    ours, theirs = make(gpu)
+    a, b = MAKERS[maker](ours), MAKERS[maker](theirs)
+    give(gpu, ours, theirs, 0)
+    for p in ours:
+        p.grad = torch._neg_view(p.grad)
+    for q in theirs:
+        q.grad.neg_()
+    a.step()
+    b.step()
+    check(ours, theirs, 2e-6)
+
+
+def test_infinite_weights_and_a_refused_group(gpu):
+    ps = [gpu.put(torch.nn.Parameter(torch.tensor([1.0, -math.inf, math.inf])), 0) for _ in range(2)]
+    for make_one in (lambda p: FusedSGD(p, 1e-2), lambda p: FusedSGD(p, 1e-2, 0.9), *(lambda p, m=m: FusedAdam(p, 1e-2, adam_w_mode=m) for m in range(4))):
+        opt = make_one([{"params": ps[:1]}, {"params": ps[1:]}])
+        for p in ps:
+            p.grad = gpu.put(torch.tensor([1.0, 0.0, 0.5]), 0)
+        before = [p.detach().clone() for p in ps]
+        ps[1].grad.data = gpu.put(torch.ones(3, dtype=torch.float64), 0)
+        with pytest.raises((ValueError, RuntimeError), match="gradient"):
+            opt.step()
+        assert all(torch.equal(p, q) for p, q in zip(ps, before))
+        ps[1].grad = gpu.put(torch.ones(3), 0)
+        opt.step()
+        assert all(p[0] < q[0] and p[1] == -math.inf and p[2] == math.inf for p, q in zip(ps, before))
+
+
+def test_dampening_without_momentum_is_nothing(gpu):
+    ours, theirs = make(gpu)
+    a, b = FusedSGD(ours, 1e-2, 0.0, dampening=0.5), torch.optim.SGD(theirs, 1e-2, 0.0, dampening=0.5)
+    for step in range(3):
+        give(gpu, ours, theirs, step)
+        a.step()
+        b.step()
+    check(ours, theirs, 2e-6)

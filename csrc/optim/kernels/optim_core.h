@@ -16,7 +16,7 @@ static void CORE(sgd_core)(T *restrict p, const T *restrict g, T *restrict m, in
     const CORE(om_sgd) c = *k;
     if (!c.use_buf) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) p[i] = p[i] - c.lr * (c.inv_scale * g[i] + c.l2 * p[i]);
+        for (int64_t i = 0; i < n; i++) p[i] = p[i] - c.lr * (c.inv_scale * g[i] + c.l2 * (c.l2 != 0 ? p[i] : 0));
     } else if (c.nesterov) {
         CORE(om_sgd) on = c;
         on.nesterov = 1;

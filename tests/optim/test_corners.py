@@ -1,0 +1,295 @@
+"""What torch.optim does in the corners: parameters and gradients that share memory, lazy signs, infinite weights,
+settings of groups; and that a step which is refused has changed nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ortmodule import _C
+from ortmodule.optim import FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD
+
+TWINS = {  # ours, torch's
+    "adamw": (lambda p: FusedAdam(p, 1e-2, eps=1e-8, adam_w_mode=2), lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0)),
+    "adam": (
+        lambda p: FusedAdam(p, 1e-2, eps=1e-8, adam_w_mode=3, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1),
+    ),
+    "sgd": (lambda p: FusedSGD(p, 1e-2, weight_decay=0.1), lambda p: torch.optim.SGD(p, 1e-2, weight_decay=0.1)),
+    "momentum": (lambda p: FusedSGD(p, 1e-2, 0.9, 0.3), lambda p: torch.optim.SGD(p, 1e-2, 0.9, 0.3)),
+}
+OURS = {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD, "FusedLAMB": FusedLAMB}
+
+
+def given(params: list[nn.Parameter], t: int) -> None:
+    gen = torch.Generator().manual_seed(t)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=gen, dtype=torch.float64).to(p.dtype)
+
+
+# --- memory in common ----------------------------------------------------------------------------------
+
+
+def test_what_shares_memory_is_found() -> None:
+    x = torch.zeros(100)
+    parts = [x[:10], x[10:20], x[15:30], x[5:8], torch.zeros(3), x[29:40], x[50:60]]
+    assert _C.overlaps(parts) == [2, 3, 5]
+    assert _C.overlaps([x[50:], x[:50], x[:0], torch.zeros(0)]) == [] == _C.overlaps([])
+    assert _C.overlaps([x[3:4], x, x]) == [1, 2]
+    assert _C.overlaps([x[::2], x[1::2]]) == [1]  # their gaps count
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_weights_over_one_storage_move_one_after_the_other(name: str) -> None:
+    """`decoder.weight.data = embedding.weight.data`: blocks of both in one parallel loop lost updates."""
+    results = []
+    before = torch.get_num_threads()
+    for make in TWINS[name]:
+        torch.set_num_threads(4)
+        try:
+            torch.manual_seed(0)
+            table = torch.randn(3000, 64)
+            # the middle one overlaps both others in part
+            params = [nn.Parameter(table[:2000]), nn.Parameter(torch.randn(5)), nn.Parameter(table[1000:]), nn.Parameter(table[:])]
+            params[3].data = table
+            opt = make(params)
+            for t in range(6):
+                given(params, t)
+                if t == 0:
+                    params[2].grad = None  # the momentum of one is older than that of another
+                opt.step()
+            results.append(table)
+        finally:
+            torch.set_num_threads(before)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_parameter_twice_in_a_group_moves_twice(name: str) -> None:
+    results = []
+    for make in TWINS[name]:
+        torch.manual_seed(0)
+        p, q = nn.Parameter(torch.randn(40000)), nn.Parameter(torch.randn(3))
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            opt = make([p, q, p])
+        for t in range(4):
+            given([p, q], t)
+            opt.step()
+        results.append((p.detach(), q.detach(), [s["step"].item() for s in opt.state.values() if "step" in s]))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+def test_random_rounding_of_pieces_is_each_parameters_own() -> None:
+    """A list in pieces draws as the whole one does."""
+    moved = []
+    for alias in (False, True):
+        torch.manual_seed(3)
+        table = torch.ones(4096, dtype=torch.bfloat16)
+        params = [nn.Parameter(table.clone()), nn.Parameter(table.clone()), nn.Parameter(torch.ones(1, dtype=torch.bfloat16))]
+        if alias:
+            params.append(nn.Parameter(params[2].data))
+        opt = FusedAdam(params, 1e-3, stochastic_rounding=True)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        moved.append([p.detach() for p in params[:2]])
+    assert all(torch.equal(a, b) for a, b in zip(*moved)) and not torch.equal(*moved[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_grads": True}, {"max_grad_norm": None}])
+def test_lamb_reads_a_gradient_of_several_parameters_as_it_came(options: dict) -> None:
+    """Its direction is written into the gradient; the next parameter, of another group too, is to have the gradient."""
+    results = []
+    for share in (True, False):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(5)) for _ in range(4)]
+        with torch.no_grad():
+            params[1][2] = math.inf  # left out, and marked so in its gradient
+        opt = FusedLAMB([{"params": params[:2]}, {"params": params[2:3], "lr": 0.1}, {"params": params[3:]}], 0.2, **options)
+        for t in range(3):
+            base = torch.randn(7, generator=torch.Generator().manual_seed(t))
+            for p, g in zip(params, (base[:5], base[:5], base[:5], base[2:])):
+                p.grad = g if share else g.clone()
+            opt.step()
+        results.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+# --- lazy signs ----------------------------------------------------------------------------------------
+
+
+def negated(x: Tensor) -> Tensor:
+    """-x as z.conj().imag gives it: the memory of x, and a bit that says so."""
+    y = torch.complex(torch.zeros_like(x), x).conj().imag
+    assert y.is_neg()
+    return y
+
+
+@pytest.mark.parametrize("name", [*OURS, "FP16 SGD", "FP16 FusedAdam"])
+def test_lazily_negated_gradients(name: str) -> None:
+    results = []
+    for resolve in (False, True):
+        half = name.startswith("FP16")
+        p = nn.Parameter(torch.ones(5, dtype=torch.float16 if half else torch.float32))
+        opt = OURS[name]([p], 0.1) if not half else FP16_Optimizer({"FP16 SGD": torch.optim.SGD, "FP16 FusedAdam": FusedAdam}[name]([p], 0.1))
+        g = torch._neg_view(torch.arange(1.0, 6.0).to(p.dtype)) if half else negated(torch.arange(1.0, 6.0))
+        p.grad = g.resolve_neg() if resolve else g
+        opt.step()
+        results.append(p.detach())
+    assert torch.equal(*results) and bool((results[0] > 1).all())
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_a_lazily_negated_parameter_is_refused(name: str, when: str) -> None:
+    good, p = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+    opt = OURS[name]([{"params": [good]}, {"params": [p]}], 0.1)
+    if when == "later":
+        given([good, p], 0)
+        opt.step()
+    p.data = negated(torch.arange(1.0, 6.0))
+    given([good, p], 1)
+    before = good.detach().clone(), p.detach().clone()
+    with pytest.raises(ValueError, match=rf"{name} got a parameter of sizes \(5,\) that is negated lazily"):
+        opt.step()
+    assert torch.equal(before[0], good.detach()) and torch.equal(before[1], p.detach())
+
+
+# --- infinite weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [*(lambda p, m=m: FusedAdam(p, 1e-2, adam_w_mode=m) for m in range(4)), lambda p: FusedSGD(p, 1e-2)]
+    + [lambda p, n=n: FusedSGD(p, 1e-2, 0.9, nesterov=n) for n in (False, True)],
+    ids=["mode 0", "mode 1", "mode 2", "mode 3", "sgd", "momentum", "nesterov"],
+)
+def test_an_infinite_weight_without_decay_stays_infinite(make, dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.tensor([1.0, -math.inf, math.inf] * 7, dtype=dtype))
+    opt = make([p])
+    for _ in range(2):
+        p.grad = torch.tensor([1.0, 0.0, 0.5] * 7, dtype=dtype)
+        opt.step()
+    assert p.isfinite().sum() == 7 and p[1] == -math.inf and p[2] == math.inf and not p.isnan().any()
+
+
+# --- groups ---------------------------------------------------------------------------------------------
+
+FOREIGN = [
+    ("FusedAdam", "amsgrad", True), ("FusedAdam", "differentiable", True), ("FusedAdam", "adam_w_mode", 3),
+    ("FusedAdam", "decoupled_weight_decay", False), ("FusedAdam", "master_weights", True), ("FusedLAMB", "amsgrad", True),
+    ("FusedLAMB", "use_nvlamb", True), ("FusedSGD", "stochastic_rounding", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,key,value", FOREIGN)
+def test_settings_of_the_whole_optimizer_in_a_group_are_refused(name: str, key: str, value: object) -> None:
+    cls = OURS[name]
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    message = rf"{name}: a parameter group has {key}={value!r}, the optimizer"
+    with pytest.raises(ValueError, match=message):
+        cls([{"params": [a], key: value}])
+    opt = cls([a])
+    with pytest.raises(ValueError, match=message):
+        opt.add_param_group({"params": [b], key: value})
+    assert len(opt.param_groups) == 1
+    opt.add_param_group({"params": [b]})
+    opt.param_groups[1][key] = value
+    given([a, b], 0)
+    with pytest.raises(ValueError, match=message):
+        opt.step()
+    assert a.tolist() == [1.0] * 3 and not opt.state
+    opt.param_groups[1][key] = getattr(opt, key, False)  # its own setting is allowed
+    opt.step()
+    assert a.tolist() != [1.0] * 3
+
+
+def test_what_torchs_groups_hold_besides_is_no_matter() -> None:
+    p = nn.Parameter(torch.ones(3))
+    torchs = {k: v for k, v in torch.optim.AdamW([p]).param_groups[0].items() if k != "params"}
+    opt = FusedAdam([{"params": [p], **torchs, "foreach": True, "capturable": True, "name": "all"}])
+    given([p], 0)
+    opt.step()
+    assert p.tolist() != [1.0] * 3
+
+
+@pytest.mark.parametrize("betas", [(0.9,), 0.9, (2.0, 0.9)])
+def test_bad_betas_of_a_group(betas: object) -> None:
+    for cls in (FusedAdam, FusedLAMB):
+        params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        opt = cls(params[:1])
+        with pytest.raises(ValueError, match=re.escape(f"betas={betas} given; two numbers in [0, 1) are needed")):
+            opt.add_param_group({"params": params[1:], "betas": betas})
+        opt.add_param_group({"params": params[1:]})
+        if betas != (2.0, 0.9):  # as torch, numbers are not looked at in every step
+            opt.param_groups[1]["betas"] = betas
+            given(params, 0)
+            with pytest.raises(ValueError, match="two numbers in"):
+                opt.step()
+            assert params[0].tolist() == [1.0] * 3 and "step" not in opt.param_groups[0]
+
+
+# --- steps that are refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_all_groups_are_looked_at_before_the_first_moves(name: str) -> None:
+    """The gradient of the last group has a type that its weight cannot have."""
+    kw = {"momentum": 0.9, "dampening": 0.5} if name == "FusedSGD" else {}
+    results = []
+    for spoil in (True, False):
+        params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+        opt = OURS[name]([{"params": params[:2]}, {"params": params[2:]}], 0.1, **kw)
+        if spoil:
+            given(params, 0)
+            params[2].grad.data = torch.ones(3, dtype=torch.float64)
+            with pytest.raises(ValueError, match="gradient of parameter 0 is f64, its weight f32"):
+                opt.step()
+            assert all(p.tolist() == [1.0] * 3 for p in params)
+            assert all("step" not in group for group in opt.param_groups)
+            assert all(s.get("step", 0) == 0 for s in opt.state.values())
+        given(params, 0)
+        opt.step()
+        results.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "x", torch.ones(2), torch.tensor(0.0)])
+@pytest.mark.parametrize("name", OURS)
+def test_a_grad_scale_that_is_none(name: str, scale: object) -> None:
+    p = nn.Parameter(torch.ones(3))
+    opt = OURS[name]([p], 0.1)
+    given([p], 0)
+    opt.grad_scale = scale
+    with pytest.raises(ValueError, match=rf"{name}: grad_scale=.*it must be a positive finite number"):
+        opt.step()
+    assert p.tolist() == [1.0] * 3
+    opt.grad_scale = torch.tensor([2.0])
+    opt.step()
+    assert p.tolist() != [1.0] * 3
+
+
+# --- states that are refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf, torch.tensor(math.nan)])
+@pytest.mark.parametrize("of", ["parameter", "group"])
+def test_a_step_that_is_no_number_is_refused_before_anything_changes(of: str, step: object) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    opt = FusedAdam(params, 1e-2)
+    given(params, 0)
+    opt.step()
+    state = copy.deepcopy(opt.state_dict())
+    state["param_groups"][0]["lr"] = 5.0
+    state["state"][0]["exp_avg"].fill_(9)
+    (state["state"][2] if of == "parameter" else state["param_groups"][0])["step"] = step
+    before = opt.state[params[0]]["exp_avg"].clone()
+    with pytest.raises(ValueError, match="has a step .*; it must be finite"):
+        opt.load_state_dict(state)
+    assert opt.param_groups[0]["lr"] == 1e-2 and torch.equal(before, opt.state[params[0]]["exp_avg"])
