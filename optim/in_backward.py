@@ -58,7 +58,7 @@ class StepInBackward:
         self._optimizer = weakref.ref(optimizer)
         self._lock = threading.Lock()
         self._hook: dict[int, Any] = {}  # by id of a parameter
-        self._number: dict[int, tuple[int, int]] = {}  # its group, and its place among all
+        self._place: dict[int, tuple[int, int, int]] = {}  # its group, its place there and among all; see _find
         self._updated: set[int] = set()  # since the last optimizer.step()
         self._watch(optimizer)
         self._before = optimizer.register_step_pre_hook(self._ends)
@@ -71,21 +71,46 @@ class StepInBackward:
         self._hook.clear()
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters that were added, or unfrozen, too."""
-        number = 0
-        for index, group in enumerate(optimizer.param_groups):
-            if group.get("max_grad_norm"):
-                raise ValueError(f"step_in_backward of {type(optimizer).__name__} with max_grad_norm="
-                                 f"{group['max_grad_norm']}: the norm of all gradients is known after backward; give "
-                                 "max_grad_norm=None")  # fmt: skip
+        """Parameters that were added, or unfrozen, too; none that were taken out."""
+        self._find_all(optimizer)
+        for gone in self._hook.keys() - self._place.keys():
+            self._hook.pop(gone).remove()
+        for group in optimizer.param_groups:
+            self._check_group(optimizer, group)
             for p in group["params"]:
-                number += 1
-                self._number[id(p)] = index, number
                 if id(p) in self._hook or not p.requires_grad:
                     continue
                 if type(p) not in PLAIN:
                     raise TypeError(f"step_in_backward of a {type(p).__name__}: ordinary parameters are allowed")
                 self._hook[id(p)] = p.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self)))
+
+    @staticmethod
+    def _check_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if group.get("max_grad_norm"):
+            raise ValueError(f"step_in_backward of {type(optimizer).__name__} with max_grad_norm="
+                             f"{group['max_grad_norm']}: the norm of all gradients is known after backward; give "
+                             "max_grad_norm=None")  # fmt: skip
+
+    def _find_all(self, optimizer: torch.optim.Optimizer) -> None:
+        places: dict[int, tuple[int, int, int]] = {}
+        number = 0
+        for index, group in enumerate(optimizer.param_groups):
+            for at, p in enumerate(group["params"]):
+                number += 1
+                if places.setdefault(id(p), (index, at, number))[2] != number:
+                    raise ValueError(f"step_in_backward: a parameter of sizes {tuple(p.shape)} is in the optimizer "
+                                     "twice, so that one gradient is to move it twice; list it once")  # fmt: skip
+        self._place = places
+
+    def _find(self, optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[dict[str, Any], int] | None:
+        """Its group now, and its place among all; None: the optimizer has it no more."""
+        for _ in range(2):
+            index, at, number = self._place.get(id(p), (0, -1, 0))
+            groups = optimizer.param_groups
+            if index < len(groups) and 0 <= at < len(groups[index]["params"]) and groups[index]["params"][at] is p:
+                return groups[index], number
+            self._find_all(optimizer)  # groups have changed
+        return None
 
     def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before optimizer.step(), which goes over what has a gradient nevertheless."""
@@ -96,21 +121,24 @@ class StepInBackward:
         self._watch(optimizer)
 
     def _update(self, optimizer: torch.optim.Optimizer, p: Tensor) -> None:
-        if p.grad is None:
-            raise RuntimeError("step_in_backward: another hook of the parameter has taken its gradient; is it in two "
-                               "optimizers?")  # fmt: skip
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("step_in_backward with several ranks: what has just come is the gradient of this rank, "
-                               "not their mean; step after backward")  # fmt: skip
         with self._lock:
+            found = self._find(optimizer, p)
+            if found is None:
+                return
+            group, number = found
+            self._check_group(optimizer, group)
+            if p.grad is None:
+                raise RuntimeError("step_in_backward: another hook of the parameter has taken its gradient; is it in "
+                                   "two optimizers?")  # fmt: skip
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise RuntimeError("step_in_backward with several ranks: what has just come is the gradient of this "
+                                   "rank, not their mean; step after backward")  # fmt: skip
             if id(p) in self._updated:
                 raise RuntimeError("step_in_backward: a parameter got a second gradient before optimizer.step(). Call "
                                    "that after each backward; gradients of several backwards cannot be summed, for the "
                                    "first is gone")  # fmt: skip
             self._updated.add(id(p))
-            index, number = self._number[id(p)]
             groups = optimizer.param_groups
-            group = groups[index]
             params, count = group["params"], group.get("step")
             group["params"], optimizer.param_groups = [p], [group]
             try:

@@ -240,3 +240,63 @@ def test_several_ranks_are_refused(one_process, monkeypatch: pytest.MonkeyPatch)
     step_in_backward(optimizer)
     with pytest.raises(RuntimeError, match="several ranks"):
         model(torch.ones(2, 4)).sum().backward()
+
+
+# --- groups that change ------------------------------------------------------------------------------------
+
+
+def drop(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].clear()
+
+
+def move(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[2]["params"].append(optimizer.param_groups[0]["params"].pop())
+
+
+EDITS = {
+    "reversed": lambda o: o.param_groups.reverse(),
+    "a parameter taken out": drop,
+    "a parameter moved": move,
+    "a group popped": lambda o: o.param_groups.pop(0),
+    "another list": lambda o: setattr(o, "param_groups", o.param_groups[1:]),
+}
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("name", EDITS)
+def test_groups_that_change_do_so_for_the_next_backward(name: str, make) -> None:
+    results = []
+    for inside in (False, True):
+        params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+        optimizer = make([{"params": [p], "lr": lr} for p, lr in zip(params, (0.1, 0.01, 0.001), strict=True)])
+        if inside:
+            step_in_backward(optimizer)
+        for i in range(3):
+            if i == 1:
+                EDITS[name](optimizer)
+            optimizer.zero_grad()
+            sum((p * 2).sum() for p in params).backward()
+            optimizer.step()
+        results.append([p.item() for p in params])
+    assert results[0] == results[1]
+
+
+def test_a_norm_to_clip_to_that_is_set_later_is_noticed_within_backward() -> None:
+    model = mlp()
+    optimizer = FusedLAMB(model.parameters(), max_grad_norm=None)
+    step_in_backward(optimizer)
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="max_grad_norm=1.0: the norm of all gradients"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_parameter_twice_in_a_group_is_refused() -> None:
+    p = nn.Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.SGD([p, p], 0.1)
+    with pytest.raises(ValueError, match=r"a parameter of sizes \(3,\) is in the optimizer twice"):
+        step_in_backward(optimizer)
+    p.sum().backward()
+    assert p.tolist() == [1.0] * 3  # no hook was left
