@@ -24,11 +24,13 @@ wrappers.py.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +41,8 @@ from ortmodule import _C
 
 from . import cuda
 from .fused import HALF, FusedOptimizer, run_closure
-from .lists import first_nonfinite, grad_norm, scale_into
-from .loss_scaler import DynamicLossScaler
+from .lists import first_nonfinite, grad_norm, overlaps, scale_into
+from .loss_scaler import DynamicLossScaler, count
 from .wrappers import modify_wrapper
 
 logger = logging.getLogger("ortmodule")
@@ -99,9 +101,27 @@ def FP16_Optimizer(
     if isinstance(optimizer, MixedPrecision):
         return optimizer
     cls: Any = type(optimizer)
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(
+            f"FP16_Optimizer of {cls.__name__}: its step() needs a closure, which it calls several times; "
+            "FP16_Optimizer unscales the gradients of one backward: use an optimizer whose step() goes without"
+        )
+    _refuse_lazy(p for group in optimizer.param_groups for p in group["params"])
+    if loss_scaler is not None and not isinstance(loss_scaler, DynamicLossScaler):
+        loss_scaler = DynamicLossScaler(False, float(loss_scaler))
     optimizer.__class__ = _mixed_class(cls)
     optimizer._mixed_init(model, loss_scaler)  # type: ignore[attr-defined]
     return optimizer
+
+
+def _refuse_lazy(params: Iterable[Tensor]) -> None:
+    for p in params:
+        if p.is_neg():
+            raise ValueError(
+                f"FP16_Optimizer got a parameter of sizes {tuple(p.shape)} that is negated lazily (is_neg()): set "
+                "p.data = p.data.resolve_neg()"
+            )
 
 
 @functools.cache
@@ -139,18 +159,14 @@ class MixedPrecision(torch.optim.Optimizer):
         # the gradients are finite, while they are in this state
         self._checked: tuple[bool, list[tuple[int, int]]] | None = None
         self._verdict: cuda.Verdict | None = None  # the same on CUDA
-        self._scale: Tensor | None = None  # on CUDA: what backward() multiplied by
+        self._scale: Tensor | float | None = None  # what backward() multiplied by; a tensor where the device decides
         self._late: cuda.Late | None = None
         self._gradients = cuda.Stepper()
         self._names: dict[int, tuple[str, str]] = {}  # id of a parameter -> its name, its module
         self._inner_step: Any = None
 
-    def _mixed_init(self, model: torch.nn.Module | None, loss_scaler: DynamicLossScaler | float | None) -> None:
-        constant = loss_scaler is not None and not isinstance(loss_scaler, DynamicLossScaler)
-        if constant:
-            self._scaler = DynamicLossScaler(False, float(loss_scaler))  # type: ignore[arg-type]
-        else:
-            self._scaler = loss_scaler or DynamicLossScaler()  # type: ignore[assignment]
+    def _mixed_init(self, model: torch.nn.Module | None, loss_scaler: DynamicLossScaler | None) -> None:
+        self._scaler = loss_scaler or DynamicLossScaler()
         self._start()
         self._scaled = False  # backward() has run since the last step
         self._clip = 1.0
@@ -193,6 +209,7 @@ class MixedPrecision(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._COPIED}}
 
     def _add_masters(self) -> None:
+        _refuse_lazy(p for group in self.param_groups for p in group["params"] if p not in self._f32_of)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.dtype in HALF and p not in self._f32_of:
@@ -256,11 +273,14 @@ class MixedPrecision(torch.optim.Optimizer):
         """(loss * loss_scale).backward(); update_master_grads is accepted for Apex's sake, gradients reach the masters
         in step()."""
         place = self._place()
-        if place is None:
-            (loss.float() * self._scaler.loss_scale).backward(retain_graph=retain_graph)
-        else:
+        if place is not None:
             self._scale = self._scale_on(place)
             (loss.float() * self._scale.to(loss.device)).backward(retain_graph=retain_graph)
+        else:
+            # to gradients of an earlier backward more are added: of one scale
+            if not (self._scaled and isinstance(self._scale, float) and self._grads()[0]):
+                self._scale = self._scaler.loss_scale
+            (loss.float() * self._scale).backward(retain_graph=retain_graph)
         self._scaled = True
         self._checked = self._verdict = self._limit = None
         self._clip = 1.0  # a norm was clipped whose gradients are no more, or not all
@@ -276,7 +296,7 @@ class MixedPrecision(torch.optim.Optimizer):
         return params, [p.grad for p in params]  # type: ignore[misc]
 
     def _inverse_scale(self) -> float:
-        return 1.0 / self._scaler.loss_scale if self._scaled else 1.0
+        return 1.0 / float(self._scaler.loss_scale if self._scale is None else self._scale) if self._scaled else 1.0
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
         """Limits the norm of the unscaled gradients at the next step(); no gradient is touched. Returns the norm
@@ -354,7 +374,8 @@ class MixedPrecision(torch.optim.Optimizer):
             super().step()
 
     def _step_fused(self, factor: float) -> None:
-        with self._told(None if factor == 1.0 else 1.0 / factor, None):
+        # clipped to a norm of 0: a divisor that leaves nothing of a gradient
+        with self._told(None if factor == 1.0 else 1.0 / factor if factor else sys.float_info.max, None):
             self._call_inner_step()
 
     @contextmanager
@@ -376,7 +397,10 @@ class MixedPrecision(torch.optim.Optimizer):
         if any(p.dtype in HALF and p not in self._f32_of for p in params):
             self._add_masters()  # a group was added
         if factor != 1.0:
-            scale_into([g for p, g in zip(params, grads) if p not in self._f32_of], None, factor)
+            kept = list(dict.fromkeys(p for p in params if p not in self._f32_of))
+            for i in overlaps([p.grad for p in kept]):  # type: ignore[misc]
+                kept[i].grad = kept[i].grad.clone()  # type: ignore[union-attr]
+            scale_into([p.grad for p in kept], None, factor)  # type: ignore[misc]
         half = [(p, self._f32_of[p], g) for p, g in zip(params, grads) if p in self._f32_of]
         for _, master, _ in half:
             master.grad = torch.empty_like(master)
@@ -417,10 +441,12 @@ class MixedPrecision(torch.optim.Optimizer):
             self._verdict = cuda.Verdict(
                 self._gradients.table(place, "gradients"), place, grads, [number[id(p)] for p in params]
             )
-        if self._scaled and self._scale is None:
+        if self._scaled and not isinstance(self._scale, Tensor):
             self._scale = self._scale_on(place)
         self._verdict.decide(
-            self._scale if self._scaled else None, 1.0 / self._clip if self._clip else math.inf, self._limit
+            self._scale if self._scaled else None,  # type: ignore[arg-type]
+            1.0 / self._clip if self._clip else math.inf,
+            self._limit,
         )
         return self._verdict
 
@@ -532,14 +558,27 @@ class MixedPrecision(torch.optim.Optimizer):
         as it is."""
         own = state_dict.get("fp16_optimizer", {})
         inner = {k: v for k, v in state_dict.items() if k != "fp16_optimizer"}
-        with self._with_masters():
-            super().load_state_dict(inner)
         params = [p for group in self.param_groups for p in group["params"]]
-        if own:
+        counts, masters, scaler = [], own.get("masters", {}), self._scaler.state_dict()
+        if own:  # what is wrong in it is found before anything changes
+            counts = [count(own, name) for name in ("steps", "skipped_steps", "overflows_in_a_row")]
+            for i, p in enumerate(params):
+                if p in self._f32_of and i in masters and getattr(masters[i], "shape", None) != p.shape:
+                    given = tuple(masters[i].shape) if isinstance(masters[i], Tensor) else repr(masters[i])
+                    raise ValueError(
+                        f"FP16_Optimizer: the saved master of parameter {i} is of sizes {given}, the parameter of "
+                        f"{tuple(p.shape)}: is it of another model?"
+                    )
             self._scaler.load_state_dict(own)
-            counts = [float(own[k]) for k in ("steps", "skipped_steps", "overflows_in_a_row")]
+        try:
+            with self._with_masters():
+                super().load_state_dict(inner)
+        except Exception:
+            self._scaler.load_state_dict(scaler)
+            raise
+        if own:
             self._counts.set(*counts, *self._counts.get()[3:])
             self._reported, self._late = int(own["skipped_steps"]), None
         for i, p in enumerate(params):
             if p in self._f32_of:
-                self._f32_of[p].copy_(own.get("masters", {}).get(i, p.detach()))
+                self._f32_of[p].copy_(masters.get(i, p.detach()))

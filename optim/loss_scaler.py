@@ -3,11 +3,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ortmodule import _C
 
 from .cuda import Mirror
+
+
+def positive(what: str, value: Any) -> float:
+    """value as a loss scale."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{what}={value!r} given; it must be positive and finite")
+    return number
+
+
+def count(state: dict[str, Any], name: str) -> float:
+    """A number of steps in a saved state."""
+    try:
+        number = float(state.get(name))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"the saved {name} is {state.get(name)!r}; it must be a number of steps")
+    return number
 
 
 class DynamicLossScaler:
@@ -26,8 +49,7 @@ class DynamicLossScaler:
         min_loss_scale: float = 1.0,
         max_loss_scale: float = float(1 << 24),
     ) -> None:
-        if not loss_scale > 0:
-            raise ValueError(f"loss_scale={loss_scale} given; it must be positive")
+        loss_scale = positive("loss_scale", loss_scale)
         if not up_scale_window > 0:
             raise ValueError(f"up_scale_window={up_scale_window} given; it must be positive")
         if not 0 < min_loss_scale <= max_loss_scale:
@@ -38,7 +60,7 @@ class DynamicLossScaler:
         self.up_scale_window = up_scale_window
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self._initial_scale = float(loss_scale)
+        self._initial_scale = loss_scale
         self.state = Mirror(self._initial_scale, 0.0)  # the scale, good steps since it changed
 
     @property
@@ -47,7 +69,7 @@ class DynamicLossScaler:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.state.set(float(value), self.state.get()[1])
+        self.state.set(positive("loss_scale", value), self.state.get()[1])
 
     def reset(self) -> None:
         """Back to the scale given at construction."""
@@ -71,4 +93,5 @@ class DynamicLossScaler:
         return {"loss_scale": scale, "stable_steps": int(good)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.state.set(float(state["loss_scale"]), float(state["stable_steps"]))
+        """A state that is none raises ValueError and changes nothing."""
+        self.state.set(positive("the saved loss_scale", state.get("loss_scale")), count(state, "stable_steps"))

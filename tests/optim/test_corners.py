@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,19 @@ def test_lamb_reads_a_gradient_of_several_parameters_as_it_came(options: dict) -
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
+def test_fp16_unscales_a_shared_gradient_once() -> None:
+    results = []
+    for share in (True, False):
+        params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        opt = FP16_Optimizer(torch.optim.SGD(params, 1.0), loss_scaler=4.0)
+        opt.backward((params[0] * 2 + params[1] * 2 + params[2]).sum())
+        if share:
+            params[1].grad = params[0].grad
+        opt.step()
+        results.append([p.tolist() for p in params])
+    assert results[0] == results[1] == [[-1.0] * 4, [-1.0] * 4, [0.0] * 4]
+
+
 # --- lazy signs ----------------------------------------------------------------------------------------
 
 
@@ -158,6 +172,20 @@ def test_a_lazily_negated_parameter_is_refused(name: str, when: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} got a parameter of sizes \(5,\) that is negated lazily"):
         opt.step()
     assert torch.equal(before[0], good.detach()) and torch.equal(before[1], p.detach())
+
+
+def test_fp16_refuses_a_lazily_negated_parameter() -> None:
+    p, q = nn.Parameter(torch._neg_view(torch.arange(1.0, 6.0).half())), nn.Parameter(torch.ones(2).half())
+    opt = torch.optim.SGD([p], 1.0)
+    with pytest.raises(ValueError, match=r"FP16_Optimizer got a parameter of sizes \(5,\) that is negated lazily"):
+        FP16_Optimizer(opt)
+    assert type(opt) is torch.optim.SGD
+    opt = FP16_Optimizer(torch.optim.SGD([q], 1.0))
+    opt.add_param_group({"params": [p]})
+    given([p, q], 0)
+    with pytest.raises(ValueError, match="negated lazily"):
+        opt.step()
+    assert q.tolist() == [1.0, 1.0]
 
 
 # --- infinite weights ----------------------------------------------------------------------------------
@@ -293,3 +321,98 @@ def test_a_step_that_is_no_number_is_refused_before_anything_changes(of: str, st
     with pytest.raises(ValueError, match="has a step .*; it must be finite"):
         opt.load_state_dict(state)
     assert opt.param_groups[0]["lr"] == 1e-2 and torch.equal(before, opt.state[params[0]]["exp_avg"])
+
+
+FP16_WRONG = {
+    "a master of one element": (lambda s: s["masters"].__setitem__(0, torch.tensor([7.0])), r"master of parameter 0 is of sizes \(1,\).*\(4,\)"),
+    "a master that is none": (lambda s: s["masters"].__setitem__(1, 3.0), "master of parameter 1 is of sizes 3.0"),
+    "no steps": (lambda s: s.pop("steps"), "saved steps is None"),
+    "steps": (lambda s: s.__setitem__("skipped_steps", math.nan), "saved skipped_steps is nan"),
+    "stable steps": (lambda s: s.pop("stable_steps"), "saved stable_steps is None"),
+    **{
+        f"scale {x}": (lambda s, x=x: s.__setitem__("loss_scale", x), f"saved loss_scale={x!r} given; it must be positive and finite")
+        for x in (0.0, -1.0, math.nan, math.inf, "x", None)
+    },
+    "scale": (lambda s: s.pop("loss_scale"), "saved loss_scale=None"),
+}
+
+
+@pytest.mark.parametrize("name", FP16_WRONG)
+def test_a_state_of_fp16_optimizer_that_is_wrong_changes_nothing(name: str) -> None:
+    spoil, message = FP16_WRONG[name]
+    params = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
+    opt = FP16_Optimizer(torch.optim.AdamW(params, 1e-3))
+    given(params, 0)
+    opt.step()
+    before, state = copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.state_dict())
+    state["state"][0]["exp_avg"].add_(1)
+    state["fp16_optimizer"]["masters"][0].add_(1)
+    spoil(state["fp16_optimizer"])
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(state)
+    after = opt.state_dict()
+    assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+    mine, theirs = after["fp16_optimizer"], before["fp16_optimizer"]
+    assert {k: v for k, v in mine.items() if k != "masters"} == {k: v for k, v in theirs.items() if k != "masters"}
+    assert all(torch.equal(mine["masters"][i], theirs["masters"][i]) for i in range(2))
+
+
+def test_a_state_that_the_inner_optimizer_refuses_leaves_the_scale() -> None:
+    params = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
+    opt = FP16_Optimizer(torch.optim.AdamW(params, 1e-3))
+    state = copy.deepcopy(opt.state_dict())
+    state["fp16_optimizer"]["loss_scale"] = 2.0
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        opt.load_state_dict(state)
+    assert opt.loss_scale == 2.0**16
+
+
+# --- FP16_Optimizer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_are_divided_by_what_backward_multiplied_by(clip: bool) -> None:
+    for inner in (torch.optim.SGD, FusedSGD):
+        p = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+        opt = FP16_Optimizer(inner([p], 1.0))
+        opt.loss_scale = 1024.0
+        opt.backward((p * 0.5).sum())
+        opt.loss_scale = 256.0
+        opt.backward((p * 0.25).sum())  # added to the first one, and of its scale
+        opt.loss_scale = 8.0
+        if clip:
+            assert opt.clip_master_grads(10.0) == pytest.approx(0.75)
+        opt.step()
+        assert p.item() == -0.75 and opt.loss_scale == 8.0
+        opt.zero_grad()
+        opt.backward(p.sum())
+        assert p.grad.item() == 8.0
+
+
+def test_clipping_to_nothing() -> None:
+    for inner in (torch.optim.SGD, FusedSGD):
+        p = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        opt = FP16_Optimizer(inner([p], 1.0), loss_scaler=4.0)
+        opt.backward(p.sum())
+        opt.clip_master_grads(0.0)
+        opt.step()
+        assert p.tolist() == [1.0] * 3 and not opt.overflow
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    p = nn.Parameter(torch.ones(3))
+    opt = torch.optim.LBFGS([p])
+    with pytest.raises(TypeError, match=r"FP16_Optimizer of LBFGS: its step\(\) needs a closure"):
+        FP16_Optimizer(opt)
+    assert type(opt) is torch.optim.LBFGS
+    sgd = torch.optim.SGD([p], 0.1)
+    for scale in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="positive and finite"):
+            FP16_Optimizer(sgd, loss_scaler=scale)
+    assert type(sgd) is torch.optim.SGD
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FP16_Optimizer(sgd, loss_scaler=2.0)
+    with pytest.raises(ValueError, match="loss_scale=nan given"):
+        sgd.loss_scale = math.nan
