@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import artifacts, guard, watch
+from . import torch_private as private
 from .artifacts import OptimType
 from .capture import Captured, capture
 from .capture.export import capture_error
@@ -36,8 +37,10 @@ _KINDS = {
 
 @contextlib.contextmanager
 def _modes(module: nn.Module, training: bool) -> Iterator[None]:
+    """Training: as they are, a frozen BatchNorm in evaluation mode; else all evaluate."""
     before = [(m, m.training) for m in module.modules()]
-    module.train(training)
+    if not training:
+        module.eval()
     try:
         yield
     finally:
@@ -45,11 +48,27 @@ def _modes(module: nn.Module, training: bool) -> Iterator[None]:
             m.training = mode
 
 
+def _refuse_hooks(module: nn.Module) -> None:
+    """Hooks of modules and of gradients: no graph has them, so a device would go on without a word."""
+    at = next((name for name, m in module.named_modules() if guard.place_of(name, m) is not None), None)
+    if at is not None:
+        where = f"submodule {at!r}" if at else type(module).__name__
+        raise CaptureError(f"save_for_device: {where} has hooks, which are Python: remove them")
+    if guard.global_hooks():
+        raise CaptureError("save_for_device: there are hooks for all modules of the process, which are Python: remove "
+                           "them")  # fmt: skip
+    for name, p in module.named_parameters():
+        hook = "register_hook" if private.tensor_hooks(p) else ""
+        if not hook and private.post_hooks(p):
+            hook = "register_post_accumulate_grad_hook, or optim.step_in_backward"
+        if hook:
+            raise CaptureError(f"save_for_device: parameter {name!r} has a hook on its gradient ({hook}), which is "
+                               "Python: remove it")  # fmt: skip
+
+
 def _graph(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Captured:
     """The captured forward; refuses by name what a device cannot do."""
     kind = "training" if training else "evaluation"
-    if guard.places(state.module):
-        raise CaptureError("save_for_device: submodules have hooks, which are Python")
     shadow = shadow_of(state.body)
     with _modes(state.module, training), torch.set_grad_enabled(training):
         shadow.training = training
@@ -82,6 +101,14 @@ def _optimizer(given: Any, parameters: list[Tensor]) -> tuple[onnx.ModelProto | 
         return artifacts.optimizer_of(OptimType(given), 23), 1e-3
     if not isinstance(given, torch.optim.Optimizer):
         raise TypeError(f"optimizer: an OptimType, a torch optimizer or None, got {type(given).__name__}")
+    lacking = private.lacks("device")
+    if lacking is not None:
+        raise ValueError(f"optimizer: {lacking}")
+    if private.has_step_hooks(given):
+        raise ValueError(
+            "optimizer: hooks run around its steps, which are Python: remove them. For gradients that are clipped, "
+            "artifacts.generate_artifacts takes onnxblock.ClipGradNorm"
+        )
     groups = [{k: v for k, v in g.items() if k != "params"} for g in given.param_groups]
     if any(g != groups[0] for g in groups):
         raise ValueError("optimizer: a device has one group of parameters; these groups have different settings")
@@ -163,6 +190,12 @@ def save_for_device(
             return (), dict(given)
         return tuple(given) if isinstance(given, (tuple, list)) else (given,), {}
 
+    if not state.module.training:
+        raise ValueError(
+            f"save_for_device: {type(state.module).__name__} is in evaluation mode, so there is nothing to train: call "
+            "model.train() first (submodules that are put back into evaluation mode after it train so)"
+        )
+    _refuse_hooks(state.module)
     train = _graph(state, *call(batch), training=True)
     evaluation = _graph(state, *call(batch if eval_batch is None else eval_batch), training=False)
     _check_loss(train.onnx)

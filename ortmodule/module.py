@@ -324,8 +324,8 @@ class ORTModule(nn.Module):
         batch: what forward is called with: a tensor, a tuple of arguments or a dict of keyword arguments; its sizes are
         the device's. optimizer: artifacts.OptimType, a torch.optim.AdamW or SGD whose settings and state are taken, or
         None.
-        eval_batch: the call to evaluate and to export, when of other sizes. Raises CaptureError with the place of what
-        needs PyTorch.
+        eval_batch: the call to evaluate and to export, when of other sizes. Submodules train in the mode that they have
+        now. Raises CaptureError with the place of what needs PyTorch, as hooks do; ValueError in evaluation mode.
         """
         from .device import save_for_device
 

@@ -6,7 +6,8 @@ What is missing, or does not do what is expected of it, is logged once and shown
   need      names what cannot be without it: "call" (what a call means cannot be told: all calls stay in PyTorch),
             "capture" (nothing can be captured), "hooks" (modules with hooks on submodules stay in PyTorch), "shared"
             (those with one submodule at two places do), "parts" (no module runs by its submodules), "net" (no capture
-            is compared with forward later on). Whoever does one of these asks `lacks` first.
+            is compared with forward later on), "device" (save_for_device takes no optimizer of torch.optim). Whoever
+            does one of these asks `lacks` first.
 
 Not listed: paths of files in a traceback, attributes by which a name is only shown, and the tables `_parameters`,
 `_buffers` and `_modules` of a module, which every subclass of nn.Module meets.
@@ -36,6 +37,8 @@ CALL = "_compiled_call_impl"
 """What PyTorch calls instead of an nn.Module, where that has it; it goes into no copy and no file."""
 HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """Tables of an nn.Module: of hooks that a call fires, and with what is noted beside them."""
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Tables of an optimizer."""
 
 
 class Row(NamedTuple):
@@ -68,6 +71,11 @@ def _foreach_mul(dst: Sequence[Tensor], factor: float) -> None:
 def _all_hook_tables(cls: type[nn.Module]) -> bool:
     tables = {k for k, v in cls().__dict__.items() if isinstance(v, dict) and "hook" in k and "state_dict" not in k}
     return tables == set(HOOK_TABLES)
+
+
+def _has_step_hooks(module: Any) -> bool:
+    made = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
+    return all(isinstance(getattr(made, name, None), dict) for name in STEP_HOOKS)
 
 
 def _call_is_asked(cls: type[nn.Module]) -> bool:
@@ -257,6 +265,9 @@ TABLE: tuple[Row, ...] = (
     Row("foreach_norm", ("torch._foreach_norm",), "norms of lists are computed one by one", instead=_foreach_norm),
     Row("foreach_copy", ("torch._foreach_copy_",), "lists are copied one by one", instead=_foreach_copy),
     Row("foreach_mul", ("torch._foreach_mul_",), "lists are scaled one by one", instead=_foreach_mul),
+    Row("step_hooks", ("torch.optim.optimizer._global_optimizer_pre_hooks",
+                       "torch.optim.optimizer._global_optimizer_post_hooks"),
+        "hooks around an optimizer's steps cannot be told", need="device", owner=True, works=_has_step_hooks),
     Row("is_wrapper", ("torch.utils._python_dispatch.is_traceable_wrapper_subclass",), "wrappers of tensors are told "
         "by __tensor_flatten__", instead=lambda t: hasattr(t, "__tensor_flatten__")),
 )  # fmt: skip
@@ -327,7 +338,8 @@ def _sentence(row: Row) -> str:
             "hooks": "modules with hooks on submodules stay in PyTorch",
             "shared": "modules with one submodule at two places stay in PyTorch",
             "parts": "nothing runs by its submodules",
-            "net": "captures are not compared with forward later on"}  # fmt: skip
+            "net": "captures are not compared with forward later on",
+            "device": "save_for_device takes no optimizer of torch.optim"}  # fmt: skip
     ends = f": {kept[row.need]}" if row.need else ""
     return f"this PyTorch ({torch.__version__}) has no {_missing[row.field]}, or another one: {row.without}{ends}"
 
@@ -361,6 +373,13 @@ def modes_of_caller() -> tuple[str, list[torch.device]]:
         if device.type != "cpu":
             devices.append(device)
     return "", devices
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Does anything run around its steps: hooks of its own, or of all optimizers of the process?"""
+    of = _get("step_hooks")
+    own = any(getattr(optimizer, name) for name in STEP_HOOKS)
+    return own or bool(of._global_optimizer_pre_hooks or of._global_optimizer_post_hooks)
 
 
 def fsdp_state(module: nn.Module) -> Any:

@@ -322,6 +322,13 @@ def symbolic_for_files() -> None:
     assert [h.reason for h in model.report().host] == ["no row in the operator table"]
 
 
+def no_optimizer_on_a_device() -> None:
+    line = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    with pytest.raises(ValueError, match="_global_optimizer_pre_hooks.*save_for_device takes no optimizer of torch.optim"):
+        ORTModule(line).save_for_device("nowhere", torch.ones(1, 3), optimizer=torch.optim.SGD(line.parameters(), 0.1))
+
+
+
 WITHOUT: dict[str, Callable[[], Any]] = {
     "parametrized": lambda: in_engine(alike(Tower(), train)),
     "tracing": lambda: in_engine(alike(Tower(), train)),
@@ -365,6 +372,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "foreach_norm": lists_are_the_same,
     "foreach_copy": lists_are_the_same,
     "foreach_mul": lists_are_the_same,
+    "step_hooks": no_optimizer_on_a_device,
     "is_wrapper": wrapper_is_refused,
 }
 
