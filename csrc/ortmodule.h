@@ -385,6 +385,7 @@ typedef struct om_trainer_options {
     int threads;         /* > 1: a pool of its own with this many, the caller's included; else the context's services */
     /* What never happens, so that no memory is kept for it: gradients added up over steps; outputs asked of a step. */
     bool one_batch, loss_only;
+    uint64_t seed;       /* of random operators, where the checkpoint has none */
 } om_trainer_options;
 
 typedef struct om_bytes { const void *data; size_t size; } om_bytes;
@@ -431,7 +432,9 @@ om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, o
 om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs);
 om_status om_trainer_update(om_trainer *t);
 void om_trainer_reset(om_trainer *t); /* lazily: until the next step they can be read, and an update uses them */
-void om_trainer_seed(om_trainer *t, uint64_t seed); /* of random operators: step n after this call draws the same */
+/* Of random operators: step n after this call draws the same. Checkpoints with moments have it and how many steps have
+ * drawn; loaded or restored, they go on from there. */
+void om_trainer_seed(om_trainer *t, uint64_t seed);
 
 /* The learning rate the next update uses. A schedule sets it, when it begins and at every om_trainer_schedule_step,
  * from the number of updates so far. Warm-up: 0 to `rate`; after it linear, or half a cosine, to 0 at `total`. */
@@ -459,10 +462,10 @@ int64_t om_trainer_elements(const om_trainer *t, bool trainable_only);
 om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, int64_t n);
 om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n);
 
-/* A safetensors file: parameters by name, with `moments` what the optimizer keeps as well, and the properties. Written
- * beside `path`, synchronised, then renamed: whenever it is interrupted, path holds the old or the new state. Moments
- * of a checkpoint that was loaded without an optimizer are not there: asked for, that is OM_INVALID. A link at `path`
- * is replaced, not followed. */
+/* A safetensors file: parameters by name, the properties, and with `moments` all that training goes on from: what the
+ * optimizer keeps and where random operators are. Written beside `path`, synchronised, then renamed: whenever it is
+ * interrupted, path holds the old or the new state. Moments of a checkpoint that was loaded without an optimizer are
+ * not there: asked for, that is OM_INVALID. A link at `path` is replaced, not followed. */
 om_status om_trainer_save(om_trainer *t, const char *path, bool moments);
 /* Everything is checked before anything is changed: another model's, a nominal, a cut or a broken file is refused. */
 om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint);

@@ -69,6 +69,7 @@ class _Options(C.Structure):
         ("threads", C.c_int),
         ("one_batch", C.c_bool),
         ("loss_only", C.c_bool),
+        ("seed", C.c_uint64),
     ]
 
 
@@ -154,7 +155,8 @@ _live_lock = threading.Lock()
 
 
 def set_seed(seed: int) -> None:
-    """Of random operators (dropout), for modules made later and those that exist."""
+    """Of random operators (dropout), for modules made later and those that exist. A checkpoint with optimizer state
+    goes on where its run was, whatever the seed was when its module was made."""
     global _seed
     _seed = operator.index(seed)
     with _live_lock:
@@ -227,7 +229,7 @@ class _Trainer:
             raise MemoryError
         p = C.c_void_p()
         rows = {name: _Bytes(data, len(data)) for name, data in files.items() if data}
-        status = _lib.om_trainer_load(self.cx, _Files(**rows), _Options(**options), p)
+        status = _lib.om_trainer_load(self.cx, _Files(**rows), _Options(seed=_seed & (2**64 - 1), **options), p)
         if status:
             message = _lib.om_ctx_message(self.cx).decode(errors="replace")
             _lib.om_ctx_free(self.cx)
@@ -235,7 +237,6 @@ class _Trainer:
         self.p = p
         self.end = weakref.finalize(self, _Trainer._free, p, self.cx)
         self._ios: dict[tuple[bool, bool], list[_Io]] = {}
-        _lib.om_trainer_seed(p, _seed & (2**64 - 1))
         with _live_lock:
             _live.add(self)
 

@@ -29,6 +29,11 @@ def header(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(data[8 : 8 + n]), data[8 + n :]
 
 
+def with_header(text: str | dict[str, Any], rest: bytes) -> bytes:
+    raw = (text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogatepass")
+    return len(raw).to_bytes(8, "little") + raw + rest
+
+
 def whole(path: Path, before: int) -> int:
     values = load_file(path)
     head, _ = header(path.read_bytes())

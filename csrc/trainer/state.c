@@ -6,6 +6,7 @@
  *     format=ortmodule-checkpoint  version=1
  *     nominal=1                    no tensors: om_trainer_set brings the values
  *     updates, rate, initial_rate  numbers
+ *     seed, drawn                  with moments: where random operators are, numbers from 0 up to 2^64 - 1
  *     frozen:NAME=1                this parameter is not trained
  *     int:NAME float:NAME string:NAME    properties
  *
@@ -136,6 +137,12 @@ static bool number_whole(const char *text, int64_t *v) {
     *v = strtoll(text, &end, 10);
     return *text && !*end && !errno;
 }
+static bool number_unsigned(const char *text, uint64_t *v) {
+    char *end;
+    errno = 0;
+    *v = strtoull(text, &end, 10);
+    return *text >= '0' && *text <= '9' && !*end && !errno; /* strtoull takes a sign */
+}
 /* Numbers in files have a point, whatever the locale of the program says. */
 static bool number_real(const char *text, double *v) {
     char local[64], *end, *point;
@@ -181,11 +188,12 @@ static om_status entry_fits(om_trainer *t, const char *what, const om_entry *e, 
 typedef struct numbers {
     int64_t updates;
     double rate, initial_rate;
+    uint64_t seed, drawn;
     bool nominal;
 } numbers;
 
 static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f, numbers *x) {
-    *x = (numbers){.rate = t->rate, .initial_rate = t->initial_rate};
+    *x = (numbers){.rate = t->rate, .initial_rate = t->initial_rate, .seed = t->seed, .drawn = t->drawn};
     for (uint32_t i = 0; i < f->meta.n; i++) {
         const char *key = f->meta.v[i].key, *text = f->meta.v[i].text;
         int64_t whole;
@@ -197,6 +205,10 @@ static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f
             good = number_real(text, &x->rate) && isfinite(x->rate) && x->rate >= 0;
         else if (!strcmp(key, "initial_rate"))
             good = number_real(text, &x->initial_rate) && isfinite(x->initial_rate) && x->initial_rate >= 0;
+        else if (!strcmp(key, "seed"))
+            good = number_unsigned(text, &x->seed);
+        else if (!strcmp(key, "drawn"))
+            good = number_unsigned(text, &x->drawn);
         else if (!strcmp(key, "nominal"))
             good = !strcmp(text, "1") || !strcmp(text, "0"), x->nominal = *text == '1';
         else if (!strncmp(key, "int:", 4))
@@ -311,6 +323,7 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
     t->updates = with_moments || !want_moments ? x.updates : 0; /* no moments: the optimizer begins anew */
     t->rate = x.rate;
     t->initial_rate = x.initial_rate;
+    t->seed = x.seed, t->drawn = x.drawn;
     return OM_OK;
 }
 
@@ -432,6 +445,12 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
     meta_add(&l, "rate", "", text);
     om_number_text(text, t->initial_rate);
     meta_add(&l, "initial_rate", "", text);
+    if (moments) { /* without, a checkpoint is where something new begins */
+        snprintf(text, sizeof text, "%llu", (unsigned long long)t->seed);
+        meta_add(&l, "seed", "", text);
+        snprintf(text, sizeof text, "%llu", (unsigned long long)t->drawn);
+        meta_add(&l, "drawn", "", text);
+    }
     om_status s = OM_OK;
     for (int i = 0; i < t->n_param && s == OM_OK; i++) {
         const om_tparam *p = &t->param[i];

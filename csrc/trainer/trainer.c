@@ -281,6 +281,7 @@ static om_status load(om_trainer *t, const om_trainer_files *files, const om_tra
     OM_CHECK(t->host, f.checkpoint.size, "a checkpoint is needed: it has the parameters, or their names and sizes");
     t->one_batch = o->one_batch;
     t->loss_only = o->loss_only;
+    t->seed = o->seed;
     om_status s = om_trainer_parse(t, "checkpoint", f.checkpoint, &checkpoint);
     if (s == OM_OK) s = graph_take(t, f.train, checkpoint.ort ? &checkpoint : NULL, false);
     if (s == OM_OK && f.eval.size) s = graph_take(t, f.eval, checkpoint.ort ? &checkpoint : NULL, true);

@@ -16,6 +16,7 @@ static void *arena;
 
 static uint64_t state_hash(void) {
     uint64_t h = 14695981039346656037u ^ (uint64_t)trainer->updates ^ (uint64_t)trainer->property.n << 32;
+    h = (h ^ trainer->seed) * 1099511628211u ^ trainer->drawn;
     for (int i = 0; i < trainer->n_param; i++) {
         const om_tparam *p = &trainer->param[i];
         const om_tensor *const x[] = {&p->value, &p->m, &p->v};

@@ -12,7 +12,7 @@ import device_models as models
 import numpy as np
 import pytest
 import torch
-from killed_saves import header
+from killed_saves import header, with_header
 from safetensors.numpy import load_file, save_file
 
 from ortmodule import api, artifacts
@@ -26,11 +26,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     models.artifacts(models.Mlp(), folder, models.Mlp, 1)
     return folder
-
-
-def with_header(text: str | dict, rest: bytes) -> bytes:
-    raw = (text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogatepass")
-    return len(raw).to_bytes(8, "little") + raw + rest
 
 
 def restore(device: api.Module, data: bytes) -> None:
@@ -82,6 +77,8 @@ def hostile(data: bytes) -> dict[str, tuple[bytes, str]]:
         "not ours": (with_header({**others, name: head[name], "__metadata__": {}}, rest), "'format' is missing"),
         "version": (with_header({**head, "__metadata__": {**meta, "version": "2"}}, rest), "version 2"),
         "updates": (with_header({**head, "__metadata__": {**meta, "updates": "-1"}}, rest), "'updates' is '-1'"),
+        "seed": (with_header({**head, "__metadata__": {**meta, "seed": "-1"}}, rest), "'seed' is '-1'"),
+        "drawn": (with_header({**head, "__metadata__": {**meta, "drawn": str(2**64)}}, rest), "'drawn' is '18446744073709551616'"),
         "property": (with_header({**head, "__metadata__": {**meta, "int:a": "12x"}}, rest), "'int:a' is '12x'"),
         "NUL": (with_header(text.replace("net.0.weight", "net\\u0000"), rest), "NUL in text"),
         "surrogate": (with_header(text.replace("net.0.weight", "net\\ud800"), rest), "surrogate"),

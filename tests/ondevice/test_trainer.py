@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from device_models import OPTIMIZERS, Cnn, Former, Mlp, artifacts, batch, trainer
+from killed_saves import header, with_header
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
@@ -334,6 +335,52 @@ def test_seed(tmp_path: Path) -> None:
     assert a == losses(1) and a != b and len(set(a)) > 1
     _, device, _ = trainer(tmp_path)
     assert float(device.eval()(x)) == 1.0
+    api.set_seed(0)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+def test_a_checkpoint_goes_on_drawing(seed: int, tmp_path: Path) -> None:
+    """With the state of the optimizer it has where random operators are: the masks of a run that was not stopped,
+    whatever seed the later process begins with. Without, and in files of before, the process has its own."""
+    ORTModule(Dropped()).save_for_device(tmp_path, torch.ones(400))
+    x = np.ones(400, np.float32)
+
+    def losses(device: api.Module, update: api.Optimizer, n: int) -> list[float]:
+        out = []
+        for _ in range(n):
+            out.append(float(device(x)))
+            update.step()
+            device.lazy_reset_grad()
+        return out
+
+    def later(name: str) -> tuple[api.CheckpointState, api.Module, api.Optimizer]:
+        state = api.CheckpointState.load_checkpoint(tmp_path / name)
+        device = api.Module(tmp_path / "training_model.onnx", state)
+        return state, device, api.Optimizer(tmp_path / "optimizer_model.onnx", device)
+
+    api.set_seed(seed)
+    _, device, update = trainer(tmp_path)
+    want = losses(device, update, 8)
+    state, device, update = trainer(tmp_path)
+    assert losses(device, update, 3) == want[:3]
+    for moments in (True, False):
+        api.CheckpointState.save_checkpoint(state, tmp_path / f"moments {moments}", moments)
+    api.set_seed(5)
+    assert losses(*later("moments True")[1:], 5) == want[3:]
+    fresh = losses(*later("moments False")[1:], 5)
+    assert fresh != want[3:] and fresh == losses(*later("moments False")[1:], 5)
+    state, device, update = later("moments True")
+    api.set_seed(seed)  # said afterwards, it is begun anew
+    again = losses(device, update, 5)
+    assert again != want[3:]
+    data = (tmp_path / "moments True").read_bytes()
+    head, rest = header(data)
+    assert (head["__metadata__"]["seed"], head["__metadata__"]["drawn"]) == (str(seed), "3")
+    del head["__metadata__"]["seed"], head["__metadata__"]["drawn"]
+    (tmp_path / "before").write_bytes(with_header(head, rest))
+    assert losses(*later("before")[1:], 5) == again
+    device._t.check(api._lib.om_trainer_restore(device._t.p, api._Bytes(data, len(data))))
+    assert losses(device, update, 5) == want[3:]
     api.set_seed(0)
 
 
