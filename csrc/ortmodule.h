@@ -465,7 +465,8 @@ om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, 
 /* A safetensors file: parameters by name, the properties, and with `moments` all that training goes on from: what the
  * optimizer keeps and where random operators are. Written beside `path`, synchronised, then renamed: whenever it is
  * interrupted, path holds the old or the new state. Moments of a checkpoint that was loaded without an optimizer are
- * not there: asked for, that is OM_INVALID. A link at `path` is replaced, not followed. */
+ * not there: asked for, that is OM_INVALID. A link at `path` is replaced, not followed; a directory, a
+ * pipe or a device there is OM_INVALID before anything is written. */
 om_status om_trainer_save(om_trainer *t, const char *path, bool moments);
 /* Everything is checked before anything is changed: another model's, a nominal, a cut or a broken file is refused. */
 om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint);

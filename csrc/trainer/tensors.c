@@ -321,9 +321,19 @@ static long file_owner(void) {
 #endif
 }
 
+/* A rename would put a file in the place of a device or a pipe. Links are replaced. */
+static om_status file_replaceable(om_ctx *cx, const char *path) {
+    struct stat st;
+    if (lstat(path, &st) || S_ISREG(st.st_mode) || S_ISLNK(st.st_mode)) return OM_OK;
+    const char *kind = S_ISDIR(st.st_mode) ? "a directory" : S_ISFIFO(st.st_mode) ? "a pipe" : "a device";
+    if (S_ISSOCK(st.st_mode)) kind = "a socket";
+    return om_fail(cx, OM_INVALID, "%s: cannot be replaced: is %s; give the path of a file", path, kind);
+}
+
 om_status om_file_begin(om_ctx *cx, const char *path, om_file *f) {
     const size_t n = strlen(path);
     if (!n) return om_fail(cx, OM_INVALID, "a path is needed: it is empty");
+    OM_TRY(file_replaceable(cx, path));
     *f = (om_file){.cx = cx, .path = path, .fd = -1, .aside = om_alloc(cx, n + 32)};
     if (!f->aside) return cx->status;
     snprintf(f->aside, n + 32, "%s.%ld.part", path, file_owner());
@@ -379,7 +389,7 @@ om_status om_file_read(om_ctx *cx, const char *path, void **bytes, size_t *size)
     struct stat st;
     *bytes = NULL;
     *size = 0;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* of a pipe it would wait for who writes */
     if (fd < 0) return file_fail(cx, path, "cannot be read", __LINE__);
     om_status s = OM_OK;
     if (fstat(fd, &st) || !S_ISREG(st.st_mode)) s = om_fail(cx, OM_INVALID, "%s: is not a file", path);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +186,30 @@ def test_write_fails(built: Path, tmp_path: Path) -> None:
         with pytest.raises(api.TrainingError, match="No space"):
             api.CheckpointState.save_checkpoint(state, tmp_path / "y")
         assert not (tmp_path / "y").exists()
+
+
+def test_what_is_no_file_is_not_replaced(built: Path, tmp_path: Path) -> None:
+    """A pipe or a device where a checkpoint or an export is to be: refused, and nothing is written beside it."""
+    state, device, _ = models.trainer(built)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    kinds = ["folder", "pipe"]
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):
+            os.mknod(tmp_path / "node", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+            kinds.append("node")
+    before = {name: os.lstat(tmp_path / name) for name in kinds}
+    for name in kinds:
+        for write in (
+            lambda path: api.CheckpointState.save_checkpoint(state, path, True),
+            lambda path: device.export_model_for_inferencing(path, device.eval().output_names()[1:]),
+        ):
+            with pytest.raises(api.TrainingError, match=f"{name}: cannot be replaced: is a .*; give the path of a file"):
+                write(tmp_path / name)
+    assert {name: os.lstat(tmp_path / name) for name in os.listdir(tmp_path)} == before
+    os.symlink(tmp_path / "pipe", tmp_path / "link")  # replaced, as ever
+    api.CheckpointState.save_checkpoint(state, tmp_path / "link")
+    assert stat.S_ISREG(os.lstat(tmp_path / "link").st_mode) and stat.S_ISFIFO(os.lstat(tmp_path / "pipe").st_mode)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
