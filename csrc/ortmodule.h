@@ -369,6 +369,8 @@ int om_model_profile(om_model *m, bool on, om_profile_row *rows, int max);
  * Errors are in the context the trainer was made with, which it uses until it is freed. After a failed call the trainer
  * is as it was before, except that a step that fails in the middle has lost the gradients gathered so far and may have
  * written buffers (statistics of batch norm). Asked for an index it does not have, it gives zeros and the name "".
+ * A pointer that is NULL where something is needed is OM_INVALID, with its name in the message; without a trainer (or a
+ * context to load with) there is no message, and what a call gives is zeros.
  * Threads: one trainer by one thread at a time; different trainers, each with a context of its own, do not meet.
  * Memory: one arena, the caller's or mapped. Sizes that are numbers in the artifacts are planned and tried in load (one
  * forward and backward that change nothing), so om_trainer_memory is known before the first step and no later step asks
@@ -479,7 +481,8 @@ om_status om_trainer_copy(om_trainer *t, const om_trainer *from);
 typedef struct om_property { const char *name; char kind; int64_t i; double f; const char *s; } om_property;
 om_status om_trainer_set_property(om_trainer *t, const om_property *p); /* copied; replaces one of that name */
 int om_trainer_properties(const om_trainer *t);
-bool om_trainer_property(const om_trainer *t, const char *name, om_property *p); /* false: there is none */
+/* false: there is none. p NULL: is there one? */
+bool om_trainer_property(const om_trainer *t, const char *name, om_property *p);
 om_property om_trainer_property_at(const om_trainer *t, int i);
 
 /* The evaluation graph, cut down to these outputs, with the parameters inside: an ONNX file for any runtime. */

@@ -136,8 +136,11 @@ static om_status export_write(export *e, Onnx__ModelProto *m, const char *path) 
 }
 
 om_status om_trainer_export(om_trainer *t, const char *path, const char *const *outputs, int n) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_TRY(om_trainer_loaded(t));
+    OM_CHECK(t->host, path, "export: path is NULL");
+    OM_CHECK(t->host, outputs || n <= 0, "export: outputs is NULL");
+    for (int i = 0; i < n; i++) OM_CHECK(t->host, outputs[i], "export: outputs[%d], a name, is NULL", i);
     OM_CHECK(t->host, t->eval_onnx.size, "export: the artifacts have no evaluation graph");
     OM_CHECK(t->host, n > 0, "export: no output was named");
     export e = {.t = t};

@@ -155,7 +155,7 @@ om_status om_trainer_optimizer_memory(om_trainer *t) {
 }
 
 om_status om_trainer_update(om_trainer *t) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_TRY(om_trainer_loaded(t));
     OM_CHECK(t->host, t->optimizer != OM_T_NONE, "update: the artifacts have no optimizer");
     OM_CHECK(t->host, t->has_grad, "update: there are no gradients; om_trainer_step makes them");
@@ -166,17 +166,17 @@ om_status om_trainer_update(om_trainer *t) {
 
 /* --- learning rate ------------------------------------------------------------------------------- */
 
-double om_trainer_rate(const om_trainer *t) { return t->rate; }
+double om_trainer_rate(const om_trainer *t) { return t ? t->rate : 0; }
 om_status om_trainer_set_rate(om_trainer *t, double rate) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_CHECK(t->host, rate >= 0 && isfinite(rate), "a learning rate of %g; a number from 0 up is expected", rate);
     t->rate = rate;
     return OM_OK;
 }
-int64_t om_trainer_updates(const om_trainer *t) { return t->updates; }
+int64_t om_trainer_updates(const om_trainer *t) { return t ? t->updates : 0; }
 
 om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, int64_t total, double rate) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_CHECK(t->host, (unsigned)kind <= OM_SCHEDULE_COSINE, "schedule: kind %d; an om_schedule is expected", (int)kind);
     OM_CHECK(t->host, rate >= 0 && isfinite(rate), "schedule: a learning rate of %g; a number from 0 up is expected",
              rate);
@@ -191,9 +191,9 @@ om_status om_trainer_schedule(om_trainer *t, om_schedule kind, int64_t warmup, i
 }
 
 om_status om_trainer_schedule_step(om_trainer *t) {
+    OM_TRY(om_trainer_status(t));
     const double n = (double)t->updates, warmup = (double)t->schedule.warmup, total = (double)t->schedule.total;
     double part = 1;
-    OM_TRY(t->host->status);
     OM_CHECK(t->host, t->schedule.kind != OM_SCHEDULE_NONE, "there is no schedule; om_trainer_schedule makes one");
     if (n < warmup)
         part = n / warmup;

@@ -158,7 +158,7 @@ static void prepare_undo(om_trainer *t, int n_train, int n_eval) {
 }
 
 om_status om_trainer_prepare(om_trainer *t, const om_tensor *train, const om_tensor *eval) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_CHECK(t->host, !t->has_grad || t->reset,
              "prepare: there are gradients of a step, which it would lose; om_trainer_update uses them, "
              "om_trainer_reset gives them up");

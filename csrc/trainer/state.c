@@ -27,17 +27,18 @@ static bool in_buffer(const om_tparam *p, bool trainable_only) {
     return om_is_float(p->value.dtype) && (p->trainable || !trainable_only);
 }
 
-bool om_trainer_nominal(const om_trainer *t) { return t->nominal; }
+bool om_trainer_nominal(const om_trainer *t) { return t && t->nominal; }
 
 int64_t om_trainer_elements(const om_trainer *t, bool trainable_only) {
     int64_t n = 0;
-    for (int i = 0; i < t->n_param; i++)
+    for (int i = 0; i < om_trainer_params(t); i++)
         if (in_buffer(&t->param[i], trainable_only)) n += om_numel(&t->param[i].value);
     return n;
 }
 
 static om_status buffer_copy(const om_trainer *t, bool trainable_only, float *buffer, int64_t n, bool out) {
     const int64_t want = om_trainer_elements(t, trainable_only);
+    OM_CHECK(t->host, buffer || !want, "%s is NULL", out ? "get: to" : "set: from");
     if (n != want)
         return om_fail(t->host, OM_INVALID, "a buffer of %lld elements; these parameters have %lld", (long long)n,
                        (long long)want);
@@ -53,13 +54,13 @@ static om_status buffer_copy(const om_trainer *t, bool trainable_only, float *bu
 }
 
 om_status om_trainer_get(const om_trainer *t, bool trainable_only, float *to, int64_t n) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_TRY(om_trainer_loaded((om_trainer *)(uintptr_t)t));
     return buffer_copy(t, trainable_only, to, n, true);
 }
 
 om_status om_trainer_set(om_trainer *t, bool trainable_only, const float *from, int64_t n) {
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     if (trainable_only) OM_TRY(om_trainer_loaded(t));
     OM_TRY(buffer_copy(t, trainable_only, (float *)(uintptr_t)from, n, false));
     t->nominal = false;
@@ -102,7 +103,8 @@ static int property_find(const om_trainer *t, const char *name) {
 
 om_status om_trainer_set_property(om_trainer *t, const om_property *p) {
     om_property q;
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
+    OM_CHECK(t->host, p, "set_property: p is NULL");
     OM_CHECK(t->host, p->name && *p->name && om_utf8_valid(p->name, strlen(p->name)),
              "a property needs a name, in UTF-8");
     OM_CHECK(t->host, p->kind == 'i' || p->kind == 'f' || (p->kind == 's' && p->s && om_utf8_valid(p->s, strlen(p->s))),
@@ -119,13 +121,13 @@ om_status om_trainer_set_property(om_trainer *t, const om_property *p) {
     return OM_OK;
 }
 
-int om_trainer_properties(const om_trainer *t) { return (int)t->property.n; }
+int om_trainer_properties(const om_trainer *t) { return t ? (int)t->property.n : 0; }
 om_property om_trainer_property_at(const om_trainer *t, int i) {
     return i >= 0 && i < om_trainer_properties(t) ? t->property.v[i] : (om_property){.name = ""};
 }
 bool om_trainer_property(const om_trainer *t, const char *name, om_property *p) {
-    const int i = property_find(t, name);
-    if (i >= 0) *p = t->property.v[i];
+    const int i = t && name ? property_find(t, name) : -1;
+    if (i >= 0 && p) *p = t->property.v[i];
     return i >= 0;
 }
 
@@ -329,7 +331,9 @@ om_status om_trainer_take(om_trainer *t, const char *what, const om_tensors *f) 
 
 om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint) {
     om_tensors f;
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
+    OM_CHECK(t->host, checkpoint.data || !checkpoint.size, "restore: checkpoint has %zu bytes at NULL",
+             checkpoint.size);
     om_status s = om_trainer_parse(t, "checkpoint", checkpoint, &f);
     const char *nominal = s == OM_OK ? om_tensors_meta(&f, "nominal") : NULL;
     if (nominal && !strcmp(nominal, "1"))
@@ -349,7 +353,8 @@ om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint) {
 om_status om_trainer_restore_file(om_trainer *t, const char *path) {
     void *bytes;
     size_t size;
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
+    OM_CHECK(t->host, path, "restore: path is NULL");
     OM_TRY(om_file_read(t->host, path, &bytes, &size));
     t->spend = true;
     om_status s = om_trainer_restore(t, (om_bytes){bytes, size});
@@ -371,8 +376,9 @@ static void value_copy(om_tensor *to, const om_tensor *from) {
 }
 
 om_status om_trainer_copy(om_trainer *t, const om_trainer *from) {
+    OM_TRY(om_trainer_status(t));
     om_trainer fresh = {.host = t->host};
-    OM_TRY(t->host->status);
+    OM_CHECK(t->host, from, "copy: from is NULL");
     OM_TRY(same_model(t, from));
     OM_CHECK(t->host, !from->nominal || t->nominal, "copy: the other trainer has names and sizes and no values");
     for (uint32_t i = 0; i < from->property.n; i++)
@@ -430,9 +436,10 @@ static void entry_add(lists *l, const char *a, const char *b, const om_tensor *x
 }
 
 om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
+    OM_TRY(om_trainer_status(t));
     lists l = {.cx = t->host, .mem = {.cx = t->host}};
     char text[64];
-    OM_TRY(t->host->status);
+    OM_CHECK(t->host, path, "save: path is NULL");
     OM_TRY(om_trainer_loaded(t));
     OM_CHECK(t->host, !moments || !t->left_moments,
              "save: moments were asked for; those of the checkpoint were not read, because this trainer has no "

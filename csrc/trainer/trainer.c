@@ -32,6 +32,8 @@ om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s) {
 }
 #define T_TRY(t, expr) OM_TRY(om_trainer_fail((t), (t)->cx, (expr)))
 
+om_status om_trainer_status(const om_trainer *t) { return t ? t->host->status : OM_INVALID; }
+
 const char *om_trainer_role(bool eval) { return eval ? "evaluation graph" : "training graph"; }
 
 int om_trainer_find(const om_trainer *t, const char *name) {
@@ -200,6 +202,12 @@ static om_status memory_take(om_trainer *t) {
 }
 
 static om_status files_unpack(om_trainer *t, const om_trainer_files *files, om_tensors *pack, om_trainer_files *parts) {
+    const om_bytes *const given[] = {&files->packed, &files->train, &files->eval, &files->optimizer,
+                                     &files->checkpoint};
+    static const char *const name[] = {"packed", "train", "eval", "optimizer", "checkpoint"};
+    for (int i = 0; i < 5; i++)
+        OM_CHECK(t->host, given[i]->data || !given[i]->size, "load: files.%s has %zu bytes at NULL", name[i],
+                 given[i]->size);
     *parts = *files;
     if (!files->packed.size) return OM_OK;
     OM_TRY(om_tensors_read(t->host, "packed file", files->packed.data, files->packed.size, pack));
@@ -306,8 +314,10 @@ static om_status trainer_make(om_ctx *cx, const om_trainer_files *files, const o
                               om_trainer **out) {
     static const om_trainer_options none;
     const om_trainer_options *o = options ? options : &none;
+    OM_CHECK(cx, out, "load: out is NULL");
     *out = NULL;
-    if (cx->status != OM_OK) return cx->status;
+    OM_CHECK(cx, files, "load: files is NULL");
+    OM_TRY(cx->status);
     om_trainer *t = om_alloc(cx, sizeof *t);
     if (!t) return cx->status;
     t->host = cx;
@@ -344,13 +354,16 @@ static om_status trainer_make(om_ctx *cx, const om_trainer_files *files, const o
 
 om_status om_trainer_load(om_ctx *cx, const om_trainer_files *files, const om_trainer_options *options,
                           om_trainer **out) {
-    return trainer_make(cx, files, options, false, out);
+    return cx ? trainer_make(cx, files, options, false, out) : OM_INVALID;
 }
 
 om_status om_trainer_load_file(om_ctx *cx, const char *packed, const om_trainer_options *options, om_trainer **out) {
     void *bytes;
     size_t size;
+    if (!cx) return OM_INVALID;
+    OM_CHECK(cx, out, "load: out is NULL");
     *out = NULL;
+    OM_CHECK(cx, packed, "load: packed, the path, is NULL");
     OM_TRY(om_file_read(cx, packed, &bytes, &size));
     const om_trainer_files files = {.packed = {bytes, size}};
     om_status s = size ? trainer_make(cx, &files, options, true, out) : om_fail(cx, OM_INVALID, "%s: is empty", packed);
@@ -377,7 +390,10 @@ void om_trainer_free(om_trainer *t) {
 
 /* --- what calls take and give -------------------------------------------------------------------- */
 
-static const om_tgraph *graph_of(const om_trainer *t, bool eval) { return eval ? &t->eval : &t->train; }
+static const om_tgraph *graph_of(const om_trainer *t, bool eval) {
+    static const om_tgraph none;
+    return !t ? &none : eval ? &t->eval : &t->train;
+}
 int om_trainer_inputs(const om_trainer *t, bool eval) { return graph_of(t, eval)->n_user; }
 int om_trainer_outputs(const om_trainer *t, bool eval) { return graph_of(t, eval)->n_out; }
 om_io om_trainer_input(const om_trainer *t, bool eval, int i) {
@@ -388,18 +404,20 @@ om_io om_trainer_output(const om_trainer *t, bool eval, int i) {
     const om_tgraph *g = graph_of(t, eval);
     return i >= 0 && i < g->n_out ? om_model_output(g->m, i) : (om_io){.name = ""};
 }
-int om_trainer_params(const om_trainer *t) { return t->n_param; }
+int om_trainer_params(const om_trainer *t) { return t ? t->n_param : 0; }
 om_trainer_param om_trainer_param_at(const om_trainer *t, int i) {
-    if (i < 0 || i >= t->n_param) return (om_trainer_param){.name = ""};
+    if (i < 0 || i >= om_trainer_params(t)) return (om_trainer_param){.name = ""};
     const om_tparam *p = &t->param[i];
     return (om_trainer_param){.name = p->name, .trainable = p->trainable, .value = p->value, .grad = p->grad};
 }
 
 om_trainer_bytes om_trainer_memory(const om_trainer *t) {
+    if (!t) return (om_trainer_bytes){0};
     return (om_trainer_bytes){.arena = t->heap.high, .state = t->state_size, .final = t->heap.sealed};
 }
 
 void om_trainer_seed(om_trainer *t, uint64_t seed) {
+    if (!t) return;
     t->seed = seed;
     t->drawn = 0;
 }
@@ -528,7 +546,7 @@ om_status om_trainer_pass(om_trainer *t, om_tgraph *g, bool write, bool drop) {
 
 om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs) {
     om_tgraph *g = &t->train;
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_TRY(om_trainer_loaded(t));
     if (t->one_batch && t->has_grad && !t->reset)
         return om_fail(t->host, OM_INVALID,
@@ -547,7 +565,7 @@ om_status om_trainer_step(om_trainer *t, const om_tensor *inputs, float *loss, o
 
 om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, om_tensor *outputs) {
     om_tgraph *g = &t->eval;
-    OM_TRY(t->host->status);
+    OM_TRY(om_trainer_status(t));
     OM_TRY(om_trainer_loaded(t));
     OM_CHECK(t->host, g->m, "eval: the artifacts have no evaluation graph");
     OM_TRY(om_trainer_bind(t, g, true, inputs));
@@ -567,4 +585,6 @@ om_status om_trainer_eval(om_trainer *t, const om_tensor *inputs, float *loss, o
     return OM_OK;
 }
 
-void om_trainer_reset(om_trainer *t) { t->reset = t->has_grad; }
+void om_trainer_reset(om_trainer *t) {
+    if (t) t->reset = t->has_grad;
+}

@@ -75,6 +75,7 @@ struct om_trainer {
 };
 
 om_status om_trainer_fail(om_trainer *t, om_ctx *from, om_status s);
+om_status om_trainer_status(const om_trainer *t); /* may a call begin? NULL: no, and there is nowhere for a sentence */
 int om_trainer_find(const om_trainer *t, const char *name); /* a parameter; -1 */
 om_status om_trainer_loaded(om_trainer *t);                 /* refuses while there are names and sizes only */
 void om_trainer_grads_free(om_trainer *t);

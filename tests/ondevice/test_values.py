@@ -89,6 +89,74 @@ def test_indices_out_of_range(tmp_path: Path) -> None:
     assert LIB.om_trainer_property_at(t, 0).name == b"epoch" and LIB.om_trainer_property_at(t, 1).name == b""
 
 
+NULLS = """
+import ctypes as C, sys
+from pathlib import Path
+from ortmodule import api
+L, home = api._lib, Path(sys.argv[1])
+P = C.POINTER(C.c_void_p)
+for name, arguments in (("load_file", [C.c_void_p, C.c_char_p, C.c_void_p, P]), ("restore_file", [C.c_void_p, C.c_char_p]),
+                        ("prepare", [C.c_void_p] * 3), ("property", [C.c_void_p, C.c_char_p, C.c_void_p])):
+    getattr(L, "om_trainer_" + name).argtypes = arguments
+L.om_trainer_property.restype = C.c_bool
+cx, out, t = L.om_ctx_new(None), C.c_void_p(), C.c_void_p()
+packed = bytes(home / "model.omd")
+assert L.om_trainer_load_file(cx, packed, None, t) == 0
+n = L.om_trainer_elements(t, False)
+names, none = (C.c_char_p * 2)(b"output_1", None), api._Bytes(None, 10)
+rows = [
+    ("load: files is NULL", lambda: L.om_trainer_load(cx, None, None, out)),
+    ("load: out is NULL", lambda: L.om_trainer_load(cx, api._Files(), None, None)),
+    ("load: out is NULL", lambda: L.om_trainer_load_file(cx, packed, None, None)),
+    ("load: packed, the path, is NULL", lambda: L.om_trainer_load_file(cx, None, None, out)),
+    *((f"load: files.{part} has 10 bytes at NULL", lambda part=part: L.om_trainer_load(cx, api._Files(**{part: none}), None, out))
+      for part in ("packed", "train", "eval", "optimizer", "checkpoint")),
+    ("no inputs were given", lambda: L.om_trainer_step(t, None, None, None)),
+    ("no inputs were given", lambda: L.om_trainer_eval(t, None, None, None)),
+    ("get: to is NULL", lambda: L.om_trainer_get(t, False, None, n)),
+    ("set: from is NULL", lambda: L.om_trainer_set(t, False, None, n)),
+    ("save: path is NULL", lambda: L.om_trainer_save(t, None, False)),
+    ("restore: checkpoint has 10 bytes at NULL", lambda: L.om_trainer_restore(t, none)),
+    ("restore: path is NULL", lambda: L.om_trainer_restore_file(t, None)),
+    ("copy: from is NULL", lambda: L.om_trainer_copy(t, None)),
+    ("set_property: p is NULL", lambda: L.om_trainer_set_property(t, None)),
+    ("a property needs a name", lambda: L.om_trainer_set_property(t, api._Property(kind=b"i"))),
+    ("export: path is NULL", lambda: L.om_trainer_export(t, None, names, 1)),
+    ("export: outputs is NULL", lambda: L.om_trainer_export(t, bytes(home / "x"), None, 1)),
+    ("export: outputs[1], a name, is NULL", lambda: L.om_trainer_export(t, bytes(home / "x"), names, 2)),
+]
+invalid = L.om_trainer_load(cx, api._Files(), None, out)
+L.om_ctx_clear(cx)
+for words, call in rows:
+    print(words, flush=True)
+    assert call() == invalid and words in L.om_ctx_message(cx).decode() and not out, L.om_ctx_message(cx)
+    L.om_ctx_clear(cx)
+assert not L.om_trainer_property(t, None, None) and not L.om_trainer_property(t, b"n", None)
+L.om_trainer_set_property(t, api._Property(name=b"n", kind=b"i", i=3))
+assert L.om_trainer_property(t, b"n", None)
+for name, arguments in (("load", (None, None, None)), ("load_file", (packed, None, None)), ("step", (None,) * 3), ("eval", (None,) * 3),
+                        ("update", ()), ("set_rate", (0.1,)), ("schedule", (0, 0, 0, 0)), ("schedule_step", ()), ("get", (False, None, 0)),
+                        ("set", (False, None, 0)), ("save", (packed, True)), ("restore", (none,)), ("restore_file", (packed,)), ("copy", (t,)),
+                        ("set_property", (None,)), ("export", (packed, names, 1)), ("prepare", (None, None))):
+    print(name, flush=True)
+    assert getattr(L, "om_trainer_" + name)(None, *arguments) == invalid, name
+for name, arguments in (("inputs", (True,)), ("outputs", (False,)), ("rate", ()), ("updates", ()), ("params", ()), ("elements", (True,)),
+                        ("nominal", ()), ("properties", ()), ("property", (b"n", None)), ("seed", (1,)), ("reset", ())):
+    print(name, flush=True)
+    assert not getattr(L, "om_trainer_" + name)(None, *arguments), name
+for name, arguments in (("input", (True, 0)), ("output", (True, 0)), ("param_at", (0,)), ("property_at", (0,))):
+    assert getattr(L, "om_trainer_" + name)(None, *arguments).name == b""
+assert L.om_trainer_memory(None).arena == 0
+assert L.om_trainer_get(t, False, (C.c_float * n)(), n) == 0
+"""
+
+
+def test_pointers_that_are_null(tmp_path: Path) -> None:
+    made(tmp_path)
+    done = subprocess.run([sys.executable, "-c", NULLS, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout[-200:], done.stderr)
+
+
 def test_a_failed_step_draws_nothing(tmp_path: Path) -> None:
     losses = []
     for fail in (False, True):
