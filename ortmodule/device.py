@@ -90,6 +90,11 @@ def _graph(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], training
     for i in captured.writes:
         if captured.inputs[i].kind == "user":
             raise CaptureError(f"save_for_device: forward writes into its argument {captured.inputs[i].name}")
+        if not training:
+            raise CaptureError(
+                f"save_for_device: in evaluation mode forward writes {captured.inputs[i].name!r}; that of a device "
+                "leaves everything as it was: write it if self.training"
+            )
     return captured
 
 

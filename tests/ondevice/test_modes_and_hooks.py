@@ -72,6 +72,30 @@ def test_a_module_in_eval_mode_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+class Counts(Net):
+    def __init__(self, always: bool) -> None:
+        super().__init__(0.0)
+        self.always = always
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if self.always or self.training:
+            self.calls += 1
+        return super().forward(x, labels)
+
+
+def test_buffers_written_in_evaluation_are_refused(tmp_path: Path) -> None:
+    """Evaluation on a device leaves everything as it was, as its trainer says when it is loaded."""
+    with pytest.raises(CaptureError, match="in evaluation mode forward writes 'calls'.* if self.training"):
+        saved(Counts(True), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    saved(Counts(False), tmp_path)
+    state, device, _ = trainer(tmp_path)
+    for mode in (True, False, True):
+        device.train(mode)(*(t.numpy() for t in batch()))
+    assert state.parameters["calls"].data == 2
+
+
 HOOKS: dict[str, tuple[Callable[[Net], Any], str]] = {
     "forward pre-hook": (lambda n: n.register_forward_pre_hook(lambda m, a: (a[0] * 5, a[1])), "Net has hooks"),
     "forward hook": (lambda n: n.register_forward_hook(lambda m, a, out: out * 3), "Net has hooks"),
