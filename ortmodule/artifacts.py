@@ -17,6 +17,7 @@ The gradient is derived on the device. Needs onnx and numpy, not PyTorch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -184,6 +185,31 @@ def optimizer_of(kind: Any, opset: int) -> onnx.ModelProto:
 
 # --- from an ONNX file
 
+_OPSETS = 13, 23  # those that the trainer loads (csrc/onnx/onnx.h)
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    low, high = _OPSETS
+    if not low <= opset <= high:
+        raise RuntimeError(
+            f"model: opset {opset} of ai.onnx; {low} to {high} are taken (onnx.version_converter converts)"
+        )
+    return int(opset)
+
+
+def _name_sizes(graph: onnx.GraphProto) -> None:
+    """Sizes of inputs that have no name, or an empty one, get one: what a loss adds has the same."""
+    inputs, others = list(graph.input), [*graph.output, *graph.value_info]
+    taken = {d.dim_param for i in inputs + others for d in i.type.tensor_type.shape.dim}
+    fresh = (name for k in itertools.count() if (name := f"size_{k}") not in taken)
+    for infos, named in (inputs, True), (others, False):
+        for d in (d for i in infos for d in i.type.tensor_type.shape.dim):
+            if not d.HasField("dim_value") and not d.dim_param:
+                d.ClearField("dim_param")  # shape inference takes an empty name for one
+                if named:
+                    d.dim_param = next(fresh)
+
 
 def _names(given: Sequence[str] | None, what: str, known: Mapping[str, Any]) -> list[str]:
     names = list(given or ())
@@ -271,16 +297,17 @@ def generate_artifacts(
 ) -> None:
     """Writes artifacts for a device from an ONNX model (a ModelProto, or a path), exported in training mode.
 
-    requires_grad, frozen_params: initializers that are parameters; others stay constants. loss: what is put behind
-    the outputs `loss_input_names` (None: all); None: the first output is the loss. The graph's outputs are then the
-    loss and additional_output_names. optimizer None: gradients only. artifact_directory None: the current one.
-    nominal_checkpoint: one without values as well. Raises RuntimeError with the name of what does not fit. ort_format
-    and custom_op_library are onnxruntime's own and refused.
+    The model's opset is 13 to 23. requires_grad, frozen_params: initializers that are parameters; others stay
+    constants. loss: what is put behind the outputs `loss_input_names` (None: all); None: the first output is the loss.
+    The graph's outputs are then the loss and additional_output_names. optimizer None: gradients only.
+    artifact_directory None: the current one. nominal_checkpoint: one without values as well. Raises RuntimeError with
+    the name of what does not fit. ort_format and custom_op_library are onnxruntime's own and refused.
     """
     if ort_format or custom_op_library is not None:
         raise RuntimeError("ort_format and custom_op_library: only onnxruntime can run these")
     if not isinstance(model, onnx.ModelProto):
         model = onnx.load(os.fspath(model))
+    opset = _opset(model)
     values = {t.name: t for t in model.graph.initializer}
     trained = _names(requires_grad, "requires_grad", values)
     frozen = _names(frozen_params, "frozen_params", values)
@@ -292,6 +319,7 @@ def generate_artifacts(
     names = [name for name in values if name in {*trained, *frozen}]
     whole = onnx.ModelProto()
     whole.CopyFrom(model)
+    _name_sizes(whole.graph)
     outputs = {o.name: o for o in whole.graph.output}
     use = list(loss_input_names) if loss_input_names is not None else list(outputs)
     keep = list(additional_output_names or ())
@@ -307,7 +335,6 @@ def generate_artifacts(
         _check_loss(result, infos[result], loss)
     del whole.graph.output[:]
     whole.graph.output.extend([infos[n] for n in [result, *(k for k in keep if k != result)]])
-    opset = next(o.version for o in whole.opset_import if o.domain in ("", "ai.onnx"))
     train, evaluation = _lifted(whole, names), _lifted(_evaluation(whole), names)
     onnx.checker.check_model(train)
     onnx.checker.check_model(evaluation)

@@ -3,6 +3,7 @@ updates beside PyTorch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from ortmodule import api, onnxblock
 from ortmodule.artifacts import LossType, OptimType, generate_artifacts
 
+ONNX_H = Path(__file__).resolve().parents[2] / "csrc/onnx/onnx.h"
 ROWS, IN, HIDDEN, OUT = 9, 5, 11, 4
 TRAINED = ["w1", "b1", "w2", "b2"]
 
@@ -212,6 +214,43 @@ def test_symbolic_rows(tmp_path: Path) -> None:
         np.testing.assert_allclose(module(x[:rows], target[:rows]), want, rtol=1e-5)
         np.testing.assert_allclose(module.eval()(x[:rows], target[:rows]), want, rtol=1e-5)
         module.train()
+
+
+@pytest.mark.parametrize("kind", [LossType.CrossEntropyLoss, LossType.MSELoss])
+@pytest.mark.parametrize("name", ["", None])
+def test_unnamed_rows(name: str | None, kind: LossType, tmp_path: Path) -> None:
+    """A size that has no name, or an empty one, is any: the labels' as well."""
+    model = base()
+    for i in [*model.graph.input, *model.graph.output]:
+        rows = i.type.tensor_type.shape.dim[0]
+        rows.Clear()
+        if name is not None:
+            rows.dim_param = name
+    generate_artifacts(model, TRAINED, loss=kind, optimizer=OptimType.SGD, artifact_directory=tmp_path, additional_output_names=["y"])
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == ""  # the caller's stays
+    _, module, _ = load(tmp_path)
+    x, target = data(kind)
+    for rows in (9, 4, 1):
+        _, y = reference(model, torch.from_numpy(x[:rows]))
+        want = LOSSES[kind](y, torch.from_numpy(target[:rows])).item()
+        np.testing.assert_allclose(module(x[:rows], target[:rows])[0], want, rtol=1e-5)
+        np.testing.assert_allclose(module.eval()(x[:rows], target[:rows])[0], want, rtol=1e-5)
+        module.train()
+
+
+@pytest.mark.parametrize("opset", range(9, 26))
+def test_opsets(opset: int, tmp_path: Path) -> None:
+    """Those that a trainer loads are taken; others are refused when artifacts are made, and nothing is written."""
+    low, high = (int(re.search(rf"OM_ONNX_OPSET_{end} = (\d+)", ONNX_H.read_text()).group(1)) for end in ("MIN", "MAX"))
+    model = base()
+    model.opset_import[0].version = opset
+    if low <= opset <= high:
+        generate_artifacts(model, TRAINED, loss=LossType.CrossEntropyLoss, optimizer=OptimType.SGD, artifact_directory=tmp_path)
+        load(tmp_path)[1](*data(LossType.CrossEntropyLoss))
+        return
+    with pytest.raises(RuntimeError, match=f"opset {opset} of ai.onnx; {low} to {high} are taken .onnx.version_converter converts"):
+        generate_artifacts(model, TRAINED, loss=LossType.CrossEntropyLoss, artifact_directory=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_clipping(tmp_path: Path) -> None:
