@@ -485,7 +485,8 @@ int om_trainer_properties(const om_trainer *t);
 bool om_trainer_property(const om_trainer *t, const char *name, om_property *p);
 om_property om_trainer_property_at(const om_trainer *t, int i);
 
-/* The evaluation graph, cut down to these outputs, with the parameters inside: an ONNX file for any runtime. */
+/* The evaluation graph, cut down to these outputs, with the parameters inside: an ONNX file for any runtime. Where they
+ * need an operator that standard ONNX cannot express (docs/ONNX.md) that is OM_INVALID. */
 om_status om_trainer_export(om_trainer *t, const char *path, const char *const *outputs, int n);
 
 #ifdef __cplusplus

@@ -1,7 +1,8 @@
 /* export.c - the evaluation graph, cut down to some outputs, with parameters inside.
  *
- * The graph without parameters is packed as a whole; parameters follow one by one, from where they
- * lie, as further initialisers: fields of a protobuf message may stand in any order, so nothing is held twice.
+ * Own operators bring their bodies along; one that has none is refused. The graph without parameters is packed as a
+ * whole; parameters follow one by one, from where they lie, as further initialisers: fields of a protobuf message may
+ * stand in any order, so nothing is held twice.
  */
 #include "trainer/cut.h"
 #include "trainer/trainer.h"
@@ -22,11 +23,30 @@ static Onnx__ValueInfoProto *value_find(size_t n, Onnx__ValueInfoProto *const *v
     return NULL;
 }
 
-static om_status export_make(export *e, const Onnx__GraphProto *of, const char *const *outputs, int n) {
+/* Own operators have bodies in standard ones, or only this library runs the file. */
+static om_status own_check(const om_cut *c, const Onnx__ModelProto *m) {
+    for (size_t i = 0; i < c->g.n_node; i++) {
+        const Onnx__NodeProto *n = c->g.node[i];
+        bool there = !n->domain || strcmp(n->domain, "ortmodule") != 0;
+        for (size_t k = 0; k < m->n_functions && !there; k++) {
+            const Onnx__FunctionProto *f = m->functions[k];
+            there = f->name && f->domain && n->op_type && !strcmp(f->name, n->op_type) &&
+                    !strcmp(f->domain, n->domain);
+        }
+        OM_CHECK(c->cx, there,
+                 "export: %.80s of domain ortmodule has no meaning in standard operators here, so only this library "
+                 "would run the file; name outputs that do not need it", n->op_type ? n->op_type : "an operator");
+    }
+    return OM_OK;
+}
+
+static om_status export_make(export *e, const Onnx__ModelProto *m, const char *const *outputs, int n) {
+    const Onnx__GraphProto *of = m->graph;
     om_cut *c = &e->cut;
     Onnx__GraphProto *g = &c->g;
     for (int i = 0; i < n; i++) OM_TRY(om_cut_need(c, outputs[i]));
     OM_TRY(om_cut_make(c, of, (size_t)n, 0));
+    OM_TRY(own_check(c, m));
     if (!(e->param = om_arena_alloc(&c->mem, (size_t)e->t->n_param + 1))) return c->cx->status;
     for (int i = 0; i < n; i++) {
         Onnx__ValueInfoProto *v = value_find(of->n_output, of->output, outputs[i]);
@@ -147,7 +167,7 @@ om_status om_trainer_export(om_trainer *t, const char *path, const char *const *
     om_cut_begin(&e.cut, t->host);
     Onnx__ModelProto *m = om_cut_unpack(&e.cut, t->eval_onnx, true);
     om_status s = t->host->status;
-    if (s == OM_OK) s = export_make(&e, m->graph, outputs, n);
+    if (s == OM_OK) s = export_make(&e, m, outputs, n);
     if (s == OM_OK) s = export_write(&e, m, path);
     om_cut_end(&e.cut);
     return s;

@@ -271,6 +271,63 @@ _CUMPROD = """CumProd (x) => (y) {
 }"""
 
 
+
+def _adaptive_avg_pool() -> str:
+    """Windows of the last three axes (of size 1 where there are fewer), one axis at a time: the last is gathered into
+    its windows, what is beyond a window's end counts 0, and it becomes the first for the next to be the last."""
+    axis = """in_{i} = Gather (dims, at_{i})
+    out_{i} = Gather (sizes, at_{i})
+    window_{i} = Range (zero, out_{i}, one)
+    behind_{i} = Add (window_{i}, one)
+    begin_{i} = Mul (window_{i}, in_{i})
+    low_{i} = Div (begin_{i}, out_{i})
+    end_{i} = Mul (behind_{i}, in_{i})
+    below_{i} = Sub (out_{i}, one)
+    up_{i} = Add (end_{i}, below_{i})
+    high_{i} = Div (up_{i}, out_{i})
+    count_{i} = Sub (high_{i}, low_{i})
+    most_{i} = ReduceMax <keepdims = 0> (count_{i})
+    step_{i} = Range (zero, most_{i}, one)
+    low_column_{i} = Unsqueeze (low_{i}, last)
+    high_column_{i} = Unsqueeze (high_{i}, last)
+    wide_{i} = Add (low_column_{i}, step_{i})
+    inside_{i} = Less (wide_{i}, high_column_{i})
+    bound_{i} = Sub (in_{i}, one)
+    place_{i} = Min (wide_{i}, bound_{i})
+    got_{i} = Gather <axis = 3> (x_{i}, place_{i})
+    kept_{i} = Where (inside_{i}, got_{i}, none)
+    sum_{i} = ReduceSum <keepdims = 0> (kept_{i}, last)
+    divisor_{i} = CastLike (count_{i}, x)
+    mean_{i} = Div (sum_{i}, divisor_{i})
+    x_{next} = Transpose <perm = [0, 3, 1, 2]> (mean_{i})
+    """
+    places = "".join(f"at_{i} = Constant <value = int64 {{{i}}}> ()\n" for i in range(3))
+    axes = "".join(axis.format(i=i, next=i - 1 if i else "end") for i in (2, 1, 0))
+    return f"""AdaptiveAvgPool <output_size> (x) => (y) {{
+    zero = Constant <value = int64 {{0}}> ()
+    one = Constant <value = int64 {{1}}> ()
+    last = Constant <value = int64[1] {{-1}}> ()
+    far = Constant <value = int64[1] {{1000}}> ()
+    behind = Constant <value = int64[1] {{-3}}> ()
+    ones = Constant <value = int64[3] {{1, 1, 1}}> ()
+    none_f = Constant <value_float = 0.0> ()
+    none = CastLike (none_f, x)
+    size = Constant <value_ints: ints = @output_size> ()
+    all_sizes = Concat <axis = 0> (ones, size)
+    sizes = Slice (all_sizes, behind, far)
+    x_dims = Shape <start = 2> (x)
+    all_dims = Concat <axis = 0> (ones, x_dims)
+    dims = Slice (all_dims, behind, far)
+    flat_shape = Concat <axis = 0> (last, dims)
+    x_2 = Reshape (x, flat_shape)
+    {places}
+    {axes}
+    lead = Shape <start = 0, end = 2> (x)
+    y_shape = Concat <axis = 0> (lead, size)
+    y = Reshape (x_end, y_shape)
+}}"""
+
+
 def _cdist(nodes: list[onnx.NodeProto]) -> str | None:
     powers = {_attr(n, "p") for n in nodes}
     if len(powers) > 1:
@@ -429,6 +486,7 @@ def functions(graph: onnx.GraphProto) -> list[onnx.FunctionProto]:
         "BatchNorm": _BATCH_NORM,
         "Im2Col": _IM2COL,
         "CumProd": _CUMPROD,
+        "AdaptiveAvgPool": _adaptive_avg_pool(),
         "Cdist": _cdist(used["Cdist"]) if "Cdist" in used else None,
         "LSTM": _recurrent("LSTM", "0312", 2, ""),
         "GRU": _recurrent("GRU", "102", 1, "linear_before_reset = 1,"),

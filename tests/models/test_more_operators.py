@@ -140,6 +140,17 @@ def test_conv_transpose_output_size() -> None:
     same(Sized(), (r(2, 3, 4, 5),), (r(3, 3, 6, 5),))
 
 
+def test_adaptive_avg_pool_of_sizes_that_do_not_divide() -> None:
+    same(lambda x: F.adaptive_avg_pool1d(x, 4), (r(2, 3, 9),))
+    same(lambda x: F.adaptive_avg_pool2d(x, (3, 2)), (r(2, 3, 10, 9),))
+    same(lambda x: F.adaptive_avg_pool3d(x, (2, 3, 4)), (r(2, 3, 5, 7, 6),))
+    same(lambda x: F.interpolate(x, size=(3, 2), mode="area"), (r(2, 3, 10, 9),))
+    same(lambda x: F.adaptive_avg_pool1d(F.adaptive_avg_pool2d(x, (4, 13)).flatten(1, 2), 3), (r(2, 3, 10, 9),))
+    x = r(2, 3, 10, 9).detach()
+    x[0, 0, 0, 0], x[1, 1, 4, 4] = float("inf"), float("nan")  # of their windows alone
+    run_ort(Fn(lambda x: F.adaptive_avg_pool2d(x, (3, 2)), x), (x,))
+
+
 def test_unfold_and_fold() -> None:
     same(lambda x: F.unfold(x, 3, padding=1, stride=2), (r(2, 3, 8, 6),), (r(4, 3, 7, 6),))
     same(lambda x: F.unfold(x, (2, 3), dilation=(1, 2)), (r(3, 8, 6),))

@@ -124,6 +124,33 @@ def test_export(tmp_path: Path) -> None:
     assert not (tmp_path / "no.onnx").exists()
 
 
+class Pooled(nn.Module):
+    """Windows that do not divide, and a loss that has no meaning in standard operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.o = nn.Conv1d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.o(nn.functional.adaptive_avg_pool1d(self.c(x), 5).transpose(1, 2)).log_softmax(-1)
+        lengths = torch.full((x.shape[0],), 5), torch.full((x.shape[0],), 2)
+        return nn.functional.ctc_loss(y.transpose(0, 1), labels, *lengths), y
+
+
+def test_export_of_own_operators(tmp_path: Path) -> None:
+    """With a body in standard operators any runtime has them; without one it is said."""
+    x, labels = torch.randn(2, 3, 10), torch.tensor([[1, 2], [4, 3]])
+    ORTModule(Pooled()).save_for_device(tmp_path, (x, labels))
+    _, device, _ = trainer(tmp_path)
+    loss, want = device.eval()(x.numpy(), labels.numpy())
+    loss_name, y_name = device.output_names()
+    device.export_model_for_inferencing(tmp_path / "y.onnx", [y_name])
+    np.testing.assert_allclose(onnxruntime.InferenceSession(tmp_path / "y.onnx").run(None, {"input_0": x.numpy()})[0], want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(api.TrainingError, match="export: CTCLoss of domain ortmodule has no meaning in standard operators"):
+        device.export_model_for_inferencing(tmp_path / "loss.onnx", [loss_name])
+    assert not (tmp_path / "loss.onnx").exists()
+
+
 def test_gradients_add_up_until_they_are_reset(tmp_path: Path) -> None:
     torch.manual_seed(1)
     module = Mlp()
