@@ -9,12 +9,14 @@
     module.lazy_reset_grad()
     CheckpointState.save_checkpoint(state, "checkpoint", include_optimizer_state=True)
 
-Needs numpy only. Names and defaults are onnxruntime-training's; where its three flat-buffer calls disagree on
+One trainer (a state, its Module and Optimizer) is one thread's at a time: a call while another thread's goes on is an
+error. Needs numpy only. Names and defaults are onnxruntime-training's; where its three flat-buffer calls disagree on
 trainable_only (False, True, True), so do these. Differences: docs/ON_DEVICE.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as C
 import operator
 import os
@@ -235,6 +237,7 @@ class _Trainer:
             _lib.om_ctx_free(self.cx)
             raise TrainingError(message)
         self.p = p
+        self._one = threading.Lock()
         self.end = weakref.finalize(self, _Trainer._free, p, self.cx)
         self._ios: dict[tuple[bool, bool], list[_Io]] = {}
         with _live_lock:
@@ -244,6 +247,23 @@ class _Trainer:
     def _free(p: C.c_void_p, cx: int) -> None:
         _lib.om_trainer_free(p)
         _lib.om_ctx_free(cx)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around what must not meet another thread's call, which would go on in the midst of it."""
+        if not self._one.acquire(blocking=False):
+            raise TrainingError(
+                "another thread is in a call of this trainer: one trainer is one thread's at a time. Make one for each "
+                "thread, with a CheckpointState of its own, or hold a lock around its calls"
+            )
+        try:
+            yield
+        finally:
+            self._one.release()
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        with self.alone():
+            self.check(function(self.p, *arguments))
 
     def check(self, status: int) -> None:
         if status:
@@ -382,7 +402,7 @@ class _Properties(MutableMapping[str, "int | float | str"]):
             p.f = float(value)
         else:
             p.s = encoded[1]
-        t.check(_lib.om_trainer_set_property(t.p, p))
+        t.call(_lib.om_trainer_set_property, p)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("a property can be set, not removed")
@@ -425,7 +445,7 @@ class CheckpointState(_Handle):
         """Written beside, synchronised and renamed."""
         _expect(state, CheckpointState, "save_checkpoint: state")
         t = state._loaded()
-        t.check(_lib.om_trainer_save(t.p, _path(checkpoint_uri), include_optimizer_state))
+        t.call(_lib.om_trainer_save, _path(checkpoint_uri), include_optimizer_state)
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -507,8 +527,9 @@ class Module(_Handle):
         named = (_tensor(x, f"input {i} ({io.name.decode()!r})") for i, (x, io) in enumerate(zip(arrays, ios)))
         given = (_Tensor * max(len(arrays), 1))(*named)
         call = _lib.om_trainer_eval if evaluation else _lib.om_trainer_step
-        t.check(call(t.p, given, None, outputs))
-        results = tuple(_array(y).copy() for y in outputs)
+        with t.alone():
+            t.check(call(t.p, given, None, outputs))
+            results = tuple(_array(y).copy() for y in outputs)
         return results[0] if len(results) == 1 else results
 
     def train(self, mode: bool = True) -> Module:
@@ -521,12 +542,13 @@ class Module(_Handle):
     def lazy_reset_grad(self) -> None:
         """The next training call begins with gradients of its own; until then these can be read, and step() uses them
         (so in onnxruntime-training)."""
-        _lib.om_trainer_reset(self._t.p)
+        with self._t.alone():
+            _lib.om_trainer_reset(self._t.p)
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> Array:
         """All parameters as one float32 array, in the order of the training graph's inputs."""
         out = np.empty(self.get_parameters_size(trainable_only), np.float32)
-        self._t.check(_lib.om_trainer_get(self._t.p, trainable_only, out.ctypes.data_as(_FLOATS), out.size))
+        self._t.call(_lib.om_trainer_get, trainable_only, out.ctypes.data_as(_FLOATS), out.size)
         return out
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
@@ -535,7 +557,7 @@ class Module(_Handle):
 
     def copy_buffer_to_parameters(self, buffer: npt.ArrayLike, trainable_only: bool = True) -> None:
         x = np.ascontiguousarray(buffer, np.float32).reshape(-1)
-        self._t.check(_lib.om_trainer_set(self._t.p, trainable_only, x.ctypes.data_as(_FLOATS), x.size))
+        self._t.call(_lib.om_trainer_set, trainable_only, x.ctypes.data_as(_FLOATS), x.size)
 
     def export_model_for_inferencing(
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: list[str]
@@ -545,7 +567,7 @@ class Module(_Handle):
             raise TypeError(f"graph_output_names: a list of names is expected, got {graph_output_names!r}")
         texts = [_text(n, "graph_output_names:") for n in graph_output_names]
         names = (C.c_char_p * len(texts))(*texts)
-        self._t.check(_lib.om_trainer_export(self._t.p, _path(inference_model_uri), names, len(names)))
+        self._t.call(_lib.om_trainer_export, _path(inference_model_uri), names, len(names))
 
     def input_names(self) -> list[str]:
         return [i.name.decode() for i in self._t.ios(not self.training, False)]
@@ -569,11 +591,11 @@ class Optimizer(_Handle):
 
     def step(self) -> None:
         t = self._module._t
-        t.check(_lib.om_trainer_update(t.p))
+        t.call(_lib.om_trainer_update)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         t = self._module._t
-        t.check(_lib.om_trainer_set_rate(t.p, float(learning_rate)))
+        t.call(_lib.om_trainer_set_rate, float(learning_rate))
 
     def get_learning_rate(self) -> float:
         return float(_lib.om_trainer_rate(self._module._t.p))
@@ -589,8 +611,8 @@ class LinearLRScheduler(_Handle):
         self._module = optimizer._module
         t = self._module._t
         steps = _count(warmup_step_count, "warmup_step_count"), _count(total_step_count, "total_step_count")
-        t.check(_lib.om_trainer_schedule(t.p, 2, *steps, float(initial_lr)))
+        t.call(_lib.om_trainer_schedule, 2, *steps, float(initial_lr))
 
     def step(self) -> None:
         t = self._module._t
-        t.check(_lib.om_trainer_schedule_step(t.p))
+        t.call(_lib.om_trainer_schedule_step)

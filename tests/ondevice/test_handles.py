@@ -97,3 +97,35 @@ def test_two_threads_save_to_one_path(files: Path, tmp_path: Path) -> None:
         t.join()
     assert not errors, errors
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+def test_one_trainer_of_two_threads(files: Path, tmp_path: Path) -> None:
+    """A call while another thread's goes on is refused by name; what was taken is one whole call after another."""
+    state, module = made(files)
+    optimizer = api.Optimizer(files / "optimizer_model.onnx", module)
+    said: set[str] = set()
+    begin, waiting = threading.Barrier(4), module._t
+
+    def work(k: int) -> None:
+        begin.wait()
+        for _ in range(200):
+            for call in (lambda: module(*batch()), optimizer.step, module.lazy_reset_grad,
+                         lambda: api.CheckpointState.save_checkpoint(state, tmp_path / f"{k}", True)):  # fmt: skip
+                try:
+                    call()
+                except api.TrainingError as error:
+                    said.add(str(error))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    known = ("another thread is in a call of this trainer", "update: there are no gradients")
+    assert said and all(text.startswith(known) for text in said), said
+    with waiting.alone():  # a call that does not end
+        for call in (lambda: module(*batch()), optimizer.step, module.lazy_reset_grad, module.get_contiguous_parameters,
+                     lambda: api.CheckpointState.save_checkpoint(state, tmp_path / "x")):  # fmt: skip
+            with pytest.raises(api.TrainingError, match="one trainer is one thread's at a time"):
+                call()
+    assert np.isfinite(module(*batch()))
