@@ -389,7 +389,7 @@ om_id om_b_sum(om_graph *g, om_id x, uint32_t axes_mask, bool keepdim);
 om_id om_b_sum_to(om_graph *g, om_id x, const om_type *t);       /* undo broadcasting: sum and reshape x to t's shape */
 om_id om_b_fill(om_graph *g, int dtype, const om_dim *dim, int rank, double value);
 om_id om_b_zeros_like(om_graph *g, om_id x);
-om_id om_b_scale(om_graph *g, om_id x, double s);                /* x * s in x's dtype */
+om_id om_b_scale(om_graph *g, om_id x, double s);                /* x * s in x's dtype, rounded once */
 
 om_id om_input(om_graph *g, om_role role, const char *name, const om_type *t); /* appends to g->inputs */
 om_status om_input_host(om_graph *g, om_id input);  /* makes it a host scalar (om_value.host): one element */

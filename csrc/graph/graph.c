@@ -5,6 +5,7 @@
  * one om_make returns OM_NONE and builds nothing, so gradient rules and import code need no checks of their own.
  */
 #include "graph/engine.h"
+#include "graph/half.h"
 
 #include <stdio.h>
 
@@ -369,6 +370,10 @@ om_id om_b_zeros_like(om_graph *g, om_id x) {
 }
 
 om_id om_b_scale(om_graph *g, om_id x, double s) {
-    if (FAILED(g, x)) return OM_NONE;
-    return s == 1 ? x : om_b_bin(g, &om_op_mul, x, om_scalar(g, om_ty(g, x)->dtype, s));
+    if (FAILED(g, x) || s == 1) return FAILED(g, x) ? OM_NONE : x;
+    const int t = om_ty(g, x)->dtype;
+    const bool fits = t == OM_BF16 ? om_bf16_to_f32(bf16_of((float)s)) == (float)s
+                    : t == OM_F16  ? (double)om_f16_to_f32(f16_of(s)) == s : true;
+    const int wide = fits ? t : om_compute_dtype(t);
+    return om_b_cast(g, om_b_bin(g, &om_op_mul, om_b_cast(g, x, wide), om_scalar(g, wide, s)), t);
 }

@@ -71,9 +71,21 @@ static om_status map_bias_gelu(om_onnx *o) {
     SET(0, om_b_un(o->g, o->row->op, x));
     return o->cx->status;
 }
-static om_status map_quick_gelu(om_onnx *o) {
+
+/* Activations with constants are computed in the compute type and rounded once, as PyTorch's kernels do: neither a
+ * constant nor what stands in between is rounded to 16 bits. */
+static om_id wide_in(om_onnx *o, int *dtype) {
     om_id x = IN(0);
-    SET(0, MAKE2(mul, x, MAKE1(sigmoid, om_b_scale(o->g, x, FLT("alpha", 1.702)))));
+    if (x == OM_NONE) return OM_NONE;
+    *dtype = om_ty(o->g, x)->dtype;
+    return om_b_cast(o->g, x, om_compute_dtype(*dtype));
+}
+#define SET_ROUNDED(v) SET(0, om_b_cast(o->g, (v), dtype))
+
+static om_status map_quick_gelu(om_onnx *o) {
+    int dtype = OM_NODTYPE;
+    om_id x = wide_in(o, &dtype);
+    SET_ROUNDED(MAKE2(mul, x, MAKE1(sigmoid, om_b_scale(o->g, x, FLT("alpha", 1.702)))));
     return o->cx->status;
 }
 
@@ -90,19 +102,22 @@ static om_status map_prelu(om_onnx *o) {
 /* Elu: x > 0 ? x : alpha * (exp(x) - 1). The argument of expm1 is held at <= 0: where must not meet inf * 0 in the
  * gradient. */
 static om_status map_elu(om_onnx *o) {
-    om_id x = IN(0), zero = om_map_like(o, x, 0), pos = MAKE2(gt, x, zero);
-    SET(0, om_map_where(o, pos, x, om_b_scale(o->g, MAKE1(expm1, om_map_where(o, pos, zero, x)), FLT("alpha", 1))));
+    int dtype = OM_NODTYPE;
+    om_id x = wide_in(o, &dtype), zero = om_map_like(o, x, 0), pos = MAKE2(gt, x, zero),
+          low = MAKE1(expm1, om_map_where(o, pos, zero, x));
+    SET_ROUNDED(om_map_where(o, pos, x, om_b_scale(o->g, low, FLT("alpha", 1))));
     return o->cx->status;
 }
 static om_status map_hard_sigmoid(om_onnx *o) { /* HardSwish: x * hard_sigmoid(x) with alpha 1/6 */
     bool swish = !strcmp(o->row->name, "HardSwish");
-    om_id x = IN(0);
+    int dtype = OM_NODTYPE;
+    om_id x = wide_in(o, &dtype);
     om_id y = MAKE2(add, om_b_scale(o->g, x, swish ? 1.0 / 6 : FLT("alpha", 0.2)),
                     om_map_like(o, x, swish ? 0.5 : FLT("beta", 0.5)));
     om_id zero = om_map_like(o, x, 0), one = om_map_like(o, x, 1);
     y = om_map_where(o, MAKE2(lt, y, zero), zero, y);
     y = om_map_where(o, MAKE2(gt, y, one), one, y);
-    SET(0, swish ? MAKE2(mul, x, y) : y);
+    SET_ROUNDED(swish ? MAKE2(mul, x, y) : y);
     return o->cx->status;
 }
 

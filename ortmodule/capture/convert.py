@@ -81,6 +81,11 @@ def row(*names: str) -> Callable[[Row], Row]:
     return put
 
 
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The type in which torch computes what it rounds to this one."""
+    return F32 if dtype in _LOW else dtype
+
+
 class NotHere(Exception):
     """Raised by a row for a case it does not cover: the node goes to PyTorch. The message is the reason."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, holds, row
+from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, holds, row, wide_of
 from .elementwise import PLAIN
 from .onnx_build import Val, expr_of, shape_of
 from .ops_shape import diagonal_of, numel
@@ -33,13 +33,14 @@ def arithmetic(c: Converter, op: str, x: Any, y: Any, dtype: torch.dtype) -> Val
     return c.op2(op, c.num(x, dtype), c.num(y, dtype))
 
 
-def _scaled(c: Converter, y: Any, alpha: Any, dtype: torch.dtype) -> Any:
-    """alpha * y, or y itself when alpha is 1."""
+def _plus_scaled(c: Converter, op: str, x: Any, y: Any, alpha: Any, dtype: torch.dtype) -> Val:
+    """op(x, alpha * y), op Add or Sub, rounded once."""
     if isinstance(alpha, (int, float)) and alpha == 1:
-        return None
+        return arithmetic(c, op, x, y, dtype)
     if isinstance(y, (int, float)) and isinstance(alpha, (int, float)):
-        return c.b.constant(alpha * y, dtype)
-    return arithmetic(c, "Mul", y, alpha, dtype)
+        return c.op2(op, c.num(x, dtype), c.b.constant(alpha * y, dtype))
+    wide = wide_of(dtype)
+    return c.cast(c.op2(op, c.num(x, wide), c.op2("Mul", c.num(y, wide), c.num(alpha, wide))), dtype)
 
 
 def _add(c: Converter, op: str, x: Any, y: Any, alpha: Any, dtype: torch.dtype) -> Val:
@@ -47,8 +48,7 @@ def _add(c: Converter, op: str, x: Any, y: Any, alpha: Any, dtype: torch.dtype) 
         if op == "Sub":
             raise NotHere("subtraction of booleans")
         return c.op2("Or", c.num(x, BOOL), c.num(y, BOOL))
-    scaled = _scaled(c, y, alpha, dtype)
-    return arithmetic(c, op, x, y, dtype) if scaled is None else c.op2(op, c.num(x, dtype), scaled)
+    return _plus_scaled(c, op, x, y, alpha, dtype)
 
 
 @row("add.Tensor", "add.Scalar")
@@ -63,8 +63,7 @@ def sub(c: Converter, n: Node, x: Node, y: Any, alpha: Any) -> Val:
 
 @row("rsub.Tensor", "rsub.Scalar")
 def rsub(c: Converter, n: Node, x: Node, y: Any, alpha: Any) -> Val:
-    scaled = _scaled(c, x, alpha, n.val.dtype)
-    return arithmetic(c, "Sub", y, x, n.val.dtype) if scaled is None else c.op2("Sub", c.num(y, n.val.dtype), scaled)
+    return _plus_scaled(c, "Sub", y, x, alpha, n.val.dtype)
 
 
 @row("mul.Tensor", "mul.Scalar", "multiply.Tensor")
@@ -156,7 +155,12 @@ def power(c: Converter, n: Node, x: Any, y: Any) -> Val:
             return c.un("Reciprocal", v)
         if y == int(y) and dtype.is_floating_point:
             y = int(y)
-    return arithmetic(c, "Pow", x, y, dtype)
+    out = arithmetic(c, "Pow", x, y, dtype)
+    if dtype in _LOW and not all(isinstance(v, Node) or _exact(v, dtype) for v in (x, y)):
+        # torch rounds the number for the value, not for the gradient
+        path = c.cast(c.op2("Pow", c.num(x, F32), c.num(y, F32)), dtype)
+        return c.b.op("StraightThrough", [out, path], dtype, out.shape, "ortmodule")
+    return out
 
 
 @row("square")
@@ -167,30 +171,31 @@ def square(c: Converter, n: Node, x: Node) -> Val:
 
 @row("addcmul")
 def addcmul(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val:
-    dtype = n.val.dtype
-    scaled = c.num(a, dtype) if value == 1 else arithmetic(c, "Mul", a, value, dtype)
-    return c.op2("Add", c.num(x, dtype), c.op2("Mul", scaled, c.num(b, dtype)))
+    dtype = wide_of(n.val.dtype)
+    scaled = c.num(a, dtype) if value == 1 else c.op2("Mul", c.num(a, dtype), c.num(value, dtype))
+    return c.cast(c.op2("Add", c.num(x, dtype), c.op2("Mul", scaled, c.num(b, dtype))), n.val.dtype)
 
 
 @row("addcdiv")
 def addcdiv(c: Converter, n: Node, x: Node, a: Node, b: Node, value: Any) -> Val:
-    dtype = n.val.dtype
+    dtype = wide_of(n.val.dtype)
     ab = c.op2("Div", c.num(a, dtype), c.num(b, dtype))
-    return c.op2("Add", c.num(x, dtype), ab if value == 1 else c.op2("Mul", ab, c.scalar(value, dtype)))
+    ab = ab if value == 1 else c.op2("Mul", ab, c.scalar(value, dtype))
+    return c.cast(c.op2("Add", c.num(x, dtype), ab), n.val.dtype)
 
 
 @row("lerp.Scalar", "lerp.Tensor")
 def lerp(c: Converter, n: Node, x: Node, y: Node, w: Any) -> Val:
     """From the nearer end, as torch computes it."""
-    dtype = n.val.dtype
+    dtype = wide_of(n.val.dtype)
     a, b, t = c.num(x, dtype), c.num(y, dtype), c.num(w, dtype)
     near = c.op2("Add", a, c.op2("Mul", t, c.op2("Sub", b, a)))
     if isinstance(w, (int, float)) and abs(w) < 0.5:
-        return near
+        return c.cast(near, n.val.dtype)
     far = c.op2("Sub", b, c.op2("Mul", c.op2("Sub", c.scalar(1, dtype), t), c.op2("Sub", b, a)))
     if isinstance(w, (int, float)):
-        return far
-    return c.where(c.compare("Less", c.un("Abs", t), c.scalar(0.5, dtype)), near, far)
+        return c.cast(far, n.val.dtype)
+    return c.cast(c.where(c.compare("Less", c.un("Abs", t), c.scalar(0.5, dtype)), near, far), n.val.dtype)
 
 
 @row("maximum", "max.other")
@@ -249,11 +254,12 @@ def gelu(c: Converter, n: Node, x: Node, approximate: str) -> Val:
 @row("softplus")
 def softplus(c: Converter, n: Node, x: Node, beta: Any, threshold: Any) -> Val:
     """Linear above the threshold, as torch has it."""
-    v = c.num(x, n.val.dtype)
+    plain = beta == 1 and _exact(threshold, n.val.dtype)
+    v = c.num(x, n.val.dtype if plain else wide_of(n.val.dtype))
     scaled = v if beta == 1 else c.op2("Mul", v, c.scalar(beta, v.dtype))
     soft = c.un("Softplus", scaled)
     soft = soft if beta == 1 else c.op2("Div", soft, c.scalar(beta, v.dtype))
-    return c.where(c.compare("Greater", scaled, c.scalar(threshold, v.dtype)), v, soft)
+    return c.cast(c.where(c.compare("Greater", scaled, c.scalar(threshold, v.dtype)), v, soft), n.val.dtype)
 
 
 @row("log_sigmoid")
@@ -283,7 +289,7 @@ def near_zero(c: Converter, n: Node, x: Node) -> Val:
 def log_base(c: Converter, n: Node, x: Node) -> Val:
     """The logarithm of a power of the base is exact, as torch's is: floor(log10(1000)) is 3."""
     v = c.num(x, n.val.dtype)
-    wide = c.cast(v, F32) if v.dtype in _LOW else v
+    wide = c.cast(v, wide_of(v.dtype))
     base = 2 if "log2" in str(n.target) else 10
     y = c.op2("Mul", c.un("Log", wide), c.scalar(1 / math.log(base), wide.dtype))
     near = c.un("Round", y)
@@ -307,7 +313,7 @@ def clamp(c: Converter, n: Node, x: Node, *bounds: Any) -> Val:
     if not v.dtype.is_floating_point:
         v = v if low is None else c.where(c.compare("Less", v, low), low, v)
         return v if high is None else c.where(c.compare("Greater", v, high), high, v)
-    y = _clamped(c, v, low, high, "OrEqual")
+    y = _clamped(c, v, low, high)
     if not any(isinstance(b, Node) for b in (lo, hi)):
         return y
     # of two bounds the lower gets nothing where they are equal, the upper all where they are crossed
@@ -330,19 +336,22 @@ def _inside(c: Converter, v: Val, low: Val | None, high: Val | None, equal: str)
     return tests[0] if len(tests) == 1 else c.op2("And", tests[0], tests[1], BOOL)
 
 
-def _clamped(c: Converter, v: Val, low: Val | None, high: Val | None, equal: str) -> Val:
-    """equal: "OrEqual" when the bounds themselves pass the gradient on."""
+def _clamped(c: Converter, v: Val, low: Val | None, high: Val | None) -> Val:
+    """The bounds themselves pass the gradient on."""
     if low is None and high is None:
         return v
     y = c.stop(v)
     y = y if low is None else c.op2("Max", y, low)
     y = y if high is None else c.op2("Min", y, high)
-    return c.where(_inside(c, v, low, high, equal), v, y)
+    return c.where(_inside(c, v, low, high, "OrEqual"), v, y)
 
 
 def _between(c: Converter, v: Val, lo: float, hi: float) -> Val:
-    """hardtanh: no gradient at the bounds themselves."""
-    return _clamped(c, v, c.scalar(lo, v.dtype), c.scalar(hi, v.dtype), "")
+    """hardtanh: no gradient at the bounds themselves, which a low precision rounds for the values alone."""
+    wide = wide_of(v.dtype)
+    inside = _inside(c, c.cast(v, wide), c.scalar(lo, wide), c.scalar(hi, wide), "")
+    y = c.op2("Min", c.op2("Max", c.stop(v), c.scalar(lo, v.dtype)), c.scalar(hi, v.dtype))
+    return c.where(inside, v, y)
 
 
 @row("hardtanh")
@@ -357,7 +366,7 @@ def relu6(c: Converter, n: Node, x: Node) -> Val:
 
 @row("hardsigmoid", "hardswish")
 def hardsigmoid(c: Converter, n: Node, x: Node) -> Val:
-    v = c.num(x, torch.float32 if n.val.dtype in _LOW else n.val.dtype)
+    v = c.num(x, wide_of(n.val.dtype))
     six = _between(c, c.op2("Add", v, c.scalar(3, v.dtype)), 0, 6)
     if v.dtype == torch.float64 and "hardsigmoid" in str(n.target):  # torch's slope is the float 1 / 6 there, too
         y = c.op2("Div", c.stop(six), c.scalar(6, v.dtype))
@@ -572,7 +581,7 @@ def max_all(c: Converter, n: Node, x: Node) -> Val:
     y = c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", v, None, False)
     if not v.dtype.is_floating_point or not n.grad or not c.exported.grad_mode:
         return y
-    wide = F32 if v.dtype in _LOW else v.dtype
+    wide = wide_of(v.dtype)
     hit = c.op2("Or", c.compare("Equal", c.stop(v), c.stop(y)), _test(c, "IsNaN", c.stop(v)), BOOL)
     total = c.reduce("ReduceSum", c.cast(c.where(hit, v, c.scalar(0, v.dtype)), wide), None, False)
     share = c.cast(c.op2("Div", total, c.reduce("ReduceSum", c.cast(hit, wide), None, False)), v.dtype)
@@ -679,7 +688,7 @@ def var(c: Converter, n: Node, x: Node, *args: Any) -> Any:
     else:
         dim, correction, keep = args[0], args[1], args[2]
     dtype = (n.val if isinstance(n.val, torch.Tensor) else n.val[0]).dtype
-    v, m = _variance(c, c.num(x, torch.float32 if dtype in _LOW else dtype), dim, correction, bool(keep))
+    v, m = _variance(c, c.num(x, wide_of(dtype)), dim, correction, bool(keep))
     if "std" in name:  # where nothing varies the gradient is 0, not that of a root at 0
         zero = c.compare("Equal", v, c.scalar(0, v.dtype))
         v = c.where(zero, c.scalar(0, v.dtype), c.un("Sqrt", c.where(zero, c.scalar(1, v.dtype), v)))
@@ -735,14 +744,16 @@ def addmm(c: Converter, n: Node, x: Node, a: Node, b: Node, beta: Any, alpha: An
     if n.target._schema.name == "aten::addbmm":
         raise NotHere("sum of batched products")
     y = product(c, c.num(a, dtype), c.num(b, dtype))
-    y = y if alpha == 1 else c.op2("Mul", y, c.scalar(alpha, dtype))
-    bias = c.num(x, dtype)
+    wide = dtype if alpha == 1 and beta in (0, 1) else wide_of(dtype)
+    y = y if alpha == 1 else c.op2("Mul", c.cast(y, wide), c.scalar(alpha, wide))
+    bias = c.num(x, wide)
     if beta == 0 and dtype.is_floating_point:
-        none = c.op2("Add", c.op2("Mul", bias, c.scalar(0, dtype)), y)
-        return c.b.op("StraightThrough", [y, none], dtype, y.shape, "ortmodule")
+        none = c.op2("Add", c.op2("Mul", bias, c.scalar(0, wide)), y)
+        return c.cast(c.b.op("StraightThrough", [y, none], wide, y.shape, "ortmodule"), dtype)
     if beta == 0:
         return y
-    return c.op2("Add", bias if beta == 1 else c.op2("Mul", bias, c.scalar(beta, dtype)), y)
+    bias = bias if beta == 1 else c.op2("Mul", bias, c.scalar(beta, wide))
+    return c.cast(c.op2("Add", bias, c.cast(y, wide)), dtype)
 
 
 @row("outer")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .convert import _LOW, BOOL, F32, F64, I64, Converter, NotHere, broadcast, not_empty, row
+from .convert import BOOL, F64, I64, Converter, NotHere, broadcast, not_empty, row, wide_of
 from .onnx_build import Val, expr_of, shape_of
 from .program import BATCH_NORM, Node
 
@@ -152,7 +152,7 @@ def log_softmax(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
 @row("_weight_norm")
 def weight_norm(c: Converter, n: Node, v: Node, g: Node, dim: int) -> Val:
     """v * g / norm of v over all axes but one; -1: over all of them."""
-    wide = F32 if n.val.dtype in _LOW else n.val.dtype
+    wide = wide_of(n.val.dtype)
     x = c.num(v, wide)
     norm = c.reduce("ReduceL2", x, [a for a in range(x.rank) if dim == -1 or a != dim % x.rank], True)
     return c.cast(c.op2("Mul", x, c.op2("Div", c.num(g, wide), norm)), n.val.dtype)
@@ -309,9 +309,9 @@ def _soft_cross_entropy(c: Converter, v: Val, target: Val, weight: Val | None, r
     if smoothing:
         if not isinstance(classes, int):
             raise NotHere("label smoothing over a symbolic number of classes")
-        target = c.op2(
-            "Add", c.op2("Mul", target, c.scalar(1 - smoothing, v.dtype)), c.scalar(smoothing / classes, v.dtype)
-        )
+        wide = wide_of(v.dtype)
+        kept = c.op2("Mul", c.cast(target, wide), c.scalar(1 - smoothing, wide))
+        target = c.cast(c.op2("Add", kept, c.scalar(smoothing / classes, wide)), v.dtype)
     if weight is not None:
         target = c.op2("Mul", target, c.reshape(weight, (classes, *[1] * (v.rank - 1 - axis))))
     loss = c.neg(c.reduce("ReduceSum", c.op2("Mul", c.un("LogSoftmax", v, axis=axis), target), [axis], False))
@@ -349,17 +349,18 @@ def l1_loss(c: Converter, n: Node, x: Node, y: Node, reduction: int) -> Val:
 @row("smooth_l1_loss", "huber_loss")
 def smooth_l1(c: Converter, n: Node, x: Node, y: Node, reduction: int, beta: float) -> Val:
     """|d| < beta: d^2 / 2 (/ beta), else |d| - beta / 2 (* beta); the second factors are smooth_l1's and huber's."""
-    d = c.op2("Sub", c.num(x, n.val.dtype), c.num(y, n.val.dtype))
-    a, t = c.un("Abs", d), d.dtype
+    t = wide_of(n.val.dtype)
+    d = c.op2("Sub", c.num(x, t), c.num(y, t))
+    a = c.un("Abs", d)
     huber = n.target._schema.name == "aten::huber_loss"
     if beta == 0:
-        return reduced(c, a, reduction)
+        return reduced(c, c.cast(a, n.val.dtype), reduction)
     beyond = c.compare("Greater" if huber else "GreaterOrEqual", a, c.scalar(beta, t))
     small = c.where(beyond, c.scalar(0, t), d)  # 0 * inf is NaN in the gradient
     half = c.op2("Mul", c.op2("Mul", small, small), c.scalar(0.5 if huber else 0.5 / beta, t))
     line = c.op2("Sub", a, c.scalar(0.5 * beta, t))
     line = c.op2("Mul", line, c.scalar(beta, t)) if huber else line
-    return reduced(c, c.where(beyond, line, half), reduction)
+    return reduced(c, c.cast(c.where(beyond, line, half), n.val.dtype), reduction)
 
 
 @row("kl_div")
