@@ -5,7 +5,7 @@
  * A formula is written as in the text dump and read while it is matched, from its last operation up through
  * definitions:
  *   op(a, b)    a node of that operator; operands of add and mul match in either order
- *   0.5         a constant, all of it this number, but for the formula's own rounding (1e-6 relative, 1e-2 in 16 bits)
+ *   0.5         a constant, all of it this number as its dtype has it (see number)
  *   x           any value, the same wherever the name stands, or a copy of it in a wider type. The first x is where
  *               the text has it first, so x stands before what is made of it
  *   w           a vector as long as x's last axis
@@ -18,9 +18,11 @@
  * And a convolution that is a product becomes one (window_is_image).
  */
 #include "graph/facts.h"
+#include "graph/half.h"
 #include "passes/passes.h"
 
 #include <ctype.h>
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -39,7 +41,7 @@ static const struct pattern { const om_op *op; const char *formula; } patterns[]
 };
 
 typedef struct matched { om_id x, w; double e; bool has_e; } matched;
-typedef struct matcher { const om_graph *g; double tol; matched found; } matcher;
+typedef struct matcher { const om_graph *g; matched found; } matcher;
 
 /* What v is a copy of in a wider type, or v: autocast computes parts of a formula in f32, of x in half precision. */
 static om_id narrow(const om_graph *g, om_id v) {
@@ -50,9 +52,18 @@ static om_id narrow(const om_graph *g, om_id v) {
 }
 static bool same(const matcher *m, om_id a, om_id b) { return a == b || narrow(m->g, a) == narrow(m->g, b); }
 
+/* Halves and whole numbers are meant exactly, exponents among them. Others may be the last bit or two off: spelled with
+ * fewer digits (0.79788456), or computed (sqrt(2 / pi)). */
 static bool number(const matcher *m, om_id v, double want) {
     double x;
-    return om_pass_splat(m->g, v, &x) && fabs(x - want) <= m->tol * fabs(want);
+    if (!om_pass_splat(m->g, v, &x)) return false;
+    if (want * 2 == floor(want * 2)) return x == want;
+    switch (om_ty(m->g, v)->dtype) {
+    case OM_BF16: return x == (double)om_bf16_to_f32(om_f32_to_bf16((float)want));
+    case OM_F16: return x == (double)om_f16_to_f32(om_f32_to_f16((float)want));
+    case OM_F32: return fabs(x - want) <= (double)FLT_EPSILON * fabs(want);
+    default: return fabs(x - want) <= 2 * DBL_EPSILON * fabs(want);
+    }
 }
 
 static bool is_power(const matcher *m, om_id v, om_id x, int p) {
@@ -144,9 +155,8 @@ static om_status product_emit(om_rewriter *r, const om_node *n) {
 static om_status patterns_emit(om_rewriter *r, om_id id) {
     const om_graph *f = r->from;
     const om_node *n = &f->nodes.v[id];
-    const double tol = n->n_out && om_is_half(om_ty(f, n->out)->dtype) ? 1e-2 : 1e-6;
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns && n->n_out == 1; i++) {
-        matcher m = {f, tol, {.x = OM_NONE, .w = OM_NONE}};
+        matcher m = {f, {.x = OM_NONE, .w = OM_NONE}};
         if (!match(&m, patterns[i].formula, n->out)) continue;
         om_type x = *om_ty(f, m.found.x);
         if (om_is_half(x.dtype) && om_ty(f, n->out)->dtype == OM_F32) x.dtype = OM_F32;

@@ -66,6 +66,40 @@ def test_seen_through_copies_in_a_wider_type(text: str, left: list[str]) -> None
     assert body(text, "patterns") == left
 
 
+NEW = "c = pow(x, p)\n d = mul(c, k)\n a = add(x, d)\n b = mul(a, s)\n t = tanh(b)\n u = add(t, one)\n h = mul(x, half)\n y = mul(h, u)"
+ERF = "b = mul(x, r)\n t = erf(b)\n u = add(t, one)\n h = mul(x, u)\n y = mul(h, half)"
+LIKE = {"k": 0.044715, "s": 0.7978845608028654, "r": 0.7071067811865476, "p": 3.0, "half": 0.5, "one": 1.0, "two": 2.0, "eps": 1e-6}
+
+
+@pytest.mark.parametrize(("text", "dtype", "numbers", "known"), [
+    (NEW, "f64", {"s": 0.7978845608028653}, True),
+    (NEW, "f64", {"s": 0.797885}, False),
+    (NEW, "f64", {"s": 0.7978845608}, False),
+    (NEW, "f64", {"s": 0.79788458347}, False),  # rounded to f32
+    (NEW, "f64", {"k": 0.04471500001}, False),
+    (NEW, "f32", {"s": 0.79788456}, True),  # Bloom's
+    (NEW, "f32", {"s": 0.7978845608}, True),
+    (NEW, "f32", {"s": 0.7978845}, True),  # the float next to it, what torch.sqrt of a tensor may give
+    (NEW, "f32", {"s": 0.797885}, False),
+    (NEW, "f32", {"p": 3.0000002}, False),
+    (NEW, "bf16", {}, True),
+    (NEW, "bf16", {"s": 0.8}, False),
+    (NEW, "f16", {"s": 0.7978}, True),
+    (NEW, "f16", {"s": 0.7985}, False),
+    (ERF, "f16", {}, True),
+    (ERF, "f16", {"r": 0.71}, False),
+    (ERF, "f16", {"half": 0.504}, False),
+    (ERF, "bf16", {"one": 1.0078125}, False),
+    (RMS.replace("mul(x, x)", "pow(x, two)"), "bf16", {}, True),
+    (RMS.replace("mul(x, x)", "pow(x, two)"), "f16", {"two": 2.02}, False),
+    (RMS.replace("mul(x, x)", "pow(x, two)"), "bf16", {"two": 2.015625}, False),
+])  # fmt: skip
+def test_similar_numbers_are_another_formula(text: str, dtype: str, numbers: dict[str, float], known: bool) -> None:
+    consts = "".join(f" const {n}: {dtype}[] = {v}\n" for n, v in (LIKE | numbers).items())
+    text = f"input x: {dtype}[7, 5]\n param w: {dtype}[5]\n{consts} {text}\n output y"
+    assert (len(body(text, "patterns")) == 1) == known
+
+
 @pytest.mark.parametrize(("x", "w", "attrs", "left"), [
     ("[3, 5, 4, 2]", "[7, 5, 4, 2]", "", True),
     ("[3, 5, 1, 1]", "[7, 5, 1, 1]", " {stride=[2, 2]}", True),
