@@ -373,11 +373,15 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     for (int i = 0; i < yt.rank; i++) yt.dim[i] = om_dim_copy(g, from, yt.dim[i]);
 
     om_id k_old = untransposed(from, m->kt), q = r->map[m->q], v = r->map[m->v], k;
-    if (k_old != OM_NONE) k = r->map[same && same_v ? unrepeat(from, k_old) : k_old];
-    else k = om_b_transpose(g, r->map[m->kt], -1, -2);
-    if (same && same_v && k_old != OM_NONE && unrepeat(from, k_old) != k_old && unrepeat(from, m->v) != m->v)
-        v = r->map[unrepeat(from, m->v)];
-    else if (k_old != OM_NONE) k = r->map[k_old];
+    if (k_old != OM_NONE) {
+        const om_id k_once = unrepeat(from, k_old), v_once = unrepeat(from, m->v);
+        const bool once = same && same_v && k_once != k_old && v_once != m->v &&
+                          om_ty(from, k_once)->dim[1] == om_ty(from, v_once)->dim[1];
+        k = r->map[once ? k_once : k_old];
+        if (once) v = r->map[v_once];
+    } else {
+        k = om_b_transpose(g, r->map[m->kt], -1, -2);
+    }
     if (!same) q = with_lead(g, q, lead, n_lead), k = with_lead(g, k, lead, n_lead);
     if (!same_v) v = with_lead(g, v, lead, n_lead);
     attn_match as = *m;

@@ -143,6 +143,20 @@ def test_repeated_heads_that_are_cast_are_read_once(cast: str) -> None:
     close(case.run(case.passed, [q, k, v], grads=False)[0][0], Repeat()(q, k, v))
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_keys_and_values_repeated_from_unlike_heads(by_hand: bool) -> None:
+    class Repeat(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (y[:, :, None].expand(2, y.shape[1], 8 // y.shape[1], 7, 5).reshape(2, 8, 7, 5) for y in (k, v))
+            return (q @ k.transpose(-1, -2)).softmax(-1) @ v if by_hand else F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = (torch.randn(2, h, 7, 5, dtype=torch.float64) for h in (8, 2, 4))
+    case = Case(Repeat(), (q, k, v))
+    assert len(case.nodes) == 1
+    case.check([q, k, v])
+    close(case.run(case.passed, [q, k, v], grads=False)[0][0], Repeat()(q, k, v))
+
+
 def test_one_of_keys_and_values_repeated_stays() -> None:
     class Repeat(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
