@@ -13,16 +13,16 @@
  * being rounded in between.
  *
  * Rows without a visible key decide what a mask means. Where -inf hides, softmax gives NaN there: nan_rows.
- * A finite hiding constant of where() replaces the score, so its gradient ends there. In a row that sees a key that is
- * so anyway: the weights of the hidden ones are exactly 0. A row that sees none has equal scores everywhere and no
- * gradient into q and k.
+ * A finite hiding constant of where() (om_mask_hides: one that scores do not reach) replaces the score, so its gradient
+ * ends there. In a row that sees a key that is so anyway: the weights of the hidden ones are exactly 0. A row that sees
+ * none has equal scores everywhere and no gradient into q and k.
  *   the constant is the only step    such a row gets a zero query and sees all keys, which is just that
  *   other steps stand beside it      from -1e30 on a score vanishes beside the constant, so adding it gives the same
  *                                    numbers, and the operand `frozen` ends the gradient; smaller ones are not taken
  * Neither is needed where every row provably sees a key (causal masks) and nothing else can hide it.
  *
- * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape, perhaps a cast) are read unrepeated:
- * the operator does the grouping.
+ * Keys and values repeated for grouped-query heads (unsqueeze, expand, reshape, perhaps a cast) are read unrepeated,
+ * where both have as many heads: the operator does the grouping.
  */
 #include "graph/facts.h"
 #include "graph/half.h"
@@ -172,7 +172,9 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
     if (om_is(n, where)) {
         for (int side = 1; side < 3; side++) {
             const om_type *ct = om_ty(g, in[0]);
-            if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) || !(x <= MX_HIDE)) continue;
+            if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) ||
+                !om_mask_hides(x, t->dtype))
+                continue;
             if (reshaped && !leading_ones(ct) &&
                 !(ct->rank == t->rank && !memcmp(ct->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
                 continue;

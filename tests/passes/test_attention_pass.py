@@ -179,6 +179,7 @@ HIDING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "where lowest": lambda s, see, b: torch.where(see, s, torch.finfo(s.dtype).min),
     "where -1e9": lambda s, see, b: torch.where(see, s, torch.tensor(-1e9, dtype=s.dtype)),
     "masked_fill -1e4": lambda s, see, b: s.masked_fill(~see, -1e4),
+    "masked_fill -1e5": lambda s, see, b: s.masked_fill(~see, -1e5),
     "masked_fill -1e30": lambda s, see, b: s.masked_fill(~see, -1e30),
     "masked_fill -inf": lambda s, see, b: s.masked_fill(~see, -math.inf),
     "add lowest": lambda s, see, b: s + (~see).to(s.dtype) * torch.finfo(s.dtype).min,
@@ -204,6 +205,32 @@ class Hidden(nn.Module):
         return self.hide(q @ k.transpose(-1, -2) * 0.4, see, bias).softmax(-1) @ v
 
 
+class Far(nn.Module):
+    def __init__(self, number: float, added: bool) -> None:
+        super().__init__()
+        self.number, self.added = number, added
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        s = q @ k.transpose(-1, -2)
+        if self.added:
+            return (s + torch.zeros_like(s[:1, :1]).masked_fill(later, self.number)).softmax(-1) @ v
+        return s.masked_fill(later, self.number).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("number", [-6e4, -1e5, -1e8])
+def test_a_number_that_scores_reach_hides_nothing(number: float, added: bool) -> None:
+    q, k, v = (torch.randn(2, 3, 7, 5, dtype=torch.float64).abs() for _ in range(3))
+    q, k = (q * -number / 4, -k) if not added else (q * number / 4, -k * torch.arange(1.0, 8)[:, None])
+    module = Far(number, added)
+    case = Case(module, (q, k, v))
+    case.check([q, k, v])
+    want = module(q, k, v)
+    assert not torch.allclose(want, Far(-math.inf, added)(q, k, v))
+    close(case.run(case.passed, [q, k, v], grads=False)[0][0], want)
+
+
 @pytest.mark.parametrize("t", [7, 70], ids=["one tile", "two tiles"])
 @pytest.mark.parametrize("name", list(HIDING))
 def test_hidden_rows_have_eagers_numbers(name: str, t: int) -> None:
@@ -215,7 +242,7 @@ def test_hidden_rows_have_eagers_numbers(name: str, t: int) -> None:
     see = torch.rand(2, t, t, generator=gen) > 0.4
     see[..., 0] = True
     case = Case(Hidden(HIDING[name]), (q, k, v, see, bias))
-    assert len(case.nodes) == (name != "masked_fill -1e4")  # a score may reach that number
+    assert len(case.nodes) == (name not in ("masked_fill -1e4", "masked_fill -1e5"))  # scores may reach them
     for kind in ("some", "rows", "sample", "none"):
         if kind == "rows":
             see[0, 2:5] = see[1, -1] = False

@@ -365,7 +365,8 @@ static void masks_gates(masks *s, mx_id e, mx_id *cond_inf, mx_id *cond_fin, mx_
         mx_node x = *mx_at(m, e);
         if (x.kind != MX_FSEL) break;
         mx_node a = *mx_at(m, (mx_id)x.w[1]), b = *mx_at(m, (mx_id)x.w[2]);
-        bool hide_else = b.kind == MX_FLT && b.f <= MX_HIDE, hide_then = a.kind == MX_FLT && a.f <= MX_HIDE;
+        bool hide_else = b.kind == MX_FLT && om_mask_hides(b.f, s->dtype),
+             hide_then = a.kind == MX_FLT && om_mask_hides(a.f, s->dtype);
         if (hide_else == hide_then) break;
         mx_id cond = hide_else ? (mx_id)x.w[0] : mx_not(m, (mx_id)x.w[0]);
         bool inf = isinf(hide_else ? b.f : a.f);
