@@ -52,7 +52,7 @@ static void cum_logs(const cum_plan *p, char *x) {
     for (int64_t i = 0; i < p->len; i++) {
         const double v = p->cls == OM_STRIP_F ? (double)((float *)(void *)x)[i] : ((double *)(void *)x)[i];
         if (v > m) sum = sum * exp(m - v) + 1, m = v;
-        else if (v == m && isinf(v)) sum = v > 0 ? 1 : 0;
+        else if (v == m && isinf(v)) sum = sum != sum ? sum : v > 0 ? 1 : 0; /* NaN stays */
         else sum += exp(v - m);
         const double y = sum != sum ? sum : m + log(sum == 0 ? 1 : sum);
         if (p->cls == OM_STRIP_F) ((float *)(void *)x)[i] = (float)y;

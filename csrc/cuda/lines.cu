@@ -81,7 +81,7 @@ FN void line_logs(const lines &p, int64_t x, int64_t y) {
     for (int64_t i = 0; i < p.len; i++) {
         const double v = float_at(p.x[0], p.dtype, x + i * p.step[0]);
         if (v > m) sum = sum * exp(m - v) + 1, m = v;
-        else if (v == m && (v == most || v == -most)) sum = v > 0 ? 1 : 0;
+        else if (v == m && (v == most || v == -most)) sum = sum != sum ? sum : v > 0 ? 1 : 0; /* NaN stays */
         else sum += exp(v - m);
         float_put(p.y[0], p.dtype, y + i * p.step[3], sum != sum ? sum : m + log(sum == 0 ? 1 : sum));
     }

@@ -63,7 +63,7 @@ SIMPLE = [
     ("topk", "idx4:3,40", 2, "axis=1, k=[9]"), ("topk", "2,1500", 2, "axis=1, k=[300]"), ("topk", "idx4:3000,2", 2, "axis=0, k=[70], largest=0"),
     ("topk", "1,33000", 2, "axis=1, k=[5]"), *[(f"reduce_{n}", f"{k}5,0,3", 1, "axes=[1]") for n in ("sum", "mean", "max", "min", "prod") for k in ("", "idx4:")],
     *[("attention", f"2,4,9,8 2,2,9,8 2,2,9,8 {mask}", 2, "causal=1, scale=0.3") for mask in ("2,1,9,9", "4,1,9", "9", "1,4,9,9", "1")],
-    ("attention", "2,4,9,8 2,2,40,8 2,2,40,8 2,4,9,40", 2, "dropout=0.3"), ("attention", "0,4,9,8 0,2,9,8 0,2,9,8 9,9", 2, ""), ("cumprod", "5,30", 1, "axis=1"), ("cumprod", "idx4:30,5", 1, "axis=0"), ("logcumsumexp", "30,5", 1, "axis=0"),
+    ("attention", "2,4,9,8 2,2,40,8 2,2,40,8 2,4,9,40", 2, "dropout=0.3"), ("attention", "0,4,9,8 0,2,9,8 0,2,9,8 9,9", 2, ""), ("cumprod", "5,30", 1, "axis=1"), ("cumprod", "idx4:30,5", 1, "axis=0"), ("logcumsumexp", "30,5", 1, "axis=0"), ("logcumsumexp", "odd:4,4", 1, "axis=1"),
     *[("cdist", "3,5,4 3,6,4", 1, f"p={p}") for p in ("0.", "1.", "2.", "3.5", "-1.")], ("search_sorted", "up:40 5,6", 1, "right=1"),
     ("search_sorted", "up:5,40 5,6", 1, ""), ("search_sorted", "steps:40 idx4:5,6", 1, ""), ("grouped_matmul", "150,6 3,6,70 ends:3", 1, ""),
     ("grouped_outer", "150,6 150,70 ends:3", 1, ""), *[(n, "unit:5,60", 1, "") for n in ("acos", "asin", "atanh", "tan", "atan", "sinh", "cosh")],
@@ -140,6 +140,9 @@ def operand(kind, shape, dtype, seed):
     floats = {"": normal, "pos": flat * 3 + 0.3, "norm": flat + 1, "unit": flat * 1.8 - 0.9, "over": flat * 3 + 1.1, "up": normal.flatten().sort().values.view(shape) if not shape or len(shape) < 2 else normal.sort(-1).values}
     if kind in floats:
         return floats[kind].to(dtype)
+    if kind == "odd":
+        inf, nan = float("inf"), float("nan")
+        return torch.tensor([[-inf, nan, -inf, 1], [inf, nan, inf, 1], [nan, -inf, 1, inf], [-inf, -inf, 1, inf]], dtype=dtype)
     if kind == "log":
         return normal.log_softmax(-1).to(dtype)
     return {"idx4": lambda: torch.randint(0, 4, shape, generator=g), "steps": lambda: torch.arange(shape[-1]) // 9, "ends": lambda: torch.tensor([40, 40, 140]),

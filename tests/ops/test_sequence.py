@@ -102,6 +102,14 @@ def test_logcumsumexp(shape: tuple, axis: int) -> None:
 def test_logcumsumexp_of_infinities() -> None:
     x = torch.tensor([[-INF, -INF, 1, 2], [1, -INF, 2, -INF], [1, INF, 2, INF], [1, NAN, 2, 3], [-INF, 1, NAN, INF]], dtype=torch.float64)
     check("logcumsumexp", [x], lambda x: x.logcumsumexp(1), "axis=1", grad=False)
+    nan = torch.tensor([[-INF, NAN, -INF, 1], [INF, NAN, INF, 1], [NAN, INF, 2, INF], [NAN, -INF, -INF, 2]], dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):  # from NaN on it is NaN, and so are gradients
+        (y,), (dx,) = engine.run(f"graph {{\n input x: {engine.NAMES[engine.TORCH.index(dtype)]}[4, 4]\n y = logcumsumexp(x) {{axis=1}}\n output y\n}}",
+                                 [nan.to(dtype)], dys=[torch.ones(4, 4, dtype=dtype)])
+        leaf = nan.to(dtype, copy=True).requires_grad_()
+        want = leaf.logcumsumexp(1)
+        want.sum().backward()
+        assert torch.equal(y.isnan(), want.isnan()) and torch.equal(dx.isnan(), leaf.grad.isnan())
 
 
 @pytest.mark.parametrize("right", [False, True])
