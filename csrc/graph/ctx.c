@@ -118,6 +118,10 @@ struct om_chunk {
 };
 
 void *om_arena_alloc(om_arena *a, size_t size) {
+    if (size > SIZE_MAX / 2) { /* what is added below would wrap */
+        om_fail(a->cx, OM_NOMEM, "out of memory: %zu bytes were asked for", size);
+        return NULL;
+    }
     size = (size + 15) & ~(size_t)15;
     struct om_chunk *c = a->chunks;
     if (!c || c->cap - c->used < size) {

@@ -4,6 +4,7 @@ ASAN."""
 
 from __future__ import annotations
 
+import ctypes as C
 import subprocess
 from pathlib import Path
 
@@ -105,3 +106,19 @@ def test_any_allocation_of_a_gpt2_blocks_life_may_fail(part: str, tmp_path: Path
     path = tmp_path / "block.onnx"
     path.write_bytes(capture(Block(), (ids, ids), {}, dynamic=True).onnx)
     fails_well(path, f"once:{part}")
+
+
+class Arena(C.Structure):
+    _fields_ = [("cx", C.c_void_p), ("chunks", C.c_void_p)]
+
+
+@pytest.mark.parametrize("size", [-1, -15, -16, -64, -65600, 2**63])
+def test_a_size_that_wraps_is_out_of_memory(size: int) -> None:
+    cx = engine.Ctx(threads=False)
+    arena = Arena(cx.p, None)
+    alloc = engine.lib.om_arena_alloc
+    alloc.restype, alloc.argtypes = C.c_void_p, [C.POINTER(Arena), C.c_size_t]
+    assert alloc(C.byref(arena), size % 2**64) is None
+    with pytest.raises(engine.EngineError, match="out of memory"):
+        cx.check(3)
+    engine.lib.om_arena_free(C.byref(arena))
