@@ -101,7 +101,7 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
  *   5 list      the elements are those of the tuple `value`
  *   6 dict      keys and values, in order, are those of the tuple `value` (key, value, key, value, ...)
  *   7 sequence  iterating gives the elements of the tuple (deque and other kinds that are no list)
- *   8 memory    the bytes at the address `key` (of the array `holder`) are `value`
+ *   8 memory    the bytes of the array `holder`, asked for by `key` (__array_struct__), are `value`
  *   9 call      key() gives value
  *  10 functions the functions of the tuple `holder` have the code, defaults and keyword defaults of `value`, three each
  *  11 class     holder is an object of the class value
@@ -177,12 +177,33 @@ static int same_sequence(PyObject *seq, PyObject *value) {
     return same_owned(now, value);
 }
 
-static int same_memory(PyObject *address, PyObject *value) {
-    void *p = PyLong_AsVoidPtr(address);
+/* What numpy's __array_struct__ points at (its array interface, version 3). */
+typedef struct array_struct {
+    int two, rank;
+    char kind;
+    int itemsize, flags;
+    intptr_t *dim, *stride;
+    void *data;
+} array_struct;
+
+/* An array's bytes, where they lie now: it may have been given other memory, or another size. */
+static int same_memory(PyObject *array, PyObject *name, PyObject *value) {
+    enum { CONTIGUOUS = 1 };
     char *bytes;
     Py_ssize_t n;
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(value, &bytes, &n)) return -1;
-    return !memcmp(p, bytes, (size_t)n);
+    if (PyBytes_AsStringAndSize(value, &bytes, &n)) return -1;
+    PyObject *now = PyObject_GetAttr(array, name);
+    int r = found(now);
+    if (r != 1) return r;
+    const array_struct *a = PyCapsule_GetPointer(now, NULL);
+    r = a ? a->two == 2 && a->flags & CONTIGUOUS : -1;
+    if (r == 1) {
+        Py_ssize_t size = a->itemsize;
+        for (int i = 0; i < a->rank; i++) size *= a->dim[i];
+        r = size == n && !memcmp(a->data, bytes, (size_t)n);
+    }
+    Py_DECREF(now);
+    return r;
 }
 
 /* Not part of the limited API, but as it is since Python 2; what is not found is asked for by name. */
@@ -225,7 +246,7 @@ static int row_holds(long kind, PyObject *holder, PyObject *key, PyObject *value
     case LIST: return same_list(holder, value);
     case DICT: return same_dict(holder, value);
     case SEQUENCE: return same_sequence(holder, value);
-    case MEMORY: return same_memory(key, value);
+    case MEMORY: return same_memory(holder, key, value);
     case CALL: return same_owned(PyObject_CallNoArgs(key), value);
     case FUNCTIONS: return same_functions(holder, value);
     case CLASS: return (PyObject *)Py_TYPE(holder) == value;

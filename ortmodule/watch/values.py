@@ -388,7 +388,7 @@ class Values(Table):
         for what in ("shape", "strides", "dtype"):
             self._row((ATTRIBUTE, v, what, getattr(v, what)), f"{what} of {name}")
         if v.flags.c_contiguous:
-            self._row((MEMORY, v, v.__array_interface__["data"][0], v.tobytes()), name)
+            self._row((MEMORY, v, "__array_struct__", v.tobytes()), name)
         else:
             self._row((CALL, None, v.tobytes, v.tobytes()), name)
 

@@ -21,6 +21,7 @@ import itertools
 import logging
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -217,6 +218,17 @@ def swap_method(m: Any, i: int) -> None:
 PLAIN_VALUES = [Plain.value, lambda self: self.v + 1]
 READ, PUT = closure()
 
+
+def moved(m: nn.Module, i: int) -> None:
+    """The array's memory goes elsewhere and, of the size it was, back."""
+    at, held = m.a.ctypes.data, []
+    while m.a.ctypes.data == at and len(held) < 99:
+        held.append(np.ones(40_000))  # stands in the way of growing where it is
+        m.a.resize((640_000,), refcheck=False)
+        m.a.resize((40_000,), refcheck=False)
+    m.a.fill(1.0 + i)
+
+
 # name, module, change of its state; all of these stay in the engine
 HONOURED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Any]]] = {
     "module global, a number": (lambda: Base(lambda s: G), put_global("G")),
@@ -269,6 +281,7 @@ HONOURED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Any]]] =
     "defaultdict": (lambda: Base(lambda s: s.d["k"], d=collections.defaultdict(float)), lambda m, i: m.d.update(k=1.0 + i)),
     "numpy array": (lambda: Base(lambda s: float(s.a[0]), a=np.ones(3)), lambda m, i: m.a.fill(1.0 + i)),
     "numpy array, a view with strides": (lambda: Base(lambda s: float(s.a[1]), a=np.ones(8)[::2]), lambda m, i: m.a.fill(1.0 + i)),
+    "numpy array given other memory": (lambda: Base(lambda s: float(s.a[0]), a=np.ones(40_000)), moved),
     "array.array": (lambda: Base(lambda s: s.a[0], a=array.array("d", [1.0])), lambda m, i: m.a.__setitem__(0, 1.0 + i)),
     "fractions.Fraction": (lambda: Base(lambda s: float(s.f), f=fractions.Fraction(1)), lambda m, i: setattr(m, "f", FRACTIONS[i])),
     "environment variable": (lambda: Base(lambda s: float(os.environ["SCALE_OF_THE_TEST"])), set_environment),
@@ -792,3 +805,29 @@ def test_names_of_classes(ask: Callable[[Tensor], bool]) -> None:
     for _ in range(2):
         same(step(ours, X), step(eager, X))
     assert ours.report().graphs
+
+
+MOVED = """
+import numpy as np, torch
+from ortmodule import ORTModule
+table = np.full(100_000, 2.0, dtype=np.float32)
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * float(table[0])
+module, x = ORTModule(Scaled()), torch.ones(4)
+assert module(x).tolist() == [2.0] * 4
+for value in (2.0, 5.0, 2.0):
+    at, held = table.ctypes.data, []
+    while table.ctypes.data == at:
+        held.append(np.ones(100_000, dtype=np.float32))
+        for size in (6_400_000, 100_000):
+            table.resize((size,), refcheck=False)
+    table.fill(value)
+    assert module(x).tolist() == [value] * 4
+"""
+
+
+def test_memory_that_an_array_has_given_back_is_not_read() -> None:
+    """Blocks of this size are mapped, so the pages are gone when the array has moved."""
+    done = subprocess.run([sys.executable, "-P", "-c", MOVED], env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, timeout=300)
+    assert done.returncode == 0
