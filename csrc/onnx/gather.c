@@ -1,6 +1,8 @@
 /* gather.c - gathers, scatters and reductions. Form of a rule: onnx/map.h. */
 #include "onnx/map.h"
 
+#include <float.h>
+
 /* --- gather and scatter ------------------------------------------------------------------------------- */
 
 static om_status map_gather(om_onnx *o) {
@@ -211,9 +213,12 @@ static om_status map_reduce(om_onnx *o) {
                       t.dtype);
     } else if (!strcmp(op, "ReduceLogSum")) {
         y = MAKE1(log, om_map_reduce_op(o, &om_op_reduce_sum, x, mask, keep));
-    } else { /* ReduceLogSumExp: log(sum(exp(x - m))) + m, m the maximum where it is finite */
+    } else { /* ReduceLogSumExp: log(sum(exp(x - m))) + m, m the maximum; for an infinite one the largest number, beside
+              * which no exponential of the others overflows: that would make NaN of their gradient */
+        const double most = t.dtype == OM_F64 ? DBL_MAX : t.dtype == OM_F32 ? (double)FLT_MAX
+                          : t.dtype == OM_BF16 ? 0x1.fep127 : 65504;
         om_id m = om_map_reduce_op(o, &om_op_reduce_max, x, mask, true);
-        m = MAKE1(stop_grad, om_map_where(o, MAKE1(isinf, m), om_map_like(o, x, 0), m));
+        m = MAKE1(stop_grad, om_map_where(o, MAKE1(isinf, m), om_map_like(o, x, most), m));
         y = MAKE2(add, MAKE1(log, om_map_reduce_op(o, &om_op_reduce_sum, MAKE1(exp, MAKE2(sub, x, m)), mask, true)), m);
         om_dim d[OM_RANK];
         int n = 0;

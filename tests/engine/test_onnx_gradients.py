@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper
@@ -51,6 +53,26 @@ def test_grad_norm_at_zero() -> None:
 
 def test_grad_logsumexp() -> None:
     grads(n1("ReduceLogSumExp", ["x", "a"], keepdims=0), {"x": f(3, 5, 7)}, {"a": Const([0, 2])}, lambda t: torch.logsumexp(t, (0, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_grad_logsumexp_of_infinities(dtype: torch.dtype) -> None:
+    """Beside infinity the others get zero, also those whose exponential overflows."""
+    inf = math.inf
+    x = torch.tensor([[0, inf, 800, -inf], [-inf, -inf, -inf, -inf], [inf, 20.5, inf, 1], [1, -inf, 2, 3]], dtype=dtype)
+    onnx_type = {torch.float64: TensorProto.DOUBLE, torch.float32: TensorProto.FLOAT, torch.bfloat16: TensorProto.BFLOAT16,
+                 torch.float16: TensorProto.FLOAT16}[dtype]
+    axes = helper.make_tensor("a", TensorProto.INT64, [1], [1])
+    graph = helper.make_graph(n1("ReduceLogSumExp", ["x", "a"], keepdims=0), "g", [helper.make_tensor_value_info("x", onnx_type, [4, 4])],
+                              [helper.make_tensor_value_info("y", onnx_type, [4])], [axes])
+    m = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+    (y,), (dx,) = engine.run_onnx(m.SerializeToString(), [x], dys=[torch.ones(4, dtype=dtype)])
+    leaf = x.clone().requires_grad_()
+    want = leaf.logsumexp(1)
+    want.sum().backward()
+    near = dict(rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(y, want.detach(), **near)
+    torch.testing.assert_close(dx, leaf.grad, **near)
 
 
 def test_grad_elu() -> None:
