@@ -15,7 +15,7 @@ enum { POOL_AXES = 3 };
 static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int *axes, om_type *y) {
     const om_attr *kernel = om_attr_get(n->attr, n->n_attr, "kernel");
     const char *op = n->op->name;
-    int64_t k[POOL_AXES], s[POOL_AXES], p[POOL_AXES], d[POOL_AXES];
+    int64_t k[POOL_AXES], s[POOL_AXES], p[POOL_AXES], d[POOL_AXES], taps = 1;
     OM_CHECK(g->cx, kernel && kernel->kind == OM_ATTR_DIMS && kernel->n >= 1 && kernel->n <= POOL_AXES,
              "%s: kernel must list 1 to 3 sizes", op);
     int nd = *axes = (int)kernel->n;
@@ -29,11 +29,18 @@ static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int
     *y = *x;
     for (int i = 0; i < nd; i++) {
         if (!om_attr_get(n->attr, n->n_attr, "stride")) s[i] = k[i];
+        OM_CHECK(g->cx,
+                 k[i] < 1 || (k[i] <= INT32_MAX / taps && d[i] <= INT32_MAX / k[i] && s[i] <= INT32_MAX &&
+                              p[i] <= INT32_MAX),
+                 "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; a window may have and "
+                 "span 2^31 - 1 elements at most",
+                 op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
         OM_CHECK(
             g->cx, k[i] >= 1 && s[i] >= 1 && d[i] >= 1 && p[i] >= 0 && 2 * p[i] <= d[i] * (k[i] - 1) + 1,
             "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; kernel, stride and dilation "
             "must be at least 1, pad at most half the kernel",
             op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
+        taps *= k[i];
         om_dim in = x->dim[x->rank - nd + i], *out = &y->dim[x->rank - nd + i];
         om_dim room = om_dim_sub(g, om_dim_add(g, in, 2 * p[i]), d[i] * (k[i] - 1) + 1);
         int64_t r;

@@ -91,6 +91,8 @@ def test_ties_and_nan() -> None:
         ("max_pool(x) {kernel=[9, 9]}", ["larger than the padded input"]),
         ("max_pool(x) {kernel=[2, 2], pad=[2, 1]}", ["pad 2", "half"]),
         ("max_pool(x) {kernel=[2, 2], stride=[0, 1]}", ["stride 0"]),
+        ("max_pool(x) {kernel=[2147483649, 2147483649], pad=[1073741824, 1073741824]}", ["2147483649", "2^31"]),
+        ("max_pool(x) {kernel=[4194304, 4194304], pad=[2097152, 2097152]}", ["4194304", "2^31"]),
         ("max_pool(x)", ["kernel"]),
     ],
 )
