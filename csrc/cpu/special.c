@@ -17,10 +17,15 @@ typedef struct special_plan {
     char *y;
 } special_plan;
 
+static double special_lgamma(double x) { /* lgamma writes the sign to a variable that all threads share */
+    int sign;
+    return lgamma_r(x, &sign);
+}
+
 static const struct { const om_op *op; double (*one)(double); double (*two)(double, double); } SPECIAL[] = {
     {&om_op_acos, acos, NULL}, {&om_op_asin, asin, NULL}, {&om_op_atan, atan, NULL}, {&om_op_acosh, acosh, NULL},
     {&om_op_atanh, atanh, NULL}, {&om_op_tan, tan, NULL}, {&om_op_sinh, sinh, NULL}, {&om_op_cosh, cosh, NULL},
-    {&om_op_lgamma, lgamma, NULL}, {&om_op_digamma, special_digamma, NULL},
+    {&om_op_lgamma, special_lgamma, NULL}, {&om_op_digamma, special_digamma, NULL},
     {&om_op_trigamma, special_trigamma, NULL}, {&om_op_atan2, NULL, atan2}, {&om_op_xlogy, NULL, special_xlogy},
 };
 

@@ -67,7 +67,7 @@ static om_status call_run(om_run *r, const om_call *c) {
 
 /* Debugging: fill arena storages with NaN bytes right after their last use, so that a stale read shows. */
 static bool poison(void) {
-    static int on = -1;
+    static _Atomic int on = -1;
     if (on < 0) on = getenv("ORTMODULE_POISON") != NULL;
     return on;
 }

@@ -24,7 +24,7 @@ struct om_model {
     om_graph *g;
     pthread_mutex_t lock;    /* variants, plans, cx */
     om_variant variant[MAX_VARIANTS];
-    int n_variants;
+    _Atomic int n_variants;  /* grows when the new one is there: read without the lock, too */
     om_plan *plan[MAX_PLANS];
     int n_plans;
     om_plan *old;            /* left the cache, still in use */
@@ -185,7 +185,11 @@ double om_model_load_ms(const om_model *m) { return m->load_ms; }
 om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text) {
     const om_graph *g = om_model_graph(m, variant);
     if (!g) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
-    return forward_to(m->cx, cx, om_graph_print(g, text));
+    pthread_mutex_t *lock = &((om_model *)(uintptr_t)m)->lock; /* of cx; the model itself stays as it is */
+    pthread_mutex_lock(lock);
+    om_status s = forward_to(m->cx, cx, om_graph_print(g, text));
+    pthread_mutex_unlock(lock);
+    return s;
 }
 
 /* A request for a variant: a policy, or a set of flags in its place. */
@@ -294,7 +298,8 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
         return s;
     }
     *variant = m->n_variants;
-    m->variant[m->n_variants++] = v;
+    m->variant[m->n_variants] = v;
+    m->n_variants++;
     return OM_OK;
 }
 
