@@ -5,7 +5,7 @@
  * are most of what a transformer's forward leaves behind, and computing them costs one sweep over memory.
  *
  *   kept         a forward value whose memory backward reads
- *                (of a value in half precision that only casts to f32 read: that, not the casts)
+ *                (of a value in half precision that backward reads in f32, or what is computed from it: that itself)
  *   computable   a graph input, a kept value that stays, or a cheap operator on computable values (at most DEPTH deep)
  *   wanted       kept, made by a cheap operator on computable values; outputs, writes and gradients exist anyway:
  *                backward reads those
@@ -96,13 +96,35 @@ static bool choice_wants(const choice *c, const om_node *n) {
     return computed;
 }
 
-/* A copy in f32 of what the forward has in half precision, and nobody keeps: that is kept instead, half the bytes. */
+/* The value in half precision of which v is a copy in f32, or that elementwise operators compute v from, with
+ * constants alone beside it (an activation that is computed in f32 and rounded last); OM_NONE: there is none, or more
+ * than one. */
+static om_id choice_half(const om_graph *g, om_id v, int depth, bool *constant) {
+    const om_node *n = om_maker(g, v);
+    om_id x = OM_NONE;
+    *constant = om_val(g, v)->role == OM_CONST;
+    if (!n || n->phase != OM_FORWARD || n->op->kind != OM_K_POINTWISE || depth == 0) return OM_NONE;
+    const om_id *in = om_ins(g, n);
+    if (om_is(n, cast) && om_is_half(om_ty(g, in[0])->dtype) && om_ty(g, v)->dtype == OM_F32) return in[0];
+    for (int k = 0; k < n->n_in; k++) {
+        bool number;
+        const om_id y = choice_half(g, in[k], depth - 1, &number);
+        if (number) continue;
+        if (y == OM_NONE || (x != OM_NONE && x != y)) return OM_NONE;
+        x = y;
+    }
+    return x;
+}
+
+/* In f32 what the forward has in half precision, and nobody keeps: that is kept instead, half the bytes. */
 static void choice_narrow(choice *c, const om_node *n) {
     om_graph *g = (om_graph *)c->g; /* may intern sizes */
-    const om_id x = n->n_in == 1 ? om_ins(g, n)[0] : OM_NONE;
-    if (x == OM_NONE || !om_is(n, cast) || n->phase != OM_FORWARD || !c->kept[n->out] || c->fixed[n->out] ||
-        !om_is_half(om_ty(g, x)->dtype) || om_ty(g, n->out)->dtype != OM_F32)
+    if (n->phase != OM_FORWARD || n->n_out != 1 || !c->kept[n->out] || c->fixed[n->out] ||
+        om_ty(g, n->out)->dtype != OM_F32)
         return;
+    bool constant;
+    const om_id x = choice_half(g, n->out, DEPTH, &constant);
+    if (x == OM_NONE || om_dim_numel(g, om_ty(g, x)) != om_dim_numel(g, om_ty(g, n->out))) return;
     const om_id root = c->f->root[x];
     const om_node *m = om_maker(g, root);
     const bool all = om_dim_numel(g, om_ty(g, x)) == om_dim_numel(g, om_ty(g, root));
