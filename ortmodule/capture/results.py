@@ -153,8 +153,9 @@ class _Results:
                 layouts.pin(v.node.val)
         for v, version, result in self.reshaped:
             apart = result.base is not v.base
-            seen = v.base.version > version or apart and result.base.version > 0 or result.node in returned
-            if (looks or seen) and layouts.pin_view(v.node.val, result.node.val.shape) is apart:
+            seen = v.base.version > version or apart and result.base.version > 0
+            seen = seen or looks or result.node in returned and self.given_twice(v, result)
+            if seen and layouts.pin_view(v.node.val, result.node.val.shape) is apart:
                 raise CaptureError("reshape: whether it is a view depends on sizes, and somebody sees it", "",
                                    *result.node.src[1:])  # fmt: skip
         rest = [(t, *self.follow(t)) for t in exported.facts.uncopied]
@@ -169,6 +170,17 @@ class _Results:
                     pinned |= own
                     rest = [other for other in rest if other is not row]
                     again = True
+
+    def given_twice(self, v: V, result: V) -> bool:
+        """Has the caller, beside the result, something else over the memory of what it may be a view of?"""
+        def through(n: Any) -> bool:
+            while isinstance(n, Node) and n is not result.node:
+                n = n.args[0] if n.args else None
+            return n is result.node
+
+        return v.base.input is not None or any(
+            one_memory(n.val, v.node.val) and not through(n) for n in self.program.outputs if isinstance(n, Node)
+        )
 
     def follow(self, t: Tensor) -> tuple[set[Node], set[Node], bool]:
         """Nodes over the memory of what contiguous() has given back as it was; those whose strides follow from its; and
