@@ -173,7 +173,7 @@ $(PYOBJ): $(B)/%.o: csrc/%.c | $(STAMP)
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DPy_LIMITED_API=0x030A0000 -isystem $(PYINC) -c $< -o $@
 # names with a newer version than glibc 2.28's, and the libraries that had them then: csrc/python/glibc.c. Elsewhere (musl, other processors) nothing is done
-GLIBC_NAMES := exp log pow fstat pthread_create pthread_join pthread_once pthread_mutex_trylock pthread_rwlock_rdlock pthread_rwlock_wrlock pthread_rwlock_unlock dlopen dlsym dlerror
+GLIBC_NAMES := exp log pow fstat lstat pthread_create pthread_join pthread_once pthread_mutex_trylock pthread_rwlock_rdlock pthread_rwlock_wrlock pthread_rwlock_unlock dlopen dlsym dlerror
 GLIBC_OLD    = $(if $(filter x86_64 aarch64,$(ARCH)),$(shell echo '__GLIBC__' | $(CC) -include stdlib.h -E -P - | grep -q '^2$$' && for l in libpthread.so.0 libdl.so.2; do $(CC) -print-file-name=$$l; done))
 $(B)/python/glibc.o: csrc/python/glibc.c
 	@mkdir -p $(@D)

@@ -1,8 +1,8 @@
 /* The extension on a glibc older than the one it is linked with, down to 2.28 (2018): the linker sends calls of the
  * names below here (-Wl,--wrap, GLIBC_NAMES of the Makefile), and each goes on to the version of that name which glibc
  * has had from its beginning. What changed with the newer versions: where the threads lie (2.34: libpthread and libdl
- * became part of libc), errno of exp, log and pow (2.29), that fstat is a symbol at all (2.33). Nothing that is
- * computed.
+ * became part of libc), errno of exp, log and pow (2.29), that fstat and lstat are symbols at all (2.33). Nothing that
+ * is computed.
  *
  * A static library has no versions, so this is no part of libom or libortmodule. */
 #include <dlfcn.h>
@@ -41,3 +41,8 @@ int om_old_fstat(int version, int fd, struct stat *st);
 __asm__(".symver om_old_fstat,__fxstat@" OLD);
 int __wrap_fstat(int fd, struct stat *st);
 int __wrap_fstat(int fd, struct stat *st) { return om_old_fstat(STAT, fd, st); }
+
+int om_old_lstat(int version, const char *path, struct stat *st);
+__asm__(".symver om_old_lstat,__lxstat@" OLD);
+int __wrap_lstat(const char *path, struct stat *st);
+int __wrap_lstat(const char *path, struct stat *st) { return om_old_lstat(STAT, path, st); }

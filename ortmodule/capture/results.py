@@ -154,7 +154,7 @@ class _Results:
         for v, version, result in self.reshaped:
             apart = result.base is not v.base
             seen = v.base.version > version or apart and result.base.version > 0
-            seen = seen or looks or result.node in returned and self.given_twice(v, result)
+            seen = seen or result.node in returned and self.given_twice(v, result)
             if seen and layouts.pin_view(v.node.val, result.node.val.shape) is apart:
                 raise CaptureError("reshape: whether it is a view depends on sizes, and somebody sees it", "",
                                    *result.node.src[1:])  # fmt: skip
