@@ -48,7 +48,7 @@ from .host import Failed
 from .quiet import of_signal, progress, signals_later
 from .replay import ModuleCall, put_back
 from .spread import judge
-from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, unwrapped, without_values
+from .state import Entry, GuardedGraph, Refused, Site, State, shadow_of, structure_alone, unwrapped
 from .summary import announce
 
 logger = logging.getLogger("ortmodule")
@@ -135,7 +135,7 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
     key = (fast, structure, env, tuple([t.requires_grad for t in leaves]))
     site = state.sites.get(key)
     if site is None and state.changing:
-        site = state.sites.get((fast, without_values(structure), env, key[3]))
+        site = state.sites.get((fast, structure_alone(structure), env, key[3]))
     while site is not None and (_check(site.entry.held.table) >= 0 or site.also and _check(site.also) >= 0):
         site = site.other
     if site is None or [p.requires_grad for p in site.params] != site.params_grad:

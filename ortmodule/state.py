@@ -60,7 +60,7 @@ def _below(cls: type, namespace: dict[str, Any]) -> type:
     return types.new_class(cls.__name__, bases, {}, lambda body: body.update(__module__=cls.__module__, **namespace))
 
 
-def without_values(structure: Any) -> tuple[Any, ...]:
+def structure_alone(structure: Any) -> tuple[Any, ...]:
     """The structure of arguments without what is compared by value but numbers: words, arrays, functions."""
     return tuple([x if x is None or isinstance(x, (type, int, torch.dtype)) else "" for x in structure])
 
@@ -298,7 +298,7 @@ class State:
             own = self.guard = self.new_guard()
             fast, tree = own.fast(), own.structure()
             known = self.entries.get((tree, structure, env, key[3]), [])
-            alike = (tree, without_values(structure), env, key[3])
+            alike = (tree, structure_alone(structure), env, key[3])
             entry = next((e for e in known if e.holds(self.module)), None) or self.left_alike(tree, env)
             entry = entry or self.changing.get(alike) or self.changes(alike, structure)
             if entry is not None and entry is self.changing.get(alike):
@@ -359,7 +359,7 @@ class State:
     def changes(self, alike: tuple[Any, ...], structure: Any) -> Entry | None:
         """For calls that differ in words, arrays or objects among their arguments, once there are too many captures of
         them: what all further ones run as."""
-        values = [k[1] for k in self.entries if (k[0], without_values(k[1]), *k[2:]) == alike and k[1] != structure]
+        values = [k[1] for k in self.entries if (k[0], structure_alone(k[1]), *k[2:]) == alike and k[1] != structure]
         if len(values) < self.settings.max_captures:
             return None
         new, old = next((a, b) for a, b in zip(structure, values[-1], strict=True) if a != b)
