@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortmodule import ORTModule
+from ortmodule import ORTModule, ranks
 
 D = torch.float64
 
@@ -193,6 +193,12 @@ def dispatched(m: Any, x: Tensor) -> Tensor:
     (decorated, "inference_mode"), (dispatched, "TorchDispatchMode")])  # fmt: skip
 def test_what_a_graph_cannot_do(rule: Callable[..., Any], reason: str) -> None:
     whole(steps(rule, clear=rule not in (zero_grad, zero_grad_of_a_part, assigned_grad, clipped, optimizer)), reason)
+
+
+def test_backward_among_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch.autograd.backward is one that looks after the other ranks."""
+    monkeypatch.setattr(torch.autograd, "backward", ranks._around(torch.autograd.backward))
+    whole(steps(backward), "calls backward")
 
 
 def test_flags_that_are_so_already() -> None:
