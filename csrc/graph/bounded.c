@@ -205,7 +205,8 @@ static bool is_zero_past(const om_graph *g, om_id v) {
         if (!n) return false;
         if (om_is(n, compress)) return om_node_int(n, "past", 0) == 0;
         if (om_is(n, trim) || om_is(n, cross_entropy_grad)) return true;
-        if (om_is(n, fill)) return om_node_float(n, "value", 0) == 0;
+        double x;
+        if (om_is(n, fill)) return om_number_of(g, v, &x) && x == 0;
         if (!keeps_zeros(n)) return false;
         v = om_ins(g, n)[0];
     }

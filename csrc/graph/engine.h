@@ -230,6 +230,11 @@ int om_region_depth(const char *region);               /* how many; NULL: 0 */
 int om_region_common(const char *a, const char *b);    /* how many of the outermost are the same */
 static inline om_value *om_val(const om_graph *g, om_id v) { return &g->values.v[v]; }
 static inline const om_type *om_ty(const om_graph *g, om_id v) { return &g->values.v[v].type; }
+/* Of one graph, or where sizes are numbers: sizes of two graphs are not to be compared. */
+static inline bool om_has_dims(const om_type *t, const om_dim *dim, int rank) {
+    return t->rank == rank && !memcmp(t->dim, dim, (size_t)rank * sizeof *dim);
+}
+static inline bool om_same_dims(const om_type *a, const om_type *b) { return om_has_dims(a, b->dim, b->rank); }
 
 /* Sizes. Results are in a normal form (sum of products, sorted), so equal expressions are equal om_dims
  * whenever they are equal as polynomials; DIV/MOD/MIN/MAX are simplified only where plainly exact. */
@@ -376,6 +381,7 @@ om_node *om_last(om_graph *g); /* the node just made */
 
 om_id om_const(om_graph *g, int dtype, int rank, const int64_t *dim, const void *data); /* data copied */
 om_id om_scalar(om_graph *g, int dtype, double x);               /* 0-d constant */
+double om_round_to(int dtype, double x);                         /* x as that float type holds it; others: x */
 /* shorthands; rank and sizes from the operands */
 om_id om_b_un(om_graph *g, const om_op *op, om_id x);
 om_id om_b_bin(om_graph *g, const om_op *op, om_id x, om_id y);  /* numpy broadcasting */

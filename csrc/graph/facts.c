@@ -4,6 +4,8 @@
 #include "graph/facts.h"
 #include "graph/sabotage.h"
 
+#include <math.h>
+
 static void held_note(om_facts *f, om_id v, uint8_t as) {
     if (v == OM_NONE) return;
     f->held[v] |= as;
@@ -104,4 +106,48 @@ bool om_read_after_forward(const om_facts *f, om_id v) {
     for (uint32_t i = u.n; i-- > 0;)
         if (f->g->nodes.v[u.node[i]].phase != OM_FORWARD) return true;
     return false;
+}
+
+/* --- one number ------------------------------------------------------------------------------------------ */
+
+static bool exact(double x) { return fabs(x) <= 0x1p53; } /* of an integer */
+
+static bool constant_number(const om_graph *g, om_id v, double *x) {
+    const om_value *c = om_val(g, v);
+    const size_t size = om_dtype_size(c->type.dtype);
+    int64_t n = 1;
+    if (c->role != OM_CONST) return false;
+    for (int i = 0; i < c->type.rank; i++) n *= c->type.dim[i];
+    if (n == 0 || size == 0) return false;
+    for (int64_t i = 1; i < n; i++) {
+        const bool differs = memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0;
+        if (differs && !om_sabotage("splat")) return false;
+    }
+    om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1},
+              to = {.data = x, .dtype = OM_F64, .device = -1};
+    return om_copy(g->cx, &from, &to) == OM_OK && (om_is_float(c->type.dtype) || exact(*x));
+}
+
+static bool fill_number(const om_graph *g, const om_node *n, double *x) {
+    const om_attr *a = om_attr_get(n->attr, n->n_attr, "value");
+    const int dtype = om_ty(g, n->out)->dtype;
+    int64_t i = 0;
+    if (a && a->kind == OM_ATTR_DIMS && (a->n != 1 || !om_dim_const(g, a->dims[0], &i))) return false;
+    *x = a && a->kind == OM_ATTR_DIMS ? (double)i : om_node_float(n, "value", 0);
+    if (om_is_float(dtype)) return *x = om_round_to(dtype, *x), true;
+    return dtype == OM_BOOL ? *x == 0 || *x == 1 : *x == trunc(*x) && exact(*x);
+}
+
+bool om_number_of(const om_graph *g, om_id v, double *x) {
+    enum { CASTS = 8 };
+    int to[CASTS], casts = 0;
+    const om_node *n;
+    for (; (n = om_maker(g, v)) != NULL && !om_is(n, fill); v = om_ins(g, n)[0]) {
+        const bool cast = om_is(n, cast) && om_is_float(om_ty(g, v)->dtype) && casts < CASTS;
+        if (cast) to[casts++] = om_ty(g, v)->dtype;
+        else if (!n->op->view && !om_is(n, copy)) return false;
+    }
+    if (!(n ? fill_number(g, n, x) : constant_number(g, v, x))) return false;
+    while (casts-- > 0) *x = om_round_to(to[casts], *x);
+    return true;
 }

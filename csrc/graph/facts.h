@@ -48,6 +48,11 @@ static inline const om_node *om_maker(const om_graph *g, om_id v) {
     return v == OM_NONE || om_val(g, v)->node == OM_NONE ? NULL : &g->nodes.v[om_val(g, v)->node];
 }
 
+/* The number v is at each of its elements, whatever its shape: a constant of equal elements, a fill, or what views,
+ * copies and casts to a float make of one. false: it is none, or not known before the run (a fill's value may be a
+ * size), or an integer that a double does not hold. Needs no facts. */
+bool om_number_of(const om_graph *g, om_id v, double *x);
+
 /* Of an operand v of some node: does nothing else in the graph name it? `live`: dead nodes do not count. */
 bool om_used_once(const om_facts *f, om_id v);
 bool om_used_once_live(const om_facts *f, om_id v);

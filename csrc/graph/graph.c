@@ -242,27 +242,13 @@ om_id om_const(om_graph *g, int dtype, int rank, const int64_t *dim, const void 
     return g->values.n - 1;
 }
 
-static uint16_t bf16_of(float f) { /* round to nearest even; NaN stays NaN */
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    if (f != f) return (uint16_t)((u >> 16) | 0x40);
-    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
-static uint16_t f16_of(double x) { /* round to nearest even by scaled integers; overflow gives inf */
-    uint16_t sign = x < 0 || (x == 0 && 1 / x < 0) ? 0x8000 : 0;
-    double a = x < 0 ? -x : x;
-    if (x != x) return 0x7e00;
-    if (a >= 65520) return sign | 0x7c00;
-    int e = 0;
-    double m = a;
-    while (m >= 2) m /= 2, e++;
-    while (m < 1 && e > -14) m *= 2, e--;
-    double q = m * 1024; /* normal: 1024..2047; denormal: 0..1023 */
-    uint32_t i = (uint32_t)q;
-    double rest = q - i;
-    i += rest > 0.5 || (rest == 0.5 && (i & 1));
-    return sign | (uint16_t)(m >= 1 ? ((uint32_t)(e + 15) << 10) + i - 1024 : i);
+double om_round_to(int dtype, double x) {
+    switch (dtype) {
+    case OM_F32: return (double)(float)x;
+    case OM_BF16: return (double)om_bf16_to_f32(om_f32_to_bf16((float)x));
+    case OM_F16: return (double)om_f16_to_f32(om_f32_to_f16((float)x));
+    default: return x;
+    }
 }
 
 om_id om_scalar(om_graph *g, int dtype, double x) {
@@ -270,8 +256,8 @@ om_id om_scalar(om_graph *g, int dtype, double x) {
     switch (dtype) {
     case OM_F32: u.f = (float)x; break;
     case OM_F64: u.d = x; break;
-    case OM_BF16: u.h = bf16_of((float)x); break;
-    case OM_F16: u.h = f16_of(x); break;
+    case OM_BF16: u.h = om_f32_to_bf16((float)x); break;
+    case OM_F16: u.h = om_f32_to_f16((float)x); break;
     case OM_I64: u.l = (int64_t)x; break;
     case OM_I32: u.i = (int32_t)x; break;
     case OM_I16: u.s = (int16_t)x; break;
@@ -294,13 +280,9 @@ om_id om_b_cast(om_graph *g, om_id x, int dtype) {
     return om_make(g, &om_op_cast, OM_IN(x), OM_ATTRS(OM_AI("to", dtype)));
 }
 
-static bool same_dims(const om_type *t, const om_dim *dim, int rank) {
-    return t->rank == rank && !memcmp(t->dim, dim, (size_t)rank * sizeof *dim);
-}
-
 om_id om_b_reshape(om_graph *g, om_id x, const om_dim *dim, int rank) {
     if (FAILED(g, x)) return OM_NONE;
-    if (same_dims(om_ty(g, x), dim, rank)) return x;
+    if (om_has_dims(om_ty(g, x), dim, rank)) return x;
     return om_make(g, &om_op_reshape, OM_IN(x), OM_ATTRS(OM_AD("shape", dim, rank)));
 }
 
@@ -327,7 +309,7 @@ om_id om_b_transpose(om_graph *g, om_id x, int a, int b) {
 
 om_id om_b_expand(om_graph *g, om_id x, const om_dim *dim, int rank) {
     if (FAILED(g, x)) return OM_NONE;
-    if (same_dims(om_ty(g, x), dim, rank)) return x;
+    if (om_has_dims(om_ty(g, x), dim, rank)) return x;
     return om_make(g, &om_op_expand, OM_IN(x), OM_ATTRS(OM_AD("shape", dim, rank)));
 }
 
@@ -372,8 +354,7 @@ om_id om_b_zeros_like(om_graph *g, om_id x) {
 om_id om_b_scale(om_graph *g, om_id x, double s) {
     if (FAILED(g, x) || s == 1) return FAILED(g, x) ? OM_NONE : x;
     const int t = om_ty(g, x)->dtype;
-    const bool fits = t == OM_BF16 ? om_bf16_to_f32(bf16_of((float)s)) == (float)s
-                    : t == OM_F16  ? (double)om_f16_to_f32(f16_of(s)) == s : true;
+    const bool fits = !om_is_half(t) || om_round_to(t, s) == s;
     const int wide = fits ? t : om_compute_dtype(t);
     return om_b_cast(g, om_b_bin(g, &om_op_mul, om_b_cast(g, x, wide), om_scalar(g, wide, s)), t);
 }

@@ -8,7 +8,7 @@
  * gradient is shared, where torch's clamp passes all of it; an importer that wants torch's writes where(x < lo, lo, x).
  */
 #include "ops/strip.h"
-#include "graph/half.h"
+#include "graph/facts.h"
 
 #include <math.h>
 
@@ -106,27 +106,13 @@ GRAD(div_grad) {
     DONE;
 }
 
-/* A constant of one element; NaN when it is not. */
-static double constant_of(const om_graph *g, om_id v) {
-    const om_value *x = om_val(g, v);
-    if (x->role != OM_CONST) return NAN;
-    for (int i = 0; i < x->type.rank; i++)
-        if (x->type.dim[i] != 1) return NAN;
-    switch (x->type.dtype) {
-    case OM_F32: return *(const float *)x->data;
-    case OM_F64: return *(const double *)x->data;
-    case OM_BF16: return om_bf16_to_f32(*(const uint16_t *)x->data);
-    case OM_F16: return om_f16_to_f32(*(const uint16_t *)x->data);
-    default: return NAN;
-    }
-}
-
 GRAD(pow_grad) { /* x = 0 and y = 0 as torch: 0 */
     const om_id x = IN(0), y = IN(1), zero = NUMBER(Y, 0);
-    const double c = constant_of(b->g, y);
-    if (want[0] && c == 0) {
+    double c;
+    const bool known = om_number_of(b->g, y, &c);
+    if (want[0] && known && c == 0) {
         dx[0] = om_b_zeros_like(b->g, x);
-    } else if (want[0] && !isnan(c)) {
+    } else if (want[0] && known) {
         dx[0] = unbroadcast(b, n, 0, BIN(mul, DY, SCALE(c == 2 ? x : BIN(pow, x, NUMBER(Y, c - 1)), c)));
     } else if (want[0]) {
         const om_id d = BIN(mul, DY, BIN(mul, y, BIN(pow, x, BIN(sub, y, NUMBER(Y, 1)))));

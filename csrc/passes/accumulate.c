@@ -85,9 +85,7 @@ static bool adds_into_zeros(const om_facts *f, om_id v) {
     if (!n || !om_used_once(f, v)) return false;
     if (om_is(n, gather_grad)) return n->n_in < 3 || om_ins(g, n)[2] == OM_NONE;
     if (!(om_is(n, scatter_elements) || om_is(n, scatter_nd)) || om_node_int(n, "reduce", 0) != 1) return false;
-    const om_node *z = om_maker(g, om_ins(g, n)[0]);
-    return z ? om_is(z, fill) && om_node_float(z, "value", 1) == 0
-             : om_pass_splat(g, om_ins(g, n)[0], &zero) && zero == 0;
+    return om_number_of(g, om_ins(g, n)[0], &zero) && zero == 0;
 }
 
 static om_status accumulate_emit(om_rewriter *r, om_id id) {

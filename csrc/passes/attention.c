@@ -25,7 +25,6 @@
  * where both have as many heads: the operator does the grouping.
  */
 #include "graph/facts.h"
-#include "graph/half.h"
 #include "graph/sabotage.h"
 #include "passes/masks/masks.h"
 #include "passes/passes.h"
@@ -60,43 +59,9 @@ typedef struct attn_pass {
 
 /* --- what values are ---------------------------------------------------------------------------------------- */
 
-/* v as one number, whatever its shape. */
-static bool scalar_of(const om_graph *g, om_id v, double *x) {
-    for (int depth = 0; depth < 8; depth++) {
-        const om_value *val = om_val(g, v);
-        if (val->role == OM_CONST) {
-            for (int i = 0; i < val->type.rank; i++)
-                if (val->type.dim[i] != 1) return false;
-            switch (val->type.dtype) {
-            case OM_F32: *x = (double)*(const float *)val->data; return true;
-            case OM_F64: *x = *(const double *)val->data; return true;
-            case OM_BF16: *x = (double)om_bf16_to_f32(*(const uint16_t *)val->data); return true;
-            case OM_F16: *x = (double)om_f16_to_f32(*(const uint16_t *)val->data); return true;
-            case OM_I64: *x = (double)*(const int64_t *)val->data; return true;
-            default: return false;
-            }
-        }
-        const om_node *n = om_maker(g, v);
-        if (!n) return false;
-        if (om_is(n, fill)) {
-            double f = om_node_float(n, "value", 0);
-            int t = val->type.dtype;
-            *x = t == OM_F32 ? (double)(float)f : t == OM_BF16 ? (double)om_bf16_to_f32(om_f32_to_bf16((float)f))
-               : t == OM_F16 ? (double)om_f16_to_f32(om_f32_to_f16((float)f)) : f;
-            return om_is_float(t) || t == OM_I64;
-        }
-        bool same = om_is(n, expand) || om_is(n, reshape) || om_is(n, copy) || om_is(n, stop_grad);
-        if (om_is(n, cast)) /* widening keeps the value */
-            same = om_is_float(val->type.dtype) && om_compute_dtype(om_ty(g, om_ins(g, n)[0])->dtype) != OM_F64 &&
-                   (val->type.dtype == OM_F32 || val->type.dtype == OM_F64);
-        if (!same) return false;
-        v = om_ins(g, n)[0];
-    }
-    return false;
-}
-
-static bool same_shape(const om_type *a, const om_type *b) {
-    return a->rank == b->rank && !memcmp(a->dim, b->dim, a->rank * sizeof *a->dim);
+/* All sizes but those of the last two axes. */
+static bool same_lead(const om_type *a, const om_type *b) {
+    return a->rank == b->rank && !memcmp(a->dim, b->dim, (size_t)(a->rank - 2) * sizeof *a->dim);
 }
 
 /* A reshape that leaves the last two axes alone. */
@@ -127,8 +92,7 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
     if (om_is(n, matmul)) {
         if (n->n_in > 2 && in[2] != OM_NONE) return false;
         const om_type *a = om_ty(g, in[0]), *b = om_ty(g, in[1]);
-        if (a->rank < 3 || a->rank != b->rank || memcmp(a->dim, b->dim, (size_t)(a->rank - 2) * sizeof *a->dim))
-            return false;
+        if (a->rank < 3 || !same_lead(a, b)) return false;
         m->q = in[0];
         m->kt = in[1];
         return true;
@@ -137,7 +101,7 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
         return om_is_float(om_ty(g, in[0])->dtype) && match_scores(g, p, in[0], m, depth + 1, scaled, reshaped);
     if (om_is(n, mul) || om_is(n, div)) {
         for (int side = 0; side < (om_is(n, mul) ? 2 : 1); side++)
-            if (scalar_of(g, in[1 - side], &x) && same_shape(om_ty(g, in[side]), t) && isfinite(x) &&
+            if (om_number_of(g, in[1 - side], &x) && om_same_dims(om_ty(g, in[side]), t) && isfinite(x) &&
                 (om_is(n, mul) || x != 0)) {
                 double old = m->scale;
                 m->scale = om_is(n, mul) ? old * x : old / x;
@@ -158,10 +122,8 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
     if (om_is(n, add)) {
         for (int side = 0; side < 2; side++) {
             const om_type *mt = om_ty(g, in[1 - side]);
-            if (!same_shape(om_ty(g, in[side]), t)) continue;
-            if (reshaped && !leading_ones(mt) && !same_shape(mt, t) &&
-                !(mt->rank == t->rank && !memcmp(mt->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
-                continue;
+            if (!om_same_dims(om_ty(g, in[side]), t)) continue;
+            if (reshaped && !leading_ones(mt) && !om_same_dims(mt, t) && !same_lead(mt, t)) continue;
             *step = (attn_step){.kind = STEP_ADD, .mask = in[1 - side]};
             m->n_steps++;
             if (match_scores(g, p, in[side], m, depth + 1, scaled, reshaped)) return true;
@@ -172,12 +134,10 @@ static bool match_scores(const om_graph *g, const attn_pass *p, om_id v, attn_ma
     if (om_is(n, where)) {
         for (int side = 1; side < 3; side++) {
             const om_type *ct = om_ty(g, in[0]);
-            if (!same_shape(om_ty(g, in[side]), t) || !scalar_of(g, in[3 - side], &x) ||
+            if (!om_same_dims(om_ty(g, in[side]), t) || !om_number_of(g, in[3 - side], &x) ||
                 !om_mask_hides(x, t->dtype))
                 continue;
-            if (reshaped && !leading_ones(ct) &&
-                !(ct->rank == t->rank && !memcmp(ct->dim, t->dim, (size_t)(t->rank - 2) * sizeof *t->dim)))
-                continue;
+            if (reshaped && !leading_ones(ct) && !same_lead(ct, t)) continue;
             *step = (attn_step){
                 .kind = STEP_FILL, .mask = in[0], .hide_when = side == 2, .value = x, .dtype = t->dtype};
             m->n_steps++;
@@ -194,8 +154,7 @@ static bool match(const om_graph *g, const attn_pass *p, const om_node *mm, attn
     om_id v = om_ins(g, mm)[0];
     m->v = om_ins(g, mm)[1];
     const om_type *pt = om_ty(g, v), *vt = om_ty(g, m->v);
-    if (pt->rank < 3 || pt->rank != vt->rank || memcmp(pt->dim, vt->dim, (size_t)(pt->rank - 2) * sizeof *pt->dim))
-        return false;
+    if (pt->rank < 3 || !same_lead(pt, vt)) return false;
     const om_node *n;
     for (;;) { /* what stands between softmax and the matmul */
         if (!(n = om_maker(g, v)) || !om_used_once_live(p->facts, v)) return false;
@@ -370,8 +329,8 @@ static om_status make_attention(om_rewriter *r, const om_node *mm, const attn_ma
     int n_lead = st->rank - 2;
     om_dim lead[OM_RANK];
     for (int i = 0; i < n_lead; i++) lead[i] = om_dim_copy(g, from, st->dim[i]);
-    bool same = qt->rank == st->rank && !memcmp(qt->dim, st->dim, (size_t)n_lead * sizeof *lead);
-    bool same_v = yt.rank == st->rank && !memcmp(yt.dim, st->dim, (size_t)n_lead * sizeof *lead);
+    bool same = same_lead(qt, st);
+    bool same_v = same_lead(&yt, st);
     for (int i = 0; i < yt.rank; i++) yt.dim[i] = om_dim_copy(g, from, yt.dim[i]);
 
     om_id k_old = untransposed(from, m->kt), q = r->map[m->q], v = r->map[m->v], k;

@@ -6,6 +6,7 @@
  * dead.
  */
 #include "graph/device.h"
+#include "graph/exec.h"
 #include "graph/sabotage.h"
 #include "passes/fold.h"
 #include "passes/passes.h"
@@ -39,19 +40,6 @@ static bool fold_attrs(const om_graph *g, const om_node *n) { /* no size of the 
     return true;
 }
 
-/* Kernels read integers, not expressions: negative constants are expressions in the graph. */
-static om_attr *fold_concrete(om_arena *a, const om_graph *g, const om_node *n) {
-    om_attr *to = om_arena_copy(a, n->attr, n->n_attr * sizeof *to);
-    for (int i = 0; to && i < n->n_attr; i++) {
-        if (to[i].kind != OM_ATTR_DIMS) continue;
-        om_dim *d = om_arena_alloc(a, ((size_t)to[i].n + 1) * sizeof *d);
-        if (!d) return NULL;
-        for (uint32_t k = 0; k < to[i].n; k++) om_dim_const(g, n->attr[i].dims[k], &d[k]);
-        to[i].dims = d;
-    }
-    return to;
-}
-
 om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, om_id *result, bool *done) {
     om_ctx *cx = g->cx;
     const om_node n = *node; /* making constants does not move nodes, but be sure */
@@ -70,8 +58,8 @@ om_status om_fold_node(om_graph *g, const om_node *node, const om_id *operand, o
     if (bytes > FOLD_MAX_BYTES || !fold_attrs(g, &n)) return OM_OK;
 
     om_arena tmp = {.cx = cx};
-    const om_attr *attr = fold_concrete(&tmp, g, &n);
-    om_status s = attr ? OM_OK : cx->status;
+    const om_attr *attr = NULL;
+    om_status s = om_attrs_concrete(&tmp, g, &n, NULL, &attr); /* negative integers are expressions, too */
     for (int i = 0; i < n.n_out && s == OM_OK; i++) {
         out[i].data = om_arena_alloc(&tmp, (size_t)om_numel(&out[i]) * om_dtype_size(out[i].dtype) + 64);
         if (!out[i].data) s = cx->status;

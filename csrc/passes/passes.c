@@ -86,22 +86,6 @@ bool om_pass_same_type(const om_type *a, const om_type *b) {
     return true;
 }
 
-bool om_pass_splat(const om_graph *g, om_id v, double *x) {
-    const om_value *c = om_val(g, v);
-    int64_t n = 1;
-    if (c->role != OM_CONST) return false;
-    for (int i = 0; i < c->type.rank; i++) n *= c->type.dim[i];
-    size_t size = om_dtype_size(c->type.dtype);
-    if (n == 0 || size == 0) return false;
-    for (int64_t i = 1; i < n; i++) {
-        const bool differs = memcmp(c->data, (const char *)c->data + (size_t)i * size, size) != 0;
-        if (differs && !om_sabotage("splat")) return false;
-    }
-    om_tensor from = {.data = (void *)c->data, .dtype = c->type.dtype, .device = -1},
-              to = {.data = x, .dtype = OM_F64, .device = -1};
-    return om_copy(g->cx, &from, &to) == OM_OK;
-}
-
 int om_pass_cast_below(const om_facts *f, om_id v, const om_node **view, om_id *x, const char *sabotage) {
     for (int n = 0;; n++) {
         const om_node *m = om_maker(f->g, v);

@@ -24,9 +24,6 @@ om_status om_pass_apply(om_ctx *cx, const om_pass *pass, const om_graph *in, om_
 /* Where ORTMODULE_DUMP_PASSES asks for it: the graphs as files, if they differ (dump.c). before NULL: there is none. */
 om_status om_passes_dump(om_ctx *cx, const char *name, const om_graph *before, const om_graph *after);
 
-/* The constant a value is, if all its elements are equal: true and the element as double (exact for every float and for
- * small integers). */
-bool om_pass_splat(const om_graph *g, om_id v, double *x);
 /* The views from v down to a cast of a half to f32, first below v: how many, at most OM_PASS_VIEWS; -1: it is
  * otherwise, or somebody else reads what lies between. *x: what is cast. sabotage: the point that lets others read it.
  */

@@ -18,7 +18,6 @@
  * And a convolution that is a product becomes one (window_is_image).
  */
 #include "graph/facts.h"
-#include "graph/half.h"
 #include "passes/passes.h"
 
 #include <ctype.h>
@@ -56,11 +55,11 @@ static bool same(const matcher *m, om_id a, om_id b) { return a == b || narrow(m
  * fewer digits (0.79788456), or computed (sqrt(2 / pi)). */
 static bool number(const matcher *m, om_id v, double want) {
     double x;
-    if (!om_pass_splat(m->g, v, &x)) return false;
+    if (!om_number_of(m->g, v, &x)) return false;
     if (want * 2 == floor(want * 2)) return x == want;
     switch (om_ty(m->g, v)->dtype) {
-    case OM_BF16: return x == (double)om_bf16_to_f32(om_f32_to_bf16((float)want));
-    case OM_F16: return x == (double)om_f16_to_f32(om_f32_to_f16((float)want));
+    case OM_BF16:
+    case OM_F16: return x == om_round_to(om_ty(m->g, v)->dtype, want);
     case OM_F32: return fabs(x - want) <= (double)FLT_EPSILON * fabs(want);
     default: return fabs(x - want) <= 2 * DBL_EPSILON * fabs(want);
     }
@@ -84,7 +83,7 @@ static bool is_mean(const matcher *m, const om_node *n) {
 /* Is v what stands under `name`? The first time, it is from now on. */
 static bool bind(matcher *m, char name, om_id v) {
     matched *f = &m->found;
-    if (name == 'e') return f->has_e = om_pass_splat(m->g, v, &f->e);
+    if (name == 'e') return f->has_e = om_number_of(m->g, v, &f->e);
     if (name == 'x') {
         if (f->x == OM_NONE) f->x = v;
         return same(m, f->x, v);

@@ -87,12 +87,6 @@ static bool term_over(const om_graph *g, rotary_term *t, om_id x) {
     return true;
 }
 
-static bool same_sizes(const om_type *a, const om_type *b) {
-    om_type c = *b;
-    c.dtype = a->dtype;
-    return om_pass_same_type(a, &c);
-}
-
 static bool rotary_match(const om_graph *g, const om_node *n, rotary_sum *s) {
     if (!om_is(n, add)) return false;
     for (int k = 0; k < 8; k++) { /* which operand is turned; which operands of the products are tables */
@@ -112,8 +106,8 @@ static bool rotary_match(const om_graph *g, const om_node *n, rotary_sum *s) {
         }
         om_dim size;
         const om_type *x = om_ty(g, s->x);
-        if (term_over(g, &s->plain, s->x) && same_sizes(om_ty(g, n->out), x) && om_bounded_axis(g, x, &size) < 0 &&
-            !same_sizes(om_ty(g, s->turned.table), x)) /* a table as large as x is as dear to turn */
+        if (term_over(g, &s->plain, s->x) && om_same_dims(om_ty(g, n->out), x) && om_bounded_axis(g, x, &size) < 0 &&
+            !om_same_dims(om_ty(g, s->turned.table), x)) /* a table as large as x is as dear to turn */
             return true;
     }
     return false;

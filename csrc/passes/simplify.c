@@ -23,7 +23,7 @@ static bool simplify_dim(om_graph *g, const om_node *n, const char *name, om_dim
 }
 static bool simplify_is(const om_graph *g, om_id v, double want, bool minus_zero) {
     double x;
-    return om_pass_splat(g, v, &x) && x == want &&
+    return om_number_of(g, v, &x) && x == want &&
            (want != 0 || !om_is_float(om_ty(g, v)->dtype) || !!__builtin_signbit(x) == minus_zero);
 }
 
@@ -150,7 +150,7 @@ static om_id simplify_rule(om_graph *g, const om_node *n, bool done) {
     if (om_is(n, sub)) return simplify_is(g, y, 0, false) ? x : OM_NONE;
     if (om_is(n, where)) {
         double c; /* the branch never taken must not be one that would have received a gradient of zeros */
-        if (!om_pass_splat(g, x, &c)) return OM_NONE;
+        if (!om_number_of(g, x, &c)) return OM_NONE;
         om_id other = om_ins(g, n)[c != 0 ? 2 : 1];
         return om_val(g, other)->role == OM_CONST || !om_is_float(om_ty(g, other)->dtype) ? om_ins(g, n)[c != 0 ? 1 : 2]
                                                                                           : OM_NONE;

@@ -100,17 +100,6 @@ bool om_unseen_apart(const om_graph *g, om_id v, const om_type *y, const om_unse
 
 /* --- keys that a mask hides ------------------------------------------------------------------------------------ */
 
-static bool number_of(const om_graph *g, om_id v, double *x) { /* v is that number everywhere */
-    for (const om_node *n = om_maker(g, v); n; v = om_ins(g, n)[0], n = om_maker(g, v)) {
-        if (om_is(n, fill) && om_is_float(om_ty(g, v)->dtype)) {
-            const om_attr *a = om_attr_get(n->attr, n->n_attr, "value");
-            return a && a->kind == OM_ATTR_FLOAT && (*x = a->f, true);
-        }
-        if (!om_is(n, expand) && !om_is(n, reshape)) return false;
-    }
-    return om_pass_splat(g, v, x);
-}
-
 /* Is v (batch, 1, 1, time)? */
 static bool over_keys(const om_graph *g, om_id v, om_dim batch, om_dim time) {
     const om_type *t = om_ty(g, v);
@@ -138,8 +127,8 @@ static bool keys_of(const om_graph *g, om_id v, bool hides, om_dim batch, om_dim
             if (keys_of(g, in[1], hides, batch, time, r)) return true;
             v = in[0];
         } else if (om_is(n, where) && om_is_float(om_ty(g, v)->dtype)) {
-            const bool first = number_of(g, in[1], &x) && x <= MX_HIDE;
-            if (!first && !(number_of(g, in[2], &x) && x <= MX_HIDE)) return false;
+            const bool first = om_number_of(g, in[1], &x) && x <= MX_HIDE;
+            if (!first && !(om_number_of(g, in[2], &x) && x <= MX_HIDE)) return false;
             v = in[0], hides = first;
         } else if (om_is(n, cast) && om_is_float(om_ty(g, v)->dtype) && om_is_float(om_ty(g, in[0])->dtype)) {
             v = in[0];

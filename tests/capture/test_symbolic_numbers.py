@@ -145,3 +145,39 @@ def test_relations_between_sizes_as_results(first: tuple[int, int]) -> None:
 
 def test_a_relation_that_depends_on_data_as_a_result() -> None:
     run(Of(lambda m, x: (x.sin() * m.w[0], x.sum().item() > 0)), [(2, 4), (2, 5), (3, 6), (2, 4)])
+
+
+class Scores(nn.Module):
+    """Attention as it is written by hand, whose scores a number of the sizes changes."""
+
+    def __init__(self, rule: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.rule = nn.Linear(8, 24), rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layer(x).chunk(3, -1)
+        return torch.softmax(self.rule(q @ k.transpose(-1, -2), x.shape[1]), -1) @ v
+
+
+SCORES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "times": lambda s, n: s * n,
+    "divided": lambda s, n: s / n,
+    "times a full tensor": lambda s, n: s * torch.full((1, 1), n, dtype=s.dtype),
+    "times a number in a tensor": lambda s, n: s * torch.tensor(n),
+    "plus": lambda s, n: s - n,
+    "filled": lambda s, n: s.masked_fill(torch.ones(n, n).triu(1).bool(), -1.0 * n),
+    "chosen": lambda s, n: torch.where(torch.ones(n, n).tril().bool(), s, torch.full((), -n, dtype=s.dtype)),
+    "hidden by it": lambda s, n: s.masked_fill(torch.ones(n, n).triu(1).bool(), -1e9 * n),
+}
+
+
+@pytest.mark.parametrize("rule", SCORES)
+def test_attention_takes_no_size_for_a_number(rule: str) -> None:
+    torch.manual_seed(0)
+    net = Scores(SCORES[rule]).double()
+    model = ORTModule(net)
+    for rows in (5, 7, 9, 6):
+        x = torch.randn(2, rows, 8, dtype=torch.double)
+        got = torch.autograd.grad((y := model(x)).square().sum(), list(model.parameters()))
+        want = torch.autograd.grad((z := net(x)).square().sum(), list(net.parameters()))
+        torch.testing.assert_close((y, *got), (z, *want))

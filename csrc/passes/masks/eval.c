@@ -439,20 +439,21 @@ static mx_id eval_cast(mx *m, mx_id x, int from, int to) {
         return LEAF;
     }
     switch (a.kind) { /* to float */
-    case MX_FLT: return mx_flt(m, mx_round(to, a.f));
+    case MX_FLT: return mx_flt(m, om_round_to(to, a.f));
     case MX_FSEL: {
         mx_id p = eval_cast(m, (mx_id)a.w[1], from, to), q = eval_cast(m, (mx_id)a.w[2], from, to);
         return p == LEAF || q == LEAF ? LEAF : mx_fsel(m, (mx_id)a.w[0], p, q);
     }
     case MX_LIN: {
-        if (mx_int_const(m, x, &d)) return om_dim_const(m->g, d, &v) ? mx_flt(m, mx_round(to, (double)v)) : LEAF;
+        if (mx_int_const(m, x, &d)) return om_dim_const(m->g, d, &v) ? mx_flt(m, om_round_to(to, (double)v)) : LEAF;
         mx_lin l;
         mx_lin_get(m, x, &l);
         int64_t c, k;
         if (l.n != 1 || !om_dim_const(m->g, l.c, &c) || !om_dim_const(m->g, l.coef[0], &k)) return LEAF;
         mx_node p = *mx_at(m, l.atom[0]);
         if (p.kind != MX_B2I) return LEAF;
-        return mx_fsel(m, (mx_id)p.w[0], mx_flt(m, mx_round(to, (double)(c + k))), mx_flt(m, mx_round(to, (double)c)));
+        return mx_fsel(m, (mx_id)p.w[0], mx_flt(m, om_round_to(to, (double)(c + k))),
+                       mx_flt(m, om_round_to(to, (double)c)));
     }
     case MX_B2I: return mx_fsel(m, (mx_id)a.w[0], mx_flt(m, 1), mx_flt(m, 0));
     default:
@@ -484,10 +485,10 @@ static mx_id eval_float(mx *m, fop op, mx_id x, mx_id y, int dtype, int depth) {
     mx_node a = *mx_at(m, x), b = *mx_at(m, y);
     if (a.kind == MX_FLT && b.kind == MX_FLT) {
         switch (op) {
-        case F_ADD: return mx_flt(m, mx_round(dtype, a.f + b.f));
-        case F_SUB: return mx_flt(m, mx_round(dtype, a.f - b.f));
-        case F_MUL: return mx_flt(m, mx_round(dtype, a.f * b.f));
-        case F_DIV: return mx_flt(m, mx_round(dtype, a.f / b.f));
+        case F_ADD: return mx_flt(m, om_round_to(dtype, a.f + b.f));
+        case F_SUB: return mx_flt(m, om_round_to(dtype, a.f - b.f));
+        case F_MUL: return mx_flt(m, om_round_to(dtype, a.f * b.f));
+        case F_DIV: return mx_flt(m, om_round_to(dtype, a.f / b.f));
         case F_MAX: return mx_flt(m, a.f > b.f || isnan(a.f) ? a.f : b.f);
         case F_MIN: return mx_flt(m, a.f < b.f || isnan(a.f) ? a.f : b.f);
         default: {
@@ -648,7 +649,7 @@ static mx_id eval_node(mx_reader *rd, const om_node *n, const mx_id *idx) {
     if (om_is(n, fill)) {
         const om_attr *a = om_attr_get(n->attr, n->n_attr, "value");
         if (a && a->kind == OM_ATTR_DIMS) return calculates(out->dtype) ? mx_int(m, node_dim(rd, n, "value", 0)) : LEAF;
-        return literal(m, out->dtype, mx_round(out->dtype, om_node_float(n, "value", 0)));
+        return literal(m, out->dtype, om_round_to(out->dtype, om_node_float(n, "value", 0)));
     }
     if (om_is(n, trilu)) { /* keep j - i >= k, or j - i <= k */
         mx_id d = mx_sub(m, mx_sub(m, idx[out->rank - 1], idx[out->rank - 2]), mx_int(m, node_dim(rd, n, "k", 0)));

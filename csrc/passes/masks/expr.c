@@ -12,8 +12,6 @@
  */
 #include "passes/masks/expr.h"
 
-#include "graph/half.h"
-
 #include <math.h>
 #include <stdio.h>
 
@@ -547,15 +545,6 @@ mx_id mx_eq0(mx *m, mx_id e) {
 
 /* --- floats ------------------------------------------------------------------------------------------ */
 
-double mx_round(int dtype, double x) {
-    switch (dtype) {
-    case OM_F32: return (double)(float)x;
-    case OM_BF16: return (double)om_bf16_to_f32(om_f32_to_bf16((float)x));
-    case OM_F16: return (double)om_f16_to_f32(om_f32_to_f16((float)x));
-    default: return x;
-    }
-}
-
 mx_id mx_flt(mx *m, double x) { return mx_put(m, MX_FLT, MX_FLOAT, x == 0 ? 0.0 : x, NULL, 0); /* -0 adds like 0 */ }
 
 mx_id mx_fsel(mx *m, mx_id c, mx_id x, mx_id y) {
@@ -581,7 +570,7 @@ mx_id mx_fsel(mx *m, mx_id c, mx_id x, mx_id y) {
 mx_id mx_fadd(mx *m, mx_id x, mx_id y, int dtype) {
     if (x == MX_NONE || y == MX_NONE) return MX_NONE;
     mx_node a = *mx_at(m, x), b = *mx_at(m, y);
-    if (a.kind == MX_FLT && b.kind == MX_FLT) return mx_flt(m, mx_round(dtype, a.f + b.f));
+    if (a.kind == MX_FLT && b.kind == MX_FLT) return mx_flt(m, om_round_to(dtype, a.f + b.f));
     if (a.kind == MX_FLT && a.f == 0) return y;
     if (b.kind == MX_FLT && b.f == 0) return x;
     if (a.kind == MX_FLT && b.kind == MX_FSEL)

@@ -107,7 +107,6 @@ mx_id mx_bsel(mx *m, mx_id c, mx_id p, mx_id q); /* c ? p : q */
 mx_id mx_flt(mx *m, double x);
 mx_id mx_fsel(mx *m, mx_id c, mx_id x, mx_id y);
 mx_id mx_fadd(mx *m, mx_id x, mx_id y, int dtype);
-double mx_round(int dtype, double x); /* as a value of that float dtype */
 
 /* e with variable `var` replaced by the int expression `by`. */
 mx_id mx_subst(mx *m, mx_id e, int var, mx_id by);

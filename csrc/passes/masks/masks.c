@@ -25,6 +25,7 @@
  * attribute's answer is the one bool masks give, and is preferred.
  */
 #include "passes/masks/masks.h"
+#include "graph/facts.h"
 #include "graph/sabotage.h"
 #include "passes/masks/eval.h"
 #include "passes/passes.h"
@@ -334,7 +335,8 @@ static bool masks_moderate_value(const om_graph *g, om_id v, int depth) {
         n->op->kind == OM_K_CONV)
         return true;
     if (n->op->kind == OM_K_HOST || depth > 24) return false;
-    if (om_is(n, fill)) return fabs(om_node_float(n, "value", 0)) < 1e4;
+    double f;
+    if (om_is(n, fill)) return om_number_of(g, v, &f) && fabs(f) < 1e4;
     for (int i = 0; i < n->n_in; i++)
         if (om_ins(g, n)[i] != OM_NONE && !masks_moderate_value(g, om_ins(g, n)[i], depth + 1)) return false;
     return true;
