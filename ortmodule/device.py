@@ -17,6 +17,7 @@ from . import torch_private as private
 from .artifacts import OptimType
 from .capture import Captured, capture
 from .capture.export import capture_error
+from .capture.skeleton import skeleton
 from .errors import CaptureError
 from .quiet import quiet
 from .state import State, shadow_of, tensor_of, unwrapped
@@ -66,8 +67,24 @@ def _refuse_hooks(module: nn.Module) -> None:
                                "Python: remove it")  # fmt: skip
 
 
+def _apart(call: Any) -> Any:
+    """The same call where no tensor comes twice: two arguments that are one example are two inputs of a device."""
+    seen: set[int] = set()
+    leaves: list[Tensor] = []
+
+    def slot(x: Any) -> int | None:
+        if not isinstance(x, Tensor):
+            return None
+        leaves.append(x.detach().clone().requires_grad_(x.requires_grad) if id(x) in seen else x)
+        seen.add(id(x))
+        return len(leaves) - 1
+
+    return skeleton(call, slot, share=False)(leaves)
+
+
 def _graph(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Captured:
     """The captured forward; refuses by name what a device cannot do."""
+    args, kwargs = _apart((args, kwargs))
     kind = "training" if training else "evaluation"
     shadow = shadow_of(state.body)
     with _modes(state.module, training), torch.set_grad_enabled(training):

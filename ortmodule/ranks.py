@@ -41,7 +41,7 @@ _LATE_S = 15.0  # between the time-outs of ranks that wait for the same one; at 
 _FAILED = re.compile(r"gloo/|ProcessGroup\w+|Connection (closed|reset) by peer|Timed out waiting \d+ ?ms|NCCL"
                      r"|Application timeout caused pair closure")
 _LATE = re.compile(r"[Tt]imed? ?out|[Tt]imeout")
-_SAID = "\northmodule: "
+_SAID = "\nortmodule: "
 
 
 class _Group:

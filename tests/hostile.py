@@ -43,6 +43,19 @@ def doubled(n: int) -> bytes:
     return model([*nodes, H.make_node("ConstantOfShape", [f"a{n}"], ["y"])], [info("x", ["s"])], [info("y", None)])
 
 
+def window(op: str, shapes: list[list[int]], **attributes: object) -> bytes:
+    """A convolution, or windows as columns."""
+    names = ["x", "w"][: len(shapes)]
+    node = H.make_node(op, names, ["y"], domain="" if op == "Conv" else "ortmodule", **attributes)
+    return model([node], [info(n, s) for n, s in zip(names, shapes, strict=True)], [info("y", None)])
+
+
+def from_columns(rows: int, columns: int, size: list[int], block: list[int], **attributes: object) -> bytes:
+    inits = [H.make_tensor(n, T.INT64, [len(v)], v) for n, v in (("size", size), ("block", block))]
+    return model([H.make_node("Col2Im", ["x", "size", "block"], ["y"], **attributes)], [info("x", [1, rows, columns])], [info("y", None)], inits)
+
+
+MOST = 2**63 - 1
 SMALL: dict[str, tuple[bytes, str]] = {  # what the message says; "" = it is read
     "INT64_MIN // -1": (relu_of(f"{MIN}//(0 - 1)"), "in the size of a result"),
     "INT64_MIN % -1": (relu_of(f"{MIN}%(0 - 1)"), ""),
@@ -52,6 +65,10 @@ SMALL: dict[str, tuple[bytes, str]] = {  # what the message says; "" = it is rea
     "a number of 70 bits": (relu_of("1000000000000000000000"), ""),  # like any text that is no expression: a name
     "shared sizes": (shared(40), "size expression of more than 1024 terms"),
     "doubled sizes": (doubled(70), "as shape of fill"),
+    "pads of 2^63 - 1": (from_columns(4, 9, [4, 4], [2, 2], pads=[MOST] * 4), "each less than 2^31"),
+    "a dilation of 2^63 - 1": (window("Im2Col", [[1, 1, 4, 4]], kernel_shape=[2, 2], dilations=[MOST, 1]), "each less than 2^31"),
+    "a window of 2^64": (from_columns(0, 1, [2**30, 2**30, 2**4], [2**30, 2**30, 2**4]), "a window has and spans 1 to 2^31 - 1 elements"),
+    "a dilated window of 2^61": (from_columns(1, 1, [4], [2**30], dilations=[2**31 - 1]), "a window has and spans 1 to 2^31 - 1 elements"),
     "a long name": (relu_of("é" * 200), "the name of a size"),
     "deep": (relu_of("(" * 300 + "s" + ")" * 300), "the name of a size"),
     "many in one": (relu_of("*".join(f"({' + '.join(f's{i}{j}' for j in range(9))})" for i in range(9))), "is not a dimension of any"),

@@ -63,12 +63,6 @@ typedef union conv_room {
     char bytes[sizeof(conv_plan) + CONV_PRODUCTS * sizeof(conv_product)];
 } conv_room;
 
-static int64_t conv_take(int64_t *total, int64_t bytes) {
-    int64_t at = *total;
-    *total += (bytes + 63) & ~(int64_t)63;
-    return at;
-}
-
 static int64_t conv_row_step(const conv_plan *p, int64_t images) {
     return p->side_by_side ? images * p->g.pixels : p->row_step;
 }
@@ -135,7 +129,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     }
     p->direct = g->cg * g->og <= CONV_DIRECT;
     p->pointwise = !p->direct && plain && (p->dtype == OM_BF16 || g->pixels >= CONV_FEW || g->n == 1);
-    const int64_t depth = g->cg * g->taps, image = depth * g->pixels * p->size;
+    const int64_t depth = g->cg * g->taps, image = om_size_mul(om_size_mul(depth, g->pixels), p->size);
     p->narrow = p->pointwise && g->groups == 1 && p->dtype == OM_BF16 && om_isa_bf16();
     if (p->narrow) p->wide_dtype = p->dtype, p->size = 2;
     p->side_by_side = !p->direct && !p->pointwise && g->pixels < CONV_WIDE && g->n > 1;
@@ -146,34 +140,36 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
 
     p->host.asked = om_conv_host(cx, g, p->dtype, p->pointwise, grad);
     if (p->host.asked) om_conv_host_layout(a, g, grad, &p->host);
+    for (int i = 0; i < 3 && !p->host.asked; i++)
+        if (g->out[i] == 1) g->stride[i] = 1; /* no second window: what is laid out by phases need not know of it */
     const bool widen = p->dtype != p->wide_dtype;
     if (widen) { /* f32 copies of everything */
-        p->x_at = conv_take(&p->total, om_numel(x) * p->size);
-        p->w_at = conv_take(&p->total, om_numel(w) * p->size);
-        p->y_at = conv_take(&p->total, om_numel(y) * p->size);
-        p->bias_at = conv_take(&p->total, p->bias ? g->o * p->size : 0);
-        p->dx_at = conv_take(&p->total, grad ? om_numel(&a->out[0]) * p->size : 0);
-        p->dw_at = conv_take(&p->total, grad ? om_numel(&a->out[1]) * p->size : 0);
-        p->db_at = conv_take(&p->total, grad ? om_numel(&a->out[2]) * p->size : 0);
+        p->x_at = om_scratch_take(&p->total, om_numel(x) * p->size);
+        p->w_at = om_scratch_take(&p->total, om_numel(w) * p->size);
+        p->y_at = om_scratch_take(&p->total, om_numel(y) * p->size);
+        p->bias_at = om_scratch_take(&p->total, p->bias ? g->o * p->size : 0);
+        p->dx_at = om_scratch_take(&p->total, grad ? om_numel(&a->out[0]) * p->size : 0);
+        p->dw_at = om_scratch_take(&p->total, grad ? om_numel(&a->out[1]) * p->size : 0);
+        p->db_at = om_scratch_take(&p->total, grad ? om_numel(&a->out[2]) * p->size : 0);
     }
     if (p->narrow && p->host.want[2]) { /* for the bias's gradient */
-        p->y_at = conv_take(&p->total, om_numel(y) * (int64_t)sizeof(float));
-        p->db_at = conv_take(&p->total, g->o * (int64_t)sizeof(float));
+        p->y_at = om_scratch_take(&p->total, om_numel(y) * (int64_t)sizeof(float));
+        p->db_at = om_scratch_take(&p->total, g->o * (int64_t)sizeof(float));
     }
     if (p->narrow && p->host.want[1] && g->n > 1) {
-        p->side_at = conv_take(&p->total, om_numel(y) * p->size);
-        p->x_at = conv_take(&p->total, om_numel(x) * p->size);
+        p->side_at = om_scratch_take(&p->total, om_numel(y) * p->size);
+        p->x_at = om_scratch_take(&p->total, om_numel(x) * p->size);
     }
     if (p->direct && !grad) om_conv_direct_prepare(cx, g, OM_CONV_Y, p->size, &p->direct_y);
     if (p->direct && p->host.want[0]) om_conv_direct_prepare(cx, g, OM_CONV_DX, p->size, &p->direct_dx);
     if (p->direct && p->host.want[1]) om_conv_direct_prepare(cx, g, OM_CONV_DW, p->size, &p->direct_dw);
     if (p->direct) {
         const int64_t dx = p->direct_dx.scratch, dw = p->direct_dw.scratch;
-        p->gemm_at = conv_take(&p->total, grad ? dx > dw ? dx : dw : p->direct_y.scratch);
+        p->gemm_at = om_scratch_take(&p->total, grad ? dx > dw ? dx : dw : p->direct_y.scratch);
         return OM_OK;
     }
-    p->col_at = conv_take(&p->total, p->pointwise ? 0 : p->chunk * depth * g->pixels * p->size);
-    if (p->side_by_side) p->side_at = conv_take(&p->total, p->chunk * g->og * g->pixels * p->size);
+    p->col_at = om_scratch_take(&p->total, p->pointwise ? 0 : om_size_mul(p->chunk, image));
+    if (p->side_by_side) p->side_at = om_scratch_take(&p->total, om_size_mul(p->chunk, g->og * g->pixels * p->size));
     const int64_t chunks[] = {p->chunk, p->chunk > 0 ? g->n % p->chunk : 0};
     for (int i = 0; i < 2 && chunks[i]; i++)
         for (int which = grad ? OM_CONV_DW : OM_CONV_Y; which <= (grad ? OM_CONV_DX : OM_CONV_Y); which++)
@@ -181,7 +177,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     int64_t most = 0;
     for (int i = 0; i < p->n_product; i++)
         if (p->product[i].how.scratch > most) most = p->product[i].how.scratch;
-    p->gemm_at = conv_take(&p->total, most);
+    p->gemm_at = om_scratch_take(&p->total, most);
     return OM_OK;
 }
 
@@ -536,8 +532,8 @@ static void patches_layout(const om_args *a, patches_plan *p) {
     }
     p->image_step = g->c * g->taps * g->pixels;
     if (!p->widen) return;
-    p->in_at = conv_take(&p->total, om_numel(&a->in[0]) * (int64_t)om_dtype_size(p->wide_dtype));
-    p->out_at = conv_take(&p->total, om_numel(&a->out[0]) * (int64_t)om_dtype_size(p->wide_dtype));
+    p->in_at = om_scratch_take(&p->total, om_numel(&a->in[0]) * (int64_t)om_dtype_size(p->wide_dtype));
+    p->out_at = om_scratch_take(&p->total, om_numel(&a->out[0]) * (int64_t)om_dtype_size(p->wide_dtype));
 }
 
 int64_t om_cpu_scratch_patches(om_ctx *cx, const om_args *a) {

@@ -17,16 +17,18 @@ void om_conv_direct_prepare(om_ctx *cx, const om_conv_geo *g, int what, int64_t 
     *d = (om_conv_direct){.what = what, .size = size, .phases = 1, .plane = 1};
     for (int i = 0; i < 3; i++) {
         d->wide[i] = g->out[i] + g->dil[i] * (g->k[i] - 1) / g->stride[i];
-        d->phases *= g->stride[i];
-        d->plane *= d->wide[i];
+        d->phases = om_size_mul(d->phases, g->stride[i]);
+        d->plane = om_size_mul(d->plane, d->wide[i]);
     }
+    const int64_t one = om_size_mul(d->phases, d->plane);
+    d->scratch = OM_SIZE_MOST;
+    if (om_size_mul(one, size) > OM_ADDRESSES) return; /* the planner refuses it */
     d->flat = g->pixels ? ((g->out[0] - 1) * d->wide[1] + g->out[1] - 1) * d->wide[2] + g->out[2] : 0;
-    const int64_t one = d->phases * d->plane;
-    int64_t n = 0; /* elements: what is laid out, then what is computed */
-    if (what == OM_CONV_DX) d->source = 2 * d->plane, n = g->og * d->source + TAPS_SLACK + one;
-    else d->source = one, n = (what == OM_CONV_Y ? g->cg * one : one) + TAPS_SLACK + d->flat;
+    int64_t n = TAPS_SLACK; /* elements: what is laid out, then what is computed */
+    if (what == OM_CONV_DX) d->source = 2 * d->plane, n += om_size_mul(g->og, d->source) + one;
+    else d->source = one, n += om_size_mul(what == OM_CONV_Y ? g->cg : 1, one) + d->flat;
     d->tasks = what == OM_CONV_Y ? g->n * g->o : what == OM_CONV_DX ? g->n * g->c : g->o * g->cg;
-    const int64_t bytes = (n + TAPS_SLACK) * size + 64;
+    const int64_t bytes = om_size_mul(n + TAPS_SLACK, size) + 64;
     d->lanes_at = (bytes + 63) & ~(int64_t)63;
     d->offsets_at = d->lanes_at + (what == OM_CONV_DW ? g->taps * TAPS_LANES * (int64_t)sizeof(double) : 0);
     const int64_t taps = g->taps * (what == OM_CONV_Y ? g->cg : what == OM_CONV_DX ? g->og : 1);
@@ -37,7 +39,7 @@ void om_conv_direct_prepare(om_ctx *cx, const om_conv_geo *g, int what, int64_t 
     if (d->workers > d->tasks) d->workers = (int)d->tasks;
     if ((double)d->tasks * (double)d->flat * (double)taps < 1e5) d->workers = 1;
     if (d->workers < 1) d->workers = 1;
-    d->scratch = d->workers * d->work;
+    d->scratch = om_size_mul(d->workers, d->work);
 }
 
 typedef struct direct_run {

@@ -37,7 +37,8 @@ static void ctc_layout(const om_args *a, ctc_plan *p) {
     p->tasks = p->rows < CTC_TASKS ? p->rows : CTC_TASKS;
     p->columns = 2 * p->bound + 1;
     /* forward: two lines of alpha; backward: all of alpha, two lines of beta, the classes of one time */
-    p->task_size = (first ? (p->time + 2) * p->columns + p->classes : 2 * p->columns) * (int64_t)sizeof(double);
+    p->task_size = om_size_mul(first ? om_size_mul(p->time + 2, p->columns) + p->classes : 2 * p->columns,
+                               (int64_t)sizeof(double));
     p->list_size = (p->listed + p->rows) * (int64_t)sizeof(int64_t);
 }
 
@@ -45,7 +46,7 @@ int64_t om_cpu_scratch_ctc(om_ctx *cx, const om_args *a) {
     ctc_plan p;
     (void)cx;
     ctc_layout(a, &p);
-    return p.list_size + p.tasks * p.task_size;
+    return om_size_add(p.list_size, om_size_mul(p.tasks, p.task_size));
 }
 
 om_status om_cpu_prepare_ctc(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {

@@ -24,9 +24,7 @@ typedef struct recurrent_plan {
 } recurrent_plan;
 
 static int64_t recurrent_take(recurrent_plan *p, int64_t elements) {
-    const int64_t at = p->total;
-    p->total += (elements * p->elem + 63) & ~(int64_t)63;
-    return at;
+    return om_scratch_take(&p->total, om_size_mul(elements, p->elem));
 }
 
 static om_status recurrent_layout(om_ctx *cx, const om_args *a, bool grad, recurrent_plan *p) {
@@ -100,11 +98,11 @@ static char *recurrent_wide(const recurrent_plan *p, const void *from, int64_t n
 }
 static void recurrent_copy_in(const recurrent_plan *p, const void *from, int64_t n, char *to) {
     if (p->widen) OM_PICK(om_strip)->load[p->dtype](from, 1, n, to);
-    else memcpy(to, from, (size_t)(n * p->elem));
+    else if (n) memcpy(to, from, (size_t)(n * p->elem));
 }
 static void recurrent_copy_out(const recurrent_plan *p, const char *from, int64_t n, void *to) {
     if (p->widen) OM_PICK(om_strip)->store[p->dtype](from, n, to, 1);
-    else if (from != to) memcpy(to, from, (size_t)(n * p->elem));
+    else if (n && from != to) memcpy(to, from, (size_t)(n * p->elem));
 }
 
 /* Adds n elements of the operands' type to as many of the compute type. */
@@ -206,9 +204,9 @@ om_status om_cpu_run_recurrent_grad(om_ctx *cx, const om_args *a) {
     g.b = a->in[2].data;
     g.c = dh, g.scratch = scratch + p->gemm_at;
     recurrent_pack(cx, p, scratch, &g);
-    memset(dh, 0, (size_t)(state * p->elem));
+    if (state) memset(dh, 0, (size_t)(state * p->elem));
     if (lstm && a->in[1].dtype) recurrent_copy_in(p, a->in[1].data, state, dc);
-    else if (lstm) memset(dc, 0, (size_t)(state * p->elem));
+    else if (lstm && state) memset(dc, 0, (size_t)(state * p->elem));
     for (int64_t s = 0; s < p->steps; s++) {
         const int64_t t = p->reverse ? s : p->steps - 1 - s, before = p->reverse ? t + 1 : t - 1;
         const bool first = s == p->steps - 1;

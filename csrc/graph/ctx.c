@@ -53,6 +53,15 @@ om_ctx *om_ctx_new(const om_services *services) {
     return cx;
 }
 
+om_ctx *om_ctx_like(const om_ctx *cx) {
+    om_ctx *own = om_ctx_new(&cx->sv);
+    if (!own) return NULL;
+    own->device = cx->device;
+    own->all_rows = cx->all_rows;
+    own->all_tokens = cx->all_tokens;
+    return own;
+}
+
 void om_ctx_free(om_ctx *cx) {
     if (cx) cx->sv.free(cx->sv.user, cx, sizeof *cx);
 }
@@ -62,6 +71,20 @@ const char *om_ctx_message(const om_ctx *cx) { return cx->message; }
 void om_ctx_clear(om_ctx *cx) {
     cx->status = OM_OK;
     cx->message[0] = 0;
+}
+
+/* Names that were cut short: what is no UTF-8 becomes '?', as hosts decode messages strictly. */
+static void utf8_mend(char *text) {
+    for (unsigned char *p = (unsigned char *)text; *p;) {
+        const int more = *p < 0x80 ? 0 : *p >= 0xc2 && *p < 0xe0 ? 1 : *p >= 0xe0 && *p < 0xf0 ? 2
+                       : *p >= 0xf0 && *p < 0xf5 ? 3 : -1;
+        bool good = more >= 0;
+        for (int i = 1; i <= more && good; i++) good = (p[i] & 0xc0) == 0x80; /* the end is none */
+        if (good && more == 2) good = !(*p == 0xe0 && p[1] < 0xa0) && !(*p == 0xed && p[1] >= 0xa0);
+        if (good && more == 3) good = !(*p == 0xf0 && p[1] < 0x90) && !(*p == 0xf4 && p[1] >= 0x90);
+        if (!good) *p = '?';
+        p += good ? more + 1 : 1;
+    }
 }
 
 om_status om_fail_at(om_ctx *cx, om_status s, const char *file, int line, const char *fmt, ...) {
@@ -74,7 +97,18 @@ om_status om_fail_at(om_ctx *cx, om_status s, const char *file, int line, const 
     const char *base = strrchr(file, '/');
     if (n >= 0 && (size_t)n < sizeof cx->message)
         snprintf(cx->message + n, sizeof cx->message - (size_t)n, " [%s:%d]", base ? base + 1 : file, line);
+    utf8_mend(cx->message);
     return s;
+}
+
+om_status om_fail_of(om_ctx *to, om_ctx *from, om_status s) {
+    if (s == OM_OK || from == to) return s;
+    if (to->status == OM_OK) {
+        to->status = s;
+        memcpy(to->message, from->message, sizeof to->message);
+    }
+    om_ctx_clear(from);
+    return to->status;
 }
 
 void om_log(om_ctx *cx, int level, const char *fmt, ...) {

@@ -32,6 +32,7 @@ struct om_ctx {
     bool host_alloc;       /* services.alloc is the host's own */
     bool all_rows;         /* rows whose label does not count are computed all the same (passes/label_rows.c) */
     bool all_tokens;       /* so is padding (passes/padding.c) */
+    bool rehearses;        /* indices and labels are nobody's data: what kernels note about them is forgotten */
     char padding[96];      /* what that pass has done, or why not */
     const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
 };
@@ -39,6 +40,9 @@ struct om_ctx {
 /* Records the first failure and returns `s`. Message: operator, given, allowed, remedy. */
 om_status om_fail_at(om_ctx *cx, om_status s, const char *file, int line, const char *fmt, ...)
     __attribute__((format(printf, 5, 6), cold));
+/* s, and if it is a failure, from's message as `to`'s; from goes on as if nothing was. */
+om_status om_fail_of(om_ctx *to, om_ctx *from, om_status s);
+om_ctx *om_ctx_like(const om_ctx *cx); /* of the same services, device and settings; NULL: no memory. om_ctx_free it */
 #define om_fail(cx, s, ...) om_fail_at((cx), (s), __FILE__, __LINE__, __VA_ARGS__)
 #define OM_TRY(expr)                                                                                \
     do {                                                                                            \

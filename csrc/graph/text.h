@@ -28,23 +28,11 @@
 #define OM_TEXT_H
 
 #include "graph/engine.h"
+#include "graph/number.h"
 #include "graph/strmap.h"
-
-#include <locale.h>
 
 static const char *const text_role[] = {
     [OM_INPUT] = "input", [OM_PARAM] = "param", [OM_BUFFER] = "buffer", [OM_GRAD_IN] = "grad_in"};
-
-/* Numbers are written and read in the C locale whatever the host program has set. */
-typedef struct text_locale { locale_t c, old; } text_locale;
-static inline text_locale text_locale_enter(void) {
-    text_locale l = {newlocale(LC_NUMERIC_MASK, "C", (locale_t)0), (locale_t)0};
-    if (l.c) l.old = uselocale(l.c);
-    return l;
-}
-static inline void text_locale_leave(text_locale l) {
-    if (l.c) uselocale(l.old), freelocale(l.c);
-}
 
 static inline bool text_is_ident_char(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '.' ||

@@ -578,9 +578,9 @@ om_status om_graph_parse(om_ctx *cx, const char *text, om_graph **out) {
     om_graph *g = om_graph_new(cx);
     if (!g) return cx->status;
     text_in in = {.cx = cx, .g = g, .tmp = {.cx = cx}, .names = {.cx = cx}, .p = text, .line_start = text, .line = 1};
-    text_locale loc = text_locale_enter();
+    const om_c_locale loc = om_c_locale_enter();
     om_status st = text_parse_all(&in);
-    text_locale_leave(loc);
+    om_c_locale_leave(loc);
     om_strmap_free(&in.names);
     om_arena_free(&in.tmp);
     om_free(cx, in.pending.v);

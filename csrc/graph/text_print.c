@@ -270,7 +270,7 @@ om_status om_graph_print(const om_graph *g, char **text) {
         om_arena_free(&tmp);
         return cx->status;
     }
-    text_locale loc = text_locale_enter();
+    const om_c_locale loc = om_c_locale_enter();
     text_puts(&o, "graph {\n");
     for (om_id i = 0; i < g->syms.n; i++) {
         const om_sym *s = &g->syms.v[i];
@@ -320,7 +320,7 @@ om_status om_graph_print(const om_graph *g, char **text) {
         text_puts(&o, "\n");
     }
     text_puts(&o, "}\n");
-    text_locale_leave(loc);
+    om_c_locale_leave(loc);
     om_arena_free(&tmp);
     if (o.failed) {
         om_free(cx, o.buf.v);

@@ -11,6 +11,7 @@
  * Nothing of the file is trusted: names are looked up, indices and sizes are checked, element counts are compared with
  * the bytes that are there. Nodes must stand in topological order, as ONNX demands.
  */
+#include "graph/number.h"
 #include "onnx/onnx.h"
 #include "passes/fold.h"
 
@@ -69,7 +70,7 @@ double om_onnx_float(const om_onnx *o, const char *name, double dflt) {
     char key[READ_NAME];
     snprintf(key, sizeof key, "f64:%s", name);
     const char *text = om_onnx_meta(o, key); /* attributes are float32; the capture puts the full double beside */
-    double full = text ? strtod(text, NULL) : a->f;
+    double full = text ? om_number_read(text, NULL) : a->f;
     return (float)full == a->f ? full : a->f;
 }
 const char *om_onnx_str(om_onnx *o, const char *name, const char *dflt) {

@@ -6,6 +6,9 @@
 
 typedef struct conv_attr { int nd; int64_t stride[3], lo[3], hi[3], dil[3], groups; } conv_attr;
 
+/* Sums of two, and products with a size that a tensor has, are 64-bit numbers. */
+static bool attr_within(int64_t x, int64_t least) { return x >= least && x <= INT32_MAX; }
+
 static om_status conv_attrs(om_graph *g, const om_node *n, int nd, conv_attr *c) {
     const om_attr *pad = om_attr_get(n->attr, n->n_attr, "pad");
     int64_t p[6];
@@ -18,10 +21,11 @@ static om_status conv_attrs(om_graph *g, const om_node *n, int nd, conv_attr *c)
     for (int i = 0; i < nd; i++) {
         c->lo[i] = p[i];
         c->hi[i] = p[both ? nd + i : i];
-        OM_CHECK(g->cx, c->stride[i] >= 1 && c->dil[i] >= 1 && c->lo[i] >= 0 && c->hi[i] >= 0,
+        OM_CHECK(g->cx,
+                 attr_within(c->stride[i], 1) && attr_within(c->dil[i], 1) && attr_within(c->lo[i], 0) &&
+                     attr_within(c->hi[i], 0),
                  "%s: stride %lld, dilation %lld, pad %lld and %lld along spatial axis %d; stride and dilation must be "
-                 "at least 1, "
-                 "pad at least 0",
+                 "at least 1, pad at least 0, each less than 2^31",
                  n->op->name, (long long)c->stride[i], (long long)c->dil[i], (long long)c->lo[i], (long long)c->hi[i],
                  i);
     }
@@ -191,8 +195,9 @@ static om_status patches_of(om_graph *g, const om_node *n, conv_attr *c, int64_t
     *taps = 1;
     *windows = 1;
     for (int i = 0; i < nd; i++) {
-        OM_CHECK(g->cx, kernel[i] >= 1 && kernel[i] < INT32_MAX, "%s: kernel %lld along spatial axis %d", n->op->name,
-                 (long long)kernel[i], i);
+        OM_CHECK(g->cx, kernel[i] >= 1 && kernel[i] <= INT32_MAX / *taps && c->dil[i] <= INT32_MAX / kernel[i],
+                 "%s: kernel %lld, dilation %lld along spatial axis %d; a window has and spans 1 to 2^31 - 1 elements",
+                 n->op->name, (long long)kernel[i], (long long)c->dil[i], i);
         *taps *= kernel[i];
         om_dim room = om_dim_sub(g, om_dim_add(g, size[i], c->lo[i] + c->hi[i]), c->dil[i] * (kernel[i] - 1) + 1);
         int64_t r;

@@ -18,6 +18,7 @@
  * And a convolution that is a product becomes one (window_is_image).
  */
 #include "graph/facts.h"
+#include "graph/number.h"
 #include "passes/passes.h"
 
 #include <ctype.h>
@@ -97,7 +98,7 @@ static bool bind(matcher *m, char name, om_id v) {
 static const char *match(matcher *m, const char *p, om_id v) {
     if (isdigit((unsigned char)*p)) {
         char *end;
-        return number(m, v, strtod(p, &end)) ? p + strspn(p, "0123456789.") : NULL;
+        return number(m, v, om_number_read(p, &end)) ? p + strspn(p, "0123456789.") : NULL;
     }
     if (strchr(",)", p[1])) return bind(m, *p, v) ? p + 1 : NULL; /* a name, or the last letter of the text */
     const size_t len = strcspn(p, "(");

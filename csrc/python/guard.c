@@ -225,6 +225,7 @@ static int same_functions(PyObject *functions, PyObject *value) {
         PyObject *f = PyTuple_GetItem(functions, i / 3), *now;
         if (function_get[i % 3]) now = function_get[i % 3](f);
         else if ((now = PyObject_GetAttrString(f, function_has[i % 3]))) Py_DECREF(now); /* the function holds it */
+        if (!now && PyErr_Occurred()) return -1; /* it is no function */
         if ((now ? now : Py_None) != PyTuple_GetItem(value, i)) return 0;
     }
     return 1;

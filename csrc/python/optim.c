@@ -207,7 +207,7 @@ static int step_args_read(step_args *a, PyObject *params, PyObject *grads, PyObj
     const long st = PyLong_AsLong(store);
     a->seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLongMask(seed);
     if (PyErr_Occurred()) return -1;
-    a->store = (om_optim_store)st;
+    a->store = (om_optim_store)(st == (int)st ? st : -1);
     a->ps = calloc((size_t)a->n + 1, sizeof *a->ps);
     a->tmp = calloc((size_t)a->n + 1, sizeof *a->tmp);
     if (!a->ps || !a->tmp) {

@@ -182,8 +182,9 @@ static PyObject *py_pool_trim(PyObject *self, PyObject *args) {
  * other threads are still filling, who would find it (SystemError) if they got to run before it is gone. */
 static PyObject *py_living(PyObject *self, PyObject *types) {
     (void)self;
+    if (!PyTuple_Check(types)) return PyErr_Format(PyExc_TypeError, "living: a tuple of types is needed");
     const Py_ssize_t n = PyTuple_Size(types);
-    PyObject *gc = n < 0 ? NULL : PyImport_ImportModule("gc");
+    PyObject *gc = PyImport_ImportModule("gc");
     PyObject *found = gc ? PyList_New(0) : NULL;
     PyObject *all = found ? PyObject_CallMethod(gc, "get_objects", NULL) : NULL;
     bool good = all != NULL;

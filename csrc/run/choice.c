@@ -8,7 +8,7 @@
 #include <stdio.h>
 
 struct om_choice {
-    om_ctx *cx;              /* the model's */
+    om_ctx *cx;              /* its own: callers come with any, and without the model's lock */
     om_graph *g;
     om_facts *f;
     uint8_t *policy[OM_N_RECOMPUTE];
@@ -23,23 +23,35 @@ void om_choice_free(om_choice *c) {
     om_free(c->cx, c->row.v);
     om_free(c->cx, c->f);
     om_graph_free(c->g);
-    om_free(c->cx, c);
+    om_ctx *cx = c->cx;
+    om_free(cx, c);
+    om_ctx_free(cx);
 }
 
-om_status om_choice_make(om_ctx *cx, const om_graph *forward, const uint8_t *wanted, const uint8_t *arriving,
-                         om_choice **out) {
-    om_choice *c = *out = om_alloc(cx, sizeof *c);
-    if (!c) return cx->status;
+static om_status choice_build(om_choice *c, const om_graph *forward, const uint8_t *wanted, const uint8_t *arriving) {
     om_flow flow = {0};
     int at;
-    c->cx = cx;
-    om_status s = om_joint_begin(cx, forward, wanted, arriving, &flow, &c->g, &at);
-    om_flow_free(cx, &flow);
-    if (s == OM_OK && !(c->f = om_facts_new(cx, c->g))) s = cx->status;
+    om_status s = om_joint_begin(c->cx, forward, wanted, arriving, &flow, &c->g, &at);
+    om_flow_free(c->cx, &flow);
+    if (s == OM_OK && !(c->f = om_facts_new(c->cx, c->g))) s = c->cx->status;
     for (int i = 0; i < OM_N_RECOMPUTE && s == OM_OK; i++) {
-        if (!(c->policy[i] = om_alloc(cx, (size_t)c->g->values.n + 1))) return cx->status;
-        s = om_remat_policies[i].choose(cx, &(om_remat_ask){c->g, c->f}, c->policy[i]);
+        if (!(c->policy[i] = om_alloc(c->cx, (size_t)c->g->values.n + 1))) return c->cx->status;
+        s = om_remat_policies[i].choose(c->cx, &(om_remat_ask){c->g, c->f}, c->policy[i]);
     }
+    return s;
+}
+
+om_status om_choice_make(om_ctx *cx, const om_ctx *like, const om_graph *forward, const uint8_t *wanted,
+                         const uint8_t *arriving, om_choice **out) {
+    om_ctx *own = om_ctx_like(like);
+    om_choice *c = *out = own ? om_alloc(own, sizeof *c) : NULL;
+    if (!c) {
+        if (own) om_ctx_free(own);
+        return om_fail(cx, OM_NOMEM, "out of memory");
+    }
+    c->cx = own;
+    const om_status s = om_fail_of(cx, own, choice_build(c, forward, wanted, arriving));
+    if (s != OM_OK) om_choice_free(c), *out = NULL;
     return s;
 }
 
@@ -71,15 +83,15 @@ om_choice_row om_choice_value(const om_choice *c, int i) {
 
 enum { FORMULA = 1024 };
 
-static om_status choice_find(om_ctx *cx, om_choice *c) {
-    if (!c->cluster.mem.cx) OM_TRY(om_clusters_find(cx, c->f, &c->cluster));
+static om_status choice_find(om_choice *c) {
+    if (!c->cluster.mem.cx) OM_TRY(om_clusters_find(c->cx, c->f, &c->cluster));
     return OM_OK;
 }
 
-om_status om_choice_clusters(om_ctx *cx, om_choice *c, const om_tensor *inputs, int *n) {
+static om_status clusters_list(om_choice *c, const om_tensor *inputs, int *n) {
     const om_graph *g = c->g;
-    *n = 0;
-    OM_TRY(choice_find(cx, c));
+    om_ctx *cx = c->cx;
+    OM_TRY(choice_find(c));
     int64_t *sym = om_alloc(cx, (g->syms.n + 1) * sizeof *sym);
     om_status s = !sym ? cx->status : inputs ? om_syms_bind(cx, g, inputs, sym) : OM_OK;
     c->row.n = 0;
@@ -105,10 +117,16 @@ om_status om_choice_clusters(om_ctx *cx, om_choice *c, const om_tensor *inputs, 
     return s;
 }
 
+om_status om_choice_clusters(om_ctx *cx, om_choice *c, const om_tensor *inputs, int *n) {
+    *n = 0;
+    return om_fail_of(cx, c->cx, clusters_list(c, inputs, n));
+}
+
 om_cluster_row om_choice_cluster(const om_choice *c, int i) { return c->row.v[i]; }
 
-om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strategy, int count, uint8_t *again) {
-    OM_TRY(choice_find(cx, c));
+static om_status cluster_set(om_choice *c, const char *cluster, int strategy, int count, uint8_t *again) {
+    om_ctx *cx = c->cx;
+    OM_TRY(choice_find(c));
     const om_cluster *found = NULL;
     for (uint32_t i = 0; i < c->cluster.row.n; i++) {
         const om_cluster *row = &c->cluster.row.v[i];
@@ -122,4 +140,8 @@ om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strat
         at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", c->cluster.row.v[i].name);
     return om_fail(cx, OM_INVALID, "there is no cluster %s; there are %s%s", cluster, *names ? names : "none",
                    at >= sizeof names ? ", ..." : "");
+}
+
+om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strategy, int count, uint8_t *again) {
+    return om_fail_of(cx, c->cx, cluster_set(c, cluster, strategy, count, again));
 }

@@ -13,6 +13,7 @@ om_status om_joint_begin(om_ctx *cx, const om_graph *forward, const uint8_t *wan
  * */
 om_status om_joint_end(om_ctx *cx, int at, const int *group, om_graph **g, om_facts **facts, int *n_segments);
 
-om_status om_choice_make(om_ctx *cx, const om_graph *forward, const uint8_t *wanted, const uint8_t *arriving,
-                         om_choice **out);
+/* With a context of its own, like `like`. */
+om_status om_choice_make(om_ctx *cx, const om_ctx *like, const om_graph *forward, const uint8_t *wanted,
+                         const uint8_t *arriving, om_choice **out);
 #endif

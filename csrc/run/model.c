@@ -74,27 +74,16 @@ static void model_leave(om_model *m) {
     pthread_mutex_unlock(&models_lock);
 }
 
-/* an error of the model's context becomes the caller's */
-static om_status forward_to(om_ctx *from, om_ctx *to, om_status s) {
-    if (s == OM_OK || from == to) return s;
-    om_status r = om_fail(to, s, "%s", from->message);
-    om_ctx_clear(from);
-    return r;
-}
-
 om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     double t0 = om_now_ms();
     *out = NULL;
     om_model *m = om_alloc(cx, sizeof *m);
-    om_ctx *mine = m ? om_ctx_new(&cx->sv) : NULL;
+    om_ctx *mine = m ? om_ctx_like(cx) : NULL;
     if (!mine) {
         om_free(cx, m);
         om_graph_free(g);
         return om_fail(cx, OM_NOMEM, "out of memory");
     }
-    mine->device = cx->device;
-    mine->all_rows = cx->all_rows;
-    mine->all_tokens = cx->all_tokens;
     m->cx = g->cx = g->arena.cx = mine;
     m->g = g;
     pthread_mutex_init(&m->lock, NULL);
@@ -105,7 +94,7 @@ om_status om_model_from_graph(om_ctx *cx, om_graph *g, om_model **out) {
     if (s == OM_OK) s = om_outputs_differentiable(mine, m->g, &m->differentiable);
     m->load_ms = om_now_ms() - t0;
     if (s != OM_OK) {
-        s = forward_to(mine, cx, s);
+        s = om_fail_of(cx, mine, s);
         om_model_free(cx, m);
         return s;
     }
@@ -187,7 +176,7 @@ om_status om_model_text(om_ctx *cx, const om_model *m, int variant, char **text)
     if (!g) return om_fail(cx, OM_INVALID, "variant %d does not exist: there are %d", variant, m->n_variants);
     pthread_mutex_t *lock = &((om_model *)(uintptr_t)m)->lock; /* of cx; the model itself stays as it is */
     pthread_mutex_lock(lock);
-    om_status s = forward_to(m->cx, cx, om_graph_print(g, text));
+    om_status s = om_fail_of(cx, m->cx, om_graph_print(g, text));
     pthread_mutex_unlock(lock);
     return s;
 }
@@ -305,7 +294,7 @@ static om_status variant_build(om_model *m, const ask *a, int *variant) {
 
 static om_status variant_ask(om_ctx *cx, om_model *m, const ask *a, int *variant) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, variant_build(m, a, variant));
+    om_status s = om_fail_of(cx, m->cx, variant_build(m, a, variant));
     pthread_mutex_unlock(&m->lock);
     return s;
 }
@@ -322,8 +311,7 @@ om_status om_model_variant_again(om_ctx *cx, om_model *m, const uint8_t *wanted,
 
 om_status om_choice_new(om_ctx *cx, om_model *m, const uint8_t *wanted, const uint8_t *arriving, om_choice **out) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, om_choice_make(m->cx, m->g, wanted, arriving, out));
-    if (s != OM_OK) om_choice_free(*out), *out = NULL;
+    om_status s = om_choice_make(cx, m->cx, m->g, wanted, arriving, out);
     pthread_mutex_unlock(&m->lock);
     return s;
 }
@@ -407,7 +395,7 @@ static om_status plan_find(om_model *m, int variant, const om_tensor *in, om_pla
 
 om_status om_plan_get(om_ctx *cx, om_model *m, int variant, const om_tensor *inputs, om_plan **plan) {
     pthread_mutex_lock(&m->lock);
-    om_status s = forward_to(m->cx, cx, plan_find(m, variant, inputs, plan));
+    om_status s = om_fail_of(cx, m->cx, plan_find(m, variant, inputs, plan));
     pthread_mutex_unlock(&m->lock);
     return s;
 }
@@ -439,7 +427,7 @@ om_status om_model_fit(om_ctx *cx, om_model *m, const uint8_t *wanted, const uin
                        const om_tensor *inputs, int64_t bytes, double share, om_fit *fit) {
     pthread_mutex_lock(&m->lock);
     const ask a = {wanted, arriving, group, OM_RECOMPUTE_CHEAP, NULL, 0};
-    om_status s = forward_to(m->cx, cx, fit_find(cx, m, &a, inputs, bytes, share, fit));
+    om_status s = om_fail_of(cx, m->cx, fit_find(cx, m, &a, inputs, bytes, share, fit));
     pthread_mutex_unlock(&m->lock);
     return s;
 }

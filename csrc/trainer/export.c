@@ -49,6 +49,9 @@ static om_status export_make(export *e, const Onnx__ModelProto *m, const char *c
     OM_TRY(own_check(c, m));
     if (!(e->param = om_arena_alloc(&c->mem, (size_t)e->t->n_param + 1))) return c->cx->status;
     for (int i = 0; i < n; i++) {
+        for (int k = 0; k < i; k++)
+            if (!strcmp(outputs[i], outputs[k]))
+                return om_fail(c->cx, OM_INVALID, "export: output '%.80s' is named twice", outputs[i]);
         Onnx__ValueInfoProto *v = value_find(of->n_output, of->output, outputs[i]);
         if (!v) v = value_find(of->n_value_info, of->value_info, outputs[i]);
         if (!v) {

@@ -102,7 +102,9 @@ void *om_heap_alloc(void *heap, size_t size) {
 }
 
 void *om_heap_zeros(om_heap *h, size_t size) {
-    const char *used = h->base + (h->mapped && SPACE_ZERO ? h->high : h->size);
+    /* the head of what is left of a split lies behind `high`, until its block is joined */
+    const size_t high = h->high + HEAD < h->size ? h->high + HEAD : h->size;
+    const char *used = h->base + (h->mapped && SPACE_ZERO ? high : h->size);
     char *p = om_heap_alloc(h, size);
     if (p && p < used) memset(p, 0, (size_t)(used - p) < size ? (size_t)(used - p) : size);
     return p;

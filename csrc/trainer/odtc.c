@@ -13,6 +13,7 @@
  * Every distance is checked against the file; lists are as long as the file allows, and names that come twice are
  * refused, so what is allocated is bounded by the file's size. Numbers are read byte by byte: of any alignment.
  */
+#include "graph/number.h"
 #include "trainer/tensors.h"
 
 #include <stdio.h>
@@ -186,7 +187,7 @@ static om_status real_put(const flat *x, const char *a, const char *b, uint32_t 
     char text[64];
     float v;
     memcpy(&v, &bits, sizeof v);
-    om_number_text(text, (double)v);
+    om_number_write(text, (double)v);
     return meta_put(x, a, b, text);
 }
 

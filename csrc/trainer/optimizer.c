@@ -9,6 +9,7 @@
  *   ClipGradNorm, InplaceClipGradNorm   max_norm: before either, over all gradients
  *   SGD (ortmodule)                     momentum dampening nesterov weight_decay
  */
+#include "graph/number.h"
 #include "onnx/onnx.h"
 #include "trainer/trainer.h"
 
@@ -25,7 +26,7 @@ static double number(const Onnx__NodeProto *n, const char *name, double dflt) {
     for (size_t i = 0; i < n->n_metadata_props && a && a->has_f; i++) {
         const Onnx__StringStringEntryProto *p = n->metadata_props[i];
         if (!p->key || !p->value || strncmp(p->key, "f64:", 4) != 0 || strcmp(p->key + 4, name) != 0) continue;
-        const double full = strtod(p->value, NULL);
+        const double full = om_number_read(p->value, NULL);
         if ((float)full == a->f) return full;
     }
     return a && a->has_f ? a->f : a && a->has_i ? (double)a->i : dflt;

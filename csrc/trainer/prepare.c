@@ -136,7 +136,9 @@ static om_status rehearse(om_trainer *t) {
         const om_tgraph *g = k < n_train ? &t->train : &t->eval;
         s = inputs_zero(t, g, &g->prepared.v[(k < n_train ? k : k - n_train) * g->n_user], &x[k]);
     }
+    t->cx->rehearses = true; /* zeros may be no indices and no labels here */
     if (s == OM_OK) s = rehearse_all(t, x, n_train, n_eval);
+    t->cx->rehearses = false;
     for (int k = 0; k < n_train + n_eval && x; k++) om_free(t->host, x[k]);
     om_free(t->host, x);
     return s;

@@ -12,10 +12,10 @@
  *
  * Reading compares everything with the model before it changes anything.
  */
+#include "graph/number.h"
 #include "trainer/trainer.h"
 
 #include <errno.h>
-#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -145,14 +145,10 @@ static bool number_unsigned(const char *text, uint64_t *v) {
     *v = strtoull(text, &end, 10);
     return *text >= '0' && *text <= '9' && !*end && !errno; /* strtoull takes a sign */
 }
-/* Numbers in files have a point, whatever the locale of the program says. */
 static bool number_real(const char *text, double *v) {
-    char local[64], *end, *point;
-    if (!*text || strlen(text) >= sizeof local || strchr(text, ',')) return false;
-    strcpy(local, text);
-    if ((point = strchr(local, '.'))) *point = *localeconv()->decimal_point;
-    *v = strtod(local, &end);
-    return !*end;
+    char *end;
+    *v = om_number_read(text, &end);
+    return *text && !*end;
 }
 
 om_status om_trainer_parse(om_trainer *t, const char *what, om_bytes checkpoint, om_tensors *f) {
@@ -202,7 +198,7 @@ static om_status meta_check(om_trainer *t, const char *what, const om_tensors *f
         double real;
         bool good = true;
         if (!strcmp(key, "updates"))
-            good = number_whole(text, &x->updates) && x->updates >= 0;
+            good = number_whole(text, &x->updates) && x->updates >= 0 && x->updates < INT64_MAX;
         else if (!strcmp(key, "rate"))
             good = number_real(text, &x->rate) && isfinite(x->rate) && x->rate >= 0;
         else if (!strcmp(key, "initial_rate"))
@@ -339,11 +335,11 @@ om_status om_trainer_restore(om_trainer *t, om_bytes checkpoint) {
     if (nominal && !strcmp(nominal, "1"))
         s = om_fail(t->host, OM_INVALID, "checkpoint: is nominal, names without values: a trainer is made from it "
                                          "(om_trainer_load), there is nothing to restore");
-    for (int i = 0; i < t->n_param && s == OM_OK; i++) { /* what is trained is fixed when a trainer is made */
-        char key[512];
-        if ((size_t)snprintf(key, sizeof key, "frozen:%s", t->param[i].name) >= sizeof key) continue;
-        if (om_tensors_meta(&f, key) && t->param[i].trainable)
-            s = om_fail(t->host, OM_INVALID, "checkpoint: '%.80s' is frozen there and trained here", t->param[i].name);
+    for (uint32_t i = 0; i < f.meta.n && s == OM_OK; i++) { /* what is trained is fixed when a trainer is made */
+        const char *key = f.meta.v[i].key, *name = key + strlen("frozen:");
+        const int at = strncmp(key, "frozen:", strlen("frozen:")) ? -1 : om_trainer_find(t, name);
+        if (at >= 0 && t->param[at].trainable)
+            s = om_fail(t->host, OM_INVALID, "checkpoint: '%.80s' is frozen there and trained here", name);
     }
     if (s == OM_OK) s = om_trainer_take(t, "checkpoint", &f);
     om_tensors_free(&f);
@@ -448,9 +444,9 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
     meta_add(&l, "version", "", "1");
     snprintf(text, sizeof text, "%lld", (long long)t->updates);
     meta_add(&l, "updates", "", text);
-    om_number_text(text, t->rate);
+    om_number_write(text, t->rate);
     meta_add(&l, "rate", "", text);
-    om_number_text(text, t->initial_rate);
+    om_number_write(text, t->initial_rate);
     meta_add(&l, "initial_rate", "", text);
     if (moments) { /* without, a checkpoint is where something new begins */
         snprintf(text, sizeof text, "%llu", (unsigned long long)t->seed);
@@ -478,7 +474,7 @@ om_status om_trainer_save(om_trainer *t, const char *path, bool moments) {
         if (p->kind == 'i')
             snprintf(text, sizeof text, "%lld", (long long)p->i);
         else
-            om_number_text(text, p->f);
+            om_number_write(text, p->f);
         meta_add(&l, p->kind == 'i' ? "int:" : "float:", p->name, text);
     }
     if (s == OM_OK) s = t->host->status;

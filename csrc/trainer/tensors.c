@@ -5,7 +5,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -298,12 +297,6 @@ const om_entry *om_tensors_find(const om_tensors *f, const char *name) {
 const char *om_tensors_meta(const om_tensors *f, const char *key) {
     const om_id i = om_strmap_get(&f->keys, key);
     return i == OM_NONE ? NULL : f->meta.v[i].text;
-}
-
-void om_number_text(char text[64], double v) {
-    snprintf(text, 64, "%.17g", v);
-    char *point = strchr(text, *localeconv()->decimal_point);
-    if (point) *point = '.';
 }
 
 /* --- files --------------------------------------------------------------------------------------- */

@@ -41,7 +41,6 @@ const char *om_tensors_meta(const om_tensors *f, const char *key); /* NULL: abse
 #define OM_CHECKPOINT_FORMAT "ortmodule-checkpoint"
 #define OM_MOMENT_1 "optimizer.exp_avg:"
 #define OM_MOMENT_2 "optimizer.exp_avg_sq:"
-void om_number_text(char text[64], double v); /* with a point, whatever the locale of the program says */
 
 /* odtc.c: a checkpoint of onnxruntime-training (a flatbuffer), in the same terms; and "trained:NAME". */
 bool om_odtc_is(const void *bytes, size_t size);

@@ -28,6 +28,8 @@ lib.om_choice_policy.restype = C.POINTER(C.c_uint8)
 lib.om_choice_value.argtypes = lib.om_choice_policy.argtypes = [C.c_void_p, C.c_int]
 lib.om_choice_values.argtypes = lib.om_choice_free.argtypes = [C.c_void_p]
 lib.om_choice_free.restype = None
+lib.om_choice_clusters.argtypes = [C.c_void_p] * 4
+lib.om_choice_set.argtypes = [C.c_void_p, C.c_void_p, C.c_char_p, C.c_int, C.c_int, C.c_char_p]
 
 
 class Choice:
@@ -110,6 +112,20 @@ def test_the_set_is_the_key() -> None:
     assert c.variant(bytes(c.n), [0, 1, 0, 0]) not in (cheap, nothing, everything), "segments are part of the key, too"
     nodes = {v: model.print(v).count(" = ") for v in (nothing, cheap, everything)}
     assert nodes[nothing] < nodes[everything]
+    c.free()
+    model.free()
+
+
+def test_a_choice_outlives_the_context_it_was_listed_with() -> None:
+    model = steps.Model.text(steps.cx("cpu"), MLP)
+    c, n = Choice(model, [0, 1, 1, 0], [1]), C.c_int()
+    other = engine.Ctx()
+    other.check(lib.om_choice_clusters(other.p, c.p, None, C.byref(n)))
+    assert n.value > 0
+    with pytest.raises(engine.EngineError, match="there is no cluster nothing"):
+        other.check(lib.om_choice_set(other.p, c.p, b"nothing", 1, -1, bytes(c.n)))
+    del other  # and what it had allocated
+    assert len(c.policy(CHEAP)) == c.n
     c.free()
     model.free()
 

@@ -12,6 +12,7 @@ from hostile import MIN, SMALL, info, model
 from onnx import helper as H
 
 from engine import Ctx, EngineError, Graph, lib, run
+from ortmodule import _C
 
 lib.om_onnx_read.argtypes = [C.c_void_p, C.c_char_p, C.c_size_t, C.POINTER(C.c_void_p)]
 lib.om_model_from_graph.argtypes = [C.c_void_p, C.c_void_p, C.POINTER(C.c_void_p)]
@@ -89,6 +90,32 @@ def test_too_large_for_a_run(shape: str, said: str) -> None:
     text = f"graph {{\n sym s = x[0]\n input x: f32[s]\n y = fill() {{shape=[{shape}], dtype=f32, value=1}}\n output y\n}}"
     with pytest.raises(EngineError, match=said):
         run(text, [torch.ones(3)])
+
+
+@pytest.mark.parametrize("stride", [[2**30, 2**30, 4], [2**31 - 2] * 3, [40000, 40000, 1]], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_strides_beyond_the_image(stride: list[int], size: int) -> None:
+    """One window: what is laid out for them does not grow with the stride, whose product is no 64-bit number."""
+    x, w = torch.randn(1, 1, 4, 4, 4), torch.randn(1, 1, size, size, 1)
+    s = f"[{', '.join(map(str, stride))}]"
+    text = f"graph {{\n input x: f32[1, 1, 4, 4, 4]\n input w: f32[1, 1, {size}, {size}, 1]\n y = conv(x, w) {{stride={s}}}\n output y\n}}"
+    (y,), _ = run(text, [x, w])
+    torch.testing.assert_close(y, torch.nn.functional.conv3d(x, w, stride=[min(k, 9) for k in stride]))
+
+
+def test_scratch_beyond_all_addresses_is_refused() -> None:
+    text = ("graph {\n input x: f32[1, 1, 1, 1, 1]\n input w: f32[1, 1, 2, 2, 2]\n"
+            f" y = conv(x, w) {{pad=[{2**30}], dilation=[{2**31 - 1}]}}\n output y\n}}")  # fmt: skip
+    with pytest.raises(EngineError, match="conv at these sizes needs more memory than the address space has"):
+        run(text, [torch.ones(1, 1, 1, 1, 1), torch.ones(1, 1, 2, 2, 2)], device="cpu")
+
+
+def test_names_cut_in_a_message_are_text() -> None:
+    """The binding decodes messages strictly: a half character would be another error."""
+    for name in ("a" * 79 + "é", "a" * 78 + "日本", "b" * 77 + "😀😀", "é" * 700):
+        data = model([H.make_node("Nonexistent", ["x"], ["y"], name=name)], [info("x", [1])], [info("y", [1])])
+        with pytest.raises(RuntimeError, match="Nonexistent"):
+            _C.Model(data)
 
 
 @pytest.mark.parametrize("text, said", [

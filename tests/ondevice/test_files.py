@@ -79,6 +79,7 @@ def hostile(data: bytes) -> dict[str, tuple[bytes, str]]:
         "not ours": (with_header({**others, name: head[name], "__metadata__": {}}, rest), "'format' is missing"),
         "version": (with_header({**head, "__metadata__": {**meta, "version": "2"}}, rest), "version 2"),
         "updates": (with_header({**head, "__metadata__": {**meta, "updates": "-1"}}, rest), "'updates' is '-1'"),
+        "most updates": (with_header({**head, "__metadata__": {**meta, "updates": str(2**63 - 1)}}, rest), "'updates' is '9223372036854775807'"),
         "seed": (with_header({**head, "__metadata__": {**meta, "seed": "-1"}}, rest), "'seed' is '-1'"),
         "drawn": (with_header({**head, "__metadata__": {**meta, "drawn": str(2**64)}}, rest), "'drawn' is '18446744073709551616'"),
         "property": (with_header({**head, "__metadata__": {**meta, "int:a": "12x"}}, rest), "'int:a' is '12x'"),

@@ -121,6 +121,8 @@ def test_export(tmp_path: Path) -> None:
     assert len(session.run(None, {"input_0": x, "input_1": labels})) == 2
     with pytest.raises(api.TrainingError, match="'nothing' is no output"):
         device.export_model_for_inferencing(tmp_path / "no.onnx", ["nothing"])
+    with pytest.raises(api.TrainingError, match=f"output '{scores_name}' is named twice"):
+        device.export_model_for_inferencing(tmp_path / "no.onnx", [scores_name, scores_name])
     assert not (tmp_path / "no.onnx").exists()
 
 

@@ -78,6 +78,65 @@ def test_strided_inputs_in_c(tmp_path: Path) -> None:
     optimizer.step()
 
 
+class FromOne(nn.Module):
+    """Ids and labels from 1: zeros are none. A buffer of indices, and enough of others to fill the memory with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.randint(0, 8, (30000,)))
+        self.e, self.norm, self.o = nn.Embedding(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.o(self.norm(self.e(x - 1))[:, self.ids[:8]])
+        return nn.functional.cross_entropy(y, labels - 1), y
+
+
+def test_zeros_need_not_be_good_inputs(tmp_path: Path) -> None:
+    """What a trainer tries out when it is made knows no data: its zeros are neither ids nor labels here."""
+    torch.manual_seed(0)
+    net = FromOne()
+    x = torch.randint(1, 11, (25,))
+    ORTModule(copy.deepcopy(net)).save_for_device(tmp_path, (x, x))
+    _, module, optimizer = again(tmp_path)
+    loss = module(x.numpy(), x.numpy())[0]
+    torch.testing.assert_close(torch.tensor(loss), net(x, x)[0].detach())
+    optimizer.step()
+    with pytest.raises(api.TrainingError, match="gather: index -1 at position 0 is out of range"):
+        module((x * 0).numpy(), x.numpy())
+    with pytest.raises(api.TrainingError, match="label -1 in row 0"):
+        module(x.numpy(), (x * 0).numpy())
+
+
+ZEROS = """
+#include "trainer/heap.h"
+int main(void) {
+    om_heap h;
+    if (!om_heap_open(&h, 0, 0)) return 3;
+    for (int round = 0; round < 40; round++) { /* heads that were written behind all that was ever handed out */
+        const size_t small = (size_t)(64 + 64 * round), large = (size_t)(200 + 900 * round);
+        void *a = om_heap_alloc(&h, small), *b = om_heap_alloc(&h, small);
+        om_heap_free(&h, b, small);
+        om_heap_free(&h, a, small);
+        unsigned char *z = om_heap_zeros(&h, large);
+        for (size_t i = 0; i < large; i++)
+            if (z[i]) return 1;
+        for (size_t i = 0; i < large; i++) z[i] = 255;
+        om_heap_free(&h, z, large);
+    }
+    om_heap_close(&h);
+    return 0;
+}
+"""
+
+
+def test_zeros_of_the_heap_are_zeros(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    (tmp_path / "zeros.c").write_text(ZEROS)
+    build = ["cc", "-std=gnu11", f"-I{root / 'csrc'}", tmp_path / "zeros.c", root / "csrc/trainer/heap.c", "-lpthread", "-o", tmp_path / "zeros"]
+    subprocess.run(build, check=True)
+    assert subprocess.run([tmp_path / "zeros"]).returncode == 0
+
+
 def test_indices_out_of_range(tmp_path: Path) -> None:
     state, module, _ = made(tmp_path)
     t = module._t.p
