@@ -46,8 +46,8 @@ static void list_sizes_text(const om_tensor *t, char *buf, size_t size) {
 
 om_status om_optim_check(om_ctx *cx, const char *op, om_optim_store store, const om_optim_param *q, int index) {
     const bool wide = q->p.dtype == OM_F64;
-    OM_CHECK(cx, store >= OM_STORE_NEAREST && store <= OM_STORE_STOCHASTIC, "%s: store %d is none of om_optim_store", op,
-             (int)store);
+    OM_CHECK(cx, store >= OM_STORE_NEAREST && store <= OM_STORE_STOCHASTIC,
+             "%s: store %d is none of om_optim_store", op, (int)store);
     for (int f = 0; f < N_FIELDS; f++) {
         const om_tensor *t = (const om_tensor *)(const void *)((const char *)q + fields[f].tensor);
         if (t->dtype == OM_NODTYPE) {

@@ -204,7 +204,7 @@ def run(code: str, how: str, where: str, victim: int, store: str, ranks: int, tm
 
 def named(said: dict[int, str], victim: int, words: str, most: float) -> None:
     for rank, text in said.items():
-        assert re.search(rf"\northmodule: rank {victim} {words}", text), (rank, text)
+        assert re.search(rf"\nortmodule: rank {victim} {words}", text), (rank, text)
         assert float(text.split()[0]) < most, (rank, text)
 
 
