@@ -55,7 +55,7 @@ from .capture import Captured
 from .capture.program import SIZES, View
 from .holders import holders_when_dropped
 from .host import OUTPUT, Answers, Failed, Flow, Host, Missing, Regions, Want, hooks_at_rest
-from .links import Arrived, Live, put_around, shown
+from .links import Arrived, Live, Taken, in_turn, put_around, shown
 from .memory import BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
@@ -82,8 +82,9 @@ class Variant:
     """A joint graph: for which inputs gradients are wanted, and from which outputs they come.
 
     through: user outputs that go through the chain. nodes: one per Function, in backward order: (segments to run, graph
-    inputs that the Function takes and whose gradient it returns). reads / reads_outputs: graph inputs and user outputs
-    whose data backward needs; node_reads: those inputs by node.
+    inputs that the Function takes and whose gradient it returns). (What observes gradients as they arrive, as buckets
+    of several ranks, sees the order of PyTorch, and the same one whatever the variant.) reads / reads_outputs: graph
+    inputs and user outputs whose data backward needs; node_reads: those inputs by node.
     full: the variant for which all outputs arrive, None: this one. What holds of all outputs, arriving or not, is the
     full one's: `shares`, `apart`, and inputs with a path from some output that is not arriving: the last node takes
     them too, in case that output is used.
@@ -98,10 +99,13 @@ class Variant:
         around: Container[int] = (),
         full: Variant | None = None,
         number: int | None = None,
+        turns: Sequence[int] = (),
+        users: int = 0,
     ) -> None:
-        """number: of these gradients, with another set of values that are computed again."""
+        """number: of these gradients, with another set of values that are computed again. turns: InputSpec.turn. users:
+        how many arguments of the user's there are, the first inputs."""
         self.number = model.variant(wanted, arriving, group) if number is None else number
-        self.group, self.around, self.full = group, around, full
+        self.group, self.around, self.full, self.turns = group, around, full, turns
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
@@ -138,6 +142,10 @@ class Variant:
         if rest:
             segments, inputs = self.nodes.pop() if self.nodes else (range(0), [])
             self.nodes.append((segments, inputs + rest))
+        for _, inputs in self.nodes:
+            inputs.sort(key=turns.__getitem__)
+        self.users = [i for i in range(users) if any([i in inputs for _, inputs in self.nodes])]
+        self._taken: dict[tuple[bool, ...], list[Taken]] = {}
         by_node: list[set[int]] = [set() for _ in self.nodes]
         for segment, i in info["reads"]:
             for number, (segments, _) in enumerate(self.nodes):
@@ -146,10 +154,20 @@ class Variant:
         if by_node:  # what is read in no segment is read when the backward begins
             by_node[0].update(set(self.reads).difference(*by_node))
         self.node_reads = [sorted(reads) for reads in by_node]
-        self.places = [{i: place for place, i in enumerate(inputs)} for _, inputs in self.nodes]
         logger.debug("variant %d: gradients of %d outputs for %d inputs, %d nodes of autograd, %d values read",
                      self.number, sum(arriving), len(self.grads), len(self.nodes),
                      len(self.reads) + len(self.reads_outputs))  # fmt: skip
+
+    def taken(self, tensors: Sequence[Tensor]) -> list[Taken]:
+        """How each Function takes its tensors, for their gradients to be handed out in turn."""
+        computed = tuple([tensors[i].grad_fn is not None for i in self.users])
+        found = self._taken.get(computed)
+        if found is None:
+            low = {i for i, on in zip(self.users, computed, strict=True) if on}
+            last = len(self.nodes) - 1
+            found = [Taken(in_turn(inputs, low, k < last)) for k, (_, inputs) in enumerate(self.nodes)]
+            self._taken[computed] = found
+        return found
 
     def without(self, detached: frozenset[tuple[int, int]]) -> list[int]:
         """Of `through`, what requires no gradient when these results of host nodes do not."""
@@ -171,7 +189,8 @@ class Variant:
         """The same gradients in a variant that computes other values again."""
         if number == self.number:
             return self
-        return Variant(model, self.wanted, self.arriving, self.group, self.around, self.full, number)
+        flags = self.wanted, self.arriving, self.group, self.around, self.full
+        return Variant(model, *flags, number, self.turns, len(self.users) and self.users[-1] + 1)
 
 
 class Step:
@@ -195,6 +214,7 @@ class Step:
         "regions",
         "seed",
         "state",
+        "taken",
         "tensors",
         "used",
         "variant",
@@ -206,6 +226,7 @@ class Step:
     fronts: dict[int, Arrived]  # per graph task
     given: list[ref[Tensor] | None]  # the outputs as the user has them, where one is computed from another
     variant: Variant
+    taken: list[Taken]  # by Function
     tensors: Sequence[Tensor]  # one per graph input; () once a backward has used the step up
     # what backward reads of them: they share the version counter, but keep the data of now if p.data is assigned
     aliases: dict[int, Tensor]
@@ -277,6 +298,8 @@ class Graph:
             i for i, spec in enumerate(captured.inputs) if spec.kind == "buffer" and _fewer(spec.dims, _SMALL_BUFFER)
         ]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
+        self.turns = [spec.turn for spec in captured.inputs]
+        self.turn: dict[str, Any] = {"turns": self.turns, "users": len(self.leaves)}
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
         self.host_inputs = frozenset(self.model.host_inputs)
         if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
@@ -335,7 +358,7 @@ class Graph:
             flags = bytes(wanted), self._groups(wanted, tensors), self.around
             arriving = bytes(self.differentiable)
             while True:  # at most twice: the first only tells which outputs those are
-                found = Variant(self.model, flags[0], arriving, flags[1], flags[2])
+                found = Variant(self.model, flags[0], arriving, flags[1], flags[2], **self.turn)
                 reached = bytes([i in found.through for i in range(self.n_outputs)])
                 if reached == arriving:
                     break
@@ -348,16 +371,17 @@ class Graph:
         found = self._variants.get((wanted, arriving))
         if found is None:
             full = self._full_variant(wanted, tensors)
-            found = Variant(self.model, bytes(wanted), arriving, self._groups(wanted, tensors), self.around, full)
+            group = self._groups(wanted, tensors)
+            found = Variant(self.model, bytes(wanted), arriving, group, self.around, full, **self.turn)
             self._variants[wanted, arriving] = found
         return found
 
     def _groups(self, wanted: tuple[bool, ...], tensors: Sequence[Tensor]) -> list[int] | None:
-        """Backward segment per graph input: parameters in reverse order, a new segment after every segment_bytes;
-        inputs last."""
+        """Backward segment per graph input: parameters in the order of PyTorch's backward, a new segment after every
+        segment_bytes; inputs last."""
         group = [0] * len(tensors)
         segment, size = 0, 0
-        for i in range(len(tensors) - 1, len(self.leaves) - 1, -1):
+        for i in sorted(range(len(self.leaves), len(tensors)), key=self.turns.__getitem__):
             if not wanted[i]:
                 continue
             if size >= self.segment_bytes:
@@ -410,8 +434,9 @@ class Graph:
         step.live = {}
         step.fronts = {}
         step.apart = frozenset([i for i in variant.apart if wanted[i] and tensors[i].grad_fn is not None])
-        if variant.apart and ranks.several():
-            step.apart |= variant.lonely().intersection([i for i, on in enumerate(wanted) if on])
+        if variant.apart and ranks.several() and any([wanted[i] for i in variant.lonely()]):
+            step.apart = frozenset([i for _, inputs in variant.nodes for i in inputs])  # all, to be in turn
+        step.taken = variant.taken(tensors)
         step.call = call
         step.used = 0
         step.lowered = lowered

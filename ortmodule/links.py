@@ -3,8 +3,13 @@ differ in what they depend on; and the backward that Head starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from itertools import groupby
+from operator import or_
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -127,14 +132,14 @@ def _give(step: Step, live: Live, number: int, head: int, every: bool = False) -
     """Runs the segments of Function `number` and returns the gradients of its tensors, after `head` Nones for its other
     arguments. every: those that Delivers give, too."""
     variant, graph = step.variant, step.graph
-    segments, inputs = variant.nodes[number]
+    segments, inputs = variant.nodes[number][0], step.taken[number].inputs
     result: list[Tensor | None] = [None] * (head + len(inputs))
     if live.found is not None:
         for place, i in enumerate(inputs):
             if every or i not in step.apart:
                 result[head + place] = live.found.pop(i, None)
         return tuple(result)
-    run, places = live.run, variant.places[number]
+    run, places = live.run, step.taken[number].places
     missing = live.missing if graph.host.ops else None
     assert run is not None
     for segment in segments:
@@ -154,8 +159,8 @@ def _give_all(step: Step, live: Live, every: bool = False) -> dict[int, Tensor |
     """The gradients of all Functions, by input."""
     return {
         i: grad
-        for number, (_, inputs) in enumerate(step.variant.nodes)
-        for i, grad in zip(inputs, _give(step, live, number, 0, every), strict=True)
+        for number, taken in enumerate(step.taken)
+        for i, grad in zip(taken.inputs, _give(step, live, number, 0, every), strict=True)
     }
 
 
@@ -390,6 +395,73 @@ class Link(Function):
         return _spared(ctx, result, 3)
 
 
+class _Low(Function):
+    """Below all leaves in autograd's queue, as a Link is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Fan(Function):
+    """Gives all its tensors a gradient at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.n = len(tensors)
+        return tensors[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad,) * ctx.n
+
+
+@functools.cache
+def _called(n: int, token: bool, low: int) -> list[int]:
+    """In which order autograd comes to the n leaves of one Function, that may have a Link's token before them, and
+    `low` results of others behind. They have the same priority, so it is how its queue, a heap, happens to work: looked
+    at once, on a thread of its own, whose queue is empty."""
+    if n < 2:
+        return [*range(n)]
+    order: list[int] = []
+
+    def look() -> None:
+        leaves = [torch.zeros((), device="cpu", requires_grad=True) for _ in range(n)]
+        for i, leaf in enumerate(leaves):
+            leaf.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))  # type: ignore[misc]
+        others = [_Low.apply(torch.zeros((), device="cpu", requires_grad=True)) for _ in range(token + low)]
+        _Fan.apply(*others[low:], *leaves, *others[:low]).backward()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return order
+
+
+def in_turn(inputs: Sequence[int], low: Container[int], token: bool) -> list[int]:
+    """How a Function is to take these inputs so that their gradients are handed out in this order. low: those that are
+    no leaves; they come behind. token: of a Link, which it takes before them."""
+    leaves, rest = [i for i in inputs if i not in low], [i for i in inputs if i in low]
+    placed = [0] * len(leaves)
+    for i, place in zip(leaves, _called(len(leaves), token, len(rest)), strict=True):
+        placed[place] = i
+    return placed + rest
+
+
+class Taken:
+    """The inputs of a Function as it takes them, and the place of each."""
+
+    __slots__ = ("inputs", "places")
+
+    def __init__(self, inputs: list[int]) -> None:
+        self.inputs = inputs
+        self.places = {i: place for place, i in enumerate(inputs)}
+
+
 class Front(Function):
     """One output, where outputs differ in the inputs that they depend on."""
 
@@ -416,12 +488,14 @@ class Front(Function):
 
 
 class Deliver(Function):
-    """Hands out the gradients of inputs that the same outputs depend on."""
+    """Hands out the gradients of inputs that the same outputs depend on. token: of the Deliver whose turn comes next,
+    where every output that leads here leads there."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, numbers: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, step: Step, numbers: tuple[int, ...], token: Tensor | None, *inputs: Tensor) -> Tensor:
         ctx.step = step
         ctx.numbers = numbers
+        ctx.token = _gradient_of(token)
         ctx.set_materialize_grads(False)
         return cuda_engine.token(step.graph.cuda)
 
@@ -430,7 +504,7 @@ class Deliver(Function):
         step: Step = ctx.step
         arrived = step.fronts.get(private.task_id())
         found = {} if arrived is None else _run_apart(step, arrived, False).found or {}
-        return _spared(ctx, (None, None, *[found.pop(i, None) for i in ctx.numbers]), 2)
+        return _spared(ctx, (None, None, ctx.token, *[found.pop(i, None) for i in ctx.numbers]), 3)
 
 
 def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -439,16 +513,19 @@ def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     token: Tensor | None = None
     delivers: list[tuple[int, Tensor]] = []
     if step.apart:
-        groups: dict[int, list[int]] = {}
-        for i in sorted(step.apart):
-            groups.setdefault(variant.apart[i], []).append(i)
-        for bits, group in groups.items():
-            delivers.append((bits, Deliver.apply(step, (*group,), *[tensors[i] for i in group])))
+        every = reduce(or_, [1 << min(i, 63) for i in variant.through], 0)
+        in_order = sorted(step.apart, key=variant.turns.__getitem__)
+        runs = [(bits, [*run]) for bits, run in groupby(in_order, lambda i: variant.apart.get(i, every))]
+        for bits, run in reversed(runs):  # what is made last has its turn first
+            follows = delivers[-1][1] if delivers and not bits & ~delivers[-1][0] else None
+            low = {i for i in run if tensors[i].grad_fn is not None}
+            group = in_turn(run, low, follows is not None)
+            delivers.append((bits, Deliver.apply(step, (*group,), follows, *[tensors[i] for i in group])))
         own = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
         token = cuda_engine.token(step.graph.cuda, requires_grad=True)  # all that the Functions take may stand apart
     for number in range(len(variant.nodes) - 1, 0, -1):
-        token = Link.apply(step, number, token, *[own[i] for i in variant.nodes[number][1]])
-    given: tuple[Tensor, ...] = _put_head(step, token, *[own[i] for i in variant.nodes[0][1]])
+        token = Link.apply(step, number, token, *[own[i] for i in step.taken[number].inputs])
+    given: tuple[Tensor, ...] = _put_head(step, token, *[own[i] for i in step.taken[0].inputs])
     if not step.apart:
         return given
     return tuple([

@@ -79,7 +79,8 @@ __all__ = [
 class InputSpec:
     """One graph input. leaf: index into the flattened user leaves (FlatInputs.tensors, then .scalars). target: fully
     qualified name. tensor: the object itself for kind 'const_attr' (a tensor that is neither parameter nor buffer).
-    dims: sizes, as in the ONNX file."""
+    dims: sizes, as in the ONNX file. turn: when PyTorch's backward would hand out its gradient, among those of all
+    inputs."""
 
     name: str
     kind: Literal["user", "param", "buffer", "const_attr"]
@@ -87,6 +88,7 @@ class InputSpec:
     target: str = ""
     tensor: Tensor | None = None
     dims: tuple[int | str, ...] = ()
+    turn: int = 0
 
 
 @dataclass
@@ -392,6 +394,7 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
     specs: list[InputSpec] = []
     index: dict[Node, int] = {}
     names = list(builder.inputs)
+    turns = _turns(program)
     for source, node in program.inputs:
         if source.kind == "constant":
             continue
@@ -403,10 +406,25 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
         v = builder.inputs[names[len(specs)]]
         dims = tuple(d if isinstance(d, int) else builder.sizes.text(d) for d in v.shape)
         kind: Any = source.kind
-        specs.append(
-            InputSpec(v.name, kind, source.leaf, source.target, source.tensor if kind == "const_attr" else None, dims)
-        )
+        tensor = source.tensor if kind == "const_attr" else None
+        specs.append(InputSpec(v.name, kind, source.leaf, source.target, tensor, dims, turns[node]))
     return specs, index
+
+
+def _turns(program: Program) -> dict[Node, int]:
+    """InputSpec.turn: the gradient of a parameter is complete when backward has come to where forward first used it;
+    arguments come last."""
+    inputs = {node for _, node in program.inputs}
+    first: dict[Node, tuple[int, int]] = {}
+    for at, n in enumerate(program.nodes):
+        # the bias before the weight, which has been transposed; autocast makes a copy of it first
+        back = n.target is torch.ops.aten.linear.default and not n.autocast
+        for place, x in enumerate(n.inputs()):
+            if x in inputs and n.target != STOP:
+                first.setdefault(x, (-at, -place if back else place))
+    given = {node: source.kind == "user" for source, node in program.inputs}
+    order = sorted(given, key=lambda x: (given[x], *first.get(x, (1, 0))))
+    return {x: turn for turn, x in enumerate(order)}
 
 
 def _between(program: Program) -> dict[int, int]:

@@ -32,6 +32,47 @@ for kind in ("fp32", "bf16"):
 end()
 """
 
+UNLIKE = """
+what = sys.argv[1]
+class Lengths(torch.nn.Module):  # rank 1 meets another length late, so it captures when rank 0 does not
+    def __init__(self):
+        super().__init__()
+        self.w, self.out = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11)
+        self.blocks = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        self.out.weight = self.w.weight
+    def forward(self, ids):
+        kept, x = [], self.w(ids)
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return torch.nn.functional.cross_entropy(self.out(x).flatten(0, 1), ids.flatten()), kept
+
+def train(wrap):
+    torch.manual_seed(0)
+    module = Lengths()
+    model = ORTModule(module) if wrap else module
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True,
+              "zero_optimization": {"stage": 2, "reduce_bucket_size": 300}}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.5), config=config)[0]
+    gen, found = data(), []
+    for step in range(6):
+        if what == "anomaly" and rank == 1:
+            torch.autograd.set_detect_anomaly(step % 2 == 1)  # runs in PyTorch
+        loss, kept = engine(torch.randint(11, (2, 5 if what == "length" and rank == 1 and step > 2 else 8), generator=gen))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    torch.autograd.set_detect_anomaly(False)
+    return found, [p.detach().clone() for p in module.parameters()]
+
+theirs, their_weights = train(False)
+ours, weights = train(True)
+near(ours, theirs, "rounding")
+for a, b in zip(weights, their_weights, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+end()
+"""
+
 SAVE = """
 from deepspeed.checkpoint.ds_to_universal import main
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -91,6 +132,12 @@ def test_offload_to_deepspeeds_own_optimizer(stage: int, how: str) -> None:
     if not compiled("cpu_adam"):
         pytest.skip("DeepSpeedCPUAdam is compiled at its first use (two minutes, ninja and g++): python -c 'from deepspeed.ops.adam import *; DeepSpeedCPUAdam([torch.ones(1)])'")
     launch(START + OFFLOAD, stage, how, "deepspeed", python=python())
+
+
+@pytest.mark.parametrize("what", ["length", "anomaly"])
+def test_ranks_that_run_unlike_graphs(what: str) -> None:
+    """ZeRO-2 packs gradients as they arrive, so on every rank, in the engine or not, they arrive in one order."""
+    launch(START + UNLIKE, what, python=python())
 
 
 @pytest.mark.parametrize(("stage", "how", "kind", "ranks"), [(2, "whole", "bf16", 4), (3, "blocks", "fp32", 1)])
