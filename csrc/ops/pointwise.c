@@ -39,7 +39,7 @@ static om_id unbroadcast(om_builder *b, const om_node *n, int i, om_id d) {
 UNARY(neg_grad, UN(neg, DY))
 UNARY(abs_grad, BIN(mul, DY, UN(sign, IN(0))))
 UNARY(exp_grad, BIN(mul, DY, Y))
-UNARY(expm1_grad, BIN(mul, DY, BIN(add, Y, NUMBER(Y, 1))))
+UNARY(expm1_grad, BIN(mul, DY, UN(exp, IN(0)))) /* y + 1 would be 0 long before e^x is */
 UNARY(log_grad, BIN(div, DY, IN(0)))
 UNARY(log1p_grad, BIN(div, DY, BIN(add, IN(0), NUMBER(Y, 1))))
 UNARY(sqrt_grad, BIN(div, DY, SCALE(Y, 2)))

@@ -377,13 +377,18 @@ def kl_div(c: Converter, n: Node, x: Node, y: Node, reduction: int, log_target: 
 
 @row("binary_cross_entropy_with_logits")
 def bce_with_logits(c: Converter, n: Node, x: Node, y: Node, w: Node | None, pos: Node | None, reduction: int) -> Val:
-    """(1 - y) x + (1 + (pos - 1) y) softplus(-x)"""
+    """(1 - y) x + (1 + (pos - 1) y) softplus(-x), with the gradients of (1 + (pos - 1) y) softplus(x) - pos y x: equal
+    numbers, but that loses confident positives and the first the gradients of confident negatives."""
     v, t = c.num(x, n.val.dtype), c.num(y, n.val.dtype)
     one = c.scalar(1, v.dtype)
-    soft = c.un("Softplus", c.neg(v))
+    soft, owner, positive = c.un("Softplus", c.neg(v)), c.un("Softplus", v), t
     if pos is not None:
-        soft = c.op2("Mul", c.op2("Add", c.op2("Mul", c.op2("Sub", c.num(pos, v.dtype), one), t), one), soft)
+        p = c.num(pos, v.dtype)
+        weight = c.op2("Add", c.op2("Mul", c.op2("Sub", p, one), t), one)
+        soft, owner, positive = c.op2("Mul", weight, soft), c.op2("Mul", weight, owner), c.op2("Mul", p, t)
     loss = c.op2("Add", c.op2("Mul", c.op2("Sub", one, t), v), soft)
+    owner = c.op2("Sub", owner, c.op2("Mul", positive, v))
+    loss = c.b.op("StraightThrough", [loss, owner], loss.dtype, loss.shape, "ortmodule")
     return reduced(c, loss if w is None else c.op2("Mul", loss, c.num(w, v.dtype)), reduction)
 
 
