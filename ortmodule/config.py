@@ -1,10 +1,10 @@
 """Settings: one table of environment variables, one parser, one printable object.
 
 An option reaches ORTModule as a keyword argument; the environment variable of the same row overrides it, so that a
-script can be steered from outside. Every value is parsed by its row; a value that does not parse raises ValueError
-naming the variable, what was given and what is allowed. A variable that starts with ORTMODULE_ and stands in no row is
-reported once (a typo must not pass for a setting), unless it is one that onnxruntime-training knew: then the report
-says that it has no effect here.
+script can be steered from outside. Every value is read by its row, text of an option as a variable's text; one that is
+not allowed raises ValueError (TypeError: of a wrong type), naming the option or variable, what was given and what is
+allowed. A variable that starts with ORTMODULE_ and stands in no row is reported once (a typo must not pass for a
+setting), unless it is one that onnxruntime-training knew: then the report says that it has no effect here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import dataclasses
 import difflib
 import enum
 import logging
+import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from . import fallback
 from .debug import DebugOptions, LogLevel
 from .fallback import Category, FallbackPolicy, policy_of
+from .memory import ALLOWED as BUDGET
 from .memory import parse as parse_budget
+from .memory_table import FORMAT
 from .memory_table import read as read_config
 from .variables import VARIABLES
 
@@ -45,90 +51,124 @@ class SkipCheck(enum.IntFlag):
 
 
 class Row(NamedTuple):
-    """One environment variable."""
+    """One setting."""
 
-    name: str  # without the prefix
-    field: str  # of Settings; "" = read by the C engine itself
+    name: str  # of the variable, without the prefix; "" = there is none
+    field: str  # of Settings; "" = read where it is used: by the C engine, by ortmodule/api.py
     allowed: str
-    parse: Callable[[str], Any]
+    parse: Callable[[Any], Any]  # of text or another value -> the field's; ValueError (why, or nothing) or TypeError
     doc: str
 
+    def read(self, given: Any, name: str) -> Any:
+        """name: under which it was given."""
+        try:
+            return self.parse(given.item() if isinstance(given, np.generic) else given)
+        except (ValueError, TypeError, OverflowError) as error:
+            why = f": {error}" if str(error) else ""
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name}={given!r} is not allowed{why}; give {self.allowed}") from None
 
-def _bool(text: str) -> bool:
-    word = text.strip().lower()
+
+def _typed(given: Any, *types: type) -> Any:
+    if not isinstance(given, types):
+        raise TypeError(f"it is of type {type(given).__name__}")
+    return given
+
+
+def _bool(given: Any) -> bool:
+    word = str(int(given)) if isinstance(given, int) else _typed(given, str).strip().lower()
     if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise ValueError
     return word in ("1", "true", "yes", "on")
 
 
-def _strict(text: str) -> bool | Literal["engine"]:
-    return "engine" if text.strip().lower() == "engine" else _bool(text)
+def _strict(given: Any) -> bool | Literal["engine"]:
+    return "engine" if isinstance(given, str) and given.strip().lower() == "engine" else _bool(given)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
-    return value
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise ValueError
-    return share
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise ValueError
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in words:
+def _number(fits: Callable[[float], bool]) -> Callable[[Any], float]:
+    def parse(given: Any) -> float:
+        try:
+            value = float(_typed(given, str, int, float))
+        except (ValueError, OverflowError):
+            raise ValueError from None
+        if not fits(value):
             raise ValueError
-        return text
+        return value
 
     return parse
 
 
-def _memory(text: str) -> int:
-    value = int(text)
-    if value not in (0, 1, 2):
-        raise ValueError
-    return value
+def _integer(least: int, most: float = math.inf) -> Callable[[Any], int]:
+    def parse(given: Any) -> int:
+        if isinstance(given, str) and not re.fullmatch(r"\s*[+-]?[0-9]{1,99}\s*", given, re.ASCII):
+            raise ValueError
+        value = int(_typed(given, str, int))
+        if not least <= value <= most:
+            raise ValueError
+        return value
+
+    return parse
 
 
-def _directory(text: str) -> str:
-    try:
-        os.makedirs(text, exist_ok=True)
-    except OSError:
-        raise ValueError from None
-    if not os.access(text, os.W_OK):
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(given: Any) -> str:
+        if _typed(given, str) not in words:
+            raise ValueError
+        return str(given)
+
+    return parse
+
+
+def _path(given: Any) -> str:
+    text: str = _typed(os.fspath(_typed(given, str, os.PathLike)), str)
+    if not text or "\0" in text:
         raise ValueError
     return text
 
 
-def _budget(text: str) -> str | int:
-    parse_budget(text)
-    return int(text) if text.strip().isdigit() else text
+def _cache(given: Any) -> str:
+    return "" if given == "" else _path(given)
 
 
-def _level(text: str) -> LogLevel:
+def _clusters(given: Any) -> str:
+    path = _path(given)
+    read_config(path)
+    return path
+
+
+def _directory(given: Any) -> str:
+    path = _path(given)
     try:
-        return LogLevel[text.strip().upper()]
-    except KeyError:
+        os.makedirs(path, exist_ok=True)
+    except OSError:
         raise ValueError from None
+    if not os.access(path, os.W_OK):
+        raise ValueError
+    return path
+
+
+def _anything(given: Any) -> str:
+    return str(_typed(given, str))
+
+
+def _budget(given: Any) -> str | int:
+    try:
+        parse_budget(given)
+    except ValueError:
+        raise ValueError from None
+    return int(given) if isinstance(given, str) and given.strip().isdigit() else given  # type: ignore[no-any-return]
+
+
+def _level(given: Any) -> LogLevel:
+    try:
+        return LogLevel[given.strip().upper()] if isinstance(given, str) else LogLevel(_typed(given, int))
+    except (KeyError, ValueError):
+        raise ValueError from None
+
+
+def _policy(given: Any) -> FallbackPolicy:
+    return policy_of(given) if isinstance(given, str) else _typed(given, FallbackPolicy)  # type: ignore[no-any-return]
 
 
 TABLE: tuple[Row, ...] = (
@@ -145,7 +185,7 @@ TABLE: tuple[Row, ...] = (
         "MIN_COVERAGE",
         "min_coverage",
         "a number from 0 to 1",
-        _share,
+        _number(lambda x: 0 <= x <= 1),
         "raise where a capture leaves the engine less than this share of the nodes (a submodule in PyTorch counts as "
         "many as it has modules), or where the model is left to PyTorch (default 0: never)",
     ),
@@ -153,7 +193,7 @@ TABLE: tuple[Row, ...] = (
         "FALLBACK_POLICY",
         "fallback_policy",
         ", ".join(FallbackPolicy.__members__) + ", several joined by |",
-        policy_of,
+        _policy,
         "which failures leave a submodule or the model to PyTorch; the others raise an ORTModule...Exception "
         "(ortmodule/fallback.py). FALLBACK_DISABLE: none does, as STRICT=1",
     ),
@@ -169,21 +209,21 @@ TABLE: tuple[Row, ...] = (
         "SEGMENT_MB",
         "segment_mb",
         "a number > 0",
-        _positive,
+        _number(lambda x: x > 0),
         "megabytes of gradients after which backward hands them out and goes on (default 25, DDP's bucket size)",
     ),
     Row(
         "MAX_CAPTURES",
         "max_captures",
         "an integer >= 1",
-        _count,
+        _integer(1),
         "captures of one call structure before it is left to PyTorch (default 8)",
     ),
     Row(
         "CAPTURE_SECONDS",
         "capture_seconds",
         "a number > 0",
-        _positive,
+        _number(lambda x: x > 0),
         "what the captures of one model may take, all together (default 300). After that, calls that no capture fits "
         "run in PyTorch, and report() says so",
     ),
@@ -200,7 +240,7 @@ TABLE: tuple[Row, ...] = (
         "MEMORY_OPT_LEVEL",
         "memory_opt_level",
         "0, 1 or 2",
-        _memory,
+        _integer(0, 2),
         "1: backward computes transformer layers again from their inputs instead of keeping their values: less memory, "
         "more time, the same bits. "
         "0 (default): only what costs one sweep over memory. 2: as 1 (its compromise about casts is part of 0 here)",
@@ -208,7 +248,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "MEMORY_BUDGET",
         "memory_budget",
-        "bytes, or text as `6GB`, `512MiB`, `60%`",
+        BUDGET,
         _budget,
         "what a step may take: backward computes again as much as is needed for that, and no more; the same bits. `%`: "
         "of what a step takes without a budget. Goes before MEMORY_OPT_LEVEL (docs/MEMORY.md)",
@@ -216,8 +256,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "MEMORY_OPT_CONFIG",
         "memory_opt_config",
-        "a JSON file: a list of `cluster:strategy:count`",
-        str,
+        FORMAT,
+        _clusters,
         "which clusters of operators backward computes again (1; 2: with a compromise at casts) or keeps (0), the "
         "first `count` of them, -1: all; names: the memory table of report(), and of the log at INFO. On top of level "
         "0; level 1 and MEMORY_BUDGET do not ask it (docs/MEMORY.md)",
@@ -226,7 +266,7 @@ TABLE: tuple[Row, ...] = (
         "KEEP_MEMORY",
         "keep_memory",
         "seconds >= 0, or inf",
-        _seconds,
+        _number(lambda x: x >= 0),
         "memory that no step is using for so long (default 2) is given back to the system; a loop whose steps are "
         "further apart is noticed (docs/MEMORY.md)",
     ),
@@ -282,23 +322,25 @@ TABLE: tuple[Row, ...] = (
         "CUDA_CACHE",
         "cuda_cache",
         "a directory",
-        str,
-        "where compiled chains are kept between processes; an empty one: nowhere (default: ~/.cache/ortmodule)",
+        _cache,
+        'where compiled chains are kept between processes (default: ~/.cache/ortmodule); `cuda_cache=""`: nowhere',
     ),
     Row("LOG_LEVEL", "log_level", ", ".join(LogLevel.__members__), _level, "level of the logger 'ortmodule'"),
     Row(
         "SAVE_ONNX_PATH",
         "save_path",
         "a directory",
-        str,
+        _path,
         "write every captured graph there: `<prefix><class>_<n>_<mode>.onnx`",
     ),
+    Row("", "save_prefix", "text", _anything, "what the files in save_path begin with; empty: the class's name"),
     Row(
         "ISA",
         "",
         "generic, avx2, avx512 or avx512_bf16",
         _one_of("generic", "avx2", "avx512", "avx512_bf16"),
-        "highest instruction set the kernels may use (avx512: without AVX512_BF16 and AMX; avx512_bf16: without AMX)",
+        "highest instruction set the kernels may use (avx512: without AVX512_BF16 and AMX; avx512_bf16: without AMX). "
+        "Read once per process",
     ),
     Row(
         "GEMM",
@@ -306,7 +348,8 @@ TABLE: tuple[Row, ...] = (
         "own, blas or host",
         _one_of("own", "blas", "host"),
         "force the matrix multiplication provider (host: PyTorch's bf16 product, and its convolution in fp32 "
-        "and bf16; own: on AMX also the engine's bf16 product on tiles, which is as fast in large models)",
+        "and bf16; own: on AMX also the engine's bf16 product on tiles, which is as fast in large models). Read "
+        "once per process",
     ),
     Row(
         "DUMP_PASSES",
@@ -316,17 +359,45 @@ TABLE: tuple[Row, ...] = (
         "write the graph there as text, before and after each rewrite that changes it: "
         "`<process>/<n>-<rewrite>-before.txt`, `-after.txt`, and the list in `index.txt` (docs/LOOKING_IN.md)",
     ),
-    Row("PASS_LIMIT", "", "an integer", int, "run only the first n rewrites of the graph (to bisect)"),
+    Row(
+        "PASS_LIMIT",
+        "",
+        "an integer from 0 to 2147483647",
+        _integer(0, 2**31 - 1),
+        "run only the first n rewrites of the graph (to bisect)",
+    ),
+    Row(
+        "VERIFY",
+        "",
+        "0 or 1",
+        _one_of("0", "1"),
+        "1: check the graph after every rewrite (to find errors of the engine; captures take longer)",
+    ),
     Row(
         "NO_REUSE",
         "",
         "anything",
-        str,
-        "when set: every value in memory of its own, nothing in place (to find memory errors)",
+        _anything,
+        "when set, even empty: every value in memory of its own, nothing in place (to find memory errors)",
     ),
-    Row("POISON", "", "anything", str, "when set: fill memory that is not in use with NaN (to find memory errors)"),
+    Row(
+        "POISON",
+        "",
+        "anything",
+        _anything,
+        "when set, even empty: fill memory that is not in use with NaN (to find memory errors). Read once per process",
+    ),
+    Row(
+        "DEVICE_LIBRARY",
+        "",
+        "a file",
+        _anything,
+        "a libortmodule.so (`make device`) that `ortmodule.api` takes in the place of the package's own library. Read "
+        "when that is imported",
+    ),
 )
 PREFIX = "ORTMODULE_"
+_ROWS = {row.field: row for row in TABLE if row.field}
 
 # Names that onnxruntime-training had; what each of them turns off.
 SPARSITY = {
@@ -400,7 +471,8 @@ def resolve(
 ) -> Settings:
     """Settings from keyword arguments, then `debug`, then the environment (which wins).
 
-    Raises TypeError for an option that does not exist, ValueError for a value that is not allowed.
+    Raises TypeError for an option that does not exist or a value of a wrong type, ValueError for one that is not
+    allowed.
     """
     env = os.environ if environ is None else environ
     unknown = set(options) - set(OPTIONS)
@@ -419,14 +491,12 @@ def resolve(
         if debug.save_onnx:
             values.setdefault("save_path", debug.save_onnx_models.path)
             values.setdefault("save_prefix", debug.onnx_prefix)
+    values = {name: _ROWS[name].read(given, name) for name, given in values.items()}
     for row in TABLE:
         text = env.get(PREFIX + row.name)
-        if text is None or text == "":
+        if not row.name or not text:
             continue
-        try:
-            value = row.parse(text)
-        except (ValueError, OverflowError):
-            raise ValueError(f"{PREFIX}{row.name}={text!r} is not allowed; give {row.allowed}") from None
+        value = row.read(text, PREFIX + row.name)
         if row.field:  # the others are read by the engine
             values[row.field] = value
     for name, off in SPARSITY.items():
@@ -438,7 +508,7 @@ def resolve(
                     values["padding_sparsity"] = True
         except ValueError:
             raise ValueError(f"{PREFIX}{name}={env[PREFIX + name]!r} is not allowed; give 0 or 1") from None
-    rows = {PREFIX + row.name for row in TABLE} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}
+    rows = {PREFIX + row.name for row in TABLE if row.name} | {PREFIX + v.name for v in VARIABLES if v.kept != "no"}
     for name in env:
         if name.startswith(PREFIX) and name not in rows and name not in _warned:
             _warned.add(name)
@@ -450,35 +520,14 @@ def resolve(
                 what = f"is unknown{told}; known: {', '.join(sorted(rows))}"
             logger.warning("environment variable %s %s", name, what)
     settings = Settings(**values, asked_strict=values.get("strict", False))
-    if settings.strict not in (False, True, "engine"):
-        raise ValueError(f"strict={settings.strict!r} is not allowed; give False, True or 'engine'")
-    if not 0 <= settings.min_coverage <= 1:
-        raise ValueError(f"min_coverage={settings.min_coverage!r} is not allowed; give a number from 0 to 1")
-    if settings.segment_mb <= 0:
-        raise ValueError(f"segment_mb={settings.segment_mb!r} is not allowed; give a number > 0")
-    if settings.max_captures < 1:
-        raise ValueError(f"max_captures={settings.max_captures!r} is not allowed; give an integer >= 1")
-    if not settings.capture_seconds > 0:
-        raise ValueError(f"capture_seconds={settings.capture_seconds!r} is not allowed; give a number > 0")
-    if settings.precision not in (None, "bf16"):
-        raise ValueError(f"precision={settings.precision!r} is not allowed; give None or 'bf16'")
-    if settings.memory_opt_level not in (0, 1, 2):
-        raise ValueError(f"memory_opt_level={settings.memory_opt_level!r} is not allowed; give 0, 1 or 2")
-    if not settings.keep_memory >= 0:
-        raise ValueError(f"keep_memory={settings.keep_memory!r} is not allowed; give seconds >= 0")
-    if settings.memory_opt_config is not None:
-        read_config(settings.memory_opt_config)
-        if settings.memory_opt_level == 1 or settings.memory_budget is not None:
-            logger.warning("memory_opt_config=%s has no effect beside memory_opt_level=1 or memory_budget",
-                           settings.memory_opt_config)  # fmt: skip
-    if settings.memory_budget is not None:
-        parse_budget(settings.memory_budget)
-        if settings.memory_opt_level:
-            logger.info("memory_budget decides what is computed again; memory_opt_level=%d has no effect beside it",
-                        settings.memory_opt_level)  # fmt: skip
-    if not isinstance(settings.fallback_policy, FallbackPolicy):
-        raise ValueError(f"fallback_policy={settings.fallback_policy!r} is not allowed; give a FallbackPolicy, as "
-                         "FallbackPolicy.FALLBACK_DISABLE")
+    if settings.memory_opt_config is not None and (
+        settings.memory_opt_level == 1 or settings.memory_budget is not None
+    ):
+        logger.warning("memory_opt_config=%s has no effect beside memory_opt_level=1 or memory_budget",
+                       settings.memory_opt_config)  # fmt: skip
+    if settings.memory_budget is not None and settings.memory_opt_level:
+        logger.info("memory_budget decides what is computed again; memory_opt_level=%d has no effect beside it",
+                    settings.memory_opt_level)  # fmt: skip
     return with_policy(settings, settings.fallback_policy)
 
 
@@ -495,13 +544,15 @@ def doc() -> str:
         "# Environment variables",
         "",
         "An option reaches `ORTModule(model, option=value)` as a keyword argument of the name in lower case; the "
-        "variable overrides it.",
+        "variable overrides it. "
+        "Text is read alike from both (0 and 1 also as false, no, off and true, yes, on); an empty variable is as one "
+        "that is not set.",
         "Generated from the table in `ortmodule/config.py`.",
         "",
         "| variable | values | effect |",
         "|---|---|---|",
     ]
-    lines += [f"| `{PREFIX}{row.name}` | {_cell(row.allowed)} | {_cell(row.doc)} |" for row in TABLE]
+    lines += [f"| `{PREFIX}{row.name}` | {_cell(row.allowed)} | {_cell(row.doc)} |" for row in TABLE if row.name]
     lines += [
         "",
         "## Variables of onnxruntime-training 1.19.2",

@@ -46,17 +46,14 @@ def plan(text: str) -> Plan:
 
 
 def read(path: str) -> tuple[Plan, ...]:
-    """ValueError, naming the file, when it is no such list."""
+    """ValueError when it is no such list."""
     try:
-        rows = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; give {FORMAT}") from error
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(str(error)) from error
     if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
-        raise ValueError(f"{path} holds something else; give {FORMAT}")
-    try:
-        return tuple([plan(one) for row in rows for one in row.split(",")])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError("it holds something else")
+    return tuple([plan(one) for row in rows for one in row.split(",")])
 
 
 @dataclass

@@ -194,7 +194,7 @@ def test_the_environment_wins_and_joins_names(monkeypatch):
     settings = resolve({"fallback_policy": P.FALLBACK_DISABLE})
     assert settings.fallback_policy == DATA | ONNX and settings.fallback_retry and not settings.strict
     for text in ("FALLBACK", "FALLBACK_DISABLE|", "1"):
-        with pytest.raises(ValueError, match="ORTMODULE_FALLBACK_POLICY=.* is not allowed; give FALLBACK_DISABLE, "):
+        with pytest.raises(ValueError, match="ORTMODULE_FALLBACK_POLICY=.* is not allowed: .* is no fallback policy; give FALLBACK_DISABLE, "):
             resolve({}, None, {"ORTMODULE_FALLBACK_POLICY": text})
     with pytest.raises(ValueError, match="fallback_policy='x' is not allowed"):
         resolve({"fallback_policy": "x"}, None, {})

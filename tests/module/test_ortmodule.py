@@ -6,16 +6,20 @@ import copy
 import inspect
 import io
 import logging
+import math
 import pickle
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pairs import MLP, close, nodes_in_engine, pair
 from torch import Tensor, nn
 
 from ortmodule import ORTModule, config
-from ortmodule.config import DebugOptions, resolve
+from ortmodule.config import DebugOptions, LogLevel, resolve
+from ortmodule.fallback import FallbackPolicy as P
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -132,6 +136,69 @@ def test_settings_are_checked_by_name():
     with pytest.raises(ValueError, match="strict='some' is not allowed"):
         resolve({"strict": "some"}, None, {})
     for name, value in (("SEGMENT_MB", "-1"), ("STRICT", "maybe"), ("LOG_LEVEL", "LOUD"), ("MAX_CAPTURES", "0")):
+        with pytest.raises(ValueError, match=f"ORTMODULE_{name}='{value}' is not allowed"):
+            resolve({}, None, {f"ORTMODULE_{name}": value})
+
+
+# Of every option: what it takes, and what that is then; what it refuses.
+NONE = (float("nan"), [1], {}, object(), b"1", "", " ", "nonsense")
+FLAG = ([(x, False) for x in ("0", "no", "OFF", "false", False, 0, np.False_, np.int64(0))]
+        + [(x, True) for x in ("1", " Yes ", "on", "true", True, 1, np.True_)], (2, -1, "2", 1.0, *NONE))  # fmt: skip
+OPTIONS = {
+    "strict": ([*FLAG[0], ("engine", "engine"), (" Engine", "engine")], FLAG[1]),
+    "min_coverage": ([("0.5", 0.5), (1, 1.0), (np.float32(0.5), 0.5)], (1.5, -1, "90", *NONE)),
+    "fallback_policy": ([("FALLBACK_DISABLE", P.FALLBACK_DISABLE), (P.FALLBACK_UNSUPPORTED_DATA, P.FALLBACK_UNSUPPORTED_DATA), ("FALLBACK_UNSUPPORTED_DATA|FALLBACK_BAD_INITIALIZATION", P.FALLBACK_UNSUPPORTED_DATA | P.FALLBACK_BAD_INITIALIZATION)], (1, *NONE)),
+    "fallback_retry": FLAG,
+    "disable": FLAG,
+    "segment_mb": ([("25", 25.0), (3, 3.0), (1e-3, 1e-3), (np.int32(4), 4.0), (np.float64(2.5), 2.5), ("inf", math.inf)], (0, -1.0, "-1", 10**400, *NONE)),
+    "max_captures": ([("8", 8), (3, 3), (np.int64(2), 2), (" +4 ", 4)], (0, 2.5, "2.5", "1_0", "\u0663", "9" * 10_000, math.inf, *NONE)),
+    "capture_seconds": ([("3", 3.0), (math.inf, math.inf)], (0, "-1", *NONE)),
+    "recheck": FLAG,
+    "memory_opt_level": ([("1", 1), (2, 2), (np.int64(1), 1)], (3, -1, 1.0, "high", *NONE)),
+    "memory_budget": ([("6GB", "6GB"), (123, 123), ("123", 123), (np.int64(5), 5)], (0, True, 1e9, *NONE)),
+    "memory_opt_config": ([], (5, *NONE)),
+    "keep_memory": ([("2", 2.0), (0, 0.0), ("inf", math.inf)], (-1, "-0.5", *NONE)),
+    "label_sparsity": FLAG,
+    "padding_sparsity": FLAG,
+    "precision": ([("bf16", "bf16")], ("fp16", 16, torch.bfloat16, *NONE)),
+    "cuda_engine": FLAG,
+    "cuda_graphs": FLAG,
+    "cuda_chains": ([("compiled", "compiled"), ("interpreted", "interpreted")], ("foo", 1, *NONE)),
+    "cuda_cache": ([("/a", "/a"), (Path("/a"), "/a"), ("", "")], (3, b"/a", "a\0b")),
+    "log_level": ([("info", LogLevel.INFO), (LogLevel.DEVINFO, LogLevel.DEVINFO), (10, LogLevel.VERBOSE)], (11, 1.5, *NONE)),
+    "save_path": ([("/a", "/a"), (Path("/a"), "/a")], (5, b"/a", "", "a\0b", ["/a"])),
+    "save_prefix": ([("a", "a"), ("", "")], (5, b"a")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", config.OPTIONS)
+def test_an_option_is_read_as_its_variable_is(name):
+    takes, refuses = OPTIONS[name]
+    variable = next((f"ORTMODULE_{row.name}" for row in config.TABLE if row.field == name and row.name), "")
+    for given, value in takes:
+        found = getattr(resolve({name: given}, None, {}), name)
+        assert found == value and type(found) is type(value), (given, found)
+        if isinstance(given, str) and given and variable:
+            assert getattr(resolve({}, None, {variable: given}), name) == value
+    for given in refuses:
+        with pytest.raises((ValueError, TypeError), match=rf"^{name}={re.escape(repr(given))} is not allowed(: [^;]*)?; give "):
+            resolve({name: given}, None, {})
+        if isinstance(given, str) and given and "\0" not in given and variable:
+            with pytest.raises(ValueError, match=rf"^{variable}={re.escape(repr(given))} is not allowed(: [^;]*)?; give "):
+                resolve({}, None, {variable: given})
+
+
+def test_an_empty_variable_is_not_set():
+    empty = {f"ORTMODULE_{row.name}": "" for row in config.TABLE if row.name}
+    assert resolve({}, None, empty) == resolve({}, None, {})
+    assert resolve({}, None, empty).cuda_cache == "~/.cache/ortmodule"
+
+
+def test_variables_without_an_option(caplog):
+    known = {"PASS_LIMIT": "12", "VERIFY": "1", "DEVICE_LIBRARY": "/a.so", "NO_REUSE": "1", "POISON": "1", "ISA": "avx2"}
+    resolve({}, None, {f"ORTMODULE_{name}": value for name, value in known.items()})
+    assert not caplog.records
+    for name, value in (("PASS_LIMIT", "-1"), ("PASS_LIMIT", "1_0"), ("PASS_LIMIT", "1" + 26 * "0"), ("VERIFY", "false"), ("VERIFY", "2")):
         with pytest.raises(ValueError, match=f"ORTMODULE_{name}='{value}' is not allowed"):
             resolve({}, None, {f"ORTMODULE_{name}": value})
 
