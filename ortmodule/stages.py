@@ -7,11 +7,12 @@ does not run it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -149,17 +150,24 @@ def rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
             row.name = names.get(row.name, row.name)
 
 
+@contextlib.contextmanager
+def _beside() -> Iterator[None]:
+    """Training goes on without the files, whatever keeps them from being made."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("the captured graph cannot be saved: %s", error)
+
+
+@_beside()
 def save(state: State, data: bytes, name: str) -> None:
     """Writes a file into the directory of the module's settings, if they have one."""
     path = state.settings.save_path
     if path is None:
         return
-    try:
-        os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, name), "wb") as file:
-            file.write(data)
-    except OSError as error:
-        logger.warning("the captured graph cannot be saved: %s", error)
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, name), "wb") as file:
+        file.write(data)
 
 
 def file_name(state: State, stage: str, part: str = "") -> str:
@@ -169,6 +177,7 @@ def file_name(state: State, stage: str, part: str = "") -> str:
     return f"{prefix}_{stage}_{mode}{part}{number}.onnx"
 
 
+@_beside()
 def save_capture(state: State, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The capture's file, with the names of forward's parameters."""
     if state.settings.save_path is None:
@@ -179,12 +188,14 @@ def save_capture(state: State, captured: Captured, args: tuple[Any, ...], kwargs
     save(state, data, file_name(state, "torch_exported"))
 
 
+@_beside()
 def save_graph(state: State, graph: Graph) -> None:
     """The engine's own graphs, for DebugOptions(save_onnx=True): the simplified forward now, the one that runs, with
     its gradients, when it is made."""
     if state.settings.save_path is None or not state.settings.save_prefix:
         return
 
+    @_beside()
     def write(variant: int, *names: str) -> None:
         model = model_of(graph.model.text(variant), type(state.module).__name__)
         for name in names:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ortmodule
-from ortmodule import ORTModule
+from ortmodule import ORTModule, stages
 from ortmodule.capture import functional
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -218,6 +218,24 @@ def test_a_graph_that_cannot_be_saved(tmp_path, caplog):
     w = ORTModule(nn.Linear(4, 4), save_path=str(tmp_path / "file"))
     w(torch.randn(3, 4))
     assert "cannot be saved" in caplog.text and w.report().n_captures == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fails", ["the name of a file", "a file's text", "the names of arguments"])
+def test_training_goes_on_without_files_of_the_graph(fails, training, tmp_path, caplog, monkeypatch):
+    def fail(*_args):
+        raise ValueError("too large")
+
+    if fails == "a file's text":
+        monkeypatch.setattr(stages, "model_of", fail)
+    elif fails == "the names of arguments":
+        monkeypatch.setattr(stages, "argument_names", fail)
+    eager = nn.Linear(4, 4).train(training)
+    prefix = "no\ud800name" if fails == "the name of a file" else "m"  # as any name that the locale cannot write
+    w = ORTModule(copy.deepcopy(eager), save_path=str(tmp_path), save_prefix=prefix)
+    x = torch.randn(3, 4)
+    same(outcome(w, x), outcome(eager, x))
+    assert "the captured graph cannot be saved: " in caplog.text and w.report().n_captures == 1 and not w.report().eager
 
 
 # --- DataParallel ---------------------------------------------------------------------------------
