@@ -201,7 +201,8 @@ typedef struct om_cluster_row {
 om_status om_choice_clusters(om_ctx *cx, om_choice *c, const om_tensor *inputs, int *n);
 om_cluster_row om_choice_cluster(const om_choice *c, int i);              /* after om_choice_clusters */
 /* In a set of flags (om_choice_values), for the first `count` of a cluster, -1: all. strategy 0: keep what they
- * compute; 1: compute it again; 2: or with a compromise. OM_INVALID, with the names there are, when there is none. */
+ * compute; 1: compute it again; 2: or with a compromise. OM_INVALID, with the names there are, when there is none, and
+ * for strategy 1 where there is a compromise only. */
 om_status om_choice_set(om_ctx *cx, om_choice *c, const char *cluster, int strategy, int count, uint8_t *again);
 void om_choice_free(om_choice *c); /* NULL is fine; before the model */
 

@@ -231,7 +231,7 @@ def _loaded(state: State, captured: Captured | CutCaptured, args: tuple[Any, ...
     try:
         from . import stages
 
-        level, taken = state.settings.memory_opt_level, memory.of_settings(state.settings)
+        level, taken = state.settings.memory_opt_level, memory.of_settings(state.settings, state.root.clusters)
         if isinstance(captured, CutCaptured):
             for number, part in enumerate(_parts(captured)):
                 stages.save(state, part.onnx, stages.file_name(state, "torch_exported", f"_part{number}"))

@@ -42,7 +42,8 @@ class BudgetError(ValueError):
 
 
 class ClusterError(BudgetError):
-    """ORTMODULE_MEMORY_OPT_CONFIG names a cluster that the graph does not have. Nothing has been computed."""
+    """ORTMODULE_MEMORY_OPT_CONFIG names a cluster that neither the graph nor an earlier capture has. Nothing has been
+    computed."""
 
 
 class Budget(NamedTuple):
@@ -66,12 +67,12 @@ def parse(value: object) -> Budget:
     raise ValueError(f"memory_budget={value!r} is not allowed; give {ALLOWED}")
 
 
-def of_settings(settings: Settings) -> Memory:
-    """For one graph of a module with these settings."""
+def of_settings(settings: Settings, found: set[memory_table.Plan]) -> Memory:
+    """For one graph of a module with these settings. found: the configuration's, of all its captures."""
     budget = None if settings.memory_budget is None else parse(settings.memory_budget)
     config = settings.memory_opt_config if budget is None and settings.memory_opt_level != 1 else None
     plans = memory_table.read(config) if config else ()
-    return Memory(budget, min(settings.memory_opt_level, 1) if not plans else 0, plans, settings.keep_memory)
+    return Memory(budget, min(settings.memory_opt_level, 1) if not plans else 0, plans, settings.keep_memory, found)
 
 
 @dataclass
@@ -136,13 +137,14 @@ def of_step(found: dict[str, int], graph: Graph, tensors: Sequence[Tensor], want
 class Memory:
     """The variants of one graph that fit its budget, or are what a configuration file asks for."""
 
-    def __init__(
-        self, budget: Budget | None, level: int = 0, plans: Sequence[memory_table.Plan] = (), keep: float = math.inf
-    ) -> None:
-        """keep: seconds after which memory that nobody uses is given back."""
+    def __init__(self, budget: Budget | None, level: int = 0, plans: Sequence[memory_table.Plan] = (),
+                 keep: float = math.inf, found: set[memory_table.Plan] | None = None) -> None:  # fmt: skip
+        """keep: seconds after which memory that nobody uses is given back. found: plans that a capture of the same
+        wrapper has had a cluster for."""
         self.budget = budget
         self.level = level
         self.plans = plans
+        self.found = set() if found is None else found
         self.keep_seconds = keep
         self.faults = self._faults = 0
         self._like: tuple[Variant, list[memory_table.Like]] | None = None  # of the largest step so far
@@ -157,7 +159,7 @@ class Memory:
         before, self._faults = self._faults, getrusage(RUSAGE_SELF).ru_minflt
         self.faults = self._faults - before if before else 0
         if self.plans:
-            variant = self._planned(graph, variant)
+            variant = self._planned(graph, variant, tensors)
         if self.budget is None:
             if self.step is None:
                 self._like = variant, [memory_table.like(t) for t in tensors]
@@ -197,14 +199,18 @@ class Memory:
         self._keep(step, graph)
         return made
 
-    def _planned(self, graph: Graph, variant: Variant) -> Variant:
+    def _planned(self, graph: Graph, variant: Variant, tensors: Sequence[Tensor]) -> Variant:
         """What the configuration file makes of it."""
         made = self.made.get(~variant.number)
         if made is None:
+            rows = memory_table.clusters(graph, variant, [memory_table.like(t).make() for t in tensors])
+            here = {p for p in self.plans if p.row(rows) is not None}
+            plans = [p[:3] for p in self.plans if p in here or not (p.maybe or p in self.found)]
             try:
-                number = graph.model.choose(variant.wanted, variant.arriving, variant.group, 0, self.plans)
+                number = graph.model.choose(variant.wanted, variant.arriving, variant.group, 0, plans)
             except ValueError as error:
                 raise ClusterError(f"ORTMODULE_MEMORY_OPT_CONFIG: {error}") from error
+            self.found |= here
             made = self.made[~variant.number] = variant.numbered(graph.model, number)
         return made
 

@@ -5,7 +5,8 @@ their order, each followed by +. Equal ones are one row, however many layers a m
 
 ORTMODULE_MEMORY_OPT_CONFIG: a JSON file with a list of "cluster:strategy:count", or several of them joined by commas.
 strategy 0: keep the value, 1: compute it again, 2: with a compromise (the narrower operand of a cast is kept instead);
-count: of so many, first to last, -1 of all. It changes what level 0 computes again.
+count: of so many, first to last, -1 of all. It changes what level 0 computes again. "?cluster:strategy:count": where
+there is such a cluster; other names are an error, unless another capture of the same wrapper has had them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ class Plan(NamedTuple):
     cluster: str
     strategy: int
     most: int  # of so many; -1: all
+    maybe: bool = False  # a graph need not have it
 
     def __str__(self) -> str:
-        return f"{self.cluster}:{self.strategy}:{self.most}"
+        return f"{'?' * self.maybe}{self.cluster}:{self.strategy}:{self.most}"
+
+    def row(self, rows: Sequence[Cluster]) -> Cluster | None:
+        """Of a graph's clusters the one that is meant: of two of the name strategy 2 means that with a compromise."""
+        found = [r for r in rows if r.name == self.cluster and (self.strategy != 1 or not r.compromise)]
+        return min(found, key=lambda r: r.compromise != (self.strategy == 2), default=None)
 
 
 FORMAT = (
@@ -38,11 +45,12 @@ FORMAT = (
 
 
 def plan(text: str) -> Plan:
-    parts = text.strip().split(":")
+    text = text.strip()
+    parts = text.removeprefix("?").split(":")
     numbers = [int(p) if p.strip().lstrip("-").isdigit() else None for p in parts[1:]]
     if len(parts) != 3 or not parts[0] or numbers[0] not in (0, 1, 2) or numbers[1] is None or numbers[1] < -1:
         raise ValueError(f"{text!r} is no 'cluster:strategy:count' with strategy 0, 1 or 2 and count -1 or more")
-    return Plan(parts[0], numbers[0], numbers[1])
+    return Plan(parts[0], numbers[0], numbers[1], text.startswith("?"))
 
 
 def read(path: str) -> tuple[Plan, ...]:
@@ -112,15 +120,19 @@ class Table:
             f"{self.after:,} as it is{where}", *lines])  # fmt: skip
 
 
+def clusters(graph: Graph, variant: Variant, tensors: Sequence[Tensor]) -> list[Cluster]:
+    return [Cluster(**row) for row in graph.model.clusters(variant.wanted, variant.arriving, tensors)]
+
+
 def make(graph: Graph, variant: Variant, tensors: Sequence[Tensor], level: int, plans: Sequence[Plan],
          decided: str = "") -> Table:  # fmt: skip
     """variant: what runs."""
     model = graph.model
-    rows = [Cluster(**row) for row in model.clusters(variant.wanted, variant.arriving, tensors)]
+    rows = clusters(graph, variant, tensors)
     for one in plans:
-        for row in rows:
-            if row.name == one.cluster and (not row.compromise or one.strategy == 2):
-                row.strategy, row.asked = one.strategy, row.count if one.most < 0 else min(one.most, row.count)
+        row = one.row(rows)
+        if row is not None:
+            row.strategy, row.asked = one.strategy, row.count if one.most < 0 else min(one.most, row.count)
     rows.sort(key=lambda row: -row.bytes)
     kept = model.choose(variant.wanted, variant.arriving, variant.group, -1, None)
     sizes = {d: t.shape[axis] for spec, t in zip(graph.captured.inputs, tensors, strict=True)

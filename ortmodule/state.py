@@ -29,6 +29,7 @@ from .capture.facts import Known, hold
 from .chain import Graph
 from .config import Settings
 from .fallback import TORCH_MODEL, wrap_exception
+from .memory_table import Plan
 from .patches import Patch
 from .report import EagerEntry, FailedEntry
 from .torch_private import CALL, HOOK_TABLES
@@ -236,6 +237,7 @@ class State:
         self.lock = threading.RLock()
         self.announced = False
         self.settled = False  # settle.py has been asked
+        self.clusters: set[Plan] = set()  # memory.py: of memory_opt_config, that a capture has had
         self.reasons: dict[str, watch.Problem] = {}  # why modules are kept in PyTorch
         self.told: set[tuple[Any, ...]] = set()
         # bypassed.py

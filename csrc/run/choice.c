@@ -127,12 +127,15 @@ om_cluster_row om_choice_cluster(const om_choice *c, int i) { return c->row.v[i]
 static om_status cluster_set(om_choice *c, const char *cluster, int strategy, int count, uint8_t *again) {
     om_ctx *cx = c->cx;
     OM_TRY(choice_find(c));
-    const om_cluster *found = NULL;
+    const om_cluster *found = NULL; /* of two of the name the one with a compromise is strategy 2's */
     for (uint32_t i = 0; i < c->cluster.row.n; i++) {
         const om_cluster *row = &c->cluster.row.v[i];
-        const bool fits = !row->compromise || strategy == 2;
-        if (!strcmp(row->name, cluster) && fits && (!found || row->compromise)) found = row;
+        if (!strcmp(row->name, cluster) && (!found || row->compromise == (strategy == 2))) found = row;
     }
+    if (found && found->compromise && strategy == 1)
+        return om_fail(cx, OM_INVALID,
+                       "cluster %s has strategies 0 and 2 only: it begins with a cast, whose operand is kept instead",
+                       cluster);
     if (found) return om_cluster_flag(cx, c->f, found, count, strategy != 0, again);
     char names[900] = "";
     size_t at = 0;

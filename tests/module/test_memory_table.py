@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,72 @@ def test_what_is_no_cluster_is_an_error_that_lists_those_there_are(tmp_path: Pat
         step(ours)
 
 
+def test_every_row_can_be_kept_and_a_compromise_is_no_recompute(tmp_path: Path) -> None:
+    """Every strategy of every row of a table in which one has strategy 2 alone."""
+    torch.manual_seed(0)
+    model, x = Casting(), torch.randn(64, 50, 32)
+
+    def ran(*rows: str) -> ORTModule:
+        ours = ORTModule(copy.deepcopy(model), memory_opt_config=config(tmp_path, *rows) if rows else None)
+        ours(x).backward()
+        return ours
+
+    plain = ran()
+    only_2 = {r.name for r in table(plain).rows if r.compromise} - {r.name for r in table(plain).rows if not r.compromise}
+    assert only_2 and len(table(plain).rows) > 1
+    for row in table(plain).rows:
+        for strategy in (0, 1, 2):
+            if strategy == 1 and row.name in only_2:
+                with pytest.raises(ClusterError, match=rf"cluster {re.escape(row.name)} has strategies 0 and 2 only"):
+                    ran(f"{row.name}:1:-1")
+                continue
+            ours = ran(f"{row.name}:{strategy}:-1")
+            for name in ("b", "c"):  # nothing of a has a gradient
+                same(getattr(ours, name), getattr(plain, name))
+            if row.compromise == (strategy == 2) or row.name in only_2:
+                found = next(r for r in table(ours).rows if (r.name, r.compromise) == (row.name, row.compromise))
+                assert table(ours).applied(found) == f"config: {row.count}" + " kept" * (strategy == 0)
+
+
+class TwoWays(nn.Module):
+    """Its captures have other clusters each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        x = torch.sin(self.a(x)) if way == 0 else torch.tanh(self.a(x)).exp()
+        return self.b(x * x.cos() if way == 0 else x * x.erf()).square().mean()
+
+
+def test_a_name_of_another_capture_is_no_error(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = TwoWays(), torch.randn(64, 32)
+
+    def ran(ways: tuple[int, ...], *rows: str) -> ORTModule:
+        ours = ORTModule(copy.deepcopy(model), strict=True, memory_opt_config=config(tmp_path, *rows) if rows else None)
+        for way in ways:
+            ours(x, way).backward()
+        return ours
+
+    plain = ran((0, 1, 0))
+    first, second = ({r.name for r in graph.table.rows} for graph in plain.report().graphs)  # type: ignore[union-attr]
+    assert "sin+" in first - second and "exp+" in second - first
+    known = ran((0, 1, 0), "sin+:1:-1")
+    same(known, plain)
+    tables = [graph.table for graph in known.report().graphs]
+    assert [[t.applied(r) for r in t.rows if r.name == "sin+"] for t in tables if t] == [["config: 1"], []]
+    both = ran((0, 1, 0), "sin+:1:-1", "?exp+:1:-1")
+    same(both, plain)
+    tables = [graph.table for graph in both.report().graphs]
+    assert [[t.applied(r) for r in t.rows if r.name in ("sin+", "exp+")] for t in tables if t] == [["config: 1"]] * 2
+    assert tables[0] and tables[0].config == ["sin+:1:-1", "?exp+:1:-1"]
+    for rows, ways in ((("sin+:1:-1", "exp+:1:-1"), (0,)), (("sin+:1:-1",), (1,))):
+        with pytest.raises(ClusterError, match=r"there is no cluster (sin|exp)\+; there are "):
+            ran(ways, *rows)
+
+
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
@@ -187,9 +254,10 @@ def test_files_that_are_none(tmp_path: Path, rows: str, why: str) -> None:
 
 
 def test_combined_plans_and_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan("a+b+:2:-1") == ("a+b+", 2, -1) and str(plan("a+:0:3")) == "a+:0:3"
+    assert plan("a+b+:2:-1") == ("a+b+", 2, -1, False) and str(plan("a+:0:3")) == "a+:0:3"
+    assert plan(" ?a+:0:3") == ("a+", 0, 3, True) and str(plan("?a+:0:3")) == "?a+:0:3"
     file = config(tmp_path, "Cast+:2:-1,Mul+:1:4", "a+:1:1")
-    assert read(file) == (("Cast+", 2, -1), ("Mul+", 1, 4), ("a+", 1, 1))
+    assert read(file) == (plan("Cast+:2:-1"), plan("Mul+:1:4"), plan("a+:1:1"))
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", file)
     assert ORTModule(nn.Linear(2, 2))._ortmodule.settings.memory_opt_config == file
 
