@@ -4,8 +4,9 @@
  *
  * becomes the same over compress(h) and compress(labels): a row of the loss depends on its own row of h, and rows that
  * are ignored add nothing to the sum, nor to what it is divided by. The order of the sum stays; so does the loss, bit
- * for bit. Gradients follow from the operators' own rules: restore puts rows of zeros between those of h, and the
- * products for weights add up fewer rows. A pass of the forward before gradients are built, of a variant's copy.
+ * for bit where the product's rows do (its last tile of rows, if it is not full, rounds otherwise). Gradients follow
+ * from the operators' own rules: restore puts rows of zeros between those of h, and the products for weights add up
+ * fewer rows. A pass of the forward before gradients are built, of a variant's copy.
  *
  * Every value on the way must have one reader and be no output; logits that are one are left to label_grads.c.
  */
