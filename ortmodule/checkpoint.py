@@ -60,6 +60,8 @@ def save(folder: str | os.PathLike[str], step: int, model: nn.Module, optimizer:
     with _together("saving", new):
         if step < 1:
             raise ValueError(f"step {step}: a checkpoint is of one step or more")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep={keep!r}: so many checkpoints remain, the new one among them: give 1 or more")
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             if later := [n for n, _ in _steps(folder) if n > step]:
@@ -99,7 +101,7 @@ def save(folder: str | os.PathLike[str], step: int, model: nn.Module, optimizer:
                 os.rename(whole, old)
             os.rename(new, whole)
             _sync(folder)
-            for old in [p for _, p in _steps(folder)][: -max(1, keep)] + [*folder.glob("step-*.old")]:
+            for old in [p for _, p in _steps(folder)][:-keep] + [*folder.glob("step-*.old")]:
                 _remove(old, folder)
     return whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -55,6 +56,8 @@ def rows() -> list[tuple[str, str]]:
 
 
 def main() -> None:
+    what = "What is installed and what is set, for a report of an error."
+    argparse.ArgumentParser(prog="python -m ortmodule.info", description=what).parse_args()
     for name, value in rows():
         print(f"{name:20} {value}")
 

@@ -7,6 +7,7 @@ status 0, or 1 when one fails.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import io
 import pickle
@@ -176,5 +177,11 @@ def run() -> bool:
     return not failed
 
 
-if __name__ == "__main__":
+def main() -> None:
+    what = "Does what is installed here work? Small models beside PyTorch, a line each, in half a minute."
+    argparse.ArgumentParser(prog="python -m ortmodule.selftest", description=what).parse_args()
     sys.exit(0 if run() else 1)
+
+
+if __name__ == "__main__":
+    main()

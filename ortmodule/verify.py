@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
+import numbers
 import random
 import re
 import sys
@@ -113,6 +115,8 @@ class _Result:
 def verify(state: State, wrap: Callable[[nn.Module, Any], nn.Module], batch: Any,
            loss: Callable[[Any], Tensor] | None, band: float) -> Verification:  # fmt: skip
     """See ORTModule.verify. wrap: a module and settings -> its wrapper."""
+    if not isinstance(band, numbers.Real) or not 0 < band < math.inf:
+        raise ValueError(f"verify(band={band!r}): how many times PyTorch's own error is allowed; give a number above 0")
     if isinstance(batch, Mapping):
         call = _Call((), dict(batch))
     else:

@@ -8,10 +8,16 @@ import sys
 
 from .spawned import Arguments
 
+USAGE = "usage: python -m ortmodule.compat script.py [arguments]   (or -m module [arguments])"
+
 
 def main() -> None:
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m ortmodule.compat script.py [arguments]   (or -m module [arguments])")
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in ("-h", "--help"):
+        print(f"{USAGE}\n\nRuns a script that was written for onnxruntime-training or torch-ort, unchanged.")
+        return
+    if not first or first.startswith("-") and first != "-m":
+        raise SystemExit(USAGE)
     sys.argv = Arguments(sys.argv[1:])
     if sys.argv[0] == "-m":
         del sys.argv[0]

@@ -220,6 +220,19 @@ def test_info_names_versions_and_settings():
     assert broken.returncode == 0 and "ORTMODULE_STRICT='maybe' is not allowed" in broken.stdout
 
 
+def test_tools_say_what_they_are():
+    """Every module that is run lists itself in `python -m ortmodule`, takes --help and refuses what it does not know."""
+    listed = run("-m", "ortmodule")
+    assert listed.returncode == 0 and listed.stdout == run("-m", "ortmodule", "--help").stdout and not listed.stderr
+    runs = {f"ortmodule.{'.'.join(p.relative_to(ROOT / 'ortmodule').with_suffix('').parts)}".removesuffix(".__main__")
+            for p in (ROOT / "ortmodule").rglob("*.py") if '__name__ == "__main__"' in p.read_text()}  # fmt: skip
+    assert {line.split()[2] for line in listed.stdout.splitlines() if line.startswith("python -m ")} == runs - {"ortmodule"}
+    for name in ("ortmodule", "ortmodule.info", "ortmodule.selftest", "ortmodule.compat"):
+        told, bad = run("-m", name, "--help"), run("-m", name, "--no-such-option")
+        assert told.returncode == 0 and told.stdout.startswith(f"usage: python -m {name} ") and len(told.stdout) < 1500, told
+        assert bad.returncode and bad.stderr.startswith(f"usage: python -m {name} ") and "Traceback" not in bad.stderr, bad
+
+
 def test_functions_cannot_be_inlined_and_that_is_said_once(caplog):
     from onnxruntime.training.ortmodule._custom_autograd_function import enable_custom_autograd_support
 

@@ -32,6 +32,13 @@ def test_right_models_are_found_right(name: str) -> None:
     assert "all within the error band" in str(v)
 
 
+@pytest.mark.parametrize("band", [0, -1.0, float("nan"), float("inf"), "2", None])
+def test_a_band_that_is_none(band: Any) -> None:
+    """Less than PyTorch's own error, or everything."""
+    with pytest.raises(ValueError, match=rf"verify\(band={band!r}\): how many times .*; give a number above 0"):
+        ORTModule(nn.Linear(3, 4)).verify(torch.randn(2, 3), band=band)
+
+
 @pytest.mark.parametrize("kind", ["f64", "bf16", "autocast", "eval", "loss", "frozen"])
 def test_in_other_precisions_and_modes(kind: str) -> None:
     model, x = made(), batch()

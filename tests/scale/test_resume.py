@@ -474,3 +474,12 @@ def test_the_example_is_killed_at_random_moments(tmp_path: Path) -> None:
     assert {*got} == {*want}  # a step that was computed twice had the same bits
     lost = [got[n - 1][0] + 1 - got[n][0] for n in ran[1:]]
     assert all(0 <= n <= 4 for n in lost), lost  # three steps, and one more while saving
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "2", None])
+def test_none_to_keep(keep: object, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save(tmp_path, 1, model)
+    with pytest.raises(RuntimeError, match=f"rank 0: ValueError: keep={keep!r}: .*: give 1 or more"):
+        checkpoint.save(tmp_path, 2, model, keep=keep)  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
