@@ -75,7 +75,7 @@ class Way:
     def _children(self) -> Iterator[None]:
         state = self.state
         table = state.module._modules
-        if state.children is None:
+        if not state.children and torch.is_grad_enabled():  # a pass of a reference may have frozen all for a while
             state.children = {
                 name: (child, self.wrap(child)) for name, child in table.items() if child is not None and fits(child)
             }

@@ -100,6 +100,42 @@ def test_a_replaced_forward_that_calls_the_backbone(caplog: Any) -> None:
     close(ours(x, x)[0], Model.forward(eager, x, x)[0])
 
 
+@pytest.mark.parametrize("first", ["trained", "reference"])
+def test_a_reference_without_the_adapter_does_not_keep_the_backbone_out(first: str) -> None:
+    """As DPOTrainer with a peft_config: one model is its own reference, its adapters off and frozen meanwhile."""
+    eager = Model().requires_grad_(False)
+    ours = ORTModule(copy.deepcopy(eager))
+    for m in (ours, eager):
+        replace_forward(m)
+    trained = ("model.layers.0.weight", "model.layers.1.bias")
+
+    def passes(m: Any, x: Tensor) -> list[Tensor]:
+        def step() -> Tensor:
+            for name in trained:
+                m.get_parameter(name).requires_grad_(True)
+            m.zero_grad()
+            loss = m(x, x)[0]
+            loss.backward()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        def reference() -> Tensor:
+            for name in trained:
+                m.get_parameter(name).requires_grad_(False)
+            with torch.no_grad():
+                return m(x, x)[0]  # type: ignore[no-any-return]
+
+        return [f() for f in ((step, reference) if first == "trained" else (reference, step))]
+
+    for _ in range(4):
+        x = ids()
+        for a, b in zip(passes(ours, x), passes(eager, x), strict=True):
+            close(a, b)
+        same_state(ours, eager)
+    report = ours.report()
+    assert report.node_share == 1 and report.graphs[0].backwards == 3 and report.n_captures == 2, str(report)
+    assert [e.calls for e in report.eager] == [2 if first == "trained" else 3]  # until the second pass that trains
+
+
 def test_a_replaced_forward_that_calls_the_one_before() -> None:
     """As accelerate does around autocast: no submodule is touched."""
     eager = Model()
