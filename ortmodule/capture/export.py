@@ -420,8 +420,9 @@ def _lowered(graded: bool, kind: str) -> dict[tuple[Any, torch.dtype, torch.dtyp
 def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
                 train: bool, bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
     state = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    made = [x.new_empty(x.shape[0], x.shape[1], state[0].shape[2] * (2 if bidirectional else 1))]
-    made += [torch.empty_like(s) for s in state]
+    steps, batch = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
+    made = [x.new_empty(steps, batch, state[0].shape[2] * (2 if bidirectional else 1))]
+    made += [s.new_empty(s.shape) for s in state]
     kind = x.device.type
     if kind in autocast.KINDS and torch.is_autocast_enabled(kind):
         known = _lowered(torch.is_grad_enabled(), kind)
@@ -429,6 +430,8 @@ def _types_only(op: Any, x: Tensor, hx: Any, params: Any, has_biases: bool, num_
         made = [t.to(to) for t, to in zip(made, types or [t.dtype for t in made], strict=True)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *state, *params)):
         made = [t.requires_grad_().clone() for t in made]  # a result, no leaf
+    if batch_first:  # memory has the steps first
+        made[0] = made[0].transpose(0, 1)
     return tuple(made)
 
 
