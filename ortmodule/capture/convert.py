@@ -514,6 +514,8 @@ class Converter:
         args = [p[1] for p in parts[:split]]
         kwargs = [(a.name, p[1]) for a, p in zip(arguments[split:], parts[split:], strict=True)]
         target = n.target
+        if target is torch.ops.aten.bernoulli.p and not layouts.follows(n.val):  # an edit, whose operand lies so
+            target = _bernoulli
 
         def call(ts: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
             ts = [_lying(t, lie.get(i)) for i, t in enumerate(ts)]
@@ -521,18 +523,18 @@ class Converter:
                 out = target(*[f(ts) for f in args], **{k: f(ts) for k, f in kwargs})
             return out if isinstance(out, Tensor) else tuple(x for x in out if isinstance(x, Tensor))
 
-        key = key_of(target._schema.name, target._overloadname)
+        key = key_of(n.target._schema.name, n.target._overloadname)
         places = [p[0]["input"] if isinstance(x, Node) else None for p, x in zip(parts, vals, strict=True)]
         self.host(registered_call(key, call, [p[1] for p in parts], places),
-                  str(target).replace("aten.", "aten::"), n.src, reason, key, draws(n))  # fmt: skip
+                  str(n.target).replace("aten.", "aten::"), n.src, reason, key, draws(n))  # fmt: skip
         outs = [n.val] if isinstance(n.val, Tensor) else [t for t in n.val if isinstance(t, Tensor)]
         values = self.b.ops(
             "ATen",
             ins,
             [(t.dtype, shape_of(t)) for t in outs],
             "org.pytorch.aten",
-            operator=target._schema.name,
-            overload_name="" if target._overloadname == "default" else target._overloadname,
+            operator=n.target._schema.name,
+            overload_name="" if n.target._overloadname == "default" else n.target._overloadname,
             arguments=json.dumps([p[0] for p in parts]),
             host_index=len(self.host_ops) - 1,
             **{"effect": 1} if self.host_ops[-1].draws else {},
@@ -673,6 +675,11 @@ def _order_of(x: Node) -> list[int] | None:
     """What PyTorch or the user's own code is given lies in memory as in eager, where it is dense: code may ask for it,
     as .view() does, or read memory as it lies. Arguments, parameters and buffers come as they are."""
     return layouts.order_now(x.val) if x.target is not INPUT and isinstance(x.val, Tensor) else None
+
+
+def _bernoulli(t: Tensor, p: float, **given: Any) -> Tensor:
+    """bernoulli.p, whose result is contiguous, in the places of its operand."""
+    return torch.empty_like(t).bernoulli_(p, **given)
 
 
 def _lying(t: Tensor, order: list[int] | None) -> Tensor:

@@ -578,6 +578,8 @@ class Functionalizer:
             if name in _DRAWS:  # their functional forms have no derivative
                 args = tuple([self.stop(a) if isinstance(a, Node) else a for a in args])
             new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
+            if pure is aten.bernoulli.p:  # its own result is contiguous
+                new.val = val
             if tuple(new.val.shape) != tuple(val.shape):
                 raise self.fail(f"{target}: changes the shape of what it writes")
             if torch.Tag.pointwise in pure.tags and not torch.can_cast(new.val.dtype, val.dtype):

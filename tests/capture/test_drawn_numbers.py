@@ -89,6 +89,7 @@ IN_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "other type": lambda h: h + torch.randn_like(h, dtype=torch.float32),
     "as it lies": lambda h: h + torch.randn_like(h, memory_format=torch.contiguous_format),
     "in place": lambda h: h + torch.empty_like(h).normal_().exp() + torch.empty_like(h).exponential_(),
+    "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.3),
     "of values": lambda h: h * torch.bernoulli(h.sigmoid()) + torch.normal(h, h.exp()) + torch.poisson(h.exp()),
     "multinomial": lambda h: h * torch.multinomial(h.exp().reshape(-1, h.shape[-1]), 3).sum(),
     "distribution": lambda h: torch.distributions.Normal(h, h.exp()).rsample() + torch.nn.functional.gumbel_softmax(h),
