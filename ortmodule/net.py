@@ -132,7 +132,7 @@ class Net:
         self.returned: list[Any] = []  # by each call; _AGAIN: to be called again
         self.counts: list[int] = []  # of numbered tensors, after each call
         self.words: dict[int, str] = {}  # what the tensors among `returned` are called
-        self._inputs = [_stand_in(t) for t in flat.tensors]
+        self.inputs = [_stand_in(t) for t in flat.tensors]
         self.stand_ins: dict[str, Tensor] = {}  # by what the real ones are called
         first = _Noting(module, self, False)
         self._run(module, first)
@@ -169,7 +169,7 @@ class Net:
                 no_hooks(),
             ):
                 table.recorded, table.instead = self._kept, noting.left_out
-                args, kwargs = self._fill([*self._inputs, *self._scalars])
+                args, kwargs = self._fill([*self.inputs, *self._scalars])
                 buffers = [(name, m, dict(m._buffers)) for name, m in module.named_modules()]
                 torch.set_autocast_cache_enabled(False)  # it would keep stand-ins of weights
                 with (
@@ -209,7 +209,7 @@ class _Noting(TorchFunctionMode):
         self._makers = frozenset(private.makers())
         self._again = again
         self.n = 0  # notes
-        self._count = 0  # of numbered tensors
+        self._count = len(net.inputs)  # of numbered tensors: the arguments, then in the order in which they are met
         self.difference: Difference | None = None
         self._modules = frames.names_of(module)
         self._words: dict[int, str] = {}  # by id: what a tensor is called
@@ -217,6 +217,7 @@ class _Noting(TorchFunctionMode):
         self._paused = False
         self._n_left_out = 0
         self._words.update(net.words)
+        self._words.update((id(t), f"%{i}") for i, t in enumerate(net.inputs))
         for name, m in module.named_modules():
             for held in (m.__dict__, m._buffers, m._parameters):
                 self._words.update((id(t), f"{name}.{k}".lstrip(".")) for k, t in held.items()

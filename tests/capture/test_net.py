@@ -272,3 +272,24 @@ def test_no_false_alarm_behind_a_function() -> None:
     for _ in range(4):
         model(torch.randn(3, 4)).sum().backward()
     assert not model.report().eager, str(model.report())
+
+
+class Itself(nn.Module):
+    """A call that returns an argument itself, which nothing before it was given."""
+
+    def __init__(self, same: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.same = same
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        index % x.shape[0]
+        return self.same(x) * 2
+
+
+@pytest.mark.parametrize("same", [torch.real, torch.conj, Tensor.contiguous, lambda x: x.to(x.dtype), lambda x: x.real,
+                                  lambda x: x.data, lambda x: torch.atleast_1d(x), lambda x: x.expand_as(x)])  # fmt: skip
+def test_no_false_alarm_where_a_call_returns_its_argument(same: Callable[[Tensor], Tensor]) -> None:
+    model = ORTModule(Itself(same), strict=True)
+    for rows in (3, 2, 3, 3, 2, 3, 3, 2, 4, 4):
+        model(torch.randn(rows, 4), torch.randint(0, 9, (rows, 5)))
+    assert 10 in checked(model) or 100 in checked(model), checked(model)
