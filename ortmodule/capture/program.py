@@ -28,8 +28,10 @@ INPUT, STOP, THROUGH, ZERO, COPY, FILL, BATCH_NORM = (
 
 # operators that may drop numbers out
 _OWN_NUMBERS = frozenset(f"aten::{name}" for name in (
-    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu",
-    "rrelu_with_noise", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"))  # fmt: skip
+    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout",
+    "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"))  # fmt: skip
+
+_SLOPES = ("rrelu", "rrelu_with_noise")  # drawn in training
 
 
 class Node:
@@ -153,4 +155,7 @@ def draws(n: Node) -> bool:
     """Does PyTorch draw it from its generator? What drops numbers out is the engine's, which takes one seed for a
     call."""
     tags: Any = getattr(n.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and n.target._schema.name not in _OWN_NUMBERS
+    if torch.Tag.nondeterministic_seeded not in tags or n.target._schema.name in _OWN_NUMBERS:
+        return False
+    given = dict(zip((a.name for a in n.target._schema.arguments), n.args, strict=False)) | n.kwargs
+    return name_of(n.target) not in _SLOPES or bool(given.get("training"))

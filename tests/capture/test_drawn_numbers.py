@@ -18,6 +18,12 @@ def unread(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * torch.rand(4)
 
 
+def slopes(m: Any, x: Tensor) -> Tensor:
+    torch.nn.functional.rrelu(x, training=True)
+    torch.nn.functional.rrelu(x, training=False)
+    return torch.nn.functional.rrelu(m.linear(x), training=True)
+
+
 def ordered(m: Any, x: Tensor) -> Tensor:
     a = torch.randn(4, 4)
     b = torch.randn(4, 4, device="cpu")
@@ -71,7 +77,7 @@ def same_step(eager: Any, ours: Any, x: Tensor, seed: int, look: Callable[[Any],
         torch.testing.assert_close(b, a, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("rule", [unread, ordered, like, stored, drawn_anew])
+@pytest.mark.parametrize("rule", [unread, slopes, ordered, like, stored, drawn_anew])
 def test_numbers_are_those_of_eager(rule: Callable[[Any, Tensor], Tensor]) -> None:
     eager = Net(rule)
     ours = ORTModule(Net(rule))
@@ -80,6 +86,28 @@ def test_numbers_are_those_of_eager(rule: Callable[[Any, Tensor], Tensor]) -> No
         x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(i))
         same_step(eager, ours, x, i, lambda m: [m.linear.weight.grad.clone(), m.p.clone()], 1e-4)
     assert not ours.report().eager, str(ours.report())
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_dropout_takes_one_seed_or_none(n: int) -> None:
+    """n: dropouts whose results are read, beside one whose is not."""
+
+    def dropped(m: Any, x: Tensor) -> Tensor:
+        torch.nn.functional.dropout(x)
+        h = m.linear(x)
+        for _ in range(n):
+            h = torch.nn.functional.dropout(h)
+        return h
+
+    ours = ORTModule(Net(dropped))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ours(torch.ones(3, 4))
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        if n:
+            torch.empty((), dtype=torch.int64).random_()
+        assert torch.equal(after, torch.get_rng_state())
 
 
 IN_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
