@@ -75,11 +75,14 @@ class _Stale(CaptureError):
 
 class Left(NamedTuple):
     """A call for which there is no capture, and why. failure: the calls of its kind stay in PyTorch, once it has been
-    seen that PyTorch can run them. onnx: of Skip."""
+    seen that PyTorch can run them. onnx: of Skip. before: what the entry had counted before its captures failed.
+    spent: no capture was tried, there have been too many."""
 
     reason: str
     failure: CaptureError | None = None
     onnx: bytes = b""
+    before: tuple[int, int, bool, bool] = (0, 0, False, False)
+    spent: bool = False
 
 
 def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_down: int = 0) -> Any:
@@ -405,6 +408,9 @@ def _new_graph(
         known = None if anew else state.find_graph(site, flat, answers)
         if known is not None:
             return known
+        forbidden = state.settings.strict or state.settings.min_coverage
+        if entry.raised >= state.settings.max_captures and not (answers or anew or forbidden):
+            return Left("many calls that no capture fits have raised: PyTorch runs one first")
         why = entry.why
         if anew:
             why = "a branch on a tensor's value went another way"
@@ -438,6 +444,8 @@ def _new_graph(
                 f"{entry.n_captures} captures of one call structure were not enough: sizes, numbers, layouts or "
                 "attributes that the model's code branches on change from call to call"
             )
+            if not answers and not anew:
+                return Left(reason, CaptureError(reason), before=entry.counts(), spent=True)
             _leave(state, entry, CaptureError(reason))
             return Left(reason)
         # Code that branches on sizes or numbers (is the length 1?) gets a symbolic capture per branch taken; after
@@ -456,6 +464,7 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
              answers: branches.Answers, anew: bool, tries: list[tuple[bool, bool]], why: str) -> GuardedGraph | Left:
     """tries: with which symbols, in turn."""
     entry = site.entry
+    before = entry.counts()
     ranks.begin()
     for dynamic, symbolic in tries:
         if (dynamic or symbolic) and entry.in_vain >= _VAIN_LIMIT:
@@ -507,7 +516,7 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
         return state.bind(site, made)
     # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
     # should see.
-    return Left(failure.reason, failure)
+    return Left(failure.reason, failure, before=before)
 
 
 def _no_time(state: State) -> Left:
@@ -693,19 +702,27 @@ def _leave(state: State, entry: Entry, error: CaptureError, by_parts: bool = Fal
 
 def _eager_site(state: State, site: Site, left: Left, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call that could not be captured. It is left to PyTorch for good only when PyTorch can run it."""
-    failure = left.failure
+    failure, entry = left.failure, site.entry
     if failure is None:
-        return _eager(state, left.reason, args, kwargs)
-    found = parts.of(state)  # from the first call on: backward may compute this one again (checkpoint)
-    result = _by(state, found, args, kwargs)
+        result = _eager(state, left.reason, args, kwargs)
+        entry.raised = 0
+        return result
+    # from the first call on: backward may compute this one again (checkpoint)
+    found = None if left.spent else parts.of(state)
+    try:
+        result = _by(state, found, args, kwargs)
+    except Exception:  # of this call, and no word about others
+        entry.n_captures, entry.in_vain, entry.no_symbolic, entry.symbolic = left.before
+        entry.raised += 1
+        raise
     _forbid(state, failure)
     state.eager_entry(failure.reason, failure.module, failure.file, failure.line).count(found is not None)
     shapes = [t.shape for t in flatten_inputs(args, kwargs).tensors]
-    if any(shapes in c.refused for c in site.entry.graphs):  # other sizes have their captures
-        site.entry.left.append(shapes)
+    if any(shapes in c.refused for c in entry.graphs):  # other sizes have their captures
+        entry.left.append(shapes)
         return result
-    _leave(state, site.entry, failure, by_parts=True)
-    site.entry.again = state.settings.fallback_retry
+    _leave(state, entry, failure, by_parts=not left.spent)
+    entry.again = state.settings.fallback_retry and not left.spent
     return result
 
 

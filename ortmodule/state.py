@@ -85,6 +85,7 @@ class Entry:
         self.symbolic = False  # a second value of an int/float argument has been seen
         self.no_symbolic = False  # ... but it cannot be an input
         self.n_captures = 0
+        self.raised = 0  # calls that could not be captured and raised in PyTorch, too
         self.in_vain = 0  # captures with symbols for sizes or numbers that came to nothing
         self.keep: set[str] = set()
         self.escaped: set[str] = set()  # submodules that leave tensors where others find them
@@ -103,6 +104,10 @@ class Entry:
         self.branches = True
         self.closed: list[branches.Answers] = []  # beginnings of ways that cannot be captured
         self.astray = 0  # calls that went one of those, and that PyTorch could run
+
+    def counts(self) -> tuple[int, int, bool, bool]:
+        """What a capture that fails changes."""
+        return self.n_captures, self.in_vain, self.no_symbolic, self.symbolic
 
     def holds(self, module: nn.Module) -> bool:
         """Is the state that the captures have read as it was? `reads` compares attributes by their place and content,
