@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -320,6 +321,7 @@ def forget() -> None:
     for field in _ROWS:
         _here.pop(field, None)
     _missing.clear()
+    _levels.cache_clear()
 
 
 def _get(field: str) -> Any:
@@ -453,9 +455,15 @@ def vmap_level(grads: Sequence[Tensor | None]) -> int:
     batch says that it is 1."""
     if not has("vmap_nesting"):
         return 0
-    level = int(torch._C._vmapmode_increment_nesting())
-    torch._C._vmapmode_decrement_nesting()
-    return level - 1 or int(any([g is not None and is_old_batch(g) for g in grads]))
+    return next(_levels())[1] or int(any([g is not None and is_old_batch(g) for g in grads]))
+
+
+@functools.cache
+def _levels() -> Iterator[tuple[int, int]]:
+    """(level + 1, level) of the older vmap, each time: PyTorch tells the level only as it changes. One call of C does
+    and undoes that, so no signal's handler can raise in between."""
+    up, down = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+    return zip(iter(up, None), iter(down, None))
 
 
 def is_old_batch(g: Tensor) -> bool:

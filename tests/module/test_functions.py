@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ortmodule import ORTModule, guard
+from ortmodule import ORTModule, guard, torch_private
 from ortmodule.capture import marks, opaque
 
 
@@ -595,8 +596,7 @@ def test_batched_gradients(f, segment_mb):
 
 def test_batched_gradients_in_a_thread_of_autograds(monkeypatch):
     """As on CUDA, where the thread that runs backward does not know the level of vmap that the caller has entered."""
-    monkeypatch.setattr(torch._C, "_vmapmode_increment_nesting", lambda: 1)
-    monkeypatch.setattr(torch._C, "_vmapmode_decrement_nesting", lambda: 0)
+    monkeypatch.setattr(torch_private, "_levels", lambda: itertools.repeat((1, 0)))
     eager = Calls(lambda m, x: torch.tanh(m.fc(x))).double()
     x, seeds = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, 5, dtype=torch.float64)
     models = (eager, ORTModule(copy.deepcopy(eager)))
