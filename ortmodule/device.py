@@ -12,7 +12,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from . import artifacts, guard, watch
+from . import artifacts, guard, interrupts, watch
 from . import torch_private as private
 from .artifacts import OptimType
 from .capture import Captured, capture
@@ -82,6 +82,7 @@ def _apart(call: Any) -> Any:
     return skeleton(call, slot, share=False)(leaves)
 
 
+@interrupts.whole
 def _graph(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Captured:
     """The captured forward; refuses by name what a device cannot do."""
     args, kwargs = _apart((args, kwargs))

@@ -28,6 +28,7 @@ from . import (
     cuts,
     fallback,
     guard,
+    interrupts,
     net,
     parts,
     patches,
@@ -330,6 +331,7 @@ def _without_branches(state: State, entry: Entry) -> None:
                 site.captured = None
 
 
+@interrupts.whole
 def _settle(state: State, site: Site, flat: FlatInputs, left: Left, env: tuple[Any, ...], args: tuple[Any, ...],
             kwargs: dict[str, Any]) -> Any:  # fmt: skip
     """A call that changes modules: once for all, so that it can be captured as they are then (settle.py)? Asked
@@ -380,6 +382,7 @@ def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor],
 # --- nothing fits ------------------------------------------------------------------------------------
 
 
+@interrupts.whole
 def _new_graph(
     state: State,
     site: Site,
@@ -570,6 +573,7 @@ def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, .
         made.next_check = net.FIRST if made.net is not None else -1
 
 
+@interrupts.whole
 def _recheck(state: State, site: Site, captured: GuardedGraph) -> bool:
     """Does forward still do what it did when it was captured? If not, calls of this kind go to PyTorch: something
     has changed that nothing here sees, and may do so again."""

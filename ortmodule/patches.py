@@ -6,19 +6,22 @@ scope      entered around a capture, or a run of forward on stand-ins (net.py). 
 replaced   inside of a scope, names of the process, or of the user's modules, stand for something else. All are put back
            at the end, in any order of ends, whatever is raised: each name has a stack of layers, and a layer that goes
            from the middle leaves to the one above it what it had found itself.
-threads    what is replaced is met by every thread of the process. `only_here` gives the others the original; what
-           depends on the scope asks `here()`, which is None for them.
+interrupts a handler of signals raises between any two bytecodes (Ctrl-C), also before the first one of an __exit__. So
+           a layer is noted before the name is written, and forgotten after that has been put back. What the end of a
+           block has left, that of the outermost scope does, and after it interrupts.py; for names that torch.export
+           replaces, too, but only then: other threads may have changed them.
 
 The fields are the dynamic scope that functions called by PyTorch need (a fake kernel is given tensors and a number, and
 has to find the table); nothing is handed back through them.
 
-Invariant: when no scope is open, every name is as it was found.
+Invariant: when no scope is open, every name is as it was found; and when a layer stands, `_layers` has it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 import sys
@@ -27,9 +30,12 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from . import _C
+from . import torch_private as private
+
 ABSENT: Any = object()  # as a value: the name is not there
 threads: set[int] = set()  # that are inside of a scope: at most one. Asked at every call of a wrapper
-_lock = threading.RLock()
+_lock: Any = threading.RLock()
 
 
 class Patch(NamedTuple):
@@ -41,14 +47,38 @@ class Patch(NamedTuple):
 
 
 class _Layer:
-    """One replacement. before: what to put back."""
+    """One replacement. before: what to put back, from when it stands."""
 
     __slots__ = ("before", "name", "owner")
 
-    def __init__(self, owner: Any, name: Any, before: Any) -> None:
+    def __init__(self, owner: Any, name: Any) -> None:
         self.owner = owner
         self.name = name
-        self.before = before
+        self.before: Any = ABSENT
+
+
+class Ends:
+    """Replacements that end together."""
+
+    def __init__(self) -> None:
+        self._made: list[_Layer] = []
+
+    def replace(self, owner: Any, name: Any, value: Any) -> None:
+        layer = _Layer(owner, name)
+        self._made.append(layer)
+        layer.before = _read(owner, name)
+        _layers.setdefault((id(owner), name), []).append(layer)
+        _write(owner, name, value)
+
+    def close(self) -> None:
+        while self._made:
+            try:
+                _undo(self._made[-1])
+            except Exception:  # an owner that refuses: the others first
+                self._made.pop()
+                self.close()
+                raise
+            self._made.pop()
 
 
 class Scope(NamedTuple):
@@ -57,7 +87,7 @@ class Scope(NamedTuple):
     perf_counter, for traces."""
 
     thread: int
-    ends: contextlib.ExitStack
+    ends: Ends
     watch: Any = None
     table: Any = None
     exporting: bool = False
@@ -65,34 +95,76 @@ class Scope(NamedTuple):
 
     def replace(self, owner: Any, name: Any, value: Any) -> None:
         """Until the end of this scope."""
-        self.ends.callback(_undo, _replace(owner, name, value))
+        self.ends.replace(owner, name, value)
+
+    def found(self, module: Any) -> None:
+        """torch.export puts stand-ins in the place of a module's tensors; it puts these back, if it can."""
+        for m in module.modules():
+            for table in (m._parameters, m._buffers):
+                _found.extend([Patch(table, name, value) for name, value in table.items()])
 
 
-_scope: Scope | None = None  # the innermost
+_open: list[Scope] = []  # the innermost is the last
+_found: list[Patch] = []  # of the names that torch.export replaces, what was there before
 _layers: dict[tuple[int, Any], list[_Layer]] = {}
 
 
 def here() -> Scope | None:
     """The scope that this thread is in."""
-    scope = _scope
-    return scope if scope is not None and scope.thread == threading.get_ident() else None
+    return _open[-1] if threads and threading.get_ident() in threads and _open else None
 
 
-@contextlib.contextmanager
-def scope(**fields: Any) -> Iterator[Scope]:
+class scope(contextlib.AbstractContextManager[Scope]):
     """Opens a scope. fields: of Scope."""
-    global _scope
-    with _lock:
-        outer, me = _scope, threading.get_ident()
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+        self._ends = Ends()
+
+    def __enter__(self) -> Scope:
+        outer, me = here(), threading.get_ident()
+        if outer is None:
+            _lock.acquire()
+            threads.add(me)
+            _found[:] = [Patch(*row) for row in private.names_of_export()]
+        _open.append((outer or Scope(me, self._ends))._replace(ends=self._ends, **self._fields))
+        return _open[-1]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._ends.close()
+        at = next((i for i, each in enumerate(_open) if each.ends is self._ends), None)
+        if at is not None:
+            del _open[at:]
+        if not _open:
+            end(kind is not None and not issubclass(kind, Exception))
+
+
+def end(interrupted: bool = True) -> None:
+    """This thread is in no scope any more."""
+    if _lock._is_owned():
+        _put_back(interrupted)
+        _open.clear()
+        threads.discard(threading.get_ident())
+        _lock.release()
+
+
+def _put_back(interrupted: bool) -> None:
+    """All names that somebody has not put back himself."""
+    refused: Exception | None = None
+    for layer in [layer for layers in _layers.values() for layer in reversed(layers)]:
         try:
-            with contextlib.ExitStack() as ends:
-                _scope = (outer or Scope(me, ends))._replace(ends=ends, **fields)
-                threads.add(me)
-                yield _scope
-        finally:
-            _scope = outer
-            if outer is None:
-                threads.discard(me)
+            _undo(layer)
+        except Exception as error:
+            refused = error
+    _layers.clear()
+    if interrupted:
+        _C.watch_end()
+        for patch in _found:
+            if _read(patch.owner, patch.name) is not patch.value:
+                _write(*patch)
+    _found.clear()
+    if refused is not None:
+        raise refused
 
 
 @contextlib.contextmanager
@@ -100,10 +172,13 @@ def replaced(*patches: Patch) -> Iterator[None]:
     """The names stand for something else in this block."""
     if here() is None:
         raise RuntimeError("ortmodule: names of the process are replaced inside of a scope only")
-    with contextlib.ExitStack() as ends:
+    ends = Ends()
+    try:
         for patch in patches:
-            ends.callback(_undo, _replace(*patch))
+            ends.replace(*patch)
         yield
+    finally:
+        ends.close()
 
 
 def only_here(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,6 +202,20 @@ def silent() -> contextlib.AbstractContextManager[None]:
     )
 
 
+class _Collector:
+    """Python's collector of garbage as an object whose attribute can be replaced."""
+
+    enabled = property(lambda _: gc.isenabled(), lambda _, wanted: gc.enable() if wanted else gc.disable())
+
+
+def no_collector() -> contextlib.AbstractContextManager[None]:
+    """No garbage is collected in this block."""
+    return replaced(Patch(_collector, "enabled", False))
+
+
+_collector = _Collector()
+
+
 class _Muted:
     """A stream without what one thread writes."""
 
@@ -146,24 +235,17 @@ def now() -> list[tuple[Any, Any]]:
     return [(layer.owner, layer.name) for layers in _layers.values() for layer in layers[:1]]
 
 
-def _replace(owner: Any, name: Any, value: Any) -> _Layer:
-    layer = _Layer(owner, name, _read(owner, name))
-    _write(owner, name, value)
-    _layers.setdefault((id(owner), name), []).append(layer)
-    return layer
-
-
 def _undo(layer: _Layer) -> None:
+    """Nothing, where it does not stand."""
     key = id(layer.owner), layer.name
-    layers = _layers[key]
-    at = layers.index(layer)
-    del layers[at]
-    if at < len(layers):
-        layers[at].before = layer.before
-        return
-    if not layers:
-        del _layers[key]
-    _write(layer.owner, layer.name, layer.before)
+    layers = _layers.get(key, [])
+    if layer in layers:
+        at = layers.index(layer)
+        if layer is not layers[-1]:
+            layers[at + 1].before = layer.before
+        elif _read(layer.owner, layer.name) is not layer.before:
+            _write(layer.owner, layer.name, layer.before)
+        del layers[at]
 
 
 def _read(owner: Any, name: Any) -> Any:

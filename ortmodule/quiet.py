@@ -35,13 +35,22 @@ def quiet() -> Iterator[None]:
         for name in [*logging.root.manager.loggerDict]
         if name == "torch" or name.startswith("torch.")
     ]
-    with contextlib.ExitStack() as ends:
-        for handler in {handler for log in (logging.root, *loggers) for handler in log.handlers}:
+    handlers = {handler for log in (logging.root, *loggers) for handler in log.handlers}
+
+    def all_again() -> None:
+        for handler in handlers:
+            handler.removeFilter(others)
+
+    try:
+        for handler in handlers:
             handler.addFilter(others)
-            ends.callback(handler.removeFilter, others)
-        ends.enter_context(no_hooks())
-        ends.enter_context(patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))))
-        yield
+        with no_hooks(), patches.replaced(patches.Patch(sys, "stderr", _Stderr(sys.stderr, thread))):
+            yield
+    finally:
+        try:
+            all_again()
+        finally:  # an interrupt has left the rest of it
+            all_again()
 
 
 @contextlib.contextmanager
@@ -55,13 +64,20 @@ def signals_later() -> Iterator[None]:
     numbers = [int(n) for n in signal.valid_signals() if n != signal.SIGINT]
     before = {n: f for n in numbers if callable(f := signal.getsignal(n))
               and not isinstance(f, signal.Handlers)}  # fmt: skip
-    for n in before:
-        signal.signal(n, lambda n, frame: came.append((n, frame)))
-    try:
-        yield
-    finally:
+
+    def theirs() -> None:
         for n, f in before.items():
             signal.signal(n, f)
+
+    try:
+        for n in before:
+            signal.signal(n, lambda n, frame: came.append((n, frame)))
+        yield
+    finally:
+        try:
+            theirs()
+        finally:  # SIGINT has left the rest of it
+            theirs()
         for n, frame in came:
             before[n](n, frame)
 

@@ -584,7 +584,8 @@ def unwrapped(root: nn.Module) -> Iterator[None]:
             state = getattr(child, "_ortmodule", None)
             if isinstance(state, State) and state.override is None and not state.own_forward:
                 rows.append(Patch(m._modules, name, state.body))
-    with patches.scope(), patches.replaced(*rows):
+    with patches.scope() as scope, patches.replaced(*rows):
+        scope.found(root)
         yield
 
 

@@ -125,6 +125,10 @@ TABLE: tuple[Row, ...] = (
         "torch.autograd.graph.disable_saved_tensors_hooks cannot be captured", instead=lambda: True),
     Row("function_modes", (_C + "_len_torch_function_stack", _C + "_get_function_stack_at",
                            "torch.utils._device.DeviceContext"), "modes of the caller cannot be told", need="call"),
+    Row("mode_stack", ("torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+                       "torch.utils._python_dispatch._pop_mode", "torch.utils._python_dispatch._push_mode",
+                       _C + "_pop_torch_function_stack", _C + "_push_on_torch_function_stack"),
+        "a capture that was interrupted may leave modes of PyTorch on", owner=True),
     # --- backward
     Row("keep_graph", ("torch._C._autograd._get_current_graph_task_keep_graph",),
         "every backward works on a copy of what its forward kept: more memory and time", instead=lambda: True),
@@ -357,6 +361,77 @@ def missing() -> list[str]:
 
 
 # --- several names together -----------------------------------------------------------------------
+
+
+def names_of_export() -> list[tuple[Any, str, Any]]:
+    """(owner, name, value) of what torch.export, or what it calls, replaces in the process while it traces: those that
+    there are."""
+    found: list[tuple[Any, str, Any]] = [(nn.Module, k, vars(nn.Module)[k]) for k in ("__call__", "__getattr__")]
+    for where, names in _OF_EXPORT.items():
+        with contextlib.suppress(ImportError):  # a first capture will need them
+            owner = sys.modules.get(where) or importlib.import_module(where)
+            found += [(owner, name, vars(owner)[name]) for name in names if name in vars(owner)]
+    return found
+
+
+_OF_EXPORT = {
+    "builtins": ("max", "min"),
+    "math": ("pow",),
+    "warnings": ("filters", "showwarning"),
+    "torch.compiler": ("_is_compiling_flag", "_is_exporting_flag"),
+    "torch._dynamo.utils": ("dict_keys_getitem",),  # the functions of torch that torch.fx.wrap was called with
+    "torch.fx._symbolic_trace": ("_assert_is_none", "_is_fx_tracing_flag", "CURRENT_PATCHER"),
+    "torch.fx.experimental.proxy_tensor": ("_CURRENT_MAKE_FX_TRACER",),
+    "torch.export._trace": ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY"),
+    "torch.utils._python_dispatch": ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"),
+}
+
+
+class Modes(NamedTuple):
+    """Of this thread. autocast: by kind of device."""
+
+    grad: bool
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    cached: bool
+    nesting: int
+    function: list[Any]
+    dispatch: list[Any]
+
+
+def modes_of_thread() -> Modes:
+    autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")}
+    nesting = torch.autocast_increment_nesting() - 1  # type: ignore[no-untyped-call]
+    torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+    function: list[Any] = []
+    dispatch: list[Any] = []
+    if has("mode_stack") and has("function_modes"):
+        function = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        dispatch = _get("mode_stack")._get_current_dispatch_mode_stack()
+    return Modes(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), nesting, function, dispatch)
+
+
+def put_modes(wanted: Modes) -> None:
+    now = modes_of_thread()
+    if [*map(id, now.function)] != [*map(id, wanted.function)]:
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        for mode in wanted.function:
+            torch._C._push_on_torch_function_stack(mode)
+    if [*map(id, now.dispatch)] != [*map(id, wanted.dispatch)]:
+        of = _get("mode_stack")
+        while torch._C._len_torch_dispatch_stack():
+            of._pop_mode()
+        for mode in wanted.dispatch:
+            of._push_mode(mode)
+    torch.set_grad_enabled(wanted.grad)
+    for kind, (on, dtype) in wanted.autocast.items():
+        torch.set_autocast_enabled(kind, on)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(wanted.cached)
+    for _ in range(now.nesting - wanted.nesting):
+        torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+    if now.nesting > wanted.nesting:
+        torch.clear_autocast_cache()  # type: ignore[no-untyped-call]
 
 
 def in_backward() -> bool:

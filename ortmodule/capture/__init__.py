@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .. import patches
+from .. import interrupts, patches
 from .. import torch_private as private
 from ..errors import CaptureError
 from ..guard import Place
@@ -144,6 +144,7 @@ class Captured:
     kept: dict[str, list[Recorded]] = field(default_factory=dict)
 
 
+@interrupts.whole
 def capture(
     module: nn.Module,
     args: tuple[Any, ...],

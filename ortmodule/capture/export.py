@@ -516,8 +516,8 @@ def without_warnings() -> Iterator[list[Warned]]:
 
     log = logging.getLogger("torch.export")
     level = log.level
-    log.setLevel(logging.ERROR)
     try:
+        log.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.showwarning = note  # type: ignore[assignment]

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import gc
 import io
 import sys
 from collections.abc import Iterator
@@ -83,31 +82,37 @@ class Watch(Calls):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The user's forward runs: from here on, what is read counts."""
+        active = self._active
         self._active += 1
         profile: Any = sys.getprofile()
-        collects = gc.isenabled()
         switches = outside.switches() if self._active == 1 and not self.quiet else None
-        try:
-            gc.disable()  # finalizers and callbacks of the collector are no part of forward
-            if self._active == 1:
-                self._before = [contents.snapshot(own) for _, own in self._dicts]
-                self._start = [old for old, _ in self._before]
-                told = outside.watched_functions(), outside.told_types()
-                _C.watch_calls(self._chosen, self._called, self._c_called, *told)
-            yield
-        finally:
-            if self._active == 1 and not self.quiet:
-                self._note_left()
-            self._note_assigned()
-            self._active -= 1
-            if not self._active:
+
+        def unwatched() -> None:
+            self._active = active
+            if not active:
                 _C.watch_end()
                 if hasattr(profile, "enable"):  # cProfile
                     profile.enable()
                 elif callable(profile):  # that of torch.profiler's with_stack is C's alone, and sees no more frames
                     sys.setprofile(profile)
-            if collects:
-                gc.enable()
+
+        try:
+            with patches.no_collector():  # finalizers and callbacks of the collector are no part of forward
+                try:
+                    if self._active == 1:
+                        self._before = [contents.snapshot(own) for _, own in self._dicts]
+                        self._start = [old for old, _ in self._before]
+                        told = outside.watched_functions(), outside.told_types()
+                        _C.watch_calls(self._chosen, self._called, self._c_called, *told)
+                    yield
+                finally:
+                    if self._active == 1 and not self.quiet:
+                        self._note_left()
+                    self._note_assigned()
+                    unwatched()
+        finally:
+            if self._active != active:  # an interrupt has come
+                unwatched()
             left = "" if switches is None else outside.left_changed(switches)
             if left:
                 self._problem("", f"leaves {left} changed")

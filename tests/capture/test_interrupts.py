@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import logging
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+import torch.overrides
+import torch.utils._python_dispatch
+from torch import Tensor, nn
+from torch.autograd import grad_mode
 
-from ortmodule import ORTModule, torch_private
+from ortmodule import ORTModule, interrupts, patches, quiet, torch_private, watch
+
+BEFORE = logging.Logger.handle, sys.stdout, sys.stderr
 
 
 class Interrupts:
@@ -56,6 +65,54 @@ def everywhere(run: Callable[[], Any], after: Callable[[], None], *files: str) -
     raise AssertionError
 
 
+class Thing:
+    here = 1
+
+    def __init__(self) -> None:
+        self.own = 1
+
+
+THING, TABLE = Thing(), {"here": 1}
+
+
+@interrupts.whole
+def nested() -> None:
+    """Names of all kinds of owners, twice over each other, ends in another order than their beginnings."""
+    with patches.scope(exporting=True) as outer:
+        outer.replace(Thing, "here", 2)
+        with patches.silent(), patches.scope(deadline=1.0) as inner:
+            with patches.no_collector():
+                inner.replace(Thing, "here", 3)
+                outer.replace(TABLE, "here", 2)
+                outer.replace(TABLE, "there", 2)
+                outer.ends.close()
+                seen = Thing.here, dict(TABLE), gc.isenabled()
+            with patches.replaced(patches.Patch(THING, "own", 4), patches.Patch(nn.Module, "ours", 5)):
+                scope = patches.here()
+                assert scope is not None and scope.exporting and scope.deadline == 1.0
+                assert THING.own == 4 and nn.Module.ours == 5 and sys.stdout is not BEFORE[1]
+    assert seen == (3, {"here": 1}, False)
+
+
+def as_it_was() -> None:
+    assert (logging.Logger.handle, sys.stdout, sys.stderr) == BEFORE
+    assert vars(Thing)["here"] == 1 and vars(THING) == {"own": 1} and TABLE == {"here": 1} and "ours" not in vars(nn.Module)
+    assert gc.isenabled() and not patches.now() and not patches.threads and patches.here() is None
+    assert not patches._lock._is_owned()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that is let go
+def test_names(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "BEFORE", (logging.Logger.handle, sys.stdout, sys.stderr))
+
+    def after() -> None:
+        as_it_was()
+        nested()
+        as_it_was()
+
+    assert everywhere(nested, after, patches.__file__, interrupts.__file__, contextlib.__file__) > 500
+
+
 def test_the_level_of_vmap():
     def after() -> None:
         y = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
@@ -79,3 +136,50 @@ def test_the_level_of_vmap():
     finally:
         sys.setprofile(None)
     after()
+
+
+class Model(nn.Module):
+    """meet: called in the middle of forward."""
+
+    def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.meet = [meet]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        self.meet[0]()
+        with torch.no_grad():
+            scale = h.abs().amax()
+        return torch.tanh(self.norm(h)) / scale
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_capture():
+    """Where blocks of ours and of PyTorch begin and end. What is left shows at once, but for what a trace would meet."""
+    files = [patches.__file__, interrupts.__file__, quiet.__file__, watch.__file__, contextlib.__file__,
+             torch.overrides.__file__, torch.utils._python_dispatch.__file__, grad_mode.__file__]  # fmt: skip
+    x = torch.randn(2, 4)
+    ORTModule(Model())(x).sum().backward()
+
+    def state() -> list[Any]:
+        return [*[(owner, name, id(value)) for owner, name, value in torch_private.names_of_export()],
+                torch_private.modes_of_thread(), sys.getprofile(), gc.isenabled(), patches.now(), patches.threads,
+                patches._lock._is_owned(), logging.Logger.handle, sys.stdout, sys.stderr,
+                [list(h.filters) for h in logging.root.handlers], logging.getLogger("torch.export").level,
+                *[signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)]]  # fmt: skip
+
+    before = state()
+    every = Interrupts(10**9, *files)
+    assert every.run(lambda: ORTModule(Model())(x)) is None
+    n_all = 10**9 - every.left
+    assert n_all > 1000
+    for k in range(40):
+        interrupts_ = Interrupts(1 + k * n_all // 40, *files)
+        model = ORTModule(Model())
+        error = interrupts_.run(lambda model=model: model(x))
+        assert state() == before, (k, error)
+        torch.testing.assert_close(model(x), model.module(x))
+        model(x).sum().backward()
+        assert model.fc.weight.grad is not None
+    assert model.report().graphs

@@ -335,6 +335,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "keep_graph": lambda: in_engine(alike(Tower(), twice)),
     "task_id": lambda: (in_engine(alike(Tower(), train, segment_mb=1e-4)), alike(Tower(), checkpointed)),
     "storage_use_count": lambda: in_engine(alike(Tower(), train)),
+    "mode_stack": lambda: in_engine(alike(Tower(), train)),
     "vmap_nesting": no_batched_gradients,
     "is_transformed": no_transformed_buffers,
     "functorch": no_vmap,
